@@ -1,0 +1,55 @@
+"""What can be wrong, as the user reads it: one line on stderr and a documented exit code, never a traceback."""
+
+from __future__ import annotations
+
+
+class LaunchError(Exception):
+    """A mistake or a shortage the user can mend; the message says what was found, what was expected, what to do."""
+
+    exit_code = 1
+
+
+class ConfigError(LaunchError):
+    """A recipe, an override or a flag is wrong."""
+
+    exit_code = 2
+
+
+class ResourceError(LaunchError):
+    """A file, a folder, a device or memory that the run needs is not there."""
+
+    exit_code = 3
+
+
+class DoesNotFit(ResourceError):
+    """No candidate fits the machine; the message names the nearest misses in GiB."""
+
+
+class DataError(LaunchError):
+    """A data file cannot be used as it is; the message names file and line or column."""
+
+    exit_code = 4
+
+
+class CheckpointError(LaunchError):
+    """There are checkpoints, but none that this run may continue from."""
+
+    exit_code = 5
+
+
+class LockHeld(LaunchError):
+    """Another process is using the run folder."""
+
+    exit_code = 9
+
+
+class StorageError(LaunchError):
+    """The disk refused a write."""
+
+    exit_code = 10
+
+
+class NetworkError(LaunchError):
+    """Ranks could not find or reach each other."""
+
+    exit_code = 11

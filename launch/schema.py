@@ -1,0 +1,356 @@
+"""The nouns. Everything may import this module; it imports nothing of ours and touches no file, clock or process."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+GIB = 1 << 30
+
+Device = Literal["cpu", "cuda"]
+Mode = Literal["cpu", "multi_cpu", "single_gpu", "dual_gpu_nccl", "dual_gpu_gloo"]
+Precision = Literal["no", "bf16", "fp16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+# ---- the machine ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One accelerator as its vendor's library describes it."""
+
+    index: int
+    name: str
+    vendor: Literal["nvidia", "amd"]
+    total_bytes: int
+    free_bytes: int
+    architecture: str  # NVIDIA compute capability ("8.6") or AMD gfx name ("gfx1201"); "" when unknown
+    driver: str
+    reason: str  # where these values come from
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run may use here; beside each fact the reason for it."""
+
+    name: str
+    gpus: tuple[Gpu, ...]
+    gpus_reason: str
+    host_limit_bytes: int  # the smallest of MemTotal, the cgroup chain, Slurm and the rlimits
+    host_limit_reason: str
+    host_available_bytes: int  # what is free under that limit now; page cache counts as free
+    host_available_reason: str
+    cpu_count: int
+    cpu_reason: str
+    shm_bytes: int
+    shm_reason: str
+    disk_free_bytes: int
+    disk_reason: str
+
+
+# ---- the recipe: what the user asked for ---------------------------------------------------------------------------
+
+
+class Section(BaseModel):
+    """A strict, frozen part of a recipe; an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelSection(Section):
+    """Which model: a named shape in configs/models/, or a local Hugging Face folder."""
+
+    shape: str | None = None
+    path: str | None = None
+    freeze: tuple[str, ...] = ()  # module names whose parameters are not trained, e.g. [shared, encoder]
+    dtype: Dtype = "float32"  # of the weights in memory; training.bf16 is the autocast on top of it
+
+    @model_validator(mode="after")
+    def one_source(self) -> ModelSection:
+        if (self.shape is None) == (self.path is None):
+            raise ValueError("give exactly one of model.shape (a name in configs/models/) and model.path (a local folder)")
+        return self
+
+
+class TokenizerSection(Section):
+    """A tokenizer folder, or how to train a byte-level BPE from the data at first start."""
+
+    path: str | None = None  # a missing folder is where the trained tokenizer is not looked for: it is an error
+    vocab_size: PositiveInt | None = None  # of a trained tokenizer; default: the model shape's
+    split: Literal["word", "character"] = "word"  # character: merges never cross a character
+
+
+class LoraSection(Section):
+    """PEFT's LoraConfig, in its own words."""
+
+    r: PositiveInt = 16
+    lora_alpha: PositiveInt = 32
+    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    target_modules: tuple[str, ...] | None = None  # default: by architecture
+
+
+class DataSection(Section):
+    """Where the rows are and which columns to read; columns are found by name unless they are given here."""
+
+    train_file: str
+    validation_file: str | None = None
+    prompt_column: str | None = None
+    response_column: str | None = None
+    text_column: str | None = None
+    messages_column: str | None = None
+    max_length: int = Field(512, ge=8, le=1 << 20)  # tokens: of the whole sequence (decoder), of each side (T5)
+    max_train_samples: PositiveInt | None = None
+    max_validation_samples: PositiveInt | None = None
+
+
+class TrainingSection(BaseModel):
+    """TrainingArguments' own names. The ones planning needs are typed here; the others are checked against the
+    fields of the installed transformers (recipes.py) and kept as extras."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    per_device_train_batch_size: int = Field(8, ge=1, le=65_536)
+    per_device_eval_batch_size: int | None = Field(None, ge=1, le=65_536)  # default: 3x the training batch, at most 64
+    gradient_accumulation_steps: int = Field(1, ge=1, le=65_536)
+    num_train_epochs: float = Field(3.0, gt=0, le=100_000, allow_inf_nan=False)
+    max_steps: int = Field(-1, ge=-1)
+    learning_rate: float = Field(5e-5, gt=0, le=10, allow_inf_nan=False)
+    warmup_steps: float = Field(0, ge=0, allow_inf_nan=False)  # below 1: a share of all steps
+    lr_scheduler_type: str = "linear"
+    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
+    max_grad_norm: float = Field(1.0, ge=0, allow_inf_nan=False)
+    optim: str = "adamw_torch_fused"
+    bf16: bool = False
+    fp16: bool = False
+    gradient_checkpointing: bool = False
+    logging_steps: int = Field(10, ge=1)
+    save_steps: int = Field(500, ge=1)
+    save_total_limit: int = Field(3, ge=2)  # two good checkpoints are always kept
+    eval_steps: int | None = Field(None, ge=1)  # default: once an epoch
+    seed: int = Field(23333, ge=0, lt=1 << 32)
+    dataloader_num_workers: int | None = Field(None, ge=0, le=64)  # default: planned
+
+    @model_validator(mode="after")
+    def sane(self) -> TrainingSection:
+        if self.bf16 and self.fp16:
+            raise ValueError("bf16 and fp16 are both true; choose one")
+        if self.max_steps == 0:
+            raise ValueError("max_steps 0 trains nothing; give a positive number, or -1 to train num_train_epochs")
+        return self
+
+    @property
+    def extras(self) -> dict[str, Any]:
+        return dict(self.__pydantic_extra__ or {})
+
+
+class LaunchSection(Section):
+    """How to run; everything left out is planned."""
+
+    mode: Literal["auto", "cpu", "multi_cpu", "single_gpu", "dual_gpu_nccl", "dual_gpu_gloo"] = "auto"
+    num_processes: int | None = Field(None, ge=1, le=1024)
+    vram_fraction: float = Field(0.95, gt=0, le=1)  # share of the free VRAM that planning may use
+    host_reserve_gib: float = Field(2.0, ge=0)  # host RAM left to the rest of the machine
+
+
+class EvaluationSection(Section):
+    """What is measured besides the loss on the validation file."""
+
+    exact_match_rows: int = Field(0, ge=0)  # held-out rows answered before and after training; 0 is none
+    max_new_tokens: int = Field(64, ge=1, le=4096)
+
+
+class Recipe(Section):
+    """A whole run as the user wants it, resolved: file, overrides and the machine's defaults already merged."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    task: Literal["sft", "pretrain"]
+    model: ModelSection
+    tokenizer: TokenizerSection = TokenizerSection()
+    lora: LoraSection | None = None
+    data: DataSection
+    training: TrainingSection = TrainingSection()
+    launch: LaunchSection = LaunchSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    output_dir: str
+
+
+# ---- the plan: what will run, and why ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model's Hugging Face config and what counting its parameters gives (no weights, no torch)."""
+
+    name: str
+    config: Mapping[str, Any]  # the keys of config.json, model_type among them
+    parameters: int
+    trainable_parameters: int
+    lora_parameters: int = 0  # part of trainable_parameters
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return self.config["model_type"] == "t5"
+
+
+@dataclass(frozen=True)
+class DataFormat:
+    """Which columns of the file make a sample."""
+
+    kind: Literal["prompt_response", "messages", "text", "oasst"]
+    columns: Mapping[str, str]  # role -> column name; roles: prompt, context, response, messages, text, role
+    file_type: Literal["parquet", "jsonl", "json", "text"]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to run the recipe. Batch sizes are samples."""
+
+    mode: Mode
+    device: Device
+    num_processes: int
+    backend: Literal["nccl", "gloo"] | None  # None: one process, no process group
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    per_device_eval_batch_size: int
+    mixed_precision: Precision
+    gradient_checkpointing: bool
+    dataloader_num_workers: int
+
+    @property
+    def effective_batch_size(self) -> int:
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.num_processes
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Predicted bytes per rank on the device, and per node on the host; None where nothing predicts it yet."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int | None = None
+
+    @property
+    def model_state_bytes(self) -> int:
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value that does not run as it was asked for, and why: printed before anything is loaded."""
+
+    key: str
+    requested: str
+    effective: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will run."""
+
+    recipe_name: str
+    strategy: Strategy
+    shape: ModelShape
+    data_format: DataFormat
+    estimate: MemoryEstimate
+    budget_bytes: int  # per rank on the device
+    why: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
+    rejected: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Command:
+    """A child process: argv and the variables it adds to the environment. str() can be pasted into a shell."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        assignments = [f"{key}={shlex.quote(value)}" for key, value in sorted(self.env.items())]
+        return " ".join([*(["env", *assignments] if assignments else []), *map(shlex.quote, self.argv)])
+
+
+# ---- what happened -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """One optimizer step as rank 0 writes it to events.jsonl; token counts are non-padding, over all ranks."""
+
+    step: int
+    max_steps: int
+    epoch: float
+    samples_seen: int
+    tokens: int
+    samples: int
+    loss: float
+    learning_rate: float
+    grad_norm: float | None
+    seconds: float
+    vram_allocated_bytes: int  # peak over ranks since the start
+    vram_reserved_bytes: int
+    vram_total_bytes: int  # 0: no GPU
+    host_pss_bytes: int  # of the whole job, now
+    time: float  # unix time
+
+    def line(self) -> str:
+        """The words every screen and log uses for a step."""
+        rate = 1 / self.seconds if self.seconds > 0 else math.inf
+        vram = ""
+        if self.vram_total_bytes:
+            vram = (
+                f"  VRAM {self.vram_allocated_bytes / GIB:.2f} GiB (reserved {self.vram_reserved_bytes / GIB:.2f}"
+                f" of {self.vram_total_bytes / GIB:.1f})"
+            )
+        return (
+            f"loss {self.loss:.4f}  lr {self.learning_rate:.3e}  {self.seconds:.3f} s/step"
+            f"  {self.samples * rate:,.1f} samples/s  {self.tokens * rate:,.0f} tokens/s"
+            f"{vram}  RAM {self.host_pss_bytes / GIB:.2f} GiB"
+        )
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What an ended attempt left behind; classify() reads nothing else."""
+
+    returncode: int  # of the launcher; negative: the signal that killed it
+    rank_errors: tuple[Mapping[str, Any], ...]  # ranks/<r>/error.json, earliest first
+    log_tail: str
+    oom_kills: int  # growth of the cgroup's oom_kill counter during the attempt
+    host_limit_bytes: int
+    host_peak_bytes: int
+    completed: bool  # rank 0 wrote its outcome and reached the last step
+    stopped_by: int | None = None  # signal number that the user sent to the supervisor
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an attempt ended without a model: cause, the line that proves it, one fix."""
+
+    kind: str
+    exit_code: int
+    cause: str
+    proof: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The end of a run, as the report shows it."""
+
+    run_dir: str
+    exit_code: int
+    failure: Failure | None
+    seconds: float
+    host_peak_bytes: int
+    summary: Mapping[str, Any] = field(default_factory=dict)  # rank 0's outcome.json
