@@ -1,0 +1,81 @@
+#!/usr/bin/env python3
+"""Talk to a trained model: chat.py FOLDER asks and answers line by line; chat.py FOLDER "question" answers once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from launch.errors import LaunchError, ResourceError
+from launch.rundir import RunDir
+
+
+def model_folder(path: Path) -> Path:
+    """The model's folder: `path` itself, or where the run in `path` left its model."""
+    run = RunDir(path)
+    if run.plan_file.exists():
+        outcome = run.outcome()
+        if outcome is None:
+            raise ResourceError(f"{path}: this run has not finished, so it has no model yet")
+        path = Path(outcome["model_dir"])
+    if not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise ResourceError(f"{path}: no model here; give the folder that the run printed, or a run folder")
+    return path
+
+
+def load(folder: Path):  # noqa: ANN201  torch is imported late, so its types cannot be named here
+    """(model, tokenizer) of a folder that a run wrote."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    from training import tokenizer
+
+    if (folder / "adapter_config.json").is_file():
+        from peft import PeftConfig, PeftModel
+
+        base = PeftConfig.from_pretrained(folder).base_model_name_or_path
+    else:
+        base = str(folder)
+    config = AutoConfig.from_pretrained(base, local_files_only=True)
+    family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = family.from_pretrained(base, local_files_only=True, use_safetensors=True)
+    if base != str(folder):
+        model = PeftModel.from_pretrained(model, folder)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return model.to(device).eval(), tokenizer.load(folder)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="the model's folder, or a run's")
+    parser.add_argument("question", nargs="*", help="asked once; left out: read from standard input, line by line")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    arguments = parser.parse_args()
+    try:
+        model, cut = load(model_folder(arguments.folder))
+    except LaunchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    from training.evaluate import answer
+
+    def reply(question: str) -> str:
+        return answer(model, cut, [[{"role": "user", "content": question}]], arguments.max_new_tokens)[0]
+
+    if arguments.question:
+        print(reply(" ".join(arguments.question)))
+        return 0
+    interactive = sys.stdin.isatty()
+    while True:
+        try:
+            question = input("> " if interactive else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            return 0
+        if question:
+            print(reply(question), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+#!/usr/bin/env python3
+"""What every rank runs: --run-dir under our launcher, `train` and the guides' flags under accelerate or torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from launch import direct
+from launch.errors import LaunchError
+from launch.rundir import AttemptDir, RunDir
+
+
+def main(argv: list[str]) -> int:
+    rank = int(os.environ.get("RANK", "0"))
+    opened: list[AttemptDir] = []  # filled as soon as there is an attempt to leave word in
+    try:
+        if argv[:1] == ["train"]:
+            start = direct.from_flags(argv[1:])
+        else:
+            parser = argparse.ArgumentParser(description=__doc__)
+            parser.add_argument("--run-dir", type=Path, required=True)
+            parser.add_argument("--attempt", type=int, required=True)
+            arguments = parser.parse_args(argv)
+            start = direct.from_run_dir(RunDir(arguments.run_dir), arguments.attempt)
+            opened.append(start.attempt)
+        from training import run  # torch comes in here: a wrong flag has been answered by now
+
+        run.train(start, direct.open_run, opened)
+    except LaunchError as error:
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        for attempt in opened:
+            attempt.leave_word(rank, error)
+        return error.exit_code
+    except BaseException as error:
+        for attempt in opened:
+            attempt.leave_word(rank, error)
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,270 @@
+"""What a rank tells the outside while it trains: events, heartbeat, log lines, and a bar when nobody else draws."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from launch.rundir import AttemptDir
+from launch.schema import StepEvent
+
+logger = logging.getLogger("lowmem")
+
+HEARTBEAT_INTERVAL_S = 0.5
+PSS_INTERVAL_S = 2.0  # reading smaps_rollup costs milliseconds a GiB
+
+
+class HostMemory:
+    """PSS of the whole job (launcher, ranks, data workers), read at most every PSS_INTERVAL_S seconds."""
+
+    def __init__(self) -> None:
+        root = os.environ.get("LOWMEM_ROOT_PID") or (os.getppid() if "WORLD_SIZE" in os.environ else os.getpid())
+        self._root = int(root)
+        self._read_at = -PSS_INTERVAL_S
+        self.bytes = 0
+        self.peak_bytes = 0
+
+    def read(self) -> int:
+        if time.monotonic() - self._read_at >= PSS_INTERVAL_S:
+            self._read_at = time.monotonic()
+            self.bytes = job_pss_bytes(self._root)
+            self.peak_bytes = max(self.peak_bytes, self.bytes)
+        return self.bytes
+
+
+def job_pss_bytes(root_pid: int) -> int:
+    """Sum of PSS over a process and its descendants; processes that end meanwhile count as nothing."""
+    total = 0
+    try:
+        root = psutil.Process(root_pid)
+        processes = [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return 0
+    for process in processes:
+        try:
+            total += process.memory_full_info().pss
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return total
+
+
+class Heartbeat:
+    """ranks/<r>/heartbeat.json: the section a rank is in and its step, so that others can tell slow from stuck."""
+
+    def __init__(self, attempt: AttemptDir, rank: int) -> None:
+        self._file = attempt.heartbeat_file(rank)
+        self._written_at = 0.0
+        self._section = ""
+
+    def beat(self, section: str, step: int = 0, max_steps: int = 0) -> None:
+        now = time.monotonic()
+        if section == self._section and now - self._written_at < HEARTBEAT_INTERVAL_S:
+            return
+        self._section, self._written_at = section, now
+        aside = self._file.with_suffix(".tmp")  # no fsync: it only has to be whole, not to survive a crash
+        aside.write_text(json.dumps({"section": section, "step": step, "max_steps": max_steps, "monotonic_s": now}))
+        aside.replace(self._file)
+
+
+class StepMeter:
+    """Collects one rank's losses and token counts; sums them over ranks when they are written, not at each step."""
+
+    def __init__(self) -> None:
+        self._loss: torch.Tensor | None = None
+        self._tokens = 0
+        self._samples = 0
+        self.steps: list[dict[str, Any]] = []
+
+    def add(self, loss: torch.Tensor, tokens: int, samples: int) -> None:
+        """One micro-batch; `loss` is its share of the step's mean loss, times the number of ranks."""
+        self._loss = loss if self._loss is None else self._loss + loss
+        self._tokens += tokens
+        self._samples += samples
+
+    def close_step(self, **facts: Any) -> None:
+        assert self._loss is not None, "an optimizer step without a micro-batch"
+        self.steps.append({"loss": self._loss, "tokens": self._tokens, "samples": self._samples, **facts})
+        self._loss, self._tokens, self._samples = None, 0, 0
+
+    def drain(self, device: torch.device) -> list[dict[str, Any]]:
+        """The steps since the last call, summed over ranks. All ranks call it at the same step."""
+        steps, self.steps = self.steps, []
+        if not steps:
+            return []
+        counts = [[step["tokens"], step["samples"]] for step in steps]
+        losses = torch.stack([step["loss"].float() for step in steps]).double().to(device)
+        table = torch.cat([losses[:, None], torch.tensor(counts, dtype=torch.float64, device=device)], dim=1)
+        world_size = 1
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(table)
+            world_size = torch.distributed.get_world_size()
+        for step, (loss, tokens, samples) in zip(steps, table.tolist(), strict=True):
+            step.update(loss=loss / world_size, tokens=int(tokens), samples=int(samples))
+        return steps
+
+
+class Reporter(TrainerCallback):
+    """Writes events.jsonl and the log from rank 0, and each rank's heartbeat."""
+
+    def __init__(
+        self, attempt: AttemptDir, rank: int, meter: StepMeter, order: Any, device: torch.device, draw: bool
+    ) -> None:
+        self._rank, self._meter, self._order, self._device = rank, meter, order, device
+        self._heartbeat = Heartbeat(attempt, rank)
+        self._events: IO[str] | None = attempt.events_file.open("a", encoding="utf-8") if rank == 0 else None
+        self.host = HostMemory()
+        self._bar = _Bar() if draw and rank == 0 else None
+        self._step_began = 0.0
+        self._learning_rate = 0.0
+        self.gradients_bytes = 0
+        self.last_event: StepEvent | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._step_began = time.monotonic()
+        self._heartbeat.beat("step", state.global_step, state.max_steps)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not self._meter.steps:  # after a log, an evaluation or a save: their time is not the step's
+            self._step_began = time.monotonic()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._learning_rate = float(kwargs["optimizer"].param_groups[0]["lr"])
+        if not self.gradients_bytes:
+            gradients = (parameter.grad for parameter in kwargs["model"].parameters() if parameter.grad is not None)
+            self.gradients_bytes = sum(gradient.nbytes for gradient in gradients)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        now = time.monotonic()
+        self._meter.close_step(
+            step=state.global_step,
+            epoch=state.epoch,
+            seconds=now - self._step_began,
+            learning_rate=self._learning_rate,
+            time=time.time(),
+        )
+        self._step_began = now
+        self._heartbeat.beat("step", state.global_step, state.max_steps)
+        if self._bar:
+            self._bar.advance(state.global_step, state.max_steps)
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
+    ) -> None:
+        if "loss" in logs:
+            self.flush(state.max_steps, logs.get("grad_norm"))
+        elif "eval_loss" in logs and self._rank == 0:
+            logger.info(
+                "step %d/%d  held-out loss %.4f  perplexity %.2f  (%.1f s)",
+                state.global_step,
+                state.max_steps,
+                logs["eval_loss"],
+                logs["eval_perplexity"],
+                logs["eval_runtime"],
+            )
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._heartbeat.beat("evaluation", state.global_step, state.max_steps)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._heartbeat.beat("save", state.global_step, state.max_steps)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.flush(state.max_steps, None)
+        if self._bar:
+            self._bar.close()
+
+    def beat(self, section: str) -> None:
+        self._heartbeat.beat(section)
+
+    def flush(self, max_steps: int, grad_norm: float | None) -> None:
+        """Write the steps since the last flush; every rank calls it at the same step."""
+        steps = self._meter.drain(self._device)
+        vram = vram_peaks(self._device)
+        if self._events is None or not steps:
+            return
+        for step in steps:
+            event = StepEvent(
+                max_steps=max_steps,
+                samples_seen=self._order.samples_seen(step["step"]),
+                grad_norm=float(grad_norm) if grad_norm is not None and step is steps[-1] else None,
+                vram_allocated_bytes=vram[0],
+                vram_reserved_bytes=vram[1],
+                vram_total_bytes=vram[2],
+                host_pss_bytes=self.host.read(),
+                **step,
+            )
+            self._events.write(json.dumps(asdict(event)) + "\n")
+        self._events.flush()
+        self.last_event = event
+        if self._bar:
+            self._bar.show(event)
+        logger.info("%s", event.line())
+
+
+def vram_peaks(device: torch.device) -> tuple[int, int, int]:
+    """(allocated, reserved, total) bytes, the largest over ranks; zeros without a GPU. Collective."""
+    if device.type != "cuda":
+        return 0, 0, 0
+    peaks = torch.tensor(
+        [
+            torch.cuda.max_memory_allocated(device),
+            torch.cuda.max_memory_reserved(device),
+            torch.cuda.get_device_properties(device).total_memory,
+        ],
+        device=device,
+    )
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(peaks, op=torch.distributed.ReduceOp.MAX)
+    allocated, reserved, total = peaks.tolist()
+    return allocated, reserved, total
+
+
+class _Bar:
+    """The bar of a direct start on a terminal; under the launcher the launcher draws."""
+
+    def __init__(self) -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(unit="step", dynamic_ncols=True, file=sys.stderr)
+
+    def advance(self, step: int, max_steps: int) -> None:
+        self._bar.total = max_steps
+        self._bar.update(step - self._bar.n)
+
+    def show(self, event: StepEvent) -> None:
+        self._bar.set_postfix_str(event.metrics())
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def start_logging(files: list[Path], rank: int) -> None:
+    """Rank 0 logs to its standard output and to `files`; other ranks only warn, on standard error."""
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.propagate = False
+    plain = logging.Formatter("%(asctime)s  %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout if rank == 0 else sys.stderr)]
+    for path in files if rank == 0 else []:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(path, encoding="utf-8"))
+    for handler in handlers:
+        handler.setFormatter(plain)
+        logger.addHandler(handler)

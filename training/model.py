@@ -1,0 +1,103 @@
+"""The model that trains: built from a named shape or loaded from a local folder, then frozen in part or given LoRA."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from launch.errors import ConfigError, ResourceError
+from launch.schema import LoraSection, ModelSection, ModelShape
+
+
+def build(
+    section: ModelSection,
+    shape: ModelShape,
+    lora: LoraSection | None,
+    lora_targets: tuple[str, ...],
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+) -> torch.nn.Module:
+    """The model on the CPU, in training mode's initial state; the same weights on every rank for the same seed."""
+    torch.manual_seed(seed)
+    model = _from_shape(section, shape) if section.path is None else _from_folder(section)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > vocabulary:
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer):,} tokens, the model's vocabulary {vocabulary:,}; choose a model shape"
+            " with a larger vocab_size, or a tokenizer of at most that many tokens"
+        )
+    _set_special_tokens(model, tokenizer)
+    model.config.use_cache = False  # generation turns it on for itself
+    for name, parameter in model.named_parameters():
+        if any(name == prefix or name.startswith(prefix + ".") for prefix in section.freeze):
+            parameter.requires_grad_(False)
+    return _with_lora(model, lora, lora_targets) if lora else model
+
+
+def _from_shape(section: ModelSection, shape: ModelShape) -> PreTrainedModel:
+    config = AutoConfig.for_model(**shape.config)
+    family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    return family.from_config(config, dtype=getattr(torch, section.dtype))
+
+
+def _from_folder(section: ModelSection) -> PreTrainedModel:
+    assert section.path is not None
+    config = AutoConfig.from_pretrained(section.path, local_files_only=True, trust_remote_code=False)
+    family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    try:
+        return family.from_pretrained(
+            section.path,
+            dtype=getattr(torch, section.dtype),
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
+    except (OSError, ValueError) as error:
+        raise ResourceError(f"{section.path}: the model cannot be loaded ({str(error).splitlines()[0]})") from error
+
+
+def _set_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    for config in (model.config, model.generation_config):
+        config.pad_token_id = tokenizer.pad_token_id
+        config.eos_token_id = tokenizer.eos_token_id
+        config.bos_token_id = tokenizer.bos_token_id
+        if model.config.is_encoder_decoder:
+            start = model.config.decoder_start_token_id
+            config.decoder_start_token_id = tokenizer.pad_token_id if start is None else start
+
+
+def _with_lora(model: PreTrainedModel, lora: LoraSection, targets: tuple[str, ...]) -> torch.nn.Module:
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    config = LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.lora_alpha,
+        lora_dropout=lora.lora_dropout,
+        target_modules=list(targets),
+        task_type=TaskType.SEQ_2_SEQ_LM if model.config.is_encoder_decoder else TaskType.CAUSAL_LM,
+    )
+    return get_peft_model(model, config)
+
+
+def export(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, section: ModelSection, folder: Path) -> str:
+    """Write one ordinary Hugging Face folder and say what it holds.
+
+    LoRA on a named shape is merged (its random base is stored nowhere else); LoRA on a local folder stays an adapter.
+    """
+    is_lora = hasattr(model, "peft_config")
+    if is_lora and section.path is None:
+        model.save_pretrained(folder / "adapter")
+        model = model.merge_and_unload()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if not is_lora:
+        return "the whole model"
+    return "the model with its LoRA adapter merged" if section.path is None else f"a LoRA adapter for {section.path}"

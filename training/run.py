@@ -1,0 +1,336 @@
+"""One attempt of a run on one rank, top to bottom: world, data, model, trainer, resume, train, export, outcome."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+
+from launch import rundir
+from launch.errors import CheckpointError, ConfigError, LaunchError
+from launch.rundir import AttemptDir, RunDir, Start
+from launch.schema import Plan, Recipe, Strategy
+from training import checkpoint, evaluate, model, prepare, tokenizer
+from training.callbacks import Reporter, StepMeter, start_logging
+from training.data import Collator, SampleOrder, TokenRows
+from training.trainer import LowMemTrainer
+
+logger = logging.getLogger("lowmem")
+
+
+def arguments(recipe: Recipe, plan: Plan, rows: int, evaluates: bool) -> TrainingArguments:
+    """The recipe's training section as transformers takes it; making it starts the process group."""
+    training, strategy = recipe.training, plan.strategy
+    steps_per_epoch = -(-rows // strategy.effective_batch_size)
+    os.environ["ACCELERATE_MIXED_PRECISION"] = strategy.mixed_precision  # whatever the launcher above us had set
+    return TrainingArguments(
+        output_dir=os.devnull,  # the run folder is agreed on once the ranks can talk
+        per_device_train_batch_size=strategy.per_device_train_batch_size,
+        per_device_eval_batch_size=strategy.per_device_eval_batch_size,
+        gradient_accumulation_steps=strategy.gradient_accumulation_steps,
+        num_train_epochs=training.num_train_epochs,
+        max_steps=training.max_steps,
+        learning_rate=training.learning_rate,
+        warmup_steps=training.warmup_steps,
+        lr_scheduler_type=training.lr_scheduler_type,
+        weight_decay=training.weight_decay,
+        max_grad_norm=training.max_grad_norm,
+        optim=training.optim,
+        bf16=strategy.mixed_precision == "bf16",
+        fp16=strategy.mixed_precision == "fp16",
+        **_checkpointing(strategy.gradient_checkpointing),
+        logging_steps=training.logging_steps,
+        logging_nan_inf_filter=False,  # a NaN is shown as a NaN
+        save_strategy="steps",
+        save_steps=training.save_steps,
+        save_total_limit=None,  # rotation is ours (checkpoint.py)
+        eval_strategy="steps" if evaluates else "no",
+        eval_steps=training.eval_steps or steps_per_epoch,
+        seed=training.seed,
+        dataloader_num_workers=strategy.dataloader_num_workers,
+        use_cpu=strategy.device == "cpu",
+        ddp_backend=strategy.backend,
+        report_to=["tensorboard"],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        **training.extras,
+    )
+
+
+def _checkpointing(on: bool) -> dict[str, Any]:
+    """transformers 5.23 renamed the field; older ones know only the first name."""
+    names = {field.name for field in fields(TrainingArguments)}
+    return {"activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing": on}
+
+
+def check_world(strategy: Strategy, args: TrainingArguments) -> None:
+    """Raises ConfigError when the process group is not the one that was planned; several launchers give another
+    with exit code 0."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
+    if not started == args.world_size == strategy.num_processes:
+        raise ConfigError(
+            f"{strategy.num_processes} ranks were asked for, {started} were started and {args.world_size} are in the"
+            " process group; start them with `python -m launch run`, torchrun, or accelerate launch --multi_gpu"
+        )
+    if backend != strategy.backend:
+        raise ConfigError(f"the plan says backend {strategy.backend}, torch.distributed runs {backend}")
+    if args.device.type != strategy.device:
+        raise ConfigError(f"the plan says device {strategy.device}, transformers chose {args.device}")
+    logger.info(
+        "%d rank(s) on %s%s, %d thread(s) each",
+        args.world_size,
+        args.device.type,
+        f", backend {backend} (torch.distributed)" if backend else "",
+        torch.get_num_threads(),
+    )
+
+
+OpenRun = Callable[[Start, Path, ExitStack], tuple[str, str] | None]
+
+
+def train(start: Start, open_run: OpenRun, opened: list[AttemptDir]) -> None:
+    """Run the attempt on this rank. Rank 0 leaves the model in recipe.output_dir and the outcome in the attempt.
+
+    `open_run` gives rank 0 the folders of the run and the attempt; `opened` receives the attempt once it is known.
+    """
+    began = time.monotonic()
+    recipe, plan = start.recipe, start.plan
+    tokens = _tokens(start)
+    rows = TokenRows(tokens / "train.arrow")
+    held_out = TokenRows(tokens / "validation.arrow") if (tokens / "validation.arrow").exists() else None
+    args = arguments(recipe, plan, len(rows), held_out is not None)
+    rank = args.process_index
+    with ExitStack() as held:
+        folders = _agreed(args, lambda: open_run(start, tokens, held))
+        if folders is not None:
+            run, attempt = RunDir(Path(folders[0])), AttemptDir(Path(folders[1]))
+            opened.append(attempt)
+            logs = [attempt.train_log]
+            if not start.supervised:
+                logs.append(rundir.log_file(start.house.root, run))
+            start_logging(logs, rank)
+            check_world(plan.strategy, args)
+            args.output_dir = str(run.checkpoints)
+            os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.tensorboard)
+            _attempt(start, run, attempt, args, rows, held_out, tokens, began)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def _tokens(start: Start) -> Path:
+    """The folder of the tokenised rows; made here when no launcher has made it before."""
+    known = rundir.read_json(start.run.tokens_file) if start.run else None
+    if known and (Path(known["folder"]) / rundir.TOKENS_READY).exists():
+        return Path(known["folder"])
+    return prepare.ensure(start.recipe, start.plan, start.house.cache, print)
+
+
+def _attempt(
+    start: Start,
+    run: RunDir,
+    attempt: AttemptDir,
+    args: TrainingArguments,
+    rows: TokenRows,
+    held_out: TokenRows | None,
+    tokens: Path,
+    began: float,
+) -> None:
+    recipe, plan, rank = start.recipe, start.plan, args.process_index
+    order = SampleOrder(
+        len(rows),
+        args.per_device_train_batch_size,
+        args.gradient_accumulation_steps,
+        args.world_size,
+        rank,
+        args.seed,
+        start=(rundir.read_json(run.continues_file) or {}).get("samples_seen", 0),
+    )
+    meter = StepMeter()
+    draw = not start.supervised and sys.stderr.isatty()
+    reporter = Reporter(attempt, rank, meter, order, args.device, draw)
+    reporter.beat("load")
+    cut = tokenizer.load(tokens / "tokenizer")
+    network = model.build(recipe.model, plan.shape, recipe.lora, plan.lora_targets, cut, args.seed)
+    _check_counts(network, plan)
+    trainer = LowMemTrainer(
+        order=order,
+        meter=meter,
+        keep_checkpoints=recipe.training.save_total_limit,
+        facts={
+            "mode": plan.strategy.mode,
+            "world_size": args.world_size,
+            "effective_batch_size": order.effective_batch_size,
+            "rows": len(rows),
+            "tokens": tokens.name,
+            "torch": torch.__version__,
+        },
+        model=network,
+        args=args,
+        data_collator=Collator(
+            cut.pad_token_id,
+            network.config.decoder_start_token_id if network.config.is_encoder_decoder else None,
+            multiple=8 if args.device.type == "cuda" else 1,
+        ),
+        train_dataset=rows,
+        eval_dataset=held_out,
+        processing_class=cut,
+        callbacks=[reporter],
+    )
+    trainer.remove_callback(PrinterCallback)  # the log has the same figures in our words
+    pairs = _questions(recipe, plan)
+    scores = rundir.read_json(run.evaluation_file) or {}
+    if pairs and "exact_match_before" not in scores:
+        reporter.beat("evaluation")
+        scores["exact_match_before"] = evaluate.exact_match(network, cut, pairs, recipe.evaluation.max_new_tokens)
+        logger.info("exact match before training: %.1f %% of %d held-out rows", _percent(scores), len(pairs))
+        if rank == 0:
+            rundir.write_json(run.evaluation_file, scores)
+    resume = _agreed(args, lambda: _resume_point(run, order))
+    output = trainer.train(resume_from_checkpoint=resume)
+    complete = trainer.state.global_step >= trainer.state.max_steps
+    if pairs:
+        reporter.beat("evaluation")
+        scores["exact_match_after"] = evaluate.exact_match(trainer.model, cut, pairs, recipe.evaluation.max_new_tokens)
+        logger.info(
+            "exact match after training: %.1f %% of %d held-out rows (before: %.1f %%)",
+            100 * scores["exact_match_after"],
+            len(pairs),
+            _percent(scores),
+        )
+    if rank == 0 and complete:
+        reporter.beat("save")
+        held = _export(trainer, cut, recipe, plan, run)
+        logger.info("model: %s (%s)", recipe.output_dir, held)
+    if rank == 0:
+        event = reporter.last_event
+        states = [value for state in trainer.optimizer.state.values() for value in state.values()]
+        parameters = list(trainer.model.parameters())
+        rundir.write_json(
+            attempt.outcome_file,
+            {
+                "complete": complete,
+                "step": trainer.state.global_step,
+                "max_steps": trainer.state.max_steps,
+                "resumed_from": resume,
+                "seconds": time.monotonic() - began,
+                "train_seconds": output.metrics["train_runtime"],
+                "loss": event.loss if event else None,
+                "eval_loss": _last(trainer.state.log_history, "eval_loss"),
+                "model_dir": recipe.output_dir,
+                "weights_bytes": sum(parameter.nbytes for parameter in parameters),
+                "gradients_bytes": reporter.gradients_bytes,
+                "optimizer_bytes": sum(value.nbytes for value in states if torch.is_tensor(value)),
+                "vram_allocated_bytes": event.vram_allocated_bytes if event else 0,
+                "vram_reserved_bytes": event.vram_reserved_bytes if event else 0,
+                "host_pss_bytes": reporter.host.peak_bytes,
+                **scores,
+            },
+        )
+
+
+def _percent(scores: dict[str, Any]) -> float:
+    return 100 * scores["exact_match_before"]
+
+
+def _last(history: list[dict[str, float]], key: str) -> float | None:
+    return next((entry[key] for entry in reversed(history) if key in entry), None)
+
+
+def _check_counts(network: torch.nn.Module, plan: Plan) -> None:
+    """What was planned for is what was built: an estimate for another model would be worthless."""
+    total = sum(parameter.numel() for parameter in network.parameters())
+    trainable = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
+    planned = plan.shape.parameters + plan.shape.lora_parameters
+    assert (total, trainable) == (planned, plan.shape.trainable_parameters), (
+        f"planned {planned:,} parameters, {plan.shape.trainable_parameters:,} trainable; built {total:,}, {trainable:,}"
+    )
+    logger.info("%s: %s parameters, %s trainable", plan.shape.name, f"{total:,}", f"{trainable:,}")
+
+
+def _questions(recipe: Recipe, plan: Plan) -> list[tuple[list[dict[str, str]], str]]:
+    if not recipe.evaluation.exact_match_rows or recipe.data.validation_file is None:
+        return []
+    return evaluate.questions(Path(recipe.data.validation_file), plan.data_format, recipe.evaluation.exact_match_rows)
+
+
+def _agreed(args: TrainingArguments, decide: Callable[[], Any]) -> Any:
+    """What rank 0 decides, on every rank; a user's mistake that it finds is raised on every rank."""
+    decision: list[Any] = [None]
+    if args.process_index == 0:
+        try:
+            decision = [decide()]
+        except LaunchError as error:
+            decision = [error]
+    if args.world_size > 1:
+        torch.distributed.broadcast_object_list(decision, device=args.device)
+    if isinstance(decision[0], LaunchError):
+        raise decision[0]
+    return decision[0]
+
+
+def _resume_point(run: RunDir, order: SampleOrder) -> str | None:
+    """The newest checkpoint that verifies. Raises CheckpointError when there are some and none does."""
+    checkpoint.clear_staging(run.checkpoints)
+    found, faults = checkpoint.newest_valid(run.checkpoints)
+    for fault in faults:
+        logger.warning("not resuming from it: %s", fault)
+    if found is None and faults:
+        raise CheckpointError(f"{run.checkpoints}: no checkpoint can be used; --resume never starts over")
+    continues = rundir.read_json(run.continues_file)
+    if found is None and continues:
+        found = checkpoint.rebase(Path(continues["checkpoint"]), run.checkpoints, order)
+    if found is None:
+        return None
+    facts = checkpoint.manifest(found)
+    logger.info("resuming from %s: %s samples seen", found.name, f"{facts['samples_seen']:,}")
+    return str(found)
+
+
+def _export(trainer: LowMemTrainer, cut: Any, recipe: Recipe, plan: Plan, run: RunDir) -> str:
+    """The model as one ordinary folder, swapped in whole; what stood there before is ours (checked before launch)."""
+    target = Path(recipe.output_dir)
+    aside = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    network = trainer.accelerator.unwrap_model(trainer.model)
+    held = model.export(network, cut, recipe.model, aside)
+    (aside / "README.md").write_text(_card(trainer, recipe, plan, held), encoding="utf-8")
+    rundir.write_json(
+        aside / "lowmem.json", {"run": run.run_id, "recipe": recipe.name, "step": trainer.state.global_step}
+    )
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    aside.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+    return held
+
+
+def _card(trainer: LowMemTrainer, recipe: Recipe, plan: Plan, held: str) -> str:
+    history = trainer.state.log_history
+    eval_loss = _last(history, "eval_loss")
+    figures = [
+        f"- recipe: {recipe.name} ({recipe.task})",
+        f"- model: {plan.shape.name}, {plan.shape.parameters:,} parameters; this folder holds {held}",
+        f"- data: {Path(recipe.data.train_file).name}",
+        f"- effective batch size {plan.strategy.effective_batch_size}, {trainer.state.global_step:,} optimizer steps",
+        f"- learning rate {recipe.training.learning_rate:g}, {recipe.training.lr_scheduler_type}",
+        f"- held-out loss: {eval_loss:.4f}" if eval_loss is not None else "- held-out loss: not measured",
+    ]
+    return "\n".join(
+        ["---", "library_name: transformers", "---", f"# {Path(recipe.output_dir).name}", "", *figures, ""]
+    )

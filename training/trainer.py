@@ -1,0 +1,121 @@
+"""transformers.Trainer with our order of samples, a loss normalised by target tokens, and whole checkpoints."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.utils.data import DataLoader
+from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput
+
+from training import checkpoint
+from training.callbacks import StepMeter
+from training.data import IGNORED, Collator, EpochLoader, SampleOrder, TokenRows
+
+
+def target_loss_sum(logits: torch.Tensor, labels: torch.Tensor, shift: bool) -> torch.Tensor:
+    """Summed cross-entropy over the targets, in fp32. logits (batch, seq, vocabulary), labels (batch, seq)."""
+    if shift:
+        labels = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+    return functional.cross_entropy(
+        logits.float().reshape(-1, logits.size(-1)), labels.reshape(-1), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+class LowMemTrainer(Trainer):
+    """Trainer, except: an optimizer step covers exactly the next effective batch of a fixed order; the
+    gradient is of the mean over the target tokens of the step on all ranks; a checkpoint is whole or not there."""
+
+    def __init__(
+        self, *, order: SampleOrder, meter: StepMeter, keep_checkpoints: int, facts: dict[str, Any], **kwargs: Any
+    ) -> None:
+        self.order, self.meter = order, meter
+        self._keep_checkpoints, self._facts = keep_checkpoints, facts
+        super().__init__(compute_loss_func=self._loss, **kwargs)
+        self._shift = not self.model.config.is_encoder_decoder
+
+    def _loss(
+        self, outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        return target_loss_sum(outputs.logits, labels, self._shift) / num_items_in_batch
+
+    def _loader(self, rows: TokenRows, batches: Any, workers: int) -> EpochLoader:
+        collator = self.data_collator
+        assert isinstance(collator, Collator)
+        return EpochLoader(
+            rows,
+            batch_sampler=batches,
+            collate_fn=collator,
+            num_workers=workers,
+            pin_memory=self.args.device.type == "cuda",
+            persistent_workers=workers > 0,
+        )
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Not prepared by Accelerate, which would pad the last batch with repeated samples: the order is per rank."""
+        return self._loader(self.train_dataset, self.order, self.args.dataloader_num_workers)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """This rank's share of the held-out rows; as many batches on every rank."""
+        rows = eval_dataset if eval_dataset is not None else self.eval_dataset
+        width = self.args.per_device_eval_batch_size * self.args.world_size
+        batches = [
+            list(range(len(rows)))[at : at + width][self.args.process_index :: self.args.world_size]
+            for at in range(0, len(rows), width)
+        ]
+        return self._loader(rows, batches, 0)
+
+    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        with_target = (inputs["labels"] != IGNORED).any(dim=1)
+        tokens = inputs["attention_mask"][with_target].sum()
+        if "decoder_input_ids" in inputs:
+            tokens = tokens + (inputs["labels"] != IGNORED).sum()
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        self.meter.add(loss, int(tokens), int(with_target.sum()))
+        return loss
+
+    def evaluation_loop(
+        self, dataloader: DataLoader, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> EvalLoopOutput:
+        """Mean loss over all target tokens of the held-out rows, and its perplexity."""
+        model = self.model.eval()
+        totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        for inputs in dataloader:
+            batch = self._prepare_inputs(inputs)
+            labels = batch.pop("labels")
+            with torch.no_grad(), self.compute_loss_context_manager():
+                logits = model(**batch).logits
+                totals[0] += target_loss_sum(logits, labels, self._shift)
+            totals[1] += (labels != IGNORED).sum()
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(totals)
+        loss = (totals[0] / totals[1]).item()
+        metrics = {
+            f"{metric_key_prefix}_loss": loss,
+            f"{metric_key_prefix}_perplexity": math.exp(loss) if loss < 700 else math.inf,
+        }
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset))
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """Trainer's own files, written aside by all ranks; then committed and rotated by rank 0."""
+        step = self.state.global_step
+        checkpoints = Path(self.args.output_dir)
+        staging = checkpoints / f"{checkpoint.STAGING_PREFIX}{checkpoint.name(step)}"
+        if self.args.should_save:
+            staging.mkdir(exist_ok=True)
+        self.args.output_dir = str(staging)
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.output_dir = str(checkpoints)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            facts = {**self._facts, "samples_seen": self.order.samples_seen(step)}
+            checkpoint.commit(staging / f"checkpoint-{step}", checkpoints, step, facts)
+            staging.rmdir()
+            checkpoint.rotate(checkpoints, self._keep_checkpoints)
+        self.accelerator.wait_for_everyone()
