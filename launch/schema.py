@@ -75,7 +75,9 @@ class ModelSection(Section):
     @model_validator(mode="after")
     def one_source(self) -> ModelSection:
         if (self.shape is None) == (self.path is None):
-            raise ValueError("give exactly one of model.shape (a name in configs/models/) and model.path (a local folder)")
+            raise ValueError(
+                "give exactly one of model.shape (a name in configs/models/) and model.path (a local folder)"
+            )
         return self
 
 
@@ -263,6 +265,7 @@ class Plan:
     data_format: DataFormat
     estimate: MemoryEstimate
     budget_bytes: int  # per rank on the device
+    lora_targets: tuple[str, ...] = ()  # module names that get LoRA
     why: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
     rejected: tuple[str, ...] = ()
@@ -304,7 +307,11 @@ class StepEvent:
     time: float  # unix time
 
     def line(self) -> str:
-        """The words every screen and log uses for a step."""
+        """The line of a step in every log."""
+        return f"step {self.step}/{self.max_steps}  epoch {self.epoch:.2f}  {self.metrics()}"
+
+    def metrics(self) -> str:
+        """The words every screen and log uses for a step's figures."""
         rate = 1 / self.seconds if self.seconds > 0 else math.inf
         vram = ""
         if self.vram_total_bytes:

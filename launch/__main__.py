@@ -1,0 +1,128 @@
+"""python -m launch plan | run | doctor: the command line, and the only place where errors become exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from datetime import datetime
+from pathlib import Path
+
+from launch import direct, probe, recipes, render, report, resume, rundir
+from launch.errors import ConfigError, LaunchError, ResourceError
+from launch.resolve import Resolved, resolve
+from launch.schema import StepEvent
+
+FLAGS = {"--help", "--machine", "--dry-run", "--resume"}  # the others set keys of the recipe
+EPILOG = """any key of the recipe can be set: --training.learning_rate=3e-5 --model.shape=t5-tiny --lora.r=8
+exit codes: 0 complete; 2 configuration; 3 resources; 4 data; 5 no usable checkpoint; 6 out of host RAM; 9 run in use;
+            10 storage; 11 network; 12 out of GPU memory; 75 stopped, run again to continue; 130 interrupted"""
+
+
+def main(argv: list[str]) -> int:
+    try:
+        return _dispatch(argv)
+    except LaunchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _dispatch(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m launch", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawTextHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    doctor = commands.add_parser("doctor", help="say what this machine offers, each fact with its reason")
+    doctor.add_argument(
+        "--machine", type=Path, help="a described machine (configs/machines/*.yaml) instead of this one"
+    )
+    for name, words in (("plan", "say what would run, and why"), ("run", "train")):
+        command = commands.add_parser(
+            name, help=words, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        )
+        command.add_argument("recipe", help="a name in configs/recipes/, or a file")
+        command.add_argument("batch", nargs="?", help="per_device_train_batch_size")
+        if name == "plan":
+            command.add_argument("--machine", type=Path, help="plan for a described machine (configs/machines/*.yaml)")
+        else:
+            command.add_argument("--dry-run", action="store_true", help="everything but the last call")
+            command.add_argument(
+                "--resume", default="auto", help="auto (default), never, or a run or checkpoint folder"
+            )
+    overrides = [word for word in argv if word.startswith("--") and word.partition("=")[0] not in FLAGS]
+    for word in overrides:
+        if "=" not in word:
+            raise ConfigError(f"{word}: unknown flag; a key of the recipe is set as --section.key=value, see --help")
+    arguments = parser.parse_args([word for word in argv if word not in overrides])
+    if arguments.command == "doctor":
+        if overrides:
+            raise ConfigError(f"doctor: unknown flag {overrides[0]}")
+        machine = probe.described(arguments.machine) if arguments.machine else probe.machine()
+        print("\n".join(probe.describe(machine)))
+        return 0
+    if arguments.batch is not None:
+        overrides.append(f"--training.per_device_train_batch_size={recipes.check_batch(arguments.batch)}")
+    if arguments.command == "plan":
+        resolved = resolve(arguments.recipe, overrides, arguments.machine)
+        print("\n".join(report.plan_lines(resolved.recipe, resolved.machine, resolved.plan)))
+        return 0
+    return _run(resolve(arguments.recipe, overrides, say=print), arguments.resume, arguments.dry_run)
+
+
+def _run(resolved: Resolved, wish: str, dry_run: bool) -> int:
+    recipe, plan, house = resolved.recipe, resolved.plan, resolved.house
+    _check_output(Path(recipe.output_dir))
+    from launch import supervise  # rich and psutil: not needed to refuse a wrong flag
+    from launch.screen import Screen
+
+    with direct.output_lock(house, recipe):
+        tokens = rundir.token_cache(house.cache, recipe, plan.shape, plan.data_format)
+        start = resume.decide(house.runs, recipe, plan, tokens, wish, datetime.now())
+        screen = Screen(rundir.log_file(house.root, start.run))
+        for line in report.plan_lines(recipe, resolved.machine, plan):
+            screen.say(line)
+        screen.say(start.line)
+        if start.complete:
+            screen.say(f"chat with it: {_chat(recipe.output_dir)}")
+            return 0
+        attempt = direct.write_run(start.run, recipe, resolved.machine, plan, house)
+        command = render.command(plan, resolved.machine, start.run, attempt, house)
+        if dry_run:
+            screen.say("dry run: this line trains")
+            screen.say(str(command))
+            return 0
+        screen.say(f"log: {rundir.log_file(house.root, start.run)}")
+        result = supervise.run(resolved, start.run, attempt, command, screen)
+        supervise.write_outcome(result, attempt)
+        for line in report.result_lines(recipe, resolved.machine, plan, result, _chat(recipe.output_dir)):
+            screen.say(line)
+        events = []
+        for folder in start.run.attempts():
+            if folder.events_file.exists():
+                lines = folder.events_file.read_text(encoding="utf-8").splitlines()
+                events += [StepEvent(**json.loads(line)) for line in lines]
+        rundir.write_atomic(start.run.report_file, report.html(recipe, resolved.machine, plan, result, events))
+    return result.exit_code
+
+
+def _check_output(folder: Path) -> None:
+    """The model's folder is replaced as a whole at the end, so it must be ours or empty, and writable."""
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "lowmem.json").exists():
+        raise ResourceError(f"output_dir {folder}: holds files that no run of ours wrote; choose another folder")
+    if folder.exists() and not folder.is_dir():
+        raise ResourceError(f"output_dir {folder}: is a file; choose another folder")
+    parent = next(path for path in folder.parents if path.exists())
+    if not os.access(parent, os.W_OK):
+        raise ResourceError(f"output_dir {folder}: {parent} cannot be written to; choose another folder")
+
+
+def _chat(model: str) -> str:
+    return f"{shlex.quote(sys.executable)} {shlex.quote(str(rundir.CODE / 'scripts' / 'chat.py'))} {shlex.quote(model)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,119 @@
+"""A start that is not ours: accelerate launch or torchrun has made the ranks and each asks here what to run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import datetime
+from pathlib import Path
+
+from launch import probe, recipes, render, report, resume, rundir, seed_cli
+from launch.errors import ConfigError
+from launch.planner import Given
+from launch.resolve import resolve
+from launch.rundir import AttemptDir, House, RunDir, Start
+from launch.schema import Machine, Plan, Recipe
+
+
+def from_run_dir(run: RunDir, attempt: int) -> Start:
+    """The start that a plan in a run folder describes."""
+    return Start(
+        house=House.here(),
+        recipe=run.read_recipe(),
+        plan=run.read_plan(),
+        supervised="LOWMEM_SUPERVISED" in os.environ,
+        run=run,
+        attempt=run.attempt(attempt),
+    )
+
+
+def from_flags(argv: Sequence[str]) -> Start:
+    """The start that the guides' flags describe, with the ranks that are there. Rank 0 prints the plan."""
+    request = seed_cli.translate(argv)
+    _ranks_that_were_asked_for(argv, request.cpu)
+    is_first = os.environ.get("RANK", "0") == "0"
+    given = Given(
+        num_processes=int(os.environ.get("WORLD_SIZE", "1")),
+        force_cpu=request.cpu,
+        force_gloo=os.environ.get("ACCELERATE_USE_GLOO", "").lower() in ("1", "true", "yes"),
+    )
+    resolved = resolve(request.recipe, request.overrides, given=given, say=print if is_first else lambda line: None)
+    if is_first:
+        print("\n".join(report.plan_lines(resolved.recipe, resolved.machine, resolved.plan)), flush=True)
+    return Start(
+        house=resolved.house,
+        recipe=resolved.recipe,
+        plan=resolved.plan,
+        supervised=False,
+        machine=resolved.machine,
+        wish=request.resume,
+    )
+
+
+def open_run(start: Start, tokens: Path, held: ExitStack) -> tuple[str, str] | None:
+    """On rank 0: the folders of the run and of the attempt, locked until `held` closes; None when it is complete."""
+    if start.run and start.attempt:
+        if not start.supervised:
+            held.enter_context(output_lock(start.house, start.recipe))
+        start.attempt.root.mkdir(parents=True, exist_ok=True)
+        return str(start.run.root), str(start.attempt.root)
+    assert start.machine is not None
+    held.enter_context(output_lock(start.house, start.recipe))
+    decided = resume.decide(start.house.runs, start.recipe, start.plan, tokens, start.wish, datetime.now())
+    print(decided.line, flush=True)
+    if decided.complete:
+        return None
+    attempt = write_run(decided.run, start.recipe, start.machine, start.plan, start.house)
+    rundir.write_json(decided.run.tokens_file, {"folder": str(tokens)})
+    return str(decided.run.root), str(attempt.root)
+
+
+def write_run(run: RunDir, recipe: Recipe, machine: Machine, plan: Plan, house: House) -> AttemptDir:
+    """Render a plan into its run folder, with a new attempt."""
+    attempt = run.new_attempt()
+    run.write_plan(recipe, plan)
+    rundir.write_atomic(run.recipe_yaml, recipes.dump(recipe))
+    rundir.write_atomic(run.accelerate_file, render.accelerate_config(plan))
+    command = render.command(plan, machine, run, attempt, house)
+    rundir.write_atomic(run.command_file, f"#!/bin/sh\n# attempt {attempt.number} of {run.run_id}\n{command}\n")
+    return attempt
+
+
+def output_lock(house: House, recipe: Recipe) -> ExitStack:
+    """One run at a time per recipe and output folder."""
+    held = ExitStack()
+    name = Path(recipe.output_dir).name
+    held.enter_context(rundir.lock(house.runs / recipe.name / f".lock-{name}", f"{recipe.name} ({recipe.output_dir})"))
+    return held
+
+
+def _ranks_that_were_asked_for(argv: Sequence[str], cpu: bool) -> None:
+    """accelerate launch --cpu starts one process whatever --num_processes says: start the ranks that were asked for,
+    or say that it cannot be done. accelerate leaves MASTER_ADDR in the environment exactly in that case."""
+    if "WORLD_SIZE" in os.environ or "MASTER_ADDR" not in os.environ:
+        return
+    asked = _num_processes_of(Path(f"/proc/{os.getppid()}/cmdline"))
+    if asked is None or (not cpu and probe.machine().gpus):
+        raise ConfigError(
+            "accelerate launch started one process although more were asked for; add --multi_gpu"
+            " (it works on a machine without GPUs too: this entrypoint puts the ranks on the CPU)"
+        )
+    print(f"accelerate launch --cpu starts one process whatever --num_processes says: starting {asked} with torchrun")
+    sys.stdout.flush()
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(asked)]
+    for key in ("MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[key]
+    os.execv(sys.executable, [sys.executable, *launcher, sys.argv[0], "train", *argv, *([] if cpu else ["--cpu"])])
+
+
+def _num_processes_of(cmdline: Path) -> int | None:
+    """--num_processes of the launcher above us, if it was given on its command line."""
+    words = cmdline.read_bytes().decode("utf-8", "replace").split("\0") if cmdline.exists() else []
+    for i, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if name.replace("-", "_") == "__num_processes":
+            value = value or words[i + 1]
+            return int(value) if value.isdigit() else None
+    return None

@@ -1,0 +1,110 @@
+"""From what an attempt left behind to one cause, the line that proves it, and one fix. Pure."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+
+from launch.schema import GIB, Evidence, Failure
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A line that names a cause, wherever a rank or a library wrote it."""
+
+    kind: str
+    exit_code: int
+    regex: re.Pattern[str]
+    cause: str
+    fix: str
+
+
+PATTERNS = (
+    Pattern(
+        "device_oom",
+        12,
+        re.compile(
+            r"(CUDA|HIP) out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure 2\b"
+            r"|Triton Error \[CUDA\]: out of memory|Error out of memory at line"
+        ),
+        "the GPU ran out of memory",
+        "halve training.per_device_train_batch_size and double training.gradient_accumulation_steps",
+    ),
+    Pattern(
+        "host_oom",
+        6,
+        re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory|\bMemoryError\b|std::bad_alloc"),
+        "the host ran out of memory",
+        "halve training.per_device_train_batch_size and double training.gradient_accumulation_steps",
+    ),
+    Pattern(
+        "disk",
+        10,
+        re.compile(r"No space left on device|Disk quota exceeded|File too large|Read-only file system"),
+        "the disk refused a write",
+        "free space where runs/ and model_save/ are, then run the same line again",
+    ),
+    Pattern(
+        "network",
+        11,
+        re.compile(r"EADDRINUSE|Connection refused|connectFullMesh failed|Timed out waiting .*ms for (recv|send)"),
+        "the ranks could not reach each other",
+        "run the same line again; if it repeats, train on one process with --launch.num_processes=1",
+    ),
+)
+
+
+def classify(evidence: Evidence) -> Failure | None:
+    """The cause of an attempt's end; None when it ended well."""
+    if evidence.completed and evidence.returncode == 0:
+        return None
+    if evidence.stopped_by is not None:
+        name = signal.Signals(evidence.stopped_by).name
+        code = 130 if evidence.stopped_by == signal.SIGINT else 75
+        return Failure("stopped", code, f"stopped by {name}", name, "run the same line again to continue")
+    if evidence.oom_kills > 0:
+        limit, peak = evidence.host_limit_bytes / GIB, evidence.host_peak_bytes / GIB
+        return Failure(
+            "host_oom",
+            6,
+            f"the kernel killed a process of the run: host RAM limit {limit:.2f} GiB, job at {peak:.2f} GiB when last"
+            " measured",
+            f"the cgroup's oom_kill counter grew by {evidence.oom_kills}",
+            "halve training.per_device_train_batch_size and double training.gradient_accumulation_steps, or give the"
+            " run more memory",
+        )
+    for error in evidence.rank_errors:
+        if error.get("exit_code"):
+            return Failure(
+                error["type"], error["exit_code"], error["message"], f"rank {error['rank']}", "see the message"
+            )
+    for text in [*(str(error["message"]) for error in evidence.rank_errors), evidence.log_tail]:
+        for pattern in PATTERNS:
+            for line in text.splitlines():
+                if pattern.regex.search(line):
+                    return Failure(pattern.kind, pattern.exit_code, pattern.cause, line.strip()[:300], pattern.fix)
+    if evidence.rank_errors:
+        error = evidence.rank_errors[0]
+        return Failure(
+            "crash",
+            1,
+            f"rank {error['rank']} failed: {error['type']}: {error['message']}",
+            f"rank {error['rank']} error.json",
+            "see the traceback in the attempt's ranks folder",
+        )
+    if ("-9" in evidence.log_tail and "SIGKILL" in evidence.log_tail) or evidence.returncode == -9:
+        return Failure(
+            "killed",
+            1,
+            "somebody killed a process of the run with SIGKILL; the kernel's out-of-memory counter did not grow",
+            "SIGKILL in the launcher's log",
+            "run the same line again to continue",
+        )
+    return Failure(
+        "unknown",
+        1,
+        f"the launcher ended with {evidence.returncode} and no rank said why",
+        evidence.log_tail.strip().splitlines()[-1][:300] if evidence.log_tail.strip() else "the log is empty",
+        "read the attempt's log.txt",
+    )

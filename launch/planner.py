@@ -1,0 +1,201 @@
+"""Which way to run a recipe on a machine: every candidate, the first that fits, and why the others do not.
+
+Pure: values in, a Plan out. In this version a candidate is judged by its model states alone (weights, gradients,
+optimizer); activations are not predicted yet, and the plan says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launch import predict
+from launch.errors import ConfigError, DoesNotFit
+from launch.schema import GIB, Change, DataFormat, Gpu, Machine, MemoryEstimate, ModelShape, Plan, Precision, Recipe
+from launch.schema import Strategy as Candidate
+
+MAX_EVAL_BATCH = 64  # samples; the guides' 3x the training batch is a ceiling, and logits are the larger part of it
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a start outside our launcher has fixed already: ranks are running when we are asked."""
+
+    num_processes: int | None = None
+    force_cpu: bool = False
+    force_gloo: bool = False  # ACCELERATE_USE_GLOO=1
+
+
+def choose(
+    recipe: Recipe,
+    machine: Machine,
+    config: dict[str, Any],
+    shapes: predict.Shapes,
+    data_format: DataFormat,
+    changes: Sequence[Change] = (),
+    given: Given = Given(),
+) -> Plan:
+    """The fastest candidate that fits. Raises DoesNotFit with the nearest misses, ConfigError for what cannot be."""
+    model_type = config["model_type"]
+    parameters, trainable, lora_parameters = predict.count(shapes, recipe.model.freeze, recipe.lora, model_type)
+    shape = ModelShape(recipe.model.shape or str(recipe.model.path), config, parameters, trainable, lora_parameters)
+    estimate = predict.model_state(
+        shapes, recipe.model.freeze, recipe.lora, model_type, recipe.training.optim, recipe.model.dtype
+    )
+    rejected = []
+    for candidate in candidates(recipe, machine, given):
+        budget = budget_bytes(recipe, machine, candidate)
+        if estimate.model_state_bytes > budget:
+            rejected.append(
+                f"{candidate.mode} with {candidate.num_processes} process(es): model states"
+                f" {_gib(estimate.model_state_bytes)} each, budget {_gib(budget)}"
+            )
+            continue
+        return Plan(
+            recipe_name=recipe.name,
+            strategy=candidate,
+            shape=shape,
+            data_format=data_format,
+            estimate=estimate,
+            budget_bytes=budget,
+            lora_targets=_lora_targets(recipe, model_type, shapes),
+            why=tuple(_why(recipe, machine, candidate, given)),
+            changes=(*changes, *_precision_changes(recipe, machine, candidate)),
+            rejected=tuple(rejected),
+        )
+    raise DoesNotFit(_does_not_fit(recipe, shape, estimate, rejected))
+
+
+def candidates(recipe: Recipe, machine: Machine, given: Given = Given()) -> Iterator[Candidate]:
+    """Every way this version knows to run the recipe as it was asked for, fastest first."""
+    launch = recipe.launch
+    on_gpu = bool(machine.gpus) and not given.force_cpu and launch.mode not in ("cpu", "multi_cpu")
+    if launch.mode in ("single_gpu", "dual_gpu_nccl", "dual_gpu_gloo") and not on_gpu:
+        raise ConfigError(f"launch.mode {launch.mode} needs a GPU: {machine.gpus_reason}; use cpu or multi_cpu")
+    asked = given.num_processes or launch.num_processes
+    available = len(machine.gpus) if on_gpu else machine.cpu_count
+    if on_gpu and asked is not None and asked > available:
+        raise ConfigError(f"launch.num_processes {asked}, but there are {available} GPU(s): {machine.gpus_reason}")
+    counts = [asked] if asked else _default_counts(launch.mode, available if on_gpu else 1)
+    for num_processes in counts:
+        mode = _mode(launch.mode, num_processes, on_gpu, given.force_gloo)
+        training = recipe.training
+        yield Candidate(
+            mode=mode,
+            device="cuda" if on_gpu else "cpu",
+            num_processes=num_processes,
+            backend=None if num_processes == 1 else "nccl" if mode == "dual_gpu_nccl" else "gloo",
+            per_device_train_batch_size=training.per_device_train_batch_size,
+            gradient_accumulation_steps=training.gradient_accumulation_steps,
+            per_device_eval_batch_size=training.per_device_eval_batch_size
+            or max(training.per_device_train_batch_size, min(3 * training.per_device_train_batch_size, MAX_EVAL_BATCH)),
+            mixed_precision=_precision(recipe, machine.gpus if on_gpu else ()),
+            gradient_checkpointing=training.gradient_checkpointing,
+            dataloader_num_workers=_workers(recipe, machine, num_processes, on_gpu),
+        )
+
+
+def budget_bytes(recipe: Recipe, machine: Machine, candidate: Candidate) -> int:
+    """What one rank may use of its device: a share of the smallest card's free memory, or its part of the host's."""
+    if candidate.device == "cuda":
+        free = min(gpu.free_bytes for gpu in machine.gpus[: candidate.num_processes])
+        return int(free * recipe.launch.vram_fraction)
+    reserve = int(recipe.launch.host_reserve_gib * GIB)
+    return max(machine.host_available_bytes - reserve, 0) // candidate.num_processes
+
+
+def _default_counts(mode: str, available: int) -> list[int]:
+    if mode == "multi_cpu":
+        return [2]
+    if mode in ("dual_gpu_nccl", "dual_gpu_gloo"):
+        if available < 2:
+            raise ConfigError(f"launch.mode {mode} needs two GPUs or more, there is {available}; use single_gpu")
+        return [available]
+    return [available] if mode == "auto" and available > 1 else [1]
+
+
+def _mode(asked: str, num_processes: int, on_gpu: bool, force_gloo: bool) -> Any:
+    several = num_processes > 1
+    if asked in ("cpu", "single_gpu") and several:
+        raise ConfigError(f"launch.mode {asked} is one process, launch.num_processes says {num_processes}")
+    if asked in ("multi_cpu", "dual_gpu_nccl", "dual_gpu_gloo") and not several:
+        raise ConfigError(f"launch.mode {asked} needs two processes or more, launch.num_processes says 1")
+    if not on_gpu:
+        return "multi_cpu" if several else "cpu"
+    if not several:
+        return "single_gpu"
+    return "dual_gpu_gloo" if force_gloo or asked == "dual_gpu_gloo" else "dual_gpu_nccl"
+
+
+def _precision(recipe: Recipe, gpus: Sequence[Gpu]) -> Precision:
+    training = recipe.training
+    if training.fp16 and not gpus:
+        raise ConfigError("training.fp16: true has no effect on a CPU (it would train in fp32); use bf16 or neither")
+    if training.bf16:
+        return "bf16" if all(map(_has_bf16, gpus)) else "fp16"
+    return "fp16" if training.fp16 else "no"
+
+
+def _has_bf16(gpu: Gpu) -> bool:
+    if gpu.vendor == "nvidia" and gpu.architecture:
+        return float(gpu.architecture) >= 8.0  # Ampere
+    return gpu.architecture not in ("gfx900", "gfx906")  # AMD before MI100
+
+
+def _precision_changes(recipe: Recipe, machine: Machine, candidate: Candidate) -> list[Change]:
+    if recipe.training.bf16 and candidate.mixed_precision == "fp16":
+        names = ", ".join(gpu.name for gpu in machine.gpus if not _has_bf16(gpu))
+        return [Change("training.bf16", "bf16", "fp16 with a loss scaler", f"{names} has no bf16")]
+    return []
+
+
+def _workers(recipe: Recipe, machine: Machine, num_processes: int, on_gpu: bool) -> int:
+    if recipe.training.dataloader_num_workers is not None:
+        return recipe.training.dataloader_num_workers
+    return max(0, min(4, machine.cpu_count // num_processes - 1)) if on_gpu else 0
+
+
+def _lora_targets(recipe: Recipe, model_type: str, shapes: predict.Shapes) -> tuple[str, ...]:
+    if recipe.lora is None:
+        return ()
+    targets = recipe.lora.target_modules or predict.LORA_TARGETS[model_type]
+    return tuple(target for target in targets if any(name.endswith(f".{target}.weight") for name in shapes))
+
+
+def _why(recipe: Recipe, machine: Machine, candidate: Candidate, given: Given) -> Iterator[str]:
+    if candidate.device == "cpu":
+        cause = "asked for" if given.force_cpu or recipe.launch.mode in ("cpu", "multi_cpu") else machine.gpus_reason
+        yield f"device cpu: {cause}"
+        if candidate.num_processes > machine.cpu_count:
+            yield f"{candidate.num_processes} processes share {machine.cpu_count} CPU(s): slower than one each"
+    else:
+        yield f"{candidate.num_processes} GPU(s): {machine.gpus_reason}"
+    if given.force_gloo and candidate.num_processes == 1:
+        yield "ACCELERATE_USE_GLOO=1 has no effect on one process"
+    elif given.force_gloo:
+        yield "backend gloo: ACCELERATE_USE_GLOO=1"
+    if recipe.training.dataloader_num_workers is None:
+        yield f"data workers {candidate.dataloader_num_workers}: " + (
+            "the rows are mapped and padding them is cheap; workers would take cores from training"
+            if candidate.device == "cpu"
+            else f"{machine.cpu_count} CPUs over {candidate.num_processes} process(es)"
+        )
+
+
+def _does_not_fit(recipe: Recipe, shape: ModelShape, estimate: MemoryEstimate, rejected: Sequence[str]) -> str:
+    ways = []
+    if recipe.lora is None:
+        ways.append("train LoRA (--lora.r=16)")
+    if recipe.model.dtype == "float32":
+        ways.append("keep the weights in bfloat16 (--model.dtype=bfloat16)")
+    ways.append("use a smaller model (--model.shape=...)")
+    return (
+        f"{recipe.name}: {shape.name} ({shape.parameters:,} parameters, {shape.trainable_parameters:,} trained) needs"
+        f" {_gib(estimate.weights_bytes)} weights + {_gib(estimate.gradients_bytes)} gradients +"
+        f" {_gib(estimate.optimizer_bytes)} optimizer before any activation. Tried: {'; '.join(rejected)}."
+        f" To make it fit: {', or '.join(ways)}"
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"

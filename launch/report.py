@@ -1,0 +1,178 @@
+"""What people read: the plan before, the result after, on a terminal and as one HTML page."""
+
+from __future__ import annotations
+
+import html as markup
+from collections.abc import Iterator, Sequence
+
+from launch.schema import GIB, Machine, MemoryEstimate, Plan, Recipe, RunResult, StepEvent
+
+
+def size(count: int) -> str:
+    """Bytes as people read them."""
+    return f"{count / GIB:.2f} GiB" if count >= GIB // 10 else f"{count / (1 << 20):.1f} MiB"
+
+
+def plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> list[str]:
+    """The plan: what was asked for, what runs, and why."""
+    return list(_plan_lines(recipe, machine, plan))
+
+
+def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
+    strategy, shape, training = plan.strategy, plan.shape, recipe.training
+    yield f"plan for {recipe.name} on {machine.name}"
+    trained = f"{shape.trainable_parameters:,} trained"
+    yield f"  model      {shape.name}: {shape.parameters:,} parameters, {trained}"
+    yield f"  data       {recipe.data.train_file} ({plan.data_format.reason})"
+    yield (
+        f"  batch      {strategy.per_device_train_batch_size} per device x {strategy.gradient_accumulation_steps}"
+        f" accumulation x {strategy.num_processes} process(es) = {strategy.effective_batch_size} effective"
+    )
+    length = f"{training.max_steps} steps" if training.max_steps > 0 else f"{training.num_train_epochs:g} epochs"
+    yield (
+        f"  schedule   {length}, learning rate {training.learning_rate:g} {training.lr_scheduler_type},"
+        f" warm-up {training.warmup_steps:g}, max_length {recipe.data.max_length}"
+    )
+    backend = f", backend {strategy.backend}" if strategy.backend else ""
+    precision = {"no": recipe.model.dtype, "bf16": "bf16 autocast", "fp16": "fp16 autocast"}[strategy.mixed_precision]
+    yield f"  mode       {strategy.mode}{backend}, {precision}"
+    for line in plan.why:
+        yield f"             {line}"
+    yield f"  memory     model states {_states(plan.estimate)} per process, budget {size(plan.budget_bytes)}"
+    yield "             activations are not counted yet: a batch that is too large fails when it runs"
+    yield f"  output     {recipe.output_dir}"
+    for change in plan.changes:
+        yield f"  changed    {change.key}: asked {change.requested}, runs {change.effective} ({change.reason})"
+    for line in plan.rejected:
+        yield f"  rejected   {line}"
+
+
+def _states(estimate: MemoryEstimate) -> str:
+    return (
+        f"{size(estimate.model_state_bytes)} (weights {size(estimate.weights_bytes)}, gradients"
+        f" {size(estimate.gradients_bytes)}, optimizer {size(estimate.optimizer_bytes)})"
+    )
+
+
+def result_lines(recipe: Recipe, machine: Machine, plan: Plan, result: RunResult, chat: str) -> list[str]:
+    """How the run ended, and what was predicted beside what was measured."""
+    if result.failure:
+        failure = result.failure
+        return [
+            f"error: {failure.cause}",
+            f"  proof  {failure.proof}",
+            f"  fix    {failure.fix}",
+            f"  run    {result.run_dir}",
+        ]
+    return list(_success_lines(recipe, machine, plan, result, chat))
+
+
+def _success_lines(recipe: Recipe, machine: Machine, plan: Plan, result: RunResult, chat: str) -> Iterator[str]:
+    summary = result.summary
+    measured = MemoryEstimate(summary["weights_bytes"], summary["gradients_bytes"], summary["optimizer_bytes"])
+    yield f"done: {summary['step']:,} steps in {summary['train_seconds']:.0f} s ({result.seconds:.0f} s in all)"
+    yield f"  model      {summary['model_dir']}"
+    if summary.get("exact_match_after") is not None:
+        before, after = 100 * summary["exact_match_before"], 100 * summary["exact_match_after"]
+        yield f"  answers    exact match {before:.1f} % before, {after:.1f} % after, on held-out rows"
+    if summary["eval_loss"] is not None:
+        yield f"  loss       {summary['loss']:.4f} on the last step, {summary['eval_loss']:.4f} on the held-out rows"
+    yield f"  predicted  model states {_states(plan.estimate)}; activations not predicted"
+    yield f"  measured   model states {_states(measured)}"
+    if summary["vram_allocated_bytes"]:
+        yield (
+            f"             VRAM peak {size(summary['vram_allocated_bytes'])} allocated,"
+            f" {size(summary['vram_reserved_bytes'])} reserved"
+        )
+    yield f"             host RAM peak {size(result.host_peak_bytes)} of {size(machine.host_limit_bytes)}"
+    yield f"  chat       {chat}"
+    yield f"  run        {result.run_dir} (report.html, tensorboard)"
+
+
+# ---- HTML ----------------------------------------------------------------------------------------------------------
+
+STYLE = """
+body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1b2733;background:#fff}
+h1{font-size:1.5rem;margin:0 0 .25rem}h2{font-size:1.1rem;margin:2rem 0 .5rem}
+.end{display:inline-block;padding:.1rem .6rem;border-radius:1rem;background:#e3f4e8;color:#14632d}
+.end.bad{background:#fbe6e6;color:#8a1c1c}
+table{border-collapse:collapse;width:100%}td,th{padding:.3rem .6rem;border-bottom:1px solid #e3e8ee;text-align:left}
+td.n{text-align:right;font-variant-numeric:tabular-nums}th.n{text-align:right}
+pre{background:#f5f7fa;padding:1rem;overflow-x:auto;font-size:.85rem;line-height:1.4;border-radius:.4rem}
+svg{width:100%;height:auto}figure{margin:0 0 1.5rem}figcaption{font-size:.9rem;color:#52606d}
+"""
+
+
+def html(recipe: Recipe, machine: Machine, plan: Plan, result: RunResult, events: Sequence[StepEvent]) -> str:
+    """The run as one self-contained page: end, predicted beside measured, curves, plan."""
+    ended = "complete" if result.failure is None else result.failure.cause
+    summary = result.summary
+    rows = []
+    if summary:
+        estimate = plan.estimate
+        for name in ("weights", "gradients", "optimizer"):
+            predicted, found = getattr(estimate, f"{name}_bytes"), summary[f"{name}_bytes"]
+            rows.append((f"{name} per process", size(predicted), size(found), f"{found / max(predicted, 1) - 1:+.2%}"))
+        if summary["vram_allocated_bytes"]:
+            rows.append(("VRAM peak, allocated", "not predicted yet", size(summary["vram_allocated_bytes"]), ""))
+        rows.append(("host RAM peak of the job (PSS)", "not predicted yet", size(result.host_peak_bytes), ""))
+    table = "".join(
+        f"<tr><td>{name}</td><td class=n>{predicted}</td><td class=n>{found}</td><td class=n>{error}</td></tr>"
+        for name, predicted, found, error in rows
+    )
+    curves = "".join(
+        _curve(title, [(event.step, value) for event in events if (value := getattr(event, field)) is not None], scale)
+        for title, field, scale in (
+            ("loss per optimizer step", "loss", 1.0),
+            ("learning rate", "learning_rate", 1.0),
+            ("seconds per step", "seconds", 1.0),
+            ("host RAM of the job, GiB", "host_pss_bytes", 1 / GIB),
+        )
+    )
+    plan_text = markup.escape("\n".join(plan_lines(recipe, machine, plan)))
+    result_text = markup.escape("\n".join(result_lines(recipe, machine, plan, result, ""))) if summary else ""
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{markup.escape(recipe.name)}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style>'
+        f"<h1>{markup.escape(recipe.name)}</h1>"
+        f'<p><span class="end{"" if result.failure is None else " bad"}">{markup.escape(ended)}</span> '
+        f"{markup.escape(result.run_dir)}</p>"
+        + (
+            "<h2>Predicted beside measured</h2><table><tr><th></th><th class=n>predicted</th><th class=n>measured</th>"
+            f"<th class=n>error</th></tr>{table}</table>"
+            if rows
+            else ""
+        )
+        + (f"<h2>Curves</h2>{curves}" if curves else "")
+        + f"<h2>Plan</h2><pre>{plan_text}</pre>"
+        + (f"<h2>End</h2><pre>{result_text}</pre>" if result_text else "")
+        + "</html>\n"
+    )
+
+
+def _curve(title: str, points: Sequence[tuple[int, float]], scale: float) -> str:
+    """An SVG line of at most 600 points with its axes' ends written out."""
+    if len(points) < 2:
+        return ""
+    step = max(1, len(points) // 600)
+    kept = [(x, y * scale) for x, y in [*points[::step], points[-1]] if y == y and abs(y) != float("inf")]
+    if len(kept) < 2:
+        return ""
+    width, height, left, bottom = 800, 200, 70, 24
+    x0, x1 = kept[0][0], kept[-1][0]
+    y0, y1 = min(y for _, y in kept), max(y for _, y in kept)
+    span_x, span_y = max(x1 - x0, 1), (y1 - y0) or 1.0
+    line = " ".join(
+        f"{left + (x - x0) / span_x * (width - left - 10):.1f},{10 + (y1 - y) / span_y * (height - bottom - 10):.1f}"
+        for x, y in kept
+    )
+    base = height - bottom
+    return (
+        f'<figure><figcaption>{markup.escape(title)}</figcaption><svg viewBox="0 0 {width} {height}" role="img">'
+        f'<path d="M{left} 10V{base}H{width - 10}" fill="none" stroke="#9aa5b1"/>'
+        f'<polyline points="{line}" fill="none" stroke="#2563eb" stroke-width="1.8" stroke-linejoin="round"/>'
+        f'<g font-size="12" fill="#52606d" text-anchor="end"><text x="{left - 6}" y="16">{y1:.4g}</text>'
+        f'<text x="{left - 6}" y="{base}">{y0:.4g}</text></g>'
+        f'<g font-size="12" fill="#52606d"><text x="{left}" y="{height - 6}">step {x0}</text>'
+        f'<text x="{width - 10}" y="{height - 6}" text-anchor="end">step {x1}</text></g></svg></figure>'
+    )

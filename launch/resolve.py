@@ -1,0 +1,96 @@
+"""From what was typed to a recipe and a plan: the one path that plan, run and the guides' direct start all take."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch import planner, preflight, probe, recipes, shapes
+from launch.errors import ResourceError
+from launch.planner import Given
+from launch.rundir import CODE, House
+from launch.schema import Change, DataFormat, Machine, Plan, Recipe
+
+PATH_KEYS = ("data.train_file", "data.validation_file", "model.path", "tokenizer.path", "output_dir")
+SAMPLE_FILES = ("data/sft_train_small_train.parquet", "data/sft_train_small_valid.parquet")
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A start, decided but not begun."""
+
+    house: House
+    recipe: Recipe
+    machine: Machine
+    plan: Plan
+
+
+def resolve(
+    recipe_name: str,
+    overrides: Sequence[str],
+    machine_file: Path | None = None,
+    given: Given = Given(),  # noqa: B008  a frozen value
+    say: Callable[[str], None] = lambda line: None,
+) -> Resolved:
+    """Read, probe, count and plan; imports no torch. Writes nothing but the sample data that a recipe names."""
+    house = House.here()
+    machine = probe.described(machine_file) if machine_file else probe.machine(run_dir=house.root)
+    has_gpu = bool(machine.gpus) and not given.force_cpu
+    recipe, changes = recipes.load(recipe_name, [_absolute(text) for text in overrides], has_gpu)
+    is_file = "/" in recipe_name or recipe_name.endswith((".yaml", ".yml"))
+    recipe = _rooted(recipe, Path.cwd() if is_file else house.root)
+    _write_sample_data(recipe, house, say)
+    data_format = preflight.detect(recipe.data, house.root)
+    plan = _plan(recipe, machine, house, data_format, changes, given)
+    return Resolved(house, recipe, machine, plan)
+
+
+def _plan(
+    recipe: Recipe,
+    machine: Machine,
+    house: House,
+    data_format: DataFormat,
+    changes: Sequence[Change],
+    given: Given,
+) -> Plan:
+    config, parameter_shapes = shapes.read(recipe.model, root=CODE)
+    return planner.choose(recipe, machine, config, parameter_shapes, data_format, changes, given)
+
+
+def _absolute(override: str) -> str:
+    """A path typed on the command line is relative to where it was typed."""
+    key, equals, value = override.partition("=")
+    if equals and key.lstrip("-").replace("-", "_") in PATH_KEYS and value and value.strip("'\"") not in ("null", "~"):
+        return f"{key}={Path.cwd() / Path(value).expanduser()}"
+    return override
+
+
+def _rooted(recipe: Recipe, base: Path) -> Recipe:
+    """The recipe with every path absolute."""
+    raw = recipe.model_dump()
+    for dotted in PATH_KEYS:
+        *parents, key = dotted.split(".")
+        section = raw
+        for parent in parents:
+            section = section[parent]
+        if section[key] is not None:
+            section[key] = str(base / Path(section[key]).expanduser())
+    return Recipe.model_validate(raw)
+
+
+def _write_sample_data(recipe: Recipe, house: House, say: Callable[[str], None]) -> None:
+    """The guides' small data set, when a recipe asks for it and nobody has put it there."""
+    train, valid = (house.root / name for name in SAMPLE_FILES)
+    if Path(recipe.data.train_file) != train or train.exists():
+        return
+    if recipe.data.validation_file and Path(recipe.data.validation_file) != valid:
+        return
+    say(f"{SAMPLE_FILES[0]} is not there: writing the sample data (scripts/make_sample_data.py)")
+    script = CODE / "scripts" / "make_sample_data.py"
+    argv = [sys.executable, str(script), "--out-dir", str(train.parent)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ResourceError(f"{script.name} failed: {done.stderr.strip()}")

@@ -1,0 +1,268 @@
+"""Every path of a run, and how its files are written: aside, then renamed, so that a reader never sees half a file."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import socket
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from launch.errors import LockHeld
+from launch.schema import DataFormat, Machine, ModelShape, Plan, Recipe
+
+TOKEN_CACHE_VERSION = 1  # raise when training/data.py writes other bytes for the same input
+TOKENS_READY = "counts.json"  # the last file written into a token cache: a folder with it is complete
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write `text` to `path` so that a crash leaves either the old file or the new one."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    write_atomic(path, json.dumps(value, ensure_ascii=False, indent=1, allow_nan=True) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The file's object, or None when there is no such file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+CODE = Path(__file__).resolve().parent.parent  # the checkout: configs/, scripts/, train_low_mem.py
+
+
+@dataclass(frozen=True)
+class House:
+    """Where data/, runs/, logs/, model_save/ and the caches are: the checkout, or LOWMEM_ROOT."""
+
+    root: Path
+
+    @classmethod
+    def here(cls) -> House:
+        return cls(Path(os.environ.get("LOWMEM_ROOT") or CODE).resolve())
+
+    @property
+    def runs(self) -> Path:
+        return self.root / "runs"
+
+    @property
+    def cache(self) -> Path:
+        return self.root / ".cache"
+
+
+class AttemptDir:
+    """One start of the ranks: runs/<recipe>/<time>/attempts/<number>."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.log_file = root / "log.txt"  # all that the launcher and the ranks print
+        self.train_log = root / "train.log"  # rank 0's own lines
+        self.events_file = root / "events.jsonl"
+        self.outcome_file = root / "outcome.json"
+
+    @property
+    def number(self) -> int:
+        return int(self.root.name)
+
+    def rank(self, rank: int) -> Path:
+        """The folder of one rank's own files; made on first use."""
+        folder = self.root / "ranks" / str(rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def error_file(self, rank: int) -> Path:
+        return self.rank(rank) / "error.json"
+
+    def heartbeat_file(self, rank: int) -> Path:
+        return self.rank(rank) / "heartbeat.json"
+
+    def leave_word(self, rank: int, error: BaseException) -> None:
+        """Write the cause where the supervisor looks: launchers turn every exit code into 1."""
+        word = {
+            "rank": rank,
+            "type": type(error).__name__,
+            "message": str(error),
+            "exit_code": getattr(error, "exit_code", None),  # of a LaunchError: the user's to mend
+            "traceback": "".join(traceback.format_exception(error)),
+            "time": time.time(),
+        }
+        write_json(self.error_file(rank), word)
+
+    def rank_errors(self) -> list[dict[str, Any]]:
+        """What failing ranks wrote, earliest first: the first is the root cause, the others follow from it."""
+        found = [error for path in self.root.glob("ranks/*/error.json") if (error := read_json(path))]
+        return sorted(found, key=lambda error: error["time"])
+
+
+class RunDir:
+    """One run: runs/<recipe>/<yyyymmdd-hhmmss>, the interface between the launcher, its ranks and the report."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.recipe_file = root / "recipe.json"
+        self.recipe_yaml = root / "recipe.yaml"
+        self.plan_file = root / "plan.json"
+        self.accelerate_file = root / "accelerate.yaml"
+        self.command_file = root / "command.sh"
+        self.report_file = root / "report.html"
+        self.evaluation_file = root / "evaluation.json"
+        self.checkpoints = root / "checkpoints"
+        self.tensorboard = root / "tensorboard"
+        self.tokens_file = root / "tokens.json"  # {"folder": where the tokenised rows are}
+        self.continues_file = root / "continues.json"  # {"checkpoint", "samples_seen"}: an older run's, taken over
+
+    @classmethod
+    def create(cls, runs: Path, recipe_name: str, now: datetime) -> RunDir:
+        """A new folder named by the time; two starts in one second get a suffix."""
+        parent = runs / recipe_name
+        parent.mkdir(parents=True, exist_ok=True)
+        stamp = now.strftime("%Y%m%d-%H%M%S")
+        for suffix in ["", *(f"-{n}" for n in range(2, 1000))]:
+            try:
+                (parent / f"{stamp}{suffix}").mkdir()
+            except FileExistsError:
+                continue
+            run = cls(parent / f"{stamp}{suffix}")
+            run.checkpoints.mkdir()
+            return run
+        raise AssertionError("a thousand runs within a second")
+
+    @classmethod
+    def newest(cls, runs: Path, recipe_name: str) -> RunDir | None:
+        """The recipe's last run that has something to continue from or is complete."""
+        for path in sorted((runs / recipe_name).glob("*/plan.json"), reverse=True):
+            run = cls(path.parent)
+            if run.has_checkpoint() or run.outcome():
+                return run
+        return None
+
+    def has_checkpoint(self) -> bool:
+        return any(self.checkpoints.glob("checkpoint-*")) or self.continues_file.exists()
+
+    @property
+    def run_id(self) -> str:
+        return f"{self.root.parent.name}-{self.root.name}"
+
+    def attempt(self, number: int) -> AttemptDir:
+        return AttemptDir(self.root / "attempts" / f"{number:02d}")
+
+    def attempts(self) -> list[AttemptDir]:
+        return [AttemptDir(path) for path in sorted((self.root / "attempts").glob("[0-9]*"))]
+
+    def new_attempt(self) -> AttemptDir:
+        """The next attempt's folder, made now."""
+        existing = self.attempts()
+        attempt = self.attempt(existing[-1].number + 1 if existing else 1)
+        attempt.root.mkdir(parents=True)
+        return attempt
+
+    def outcome(self) -> dict[str, Any] | None:
+        """Rank 0's outcome if an attempt reached the last step, else None."""
+        for attempt in reversed(self.attempts()):
+            outcome = read_json(attempt.outcome_file)
+            if outcome and outcome["complete"]:
+                return outcome
+        return None
+
+    def write_plan(self, recipe: Recipe, plan: Plan) -> None:
+        write_atomic(self.recipe_file, recipe.model_dump_json(indent=1) + "\n")
+        write_json(self.plan_file, asdict(plan))
+
+    def read_recipe(self) -> Recipe:
+        return Recipe.model_validate_json(self.recipe_file.read_bytes())
+
+    def read_plan(self) -> Plan:
+        return TypeAdapter(Plan).validate_json(self.plan_file.read_bytes())
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a rank is about to run. `run` and `attempt` are None until rank 0 has opened them for all."""
+
+    house: House
+    recipe: Recipe
+    plan: Plan
+    supervised: bool
+    machine: Machine | None = None
+    wish: str = "auto"  # of --resume
+    run: RunDir | None = None
+    attempt: AttemptDir | None = None
+
+
+@contextmanager
+def lock(path: Path, what: str) -> Iterator[None]:
+    """Hold `path` for this process; the kernel lets go when the process ends, however it ends.
+
+    Raises LockHeld naming the process that has it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise LockHeld(f"{what} is in use by {holder}; wait for it, or stop it") from error
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+def log_file(root: Path, run: RunDir) -> Path:
+    """Where the guides tell people to look: logs/chat_trainer_<recipe>-<time>.log."""
+    return root / "logs" / f"chat_trainer_{run.run_id}.log"
+
+
+def data_fingerprint(path: Path) -> str:
+    """sha256 of a data file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def folder_fingerprint(folder: Path) -> str:
+    """sha256 over the small files of a tokenizer folder (weights do not change how text is cut)."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.suffix in {".json", ".model", ".txt", ".jinja"}:
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def token_cache(cache: Path, recipe: Recipe, shape: ModelShape, data_format: DataFormat) -> Path:
+    """The folder of this run's tokenised rows, named by everything that decides their bytes."""
+    data = recipe.data
+    tokenizer_path = recipe.tokenizer.path or recipe.model.path
+    identity = {
+        "version": TOKEN_CACHE_VERSION,
+        "train": data_fingerprint(Path(data.train_file)),
+        "validation": data_fingerprint(Path(data.validation_file)) if data.validation_file else None,
+        "columns": [data_format.kind, data_format.file_type, dict(data_format.columns)],
+        "limits": [data.max_length, data.max_train_samples, data.max_validation_samples],
+        "task": recipe.task,
+        "encoder_decoder": shape.is_encoder_decoder,
+        "tokenizer": folder_fingerprint(Path(tokenizer_path))
+        if tokenizer_path
+        else [recipe.tokenizer.split, recipe.tokenizer.vocab_size or shape.config["vocab_size"]],
+    }
+    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
+    return cache / "tokens" / name

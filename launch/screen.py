@@ -1,0 +1,112 @@
+"""What a person sees while a run trains: a bar on a terminal, a line a log interval anywhere else."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from launch.rundir import AttemptDir, read_json
+from launch.schema import StepEvent
+
+STEP_LINE = re.compile(r"  step \d+/\d+  epoch ")
+SECTION_WORDS = {
+    "load": "loading the model",
+    "step": "training",
+    "evaluation": "evaluating",
+    "save": "saving",
+}
+
+
+class Screen:
+    """Prints lines, and shows one attempt's progress between start() and stop()."""
+
+    def __init__(self, log_file: Path | None = None, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._console = Console(file=self._stream, highlight=False, soft_wrap=True)
+        self._log: TextIO | None = None
+        if log_file:
+            log_file.parent.mkdir(parents=True, exist_ok=True)
+            self._log = log_file.open("a", encoding="utf-8")
+        self._live: Live | None = None
+
+    def say(self, line: str = "", log: bool = True) -> None:
+        """One line, above the bar if there is one, and in the log."""
+        self._console.print(line, markup=False)
+        if log and self._log:
+            self._log.write(line + "\n")
+            self._log.flush()
+
+    def start(self, attempt: AttemptDir) -> None:
+        self._attempt = attempt
+        self._events, self._lines = Tail(attempt.events_file), Tail(attempt.train_log)
+        self._last: StepEvent | None = None
+        if not self._console.is_terminal:
+            return
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
+        self._task = self._progress.add_task("starting", total=None)
+        self._live = Live(self._shown(), console=self._console, refresh_per_second=4, transient=False)
+        self._live.start()
+
+    def update(self) -> None:
+        """Read what the ranks have written since the last call."""
+        for line in self._events.new_lines()[-1:]:  # steps are written in batches; the last is the news
+            self._last = StepEvent(**json.loads(line))
+        for line in self._lines.new_lines():
+            if not (self._live and STEP_LINE.search(line)):  # the bar shows the steps
+                self._console.print(line, markup=False)
+            if self._log:
+                self._log.write(line + "\n")
+                self._log.flush()
+        beat = read_json(self._attempt.heartbeat_file(0))
+        if self._live and beat:
+            self._progress.update(
+                self._task,
+                description=SECTION_WORDS.get(beat["section"], beat["section"]),
+                completed=beat["step"] or (self._last.step if self._last else 0),
+                total=beat["max_steps"] or (self._last.max_steps if self._last else None),
+            )
+            self._live.update(self._shown())
+
+    def stop(self) -> None:
+        self.update()
+        if self._live:
+            self._live.stop()
+            self._live = None
+
+    def _shown(self) -> Group:
+        return Group(
+            self._progress, Text(self._last.metrics() if self._last else "", no_wrap=True, overflow="ellipsis")
+        )
+
+
+class Tail:
+    """New whole lines of a file that another process appends to."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if path.exists() else 0
+
+    def new_lines(self) -> list[str]:
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        return whole.decode("utf-8", "replace").splitlines() if newline else []

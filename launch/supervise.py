@@ -1,0 +1,183 @@
+"""One attempt at a run, from the lock to the report: prepare, start the ranks, watch, stop them, say how it ended."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from launch import failures, probe, rundir
+from launch.resolve import Resolved
+from launch.rundir import AttemptDir, RunDir
+from launch.schema import Command, Evidence, RunResult
+from launch.screen import Screen
+
+POLL_S = 0.2
+PSS_INTERVAL_S = 2.0
+STOP_GRACE_S = 10.0  # between SIGTERM and SIGKILL
+LOG_TAIL_BYTES = 64 << 10
+PR_SET_PDEATHSIG = 1
+
+
+def run(resolved: Resolved, rundir_: RunDir, attempt: AttemptDir, command: Command, screen: Screen) -> RunResult:
+    """Run the attempt to its end. The run folder is locked meanwhile."""
+    began = time.monotonic()
+    oom_kills, host_peak = probe.oom_kills(), 0
+    with _signals() as received:
+        returncode = _prepare(resolved, rundir_, attempt, screen)
+        if returncode == 0:
+            returncode, host_peak = _watch(command, rundir_, attempt, screen, received)
+    outcome = rundir.read_json(attempt.outcome_file)
+    evidence = Evidence(
+        returncode=returncode,
+        rank_errors=tuple(attempt.rank_errors()),
+        log_tail=_tail(attempt.log_file),
+        oom_kills=probe.oom_kills() - oom_kills,
+        host_limit_bytes=resolved.machine.host_limit_bytes,
+        host_peak_bytes=host_peak,
+        completed=bool(outcome and outcome["complete"]),
+        stopped_by=received[0] if received else None,
+    )
+    failure = failures.classify(evidence)
+    return RunResult(
+        run_dir=str(rundir_.root),
+        exit_code=failure.exit_code if failure else 0,
+        failure=failure,
+        seconds=time.monotonic() - began,
+        host_peak_bytes=host_peak,
+        summary=outcome or {},
+    )
+
+
+def _prepare(resolved: Resolved, run: RunDir, attempt: AttemptDir, screen: Screen) -> int:
+    """Tokenise in a child, unless the rows are there already; returns its exit code."""
+    folder = rundir.token_cache(resolved.house.cache, resolved.recipe, resolved.plan.shape, resolved.plan.data_format)
+    if (folder / rundir.TOKENS_READY).exists():
+        rundir.write_json(run.tokens_file, {"folder": str(folder)})
+        return 0
+    argv = [sys.executable, "-m", "training.prepare", "--run-dir", str(run.root), "--attempt", str(attempt.number)]
+    argv += ["--cache", str(resolved.house.cache)]
+    environment = {**os.environ, "PYTHONPATH": str(rundir.CODE), "HF_HUB_OFFLINE": "1", "LOWMEM_RUN": run.run_id}
+    with subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True, encoding="utf-8") as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            screen.say(line.rstrip("\n"))
+    return child.returncode
+
+
+def _watch(command: Command, run: RunDir, attempt: AttemptDir, screen: Screen, received: list[int]) -> tuple[int, int]:
+    """Start the ranks, wait for them, stop them when told to; (exit code of the launcher, peak PSS of the job)."""
+    environment = {
+        **os.environ,
+        **command.env,
+        "LOWMEM_RUN": run.run_id,  # the tag by which any process of this run can be found
+        "LOWMEM_ROOT_PID": str(os.getpid()),
+        "LOWMEM_SUPERVISED": "1",
+    }
+    host_peak, measured_at, stopping_since = 0, 0.0, None
+    with attempt.log_file.open("ab") as log:
+        child = subprocess.Popen(
+            command.argv,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C on the terminal is for us; we pass it on
+            preexec_fn=_die_with_parent,
+        )
+        screen.start(attempt)
+        try:
+            while True:
+                try:
+                    returncode = child.wait(timeout=POLL_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    screen.update()
+                now = time.monotonic()
+                if now - measured_at >= PSS_INTERVAL_S:
+                    measured_at = now
+                    host_peak = max(host_peak, _pss_bytes(os.getpid()))
+                if received and stopping_since is None:
+                    stopping_since = now
+                    _signal_tree(run.run_id, signal.SIGTERM)
+                elif stopping_since is not None and now - stopping_since > STOP_GRACE_S:
+                    _signal_tree(run.run_id, signal.SIGKILL)
+        finally:
+            screen.stop()
+            _signal_tree(run.run_id, signal.SIGKILL)  # nothing outlives the attempt, however it ended
+    return returncode, host_peak
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collect stop signals instead of dying from them; the first one counts."""
+    received: list[int] = []
+    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in handled}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _die_with_parent() -> None:
+    """In the child, before exec: the kernel kills it when the supervisor dies."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def tagged(run_id: str) -> list[psutil.Process]:
+    """Every process that carries the run's tag in its environment, wherever it stands in the process tree."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get("LOWMEM_RUN") == run_id:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue  # gone meanwhile, or another user's
+    return found
+
+
+def _signal_tree(run_id: str, number: int) -> None:
+    for process in tagged(run_id):
+        try:
+            process.send_signal(number)
+        except psutil.NoSuchProcess:
+            continue
+
+
+def _pss_bytes(root_pid: int) -> int:
+    total = 0
+    for process in [psutil.Process(root_pid), *psutil.Process(root_pid).children(recursive=True)]:
+        try:
+            total += process.memory_full_info().pss
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return total
+
+
+def _tail(path: Path) -> str:
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - LOG_TAIL_BYTES))
+        return file.read().decode("utf-8", "replace")
+
+
+def write_outcome(result: RunResult, attempt: AttemptDir) -> None:
+    """Beside rank 0's outcome, what the supervisor saw."""
+    failure: Mapping[str, Any] | None = None if result.failure is None else vars(result.failure)
+    rundir.write_json(
+        attempt.root / "supervisor.json",
+        {"exit_code": result.exit_code, "failure": failure, "seconds": result.seconds},
+    )
