@@ -100,10 +100,16 @@ def check_world(strategy: Strategy, args: TrainingArguments) -> None:
 OpenRun = Callable[[Start, Path, ExitStack], tuple[str, str] | None]
 
 
-def train(start: Start, open_run: OpenRun, opened: list[AttemptDir]) -> None:
+def train(
+    start: Start,
+    open_run: OpenRun,
+    opened: list[AttemptDir],
+    watch: Callable[[LowMemTrainer], None] = lambda trainer: None,
+) -> None:
     """Run the attempt on this rank. Rank 0 leaves the model in recipe.output_dir and the outcome in the attempt.
 
-    `open_run` gives rank 0 the folders of the run and the attempt; `opened` receives the attempt once it is known.
+    `open_run` gives rank 0 the folders of the run and the attempt; `opened` receives the attempt once it is known;
+    `watch` the trainer before it trains.
     """
     began = time.monotonic()
     recipe, plan = start.recipe, start.plan
@@ -124,7 +130,7 @@ def train(start: Start, open_run: OpenRun, opened: list[AttemptDir]) -> None:
             check_world(plan.strategy, args)
             args.output_dir = str(run.checkpoints)
             os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.tensorboard)
-            _attempt(start, run, attempt, args, rows, held_out, tokens, began)
+            _attempt(start, run, attempt, args, rows, held_out, tokens, began, watch)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
@@ -147,6 +153,7 @@ def _attempt(
     held_out: TokenRows | None,
     tokens: Path,
     began: float,
+    watch: Callable[[LowMemTrainer], None],
 ) -> None:
     recipe, plan, rank = start.recipe, start.plan, args.process_index
     order = SampleOrder(
@@ -190,6 +197,7 @@ def _attempt(
         callbacks=[reporter],
     )
     trainer.remove_callback(PrinterCallback)  # the log has the same figures in our words
+    watch(trainer)
     pairs = _questions(recipe, plan)
     scores = rundir.read_json(run.evaluation_file) or {}
     if pairs and "exact_match_before" not in scores:

@@ -1,0 +1,105 @@
+"""What tests are made of: small data, recipes in a house of their own, real launches."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+CODE = Path(__file__).resolve().parent.parent
+WORDS = ("red blue green stone river cloud lamp paper seven 一 二 三 山 水 火 风").split()
+
+
+def rows(count: int, seed: int = 0) -> list[dict[str, str]]:
+    """Prompts and responses of very different lengths; the response can be learned from the prompt."""
+    rng = random.Random(seed)
+    found = []
+    for i in range(count):
+        words = rng.choices(WORDS, k=rng.randint(1, 12))
+        found.append({"prompt": f"{i}: {' '.join(words)}", "response": " ".join(reversed(words[: rng.randint(1, 8)]))})
+    return found
+
+
+def write_parquet(path: Path, data: Sequence[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(list(data)), path)
+    return path
+
+
+def recipe(folder: Path, shape: str = "llama-tiny", count: int = 45, **sections: dict[str, Any]) -> Path:
+    """A recipe file with its data beside it: a few steps of a tiny model on `count` rows."""
+    write_parquet(folder / "train.parquet", rows(count))
+    write_parquet(folder / "valid.parquet", rows(10, seed=1))
+    content: dict[str, Any] = {
+        "name": "tiny",
+        "task": "sft",
+        "model": {"shape": shape},
+        "data": {
+            "train_file": str(folder / "train.parquet"),
+            "validation_file": str(folder / "valid.parquet"),
+            "max_length": 64,
+        },
+        "training": {
+            "per_device_train_batch_size": 8,
+            "num_train_epochs": 2,
+            "learning_rate": 1e-3,
+            "warmup_steps": 3,
+            "logging_steps": 1,
+            "save_steps": 4,
+        },
+        "output_dir": str(folder / "model"),
+    }
+    for name, section in sections.items():
+        content[name] = {**content.get(name, {}), **section} if isinstance(section, dict) else section
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(content, allow_unicode=True), encoding="utf-8")
+    return path
+
+
+def environment(house: Path, **extra: str) -> dict[str, str]:
+    """The environment of a launch whose runs, logs and caches go under `house`."""
+    house.mkdir(parents=True, exist_ok=True)
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "LOWMEM_"))}
+    return {**inherited, "PYTHONPATH": str(CODE), "LOWMEM_ROOT": str(house), "HF_HUB_OFFLINE": "1", **extra}
+
+
+def launch(house: Path, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    """`python -m launch ...` to its end."""
+    argv = [sys.executable, "-m", "launch", *words]
+    return subprocess.run(argv, env=environment(house, **extra), capture_output=True, text=True, timeout=300)
+
+
+def accelerate(house: Path, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    """`accelerate launch ...` to its end, from the house."""
+    argv = [sys.executable, "-m", "accelerate.commands.launch", *words]
+    return subprocess.run(argv, env=environment(house, **extra), capture_output=True, text=True, timeout=300, cwd=house)
+
+
+def events(run: Path) -> list[dict[str, Any]]:
+    """Every step that the attempts of a run wrote, in order of writing."""
+    found = []
+    for path in sorted(run.glob("attempts/*/events.jsonl")):
+        found += [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return found
+
+
+def only_run(house: Path, name: str = "tiny") -> Path:
+    """The one run folder of the house."""
+    (found,) = (path.parent for path in (house / "runs" / name).glob("*/plan.json"))
+    return found
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    """The tensors of a model folder."""
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
