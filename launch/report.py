@@ -41,8 +41,11 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
     yield f"  memory     model states {_states(plan.estimate)} per process, budget {size(plan.budget_bytes)}"
     yield "             activations are not counted yet: a batch that is too large fails when it runs"
     yield f"  output     {recipe.output_dir}"
-    for change in plan.changes:
-        yield f"  changed    {change.key}: asked {change.requested}, runs {change.effective} ({change.reason})"
+    for reason in dict.fromkeys(change.reason for change in plan.changes):
+        yield f"  changed    {reason}"
+        for change in plan.changes:
+            if change.reason == reason:
+                yield f"             {change.key}: asked {change.requested}, runs {change.effective}"
     for line in plan.rejected:
         yield f"  rejected   {line}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -61,11 +62,13 @@ def _plan(
 
 
 def _absolute(override: str) -> str:
-    """A path typed on the command line is relative to where it was typed."""
+    """A path typed on the command line is relative to where it was typed; the text is kept for messages."""
     key, equals, value = override.partition("=")
-    if equals and key.lstrip("-").replace("-", "_") in PATH_KEYS and value and value.strip("'\"") not in ("null", "~"):
-        return f"{key}={Path.cwd() / Path(value).expanduser()}"
-    return override
+    if not equals or key.lstrip("-").replace("-", "_") not in PATH_KEYS or value in ("", "null", "~"):
+        return override
+    made = recipes.Override(f"{key}={_join(Path.cwd(), value)}")
+    made.typed = override.typed if isinstance(override, recipes.Override) and override.typed else override
+    return made
 
 
 def _rooted(recipe: Recipe, base: Path) -> Recipe:
@@ -77,8 +80,12 @@ def _rooted(recipe: Recipe, base: Path) -> Recipe:
         for parent in parents:
             section = section[parent]
         if section[key] is not None:
-            section[key] = str(base / Path(section[key]).expanduser())
+            section[key] = _join(base, section[key])
     return Recipe.model_validate(raw)
+
+
+def _join(base: Path, path: str) -> str:
+    return os.path.normpath(base / Path(path).expanduser())
 
 
 def _write_sample_data(recipe: Recipe, house: House, say: Callable[[str], None]) -> None:

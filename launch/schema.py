@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
 GIB = 1 << 30
 
@@ -84,7 +84,8 @@ class ModelSection(Section):
 class TokenizerSection(Section):
     """A tokenizer folder, or how to train a byte-level BPE from the data at first start."""
 
-    path: str | None = None  # a missing folder is where the trained tokenizer is not looked for: it is an error
+    path: str | None = None  # a local folder
+    path_if_there: str | None = None  # used instead of training one, when the folder exists (and path is not given)
     vocab_size: PositiveInt | None = None  # of a trained tokenizer; default: the model shape's
     split: Literal["word", "character"] = "word"  # character: merges never cross a character
 
@@ -139,12 +140,17 @@ class TrainingSection(BaseModel):
     seed: int = Field(23333, ge=0, lt=1 << 32)
     dataloader_num_workers: int | None = Field(None, ge=0, le=64)  # default: planned
 
+    @field_validator("max_steps")
+    @classmethod
+    def trains_something(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError("0 trains nothing; give a positive number, or -1 to train num_train_epochs")
+        return value
+
     @model_validator(mode="after")
-    def sane(self) -> TrainingSection:
+    def one_precision(self) -> TrainingSection:
         if self.bf16 and self.fp16:
             raise ValueError("bf16 and fp16 are both true; choose one")
-        if self.max_steps == 0:
-            raise ValueError("max_steps 0 trains nothing; give a positive number, or -1 to train num_train_epochs")
         return self
 
     @property
@@ -158,7 +164,7 @@ class LaunchSection(Section):
     mode: Literal["auto", "cpu", "multi_cpu", "single_gpu", "dual_gpu_nccl", "dual_gpu_gloo"] = "auto"
     num_processes: int | None = Field(None, ge=1, le=1024)
     vram_fraction: float = Field(0.95, gt=0, le=1)  # share of the free VRAM that planning may use
-    host_reserve_gib: float = Field(2.0, ge=0)  # host RAM left to the rest of the machine
+    host_reserve_gib: float = Field(2.0, ge=0, allow_inf_nan=False)  # host RAM left to the rest of the machine
 
 
 class EvaluationSection(Section):
@@ -294,8 +300,8 @@ class StepEvent:
     max_steps: int
     epoch: float
     samples_seen: int
-    tokens: int
-    samples: int
+    tokens: float
+    samples: float
     loss: float
     learning_rate: float
     grad_norm: float | None
@@ -307,7 +313,7 @@ class StepEvent:
     time: float  # unix time
 
     def line(self) -> str:
-        """The line of a step in every log."""
+        """The line in every log; loss, tokens, samples and seconds may be means over the steps since the last one."""
         return f"step {self.step}/{self.max_steps}  epoch {self.epoch:.2f}  {self.metrics()}"
 
     def metrics(self) -> str:

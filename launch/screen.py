@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -14,9 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from launch.rundir import AttemptDir, read_json
-from launch.schema import StepEvent
 
-STEP_LINE = re.compile(r"  step \d+/\d+  epoch ")
+STEP_LINE = re.compile(r"  step \d+/\d+  epoch \S+  ")
 SECTION_WORDS = {
     "load": "loading the model",
     "step": "training",
@@ -46,8 +44,8 @@ class Screen:
 
     def start(self, attempt: AttemptDir) -> None:
         self._attempt = attempt
-        self._events, self._lines = Tail(attempt.events_file), Tail(attempt.train_log)
-        self._last: StepEvent | None = None
+        self._lines = Tail(attempt.train_log)
+        self._figures = ""
         if not self._console.is_terminal:
             return
         self._progress = Progress(
@@ -65,10 +63,11 @@ class Screen:
 
     def update(self) -> None:
         """Read what the ranks have written since the last call."""
-        for line in self._events.new_lines()[-1:]:  # steps are written in batches; the last is the news
-            self._last = StepEvent(**json.loads(line))
         for line in self._lines.new_lines():
-            if not (self._live and STEP_LINE.search(line)):  # the bar shows the steps
+            step = STEP_LINE.search(line)
+            if step:
+                self._figures = line[step.end() :]
+            if not (step and self._live):  # the bar shows the steps
                 self._console.print(line, markup=False)
             if self._log:
                 self._log.write(line + "\n")
@@ -78,8 +77,8 @@ class Screen:
             self._progress.update(
                 self._task,
                 description=SECTION_WORDS.get(beat["section"], beat["section"]),
-                completed=beat["step"] or (self._last.step if self._last else 0),
-                total=beat["max_steps"] or (self._last.max_steps if self._last else None),
+                completed=beat["step"] or None,
+                total=beat["max_steps"] or None,
             )
             self._live.update(self._shown())
 
@@ -90,9 +89,7 @@ class Screen:
             self._live = None
 
     def _shown(self) -> Group:
-        return Group(
-            self._progress, Text(self._last.metrics() if self._last else "", no_wrap=True, overflow="ellipsis")
-        )
+        return Group(self._progress, Text(self._figures, no_wrap=True, overflow="ellipsis"))
 
 
 class Tail:

@@ -26,35 +26,38 @@ VALID_FILE = "sft_train_small_valid.parquet"
 SAMPLE_KEY = b"lowmem_sample"  # in the schema's metadata: tells a reader that this is the sample, not the user's data
 
 CHINESE_DIGITS = "零一二三四五六七八九"
-ENGLISH_ONES = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
-    "seventeen eighteen nineteen"
-).split()
-ENGLISH_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()  # from 20 on
-MONTHS = "January February March April May June July August September October November December".split()
+ENGLISH_ONES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+ENGLISH_TEENS = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()  # noqa: SIM905
+ENGLISH_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+MONTHS = "January February March April May June July August September October November December".split()  # noqa: SIM905
+DAYS = [date(1950, 1, 1) + timedelta(days=offset) for offset in range(36525)]  # 1950..2049
 ENGLISH_UNITS = (("km", "m", 1000), ("kg", "g", 1000), ("L", "mL", 1000), ("m", "cm", 100), ("cm", "mm", 10))
-CHINESE_UNITS = (("千米", "米", 1000), ("千克", "克", 1000), ("吨", "千克", 1000), ("米", "厘米", 100), ("元", "角", 10))
+CHINESE_UNITS = (
+    ("千米", "米", 1000),
+    ("千克", "克", 1000),
+    ("吨", "千克", 1000),
+    ("米", "厘米", 100),
+    ("元", "角", 10),
+)
 
 
 def chinese_numeral(number: int) -> str:
     """Spell 0..9999: 10 is 十, 305 is 三百零五, 2010 is 二千零一十."""
-    if number == 0:
-        return "零"
-    text, zero_due = "", False
+    text = ""
     for place, name in ((1000, "千"), (100, "百"), (10, "十"), (1, "")):
         digit = number // place % 10
-        if digit == 0:
-            zero_due = bool(text)
-            continue
-        text += ("零" if zero_due else "") + CHINESE_DIGITS[digit] + name
-        zero_due = False
+        if digit:
+            text += CHINESE_DIGITS[digit] + name
+        elif text and not text.endswith("零"):
+            text += "零"
+    text = text.rstrip("零") or "零"
     return text.removeprefix("一") if 10 <= number < 20 else text
 
 
 def english_numeral(number: int) -> str:
     """Spell 0..999: 45 is forty-five, 305 is three hundred five."""
     if number < 20:
-        return ENGLISH_ONES[number]
+        return (ENGLISH_ONES + ENGLISH_TEENS)[number]
     if number < 100:
         tens, ones = divmod(number, 10)
         return ENGLISH_TENS[tens - 2] + (f"-{ENGLISH_ONES[ones]}" if ones else "")
@@ -63,30 +66,19 @@ def english_numeral(number: int) -> str:
 
 
 def digits_to_chinese() -> Iterator[Row]:
-    for number in range(10000):
-        yield f"把 {number} 写成汉字", chinese_numeral(number)
+    return ((f"把 {number} 写成汉字", chinese_numeral(number)) for number in range(10000))
 
 
 def chinese_to_digits() -> Iterator[Row]:
-    for number in range(10000):
-        yield f"把{chinese_numeral(number)}写成数字", str(number)
+    return ((f"把{chinese_numeral(number)}写成数字", str(number)) for number in range(10000))
 
 
 def digits_to_english() -> Iterator[Row]:
-    for number in range(1000):
-        yield f"{number} in words", english_numeral(number)
+    return ((f"{number} in words", english_numeral(number)) for number in range(1000))
 
 
 def english_to_digits() -> Iterator[Row]:
-    for number in range(1000):
-        yield f"{english_numeral(number)} in digits", str(number)
-
-
-def days() -> Iterator[date]:
-    """Every day of 1950..2049."""
-    first = date(1950, 1, 1)
-    for offset in range((date(2050, 1, 1) - first).days):
-        yield first + timedelta(days=offset)
+    return ((f"{english_numeral(number)} in digits", str(number)) for number in range(1000))
 
 
 def chinese_date(day: date) -> str:
@@ -98,23 +90,19 @@ def english_date(day: date) -> str:
 
 
 def chinese_date_to_iso() -> Iterator[Row]:
-    for day in days():
-        yield f"{chinese_date(day)}的标准写法", day.isoformat()
+    return ((f"{chinese_date(day)}的标准写法", day.isoformat()) for day in DAYS)
 
 
 def iso_to_chinese_date() -> Iterator[Row]:
-    for day in days():
-        yield f"{day.isoformat()} 是哪一天", chinese_date(day)
+    return ((f"{day.isoformat()} 是哪一天", chinese_date(day)) for day in DAYS)
 
 
 def english_date_to_iso() -> Iterator[Row]:
-    for day in days():
-        yield f"{english_date(day)} in ISO", day.isoformat()
+    return ((f"{english_date(day)} in ISO", day.isoformat()) for day in DAYS)
 
 
 def iso_to_english_date() -> Iterator[Row]:
-    for day in days():
-        yield f"Which day is {day.isoformat()}?", english_date(day)
+    return ((f"Which day is {day.isoformat()}?", english_date(day)) for day in DAYS)
 
 
 def english_units() -> Iterator[Row]:
@@ -137,45 +125,29 @@ def order_numbers() -> Iterator[Row]:
 
 
 def order_letters() -> Iterator[Row]:
-    for letters in permutations("abcdefghijkl", 3):
+    for letters in permutations("abcdefghij", 3):
         text = " ".join(letters)
         yield f"Sort A to Z: {text}", " ".join(sorted(letters))
         yield f"Sort Z to A: {text}", " ".join(sorted(letters, reverse=True))
 
 
-KINDS: tuple[Callable[[], Iterator[Row]], ...] = (
-    digits_to_chinese,
-    chinese_to_digits,
-    digits_to_english,
-    english_to_digits,
-    chinese_date_to_iso,
-    iso_to_chinese_date,
-    english_date_to_iso,
-    iso_to_english_date,
-    english_units,
-    chinese_units,
-    order_numbers,
-    order_letters,
-)
+NUMERALS = (digits_to_chinese, chinese_to_digits, digits_to_english, english_to_digits)
+DATES = (chinese_date_to_iso, iso_to_chinese_date, english_date_to_iso, iso_to_english_date)
+UNITS_AND_ORDER = (english_units, chinese_units, order_numbers, order_letters)
+KINDS: tuple[Callable[[], Iterator[Row]], ...] = (*NUMERALS, *DATES, *UNITS_AND_ORDER)
 
 
 def draw(train_rows: int, valid_rows: int, seed: int) -> tuple[list[Row], list[Row]]:
-    """Draw both parts, with equal shares of every kind as far as its rows go.
-
-    Raises: ValueError if a count is below 1 or more rows are asked than exist.
-    """
+    """Draw both parts, with equal shares of every kind as far as its rows go. Raises: ValueError on bad row counts."""
     kinds = [list(kind()) for kind in KINDS]
     num_distinct = sum(map(len, kinds))
+    missing = train_rows + valid_rows
     if train_rows < 1 or valid_rows < 1:
         raise ValueError(f"--train-rows {train_rows} and --valid-rows {valid_rows} must both be at least 1")
-    if train_rows + valid_rows > num_distinct:
-        raise ValueError(
-            f"--train-rows {train_rows} plus --valid-rows {valid_rows} is {train_rows + valid_rows} rows, "
-            f"but only {num_distinct} distinct rows exist; ask for fewer"
-        )
+    if missing > num_distinct:
+        raise ValueError(f"{missing} rows are too many: only {num_distinct} distinct ones exist; lower --train-rows")
     rng = random.Random(seed)
     rows: list[Row] = []
-    missing = train_rows + valid_rows
     for position, kind in enumerate(sorted(kinds, key=len)):  # small kinds first: what they lack, larger ones give
         share = min(len(kind), missing // (len(kinds) - position))
         rows += rng.sample(kind, share)
@@ -186,7 +158,7 @@ def draw(train_rows: int, valid_rows: int, seed: int) -> tuple[list[Row], list[R
     return train, valid
 
 
-def write_part(path: Path, rows: list[Row]) -> None:
+def write_part(path: Path, rows: list[Row]) -> Path:
     """Write one parquet file aside, then rename it: a reader sees the old file or the new one, never half of one."""
     schema = pa.schema([("prompt", pa.string()), ("response", pa.string())], metadata={SAMPLE_KEY: b"1"})
     prompts, responses = zip(*rows, strict=True)
@@ -196,12 +168,32 @@ def write_part(path: Path, rows: list[Row]) -> None:
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+    return path
 
 
 def write(out_dir: Path, train_rows: int, valid_rows: int, seed: int) -> tuple[Path, Path]:
     """Write both parts into `out_dir` and return their paths. Raises: ValueError on row counts that cannot be met."""
     train, valid = draw(train_rows, valid_rows, seed)
     out_dir.mkdir(parents=True, exist_ok=True)
-    write_part(out_dir / TRAIN_FILE, train)
-    write_part(out_dir / VALID_FILE, valid)
-    return out_dir / TRAIN_FILE, out_dir / VALID_FILE
+    return write_part(out_dir / TRAIN_FILE, train), write_part(out_dir / VALID_FILE, valid)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    root = Path(__file__).resolve().parent.parent
+    parser.add_argument("--out-dir", type=Path, default=root / "data", help="folder to write (default: %(default)s)")
+    parser.add_argument("--train-rows", type=int, default=5000, help=f"rows of {TRAIN_FILE} (default: %(default)s)")
+    parser.add_argument("--valid-rows", type=int, default=500, help=f"rows of {VALID_FILE} (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=23333, help="same seed, same rows (default: %(default)s)")
+    args = parser.parse_args(argv)
+    try:
+        paths = write(args.out_dir, args.train_rows, args.valid_rows, args.seed)
+    except (ValueError, OSError) as error:
+        print(f"make_sample_data.py: {error}", file=sys.stderr)
+        return 2
+    print(f"{args.train_rows} rows -> {paths[0]}\n{args.valid_rows} rows -> {paths[1]}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import yaml
 
 CODE = Path(__file__).resolve().parent.parent
-WORDS = ("red blue green stone river cloud lamp paper seven 一 二 三 山 水 火 风").split()
+WORDS = [*"一二三山水火风", "red", "blue", "green", "stone", "river", "cloud", "lamp", "paper", "seven"]
 
 
 def rows(count: int, seed: int = 0) -> list[dict[str, str]]:

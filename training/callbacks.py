@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -138,7 +138,7 @@ class Reporter(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if not self._meter.steps:  # after a log, an evaluation or a save: their time is not the step's
+        if not self._meter.steps:  # after a log, whose time is not the step's; nor is an evaluation's or a save's
             self._step_began = time.monotonic()
 
     def on_pre_optimizer_step(
@@ -180,9 +180,11 @@ class Reporter(TrainerCallback):
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._heartbeat.beat("evaluation", state.global_step, state.max_steps)
+        self._step_began = time.monotonic()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._heartbeat.beat("save", state.global_step, state.max_steps)
+        self._step_began = time.monotonic()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -214,9 +216,11 @@ class Reporter(TrainerCallback):
             self._events.write(json.dumps(asdict(event)) + "\n")
         self._events.flush()
         self.last_event = event
+        means = {key: sum(step[key] for step in steps) / len(steps) for key in ("loss", "seconds", "tokens", "samples")}
+        shown = replace(event, **means)
         if self._bar:
-            self._bar.show(event)
-        logger.info("%s", event.line())
+            self._bar.show(shown)
+        logger.info("%s", shown.line())
 
 
 def vram_peaks(device: torch.device) -> tuple[int, int, int]:

@@ -64,7 +64,7 @@ def arguments(recipe: Recipe, plan: Plan, rows: int, evaluates: bool) -> Trainin
         report_to=["tensorboard"],
         disable_tqdm=True,
         remove_unused_columns=False,
-        **training.extras,
+        **{"ddp_find_unused_parameters": False, **training.extras},  # nothing we build leaves a parameter out
     )
 
 

@@ -52,7 +52,7 @@ def train(texts: Iterator[str], section: TokenizerSection, vocab_size: int) -> P
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=section.split == "word")
     if section.split == "character":
-        isolate = pre_tokenizers.Split(Regex("(?s)."), "isolated")
+        isolate = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([isolate, byte_level])
     else:
         tokenizer.pre_tokenizer = byte_level
@@ -60,7 +60,7 @@ def train(texts: Iterator[str], section: TokenizerSection, vocab_size: int) -> P
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=SPECIAL_TOKENS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # sorted: the same ids every time
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)

@@ -1,0 +1,697 @@
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from launch import recipes
+from launch.errors import ConfigError
+from launch.schema import Change, Recipe
+
+pytestmark = pytest.mark.unit
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = sorted(path.stem for path in (ROOT / "configs" / "recipes").glob("*.yaml"))
+
+GOOD = """\
+name: mine
+task: sft
+output_dir: model_save/mine
+model:
+  shape: t5-chatlm-0.2b
+  freeze: [shared, encoder]
+data: {train_file: data/train.parquet}
+training:
+  learning_rate: 1e-4
+  bf16: true
+"""
+WITHOUT_GPU = """\
+without_gpu:
+  model: {shape: mini-chat}
+  tokenizer: {split: character}
+  training: {bf16: false, learning_rate: 1e-4}
+"""
+
+
+def with_line(line, under="training"):
+    """The good recipe with one more line in a section; an empty name is the top level."""
+    return GOOD + line + "\n" if not under else GOOD.replace(f"{under}:\n", f"{under}:\n  {line}\n")
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(content, name="r.yaml"):
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return str(path)
+
+    return write
+
+
+def refusal(file, overrides=(), has_gpu=True):
+    """The one line that load() refuses this with."""
+    with pytest.raises(ConfigError, match=r".") as caught:
+        recipes.load(file, overrides, has_gpu)
+    message = str(caught.value)
+    assert message.isprintable(), "one line, without characters that hide"
+    assert len(message) < 1500
+    return message
+
+
+# ---- F41: YAML that is refused -------------------------------------------------------------------------------------
+
+BOMB = "a: &a [x, x]\nb: &b [*a, *a, *a]\nc: &c [*b, *b, *b]\nd: &d [*c, *c, *c]\ne: [*d, *d, *d]\n"
+BAD_YAML = {  # name -> (document, what the message must name)
+    "empty": ("", r"r\.yaml:1: found nothing, expected the keys of a recipe: name, task"),
+    "only a comment": ("# nothing\n", r":1: found nothing"),
+    "only a start mark": ("---\n", r":1: found nothing"),
+    "null": ("null\n", r":1: found nothing"),
+    "empty mapping": ("{}\n", r":1: found nothing"),
+    "a list": ("- name: x\n", r":1: found .*expected the keys"),
+    "a word": ("name\n", r":1: found 'name', expected the keys"),
+    "a number": ("12\n", r":1: found 12, expected the keys"),
+    "two documents": (GOOD + "---\nname: b\n", r":11: found a second document"),
+    "a directive": ("%YAML 1.1\n---\n" + GOOD, r":1: found a % directive"),
+    "a tag directive": ("%TAG ! tag:x,2000:\n---\n" + GOOD, r":1: found a % directive"),
+    "latin-1": (GOOD.encode() + b"x: caf\xe9\n", r":11: found bytes that are not UTF-8"),
+    "utf-16": (GOOD.encode("utf-16"), r":1: found bytes that are not UTF-8"),
+    "binary": (bytes(range(256)), r":2: found bytes that are not UTF-8"),
+    "a parquet file": (b"PAR1\x15\x04\x15\x10" + bytes(64), r":1: found the control character"),
+    "gzip": (b"\x1f\x8b\x08\x00\x00\x00\x00\x00", r":1: found bytes"),
+    "a NUL": (GOOD.replace("mine", "mi\0ne"), r":1: found the control character '\\x00'"),
+    "an escape character": (GOOD + "lora: \x1b[31m\n", r":11: found the control character"),
+    "a bell in quotes": (with_line('path: "a\\ab"', "tokenizer") + 'tokenizer: {path: "a\\ab"}\n', r"tokenizer\.path"),
+    "a newline in quotes": (GOOD.replace("data/train.parquet", '"a\\nb"'), r":7: data\.train_file: .*'\\n'"),
+    "a NUL in quotes": (GOOD.replace("data/train.parquet", '"a\\0b"'), r":7: data\.train_file: .*'\\x00'"),
+    "a line separator in quotes": (GOOD.replace("data/train.parquet", '"a\\Lb"'), r":7: data\.train_file"),
+    "a block of text": (GOOD.replace("model_save/mine", "|\n  a\n  b"), r":3: output_dir: .*control character"),
+    "a tab as indentation": (GOOD.replace("  bf16", "\tbf16"), r":10: found a tab, expected spaces"),
+    "a tab after a colon": (GOOD.replace("bf16: ", "bf16:\t"), r":10: found a tab, expected spaces"),
+    "over a megabyte": (GOOD + "#" * 1_000_000, r"found more than 1,000,000 bytes"),
+    "ten megabytes": ("a: b\n" * 2_000_000, r"found more than 1,000,000 bytes"),
+    "an alias bomb": (BOMB, r":1: a: found an anchor or alias"),
+    "an anchor": (with_line("seed: &s 3"), r":9: training\.seed: found an anchor"),
+    "an anchor on a section": (GOOD.replace("training:", "training: &t"), r":8: training: found an anchor"),
+    "an anchor on a key": (GOOD + "&k lora: null\n", r":11: .*found a key that is not a plain word"),
+    "an alias": (with_line("seed: *s"), r":9: training\.seed: found an anchor or alias"),
+    "a merge": (with_line("<<: {bf16: false}"), r":9: training\.<<: found an unknown key"),
+    "a python tag": (with_line("seed: !!python/object/apply:os.system [id]"), r":9: training\.seed: found the tag"),
+    "a float tag": (with_line('weight_decay: !!float "1"'), r":9: training\.weight_decay: found the tag"),
+    "a local tag": (with_line("seed: !seed 3"), r":9: training\.seed: found the tag"),
+    "a bare tag": (with_line("seed: ! 3"), r":9: training\.seed: found the tag"),
+    "a duplicate key": (with_line("bf16: true"), r":11: training\.bf16: found the key twice.*r\.yaml:9"),
+    "a duplicate section": (GOOD + "model: {shape: b}\n", r":11: model: found the key twice"),
+    "a duplicate in a flow mapping": (GOOD + "lora: {r: 1, r: 2}\n", r":11: lora\.r: found the key twice"),
+    "a duplicate in quotes": (GOOD + '"name": b\n', r":11: name: found the key twice"),
+    "infinity": (with_line("weight_decay: .inf"), r":9: training\.weight_decay: found \.inf, expected a finite"),
+    "minus infinity": (with_line("weight_decay: -.INF"), r":9: training\.weight_decay: found -\.INF"),
+    "not a number": (with_line("weight_decay: .nan"), r":9: training\.weight_decay: found \.nan"),
+    "nan as a word": (with_line("weight_decay: nan"), r":9: training\.weight_decay: found 'nan', expected a number"),
+    "an overflowing float": (with_line("weight_decay: 1e999"), r":9: training\.weight_decay: found 1e999"),
+    "a number of 5000 digits": (with_line("seed: " + "9" * 5000), r":9: training\.seed: found a number of 5000"),
+    "lists 1000 deep": (GOOD + "lora: " + "[" * 1000, r":11: lora.*more than 20 levels"),
+    "mappings 1000 deep": (GOOD + "lora: " + "{a: " * 1000, r":11: lora.*more than 20 levels"),
+    "an unclosed bracket": (GOOD + "lora: {r: 8\n", r":1\d: found broken YAML"),
+    "an unclosed quote": (GOOD + 'lora: "r\n', r":1\d: found broken YAML"),
+    "bad indentation": (GOOD + "   fp16: true\n lora: null\n", r":1\d: found broken YAML"),
+    "two colons": (with_line("optim: a: b"), r":9: found broken YAML"),
+    "an at sign": (with_line("optim: @adam"), r":9: found broken YAML"),
+    "no colon": (with_line("bf16 true"), r":(9|10): found broken YAML"),
+    "a key that is a number": (with_line("1: 2"), r":9: training: found the key 1"),
+    "a key that is null": (GOOD + "null: 2\n", r":11: the top level: found the key null"),
+    "a key that is true": (GOOD + "true: 2\n", r":11: the top level: found the key true"),
+    "a key that is a list": (GOOD + "? [a]\n: 2\n", r":11: the top level: found a key that is not"),
+    "an unknown section": (GOOD + "traning: {seed: 1}\n", r":11: traning: .*did you mean training\?"),
+    "an unknown key of the model": (with_line("shap: b", "model"), r":5: model\.shap: .*did you mean shape\?"),
+    "an unknown key of training": (with_line("lerning_rate: 1"), r":9: training\.lerning_rate: .*mean learning_rate\?"),
+    "another field misspelt": (with_line("adam_beta: 0.9"), r":9: training\.adam_beta: .*did you mean adam_beta[12]\?"),
+    "a key in no section": (GOOD + "learning_rate: 1\n", r":11: learning_rate: .*did you mean training\.learning_rate"),
+    "a key in another section": (with_line("seed: 1", "model"), r":5: model\.seed: .*did you mean training\.seed\?"),
+    "a key like no other": (with_line("qqq: 1", "model"), r":5: model\.qqq: .*there are shape, path, freeze, dtype"),
+    "a missing section": (GOOD.replace("data:", "#"), r"r\.yaml: data: found nothing, expected a value"),
+    "a missing key": (GOOD.replace("train_file", "validation_file"), r"r\.yaml: data\.train_file: found nothing"),
+    "a section that is a number": (GOOD.replace("data: ", "data: 3 #"), r":7: data: found 3, expected a section"),
+    "a section that is empty": (GOOD.replace("data: ", "data: #"), r":7: data: found null, expected a section"),
+    "a section that is a list": (GOOD + "lora: [r, 8]\n", r":11: lora: found .*expected a section"),
+    "text for a list": (
+        GOOD.replace("[shared, encoder]", "shared"),
+        r":6: model\.freeze: found 'shared', expected a \[",
+    ),
+    "a number in a list": (GOOD.replace("[shared, ", "[3, "), r":6: model\.freeze\.0: found 3, expected text"),
+    "a list for text": (GOOD.replace("model_save/mine", "[a]"), r":3: output_dir: found \[\"a\"\], expected text"),
+    "yes for true": (GOOD.replace("bf16: true", "bf16: yes"), r":10: training\.bf16: found 'yes'.*write true or false"),
+    "1 for true": (GOOD.replace("bf16: true", "bf16: 1"), r":10: training\.bf16: found 1, expected true or false"),
+    "a quoted float": (GOOD.replace("1e-4", '"1e-4"'), r":9: training\.learning_rate: found '1e-4'.*drop the quotes"),
+    "a quoted whole number": (with_line('seed: "3"'), r":9: training\.seed: found '3', .*drop the quotes"),
+    "a float for a whole number": (with_line("save_steps: 16.0"), r":9: training\.save_steps: found 16\.0.*write 16$"),
+    "true for a whole number": (
+        with_line("save_steps: true"),
+        r":9: training\.save_steps: found true, expected a whole",
+    ),
+    "underscores in a number": (with_line("save_steps: 1_000"), r":9: training\.save_steps: found '1_000'"),
+    "a time of day": (with_line("save_steps: 12:30:00"), r":9: training\.save_steps: found '12:30:00'"),
+    "full-width digits": (with_line("save_steps: １６"), r":9: training\.save_steps: found '１６'"),
+    "a number for text": (GOOD.replace("data/train.parquet", "2024"), r":7: data\.train_file: .*put it in quotes"),
+    "not one of the choices": (GOOD.replace("sft", "dpo", 1), r":2: task: found 'dpo', expected 'sft' or 'pretrain'"),
+    "a hostile name": (GOOD.replace("name: mine", "name: ../mine"), r":1: name: found '\.\./mine'"),
+    "an output folder above": (GOOD.replace("model_save/mine", "a/../../b"), r":3: output_dir: .*without \.\."),
+    "an empty output folder": (GOOD.replace("model_save/mine", '""'), r":3: output_dir: found ''"),
+    "a folder of 256 bytes": (GOOD.replace("model_save/mine", "x" * 256), r":3: output_dir: .*255 bytes"),
+    "two models": (with_line("path: models/a", "model"), r":4: model: give exactly one of model\.shape"),
+    "two precisions": (with_line("fp16: true"), r":8: training: bf16 and fp16 are both true"),
+    "without_gpu that is a word": (GOOD + "without_gpu: true\n", r":11: without_gpu: found true"),
+    "without_gpu with an unknown key": (GOOD + "without_gpu:\n  model: {shap: a}\n", r":12: model\.shap: .*shape\?"),
+    "without_gpu with a wrong type": (
+        GOOD + "without_gpu:\n  training: {seed: x}\n",
+        r":12: training\.seed: found 'x'",
+    ),
+    "without_gpu with a field of ours": (GOOD + "without_gpu:\n  training: {fsdp: full}\n", r":12: training\.fsdp"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_YAML)
+def test_bad_yaml_is_refused_at_once_in_one_line_that_names_key_or_line(name, write):
+    document, expected = BAD_YAML[name]
+    file = write(document)
+    recipes.training_fields()  # read once a process; the last test of this file times it
+    times = []
+    for _ in range(3):  # the machine may be busy: the fastest counts
+        start = time.perf_counter()
+        message = refusal(file)
+        times.append(time.perf_counter() - start)
+        assert re.search(expected, message), message
+        assert file in message
+    assert min(times) < 0.05
+
+
+def test_every_problem_gets_its_own_line(write):
+    file = write(with_line("save_steps: 0\n  seed: x\n  adam_beta1: true"))
+    with pytest.raises(ConfigError, match=r"save_steps.*\n.*seed.*\n.*adam_beta1") as caught:
+        recipes.load(file)
+    assert all(line.startswith(f"{file}:") for line in str(caught.value).splitlines())
+
+
+def test_a_file_of_many_mistakes_does_not_flood_the_screen(write):
+    with pytest.raises(ConfigError, match="and 45 more") as caught:
+        recipes.load(write(GOOD + "".join(f"key{i}: 1\n" for i in range(50))))
+    assert len(str(caught.value).splitlines()) == recipes.MAX_PROBLEMS + 1
+
+
+def test_a_large_document_is_refused_within_two_seconds(write):
+    file = write(GOOD + "".join(f"key{i}: 1\n" for i in range(70_000)))
+    start = time.perf_counter()
+    with pytest.raises(ConfigError, match=r"key\d+: found more than 1000 values"):
+        recipes.load(file)
+    assert time.perf_counter() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4),
+        ("1.", 1.0),
+        (".5", 0.5),
+        ("-3", -3),
+        ("+3", 3),
+        ("3.0", 3.0),
+        ("0o17", 15),
+        ("0x1F", 31),
+        ("017", 17),
+        ("0b11", "0b11"),
+        ("1_000", "1_000"),
+        ("12:30:00", "12:30:00"),
+        ("2024-01-01", "2024-01-01"),
+        ("no", "no"),
+        ("yes", "yes"),
+        ("on", "on"),
+        ("Off", "Off"),
+        ("y", "y"),
+        ("true", True),
+        ("FALSE", False),
+        ("~", None),
+        ("Null", None),
+        ("", None),
+        ("'12'", "12"),
+        ('"true"', "true"),
+        ("１６", "１６"),
+        ("e5", "e5"),
+        (".", "."),
+        ("[1, a, [2.5, no]]", [1, "a", [2.5, "no"]]),
+        ("{a: 1, b: {c: null}}", {"a": 1, "b": {"c": None}}),
+    ],
+)
+def test_scalars_follow_yaml_1_2(text, value, write):
+    read = recipes.read_yaml(Path(write(f"key: {text}\n")))["key"]
+    assert read == value
+    assert type(read) is type(value)
+
+
+@pytest.mark.parametrize("document", ["\ufeff" + GOOD, GOOD.replace("\n", "\r\n"), "---\n" + GOOD, GOOD + "...\n"])
+def test_harmless_variants_of_a_file_are_read(document, write):
+    assert recipes.load(write(document))[0] == recipes.load(write(GOOD, "plain.yaml"))[0]
+
+
+@pytest.mark.parametrize("name", ["a b.yaml", "it's; rm.yaml", "100%.yaml", "-x.yaml", "日本.yaml", 'q".yaml'])
+def test_a_file_with_an_odd_name_is_read(name, write):
+    assert recipes.load(write(GOOD, name))[0].name == "mine"
+
+
+@pytest.mark.parametrize(
+    "name", ["no/such.yaml", "such.yaml", ".", "./", "..", "x/" + "y" * 300, "a/\nb.yaml", "a/\0b"]
+)
+def test_a_file_that_cannot_be_read_is_refused(name):
+    assert "found" in refusal(name)
+
+
+def test_a_folder_is_no_recipe(tmp_path):
+    assert "no such file" in refusal(f"{tmp_path}/")
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_and_all_names():
+    message = refusal("sft_fst")
+    assert "did you mean sft_fast?" in message
+    assert all(name in message for name in NAMES)
+
+
+# ---- numbers -------------------------------------------------------------------------------------------------------
+
+BAD_NUMBERS = [
+    *[("training.per_device_train_batch_size", text) for text in ("0", "-1", "abc", "1e9", "1.5", "true", "", "65537")],
+    ("training.per_device_train_batch_size", '"16"'),
+    ("training.per_device_train_batch_size", "１６"),
+    ("training.per_device_train_batch_size", "9" * 400),
+    *[("training.gradient_accumulation_steps", text) for text in ("0", "-1", "2.0", "65537")],
+    *[("training.save_steps", text) for text in ("0", "-5", "0.5", "1e3")],
+    *[("training.save_total_limit", text) for text in ("0", "-3", "1")],
+    *[("training.learning_rate", text) for text in ("nan", ".nan", ".inf", "-1", "0", "abc", "true", '"1e-4"', "11")],
+    *[("training.num_train_epochs", text) for text in ("0", "-1", "inf", "1e999")],
+    *[("training.seed", text) for text in ("-1", "4294967296", "1.5")],
+    *[("data.max_length", text) for text in ("0", "7", "1048577", "abc")],
+    *[("lora.r", text) for text in ("0", "-8", "8.0")],
+    *[("launch.num_processes", text) for text in ("0", "1025")],
+]
+
+
+@pytest.mark.parametrize(("key", "text"), BAD_NUMBERS)
+def test_a_bad_number_is_refused_by_its_key(key, text):
+    override = f"--{key}={text}"
+    message = refusal("sft_fast", [override])
+    assert message.startswith(override[:50])
+    assert f": {key}: found " in message
+    assert ", expected " in message
+
+
+def test_max_steps_of_zero_is_refused():
+    assert "max_steps 0 trains nothing" in refusal("sft_fast", ["training.max_steps=0"])
+
+
+def test_a_whole_number_is_a_good_float():
+    assert recipes.load("sft", ["--training.num_train_epochs=3"])[0].training.num_train_epochs == 3.0
+
+
+@pytest.mark.parametrize(("text", "batch"), [("1", 1), ("16", 16), ("65536", 65536)])
+def test_a_batch_for_the_wrappers_is_read(text, batch):
+    assert recipes.check_batch(text) == batch
+
+
+BAD_BATCHES = [
+    "0",
+    "-1",
+    "abc",
+    "1e9",
+    "1.5",
+    "true",
+    "",
+    "65537",
+    "１６",
+    " 16",
+    "16\n",
+    "+16",
+    "016",
+    "0x10",
+    "9" * 400,
+]
+
+
+@pytest.mark.parametrize("text", BAD_BATCHES)
+def test_a_bad_batch_for_the_wrappers_is_refused_in_one_line(text):
+    with pytest.raises(ConfigError, match=r"\Abatch size '.*' is not a whole number from 1 to 65536\Z"):
+        recipes.check_batch(text)
+
+
+# ---- overrides -----------------------------------------------------------------------------------------------------
+
+
+def test_overrides_win_over_the_file_and_later_ones_over_earlier_ones(write):
+    overrides = ["training.seed=1", "--training.seed=2", "--data.max-length=64", "name=other"]
+    recipe, changes = recipes.load(write(GOOD), overrides)
+    assert (recipe.training.seed, recipe.data.max_length, recipe.name) == (2, 64, "other")
+    assert recipe.training.learning_rate == 1e-4
+    assert changes == ()
+
+
+def test_an_override_may_be_a_list_or_null(write):
+    file = write(GOOD + "lora: {target_modules: [q]}\n")
+    recipe, _ = recipes.load(file, ["model.freeze=[a, 'b c']", "lora.target_modules=[q_proj,v_proj]"])
+    assert recipe.model.freeze == ("a", "b c")
+    assert recipe.lora is not None
+    assert recipe.lora.target_modules == ("q_proj", "v_proj")
+    assert recipes.load(file, ["lora=null"])[0].lora is None
+    assert recipes.load(file, ["--lora=", "--lora.r=4"])[0].lora.r == 4
+
+
+def test_an_override_creates_the_lora_section(write):
+    recipe, _ = recipes.load(write(GOOD + "lora: null\n"), ["--lora.r=8"])
+    assert recipe.lora is not None
+    assert recipe.lora.r == 8
+
+
+@pytest.mark.parametrize(
+    "path", ["a b #c.parquet", "it's: x", "*.parquet", "&x", "!x", "%d", "@x", "-x", "- x", "a=b", "~/x"]
+)
+def test_a_path_needs_no_yaml_quotes_in_an_override(path):
+    assert recipes.load("sft", [f"--data.train_file={path}"])[0].data.train_file == path
+
+
+@pytest.mark.parametrize("path", ["a\nb", "a\tb", "a\0b", "\x1b[2J", "a\x85b", "a\u2028b", "\udcff", '"a\\nb"'])
+@pytest.mark.parametrize("key", ["data.train_file", "model.shape", "model.path", "output_dir"])
+def test_a_name_or_path_with_a_control_character_is_refused(key, path):
+    assert f"{key}: found the control character" in refusal("sft", [f"{key}={path}"])
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("training.seed", "found no '=', expected --section.key=value"),
+        ("--training.seed", "found no '=', expected --section.key=value"),
+        ("", "found no '='"),
+        ("=3", "found the key ''"),
+        ("--=3", "found the key ''"),
+        ("-training.seed=3", "found the key '-training.seed'"),
+        ("training.=3", "found the key 'training.'"),
+        (".seed=3", "found the key '.seed'"),
+        ("a.b.c=3", "found the key 'a.b.c'"),
+        ("training.se ed=3", "found the key 'training.se ed'"),
+        ("training.ｓeed=3", "found the key"),
+        ("traning.seed=3", "did you mean training?"),
+        ("training.sed=3", "did you mean seed?"),
+        ("learning-rate=3", "did you mean training.learning_rate?"),
+        ("training=3", "training: found 3, expected a section"),
+        ("model.freeze=[a", "model.freeze=[a: found broken YAML"),
+        ("model.freeze=[a] b", "found broken YAML"),
+        ("model.freeze=" + "[" * 50, "more than 20 levels"),
+        ("model.freeze=[*a]", "found an anchor or alias"),
+        ("lora={r: 8}", "lora: found a mapping"),
+        ("model.freeze=[1]", "model.freeze=[1]: model.freeze.0: found 1, expected text"),
+        ("training.fp16=true", "training.fp16=true: training: bf16 and fp16 are both true"),
+    ],
+)
+def test_a_bad_override_is_refused_with_its_own_text(override, expected):
+    assert expected in refusal("sft", [override])
+
+
+@pytest.mark.parametrize("key", ["hub_token", "hub-token"])
+def test_a_secret_in_an_override_is_never_shown(key):
+    assert "canary" not in refusal("sft", [f"--training.{key}=hf_canary"])
+
+
+# ---- the model, and machines without a GPU -------------------------------------------------------------------------
+
+
+def test_another_model_leaves_nothing_of_the_first_ones_source_and_frozen_modules(write):
+    recipe, changes = recipes.load(write(GOOD), ["--model.path=models/qwen"])
+    assert (recipe.model.path, recipe.model.shape, recipe.model.freeze) == ("models/qwen", None, ())
+    assert [(c.key, c.requested, c.effective) for c in changes] == [("model.freeze", '["shared", "encoder"]', "[]")]
+    assert "you replaced" in changes[0].reason
+
+
+def test_a_shape_replaces_a_path(write):
+    file = write(GOOD.replace("shape: t5-chatlm-0.2b", "path: models/t5"))
+    recipe, _ = recipes.load(file, ["model.shape=gpt2-tiny"])
+    assert (recipe.model.path, recipe.model.shape, recipe.model.freeze) == (None, "gpt2-tiny", ())
+
+
+def test_frozen_modules_stay_when_they_are_given_or_the_model_is_the_same(write):
+    recipe, changes = recipes.load(write(GOOD), ["model.shape=t5-tiny", "model.freeze=[shared]"])
+    assert (recipe.model.freeze, changes) == (("shared",), ())
+    recipe, changes = recipes.load(write(GOOD), ["model.shape=t5-chatlm-0.2b"])
+    assert (recipe.model.freeze, changes) == (("shared", "encoder"), ())
+
+
+def test_two_models_on_one_command_line_are_refused():
+    assert "give exactly one of" in refusal("sft", ["model.shape=gpt2-tiny", "model.path=x"])
+
+
+def test_without_a_gpu_the_small_default_is_used_and_each_replaced_value_is_told(write):
+    recipe, changes = recipes.load(write(GOOD + WITHOUT_GPU), has_gpu=False)
+    assert (recipe.model.shape, recipe.model.freeze, recipe.training.bf16) == ("mini-chat", (), False)
+    assert set(changes) == {
+        Change("model.shape", "t5-chatlm-0.2b", "mini-chat", recipes.NO_GPU),
+        Change("model.freeze", '["shared", "encoder"]', "[]", recipes.NO_GPU),
+        Change("tokenizer.split", "word", "character", recipes.NO_GPU),
+        Change("training.bf16", "true", "false", recipes.NO_GPU),
+    }
+
+
+def test_with_a_gpu_the_small_default_changes_nothing(write):
+    assert recipes.load(write(GOOD + WITHOUT_GPU)) == recipes.load(write(GOOD, "plain.yaml"))
+
+
+@pytest.mark.parametrize("override", ["model.shape=t5-tiny", "--model.path=x", "--model.freeze=[shared]"])
+def test_a_model_named_by_the_user_is_kept_without_a_gpu(override, write):
+    recipe, changes = recipes.load(write(GOOD + WITHOUT_GPU), [override], has_gpu=False)
+    assert recipe.model.shape != "mini-chat"
+    assert recipe.training.bf16
+    assert all(change.reason != recipes.NO_GPU for change in changes)
+
+
+def test_the_users_values_win_over_the_small_default_and_naming_data_names_no_model(write):
+    overrides = ["tokenizer.split=word", "data.train_file=b.jsonl", "training.bf16=true"]
+    recipe, changes = recipes.load(write(GOOD + WITHOUT_GPU), overrides, has_gpu=False)
+    assert (recipe.model.shape, recipe.tokenizer.split, recipe.training.bf16) == ("mini-chat", "word", True)
+    assert {change.key for change in changes} == {"model.shape", "model.freeze"}
+
+
+# ---- fields of TrainingArguments -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["adam_beta2=0.98", "adam_beta1=1", "torch_compile=true", "tf32=null", "label_names=[labels]"],
+)
+def test_a_field_of_the_installed_training_arguments_is_kept(override):
+    key, _, text = override.partition("=")
+    recipe, _ = recipes.load("sft", [f"training.{override}"])
+    assert recipe.training.extras == {key: yaml.safe_load(text)}
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("adam_beta1=true", "found true, expected a number"),
+        ("adam_beta1='0.9'", "found '0.9', expected a number; drop the quotes"),
+        ("adam_beta1=null", "found null, expected a number"),
+        ("torch_compile=1", "found 1, expected true or false"),
+        ("torch_compile=yes", "write true or false"),
+        ("data_seed=1.5", "found 1.5, expected a whole number"),
+        ("data_seed=true", "found true, expected a whole number"),
+        ("run_name=3", "found 3, expected text"),
+        ("label_names=x", "found 'x', expected a [list]"),
+        ("torch_compil=true", "did you mean torch_compile?"),
+        ("evaluation_strategy=steps", "did you mean eval_strategy?"),
+    ],
+)
+def test_a_wrong_field_of_training_arguments_is_refused(override, expected):
+    assert expected in refusal("sft", [f"training.{override}"])
+
+
+@pytest.mark.parametrize("key", [*recipes.OWNED, "hub_token", "hub_model_id", "hub_anything"])
+def test_a_field_that_the_launcher_owns_is_refused_with_what_to_use_instead(key, write):
+    message = refusal(write(with_line(f"{key}: x")))
+    assert f":9: training.{key}: found a field that the launcher sets, expected it left out; " in message
+
+
+def test_checkpoints_in_steps_may_be_asked_for():
+    assert recipes.load("sft", ["training.save_strategy=steps"])[0].training.extras == {"save_strategy": "steps"}
+
+
+# ---- the recipes of the house --------------------------------------------------------------------------------------
+
+
+def test_the_five_recipes_of_the_guides_are_there():
+    assert {"sft_small", "sft_fast", "sft", "pretrain", "pretrain_large"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_loads(name, has_gpu):
+    recipe, changes = recipes.load(name, has_gpu=has_gpu)
+    assert recipe.name == name
+    assert bool(changes) <= (not has_gpu)
+
+
+@pytest.mark.parametrize(
+    ("name", "epochs", "batch", "accumulation", "rate", "warmup", "log", "save", "length", "workers"),
+    [
+        ("sft_small", 3, 1, 8, 5e-5, 100, 50, 312, 512, 0),
+        ("sft_fast", 3, 16, 2, 5e-5, 100, 15, 78, 512, None),
+        ("sft", 20, 20, 6, 5e-5, 200, 20, 83, 256, None),
+        ("pretrain", 6, 32, 2, 1.5e-4, 1024, 100, 500, 192, None),
+        ("pretrain_large", 6, 32, 2, 1.5e-4, 1024, 100, 5000, 192, None),
+    ],
+)
+def test_the_guides_numbers(name, epochs, batch, accumulation, rate, warmup, log, save, length, workers):
+    recipe = recipes.load(name)[0]
+    t = recipe.training
+    assert (t.num_train_epochs, t.per_device_train_batch_size, t.gradient_accumulation_steps) == (
+        epochs,
+        batch,
+        accumulation,
+    )
+    assert (t.learning_rate, t.warmup_steps, t.logging_steps, t.save_steps) == (rate, warmup, log, save)
+    assert (recipe.data.max_length, t.dataloader_num_workers) == (length, workers)
+    assert (t.bf16, t.seed, t.max_grad_norm, t.save_total_limit) == (True, 23333, 1.0, 3)
+    assert recipe.model.shape == "t5-chatlm-0.2b"
+    assert recipe.model.freeze == (("shared", "encoder") if name.startswith("sft") else ())
+    assert recipe.output_dir == f"model_save/{name}"
+
+
+# ---- dump ----------------------------------------------------------------------------------------------------------
+
+AMBIGUOUS = [
+    "1e-4",
+    "no",
+    "null",
+    "~",
+    "0o17",
+    "017",
+    "12:30:00",
+    ".inf",
+    "a: b",
+    "a #b",
+    "- a",
+    "{",
+    "[",
+    "'",
+    '"',
+    "*a",
+]
+texts = st.sampled_from(AMBIGUOUS) | st.text(min_size=1).filter(lambda text: not recipes._CONTROL.search(text))
+names = st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
+words = st.lists(texts, max_size=3).map(tuple)
+small = st.floats(0, 1, exclude_min=True, allow_nan=False)
+counts = st.integers(1, 65_536)
+extras = st.fixed_dictionaries(
+    {},
+    optional={
+        "adam_beta2": small,
+        "run_name": texts,
+        "torch_compile": st.booleans(),
+        "label_names": st.none() | st.lists(texts, max_size=2),
+        "data_seed": st.none() | st.integers(-(10**20), 10**20),
+        "lr_scheduler_kwargs": st.none() | st.dictionaries(texts, small, max_size=2),
+    },
+)
+whole_recipes = st.builds(
+    lambda model, training, extra, **rest: Recipe.model_validate(
+        {**rest, "model": model, "training": {**training, **extra}}
+    ),
+    name=names,
+    task=st.sampled_from(["sft", "pretrain"]),
+    model=st.fixed_dictionaries({"freeze": words, "shape": texts})
+    | st.fixed_dictionaries({"freeze": words, "path": texts}),
+    tokenizer=st.fixed_dictionaries({"path": st.none() | texts, "vocab_size": st.none() | counts}),
+    lora=st.none() | st.fixed_dictionaries({"r": counts, "target_modules": st.none() | words}),
+    data=st.fixed_dictionaries({"train_file": texts, "prompt_column": st.none() | texts}),
+    training=st.fixed_dictionaries(
+        {"learning_rate": small, "warmup_steps": small, "per_device_train_batch_size": counts, "bf16": st.booleans()}
+    ),
+    extra=extras,
+    launch=st.fixed_dictionaries({"vram_fraction": small, "host_reserve_gib": st.floats(0, 1e300)}),
+    output_dir=names,
+)
+
+
+@given(recipe=whole_recipes)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_a_dumped_recipe_is_read_back_equal(recipe, tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(recipes.dump(recipe), encoding="utf-8")
+    assert recipes.load(str(file)) == (recipe, ())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_of_the_house_survives_a_dump(name, write):
+    recipe = recipes.load(name, has_gpu=False)[0]
+    assert recipes.load(write(recipes.dump(recipe)))[0] == recipe
+
+
+@given(document=st.binary(max_size=200) | st.text(alphabet="ab:-[]{}#&*!|>'\"%@ \n1.e?,~", max_size=60).map(str.encode))
+@example(document=b"a: *")
+@example(document=b"? ")
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_document_raises_anything_but_one_line(document, tmp_path):
+    file = tmp_path / "any.yaml"
+    file.write_bytes(document)
+    try:
+        recipes.read_yaml(file)
+    except ConfigError as error:
+        assert str(error).isprintable()
+
+
+@given(
+    text=st.text(max_size=60), key=st.sampled_from(["training.seed", "model.freeze", "data.train_file", "lora", "name"])
+)
+@settings(deadline=None)
+def test_no_override_raises_anything_but_one_line(text, key):
+    try:
+        recipes.load("sft", [f"{key}={text}"])
+    except ConfigError as error:
+        assert "\n" not in str(error)
+
+
+# ---- cost ----------------------------------------------------------------------------------------------------------
+
+
+def test_reading_a_recipe_with_extra_fields_takes_less_than_60_ms_and_imports_no_torch():
+    code = (
+        "import sys, time; import launch.recipes as r; start = time.perf_counter();"
+        "r.load('sft', ['training.adam_beta2=0.98'], False); seconds = time.perf_counter() - start;"
+        "print(seconds, sorted({'torch', 'transformers', 'numpy', 'accelerate', 'training'} & set(sys.modules)))"
+    )
+    times = []
+    for _ in range(3):  # the machine may be busy: the fastest counts
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+        seconds, imported = done.stdout.split(maxsplit=1)
+        assert imported.strip() == "[]"
+        times.append(float(seconds))
+    assert min(times) < 0.06
+
+
+def test_extra_fields_are_refused_where_transformers_is_not_installed(write):
+    code = (
+        "import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p] + sys.argv[1:2];"
+        "import launch.recipes as r; r.load('sft');"
+        "r.load('sft', ['training.adam_beta2=0.98'])"
+    )
+    site = Path(write("", "site")).with_name("site-packages-without-transformers")
+    site.mkdir()
+    for package in ("yaml", "_yaml", "pydantic", "pydantic_core", "annotated_types", "typing_inspection"):
+        (site / package).symlink_to(Path(yaml.__file__).parent.with_name(package))
+    module = Path(yaml.__file__).parent.with_name("typing_extensions.py")
+    (site / module.name).symlink_to(module)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(site)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert "training.adam_beta2: found an extra field, expected an installed transformers" in done.stderr
+
+
+def test_a_recipe_built_by_hand_is_held_to_the_same_schema():
+    with pytest.raises(ValidationError, match="extra"):
+        Recipe.model_validate({"name": "a", "extra": 1})
