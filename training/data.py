@@ -206,7 +206,8 @@ class Encoder:
         input_ids = [token for ids, _ in part for token in ids][: self.max_length]
         labels = [token if target else IGNORED for ids, target in part for token in ids][: self.max_length]
         labels[:1] = [IGNORED] * len(labels[:1])
-        return [{"input_ids": input_ids, "labels": labels}] if any(label != IGNORED for label in labels) else []
+        says_something = any(label not in (IGNORED, eos) for label in labels)
+        return [{"input_ids": input_ids, "labels": labels}] if says_something else []
 
 
 # ---- the cache -----------------------------------------------------------------------------------------------------

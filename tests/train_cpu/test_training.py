@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import subprocess
 import sys
 
@@ -98,8 +97,7 @@ def test_pretraining_on_text_lowers_the_held_out_loss(tmp_path):
 
 
 def test_a_response_that_does_not_fit_is_counted_and_the_end_token_is_learned(tmp_path):
-    long = "".join(random.Random(0).choices("0123456789abcdef", k=2000))
-    data = [*builders.rows(20), {"prompt": long, "response": "y"}, {"prompt": "empty", "response": ""}]
+    data = [*builders.rows(20), {"prompt": "red blue " * 99, "response": "y"}, {"prompt": "empty", "response": ""}]
     recipe = builders.recipe(tmp_path, training={"max_steps": 1})
     builders.write_parquet(tmp_path / "train.parquet", data)
     done = builders.launch(tmp_path / "house", "run", str(recipe))
