@@ -10,11 +10,14 @@ from pathlib import Path
 
 from launch import direct
 from launch.errors import LaunchError
-from launch.rundir import AttemptDir, RunDir
+from launch.rundir import AttemptDir, RunDir, die_with_launcher
 
 
 def main(argv: list[str]) -> int:
     rank = int(os.environ.get("RANK", "0"))
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is ever downloaded
+    if "WORLD_SIZE" in os.environ or "LOWMEM_SUPERVISED" in os.environ:
+        die_with_launcher()
     opened: list[AttemptDir] = []  # filled as soon as there is an attempt to leave word in
     try:
         if argv[:1] == ["train"]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import sys
 from datetime import datetime
 from pathlib import Path
 
 from launch import direct, probe, recipes, render, report, resume, rundir
-from launch.errors import ConfigError, LaunchError, ResourceError
+from launch.errors import ConfigError, LaunchError
 from launch.resolve import Resolved, resolve
 from launch.schema import StepEvent
 
@@ -75,7 +74,6 @@ def _dispatch(argv: list[str]) -> int:
 
 def _run(resolved: Resolved, wish: str, dry_run: bool) -> int:
     recipe, plan, house = resolved.recipe, resolved.plan, resolved.house
-    _check_output(Path(recipe.output_dir))
     from launch import supervise  # rich and psutil: not needed to refuse a wrong flag
     from launch.screen import Screen
 
@@ -107,17 +105,6 @@ def _run(resolved: Resolved, wish: str, dry_run: bool) -> int:
                 events += [StepEvent(**json.loads(line)) for line in lines]
         rundir.write_atomic(start.run.report_file, report.html(recipe, resolved.machine, plan, result, events))
     return result.exit_code
-
-
-def _check_output(folder: Path) -> None:
-    """The model's folder is replaced as a whole at the end, so it must be ours or empty, and writable."""
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "lowmem.json").exists():
-        raise ResourceError(f"output_dir {folder}: holds files that no run of ours wrote; choose another folder")
-    if folder.exists() and not folder.is_dir():
-        raise ResourceError(f"output_dir {folder}: is a file; choose another folder")
-    parent = next(path for path in folder.parents if path.exists())
-    if not os.access(parent, os.W_OK):
-        raise ResourceError(f"output_dir {folder}: {parent} cannot be written to; choose another folder")
 
 
 def _chat(model: str) -> str:

@@ -11,7 +11,19 @@ from typing import Any
 
 from launch import predict
 from launch.errors import ConfigError, DoesNotFit
-from launch.schema import GIB, Change, DataFormat, Gpu, Machine, MemoryEstimate, ModelShape, Plan, Precision, Recipe
+from launch.schema import (
+    GIB,
+    Change,
+    DataFormat,
+    Gpu,
+    LoraSection,
+    Machine,
+    MemoryEstimate,
+    ModelShape,
+    Plan,
+    Precision,
+    Recipe,
+)
 from launch.schema import Strategy as Candidate
 
 MAX_EVAL_BATCH = 64  # samples; the guides' 3x the training batch is a ceiling, and logits are the larger part of it
@@ -37,14 +49,16 @@ def choose(
 ) -> Plan:
     """The fastest candidate that fits. Raises DoesNotFit with the nearest misses, ConfigError for what cannot be."""
     model_type = config["model_type"]
+    _check_length(recipe, config)
     parameters, trainable, lora_parameters = predict.count(shapes, recipe.model.freeze, recipe.lora, model_type)
     shape = ModelShape(recipe.model.shape or str(recipe.model.path), config, parameters, trainable, lora_parameters)
     estimate = predict.model_state(
         shapes, recipe.model.freeze, recipe.lora, model_type, recipe.training.optim, recipe.model.dtype
     )
-    rejected = []
+    rejected, largest_budget = [], 0
     for candidate in candidates(recipe, machine, given):
         budget = budget_bytes(recipe, machine, candidate)
+        largest_budget = max(largest_budget, budget)
         if estimate.model_state_bytes > budget:
             rejected.append(
                 f"{candidate.mode} with {candidate.num_processes} process(es): model states"
@@ -63,7 +77,16 @@ def choose(
             changes=(*changes, *_precision_changes(recipe, machine, candidate)),
             rejected=tuple(rejected),
         )
-    raise DoesNotFit(_does_not_fit(recipe, shape, estimate, rejected))
+    raise DoesNotFit(_does_not_fit(recipe, shape, shapes, estimate, rejected, largest_budget))
+
+
+def _check_length(recipe: Recipe, config: dict[str, Any]) -> None:
+    positions = config.get("n_positions") or config.get("max_position_embeddings")
+    if config["model_type"] != "t5" and positions is not None and recipe.data.max_length > positions:
+        raise ConfigError(
+            f"data.max_length {recipe.data.max_length}, but the model has {positions} positions; lower it, or choose"
+            " another model"
+        )
 
 
 def candidates(recipe: Recipe, machine: Machine, given: Given = Given()) -> Iterator[Candidate]:
@@ -182,19 +205,38 @@ def _why(recipe: Recipe, machine: Machine, candidate: Candidate, given: Given) -
         )
 
 
-def _does_not_fit(recipe: Recipe, shape: ModelShape, estimate: MemoryEstimate, rejected: Sequence[str]) -> str:
-    ways = []
-    if recipe.lora is None:
-        ways.append("train LoRA (--lora.r=16)")
-    if recipe.model.dtype == "float32":
-        ways.append("keep the weights in bfloat16 (--model.dtype=bfloat16)")
-    ways.append("use a smaller model (--model.shape=...)")
+def _does_not_fit(
+    recipe: Recipe,
+    shape: ModelShape,
+    shapes: predict.Shapes,
+    estimate: MemoryEstimate,
+    rejected: Sequence[str],
+    budget: int,
+) -> str:
     return (
         f"{recipe.name}: {shape.name} ({shape.parameters:,} parameters, {shape.trainable_parameters:,} trained) needs"
         f" {_gib(estimate.weights_bytes)} weights + {_gib(estimate.gradients_bytes)} gradients +"
         f" {_gib(estimate.optimizer_bytes)} optimizer before any activation. Tried: {'; '.join(rejected)}."
-        f" To make it fit: {', or '.join(ways)}"
+        f" {_ways(recipe, shape, shapes, budget)}"
     )
+
+
+def _ways(recipe: Recipe, shape: ModelShape, shapes: predict.Shapes, budget: int) -> str:
+    """What would fit the largest budget, with its states; only what was computed to fit is offered."""
+    lora = recipe.lora or LoraSection()
+    variants = [
+        ("--model.dtype=bfloat16", recipe.lora, "bfloat16"),
+        ("--lora.r=16", lora, recipe.model.dtype),
+        ("--lora.r=16 --model.dtype=bfloat16", lora, "bfloat16"),
+    ]
+    fitting = []
+    for flags, adapters, dtype in variants:
+        states = predict.model_state(
+            shapes, recipe.model.freeze, adapters, shape.config["model_type"], recipe.training.optim, dtype
+        )
+        if states.model_state_bytes <= budget:
+            fitting.append(f"{flags} ({_gib(states.model_state_bytes)})")
+    return f"This would fit: {'; '.join(fitting)}" if fitting else "Use a smaller model (--model.shape=...)"
 
 
 def _gib(size: int) -> str:

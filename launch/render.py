@@ -51,6 +51,7 @@ def command(plan: Plan, machine: Machine, run: RunDir, attempt: AttemptDir, hous
     return Command(
         argv=(
             sys.executable,
+            "-P",  # a module of the same name in the user's folder is not ours
             "-m",
             "accelerate.commands.launch",
             "--config_file",

@@ -9,13 +9,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import planner, preflight, probe, recipes, shapes
+from launch import planner, preflight, probe, recipes, rundir, shapes
 from launch.errors import ResourceError
 from launch.planner import Given
 from launch.rundir import CODE, House
-from launch.schema import Change, DataFormat, Machine, Plan, Recipe
+from launch.schema import Change, Machine, Plan, Recipe
 
-PATH_KEYS = ("data.train_file", "data.validation_file", "model.path", "tokenizer.path", "output_dir")
+PATH_KEYS = (
+    "data.train_file",
+    "data.validation_file",
+    "model.path",
+    "tokenizer.path",
+    "tokenizer.path_if_there",
+    "output_dir",
+)
 SAMPLE_FILES = ("data/sft_train_small_train.parquet", "data/sft_train_small_valid.parquet")
 
 
@@ -42,23 +49,24 @@ def resolve(
     has_gpu = bool(machine.gpus) and not given.force_cpu
     recipe, changes = recipes.load(recipe_name, [_absolute(text) for text in overrides], has_gpu)
     is_file = "/" in recipe_name or recipe_name.endswith((".yaml", ".yml"))
-    recipe = _rooted(recipe, Path.cwd() if is_file else house.root)
+    recipe, found = _tokenizer_that_is_there(_rooted(recipe, Path.cwd() if is_file else house.root))
+    rundir.check_output(Path(recipe.output_dir))
+    config, parameter_shapes = shapes.read(recipe.model, root=CODE)
     _write_sample_data(recipe, house, say)
     data_format = preflight.detect(recipe.data, house.root)
-    plan = _plan(recipe, machine, house, data_format, changes, given)
+    plan = planner.choose(recipe, machine, config, parameter_shapes, data_format, (*changes, *found), given)
     return Resolved(house, recipe, machine, plan)
 
 
-def _plan(
-    recipe: Recipe,
-    machine: Machine,
-    house: House,
-    data_format: DataFormat,
-    changes: Sequence[Change],
-    given: Given,
-) -> Plan:
-    config, parameter_shapes = shapes.read(recipe.model, root=CODE)
-    return planner.choose(recipe, machine, config, parameter_shapes, data_format, changes, given)
+def _tokenizer_that_is_there(recipe: Recipe) -> tuple[Recipe, list[Change]]:
+    """tokenizer.path_if_there as tokenizer.path, where that folder exists and nothing else was named."""
+    section = recipe.tokenizer
+    named = section.path or recipe.model.path
+    if named or section.path_if_there is None or not Path(section.path_if_there).is_dir():
+        return recipe, []
+    chosen = section.model_copy(update={"path": section.path_if_there})
+    change = Change("tokenizer.path", "none", section.path_if_there, "the folder of tokenizer.path_if_there is there")
+    return recipe.model_copy(update={"tokenizer": chosen}), [change]
 
 
 def _absolute(override: str) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import json
 import os
+import signal
 import socket
 import time
 import traceback
@@ -18,10 +20,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from launch.errors import LockHeld
+from launch.errors import LockHeld, ResourceError
 from launch.schema import DataFormat, Machine, ModelShape, Plan, Recipe
 
 TOKEN_CACHE_VERSION = 1  # raise when training/data.py writes other bytes for the same input
+PR_SET_PDEATHSIG = 1  # prctl(2)
 TOKENS_READY = "counts.json"  # the last file written into a token cache: a folder with it is complete
 
 
@@ -226,6 +229,25 @@ def lock(path: Path, what: str) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
         yield
+
+
+def die_with_launcher() -> None:
+    """From now on the kernel kills this process when its parent dies: no rank outlives its launcher."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def check_output(folder: Path) -> None:
+    """The model's folder is replaced as a whole at the end, so it must be ours or empty, and writable.
+
+    Raises ResourceError.
+    """
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "lowmem.json").exists():
+        raise ResourceError(f"output_dir {folder}: holds files that no run of ours wrote; choose another folder")
+    if folder.exists() and not folder.is_dir():
+        raise ResourceError(f"output_dir {folder}: is a file; choose another folder")
+    parent = next(path for path in folder.parents if path.exists())
+    if not os.access(parent, os.W_OK):
+        raise ResourceError(f"output_dir {folder}: {parent} cannot be written to; choose another folder")
 
 
 def log_file(root: Path, run: RunDir) -> Path:

@@ -95,7 +95,7 @@ class LoraSection(Section):
 
     r: PositiveInt = 16
     lora_alpha: PositiveInt = 32
-    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     target_modules: tuple[str, ...] | None = None  # default: by architecture
 
 
@@ -108,7 +108,7 @@ class DataSection(Section):
     response_column: str | None = None
     text_column: str | None = None
     messages_column: str | None = None
-    max_length: int = Field(512, ge=8, le=1 << 20)  # tokens: of the whole sequence (decoder), of each side (T5)
+    max_length: int = Field(default=512, ge=8, le=1 << 20)  # tokens: of the whole sequence (decoder), of each side (T5)
     max_train_samples: PositiveInt | None = None
     max_validation_samples: PositiveInt | None = None
 
@@ -119,26 +119,28 @@ class TrainingSection(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    per_device_train_batch_size: int = Field(8, ge=1, le=65_536)
-    per_device_eval_batch_size: int | None = Field(None, ge=1, le=65_536)  # default: 3x the training batch, at most 64
-    gradient_accumulation_steps: int = Field(1, ge=1, le=65_536)
-    num_train_epochs: float = Field(3.0, gt=0, le=100_000, allow_inf_nan=False)
-    max_steps: int = Field(-1, ge=-1)
-    learning_rate: float = Field(5e-5, gt=0, le=10, allow_inf_nan=False)
-    warmup_steps: float = Field(0, ge=0, allow_inf_nan=False)  # below 1: a share of all steps
+    per_device_train_batch_size: int = Field(default=8, ge=1, le=65_536)
+    per_device_eval_batch_size: int | None = Field(
+        default=None, ge=1, le=65_536
+    )  # None: 3x the training, <= 64
+    gradient_accumulation_steps: int = Field(default=1, ge=1, le=65_536)
+    num_train_epochs: float = Field(default=3.0, gt=0, le=100_000, allow_inf_nan=False)
+    max_steps: int = Field(default=-1, ge=-1)
+    learning_rate: float = Field(default=5e-5, gt=0, le=10, allow_inf_nan=False)
+    warmup_steps: float = Field(default=0, ge=0, allow_inf_nan=False)  # below 1: a share of all steps
     lr_scheduler_type: str = "linear"
-    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
-    max_grad_norm: float = Field(1.0, ge=0, allow_inf_nan=False)
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    max_grad_norm: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     optim: str = "adamw_torch_fused"
     bf16: bool = False
     fp16: bool = False
     gradient_checkpointing: bool = False
-    logging_steps: int = Field(10, ge=1)
-    save_steps: int = Field(500, ge=1)
-    save_total_limit: int = Field(3, ge=2)  # two good checkpoints are always kept
-    eval_steps: int | None = Field(None, ge=1)  # default: once an epoch
-    seed: int = Field(23333, ge=0, lt=1 << 32)
-    dataloader_num_workers: int | None = Field(None, ge=0, le=64)  # default: planned
+    logging_steps: int = Field(default=10, ge=1)
+    save_steps: int = Field(default=500, ge=1)
+    save_total_limit: int = Field(default=3, ge=2)  # two good checkpoints are always kept
+    eval_steps: int | None = Field(default=None, ge=1)  # default: once an epoch
+    seed: int = Field(default=23333, ge=0, lt=1 << 32)
+    dataloader_num_workers: int | None = Field(default=None, ge=0, le=64)  # default: planned
 
     @field_validator("max_steps")
     @classmethod
@@ -162,16 +164,16 @@ class LaunchSection(Section):
     """How to run; everything left out is planned."""
 
     mode: Literal["auto", "cpu", "multi_cpu", "single_gpu", "dual_gpu_nccl", "dual_gpu_gloo"] = "auto"
-    num_processes: int | None = Field(None, ge=1, le=1024)
-    vram_fraction: float = Field(0.95, gt=0, le=1)  # share of the free VRAM that planning may use
-    host_reserve_gib: float = Field(2.0, ge=0, allow_inf_nan=False)  # host RAM left to the rest of the machine
+    num_processes: int | None = Field(default=None, ge=1, le=1024)
+    vram_fraction: float = Field(default=0.95, gt=0, le=1)  # share of the free VRAM that planning may use
+    host_reserve_gib: float = Field(default=2.0, ge=0, allow_inf_nan=False)  # host RAM left to the rest of the machine
 
 
 class EvaluationSection(Section):
     """What is measured besides the loss on the validation file."""
 
-    exact_match_rows: int = Field(0, ge=0)  # held-out rows answered before and after training; 0 is none
-    max_new_tokens: int = Field(64, ge=1, le=4096)
+    exact_match_rows: int = Field(default=0, ge=0)  # held-out rows answered before and after training; 0 is none
+    max_new_tokens: int = Field(default=64, ge=1, le=4096)
 
 
 class Recipe(Section):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -25,7 +24,6 @@ POLL_S = 0.2
 PSS_INTERVAL_S = 2.0
 STOP_GRACE_S = 10.0  # between SIGTERM and SIGKILL
 LOG_TAIL_BYTES = 64 << 10
-PR_SET_PDEATHSIG = 1
 
 
 def run(resolved: Resolved, rundir_: RunDir, attempt: AttemptDir, command: Command, screen: Screen) -> RunResult:
@@ -64,8 +62,8 @@ def _prepare(resolved: Resolved, run: RunDir, attempt: AttemptDir, screen: Scree
     if (folder / rundir.TOKENS_READY).exists():
         rundir.write_json(run.tokens_file, {"folder": str(folder)})
         return 0
-    argv = [sys.executable, "-m", "training.prepare", "--run-dir", str(run.root), "--attempt", str(attempt.number)]
-    argv += ["--cache", str(resolved.house.cache)]
+    argv = [sys.executable, "-P", "-m", "training.prepare", "--run-dir", str(run.root)]
+    argv += ["--attempt", str(attempt.number), "--cache", str(resolved.house.cache)]
     environment = {**os.environ, "PYTHONPATH": str(rundir.CODE), "HF_HUB_OFFLINE": "1", "LOWMEM_RUN": run.run_id}
     with subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True, encoding="utf-8") as child:
         assert child.stdout is not None
@@ -92,7 +90,7 @@ def _watch(command: Command, run: RunDir, attempt: AttemptDir, screen: Screen, r
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C on the terminal is for us; we pass it on
-            preexec_fn=_die_with_parent,
+            preexec_fn=rundir.die_with_launcher,
         )
         screen.start(attempt)
         try:
@@ -128,11 +126,6 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _die_with_parent() -> None:
-    """In the child, before exec: the kernel kills it when the supervisor dies."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def tagged(run_id: str) -> list[psutil.Process]:

@@ -15,6 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
+from launch import planner, shapes
+from launch.schema import GIB, DataFormat, Gpu, Machine, Plan, Recipe
+
 CODE = Path(__file__).resolve().parent.parent
 WORDS = [*"一二三山水火风", "red", "blue", "green", "stone", "river", "cloud", "lamp", "paper", "seven"]
 
@@ -103,3 +106,54 @@ def weights(folder: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     return load_file(folder / "model.safetensors")
+
+
+def gpu(index: int = 0, **fields: Any) -> Gpu:
+    """A card with 20 GiB, as the first system's."""
+    given = {"vendor": "nvidia", "architecture": "8.6", "total_bytes": 20 * GIB, "free_bytes": 19 * GIB, **fields}
+    return Gpu(index=index, name="RTX 3080", driver="550", reason="described", **given)
+
+
+def machine(gpus: int = 0, cards: tuple[Gpu, ...] = (), **fields: Any) -> Machine:
+    """A machine with so many of those cards (or these), 16 GiB of host RAM and 8 CPUs."""
+    facts: dict[str, Any] = {
+        "name": "test",
+        "gpus": cards or tuple(gpu(i) for i in range(gpus)),
+        "gpus_reason": "described",
+        "host_limit_bytes": 16 * GIB,
+        "host_limit_reason": "described",
+        "host_available_bytes": 12 * GIB,
+        "host_available_reason": "described",
+        "cpu_count": 8,
+        "cpu_reason": "described",
+        "shm_bytes": 8 * GIB,
+        "shm_reason": "described",
+        "disk_free_bytes": 100 * GIB,
+        "disk_reason": "described",
+    }
+    return Machine(**{**facts, **fields})
+
+
+def wish(**sections: Any) -> Recipe:
+    """A recipe as planning sees it."""
+    content: dict[str, Any] = {
+        "name": "wish",
+        "task": "sft",
+        "model": {"shape": "llama-tiny"},
+        "data": {"train_file": "/data/train.parquet", "max_length": 128},
+        "training": {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2},
+        "output_dir": "/out",
+    }
+    for name, section in sections.items():
+        content[name] = {**content.get(name, {}), **section} if isinstance(section, dict) else section
+    return Recipe.model_validate(content)
+
+
+DATA_FORMAT = DataFormat("prompt_response", {"prompt": "prompt", "response": "response"}, "parquet", "described")
+
+
+def plan(recipe: Recipe | None = None, on: Machine | None = None, **given: Any) -> Plan:
+    """What the planner chooses for a wish on a machine."""
+    recipe = recipe or wish()
+    config, parameter_shapes = shapes.read(recipe.model, root=CODE)
+    return planner.choose(recipe, on or machine(), config, parameter_shapes, DATA_FORMAT, given=planner.Given(**given))

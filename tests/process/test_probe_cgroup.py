@@ -149,9 +149,9 @@ print(*{name.partition(".")[0] for name in sys.modules} & {"torch", "numpy", "py
 
 PRINT_GPUS = """
 import os
-from launch import probe
-gpus, reason = probe.gpus(os.environ)
-print(*gpus, reason, sep="\\n")
+from launch import gpus
+found, reason = gpus.usable(os.environ)
+print(*found, reason, sep="\\n")
 """
 
 
@@ -192,8 +192,8 @@ def amdsmi_get_gpu_asic_info(handle):
     return {"market_name": "AMD Radeon AI PRO R9700", "asic_serial": "0xA5", "target_graphics_version": "gfx1201"}
 """)
     code = """
-from launch import probe
-(uuid, gpu), = probe._amd({})[0]
+from launch import gpus
+(uuid, gpu), = gpus._amd({})[0]
 print(uuid, gpu.name, gpu.total_bytes >> 20, gpu.free_bytes >> 20, gpu.architecture, gpu.driver, sep="|")
 """
     said = run_python(code, shell_first=f"export PYTHONPATH='{tmp_path}'")

@@ -57,7 +57,7 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-def run(program: Path, *args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+def run(program: Path | str, *args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [program, *args],
         cwd=cwd,
@@ -98,7 +98,7 @@ def test_a_wrapper_works_through_links_and_with_cdpath(root: Path, tmp_path: Pat
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/train").symlink_to(root / "train_sft_custom.sh")
     (tmp_path / "link").symlink_to(root)
-    for program in (tmp_path / "bin/train", tmp_path / "link/train_sft_custom.sh", Path("./train_sft_custom.sh")):
+    for program in (tmp_path / "bin/train", tmp_path / "link/train_sft_custom.sh", "./train_sft_custom.sh"):
         done = run(program, "24", cwd=root, CDPATH="/usr:/tmp")
         seen = json.loads(done.stdout)
         assert (seen["argv"], seen["root"]) == (["run", "sft_fast", "24"], str(root))

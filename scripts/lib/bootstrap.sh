@@ -1,0 +1,195 @@
+# shellcheck shell=bash
+# Sets and exports PYTHON, the interpreter that runs lowmem; makes or renews $ROOT/.venv when that is needed.
+#
+#   ROOT=/the/repository; source "$ROOT/scripts/lib/bootstrap.sh"; exec "$PYTHON" ...
+#
+# From the user: PYTHON=... is used instead of .venv, after a check; LOWMEM_DEV=1 installs requirements-dev.txt.
+# Messages go to stderr; a shortage ends the caller with exit code 3, like launch's ResourceError.
+
+_lowmem_say() { printf 'lowmem: %s\n' "$*" >&2; }
+_lowmem_die() { _lowmem_say "$*"; exit 3; }
+
+_lowmem_sha256() {
+    if command -v sha256sum >/dev/null; then sha256sum; else shasum -a 256; fi
+}
+
+# .venv/.lowmem-requirements: hash of requirements.txt, hash of requirements-dev.txt or -, Python's version, the file
+# that .venv/bin/python must still lead to (an upgrade of the system's Python leaves a .venv without packages).
+_lowmem_ready() {
+    local venv="$ROOT/.venv" run_hash='' dev_hash='' base='' wanted
+    [[ -x "$venv/bin/python" && -r "$venv/.lowmem-requirements" ]] || return 1
+    { read -r run_hash && read -r dev_hash && read -r && IFS= read -r base; } <"$venv/.lowmem-requirements" || return 1
+    [[ "$venv/bin/python" -ef "$base" ]] || return 1
+    wanted="$(_lowmem_sha256 <"$ROOT/requirements.txt")" || return 1
+    [[ "${wanted%% *}" == "$run_hash" ]] || return 1
+    [[ "${LOWMEM_DEV:-}" == 1 ]] || return 0
+    wanted="$(_lowmem_sha256 <"$ROOT/requirements-dev.txt")" || return 1
+    [[ "${wanted%% *}" == "$dev_hash" ]]
+}
+
+# Asks an interpreter (any, down to Python 2) for "version has-ensurepip real-path"; -I: nothing from the user's folder.
+_lowmem_describe() {
+    "$1" -I -c 'import os, sys
+try:
+    import ensurepip, venv
+    pip = "pip"
+except ImportError:
+    pip = "no-pip"
+print("%d.%d.%d %s %s" % (sys.version_info[:3] + (pip, os.path.realpath(sys.executable))))' </dev/null 2>/dev/null
+}
+
+# _lowmem_minor 3.12.1 -> 12; 0 for every major version but 3, and for what is no version
+_lowmem_minor() {
+    if [[ "$1" =~ ^3\.([0-9]+) ]]; then echo "${BASH_REMATCH[1]}"; else echo 0; fi
+}
+
+# Prints the base interpreter for .venv: the first on PATH that is 3.11 to 3.13, for which every wheel exists, else the
+# first that is newer.
+_lowmem_find_base() {
+    local name path told version pip minor seen=() newer='' without_pip=''
+    for name in python3 python3.13 python3.12 python3.11 python; do
+        while IFS= read -r path; do
+            told="$(_lowmem_describe "$path")" || continue # such as pyenv's stand-in for a version that is switched off
+            read -r version pip _ <<<"$told"
+            seen+=("$path is $version")
+            minor="$(_lowmem_minor "$version")"
+            if ((minor < 11)); then
+                continue
+            elif [[ "$pip" != pip ]]; then
+                without_pip="${without_pip:-$path ($version)}"
+            elif ((minor <= 13)); then
+                printf '%s\n' "$path"
+                return
+            else
+                newer="${newer:-$path}"
+            fi
+        done < <(type -aP "$name")
+    done
+    if [[ -n "$newer" ]]; then
+        printf '%s\n' "$newer"
+    elif [[ -n "$without_pip" ]]; then
+        _lowmem_die "$without_pip cannot make a virtual environment: its venv or ensurepip module is missing;" \
+            "install it (Debian, Ubuntu: apt install python3-venv), or set PYTHON to a Python that has the packages"
+    else
+        local list='no Python'
+        ((${#seen[@]} == 0)) || list="$(printf '%s, ' "${seen[@]}")"
+        _lowmem_die "needs Python 3.11, 3.12 or 3.13; found on PATH: ${list%, };" \
+            "install one of them, or set PYTHON=/path/to/python"
+    fi
+}
+
+# Locks file 9, which this shell keeps open; the kernel frees it when the last process that has it ends, in any way.
+_lowmem_lock() { # [-n]: fail instead of waiting
+    local python
+    if command -v flock >/dev/null; then
+        flock "$@" 9
+    else # macOS has none
+        python="$(_lowmem_find_base)" || exit $?
+        "$python" -I -c 'import fcntl, sys
+try:
+    fcntl.flock(9, fcntl.LOCK_EX | (fcntl.LOCK_NB if "-n" in sys.argv else 0))
+except BlockingIOError:
+    sys.exit(1)' "$@"
+    fi
+}
+
+# Runs its arguments while no other start does; a subshell, so that file 9 and the lock end with it.
+_lowmem_with_lock() (
+    umask u=rwx
+    trap 'exit 130' INT # pip makes an ordinary failure of it
+    trap 'exit 143' TERM
+    exec 9>"$ROOT/.venv.lock" || _lowmem_die "cannot write $ROOT/.venv.lock"
+    if ! _lowmem_lock -n; then
+        _lowmem_say "another start is installing into $ROOT/.venv; waiting for it"
+        _lowmem_lock || _lowmem_die "cannot lock $ROOT/.venv.lock"
+    fi
+    "$@"
+)
+
+# Makes .venv where there is none, or a broken or half-made one; then brings its packages to requirements.txt.
+# `.lowmem-installing` stands in it until the stamp is written: who finds it makes an interrupted .venv anew.
+_lowmem_install() {
+    local venv="$ROOT/.venv" requirements="$ROOT/requirements.txt" base told version real run_hash dev_hash=- made=''
+    ! _lowmem_ready || return 0 # the start that we waited for has done it
+    [[ "${LOWMEM_DEV:-}" != 1 ]] || requirements="$ROOT/requirements-dev.txt"
+    [[ -r "$requirements" ]] || _lowmem_die "$requirements is missing: is this a whole copy of the repository?"
+
+    told="$(_lowmem_describe "$venv/bin/python")" || told=''
+    read -r version _ real <<<"$told"
+    if [[ -e "$venv/.lowmem-installing" || -z "$version" ]] || _lowmem_python_changed "$real"; then
+        base="$(_lowmem_find_base)" || exit $?
+        read -r version _ <<<"$(_lowmem_describe "$base")"
+        _lowmem_say "making $venv with $base ($version) and installing ${requirements##*/} into it;" \
+            "this happens once and can take some minutes"
+        # emptied, not replaced: .venv may be a link to a larger disk; -m venv itself refuses a link
+        { mkdir -p "$venv" && : >"$venv/.lowmem-installing"; } || _lowmem_die "cannot write to $venv"
+        find "$venv/" -mindepth 1 ! -name .lowmem-installing -delete || _lowmem_die "cannot empty $venv"
+        made=1
+        "$base" -I -m venv "$(cd -P -- "$venv" && pwd)" >&2 ||
+            _lowmem_die "$base -m venv failed; the reason stands above"
+    else
+        (($(_lowmem_minor "$version") >= 11)) ||
+            _lowmem_die "$venv is Python $version, 3.11 or newer is needed; remove it and start again"
+        _lowmem_say "installing ${requirements##*/}, which is new or has changed, into $venv (Python $version);" \
+            "this happens once"
+        : >"$venv/.lowmem-installing" || _lowmem_die "cannot write to $venv"
+        "$venv/bin/python" -I -c 'import pip' 2>/dev/null || # uv makes a .venv without it
+            "$venv/bin/python" -I -m ensurepip >&2 || _lowmem_die "$venv has no pip; remove it and start again"
+    fi
+    rm -f "$venv/.lowmem-requirements"
+
+    # hashed before: a file that is edited meanwhile differs from the stamp and is installed at the next start
+    run_hash="$(_lowmem_sha256 <"$ROOT/requirements.txt")" || _lowmem_die "needs sha256sum or shasum on PATH"
+    [[ "${LOWMEM_DEV:-}" != 1 ]] || dev_hash="$(_lowmem_sha256 <"$requirements")"
+    if ! "$venv/bin/python" -I -m pip --disable-pip-version-check --no-input install --no-user \
+        -r "$requirements" >&2; then
+        # an update that pip itself gave up has changed nothing: the packages of before stay, whatever the network does
+        [[ -n "$made" ]] || rm -f "$venv/.lowmem-installing"
+        _lowmem_die "pip could not install ${requirements##*/}; the reason stands above; the next start tries again"
+    fi
+
+    # aside, then renamed: a stamp is whole or absent
+    read -r version _ real <<<"$(_lowmem_describe "$venv/bin/python")"
+    {
+        printf '%s\n' "${run_hash%% *}" "${dev_hash%% *}" "$version" "$real" >"$venv/.lowmem-requirements.new" &&
+            mv "$venv/.lowmem-requirements.new" "$venv/.lowmem-requirements"
+    } || _lowmem_die "cannot write to $venv"
+    rm -f "$venv/.lowmem-installing"
+}
+
+# Whether a .venv that we stamped leads to another Python ($1) now, whose packages are elsewhere.
+_lowmem_python_changed() {
+    local base=''
+    [[ -r "$ROOT/.venv/.lowmem-requirements" ]] || return 1
+    { read -r && read -r && read -r && IFS= read -r base; } <"$ROOT/.venv/.lowmem-requirements" || return 0
+    [[ "$base" != "$1" ]]
+}
+
+# Checks the user's own PYTHON. Its packages are the user's too: that the big ones are there, not which versions.
+_lowmem_check_given() {
+    local given="$PYTHON" told version
+    PYTHON="$(type -P -- "$given")" || _lowmem_die "PYTHON=$given: no such program"
+    [[ "$PYTHON" == /* ]] || PYTHON="$PWD/$PYTHON"
+    told="$("$PYTHON" -c 'import sys
+sys.path = [path for path in sys.path if path]
+print("%d.%d.%d" % sys.version_info[:3])
+if sys.version_info >= (3, 11):
+    from importlib.util import find_spec
+    modules = "torch", "transformers", "accelerate", "pydantic", "yaml"
+    print(" ".join(name for name in modules if find_spec(name) is None))' </dev/null)" ||
+        _lowmem_die "PYTHON=$given does not run Python code; unset PYTHON to let lowmem make its own .venv"
+    version="${told%%$'\n'*}"
+    (($(_lowmem_minor "$version") >= 11)) ||
+        _lowmem_die "PYTHON=$given is Python $version, 3.11 or newer is needed; unset PYTHON or name a newer one"
+    [[ "$told" != *$'\n'* ]] ||
+        _lowmem_die "PYTHON=$given lacks ${told#*$'\n'}; install them ($given -m pip install -r requirements.txt)," \
+            "or unset PYTHON to let lowmem make its own .venv"
+}
+
+if [[ -n "${PYTHON:-}" ]]; then
+    _lowmem_check_given
+else
+    _lowmem_ready || _lowmem_with_lock _lowmem_install || exit $?
+    PYTHON="$ROOT/.venv/bin/python"
+fi
+export PYTHON PYTHONUTF8="${PYTHONUTF8:-1}" # text files are UTF-8, whatever the locale of a cron job says

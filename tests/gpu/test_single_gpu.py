@@ -1,0 +1,42 @@
+"""On a real card: the plan's device and precision are what runs, and what was predicted is what is measured."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests import builders
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
+
+
+@pytest.mark.parametrize(("shape", "precision"), [("llama-tiny", "bf16"), ("t5-tiny", "bf16"), ("llama-tiny", "no")])
+def test_one_card_trains_and_its_memory_is_in_the_report(tmp_path, shape, precision):
+    training = {"max_steps": 12, "bf16": precision == "bf16", "learning_rate": 3e-3}
+    recipe = builders.recipe(tmp_path, shape, training=training, launch={"num_processes": 1})
+    done = builders.launch(tmp_path / "house", "run", str(recipe))
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "1 rank(s) on cuda" in done.stdout
+    run = builders.only_run(tmp_path / "house")
+    outcome = json.loads((run / "attempts/01/outcome.json").read_text())
+    plan = json.loads((run / "plan.json").read_text())
+    assert plan["strategy"]["mixed_precision"] == precision
+    for name in ("weights_bytes", "gradients_bytes"):
+        assert outcome[name] == plan["estimate"][name]
+    assert outcome["vram_allocated_bytes"] > plan["estimate"]["weights_bytes"]
+    steps = builders.events(run)
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert steps[-1]["vram_total_bytes"] > 0
+
+
+def test_a_card_gives_the_losses_of_the_cpu(tmp_path):
+    losses = {}
+    for device in ("cpu", "single_gpu"):
+        folder = tmp_path / device
+        recipe = builders.recipe(folder, training={"max_steps": 8}, launch={"mode": device, "num_processes": 1})
+        done = builders.launch(folder / "house", "run", str(recipe))
+        assert done.returncode == 0, done.stderr + done.stdout
+        losses[device] = [event["loss"] for event in builders.events(builders.only_run(folder / "house"))]
+    assert losses["single_gpu"] == pytest.approx(losses["cpu"], rel=1e-3)

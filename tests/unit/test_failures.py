@@ -1,0 +1,79 @@
+"""Evidence names one cause."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from launch import failures
+from launch.schema import Evidence
+
+ALLOCATOR = (
+    "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
+    " to allocate 8589934592 bytes. Error code 12 (Cannot allocate memory)"
+)
+CUDA = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 19.70 GiB of"
+    " which 1.10 GiB is free."
+)
+KILLED = "  exitcode  : -9 (pid: 77)\n  traceback : Signal 9 (SIGKILL) received by PID 77"
+
+
+def evidence(**fields) -> Evidence:
+    facts = {
+        "returncode": 1,
+        "rank_errors": (),
+        "log_tail": "",
+        "oom_kills": 0,
+        "host_limit_bytes": 3 << 30,
+        "host_peak_bytes": 2 << 30,
+        "completed": False,
+    }
+    return Evidence(**{**facts, **fields})
+
+
+def error(message: str, exit_code: int | None = None, rank: int = 0) -> dict:
+    return {"rank": rank, "type": "RuntimeError", "message": message, "exit_code": exit_code, "time": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("found", "kind", "exit_code"),
+    [
+        (evidence(log_tail=CUDA), "device_oom", 12),
+        (evidence(log_tail="RuntimeError: HIP out of memory. Tried"), "device_oom", 12),
+        (evidence(rank_errors=(error("CUDA error: out of memory"),)), "device_oom", 12),
+        (evidence(rank_errors=(error(ALLOCATOR),)), "host_oom", 6),
+        (evidence(oom_kills=1, log_tail=KILLED), "host_oom", 6),
+        (evidence(log_tail=KILLED), "killed", 1),
+        (evidence(log_tail="OSError: [Errno 28] No space left on device"), "disk", 10),
+        (evidence(rank_errors=(error("3 ranks were asked for", exit_code=2),)), "RuntimeError", 2),
+        (evidence(rank_errors=(error("boom"),)), "crash", 1),
+        (evidence(stopped_by=int(signal.SIGINT)), "stopped", 130),
+        (evidence(stopped_by=int(signal.SIGTERM)), "stopped", 75),
+        (evidence(returncode=3), "unknown", 1),
+        (evidence(returncode=0, log_tail="all done"), "unknown", 1),
+    ],
+)
+def test_each_end_has_one_cause(found, kind, exit_code):
+    failure = failures.classify(found)
+    assert failure is not None
+    assert (failure.kind, failure.exit_code) == (kind, exit_code)
+    assert failure.proof
+    assert failure.fix
+
+
+def test_the_earliest_rank_is_the_cause_and_the_others_follow():
+    failure = failures.classify(evidence(rank_errors=(error("first", rank=1), error("Connection closed", rank=0))))
+    assert failure is not None
+    assert "rank 1 failed" in failure.cause
+
+
+def test_triton_out_of_shared_memory_is_not_vram():
+    failure = failures.classify(evidence(log_tail="triton: out of resource: shared memory, Required: 180224"))
+    assert failure is not None
+    assert failure.kind != "device_oom"
+
+
+def test_a_complete_run_has_no_failure():
+    assert failures.classify(evidence(returncode=0, completed=True)) is None

@@ -1,0 +1,86 @@
+"""The plan obeys the user, or says in numbers why it cannot."""
+
+from __future__ import annotations
+
+import pytest
+
+from launch import report
+from launch.errors import ConfigError, DoesNotFit
+from launch.schema import GIB
+from tests.builders import gpu, machine, plan, wish
+
+
+def test_without_a_gpu_one_process_trains_on_the_cpu():
+    strategy = plan().strategy
+    assert (strategy.mode, strategy.num_processes, strategy.backend, strategy.device) == ("cpu", 1, None, "cpu")
+
+
+def test_every_gpu_is_used_unless_a_number_is_given():
+    two = plan(on=machine(2)).strategy
+    assert (two.mode, two.num_processes, two.backend) == ("dual_gpu_nccl", 2, "nccl")
+    one = plan(wish(launch={"num_processes": 1}), machine(2)).strategy
+    assert (one.mode, one.num_processes, one.backend) == ("single_gpu", 1, None)
+
+
+def test_gloo_that_was_asked_for_is_gloo():
+    assert plan(on=machine(2), force_gloo=True).strategy.backend == "gloo"
+    assert plan(wish(launch={"mode": "dual_gpu_gloo"}), machine(2)).strategy.mode == "dual_gpu_gloo"
+
+
+def test_the_batch_of_the_user_is_never_changed():
+    for batch in (1, 7, 20, 4096):
+        recipe = wish(training={"per_device_train_batch_size": batch, "gradient_accumulation_steps": 3})
+        strategy = plan(recipe, machine(2)).strategy
+        assert strategy.per_device_train_batch_size == batch
+        assert strategy.effective_batch_size == batch * 3 * 2
+
+
+def test_ranks_that_are_running_already_are_taken_as_they_are():
+    strategy = plan(num_processes=3).strategy
+    assert (strategy.mode, strategy.num_processes, strategy.backend) == ("multi_cpu", 3, "gloo")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "on", "words"),
+    [
+        (wish(launch={"mode": "single_gpu"}), machine(), "needs a GPU"),
+        (wish(launch={"mode": "dual_gpu_nccl"}), machine(1), "needs two GPUs"),
+        (wish(launch={"num_processes": 3}), machine(2), "there are 2 GPU"),
+        (wish(launch={"mode": "cpu", "num_processes": 2}), machine(), "is one process"),
+        (wish(training={"fp16": True}), machine(), "no effect on a CPU"),
+        (wish(data={"max_length": 4096}), machine(), "data.max_length 4096"),
+        (wish(model={"freeze": ["encodr"]}), machine(), "encodr"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(recipe, on, words):
+    with pytest.raises(ConfigError, match=words):
+        plan(recipe, on)
+
+
+def test_a_model_whose_states_do_not_fit_is_refused_with_numbers_and_ways_out():
+    recipe = wish(model={"shape": "llama-7b"}, data={"max_length": 512})
+    numbers = r"25\.10 GiB weights \+ 25\.10 GiB gradients \+ 50\.21 GiB optimizer"
+    with pytest.raises(DoesNotFit, match=numbers + r".*would fit: --lora.r=16 --model.dtype=bfloat16 \(13\.\d"):
+        plan(recipe, machine(2))
+
+
+def test_lora_in_bfloat16_of_the_same_model_fits_and_its_states_are_counted_apart():
+    recipe = wish(model={"shape": "llama-7b", "dtype": "bfloat16"}, lora={"r": 16})
+    chosen = plan(recipe, machine(1))
+    assert chosen.estimate.weights_bytes == pytest.approx(12.7 * GIB, rel=0.01)
+    assert chosen.shape.trainable_parameters == chosen.shape.lora_parameters == 39_976_960
+    assert chosen.estimate.optimizer_bytes == 8 * 39_976_960
+
+
+def test_bf16_on_a_card_without_it_becomes_fp16_and_is_said():
+    turing = machine(cards=(gpu(architecture="7.5"),))
+    chosen = plan(wish(training={"bf16": True}), turing)
+    assert chosen.strategy.mixed_precision == "fp16"
+    assert [change.key for change in chosen.changes] == ["training.bf16"]
+
+
+def test_the_plan_says_that_activations_are_not_counted():
+    recipe = wish()
+    lines = "\n".join(report.plan_lines(recipe, machine(), plan(recipe)))
+    assert "activations are not counted yet" in lines
+    assert "16 per device x 2 accumulation x 1 process(es) = 32 effective" in lines
