@@ -54,6 +54,9 @@ PATTERNS = (
     ),
 )
 
+# How torchrun and accelerate's launcher of one process name the first rank to die; what other ranks say then follows.
+KILLED_FIRST = re.compile(r"Root Cause.*?exitcode\s*:\s*-9\b|died with <Signals.SIGKILL: 9>", re.DOTALL)
+
 
 def classify(evidence: Evidence) -> Failure | None:
     """The cause of an attempt's end; None when it ended well."""
@@ -79,6 +82,14 @@ def classify(evidence: Evidence) -> Failure | None:
             return Failure(
                 error["type"], error["exit_code"], error["message"], f"rank {error['rank']}", "see the message"
             )
+    if evidence.returncode == -9 or KILLED_FIRST.search(evidence.log_tail):
+        return Failure(
+            "killed",
+            1,
+            "somebody killed a process of the run with SIGKILL; the kernel's out-of-memory counter did not grow",
+            "SIGKILL is the launcher's first observed failure",
+            "run the same line again to continue",
+        )
     for text in [*(str(error["message"]) for error in evidence.rank_errors), evidence.log_tail]:
         for pattern in PATTERNS:
             for line in text.splitlines():
@@ -92,14 +103,6 @@ def classify(evidence: Evidence) -> Failure | None:
             f"rank {error['rank']} failed: {error['type']}: {error['message']}",
             f"rank {error['rank']} error.json",
             "see the traceback in the attempt's ranks folder",
-        )
-    if ("-9" in evidence.log_tail and "SIGKILL" in evidence.log_tail) or evidence.returncode == -9:
-        return Failure(
-            "killed",
-            1,
-            "somebody killed a process of the run with SIGKILL; the kernel's out-of-memory counter did not grow",
-            "SIGKILL in the launcher's log",
-            "run the same line again to continue",
         )
     return Failure(
         "unknown",

@@ -17,7 +17,14 @@ CUDA = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 19.70 GiB of"
     " which 1.10 GiB is free."
 )
-KILLED = "  exitcode  : -9 (pid: 77)\n  traceback : Signal 9 (SIGKILL) received by PID 77"
+KILLED = """Failures:
+  <NO_OTHER_FAILURES>
+Root Cause (first observed failure):
+[0]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : -9 (pid: 77)
+  traceback : Signal 9 (SIGKILL) received by PID 77"""
+ALONE = "subprocess.CalledProcessError: Command '['python', 'train_low_mem.py']' died with <Signals.SIGKILL: 9>."
 
 
 def evidence(**fields) -> Evidence:
@@ -46,6 +53,8 @@ def error(message: str, exit_code: int | None = None, rank: int = 0) -> dict:
         (evidence(rank_errors=(error(ALLOCATOR),)), "host_oom", 6),
         (evidence(oom_kills=1, log_tail=KILLED), "host_oom", 6),
         (evidence(log_tail=KILLED), "killed", 1),
+        (evidence(log_tail=ALONE), "killed", 1),
+        (evidence(log_tail=KILLED, rank_errors=(error("Connection closed by peer", rank=1),)), "killed", 1),
         (evidence(log_tail="OSError: [Errno 28] No space left on device"), "disk", 10),
         (evidence(rank_errors=(error("3 ranks were asked for", exit_code=2),)), "RuntimeError", 2),
         (evidence(rank_errors=(error("boom"),)), "crash", 1),
