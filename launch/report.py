@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html as markup
+import math
 from collections.abc import Iterator, Sequence
 
 from launch.schema import GIB, Machine, MemoryEstimate, Plan, Recipe, RunResult, StepEvent
@@ -23,7 +24,8 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
     yield f"plan for {recipe.name} on {machine.name}"
     trained = f"{shape.trainable_parameters:,} trained"
     yield f"  model      {shape.name}: {shape.parameters:,} parameters, {trained}"
-    yield f"  data       {recipe.data.train_file} ({plan.data_format.reason})"
+    yield f"  data       {recipe.data.train_file}"
+    yield f"             {plan.data_format.reason}"
     yield (
         f"  batch      {strategy.per_device_train_batch_size} per device x {strategy.gradient_accumulation_steps}"
         f" accumulation x {strategy.num_processes} process(es) = {strategy.effective_batch_size} effective"
@@ -124,12 +126,12 @@ def html(recipe: Recipe, machine: Machine, plan: Plan, result: RunResult, events
         for name, predicted, found, error in rows
     )
     curves = "".join(
-        _curve(title, [(event.step, value) for event in events if (value := getattr(event, field)) is not None], scale)
-        for title, field, scale in (
-            ("loss per optimizer step", "loss", 1.0),
-            ("learning rate", "learning_rate", 1.0),
-            ("seconds per step", "seconds", 1.0),
-            ("host RAM of the job, GiB", "host_pss_bytes", 1 / GIB),
+        _curve(title, [(event.step, getattr(event, field) * scale) for event in events], from_zero)
+        for title, field, scale, from_zero in (
+            ("loss per optimizer step", "loss", 1.0, False),
+            ("learning rate", "learning_rate", 1.0, True),
+            ("seconds per step", "seconds", 1.0, True),
+            ("host RAM of the job, GiB", "host_pss_bytes", 1 / GIB, True),
         )
     )
     plan_text = markup.escape("\n".join(plan_lines(recipe, machine, plan)))
@@ -153,17 +155,17 @@ def html(recipe: Recipe, machine: Machine, plan: Plan, result: RunResult, events
     )
 
 
-def _curve(title: str, points: Sequence[tuple[int, float]], scale: float) -> str:
+def _curve(title: str, points: Sequence[tuple[int, float]], from_zero: bool) -> str:
     """An SVG line of at most 600 points with its axes' ends written out."""
     if len(points) < 2:
         return ""
     step = max(1, len(points) // 600)
-    kept = [(x, y * scale) for x, y in [*points[::step], points[-1]] if y == y and abs(y) != float("inf")]
+    kept = [(x, y) for x, y in [*points[::step], points[-1]] if math.isfinite(y)]
     if len(kept) < 2:
         return ""
     width, height, left, bottom = 800, 200, 70, 24
     x0, x1 = kept[0][0], kept[-1][0]
-    y0, y1 = min(y for _, y in kept), max(y for _, y in kept)
+    y0, y1 = 0.0 if from_zero else min(y for _, y in kept), max(y for _, y in kept)
     span_x, span_y = max(x1 - x0, 1), (y1 - y0) or 1.0
     line = " ".join(
         f"{left + (x - x0) / span_x * (width - left - 10):.1f},{10 + (y1 - y) / span_y * (height - bottom - 10):.1f}"
