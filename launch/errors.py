@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class LaunchError(Exception):
     """A mistake or a shortage the user can mend; the message says what was found, what was expected, what to do."""
@@ -53,3 +55,18 @@ class NetworkError(LaunchError):
     """Ranks could not find or reach each other."""
 
     exit_code = 11
+
+
+def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
+    """The known names most like a word that is none of them, best first, upper and lower case aside."""
+    import difflib  # 5 ms, which only a mistake costs
+
+    names = {name.lower(): name for name in known}
+    return [names[near] for near in difflib.get_close_matches(word[:255].lower(), names, count)]
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """The words of an error that point from a wrong name to the right ones."""
+    names = list(known)
+    near = nearest(word, names, 3)
+    return f"nearest: {', '.join(near)}" if near else f"there are: {', '.join(names[:12])}"

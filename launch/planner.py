@@ -46,6 +46,7 @@ def choose(
     data_format: DataFormat,
     changes: Sequence[Change] = (),
     given: Given = Given(),
+    rows: int | None = None,
 ) -> Plan:
     """The fastest candidate that fits. Raises DoesNotFit with the nearest misses, ConfigError for what cannot be."""
     model_type = config["model_type"]
@@ -72,6 +73,7 @@ def choose(
             data_format=data_format,
             estimate=estimate,
             budget_bytes=budget,
+            rows=rows if rows is None else min(rows, recipe.data.max_train_samples or rows),
             lora_targets=_lora_targets(recipe, model_type, shapes),
             why=tuple(_why(recipe, machine, candidate, given)),
             changes=(*changes, *_precision_changes(recipe, machine, candidate)),

@@ -6,12 +6,11 @@ a tied parameter is there once. Holds for transformers 5.23: tests/unit/test_pre
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from launch.errors import ConfigError
+from launch.errors import ConfigError, nearest, suggestion
 from launch.schema import DTYPE_BYTES, LoraSection, MemoryEstimate
 
 Shape = tuple[int, ...]
@@ -260,7 +259,7 @@ def trainable_shapes(shapes: Shapes, freeze: Sequence[str], lora: LoraSection | 
         matched = {name for name in shapes if name == entry or name.startswith(f"{entry}.")}
         if not matched:
             modules = _modules(shapes)
-            raise ConfigError(f"model.freeze: {entry!r} matches no parameter; {nearest(entry, modules)}")
+            raise ConfigError(f"model.freeze: {entry!r} matches no parameter; {suggestion(entry, modules)}")
         frozen |= matched
     if lora is not None:
         return _lora_shapes(shapes, lora, model_type)
@@ -297,7 +296,7 @@ def _lora_shapes(shapes: Shapes, lora: LoraSection, model_type: str) -> Shapes:
     if lora.target_modules and unmatched:
         entry = sorted(unmatched)[0]
         raise ConfigError(
-            f"lora.target_modules: {entry!r} matches no linear layer; {nearest(entry, _matrix_modules(shapes))}"
+            f"lora.target_modules: {entry!r} matches no linear layer; {suggestion(entry, _matrix_modules(shapes))}"
         )
     return adapters
 
@@ -313,13 +312,6 @@ def _modules(shapes: Shapes) -> list[str]:
         ".".join(parts[:depth]) for parts in (name.split(".") for name in shapes) for depth in range(1, len(parts))
     )
     return sorted(prefixes, key=lambda prefix: prefix.count("."))  # outermost first
-
-
-def nearest(word: str, names: Iterable[str]) -> str:
-    """The words of an error that point from a wrong name to the right ones."""
-    names = list(names)
-    close = difflib.get_close_matches(word, names, n=3, cutoff=0.6)
-    return f"nearest: {', '.join(close)}" if close else f"there are: {', '.join(names[:12])}"
 
 
 def _total(shapes: Shapes) -> int:
@@ -396,7 +388,7 @@ def model_state(
     if optim not in OPTIMIZERS:
         raise ConfigError(
             f"training.optim: the memory of {optim!r} is not known; known: {', '.join(OPTIMIZERS)}"
-            + "".join(f"; nearest: {near}" for near in difflib.get_close_matches(optim, OPTIMIZERS, n=1))
+            + "".join(f"; nearest: {near}" for near in nearest(optim, OPTIMIZERS))
         )
     trainable = trainable_shapes(shapes, freeze, lora, model_type)
     element_bytes = DTYPE_BYTES[dtype]

@@ -1,33 +1,18 @@
-"""What a data file holds, told from its schema or its first rows, before anything slow starts."""
+"""Which columns of the data make a sample, and whether both files read the same way, before anything slow starts."""
 
 from __future__ import annotations
 
-import difflib
-import itertools
 import json
-import re
-import stat
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from launch.errors import ConfigError, DataError
+from launch import first_rows
+from launch.errors import ConfigError, DataError, nearest
+from launch.first_rows import Found
 from launch.schema import DataFormat, DataSection
 
-FileType = Literal["parquet", "jsonl", "json", "text"]
 Kind = Literal["prompt_response", "messages", "text", "oasst"]
 
-SUFFIXES: dict[str, FileType] = {
-    ".parquet": "parquet",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".txt": "text",
-}
-SAMPLE_ROWS = 100  # of a JSON file; parquet has a schema
-MAX_ROW_BYTES = 64 << 20  # a longer first row is taken for a file of another kind
-BLANKS = re.compile(r"[ \t\n\r]*")
 COUNTED_BYTES = 256 << 20  # rows of a larger text file are not counted: reading it takes longer than planning may
 
 KNOWN: tuple[tuple[str, Kind, dict[str, str], str | None], ...] = (  # (name, kind, role -> column, optional column)
@@ -44,37 +29,28 @@ KNOWN: tuple[tuple[str, Kind, dict[str, str], str | None], ...] = (  # (name, ki
 ANSWER_NAMES = ("answer", "response", "output", "completion", "target", "reply", "chosen", "label")  # for hints only
 
 
-@dataclass(frozen=True)
-class Found:
-    """A file's columns: name -> "string", "messages", or what else they hold, in words ("int64", "null in line 3")."""
-
-    path: Path
-    file_type: FileType
-    columns: Mapping[str, str] = field(default_factory=dict)
-
-
 def detect(data: DataSection, base: Path) -> DataFormat:
     """Which columns of the training file make a sample; the validation file must read the same way.
 
     Relative paths start at `base`. Raises DataError (a file cannot be used) and ConfigError (half a pair of columns).
     """
     explicit = _explicit(data)
-    training = _format(_found(base / data.train_file), explicit, "data.train_file")
+    training = _format(first_rows.read(base / data.train_file), explicit, "data.train_file")
     if data.validation_file is not None:
         path = base / data.validation_file
-        validation = _format(_found(path), explicit, "data.validation_file")
+        validation = _format(first_rows.read(path), explicit, "data.validation_file")
         _same(training, validation, base / data.train_file, path)
     return training
 
 
 def row_count(path: Path) -> int | None:
     """Rows of a file that detect() accepts: exact, or None where counting would mean reading too much."""
-    file_type = _file_type(path)
+    file_type = first_rows.file_type_of(path)
     if file_type == "parquet":
-        return _parquet(path)[0]
+        return first_rows.parquet(path)[0]
     if path.stat().st_size > COUNTED_BYTES:
         return None
-    if _is_array(path, file_type):
+    if file_type == "json":
         try:
             return len(json.loads(path.read_text(encoding="utf-8-sig")))
         except (ValueError, RecursionError) as error:
@@ -127,8 +103,7 @@ def _chosen(found: Found, explicit: tuple[Kind, dict[str, str]] | None, key: str
         kind, columns = explicit
         for role, column in columns.items():
             if column not in found.columns:
-                near = difflib.get_close_matches(column, found.columns, n=1)
-                hint = f"; nearest: {near[0]}" if near else ""
+                hint = "".join(f"; nearest: {near}" for near in nearest(column, found.columns))
                 raise DataError(
                     f"{found.path}: has no column {column!r} (data.{role}_column); found columns {_listed(found)}{hint}"
                 )
@@ -186,259 +161,3 @@ def _words(data_format: DataFormat) -> str:
 
 def _listed(found: Found) -> str:
     return ", ".join(list(found.columns)[:20]) + (", ..." if len(found.columns) > 20 else "")
-
-
-# ---- files ---------------------------------------------------------------------------------------------------------
-
-
-def _file_type(path: Path) -> FileType:
-    """By the ending, once it is sure that a file is there."""
-    try:
-        mode = path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise DataError(f"{path}: there is no such file{_neighbours(path)}") from error
-    except (OSError, ValueError) as error:  # a name too long, a loop of links, a NUL
-        raise DataError(f"{path}: cannot be opened: {error}") from error
-    if not stat.S_ISREG(mode):
-        what = "a folder" if stat.S_ISDIR(mode) else "not an ordinary file"
-        raise DataError(f"{path}: is {what}; give one file")
-    file_type = SUFFIXES.get(path.suffix.lower())
-    if file_type is None:
-        raise DataError(f"{path}: {path.suffix or 'no ending'} is not a known file type; known: {', '.join(SUFFIXES)}")
-    return file_type
-
-
-def _neighbours(path: Path) -> str:
-    folder = path.parent
-    try:
-        if not folder.is_dir():
-            return f"; nor is there a folder {folder}"
-        names = sorted(entry.name for entry in folder.iterdir() if entry.suffix.lower() in SUFFIXES)
-    except OSError:
-        return ""  # a folder that may not be listed: nothing to suggest
-    if not names:
-        return f"; there is no data file in {folder}"
-    close = difflib.get_close_matches(path.name, names, n=3)
-    return f"; nearest in that folder: {', '.join(close)}" if close else f"; in that folder: {', '.join(names[:8])}"
-
-
-def _found(path: Path) -> Found:
-    """The columns of one file. Raises DataError where it cannot be read or has no rows."""
-    file_type = _file_type(path)
-    try:
-        if path.stat().st_size == 0:
-            raise DataError(f"{path}: 0 rows: the file is empty")
-        if file_type == "parquet":
-            num_rows, columns = _parquet(path)
-            if num_rows == 0:
-                raise DataError(f"{path}: 0 rows: the file has columns ({', '.join(columns) or 'none'}) but no data")
-            return Found(path, "parquet", columns)
-        if file_type == "text":
-            for _ in _lines(path):
-                return Found(path, "text", {"text": "string"})
-            raise DataError(f"{path}: 0 rows: every line is blank")
-        is_array = _is_array(path, file_type)
-        rows = list(_array_rows(path) if is_array else _line_rows(path))
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-    if not rows:
-        raise DataError(f"{path}: 0 rows: {'the array is empty' if is_array else 'every line is blank'}")
-    return Found(path, "json" if is_array else "jsonl", _columns_of(rows))
-
-
-def _parquet(path: Path) -> tuple[int, dict[str, str]]:
-    """(rows, columns) from the footer."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            num_rows, schema = file.metadata.num_rows, file.schema_arrow
-    except (pa.ArrowException, OSError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(f"{path}: is cut, damaged or no parquet file ({reason}); write or copy it again") from error
-    columns: dict[str, str] = {}
-    for column in schema:
-        columns[column.name] = "two columns of this name" if column.name in columns else _arrow_kind(column.type)
-    return num_rows, columns
-
-
-def _arrow_kind(arrow_type: Any) -> str:
-    from pyarrow import types
-
-    def is_text(candidate: Any) -> bool:
-        if types.is_dictionary(candidate):
-            candidate = candidate.value_type
-        return types.is_string(candidate) or types.is_large_string(candidate) or types.is_string_view(candidate)
-
-    if is_text(arrow_type):
-        return "string"
-    is_list = types.is_list(arrow_type) or types.is_large_list(arrow_type) or types.is_fixed_size_list(arrow_type)
-    if is_list and types.is_struct(arrow_type.value_type):
-        parts = {part.name: part.type for part in arrow_type.value_type}
-        for pair in (("role", "content"), ("from", "value")):
-            if all(name in parts and is_text(parts[name]) for name in pair):
-                return "messages"
-    return str(arrow_type)
-
-
-# ---- JSON and text -------------------------------------------------------------------------------------------------
-
-
-def _is_array(path: Path, file_type: FileType) -> bool:
-    """Whether a .json file is one array; other .json files are read as lines."""
-    if file_type != "json":
-        return False
-    with path.open("rb") as stream:
-        while chunk := stream.read(1 << 16):
-            if text := chunk.removeprefix(b"\xef\xbb\xbf").lstrip():
-                return text.startswith(b"[")
-    return False
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number from 1, text) of the lines that are not blank."""
-    with path.open("rb") as stream:
-        number = 0
-        while raw := stream.readline(MAX_ROW_BYTES):
-            number += 1
-            if len(raw) == MAX_ROW_BYTES and not raw.endswith(b"\n"):
-                raise DataError(f"{path}:{number}: longer than {MAX_ROW_BYTES >> 20} MiB; write one row a line")
-            offset = 3 if number == 1 and raw.startswith(b"\xef\xbb\xbf") else 0
-            try:
-                text = raw[offset:].decode("utf-8").strip()
-            except UnicodeDecodeError as error:
-                raise DataError(f"{path}:{number}:{offset + error.start}: {_not_utf8(raw)}") from error
-            if text:
-                yield number, text
-
-
-def _not_utf8(raw: bytes) -> str:
-    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return "is UTF-16; convert the file to UTF-8, e.g. iconv -f UTF-16 -t UTF-8"
-    if raw.startswith(b"\x1f\x8b"):
-        return "is compressed with gzip; unpack the file with gunzip"
-    return "this byte is not UTF-8; convert the file to UTF-8, e.g. iconv -f GB18030 -t UTF-8"
-
-
-def _line_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """("line 3", row) of the first rows of a file with one object a line."""
-    num_characters = 0
-    for number, text in itertools.islice(_lines(path), SAMPLE_ROWS):
-        if num_characters > MAX_ROW_BYTES:
-            return
-        num_characters += len(text)
-        where = f"{path}:{number}"
-        try:
-            row = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{where}: is not JSON ({error.msg} at character {error.pos + 1}); "
-                "each line must be one object, a .json file may be one array of objects"
-            ) from error
-        except (ValueError, RecursionError) as error:  # a number of 5,000 digits, brackets 100,000 deep
-            raise DataError(f"{where}: cannot be read as JSON ({error}); mend the line") from error
-        if isinstance(row, list) and path.suffix.lower() != ".json":
-            raise DataError(f"{where}: holds a list; a file that is one array of objects must end in .json")
-        yield f"line {number}", _object(row, where)
-
-
-def _array_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """("element 3", row) of the first elements of an array; reads on only as far as they reach."""
-    raw, limit = b"", 1 << 20
-    with path.open("rb") as stream:
-        while True:
-            chunk = stream.read(limit - len(raw))
-            raw += chunk
-            at_end = len(raw) < limit
-            try:
-                text = raw.decode("utf-8")
-            except UnicodeDecodeError as error:
-                if at_end or error.end < len(raw):  # not a character cut by the limit
-                    line = raw.count(b"\n", 0, error.start) + 1
-                    start = error.start - (raw.rfind(b"\n", 0, error.start) + 1)
-                    raise DataError(f"{path}:{line}:{start}: {_not_utf8(raw)}") from error
-                text = raw[: error.start].decode("utf-8")
-            try:
-                rows = _decoded_elements(path, text.removeprefix("\ufeff"))
-            except json.JSONDecodeError as error:
-                if at_end or limit >= MAX_ROW_BYTES:
-                    raise DataError(
-                        f"{path}:{error.lineno}: is not JSON ({error.msg} at character {error.colno}); mend the file"
-                    ) from error
-                limit *= 4
-                continue
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{path}: cannot be read as JSON ({error}); mend the file") from error
-            yield from rows
-            return
-
-
-def _decoded_elements(path: Path, text: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """Up to SAMPLE_ROWS elements. Raises JSONDecodeError where the first ones are malformed, or not yet read whole."""
-    decoder = json.JSONDecoder()
-    rows: list[tuple[str, Mapping[str, Any]]] = []
-
-    def past_blanks(position: int) -> int:
-        match = BLANKS.match(text, position)
-        return match.end() if match else position
-
-    position = past_blanks(text.index("[") + 1)
-    if text[position : position + 1] == "]":
-        return rows
-    while len(rows) < SAMPLE_ROWS:
-        value, position = decoder.raw_decode(text, position)
-        place = f"element {len(rows) + 1}"
-        rows.append((place, _object(value, f"{path}: {place}")))
-        position = past_blanks(position)
-        if text[position : position + 1] == "]":
-            break
-        if text[position : position + 1] != ",":
-            raise json.JSONDecodeError("Expecting ',' delimiter", text, position)
-        position = past_blanks(position + 1)
-    return rows
-
-
-def _object(row: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(row, dict):
-        raise DataError(f'{where}: holds {_json_kind(row)}; each row must be an object, e.g. {{"text": "..."}}')
-    return row
-
-
-def _columns_of(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, str]:
-    """What each key holds: one word where the first rows agree, else the row that is out of line, worst first."""
-    columns: dict[str, str] = {}
-    for column in dict.fromkeys(key for _, row in rows for key in row):
-        places: dict[str, str] = {}  # what is held -> the first row that does
-        for place, row in rows:
-            places.setdefault(_json_kind(row[column]) if column in row else "nothing", place)
-        odd = [kind for kind in places if kind not in ("string", "messages", "null", "nothing")]
-        odd = odd or [kind for kind in places if kind in ("null", "nothing")]
-        if len(places) == 1 and not odd:
-            columns[column] = next(iter(places))
-        else:
-            shown = odd[:1] or places
-            columns[column] = " and ".join(f"{kind} in {places[kind]}" for kind in shown)
-    return columns
-
-
-def _json_kind(value: Any) -> str:
-    if isinstance(value, str):
-        return "string"
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true or false"
-    if isinstance(value, int | float):
-        return "a number"
-    if isinstance(value, list):
-        return "messages" if value and all(map(_is_message, value)) else "a list" if value else "an empty list"
-    return "an object"
-
-
-def _is_message(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return False
-    return any(
-        all(isinstance(value.get(key), str) for key in pair) for pair in (("role", "content"), ("from", "value"))
-    )

@@ -1,4 +1,7 @@
-"""What this machine has and what a run may use of it: GPUs, host memory, CPUs, /dev/shm, disk, a reason beside each."""
+"""What this machine has and what a run may use of it: host memory, CPUs, /dev/shm, disk, a reason beside each.
+
+GPUs are in gpus.py.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from launch.errors import ConfigError, ResourceError
+from launch.errors import ConfigError, ResourceError, nearest
 
 if TYPE_CHECKING:  # at run time where a noun is built: schema brings pydantic, 100 ms that oom_kills() need not pay
-    from launch.schema import Gpu, Machine
+    from launch.schema import Machine
 
 GIB = 1 << 30
 UNLIMITED = 1 << 60  # v1 writes "no limit" as LONG_MAX rounded down to a page, which depends on the page size
-MIN_VRAM_BYTES = 2 * GIB  # below it: the graphics of a Ryzen or an APU, which rocm-smi lists beside the real card
-ROCM_SMI_TIMEOUT_S = 5.0
 SLURM_UNITS = {"": 1 << 20, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}  # sbatch(1): megabytes
 CAP_FILES = {1: ("memory.limit_in_bytes",), 2: ("memory.max", "memory.high")}
 # What cannot be dropped under pressure, so not page cache. Source: kernel docs, cgroup-v2.rst and cgroup-v1/memory.rst
@@ -28,17 +29,17 @@ UNRECLAIMABLE = {
 }
 
 Cap = tuple[int, str]  # bytes, where they come from
-Listed = list[tuple[str, "Gpu"]]  # (uuid, or "" when unknown; GPU) in the vendor's order
 
 
 def machine(root: Path = Path("/"), env: Mapping[str, str] | None = None, run_dir: Path = Path()) -> Machine:
     """This machine. `root` holds proc, sys and dev; `env` defaults to os.environ; the disk is that of `run_dir`."""
+    from launch import gpus
     from launch.schema import Machine
 
     env = os.environ if env is None else env
     limit = min(host_limits(root, env), key=_size)
     host = (*limit, *host_available(root, env), *cpus(root, env), *_shm(root), *_disk(run_dir))
-    return Machine(os.uname().nodename, *gpus(env), *host)  # in its fields' order: each value, then its reason
+    return Machine(os.uname().nodename, *gpus.usable(env), *host)  # in its fields' order: each value, then its reason
 
 
 def describe(machine: Machine) -> list[str]:
@@ -225,187 +226,6 @@ def _gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB"
 
 
-# ---- GPUs -----------------------------------------------------------------------------------------------------------
-
-
-def gpus(env: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str]:
-    """The GPUs a child with this environment can use, in the order it will number them, and why these."""
-    listed, reason = _nvidia()
-    variables = ["CUDA_VISIBLE_DEVICES"]
-    if not listed:
-        listed, amd_reason = _amd(env)
-        reason = amd_reason if listed else f"{reason}; {amd_reason}"
-        # ROCR's list is numbered anew by HIP, which reads CUDA's variable where its own is not set. Source: ROCm docs
-        variables = ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"]
-        if "HIP_VISIBLE_DEVICES" not in env:
-            variables[1] = "CUDA_VISIBLE_DEVICES"
-    reasons = [reason]
-    if (
-        len({gpu.name for _, gpu in listed if gpu.vendor == "nvidia"}) > 1
-        and env.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
-    ):
-        reasons.append("they differ: set CUDA_DEVICE_ORDER=PCI_BUS_ID, or CUDA numbers the fastest first")
-    for variable in variables:
-        if variable in env:
-            listed, said = visible(listed, env[variable])
-            reasons.append(f'{variable}="{env[variable]}" {said}')
-    small = [gpu for _, gpu in listed if gpu.total_bytes < MIN_VRAM_BYTES]
-    reasons += [f"GPU {gpu.index} ({gpu.name}, {_gib(gpu.total_bytes)}) is too small to train on" for gpu in small]
-    return tuple(gpu for _, gpu in listed if gpu not in small), "; ".join(reasons)
-
-
-def visible(listed: Listed, value: str) -> tuple[Listed, str]:
-    """What CUDA_VISIBLE_DEVICES or its AMD kin leaves, in its order: indices, or UUIDs which may be abbreviated.
-
-    The list ends at the first entry that is no GPU. Source: CUDA C++ Programming Guide, CUDA environment variables.
-    """
-    chosen: Listed = []
-    for entry in (text.strip() for text in value.split(",")):
-        if entry.isdigit():
-            matches = listed[int(entry) : int(entry) + 1]
-        else:
-            matches = [pair for pair in listed if entry and pair[0].startswith(entry)]
-        if len(matches) != 1 or matches[0] in chosen:
-            ends = f", the list ends at {entry}: no such GPU, or named before" if entry else ""
-            return chosen, f"leaves {len(chosen)} of {len(listed)}{ends}"
-        chosen += matches
-    return chosen, f"leaves {len(chosen)} of {len(listed)}"
-
-
-def _nvidia() -> tuple[Listed, str]:
-    try:
-        import pynvml
-    except ImportError:
-        return [], "no look for NVIDIA GPUs: nvidia-ml-py is not installed"
-    from launch.schema import Gpu
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:  # no driver, or one that does not fit its library
-        return [], f"NVML: {error}"
-    listed: Listed = []
-    problems = []
-    try:
-        driver = pynvml.nvmlSystemGetDriverVersion()
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            try:
-                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-                memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-                major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-                name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
-            except pynvml.NVMLError as error:  # fallen off the bus, or not ours under Slurm: the others still work
-                problems.append(f"GPU {index}: {error}")
-                continue
-            sizes, capability = (int(memory.total), int(memory.free)), f"{major}.{minor}"
-            listed.append((uuid, Gpu(index, name, "nvidia", *sizes, capability, driver, f"NVML device {index}")))
-    except pynvml.NVMLError as error:
-        problems.append(str(error))
-    finally:
-        pynvml.nvmlShutdown()
-    return listed, "; ".join([f"NVML lists {len(listed)}", *problems])
-
-
-def _amd(env: Mapping[str, str]) -> tuple[Listed, str]:
-    try:
-        import amdsmi  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError:
-        return rocm_smi(env)
-    except (ImportError, OSError, KeyError, AttributeError) as error:  # what its import raises without libamd_smi.so
-        listed, reason = rocm_smi(env)
-        return listed, f"amdsmi: {error!r}; {reason}"
-    try:
-        amdsmi.amdsmi_init()
-        try:
-            listed = [_amdsmi_gpu(amdsmi, *pair) for pair in enumerate(amdsmi.amdsmi_get_processor_handles())]
-        finally:
-            amdsmi.amdsmi_shut_down()
-    except amdsmi.AmdSmiException as error:
-        listed, reason = rocm_smi(env)
-        return listed, f"amdsmi: {error}; {reason}"
-    return listed, f"amdsmi lists {len(listed)}"
-
-
-def _amdsmi_gpu(amdsmi: Any, index: int, handle: object) -> tuple[str, Gpu]:
-    from launch.schema import Gpu
-
-    asic = amdsmi.amdsmi_get_gpu_asic_info(handle)
-    vram = amdsmi.amdsmi_get_gpu_vram_usage(handle)  # MiB
-    total_bytes, used_bytes = int(vram["vram_total"]) << 20, int(vram["vram_used"]) << 20
-    driver = str(amdsmi.amdsmi_get_gpu_driver_info(handle)["driver_version"])
-    name, architecture = str(asic["market_name"]), str(asic.get("target_graphics_version", ""))
-    sizes = total_bytes, total_bytes - used_bytes
-    return _amd_uuid(str(asic["asic_serial"])), Gpu(index, name, "amd", *sizes, architecture, driver, f"amdsmi {index}")
-
-
-def rocm_smi(env: Mapping[str, str], timeout_s: float = ROCM_SMI_TIMEOUT_S) -> tuple[Listed, str]:
-    """What the rocm-smi on env's PATH lists; without it, or when it hangs or prints nonsense, nothing and why."""
-    import contextlib
-    import shutil
-    import subprocess
-
-    program = shutil.which("rocm-smi", path=env.get("PATH", ""))
-    if program is None:
-        return [], "no rocm-smi on PATH"
-    asked = ["--showproductname", "--showmeminfo", "vram", "--showdriverversion", "--showuniqueid", "--json"]
-    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    try:
-        child = subprocess.Popen([program, *asked], env=dict(env), text=True, errors="replace", **pipes)
-    except OSError as error:
-        return [], f"{program}: {error.strerror}"
-    try:
-        out, err = child.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(timeout=1)  # stuck inside the driver it dies later, and we do not wait for that
-        return [], f"{program} did not answer within {timeout_s:g} s"
-    try:
-        listed = _rocm_cards(out)
-    except ValueError as error:
-        said = [*err.split("\n"), *out.split("\n")]
-        said = next((line.strip()[:120] for line in said if line.strip()), "nothing")
-        return [], f"{program} exited with {child.returncode} and printed no list of GPUs ({error}): {said}"
-    return listed, f"{program} lists {len(listed)}"
-
-
-def parse_rocm_smi(text: str) -> list[Gpu]:
-    """The GPUs in what `rocm-smi --json` prints, as ROCm 3 to 7 spell it. Raises ValueError where there is no list."""
-    return [gpu for _, gpu in _rocm_cards(text)]
-
-
-def _rocm_cards(text: str) -> Listed:
-    import json
-
-    from launch.schema import Gpu
-
-    document, _ = json.JSONDecoder().raw_decode(text[max(text.find("{"), 0) :])  # warnings are printed before it
-    if not isinstance(document, dict) or not all(isinstance(card, dict) for card in document.values()):
-        raise ValueError("expected an object of objects")
-    spelled = {key: {name.lower(): str(value) for name, value in card.items()} for key, card in document.items()}
-    listed: Listed = []
-    for key, card in spelled.items():
-        if not (match := re.fullmatch(r"card(\d+)", key)):
-            continue
-        total, used = (card.get(f"vram total {word}memory (b)", "") for word in ("", "used "))
-        known = total.isdigit() and used.isdigit()  # "N/A" otherwise
-        sizes = (int(total), int(total) - int(used)) if known else (0, 0)
-        name = _first(card, "card series", "device name", "card model") or key
-        driver = _first(card, "driver version") or _first(spelled.get("system", {}), "driver version")
-        gfx = _first(card, "gfx version", "gfx ver", "target graphics version")
-        gpu = Gpu(int(match[1]), name, "amd", *sizes, gfx, driver, f"rocm-smi {key}")
-        listed.append((_amd_uuid(_first(card, "unique id")), gpu))
-    return listed
-
-
-def _first(card: Mapping[str, str], *names: str) -> str:
-    return next((card[name].strip() for name in names if card.get(name, "N/A") not in ("N/A", "")), "")
-
-
-def _amd_uuid(serial: str) -> str:
-    """The 64-bit unique id as ROCR_VISIBLE_DEVICES wants it; cards without one are addressed by index only."""
-    return f"GPU-{serial.lower().removeprefix('0x').zfill(16)}" if serial.lower().startswith("0x") else ""
-
-
 # ---- a machine one does not have ------------------------------------------------------------------------------------
 
 
@@ -428,7 +248,6 @@ def described(path: Path) -> Machine:
 
 def _checked(path: Path, values: object, noun: type, prefix: str = "") -> dict[str, Any]:
     """The values by field name, sizes in bytes; ConfigError for the first key that is unknown, missing or wrong."""
-    import difflib
     import typing
 
     if not isinstance(values, dict):
@@ -436,8 +255,8 @@ def _checked(path: Path, values: object, noun: type, prefix: str = "") -> dict[s
     fields = {name.replace("_bytes", "_gib"): (name, hint) for name, hint in typing.get_type_hints(noun).items()}
     for key in map(str, values):
         if key not in fields:
-            near = difflib.get_close_matches(key, set(fields) - set(values), n=1)
-            raise ConfigError(f"{path}: unknown key {prefix}{key}" + (f"; did you mean {near[0]}?" if near else ""))
+            near = "".join(f"; did you mean {name}?" for name in nearest(key, fields.keys() - values.keys()))
+            raise ConfigError(f"{path}: unknown key {prefix}{key}{near}")
     facts = {}
     for key, (name, hint) in fields.items():
         if key not in values:

@@ -24,13 +24,16 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
     yield f"plan for {recipe.name} on {machine.name}"
     trained = f"{shape.trainable_parameters:,} trained"
     yield f"  model      {shape.name}: {shape.parameters:,} parameters, {trained}"
-    yield f"  data       {recipe.data.train_file}"
+    rows = "" if plan.rows is None else f" ({plan.rows:,} rows)"
+    yield f"  data       {recipe.data.train_file}{rows}"
     yield f"             {plan.data_format.reason}"
     yield (
         f"  batch      {strategy.per_device_train_batch_size} per device x {strategy.gradient_accumulation_steps}"
         f" accumulation x {strategy.num_processes} process(es) = {strategy.effective_batch_size} effective"
     )
     length = f"{training.max_steps} steps" if training.max_steps > 0 else f"{training.num_train_epochs:g} epochs"
+    if plan.rows is not None and training.max_steps < 0:
+        length += f" of {-(-plan.rows // strategy.effective_batch_size):,} steps"
     yield (
         f"  schedule   {length}, learning rate {training.learning_rate:g} {training.lr_scheduler_type},"
         f" warm-up {training.warmup_steps:g}, max_length {recipe.data.max_length}"

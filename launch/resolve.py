@@ -54,7 +54,8 @@ def resolve(
     config, parameter_shapes = shapes.read(recipe.model, root=CODE)
     _write_sample_data(recipe, house, say)
     data_format = preflight.detect(recipe.data, house.root)
-    plan = planner.choose(recipe, machine, config, parameter_shapes, data_format, (*changes, *found), given)
+    rows = preflight.row_count(Path(recipe.data.train_file))
+    plan = planner.choose(recipe, machine, config, parameter_shapes, data_format, (*changes, *found), given, rows)
     return Resolved(house, recipe, machine, plan)
 
 

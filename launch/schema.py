@@ -115,7 +115,7 @@ class DataSection(Section):
 
 class TrainingSection(BaseModel):
     """TrainingArguments' own names. The ones planning needs are typed here; the others are checked against the
-    fields of the installed transformers (recipes.py) and kept as extras."""
+    fields of the installed transformers (training_fields.py) and kept as extras."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -273,6 +273,7 @@ class Plan:
     data_format: DataFormat
     estimate: MemoryEstimate
     budget_bytes: int  # per rank on the device
+    rows: int | None = None  # of the training file; None: too large to count before the start
     lora_targets: tuple[str, ...] = ()  # module names that get LoRA
     why: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()

@@ -5,11 +5,10 @@ google-fire's forms are read: --name=value, --name value, --name (True), --nonam
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launch.errors import ConfigError
+from launch.errors import ConfigError, nearest
 from launch.recipes import SECTIONS, Override
 from launch.schema import Recipe
 
@@ -109,5 +108,5 @@ def _suggestion(name: str) -> str:
     for section, model in SECTIONS.items():
         for key in model.model_fields:
             known.setdefault(key, f"{section}.{key}")
-    near = difflib.get_close_matches(name[:64].lower(), known, 1)
+    near = nearest(name, known)
     return f"did you mean --{known[near[0]]}?" if near else f"there are {', '.join((*SWITCHES, *VALUES, 'resume'))}"

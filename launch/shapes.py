@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from launch import predict
-from launch.errors import ConfigError, LaunchError, ResourceError
+from launch.errors import ConfigError, LaunchError, ResourceError, suggestion
 from launch.schema import LoraSection, ModelSection, ModelShape
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -88,7 +88,7 @@ def _named_config(name: str, folder: Path) -> dict[str, Any]:
     names = sorted(file.stem for file in folder.glob("*.yaml"))
     if name not in names:
         raise ConfigError(
-            f"model.shape: there is no {name!r} in {folder}; {predict.nearest(name, names)}; all: {', '.join(names)}"
+            f"model.shape: there is no {name!r} in {folder}; {suggestion(name, names)}; all: {', '.join(names)}"
         )
     file = folder / f"{name}.yaml"
     try:
@@ -107,7 +107,7 @@ def _folder_config(folder: Path) -> dict[str, Any]:
         siblings = (
             sorted(path.name for path in folder.parent.iterdir() if path.is_dir()) if folder.parent.is_dir() else []
         )
-        hint = f"; {predict.nearest(folder.name, siblings)}" if siblings else ""
+        hint = f"; {suggestion(folder.name, siblings)}" if siblings else ""
         raise ResourceError(
             f"model.path: there is no folder {folder}{hint}. It is a folder on this machine; nothing is downloaded: "
             "fetch a model first, e.g. hf download <owner>/<model> --local-dir <folder>"

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from launch import preflight
+from launch import first_rows, preflight
 from launch.errors import ConfigError, DataError
 from launch.schema import DataFormat, DataSection
 
@@ -437,7 +437,7 @@ def test_a_line_without_end_is_refused(tmp_path):
     path = tmp_path / "a.jsonl"
     with path.open("wb") as stream:
         stream.write(b'{"text": "')
-        stream.truncate(preflight.MAX_ROW_BYTES + 100)  # sparse
+        stream.truncate(first_rows.MAX_ROW_BYTES + 100)  # sparse
     with pytest.raises(DataError, match=r":1: longer than 64 MiB; write one row a line"):
         detect(path)
 

@@ -1,26 +1,19 @@
-"""The machine as probe.py sees it. Fakes are folder trees, environments and programs on PATH.
-
-tests/data/rocm-smi-*.txt: the RX 7900 XT is as posted in github.com/marimo-team/marimo/issues/9237; the other two are
-that tool's JSON spelling of the CSV posted in mudler/LocalAI/pull/7761 and easybuilders/easybuild-framework/pull/3978,
-unique ids made up and, for the MI100, the VRAM sizes.
-"""
+"""The machine as probe.py sees it. Fakes are folder trees and environments."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import time
 from pathlib import Path
 
 import pytest
 
 from launch import probe
 from launch.errors import ConfigError, ResourceError
-from launch.schema import GIB, Gpu, Machine
+from launch.schema import GIB, Machine
 
 pytestmark = pytest.mark.unit
 
-DATA = Path(__file__).parents[1] / "data"
 MACHINES = Path(__file__).parents[2] / "configs/machines"
 V1_UNLIMITED = "9223372036854771712"
 V2_MOUNT = "31 23 0:28 / /sys/fs/cgroup rw,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate"
@@ -51,14 +44,6 @@ def tree(root: Path, mounts: list[str], own: list[str], files: dict[str, str | i
 
 def limit(root: Path, env: dict[str, str] | None = None) -> tuple[int, str]:
     return min(probe.host_limits(root, env or {}))
-
-
-def rocm_smi_program(folder: Path, script: str) -> dict[str, str]:
-    """An environment whose only extra program is a rocm-smi that runs this shell script."""
-    program = folder / "rocm-smi"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
-    return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
 
 
 # ---- host memory ----------------------------------------------------------------------------------------------------
@@ -251,146 +236,6 @@ def test_the_disk_is_that_of_the_nearest_folder_that_exists(tmp_path):
     machine = probe.machine(tree(tmp_path, [], [], {}), {}, run_dir=tmp_path / "runs/not/yet")
     assert machine.disk_free_bytes > 0
     assert machine.disk_reason == f"free to this user at {tmp_path}"
-
-
-# ---- GPUs -----------------------------------------------------------------------------------------------------------
-
-
-def listed(*uuids: str) -> list[tuple[str, Gpu]]:
-    return [
-        (uuid, Gpu(index, "RTX 3080", "nvidia", 20 * GIB, 19 * GIB, "8.6", "550", "test"))
-        for index, uuid in enumerate(uuids)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("value", "indices"),
-    [
-        ("0,1,2", [0, 1, 2]),
-        ("2,0", [2, 0]),
-        (" 1 , 2 ", [1, 2]),
-        ("", []),
-        ("-1", []),
-        ("NoDevFiles", []),
-        ("1,-1,0", [1]),
-        ("0,7,1", [0]),
-        ("0,0", [0]),
-        ("GPU-bbbb", [1]),
-        ("GPU-c,GPU-aaaa-1", [2, 0]),
-        ("GPU-", []),  # abbreviates all three
-        ("GPU-dddd", []),
-    ],
-)
-def test_cuda_visible_devices_selects_in_its_own_order_and_ends_at_the_first_stranger(value, indices):
-    chosen, said = probe.visible(listed("GPU-aaaa-1", "GPU-bbbb-2", "GPU-cccc-3"), value)
-    assert [gpu.index for _, gpu in chosen] == indices
-    assert said.startswith(f"leaves {len(indices)} of 3")
-
-
-def test_an_empty_cuda_visible_devices_hides_every_gpu_and_says_so(tmp_path):
-    env = rocm_smi_program(tmp_path, f"cat '{DATA / 'rocm-smi-6-rx7900xt.txt'}'")
-    gpus, reason = probe.gpus(env | {"CUDA_VISIBLE_DEVICES": ""})
-    assert gpus == ()
-    assert 'CUDA_VISIBLE_DEVICES="" leaves 0 of ' in reason
-
-
-def test_rocm_6_spelling_is_parsed():
-    (gpu,) = probe.parse_rocm_smi((DATA / "rocm-smi-6-rx7900xt.txt").read_text())
-    free_bytes = 21_458_059_264 - 27_856_896
-    assert gpu == Gpu(0, "Radeon RX 7900 XT", "amd", 21_458_059_264, free_bytes, "gfx1100", "", "rocm-smi card0")
-
-
-def test_rocm_5_spelling_is_parsed():
-    first, second = probe.parse_rocm_smi((DATA / "rocm-smi-5-2xmi100.txt").read_text())
-    assert (first.index, second.index) == (0, 1)
-    assert first.name == "Arcturus GL-XL [AMD Instinct MI100]"
-    assert first.driver == "4.18.0-348.12.2.el8_5.x86_64"
-    assert first.architecture == ""  # ROCm 5 does not tell
-    assert first.total_bytes - first.free_bytes == 7_028_736
-
-
-def test_warnings_before_the_list_are_skipped():
-    gpus = probe.parse_rocm_smi((DATA / "rocm-smi-6-rx6800-and-igpu.txt").read_text())
-    assert [gpu.architecture for gpu in gpus] == ["gfx1030", "gfx1036"]
-
-
-@pytest.mark.parametrize("text", ["", "no GPUs", "[1, 2]", '{"card0": 3}', '{"card0": {', "{"])
-def test_what_is_no_list_of_gpus_is_an_error(text):
-    with pytest.raises(ValueError, match=r"Expecting|expected"):
-        probe.parse_rocm_smi(text)
-
-
-def test_the_rocm_smi_on_path_is_asked(tmp_path):
-    env = rocm_smi_program(tmp_path, f"cat '{DATA / 'rocm-smi-5-2xmi100.txt'}'")
-    pairs, reason = probe.rocm_smi(env)
-    assert [uuid for uuid, _ in pairs] == ["GPU-6bd1e1ca1bd4d2f5", "GPU-01c27d29e3b0a54e"]
-    assert reason == f"{tmp_path}/rocm-smi lists 2"
-
-
-@pytest.mark.parametrize(
-    ("env", "indices"),
-    [
-        ({}, [0, 1]),
-        ({"HIP_VISIBLE_DEVICES": "1"}, [1]),
-        ({"CUDA_VISIBLE_DEVICES": "1"}, [1]),
-        ({"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "1"}, [0]),
-        ({"ROCR_VISIBLE_DEVICES": "GPU-01c27d29e3b0a54e"}, [1]),
-        ({"ROCR_VISIBLE_DEVICES": "1,0", "HIP_VISIBLE_DEVICES": "0"}, [1]),  # HIP counts what ROCR left
-    ],
-)
-def test_amd_gpus_are_selected_as_rocr_and_then_hip_do(tmp_path, env, indices):
-    gpus, reason = probe.gpus(rocm_smi_program(tmp_path, f"cat '{DATA / 'rocm-smi-5-2xmi100.txt'}'") | env)
-    if gpus and gpus[0].vendor == "nvidia":
-        pytest.skip("an NVIDIA GPU is here and goes first")
-    assert [gpu.index for gpu in gpus] == indices
-    assert ("_VISIBLE_DEVICES=" in reason) == bool(env)
-
-
-def test_graphics_built_into_the_processor_is_left_out_and_named(tmp_path):
-    gpus, reason = probe.gpus(rocm_smi_program(tmp_path, f"cat '{DATA / 'rocm-smi-6-rx6800-and-igpu.txt'}'"))
-    if gpus and gpus[0].vendor == "nvidia":
-        pytest.skip("an NVIDIA GPU is here and goes first")
-    assert [gpu.architecture for gpu in gpus] == ["gfx1030"]
-    assert "GPU 1 (Raphael, 0.1 GiB) is too small to train on" in reason
-
-
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [
-        (
-            "echo 'ERROR:root:Driver not initialized (amdgpu not found in modules)' >&2; exit 1",
-            "Driver not initialized",
-        ),
-        ("echo 'Segmentation fault'; exit 139", "exited with 139 and printed no list of GPUs"),
-        ("exit 0", "printed no list of GPUs"),
-        (r"printf '\377\376{'", "printed no list of GPUs"),
-        ("""echo '{"card0": "broken"}'""", "expected an object of objects"),
-    ],
-)
-def test_a_rocm_smi_that_prints_garbage_is_a_reason_and_no_exception(tmp_path, script, said):
-    pairs, reason = probe.rocm_smi(rocm_smi_program(tmp_path, script))
-    assert pairs == []
-    assert said in reason
-
-
-def test_a_rocm_smi_that_hangs_is_killed_and_is_a_reason(tmp_path):
-    env = rocm_smi_program(tmp_path, f"echo $$ > '{tmp_path}/pid'; exec sleep 60")
-    start = time.monotonic()
-    pairs, reason = probe.rocm_smi(env, timeout_s=0.5)
-    assert time.monotonic() - start < 5
-    assert (pairs, reason) == ([], f"{tmp_path}/rocm-smi did not answer within 0.5 s")
-    with pytest.raises(ProcessLookupError, match="No such process"):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
-
-
-def test_a_rocm_smi_that_cannot_be_run_is_a_reason(tmp_path):
-    env = rocm_smi_program(tmp_path, "")
-    (tmp_path / "rocm-smi").write_text("#!/no/such/interpreter\n")
-    assert probe.rocm_smi(env) == ([], f"{tmp_path}/rocm-smi: No such file or directory")
-
-
-def test_no_rocm_smi_on_path_is_a_reason(tmp_path):
-    assert probe.rocm_smi({"PATH": str(tmp_path)}) == ([], "no rocm-smi on PATH")
 
 
 # ---- the whole machine ----------------------------------------------------------------------------------------------

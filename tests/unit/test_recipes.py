@@ -1,3 +1,7 @@
+"""A recipe is read, overridden and checked; every mistake is told in one line by its place."""
+
+from __future__ import annotations
+
 import re
 import subprocess
 import sys
@@ -6,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from launch import recipes
+from launch import recipes, strict_yaml, training_fields
 from launch.errors import ConfigError
 from launch.schema import Change, Recipe
 
@@ -64,10 +68,9 @@ def refusal(file, overrides=(), has_gpu=True):
     return message
 
 
-# ---- F41: YAML that is refused -------------------------------------------------------------------------------------
+# ---- recipes that are refused -------------------------------------------------------------------------------------
 
-BOMB = "a: &a [x, x]\nb: &b [*a, *a, *a]\nc: &c [*b, *b, *b]\nd: &d [*c, *c, *c]\ne: [*d, *d, *d]\n"
-BAD_YAML = {  # name -> (document, what the message must name)
+BAD_RECIPES = {  # name -> (document, what the message must name)
     "empty": ("", r"r\.yaml:1: found nothing, expected the keys of a recipe: name, task"),
     "only a comment": ("# nothing\n", r":1: found nothing"),
     "only a start mark": ("---\n", r":1: found nothing"),
@@ -76,57 +79,8 @@ BAD_YAML = {  # name -> (document, what the message must name)
     "a list": ("- name: x\n", r":1: found .*expected the keys"),
     "a word": ("name\n", r":1: found 'name', expected the keys"),
     "a number": ("12\n", r":1: found 12, expected the keys"),
-    "two documents": (GOOD + "---\nname: b\n", r":11: found a second document"),
-    "a directive": ("%YAML 1.1\n---\n" + GOOD, r":1: found a % directive"),
-    "a tag directive": ("%TAG ! tag:x,2000:\n---\n" + GOOD, r":1: found a % directive"),
-    "latin-1": (GOOD.encode() + b"x: caf\xe9\n", r":11: found bytes that are not UTF-8"),
-    "utf-16": (GOOD.encode("utf-16"), r":1: found bytes that are not UTF-8"),
-    "binary": (bytes(range(256)), r":2: found bytes that are not UTF-8"),
-    "a parquet file": (b"PAR1\x15\x04\x15\x10" + bytes(64), r":1: found the control character"),
-    "gzip": (b"\x1f\x8b\x08\x00\x00\x00\x00\x00", r":1: found bytes"),
-    "a NUL": (GOOD.replace("mine", "mi\0ne"), r":1: found the control character '\\x00'"),
-    "an escape character": (GOOD + "lora: \x1b[31m\n", r":11: found the control character"),
-    "a bell in quotes": (with_line('path: "a\\ab"', "tokenizer") + 'tokenizer: {path: "a\\ab"}\n', r"tokenizer\.path"),
-    "a newline in quotes": (GOOD.replace("data/train.parquet", '"a\\nb"'), r":7: data\.train_file: .*'\\n'"),
-    "a NUL in quotes": (GOOD.replace("data/train.parquet", '"a\\0b"'), r":7: data\.train_file: .*'\\x00'"),
-    "a line separator in quotes": (GOOD.replace("data/train.parquet", '"a\\Lb"'), r":7: data\.train_file"),
-    "a block of text": (GOOD.replace("model_save/mine", "|\n  a\n  b"), r":3: output_dir: .*control character"),
-    "a tab as indentation": (GOOD.replace("  bf16", "\tbf16"), r":10: found a tab, expected spaces"),
-    "a tab after a colon": (GOOD.replace("bf16: ", "bf16:\t"), r":10: found a tab, expected spaces"),
-    "over a megabyte": (GOOD + "#" * 1_000_000, r"found more than 1,000,000 bytes"),
-    "ten megabytes": ("a: b\n" * 2_000_000, r"found more than 1,000,000 bytes"),
-    "an alias bomb": (BOMB, r":1: a: found an anchor or alias"),
-    "an anchor": (with_line("seed: &s 3"), r":9: training\.seed: found an anchor"),
-    "an anchor on a section": (GOOD.replace("training:", "training: &t"), r":8: training: found an anchor"),
-    "an anchor on a key": (GOOD + "&k lora: null\n", r":11: .*found a key that is not a plain word"),
-    "an alias": (with_line("seed: *s"), r":9: training\.seed: found an anchor or alias"),
     "a merge": (with_line("<<: {bf16: false}"), r":9: training\.<<: found an unknown key"),
-    "a python tag": (with_line("seed: !!python/object/apply:os.system [id]"), r":9: training\.seed: found the tag"),
-    "a float tag": (with_line('weight_decay: !!float "1"'), r":9: training\.weight_decay: found the tag"),
-    "a local tag": (with_line("seed: !seed 3"), r":9: training\.seed: found the tag"),
-    "a bare tag": (with_line("seed: ! 3"), r":9: training\.seed: found the tag"),
-    "a duplicate key": (with_line("bf16: true"), r":11: training\.bf16: found the key twice.*r\.yaml:9"),
-    "a duplicate section": (GOOD + "model: {shape: b}\n", r":11: model: found the key twice"),
-    "a duplicate in a flow mapping": (GOOD + "lora: {r: 1, r: 2}\n", r":11: lora\.r: found the key twice"),
-    "a duplicate in quotes": (GOOD + '"name": b\n', r":11: name: found the key twice"),
-    "infinity": (with_line("weight_decay: .inf"), r":9: training\.weight_decay: found \.inf, expected a finite"),
-    "minus infinity": (with_line("weight_decay: -.INF"), r":9: training\.weight_decay: found -\.INF"),
-    "not a number": (with_line("weight_decay: .nan"), r":9: training\.weight_decay: found \.nan"),
     "nan as a word": (with_line("weight_decay: nan"), r":9: training\.weight_decay: found 'nan', expected a number"),
-    "an overflowing float": (with_line("weight_decay: 1e999"), r":9: training\.weight_decay: found 1e999"),
-    "a number of 5000 digits": (with_line("seed: " + "9" * 5000), r":9: training\.seed: found a number of 5000"),
-    "lists 1000 deep": (GOOD + "lora: " + "[" * 1000, r":11: lora.*more than 20 levels"),
-    "mappings 1000 deep": (GOOD + "lora: " + "{a: " * 1000, r":11: lora.*more than 20 levels"),
-    "an unclosed bracket": (GOOD + "lora: {r: 8\n", r":1\d: found broken YAML"),
-    "an unclosed quote": (GOOD + 'lora: "r\n', r":1\d: found broken YAML"),
-    "bad indentation": (GOOD + "   fp16: true\n lora: null\n", r":1\d: found broken YAML"),
-    "two colons": (with_line("optim: a: b"), r":9: found broken YAML"),
-    "an at sign": (with_line("optim: @adam"), r":9: found broken YAML"),
-    "no colon": (with_line("bf16 true"), r":(9|10): found broken YAML"),
-    "a key that is a number": (with_line("1: 2"), r":9: training: found the key 1"),
-    "a key that is null": (GOOD + "null: 2\n", r":11: the top level: found the key null"),
-    "a key that is true": (GOOD + "true: 2\n", r":11: the top level: found the key true"),
-    "a key that is a list": (GOOD + "? [a]\n: 2\n", r":11: the top level: found a key that is not"),
     "an unknown section": (GOOD + "traning: {seed: 1}\n", r":11: traning: .*did you mean training\?"),
     "an unknown key of the model": (with_line("shap: b", "model"), r":5: model\.shap: .*did you mean shape\?"),
     "an unknown key of training": (with_line("lerning_rate: 1"), r":9: training\.lerning_rate: .*mean learning_rate\?"),
@@ -175,11 +129,11 @@ BAD_YAML = {  # name -> (document, what the message must name)
 }
 
 
-@pytest.mark.parametrize("name", BAD_YAML)
-def test_bad_yaml_is_refused_at_once_in_one_line_that_names_key_or_line(name, write):
-    document, expected = BAD_YAML[name]
+@pytest.mark.parametrize("name", BAD_RECIPES)
+def test_a_bad_recipe_is_refused_at_once_in_one_line_that_names_key_or_line(name, write):
+    document, expected = BAD_RECIPES[name]
     file = write(document)
-    recipes.training_fields()  # read once a process; the last test of this file times it
+    training_fields.installed()  # read once a process; the last test of this file times it
     times = []
     for _ in range(3):  # the machine may be busy: the fastest counts
         start = time.perf_counter()
@@ -201,65 +155,6 @@ def test_a_file_of_many_mistakes_does_not_flood_the_screen(write):
     with pytest.raises(ConfigError, match="and 45 more") as caught:
         recipes.load(write(GOOD + "".join(f"key{i}: 1\n" for i in range(50))))
     assert len(str(caught.value).splitlines()) == recipes.MAX_PROBLEMS + 1
-
-
-def test_a_large_document_is_refused_within_two_seconds(write):
-    file = write(GOOD + "".join(f"key{i}: 1\n" for i in range(70_000)))
-    start = time.perf_counter()
-    with pytest.raises(ConfigError, match=r"key\d+: found more than 1000 values"):
-        recipes.load(file)
-    assert time.perf_counter() - start < 2
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1e-4", 1e-4),
-        ("1.", 1.0),
-        (".5", 0.5),
-        ("-3", -3),
-        ("+3", 3),
-        ("3.0", 3.0),
-        ("0o17", 15),
-        ("0x1F", 31),
-        ("017", 17),
-        ("0b11", "0b11"),
-        ("1_000", "1_000"),
-        ("12:30:00", "12:30:00"),
-        ("2024-01-01", "2024-01-01"),
-        ("no", "no"),
-        ("yes", "yes"),
-        ("on", "on"),
-        ("Off", "Off"),
-        ("y", "y"),
-        ("true", True),
-        ("FALSE", False),
-        ("~", None),
-        ("Null", None),
-        ("", None),
-        ("'12'", "12"),
-        ('"true"', "true"),
-        ("１６", "１６"),
-        ("e5", "e5"),
-        (".", "."),
-        ("[1, a, [2.5, no]]", [1, "a", [2.5, "no"]]),
-        ("{a: 1, b: {c: null}}", {"a": 1, "b": {"c": None}}),
-    ],
-)
-def test_scalars_follow_yaml_1_2(text, value, write):
-    read = recipes.read_yaml(Path(write(f"key: {text}\n")))["key"]
-    assert read == value
-    assert type(read) is type(value)
-
-
-@pytest.mark.parametrize("document", ["\ufeff" + GOOD, GOOD.replace("\n", "\r\n"), "---\n" + GOOD, GOOD + "...\n"])
-def test_harmless_variants_of_a_file_are_read(document, write):
-    assert recipes.load(write(document))[0] == recipes.load(write(GOOD, "plain.yaml"))[0]
-
-
-@pytest.mark.parametrize("name", ["a b.yaml", "it's; rm.yaml", "100%.yaml", "-x.yaml", "日本.yaml", 'q".yaml'])
-def test_a_file_with_an_odd_name_is_read(name, write):
-    assert recipes.load(write(GOOD, name))[0].name == "mine"
 
 
 @pytest.mark.parametrize(
@@ -308,7 +203,7 @@ def test_a_bad_number_is_refused_by_its_key(key, text):
 
 
 def test_max_steps_of_zero_is_refused():
-    assert "max_steps 0 trains nothing" in refusal("sft_fast", ["training.max_steps=0"])
+    assert "max_steps: 0 trains nothing" in refusal("sft_fast", ["training.max_steps=0"])
 
 
 def test_a_whole_number_is_a_good_float():
@@ -511,7 +406,7 @@ def test_a_wrong_field_of_training_arguments_is_refused(override, expected):
     assert expected in refusal("sft", [f"training.{override}"])
 
 
-@pytest.mark.parametrize("key", [*recipes.OWNED, "hub_token", "hub_model_id", "hub_anything"])
+@pytest.mark.parametrize("key", [*training_fields.OWNED, "hub_token", "hub_model_id", "hub_anything"])
 def test_a_field_that_the_launcher_owns_is_refused_with_what_to_use_instead(key, write):
     message = refusal(write(with_line(f"{key}: x")))
     assert f":9: training.{key}: found a field that the launcher sets, expected it left out; " in message
@@ -582,7 +477,7 @@ AMBIGUOUS = [
     '"',
     "*a",
 ]
-texts = st.sampled_from(AMBIGUOUS) | st.text(min_size=1).filter(lambda text: not recipes._CONTROL.search(text))
+texts = st.sampled_from(AMBIGUOUS) | st.text(min_size=1).filter(lambda text: not strict_yaml.CONTROL.search(text))
 names = st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 words = st.lists(texts, max_size=3).map(tuple)
 small = st.floats(0, 1, exclude_min=True, allow_nan=False)
@@ -630,19 +525,6 @@ def test_a_dumped_recipe_is_read_back_equal(recipe, tmp_path):
 def test_every_recipe_of_the_house_survives_a_dump(name, write):
     recipe = recipes.load(name, has_gpu=False)[0]
     assert recipes.load(write(recipes.dump(recipe)))[0] == recipe
-
-
-@given(document=st.binary(max_size=200) | st.text(alphabet="ab:-[]{}#&*!|>'\"%@ \n1.e?,~", max_size=60).map(str.encode))
-@example(document=b"a: *")
-@example(document=b"? ")
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_document_raises_anything_but_one_line(document, tmp_path):
-    file = tmp_path / "any.yaml"
-    file.write_bytes(document)
-    try:
-        recipes.read_yaml(file)
-    except ConfigError as error:
-        assert str(error).isprintable()
 
 
 @given(
