@@ -11,7 +11,9 @@ from launch.schema import GIB, Machine, MemoryEstimate, Plan, Recipe, RunResult,
 
 def size(count: int) -> str:
     """Bytes as people read them."""
-    return f"{count / GIB:.2f} GiB" if count >= GIB // 10 else f"{count / (1 << 20):.1f} MiB"
+    if count >= GIB // 10:
+        return f"{count / GIB:.2f} GiB"
+    return f"{count / (1 << 20):.1f} MiB" if count >= 1 << 20 else f"{count / (1 << 10):.1f} KiB"
 
 
 def plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> list[str]:
@@ -83,8 +85,8 @@ def _success_lines(recipe: Recipe, machine: Machine, plan: Plan, result: RunResu
     if summary.get("exact_match_after") is not None:
         before, after = 100 * summary["exact_match_before"], 100 * summary["exact_match_after"]
         yield f"  answers    exact match {before:.1f} % before, {after:.1f} % after, on held-out rows"
-    if summary["eval_loss"] is not None:
-        yield f"  loss       {summary['loss']:.4f} on the last step, {summary['eval_loss']:.4f} on the held-out rows"
+    losses = {"on the last step": summary["loss"], "on the held-out rows": summary["eval_loss"]}
+    yield "  loss       " + ", ".join(f"{value:.4f} {where}" for where, value in losses.items() if value is not None)
     yield f"  predicted  model states {_states(plan.estimate)}; activations not predicted"
     yield f"  measured   model states {_states(measured)}"
     if summary["vram_allocated_bytes"]:

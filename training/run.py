@@ -9,12 +9,12 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from launch import rundir
@@ -111,13 +111,9 @@ def train(
     `open_run` gives rank 0 the folders of the run and the attempt; `opened` receives the attempt once it is known;
     `watch` the trainer before it trains.
     """
-    began = time.monotonic()
-    recipe, plan = start.recipe, start.plan
     tokens = _tokens(start)
-    rows = TokenRows(tokens / "train.arrow")
-    held_out = TokenRows(tokens / "validation.arrow") if (tokens / "validation.arrow").exists() else None
-    args = arguments(recipe, plan, len(rows), held_out is not None)
-    rank = args.process_index
+    rows, held_out = _rows(tokens)
+    args = arguments(start.recipe, start.plan, len(rows), held_out is not None)
     with ExitStack() as held:
         folders = _agreed(args, lambda: open_run(start, tokens, held))
         if folders is not None:
@@ -126,11 +122,13 @@ def train(
             logs = [attempt.train_log]
             if not start.supervised:
                 logs.append(rundir.log_file(start.house.root, run))
-            start_logging(logs, rank)
-            check_world(plan.strategy, args)
+            start_logging(logs, args.process_index)
+            check_world(start.plan.strategy, args)
             args.output_dir = str(run.checkpoints)
             os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.tensorboard)
-            _attempt(start, run, attempt, args, rows, held_out, tokens, began, watch)
+            parts = _build(start, run, attempt, args, tokens)
+            watch(parts.trainer)
+            _attempt(start, run, attempt, parts)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
@@ -144,18 +142,19 @@ def _tokens(start: Start) -> Path:
     return prepare.ensure(start.recipe, start.plan, start.house.cache, print)
 
 
-def _attempt(
-    start: Start,
-    run: RunDir,
-    attempt: AttemptDir,
-    args: TrainingArguments,
-    rows: TokenRows,
-    held_out: TokenRows | None,
-    tokens: Path,
-    began: float,
-    watch: Callable[[LowMemTrainer], None],
-) -> None:
+@dataclass(frozen=True)
+class Parts:
+    """What an attempt is made of, on this rank."""
+
+    tokenizer: PreTrainedTokenizerBase
+    trainer: LowMemTrainer
+    order: SampleOrder
+    reporter: Reporter
+
+
+def _build(start: Start, run: RunDir, attempt: AttemptDir, args: TrainingArguments, tokens: Path) -> Parts:
     recipe, plan, rank = start.recipe, start.plan, args.process_index
+    rows, held_out = _rows(tokens)
     order = SampleOrder(
         len(rows),
         args.per_device_train_batch_size,
@@ -197,60 +196,73 @@ def _attempt(
         callbacks=[reporter],
     )
     trainer.remove_callback(PrinterCallback)  # the log has the same figures in our words
-    watch(trainer)
-    pairs = _questions(recipe, plan)
+    return Parts(cut, trainer, order, reporter)
+
+
+def _rows(tokens: Path) -> tuple[TokenRows, TokenRows | None]:
+    """(training rows, held-out rows or None) of a token cache."""
+    held_out = tokens / "validation.arrow"
+    return TokenRows(tokens / "train.arrow"), TokenRows(held_out) if held_out.exists() else None
+
+
+def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> None:
+    """Score, resume, train, score, export; the collective parts on every rank at the same point."""
+    began = time.monotonic()
+    trainer, args = parts.trainer, parts.trainer.args
     scores = rundir.read_json(run.evaluation_file) or {}
+    pairs = _questions(start.recipe, start.plan)
     if pairs and "exact_match_before" not in scores:
-        reporter.beat("evaluation")
-        scores["exact_match_before"] = evaluate.exact_match(network, cut, pairs, recipe.evaluation.max_new_tokens)
-        logger.info("exact match before training: %.1f %% of %d held-out rows", _percent(scores), len(pairs))
-        if rank == 0:
+        scores["exact_match_before"] = _score(parts, start.recipe, pairs)
+        logger.info("exact match before training: %s", _percent(scores["exact_match_before"], pairs))
+        if args.process_index == 0:
             rundir.write_json(run.evaluation_file, scores)
-    resume = _agreed(args, lambda: _resume_point(run, order))
+    resume = _agreed(args, lambda: _resume_point(run, parts.order))
     output = trainer.train(resume_from_checkpoint=resume)
-    complete = trainer.state.global_step >= trainer.state.max_steps
     if pairs:
-        reporter.beat("evaluation")
-        scores["exact_match_after"] = evaluate.exact_match(trainer.model, cut, pairs, recipe.evaluation.max_new_tokens)
-        logger.info(
-            "exact match after training: %.1f %% of %d held-out rows (before: %.1f %%)",
-            100 * scores["exact_match_after"],
-            len(pairs),
-            _percent(scores),
-        )
-    if rank == 0 and complete:
-        reporter.beat("save")
-        held = _export(trainer, cut, recipe, plan, run)
-        logger.info("model: %s (%s)", recipe.output_dir, held)
-    if rank == 0:
-        event = reporter.last_event
-        states = [value for state in trainer.optimizer.state.values() for value in state.values()]
-        parameters = list(trainer.model.parameters())
-        rundir.write_json(
-            attempt.outcome_file,
-            {
-                "complete": complete,
-                "step": trainer.state.global_step,
-                "max_steps": trainer.state.max_steps,
-                "resumed_from": resume,
-                "seconds": time.monotonic() - began,
-                "train_seconds": output.metrics["train_runtime"],
-                "loss": event.loss if event else None,
-                "eval_loss": _last(trainer.state.log_history, "eval_loss"),
-                "model_dir": recipe.output_dir,
-                "weights_bytes": sum(parameter.nbytes for parameter in parameters),
-                "gradients_bytes": reporter.gradients_bytes,
-                "optimizer_bytes": sum(value.nbytes for value in states if torch.is_tensor(value)),
-                "vram_allocated_bytes": event.vram_allocated_bytes if event else 0,
-                "vram_reserved_bytes": event.vram_reserved_bytes if event else 0,
-                "host_pss_bytes": reporter.host.peak_bytes,
-                **scores,
-            },
-        )
+        scores["exact_match_after"] = _score(parts, start.recipe, pairs)
+        logger.info("exact match after training: %s", _percent(scores["exact_match_after"], pairs))
+    if args.process_index != 0:
+        return
+    outcome = {
+        **_measured(parts),
+        **scores,
+        "complete": trainer.state.global_step >= trainer.state.max_steps,
+        "resumed_from": resume,
+        "train_seconds": output.metrics["train_runtime"],
+        "model_dir": start.recipe.output_dir,
+    }
+    if outcome["complete"]:
+        parts.reporter.beat("save")
+        held = _export(trainer, parts.tokenizer, start.recipe, start.plan, run)
+        logger.info("model: %s (%s)", start.recipe.output_dir, held)
+    rundir.write_json(attempt.outcome_file, {**outcome, "seconds": time.monotonic() - began})
 
 
-def _percent(scores: dict[str, Any]) -> float:
-    return 100 * scores["exact_match_before"]
+def _measured(parts: Parts) -> dict[str, Any]:
+    """Step, losses and bytes at the end of training; before the export, which may merge adapters away."""
+    trainer, event = parts.trainer, parts.reporter.last_event
+    states = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    return {
+        "step": trainer.state.global_step,
+        "max_steps": trainer.state.max_steps,
+        "loss": event.loss if event else None,  # None: resumed at the last step
+        "eval_loss": _last(trainer.state.log_history, "eval_loss"),
+        "weights_bytes": sum(parameter.nbytes for parameter in trainer.model.parameters()),
+        "gradients_bytes": parts.reporter.gradients_bytes,
+        "optimizer_bytes": sum(value.nbytes for value in states if torch.is_tensor(value)),
+        "vram_allocated_bytes": event.vram_allocated_bytes if event else 0,
+        "vram_reserved_bytes": event.vram_reserved_bytes if event else 0,
+        "host_pss_bytes": parts.reporter.host.peak_bytes,
+    }
+
+
+def _score(parts: Parts, recipe: Recipe, pairs: list[tuple[list[dict[str, str]], str]]) -> float:
+    parts.reporter.beat("evaluation")
+    return evaluate.exact_match(parts.trainer.model, parts.tokenizer, pairs, recipe.evaluation.max_new_tokens)
+
+
+def _percent(score: float, pairs: list[Any]) -> str:
+    return f"{100 * score:.1f} % of {len(pairs)} held-out rows"
 
 
 def _last(history: list[dict[str, float]], key: str) -> float | None:
