@@ -120,9 +120,7 @@ class TrainingSection(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
 
     per_device_train_batch_size: int = Field(default=8, ge=1, le=65_536)
-    per_device_eval_batch_size: int | None = Field(
-        default=None, ge=1, le=65_536
-    )  # None: 3x the training, <= 64
+    per_device_eval_batch_size: int | None = Field(default=None, ge=1, le=65_536)  # None: 3x the training, <= 64
     gradient_accumulation_steps: int = Field(default=1, ge=1, le=65_536)
     num_train_epochs: float = Field(default=3.0, gt=0, le=100_000, allow_inf_nan=False)
     max_steps: int = Field(default=-1, ge=-1)
