@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from transformers import (
     AutoConfig,
@@ -85,19 +83,3 @@ def _with_lora(model: PreTrainedModel, lora: LoraSection, targets: tuple[str, ..
         task_type=TaskType.SEQ_2_SEQ_LM if model.config.is_encoder_decoder else TaskType.CAUSAL_LM,
     )
     return get_peft_model(model, config)
-
-
-def export(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, section: ModelSection, folder: Path) -> str:
-    """Write one ordinary Hugging Face folder and say what it holds.
-
-    LoRA on a named shape is merged (its random base is stored nowhere else); LoRA on a local folder stays an adapter.
-    """
-    is_lora = hasattr(model, "peft_config")
-    if is_lora and section.path is None:
-        model.save_pretrained(folder / "adapter")
-        model = model.merge_and_unload()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    if not is_lora:
-        return "the whole model"
-    return "the model with its LoRA adapter merged" if section.path is None else f"a LoRA adapter for {section.path}"

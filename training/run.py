@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -21,9 +20,9 @@ from launch import rundir
 from launch.errors import CheckpointError, ConfigError, LaunchError
 from launch.rundir import AttemptDir, RunDir, Start
 from launch.schema import Plan, Recipe, Strategy
-from training import checkpoint, evaluate, model, prepare, tokenizer
+from training import checkpoint, evaluate, export, model, prepare, tokenizer
+from training.batches import Collator, SampleOrder, TokenRows
 from training.callbacks import Reporter, StepMeter, start_logging
-from training.data import Collator, SampleOrder, TokenRows
 from training.trainer import LowMemTrainer
 
 logger = logging.getLogger("lowmem")
@@ -233,7 +232,7 @@ def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> No
     }
     if outcome["complete"]:
         parts.reporter.beat("save")
-        held = _export(trainer, parts.tokenizer, start.recipe, start.plan, run)
+        held = export.write(trainer, parts.tokenizer, start.recipe, start.plan, run.run_id)
         logger.info("model: %s (%s)", start.recipe.output_dir, held)
     rundir.write_json(attempt.outcome_file, {**outcome, "seconds": time.monotonic() - began})
 
@@ -246,7 +245,7 @@ def _measured(parts: Parts) -> dict[str, Any]:
         "step": trainer.state.global_step,
         "max_steps": trainer.state.max_steps,
         "loss": event.loss if event else None,  # None: resumed at the last step
-        "eval_loss": _last(trainer.state.log_history, "eval_loss"),
+        "eval_loss": export.last(trainer.state.log_history, "eval_loss"),
         "weights_bytes": sum(parameter.nbytes for parameter in trainer.model.parameters()),
         "gradients_bytes": parts.reporter.gradients_bytes,
         "optimizer_bytes": sum(value.nbytes for value in states if torch.is_tensor(value)),
@@ -263,10 +262,6 @@ def _score(parts: Parts, recipe: Recipe, pairs: list[tuple[list[dict[str, str]],
 
 def _percent(score: float, pairs: list[Any]) -> str:
     return f"{100 * score:.1f} % of {len(pairs)} held-out rows"
-
-
-def _last(history: list[dict[str, float]], key: str) -> float | None:
-    return next((entry[key] for entry in reversed(history) if key in entry), None)
 
 
 def _check_counts(network: torch.nn.Module, plan: Plan) -> None:
@@ -317,40 +312,3 @@ def _resume_point(run: RunDir, order: SampleOrder) -> str | None:
     facts = checkpoint.manifest(found)
     logger.info("resuming from %s: %s samples seen", found.name, f"{facts['samples_seen']:,}")
     return str(found)
-
-
-def _export(trainer: LowMemTrainer, cut: Any, recipe: Recipe, plan: Plan, run: RunDir) -> str:
-    """The model as one ordinary folder, swapped in whole; what stood there before is ours (checked before launch)."""
-    target = Path(recipe.output_dir)
-    aside = target.with_name(f".{target.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    network = trainer.accelerator.unwrap_model(trainer.model)
-    held = model.export(network, cut, recipe.model, aside)
-    (aside / "README.md").write_text(_card(trainer, recipe, plan, held), encoding="utf-8")
-    rundir.write_json(
-        aside / "lowmem.json", {"run": run.run_id, "recipe": recipe.name, "step": trainer.state.global_step}
-    )
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    aside.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
-    return held
-
-
-def _card(trainer: LowMemTrainer, recipe: Recipe, plan: Plan, held: str) -> str:
-    history = trainer.state.log_history
-    eval_loss = _last(history, "eval_loss")
-    figures = [
-        f"- recipe: {recipe.name} ({recipe.task})",
-        f"- model: {plan.shape.name}, {plan.shape.parameters:,} parameters; this folder holds {held}",
-        f"- data: {Path(recipe.data.train_file).name}",
-        f"- effective batch size {plan.strategy.effective_batch_size}, {trainer.state.global_step:,} optimizer steps",
-        f"- learning rate {recipe.training.learning_rate:g}, {recipe.training.lr_scheduler_type}",
-        f"- held-out loss: {eval_loss:.4f}" if eval_loss is not None else "- held-out loss: not measured",
-    ]
-    return "\n".join(
-        ["---", "library_name: transformers", "---", f"# {Path(recipe.output_dir).name}", "", *figures, ""]
-    )

@@ -13,8 +13,9 @@ from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from training import checkpoint
+from training.batches import Collator, EpochLoader, SampleOrder, TokenRows
 from training.callbacks import StepMeter
-from training.data import IGNORED, Collator, EpochLoader, SampleOrder, TokenRows
+from training.data import IGNORED
 
 
 def target_loss_sum(logits: torch.Tensor, labels: torch.Tensor, shift: bool) -> torch.Tensor:

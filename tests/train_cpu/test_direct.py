@@ -49,17 +49,10 @@ def test_accelerate_multi_gpu_trains_two_ranks_on_a_machine_without_gpus(tmp_pat
 
 
 def test_accelerate_cpu_gives_the_ranks_that_were_asked_for_not_one(tmp_path, flags):
+    """By starting torchrun, which is a third way to start the entrypoint."""
     said = outcome(builders.accelerate(tmp_path / "h", "--cpu", "--num_processes", "2", *flags))
     assert "starting 2 with torchrun" in said
     assert "2 rank(s) on cpu, backend gloo" in said
-
-
-def test_torchrun_is_as_good_as_accelerate(tmp_path, flags):
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *flags]
-    done = subprocess.run(
-        argv, env=builders.environment(tmp_path / "h"), cwd=tmp_path, capture_output=True, text=True, timeout=240
-    )
-    assert "2 rank(s) on cpu, backend gloo" in outcome(done)
 
 
 def test_an_unknown_flag_is_one_line_before_torch_is_loaded(tmp_path):

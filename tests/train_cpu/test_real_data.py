@@ -30,32 +30,32 @@ def test_two_gloo_ranks_lower_the_loss_of_a_t5_on_the_chinese_parquet(tmp_path, 
     assert "2 rank(s) on cpu, backend gloo (torch.distributed)" in done.stdout
     steps = builders.events(builders.only_run(tmp_path / "h", "sft_fast"))
     assert len(steps) == 40
-    assert falls(steps) < 0.95
+    assert falls(steps) < 0.97
 
 
 def test_a_small_decoder_with_lora_lowers_its_loss_on_gsm8k_with_the_columns_the_user_names(tmp_path, real_data):
     """The decoder first reads the questions (pretraining), then LoRA learns to answer on top of it."""
     file = {"train_file": str(real_data / "gsm8k_train.jsonl"), "validation_file": None, "max_length": 128}
-    limit = {"max_train_samples": 1000}
+    limit = {"max_train_samples": 300}
     base = builders.recipe(
         tmp_path / "base",
         task="pretrain",
         data={**file, **limit, "text_column": "question"},
-        training={"max_steps": 60, "learning_rate": 5e-3, "save_steps": 1000},
+        training={"max_steps": 40, "learning_rate": 5e-3, "save_steps": 1000},
     )
     assert builders.launch(tmp_path / "h", "run", str(base)).returncode == 0
     recipe = builders.recipe(
         tmp_path / "lora",
         data={**file, **limit, "prompt_column": "question", "response_column": "answer"},
         model={"shape": None, "path": str(tmp_path / "base/model")},
-        lora={"r": 8},
+        lora={"r": 8, "lora_alpha": 64},
         training={"max_steps": 40, "learning_rate": 1e-2, "save_steps": 1000},
         name="answers",
     )
     done = builders.launch(tmp_path / "h", "run", str(recipe))
     assert done.returncode == 0, done.stderr
     steps = builders.events(builders.only_run(tmp_path / "h", "answers"))
-    assert falls(steps) < 0.95
+    assert falls(steps) < 0.97
     assert (tmp_path / "lora/model/adapter_model.safetensors").exists()
 
 

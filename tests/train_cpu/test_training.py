@@ -6,7 +6,9 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
@@ -20,6 +22,77 @@ def trained(tmp_path, *words: str, **sections) -> subprocess.CompletedProcess[st
     return done
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, str]:
+    """(folder, what was printed) of one run of three epochs; its rows include two that teach nothing."""
+    folder = tmp_path_factory.mktemp("finished")
+    training = {"num_train_epochs": 3, "save_steps": 7, "warmup_steps": 4}  # an epoch has 6 steps
+    recipe = builders.recipe(folder, training=training)
+    useless = [{"prompt": "red blue " * 99, "response": "y"}, {"prompt": "empty", "response": ""}]
+    builders.write_parquet(folder / "train.parquet", [*builders.rows(45), *useless])
+    done = builders.launch(folder / "house", "run", str(recipe))
+    assert done.returncode == 0, done.stderr + done.stdout
+    return folder, done.stdout
+
+
+def test_the_schedule_is_in_the_log_and_a_checkpoint_is_written_every_save_steps_across_epochs(finished):
+    folder, _ = finished
+    run = builders.only_run(folder / "house")
+    rates = [event["learning_rate"] for event in builders.events(run)]
+    assert rates[:5] == pytest.approx([0, 2.5e-4, 5e-4, 7.5e-4, 1e-3])
+    assert rates[5:] == pytest.approx([1e-3 * (18 - step) / 14 for step in range(5, 18)])
+    saved = sorted(path.name for path in run.glob("checkpoints/checkpoint-*"))
+    assert saved == ["checkpoint-000007", "checkpoint-000014", "checkpoint-000018"]
+    log = next((folder / "house/logs").glob("chat_trainer_tiny-*.log")).read_text()
+    for words in ("loss ", "lr 1.000e-03", "s/step", "samples/s", "tokens/s", "held-out loss", "plan for tiny"):
+        assert words in log
+    assert list(run.glob("tensorboard/events.out.tfevents.*"))
+    assert "<svg" in (run / "report.html").read_text()
+
+
+def test_a_response_that_does_not_fit_is_counted_and_the_end_token_is_learned(finished):
+    folder, said = finished
+    assert "45 rows" in said
+    assert "2 left out (nothing to learn from)" in said
+    (cache,) = (folder / "house/.cache/tokens").glob("*/train.arrow")
+    tokenizer = AutoTokenizer.from_pretrained(cache.parent / "tokenizer")
+    responses = {row["response"] for row in builders.rows(45)}
+    for row in datasets.Dataset.from_file(str(cache)):
+        targets = [label for label in row["labels"] if label != -100]
+        assert targets[-1] == tokenizer.eos_token_id
+        assert row["input_ids"][-len(targets) :] == targets
+        assert tokenizer.decode(targets, skip_special_tokens=True) in responses
+
+
+def test_what_was_measured_equals_what_was_predicted_for_model_states(finished):
+    run = builders.only_run(finished[0] / "house")
+    outcome = json.loads((run / "attempts/01/outcome.json").read_text())
+    estimate = json.loads((run / "plan.json").read_text())["estimate"]
+    for name in ("weights_bytes", "gradients_bytes"):
+        assert outcome[name] == estimate[name]
+    assert outcome["optimizer_bytes"] == pytest.approx(estimate["optimizer_bytes"], abs=4 * 100)  # scalar step counters
+    assert math.isfinite(outcome["loss"])
+    assert outcome["host_pss_bytes"] > 100 << 20
+
+
+def test_lora_on_a_local_folder_leaves_an_adapter_and_touches_no_base_weight(finished, tmp_path):
+    base = finished[0] / "model"
+    before = {name: tensor.clone() for name, tensor in builders.weights(base).items()}
+    recipe = builders.recipe(tmp_path, training={"max_steps": 3}, lora={"r": 4})
+    done = builders.launch(tmp_path / "house", "run", str(recipe), f"--model.path={base}")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert (tmp_path / "model/adapter_model.safetensors").exists()
+    assert not (tmp_path / "model/model.safetensors").exists()
+    assert all(torch.equal(tensor, builders.weights(base)[name]) for name, tensor in before.items())
+    chat = subprocess.run(
+        [sys.executable, str(builders.CODE / "scripts/chat.py"), str(tmp_path / "model"), "1: red"],
+        env=builders.environment(tmp_path / "house"),
+        capture_output=True,
+        text=True,
+    )
+    assert chat.returncode == 0, chat.stderr
+
+
 def test_the_pasted_dry_run_line_trains(tmp_path):
     recipe = builders.recipe(tmp_path, training={"max_steps": 3, "save_steps": 100})
     dry = builders.launch(tmp_path / "house", "run", str(recipe), "--dry-run")
@@ -28,29 +101,6 @@ def test_the_pasted_dry_run_line_trains(tmp_path):
     done = subprocess.run(["bash", "-c", line], cwd="/", env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "model/config.json").exists()
-
-
-def test_the_schedule_is_in_the_log_and_a_checkpoint_is_written_every_save_steps_across_epochs(tmp_path):
-    training = {"num_train_epochs": 3, "save_steps": 7, "warmup_steps": 4}  # an epoch has 6 steps
-    trained(tmp_path, training=training)
-    run = builders.only_run(tmp_path / "house")
-    rates = [event["learning_rate"] for event in builders.events(run)]
-    assert rates[:5] == pytest.approx([0, 2.5e-4, 5e-4, 7.5e-4, 1e-3])
-    assert rates[5:] == pytest.approx([1e-3 * (18 - step) / 14 for step in range(5, 18)])
-    saved = sorted(path.name for path in run.glob("checkpoints/checkpoint-*"))
-    assert saved == ["checkpoint-000007", "checkpoint-000014", "checkpoint-000018"]
-    log = next((tmp_path / "house/logs").glob("chat_trainer_tiny-*.log")).read_text()
-    for words in ("loss ", "lr 1.000e-03", "s/step", "samples/s", "tokens/s", "held-out loss", "plan for tiny"):
-        assert words in log
-    assert list(run.glob("tensorboard/events.out.tfevents.*"))
-    assert "<svg" in (run / "report.html").read_text()
-
-
-def test_the_learning_rate_changes_the_weights(tmp_path):
-    for name, rate in (("a", "1e-3"), ("b", "2e-3")):
-        trained(tmp_path / name, f"--training.learning_rate={rate}", training={"max_steps": 3, "warmup_steps": 0})
-    one, other = builders.weights(tmp_path / "a/model"), builders.weights(tmp_path / "b/model")
-    assert any(not torch.equal(one[name], other[name]) for name in one)
 
 
 def test_a_t5_with_its_encoder_frozen_trains_only_the_decoder_and_loads_as_an_ordinary_folder(tmp_path):
@@ -67,25 +117,6 @@ def test_a_t5_with_its_encoder_frozen_trains_only_the_decoder_and_loads_as_an_or
     assert "361,472 parameters" in done.stdout
 
 
-def test_lora_on_a_local_folder_leaves_an_adapter_and_touches_no_base_weight(tmp_path):
-    trained(tmp_path / "base", training={"max_steps": 2})
-    base = {name: tensor.clone() for name, tensor in builders.weights(tmp_path / "base/model").items()}
-    recipe = builders.recipe(tmp_path / "lora", training={"max_steps": 3}, lora={"r": 4})
-    done = builders.launch(tmp_path / "house", "run", str(recipe), f"--model.path={tmp_path / 'base/model'}")
-    assert done.returncode == 0, done.stderr + done.stdout
-    folder = tmp_path / "lora/model"
-    assert (folder / "adapter_model.safetensors").exists()
-    assert not (folder / "model.safetensors").exists()
-    assert all(torch.equal(tensor, builders.weights(tmp_path / "base/model")[name]) for name, tensor in base.items())
-    chat = subprocess.run(
-        [sys.executable, str(builders.CODE / "scripts/chat.py"), str(folder), "1: red", "--max-new-tokens", "4"],
-        env=builders.environment(tmp_path / "house"),
-        capture_output=True,
-        text=True,
-    )
-    assert chat.returncode == 0, chat.stderr
-
-
 def test_pretraining_on_text_lowers_the_held_out_loss(tmp_path):
     lines = "".join(f"the {word} is {word}\n" for word in ("stone", "river", "lamp") for _ in range(60))
     (tmp_path / "corpus.txt").write_text(lines)
@@ -94,34 +125,3 @@ def test_pretraining_on_text_lowers_the_held_out_loss(tmp_path):
     steps = builders.events(builders.only_run(tmp_path / "house"))
     assert steps[-1]["loss"] < 0.6 * steps[0]["loss"]
     AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-
-
-def test_a_response_that_does_not_fit_is_counted_and_the_end_token_is_learned(tmp_path):
-    data = [*builders.rows(20), {"prompt": "red blue " * 99, "response": "y"}, {"prompt": "empty", "response": ""}]
-    recipe = builders.recipe(tmp_path, training={"max_steps": 1})
-    builders.write_parquet(tmp_path / "train.parquet", data)
-    done = builders.launch(tmp_path / "house", "run", str(recipe))
-    assert done.returncode == 0, done.stderr + done.stdout
-    assert "20 rows" in done.stdout
-    assert "2 left out (nothing to learn from)" in done.stdout
-    import datasets
-
-    (cache,) = (tmp_path / "house/.cache/tokens").glob("*/train.arrow")
-    tokenizer = AutoTokenizer.from_pretrained(cache.parent / "tokenizer")
-    for row in datasets.Dataset.from_file(str(cache)):
-        targets = [label for label in row["labels"] if label != -100]
-        assert targets[-1] == tokenizer.eos_token_id
-        assert row["input_ids"][-len(targets) :] == targets
-        assert tokenizer.decode(targets, skip_special_tokens=True) in {item["response"] for item in data}
-
-
-def test_what_was_measured_equals_what_was_predicted_for_model_states(tmp_path):
-    trained(tmp_path, training={"max_steps": 2})
-    run = builders.only_run(tmp_path / "house")
-    outcome = json.loads((run / "attempts/01/outcome.json").read_text())
-    estimate = json.loads((run / "plan.json").read_text())["estimate"]
-    for name in ("weights_bytes", "gradients_bytes"):
-        assert outcome[name] == estimate[name]
-    assert outcome["optimizer_bytes"] == pytest.approx(estimate["optimizer_bytes"], abs=4 * 100)  # scalar step counters
-    assert math.isfinite(outcome["loss"])
-    assert outcome["host_pss_bytes"] > 100 << 20

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from training.data import IGNORED, Collator, SampleOrder
+from training.batches import Collator, SampleOrder
+from training.data import IGNORED
 
 flat = chain.from_iterable
 CUT = st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3))

@@ -9,7 +9,7 @@ import pytest
 
 from launch.errors import DataError, ResourceError
 from launch.schema import DataFormat, TokenizerSection
-from training import data, tokenizer
+from training import batches, data, tokenizer
 
 TEXTS = ["two 二 three 三", "the end of a sentence", "日期 2024-03-05"]
 
@@ -136,7 +136,7 @@ def test_the_cache_is_mapped_row_by_row_as_it_was_written(tmp_path, cut):
     source = (turns(f"{i} two", "二" * (i % 5 + 1)) for i in range(2500))
     counts = data.write_cache(source, encoder(cut), path, 2300, lambda rows: None)
     assert (counts.samples, counts.rows, counts.dropped) == (2300, 2300, 0)
-    rows = data.TokenRows(path)
+    rows = batches.TokenRows(path)
     assert len(rows) == 2300
     for index in (0, 999, 1000, 2299):
         ids, labels = rows[index]

@@ -1,0 +1,148 @@
+"""From the token cache to the batches a rank trains on: the mapped rows, the order of samples, padding.
+
+The cache is mapped, so a rank holds no row in private memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from training.data import IGNORED
+
+FILLER_LENGTH = 2  # tokens of the row that keeps a rank in step when it has no sample; it has no target
+
+
+class TokenRows(Dataset):
+    """The cache file, memory-mapped; rows are (input_ids, labels) as int32 arrays."""
+
+    def __init__(self, path: Path) -> None:
+        import datasets
+
+        self.rows = datasets.Dataset.from_file(str(path)).with_format("arrow")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+        if not len(indices):
+            return []
+        table = self.rows[list(map(int, indices))]
+        columns = [table.column(name).combine_chunks() for name in ("input_ids", "labels")]
+        return [tuple(column[i].values.to_numpy() for column in columns) for i in range(len(indices))]
+
+
+class SampleOrder:
+    """Which samples a rank takes in each micro-batch of an epoch: a batch sampler for DataLoader.
+
+    The order of samples depends on the seed and the epoch alone; micro-batch, accumulation and ranks only cut it. An
+    optimizer step covers the next effective_batch_size samples; the last step of an epoch covers what is left, in as
+    few micro-steps as hold it, so no sample is dropped or repeated. A rank without a sample in a micro-step gets [].
+    """
+
+    def __init__(
+        self, samples: int, micro_batch: int, accumulation: int, world_size: int, rank: int, seed: int, start: int = 0
+    ) -> None:
+        self.samples, self.micro_batch, self.accumulation = samples, micro_batch, accumulation
+        self.world_size, self.rank, self.seed = world_size, rank, seed
+        self.start = start  # samples of all epochs that an earlier run with another effective batch has trained
+        self.epoch = 0
+
+    @property
+    def effective_batch_size(self) -> int:
+        return self.micro_batch * self.accumulation * self.world_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.samples // self.effective_batch_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def first_step(self, epoch: int) -> tuple[int, int]:
+        """(step, sample) of the epoch at which this run takes over; (0, 0) except in the epoch of `start`."""
+        if self.start == 0 or epoch != self.start // self.samples:
+            return 0, 0
+        offset = self.start % self.samples
+        return self.steps_per_epoch - -(-(self.samples - offset) // self.effective_batch_size), offset
+
+    def samples_seen(self, step: int) -> int:
+        """Samples of all epochs that are trained after `step` optimizer steps."""
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        first, offset = self.first_step(epoch)
+        return epoch * self.samples + min(
+            offset + max(step_in_epoch - first, 0) * self.effective_batch_size, self.samples
+        )
+
+    def __len__(self) -> int:
+        """Micro-batches of one epoch on one rank."""
+        if self.start:  # the first epoch's last step may be fuller than the others': room for it in all of them
+            return self.steps_per_epoch * self.accumulation
+        full = self.steps_per_epoch - 1
+        last = self.samples - full * self.effective_batch_size
+        return full * self.accumulation + -(-last // (self.micro_batch * self.world_size))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = np.random.default_rng([self.seed, self.epoch]).permutation(self.samples)
+        first, offset = self.first_step(self.epoch)
+        yielded = first * self.accumulation
+        for _ in range(yielded):  # trained before this run; Trainer skips them
+            yield []
+        width = self.micro_batch * self.world_size
+        for at in range(offset, self.samples, width):
+            yielded += 1
+            yield order[at : at + width][self.rank :: self.world_size].tolist()
+        for _ in range(len(self) - yielded):
+            yield []
+
+
+class EpochLoader(DataLoader):
+    """A DataLoader that tells its batch sampler the epoch, as Trainer asks of it."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Pads rows on the right to the longest of the micro-batch, rounded up to `multiple`.
+
+    Gives input_ids, attention_mask, labels (batch, seq) and for T5 decoder_input_ids (batch, target seq). No rows give
+    one filler row whose labels are all IGNORED: its loss and its gradient are exactly zero.
+    """
+
+    pad_token_id: int
+    decoder_start_token_id: int | None = None  # given: T5
+    multiple: int = 1
+
+    def __call__(self, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, torch.Tensor]:
+        if not rows:
+            pads = np.full(FILLER_LENGTH, self.pad_token_id), np.full(FILLER_LENGTH, IGNORED)
+            return self._tensors([pads])
+        return self._tensors(rows)
+
+    def _tensors(self, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, torch.Tensor]:
+        inputs = self._padded([row[0] for row in rows], self.pad_token_id)
+        mask = self._padded([np.ones(len(row[0])) for row in rows], 0)
+        labels = self._padded([row[1] for row in rows], IGNORED)
+        batch = {"input_ids": inputs, "attention_mask": mask, "labels": labels}
+        if self.decoder_start_token_id is not None:
+            shifted = torch.full_like(labels, self.pad_token_id)
+            shifted[:, 1:] = labels[:, :-1].masked_fill(labels[:, :-1] == IGNORED, self.pad_token_id)
+            shifted[:, 0] = self.decoder_start_token_id
+            batch["decoder_input_ids"] = shifted
+        return batch
+
+    def _padded(self, arrays: Sequence[np.ndarray], value: int) -> torch.Tensor:
+        width = -(-max(len(array) for array in arrays) // self.multiple) * self.multiple
+        padded = np.full((len(arrays), width), value, dtype=np.int64)
+        for row, array in zip(padded, arrays, strict=True):
+            row[: len(array)] = array
+        return torch.from_numpy(padded)

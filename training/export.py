@@ -1,0 +1,65 @@
+"""The trained model as one ordinary Hugging Face folder, with tokenizer and card, swapped in whole."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from launch import rundir
+from launch.schema import ModelSection, Plan, Recipe
+from training.trainer import LowMemTrainer
+
+
+def write(trainer: LowMemTrainer, cut: PreTrainedTokenizerBase, recipe: Recipe, plan: Plan, run_id: str) -> str:
+    """Write recipe.output_dir and say what it holds; what stood there before is ours (checked before the launch)."""
+    target = Path(recipe.output_dir)
+    aside, old = (target.with_name(f".{target.name}.{ending}") for ending in ("tmp", "old"))
+    for leftover in (aside, old):
+        if leftover.exists():
+            shutil.rmtree(leftover)
+    aside.mkdir(parents=True)
+    held = _save(trainer.accelerator.unwrap_model(trainer.model), cut, recipe.model, aside)
+    (aside / "README.md").write_text(_card(trainer, recipe, plan, held), encoding="utf-8")
+    rundir.write_json(aside / "lowmem.json", {"run": run_id, "recipe": recipe.name, "step": trainer.state.global_step})
+    if target.exists():
+        target.rename(old)
+    aside.rename(target)
+    if old.exists():
+        shutil.rmtree(old)
+    return held
+
+
+def _save(model: torch.nn.Module, cut: PreTrainedTokenizerBase, section: ModelSection, folder: Path) -> str:
+    """LoRA on a named shape is merged (its random base is stored nowhere else); on a local folder it stays apart."""
+    is_lora = hasattr(model, "peft_config")
+    if is_lora and section.path is None:
+        model.save_pretrained(folder / "adapter")
+        model = model.merge_and_unload()
+    model.save_pretrained(folder)
+    cut.save_pretrained(folder)
+    if not is_lora:
+        return "the whole model"
+    return "the model with its LoRA adapter merged" if section.path is None else f"a LoRA adapter for {section.path}"
+
+
+def last(history: list[dict[str, float]], key: str) -> float | None:
+    """The latest value of a key in Trainer's log history."""
+    return next((entry[key] for entry in reversed(history) if key in entry), None)
+
+
+def _card(trainer: LowMemTrainer, recipe: Recipe, plan: Plan, held: str) -> str:
+    eval_loss = last(trainer.state.log_history, "eval_loss")
+    figures = [
+        f"- recipe: {recipe.name} ({recipe.task})",
+        f"- model: {plan.shape.name}, {plan.shape.parameters:,} parameters; this folder holds {held}",
+        f"- data: {Path(recipe.data.train_file).name}",
+        f"- effective batch size {plan.strategy.effective_batch_size}, {trainer.state.global_step:,} optimizer steps",
+        f"- learning rate {recipe.training.learning_rate:g}, {recipe.training.lr_scheduler_type}",
+        f"- held-out loss: {eval_loss:.4f}" if eval_loss is not None else "- held-out loss: not measured",
+    ]
+    return "\n".join(
+        ["---", "library_name: transformers", "---", f"# {Path(recipe.output_dir).name}", "", *figures, ""]
+    )
