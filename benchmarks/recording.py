@@ -1,0 +1,110 @@
+"""What every benchmark records beside its figures: where they were taken, with what, and how busy the machine was."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+CODE = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results"
+PACKAGES = ("torch", "transformers", "accelerate", "datasets")
+QUIET_LOAD = 1.0
+QUIET_WAIT_S = 60.0
+
+
+def machine() -> str:
+    """CPU, cores and RAM in words; no host name."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"{cpu}, {len(os.sched_getaffinity(0))} cores, {ram_bytes / (1 << 30):.1f} GiB RAM"
+
+
+def command(module: str) -> str:
+    """The command line that was typed."""
+    return " ".join(["python", "-m", f"benchmarks.{module}", *sys.argv[1:]])
+
+
+def environment(house: Path) -> dict[str, str]:
+    """The environment of a launch whose runs, logs and caches go under `house`."""
+    house.mkdir(parents=True, exist_ok=True)
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "LOWMEM_"))}
+    return {**inherited, "PYTHONPATH": str(CODE), "LOWMEM_ROOT": str(house), "HF_HUB_OFFLINE": "1"}
+
+
+def quiet() -> float:
+    """The load average now, after waiting at most QUIET_WAIT_S for it to fall to QUIET_LOAD."""
+    until = time.monotonic() + QUIET_WAIT_S
+    while os.getloadavg()[0] > QUIET_LOAD and time.monotonic() < until:
+        time.sleep(1)
+    return round(os.getloadavg()[0], 2)
+
+
+def _busy_s() -> float:
+    """CPU seconds of all processes since the machine started, and those that its host kept from it."""
+    fields = Path("/proc/stat").read_text(encoding="utf-8").split("\n", 1)[0].split()[1:9]
+    user, nice, system, _, _, interrupt, soft_interrupt, stolen = map(int, fields)
+    return (user + nice + system + interrupt + soft_interrupt + stolen) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One child from start to end."""
+
+    load_before: float
+    wall_s: float
+    cpu_s: float  # of the child and its descendants
+    others_cores: float  # cores that other processes kept busy meanwhile
+
+
+def timed(argv: Sequence[str], env: Mapping[str, str], log: Path, wait: bool = True) -> Timing:
+    """Run a child to its end, output into `log`; it has to succeed."""
+    load = quiet() if wait else round(os.getloadavg()[0], 2)
+    used, busy, began = resource.getrusage(resource.RUSAGE_CHILDREN), _busy_s(), time.monotonic()
+    with log.open("wb") as file:
+        done = subprocess.run(argv, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
+    wall_s = time.monotonic() - began
+    assert done.returncode == 0, said(log)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
+    others = max(_busy_s() - busy - cpu_s, 0.0) / wall_s
+    return Timing(load, round(wall_s, 3), round(cpu_s, 2), round(others, 2))
+
+
+def said(log: Path) -> str:
+    """What a failed child printed, and the newest log of the ranks in the house beside it."""
+    logs = sorted((log.parent / "house/runs").glob("*/*/attempts/*/log.txt"), key=lambda path: path.stat().st_mtime)
+    return "\n".join(path.read_text(encoding="utf-8") for path in [log, *logs[-1:]])
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"
+
+
+def write(name: str, measured: Mapping[str, Any], text: str) -> None:
+    """results/<name>.json and .md: the circumstances, then the figures."""
+    about = {
+        "date": date.today().isoformat(),
+        "machine": machine(),
+        "versions": {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
+        "command": command(name),
+    }
+    RESULTS.mkdir(exist_ok=True)
+    content = json.dumps({**about, **measured}, ensure_ascii=False, indent=1)
+    (RESULTS / f"{name}.json").write_text(content + "\n", encoding="utf-8")
+    versions = ", ".join(f"{key} {value}" for key, value in about["versions"].items())
+    head = f"# {name}\n\n{about['date']}, {about['machine']}; {versions}\n\n`{about['command']}`\n\n"
+    (RESULTS / f"{name}.md").write_text(head + text, encoding="utf-8")
+    print("\n" + text)
