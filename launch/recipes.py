@@ -36,6 +36,16 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "evaluation": schema.EvaluationSection,
 }
 
+BELONGING = {  # a source -> the keys that mean nothing beside another one
+    ("model", "shape"): ("path", "freeze"),
+    ("model", "path"): ("shape", "freeze"),
+    ("data", "train_file"): ("validation_file",),
+}
+REPLACED = {
+    "model": "these are modules of the recipe's own model, which you replaced",
+    "data": "these are held-out rows of the recipe's own data, which you replaced",
+}
+
 
 # ---- the way in ----------------------------------------------------------------------------------------------------
 
@@ -51,14 +61,10 @@ def load(name_or_path: str, overrides: Sequence[str] = (), has_gpu: bool = True)
         _refuse([problem for problem in _problems(small, file) if problem[0] in partial.where])
         if not has_gpu and "model" not in top.data:
             changes += [change for change in _replaced(base, partial) if tuple(change.key.split(".")) not in top.where]
-            changes += _dropped(base, small, NO_GPU)
+            changes += _dropped(base, small, {"model": NO_GPU})
             base = small
     final = _over(base, top)
-    changes += [
-        change
-        for change in _dropped(base, final, "these are modules of the recipe's own model, which you replaced")
-        if change.key == "model.freeze"
-    ]
+    changes += [change for change in _dropped(base, final, REPLACED) if change.key not in ("model.shape", "model.path")]
     _refuse(_problems(final, file))
     return _recipe(final), tuple(changes)
 
@@ -127,7 +133,7 @@ class _Layer:
 
 
 def _over(base: _Layer, top: _Layer) -> _Layer:
-    """`top` laid over `base`, key by key; another model leaves nothing of the first one's source and frozen modules."""
+    """`top` laid over `base`, key by key; another source (BELONGING) leaves nothing of what belonged to the first."""
     data = dict(base.data)
     for key, value in top.data.items():
         below = data.get(key)
@@ -135,24 +141,26 @@ def _over(base: _Layer, top: _Layer) -> _Layer:
             data[key] = value
         elif isinstance(below, dict):  # anything else is a mistake in the file, which validation reports
             data[key] = {**below, **value}
-    before, model = base.data.get("model"), top.data.get("model")
-    if isinstance(before, dict) and isinstance(model, dict):
-        for key, other in (("shape", "path"), ("path", "shape")):
-            if model.get(key) is not None and model[key] != before.get(key):
-                data["model"] = {k: v for k, v in data["model"].items() if k in model or k not in (other, "freeze")}
+    for (section, key), belonging in BELONGING.items():
+        before, given = base.data.get(section), top.data.get(section)
+        if isinstance(before, dict) and isinstance(given, dict) and given.get(key) not in (None, before.get(key)):
+            data[section] = {k: v for k, v in data[section].items() if k in given or k not in belonging}
     kept = {keys: place for keys, place in base.where.items() if len(keys) < 3 or keys[:2] not in top.where}
     return _Layer(data, {**kept, **top.where})
 
 
-def _dropped(before: _Layer, after: _Layer, reason: str) -> list[Change]:
-    old, new = before.data.get("model"), after.data.get("model")
-    if not isinstance(old, dict) or not isinstance(new, dict):
-        return []
-    return [
-        Change(f"model.{key}", plain(value), plain(after.get("model", key)), reason)
-        for key, value in old.items()
-        if value and key not in new
-    ]
+def _dropped(before: _Layer, after: _Layer, reasons: Mapping[str, str]) -> list[Change]:
+    """What went with the source it belonged to; `reasons` by section."""
+    changes = []
+    for section, reason in reasons.items():
+        old, new = before.data.get(section), after.data.get(section)
+        if isinstance(old, dict) and isinstance(new, dict):
+            changes += [
+                Change(f"{section}.{key}", plain(value), plain(after.get(section, key)), reason)
+                for key, value in old.items()
+                if value and key not in new
+            ]
+    return changes
 
 
 def _overrides(texts: Sequence[str]) -> _Layer:

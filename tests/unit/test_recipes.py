@@ -577,3 +577,12 @@ def test_extra_fields_are_refused_where_transformers_is_not_installed(write):
 def test_a_recipe_built_by_hand_is_held_to_the_same_schema():
     with pytest.raises(ValidationError, match="extra"):
         Recipe.model_validate({"name": "a", "extra": 1})
+
+
+def test_held_out_rows_of_other_data_are_left_out_and_it_is_said():
+    recipe, changes = recipes.load("sft_fast", ["--data.train_file=mine.jsonl"])
+    assert recipe.data.validation_file is None
+    assert [(change.key, change.effective) for change in changes] == [("data.validation_file", "null")]
+    recipe, changes = recipes.load("sft_fast", ["--data.train_file=mine.jsonl", "--data.validation_file=held.jsonl"])
+    assert recipe.data.validation_file == "held.jsonl"
+    assert not changes
