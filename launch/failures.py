@@ -59,8 +59,8 @@ KILLED_FIRST = re.compile(r"Root Cause.*?exitcode\s*:\s*-9\b|died with <Signals.
 
 
 def classify(evidence: Evidence) -> Failure | None:
-    """The cause of an attempt's end; None when it ended well."""
-    if evidence.completed and evidence.returncode == 0:
+    """The cause of an attempt's end; None when it left its model, even if a rank fell over while closing down."""
+    if evidence.completed:
         return None
     if evidence.stopped_by is not None:
         name = signal.Signals(evidence.stopped_by).name
@@ -108,6 +108,11 @@ def classify(evidence: Evidence) -> Failure | None:
         "unknown",
         1,
         f"the launcher ended with {evidence.returncode} and no rank said why",
-        evidence.log_tail.strip().splitlines()[-1][:300] if evidence.log_tail.strip() else "the log is empty",
+        _last_words(evidence.log_tail),
         "read the attempt's log.txt",
     )
+
+
+def _last_words(log: str) -> str:
+    """The line of a log that says most: the last with letters in it."""
+    return next((line.strip()[:300] for line in reversed(log.splitlines()) if re.search(r"[a-zA-Z]", line)), "no log")

@@ -95,6 +95,8 @@ def _success_lines(recipe: Recipe, machine: Machine, plan: Plan, result: RunResu
             f" {size(summary['vram_reserved_bytes'])} reserved"
         )
     yield f"             host RAM peak {size(result.host_peak_bytes)} of {size(machine.host_limit_bytes)}"
+    if result.note:
+        yield f"  note       {result.note}"
     yield f"  chat       {chat}"
     yield f"  run        {result.run_dir} (report.html, tensorboard)"
 

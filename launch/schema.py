@@ -368,3 +368,4 @@ class RunResult:
     seconds: float
     host_peak_bytes: int
     summary: Mapping[str, Any] = field(default_factory=dict)  # rank 0's outcome.json
+    note: str = ""  # what else a reader should know

@@ -53,6 +53,9 @@ def run(resolved: Resolved, rundir_: RunDir, attempt: AttemptDir, command: Comma
         seconds=time.monotonic() - began,
         host_peak_bytes=host_peak,
         summary=outcome or {},
+        note=f"the launcher ended with {returncode} while closing down, after the model was written: {attempt.log_file}"
+        if failure is None and returncode
+        else "",
     )
 
 

@@ -90,7 +90,8 @@ class SampleOrder:
         return full * self.accumulation + -(-last // (self.micro_batch * self.world_size))
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = np.random.default_rng([self.seed, self.epoch]).permutation(self.samples)
+        samples = np.arange(self.samples, dtype=np.int32)  # 4 bytes a row is all that a rank holds privately
+        order = np.random.default_rng([self.seed, self.epoch]).permutation(samples)
         first, offset = self.first_step(self.epoch)
         yielded = first * self.accumulation
         for _ in range(yielded):  # trained before this run; Trainer skips them

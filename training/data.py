@@ -28,7 +28,8 @@ def read_rows(path: Path, file_type: str, columns: Sequence[str]) -> Iterator[tu
     """(row number from 1, the named columns) of a file, one batch in memory at a time."""
     if file_type == "parquet":
         number = 0
-        for batch in pq.ParquetFile(path).iter_batches(batch_size=1000, columns=list(columns)):
+        file = pq.ParquetFile(path, pre_buffer=False)  # the buffer would keep every row group that was read
+        for batch in file.iter_batches(batch_size=1000, columns=list(columns)):
             for row in batch.to_pylist():
                 number += 1
                 yield number, row

@@ -257,8 +257,8 @@ def test_of_two_at_once_one_installs_and_the_other_waits(slow: Path, tmp_path: P
 
 @pytest.mark.parametrize(
     ("kill", "without"),
-    [(signal.SIGKILL, []), (signal.SIGKILL, ["flock"]), (signal.SIGTERM, []), (signal.SIGINT, [])],
-    ids=["SIGKILL", "SIGKILL, no flock", "SIGTERM", "SIGINT"],
+    [(signal.SIGKILL, []), (signal.SIGKILL, ["flock"]), (signal.SIGINT, [])],
+    ids=["SIGKILL", "SIGKILL, no flock", "SIGINT"],
 )
 def test_an_interrupted_installation_is_made_anew(slow: Path, tmp_path: Path, kill: signal.Signals, without: list[str]):
     path = f"{tools(tmp_path / 'tools', *without)}:{one_python(tmp_path / 'python')}"

@@ -1,5 +1,5 @@
 """A program for test_equivalence.py: trains a recipe's plan on however many ranks it finds, and writes what each
-optimizer step did: loss, gradient before clipping, all-reduces, sample count. argv: run folder, output file."""
+optimizer step did: gradient before clipping, all-reduces. argv: run folder, output file, run folder, output file..."""
 
 import sys
 from pathlib import Path
@@ -37,13 +37,16 @@ class Watch(TrainerCallback):
         steps.append({"gradient": torch.cat(gradient).clone()})
 
 
-def main() -> None:
-    run = RunDir(Path(sys.argv[1]))
+def main(run: RunDir, output: Path) -> None:
+    global reduces
+    reduces = 0
+    steps.clear()
     attempt = run.attempts()[-1]
     start = Start(House.here(), run.read_recipe(), run.read_plan(), True, run=run, attempt=attempt)
     folders = str(run.root), str(attempt.root)
     training_run.train(start, lambda *_: folders, [], watch=lambda trainer: trainer.add_callback(Watch(trainer)))
-    torch.save({"gradients": torch.stack([step["gradient"] for step in steps]), "reduces": reduces}, sys.argv[2])
+    torch.save({"gradients": torch.stack([step["gradient"] for step in steps]), "reduces": reduces}, output)
 
 
-main()
+for folder, output in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+    main(RunDir(Path(folder)), Path(output))

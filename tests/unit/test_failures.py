@@ -86,3 +86,13 @@ def test_triton_out_of_shared_memory_is_not_vram():
 
 def test_a_complete_run_has_no_failure():
     assert failures.classify(evidence(returncode=0, completed=True)) is None
+
+
+def test_a_rank_that_falls_over_after_the_model_was_written_does_not_make_the_run_a_failure():
+    assert failures.classify(evidence(returncode=1, completed=True, log_tail=KILLED)) is None
+
+
+def test_the_proof_of_an_unknown_end_is_a_line_with_words():
+    failure = failures.classify(evidence(log_tail="ValueError: odd\n======\n"))
+    assert failure is not None
+    assert failure.proof == "ValueError: odd"
