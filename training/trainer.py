@@ -17,6 +17,11 @@ from training.batches import Collator, EpochLoader, SampleOrder, TokenRows
 from training.callbacks import StepMeter
 from training.data import IGNORED
 
+# accelerate calls the CPU of a rank cpu:0, and Trainer loads an optimizer there; torch 2.11 knows only "cpu".
+torch.serialization.register_package(
+    100, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
+)
+
 
 def target_loss_sum(logits: torch.Tensor, labels: torch.Tensor, shift: bool) -> torch.Tensor:
     """Summed cross-entropy over the targets, in fp32. logits (batch, seq, vocabulary), labels (batch, seq)."""
