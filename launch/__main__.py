@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
 import shlex
 import sys
 from datetime import datetime
 from pathlib import Path
 
 from launch import direct, probe, recipes, render, report, resume, rundir
-from launch.errors import ConfigError, LaunchError
+from launch.errors import ConfigError, LaunchError, StorageError
 from launch.resolve import Resolved, resolve
 from launch.schema import StepEvent
 
 FLAGS = {"--help", "--machine", "--dry-run", "--resume"}  # the others set keys of the recipe
+BATCH_KEY = "per_device_train_batch_size"
+STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES}
 EPILOG = """any key of the recipe can be set: --training.learning_rate=3e-5 --model.shape=t5-tiny --lora.r=8
 exit codes: 0 complete; 2 configuration; 3 resources; 4 data; 5 no usable checkpoint; 6 out of host RAM; 9 run in use;
             10 storage; 11 network; 12 out of GPU memory; 75 stopped, run again to continue; 130 interrupted"""
@@ -28,6 +32,14 @@ def main(argv: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `| head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        if error.errno not in STORAGE_ERRORS:
+            raise
+        print(f"error: {error.filename or 'a write'}: {error.strerror}; make room or choose another place", file=sys.stderr)
+        return StorageError.exit_code
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -55,7 +67,7 @@ def _dispatch(argv: list[str]) -> int:
     overrides = [word for word in argv if word.startswith("--") and word.partition("=")[0] not in FLAGS]
     for word in overrides:
         if "=" not in word:
-            raise ConfigError(f"{word}: unknown flag; a key of the recipe is set as --section.key=value, see --help")
+            raise ConfigError(f"{word}: no flag of its own; a key of the recipe is set as {word}=VALUE, see --help")
     arguments = parser.parse_args([word for word in argv if word not in overrides])
     if arguments.command == "doctor":
         if overrides:
@@ -64,7 +76,9 @@ def _dispatch(argv: list[str]) -> int:
         print("\n".join(probe.describe(machine)))
         return 0
     if arguments.batch is not None:
-        overrides.append(f"--training.per_device_train_batch_size={recipes.check_batch(arguments.batch)}")
+        if any(word.partition("=")[0].replace("-", "_").endswith(BATCH_KEY) for word in overrides):
+            raise ConfigError(f"batch {arguments.batch} and --training.{BATCH_KEY} are both given; keep one")
+        overrides.append(f"--training.{BATCH_KEY}={recipes.check_batch(arguments.batch)}")
     if arguments.command == "plan":
         resolved = resolve(arguments.recipe, overrides, arguments.machine)
         print("\n".join(report.plan_lines(resolved.recipe, resolved.machine, resolved.plan)))
@@ -84,11 +98,13 @@ def _run(resolved: Resolved, wish: str, dry_run: bool) -> int:
         for line in report.plan_lines(recipe, resolved.machine, plan):
             screen.say(line)
         screen.say(start.line)
+        for line in rundir.kept_aside(Path(recipe.output_dir), start.run.run_id):
+            screen.say(line)
         if start.complete:
             screen.say(f"chat with it: {_chat(recipe.output_dir)}")
             return 0
         attempt = direct.write_run(start.run, recipe, resolved.machine, plan, house)
-        command = render.command(plan, resolved.machine, start.run, attempt, house)
+        command = render.command(plan, resolved.machine, start.run, attempt, house, os.environ)
         if dry_run:
             screen.say("dry run: this line trains")
             screen.say(str(command))

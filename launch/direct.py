@@ -62,7 +62,7 @@ def open_run(start: Start, tokens: Path, held: ExitStack) -> tuple[str, str] | N
     assert start.machine is not None
     held.enter_context(output_lock(start.house, start.recipe))
     decided = resume.decide(start.house.runs, start.recipe, start.plan, tokens, start.wish, datetime.now())
-    print(decided.line, flush=True)
+    print("\n".join([decided.line, *rundir.kept_aside(Path(start.recipe.output_dir), decided.run.run_id)]), flush=True)
     if decided.complete:
         return None
     attempt = write_run(decided.run, start.recipe, start.machine, start.plan, start.house)
@@ -76,7 +76,7 @@ def write_run(run: RunDir, recipe: Recipe, machine: Machine, plan: Plan, house: 
     run.write_plan(recipe, plan)
     rundir.write_atomic(run.recipe_yaml, recipes.dump(recipe))
     rundir.write_atomic(run.accelerate_file, render.accelerate_config(plan))
-    command = render.command(plan, machine, run, attempt, house)
+    command = render.command(plan, machine, run, attempt, house, os.environ)
     rundir.write_atomic(run.command_file, f"#!/bin/sh\n# attempt {attempt.number} of {run.run_id}\n{command}\n")
     return attempt
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 
 import yaml
 
@@ -37,9 +38,12 @@ def accelerate_config(plan: Plan) -> str:
     return f"# {strategy.mode}: written from the plan beside it\n" + yaml.safe_dump(config, sort_keys=True)
 
 
-def command(plan: Plan, machine: Machine, run: RunDir, attempt: AttemptDir, house: House) -> Command:
-    """What starts the ranks; env holds only what is added to the environment."""
+def command(
+    plan: Plan, machine: Machine, run: RunDir, attempt: AttemptDir, house: House, environ: Mapping[str, str]
+) -> Command:
+    """What starts the ranks; env holds only what is added to the environment. The user's OMP_NUM_THREADS is obeyed."""
     strategy = plan.strategy
+    threads = environ.get("OMP_NUM_THREADS") or str(max(1, machine.cpu_count // strategy.num_processes))
     devices: dict[str, str] = {}
     if strategy.device == "cuda":
         chosen = machine.gpus[: strategy.num_processes]
@@ -65,7 +69,7 @@ def command(plan: Plan, machine: Machine, run: RunDir, attempt: AttemptDir, hous
         env={
             "HF_HUB_OFFLINE": "1",
             "LOWMEM_ROOT": str(house.root),
-            "OMP_NUM_THREADS": str(max(1, machine.cpu_count // strategy.num_processes)),
+            "OMP_NUM_THREADS": threads,
             "PYTHONUNBUFFERED": "1",
             "TOKENIZERS_PARALLELISM": "false",
             **devices,

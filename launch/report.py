@@ -40,6 +40,10 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
         f"  schedule   {length}, learning rate {training.learning_rate:g} {training.lr_scheduler_type},"
         f" warm-up {training.warmup_steps:g}, max_length {recipe.data.max_length}"
     )
+    epoch_steps = -(-plan.rows // strategy.effective_batch_size) if plan.rows else 0
+    steps = training.max_steps if training.max_steps > 0 else math.ceil(training.num_train_epochs * epoch_steps)
+    if 0 < steps <= training.warmup_steps:
+        yield f"             warm-up takes all of the {steps} steps: the rate never reaches {training.learning_rate:g}"
     backend = f", backend {strategy.backend}" if strategy.backend else ""
     precision = {"no": recipe.model.dtype, "bf16": "bf16 autocast", "fp16": "fp16 autocast"}[strategy.mixed_precision]
     yield f"  mode       {strategy.mode}{backend}, {precision}"

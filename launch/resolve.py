@@ -51,6 +51,8 @@ def resolve(
     is_file = "/" in recipe_name or recipe_name.endswith((".yaml", ".yml"))
     recipe, found = _tokenizer_that_is_there(_rooted(recipe, Path.cwd() if is_file else house.root))
     rundir.check_output(Path(recipe.output_dir))
+    if recipe.tokenizer.path and not Path(recipe.tokenizer.path).is_dir():
+        raise ResourceError(f"tokenizer.path: there is no folder {recipe.tokenizer.path}; give one, or leave it out")
     config, parameter_shapes = shapes.read(recipe.model, root=CODE)
     _write_sample_data(recipe, house, say)
     data_format = preflight.detect(recipe.data, house.root)

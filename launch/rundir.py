@@ -250,6 +250,14 @@ def check_output(folder: Path) -> None:
         raise ResourceError(f"output_dir {folder}: {parent} cannot be written to; choose another folder")
 
 
+def kept_aside(folder: Path, run_id: str) -> list[str]:
+    """A line for a model of another run that stands where this one's will; export.py keeps it as <name>.previous."""
+    other = read_json(folder / "lowmem.json")
+    if other is None or other["run"] == run_id:
+        return []
+    return [f"{folder.name} holds the model of {other['run']}; it will be kept as {folder.name}.previous"]
+
+
 def log_file(root: Path, run: RunDir) -> Path:
     """Where the guides tell people to look: logs/chat_trainer_<recipe>-<time>.log."""
     return root / "logs" / f"chat_trainer_{run.run_id}.log"

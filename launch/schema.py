@@ -15,6 +15,17 @@ GIB = 1 << 30
 Device = Literal["cpu", "cuda"]
 Mode = Literal["cpu", "multi_cpu", "single_gpu", "dual_gpu_nccl", "dual_gpu_gloo"]
 Precision = Literal["no", "bf16", "fp16"]
+Schedule = Literal[
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+]
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -126,7 +137,7 @@ class TrainingSection(BaseModel):
     max_steps: int = Field(default=-1, ge=-1)
     learning_rate: float = Field(default=5e-5, gt=0, le=10, allow_inf_nan=False)
     warmup_steps: float = Field(default=0, ge=0, allow_inf_nan=False)  # below 1: a share of all steps
-    lr_scheduler_type: str = "linear"
+    lr_scheduler_type: Schedule = "linear"
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     max_grad_norm: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     optim: str = "adamw_torch_fused"

@@ -37,10 +37,16 @@ class Screen:
 
     def say(self, line: str = "", log: bool = True) -> None:
         """One line, above the bar if there is one, and in the log."""
-        self._console.print(line, markup=False)
+        self._print(line)
         if log and self._log:
             self._log.write(line + "\n")
             self._log.flush()
+
+    def _print(self, line: str) -> None:
+        try:
+            self._console.print(line, markup=False)
+        except BrokenPipeError:  # nobody reads on; the training and its log go on
+            self._console = Console(quiet=True)
 
     def start(self, attempt: AttemptDir) -> None:
         self._attempt = attempt
@@ -68,7 +74,7 @@ class Screen:
             if step:
                 self._figures = line[step.end() :]
             if not (step and self._live):  # the bar shows the steps
-                self._console.print(line, markup=False)
+                self._print(line)
             if self._log:
                 self._log.write(line + "\n")
                 self._log.flush()

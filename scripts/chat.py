@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -68,13 +69,18 @@ def main() -> int:
         print(reply(" ".join(arguments.question)))
         return 0
     interactive = sys.stdin.isatty()
+    sys.stdin.reconfigure(errors="replace")
     while True:
         try:
             question = input("> " if interactive else "").strip()
         except (EOFError, KeyboardInterrupt):
             return 0
         if question:
-            print(reply(question), flush=True)
+            try:
+                print(reply(question), flush=True)
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                return 141
 
 
 if __name__ == "__main__":

@@ -24,10 +24,16 @@ def write(trainer: LowMemTrainer, cut: PreTrainedTokenizerBase, recipe: Recipe, 
     held = _save(trainer.accelerator.unwrap_model(trainer.model), cut, recipe.model, aside)
     (aside / "README.md").write_text(_card(trainer, recipe, plan, held), encoding="utf-8")
     rundir.write_json(aside / "lowmem.json", {"run": run_id, "recipe": recipe.name, "step": trainer.state.global_step})
+    is_another_runs = bool(rundir.kept_aside(target, run_id))
     if target.exists():
         target.rename(old)
     aside.rename(target)
-    if old.exists():
+    if is_another_runs:
+        previous = target.with_name(f"{target.name}.previous")
+        if previous.exists():
+            shutil.rmtree(previous)
+        old.rename(previous)
+    elif old.exists():
         shutil.rmtree(old)
     return held
 

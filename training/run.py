@@ -112,7 +112,10 @@ def train(
     """
     tokens = _tokens(start)
     rows, held_out = _rows(tokens)
-    args = arguments(start.recipe, start.plan, len(rows), held_out is not None)
+    try:
+        args = arguments(start.recipe, start.plan, len(rows), held_out is not None)
+    except ValueError as error:
+        raise ConfigError(f"training: transformers refuses these values: {' '.join(str(error).split())}") from error
     with ExitStack() as held:
         folders = _agreed(args, lambda: open_run(start, tokens, held))
         if folders is not None:

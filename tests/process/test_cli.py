@@ -38,7 +38,10 @@ def test_a_batch_that_is_none_is_refused_in_one_line(tmp_path, batch):
     ("words", "exit_code", "expected"),
     [
         (["--training.lerning_rate=1"], 2, "did you mean learning_rate"),
-        (["--bogus"], 2, "--bogus: unknown flag"),
+        (["--bogus"], 2, "--bogus: no flag of its own"),
+        (["--tokenizer.path=/nowhere"], 3, "tokenizer.path: there is no folder /nowhere"),
+        (["--training.lr_scheduler_type=foo"], 2, "lr_scheduler_type"),
+        (["4", "--training.per_device_train_batch_size=7"], 2, "both given"),
         (["--model.shape=t5-tny"], 2, "t5-tiny"),
         (["--data.train_file=nowhere.parquet"], 4, "nowhere.parquet"),
         (["--model.path=/nowhere"], 3, "no folder /nowhere"),

@@ -38,7 +38,7 @@ def test_accelerate_loads_what_is_written_and_reads_the_same(tmp_path, on, num_p
 
 def command(on, **launch) -> Command:
     run = RunDir(Path("/a 'b\" c/runs/wish/1"))
-    return render.command(plan(wish(launch=launch), on), on, run, run.attempt(1), House(Path("/a 'b\" c")))
+    return render.command(plan(wish(launch=launch), on), on, run, run.attempt(1), House(Path("/a 'b\" c")), {})
 
 
 def test_the_line_survives_a_shell():
