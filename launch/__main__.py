@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         if error.errno not in STORAGE_ERRORS:
             raise
-        print(f"error: {error.filename or 'a write'}: {error.strerror}; make room or choose another place", file=sys.stderr)
+        print(f"error: {error.filename or 'a write'}: {error.strerror}; make room there", file=sys.stderr)
         return StorageError.exit_code
 
 
