@@ -250,6 +250,24 @@ def check_output(folder: Path) -> None:
         raise ResourceError(f"output_dir {folder}: {parent} cannot be written to; choose another folder")
 
 
+def job_pss_bytes(root_pid: int) -> int:
+    """Sum of PSS over a process and its descendants; processes that end meanwhile count as nothing."""
+    import psutil  # 20 ms that planning need not pay
+
+    total = 0
+    try:
+        root = psutil.Process(root_pid)
+        processes = [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return 0
+    for process in processes:
+        try:
+            total += process.memory_full_info().pss
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return total
+
+
 def kept_aside(folder: Path, run_id: str) -> list[str]:
     """A line for a model of another run that stands where this one's will; export.py keeps it as <name>.previous."""
     other = read_json(folder / "lowmem.json")

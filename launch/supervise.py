@@ -106,7 +106,7 @@ def _watch(command: Command, run: RunDir, attempt: AttemptDir, screen: Screen, r
                 now = time.monotonic()
                 if now - measured_at >= PSS_INTERVAL_S:
                     measured_at = now
-                    host_peak = max(host_peak, _pss_bytes(os.getpid()))
+                    host_peak = max(host_peak, rundir.job_pss_bytes(os.getpid()))
                 if received and stopping_since is None:
                     stopping_since = now
                     _signal_tree(run.run_id, signal.SIGTERM)
@@ -149,16 +149,6 @@ def _signal_tree(run_id: str, number: int) -> None:
             process.send_signal(number)
         except psutil.NoSuchProcess:
             continue
-
-
-def _pss_bytes(root_pid: int) -> int:
-    total = 0
-    for process in [psutil.Process(root_pid), *psutil.Process(root_pid).children(recursive=True)]:
-        try:
-            total += process.memory_full_info().pss
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return total
 
 
 def _tail(path: Path) -> str:

@@ -11,10 +11,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
-import psutil
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from launch import rundir
 from launch.rundir import AttemptDir
 from launch.schema import StepEvent
 
@@ -37,25 +37,9 @@ class HostMemory:
     def read(self) -> int:
         if time.monotonic() - self._read_at >= PSS_INTERVAL_S:
             self._read_at = time.monotonic()
-            self.bytes = job_pss_bytes(self._root)
+            self.bytes = rundir.job_pss_bytes(self._root)
             self.peak_bytes = max(self.peak_bytes, self.bytes)
         return self.bytes
-
-
-def job_pss_bytes(root_pid: int) -> int:
-    """Sum of PSS over a process and its descendants; processes that end meanwhile count as nothing."""
-    total = 0
-    try:
-        root = psutil.Process(root_pid)
-        processes = [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return 0
-    for process in processes:
-        try:
-            total += process.memory_full_info().pss
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return total
 
 
 class Heartbeat:
