@@ -1,4 +1,4 @@
-"""The columns of a data file and what they hold, told by its schema or first rows; preflight.py chooses among them."""
+"""The columns of a data file and what they hold, told by its schema or first rows; columns.py chooses among them."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import planner, preflight, probe, recipes, rundir, shapes
+from launch import columns, planner, probe, recipes, rundir, shapes
 from launch.errors import ResourceError
 from launch.planner import Given
 from launch.rundir import CODE, House
@@ -55,8 +55,8 @@ def resolve(
         raise ResourceError(f"tokenizer.path: there is no folder {recipe.tokenizer.path}; give one, or leave it out")
     config, parameter_shapes = shapes.read(recipe.model, root=CODE)
     _write_sample_data(recipe, house, say)
-    data_format = preflight.detect(recipe.data, house.root)
-    rows = preflight.row_count(Path(recipe.data.train_file))
+    data_format = columns.detect(recipe.data, house.root)
+    rows = columns.row_count(Path(recipe.data.train_file))
     plan = planner.choose(recipe, machine, config, parameter_shapes, data_format, (*changes, *found), given, rows)
     return Resolved(house, recipe, machine, plan)
 

@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from launch import first_rows, preflight
+from launch import columns as columns_module
+from launch import first_rows
 from launch.errors import ConfigError, DataError
 from launch.schema import DataFormat, DataSection
 
@@ -35,7 +36,7 @@ def write(folder: Path, name: str, rows: list[dict]) -> Path:
 
 def detect(path: Path, validation: Path | None = None, **columns: str) -> DataFormat:
     section = DataSection(train_file=path.name, validation_file=validation.name if validation else None, **columns)
-    return preflight.detect(section, path.parent)
+    return columns_module.detect(section, path.parent)
 
 
 # ---- formats -------------------------------------------------------------------------------------------------------
@@ -88,7 +89,7 @@ def test_a_format_is_found_by_its_columns_in_every_file_type(tmp_path, ending, n
     file_type = {"parquet": "parquet", "json": "json"}.get(ending, "jsonl")
     assert (found.kind, found.columns, found.file_type) == (kind, columns, file_type)
     assert found.reason.startswith(f"{name}: data.train_file has the columns ")
-    assert preflight.row_count(path) == 2
+    assert columns_module.row_count(path) == 2
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_a_text_file_is_one_text_a_line(tmp_path):
     path.write_text("\n第一行\n\nsecond\n", encoding="utf-8")
     found = detect(path)
     assert (found.kind, found.columns, found.file_type) == ("text", {"text": "text"}, "text")
-    assert preflight.row_count(path) == 2
+    assert columns_module.row_count(path) == 2
 
 
 @pytest.mark.parametrize(
@@ -157,14 +158,14 @@ def test_a_byte_order_mark_is_accepted(tmp_path, ending):
     content = {"jsonl": '{"text": "你"}\n', "json": ' [{"text": "你"}]', "txt": "你\n"}[ending]
     path.write_bytes(b"\xef\xbb\xbf" + content.encode())
     assert detect(path).kind == "text"
-    assert preflight.row_count(path) == 1
+    assert columns_module.row_count(path) == 1
 
 
 def test_blank_lines_and_windows_line_ends_are_no_rows(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\r\n{"text": "a"}\r\n\r\n{"text": "b"}')
     assert detect(path).kind == "text"
-    assert preflight.row_count(path) == 2
+    assert columns_module.row_count(path) == 2
 
 
 def test_a_context_may_be_absent_or_null_in_some_rows(tmp_path):
@@ -191,9 +192,9 @@ def test_the_rows_of_a_huge_text_file_are_not_counted(tmp_path):
     path = tmp_path / "a.txt"
     with path.open("wb") as stream:
         stream.write(b"first\n")
-        stream.truncate(preflight.COUNTED_BYTES + 1)  # sparse
+        stream.truncate(columns_module.COUNTED_BYTES + 1)  # sparse
     assert detect(path).kind == "text"
-    assert preflight.row_count(path) is None
+    assert columns_module.row_count(path) is None
 
 
 def test_both_files_may_differ_in_a_context_that_json_rows_leave_out(tmp_path):
@@ -208,7 +209,7 @@ def test_a_path_with_spaces_and_quotes_is_read(tmp_path):
 
 def test_an_absolute_path_needs_no_base(tmp_path):
     path = write(tmp_path, "a.jsonl", [{"text": "a"}])
-    assert preflight.detect(DataSection(train_file=str(path)), Path("/nowhere")).kind == "text"
+    assert columns_module.detect(DataSection(train_file=str(path)), Path("/nowhere")).kind == "text"
 
 
 # ---- columns that cannot be used -----------------------------------------------------------------------------------
@@ -455,7 +456,7 @@ def test_a_missing_file_names_the_nearest_in_its_folder(tmp_path):
 
 def test_a_missing_folder_is_said(tmp_path):
     with pytest.raises(DataError, match=r"there is no such file; nor is there a folder .*nowhere"):
-        preflight.detect(DataSection(train_file="nowhere/a.jsonl"), tmp_path)
+        columns_module.detect(DataSection(train_file="nowhere/a.jsonl"), tmp_path)
     with pytest.raises(DataError, match=r"there is no such file; there is no data file in"):
         detect(tmp_path / "a.jsonl")
 
@@ -463,7 +464,7 @@ def test_a_missing_folder_is_said(tmp_path):
 @pytest.mark.parametrize("name", ["x" * 300 + ".jsonl", "a\0.jsonl"])
 def test_a_path_that_no_file_system_takes_is_an_error(tmp_path, name):
     with pytest.raises(DataError, match=r"cannot be opened: "):
-        preflight.detect(DataSection(train_file=name), tmp_path)
+        columns_module.detect(DataSection(train_file=name), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -506,4 +507,4 @@ def test_a_broken_array_cannot_be_counted(tmp_path):
     path = tmp_path / "a.json"
     path.write_text('[{"text": "a"}, {')
     with pytest.raises(DataError, match=r"is not a JSON array"):
-        preflight.row_count(path)
+        columns_module.row_count(path)
