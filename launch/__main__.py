@@ -11,7 +11,7 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
-from launch import direct, probe, recipes, render, report, resume, rundir
+from launch import direct, recipes, render, report, resume, rundir
 from launch.errors import ConfigError, LaunchError, StorageError
 from launch.resolve import Resolved, resolve
 from launch.schema import StepEvent
@@ -47,7 +47,9 @@ def _dispatch(argv: list[str]) -> int:
         prog="python -m launch", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawTextHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    doctor = commands.add_parser("doctor", help="say what this machine offers, each fact with its reason")
+    doctor = commands.add_parser(
+        "doctor", help="say what this machine offers, test the link between its GPUs, name what is wrong"
+    )
     doctor.add_argument(
         "--machine", type=Path, help="a described machine (configs/machines/*.yaml) instead of this one"
     )
@@ -72,9 +74,10 @@ def _dispatch(argv: list[str]) -> int:
     if arguments.command == "doctor":
         if overrides:
             raise ConfigError(f"doctor: unknown flag {overrides[0]}")
-        machine = probe.described(arguments.machine) if arguments.machine else probe.machine()
-        print("\n".join(probe.describe(machine)))
-        return 0
+        from launch import doctor  # the link test: not needed to plan
+
+        house = rundir.House.here()
+        return doctor.main(arguments.machine, house.cache, house.root)
     if arguments.batch is not None:
         if any(word.partition("=")[0].replace("-", "_").endswith(BATCH_KEY) for word in overrides):
             raise ConfigError(f"batch {arguments.batch} and --training.{BATCH_KEY} are both given; keep one")

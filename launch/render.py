@@ -38,20 +38,22 @@ def accelerate_config(plan: Plan) -> str:
     return f"# {strategy.mode}: written from the plan beside it\n" + yaml.safe_dump(config, sort_keys=True)
 
 
+def visible_devices(machine: Machine, num_processes: int) -> dict[str, str]:
+    """The variables that leave a run its first `num_processes` GPUs, one per rank and in their order."""
+    chosen = machine.gpus[:num_processes]
+    indices = ",".join(str(gpu.index) for gpu in chosen)
+    if chosen[0].vendor == "amd":
+        return {"HIP_VISIBLE_DEVICES": indices}
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": indices}  # NVML counts in this order
+
+
 def command(
     plan: Plan, machine: Machine, run: RunDir, attempt: AttemptDir, house: House, environ: Mapping[str, str]
 ) -> Command:
     """What starts the ranks; env holds only what is added to the environment. The user's OMP_NUM_THREADS is obeyed."""
     strategy = plan.strategy
     threads = environ.get("OMP_NUM_THREADS") or str(max(1, machine.cpu_count // strategy.num_processes))
-    devices: dict[str, str] = {}
-    if strategy.device == "cuda":
-        chosen = machine.gpus[: strategy.num_processes]
-        indices = ",".join(str(gpu.index) for gpu in chosen)
-        if chosen[0].vendor == "amd":
-            devices = {"HIP_VISIBLE_DEVICES": indices}
-        else:  # NVML counts in this order
-            devices = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": indices}
+    devices = visible_devices(machine, strategy.num_processes) if strategy.device == "cuda" else {}
     return Command(
         argv=(
             sys.executable,
