@@ -95,7 +95,10 @@ CAUSES = (
     ),
     Cause(
         "p2p_refused",
-        re.compile(r"failed to open CUDA IPC handle|peer access is not supported|cuMemImportFromShareableHandle"),
+        re.compile(
+            r"failed to open CUDA IPC handle|peer access is not supported|cuMemImportFromShareableHandle"
+            r"|transport/p2p\.cc:\d+ NCCL WARN"
+        ),
         "the cards cannot read each other's memory",
         "none needed while NCCL_P2P_DISABLE=1 works; in docker --ipc=host can mend the cause",
         worth=(NO_P2P, SOCKETS_ONLY),

@@ -60,7 +60,7 @@ def run(
             signals = [_signal_line(rank, child.returncode) for rank, child in enumerate(ranks)]
         finally:
             stuck = _kill(ranks)
-            _remove_segments(_segments(shm) - before)
+            remove_unmapped(_segments(shm) - before)
         output = "\n".join([_read(folder, rank) for rank in range(world_size)] + [line for line in signals if line])
     return Ended("stuck" if stuck else how, output, start_s)
 
@@ -134,8 +134,8 @@ def _segments(shm: Path) -> set[Path]:
     return {path for path in shm.glob("nccl-*") if path.is_file()}
 
 
-def _remove_segments(new: set[Path]) -> None:
-    """Unlink those that are this user's and that no process has mapped: another run's stay."""
+def remove_unmapped(new: set[Path]) -> None:
+    """Unlink the segments that are this user's and that no process has mapped: those of a run beside this one stay."""
     new = {path for path in new if _owner(path) == os.getuid()}
     if not new:
         return

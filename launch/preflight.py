@@ -232,13 +232,13 @@ def _key(facts: Mapping[str, Any]) -> str:
 
 
 def _kept(path: Path, say: Callable[[str], None]) -> dict[str, Kept]:
-    """What earlier tests found, oldest first; nothing when the file is damaged, and that is said."""
+    """What earlier tests found, oldest first; nothing when the file cannot be used, and that is said."""
     try:
         return TypeAdapter(dict[str, Kept]).validate_json(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except ValueError as error:
-        say(f"link test: {path} is damaged ({str(error).splitlines()[0]}); testing again")
+    except (ValueError, OSError) as error:
+        say(f"link test: {path} cannot be read ({str(error).splitlines()[0]}); testing again")
         return {}
 
 
