@@ -1,0 +1,266 @@
+"""Every launch mode that runs on CPUs: trained, compared with one plain process, resumed, exported. `make modes`.
+
+Each mode is a real `accelerate launch` of 20 steps at one effective batch of 8 in fp32, cut differently by each number
+of ranks, on 45 rows: the last step of an epoch is smaller. Then its last checkpoint and its outcome are taken away, as
+a kill would, and the same line runs again. The model folder is read by plain transformers. FSDP2 runs through the shim
+of tests/modes. The figures go to benchmarks/results/modes.json and, as a table, to docs/modes.md between its marks; the
+rows of modes that need a GPU come from benchmarks/results/modes-gpu.json, which tests/gpu writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks import recording
+
+STEPS, SAVE_STEPS, EFFECTIVE_BATCH = 20, 10, 8
+LOSS_TOLERANCE = 1e-5  # relative, at every step; float32 rounding carried over 20 steps
+WEIGHT_TOLERANCE = 2e-5  # absolute; Adam moves a weight by up to the learning rate, 1e-3, a step
+FAMILIES = ("llama-tiny", "t5-tiny")
+TIME_LIMIT_S = 180
+CPU_RUNS = (
+    ("cpu", 1),
+    ("multi_cpu", 2),
+    ("deepspeed_zero1", 1),
+    ("deepspeed_zero1", 2),
+    ("deepspeed_zero2", 1),
+    ("deepspeed_zero2", 2),
+    ("deepspeed_zero2_offload", 1),
+    ("deepspeed_zero2_offload", 2),
+    ("deepspeed_zero3", 1),
+    ("deepspeed_zero3", 2),
+    ("deepspeed_zero3_offload", 1),
+    ("deepspeed_zero3_offload", 2),
+    ("fsdp2", 2),
+)
+QUICK_RUNS = (("deepspeed_zero1", 1), ("deepspeed_zero2_offload", 2), ("deepspeed_zero3", 2), ("fsdp2", 2))
+GPU_RUNS = (
+    ("single_gpu", 1),
+    ("dual_gpu_nccl", 2),
+    ("dual_gpu_gloo", 2),
+    ("deepspeed_zero1", 2),
+    ("deepspeed_zero2", 2),
+    ("deepspeed_zero2_offload", 2),
+    ("deepspeed_zero3", 2),
+    ("deepspeed_zero3_offload", 2),
+    ("fsdp2", 2),
+)
+BEGIN, END = "<!-- table: written by make modes -->", "<!-- end of table -->"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One mode with so many ranks, training one model whole or by LoRA."""
+
+    mode: str
+    ranks: int
+    family: str
+    lora: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}-{'lora' if self.lora else 'full'}-{self.mode}-{self.ranks}"
+
+
+def recipe(folder: Path, case: Case) -> Path:
+    """The recipe file of a case, in the one house that all share."""
+    micro = 2 if case.ranks > 1 else 4
+    content: dict[str, Any] = {
+        "name": case.name,
+        "task": "sft",
+        "model": {"shape": case.family},
+        "data": {"train_file": str(folder / "rows.jsonl"), "max_length": 64},
+        "training": {
+            "per_device_train_batch_size": micro,
+            "gradient_accumulation_steps": EFFECTIVE_BATCH // micro // case.ranks,
+            "max_steps": STEPS,
+            "learning_rate": 1e-3,
+            "warmup_steps": 3,
+            "max_grad_norm": 0.5,
+            "logging_steps": 1,
+            "save_steps": SAVE_STEPS,
+        },
+        "launch": {"num_processes": case.ranks},
+        "output_dir": str(folder / "models" / case.name),
+    }
+    if case.lora:
+        content["lora"] = {"r": 4, "lora_alpha": 8}
+    path = folder / f"{case.name}.yaml"
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return path
+
+
+def launch(folder: Path, case: Case) -> tuple[Path, float]:
+    """Run the case's line; (its run folder, wall seconds). Raises RuntimeError with what it said."""
+    argv = [sys.executable, "-m", "tests.modes.launch_one", case.mode, str(recipe(folder, case))]
+    env = {**recording.environment(folder / "house"), "OMP_NUM_THREADS": "1"}
+    began = time.monotonic()
+    done = subprocess.run(argv, env=env, cwd=recording.CODE, capture_output=True, text=True, timeout=TIME_LIMIT_S)
+    if done.returncode != 0:
+        raise RuntimeError(f"{case.name}: exit {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    (run,) = (path.parent for path in (folder / "house" / "runs" / case.name).glob("*/plan.json"))
+    return run, time.monotonic() - began
+
+
+def losses(run: Path, attempt: int) -> dict[int, dict[str, Any]]:
+    """step -> event of one attempt."""
+    lines = (run / "attempts" / f"{attempt:02d}" / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    return {event["step"]: event for event in map(json.loads, lines)}
+
+
+def read_model(folder: Path) -> dict[str, Any]:
+    """The weights of an exported folder, as plain transformers reads them."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+    AutoTokenizer.from_pretrained(folder)
+    family = AutoModelForSeq2SeqLM if AutoConfig.from_pretrained(folder).is_encoder_decoder else AutoModelForCausalLM
+    return family.from_pretrained(folder).state_dict()
+
+
+def measure(folder: Path, case: Case, plain: dict[str, Any]) -> dict[str, Any]:
+    """Train, compare, cut short, resume, compare again. `plain` holds the one process's figures, or is filled."""
+    run, wall_s = launch(folder, case)
+    first = losses(run, 1)
+    assert sorted(first) == list(range(1, STEPS + 1)), f"{case.name}: steps {sorted(first)}"
+    model = read_model(folder / "models" / case.name)
+    shutil.rmtree(run / "checkpoints" / f"checkpoint-{STEPS:06d}")
+    (run / "attempts" / "01" / "outcome.json").unlink()
+    shutil.rmtree(folder / "models" / case.name)
+    launch(folder, case)
+    second = losses(run, 2)
+    assert sorted(second) == list(range(SAVE_STEPS + 1, STEPS + 1)), f"{case.name} resumed: steps {sorted(second)}"
+    resumed = read_model(folder / "models" / case.name)
+    reference = plain.setdefault("events", first), plain.setdefault("model", model)
+    return {
+        "mode": case.mode,
+        "ranks": case.ranks,
+        "family": case.family,
+        "lora": case.lora,
+        "loss_error": max(abs(first[at]["loss"] / reference[0][at]["loss"] - 1) for at in first),
+        "resumed_loss_error": max(abs(second[at]["loss"] / first[at]["loss"] - 1) for at in second),
+        "resumed_weight_error": _distance(resumed, model),
+        "export_error": _distance(model, reference[1]),
+        "samples_seen": first[STEPS]["samples_seen"],
+        "seconds_per_step": statistics.median(event["seconds"] for event in list(first.values())[2:]),
+        "wall_s": wall_s,
+    }
+
+
+def _distance(one: dict[str, Any], other: dict[str, Any]) -> float:
+    assert one.keys() == other.keys(), f"tensors differ: {sorted(one.keys() ^ other.keys())}"
+    return max((one[name].float() - other[name].float()).abs().max().item() for name in one)
+
+
+def verdicts(row: dict[str, Any]) -> dict[str, bool]:
+    """Which of the promises a row keeps; a case that failed to run keeps none."""
+    if "failed" in row:
+        return dict.fromkeys(("runs", "equal", "resumes", "exports"), False)
+    return {
+        "runs": True,
+        "equal": row["loss_error"] <= LOSS_TOLERANCE,
+        "resumes": row["resumed_loss_error"] <= LOSS_TOLERANCE and row["resumed_weight_error"] <= WEIGHT_TOLERANCE,
+        "exports": row["export_error"] <= WEIGHT_TOLERANCE,
+    }
+
+
+def table(results: dict[str, Any], gpu: dict[str, Any] | None) -> str:
+    """The rows of docs/modes.md: one a mode and number of ranks, the worst of its cases."""
+    lines = [
+        f"CPU rows: {results['date']}, {results['machine']}; {_versions(results)}. GPU rows: "
+        + (f"{gpu['date']}, {gpu['machine']}; {_versions(gpu)}." if gpu else "not yet run."),
+        "",
+        "| mode | ranks | where | runs | equal (worst loss error) | resumes | exports | s/step: llama-tiny, t5-tiny |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for where, source, runs in (("CPU, Gloo", results, CPU_RUNS), ("GPU", gpu, GPU_RUNS)):
+        for mode, ranks in runs:
+            rows = [row for row in (source or {"rows": []})["rows"] if (row["mode"], row["ranks"]) == (mode, ranks)]
+            place = "CPU, Gloo, test shim" if mode == "fsdp2" and where != "GPU" else "CPU" if mode == "cpu" else where
+            lines.append(f"| {mode} | {ranks} | {place} | {_cells(rows)} |")
+    return "\n".join(lines)
+
+
+def _cells(rows: list[dict[str, Any]]) -> str:
+    if not rows:
+        return "not yet run | | | | "
+    kept = [verdicts(row) for row in rows]
+    cells = ["yes" if all(row[name] for row in kept) else "**no**" for name in ("runs", "equal", "resumes", "exports")]
+    good = [row for row in rows if "failed" not in row]
+    if good:
+        cells[1] += f" ({max(row['loss_error'] for row in good):.1e})"
+    paces = [[row["seconds_per_step"] for row in good if row["family"] == family] for family in FAMILIES]
+    return " | ".join([*cells, ", ".join(f"{statistics.median(pace):.3f}" if pace else "-" for pace in paces)])
+
+
+def _versions(results: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+
+
+def write_doc(results: dict[str, Any]) -> None:
+    """Put the table between the marks of docs/modes.md."""
+    gpu_file = recording.RESULTS / "modes-gpu.json"
+    gpu = json.loads(gpu_file.read_text(encoding="utf-8")) if gpu_file.exists() else None
+    page = recording.CODE / "docs" / "modes.md"
+    head, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    page.write_text(f"{head}{BEGIN}\n\n{table(results, gpu)}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one case an engine; writes nothing")
+    parser.add_argument("--only", default="", help="cases whose name contains this; writes nothing")
+    arguments = parser.parse_args()
+    runs = QUICK_RUNS if arguments.quick else CPU_RUNS[1:]
+    rows = []
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        sys.path.insert(0, str(recording.CODE))
+        from tests import builders
+
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in builders.rows(45)]
+        (folder / "rows.jsonl").write_text("".join(lines), encoding="utf-8")
+        for i, (family, lora) in enumerate((family, lora) for family in FAMILIES for lora in (False, True)):
+            plain: dict[str, Any] = {}
+            # quick: each engine once, with another model each time
+            chosen = [run for at, run in enumerate(runs) if not arguments.quick or at == i]
+            for mode, ranks in [("cpu", 1), *chosen]:
+                case = Case(mode, ranks, family, lora)
+                if mode != "cpu" and arguments.only not in case.name:
+                    continue
+                try:
+                    row = measure(folder, case, plain)
+                except (RuntimeError, AssertionError, OSError, subprocess.TimeoutExpired) as error:
+                    row = {**vars(case), "failed": str(error)}
+                    print(error, file=sys.stderr)
+                rows.append(row)
+                print(case.name, verdicts(row), {k: v for k, v in row.items() if "error" in k or "s_" in k}, flush=True)
+    results = {
+        "date": str(date.today()),
+        "machine": recording.machine(),
+        "versions": {name: recording.version(name) for name in (*recording.PACKAGES, "deepspeed", "peft")},
+        "command": recording.command("modes"),
+        "tolerances": {"loss": LOSS_TOLERANCE, "weights": WEIGHT_TOLERANCE},
+        "rows": rows,
+    }
+    if not (arguments.quick or arguments.only):
+        path = recording.RESULTS / "modes.json"
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write_doc(results)
+    return 0 if all(all(verdicts(row).values()) for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
