@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 
-from launch import probe, recipes, render, report, resume, rundir, seed_cli
+from launch import architectures, probe, recipes, render, report, resume, rundir, seed_cli
 from launch.errors import ConfigError
 from launch.planner import Given
 from launch.resolve import resolve
@@ -40,6 +40,9 @@ def from_flags(argv: Sequence[str]) -> Start:
         force_gloo=os.environ.get("ACCELERATE_USE_GLOO", "").lower() in ("1", "true", "yes"),
     )
     resolved = resolve(request.recipe, request.overrides, given=given, say=print if is_first else lambda line: None)
+    if resolved.plan.strategy.device == "cuda":  # PyTorch reads these at its first attention
+        for key, value in architectures.environment(resolved.machine.gpus[: given.num_processes]).items():
+            os.environ.setdefault(key, value)
     if is_first:
         print("\n".join(report.plan_lines(resolved.recipe, resolved.machine, resolved.plan)), flush=True)
     return Start(

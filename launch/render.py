@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import yaml
 
+from launch import architectures
 from launch.rundir import CODE, AttemptDir, House, RunDir
 from launch.schema import Command, Machine, Plan
 
@@ -49,9 +50,13 @@ def command(
         chosen = machine.gpus[: strategy.num_processes]
         indices = ",".join(str(gpu.index) for gpu in chosen)
         if chosen[0].vendor == "amd":
+            # HIP reads this before CUDA_VISIBLE_DEVICES, and counts what ROCR_VISIBLE_DEVICES leaves, as gpus.py does.
+            # RCCL has no names of its own: it reads NCCL_*.
             devices = {"HIP_VISIBLE_DEVICES": indices}
         else:  # NVML counts in this order
             devices = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": indices}
+        wanted = architectures.environment(chosen)
+        devices |= {key: environ.get(key, value) for key, value in wanted.items()}
     return Command(
         argv=(
             sys.executable,
