@@ -4,11 +4,11 @@ tests/data/rocm-smi-*.txt: the RX 7900 XT is as posted in github.com/marimo-team
 that tool's JSON spelling of the CSV posted in mudler/LocalAI/pull/7761 and easybuilders/easybuild-framework/pull/3978,
 unique ids made up and, for the MI100, the VRAM sizes.
 
-tests/data/amd-smi-*.txt, each cut to the sections that are asked for: the RX 6600 is as posted in notes on a fan control
-script (an older amd-smi: a plain list, no gfx name); the RX 7800 XT in github.com/nathaninline/ajean/issues/39; `metric`
-of two 32 GB cards in the tests of a Rust parser of amd-smi; `static` of those two is that spelling with the R9700's
-names and gfx1201, serials made up. tests/data/fake_amdsmi/ answers what AMD's amdsmi prints for an RX 9070 XT in the
-guide to its own unit tests.
+tests/data/amd-smi-*.txt are cut to the sections that are asked for. The RX 6600 is as posted in notes on a fan control
+script (an older amd-smi: a plain list, no gfx name), the RX 7800 XT as in github.com/nathaninline/ajean/issues/39,
+`metric` of two 32 GB cards as in the tests of a Rust parser of amd-smi; `static` of those two is that spelling with the
+R9700's names and gfx1201, serials made up. tests/data/fake_amdsmi/ answers what AMD's amdsmi prints for an RX 9070 XT
+in the guide to its own unit tests.
 """
 
 from __future__ import annotations
