@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 
-from launch import probe, recipes, render, report, resume, rundir, seed_cli, started
+from launch import architectures, probe, recipes, render, report, resume, rundir, seed_cli, started
 from launch.errors import ConfigError
 from launch.resolve import resolve
 from launch.rundir import AttemptDir, House, RunDir, Start
@@ -37,6 +37,10 @@ def from_flags(argv: Sequence[str]) -> Start:
     say = print if is_first else lambda line: None
     given = started.given(os.environ, _launcher(), request.cpu)
     resolved = resolve(request.recipe, request.overrides, given=given, say=say)
+    if resolved.plan.strategy.device == "cuda":  # PyTorch reads these at its first attention
+        chosen = resolved.machine.gpus[: resolved.plan.strategy.processes_per_machine]
+        for key, value in architectures.environment(chosen).items():
+            os.environ.setdefault(key, value)
     if is_first:
         print("\n".join(report.plan_lines(resolved.recipe, resolved.machine, resolved.plan)), flush=True)
     return Start(

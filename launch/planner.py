@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launch import predict, sharding
+from launch import architectures, predict, sharding
 from launch.errors import ConfigError, DoesNotFit
 from launch.schema import (
     GIB,
@@ -130,7 +130,7 @@ def candidates(recipe: Recipe, machine: Machine, given: Given = Given()) -> Iter
             gradient_accumulation_steps=training.gradient_accumulation_steps,
             per_device_eval_batch_size=training.per_device_eval_batch_size
             or max(training.per_device_train_batch_size, min(3 * training.per_device_train_batch_size, MAX_EVAL_BATCH)),
-            mixed_precision=_precision(recipe, machine.gpus if on_gpu else ()),
+            mixed_precision=_precision(recipe, machine.gpus[:num_processes] if on_gpu else ()),
             gradient_checkpointing=training.gradient_checkpointing,
             dataloader_num_workers=_workers(recipe, machine, num_processes // launch.nodes, on_gpu),
         )
@@ -217,21 +217,19 @@ def _precision(recipe: Recipe, gpus: Sequence[Gpu]) -> Precision:
     training = recipe.training
     if training.fp16 and not gpus:
         raise ConfigError("training.fp16: true has no effect on a CPU (it would train in fp32); use bf16 or neither")
+    if training.extras.get("tf32") and (without := [gpu for gpu in gpus if not architectures.of(gpu).tf32]):
+        raise ConfigError(
+            f"training.tf32: true, but {without[0].name} ({without[0].architecture}) has no TF32; drop it"
+        )
     if training.bf16:
-        return "bf16" if all(map(_has_bf16, gpus)) else "fp16"
+        return "fp16" if architectures.without_bf16(gpus) else "bf16"
     return "fp16" if training.fp16 else "no"
-
-
-def _has_bf16(gpu: Gpu) -> bool:
-    if gpu.vendor == "nvidia" and gpu.architecture:
-        return float(gpu.architecture) >= 8.0  # Ampere
-    return gpu.architecture not in ("gfx900", "gfx906")  # AMD before MI100
 
 
 def _precision_changes(recipe: Recipe, machine: Machine, candidate: Candidate) -> list[Change]:
     if recipe.training.bf16 and candidate.mixed_precision == "fp16":
-        names = ", ".join(gpu.name for gpu in machine.gpus if not _has_bf16(gpu))
-        return [Change("training.bf16", "bf16", "fp16 with a loss scaler", f"{names} has no bf16")]
+        reason = architectures.without_bf16(machine.gpus[: candidate.num_processes])
+        return [Change("training.bf16", "bf16", "fp16 with a loss scaler", reason)]
     return []
 
 
@@ -256,6 +254,7 @@ def _why(recipe: Recipe, machine: Machine, candidate: Candidate, given: Given) -
             yield f"{candidate.num_processes} processes share {machine.cpu_count} CPU(s): slower than one each"
     else:
         yield f"{candidate.num_processes} GPU(s): {machine.gpus_reason}"
+        yield from architectures.attention_notes(machine.gpus[: candidate.num_processes])
     if candidate.num_machines > 1 and recipe.launch.nodes > 1:
         launch = recipe.launch
         meet = f"{launch.main_process_ip}:{launch.main_process_port}"

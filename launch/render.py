@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from launch import architectures
 from launch.rundir import CODE, AttemptDir, House, RunDir
 from launch.schema import Command, Machine, Plan
 
@@ -36,7 +37,10 @@ def accelerate_config(plan: Plan, deepspeed_file: str) -> str:
         "use_cpu": strategy.device == "cpu" and not launched,
     }
     if strategy.engine == "deepspeed":  # precision is in its own file
-        config["deepspeed_config"] = {"deepspeed_config_file": deepspeed_file, "zero3_init_flag": False}
+        config["deepspeed_config"] = {
+            "deepspeed_config_file": deepspeed_file,
+            "zero3_init_flag": strategy.zero_stage == 3,
+        }
         if strategy.num_machines > 1:
             config["deepspeed_config"]["deepspeed_multinode_launcher"] = "standard"  # pdsh would leak the environment
     else:
@@ -57,7 +61,8 @@ def accelerate_config(plan: Plan, deepspeed_file: str) -> str:
         config["main_process_ip"] = meeting.main_process_ip
     if strategy.device == "cuda":
         config["gpu_ids"] = "all"  # of those the command makes visible
-    return f"# {strategy.mode}: written from the plan\n" + yaml.safe_dump(config, sort_keys=True)
+    header = f"# {strategy.mode}, for {plan.recipe_name}: written by launch/render.py from its plan\n"
+    return header + yaml.safe_dump(config, sort_keys=True)
 
 
 def deepspeed_config(plan: Plan, max_grad_norm: float) -> str:
@@ -108,9 +113,13 @@ def command(
         chosen = machine.gpus[: strategy.processes_per_machine]
         indices = ",".join(str(gpu.index) for gpu in chosen)
         if chosen[0].vendor == "amd":
+            # HIP reads this before CUDA_VISIBLE_DEVICES, and counts what ROCR_VISIBLE_DEVICES leaves, as gpus.py does.
+            # RCCL has no names of its own: it reads NCCL_*.
             devices = {"HIP_VISIBLE_DEVICES": indices}
         else:  # NVML counts in this order
             devices = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": indices}
+        wanted = architectures.environment(chosen)
+        devices |= {key: environ.get(key, value) for key, value in wanted.items()}
     if strategy.engine == "deepspeed" and strategy.device == "cpu":
         devices["DS_ACCELERATOR"] = "cpu"
     if plan.rendezvous and plan.rendezvous.network_interface:

@@ -115,8 +115,9 @@ def _check_engine(source: Path, strategy: Strategy) -> None:
         )
     if not is_readable:
         raise CheckpointError(
-            f"{source}: written by {mode} with {ranks} rank(s), {strategy.mode} with {strategy.num_processes} cannot read"
-            f" it; continue with --launch.mode={mode} --launch.num_processes={ranks}, or start over with --resume never"
+            f"{source}: written by {mode} with {ranks} rank(s), which {strategy.mode} with {strategy.num_processes}"
+            f" cannot read; continue with --launch.mode={mode} --launch.num_processes={ranks}, or start over with"
+            " --resume never"
         )
 
 

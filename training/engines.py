@@ -40,6 +40,15 @@ def prepare(strategy: Strategy, deepspeed_file: Path | None) -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+def connect(strategy: Strategy) -> None:
+    """After TrainingArguments is made: DeepSpeed's own view of the process group, which it needs to load in shards."""
+    if strategy.engine == "deepspeed":
+        from deepspeed import comm
+
+        if not comm.is_initialized():
+            comm.init_distributed(dist_backend=strategy.backend, auto_mpi_discovery=False)
+
+
 def check(strategy: Strategy, args: TrainingArguments) -> str:
     """What runs, in words, from torch.distributed and Accelerate. Raises ConfigError when it is not what was planned:
     several launchers give another number of ranks or another engine with exit code 0."""

@@ -100,6 +100,7 @@ def train(
         args = arguments(start.recipe, start.plan, len(rows), held_out is not None)
     except ValueError as error:
         raise ConfigError(f"training: transformers refuses these values: {' '.join(str(error).split())}") from error
+    engines.connect(start.plan.strategy)
     with ExitStack() as held:
         folders = _agreed(args, lambda: open_run(start, tokens, held))
         if folders is not None:
