@@ -11,8 +11,9 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
-from launch import direct, probe, recipes, render, report, resume, rundir
+from launch import direct, probe, recipes, render, report, resume, rundir, started
 from launch.errors import ConfigError, LaunchError, StorageError
+from launch.planner import Given
 from launch.resolve import Resolved, resolve
 from launch.schema import StepEvent
 
@@ -79,11 +80,12 @@ def _dispatch(argv: list[str]) -> int:
         if any(word.partition("=")[0].replace("-", "_").endswith(BATCH_KEY) for word in overrides):
             raise ConfigError(f"batch {arguments.batch} and --training.{BATCH_KEY} are both given; keep one")
         overrides.append(f"--training.{BATCH_KEY}={recipes.check_batch(arguments.batch)}")
+    given = Given(force_gloo=started.asks_for_gloo(os.environ))
     if arguments.command == "plan":
-        resolved = resolve(arguments.recipe, overrides, arguments.machine)
+        resolved = resolve(arguments.recipe, overrides, arguments.machine, given)
         print("\n".join(report.plan_lines(resolved.recipe, resolved.machine, resolved.plan)))
         return 0
-    return _run(resolve(arguments.recipe, overrides, say=print), arguments.resume, arguments.dry_run)
+    return _run(resolve(arguments.recipe, overrides, given=given, say=print), arguments.resume, arguments.dry_run)
 
 
 def _run(resolved: Resolved, wish: str, dry_run: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from transformers import Trainer, TrainingArguments
 
 from launch.errors import ConfigError
 from launch.schema import Strategy
+from training import ops
 
 EXPECTED = {  # engine -> what Accelerate must have made of it, on (cpu, cuda)
     "plain": (DistributedType.NO, DistributedType.NO),
@@ -27,9 +29,11 @@ EXPECTED = {  # engine -> what Accelerate must have made of it, on (cpu, cuda)
 def prepare(strategy: Strategy, deepspeed_file: Path | None) -> None:
     """Before TrainingArguments is made: what a launcher has put into the environment gives way to the plan."""
     os.environ["ACCELERATE_MIXED_PRECISION"] = strategy.mixed_precision
+    os.environ["ACCELERATE_DYNAMO_BACKEND"] = "no"  # training.torch_compile is the way to ask for it
     os.environ.pop("ACCELERATE_USE_CPU", None)  # with it DeepSpeed is dropped without a word; use_cpu says the same
     if strategy.engine != "deepspeed":
         return
+    assert deepspeed_file is not None
     os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(deepspeed_file)
     if strategy.device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -38,6 +42,8 @@ def prepare(strategy: Strategy, deepspeed_file: Path | None) -> None:
         # An all-reduce through shared memory, compiled at the first start (25 s, and for ever if that was killed once).
         # Gloo gives the same bits; without it no compiler is needed.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if strategy.offloads and json.loads(deepspeed_file.read_bytes())["zero_force_ds_cpu_optimizer"]:
+        ops.ensure_cpu_adam(print)
 
 
 def connect(strategy: Strategy) -> None:
