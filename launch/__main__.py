@@ -8,10 +8,12 @@ import json
 import os
 import shlex
 import sys
+from contextlib import ExitStack
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from launch import direct, probe, recipes, render, report, resume, rundir, started
+from launch import direct, nodes, probe, recipes, render, report, resume, rundir, started
 from launch.errors import ConfigError, LaunchError, StorageError
 from launch.planner import Given
 from launch.resolve import Resolved, resolve
@@ -89,18 +91,28 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _run(resolved: Resolved, wish: str, dry_run: bool) -> int:
+    resolved = replace(resolved, plan=nodes.located(resolved.plan))
     recipe, plan, house = resolved.recipe, resolved.plan, resolved.house
     from launch import supervise  # rich and psutil: not needed to refuse a wrong flag
     from launch.screen import Screen
 
-    with direct.output_lock(house, recipe):
-        tokens = rundir.token_cache(house.cache, recipe, plan.shape, plan.data_format)
-        start = resume.decide(house.runs, recipe, plan, tokens, wish, datetime.now())
+    meeting = plan.rendezvous
+    is_first = meeting is None or meeting.machine_rank == 0
+    with ExitStack() as held:
+        if meeting is not None and not is_first:
+            start = resume.Start(
+                nodes.own_run(house.runs, recipe.name, meeting, datetime.now()),
+                f"machine {meeting.machine_rank}: joining machine 0, whose run this is",
+            )
+        else:
+            held.enter_context(direct.output_lock(house, recipe))
+            tokens = rundir.token_cache(house.cache, recipe, plan.shape, plan.data_format)
+            start = resume.decide(house.runs, recipe, plan, tokens, wish, datetime.now())
         screen = Screen(rundir.log_file(house.root, start.run))
         for line in report.plan_lines(recipe, resolved.machine, plan):
             screen.say(line)
         screen.say(start.line)
-        for line in rundir.kept_aside(Path(recipe.output_dir), start.run.run_id):
+        for line in rundir.kept_aside(Path(recipe.output_dir), start.run.run_id) if is_first else ():
             screen.say(line)
         if start.complete:
             screen.say(f"chat with it: {_chat(recipe.output_dir)}")

@@ -68,9 +68,20 @@ PATTERNS = (
         "free space where runs/ and model_save/ are, then run the same line again",
     ),
     Pattern(
+        "join",
+        11,
+        re.compile(r"DistStoreError: Timed out .* clients joined|client socket has timed out .* trying to connect to"),
+        "the machines did not all join in time",
+        "start the same line on every machine, each with its launch.machine_rank, and see that launch.main_process_port"
+        " of machine 0 is reachable; launch.join_timeout_s says how long is waited",
+    ),
+    Pattern(
         "network",
         11,
-        re.compile(r"EADDRINUSE|Connection refused|connectFullMesh failed|Timed out waiting .*ms for (recv|send)"),
+        re.compile(
+            r"EADDRINUSE|Connection refused|connectFullMesh failed|Timed out waiting .*ms for (recv|send)"
+            r"|Connection (closed|reset) by peer|Broken pipe.*gloo|Timed out waiting \d+ms"
+        ),
         "the ranks could not reach each other",
         "run the same line again; if it repeats, train on one process with --launch.num_processes=1",
     ),

@@ -201,7 +201,13 @@ def _rendezvous(launch: LaunchSection) -> Rendezvous | None:
     if launch.nodes == 1:
         return None
     assert launch.main_process_ip is not None  # the schema has checked it
-    return Rendezvous(launch.machine_rank, launch.main_process_ip, launch.main_process_port, launch.network_interface)
+    return Rendezvous(
+        launch.machine_rank,
+        launch.main_process_ip,
+        launch.main_process_port,
+        launch.network_interface,
+        launch.join_timeout_s,
+    )
 
 
 def budget_bytes(recipe: Recipe, machine: Machine, candidate: Candidate) -> int:

@@ -133,6 +133,7 @@ def command(
             "accelerate.commands.launch",
             "--config_file",
             str(run.accelerate_file),
+            *(["--rdzv_conf", f"timeout={plan.rendezvous.join_timeout_s}"] if plan.rendezvous else []),
             str(CODE / "train_low_mem.py"),
             "--run-dir",
             str(run.root),

@@ -192,7 +192,8 @@ class LaunchSection(Section):
     machine_rank: int = Field(default=0, ge=0)
     main_process_ip: str | None = None  # of the node with machine_rank 0, as the other nodes reach it
     main_process_port: int = Field(default=29500, ge=1024, le=65_535)  # with several nodes; else any free one is taken
-    network_interface: str | None = None  # between the nodes, e.g. eth1
+    network_interface: str | None = None  # between the nodes, e.g. eth1; default: the one that leads to that address
+    join_timeout_s: PositiveInt = 300  # for all nodes to be there
     vram_fraction: float = Field(default=0.95, gt=0, le=1)  # share of the free VRAM that planning may use
     host_reserve_gib: float = Field(default=2.0, ge=0, allow_inf_nan=False)  # host RAM left to the rest of the machine
 
@@ -339,6 +340,7 @@ class Rendezvous:
     main_process_ip: str
     main_process_port: int
     network_interface: str | None
+    join_timeout_s: int
 
 
 @dataclass(frozen=True)

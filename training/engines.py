@@ -7,10 +7,12 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import DistributedType
 from transformers import Trainer, TrainingArguments
 
@@ -26,14 +28,24 @@ EXPECTED = {  # engine -> what Accelerate must have made of it, on (cpu, cuda)
 }
 
 
-def prepare(strategy: Strategy, deepspeed_file: Path | None) -> None:
-    """Before TrainingArguments is made: what a launcher has put into the environment gives way to the plan."""
+def prepare(strategy: Strategy, deepspeed_file: Path | None, timeout_s: float) -> dict[str, Any]:
+    """Before TrainingArguments is made: what a launcher has put into the environment gives way to the plan.
+
+    Returns arguments for it. On CPUs the process group is made here: transformers forgets ddp_timeout there.
+    """
     os.environ["ACCELERATE_MIXED_PRECISION"] = strategy.mixed_precision
     os.environ["ACCELERATE_DYNAMO_BACKEND"] = "no"  # training.torch_compile is the way to ask for it
     os.environ.pop("ACCELERATE_USE_CPU", None)  # with it DeepSpeed is dropped without a word; use_cpu says the same
-    if strategy.engine != "deepspeed":
-        return
-    assert deepspeed_file is not None
+    if strategy.engine == "deepspeed":
+        assert deepspeed_file is not None
+        _prepare_deepspeed(strategy, deepspeed_file)
+    if strategy.device == "cuda" or strategy.backend is None:
+        return {"ddp_backend": strategy.backend}
+    PartialState(cpu=True, backend=strategy.backend, timeout=timedelta(seconds=timeout_s))
+    return {"ddp_backend": strategy.backend, "accelerator_config": {"use_configured_state": True}}
+
+
+def _prepare_deepspeed(strategy: Strategy, deepspeed_file: Path) -> None:
     os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(deepspeed_file)
     if strategy.device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from transformers import (
 from transformers.trainer_callback import PrinterCallback
 
 from launch import rundir
-from launch.errors import CheckpointError, ConfigError, LaunchError
+from launch.errors import CheckpointError, ConfigError, LaunchError, ResourceError
 from launch.rundir import AttemptDir, RunDir, Start
 from launch.schema import Plan, Recipe, Strategy
 from training import checkpoint, engines, evaluate, export, model, prepare, tokenizer
@@ -32,9 +33,10 @@ from training.callbacks import Reporter, StepMeter, start_logging
 from training.trainer import LowMemTrainer
 
 logger = logging.getLogger("lowmem")
+SHARED_FOLDER_S = 30.0  # a network file system may show a new folder late
 
 
-def arguments(recipe: Recipe, plan: Plan, rows: int, evaluates: bool) -> TrainingArguments:
+def arguments(recipe: Recipe, plan: Plan, rows: int, evaluates: bool, engine: dict[str, Any]) -> TrainingArguments:
     """The recipe's training section as transformers takes it; making it starts the process group."""
     training, strategy = recipe.training, plan.strategy
     steps_per_epoch = -(-rows // strategy.effective_batch_size)
@@ -64,7 +66,7 @@ def arguments(recipe: Recipe, plan: Plan, rows: int, evaluates: bool) -> Trainin
         seed=training.seed,
         dataloader_num_workers=strategy.dataloader_num_workers,
         use_cpu=strategy.device == "cpu",
-        ddp_backend=strategy.backend,
+        **engine,
         report_to=["tensorboard"],
         disable_tqdm=True,
         remove_unused_columns=False,
@@ -95,9 +97,10 @@ def train(
     """
     tokens = _tokens(start)
     rows, held_out = _rows(tokens)
-    engines.prepare(start.plan.strategy, start.deepspeed_file)
+    timeout_s = start.recipe.training.extras.get("ddp_timeout", TrainingArguments.ddp_timeout)
+    engine = engines.prepare(start.plan.strategy, start.deepspeed_file, timeout_s)
     try:
-        args = arguments(start.recipe, start.plan, len(rows), held_out is not None)
+        args = arguments(start.recipe, start.plan, len(rows), held_out is not None, engine)
     except ValueError as error:
         raise ConfigError(f"training: transformers refuses these values: {' '.join(str(error).split())}") from error
     engines.connect(start.plan.strategy)
@@ -105,6 +108,7 @@ def train(
         folders = _agreed(args, lambda: open_run(start, tokens, held))
         if folders is not None:
             run, attempt = RunDir(Path(folders[0])), AttemptDir(Path(folders[1]))
+            _check_shared(attempt)
             opened.append(attempt)
             logs = [attempt.train_log]
             if not start.supervised:
@@ -119,6 +123,18 @@ def train(
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
+
+
+def _check_shared(attempt: AttemptDir) -> None:
+    """Raises ResourceError on a machine that cannot see rank 0's folder: its part of a checkpoint would be lost."""
+    until = time.monotonic() + SHARED_FOLDER_S
+    while not attempt.root.is_dir():
+        if time.monotonic() > until:
+            raise ResourceError(
+                f"{socket.gethostname()} does not see {attempt.root}, where machine 0 keeps the run; put LOWMEM_ROOT"
+                " on a file system that all machines share"
+            )
+        time.sleep(0.5)
 
 
 def _tokens(start: Start) -> Path:
@@ -227,8 +243,16 @@ def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> No
                 network = _whole_model(start, parts.tokenizer, state)
             held = export.write(network, trainer, parts.tokenizer, start.recipe, start.plan, run.run_id)
             logger.info("model: %s (%s)", start.recipe.output_dir, held)
+    for folder in _outcome_folders(start, attempt, args):
+        rundir.write_json(folder.outcome_file, {**outcome, "seconds": time.monotonic() - began})
+
+
+def _outcome_folders(start: Start, attempt: AttemptDir, args: TrainingArguments) -> list[AttemptDir]:
+    """Where this rank says how it ended: rank 0 in the run's attempt, another machine's first rank in its own."""
     if args.process_index == 0:
-        rundir.write_json(attempt.outcome_file, {**outcome, "seconds": time.monotonic() - began})
+        return [attempt]
+    is_other_machines = start.attempt is not None and start.attempt.root != attempt.root
+    return [start.attempt] if start.attempt and is_other_machines and args.local_process_index == 0 else []
 
 
 def _whole_model(start: Start, cut: PreTrainedTokenizerBase, state: dict[str, torch.Tensor]) -> torch.nn.Module:
