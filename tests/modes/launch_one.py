@@ -8,19 +8,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 
-from launch import direct, render, report, resume, rundir, supervise
+from launch import direct, render, report, resume, rundir, sharding, supervise
 from launch.__main__ import main
 from launch.resolve import resolve
 from launch.rundir import CODE
-from launch.schema import Command, Plan
+from launch.schema import Command, Plan, Recipe
 from launch.screen import Screen
 
 SHIM = CODE / "tests" / "modes" / "fsdp_on_cpu.py"
 
 
-def on_cpus(plan: Plan) -> Plan:
-    """A plan for Gloo ranks, as FSDP2."""
-    return replace(plan, strategy=replace(plan.strategy, mode="fsdp2"))
+def as_fsdp2(plan: Plan, recipe: Recipe) -> Plan:
+    """A plan for ranks with a full copy each, with the states shared out."""
+    strategy = replace(plan.strategy, mode="fsdp2")
+    estimate = sharding.per_rank(plan.estimate, {}, recipe, strategy, plan.shape.config["model_type"])
+    return replace(plan, strategy=strategy, estimate=estimate)
 
 
 def through_shim(command: Command) -> Command:
@@ -33,7 +35,7 @@ def through_shim(command: Command) -> Command:
 def fsdp2(recipe_file: str, overrides: Sequence[str]) -> int:
     """What `python -m launch run` does, with the mode changed after planning."""
     resolved = resolve(recipe_file, [*overrides, "--launch.mode=multi_cpu"])
-    resolved = replace(resolved, plan=on_cpus(resolved.plan))
+    resolved = replace(resolved, plan=as_fsdp2(resolved.plan, resolved.recipe))
     recipe, plan, house = resolved.recipe, resolved.plan, resolved.house
     tokens = rundir.token_cache(house.cache, recipe, plan.shape, plan.data_format)
     start = resume.decide(house.runs, recipe, plan, tokens, "auto", datetime.now())
