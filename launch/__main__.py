@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from launch import direct, nodes, probe, recipes, render, report, resume, rundir, started
+from launch import direct, nodes, recipes, render, report, resume, rundir, started
 from launch.errors import ConfigError, LaunchError, StorageError
 from launch.planner import Given
 from launch.resolve import Resolved, resolve
@@ -50,7 +50,9 @@ def _dispatch(argv: list[str]) -> int:
         prog="python -m launch", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawTextHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    doctor = commands.add_parser("doctor", help="say what this machine offers, each fact with its reason")
+    doctor = commands.add_parser(
+        "doctor", help="say what this machine offers, test the link between its GPUs, name what is wrong"
+    )
     doctor.add_argument(
         "--machine", type=Path, help="a described machine (configs/machines/*.yaml) instead of this one"
     )
@@ -75,9 +77,10 @@ def _dispatch(argv: list[str]) -> int:
     if arguments.command == "doctor":
         if overrides:
             raise ConfigError(f"doctor: unknown flag {overrides[0]}")
-        machine = probe.described(arguments.machine) if arguments.machine else probe.machine()
-        print("\n".join(probe.describe(machine)))
-        return 0
+        from launch import doctor  # the link test: not needed to plan
+
+        house = rundir.House.here()
+        return doctor.main(arguments.machine, house.cache, house.root)
     if arguments.batch is not None:
         if any(word.partition("=")[0].replace("-", "_").endswith(BATCH_KEY) for word in overrides):
             raise ConfigError(f"batch {arguments.batch} and --training.{BATCH_KEY} are both given; keep one")
@@ -87,7 +90,11 @@ def _dispatch(argv: list[str]) -> int:
         resolved = resolve(arguments.recipe, overrides, arguments.machine, given)
         print("\n".join(report.plan_lines(resolved.recipe, resolved.machine, resolved.plan)))
         return 0
-    return _run(resolve(arguments.recipe, overrides, given=given, say=print), arguments.resume, arguments.dry_run)
+    return _run(
+        resolve(arguments.recipe, overrides, given=given, say=print, test_link=True),
+        arguments.resume,
+        arguments.dry_run,
+    )
 
 
 def _run(resolved: Resolved, wish: str, dry_run: bool) -> int:

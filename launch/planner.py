@@ -17,6 +17,7 @@ from launch.schema import (
     DataFormat,
     Gpu,
     LaunchSection,
+    Link,
     LoraSection,
     Machine,
     MemoryEstimate,
@@ -50,6 +51,7 @@ class Given:
     mode: Mode | None = None  # of DeepSpeed or FSDP2, when the launcher above has chosen one
     force_cpu: bool = False
     force_gloo: bool = False  # ACCELERATE_USE_GLOO=1
+    link: Link | None = None  # what the test of this machine's GPUs found
 
 
 def choose(
@@ -70,9 +72,9 @@ def choose(
     whole = predict.model_state(
         shapes, recipe.model.freeze, recipe.lora, model_type, recipe.training.optim, recipe.model.dtype
     )
-    rejected, largest_budget = [], 0
+    rejected, budgets = [], []
     for candidate in candidates(recipe, machine, given):
-        refused = sharding.refusal(recipe, candidate)
+        refused = sharding.refusal(recipe, candidate) or _unlinked(candidate, given.link)
         if refused:
             if candidate.mode in (recipe.launch.mode, given.mode):
                 raise ConfigError(f"launch.mode {refused}")
@@ -80,7 +82,7 @@ def choose(
             continue
         estimate = sharding.per_rank(whole, shapes, recipe, candidate, model_type)
         budget = budget_bytes(recipe, machine, candidate)
-        largest_budget = max(largest_budget, budget)
+        budgets.append(budget)
         misses = _misses(recipe, machine, candidate, estimate, budget)
         if misses:
             rejected.append(f"{candidate.mode} with {candidate.num_processes} process(es): {misses}")
@@ -94,12 +96,15 @@ def choose(
             budget_bytes=budget,
             rows=rows if rows is None else min(rows, recipe.data.max_train_samples or rows),
             lora_targets=_lora_targets(recipe, model_type, shapes),
-            why=tuple(_why(recipe, machine, candidate, given)),
+            why=(*_why(recipe, machine, candidate, given), *_link_why(recipe, candidate, shape, whole, given.link)),
             changes=(*changes, *_precision_changes(recipe, machine, candidate)),
             rejected=tuple(rejected),
             rendezvous=_rendezvous(recipe.launch),
+            link=given.link if candidate.device == "cuda" and candidate.processes_per_machine > 1 else None,
         )
-    raise DoesNotFit(_does_not_fit(recipe, shape, shapes, whole, rejected, largest_budget))
+    if not budgets:  # memory was never the question
+        raise ConfigError("; ".join(rejected))
+    raise DoesNotFit(_does_not_fit(recipe, shape, shapes, whole, rejected, max(budgets)))
 
 
 def _check_length(recipe: Recipe, config: dict[str, Any]) -> None:
@@ -177,9 +182,27 @@ def _automatic(asked: int | None, per_node: int, nodes: int, on_gpu: bool, given
     yield first, count
     if given.num_processes is not None:
         return
-    shared_out = SHARDED if count > 1 and not given.force_gloo else ()
+    gloo = given.force_gloo or (given.link is not None and given.link.backend != "nccl")
+    if count > 1 and gloo and not given.force_gloo:
+        yield "dual_gpu_gloo", count
+    shared_out = SHARDED if count > 1 and not gloo else ()
     for mode in (*shared_out, *OFFLOADED):
         yield mode, count
+    if count > 1 and asked is None and nodes == 1 and given.link is not None and given.link.backend is None:
+        alone: tuple[Mode, ...] = ("single_gpu", *OFFLOADED)
+        for mode in alone:
+            yield mode, 1
+
+
+def _unlinked(candidate: Candidate, link: Link | None) -> str | None:
+    """Why the link test rules this candidate out, or None."""
+    if link is None or candidate.device == "cpu" or candidate.processes_per_machine == 1:
+        return None
+    if link.backend is None:
+        return f"{candidate.mode} cannot run: {link.reason}; `python -m launch doctor` says why"
+    if candidate.backend == "nccl" and link.backend == "gloo":
+        return f"{candidate.mode} cannot run: NCCL does not work between these GPUs ({link.reason}); use dual_gpu_gloo"
+    return None
 
 
 def _misses(
@@ -277,6 +300,27 @@ def _why(recipe: Recipe, machine: Machine, candidate: Candidate, given: Given) -
             if candidate.device == "cpu"
             else f"{machine.cpu_count} CPUs over {candidate.num_processes} process(es)"
         )
+
+
+def _link_why(
+    recipe: Recipe, candidate: Candidate, shape: ModelShape, whole: MemoryEstimate, link: Link | None
+) -> Iterator[str]:
+    """What the ranks talk over, and what it costs where every sample is as long as it may be."""
+    if candidate.device == "cpu" or candidate.num_processes == 1:
+        return
+    if link is None:
+        yield "link: not tested; `python -m launch doctor` or the first run does"
+        return
+    yield f"link: {link.reason}"
+    from launch import preflight
+
+    tokens = candidate.effective_batch_size * recipe.data.max_length
+    backward = shape.parameters + shape.trainable_parameters  # activations' gradients, weights' gradients
+    again = shape.parameters if candidate.gradient_checkpointing else 0
+    step_flops = 2.0 * tokens * (shape.parameters + backward + again)
+    cost = preflight.cost_line(link, whole.gradients_bytes, step_flops, candidate.num_processes)
+    if cost:
+        yield cost
 
 
 def _does_not_fit(

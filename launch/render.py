@@ -102,29 +102,34 @@ def deepspeed_config(plan: Plan, max_grad_norm: float) -> str:
     return json.dumps(config, indent=1) + "\n"
 
 
+def visible_devices(machine: Machine, num_processes: int) -> dict[str, str]:
+    """The variables that leave a run its first `num_processes` GPUs, one per rank and in their order."""
+    chosen = machine.gpus[:num_processes]
+    indices = ",".join(str(gpu.index) for gpu in chosen)
+    if chosen[0].vendor == "amd":
+        # HIP reads this before CUDA_VISIBLE_DEVICES, and counts what ROCR_VISIBLE_DEVICES leaves, as gpus.py does.
+        # RCCL has no names of its own: it reads NCCL_*.
+        return {"HIP_VISIBLE_DEVICES": indices}
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": indices}  # NVML counts in this order
+
+
 def command(
     plan: Plan, machine: Machine, run: RunDir, attempt: AttemptDir, house: House, environ: Mapping[str, str]
 ) -> Command:
     """What starts the ranks; env holds only what is added to the environment. The user's OMP_NUM_THREADS is obeyed."""
     strategy = plan.strategy
-    threads = environ.get("OMP_NUM_THREADS") or str(max(1, machine.cpu_count // strategy.processes_per_machine))
-    devices: dict[str, str] = {}
+    per_machine = strategy.processes_per_machine
+    threads = environ.get("OMP_NUM_THREADS") or str(max(1, machine.cpu_count // per_machine))
+    added: dict[str, str] = dict(plan.link.env) if plan.link else {}
     if strategy.device == "cuda":
-        chosen = machine.gpus[: strategy.processes_per_machine]
-        indices = ",".join(str(gpu.index) for gpu in chosen)
-        if chosen[0].vendor == "amd":
-            # HIP reads this before CUDA_VISIBLE_DEVICES, and counts what ROCR_VISIBLE_DEVICES leaves, as gpus.py does.
-            # RCCL has no names of its own: it reads NCCL_*.
-            devices = {"HIP_VISIBLE_DEVICES": indices}
-        else:  # NVML counts in this order
-            devices = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": indices}
-        wanted = architectures.environment(chosen)
-        devices |= {key: environ.get(key, value) for key, value in wanted.items()}
+        wanted = architectures.environment(machine.gpus[:per_machine])
+        added |= visible_devices(machine, per_machine)
+        added |= {key: environ.get(key, value) for key, value in wanted.items()}
     if strategy.engine == "deepspeed" and strategy.device == "cpu":
-        devices["DS_ACCELERATOR"] = "cpu"
+        added["DS_ACCELERATOR"] = "cpu"
     if plan.rendezvous and plan.rendezvous.network_interface:
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        devices |= dict.fromkeys(names, plan.rendezvous.network_interface)
+        added |= dict.fromkeys(names, plan.rendezvous.network_interface)
     return Command(
         argv=(
             sys.executable,
@@ -146,6 +151,6 @@ def command(
             "OMP_NUM_THREADS": threads,
             "PYTHONUNBUFFERED": "1",
             "TOKENIZERS_PARALLELISM": "false",
-            **devices,
+            **added,
         },
     )

@@ -80,6 +80,31 @@ class Machine:
     disk_reason: str
 
 
+@dataclass(frozen=True)
+class LinkTry:
+    """One real all-reduce between the ranks, in one environment."""
+
+    backend: Literal["nccl", "gloo"]
+    env: Mapping[str, str]  # what was added to the user's environment
+    ok: bool
+    seconds: float
+    said: str  # the line of its output that explains a failure
+    cause: str = ""  # its name in link_causes.py; "" where the line is not known
+
+
+@dataclass(frozen=True)
+class Link:
+    """How the ranks of a run reach each other here, as tested."""
+
+    backend: Literal["nccl", "gloo"] | None  # None: no transport works, or there is one process: one GPU
+    env: Mapping[str, str]  # what every rank needs besides the user's environment
+    bytes_per_s: float | None  # bus bandwidth as nccl-tests defines it: bytes x 2(N-1)/N / seconds of an all-reduce
+    flops_per_s: float | None  # of the slowest card's half-precision matmul; None without a GPU
+    tries: tuple[LinkTry, ...]
+    reason: str
+    skipped: tuple[str, ...] = ()  # tries that were not made, and why
+
+
 # ---- the recipe: what the user asked for ---------------------------------------------------------------------------
 
 
@@ -359,6 +384,7 @@ class Plan:
     changes: tuple[Change, ...] = ()
     rejected: tuple[str, ...] = ()
     rendezvous: Rendezvous | None = None  # None: one machine
+    link: Link | None = None  # between the ranks; None: not tested
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,141 @@
+"""What this machine offers, whether its GPUs reach each other, and what is wrong with it: one fix per problem."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import resource
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch import link_causes, preflight, probe
+from launch.schema import GIB, Link, Machine
+
+MIN_DISK_BYTES = GIB  # below it not even a small model's checkpoints have room
+LOW_DISK_BYTES = 10 * GIB
+MIN_HOST_BYTES = GIB  # torch and a data loader alone take two thirds of it
+SHM_BYTES = GIB
+SHM_BYTES_PER_RANK = 64 << 20  # docker's default is this much for all of them
+MIN_OPEN_FILES = 1024
+GPU_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}  # PCI ids
+DRIVER_FIXES = {
+    "NVIDIA": "install the NVIDIA driver; a container needs --gpus all",
+    "AMD": "install ROCm's driver if it is a card to train on; a container needs --device /dev/kfd --device /dev/dri",
+}
+HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong and what mends it."""
+
+    what: str
+    fix: str
+    stops: bool = False  # nothing trains until it is mended
+
+    def __str__(self) -> str:
+        return f"{'problem' if self.stops else 'note'}: {self.what}; fix: {self.fix}"
+
+
+def examine(cache: Path, run_dir: Path, environ: Mapping[str, str], say: Callable[[str], None]) -> bool:
+    """Say everything about this machine; True if nothing stops training."""
+    machine = probe.machine(run_dir=run_dir)
+    for line in probe.describe(machine):
+        say(line)
+    found = problems(machine, environ)
+    stops = any(problem.stops for problem in found)
+    if len(machine.gpus) < 2:
+        say(f"link: not tested: {len(machine.gpus)} GPU(s), a link needs two")
+    elif stops:
+        say("link: not tested: see the problem below first")
+    else:
+        link = preflight.link(machine, len(machine.gpus), cache, environ, say=say, fresh=True)
+        for line in preflight.lines(link):
+            say(line)
+        stops = is_blocked(link)
+    for problem in found:
+        say(str(problem))
+    return not stops
+
+
+def problems(machine: Machine, environ: Mapping[str, str], root: Path = Path("/")) -> list[Problem]:
+    """What is wrong with a machine whose proc, sys and dev are below `root`; link problems aside."""
+    found = [*_torch_problems(machine), *_driver_problems(machine, environ, root)]
+    shm_wanted = max(SHM_BYTES, SHM_BYTES_PER_RANK * len(machine.gpus))
+    if len(machine.gpus) > 1 and machine.shm_bytes < shm_wanted:
+        found.append(
+            Problem(
+                f"/dev/shm has {_gib(machine.shm_bytes)}, {len(machine.gpus)} ranks want {_gib(shm_wanted)}",
+                link_causes.BY_NAME["shm_too_small"].fix,
+            )
+        )
+    if machine.disk_free_bytes < LOW_DISK_BYTES:
+        stops = machine.disk_free_bytes < MIN_DISK_BYTES
+        said = f"{_gib(machine.disk_free_bytes)} of disk are {machine.disk_reason}"
+        found.append(Problem(said, "free some, or set LOWMEM_ROOT to a folder on a larger disk", stops))
+    if machine.host_available_bytes < MIN_HOST_BYTES:
+        said = f"{_gib(machine.host_available_bytes)} of host memory are available ({machine.host_available_reason})"
+        found.append(Problem(said, "end other programs, or raise that limit", stops=True))
+    open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if open_files < MIN_OPEN_FILES:
+        found.append(
+            Problem(f"a process may open {open_files} files, data loaders want {MIN_OPEN_FILES}", "ulimit -n 4096")
+        )
+    if importlib.util.find_spec("deepspeed") and not any(map(shutil.which, (environ.get("CXX", "c++"), "g++"))):
+        said = "no C++ compiler: DeepSpeed runs without its compiled operators (CPU Adam among them)"
+        found.append(Problem(said, "install g++"))
+    return found
+
+
+def is_blocked(link: Link) -> bool:
+    """No choice of transport mends it: training on one GPU fails as the test did."""
+    return any(not link_causes.BY_NAME[attempt.cause].cards_work for attempt in link.tries if not attempt.ok)
+
+
+def _torch_problems(machine: Machine) -> list[Problem]:
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return [Problem("torch is not installed", "python -m pip install -r requirements.txt", stops=True)]
+    vendor = machine.gpus[0].vendor if machine.gpus else None
+    is_rocm, is_cpu = "+rocm" in version, version.endswith("+cpu")
+    if vendor is None or (vendor == "amd" and is_rocm) or (vendor == "nvidia" and not is_rocm and not is_cpu):
+        return []
+    what = f"torch {version} cannot use the {'AMD' if vendor == 'amd' else 'NVIDIA'} GPU(s) here"
+    return [Problem(what, "install the build for them (https://pytorch.org/get-started/locally)", stops=True)]
+
+
+def _driver_problems(machine: Machine, environ: Mapping[str, str], root: Path) -> list[Problem]:
+    """GPUs on the PCI bus when no vendor's library lists any and no variable hides them."""
+    if machine.gpus or any(variable in environ for variable in HIDING):
+        return []
+    if "version mismatch" in machine.gpus_reason:  # NVML's words after an update of the driver
+        return [Problem(f"the NVIDIA driver was updated under a running kernel ({machine.gpus_reason})", "reboot")]
+    found: dict[str, str] = {}
+    for device in sorted(root.glob("sys/bus/pci/devices/*")):
+        try:
+            vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()
+        except OSError:  # unplugged meanwhile
+            continue
+        if kind.startswith("0x03") and vendor in GPU_VENDORS:
+            found.setdefault(GPU_VENDORS[vendor], device.name)
+    return [
+        Problem(f"{name} GPU at PCI {address}, but no driver that lists it ({machine.gpus_reason})", DRIVER_FIXES[name])
+        for name, address in found.items()
+    ]
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+def main(machine_file: Path | None, cache: Path, run_dir: Path) -> int:
+    """`python -m launch doctor`; 3 when something stops training."""
+    if machine_file:
+        print("\n".join(probe.describe(probe.described(machine_file))))
+        print("link: not tested: a described machine")
+        return 0
+    return 0 if examine(cache, run_dir, os.environ, lambda line: print(line, flush=True)) else 3
