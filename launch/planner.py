@@ -97,7 +97,7 @@ def choose(
             rows=rows if rows is None else min(rows, recipe.data.max_train_samples or rows),
             lora_targets=_lora_targets(recipe, model_type, shapes),
             why=(*_why(recipe, machine, candidate, given), *_link_why(recipe, candidate, shape, whole, given.link)),
-            changes=(*changes, *_precision_changes(recipe, machine, candidate)),
+            changes=(*changes, *_precision_changes(recipe, machine, candidate), *_batch_changes(recipe, candidate)),
             rejected=tuple(rejected),
             rendezvous=_rendezvous(recipe.launch),
             link=given.link if candidate.device == "cuda" and candidate.processes_per_machine > 1 else None,
@@ -122,7 +122,7 @@ def candidates(recipe: Recipe, machine: Machine, given: Given = Given()) -> Iter
     on_gpu = bool(machine.gpus) and not given.force_cpu and launch.mode not in CPU_MODES
     if launch.mode in GPU_MODES and not on_gpu:
         raise ConfigError(f"launch.mode {launch.mode} needs a GPU: {machine.gpus_reason}; use cpu or multi_cpu")
-    for mode, num_processes in _ways_to_start(launch, machine, given, on_gpu):
+    for mode, num_processes, instead_of in _ways_to_start(launch, machine, given, on_gpu):
         several = num_processes > 1 or mode.startswith("deepspeed")
         gloo = not on_gpu or mode == "dual_gpu_gloo" or given.force_gloo
         yield Candidate(
@@ -132,7 +132,7 @@ def candidates(recipe: Recipe, machine: Machine, given: Given = Given()) -> Iter
             num_machines=max(launch.nodes, given.num_machines),
             backend=("gloo" if gloo else "nccl") if several else None,
             per_device_train_batch_size=training.per_device_train_batch_size,
-            gradient_accumulation_steps=training.gradient_accumulation_steps,
+            gradient_accumulation_steps=training.gradient_accumulation_steps * (instead_of // num_processes),
             per_device_eval_batch_size=training.per_device_eval_batch_size
             or max(training.per_device_train_batch_size, min(3 * training.per_device_train_batch_size, MAX_EVAL_BATCH)),
             mixed_precision=_precision(recipe, machine.gpus[:num_processes] if on_gpu else ()),
@@ -141,8 +141,13 @@ def candidates(recipe: Recipe, machine: Machine, given: Given = Given()) -> Iter
         )
 
 
-def _ways_to_start(launch: LaunchSection, machine: Machine, given: Given, on_gpu: bool) -> Iterator[tuple[Mode, int]]:
-    """(mode, number of ranks) of each candidate. Raises ConfigError for what cannot be."""
+def _ways_to_start(
+    launch: LaunchSection, machine: Machine, given: Given, on_gpu: bool
+) -> Iterator[tuple[Mode, int, int]]:
+    """(mode, number of ranks, number that the recipe's batch is meant for) of each candidate.
+
+    Raises ConfigError for what cannot be.
+    """
     per_node = len(machine.gpus) if on_gpu else 1
     asked = given.num_processes or launch.num_processes
     if on_gpu and asked is not None and asked > per_node * launch.nodes and given.num_machines == 1:
@@ -164,34 +169,36 @@ def _ways_to_start(launch: LaunchSection, machine: Machine, given: Given, on_gpu
             raise ConfigError(f"launch.mode {mode} needs two processes or more, launch.num_processes says 1")
         raise ConfigError(f"launch.mode {mode} needs two GPUs or more, there is {per_node}; use single_gpu")
     if mode == "dual_gpu_nccl" and given.force_gloo:
-        yield "dual_gpu_gloo", count
+        yield "dual_gpu_gloo", count, count
     else:
-        yield mode, count
+        yield mode, count, count
 
 
-def _automatic(asked: int | None, per_node: int, nodes: int, on_gpu: bool, given: Given) -> Iterator[tuple[Mode, int]]:
+def _automatic(
+    asked: int | None, per_node: int, nodes: int, on_gpu: bool, given: Given
+) -> Iterator[tuple[Mode, int, int]]:
     """What `launch.mode: auto` may mean. Where ranks are running already, their number and engine are fixed."""
     if not on_gpu:
         count = asked or nodes
         on_cpu: Mode = "multi_cpu" if count > 1 else "cpu"
-        yield on_cpu, count
+        yield on_cpu, count, count
         return
     count = asked or per_node * nodes
     together: Mode = "dual_gpu_gloo" if given.force_gloo else "dual_gpu_nccl"
     first: Mode = "single_gpu" if count == 1 else together
-    yield first, count
+    yield first, count, count
     if given.num_processes is not None:
         return
     gloo = given.force_gloo or (given.link is not None and given.link.backend != "nccl")
     if count > 1 and gloo and not given.force_gloo:
-        yield "dual_gpu_gloo", count
+        yield "dual_gpu_gloo", count, count
     shared_out = SHARDED if count > 1 and not gloo else ()
     for mode in (*shared_out, *OFFLOADED):
-        yield mode, count
+        yield mode, count, count
     if count > 1 and asked is None and nodes == 1 and given.link is not None and given.link.backend is None:
         alone: tuple[Mode, ...] = ("single_gpu", *OFFLOADED)
         for mode in alone:
-            yield mode, 1
+            yield mode, 1, count
 
 
 def _unlinked(candidate: Candidate, link: Link | None) -> str | None:
@@ -260,6 +267,18 @@ def _precision_changes(recipe: Recipe, machine: Machine, candidate: Candidate) -
         reason = architectures.without_bf16(machine.gpus[: candidate.num_processes])
         return [Change("training.bf16", "bf16", "fp16 with a loss scaler", reason)]
     return []
+
+
+def _batch_changes(recipe: Recipe, candidate: Candidate) -> list[Change]:
+    """Said where fewer ranks train than there are cards: the effective batch is held by accumulating."""
+    asked, runs = recipe.training.gradient_accumulation_steps, candidate.gradient_accumulation_steps
+    if asked == runs:
+        return []
+    reason = (
+        f"{candidate.num_processes} process instead of {runs // asked}: the effective batch stays"
+        f" {candidate.effective_batch_size}"
+    )
+    return [Change("training.gradient_accumulation_steps", str(asked), str(runs), reason)]
 
 
 def _workers(recipe: Recipe, machine: Machine, num_processes: int, on_gpu: bool) -> int:

@@ -109,6 +109,9 @@ def test_where_nccl_fails_gloo_or_one_card_trains_and_the_plan_says_why():
     alone = plan(on=machine(2), link=link(None))
     assert (alone.strategy.mode, alone.strategy.num_processes, alone.link) == ("single_gpu", 1, None)
     assert "nothing works" in alone.rejected[0]
+    assert alone.strategy.effective_batch_size == over_gloo.strategy.effective_batch_size == 16 * 2 * 2
+    (change,) = alone.changes
+    assert (change.key, change.requested, change.effective) == ("training.gradient_accumulation_steps", "2", "4")
 
 
 @pytest.mark.parametrize(
