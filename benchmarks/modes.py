@@ -4,19 +4,22 @@ Each mode is a real `accelerate launch` of 20 steps at one effective batch of 8 
 of ranks, on 45 rows: the last step of an epoch is smaller. Then its last checkpoint and its outcome are taken away, as
 a kill would, and the same line runs again. The model folder is read by plain transformers. FSDP2 runs through the shim
 of tests/modes. The figures go to benchmarks/results/modes.json and, as a table, to docs/modes.md between its marks; the
-rows of modes that need a GPU come from benchmarks/results/modes-gpu.json, which tests/gpu writes.
+rows of modes that need a GPU come from benchmarks/results/modes-gpu.json, which --gpu writes.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import math
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -34,6 +37,7 @@ LOADED = "llama-tiny"  # its LoRA cases start from a local folder, which ZeRO-3 
 STATES_TOLERANCE = 0.02  # of the predicted bytes of weights and optimizer states on a rank
 PROMISES = ("runs", "fits", "equal", "resumes", "exports")
 TIME_LIMIT_S = 180
+PACKAGES = (*recording.PACKAGES, "deepspeed", "peft")
 CPU_RUNS = (
     ("cpu", 1),
     ("multi_cpu", 2),
@@ -49,9 +53,12 @@ CPU_RUNS = (
     ("deepspeed_zero3_offload", 2),
     ("fsdp2", 2),
 )
-QUICK_RUNS = (("deepspeed_zero1", 1), ("deepspeed_zero2_offload", 2), ("deepspeed_zero3", 2), ("fsdp2", 2))
+QUICK_RUNS = (("cpu", 1), ("deepspeed_zero1", 1), ("deepspeed_zero2_offload", 2), ("deepspeed_zero3", 2), ("fsdp2", 2))
 GPU_RUNS = (
     ("single_gpu", 1),
+    ("deepspeed_zero2", 1),
+    ("deepspeed_zero2_offload", 1),
+    ("deepspeed_zero3_offload", 1),
     ("dual_gpu_nccl", 2),
     ("dual_gpu_gloo", 2),
     ("deepspeed_zero1", 2),
@@ -109,9 +116,9 @@ def recipe(folder: Path, case: Case) -> Path:
     return path
 
 
-def pretrain(folder: Path) -> None:
+def pretrain(folder: Path, mode: str) -> None:
     """A local model folder to start from: one plain run's."""
-    case = Case("cpu", 1, LOADED, lora=False)
+    case = Case(mode, 1, LOADED, lora=False)
     launch(folder, case)
     (folder / "models" / case.name).rename(folder / "pretrained")
     shutil.rmtree(folder / "house" / "runs")
@@ -207,11 +214,14 @@ def verdicts(row: dict[str, Any]) -> dict[str, bool]:
     }
 
 
-def table(results: dict[str, Any], gpu: dict[str, Any] | None) -> str:
+def table(results: dict[str, Any] | None, gpu: dict[str, Any] | None) -> str:
     """The rows of docs/modes.md: one a mode and number of ranks, the worst of its cases."""
+    said = [
+        f"{where} rows: " + (f"{found['date']}, {found['machine']}; {_versions(found)}." if found else "not yet run.")
+        for where, found in (("CPU", results), ("GPU", gpu))
+    ]
     lines = [
-        f"CPU rows: {results['date']}, {results['machine']}; {_versions(results)}. GPU rows: "
-        + (f"{gpu['date']}, {gpu['machine']}; {_versions(gpu)}." if gpu else "not yet run."),
+        " ".join(said),
         "",
         "| mode | ranks | where | runs | fits | equal (worst loss error) | resumes | exports | s/step: llama, t5 |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -240,37 +250,50 @@ def _versions(results: dict[str, Any]) -> str:
     return ", ".join(f"{name} {version}" for name, version in results["versions"].items())
 
 
-def write_doc(results: dict[str, Any]) -> None:
-    """Put the table between the marks of docs/modes.md."""
-    gpu_file = recording.RESULTS / "modes-gpu.json"
-    gpu = json.loads(gpu_file.read_text(encoding="utf-8")) if gpu_file.exists() else None
+def write_doc() -> None:
+    """Put the table of the recorded figures between the marks of docs/modes.md."""
+    files = (recording.RESULTS / name for name in ("modes.json", "modes-gpu.json"))
+    cpu, gpu = (json.loads(file.read_text(encoding="utf-8")) if file.exists() else None for file in files)
     page = recording.CODE / "docs" / "modes.md"
     head, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    page.write_text(f"{head}{BEGIN}\n\n{table(results, gpu)}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    page.write_text(f"{head}{BEGIN}\n\n{table(cpu, gpu)}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one case an engine; writes nothing")
-    parser.add_argument("--only", default="", help="cases whose name contains this; writes nothing")
-    arguments = parser.parse_args()
-    runs = QUICK_RUNS if arguments.quick else CPU_RUNS[1:]
-    rows = []
+def possible(runs: Sequence[tuple[str, int]], on_gpu: bool) -> list[tuple[str, int]]:
+    """The runs that this machine has the cards and the packages for."""
+    sys.path.insert(0, str(recording.CODE))
+    from launch import probe
+
+    cards = len(probe.machine().gpus)
+    assert cards or not on_gpu, "--gpu: no GPU here"
+    has_deepspeed = importlib.util.find_spec("deepspeed") is not None
+    return [
+        (mode, ranks)
+        for mode, ranks in runs
+        if (not on_gpu or ranks <= cards) and (has_deepspeed or not mode.startswith("deepspeed"))
+    ]
+
+
+def measured(runs: Sequence[tuple[str, int]], spread: bool, only: str) -> list[dict[str, Any]]:
+    """The rows of all cases; the first run is the plain one that the others are compared with.
+
+    `spread`: the runs in turn over the four models, instead of each with all of them.
+    """
+    from tests import builders
+
+    plain_mode, rows = runs[0][0], []
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        sys.path.insert(0, str(recording.CODE))
-        from tests import builders
-
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in builders.rows(45)]
         (folder / "rows.jsonl").write_text("".join(lines), encoding="utf-8")
-        pretrain(folder)
-        for i, (family, lora) in enumerate((family, lora) for family in FAMILIES for lora in (False, True)):
+        pretrain(folder, plain_mode)
+        models = [(family, lora) for family in FAMILIES for lora in (False, True)]
+        for i, (family, lora) in enumerate(models):
             plain: dict[str, Any] = {}
-            # quick: each engine once, with another model each time
-            chosen = [run for at, run in enumerate(runs) if not arguments.quick or at == i]
-            for mode, ranks in [("cpu", 1), *chosen]:
+            chosen = [run for at, run in enumerate(runs[1:]) if not spread or at % len(models) == i]
+            for mode, ranks in [runs[0], *chosen]:
                 case = Case(mode, ranks, family, lora)
-                if mode != "cpu" and arguments.only not in case.name:
+                if mode != plain_mode and only not in case.name:
                     continue
                 try:
                     row = measure(folder, case, plain)
@@ -278,19 +301,33 @@ def main() -> int:
                     row = {**vars(case), "failed": str(error)}
                     print(error, file=sys.stderr)
                 rows.append(row)
-                print(case.name, verdicts(row), {k: v for k, v in row.items() if "error" in k or "s_" in k}, flush=True)
+                kept = verdicts(row)
+                shown = " ".join(name if kept[name] else name.upper() + "-NOT" for name in kept)
+                print(f"{case.name}: {shown}; loss error {row.get('loss_error', math.nan):.1e}", flush=True)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one model a mode, and one mode an engine; writes nothing")
+    parser.add_argument("--only", default="", help="cases whose name contains this; writes nothing")
+    parser.add_argument("--gpu", action="store_true", help="the modes that need GPUs, as far as there are cards")
+    arguments = parser.parse_args()
+    wanted = GPU_RUNS if arguments.gpu else QUICK_RUNS if arguments.quick else CPU_RUNS
+    runs = possible(wanted, arguments.gpu)
+    rows = measured(runs, arguments.quick, arguments.only)
     results = {
         "date": str(date.today()),
         "machine": recording.machine(),
-        "versions": {name: recording.version(name) for name in (*recording.PACKAGES, "deepspeed", "peft")},
+        "versions": {name: version for name in PACKAGES if (version := recording.installed(name))},
         "command": recording.command("modes"),
-        "tolerances": {"loss": LOSS_TOLERANCE, "weights": WEIGHT_TOLERANCE},
+        "tolerances": {"loss": LOSS_TOLERANCE, "weights": WEIGHT_TOLERANCE, "states": STATES_TOLERANCE},
         "rows": rows,
     }
     if not (arguments.quick or arguments.only):
-        path = recording.RESULTS / "modes.json"
+        path = recording.RESULTS / f"modes{'-gpu' if arguments.gpu else ''}.json"
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        write_doc(results)
+        write_doc()
     return 0 if all(all(verdicts(row).values()) for row in rows) else 1
 
 

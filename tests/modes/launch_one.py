@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 
-from launch import direct, render, report, resume, rundir, sharding, supervise
+from launch import direct, probe, render, report, resume, rundir, sharding, supervise
 from launch.__main__ import main
 from launch.resolve import resolve
 from launch.rundir import CODE
@@ -50,6 +50,6 @@ def fsdp2(recipe_file: str, overrides: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     mode, recipe_name, *words = sys.argv[1:]
-    if mode == "fsdp2":
+    if mode == "fsdp2" and not probe.machine().gpus:
         sys.exit(fsdp2(recipe_name, words))
     sys.exit(main(["run", recipe_name, f"--launch.mode={mode}", *words]))
