@@ -27,10 +27,11 @@ test: ## the tests that take seconds: no GPU, no faults, no campaign of modes
 
 test-modes: ## each engine once, files of configs/, several machines, orphans
 	$(IN_VENV) "$$PYTHON" -m benchmarks.modes --quick
-	$(IN_VENV) $(PYTEST) -m modes
+	$(IN_VENV) $(PYTEST) -m "modes and not campaign"
 
-modes: ## every launch mode that runs on CPUs, four models each; writes docs/modes.md
+modes: ## every launch mode that runs on CPUs, four models each, ended in five ways; writes docs/modes.md
 	$(IN_VENV) "$$PYTHON" -m benchmarks.modes
+	$(IN_VENV) "$$PYTHON" -m benchmarks.modes --endings
 
 test-faults: ## kills, out of memory, full disks
 	$(IN_VENV) $(PYTEST) -m faults

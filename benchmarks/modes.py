@@ -13,6 +13,7 @@ import argparse
 import importlib.util
 import json
 import math
+import re
 import shutil
 import statistics
 import subprocess
@@ -231,6 +232,14 @@ def table(results: dict[str, Any] | None, gpu: dict[str, Any] | None) -> str:
             rows = [row for row in (source or {"rows": []})["rows"] if (row["mode"], row["ranks"]) == (mode, ranks)]
             place = "CPU, Gloo, test shim" if mode == "fsdp2" and where != "GPU" else "CPU" if mode == "cpu" else where
             lines.append(f"| {mode} | {ranks} | {place} | {_cells(rows)} |")
+    ended = (results or {}).get("endings")
+    lines += [
+        "",
+        f"Orphans: after {ended['passed']} of {ended['of']} endings (each CPU mode: success, a killed rank, Ctrl-C, SIGTERM,"
+        f" SIGKILL of the launcher) nothing of the run was alive or listening 5 s later ({ended['date']})."
+        if ended
+        else "Orphans: not yet run.",
+    ]
     return "\n".join(lines)
 
 
@@ -248,6 +257,15 @@ def _cells(rows: list[dict[str, Any]]) -> str:
 
 def _versions(results: dict[str, Any]) -> str:
     return ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+
+
+def endings() -> dict[str, Any]:
+    """How many ways of ending a run, over all modes, leave neither a process nor a listening port 5 s later."""
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/modes/test_nothing_is_left.py"]
+    done = subprocess.run(argv, cwd=recording.CODE, capture_output=True, text=True)
+    print(done.stdout[-3000:])
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error)", done.stdout)}
+    return {"date": str(date.today()), "passed": counts.get("passed", 0), "of": sum(counts.values())}
 
 
 def write_doc() -> None:
@@ -312,7 +330,14 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one model a mode, and one mode an engine; writes nothing")
     parser.add_argument("--only", default="", help="cases whose name contains this; writes nothing")
     parser.add_argument("--gpu", action="store_true", help="the modes that need GPUs, as far as there are cards")
+    parser.add_argument("--endings", action="store_true", help="only what is left after each ending, into the figures")
     arguments = parser.parse_args()
+    if arguments.endings:
+        path = recording.RESULTS / "modes.json"
+        results = {**json.loads(path.read_text(encoding="utf-8")), "endings": endings()}
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write_doc()
+        return 0 if results["endings"]["passed"] == results["endings"]["of"] > 0 else 1
     wanted = GPU_RUNS if arguments.gpu else QUICK_RUNS if arguments.quick else CPU_RUNS
     runs = possible(wanted, arguments.gpu)
     rows = measured(runs, arguments.quick, arguments.only)

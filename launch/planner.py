@@ -32,7 +32,6 @@ from launch.schema import Strategy as Candidate
 
 MAX_EVAL_BATCH = 64  # samples; the guides' 3x the training batch is a ceiling, and logits are the larger part of it
 
-
 CPU_MODES = ("cpu", "multi_cpu")
 ONE_PROCESS = ("cpu", "single_gpu")
 SEVERAL_PROCESSES = ("multi_cpu", "dual_gpu_nccl", "dual_gpu_gloo")
@@ -52,6 +51,7 @@ class Given:
     force_cpu: bool = False
     force_gloo: bool = False  # ACCELERATE_USE_GLOO=1
     link: Link | None = None  # what the test of this machine's GPUs found
+    has_deepspeed: bool = True  # the package is installed
 
 
 def choose(
@@ -74,7 +74,7 @@ def choose(
     )
     rejected, budgets = [], []
     for candidate in candidates(recipe, machine, given):
-        refused = sharding.refusal(recipe, candidate) or _unlinked(candidate, given.link)
+        refused = sharding.refusal(recipe, candidate) or _unavailable(candidate, given)
         if refused:
             if candidate.mode in (recipe.launch.mode, given.mode):
                 raise ConfigError(f"launch.mode {refused}")
@@ -189,20 +189,24 @@ def _automatic(
     yield first, count, count
     if given.num_processes is not None:
         return
-    gloo = given.force_gloo or (given.link is not None and given.link.backend != "nccl")
-    if count > 1 and gloo and not given.force_gloo:
+    nccl_fails = given.link is not None and given.link.backend != "nccl"
+    if count == 1 or not (nccl_fails or given.force_gloo):
+        for mode in (*(SHARDED if count > 1 else ()), *OFFLOADED):
+            yield mode, count, count
+        return
+    if nccl_fails and not given.force_gloo:
         yield "dual_gpu_gloo", count, count
-    shared_out = SHARDED if count > 1 and not gloo else ()
-    for mode in (*shared_out, *OFFLOADED):
-        yield mode, count, count
-    if count > 1 and asked is None and nodes == 1 and given.link is not None and given.link.backend is None:
+    if asked is None and nodes == 1:
         alone: tuple[Mode, ...] = ("single_gpu", *OFFLOADED)
         for mode in alone:
             yield mode, 1, count
 
 
-def _unlinked(candidate: Candidate, link: Link | None) -> str | None:
-    """Why the link test rules this candidate out, or None."""
+def _unavailable(candidate: Candidate, given: Given) -> str | None:
+    """Why this machine's packages or the link test rule a candidate out, or None."""
+    if candidate.engine == "deepspeed" and not given.has_deepspeed:
+        return f"{candidate.mode} cannot run: the package deepspeed is not installed"
+    link = given.link
     if link is None or candidate.device == "cpu" or candidate.processes_per_machine == 1:
         return None
     if link.backend is None:

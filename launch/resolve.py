@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from launch import columns, planner, preflight, probe, recipes, rundir, shapes
@@ -58,6 +59,7 @@ def resolve(
     _write_sample_data(recipe, house, say)
     data_format = columns.detect(recipe.data, house.root)
     rows = columns.row_count(Path(recipe.data.train_file))
+    given = replace(given, has_deepspeed=machine_file is not None or find_spec("deepspeed") is not None)
     if machine_file is None and has_gpu:
         given = replace(given, link=_link(recipe, machine, given, house, say, test_link))
     plan = planner.choose(recipe, machine, config, parameter_shapes, data_format, (*changes, *found), given, rows)

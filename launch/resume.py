@@ -88,13 +88,13 @@ def _from_path(path: Path, runs: Path, recipe: Recipe, plan: Plan, tokens: Path,
     differences = list(_differences(run, recipe, tokens))
     if differences:
         raise CheckpointError(f"--resume {path}: what trains has changed ({'; '.join(differences)})")
-    _check_engine(path if is_checkpoint else _newest_checkpoint(run), plan.strategy)
     same_batch = run.read_plan().strategy.effective_batch_size == plan.strategy.effective_batch_size
-    if is_checkpoint or not same_batch:
-        source = path if is_checkpoint else _newest_checkpoint(run)
-        return _take_over(source, runs, recipe, now, "--resume")
-    if run.outcome():
+    if not is_checkpoint and same_batch and run.outcome():
         return Start(run, f"{run.run_id} is complete; --resume never starts over", complete=True)
+    source = path if is_checkpoint else _newest_checkpoint(run)
+    _check_engine(source, plan.strategy)
+    if is_checkpoint or not same_batch:
+        return _take_over(source, runs, recipe, now, "--resume")
     return Start(run, f"continuing {run.run_id}")
 
 

@@ -133,3 +133,18 @@ def test_the_plan_says_when_one_card_is_faster_than_two():
     lines = "\n".join(plan(wish(launch={"mode": "dual_gpu_gloo"}), machine(2), link=slow).why)
     assert "one is faster (--launch.num_processes=1)" in lines
     assert "link: not tested" in "\n".join(plan(on=machine(2)).why)
+
+
+def test_without_the_package_deepspeed_is_not_planned_and_a_named_mode_says_so():
+    with pytest.raises(ConfigError, match="the package deepspeed is not installed"):
+        plan(wish(launch={"mode": "deepspeed_zero2"}), machine(2), has_deepspeed=False)
+    large = wish(model={"shape": "llama-7b"})
+    with pytest.raises(DoesNotFit, match="the package deepspeed is not installed"):
+        plan(large, machine(2), has_deepspeed=False)
+
+
+def test_over_gloo_what_does_not_fit_every_card_is_offloaded_on_one_at_the_same_effective_batch():
+    recipe = wish(model={"shape": "qwen2-0.5b"}, data={"max_length": 64}, launch={"vram_fraction": 0.2})
+    chosen = plan(recipe, machine(2, host_available_bytes=64 * GIB), link=link("gloo"))
+    assert (chosen.strategy.mode, chosen.strategy.num_processes) == ("deepspeed_zero2_offload", 1)
+    assert chosen.strategy.effective_batch_size == 16 * 2 * 2
