@@ -235,8 +235,8 @@ def table(results: dict[str, Any] | None, gpu: dict[str, Any] | None) -> str:
     ended = (results or {}).get("endings")
     lines += [
         "",
-        f"Orphans: after {ended['passed']} of {ended['of']} endings (each CPU mode: success, a killed rank, Ctrl-C, SIGTERM,"
-        f" SIGKILL of the launcher) nothing of the run was alive or listening 5 s later ({ended['date']})."
+        f"Orphans: after {ended['passed']} of {ended['of']} endings (each CPU mode: success, a killed rank, Ctrl-C,"
+        f" SIGTERM, SIGKILL of the launcher) nothing of the run was alive or listening 5 s later ({ended['date']})."
         if ended
         else "Orphans: not yet run.",
     ]

@@ -46,6 +46,7 @@ def prepare(strategy: Strategy, deepspeed_file: Path | None, timeout_s: float) -
 
 
 def _prepare_deepspeed(strategy: Strategy, deepspeed_file: Path) -> None:
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # torchrun leaves it to the recipe
     os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(deepspeed_file)
     if strategy.device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"

@@ -88,6 +88,25 @@ def test_each_file_of_configs_trains_without_our_launcher(tmp_path, plain, mode)
     assert losses(tmp_path / "h") == pytest.approx(expected, rel=1e-5)
 
 
+def test_torchrun_takes_the_mode_of_the_recipe(tmp_path, plain):
+    train, expected = plain
+    words = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        "train_low_mem.py",
+        *GUIDES,
+        *FLAGS,
+    ]
+    mode = ["--launch.mode=deepspeed_zero2", "--batch_size_per_gpu=4", f"--train_file={train}"]
+    done = run([sys.executable, *words, *mode], tmp_path / "h")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "deepspeed_zero2, backend gloo" in done.stdout
+    assert losses(tmp_path / "h") == pytest.approx(expected, rel=1e-5)
+
+
 def test_the_file_of_fsdp2_is_refused_without_gpus_with_the_reason(tmp_path):
     train = builders.write_parquet(tmp_path / "train.parquet", builders.rows(48))
     argv = accelerate("--config_file", "configs/accelerate/fsdp2.yaml")

@@ -39,12 +39,14 @@ def losses(house: Path) -> list[float]:
     return [event["loss"] for event in builders.events(builders.only_run(house))]
 
 
-def test_two_machines_give_the_losses_of_two_ranks_on_one(tmp_path, recipe):
-    alone = builders.launch(tmp_path / "one", "run", str(recipe), "--launch.num_processes=2")
+@pytest.mark.parametrize("mode", ["multi_cpu", "deepspeed_zero2"])
+def test_two_machines_give_the_losses_of_two_ranks_on_one(tmp_path, recipe, mode):
+    word = f"--launch.mode={mode}"
+    alone = builders.launch(tmp_path / "one", "run", str(recipe), "--launch.num_processes=2", word)
     assert alone.returncode == 0, alone.stderr
     with hosts.pair() as (a, b):
-        first = start(a, tmp_path / "two", recipe, 0, a.address)
-        second = start(b, tmp_path / "two", recipe, 1, a.address)
+        first = start(a, tmp_path / "two", recipe, 0, a.address, word)
+        second = start(b, tmp_path / "two", recipe, 1, a.address, word)
         (code, said), (other_code, other_said) = ended(first, 90), ended(second, 30)
     assert (code, other_code) == (0, 0), said + other_said
     assert "2 machines, this one is number 1" in other_said
