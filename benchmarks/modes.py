@@ -36,6 +36,7 @@ WEIGHT_TOLERANCE = 2e-5  # absolute; Adam moves a weight by up to the learning r
 FAMILIES = ("llama-tiny", "t5-tiny")
 LOADED = "llama-tiny"  # its LoRA cases start from a local folder, which ZeRO-3 reads in shards; the others from a shape
 STATES_TOLERANCE = 0.02  # of the predicted bytes of weights and optimizer states on a rank
+STATES = ("weights", "optimizer", "offloaded")
 PROMISES = ("runs", "fits", "equal", "resumes", "exports")
 TIME_LIMIT_S = 180
 PACKAGES = (*recording.PACKAGES, "deepspeed", "peft")
@@ -181,6 +182,7 @@ def measure(folder: Path, case: Case, plain: dict[str, Any]) -> dict[str, Any]:
         "export_error": _distance(model, reference[1]),
         "weights_prediction_error": _off(states, "weights_bytes"),
         "optimizer_prediction_error": _off(states, "optimizer_bytes"),
+        "offloaded_prediction_error": _off(states, "offloaded_bytes"),
         "samples_seen": first[STEPS]["samples_seen"],
         "seconds_per_step": statistics.median(event["seconds"] for event in list(first.values())[2:]),
         "wall_s": wall_s,
@@ -208,7 +210,7 @@ def verdicts(row: dict[str, Any]) -> dict[str, bool]:
         return dict.fromkeys(PROMISES, False)
     return {
         "runs": True,
-        "fits": max(abs(row["weights_prediction_error"]), abs(row["optimizer_prediction_error"])) <= STATES_TOLERANCE,
+        "fits": max(abs(row[f"{name}_prediction_error"]) for name in STATES) <= STATES_TOLERANCE,
         "equal": row["loss_error"] <= LOSS_TOLERANCE,
         "resumes": row["resumed_loss_error"] <= LOSS_TOLERANCE and row["resumed_weight_error"] <= WEIGHT_TOLERANCE,
         "exports": row["export_error"] <= WEIGHT_TOLERANCE,

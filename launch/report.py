@@ -135,9 +135,9 @@ def html(recipe: Recipe, machine: Machine, plan: Plan, result: RunResult, events
         estimate = plan.estimate
         for name in (*STATES, "offloaded"):
             predicted, found = getattr(estimate, f"{name}_bytes"), summary[f"{name}_bytes"]
-            if found is None:
+            if found is None and predicted:
                 rows.append((f"{name} per process", size(predicted), "not measured", ""))
-            elif found or predicted:
+            elif found:
                 off = f"{found / predicted - 1:+.2%}" if predicted else ""
                 rows.append((f"{name} per process", size(predicted), size(found), off))
         if summary["vram_allocated_bytes"]:

@@ -75,11 +75,11 @@ def per_rank(
     }
     if not strategy.offloads:
         return replace(whole, **on_device)
-    # the host holds the slice's states and its float32 gradients; under ZeRO-3 the slice of the weights too
+    # the host holds the slice's states and its float32 gradients; under ZeRO-3 the slices of weights and gradients too
     offloaded = on_device.pop("optimizer_bytes") + math.ceil(trained * MASTER_BYTES / ranks)
-    on_device["gradients_bytes"] = 0 if stage >= 2 else on_device["gradients_bytes"]
+    on_device["gradients_bytes"] = 0
     if stage == 3:
-        offloaded += on_device.pop("weights_bytes")
+        offloaded += on_device["weights_bytes"] + math.ceil(gradients / ranks)
         on_device["weights_bytes"] = 0
     return replace(whole, **on_device, optimizer_bytes=0, offloaded_bytes=offloaded)
 

@@ -158,16 +158,28 @@ def local_bytes(tensor: Any) -> int:
 def _deepspeed_bytes(strategy: Strategy, trainer: Trainer) -> dict[str, int | None]:
     zero = trainer.deepspeed.optimizer
     slices = zero.fp32_partitioned_groups_flat if strategy.zero_stage == 3 else zero.single_partition_of_fp32_groups
-    optimizer = zero.optimizer
-    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    states = [value for state in zero.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     optimizer_bytes = sum(tensor.nbytes for tensor in [*slices, *states])
     parts = [getattr(parameter, "ds_tensor", parameter) for parameter in trainer.model.parameters()]
     weights_bytes = sum(part.nbytes for part in parts)
-    on_host = (optimizer_bytes + (weights_bytes if strategy.zero_stage == 3 else 0)) if strategy.offloads else 0
+    gradients_bytes = (
+        zero.grad_partitions_flat_buffer.nbytes if strategy.zero_stage == 3 else None
+    )  # else freed at once
+    if not strategy.offloads:
+        return {
+            "weights_bytes": weights_bytes,
+            "gradients_bytes": gradients_bytes,
+            "optimizer_bytes": optimizer_bytes,
+            "offloaded_bytes": 0,
+        }
+    on_host = optimizer_bytes + sum(tensor.grad.nbytes for tensor in slices if tensor.grad is not None)
+    if strategy.zero_stage == 3:
+        on_host += weights_bytes + (gradients_bytes or 0)
+        weights_bytes, gradients_bytes = 0, 0
     return {
-        "weights_bytes": 0 if strategy.offloads and strategy.zero_stage == 3 else weights_bytes,
-        "gradients_bytes": None,  # ZeRO frees them at once
-        "optimizer_bytes": 0 if strategy.offloads else optimizer_bytes,
+        "weights_bytes": weights_bytes,
+        "gradients_bytes": gradients_bytes,
+        "optimizer_bytes": 0,
         "offloaded_bytes": on_host,
     }
 

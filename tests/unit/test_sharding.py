@@ -26,7 +26,7 @@ def states(mode: str, gpus: int = 2, **sections) -> dict[str, int]:
         ("deepspeed_zero2", 4, 2, 6, 0),
         ("deepspeed_zero2_offload", 4, 0, 0, 8),
         ("deepspeed_zero3", 2, 2, 6, 0),
-        ("deepspeed_zero3_offload", 0, 0, 0, 10),
+        ("deepspeed_zero3_offload", 0, 0, 0, 12),
         ("fsdp2", 2, 2, 4, 0),
     ],
 )
