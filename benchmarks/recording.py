@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,27 @@ QUIET_WAIT_S = 60.0
 
 
 def machine() -> str:
-    """CPU, cores and RAM in words; no host name."""
+    """CPU, cores, RAM and GPUs in words; no host name."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
     ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return f"{cpu}, {len(os.sched_getaffinity(0))} cores, {ram_bytes / (1 << 30):.1f} GiB RAM"
+    from launch import probe
+
+    cards = "".join(f", {gpu.name}" for gpu in probe.machine().gpus)
+    return f"{cpu}, {len(os.sched_getaffinity(0))} cores, {ram_bytes / (1 << 30):.1f} GiB RAM{cards}"
 
 
 def command(module: str) -> str:
     """The command line that was typed."""
     return " ".join(["python", "-m", f"benchmarks.{module}", *sys.argv[1:]])
+
+
+def installed(package: str) -> str | None:
+    """Its version, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def environment(house: Path) -> dict[str, str]:
@@ -98,7 +109,7 @@ def write(name: str, measured: Mapping[str, Any], text: str) -> None:
     about = {
         "date": date.today().isoformat(),
         "machine": machine(),
-        "versions": {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
+        "versions": {"python": platform.python_version(), **{name: installed(name) for name in PACKAGES}},
         "command": command(name),
     }
     RESULTS.mkdir(exist_ok=True)

@@ -7,7 +7,7 @@ import sys
 
 from benchmarks.recording import CODE
 
-BENCHMARKS = ("launch_overhead", "host_ram_vs_rows")
+BENCHMARKS = ("launch_overhead", "host_ram_vs_rows", "offload_optimizer")
 
 
 def main() -> int:

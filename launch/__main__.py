@@ -8,11 +8,14 @@ import json
 import os
 import shlex
 import sys
+from contextlib import ExitStack
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from launch import direct, recipes, render, report, resume, rundir
+from launch import direct, nodes, recipes, render, report, resume, rundir, started
 from launch.errors import ConfigError, LaunchError, StorageError
+from launch.planner import Given
 from launch.resolve import Resolved, resolve
 from launch.schema import StepEvent
 
@@ -82,26 +85,41 @@ def _dispatch(argv: list[str]) -> int:
         if any(word.partition("=")[0].replace("-", "_").endswith(BATCH_KEY) for word in overrides):
             raise ConfigError(f"batch {arguments.batch} and --training.{BATCH_KEY} are both given; keep one")
         overrides.append(f"--training.{BATCH_KEY}={recipes.check_batch(arguments.batch)}")
+    given = Given(force_gloo=started.asks_for_gloo(os.environ))
     if arguments.command == "plan":
-        resolved = resolve(arguments.recipe, overrides, arguments.machine)
+        resolved = resolve(arguments.recipe, overrides, arguments.machine, given)
         print("\n".join(report.plan_lines(resolved.recipe, resolved.machine, resolved.plan)))
         return 0
-    return _run(resolve(arguments.recipe, overrides, say=print), arguments.resume, arguments.dry_run)
+    return _run(
+        resolve(arguments.recipe, overrides, given=given, say=print, test_link=True),
+        arguments.resume,
+        arguments.dry_run,
+    )
 
 
 def _run(resolved: Resolved, wish: str, dry_run: bool) -> int:
+    resolved = replace(resolved, plan=nodes.located(resolved.plan))
     recipe, plan, house = resolved.recipe, resolved.plan, resolved.house
     from launch import supervise  # rich and psutil: not needed to refuse a wrong flag
     from launch.screen import Screen
 
-    with direct.output_lock(house, recipe):
-        tokens = rundir.token_cache(house.cache, recipe, plan.shape, plan.data_format)
-        start = resume.decide(house.runs, recipe, plan, tokens, wish, datetime.now())
+    meeting = plan.rendezvous
+    is_first = meeting is None or meeting.machine_rank == 0
+    with ExitStack() as held:
+        if meeting is not None and not is_first:
+            start = resume.Start(
+                nodes.own_run(house.runs, recipe.name, meeting, datetime.now()),
+                f"machine {meeting.machine_rank}: joining machine 0, whose run this is",
+            )
+        else:
+            held.enter_context(direct.output_lock(house, recipe))
+            tokens = rundir.token_cache(house.cache, recipe, plan.shape, plan.data_format)
+            start = resume.decide(house.runs, recipe, plan, tokens, wish, datetime.now())
         screen = Screen(rundir.log_file(house.root, start.run))
         for line in report.plan_lines(recipe, resolved.machine, plan):
             screen.say(line)
         screen.say(start.line)
-        for line in rundir.kept_aside(Path(recipe.output_dir), start.run.run_id):
+        for line in rundir.kept_aside(Path(recipe.output_dir), start.run.run_id) if is_first else ():
             screen.say(line)
         if start.complete:
             screen.say(f"chat with it: {_chat(recipe.output_dir)}")

@@ -9,9 +9,8 @@ from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 
-from launch import probe, recipes, render, report, resume, rundir, seed_cli
+from launch import architectures, probe, recipes, render, report, resume, rundir, seed_cli, started
 from launch.errors import ConfigError
-from launch.planner import Given
 from launch.resolve import resolve
 from launch.rundir import AttemptDir, House, RunDir, Start
 from launch.schema import Machine, Plan, Recipe
@@ -26,6 +25,7 @@ def from_run_dir(run: RunDir, attempt: int) -> Start:
         supervised="LOWMEM_SUPERVISED" in os.environ,
         run=run,
         attempt=run.attempt(attempt),
+        deepspeed_file=run.deepspeed_file,
     )
 
 
@@ -34,12 +34,13 @@ def from_flags(argv: Sequence[str]) -> Start:
     request = seed_cli.translate(argv)
     _ranks_that_were_asked_for(argv, request.cpu)
     is_first = os.environ.get("RANK", "0") == "0"
-    given = Given(
-        num_processes=int(os.environ.get("WORLD_SIZE", "1")),
-        force_cpu=request.cpu,
-        force_gloo=os.environ.get("ACCELERATE_USE_GLOO", "").lower() in ("1", "true", "yes"),
-    )
-    resolved = resolve(request.recipe, request.overrides, given=given, say=print if is_first else lambda line: None)
+    say = print if is_first else lambda line: None
+    given = started.given(os.environ, _launcher(), request.cpu)
+    resolved = resolve(request.recipe, request.overrides, given=given, say=say)
+    if resolved.plan.strategy.device == "cuda":  # PyTorch reads these at its first attention
+        chosen = resolved.machine.gpus[: resolved.plan.strategy.processes_per_machine]
+        for key, value in architectures.environment(chosen).items():
+            os.environ.setdefault(key, value)
     if is_first:
         print("\n".join(report.plan_lines(resolved.recipe, resolved.machine, resolved.plan)), flush=True)
     return Start(
@@ -49,6 +50,9 @@ def from_flags(argv: Sequence[str]) -> Start:
         supervised=False,
         machine=resolved.machine,
         wish=request.resume,
+        deepspeed_file=started.deepspeed_file(
+            resolved.plan, resolved.recipe.training.max_grad_norm, resolved.house.cache, os.environ, say
+        ),
     )
 
 
@@ -75,7 +79,9 @@ def write_run(run: RunDir, recipe: Recipe, machine: Machine, plan: Plan, house: 
     attempt = run.new_attempt()
     run.write_plan(recipe, plan)
     rundir.write_atomic(run.recipe_yaml, recipes.dump(recipe))
-    rundir.write_atomic(run.accelerate_file, render.accelerate_config(plan))
+    rundir.write_atomic(run.accelerate_file, render.accelerate_config(plan, str(run.deepspeed_file)))
+    if plan.strategy.engine == "deepspeed":
+        rundir.write_atomic(run.deepspeed_file, render.deepspeed_config(plan, recipe.training.max_grad_norm))
     command = render.command(plan, machine, run, attempt, house, os.environ)
     rundir.write_atomic(run.command_file, f"#!/bin/sh\n# attempt {attempt.number} of {run.run_id}\n{command}\n")
     return attempt
@@ -94,7 +100,8 @@ def _ranks_that_were_asked_for(argv: Sequence[str], cpu: bool) -> None:
     or say that it cannot be done. accelerate leaves MASTER_ADDR in the environment exactly in that case."""
     if "WORLD_SIZE" in os.environ or "MASTER_ADDR" not in os.environ:
         return
-    asked = _num_processes_of(Path(f"/proc/{os.getppid()}/cmdline"))
+    number = started.flag(started.words_of(_launcher()), "num_processes")
+    asked = int(number) if number and number.isdigit() else None
     if asked is None or (not cpu and probe.machine().gpus):
         raise ConfigError(
             "accelerate launch started one process although more were asked for; add --multi_gpu"
@@ -108,12 +115,6 @@ def _ranks_that_were_asked_for(argv: Sequence[str], cpu: bool) -> None:
     os.execv(sys.executable, [sys.executable, *launcher, sys.argv[0], "train", *argv, *([] if cpu else ["--cpu"])])
 
 
-def _num_processes_of(cmdline: Path) -> int | None:
-    """--num_processes of the launcher above us, if it was given on its command line."""
-    words = cmdline.read_bytes().decode("utf-8", "replace").split("\0") if cmdline.exists() else []
-    for i, word in enumerate(words):
-        name, _, value = word.partition("=")
-        if name.replace("-", "_") == "__num_processes":
-            value = value or words[i + 1]
-            return int(value) if value.isdigit() else None
-    return None
+def _launcher() -> Path:
+    """The command line of the process that started this one."""
+    return Path(f"/proc/{os.getppid()}/cmdline")

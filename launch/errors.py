@@ -51,6 +51,12 @@ class StorageError(LaunchError):
     exit_code = 10
 
 
+class NetworkError(LaunchError):
+    """Machines or ranks that cannot reach each other."""
+
+    exit_code = 11
+
+
 def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
     """The known names most like a word that is none of them, best first, upper and lower case aside."""
     import difflib  # 5 ms, which only a mistake costs

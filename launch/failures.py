@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from launch.schema import GIB, Evidence, Failure
 
+PROOF_CHARS = 400  # the HSA runtime says at the end of its line how much GPU memory was free
+
 
 @dataclass(frozen=True)
 class Pattern:
@@ -25,11 +27,31 @@ PATTERNS = (
         "device_oom",
         12,
         re.compile(
-            r"(CUDA|HIP) out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure 2\b"
-            r"|Triton Error \[CUDA\]: out of memory|Error out of memory at line"
+            r"(CUDA|HIP) (error: )?out of memory|hipErrorOutOfMemory|CUBLAS_STATUS_ALLOC_FAILED"
+            r"|(Cuda|HIP) failure (2\b|'out of memory')"  # NCCL and RCCL
+            r"|Triton Error \[(CUDA|HIP)\]: out of memory|Error out of memory at line"
         ),
         "the GPU ran out of memory",
         "halve training.per_device_train_batch_size and double training.gradient_accumulation_steps",
+    ),
+    Pattern(
+        "gpu_unsupported",
+        3,
+        re.compile(
+            r"(CUDA|HIP) error: (invalid device function|no kernel image is available)"
+            r"|hipErrorInvalidDeviceFunction|hipErrorNoBinaryForGpu"
+        ),
+        "this build of torch has no kernels for the GPU",
+        "install a torch build whose torch.cuda.get_arch_list() names the card; a Radeon may run as a listed one of its"
+        " generation, e.g. gfx1032 with HSA_OVERRIDE_GFX_VERSION=10.3.0",
+    ),
+    Pattern(
+        "gpu_resources",
+        3,
+        re.compile(r"HSA_STATUS_ERROR_OUT_OF_RESOURCES"),
+        "the ROCm runtime could not get a resource: GPU memory, a thread or a queue",
+        "where the proof says that little memory is free, halve training.per_device_train_batch_size and double"
+        " training.gradient_accumulation_steps; else see `ulimit -u` and dmesg",
     ),
     Pattern(
         "host_oom",
@@ -46,9 +68,20 @@ PATTERNS = (
         "free space where runs/ and model_save/ are, then run the same line again",
     ),
     Pattern(
+        "join",
+        11,
+        re.compile(r"DistStoreError: Timed out .* clients joined|client socket has timed out .* trying to connect to"),
+        "the machines did not all join in time",
+        "start the same line on every machine, each with its launch.machine_rank, and see that launch.main_process_port"
+        " of machine 0 is reachable; launch.join_timeout_s says how long is waited",
+    ),
+    Pattern(
         "network",
         11,
-        re.compile(r"EADDRINUSE|Connection refused|connectFullMesh failed|Timed out waiting .*ms for (recv|send)"),
+        re.compile(
+            r"EADDRINUSE|Connection refused|connectFullMesh failed|Timed out waiting .*ms for (recv|send)"
+            r"|Connection (closed|reset) by peer|Broken pipe.*gloo|Timed out waiting \d+ms"
+        ),
         "the ranks could not reach each other",
         "run the same line again; if it repeats, train on one process with --launch.num_processes=1",
     ),
@@ -94,7 +127,9 @@ def classify(evidence: Evidence) -> Failure | None:
         for pattern in PATTERNS:
             for line in text.splitlines():
                 if pattern.regex.search(line):
-                    return Failure(pattern.kind, pattern.exit_code, pattern.cause, line.strip()[:300], pattern.fix)
+                    return Failure(
+                        pattern.kind, pattern.exit_code, pattern.cause, line.strip()[:PROOF_CHARS], pattern.fix
+                    )
     if evidence.rank_errors:
         error = evidence.rank_errors[0]
         return Failure(
@@ -115,4 +150,6 @@ def classify(evidence: Evidence) -> Failure | None:
 
 def _last_words(log: str) -> str:
     """The line of a log that says most: the last with letters in it."""
-    return next((line.strip()[:300] for line in reversed(log.splitlines()) if re.search(r"[a-zA-Z]", line)), "no log")
+    return next(
+        (line.strip()[:PROOF_CHARS] for line in reversed(log.splitlines()) if re.search(r"[a-zA-Z]", line)), "no log"
+    )

@@ -1,4 +1,4 @@
-"""The GPUs a run may use: as NVML, amdsmi or rocm-smi lists them, less those that the environment hides."""
+"""The GPUs a run may use: as NVML, amdsmi, rocm-smi or amd-smi lists them, less those that the environment hides."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from launch.schema import GIB, Gpu
 
 MIN_VRAM_BYTES = 2 * GIB  # below it: the graphics of a Ryzen or an APU, which rocm-smi lists beside the real card
-ROCM_SMI_TIMEOUT_S = 5.0
+VENDOR_TOOL_TIMEOUT_S = 5.0
 
+Parsed = TypeVar("Parsed")
 Listed = list[tuple[str, Gpu]]  # (uuid, or "" when unknown; GPU) in the vendor's order
 
 
@@ -36,6 +38,9 @@ def usable(env: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str]:
         if variable in env:
             listed, said = visible(listed, env[variable])
             reasons.append(f'{variable}="{env[variable]}" {said}')
+        if variable == "ROCR_VISIBLE_DEVICES" and variable in env:
+            # from here on a number is the one HIP counts by, as the command line will use it
+            listed = [(uuid, replace(gpu, index=index)) for index, (uuid, gpu) in enumerate(listed)]
     small = [gpu for _, gpu in listed if gpu.total_bytes < MIN_VRAM_BYTES]
     for gpu in small:
         reasons.append(f"GPU {gpu.index} ({gpu.name}, {gpu.total_bytes / GIB:.1f} GiB) is too small to train on")
@@ -92,13 +97,23 @@ def _nvidia() -> tuple[Listed, str]:
 
 
 def _amd(env: Mapping[str, str]) -> tuple[Listed, str]:
+    """From the first that lists a GPU: the amdsmi library, rocm-smi, amd-smi (newer ROCm has no rocm-smi)."""
+    reasons = []
+    for ask in (_amdsmi, rocm_smi, amd_smi):
+        listed, reason = ask(env)
+        if listed:
+            return listed, "; ".join([*reasons, reason])
+        reasons += [reason] if reason else []
+    return [], "; ".join(reasons)
+
+
+def _amdsmi(env: Mapping[str, str]) -> tuple[Listed, str]:
     try:
         import amdsmi  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
-        return rocm_smi(env)
+        return [], ""
     except (ImportError, OSError, KeyError, AttributeError) as error:  # what its import raises without libamd_smi.so
-        listed, reason = rocm_smi(env)
-        return listed, f"amdsmi: {error!r}; {reason}"
+        return [], f"amdsmi: {error!r}"
     try:
         amdsmi.amdsmi_init()
         try:
@@ -106,8 +121,7 @@ def _amd(env: Mapping[str, str]) -> tuple[Listed, str]:
         finally:
             amdsmi.amdsmi_shut_down()
     except amdsmi.AmdSmiException as error:
-        listed, reason = rocm_smi(env)
-        return listed, f"amdsmi: {error}; {reason}"
+        return [], f"amdsmi: {error}"
     return listed, f"amdsmi lists {len(listed)}"
 
 
@@ -121,12 +135,38 @@ def _amdsmi_gpu(amdsmi: Any, index: int, handle: object) -> tuple[str, Gpu]:
     return _amd_uuid(str(asic["asic_serial"])), Gpu(index, name, "amd", *sizes, architecture, driver, f"amdsmi {index}")
 
 
-def rocm_smi(env: Mapping[str, str], timeout_s: float = ROCM_SMI_TIMEOUT_S) -> tuple[Listed, str]:
+def rocm_smi(env: Mapping[str, str], timeout_s: float = VENDOR_TOOL_TIMEOUT_S) -> tuple[Listed, str]:
     """What the rocm-smi on env's PATH lists; without it, or when it hangs or prints nonsense, nothing and why."""
-    program = shutil.which("rocm-smi", path=env.get("PATH", ""))
-    if program is None:
-        return [], "no rocm-smi on PATH"
     asked = ["--showproductname", "--showmeminfo", "vram", "--showdriverversion", "--showuniqueid", "--json"]
+    try:
+        program, listed = _ask("rocm-smi", asked, env, timeout_s, parse_rocm_smi)
+    except _NoAnswer as error:
+        return [], str(error)
+    return listed, f"{program} lists {len(listed)}"
+
+
+def amd_smi(env: Mapping[str, str], timeout_s: float = VENDOR_TOOL_TIMEOUT_S) -> tuple[Listed, str]:
+    """What the amd-smi on env's PATH lists; without it, or when it hangs or prints nonsense, nothing and why."""
+    try:
+        program, static = _ask("amd-smi", ["static", "--asic", "--driver", "--json"], env, timeout_s, _amd_smi_rows)
+        _, metric = _ask("amd-smi", ["metric", "--mem-usage", "--json"], env, timeout_s, _amd_smi_rows)
+    except _NoAnswer as error:
+        return [], str(error)
+    listed = _amd_smi_gpus(static, metric)
+    return listed, f"{program} lists {len(listed)}"
+
+
+class _NoAnswer(Exception):
+    """A vendor's tool is not there, hangs, or prints no list of GPUs; the message says which."""
+
+
+def _ask(
+    tool: str, asked: Sequence[str], env: Mapping[str, str], timeout_s: float, parse: Callable[[str], Parsed]
+) -> tuple[str, Parsed]:
+    """(path of the tool, what parse makes of its output). Raises _NoAnswer, also where parse raises ValueError."""
+    program = shutil.which(tool, path=env.get("PATH", ""))
+    if program is None:
+        raise _NoAnswer(f"no {tool} on PATH")
     try:
         child = subprocess.Popen(
             [program, *asked],
@@ -138,20 +178,21 @@ def rocm_smi(env: Mapping[str, str], timeout_s: float = ROCM_SMI_TIMEOUT_S) -> t
             errors="replace",
         )
     except OSError as error:
-        return [], f"{program}: {error.strerror}"
+        raise _NoAnswer(f"{program}: {error.strerror}") from error
     try:
         out, err = child.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as error:
         child.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(timeout=1)  # stuck inside the driver it dies later, and we do not wait for that
-        return [], f"{program} did not answer within {timeout_s:g} s"
+        raise _NoAnswer(f"{program} did not answer within {timeout_s:g} s") from error
     try:
-        listed = parse_rocm_smi(out)
+        return program, parse(out)
     except ValueError as error:
         said = next((line.strip()[:120] for line in f"{err}\n{out}".split("\n") if line.strip()), "nothing")
-        return [], f"{program} exited with {child.returncode} and printed no list of GPUs ({error}): {said}"
-    return listed, f"{program} lists {len(listed)}"
+        raise _NoAnswer(
+            f"{program} exited with {child.returncode} and printed no list of GPUs ({error}): {said}"
+        ) from error
 
 
 def parse_rocm_smi(text: str) -> Listed:
@@ -175,8 +216,43 @@ def parse_rocm_smi(text: str) -> Listed:
     return listed
 
 
-def _first(card: Mapping[str, str], *names: str) -> str:
-    return next((card[name].strip() for name in names if card.get(name, "N/A") not in ("N/A", "")), "")
+def parse_amd_smi(static: str, metric: str) -> Listed:
+    """The GPUs in what `amd-smi static --asic --driver --json` and `amd-smi metric --mem-usage --json` print, as ROCm
+    6 and 7 do. Raises ValueError where there is no list."""
+    return _amd_smi_gpus(_amd_smi_rows(static), _amd_smi_rows(metric))
+
+
+def _amd_smi_rows(text: str) -> dict[int, Mapping[str, Any]]:
+    """The object of each GPU by its number: in a list, or since ROCm 7 in a list under gpu_data."""
+    start = re.search(r"^[\[{]", text, re.MULTILINE)  # Python's warnings are printed before it
+    document, _ = json.JSONDecoder().raw_decode(text[start.start() if start else 0 :])
+    rows = document.get("gpu_data") if isinstance(document, dict) else document
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and isinstance(row.get("gpu"), int) for row in rows):
+        raise ValueError("expected a list of objects that have a gpu")
+    return {row["gpu"]: row for row in rows}
+
+
+def _amd_smi_gpus(static: Mapping[int, Mapping[str, Any]], metric: Mapping[int, Mapping[str, Any]]) -> Listed:
+    listed: Listed = []
+    for index, row in static.items():
+        asic, usage = _part(row, "asic"), _part(metric.get(index, {}), "mem_usage")
+        total, used = (_part(usage, key).get("value") for key in ("total_vram", "used_vram"))
+        sizes = (0, 0)
+        if isinstance(total, int) and isinstance(used, int):  # "N/A" otherwise
+            sizes = total << 20, (total - used) << 20  # what it calls MB is MiB
+        name = _first(asic, "market_name") or f"GPU {index}"
+        gfx, driver = _first(asic, "target_graphics_version"), _first(_part(row, "driver"), "version")
+        gpu = Gpu(index, name, "amd", *sizes, gfx, driver, f"amd-smi GPU {index}")
+        listed.append((_amd_uuid(_first(asic, "asic_serial")), gpu))
+    return listed
+
+
+def _part(row: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    return value if isinstance(value := row.get(key), dict) else {}  # "N/A" otherwise
+
+
+def _first(card: Mapping[str, Any], *names: str) -> str:
+    return next((str(card[name]).strip() for name in names if card.get(name, "N/A") not in ("N/A", "")), "")
 
 
 def _amd_uuid(serial: str) -> str:

@@ -9,24 +9,36 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launch import predict
+from launch import architectures, predict, sharding
 from launch.errors import ConfigError, DoesNotFit
 from launch.schema import (
     GIB,
     Change,
     DataFormat,
     Gpu,
+    LaunchSection,
+    Link,
     LoraSection,
     Machine,
     MemoryEstimate,
+    Mode,
     ModelShape,
     Plan,
     Precision,
     Recipe,
+    Rendezvous,
 )
 from launch.schema import Strategy as Candidate
 
 MAX_EVAL_BATCH = 64  # samples; the guides' 3x the training batch is a ceiling, and logits are the larger part of it
+
+CPU_MODES = ("cpu", "multi_cpu")
+ONE_PROCESS = ("cpu", "single_gpu")
+SEVERAL_PROCESSES = ("multi_cpu", "dual_gpu_nccl", "dual_gpu_gloo")
+GPU_MODES = ("single_gpu", "dual_gpu_nccl", "dual_gpu_gloo")
+# Fastest first where the states fit: each row holds less on the cards than the one before and moves more bytes.
+SHARDED: tuple[Mode, ...] = ("deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3")
+OFFLOADED: tuple[Mode, ...] = ("deepspeed_zero2_offload", "deepspeed_zero3_offload")
 
 
 @dataclass(frozen=True)
@@ -34,8 +46,12 @@ class Given:
     """What a start outside our launcher has fixed already: ranks are running when we are asked."""
 
     num_processes: int | None = None
+    num_machines: int = 1
+    mode: Mode | None = None  # of DeepSpeed or FSDP2, when the launcher above has chosen one
     force_cpu: bool = False
     force_gloo: bool = False  # ACCELERATE_USE_GLOO=1
+    link: Link | None = None  # what the test of this machine's GPUs found
+    has_deepspeed: bool = True  # the package is installed
 
 
 def choose(
@@ -53,18 +69,23 @@ def choose(
     _check_length(recipe, config)
     parameters, trainable, lora_parameters = predict.count(shapes, recipe.model.freeze, recipe.lora, model_type)
     shape = ModelShape(recipe.model.shape or str(recipe.model.path), config, parameters, trainable, lora_parameters)
-    estimate = predict.model_state(
+    whole = predict.model_state(
         shapes, recipe.model.freeze, recipe.lora, model_type, recipe.training.optim, recipe.model.dtype
     )
-    rejected, largest_budget = [], 0
+    rejected, budgets = [], []
     for candidate in candidates(recipe, machine, given):
+        refused = sharding.refusal(recipe, candidate) or _unavailable(candidate, given)
+        if refused:
+            if candidate.mode in (recipe.launch.mode, given.mode):
+                raise ConfigError(f"launch.mode {refused}")
+            rejected.append(refused)
+            continue
+        estimate = sharding.per_rank(whole, shapes, recipe, candidate, model_type)
         budget = budget_bytes(recipe, machine, candidate)
-        largest_budget = max(largest_budget, budget)
-        if estimate.model_state_bytes > budget:
-            rejected.append(
-                f"{candidate.mode} with {candidate.num_processes} process(es): model states"
-                f" {_gib(estimate.model_state_bytes)} each, budget {_gib(budget)}"
-            )
+        budgets.append(budget)
+        misses = _misses(recipe, machine, candidate, estimate, budget)
+        if misses:
+            rejected.append(f"{candidate.mode} with {candidate.num_processes} process(es): {misses}")
             continue
         return Plan(
             recipe_name=recipe.name,
@@ -75,11 +96,15 @@ def choose(
             budget_bytes=budget,
             rows=rows if rows is None else min(rows, recipe.data.max_train_samples or rows),
             lora_targets=_lora_targets(recipe, model_type, shapes),
-            why=tuple(_why(recipe, machine, candidate, given)),
-            changes=(*changes, *_precision_changes(recipe, machine, candidate)),
+            why=(*_why(recipe, machine, candidate, given), *_link_why(recipe, candidate, shape, whole, given.link)),
+            changes=(*changes, *_precision_changes(recipe, machine, candidate), *_batch_changes(recipe, candidate)),
             rejected=tuple(rejected),
+            rendezvous=_rendezvous(recipe.launch),
+            link=given.link if candidate.device == "cuda" and candidate.processes_per_machine > 1 else None,
         )
-    raise DoesNotFit(_does_not_fit(recipe, shape, shapes, estimate, rejected, largest_budget))
+    if not budgets:  # memory was never the question
+        raise ConfigError("; ".join(rejected))
+    raise DoesNotFit(_does_not_fit(recipe, shape, shapes, whole, rejected, max(budgets)))
 
 
 def _check_length(recipe: Recipe, config: dict[str, Any]) -> None:
@@ -93,85 +118,171 @@ def _check_length(recipe: Recipe, config: dict[str, Any]) -> None:
 
 def candidates(recipe: Recipe, machine: Machine, given: Given = Given()) -> Iterator[Candidate]:
     """Every way this version knows to run the recipe as it was asked for, fastest first."""
-    launch = recipe.launch
-    on_gpu = bool(machine.gpus) and not given.force_cpu and launch.mode not in ("cpu", "multi_cpu")
-    if launch.mode in ("single_gpu", "dual_gpu_nccl", "dual_gpu_gloo") and not on_gpu:
+    launch, training = recipe.launch, recipe.training
+    on_gpu = bool(machine.gpus) and not given.force_cpu and launch.mode not in CPU_MODES
+    if launch.mode in GPU_MODES and not on_gpu:
         raise ConfigError(f"launch.mode {launch.mode} needs a GPU: {machine.gpus_reason}; use cpu or multi_cpu")
-    asked = given.num_processes or launch.num_processes
-    available = len(machine.gpus) if on_gpu else machine.cpu_count
-    if on_gpu and asked is not None and asked > available:
-        raise ConfigError(f"launch.num_processes {asked}, but there are {available} GPU(s): {machine.gpus_reason}")
-    counts = [asked] if asked else _default_counts(launch.mode, available if on_gpu else 1)
-    for num_processes in counts:
-        mode = _mode(launch.mode, num_processes, on_gpu, given.force_gloo)
-        training = recipe.training
+    for mode, num_processes, instead_of in _ways_to_start(launch, machine, given, on_gpu):
+        several = num_processes > 1 or mode.startswith("deepspeed")
+        gloo = not on_gpu or mode == "dual_gpu_gloo" or given.force_gloo
         yield Candidate(
             mode=mode,
             device="cuda" if on_gpu else "cpu",
             num_processes=num_processes,
-            backend=None if num_processes == 1 else "nccl" if mode == "dual_gpu_nccl" else "gloo",
+            num_machines=max(launch.nodes, given.num_machines),
+            backend=("gloo" if gloo else "nccl") if several else None,
             per_device_train_batch_size=training.per_device_train_batch_size,
-            gradient_accumulation_steps=training.gradient_accumulation_steps,
+            gradient_accumulation_steps=training.gradient_accumulation_steps * (instead_of // num_processes),
             per_device_eval_batch_size=training.per_device_eval_batch_size
             or max(training.per_device_train_batch_size, min(3 * training.per_device_train_batch_size, MAX_EVAL_BATCH)),
-            mixed_precision=_precision(recipe, machine.gpus if on_gpu else ()),
+            mixed_precision=_precision(recipe, machine.gpus[:num_processes] if on_gpu else ()),
             gradient_checkpointing=training.gradient_checkpointing,
-            dataloader_num_workers=_workers(recipe, machine, num_processes, on_gpu),
+            dataloader_num_workers=_workers(recipe, machine, num_processes // launch.nodes, on_gpu),
         )
+
+
+def _ways_to_start(
+    launch: LaunchSection, machine: Machine, given: Given, on_gpu: bool
+) -> Iterator[tuple[Mode, int, int]]:
+    """(mode, number of ranks, number that the recipe's batch is meant for) of each candidate.
+
+    Raises ConfigError for what cannot be.
+    """
+    per_node = len(machine.gpus) if on_gpu else 1
+    asked = given.num_processes or launch.num_processes
+    if on_gpu and asked is not None and asked > per_node * launch.nodes and given.num_machines == 1:
+        raise ConfigError(
+            f"launch.num_processes {asked}, but there are {per_node * launch.nodes} GPU(s): {machine.gpus_reason}"
+        )
+    if given.mode and launch.mode not in ("auto", given.mode):
+        raise ConfigError(f"launch.mode {launch.mode}, but the ranks were started as {given.mode}; make them the same")
+    mode = given.mode or launch.mode
+    if mode == "auto":
+        yield from _automatic(asked, per_node, launch.nodes, on_gpu, given)
+        return
+    least = launch.nodes if launch.nodes > 1 or on_gpu else 2  # ranks; two show on a CPU what sharing out means
+    count = asked or (1 if mode in ONE_PROCESS else max(per_node * launch.nodes, least))
+    if mode in ONE_PROCESS and count > 1:
+        raise ConfigError(f"launch.mode {mode} is one process, launch.num_processes says {count}")
+    if mode in SEVERAL_PROCESSES and count == 1:
+        if asked:
+            raise ConfigError(f"launch.mode {mode} needs two processes or more, launch.num_processes says 1")
+        raise ConfigError(f"launch.mode {mode} needs two GPUs or more, there is {per_node}; use single_gpu")
+    if mode == "dual_gpu_nccl" and given.force_gloo:
+        yield "dual_gpu_gloo", count, count
+    else:
+        yield mode, count, count
+
+
+def _automatic(
+    asked: int | None, per_node: int, nodes: int, on_gpu: bool, given: Given
+) -> Iterator[tuple[Mode, int, int]]:
+    """What `launch.mode: auto` may mean. Where ranks are running already, their number and engine are fixed."""
+    if not on_gpu:
+        count = asked or nodes
+        on_cpu: Mode = "multi_cpu" if count > 1 else "cpu"
+        yield on_cpu, count, count
+        return
+    count = asked or per_node * nodes
+    together: Mode = "dual_gpu_gloo" if given.force_gloo else "dual_gpu_nccl"
+    first: Mode = "single_gpu" if count == 1 else together
+    yield first, count, count
+    if given.num_processes is not None:
+        return
+    nccl_fails = given.link is not None and given.link.backend != "nccl"
+    if count == 1 or not (nccl_fails or given.force_gloo):
+        for mode in (*(SHARDED if count > 1 else ()), *OFFLOADED):
+            yield mode, count, count
+        return
+    if nccl_fails and not given.force_gloo:
+        yield "dual_gpu_gloo", count, count
+    if asked is None and nodes == 1:
+        alone: tuple[Mode, ...] = ("single_gpu", *OFFLOADED)
+        for mode in alone:
+            yield mode, 1, count
+
+
+def _unavailable(candidate: Candidate, given: Given) -> str | None:
+    """Why this machine's packages or the link test rule a candidate out, or None."""
+    if candidate.engine == "deepspeed" and not given.has_deepspeed:
+        return f"{candidate.mode} cannot run: the package deepspeed is not installed"
+    link = given.link
+    if link is None or candidate.device == "cpu" or candidate.processes_per_machine == 1:
+        return None
+    if link.backend is None:
+        return f"{candidate.mode} cannot run: {link.reason}; `python -m launch doctor` says why"
+    if candidate.backend == "nccl" and link.backend == "gloo":
+        return f"{candidate.mode} cannot run: NCCL does not work between these GPUs ({link.reason}); use dual_gpu_gloo"
+    return None
+
+
+def _misses(
+    recipe: Recipe, machine: Machine, candidate: Candidate, estimate: MemoryEstimate, budget: int
+) -> str | None:
+    """Which budget the model states exceed, with numbers; None when they fit."""
+    if estimate.model_state_bytes > budget:
+        return f"model states {_gib(estimate.model_state_bytes)} each, budget {_gib(budget)}"
+    host = max(machine.host_available_bytes - int(recipe.launch.host_reserve_gib * GIB), 0)
+    offloaded = estimate.offloaded_bytes * candidate.processes_per_machine
+    if candidate.device == "cpu":  # the host's RAM is the device's
+        offloaded += estimate.model_state_bytes * candidate.processes_per_machine
+    if offloaded > host:
+        return f"{_gib(offloaded)} of states in host RAM, budget {_gib(host)}"
+    return None
+
+
+def _rendezvous(launch: LaunchSection) -> Rendezvous | None:
+    if launch.nodes == 1:
+        return None
+    assert launch.main_process_ip is not None  # the schema has checked it
+    return Rendezvous(
+        launch.machine_rank,
+        launch.main_process_ip,
+        launch.main_process_port,
+        launch.network_interface,
+        launch.join_timeout_s,
+    )
 
 
 def budget_bytes(recipe: Recipe, machine: Machine, candidate: Candidate) -> int:
     """What one rank may use of its device: a share of the smallest card's free memory, or its part of the host's."""
     if candidate.device == "cuda":
-        free = min(gpu.free_bytes for gpu in machine.gpus[: candidate.num_processes])
+        free = min(gpu.free_bytes for gpu in machine.gpus[: candidate.processes_per_machine])
         return int(free * recipe.launch.vram_fraction)
     reserve = int(recipe.launch.host_reserve_gib * GIB)
-    return max(machine.host_available_bytes - reserve, 0) // candidate.num_processes
-
-
-def _default_counts(mode: str, available: int) -> list[int]:
-    if mode == "multi_cpu":
-        return [2]
-    if mode in ("dual_gpu_nccl", "dual_gpu_gloo"):
-        if available < 2:
-            raise ConfigError(f"launch.mode {mode} needs two GPUs or more, there is {available}; use single_gpu")
-        return [available]
-    return [available] if mode == "auto" and available > 1 else [1]
-
-
-def _mode(asked: str, num_processes: int, on_gpu: bool, force_gloo: bool) -> Any:
-    several = num_processes > 1
-    if asked in ("cpu", "single_gpu") and several:
-        raise ConfigError(f"launch.mode {asked} is one process, launch.num_processes says {num_processes}")
-    if asked in ("multi_cpu", "dual_gpu_nccl", "dual_gpu_gloo") and not several:
-        raise ConfigError(f"launch.mode {asked} needs two processes or more, launch.num_processes says 1")
-    if not on_gpu:
-        return "multi_cpu" if several else "cpu"
-    if not several:
-        return "single_gpu"
-    return "dual_gpu_gloo" if force_gloo or asked == "dual_gpu_gloo" else "dual_gpu_nccl"
+    return max(machine.host_available_bytes - reserve, 0) // candidate.processes_per_machine
 
 
 def _precision(recipe: Recipe, gpus: Sequence[Gpu]) -> Precision:
     training = recipe.training
     if training.fp16 and not gpus:
         raise ConfigError("training.fp16: true has no effect on a CPU (it would train in fp32); use bf16 or neither")
+    if training.extras.get("tf32") and (without := [gpu for gpu in gpus if not architectures.of(gpu).tf32]):
+        raise ConfigError(
+            f"training.tf32: true, but {without[0].name} ({without[0].architecture}) has no TF32; drop it"
+        )
     if training.bf16:
-        return "bf16" if all(map(_has_bf16, gpus)) else "fp16"
+        return "fp16" if architectures.without_bf16(gpus) else "bf16"
     return "fp16" if training.fp16 else "no"
-
-
-def _has_bf16(gpu: Gpu) -> bool:
-    if gpu.vendor == "nvidia" and gpu.architecture:
-        return float(gpu.architecture) >= 8.0  # Ampere
-    return gpu.architecture not in ("gfx900", "gfx906")  # AMD before MI100
 
 
 def _precision_changes(recipe: Recipe, machine: Machine, candidate: Candidate) -> list[Change]:
     if recipe.training.bf16 and candidate.mixed_precision == "fp16":
-        names = ", ".join(gpu.name for gpu in machine.gpus if not _has_bf16(gpu))
-        return [Change("training.bf16", "bf16", "fp16 with a loss scaler", f"{names} has no bf16")]
+        reason = architectures.without_bf16(machine.gpus[: candidate.num_processes])
+        return [Change("training.bf16", "bf16", "fp16 with a loss scaler", reason)]
     return []
+
+
+def _batch_changes(recipe: Recipe, candidate: Candidate) -> list[Change]:
+    """Said where fewer ranks train than there are cards: the effective batch is held by accumulating."""
+    asked, runs = recipe.training.gradient_accumulation_steps, candidate.gradient_accumulation_steps
+    if asked == runs:
+        return []
+    reason = (
+        f"{candidate.num_processes} process instead of {runs // asked}: the effective batch stays"
+        f" {candidate.effective_batch_size}"
+    )
+    return [Change("training.gradient_accumulation_steps", str(asked), str(runs), reason)]
 
 
 def _workers(recipe: Recipe, machine: Machine, num_processes: int, on_gpu: bool) -> int:
@@ -195,6 +306,13 @@ def _why(recipe: Recipe, machine: Machine, candidate: Candidate, given: Given) -
             yield f"{candidate.num_processes} processes share {machine.cpu_count} CPU(s): slower than one each"
     else:
         yield f"{candidate.num_processes} GPU(s): {machine.gpus_reason}"
+        yield from architectures.attention_notes(machine.gpus[: candidate.num_processes])
+    if candidate.num_machines > 1 and recipe.launch.nodes > 1:
+        launch = recipe.launch
+        meet = f"{launch.main_process_ip}:{launch.main_process_port}"
+        yield f"{launch.nodes} machines, this one is number {launch.machine_rank}; they meet at {meet}"
+    if candidate.offloads:
+        yield "optimizer states in host RAM, updated there by the same optimizer: slower, and no compiled op is needed"
     if given.force_gloo and candidate.num_processes == 1:
         yield "ACCELERATE_USE_GLOO=1 has no effect on one process"
     elif given.force_gloo:
@@ -205,6 +323,27 @@ def _why(recipe: Recipe, machine: Machine, candidate: Candidate, given: Given) -
             if candidate.device == "cpu"
             else f"{machine.cpu_count} CPUs over {candidate.num_processes} process(es)"
         )
+
+
+def _link_why(
+    recipe: Recipe, candidate: Candidate, shape: ModelShape, whole: MemoryEstimate, link: Link | None
+) -> Iterator[str]:
+    """What the ranks talk over, and what it costs where every sample is as long as it may be."""
+    if candidate.device == "cpu" or candidate.num_processes == 1:
+        return
+    if link is None:
+        yield "link: not tested; `python -m launch doctor` or the first run does"
+        return
+    yield f"link: {link.reason}"
+    from launch import preflight
+
+    tokens = candidate.effective_batch_size * recipe.data.max_length
+    backward = shape.parameters + shape.trainable_parameters  # activations' gradients, weights' gradients
+    again = shape.parameters if candidate.gradient_checkpointing else 0
+    step_flops = 2.0 * tokens * (shape.parameters + backward + again)
+    cost = preflight.cost_line(link, whole.gradients_bytes, step_flops, candidate.num_processes)
+    if cost:
+        yield cost
 
 
 def _does_not_fit(

@@ -76,6 +76,13 @@ def link(
     return found
 
 
+def known(machine: Machine, num_processes: int, cache: Path, environ: Mapping[str, str]) -> Link | None:
+    """What an earlier test of these GPUs found, or None; tests nothing."""
+    facts = _facts(machine, num_processes, environ, COLLECTIVE, "cuda")
+    kept = _kept(cache / "link.json", lambda line: None).get(_key(facts))
+    return kept.link if kept and _is_valid(kept) else None
+
+
 # ---- the search -----------------------------------------------------------------------------------------------------
 
 

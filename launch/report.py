@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import html as markup
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from launch.schema import GIB, Machine, MemoryEstimate, Plan, Recipe, RunResult, StepEvent
+
+STATES = ("weights", "gradients", "optimizer")
 
 
 def size(count: int) -> str:
@@ -45,7 +49,8 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
     if 0 < steps <= training.warmup_steps:
         yield f"             warm-up takes all of the {steps} steps: the rate never reaches {training.learning_rate:g}"
     backend = f", backend {strategy.backend}" if strategy.backend else ""
-    precision = {"no": recipe.model.dtype, "bf16": "bf16 autocast", "fp16": "fp16 autocast"}[strategy.mixed_precision]
+    how = "weights, float32 copies" if strategy.engine == "deepspeed" else "autocast"
+    precision = recipe.model.dtype if strategy.mixed_precision == "no" else f"{strategy.mixed_precision} {how}"
     yield f"  mode       {strategy.mode}{backend}, {precision}"
     for line in plan.why:
         yield f"             {line}"
@@ -61,11 +66,14 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
         yield f"  rejected   {line}"
 
 
-def _states(estimate: MemoryEstimate) -> str:
-    return (
-        f"{size(estimate.model_state_bytes)} (weights {size(estimate.weights_bytes)}, gradients"
-        f" {size(estimate.gradients_bytes)}, optimizer {size(estimate.optimizer_bytes)})"
-    )
+def _states(estimate: MemoryEstimate | Mapping[str, Any]) -> str:
+    """Predicted or measured states of a process, in words."""
+    held = asdict(estimate) if isinstance(estimate, MemoryEstimate) else estimate
+    parts = {name: held[f"{name}_bytes"] for name in STATES}
+    known = {name: value for name, value in parts.items() if value is not None}
+    words = ", ".join(f"{name} {size(known[name]) if name in known else 'not measured'}" for name in STATES)
+    offloaded = f" + {size(held['offloaded_bytes'])} in host RAM" if held["offloaded_bytes"] else ""
+    return f"{size(sum(known.values()))} ({words}){offloaded}"
 
 
 def result_lines(recipe: Recipe, machine: Machine, plan: Plan, result: RunResult, chat: str) -> list[str]:
@@ -83,7 +91,6 @@ def result_lines(recipe: Recipe, machine: Machine, plan: Plan, result: RunResult
 
 def _success_lines(recipe: Recipe, machine: Machine, plan: Plan, result: RunResult, chat: str) -> Iterator[str]:
     summary = result.summary
-    measured = MemoryEstimate(summary["weights_bytes"], summary["gradients_bytes"], summary["optimizer_bytes"])
     yield f"done: {summary['step']:,} steps in {summary['train_seconds']:.0f} s ({result.seconds:.0f} s in all)"
     yield f"  model      {summary['model_dir']}"
     if summary.get("exact_match_after") is not None:
@@ -92,7 +99,7 @@ def _success_lines(recipe: Recipe, machine: Machine, plan: Plan, result: RunResu
     losses = {"on the last step": summary["loss"], "on the held-out rows": summary["eval_loss"]}
     yield "  loss       " + ", ".join(f"{value:.4f} {where}" for where, value in losses.items() if value is not None)
     yield f"  predicted  model states {_states(plan.estimate)}; activations not predicted"
-    yield f"  measured   model states {_states(measured)}"
+    yield f"  measured   model states {_states(summary)}"
     if summary["vram_allocated_bytes"]:
         yield (
             f"             VRAM peak {size(summary['vram_allocated_bytes'])} allocated,"
@@ -126,9 +133,13 @@ def html(recipe: Recipe, machine: Machine, plan: Plan, result: RunResult, events
     rows = []
     if summary:
         estimate = plan.estimate
-        for name in ("weights", "gradients", "optimizer"):
+        for name in (*STATES, "offloaded"):
             predicted, found = getattr(estimate, f"{name}_bytes"), summary[f"{name}_bytes"]
-            rows.append((f"{name} per process", size(predicted), size(found), f"{found / max(predicted, 1) - 1:+.2%}"))
+            if found is None and predicted:
+                rows.append((f"{name} per process", size(predicted), "not measured", ""))
+            elif found:
+                off = f"{found / predicted - 1:+.2%}" if predicted else ""
+                rows.append((f"{name} per process", size(predicted), size(found), off))
         if summary["vram_allocated_bytes"]:
             rows.append(("VRAM peak, allocated", "not predicted yet", size(summary["vram_allocated_bytes"]), ""))
         rows.append(("host RAM peak of the job (PSS)", "not predicted yet", size(result.host_peak_bytes), ""))

@@ -6,14 +6,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
-from launch import columns, planner, probe, recipes, rundir, shapes
+from launch import columns, planner, preflight, probe, recipes, rundir, shapes
 from launch.errors import ResourceError
 from launch.planner import Given
 from launch.rundir import CODE, House
-from launch.schema import Change, Machine, Plan, Recipe
+from launch.schema import Change, Link, Machine, Plan, Recipe
 
 PATH_KEYS = (
     "data.train_file",
@@ -42,6 +43,7 @@ def resolve(
     machine_file: Path | None = None,
     given: Given = Given(),  # noqa: B008  a frozen value
     say: Callable[[str], None] = lambda line: None,
+    test_link: bool = False,
 ) -> Resolved:
     """Read, probe, count and plan; imports no torch. Writes nothing but the sample data that a recipe names."""
     house = House.here()
@@ -57,8 +59,25 @@ def resolve(
     _write_sample_data(recipe, house, say)
     data_format = columns.detect(recipe.data, house.root)
     rows = columns.row_count(Path(recipe.data.train_file))
+    given = replace(given, has_deepspeed=machine_file is not None or find_spec("deepspeed") is not None)
+    if machine_file is None and has_gpu:
+        given = replace(given, link=_link(recipe, machine, given, house, say, test_link))
     plan = planner.choose(recipe, machine, config, parameter_shapes, data_format, (*changes, *found), given, rows)
     return Resolved(house, recipe, machine, plan)
+
+
+def _link(
+    recipe: Recipe, machine: Machine, given: Given, house: House, say: Callable[[str], None], test: bool
+) -> Link | None:
+    """What carries an all-reduce between this machine's GPUs: as known, or tested now. None: it does not matter."""
+    launch = recipe.launch
+    count = (launch.num_processes or len(machine.gpus) * launch.nodes) // launch.nodes
+    settled = given.num_processes is not None or given.force_gloo or launch.mode == "dual_gpu_gloo"
+    if settled or launch.mode in planner.ONE_PROCESS or not 1 < count <= len(machine.gpus):
+        return None
+    if test:
+        return preflight.link(machine, count, house.cache, os.environ, say=say)
+    return preflight.known(machine, count, house.cache, os.environ)
 
 
 def _tokenizer_that_is_there(recipe: Recipe) -> tuple[Recipe, list[Change]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from launch import rundir
 from launch.errors import CheckpointError
 from launch.rundir import RunDir
-from launch.schema import Plan, Recipe
+from launch.schema import Plan, Recipe, Strategy
 
 # What may differ between a run and its continuation: it cuts or reports the same training, or places it elsewhere.
 FREE_KEYS = frozenset(
@@ -71,6 +71,7 @@ def decide(runs: Path, recipe: Recipe, plan: Plan, tokens: Path, wish: str, now:
             + "; ".join(differences)
             + "). Undo the change to continue it, or start over with --resume never"
         )
+    _check_engine(_newest_checkpoint(earlier), plan.strategy)
     if batches[0] == batches[1]:
         return Start(earlier, f"continuing {earlier.run_id}")
     return _take_over(_newest_checkpoint(earlier), runs, recipe, now, f"effective batch {batches[0]} -> {batches[1]}")
@@ -88,12 +89,36 @@ def _from_path(path: Path, runs: Path, recipe: Recipe, plan: Plan, tokens: Path,
     if differences:
         raise CheckpointError(f"--resume {path}: what trains has changed ({'; '.join(differences)})")
     same_batch = run.read_plan().strategy.effective_batch_size == plan.strategy.effective_batch_size
-    if is_checkpoint or not same_batch:
-        source = path if is_checkpoint else _newest_checkpoint(run)
-        return _take_over(source, runs, recipe, now, "--resume")
-    if run.outcome():
+    if not is_checkpoint and same_batch and run.outcome():
         return Start(run, f"{run.run_id} is complete; --resume never starts over", complete=True)
+    source = path if is_checkpoint else _newest_checkpoint(run)
+    _check_engine(source, plan.strategy)
+    if is_checkpoint or not same_batch:
+        return _take_over(source, runs, recipe, now, "--resume")
     return Start(run, f"continuing {run.run_id}")
+
+
+def _check_engine(source: Path, strategy: Strategy) -> None:
+    """Raises CheckpointError for a checkpoint that this plan's engine would misread: DDP reads ZeRO's and loses the
+    optimizer's state without a word, other ranks or stages end in a traceback."""
+    facts = rundir.read_json(source / "manifest.json") or {}
+    mode, ranks = facts.get("mode", strategy.mode), facts.get("world_size", strategy.num_processes)
+    then = replace(strategy, mode=mode, num_processes=ranks)
+    if then.engine in ("plain", "ddp"):
+        is_readable = strategy.engine in ("plain", "ddp")
+    elif then.engine == "fsdp2":
+        is_readable = strategy.engine == "fsdp2"
+    else:  # stages 1 and 2 write the same slices
+        is_readable = ranks == strategy.num_processes and (then.zero_stage == 3, then.engine) == (
+            strategy.zero_stage == 3,
+            strategy.engine,
+        )
+    if not is_readable:
+        raise CheckpointError(
+            f"{source}: written by {mode} with {ranks} rank(s), which {strategy.mode} with {strategy.num_processes}"
+            f" cannot read; continue with --launch.mode={mode} --launch.num_processes={ranks}, or start over with"
+            " --resume never"
+        )
 
 
 def _newest_checkpoint(run: RunDir) -> Path:

@@ -125,6 +125,7 @@ class RunDir:
         self.recipe_yaml = root / "recipe.yaml"
         self.plan_file = root / "plan.json"
         self.accelerate_file = root / "accelerate.yaml"
+        self.deepspeed_file = root / "deepspeed.json"
         self.command_file = root / "command.sh"
         self.report_file = root / "report.html"
         self.evaluation_file = root / "evaluation.json"
@@ -209,6 +210,7 @@ class Start:
     wish: str = "auto"  # of --resume
     run: RunDir | None = None
     attempt: AttemptDir | None = None
+    deepspeed_file: Path | None = None
 
 
 @contextmanager

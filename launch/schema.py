@@ -6,14 +6,28 @@ import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
 GIB = 1 << 30
 
 Device = Literal["cpu", "cuda"]
-Mode = Literal["cpu", "multi_cpu", "single_gpu", "dual_gpu_nccl", "dual_gpu_gloo"]
+Mode = Literal[
+    "cpu",
+    "multi_cpu",
+    "single_gpu",
+    "dual_gpu_nccl",
+    "dual_gpu_gloo",
+    "deepspeed_zero1",
+    "deepspeed_zero2",
+    "deepspeed_zero2_offload",
+    "deepspeed_zero3",
+    "deepspeed_zero3_offload",
+    "fsdp2",
+]
+MODES: tuple[Mode, ...] = get_args(Mode)
+Engine = Literal["plain", "ddp", "deepspeed", "fsdp2"]
 Precision = Literal["no", "bf16", "fp16"]
 Schedule = Literal[
     "linear",
@@ -197,10 +211,31 @@ class TrainingSection(BaseModel):
 class LaunchSection(Section):
     """How to run; everything left out is planned."""
 
-    mode: Literal["auto", "cpu", "multi_cpu", "single_gpu", "dual_gpu_nccl", "dual_gpu_gloo"] = "auto"
-    num_processes: int | None = Field(default=None, ge=1, le=1024)
+    mode: Literal["auto"] | Mode = "auto"
+    num_processes: int | None = Field(default=None, ge=1, le=1024)  # of all nodes together
+    nodes: int = Field(default=1, ge=1, le=256)  # the same command runs on each, with its own machine_rank
+    machine_rank: int = Field(default=0, ge=0)
+    main_process_ip: str | None = None  # of the node with machine_rank 0, as the other nodes reach it
+    main_process_port: int = Field(default=29500, ge=1024, le=65_535)  # with several nodes; else any free one is taken
+    network_interface: str | None = None  # between the nodes, e.g. eth1; default: the one that leads to that address
+    join_timeout_s: PositiveInt = 300  # for all nodes to be there
     vram_fraction: float = Field(default=0.95, gt=0, le=1)  # share of the free VRAM that planning may use
     host_reserve_gib: float = Field(default=2.0, ge=0, allow_inf_nan=False)  # host RAM left to the rest of the machine
+
+    @model_validator(mode="after")
+    def nodes_can_meet(self) -> LaunchSection:
+        if self.nodes == 1:
+            given = {key for key in ("machine_rank", "main_process_ip", "network_interface") if getattr(self, key)}
+            if given:
+                raise ValueError(f"{', '.join(sorted(given))}: only for several machines; set launch.nodes too")
+            return self
+        if self.machine_rank >= self.nodes:
+            raise ValueError(f"machine_rank {self.machine_rank}, but nodes count from 0 to {self.nodes - 1}")
+        if self.main_process_ip is None:
+            raise ValueError(f"nodes {self.nodes} needs main_process_ip, the address of the node with machine_rank 0")
+        if self.num_processes is not None and self.num_processes % self.nodes:
+            raise ValueError(f"num_processes {self.num_processes} cannot be shared evenly by {self.nodes} nodes")
+        return self
 
 
 class EvaluationSection(Section):
@@ -267,10 +302,34 @@ class Strategy:
     mixed_precision: Precision
     gradient_checkpointing: bool
     dataloader_num_workers: int
+    num_machines: int = 1
 
     @property
     def effective_batch_size(self) -> int:
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.num_processes
+
+    @property
+    def processes_per_machine(self) -> int:
+        return self.num_processes // self.num_machines
+
+    @property
+    def engine(self) -> Engine:
+        """Who holds the model's states: each rank all of them (plain, ddp), or all ranks together."""
+        if self.mode == "fsdp2":
+            return "fsdp2"
+        if self.mode.startswith("deepspeed"):
+            return "deepspeed"
+        return "ddp" if self.num_processes > 1 else "plain"
+
+    @property
+    def zero_stage(self) -> int:
+        """1: optimizer states are shared out; 2: and gradients; 3: and weights. 0: not DeepSpeed."""
+        return int(self.mode.removeprefix("deepspeed_zero")[0]) if self.engine == "deepspeed" else 0
+
+    @property
+    def offloads(self) -> bool:
+        """Optimizer states stand in host RAM and are updated there; under ZeRO-3 the weights' home is there too."""
+        return self.mode.endswith("_offload")
 
 
 @dataclass(frozen=True)
@@ -281,6 +340,7 @@ class MemoryEstimate:
     gradients_bytes: int
     optimizer_bytes: int
     activations_bytes: int | None = None
+    offloaded_bytes: int = 0  # of one rank's states, in host RAM instead
 
     @property
     def model_state_bytes(self) -> int:
@@ -298,6 +358,17 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Rendezvous:
+    """Where the nodes of a run meet, and which of them this is."""
+
+    machine_rank: int
+    main_process_ip: str
+    main_process_port: int
+    network_interface: str | None
+    join_timeout_s: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """What will run."""
 
@@ -312,6 +383,8 @@ class Plan:
     why: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
     rejected: tuple[str, ...] = ()
+    rendezvous: Rendezvous | None = None  # None: one machine
+    link: Link | None = None  # between the ranks; None: not tested
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,11 @@ POLL_S = 0.2
 PSS_INTERVAL_S = 2.0
 STOP_GRACE_S = 10.0  # between SIGTERM and SIGKILL
 LOG_TAIL_BYTES = 64 << 10
+# What launchers tell their ranks. Left over from one around us, or exported by hand, it would make ours start something
+# else: ACCELERATE_USE_CPU drops DeepSpeed, RANK and WORLD_SIZE another number of ranks.
+LAUNCHERS_OWN = re.compile(
+    r"(ACCELERATE|FSDP|TORCHELASTIC)_|((LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT))$"
+)
 
 
 def run(resolved: Resolved, rundir_: RunDir, attempt: AttemptDir, command: Command, screen: Screen) -> RunResult:
@@ -78,7 +84,7 @@ def _prepare(resolved: Resolved, run: RunDir, attempt: AttemptDir, screen: Scree
 def _watch(command: Command, run: RunDir, attempt: AttemptDir, screen: Screen, received: list[int]) -> tuple[int, int]:
     """Start the ranks, wait for them, stop them when told to; (exit code of the launcher, peak PSS of the job)."""
     environment = {
-        **os.environ,
+        **{key: value for key, value in os.environ.items() if not LAUNCHERS_OWN.match(key)},
         **command.env,
         "LOWMEM_RUN": run.run_id,  # the tag by which any process of this run can be found
         "LOWMEM_ROOT_PID": str(os.getpid()),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDERS = ("unit", "process", "train_cpu", "faults", "gpu")
+FOLDERS = ("unit", "process", "train_cpu", "modes", "faults", "gpu")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -17,6 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from launch import rundir
 from launch.rundir import AttemptDir
 from launch.schema import StepEvent
+from training.engines import local_bytes
 
 logger = logging.getLogger("lowmem")
 
@@ -131,7 +132,7 @@ class Reporter(TrainerCallback):
         self._learning_rate = float(kwargs["optimizer"].param_groups[0]["lr"])
         if not self.gradients_bytes:
             gradients = (parameter.grad for parameter in kwargs["model"].parameters() if parameter.grad is not None)
-            self.gradients_bytes = sum(gradient.nbytes for gradient in gradients)
+            self.gradients_bytes = sum(map(local_bytes, gradients))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         now = time.monotonic()

@@ -28,8 +28,9 @@ def answer(
     tokenizer: PreTrainedTokenizerBase,
     conversations: Sequence[list[dict[str, str]]],
     max_new_tokens: int,
+    device: torch.device | None = None,
 ) -> list[str]:
-    """Greedy answers, one batch. The model's mode is left as it was."""
+    """Greedy answers, one batch, on `device` or where the model is. The model's mode is left as it was."""
     if model.config.is_encoder_decoder:
         texts = ["\n".join(message["content"] for message in messages) for messages in conversations]
         rows = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
@@ -47,7 +48,7 @@ def answer(
         mask[i, width - len(ids) :] = 1
     was_training = model.training
     model.eval()
-    device = next(model.parameters()).device
+    device = device or next(model.parameters()).device
     with torch.no_grad():
         output = model.generate(
             input_ids=padded.to(device),
@@ -68,17 +69,22 @@ def exact_match(
     tokenizer: PreTrainedTokenizerBase,
     pairs: Sequence[tuple[list[dict[str, str]], str]],
     max_new_tokens: int,
+    device: torch.device,
     batch_size: int = 125,
 ) -> float:
     """Share of prompts answered exactly, ranks dividing the work. Collective when there are several ranks."""
     rank, world_size = 0, 1
     if torch.distributed.is_initialized():
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    right = torch.zeros(1, dtype=torch.long, device=next(model.parameters()).device)
+    right = torch.zeros(1, dtype=torch.long, device=device)
     mine = sorted(pairs[rank::world_size], key=lambda pair: sum(len(m["content"]) for m in pair[0]))
-    for at in range(0, len(mine), batch_size):
+    largest_share = -(-len(pairs) // world_size)
+    for at in range(0, largest_share, batch_size):
         batch = mine[at : at + batch_size]
-        answers = answer(model, tokenizer, [messages for messages, _ in batch], max_new_tokens)
+        if not batch:  # ranks that hold parts of the weights answer together, or wait for ever
+            answer(model, tokenizer, [pairs[0][0]], max_new_tokens, device)
+            continue
+        answers = answer(model, tokenizer, [messages for messages, _ in batch], max_new_tokens, device)
         right += sum(given.strip() == wanted.strip() for given, (_, wanted) in zip(answers, batch, strict=True))
     if world_size > 1:
         torch.distributed.all_reduce(right)

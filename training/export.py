@@ -13,15 +13,25 @@ from launch.schema import ModelSection, Plan, Recipe
 from training.trainer import LowMemTrainer
 
 
-def write(trainer: LowMemTrainer, cut: PreTrainedTokenizerBase, recipe: Recipe, plan: Plan, run_id: str) -> str:
-    """Write recipe.output_dir and say what it holds; what stood there before is ours (checked before the launch)."""
+def write(
+    network: torch.nn.Module,
+    trainer: LowMemTrainer,
+    cut: PreTrainedTokenizerBase,
+    recipe: Recipe,
+    plan: Plan,
+    run_id: str,
+) -> str:
+    """Write recipe.output_dir and say what it holds; what stood there before is ours (checked before the launch).
+
+    `network` holds all the weights, and is the trainer's own or a copy.
+    """
     target = Path(recipe.output_dir)
     aside, old = (target.with_name(f".{target.name}.{ending}") for ending in ("tmp", "old"))
     for leftover in (aside, old):
         if leftover.exists():
             shutil.rmtree(leftover)
     aside.mkdir(parents=True)
-    held = _save(trainer.accelerator.unwrap_model(trainer.model), cut, recipe.model, aside)
+    held = _save(network, cut, recipe.model, aside)
     (aside / "README.md").write_text(_card(trainer, recipe, plan, held), encoding="utf-8")
     rundir.write_json(aside / "lowmem.json", {"run": run_id, "recipe": recipe.name, "step": trainer.state.global_step})
     is_another_runs = bool(rundir.kept_aside(target, run_id))

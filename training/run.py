@@ -4,35 +4,42 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import (
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_callback import PrinterCallback
 
 from launch import rundir
-from launch.errors import CheckpointError, ConfigError, LaunchError
+from launch.errors import CheckpointError, ConfigError, LaunchError, ResourceError
 from launch.rundir import AttemptDir, RunDir, Start
 from launch.schema import Plan, Recipe, Strategy
-from training import checkpoint, evaluate, export, model, prepare, tokenizer
+from training import checkpoint, engines, evaluate, export, model, prepare, tokenizer
 from training.batches import Collator, SampleOrder, TokenRows
 from training.callbacks import Reporter, StepMeter, start_logging
 from training.trainer import LowMemTrainer
 
 logger = logging.getLogger("lowmem")
+SHARED_FOLDER_S = 30.0  # a network file system may show a new folder late
 
 
-def arguments(recipe: Recipe, plan: Plan, rows: int, evaluates: bool) -> TrainingArguments:
+def arguments(recipe: Recipe, plan: Plan, rows: int, evaluates: bool, engine: dict[str, Any]) -> TrainingArguments:
     """The recipe's training section as transformers takes it; making it starts the process group."""
     training, strategy = recipe.training, plan.strategy
     steps_per_epoch = -(-rows // strategy.effective_batch_size)
-    os.environ["ACCELERATE_MIXED_PRECISION"] = strategy.mixed_precision  # whatever the launcher above us had set
     return TrainingArguments(
         output_dir=os.devnull,  # the run folder is agreed on once the ranks can talk
         per_device_train_batch_size=strategy.per_device_train_batch_size,
@@ -59,7 +66,7 @@ def arguments(recipe: Recipe, plan: Plan, rows: int, evaluates: bool) -> Trainin
         seed=training.seed,
         dataloader_num_workers=strategy.dataloader_num_workers,
         use_cpu=strategy.device == "cpu",
-        ddp_backend=strategy.backend,
+        **engine,
         report_to=["tensorboard"],
         disable_tqdm=True,
         remove_unused_columns=False,
@@ -73,29 +80,7 @@ def _checkpointing(on: bool) -> dict[str, Any]:
     return {"activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing": on}
 
 
-def check_world(strategy: Strategy, args: TrainingArguments) -> None:
-    """Raises ConfigError when the process group is not the one that was planned; several launchers give another
-    with exit code 0."""
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
-    if not started == args.world_size == strategy.num_processes:
-        raise ConfigError(
-            f"{strategy.num_processes} ranks were asked for, {started} were started and {args.world_size} are in the"
-            " process group; start them with `python -m launch run`, torchrun, or accelerate launch --multi_gpu"
-        )
-    if backend != strategy.backend:
-        raise ConfigError(f"the plan says backend {strategy.backend}, torch.distributed runs {backend}")
-    if args.device.type != strategy.device:
-        raise ConfigError(f"the plan says device {strategy.device}, transformers chose {args.device}")
-    logger.info(
-        "%d rank(s) on %s%s, %d thread(s) each",
-        args.world_size,
-        args.device.type,
-        f", backend {backend} (torch.distributed)" if backend else "",
-        torch.get_num_threads(),
-    )
-
-
+Pairs = list[tuple[list[dict[str, str]], str]]  # (messages up to the last answer, that answer)
 OpenRun = Callable[[Start, Path, ExitStack], tuple[str, str] | None]
 
 
@@ -112,20 +97,24 @@ def train(
     """
     tokens = _tokens(start)
     rows, held_out = _rows(tokens)
+    timeout_s = start.recipe.training.extras.get("ddp_timeout", TrainingArguments.ddp_timeout)
+    engine = engines.prepare(start.plan.strategy, start.deepspeed_file, timeout_s)
     try:
-        args = arguments(start.recipe, start.plan, len(rows), held_out is not None)
+        args = arguments(start.recipe, start.plan, len(rows), held_out is not None, engine)
     except ValueError as error:
         raise ConfigError(f"training: transformers refuses these values: {' '.join(str(error).split())}") from error
+    engines.connect(start.plan.strategy)
     with ExitStack() as held:
         folders = _agreed(args, lambda: open_run(start, tokens, held))
         if folders is not None:
             run, attempt = RunDir(Path(folders[0])), AttemptDir(Path(folders[1]))
+            _check_shared(attempt)
             opened.append(attempt)
             logs = [attempt.train_log]
             if not start.supervised:
                 logs.append(rundir.log_file(start.house.root, run))
             start_logging(logs, args.process_index)
-            check_world(start.plan.strategy, args)
+            _say(args, engines.check(start.plan.strategy, args))
             args.output_dir = str(run.checkpoints)
             os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.tensorboard)
             parts = _build(start, run, attempt, args, tokens)
@@ -134,6 +123,18 @@ def train(
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
+
+
+def _check_shared(attempt: AttemptDir) -> None:
+    """Raises ResourceError on a machine that cannot see rank 0's folder: its part of a checkpoint would be lost."""
+    until = time.monotonic() + SHARED_FOLDER_S
+    while not attempt.root.is_dir():
+        if time.monotonic() > until:
+            raise ResourceError(
+                f"{socket.gethostname()} does not see {attempt.root}, where machine 0 keeps the run; put LOWMEM_ROOT"
+                " on a file system that all machines share"
+            )
+        time.sleep(0.5)
 
 
 def _tokens(start: Start) -> Path:
@@ -171,7 +172,10 @@ def _build(start: Start, run: RunDir, attempt: AttemptDir, args: TrainingArgumen
     reporter = Reporter(attempt, rank, meter, order, args.device, draw)
     reporter.beat("load")
     cut = tokenizer.load(tokens / "tokenizer")
-    network = model.build(recipe.model, plan.shape, recipe.lora, plan.lora_targets, cut, args.seed)
+    with engines.whole_weights(plan.strategy) if recipe.model.path is None else nullcontext():
+        network = model.build(recipe.model, plan.shape, recipe.lora, plan.lora_targets, cut, args.seed)
+    if plan.strategy.engine == "fsdp2":
+        engines.tie_by_module(network)
     _check_counts(network, plan)
     trainer = LowMemTrainer(
         order=order,
@@ -179,6 +183,7 @@ def _build(start: Start, run: RunDir, attempt: AttemptDir, args: TrainingArgumen
         keep_checkpoints=recipe.training.save_total_limit,
         facts={
             "mode": plan.strategy.mode,
+            "engine": plan.strategy.engine,
             "world_size": args.world_size,
             "effective_batch_size": order.effective_batch_size,
             "rows": len(rows),
@@ -197,6 +202,7 @@ def _build(start: Start, run: RunDir, attempt: AttemptDir, args: TrainingArgumen
         processing_class=cut,
         callbacks=[reporter],
     )
+    engines.check_engine(plan.strategy, trainer)
     trainer.remove_callback(PrinterCallback)  # the log has the same figures in our words
     return Parts(cut, trainer, order, reporter)
 
@@ -214,19 +220,14 @@ def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> No
     scores = rundir.read_json(run.evaluation_file) or {}
     pairs = _questions(start.recipe, start.plan)
     if pairs and "exact_match_before" not in scores:
-        scores["exact_match_before"] = _score(parts, start.recipe, pairs)
-        logger.info("exact match before training: %s", _percent(scores["exact_match_before"], pairs))
-        if args.process_index == 0:
-            rundir.write_json(run.evaluation_file, scores)
+        trainer.add_callback(_ScoreBefore(parts, start.recipe, pairs, scores, run.evaluation_file))
     resume = _agreed(args, lambda: _resume_point(run, parts.order))
     output = trainer.train(resume_from_checkpoint=resume)
     if pairs:
         scores["exact_match_after"] = _score(parts, start.recipe, pairs)
         logger.info("exact match after training: %s", _percent(scores["exact_match_after"], pairs))
-    if args.process_index != 0:
-        return
     outcome = {
-        **_measured(parts),
+        **_measured(start.plan.strategy, parts),
         **scores,
         "complete": trainer.state.global_step >= trainer.state.max_steps,
         "resumed_from": resume,
@@ -235,32 +236,78 @@ def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> No
     }
     if outcome["complete"]:
         parts.reporter.beat("save")
-        held = export.write(trainer, parts.tokenizer, start.recipe, start.plan, run.run_id)
-        logger.info("model: %s (%s)", start.recipe.output_dir, held)
-    rundir.write_json(attempt.outcome_file, {**outcome, "seconds": time.monotonic() - began})
+        state = engines.gathered(start.plan.strategy, trainer)
+        if args.process_index == 0:
+            network = trainer.accelerator.unwrap_model(trainer.model)
+            if state is not None:
+                network = _whole_model(start, parts.tokenizer, state)
+            held = export.write(network, trainer, parts.tokenizer, start.recipe, start.plan, run.run_id)
+            logger.info("model: %s (%s)", start.recipe.output_dir, held)
+    for folder in _outcome_folders(start, attempt, args):
+        rundir.write_json(folder.outcome_file, {**outcome, "seconds": time.monotonic() - began})
 
 
-def _measured(parts: Parts) -> dict[str, Any]:
+def _outcome_folders(start: Start, attempt: AttemptDir, args: TrainingArguments) -> list[AttemptDir]:
+    """Where this rank says how it ended: rank 0 in the run's attempt, another machine's first rank in its own."""
+    if args.process_index == 0:
+        return [attempt]
+    is_other_machines = start.attempt is not None and start.attempt.root != attempt.root
+    return [start.attempt] if start.attempt and is_other_machines and args.local_process_index == 0 else []
+
+
+def _whole_model(start: Start, cut: PreTrainedTokenizerBase, state: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """The model again on this rank's host, with the weights that the ranks held in parts."""
+    recipe, plan = start.recipe, start.plan
+    with engines.whole_weights(plan.strategy):
+        network = model.build(recipe.model, plan.shape, recipe.lora, plan.lora_targets, cut, recipe.training.seed)
+    network.load_state_dict(state)
+    return network
+
+
+class _ScoreBefore(TrainerCallback):
+    """Answers before the first step; by then the model is on its device, whole or in shards."""
+
+    def __init__(self, parts: Parts, recipe: Recipe, pairs: Pairs, scores: dict[str, Any], file: Path) -> None:
+        self._parts, self._recipe, self._pairs, self._scores, self._file = parts, recipe, pairs, scores, file
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.global_step:  # resumed: these are not the initial weights
+            return
+        self._scores["exact_match_before"] = _score(self._parts, self._recipe, self._pairs)
+        logger.info("exact match before training: %s", _percent(self._scores["exact_match_before"], self._pairs))
+        if args.process_index == 0:
+            rundir.write_json(self._file, self._scores)
+
+
+def _measured(strategy: Strategy, parts: Parts) -> dict[str, Any]:
     """Step, losses and bytes at the end of training; before the export, which may merge adapters away."""
     trainer, event = parts.trainer, parts.reporter.last_event
-    states = [value for state in trainer.optimizer.state.values() for value in state.values()]
     return {
         "step": trainer.state.global_step,
         "max_steps": trainer.state.max_steps,
         "loss": event.loss if event else None,  # None: resumed at the last step
         "eval_loss": export.last(trainer.state.log_history, "eval_loss"),
-        "weights_bytes": sum(parameter.nbytes for parameter in trainer.model.parameters()),
-        "gradients_bytes": parts.reporter.gradients_bytes,
-        "optimizer_bytes": sum(value.nbytes for value in states if torch.is_tensor(value)),
+        **engines.held_bytes(strategy, trainer, parts.reporter.gradients_bytes),
         "vram_allocated_bytes": event.vram_allocated_bytes if event else 0,
         "vram_reserved_bytes": event.vram_reserved_bytes if event else 0,
         "host_pss_bytes": parts.reporter.host.peak_bytes,
     }
 
 
-def _score(parts: Parts, recipe: Recipe, pairs: list[tuple[list[dict[str, str]], str]]) -> float:
+def _say(args: TrainingArguments, line: str) -> None:
+    """A line of every rank: rank 0's in the log, the others' beside it on standard output."""
+    if args.process_index == 0:
+        logger.info("%s", line)
+    else:
+        print(line, flush=True)
+
+
+def _score(parts: Parts, recipe: Recipe, pairs: Pairs) -> float:
     parts.reporter.beat("evaluation")
-    return evaluate.exact_match(parts.trainer.model, parts.tokenizer, pairs, recipe.evaluation.max_new_tokens)
+    trainer, limit = parts.trainer, recipe.evaluation.max_new_tokens
+    return evaluate.exact_match(trainer.model, parts.tokenizer, pairs, limit, trainer.args.device)
 
 
 def _percent(score: float, pairs: list[Any]) -> str:
@@ -269,8 +316,8 @@ def _percent(score: float, pairs: list[Any]) -> str:
 
 def _check_counts(network: torch.nn.Module, plan: Plan) -> None:
     """What was planned for is what was built: an estimate for another model would be worthless."""
-    total = sum(parameter.numel() for parameter in network.parameters())
-    trainable = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
+    total = sum(map(engines.numel, network.parameters()))
+    trainable = sum(engines.numel(parameter) for parameter in network.parameters() if parameter.requires_grad)
     planned = plan.shape.parameters + plan.shape.lora_parameters
     assert (total, trainable) == (planned, plan.shape.trainable_parameters), (
         f"planned {planned:,} parameters, {plan.shape.trainable_parameters:,} trainable; built {total:,}, {trainable:,}"
@@ -278,7 +325,7 @@ def _check_counts(network: torch.nn.Module, plan: Plan) -> None:
     logger.info("%s: %s parameters, %s trainable", plan.shape.name, f"{total:,}", f"{trainable:,}")
 
 
-def _questions(recipe: Recipe, plan: Plan) -> list[tuple[list[dict[str, str]], str]]:
+def _questions(recipe: Recipe, plan: Plan) -> Pairs:
     if not recipe.evaluation.exact_match_rows or recipe.data.validation_file is None:
         return []
     return evaluate.questions(Path(recipe.data.validation_file), plan.data_format, recipe.evaluation.exact_match_rows)

@@ -88,7 +88,8 @@ class LowMemTrainer(Trainer):
         self, dataloader: DataLoader, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> EvalLoopOutput:
         """Mean loss over all target tokens of the held-out rows, and its perplexity."""
-        model = self.model.eval()
+        model = self.model_wrapped  # the wrapper gathers what the ranks hold in parts
+        model.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         for inputs in dataloader:
             batch = self._prepare_inputs(inputs)
@@ -105,6 +106,13 @@ class LowMemTrainer(Trainer):
             f"{metric_key_prefix}_perplexity": math.exp(loss) if loss < 700 else math.inf,
         }
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The model's part of a checkpoint; DeepSpeed's own files hold the weights already, in every rank's share."""
+        if not self.is_deepspeed_enabled:
+            super().save_model(output_dir, _internal_call)
+        elif self.args.should_save:
+            self.model.config.save_pretrained(output_dir)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Trainer's own files, written aside by all ranks; then committed and rotated by rank 0."""

@@ -4,14 +4,13 @@
 FAKE_LINK_CALLS. It starts a hundred times in a test run, so it imports little.
 """
 
-# ruff: noqa: PTH  pathlib is a third of its start
-
 import json
 import os
 import sys
 import time
+from pathlib import Path
 
-DATA = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "data", "link")
+DATA = Path(__file__).resolve().parent.parent / "data" / "link"
 FLAGS = ["--backend", "--device", "--rank", "--world-size", "--store", "--timeout-s"]
 
 
@@ -23,7 +22,7 @@ def main() -> None:
     chosen.pop("NCCL_DEBUG", None)
     key = " ".join([backend, *(f"{name}={value}" for name, value in chosen.items())])
     call = {"key": key, "rank": int(rank), "pid": os.getpid(), "env": dict(os.environ)}
-    with open(os.environ["FAKE_LINK_CALLS"], "a") as calls:  # one write: lines of ranks do not mix
+    with open(os.environ["FAKE_LINK_CALLS"], "a") as calls:  # noqa: PTH123  one write: lines of ranks do not mix
         calls.write(json.dumps(call) + "\n")
     behaviours = json.loads(read(os.environ["FAKE_LINK"]))
     word, _, detail = behaviours.get(key, behaviours.get("*", "hang")).partition(" ")
@@ -31,14 +30,14 @@ def main() -> None:
         time.sleep(600)
     print("link test: ready", flush=True)
     if word == "leave":  # a segment in /dev/shm, as a rank that is killed leaves it
-        os.close(os.open(os.path.join(os.environ["FAKE_SHM"], f"nccl-{os.getpid()}"), os.O_CREAT))
+        os.close(os.open(os.path.join(os.environ["FAKE_SHM"], f"nccl-{os.getpid()}"), os.O_CREAT))  # noqa: PTH118
         time.sleep(600)
     if word == "hang" and detail in ("", rank):
         time.sleep(600)
     if word == "killed":
         os.kill(os.getpid(), int(detail))
     if word == "say":
-        sys.exit(read(os.path.join(DATA, detail)).partition("\n")[2])  # without its source
+        sys.exit(read(str(DATA / detail)).partition("\n")[2])  # without its source
     if word == "print":
         sys.exit(detail)
     if rank == "0" and word != "silent":
@@ -47,7 +46,7 @@ def main() -> None:
 
 
 def read(path: str) -> str:
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8") as file:  # noqa: PTH123
         return file.read()
 
 

@@ -27,7 +27,8 @@ def test_two_gloo_ranks_lower_the_loss_of_a_t5_on_the_chinese_parquet(tmp_path, 
         ACCELERATE_USE_GLOO="1",
     )
     assert done.returncode == 0, done.stderr
-    assert "2 rank(s) on cpu, backend gloo (torch.distributed)" in done.stdout
+    assert "rank 0 of 2 on" in done.stdout
+    assert "backend gloo (torch.distributed)" in done.stdout
     steps = builders.events(builders.only_run(tmp_path / "h", "sft_fast"))
     assert len(steps) == 40
     assert falls(steps) < 0.97

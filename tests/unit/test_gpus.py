@@ -3,11 +3,19 @@
 tests/data/rocm-smi-*.txt: the RX 7900 XT is as posted in github.com/marimo-team/marimo/issues/9237; the other two are
 that tool's JSON spelling of the CSV posted in mudler/LocalAI/pull/7761 and easybuilders/easybuild-framework/pull/3978,
 unique ids made up and, for the MI100, the VRAM sizes.
+
+tests/data/amd-smi-*.txt are cut to the sections that are asked for. The RX 6600 is as posted in notes on a fan control
+script (an older amd-smi: a plain list, no gfx name), the RX 7800 XT as in github.com/nathaninline/ajean/issues/39,
+`metric` of two 32 GB cards as in the tests of a Rust parser of amd-smi; `static` of those two is that spelling with the
+R9700's names and gfx1201, serials made up. tests/data/fake_amdsmi/ answers what AMD's amdsmi prints for an RX 9070 XT
+in the guide to its own unit tests.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -21,9 +29,9 @@ pytestmark = pytest.mark.unit
 DATA = Path(__file__).parents[1] / "data"
 
 
-def rocm_smi_program(folder: Path, script: str) -> dict[str, str]:
-    """An environment whose only extra program is a rocm-smi that runs this shell script."""
-    program = folder / "rocm-smi"
+def rocm_smi_program(folder: Path, script: str, name: str = "rocm-smi") -> dict[str, str]:
+    """An environment whose only extra program is a rocm-smi (or other) that runs this shell script."""
+    program = folder / name
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
@@ -101,21 +109,23 @@ def test_the_rocm_smi_on_path_is_asked(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("env", "indices"),
+    ("env", "cards"),
     [
-        ({}, [0, 1]),
-        ({"HIP_VISIBLE_DEVICES": "1"}, [1]),
-        ({"CUDA_VISIBLE_DEVICES": "1"}, [1]),
-        ({"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "1"}, [0]),
-        ({"ROCR_VISIBLE_DEVICES": "GPU-01c27d29e3b0a54e"}, [1]),
-        ({"ROCR_VISIBLE_DEVICES": "1,0", "HIP_VISIBLE_DEVICES": "0"}, [1]),  # HIP counts what ROCR left
+        ({}, [(0, "card0"), (1, "card1")]),
+        ({"HIP_VISIBLE_DEVICES": "1"}, [(1, "card1")]),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, [(1, "card1")]),
+        ({"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "1"}, [(0, "card0")]),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-01c27d29e3b0a54e"}, [(0, "card1")]),  # HIP counts what ROCR left
+        ({"ROCR_VISIBLE_DEVICES": "1,0"}, [(0, "card1"), (1, "card0")]),
+        ({"ROCR_VISIBLE_DEVICES": "1,0", "HIP_VISIBLE_DEVICES": "0"}, [(0, "card1")]),
+        ({"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "1"}, []),
     ],
 )
-def test_amd_gpus_are_selected_as_rocr_and_then_hip_do(tmp_path, env, indices):
+def test_amd_gpus_are_selected_as_rocr_and_then_hip_do_and_numbered_as_hip_does(tmp_path, env, cards):
     found, reason = gpus.usable(rocm_smi_program(tmp_path, f"cat '{DATA / 'rocm-smi-5-2xmi100.txt'}'") | env)
     if found and found[0].vendor == "nvidia":
         pytest.skip("an NVIDIA GPU is here and goes first")
-    assert [gpu.index for gpu in found] == indices
+    assert [(gpu.index, gpu.reason) for gpu in found] == [(index, f"rocm-smi {card}") for index, card in cards]
     assert ("_VISIBLE_DEVICES=" in reason) == bool(env)
 
 
@@ -164,3 +174,73 @@ def test_a_rocm_smi_that_cannot_be_run_is_a_reason(tmp_path):
 
 def test_no_rocm_smi_on_path_is_a_reason(tmp_path):
     assert gpus.rocm_smi({"PATH": str(tmp_path)}) == ([], "no rocm-smi on PATH")
+
+
+def amd_smi_program(folder: Path, card: str) -> dict[str, str]:
+    """An environment with an amd-smi that prints what was captured of this card."""
+    script = f"""
+        case "$*" in
+            "static --asic --driver --json") cat '{DATA}/amd-smi-static-{card}.txt' ;;
+            "metric --mem-usage --json") cat '{DATA}/amd-smi-metric-{card}.txt' ;;
+            *) echo "amd-smi: error: argument" >&2; exit 2 ;;
+        esac"""
+    return rocm_smi_program(folder, script, "amd-smi")
+
+
+def test_amd_smi_is_asked_where_there_is_no_rocm_smi(tmp_path):
+    found, reason = gpus.usable(amd_smi_program(tmp_path, "2xr9700"))
+    if found and found[0].vendor == "nvidia":
+        pytest.skip("an NVIDIA GPU is here and goes first")
+    name, driver = "AMD Radeon AI PRO R9700", "6.14.14"
+    assert found == (
+        Gpu(0, name, "amd", 30_576 << 20, 10_126 << 20, "gfx1201", driver, "amd-smi GPU 0"),
+        Gpu(1, name, "amd", 32_624 << 20, 32_567 << 20, "gfx1201", driver, "amd-smi GPU 1"),
+    )
+    assert reason.endswith(f"no rocm-smi on PATH; {tmp_path}/amd-smi lists 2")
+
+
+def test_rocm_smi_goes_before_amd_smi(tmp_path):
+    env = amd_smi_program(tmp_path, "2xr9700")
+    rocm_smi_program(tmp_path, f"cat '{DATA / 'rocm-smi-6-rx7900xt.txt'}'")
+    found, _ = gpus.usable(env)
+    if found and found[0].vendor == "nvidia":
+        pytest.skip("an NVIDIA GPU is here and goes first")
+    assert [gpu.architecture for gpu in found] == ["gfx1100"]
+
+
+def test_a_plain_list_without_gfx_names_is_parsed(tmp_path):
+    ((uuid, gpu),), reason = gpus.amd_smi(amd_smi_program(tmp_path, "rx6600"))
+    assert reason == f"{tmp_path}/amd-smi lists 1"
+    assert (uuid, gpu.architecture) == ("", "")
+    assert (gpu.name, gpu.driver) == ("Navi 23 [Radeon RX 6600/6600 XT", "7.0.0-3-pve")
+    assert (gpu.total_bytes, gpu.free_bytes) == (8176 << 20, 7974 << 20)
+
+
+def test_warnings_of_amd_smi_are_skipped_and_its_serial_is_the_uuid():
+    static = (DATA / "amd-smi-static-rx7800xt.txt").read_text()
+    ((uuid, gpu),) = gpus.parse_amd_smi(static, '[{"gpu": 0, "mem_usage": "N/A"}]')
+    assert (uuid, gpu.architecture, gpu.total_bytes) == ("GPU-4162405e51bb99b0", "gfx1101", 0)
+
+
+@pytest.mark.parametrize("text", ["", "no GPUs", "{}", '{"gpu_data": 3}', '[{"asic": {}}]', "[1]", "[{"])
+def test_what_amd_smi_does_not_print_is_an_error(text):
+    with pytest.raises(ValueError, match=r"Expecting|expected"):
+        gpus.parse_amd_smi(text, "[]")
+
+
+def test_an_amd_smi_that_fails_is_a_reason(tmp_path):
+    env = rocm_smi_program(tmp_path, "echo 'AMDSMI_STATUS_DRIVER_NOT_LOADED' >&2; exit 255", "amd-smi")
+    pairs, reason = gpus.amd_smi(env)
+    assert pairs == []
+    assert "exited with 255 and printed no list of GPUs" in reason
+    assert reason.endswith("AMDSMI_STATUS_DRIVER_NOT_LOADED")
+
+
+def test_the_amdsmi_library_goes_first(tmp_path):
+    code = "import os; from launch import gpus; print(gpus._amd(os.environ))"
+    env = rocm_smi_program(tmp_path, f"cat '{DATA / 'rocm-smi-6-rx7900xt.txt'}'")
+    env |= {"PYTHONPATH": f"{DATA / 'fake_amdsmi'}{os.pathsep}{DATA.parents[1]}"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    serial = "GPU-ce5d239fe548af74"
+    gpu = Gpu(0, "AMD Radeon RX 9070 XT", "amd", 16_304 << 20, 16_000 << 20, "gfx1201", "6.14.14", "amdsmi 0")
+    assert done.stdout.strip() == str(([(serial, gpu)], "amdsmi lists 1"))

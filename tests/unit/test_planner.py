@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from launch import report
+from launch import render, report
 from launch.errors import ConfigError, DoesNotFit
-from launch.schema import GIB
+from launch.rundir import House, RunDir
+from launch.schema import GIB, Link
 from tests.builders import gpu, machine, plan, wish
 
 
@@ -84,3 +87,64 @@ def test_the_plan_says_that_activations_are_not_counted():
     lines = "\n".join(report.plan_lines(recipe, machine(), plan(recipe)))
     assert "activations are not counted yet" in lines
     assert "16 per device x 2 accumulation x 1 process(es) = 32 effective" in lines
+
+
+def link(backend: str | None, **env: str) -> Link:
+    rates = (20e9, 60e12) if backend else (None, None)
+    return Link(backend, env, *rates, (), f"{backend or 'nothing'} works")
+
+
+def test_the_link_that_works_is_the_backend_and_its_variables_reach_the_ranks():
+    on = machine(2)
+    chosen = plan(on=on, link=link("nccl", NCCL_P2P_DISABLE="1"))
+    assert (chosen.strategy.mode, chosen.link.env) == ("dual_gpu_nccl", {"NCCL_P2P_DISABLE": "1"})
+    run = RunDir(Path("/house/runs/wish/1"))
+    assert render.command(chosen, on, run, run.attempt(1), House(Path("/house")), {}).env["NCCL_P2P_DISABLE"] == "1"
+
+
+def test_where_nccl_fails_gloo_or_one_card_trains_and_the_plan_says_why():
+    over_gloo = plan(on=machine(2), link=link("gloo"))
+    assert (over_gloo.strategy.mode, over_gloo.strategy.backend) == ("dual_gpu_gloo", "gloo")
+    assert "NCCL does not work between these GPUs (gloo works)" in over_gloo.rejected[0]
+    alone = plan(on=machine(2), link=link(None))
+    assert (alone.strategy.mode, alone.strategy.num_processes, alone.link) == ("single_gpu", 1, None)
+    assert "nothing works" in alone.rejected[0]
+    assert alone.strategy.effective_batch_size == over_gloo.strategy.effective_batch_size == 16 * 2 * 2
+    (change,) = alone.changes
+    assert (change.key, change.requested, change.effective) == ("training.gradient_accumulation_steps", "2", "4")
+
+
+@pytest.mark.parametrize(
+    ("section", "found", "words"),
+    [
+        ({"mode": "dual_gpu_nccl"}, link("gloo"), "use dual_gpu_gloo"),
+        ({"mode": "deepspeed_zero2"}, link("gloo"), "NCCL does not work"),
+        ({"mode": "dual_gpu_nccl"}, link(None), "nothing works"),
+        ({"num_processes": 2}, link(None), "nothing works"),
+    ],
+)
+def test_what_the_user_named_is_not_replaced_by_what_works(section, found, words):
+    with pytest.raises(ConfigError, match=words):
+        plan(wish(launch=section), machine(2), link=found)
+
+
+def test_the_plan_says_when_one_card_is_faster_than_two():
+    slow = Link("gloo", {}, 0.05e9, 60e12, (), "Gloo works")
+    lines = "\n".join(plan(wish(launch={"mode": "dual_gpu_gloo"}), machine(2), link=slow).why)
+    assert "one is faster (--launch.num_processes=1)" in lines
+    assert "link: not tested" in "\n".join(plan(on=machine(2)).why)
+
+
+def test_without_the_package_deepspeed_is_not_planned_and_a_named_mode_says_so():
+    with pytest.raises(ConfigError, match="the package deepspeed is not installed"):
+        plan(wish(launch={"mode": "deepspeed_zero2"}), machine(2), has_deepspeed=False)
+    large = wish(model={"shape": "llama-7b"})
+    with pytest.raises(DoesNotFit, match="the package deepspeed is not installed"):
+        plan(large, machine(2), has_deepspeed=False)
+
+
+def test_over_gloo_what_does_not_fit_every_card_is_offloaded_on_one_at_the_same_effective_batch():
+    recipe = wish(model={"shape": "qwen2-0.5b"}, data={"max_length": 64}, launch={"vram_fraction": 0.2})
+    chosen = plan(recipe, machine(2, host_available_bytes=64 * GIB), link=link("gloo"))
+    assert (chosen.strategy.mode, chosen.strategy.num_processes) == ("deepspeed_zero2_offload", 1)
+    assert chosen.strategy.effective_batch_size == 16 * 2 * 2

@@ -1,0 +1,47 @@
+#!/usr/bin/env python3
+"""Write configs/accelerate and configs/deepspeed: what render.py makes of the recipe sft_fast on described machines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+CODE = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(CODE))
+
+from launch import planner, probe, recipes, render, shapes  # noqa: E402
+from launch.schema import MODES, DataFormat, Machine, Mode, Plan, Recipe  # noqa: E402
+
+GPU_MACHINE, CPU_MACHINE = "2x3080-20g-16g", "cpu"
+DATA = DataFormat("prompt_response", {"prompt": "prompt", "response": "response"}, "parquet", "described")
+
+
+def planned(machine_name: str, overrides: Sequence[str]) -> tuple[Machine, Recipe, Plan]:
+    """sft_fast with overrides on a described machine; its data need not be there."""
+    machine = probe.described(CODE / "configs" / "machines" / f"{machine_name}.yaml")
+    recipe, changes = recipes.load("sft_fast", overrides, bool(machine.gpus))
+    config, parameter_shapes = shapes.read(recipe.model, root=CODE)
+    return machine, recipe, planner.choose(recipe, machine, config, parameter_shapes, DATA, changes)
+
+
+def files(mode: Mode) -> dict[str, str]:
+    """Path below the checkout -> content, of one mode."""
+    _, recipe, plan = planned(CPU_MACHINE if mode in planner.CPU_MODES else GPU_MACHINE, [f"--launch.mode={mode}"])
+    deepspeed = f"configs/deepspeed/{mode.removeprefix('deepspeed_')}.json"
+    made = {f"configs/accelerate/{mode}.yaml": render.accelerate_config(plan, deepspeed)}
+    if plan.strategy.engine == "deepspeed":
+        made[deepspeed] = render.deepspeed_config(plan, recipe.training.max_grad_norm)
+    return made
+
+
+def main() -> None:
+    for mode in MODES:
+        for path, text in files(mode).items():
+            (CODE / path).parent.mkdir(exist_ok=True)
+            (CODE / path).write_text(text, encoding="utf-8")
+            print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Two machines (network namespaces joined by a cable) train as one; when they cannot, each says why in time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import builders, hosts
+
+pytestmark = pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing())
+JOIN_S = 8
+
+
+def start(host: hosts.Host, house: Path, recipe: Path, rank: int, first: str, *words: str) -> subprocess.Popen[str]:
+    """`python -m launch run` on one of two machines."""
+    argv = [sys.executable, "-m", "launch", "run", str(recipe), "--launch.nodes=2", f"--launch.machine_rank={rank}"]
+    argv += [f"--launch.main_process_ip={first}", f"--launch.join_timeout_s={JOIN_S}", *words]
+    env = builders.environment(house)
+    env.pop("GLOO_SOCKET_IFNAME", None)
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return host.popen(argv, {**env, "GLOO_SOCKET_IFNAME": ""}, **options)
+
+
+def ended(child: subprocess.Popen[str], timeout: float) -> tuple[int, str]:
+    said, _ = child.communicate(timeout=timeout)
+    return child.returncode, said
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Path:
+    return builders.recipe(tmp_path, training={"per_device_train_batch_size": 4, "ddp_timeout": JOIN_S})
+
+
+def losses(house: Path) -> list[float]:
+    return [event["loss"] for event in builders.events(builders.only_run(house))]
+
+
+@pytest.mark.parametrize("mode", ["multi_cpu", "deepspeed_zero2"])
+def test_two_machines_give_the_losses_of_two_ranks_on_one(tmp_path, recipe, mode):
+    word = f"--launch.mode={mode}"
+    alone = builders.launch(tmp_path / "one", "run", str(recipe), "--launch.num_processes=2", word)
+    assert alone.returncode == 0, alone.stderr
+    with hosts.pair() as (a, b):
+        first = start(a, tmp_path / "two", recipe, 0, a.address, word)
+        second = start(b, tmp_path / "two", recipe, 1, a.address, word)
+        (code, said), (other_code, other_said) = ended(first, 90), ended(second, 30)
+    assert (code, other_code) == (0, 0), said + other_said
+    assert "2 machines, this one is number 1" in other_said
+    assert losses(tmp_path / "two") == losses(tmp_path / "one")
+
+
+def test_a_machine_that_never_joins_is_named_within_the_timeout(tmp_path, recipe):
+    with hosts.pair() as (a, b):
+        began = time.monotonic()
+        code, said = ended(start(a, tmp_path / "h", recipe, 0, a.address), 60)
+        waited = time.monotonic() - began
+        absent = ended(start(b, tmp_path / "h", recipe, 1, a.address), 60)
+    assert code == absent[0] == 11, said + absent[1]
+    assert waited < JOIN_S + 20
+    assert "machines did not all join" in said
+    assert "machines did not all join" in absent[1]
+
+
+def test_a_wrong_interface_or_address_is_named_before_anything_starts(tmp_path, recipe):
+    with hosts.pair() as (a, b):
+        wrong = ended(start(a, tmp_path / "h", recipe, 0, a.address, "--launch.network_interface=lo"), 30)
+        unknown = ended(start(b, tmp_path / "h", recipe, 1, a.address, "--launch.network_interface=eth7"), 30)
+        foreign = ended(start(a, tmp_path / "h", recipe, 0, b.address), 30)
+        nowhere = ended(start(b, tmp_path / "h", recipe, 1, "203.0.113.9"), 30)
+    assert wrong[0] == 2 and f"is reached over {a.interface}" in wrong[1]
+    assert unknown[0] == 2 and f"this machine has {b.interface}, lo" in unknown[1]
+    assert foreign[0] == 2 and "is no address of this machine" in foreign[1]
+    assert nowhere[0] == 11 and "Network is unreachable" in nowhere[1]
+
+
+def test_a_cut_link_ends_both_machines_in_a_named_error_within_the_timeout(tmp_path, recipe):
+    words = ["--training.num_train_epochs=100000"]
+    with hosts.pair() as (a, b):
+        first = start(a, tmp_path / "h", recipe, 0, a.address, *words)
+        second = start(b, tmp_path / "h", recipe, 1, a.address, *words)
+        deadline = time.monotonic() + 60
+        while not list((tmp_path / "h/runs/tiny").glob("*/attempts/01/events.jsonl")) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        b.cut()
+        began = time.monotonic()
+        (code, said), (other_code, other_said) = ended(first, 90), ended(second, 90)
+        waited = time.monotonic() - began
+    assert code == other_code == 11, said + other_said
+    assert waited < JOIN_S + 30
+    assert "could not reach each other" in said
+    assert "could not reach each other" in other_said

@@ -1,0 +1,88 @@
+"""However a run ends, 5 s later nothing of it runs or listens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import supervise
+from launch.rundir import RunDir
+from tests import builders, orphans
+
+MODES = (
+    "cpu",
+    "multi_cpu",
+    "deepspeed_zero1",
+    "deepspeed_zero2",
+    "deepspeed_zero2_offload",
+    "deepspeed_zero3",
+    "deepspeed_zero3_offload",
+    "fsdp2",
+)
+ENDINGS = ("success", "a rank is killed", "SIGINT", "SIGTERM", "SIGKILL")
+CODES = {"success": 0, "a rank is killed": 1, "SIGINT": 130, "SIGTERM": 75, "SIGKILL": -signal.SIGKILL}
+
+
+def wait_for(what: str, found, child: subprocess.Popen[bytes]):
+    """What `found` returns, once it is something; the run must be alive meanwhile."""
+    deadline = time.monotonic() + 90
+    while not (value := found()):
+        assert child.poll() is None, f"ended with {child.returncode} before {what}"
+        assert time.monotonic() < deadline, f"never {what}"
+        time.sleep(0.1)
+    return value
+
+
+def ranks(run: RunDir) -> list[int]:
+    """The processes of the run that train, not their launcher."""
+    programs = ("train_low_mem.py", "fsdp_on_cpu.py")
+    found = []
+    for process in supervise.tagged(run.run_id):
+        words = process.cmdline()
+        if "accelerate.commands.launch" not in words and any(word.endswith(programs) for word in words):
+            found.append(process.pid)
+    return found
+
+
+def quickly(mode: str, ending: str) -> bool:
+    """Whether a case is in the quick set: every ending of two modes, the hardest of the others."""
+    return mode in ("multi_cpu", "deepspeed_zero2_offload") or ending == "SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("mode", "ending"),
+    [
+        pytest.param(mode, ending, marks=() if quickly(mode, ending) else pytest.mark.campaign)
+        for mode in MODES
+        for ending in ENDINGS
+    ],
+)
+def test_nothing_is_left(tmp_path, mode, ending):
+    epochs = 2 if ending == "success" else 100_000
+    batch = 8 if mode == "cpu" else 4
+    training = {"num_train_epochs": epochs, "per_device_train_batch_size": batch, "save_steps": 1000}
+    recipe = builders.recipe(tmp_path, training=training)
+    before = orphans.snapshot()
+    argv = [sys.executable, "-m", "tests.modes.launch_one", mode, str(recipe)]
+    child = subprocess.Popen(
+        argv, env=builders.environment(tmp_path / "h"), cwd=builders.CODE, stdout=subprocess.DEVNULL
+    )
+    folder: Path = wait_for("began", lambda: list((tmp_path / "h/runs/tiny").glob("*/plan.json")), child)[0].parent
+    run = RunDir(folder)
+    if ending != "success":
+        events = run.attempt(1).events_file
+        wait_for("trained", lambda: events.exists() and events.stat().st_size, child)
+        number = signal.SIGKILL if ending == "a rank is killed" else getattr(signal, ending)
+        os.kill(ranks(run)[-1] if ending == "a rank is killed" else child.pid, number)
+    code = child.wait(timeout=90)
+    left = orphans.left(before, run.run_id, within_s=5)
+    for orphan in left:
+        os.kill(orphan.pid, signal.SIGKILL)
+    assert left == []
+    assert code == CODES[ending]
