@@ -32,6 +32,10 @@ def main() -> None:
     if word == "leave":  # a segment in /dev/shm, as a rank that is killed leaves it
         os.close(os.open(os.path.join(os.environ["FAKE_SHM"], f"nccl-{os.getpid()}"), os.O_CREAT))  # noqa: PTH118
         time.sleep(600)
+    if word == "one-fails":  # and the other waits for it
+        if rank == "0":
+            sys.exit(detail)
+        time.sleep(600)
     if word == "hang" and detail in ("", rank):
         time.sleep(600)
     if word == "killed":

@@ -138,6 +138,16 @@ def test_every_cause_with_a_pattern_is_shown_by_a_real_line():
     assert shown | ours == {cause.name for cause in link_causes.CAUSES if cause.regex}
 
 
+def test_the_line_that_is_shown_is_the_message_and_can_be_printed():
+    traceback = (CODE / "tests/data/link/no-nccl.txt").read_text()
+    _, said = link_causes.find(traceback, "failed")
+    assert said == "RuntimeError: Distributed package doesn't have NCCL built in"
+    rubbish = "Error while attaching to shared memory segment /dev/shm/nccl-\x1b[2J\x07\ufffd (size 0)"
+    assert link_causes.find(rubbish, "failed")[1].endswith("/dev/shm/nccl-[2J (size 0)")
+    assert len(link_causes.find("error " * 1000, "failed")[1]) == link_causes.SAID_CHARACTERS
+    assert link_causes.find("", "failed")[1] == "it said nothing"
+
+
 def test_each_failure_says_what_is_worth_trying_next(world):
     found = world.link({"nccl": "say cumem-host.txt", f"nccl {CUMEM}": "hang", f"nccl {P2P}": "work"})
     assert [attempt.cause for attempt in found.tries] == ["cumem_host", "hang", ""]
@@ -190,7 +200,8 @@ def test_no_result_or_one_of_another_backend_is_a_failure(world, lie):
 
 def test_a_failed_rank_ends_the_try_before_its_time(world):
     began = time.monotonic()
-    found = world.link({"nccl": "print odd failed", "*": "work"}, limits=Limits(50.0, 8.0, 20.0))
+    found = world.link({"nccl": "one-fails odd failed", "*": "work"}, limits=Limits(90.0, 30.0, 20.0))
+    assert (found.tries[0].said, found.tries[0].cause) == ("odd failed", "")
     assert found.env == {"NCCL_CUMEM_HOST_ENABLE": "0"}
     assert time.monotonic() - began < 10
 
@@ -295,7 +306,8 @@ def test_rtx_40xx_on_an_old_driver_gets_what_accelerate_insists_on(world, driver
 
 
 def test_ranks_see_the_cards_that_training_will_use(world):
-    world.link({"*": "work"}, on=machine(cards=(gpu(3), gpu(1), gpu(0))))
+    hidden = {"CUDA_VISIBLE_DEVICES": "3,1,0", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+    world.link({"*": "work"}, hidden, on=machine(cards=(gpu(3), gpu(1), gpu(0))))
     assert {call["env"]["CUDA_VISIBLE_DEVICES"] for call in world.calls()} == {"3,1"}
     assert {call["env"]["CUDA_DEVICE_ORDER"] for call in world.calls()} == {"PCI_BUS_ID"}
     amd = tuple(replace(gpu(index), vendor="amd") for index in (1, 2, 4))
