@@ -36,7 +36,7 @@ def refusal(recipe: Recipe, strategy: Strategy) -> str | None:
         )
     if strategy.engine == "deepspeed" and recipe.model.dtype != "float32" and strategy.mixed_precision == "no":
         return (
-            f"model.dtype {recipe.model.dtype} on {mode} needs training.bf16 or training.fp16: DeepSpeed trains a"
+            f"{mode} with model.dtype {recipe.model.dtype} needs training.bf16 or training.fp16: DeepSpeed trains a"
             " float32 copy of the weights and casts"
         )
     return None
