@@ -59,7 +59,13 @@ class World:
         return list(dict.fromkeys(call["key"] for call in self.calls()))
 
     def alive(self) -> list[int]:
-        return [call["pid"] for call in self.calls() if Path(f"/proc/{call['pid']}").exists()]
+        """The ranks that run; one that is dead and that nobody has waited for does not."""
+        found = []
+        for call in self.calls():
+            stat = Path(f"/proc/{call['pid']}/stat")
+            if stat.exists() and ") Z " not in stat.read_text():
+                found.append(call["pid"])
+        return found
 
 
 @pytest.fixture

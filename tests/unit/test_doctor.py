@@ -1,0 +1,190 @@
+"""What doctor finds wrong, and what it says of a link and of its cost."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launch import doctor, preflight
+from launch.schema import GIB, Link, LinkTry
+from tests.builders import gpu, machine
+
+NVIDIA, AMD = "0x10de", "0x1002"
+
+
+@pytest.fixture(autouse=True)
+def torch_for_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch of a CUDA build stands first on the path, as its metadata say; tests may write another version."""
+    set_torch(tmp_path, "2.13.0+cu130")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+
+
+def set_torch(folder: Path, version: str) -> None:
+    metadata = folder / "site" / "torch-0.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True, exist_ok=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+
+
+def pci(root: Path, *devices: tuple[str, str]) -> Path:
+    """A root whose PCI bus has devices of these (vendor, class)."""
+    for number, (vendor, kind) in enumerate(devices):
+        folder = root / f"sys/bus/pci/devices/0000:0{number}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text(f"{vendor}\n")
+        (folder / "class").write_text(f"{kind}\n")
+    return root
+
+
+def found(on, root: Path = Path("/nowhere"), **environ: str) -> list[str]:
+    return [str(problem) for problem in doctor.problems(on, environ, root)]
+
+
+def test_a_machine_with_nothing_wrong_has_no_problem():
+    assert found(machine(2)) == []
+    assert found(machine()) == []
+
+
+@pytest.mark.parametrize(("shm_bytes", "gpus", "says"), [(64 << 20, 2, True), (GIB, 2, False), (64 << 20, 1, False)])
+def test_a_small_dev_shm_matters_to_several_ranks(shm_bytes, gpus, says):
+    said = found(machine(gpus, shm_bytes=shm_bytes))
+    assert [("docker run --shm-size=1g" in line) for line in said] == [True] * says
+
+
+def test_many_ranks_want_more_of_dev_shm():
+    assert "32 ranks want 2.00 GiB" in found(machine(32, shm_bytes=GIB))[0]
+
+
+@pytest.mark.parametrize(
+    ("facts", "said", "stops"),
+    [
+        ({"disk_free_bytes": GIB // 2}, "0.50 GiB of disk", True),
+        ({"disk_free_bytes": 5 * GIB}, "5.00 GiB of disk", False),
+        ({"host_available_bytes": GIB // 2}, "0.50 GiB of host memory", True),
+    ],
+)
+def test_a_full_disk_and_full_memory_stop_training_and_a_low_disk_is_a_note(facts, said, stops):
+    (problem,) = doctor.problems(machine(**facts), {}, Path("/nowhere"))
+    assert said in problem.what
+    assert problem.stops is stops
+    assert str(problem).startswith("problem: " if stops else "note: ")
+    assert str(problem).count("fix: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("devices", "names"),
+    [
+        ([(NVIDIA, "0x030000")], ["NVIDIA"]),
+        ([(NVIDIA, "0x030200"), (NVIDIA, "0x040300")], ["NVIDIA"]),  # a card without outputs, and its audio device
+        ([(AMD, "0x038000")], ["AMD"]),
+        ([(AMD, "0x060000"), ("0x8086", "0x030000"), (NVIDIA, "0x040300")], []),
+        ([(AMD, "0x030000"), (NVIDIA, "0x030000")], ["AMD", "NVIDIA"]),
+    ],
+)
+def test_a_card_on_the_bus_that_no_driver_lists_is_named(tmp_path, devices, names):
+    said = found(machine(), pci(tmp_path, *devices))
+    assert [line.split()[1] for line in said] == names
+    assert all("driver" in line and line.startswith("note: ") for line in said)
+
+
+def test_cards_that_work_or_are_hidden_need_no_driver(tmp_path):
+    root = pci(tmp_path, (NVIDIA, "0x030000"))
+    assert found(machine(1), root) == []
+    assert found(machine(), root, CUDA_VISIBLE_DEVICES="") == []
+
+
+def test_a_driver_updated_under_the_kernel_wants_a_reboot(tmp_path):
+    reason = "NVML: Driver/library version mismatch; no rocm-smi on PATH"
+    (line,) = found(machine(gpus_reason=reason), pci(tmp_path, (NVIDIA, "0x030000")))
+    assert line.endswith("fix: reboot")
+
+
+@pytest.mark.parametrize(
+    ("version", "vendor", "stops"),
+    [
+        ("2.13.0+cpu", "nvidia", True),
+        ("2.13.0+rocm7.1", "nvidia", True),
+        ("2.13.0", "nvidia", False),
+        ("2.13.0+cu130", "amd", True),
+        ("2.13.0+rocm7.1", "amd", False),
+    ],
+)
+def test_a_torch_that_cannot_use_the_cards_stops_training(tmp_path, version, vendor, stops):
+    set_torch(tmp_path, version)
+    problems = doctor.problems(machine(cards=(gpu(vendor=vendor),)), {}, Path("/nowhere"))
+    assert [problem.stops for problem in problems] == [True] * stops
+    assert all(version in problem.what for problem in problems)
+    assert doctor.problems(machine(), {}, Path("/nowhere")) == []
+
+
+@pytest.fixture
+def few_files() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_limit_on_open_files_is_a_note(few_files):
+    (line,) = found(machine())
+    assert "may open 256 files" in line
+
+
+def test_deepspeed_without_a_compiler_is_a_note(monkeypatch):
+    pytest.importorskip("deepspeed")
+    monkeypatch.setenv("PATH", "/nowhere")
+    (line,) = found(machine())
+    assert line.startswith("note: no C++ compiler")
+
+
+# ---- the link in words ----------------------------------------------------------------------------------------------
+
+SLOW = Link("gloo", {}, 1e9, 50e12, (), "Gloo as it is works")
+
+
+def test_an_all_reduce_is_priced_by_what_a_card_sends():
+    # 2 cards: each sends and receives 2(N-1)/N = 1 time the gradients; 4 cards: 1.5 times
+    assert preflight.all_reduce_s(SLOW, 10**9, 2) == pytest.approx(1.0)
+    assert preflight.all_reduce_s(SLOW, 10**9, 4) == pytest.approx(1.5)
+    said = preflight.cost_line(SLOW, GIB, 1e15, 2) or ""
+    assert said.startswith("all-reduce of 1.00 GiB at 1.00 GB/s costs 1.07 s per optimizer step")
+
+
+@pytest.mark.parametrize(("step_flops", "one_is_faster"), [(100e12 * 0.99, True), (100e12 * 1.01, False)])
+def test_one_card_is_said_to_be_faster_when_the_all_reduce_outweighs_its_help(step_flops, one_is_faster):
+    # 1 s of all-reduce; T s alone, T/2 + 1 s on two: two are faster from T = 2 s on, 100 TFLOP at 50 TFLOP/s
+    said = preflight.cost_line(SLOW, 10**9, step_flops, 2) or ""
+    assert ("one is faster" in said) is one_is_faster
+    assert ("2 cards then need 1.99 s per step and one card 1.98 s" in said) is one_is_faster
+
+
+@pytest.mark.parametrize(("link", "processes"), [(Link(None, {}, None, None, (), ""), 2), (SLOW, 1)])
+def test_without_a_link_there_is_no_cost(link, processes):
+    assert preflight.cost_line(link, GIB, 1e15, processes) is None
+
+
+def test_a_link_without_a_measured_card_is_priced_without_a_verdict():
+    said = preflight.cost_line(Link("gloo", {}, 1e9, None, (), ""), 10**9, 1.0, 2)
+    assert said == "all-reduce of 0.93 GiB at 1.00 GB/s costs 1 s per optimizer step"
+
+
+def test_a_link_is_told_with_each_try_and_one_fix_per_problem():
+    tries = (
+        LinkTry("nccl", {}, False, 10.1, "waited for ever", "hang"),
+        LinkTry("nccl", {"NCCL_P2P_DISABLE": "1"}, False, 10.2, "waited again", "hang"),
+        LinkTry("gloo", {}, True, 2.0, ""),
+    )
+    said = preflight.lines(Link("gloo", {}, 1e9, 50e12, tries, "Gloo as it is works", ("something: no time",)))
+    assert said[0] == "link: Gloo as it is works, 1.00 GB/s bus bandwidth"
+    assert "  NCCL with NCCL_P2P_DISABLE=1 (10.2 s) failed: waited again" in said
+    assert "  Gloo as it is (2.0 s) works" in said
+    assert "  skipped something: no time" in said
+    assert sum("fix: " in line for line in said) == 1
+
+
+@pytest.mark.parametrize(("cause", "blocked"), [("driver", True), ("hang", False), ("", False)])
+def test_only_what_no_transport_mends_stops_training(cause, blocked):
+    tries = (LinkTry("nccl", {}, False, 1.0, "said", cause),)
+    assert doctor.is_blocked(Link(None, {}, None, None, tries, "one GPU")) is blocked
