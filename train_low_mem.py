@@ -31,6 +31,8 @@ def main(argv: list[str]) -> int:
             arguments = parser.parse_args(argv)
             start = direct.from_run_dir(RunDir(arguments.run_dir), arguments.attempt)
             opened.append(start.attempt)
+        for package in direct.unused_packages(start.recipe, start.plan):
+            sys.modules.setdefault(package, None)  # type: ignore[arg-type]  to Python: not installed
         from training import run  # torch comes in here: a wrong flag has been answered by now
 
         run.train(start, direct.open_run, opened)

@@ -7,7 +7,7 @@ import sys
 
 from benchmarks.recording import CODE
 
-BENCHMARKS = ("launch_overhead", "host_ram_vs_rows", "offload_optimizer")
+BENCHMARKS = ("launch_overhead", "host_ram_vs_rows", "offload_optimizer", "start_up")
 
 
 def main() -> int:

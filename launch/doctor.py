@@ -6,7 +6,6 @@ import importlib.metadata
 import importlib.util
 import os
 import resource
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,9 +83,6 @@ def problems(machine: Machine, environ: Mapping[str, str], root: Path = Path("/"
         found.append(
             Problem(f"a process may open {open_files} files, data loaders want {MIN_OPEN_FILES}", "ulimit -n 4096")
         )
-    if importlib.util.find_spec("deepspeed") and not any(map(shutil.which, (environ.get("CXX", "c++"), "g++"))):
-        said = "no C++ compiler: DeepSpeed runs without its compiled operators (CPU Adam among them)"
-        found.append(Problem(said, "install g++"))
     return found
 
 

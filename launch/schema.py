@@ -211,7 +211,7 @@ class TrainingSection(BaseModel):
 class LaunchSection(Section):
     """How to run; everything left out is planned."""
 
-    mode: Literal["auto"] | Mode = "auto"
+    mode: Literal["auto", Mode] = "auto"
     num_processes: int | None = Field(default=None, ge=1, le=1024)  # of all nodes together
     nodes: int = Field(default=1, ge=1, le=256)  # the same command runs on each, with its own machine_rank
     machine_rank: int = Field(default=0, ge=0)

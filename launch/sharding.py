@@ -31,12 +31,11 @@ def refusal(recipe: Recipe, strategy: Strategy) -> str | None:
     if strategy.engine == "fsdp2" and strategy.num_processes == 1:
         return "fsdp2 shares the states out over ranks, and there is one; use single_gpu or deepspeed_zero2_offload"
     if training.optim not in ELEMENTWISE:
-        return (
-            f"training.optim {training.optim} cannot run on {mode}, which cuts tensors up; use {', '.join(ELEMENTWISE)}"
-        )
+        known = ", ".join(ELEMENTWISE)
+        return f"{mode} cuts tensors up, and training.optim {training.optim} needs them whole; use {known}"
     if strategy.engine == "deepspeed" and recipe.model.dtype != "float32" and strategy.mixed_precision == "no":
         return (
-            f"model.dtype {recipe.model.dtype} on {mode} needs training.bf16 or training.fp16: DeepSpeed trains a"
+            f"{mode} with model.dtype {recipe.model.dtype} needs training.bf16 or training.fp16: DeepSpeed trains a"
             " float32 copy of the weights and casts"
         )
     return None

@@ -132,13 +132,6 @@ def test_a_limit_on_open_files_is_a_note(few_files):
     assert "may open 256 files" in line
 
 
-def test_deepspeed_without_a_compiler_is_a_note(monkeypatch):
-    pytest.importorskip("deepspeed")
-    monkeypatch.setenv("PATH", "/nowhere")
-    (line,) = found(machine())
-    assert line.startswith("note: no C++ compiler")
-
-
 # ---- the link in words ----------------------------------------------------------------------------------------------
 
 SLOW = Link("gloo", {}, 1e9, 50e12, (), "Gloo as it is works")
