@@ -42,7 +42,9 @@ def from_flags(argv: Sequence[str]) -> Start:
         for key, value in architectures.environment(chosen).items():
             os.environ.setdefault(key, value)
     if is_first:
-        print("\n".join(report.plan_lines(resolved.recipe, resolved.machine, resolved.plan)), flush=True)
+        lines = report.plan_lines(resolved.recipe, resolved.machine, resolved.plan)
+        lines += started.unused(os.environ, resolved.plan, resolved.recipe.training.max_grad_norm)
+        print("\n".join(lines), flush=True)
     return Start(
         house=resolved.house,
         recipe=resolved.recipe,

@@ -72,7 +72,7 @@ def choose(
     whole = predict.model_state(
         shapes, recipe.model.freeze, recipe.lora, model_type, recipe.training.optim, recipe.model.dtype
     )
-    rejected, budgets = [], []
+    rejected, is_about_memory = [], False
     for candidate in candidates(recipe, machine, given):
         refused = sharding.refusal(recipe, candidate) or _unavailable(candidate, given)
         if refused:
@@ -82,7 +82,7 @@ def choose(
             continue
         estimate = sharding.per_rank(whole, shapes, recipe, candidate, model_type)
         budget = budget_bytes(recipe, machine, candidate)
-        budgets.append(budget)
+        is_about_memory = True
         misses = _misses(recipe, machine, candidate, estimate, budget)
         if misses:
             rejected.append(f"{candidate.mode} with {candidate.num_processes} process(es): {misses}")
@@ -102,9 +102,10 @@ def choose(
             rendezvous=_rendezvous(recipe.launch),
             link=given.link if candidate.device == "cuda" and candidate.processes_per_machine > 1 else None,
         )
-    if not budgets:  # memory was never the question
+    if not is_about_memory:
         raise ConfigError("; ".join(rejected))
-    raise DoesNotFit(_does_not_fit(recipe, shape, shapes, whole, rejected, max(budgets)))
+    ways = list(_ways(recipe, machine, shapes, model_type, given))
+    raise DoesNotFit(_does_not_fit(recipe, shape, whole, rejected, ways))
 
 
 def _check_length(recipe: Recipe, config: dict[str, Any]) -> None:
@@ -154,6 +155,11 @@ def _ways_to_start(
         raise ConfigError(
             f"launch.num_processes {asked}, but there are {per_node * launch.nodes} GPU(s): {machine.gpus_reason}"
         )
+    if given.num_processes and launch.num_processes not in (None, given.num_processes):
+        raise ConfigError(
+            f"launch.num_processes {launch.num_processes}, but {given.num_processes} rank(s) were started; leave the"
+            " key out, or start as many"
+        )
     if given.mode and launch.mode not in ("auto", given.mode):
         raise ConfigError(f"launch.mode {launch.mode}, but the ranks were started as {given.mode}; make them the same")
     mode = given.mode or launch.mode
@@ -162,6 +168,8 @@ def _ways_to_start(
         return
     least = launch.nodes if launch.nodes > 1 or on_gpu else 2  # ranks; two show on a CPU what sharing out means
     count = asked or (1 if mode in ONE_PROCESS else max(per_node * launch.nodes, least))
+    if mode in ONE_PROCESS and launch.nodes > 1:
+        raise ConfigError(f"launch.mode {mode} is one process, launch.nodes says {launch.nodes}")
     if mode in ONE_PROCESS and count > 1:
         raise ConfigError(f"launch.mode {mode} is one process, launch.num_processes says {count}")
     if mode in SEVERAL_PROCESSES and count == 1:
@@ -302,8 +310,8 @@ def _why(recipe: Recipe, machine: Machine, candidate: Candidate, given: Given) -
     if candidate.device == "cpu":
         cause = "asked for" if given.force_cpu or recipe.launch.mode in ("cpu", "multi_cpu") else machine.gpus_reason
         yield f"device cpu: {cause}"
-        if candidate.num_processes > machine.cpu_count:
-            yield f"{candidate.num_processes} processes share {machine.cpu_count} CPU(s): slower than one each"
+        if candidate.processes_per_machine > machine.cpu_count:
+            yield f"{candidate.processes_per_machine} processes share {machine.cpu_count} CPU(s): slower than one each"
     else:
         yield f"{candidate.num_processes} GPU(s): {machine.gpus_reason}"
         yield from architectures.attention_notes(machine.gpus[: candidate.num_processes])
@@ -347,37 +355,43 @@ def _link_why(
 
 
 def _does_not_fit(
-    recipe: Recipe,
-    shape: ModelShape,
-    shapes: predict.Shapes,
-    estimate: MemoryEstimate,
-    rejected: Sequence[str],
-    budget: int,
+    recipe: Recipe, shape: ModelShape, whole: MemoryEstimate, rejected: Sequence[str], ways: Sequence[str]
 ) -> str:
+    advice = f"This would fit: {'; '.join(ways)}" if ways else "Use a smaller model (--model.shape=...)"
     return (
         f"{recipe.name}: {shape.name} ({shape.parameters:,} parameters, {shape.trainable_parameters:,} trained) needs"
-        f" {_gib(estimate.weights_bytes)} weights + {_gib(estimate.gradients_bytes)} gradients +"
-        f" {_gib(estimate.optimizer_bytes)} optimizer before any activation. Tried: {'; '.join(rejected)}."
-        f" {_ways(recipe, shape, shapes, budget)}"
+        f" {_gib(whole.weights_bytes)} weights + {_gib(whole.gradients_bytes)} gradients +"
+        f" {_gib(whole.optimizer_bytes)} optimizer before any activation. Tried: {'; '.join(rejected)}. {advice}"
     )
 
 
-def _ways(recipe: Recipe, shape: ModelShape, shapes: predict.Shapes, budget: int) -> str:
-    """What would fit the largest budget, with its states; only what was computed to fit is offered."""
-    lora = recipe.lora or LoraSection()
-    variants = [
-        ("--model.dtype=bfloat16", recipe.lora, "bfloat16"),
-        ("--lora.r=16", lora, recipe.model.dtype),
-        ("--lora.r=16 --model.dtype=bfloat16", lora, "bfloat16"),
-    ]
-    fitting = []
-    for flags, adapters, dtype in variants:
-        states = predict.model_state(
-            shapes, recipe.model.freeze, adapters, shape.config["model_type"], recipe.training.optim, dtype
-        )
-        if states.model_state_bytes <= budget:
-            fitting.append(f"{flags} ({_gib(states.model_state_bytes)})")
-    return f"This would fit: {'; '.join(fitting)}" if fitting else "Use a smaller model (--model.shape=...)"
+def _ways(recipe: Recipe, machine: Machine, shapes: predict.Shapes, model_type: str, given: Given) -> Iterator[str]:
+    """Flags with which a candidate fits, its states beside them; only what was computed to fit is offered."""
+    launch, model = recipe.launch, recipe.model
+    places = [("", launch)]
+    if launch.mode != "auto" and given.num_processes is None:
+        places.append(("--launch.mode=auto ", launch.model_copy(update={"mode": "auto"})))
+    if (launch.num_processes or 1) > 1 and launch.nodes == 1 and given.num_processes is None:
+        alone = launch.model_copy(update={"mode": "auto", "num_processes": 1})
+        places.append(("--launch.mode=auto --launch.num_processes=1 ", alone))
+    half = model.model_copy(update={"dtype": "bfloat16"})
+    models = [("", model), ("--model.dtype=bfloat16 ", half)] if model.dtype == "float32" else [("", model)]
+    adapters = [("", recipe.lora), ("--lora.r=16 ", LoraSection())] if recipe.lora is None else [("", recipe.lora)]
+    for flags, section, lora, place in (
+        (lora_flag + model_flag + place_flag, section, lora, place)
+        for lora_flag, lora in adapters
+        for model_flag, section in models
+        for place_flag, place in places
+    ):
+        variant = recipe.model_copy(update={"model": section, "lora": lora, "launch": place})
+        whole = predict.model_state(shapes, section.freeze, lora, model_type, recipe.training.optim, section.dtype)
+        for candidate in candidates(variant, machine, given):
+            if sharding.refusal(variant, candidate) or _unavailable(candidate, given):
+                continue
+            estimate = sharding.per_rank(whole, shapes, variant, candidate, model_type)
+            if not _misses(variant, machine, candidate, estimate, budget_bytes(variant, machine, candidate)):
+                yield f"{flags.strip()} ({candidate.mode}, {_gib(estimate.model_state_bytes)})"
+                break
 
 
 def _gib(size: int) -> str:

@@ -48,6 +48,8 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
     steps = training.max_steps if training.max_steps > 0 else math.ceil(training.num_train_epochs * epoch_steps)
     if 0 < steps <= training.warmup_steps:
         yield f"             warm-up takes all of the {steps} steps: the rate never reaches {training.learning_rate:g}"
+    if plan.rows is not None and plan.rows < strategy.effective_batch_size:
+        yield f"             the effective batch holds all {plan.rows:,} rows: one step an epoch"
     backend = f", backend {strategy.backend}" if strategy.backend else ""
     how = "weights, float32 copies" if strategy.engine == "deepspeed" else "autocast"
     precision = recipe.model.dtype if strategy.mixed_precision == "no" else f"{strategy.mixed_precision} {how}"
@@ -97,7 +99,9 @@ def _success_lines(recipe: Recipe, machine: Machine, plan: Plan, result: RunResu
         before, after = 100 * summary["exact_match_before"], 100 * summary["exact_match_after"]
         yield f"  answers    exact match {before:.1f} % before, {after:.1f} % after, on held-out rows"
     losses = {"on the last step": summary["loss"], "on the held-out rows": summary["eval_loss"]}
-    yield "  loss       " + ", ".join(f"{value:.4f} {where}" for where, value in losses.items() if value is not None)
+    known = [f"{value:.4f} {where}" for where, value in losses.items() if value is not None]
+    if known:  # another machine than number 0 has none
+        yield f"  loss       {', '.join(known)}"
     yield f"  predicted  model states {_states(plan.estimate)}; activations not predicted"
     yield f"  measured   model states {_states(summary)}"
     if summary["vram_allocated_bytes"]:

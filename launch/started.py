@@ -71,7 +71,7 @@ def _sharding_mode(environ: Mapping[str, str]) -> Mode | None:
         return None
     path = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if path:
-        zero = read_deepspeed(Path(path)).get("zero_optimization", {})
+        zero = read_deepspeed(_found(path)).get("zero_optimization", {})
         stage = zero.get("stage", 0)
         offload = (zero.get("offload_optimizer") or {}).get("device", "none")
         offload_param = (zero.get("offload_param") or {}).get("device", "none")
@@ -89,6 +89,11 @@ def _sharding_mode(environ: Mapping[str, str]) -> Mode | None:
         + ", ".join(mode for mode in MODES if mode.startswith("deepspeed"))
         + " (files of theirs: configs/accelerate, configs/deepspeed)"
     )
+
+
+def _found(path: str) -> Path:
+    """A DeepSpeed file as typed or, since our Accelerate files name theirs from the checkout, from there."""
+    return Path(path) if Path(path).exists() else rundir.CODE / path
 
 
 def read_deepspeed(path: Path) -> dict[str, Any]:
@@ -116,7 +121,7 @@ def deepspeed_file(
         return None
     config = json.loads(render.deepspeed_config(plan, max_grad_norm))
     path = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    theirs = read_deepspeed(Path(path)) if path else {}
+    theirs = read_deepspeed(_found(path)) if path else {}
     for section in ("optimizer", "scheduler"):
         if section in theirs:
             raise ConfigError(
@@ -136,3 +141,24 @@ def deepspeed_file(
 
 def _is_auto(value: Any) -> bool:
     return isinstance(value, dict) and value.get("enabled") == "auto"
+
+
+def unused(environ: Mapping[str, str], plan: Plan, max_grad_norm: float) -> list[str]:
+    """A line for each value that was given to accelerate and does not run: the recipe decides it."""
+    strategy = plan.strategy
+    decided = {
+        "mixed_precision": ("ACCELERATE_MIXED_PRECISION", strategy.mixed_precision, "training.bf16, training.fp16"),
+        "gradient_accumulation_steps": (
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+            str(strategy.gradient_accumulation_steps),
+            "training.gradient_accumulation_steps",
+        ),
+        "gradient_clipping": ("ACCELERATE_GRADIENT_CLIPPING", str(max_grad_norm), "training.max_grad_norm"),
+    }
+    found = []
+    for name, (variable, runs, key) in decided.items():
+        asked = environ.get(variable, runs)
+        defaults = {"mixed_precision": "no", "gradient_accumulation_steps": "1"}
+        if asked not in (runs, defaults.get(name), "auto"):
+            found.append(f"accelerate was given {name} {asked}; the recipe says {runs}, which runs ({key})")
+    return found

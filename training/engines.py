@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
+from pydantic import ValidationError
 from transformers import Trainer, TrainingArguments
 
 from launch.errors import ConfigError
@@ -36,6 +37,9 @@ def prepare(strategy: Strategy, deepspeed_file: Path | None, timeout_s: float) -
     os.environ["ACCELERATE_MIXED_PRECISION"] = strategy.mixed_precision
     os.environ["ACCELERATE_DYNAMO_BACKEND"] = "no"  # training.torch_compile is the way to ask for it
     os.environ.pop("ACCELERATE_USE_CPU", None)  # with it DeepSpeed is dropped without a word; use_cpu says the same
+    if strategy.engine == "plain":  # torchrun's variables for one rank would make a process group of it
+        for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(key, None)
     if strategy.engine == "deepspeed":
         assert deepspeed_file is not None
         _prepare_deepspeed(strategy, deepspeed_file)
@@ -46,6 +50,20 @@ def prepare(strategy: Strategy, deepspeed_file: Path | None, timeout_s: float) -
 
 
 def _prepare_deepspeed(strategy: Strategy, deepspeed_file: Path) -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    config = json.loads(deepspeed_file.read_bytes())
+    try:
+        DeepSpeedZeroConfig(**config["zero_optimization"])
+    except ValidationError as error:
+        words = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise ConfigError(f"the DeepSpeed file's zero_optimization: {words}") from error
+    if "WORLD_SIZE" not in os.environ:  # a plain process: DeepSpeed wants a group of one
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # torchrun leaves it to the recipe
     os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(deepspeed_file)
     if strategy.device == "cpu":
@@ -55,8 +73,22 @@ def _prepare_deepspeed(strategy: Strategy, deepspeed_file: Path) -> None:
         # An all-reduce through shared memory, compiled at the first start (25 s, and for ever if that was killed once).
         # Gloo gives the same bits; without it no compiler is needed.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if strategy.offloads and json.loads(deepspeed_file.read_bytes())["zero_force_ds_cpu_optimizer"]:
+    if strategy.offloads and config["zero_force_ds_cpu_optimizer"]:
         ops.ensure_cpu_adam(print)
+
+
+def check_agreement(mine: Mapping[str, Any]) -> None:
+    """Every rank trains the same thing. Raises ConfigError on all of them, naming what differs: ranks of several
+    machines come from lines that were typed apart. Collective."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, dict(mine))
+    for rank, theirs in enumerate(found):
+        differing = sorted(key for key in mine.keys() | theirs.keys() if found[0].get(key) != theirs.get(key))
+        if differing:
+            words = "; ".join(f"{key} {found[0].get(key)} and {theirs.get(key)}" for key in differing[:6])
+            raise ConfigError(f"rank 0 and rank {rank} were started to train different things: {words}")
 
 
 def connect(strategy: Strategy) -> None:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,7 @@ def train(
         args = arguments(start.recipe, start.plan, len(rows), held_out is not None, engine)
     except ValueError as error:
         raise ConfigError(f"training: transformers refuses these values: {' '.join(str(error).split())}") from error
+    engines.check_agreement(_what_trains(start))
     engines.connect(start.plan.strategy)
     with ExitStack() as held:
         folders = _agreed(args, lambda: open_run(start, tokens, held))
@@ -123,6 +124,18 @@ def train(
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
+
+
+def _what_trains(start: Start) -> dict[str, Any]:
+    """The leaves of recipe and strategy that all ranks have in common; where a machine stands is its own."""
+    own = {"machine_rank", "network_interface", "dataloader_num_workers"}
+    parts = {**start.recipe.model_dump(), "strategy": asdict(start.plan.strategy)}
+    return {
+        f"{section}.{key}" if isinstance(values, dict) else section: value
+        for section, values in parts.items()
+        for key, value in (values.items() if isinstance(values, dict) else [("", values)])
+        if key not in own
+    }
 
 
 def _check_shared(attempt: AttemptDir) -> None:

@@ -107,6 +107,25 @@ def test_torchrun_takes_the_mode_of_the_recipe(tmp_path, plain):
     assert losses(tmp_path / "h") == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("mode", ["auto", "deepspeed_zero2"])
+@pytest.mark.parametrize("starter", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]])
+def test_one_rank_trains_however_it_is_started(tmp_path, plain, starter, mode):
+    train, expected = plain
+    words = [*starter, "train_low_mem.py", *GUIDES, *FLAGS, f"--launch.mode={mode}", "--batch_size_per_gpu=8"]
+    done = run([sys.executable, *words, f"--train_file={train}"], tmp_path / "h")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert losses(tmp_path / "h") == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_wrong_key_in_a_deepspeed_file_is_one_line(tmp_path, plain):
+    file = tmp_path / "own.json"
+    file.write_text('{"zero_optimization": {"stage": 2, "nonsense": 3}}')
+    argv = accelerate("--use_deepspeed", "--deepspeed_config_file", str(file), "--num_processes", "1")
+    done = run([*argv, f"--train_file={plain[0]}", *FLAGS], tmp_path / "h")
+    assert done.returncode != 0
+    assert "error: the DeepSpeed file's zero_optimization: nonsense: Extra inputs are not permitted" in done.stderr
+
+
 def test_the_file_of_fsdp2_is_refused_without_gpus_with_the_reason(tmp_path):
     train = builders.write_parquet(tmp_path / "train.parquet", builders.rows(48))
     argv = accelerate("--config_file", "configs/accelerate/fsdp2.yaml")

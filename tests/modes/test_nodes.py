@@ -53,6 +53,18 @@ def test_two_machines_give_the_losses_of_two_ranks_on_one(tmp_path, recipe, mode
     assert losses(tmp_path / "two") == losses(tmp_path / "one")
 
 
+def test_machines_that_were_told_different_things_stop_with_the_difference(tmp_path, recipe):
+    with hosts.pair() as (a, b):
+        first = start(a, tmp_path / "h", recipe, 0, a.address, "--launch.mode=multi_cpu")
+        words = ["--launch.mode=deepspeed_zero2", "--training.learning_rate=0.5"]
+        second = start(b, tmp_path / "h", recipe, 1, a.address, *words)
+        (code, said), (other_code, other_said) = ended(first, 60), ended(second, 30)
+    assert (code, other_code) == (2, 2), said + other_said
+    for words in (said, other_said):
+        assert "rank 0 and rank 1 were started to train different things" in words
+        assert "training.learning_rate 0.001 and 0.5" in words
+
+
 def test_a_machine_that_never_joins_is_named_within_the_timeout(tmp_path, recipe):
     with hosts.pair() as (a, b):
         began = time.monotonic()

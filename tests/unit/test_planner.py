@@ -50,6 +50,7 @@ def test_ranks_that_are_running_already_are_taken_as_they_are():
         (wish(launch={"mode": "dual_gpu_nccl"}), machine(1), "needs two GPUs"),
         (wish(launch={"num_processes": 3}), machine(2), "there are 2 GPU"),
         (wish(launch={"mode": "cpu", "num_processes": 2}), machine(), "is one process"),
+        (wish(launch={"mode": "cpu", "nodes": 2, "main_process_ip": "10.0.0.1"}), machine(), "launch.nodes says 2"),
         (wish(training={"fp16": True}), machine(), "no effect on a CPU"),
         (wish(data={"max_length": 4096}), machine(), "data.max_length 4096"),
         (wish(model={"freeze": ["encodr"]}), machine(), "encodr"),
@@ -63,7 +64,9 @@ def test_what_cannot_be_is_refused_with_the_reason(recipe, on, words):
 def test_a_model_whose_states_do_not_fit_is_refused_with_numbers_and_ways_out():
     recipe = wish(model={"shape": "llama-7b"}, data={"max_length": 512})
     numbers = r"25\.10 GiB weights \+ 25\.10 GiB gradients \+ 50\.21 GiB optimizer"
-    with pytest.raises(DoesNotFit, match=numbers + r".*would fit: --lora.r=16 --model.dtype=bfloat16 \(13\.\d"):
+    with pytest.raises(
+        DoesNotFit, match=numbers + r".*would fit: --lora.r=16 --model.dtype=bfloat16 \(dual_gpu_nccl, 13\.\d"
+    ):
         plan(recipe, machine(2))
 
 
@@ -148,3 +151,19 @@ def test_over_gloo_what_does_not_fit_every_card_is_offloaded_on_one_at_the_same_
     chosen = plan(recipe, machine(2, host_available_bytes=64 * GIB), link=link("gloo"))
     assert (chosen.strategy.mode, chosen.strategy.num_processes) == ("deepspeed_zero2_offload", 1)
     assert chosen.strategy.effective_batch_size == 16 * 2 * 2
+
+
+def test_ranks_that_are_running_and_a_number_that_was_asked_for_have_to_agree():
+    with pytest.raises(ConfigError, match="num_processes 3, but 2 rank"):
+        plan(wish(launch={"num_processes": 3}), num_processes=2)
+
+
+def test_ways_out_are_of_a_mode_that_fits_and_never_the_line_that_was_typed():
+    recipe = wish(
+        model={"shape": "llama-7b", "dtype": "bfloat16"},
+        lora={"r": 16},
+        training={"bf16": True},
+        launch={"mode": "deepspeed_zero3_offload"},
+    )
+    with pytest.raises(DoesNotFit, match=r"would fit: --launch\.mode=auto \(dual_gpu_nccl, 13\.15 GiB\)$"):
+        plan(recipe, machine(2, host_available_bytes=7 * GIB))

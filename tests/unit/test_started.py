@@ -134,3 +134,25 @@ def test_an_optimizer_in_the_users_deepspeed_file_is_refused(tmp_path):
 def test_a_recipe_and_a_launcher_that_disagree_are_refused():
     with pytest.raises(ConfigError, match="deepspeed_zero3, but the ranks were started as deepspeed_zero2"):
         plan(wish(launch={"mode": "deepspeed_zero3"}), machine(2), num_processes=2, mode="deepspeed_zero2")
+
+
+def test_values_given_to_accelerate_that_the_recipe_decides_are_said():
+    chosen = plan(wish(launch={"mode": "deepspeed_zero2"}), machine(2))
+    given_flags = {
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+        "ACCELERATE_GRADIENT_CLIPPING": "0.5",
+    }
+    lines = started.unused(given_flags, chosen, 1.0)
+    assert (
+        lines[0]
+        == "accelerate was given mixed_precision bf16; the recipe says no, which runs (training.bf16, training.fp16)"
+    )
+    assert [line.split(";")[0].split()[-1] for line in lines] == ["bf16", "4", "0.5"]
+    assert started.unused({"ACCELERATE_MIXED_PRECISION": "no"}, chosen, 1.0) == []
+
+
+def test_our_deepspeed_files_are_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    environ = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "configs/deepspeed/zero3.json"}
+    assert given(tmp_path, **environ).mode == "deepspeed_zero3"
