@@ -61,7 +61,7 @@ def from_flags(argv: Sequence[str]) -> Start:
 def unused_packages(recipe: Recipe, plan: Plan) -> list[str]:
     """Packages that transformers and accelerate import wherever they are installed, and this run does not use.
 
-    They are half of a rank's start and a third of its memory at rest.
+    What they cost a rank at its start: benchmarks/start_up.py.
     """
     uses_bitsandbytes = any(word in recipe.training.optim for word in ("8bit", "bnb", "paged"))
     used = {

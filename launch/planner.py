@@ -125,7 +125,7 @@ def candidates(recipe: Recipe, machine: Machine, given: Given = Given()) -> Iter
         raise ConfigError(f"launch.mode {launch.mode} needs a GPU: {machine.gpus_reason}; use cpu or multi_cpu")
     for mode, num_processes, instead_of in _ways_to_start(launch, machine, given, on_gpu):
         several = num_processes > 1 or mode.startswith("deepspeed")
-        gloo = not on_gpu or mode == "dual_gpu_gloo" or given.force_gloo
+        gloo = not on_gpu or (num_processes > 1 and (mode == "dual_gpu_gloo" or given.force_gloo))
         yield Candidate(
             mode=mode,
             device="cuda" if on_gpu else "cpu",

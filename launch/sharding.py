@@ -25,9 +25,7 @@ def refusal(recipe: Recipe, strategy: Strategy) -> str | None:
             "fsdp2 needs GPUs: on CPUs Accelerate leaves FSDP out and trains plain DDP; use deepspeed_zero3, multi_cpu"
         )
     if strategy.device == "cuda" and strategy.backend == "gloo":
-        return (
-            f"{mode} needs NCCL: Gloo has no reduce-scatter for GPU tensors here; use dual_gpu_gloo (DDP), single_gpu"
-        )
+        return f"{mode} needs NCCL; over Gloo GPUs train with DDP only: use dual_gpu_gloo, or single_gpu"
     if strategy.engine == "fsdp2" and strategy.num_processes == 1:
         return "fsdp2 shares the states out over ranks, and there is one; use single_gpu or deepspeed_zero2_offload"
     if training.optim not in ELEMENTWISE:

@@ -166,3 +166,9 @@ def test_ways_out_are_of_a_mode_that_fits_and_never_the_line_that_was_typed():
     )
     with pytest.raises(DoesNotFit, match=r"would fit: --launch\.mode=auto \(dual_gpu_nccl, 13\.15 GiB\)$"):
         plan(recipe, machine(2, host_available_bytes=7 * GIB))
+
+
+def test_the_variable_of_the_guides_does_not_forbid_offloading_on_one_card():
+    recipe = wish(model={"shape": "qwen2-0.5b"}, data={"max_length": 64}, launch={"vram_fraction": 0.2})
+    strategy = plan(recipe, machine(2, host_available_bytes=64 * GIB), force_gloo=True).strategy
+    assert (strategy.mode, strategy.num_processes, strategy.backend) == ("deepspeed_zero2_offload", 1, "nccl")
