@@ -314,7 +314,7 @@ def _say(args: TrainingArguments, line: str) -> None:
     if args.process_index == 0:
         logger.info("%s", line)
     else:
-        print(line, flush=True)
+        print(f"{line}\n", end="", flush=True)  # in one write: ranks share the terminal
 
 
 def _score(parts: Parts, recipe: Recipe, pairs: Pairs) -> float:
