@@ -103,6 +103,7 @@ def train(
         args = arguments(start.recipe, start.plan, len(rows), held_out is not None, engine)
     except ValueError as error:
         raise ConfigError(f"training: transformers refuses these values: {' '.join(str(error).split())}") from error
+    running = engines.check(start.plan.strategy, args)
     engines.check_agreement(_what_trains(start))
     engines.connect(start.plan.strategy)
     with ExitStack() as held:
@@ -115,7 +116,7 @@ def train(
             if not start.supervised:
                 logs.append(rundir.log_file(start.house.root, run))
             start_logging(logs, args.process_index)
-            _say(args, engines.check(start.plan.strategy, args))
+            _say(args, running)
             args.output_dir = str(run.checkpoints)
             os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.tensorboard)
             parts = _build(start, run, attempt, args, tokens)
