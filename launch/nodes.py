@@ -44,9 +44,23 @@ def located(plan: Plan) -> Plan:
     return replace(plan, rendezvous=replace(meeting, network_interface=asked or right))
 
 
+def _address(name: str) -> str:
+    """The IPv4 address of a name or number. Raises NetworkError, and ConfigError for a name that means only here."""
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        raise NetworkError(f"launch.main_process_ip {name}: {error.strerror}; give the address as a number") from error
+    if address != name and address.startswith("127."):
+        raise ConfigError(
+            f"launch.main_process_ip {name} is {address} here, which other machines take for themselves; give the"
+            " address as a number"
+        )
+    return address
+
+
 def _interface(meeting: Rendezvous, here: Mapping[str, list[str]]) -> str | None:
     """The interface with the meeting place's address (machine 0), or the one that packets to it leave by."""
-    ip, port = meeting.main_process_ip, meeting.main_process_port
+    ip, port = _address(meeting.main_process_ip), meeting.main_process_port
     if meeting.machine_rank == 0:
         holders = [name for name, held in here.items() if ip in held]
         if not holders:
