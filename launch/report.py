@@ -96,8 +96,9 @@ def _success_lines(recipe: Recipe, machine: Machine, plan: Plan, result: RunResu
     yield f"done: {summary['step']:,} steps in {summary['train_seconds']:.0f} s ({result.seconds:.0f} s in all)"
     yield f"  model      {summary['model_dir']}"
     if summary.get("exact_match_after") is not None:
-        before, after = 100 * summary["exact_match_before"], 100 * summary["exact_match_after"]
-        yield f"  answers    exact match {before:.1f} % before, {after:.1f} % after, on held-out rows"
+        before = summary.get("exact_match_before")  # None: continued from another run, whose first weights are gone
+        said = f"{100 * before:.1f} % before, " if before is not None else ""
+        yield f"  answers    exact match {said}{100 * summary['exact_match_after']:.1f} % after, on held-out rows"
     losses = {"on the last step": summary["loss"], "on the held-out rows": summary["eval_loss"]}
     known = [f"{value:.4f} {where}" for where, value in losses.items() if value is not None]
     if known:  # another machine than number 0 has none

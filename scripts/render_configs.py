@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 CODE = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(CODE))
+sys.path.insert(0, str(CODE))  # run as a script: launch/ is beside scripts/, so it is imported after this line
 
 from launch import planner, probe, recipes, render, shapes  # noqa: E402
 from launch.schema import MODES, DataFormat, Machine, Mode, Plan, Recipe  # noqa: E402

@@ -108,6 +108,7 @@ class EpochLoader(DataLoader):
     """A DataLoader that tells its batch sampler the epoch, as Trainer asks of it."""
 
     def set_epoch(self, epoch: int) -> None:
+        # a SampleOrder in training; torch's annotation knows only Sampler
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -11,7 +12,8 @@ import pytest
 
 from tests import builders, hosts
 
-pytestmark = pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing())
+# Without namespaces a developer's run shows a skip; where CI is set the tests run, and fail, so that nothing is hidden.
+pytestmark = pytest.mark.skipif(bool(hosts.missing()) and "CI" not in os.environ, reason=hosts.missing())
 JOIN_S = 8
 
 

@@ -11,20 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from launch import supervise
+from launch import planner, supervise
 from launch.rundir import RunDir
+from launch.schema import MODES
 from tests import builders, orphans
 
-MODES = (
-    "cpu",
-    "multi_cpu",
-    "deepspeed_zero1",
-    "deepspeed_zero2",
-    "deepspeed_zero2_offload",
-    "deepspeed_zero3",
-    "deepspeed_zero3_offload",
-    "fsdp2",
-)
+ON_CPUS = [mode for mode in MODES if mode not in planner.GPU_MODES]
 ENDINGS = ("success", "a rank is killed", "SIGINT", "SIGTERM", "SIGKILL")
 CODES = {"success": 0, "a rank is killed": 1, "SIGINT": 130, "SIGTERM": 75, "SIGKILL": -signal.SIGKILL}
 
@@ -59,7 +51,7 @@ def quickly(mode: str, ending: str) -> bool:
     ("mode", "ending"),
     [
         pytest.param(mode, ending, marks=() if quickly(mode, ending) else pytest.mark.campaign)
-        for mode in MODES
+        for mode in ON_CPUS
         for ending in ENDINGS
     ],
 )

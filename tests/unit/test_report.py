@@ -1,0 +1,41 @@
+"""The result is told from what was measured, also where something was not."""
+
+from __future__ import annotations
+
+import pytest
+
+from launch import report
+from launch.schema import RunResult
+from tests.builders import machine, plan, wish
+
+SUMMARY = {
+    "step": 3,
+    "train_seconds": 1.0,
+    "model_dir": "/out",
+    "loss": None,
+    "eval_loss": None,
+    "weights_bytes": 10,
+    "gradients_bytes": None,
+    "optimizer_bytes": 20,
+    "offloaded_bytes": 0,
+    "vram_allocated_bytes": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("scores", "words"),
+    [
+        ({"exact_match_before": 0.25, "exact_match_after": 0.5}, "exact match 25.0 % before, 50.0 % after"),
+        ({"exact_match_after": 0.5}, "exact match 50.0 % after"),  # continued from another run's checkpoint
+        ({}, None),
+    ],
+)
+def test_answers_are_told_as_far_as_they_were_scored(scores, words):
+    recipe, on = wish(), machine()
+    result = RunResult("/run", 0, None, 2.0, 1 << 30, {**SUMMARY, **scores})
+    lines = report.result_lines(recipe, on, plan(recipe, on), result, "chat")
+    answers = [line for line in lines if "answers" in line]
+    assert answers == [] if words is None else words in answers[0]
+    assert not any(line.strip() == "loss" for line in lines)
+    assert "gradients not measured" in "\n".join(lines)
+    assert "complete" in report.html(recipe, on, plan(recipe, on), result, [])
