@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from launch import direct
+from launch import direct, packages
 from launch.errors import LaunchError
 from launch.rundir import AttemptDir, RunDir, die_with_launcher
 
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
             arguments = parser.parse_args(argv)
             start = direct.from_run_dir(RunDir(arguments.run_dir), arguments.attempt)
             opened.append(start.attempt)
-        for package in direct.unused_packages(start.recipe, start.plan):
+        for package in packages.unused(start.recipe, start.plan.strategy):
             sys.modules.setdefault(package, None)  # type: ignore[arg-type]  to Python: not installed
         from training import run  # torch comes in here: a wrong flag has been answered by now
 

@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
@@ -17,7 +18,7 @@ from launch import direct, nodes, recipes, render, report, resume, rundir, start
 from launch.errors import ConfigError, LaunchError, StorageError
 from launch.planner import Given
 from launch.resolve import Resolved, resolve
-from launch.schema import StepEvent
+from launch.schema import Command, StepEvent
 
 FLAGS = {"--help", "--machine", "--dry-run", "--resume"}  # the others set keys of the recipe
 BATCH_KEY = "per_device_train_batch_size"
@@ -90,15 +91,16 @@ def _dispatch(argv: list[str]) -> int:
         resolved = resolve(arguments.recipe, overrides, arguments.machine, given)
         print("\n".join(report.plan_lines(resolved.recipe, resolved.machine, resolved.plan)))
         return 0
-    return _run(
-        resolve(arguments.recipe, overrides, given=given, say=print, test_link=True),
-        arguments.resume,
-        arguments.dry_run,
-    )
+
+    def decide(test_link: bool) -> Resolved:
+        resolved = resolve(arguments.recipe, overrides, given=given, say=print, test_link=test_link)
+        return replace(resolved, plan=nodes.located(resolved.plan))
+
+    return _run(decide, arguments.resume, arguments.dry_run)
 
 
-def _run(resolved: Resolved, wish: str, dry_run: bool) -> int:
-    resolved = replace(resolved, plan=nodes.located(resolved.plan))
+def _run(decide: Callable[[bool], Resolved], wish: str, dry_run: bool) -> int:
+    resolved = decide(True)
     recipe, plan, house = resolved.recipe, resolved.plan, resolved.house
     from launch import supervise  # rich and psutil: not needed to refuse a wrong flag
     from launch.screen import Screen
@@ -131,7 +133,22 @@ def _run(resolved: Resolved, wish: str, dry_run: bool) -> int:
             screen.say(str(command))
             return 0
         screen.say(f"log: {rundir.log_file(house.root, start.run)}")
-        result = supervise.run(resolved, start.run, attempt, command, screen)
+
+        def ready() -> Command:
+            """Once the rows are tokenised their lengths are known: what was planned for max_length is planned again."""
+            nonlocal plan
+            source, target = plan.lengths
+            again = decide(False).plan if attempt.number == 1 else plan  # a run that goes on keeps its own
+            if sum(again.lengths) >= source + target:
+                return command
+            plan = again
+            direct.write_plan(start.run, recipe, resolved.machine, plan, house, attempt)
+            screen.say("planned again for the rows that there are:")
+            for line in report.planned_lines(plan):
+                screen.say(line)
+            return render.command(plan, resolved.machine, start.run, attempt, house, os.environ)
+
+        result = supervise.run(resolved, start.run, attempt, ready, screen)
         supervise.write_outcome(result, attempt)
         for line in report.result_lines(recipe, resolved.machine, plan, result, _chat(recipe.output_dir)):
             screen.say(line)

@@ -36,7 +36,7 @@ def from_flags(argv: Sequence[str]) -> Start:
     is_first = os.environ.get("RANK", "0") == "0"
     say = print if is_first else lambda line: None
     given = started.given(os.environ, _launcher(), request.cpu)
-    resolved = resolve(request.recipe, request.overrides, given=given, say=say)
+    resolved = resolve(request.recipe, request.overrides, given=given, say=say, trace=False)
     if resolved.plan.strategy.device == "cuda":  # PyTorch reads these at its first attention
         chosen = resolved.machine.gpus[: resolved.plan.strategy.processes_per_machine]
         for key, value in architectures.environment(chosen).items():
@@ -56,20 +56,6 @@ def from_flags(argv: Sequence[str]) -> Start:
             resolved.plan, resolved.recipe.training.max_grad_norm, resolved.house.cache, os.environ, say
         ),
     )
-
-
-def unused_packages(recipe: Recipe, plan: Plan) -> list[str]:
-    """Packages that transformers and accelerate import wherever they are installed, and this run does not use.
-
-    What they cost a rank at its start: benchmarks/start_up.py.
-    """
-    uses_bitsandbytes = any(word in recipe.training.optim for word in ("8bit", "bnb", "paged"))
-    used = {
-        "peft": recipe.lora is not None,
-        "bitsandbytes": uses_bitsandbytes,
-        "deepspeed": plan.strategy.engine == "deepspeed",
-    }
-    return [package for package, is_used in used.items() if not is_used]
 
 
 def open_run(start: Start, tokens: Path, held: ExitStack) -> tuple[str, str] | None:
@@ -93,6 +79,12 @@ def open_run(start: Start, tokens: Path, held: ExitStack) -> tuple[str, str] | N
 def write_run(run: RunDir, recipe: Recipe, machine: Machine, plan: Plan, house: House) -> AttemptDir:
     """Render a plan into its run folder, with a new attempt."""
     attempt = run.new_attempt()
+    write_plan(run, recipe, machine, plan, house, attempt)
+    return attempt
+
+
+def write_plan(run: RunDir, recipe: Recipe, machine: Machine, plan: Plan, house: House, attempt: AttemptDir) -> None:
+    """The plan's files, in place of those that are there."""
     run.write_plan(recipe, plan)
     rundir.write_atomic(run.recipe_yaml, recipes.dump(recipe))
     rundir.write_atomic(run.accelerate_file, render.accelerate_config(plan, str(run.deepspeed_file)))
@@ -100,7 +92,6 @@ def write_run(run: RunDir, recipe: Recipe, machine: Machine, plan: Plan, house: 
         rundir.write_atomic(run.deepspeed_file, render.deepspeed_config(plan, recipe.training.max_grad_norm))
     command = render.command(plan, machine, run, attempt, house, os.environ)
     rundir.write_atomic(run.command_file, f"#!/bin/sh\n# attempt {attempt.number} of {run.run_id}\n{command}\n")
-    return attempt
 
 
 def output_lock(house: House, recipe: Recipe) -> ExitStack:

@@ -1,18 +1,18 @@
-"""Which way to run a recipe on a machine: every candidate, the first that fits, and why the others do not.
+"""Which way to run a recipe on a machine: every candidate, the fastest that fits, and why the others do not.
 
-Pure: values in, a Plan out. In this version a candidate is judged by its model states alone (weights, gradients,
-optimizer); activations are not predicted yet, and the plan says so."""
+Pure, but for the traces it asks for: values in, a Plan out. A user's batch is obeyed where it fits; else it is split at
+the same effective batch, and the plan says so."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from launch import architectures, predict, sharding
+from launch import architectures, estimate, predict, sharding
 from launch.errors import ConfigError, DoesNotFit
+from launch.estimate import Judged, Subject, describe, gib
 from launch.schema import (
-    GIB,
     Change,
     DataFormat,
     Gpu,
@@ -20,7 +20,6 @@ from launch.schema import (
     Link,
     LoraSection,
     Machine,
-    MemoryEstimate,
     Mode,
     ModelShape,
     Plan,
@@ -31,6 +30,8 @@ from launch.schema import (
 from launch.schema import Strategy as Candidate
 
 MAX_EVAL_BATCH = 64  # samples; the guides' 3x the training batch is a ceiling, and logits are the larger part of it
+
+TABLE_ROWS = 10
 
 CPU_MODES = ("cpu", "multi_cpu")
 ONE_PROCESS = ("cpu", "single_gpu")
@@ -54,58 +55,157 @@ class Given:
     has_deepspeed: bool = True  # the package is installed
 
 
-def choose(
-    recipe: Recipe,
-    machine: Machine,
-    config: dict[str, Any],
-    shapes: predict.Shapes,
-    data_format: DataFormat,
-    changes: Sequence[Change] = (),
-    given: Given = Given(),
-    rows: int | None = None,
-) -> Plan:
-    """The fastest candidate that fits. Raises DoesNotFit with the nearest misses, ConfigError for what cannot be."""
+def model_shape(recipe: Recipe, config: dict[str, Any], parameters: predict.Shapes) -> ModelShape:
+    """The model of a recipe, counted."""
+    total, trainable, lora = predict.count(parameters, recipe.model.freeze, recipe.lora, config["model_type"])
+    return ModelShape(recipe.model.shape or str(recipe.model.path), config, total, trainable, lora)
+
+
+def subject(
+    recipe: Recipe, machine: Machine, config: dict[str, Any], parameters: predict.Shapes, data_format: DataFormat
+) -> Subject:
+    """What all candidates have in common. Raises ConfigError for what no candidate can be."""
     model_type = config["model_type"]
     _check_length(recipe, config)
-    parameters, trainable, lora_parameters = predict.count(shapes, recipe.model.freeze, recipe.lora, model_type)
-    shape = ModelShape(recipe.model.shape or str(recipe.model.path), config, parameters, trainable, lora_parameters)
+    shape = model_shape(recipe, config, parameters)
     whole = predict.model_state(
-        shapes, recipe.model.freeze, recipe.lora, model_type, recipe.training.optim, recipe.model.dtype
+        parameters, recipe.model.freeze, recipe.lora, model_type, recipe.training.optim, recipe.model.dtype
     )
-    rejected, is_about_memory = [], False
-    for candidate in candidates(recipe, machine, given):
-        refused = sharding.refusal(recipe, candidate) or _unavailable(candidate, given)
+    targets = _lora_targets(recipe, model_type, parameters)
+    return Subject(recipe, machine, shape, parameters, whole, data_format, targets)
+
+
+def choose(about: Subject, changes: Sequence[Change] = (), given: Given = Given(), rows: int | None = None) -> Plan:
+    """The fastest candidate that fits. Raises DoesNotFit with the nearest misses, ConfigError for what cannot be."""
+    about = replace(about, link=given.link)
+    recipe, machine, shape = about.recipe, about.machine, about.shape
+    possible, rejected = _possible(about, given)
+    as_asked = [one for one in possible if not one.offloads]
+    judged: list[tuple[Judged, str]] = []
+    chosen = _fastest(about, as_asked, judged)
+    if chosen is None:
+        others = [one for one in possible if one.offloads]
+        others += [cut for one in possible for cut in _cuts(recipe, one) if about.traces is not None]
+        chosen = _fastest(about, others, judged)
+    rejected += [
+        f"{one.candidate.mode} with {one.candidate.num_processes} process(es): {one.misses}"
+        for one, _ in judged
+        if one.misses and one.memory.peak is None
+    ]
+    if chosen is None:
+        raise DoesNotFit(_does_not_fit(about, judged, rejected, list(_ways(about, given))))
+    candidate = chosen.candidate
+    return Plan(
+        recipe_name=recipe.name,
+        strategy=candidate,
+        shape=shape,
+        data_format=about.data_format,
+        estimate=chosen.memory,
+        budget_bytes=chosen.budget_bytes,
+        rows=rows if rows is None else min(rows, recipe.data.max_train_samples or rows),
+        lora_targets=about.lora_targets,
+        why=(*_why(recipe, machine, candidate, given), *_link_why(about, candidate), *_trace_why(about, chosen)),
+        changes=(*changes, *_precision_changes(recipe, machine, candidate), *_batch_changes(about, candidate, judged)),
+        rejected=tuple(rejected),
+        table=tuple(estimate.table(_sorted(judged))) if chosen.memory.peak else (),
+        step_s=chosen.time.step_s if chosen.time else None,
+        lengths=about.question(candidate).lengths,
+        rendezvous=_rendezvous(recipe.launch),
+        link=given.link if candidate.device == "cuda" and candidate.processes_per_machine > 1 else None,
+    )
+
+
+def _possible(about: Subject, given: Given) -> tuple[list[Candidate], list[str]]:
+    """(candidates with the recipe's own batch that this machine can start, why not the others)."""
+    possible, refusals = [], []
+    for candidate in candidates(about.recipe, about.machine, given):
+        refused = sharding.refusal(about.recipe, candidate) or _unavailable(candidate, given)
+        if refused and candidate.mode in (about.recipe.launch.mode, given.mode):
+            raise ConfigError(f"launch.mode {refused}")
         if refused:
-            if candidate.mode in (recipe.launch.mode, given.mode):
-                raise ConfigError(f"launch.mode {refused}")
-            rejected.append(refused)
+            refusals.append(refused)
+        else:
+            possible.append(candidate)
+    if not possible:
+        raise ConfigError("; ".join(refusals))
+    return possible, refusals
+
+
+def _fastest(about: Subject, wanted: Sequence[Candidate], judged: list[tuple[Judged, str]]) -> Judged | None:
+    """The fastest of these that fits; all are added to `judged` with why they won or lost.
+
+    Where no time is predicted the order given counts. The allocator is replayed for those that may win only."""
+    hopeful = [one for one in wanted if estimate.judge_states(about, one) is None]
+    about.fetch(hopeful)
+    rough = [estimate.judge(about, _evaluated(about, one), exact=False) for one in wanted]
+    order = sorted(range(len(rough)), key=lambda at: (rough[at].seconds, at))
+    chosen: Judged | None = None
+    for at in order:
+        one = rough[at]
+        if one.misses is None and chosen is None:
+            one = estimate.judge(about, one.candidate)
+        if one.misses is not None:
+            judged.append((one, f"does not fit: {one.misses}"))
+        elif chosen is None:
+            chosen = one
+            judged.append((one, "chosen"))
+        else:
+            judged.append((one, f"slower: {one.seconds / chosen.seconds:.2f} x" if one.time else "comes later"))
+    return chosen
+
+
+def _evaluated(about: Subject, candidate: Candidate) -> Candidate:
+    """The candidate with an evaluation batch that takes no more than training does; one that was asked for, no more
+    than fits. Evaluation does not decide the weights, so it gives way first."""
+    trace = about.trace(candidate)
+    if trace is None:
+        return candidate
+    budget = estimate.budget_bytes(about.recipe, about.machine, candidate)
+    is_asked = about.recipe.training.per_device_eval_batch_size is not None
+    count = candidate.per_device_eval_batch_size
+    peaks = trace.peaks(candidate.per_device_train_batch_size, count)
+    trains = max(peak.allocated_bytes for section, peak in peaks.items() if section != "evaluation")
+    limit = budget if is_asked else min(trains, budget)
+    while count > 1 and trace.peaks(1, count)["evaluation"].allocated_bytes > limit:
+        count = max(1, count // 2)
+    return replace(candidate, per_device_eval_batch_size=count)
+
+
+def _cuts(recipe: Recipe, candidate: Candidate) -> Iterator[Candidate]:
+    """The same effective batch in smaller micro-batches, with and without checkpointing where that was left open."""
+    asked = candidate.per_device_train_batch_size
+    per_rank = asked * candidate.gradient_accumulation_steps
+    may_checkpoint = "gradient_checkpointing" not in recipe.training.model_fields_set
+    for micro_batch in range(asked, 0, -1):
+        if per_rank % micro_batch or (recipe.launch.exact_batch and micro_batch != asked):
             continue
-        estimate = sharding.per_rank(whole, shapes, recipe, candidate, model_type)
-        budget = budget_bytes(recipe, machine, candidate)
-        is_about_memory = True
-        misses = _misses(recipe, machine, candidate, estimate, budget)
-        if misses:
-            rejected.append(f"{candidate.mode} with {candidate.num_processes} process(es): {misses}")
-            continue
-        return Plan(
-            recipe_name=recipe.name,
-            strategy=candidate,
-            shape=shape,
-            data_format=data_format,
-            estimate=estimate,
-            budget_bytes=budget,
-            rows=rows if rows is None else min(rows, recipe.data.max_train_samples or rows),
-            lora_targets=_lora_targets(recipe, model_type, shapes),
-            why=(*_why(recipe, machine, candidate, given), *_link_why(recipe, candidate, shape, whole, given.link)),
-            changes=(*changes, *_precision_changes(recipe, machine, candidate), *_batch_changes(recipe, candidate)),
-            rejected=tuple(rejected),
-            rendezvous=_rendezvous(recipe.launch),
-            link=given.link if candidate.device == "cuda" and candidate.processes_per_machine > 1 else None,
+        cut = replace(
+            candidate,
+            per_device_train_batch_size=micro_batch,
+            gradient_accumulation_steps=per_rank // micro_batch,
+            per_device_eval_batch_size=recipe.training.per_device_eval_batch_size or _eval_batch(micro_batch),
         )
-    if not is_about_memory:
-        raise ConfigError("; ".join(rejected))
-    ways = list(_ways(recipe, machine, shapes, model_type, given))
-    raise DoesNotFit(_does_not_fit(recipe, shape, whole, rejected, ways))
+        if micro_batch != asked:
+            yield cut
+        if may_checkpoint and not cut.gradient_checkpointing:
+            yield replace(cut, gradient_checkpointing=True)
+
+
+def _eval_batch(micro_batch: int) -> int:
+    return max(micro_batch, min(3 * micro_batch, MAX_EVAL_BATCH))
+
+
+def _sorted(judged: Sequence[tuple[Judged, str]]) -> list[tuple[Judged, str]]:
+    """The chosen one first, then the nearest: what fits by time, what does not by bytes; no more than people read."""
+    ranked = sorted(
+        judged,
+        key=lambda one: (
+            one[1] != "chosen",
+            bool(one[0].misses),
+            one[0].seconds if not one[0].misses else one[0].memory.device_bytes,
+        ),
+    )
+    return ranked[:TABLE_ROWS]
 
 
 def _check_length(recipe: Recipe, config: dict[str, Any]) -> None:
@@ -135,7 +235,7 @@ def candidates(recipe: Recipe, machine: Machine, given: Given = Given()) -> Iter
             per_device_train_batch_size=training.per_device_train_batch_size,
             gradient_accumulation_steps=training.gradient_accumulation_steps * (instead_of // num_processes),
             per_device_eval_batch_size=training.per_device_eval_batch_size
-            or max(training.per_device_train_batch_size, min(3 * training.per_device_train_batch_size, MAX_EVAL_BATCH)),
+            or _eval_batch(training.per_device_train_batch_size),
             mixed_precision=_precision(recipe, machine.gpus[:num_processes] if on_gpu else ()),
             gradient_checkpointing=training.gradient_checkpointing,
             dataloader_num_workers=_workers(recipe, machine, num_processes // launch.nodes, on_gpu),
@@ -224,21 +324,6 @@ def _unavailable(candidate: Candidate, given: Given) -> str | None:
     return None
 
 
-def _misses(
-    recipe: Recipe, machine: Machine, candidate: Candidate, estimate: MemoryEstimate, budget: int
-) -> str | None:
-    """Which budget the model states exceed, with numbers; None when they fit."""
-    if estimate.model_state_bytes > budget:
-        return f"model states {_gib(estimate.model_state_bytes)} each, budget {_gib(budget)}"
-    host = max(machine.host_available_bytes - int(recipe.launch.host_reserve_gib * GIB), 0)
-    offloaded = estimate.offloaded_bytes * candidate.processes_per_machine
-    if candidate.device == "cpu":  # the host's RAM is the device's
-        offloaded += estimate.model_state_bytes * candidate.processes_per_machine
-    if offloaded > host:
-        return f"{_gib(offloaded)} of states in host RAM, budget {_gib(host)}"
-    return None
-
-
 def _rendezvous(launch: LaunchSection) -> Rendezvous | None:
     if launch.nodes == 1:
         return None
@@ -250,15 +335,6 @@ def _rendezvous(launch: LaunchSection) -> Rendezvous | None:
         launch.network_interface,
         launch.join_timeout_s,
     )
-
-
-def budget_bytes(recipe: Recipe, machine: Machine, candidate: Candidate) -> int:
-    """What one rank may use of its device: a share of the smallest card's free memory, or its part of the host's."""
-    if candidate.device == "cuda":
-        free = min(gpu.free_bytes for gpu in machine.gpus[: candidate.processes_per_machine])
-        return int(free * recipe.launch.vram_fraction)
-    reserve = int(recipe.launch.host_reserve_gib * GIB)
-    return max(machine.host_available_bytes - reserve, 0) // candidate.processes_per_machine
 
 
 def _precision(recipe: Recipe, gpus: Sequence[Gpu]) -> Precision:
@@ -281,16 +357,33 @@ def _precision_changes(recipe: Recipe, machine: Machine, candidate: Candidate) -
     return []
 
 
-def _batch_changes(recipe: Recipe, candidate: Candidate) -> list[Change]:
-    """Said where fewer ranks train than there are cards: the effective batch is held by accumulating."""
-    asked, runs = recipe.training.gradient_accumulation_steps, candidate.gradient_accumulation_steps
-    if asked == runs:
-        return []
-    reason = (
-        f"{candidate.num_processes} process instead of {runs // asked}: the effective batch stays"
-        f" {candidate.effective_batch_size}"
-    )
-    return [Change("training.gradient_accumulation_steps", str(asked), str(runs), reason)]
+def _batch_changes(about: Subject, candidate: Candidate, judged: Sequence[tuple[Judged, str]]) -> list[Change]:
+    """Said where the batch is cut in another way than it was asked for: the effective batch is held."""
+    training, held = about.recipe.training, f"the effective batch stays {candidate.effective_batch_size}"
+    found: list[Change] = []
+    asked, runs = training.per_device_train_batch_size, candidate.per_device_train_batch_size
+    reasons = [one.misses for one, _ in judged if one.misses and one.candidate.per_device_train_batch_size == asked]
+    missed = f"{asked} samples at once need {reasons[0]}" if reasons else ""
+    if asked != runs:
+        reason = f"{missed}; {held}"
+        found.append(Change("training.per_device_train_batch_size", str(asked), str(runs), reason))
+    elif training.gradient_accumulation_steps != candidate.gradient_accumulation_steps:
+        instead = candidate.gradient_accumulation_steps // training.gradient_accumulation_steps
+        reason = f"{candidate.num_processes} process instead of {candidate.num_processes * instead}: {held}"
+    else:
+        reason = ""
+    if training.gradient_accumulation_steps != candidate.gradient_accumulation_steps:
+        steps = str(training.gradient_accumulation_steps), str(candidate.gradient_accumulation_steps)
+        found.append(Change("training.gradient_accumulation_steps", *steps, reason))
+    if candidate.gradient_checkpointing and not training.gradient_checkpointing:
+        reason = f"{missed}; recomputing activations changes no result"
+        found.append(Change("training.gradient_checkpointing", "false", "true", reason))
+    wanted = training.per_device_eval_batch_size
+    if wanted is not None and wanted != candidate.per_device_eval_batch_size:
+        runs_eval = str(candidate.per_device_eval_batch_size)
+        reason = f"evaluating {wanted} samples at once does not fit; the result is the same"
+        found.append(Change("training.per_device_eval_batch_size", str(wanted), runs_eval, reason))
+    return found
 
 
 def _workers(recipe: Recipe, machine: Machine, num_processes: int, on_gpu: bool) -> int:
@@ -333,10 +426,9 @@ def _why(recipe: Recipe, machine: Machine, candidate: Candidate, given: Given) -
         )
 
 
-def _link_why(
-    recipe: Recipe, candidate: Candidate, shape: ModelShape, whole: MemoryEstimate, link: Link | None
-) -> Iterator[str]:
+def _link_why(about: Subject, candidate: Candidate) -> Iterator[str]:
     """What the ranks talk over, and what it costs where every sample is as long as it may be."""
+    link, shape = about.link, about.shape
     if candidate.device == "cpu" or candidate.num_processes == 1:
         return
     if link is None:
@@ -345,28 +437,41 @@ def _link_why(
     yield f"link: {link.reason}"
     from launch import preflight
 
-    tokens = candidate.effective_batch_size * recipe.data.max_length
+    tokens = candidate.effective_batch_size * about.recipe.data.max_length
     backward = shape.parameters + shape.trainable_parameters  # activations' gradients, weights' gradients
     again = shape.parameters if candidate.gradient_checkpointing else 0
     step_flops = 2.0 * tokens * (shape.parameters + backward + again)
-    cost = preflight.cost_line(link, whole.gradients_bytes, step_flops, candidate.num_processes)
+    cost = preflight.cost_line(link, about.whole.gradients_bytes, step_flops, candidate.num_processes)
     if cost:
         yield cost
 
 
+def _trace_why(about: Subject, chosen: Judged) -> Iterator[str]:
+    if about.traces is not None and about.traces.failure:
+        yield f"activations are not predicted: {about.traces.failure}"
+    if chosen.time:
+        yield f"time: {chosen.time.step_s:.3g} s a step predicted ({chosen.time.reason})"
+
+
 def _does_not_fit(
-    recipe: Recipe, shape: ModelShape, whole: MemoryEstimate, rejected: Sequence[str], ways: Sequence[str]
+    about: Subject, judged: Sequence[tuple[Judged, str]], rejected: Sequence[str], ways: Sequence[str]
 ) -> str:
+    shape, whole, recipe = about.shape, about.whole, about.recipe
     advice = f"This would fit: {'; '.join(ways)}" if ways else "Use a smaller model (--model.shape=...)"
+    traced = sorted((one for one, _ in judged if one.memory.peak), key=lambda one: one.memory.device_bytes)
+    nearest = [f"{describe(one.candidate)}: {one.misses}" for one in traced[:3]]
+    exact = " with launch.exact_batch" if recipe.launch.exact_batch else ""
     return (
         f"{recipe.name}: {shape.name} ({shape.parameters:,} parameters, {shape.trainable_parameters:,} trained) needs"
-        f" {_gib(whole.weights_bytes)} weights + {_gib(whole.gradients_bytes)} gradients +"
-        f" {_gib(whole.optimizer_bytes)} optimizer before any activation. Tried: {'; '.join(rejected)}. {advice}"
+        f" {gib(whole.weights_bytes)} weights + {gib(whole.gradients_bytes)} gradients +"
+        f" {gib(whole.optimizer_bytes)} optimizer before any activation. Nothing fits{exact}. Nearest:"
+        f" {'; '.join(nearest or rejected)}. {advice}"
     )
 
 
-def _ways(recipe: Recipe, machine: Machine, shapes: predict.Shapes, model_type: str, given: Given) -> Iterator[str]:
-    """Flags with which a candidate fits, its states beside them; only what was computed to fit is offered."""
+def _ways(about: Subject, given: Given) -> Iterator[str]:
+    """Flags with which a candidate fits, its bytes beside them; only what was computed to fit is offered."""
+    recipe = about.recipe
     launch, model = recipe.launch, recipe.model
     places = [("", launch)]
     if launch.mode != "auto" and given.num_processes is None:
@@ -374,6 +479,8 @@ def _ways(recipe: Recipe, machine: Machine, shapes: predict.Shapes, model_type: 
     if (launch.num_processes or 1) > 1 and launch.nodes == 1 and given.num_processes is None:
         alone = launch.model_copy(update={"mode": "auto", "num_processes": 1})
         places.append(("--launch.mode=auto --launch.num_processes=1 ", alone))
+    if launch.exact_batch:
+        places.append(("--launch.exact_batch=false ", launch.model_copy(update={"exact_batch": False})))
     half = model.model_copy(update={"dtype": "bfloat16"})
     models = [("", model), ("--model.dtype=bfloat16 ", half)] if model.dtype == "float32" else [("", model)]
     adapters = [("", recipe.lora), ("--lora.r=16 ", LoraSection())] if recipe.lora is None else [("", recipe.lora)]
@@ -383,16 +490,21 @@ def _ways(recipe: Recipe, machine: Machine, shapes: predict.Shapes, model_type: 
         for model_flag, section in models
         for place_flag, place in places
     ):
+        if not flags:
+            continue
         variant = recipe.model_copy(update={"model": section, "lora": lora, "launch": place})
-        whole = predict.model_state(shapes, section.freeze, lora, model_type, recipe.training.optim, section.dtype)
-        for candidate in candidates(variant, machine, given):
-            if sharding.refusal(variant, candidate) or _unavailable(candidate, given):
-                continue
-            estimate = sharding.per_rank(whole, shapes, variant, candidate, model_type)
-            if not _misses(variant, machine, candidate, estimate, budget_bytes(variant, machine, candidate)):
-                yield f"{flags.strip()} ({candidate.mode}, {_gib(estimate.model_state_bytes)})"
-                break
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB"
+        other = subject(variant, about.machine, dict(about.shape.config), about.parameters, about.data_format)
+        traces = about.traces and about.traces.of(variant, other.shape, other.lora_targets)
+        other = replace(other, lengths=about.lengths, link=about.link, traces=traces, allocator=about.allocator)
+        try:
+            possible, _ = _possible(other, given)
+        except ConfigError:  # this machine cannot start it: no way out
+            continue
+        frugal = (
+            possible
+            if traces is None
+            else [list(_cuts(variant, one) or [one])[-1] for one in possible if list(_cuts(variant, one))] or possible
+        )
+        chosen = _fastest(other, frugal, [])
+        if chosen is not None:
+            yield f"{flags.strip()} ({chosen.candidate.mode}, {gib(chosen.memory.device_bytes)})"

@@ -381,7 +381,7 @@ def model_state(
     """Bytes of weights, gradients and optimizer states on each rank, where each rank holds a full copy.
 
     `dtype` is recipe.model.dtype: autocast (bf16, fp16) adds nothing here. States of a paged optimizer count in full.
-    Not counted: momentum or centering asked for through optim_args. activations_bytes is None: not predicted yet.
+    Not counted: momentum or centering asked for through optim_args.
 
     Raises ConfigError for an optimizer whose states are not known exactly.
     """

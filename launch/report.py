@@ -56,8 +56,7 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
     yield f"  mode       {strategy.mode}{backend}, {precision}"
     for line in plan.why:
         yield f"             {line}"
-    yield f"  memory     model states {_states(plan.estimate)} per process, budget {size(plan.budget_bytes)}"
-    yield "             activations are not counted yet: a batch that is too large fails when it runs"
+    yield from _memory_lines(plan)
     yield f"  output     {recipe.output_dir}"
     for reason in dict.fromkeys(change.reason for change in plan.changes):
         yield f"  changed    {reason}"
@@ -66,6 +65,56 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
                 yield f"             {change.key}: asked {change.requested}, runs {change.effective}"
     for line in plan.rejected:
         yield f"  rejected   {line}"
+    if len(plan.table) > 2:
+        for head, line in zip(["  compared   ", *[" " * 13] * len(plan.table)], plan.table, strict=False):
+            yield head + line
+
+
+def planned_lines(plan: Plan) -> Iterator[str]:
+    """Of a plan that replaces another: what it runs, and what that takes."""
+    strategy = plan.strategy
+    yield (
+        f"  batch      {strategy.per_device_train_batch_size} per device x {strategy.gradient_accumulation_steps}"
+        f" accumulation x {strategy.num_processes} process(es) = {strategy.effective_batch_size} effective"
+    )
+    yield from _memory_lines(plan)
+
+
+def _memory_lines(plan: Plan) -> Iterator[str]:
+    estimate, peak = plan.estimate, plan.estimate.peak
+    if peak is None:
+        yield f"  memory     model states {_states(estimate)} per process, budget {size(plan.budget_bytes)}"
+        yield "             activations are not predicted: a batch that is too large fails when it runs"
+    else:
+        yield (
+            f"  memory     {size(estimate.device_bytes)} per process of {size(plan.budget_bytes)}: peak"
+            f" {size(peak.allocated_bytes)} in {peak.section} ({peak.op}), rows of {_length(plan)} tokens"
+        )
+        yield f"             {_parts(peak.parts)}"
+        above = {
+            "reserved above it": estimate.fragmentation_bytes,
+            "context and communicators": estimate.outside_bytes,
+            "for errors of past predictions": estimate.margin_bytes,
+        }
+        known = [f"{size(held)} {name}" for name, held in above.items() if held]
+        if known:
+            yield f"             + {', '.join(known)}"
+    if estimate.offloaded_bytes:
+        yield f"             {size(estimate.offloaded_bytes)} of states in host RAM"
+    if estimate.host:
+        yield f"  host RAM   {size(estimate.host_bytes)} in {estimate.host_phase}: {_parts(estimate.host)}"
+
+
+def _length(plan: Plan) -> str:
+    source, target = plan.lengths
+    return f"{source:,}" if source == target or not plan.shape.is_encoder_decoder else f"{source:,} and {target:,}"
+
+
+def _parts(parts: Mapping[str, int]) -> str:
+    """The larger parts, in order; what is below a hundredth of them is not worth a word."""
+    least = sum(parts.values()) / 100
+    ordered = sorted(parts.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {size(held)}" for name, held in ordered if held >= max(least, 1))
 
 
 def _states(estimate: MemoryEstimate | Mapping[str, Any]) -> str:
@@ -103,7 +152,10 @@ def _success_lines(recipe: Recipe, machine: Machine, plan: Plan, result: RunResu
     known = [f"{value:.4f} {where}" for where, value in losses.items() if value is not None]
     if known:  # another machine than number 0 has none
         yield f"  loss       {', '.join(known)}"
-    yield f"  predicted  model states {_states(plan.estimate)}; activations not predicted"
+    peak = plan.estimate.peak
+    whole = f"peak {size(peak.allocated_bytes)} per process in {peak.section}; " if peak else ""
+    host = f"; host RAM {size(plan.estimate.host_bytes)}" if plan.estimate.host else ""
+    yield f"  predicted  {whole}model states {_states(plan.estimate)}{host}"
     yield f"  measured   model states {_states(summary)}"
     if summary["vram_allocated_bytes"]:
         yield (
@@ -145,9 +197,21 @@ def html(recipe: Recipe, machine: Machine, plan: Plan, result: RunResult, events
             elif found:
                 off = f"{found / predicted - 1:+.2%}" if predicted else ""
                 rows.append((f"{name} per process", size(predicted), size(found), off))
+        peaks = [("host RAM peak of the job (PSS)", estimate.host_bytes, result.host_peak_bytes)]
         if summary["vram_allocated_bytes"]:
-            rows.append(("VRAM peak, allocated", "not predicted yet", size(summary["vram_allocated_bytes"]), ""))
-        rows.append(("host RAM peak of the job (PSS)", "not predicted yet", size(result.host_peak_bytes), ""))
+            peaks.append(
+                (
+                    "VRAM peak, allocated",
+                    estimate.allocated_bytes if estimate.peak else 0,
+                    summary["vram_allocated_bytes"],
+                )
+            )
+            peaks.append(
+                ("VRAM peak, reserved", estimate.reserved_bytes if estimate.peak else 0, summary["vram_reserved_bytes"])
+            )
+        for name, predicted, found in peaks:
+            off = f"{found / predicted - 1:+.2%}" if predicted else ""
+            rows.append((name, size(predicted) if predicted else "not predicted", size(found), off))
     table = "".join(
         f"<tr><td>{name}</td><td class=n>{predicted}</td><td class=n>{found}</td><td class=n>{error}</td></tr>"
         for name, predicted, found, error in rows

@@ -12,9 +12,11 @@ from pathlib import Path
 
 from launch import columns, planner, preflight, probe, recipes, rundir, shapes
 from launch.errors import ResourceError
+from launch.estimate import Subject
 from launch.planner import Given
 from launch.rundir import CODE, House
 from launch.schema import Change, Link, Machine, Plan, Recipe
+from launch.traces import Traces
 
 PATH_KEYS = (
     "data.train_file",
@@ -44,8 +46,11 @@ def resolve(
     given: Given = Given(),  # noqa: B008  a frozen value
     say: Callable[[str], None] = lambda line: None,
     test_link: bool = False,
+    trace: bool = True,
 ) -> Resolved:
-    """Read, probe, count and plan; imports no torch. Writes nothing but the sample data that a recipe names."""
+    """Read, probe, count and plan; imports no torch. Writes nothing but traces, and sample data that a recipe names.
+
+    `trace` False: the plan counts model states alone, as where many ranks start at once."""
     house = House.here()
     machine = probe.described(machine_file) if machine_file else probe.machine(run_dir=house.root)
     has_gpu = bool(machine.gpus) and not given.force_cpu
@@ -62,8 +67,25 @@ def resolve(
     given = replace(given, has_deepspeed=machine_file is not None or find_spec("deepspeed") is not None)
     if machine_file is None and has_gpu:
         given = replace(given, link=_link(recipe, machine, given, house, say, test_link))
-    plan = planner.choose(recipe, machine, config, parameter_shapes, data_format, (*changes, *found), given, rows)
+    about = planner.subject(recipe, machine, config, parameter_shapes, data_format)
+    about = replace(about, lengths=_lengths(house, about))
+    if trace:
+        traces = Traces(recipe, about.shape, about.lora_targets, house.traces, say)
+        about = replace(about, traces=traces)
+    plan = planner.choose(about, (*changes, *found), given, rows)
     return Resolved(house, recipe, machine, plan)
+
+
+def _lengths(house: House, about: Subject) -> tuple[int, int]:
+    """Tokens of the longest source and target, where the rows have been tokenised before; else (0, 0)."""
+    tokens = rundir.token_cache(house.cache, about.recipe, about.shape, about.data_format)
+    counts = rundir.read_json(tokens / rundir.TOKENS_READY)
+    if counts is None:
+        return 0, 0
+    parts = [part for part in counts.values() if isinstance(part, dict)]
+    if not all("longest_target" in part for part in parts):  # written by an older version
+        return 0, 0
+    return max(part["longest_input"] for part in parts), max(part["longest_target"] for part in parts)
 
 
 def _link(
@@ -103,13 +125,13 @@ def _absolute(override: str) -> str:
 
 def _rooted(recipe: Recipe, base: Path) -> Recipe:
     """The recipe with every path absolute."""
-    raw = recipe.model_dump()
+    raw = recipe.model_dump(exclude_unset=True)  # what was left open stays open to planning
     for dotted in PATH_KEYS:
         *parents, key = dotted.split(".")
         section = raw
         for parent in parents:
-            section = section[parent]
-        if section[key] is not None:
+            section = section.get(parent, {})
+        if section.get(key) is not None:
             section[key] = _join(base, section[key])
     return Recipe.model_validate(raw)
 

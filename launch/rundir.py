@@ -71,6 +71,15 @@ class House:
     def cache(self) -> Path:
         return self.root / ".cache"
 
+    @property
+    def traces(self) -> Path:
+        """Traced steps; they depend on no house, so several may share a folder."""
+        return Path(os.environ.get("LOWMEM_TRACES") or self.cache / "traces").resolve()
+
+    @property
+    def ledger_file(self) -> Path:
+        return self.cache / "ledger.sqlite"
+
 
 class AttemptDir:
     """One start of the ranks: runs/<recipe>/<time>/attempts/<number>."""

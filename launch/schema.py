@@ -121,6 +121,7 @@ class ModelSection(Section):
     path: str | None = None
     freeze: tuple[str, ...] = ()  # module names whose parameters are not trained, e.g. [shared, encoder]
     dtype: Dtype = "float32"  # of the weights in memory; training.bf16 is the autocast on top of it
+    attn_implementation: Literal["sdpa", "eager"] = "sdpa"  # eager keeps every score: length x length per head
 
     @model_validator(mode="after")
     def one_source(self) -> ModelSection:
@@ -220,6 +221,7 @@ class LaunchSection(Section):
     network_interface: str | None = None  # between the nodes, e.g. eth1; default: the one that leads to that address
     join_timeout_s: PositiveInt = 300  # for all nodes to be there
     vram_fraction: float = Field(default=0.95, gt=0, le=1)  # share of the free VRAM that planning may use
+    exact_batch: bool = False  # refuse the run where the batch does not fit, instead of splitting it
     host_reserve_gib: float = Field(default=2.0, ge=0, allow_inf_nan=False)  # host RAM left to the rest of the machine
 
     @model_validator(mode="after")
@@ -333,18 +335,54 @@ class Strategy:
 
 
 @dataclass(frozen=True)
+class Peak:
+    """The moment at which a rank holds most: where in the run, at which operator, and what for."""
+
+    section: str  # load, forward, backward, optimizer, evaluation
+    op: str
+    parts: Mapping[str, int]  # bytes by kind: weights, gradients, optimizer, activations, logits, temporaries...
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
 class MemoryEstimate:
-    """Predicted bytes per rank on the device, and per node on the host; None where nothing predicts it yet."""
+    """Predicted bytes per rank on its device, and of all ranks of a machine on its host."""
 
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
-    activations_bytes: int | None = None
     offloaded_bytes: int = 0  # of one rank's states, in host RAM instead
+    peak: Peak | None = None  # None: the step could not be traced, only the states are known
+    fragmentation_bytes: int = 0  # what the allocator reserves above what is allocated
+    outside_bytes: int = 0  # outside the allocator: context, communicators
+    margin_bytes: int = 0  # by which past predictions were exceeded
+    host: Mapping[str, int] = field(default_factory=dict)  # of the job on this machine, by cause; {}: not predicted
+    host_phase: str = ""
 
     @property
     def model_state_bytes(self) -> int:
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        """The peak; where it is not known, the states, which are less."""
+        return self.peak.allocated_bytes if self.peak else self.model_state_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self.allocated_bytes + self.fragmentation_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """All of it, with the margin."""
+        return self.reserved_bytes + self.outside_bytes + self.margin_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
 
 
 @dataclass(frozen=True)
@@ -383,6 +421,9 @@ class Plan:
     why: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
     rejected: tuple[str, ...] = ()
+    table: tuple[str, ...] = ()  # the candidates that were compared, as lines
+    step_s: float | None = None  # predicted seconds of an optimizer step
+    lengths: tuple[int, int] = (0, 0)  # tokens of the longest source and target that was planned for
     rendezvous: Rendezvous | None = None  # None: one machine
     link: Link | None = None  # between the ranks; None: not tested
 

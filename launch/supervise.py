@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,14 +32,16 @@ LAUNCHERS_OWN = re.compile(
 )
 
 
-def run(resolved: Resolved, rundir_: RunDir, attempt: AttemptDir, command: Command, screen: Screen) -> RunResult:
-    """Run the attempt to its end. The run folder is locked meanwhile."""
+def run(
+    resolved: Resolved, rundir_: RunDir, attempt: AttemptDir, ready: Callable[[], Command], screen: Screen
+) -> RunResult:
+    """Run the attempt to its end: tokenise, ask what `ready` starts, watch it. The run folder is locked meanwhile."""
     began = time.monotonic()
     oom_kills, host_peak = probe.oom_kills(), 0
     with _signals() as received:
         returncode = _prepare(resolved, rundir_, attempt, screen)
         if returncode == 0:
-            returncode, host_peak = _watch(command, rundir_, attempt, screen, received)
+            returncode, host_peak = _watch(ready(), rundir_, attempt, screen, received)
     outcome = rundir.read_json(attempt.outcome_file)
     evidence = Evidence(
         returncode=returncode,

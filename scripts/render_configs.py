@@ -22,7 +22,7 @@ def planned(machine_name: str, overrides: Sequence[str]) -> tuple[Machine, Recip
     machine = probe.described(CODE / "configs" / "machines" / f"{machine_name}.yaml")
     recipe, changes = recipes.load("sft_fast", overrides, bool(machine.gpus))
     config, parameter_shapes = shapes.read(recipe.model, root=CODE)
-    return machine, recipe, planner.choose(recipe, machine, config, parameter_shapes, DATA, changes)
+    return machine, recipe, planner.choose(planner.subject(recipe, machine, config, parameter_shapes, DATA), changes)
 
 
 def files(mode: Mode) -> dict[str, str]:

@@ -19,6 +19,7 @@ from launch import planner, shapes
 from launch.schema import GIB, DataFormat, Gpu, Machine, Plan, Recipe
 
 CODE = Path(__file__).resolve().parent.parent
+TRACES = {"LOWMEM_TRACES": str(CODE / ".cache" / "traces-of-tests")}
 WORDS = [*"一二三山水火风", "red", "blue", "green", "stone", "river", "cloud", "lamp", "paper", "seven"]
 
 
@@ -72,7 +73,7 @@ def environment(house: Path, **extra: str) -> dict[str, str]:
     """The environment of a launch whose runs, logs and caches go under `house`."""
     house.mkdir(parents=True, exist_ok=True)
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "LOWMEM_"))}
-    return {**inherited, "PYTHONPATH": str(CODE), "LOWMEM_ROOT": str(house), "HF_HUB_OFFLINE": "1", **extra}
+    return {**inherited, "PYTHONPATH": str(CODE), "LOWMEM_ROOT": str(house), "HF_HUB_OFFLINE": "1", **TRACES, **extra}
 
 
 def launch(house: Path, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
@@ -156,4 +157,6 @@ def plan(recipe: Recipe | None = None, on: Machine | None = None, **given: Any) 
     """What the planner chooses for a wish on a machine."""
     recipe = recipe or wish()
     config, parameter_shapes = shapes.read(recipe.model, root=CODE)
-    return planner.choose(recipe, on or machine(), config, parameter_shapes, DATA_FORMAT, given=planner.Given(**given))
+    return planner.choose(
+        planner.subject(recipe, on or machine(), config, parameter_shapes, DATA_FORMAT), given=planner.Given(**given)
+    )

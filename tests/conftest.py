@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+# A traced step depends on no test's house: what one test has traced, the next one reads.
+os.environ["LOWMEM_TRACES"] = str(Path(__file__).resolve().parent.parent / ".cache" / "traces-of-tests")
 FOLDERS = ("unit", "process", "train_cpu", "modes", "faults", "gpu")
 
 

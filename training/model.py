@@ -33,6 +33,20 @@ def build(
             " with a larger vocab_size, or a tokenizer of at most that many tokens"
         )
     _set_special_tokens(model, tokenizer)
+    return _prepared(model, section, lora, lora_targets)
+
+
+def without_weights(
+    section: ModelSection, shape: ModelShape, lora: LoraSection | None, lora_targets: tuple[str, ...]
+) -> torch.nn.Module:
+    """The same model on the meta device: parameters have a shape and a type, and no values."""
+    with torch.device("meta"):
+        return _prepared(_from_shape(section, shape), section, lora, lora_targets)
+
+
+def _prepared(
+    model: PreTrainedModel, section: ModelSection, lora: LoraSection | None, lora_targets: tuple[str, ...]
+) -> torch.nn.Module:
     model.config.use_cache = False  # generation turns it on for itself
     for name, parameter in model.named_parameters():
         if any(name == prefix or name.startswith(prefix + ".") for prefix in section.freeze):
@@ -43,7 +57,9 @@ def build(
 def _from_shape(section: ModelSection, shape: ModelShape) -> PreTrainedModel:
     config = AutoConfig.for_model(**shape.config)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    return family.from_config(config, dtype=getattr(torch, section.dtype))
+    return family.from_config(
+        config, dtype=getattr(torch, section.dtype), attn_implementation=section.attn_implementation
+    )
 
 
 def _from_folder(section: ModelSection) -> PreTrainedModel:
@@ -54,6 +70,7 @@ def _from_folder(section: ModelSection) -> PreTrainedModel:
         return family.from_pretrained(
             section.path,
             dtype=getattr(torch, section.dtype),
+            attn_implementation=section.attn_implementation,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,

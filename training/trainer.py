@@ -44,6 +44,13 @@ class LowMemTrainer(Trainer):
         super().__init__(compute_loss_func=self._loss, **kwargs)
         self._shift = not self.model.config.is_encoder_decoder
 
+    def _wrap_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """Under DDP a gradient is a view of the bucket that is reduced: one copy of the gradients less."""
+        wrapped = super()._wrap_model(model, *args, **kwargs)
+        if self.accelerator.ddp_handler is not None:
+            self.accelerator.ddp_handler.gradient_as_bucket_view = True
+        return wrapped
+
     def _loss(
         self, outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
@@ -77,7 +84,7 @@ class LowMemTrainer(Trainer):
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         with_target = (inputs["labels"] != IGNORED).any(dim=1)
-        tokens = inputs["attention_mask"][with_target].sum()
+        tokens = (inputs["attention_mask"] * with_target[:, None]).sum()
         if "decoder_input_ids" in inputs:
             tokens = tokens + (inputs["labels"] != IGNORED).sum()
         loss = super().training_step(model, inputs, *args, **kwargs)

@@ -13,7 +13,7 @@ import accelerate.state
 from accelerate.utils import DistributedType
 
 
-def _engage_fsdp() -> None:
+def engage_fsdp() -> None:
     initialize = accelerate.state.PartialState.__init__
 
     def initialize_and_rename(self: Any, cpu: bool = False, **kwargs: Any) -> None:
@@ -27,7 +27,7 @@ def _engage_fsdp() -> None:
 
 if __name__ == "__main__":
     assert os.environ.get("ACCELERATE_USE_FSDP") == "true", "start it with distributed_type: FSDP"
-    _engage_fsdp()
+    engage_fsdp()
     from train_low_mem import main
 
     sys.exit(main(sys.argv[1:]))

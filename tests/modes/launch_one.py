@@ -43,7 +43,7 @@ def fsdp2(recipe_file: str, overrides: Sequence[str]) -> int:
     attempt = direct.write_run(start.run, recipe, resolved.machine, plan, house)
     command = through_shim(render.command(plan, resolved.machine, start.run, attempt, house, os.environ))
     screen = Screen(rundir.log_file(house.root, start.run))
-    result = supervise.run(resolved, start.run, attempt, command, screen)
+    result = supervise.run(resolved, start.run, attempt, lambda: command, screen)
     print("\n".join(report.result_lines(recipe, resolved.machine, plan, result, "")))
     return result.exit_code
 

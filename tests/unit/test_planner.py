@@ -84,10 +84,10 @@ def test_bf16_on_a_card_without_it_becomes_fp16_and_is_said():
     assert [change.key for change in chosen.changes] == ["training.bf16"]
 
 
-def test_the_plan_says_that_activations_are_not_counted():
+def test_without_a_trace_the_plan_says_that_activations_are_not_predicted():
     recipe = wish()
     lines = "\n".join(report.plan_lines(recipe, machine(), plan(recipe)))
-    assert "activations are not counted yet" in lines
+    assert "activations are not predicted" in lines
     assert "16 per device x 2 accumulation x 1 process(es) = 32 effective" in lines
 
 

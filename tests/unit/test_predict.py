@@ -361,7 +361,7 @@ def test_full_training_states_are_those_of_the_real_optimizer(optim, name, dtype
     optimizer = one_step(model, optim, tmp_path)
     assert estimate.gradients_bytes == sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     assert estimate.optimizer_bytes == state_bytes(optimizer)
-    assert estimate.activations_bytes is None
+    assert estimate.peak is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

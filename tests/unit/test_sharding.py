@@ -91,7 +91,7 @@ def test_offloaded_states_have_to_fit_the_host_with_all_its_ranks():
     assert plan(recipe, machine(2, host_available_bytes=10 * GIB)).estimate.offloaded_bytes == pytest.approx(
         8 * 494_032_768, rel=1e-6
     )
-    with pytest.raises(DoesNotFit, match=r"7\.36 GiB of states in host RAM, budget 6\.00 GiB"):
+    with pytest.raises(DoesNotFit, match=r"7\.36 GiB in host RAM, budget 6\.00 GiB"):
         plan(recipe, machine(2, host_available_bytes=8 * GIB))
 
 

@@ -1,0 +1,188 @@
+"""What one candidate would take: bytes on the device and on the host, seconds per step. Values in, values out.
+
+The step's peak comes from its trace, what the allocator keeps on top of it from a replay, the rest from constants with
+a source. A candidate whose step was not traced is judged by its model states alone, and the plan says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from launch import allocator, architectures, predict, rates, sharding, timing
+from launch.schema import (
+    GIB,
+    DataFormat,
+    Link,
+    Machine,
+    MemoryEstimate,
+    ModelShape,
+    Recipe,
+    Strategy,
+)
+from launch.timing import Affine, StepWork, TimeEstimate, WorkCost
+from launch.traces import Question, Trace, Traces
+
+MULTIPLE = {"cpu": 1, "cuda": 8}  # to which the collator pads a batch's length
+# Outside the allocator. A context after one kernel, with lazy loading (CUDA 11.7 and later): assumed, unmeasured here.
+CONTEXT_BYTES = {"nvidia": 512 << 20, "amd": 768 << 20}
+# A communicator of two ranks, and of more: github.com/NVIDIA/nccl issue 964, A100.
+NCCL_BYTES, NCCL_MORE_BYTES = 544 << 20, 688 << 20
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What all candidates of one recipe on one machine have in common."""
+
+    recipe: Recipe
+    machine: Machine
+    shape: ModelShape
+    parameters: predict.Shapes
+    whole: MemoryEstimate  # states of a full copy
+    data_format: DataFormat
+    lora_targets: tuple[str, ...] = ()
+    lengths: tuple[int, int] = (0, 0)  # of the longest source and target; (0, 0): max_length
+    link: Link | None = None
+    traces: Traces | None = None  # None: states only
+    allocator: allocator.AllocatorConfig = allocator.TORCH_DEFAULTS
+    exceeded: float = 0.0  # share by which past predictions were exceeded, at the level wanted
+
+    def question(self, candidate: Strategy) -> Question:
+        multiple = MULTIPLE[candidate.device]
+        longest = self.recipe.data.max_length
+        source, target = (-(-(length or longest) // multiple) * multiple for length in self.lengths)
+        if candidate.device == "cpu":
+            return Question(candidate, (source, target))
+        card = self.machine.gpus[0]
+        is_fused = architectures.of(card).attention != "math"
+        return Question(candidate, (source, target), card.architecture, is_fused)
+
+    def fetch(self, candidates: Iterable[Strategy]) -> None:
+        """Have the steps of these candidates traced, as far as they are not known."""
+        if self.traces is not None:
+            self.traces.fetch([self.question(candidate) for candidate in candidates])
+
+    def trace(self, candidate: Strategy) -> Trace | None:
+        return self.traces.get(self.question(candidate)) if self.traces is not None else None
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A candidate with what it would take; `misses` says which budget it exceeds, with numbers."""
+
+    candidate: Strategy
+    memory: MemoryEstimate
+    time: TimeEstimate | None
+    budget_bytes: int
+    misses: str | None
+
+    @property
+    def seconds(self) -> float:
+        return self.time.step_s if self.time else 0.0
+
+
+def judge_states(subject: Subject, candidate: Strategy) -> str | None:
+    """Which budget the model states alone exceed; None when there is room left for activations."""
+    states = _states(subject, candidate)
+    return _misses(subject, candidate, states, budget_bytes(subject.recipe, subject.machine, candidate))
+
+
+def judge(subject: Subject, candidate: Strategy, exact: bool = True) -> Judged:
+    """Predict one candidate and compare it with both budgets; `exact` replays the allocator, which takes longer."""
+    states = _states(subject, candidate)
+    trace = subject.trace(candidate)
+    memory, time = states, None
+    budget = budget_bytes(subject.recipe, subject.machine, candidate)
+    if trace is not None:
+        memory = _with_peak(subject, candidate, states, trace, exact)
+        work = StepWork(trace.work, _update(subject.whole))
+        speed = rates.of(subject.machine, candidate)
+        time = timing.estimate(work, candidate, subject.shape, subject.whole, speed, subject.link)
+    return Judged(candidate, memory, time, budget, _misses(subject, candidate, memory, budget))
+
+
+def _states(subject: Subject, candidate: Strategy) -> MemoryEstimate:
+    model_type = subject.shape.config["model_type"]
+    return sharding.per_rank(subject.whole, subject.parameters, subject.recipe, candidate, model_type)
+
+
+def _with_peak(
+    subject: Subject, candidate: Strategy, states: MemoryEstimate, trace: Trace, exact: bool
+) -> MemoryEstimate:
+    samples, eval_samples = candidate.per_device_train_batch_size, candidate.per_device_eval_batch_size
+    memory = replace(states, peak=trace.peak(samples, eval_samples))
+    if candidate.device == "cpu":
+        return memory
+    reserved = memory.allocated_bytes
+    if exact:
+        reserved = allocator.replay(trace.events(samples, eval_samples), subject.allocator).peak_reserved_bytes
+    outside = CONTEXT_BYTES[subject.machine.gpus[0].vendor]
+    if candidate.backend == "nccl":
+        outside += NCCL_BYTES if candidate.num_processes == 2 else NCCL_MORE_BYTES
+    memory = replace(
+        memory,
+        fragmentation_bytes=max(reserved - memory.allocated_bytes, 0),
+        outside_bytes=outside,
+    )
+    free = min(gpu.free_bytes for gpu in subject.machine.gpus[: candidate.processes_per_machine])
+    kept = int(free * (1 - subject.recipe.launch.vram_fraction))  # the error bar is part of what planning leaves free
+    return replace(memory, margin_bytes=max(int(subject.exceeded * memory.reserved_bytes) - kept, 0))
+
+
+def _update(whole: MemoryEstimate) -> WorkCost:
+    """The optimizer step: norm, clipping and update read and write gradients, weights and states in a few kernels."""
+    trained = whole.gradients_bytes
+    moved = 2 * whole.optimizer_bytes + 2 * trained + 4 * trained
+    return WorkCost(matmul_flops={}, bytes_moved=Affine(float(moved)), num_kernels=Affine(20.0))
+
+
+def budget_bytes(recipe: Recipe, machine: Machine, candidate: Strategy) -> int:
+    """What one rank may use of its device: a share of the smallest card's free memory, or its part of the host's."""
+    if candidate.device == "cuda":
+        free = min(gpu.free_bytes for gpu in machine.gpus[: candidate.processes_per_machine])
+        return int(free * recipe.launch.vram_fraction)
+    return host_budget_bytes(recipe, machine) // candidate.processes_per_machine
+
+
+def host_budget_bytes(recipe: Recipe, machine: Machine) -> int:
+    return max(machine.host_available_bytes - int(recipe.launch.host_reserve_gib * GIB), 0)
+
+
+def _misses(subject: Subject, candidate: Strategy, memory: MemoryEstimate, budget: int) -> str | None:
+    """Which budget is exceeded, with numbers; None when it fits."""
+    if memory.device_bytes > budget:
+        if memory.peak is None:
+            return f"model states {gib(memory.model_state_bytes)} each, budget {gib(budget)}"
+        return f"{gib(memory.device_bytes)} in {memory.peak.section}, budget {gib(budget)}"
+    host = host_budget_bytes(subject.recipe, subject.machine)
+    needed = memory.host_bytes or _states_on_host(candidate, memory)
+    if needed > host:
+        return f"{gib(needed)} in host RAM{f' in {memory.host_phase}' if memory.host_phase else ''}, budget {gib(host)}"
+    return None
+
+
+def _states_on_host(candidate: Strategy, memory: MemoryEstimate) -> int:
+    """What all ranks of a machine hold in its RAM, where nothing better is known."""
+    of_rank = memory.offloaded_bytes + (memory.device_bytes if candidate.device == "cpu" else 0)
+    return of_rank * candidate.processes_per_machine
+
+
+def gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+def describe(candidate: Strategy) -> str:
+    """A candidate in a few words: mode, ranks, batch, checkpointing."""
+    words = f"{candidate.mode} x{candidate.num_processes}, batch {candidate.per_device_train_batch_size}"
+    words += f" x {candidate.gradient_accumulation_steps}"
+    return words + (", checkpointing" if candidate.gradient_checkpointing else "")
+
+
+def table(judged: Sequence[tuple[Judged, str]]) -> list[str]:
+    """One line a candidate: what it is, what it would take, why it lost or won."""
+    rows = [("candidate", "device", "s/step", "")]
+    for one, verdict in judged:
+        seconds = f"{one.time.step_s:.3g}" if one.time else "?"
+        rows.append((describe(one.candidate), gib(one.memory.device_bytes), seconds, verdict))
+    widths = [max(len(row[at]) for row in rows) for at in range(3)]
+    return [f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip() for row in rows]

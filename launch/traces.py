@@ -1,0 +1,202 @@
+"""Traces of training steps: asked of `python -m training.answer`, kept by content, read as peaks at any micro-batch.
+
+What a trace depends on is its name: model, precision, length, optimizer..., the versions of the packages that run the
+step, and our own code. A trace that is there is read in a millisecond; one that is not takes a child some seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from launch import packages
+from launch.rundir import CODE
+from launch.schema import ModelShape, Peak, Recipe, Strategy
+from launch.timing import Affine, WorkCost
+
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
+# What no allocation of a step depends on.
+UNFELT = {
+    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "num_train_epochs",
+    "max_steps", "learning_rate", "warmup_steps", "lr_scheduler_type", "logging_steps", "save_steps",
+    "save_total_limit", "eval_steps", "seed", "dataloader_num_workers", "bf16", "fp16", "gradient_checkpointing",
+}  # fmt: skip
+CHILD_TIMEOUT_S = 300
+
+
+@dataclass(frozen=True)
+class Question:
+    """One step to trace. Lengths are tokens of a padded row (of source and target)."""
+
+    strategy: Strategy
+    lengths: tuple[int, int]
+    architecture: str = ""  # of the GPU whose kernels run; "" on a CPU
+    fused_attention: bool = True  # of that GPU
+
+    @property
+    def is_single(self) -> bool:
+        """One sample is traced for itself: copies that a larger batch needs are views there."""
+        return self.strategy.per_device_train_batch_size == 1
+
+    @property
+    def accumulates(self) -> bool:
+        return self.strategy.gradient_accumulation_steps > 1
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The peaks of one step as functions of its micro-batch, and the work of one micro-step."""
+
+    moments: tuple[Mapping[str, Any], ...]
+    work: WorkCost
+    file: Path
+
+    def peak(self, samples: int, eval_samples: int) -> Peak:
+        """The highest moment at so many samples a micro-batch."""
+        return max(self.peaks(samples, eval_samples).values(), key=lambda peak: peak.allocated_bytes)
+
+    def peaks(self, samples: int, eval_samples: int) -> dict[str, Peak]:
+        """The highest moment of each section."""
+        found: dict[str, Peak] = {}
+        for moment in self.moments:
+            section = moment["section"]
+            count = eval_samples if section == "evaluation" else samples
+            parts = {name: fixed + count * sample for name, (fixed, sample) in moment["parts"].items()}
+            peak = Peak(section, moment["op"], parts)
+            if section not in found or peak.allocated_bytes > found[section].allocated_bytes:
+                found[section] = peak
+        return found
+
+    def events(self, samples: int, eval_samples: int) -> list[tuple[int, int]]:
+        """Every allocation (block, bytes) and free (block, -1) of the step, for an allocator to replay."""
+        log = json.loads(self.file.with_suffix(".log").read_text(encoding="utf-8"))
+        blocks, found = log["blocks"], []
+        for number in log["events"]:
+            if number < 0:
+                found.append((~number, -1))
+            else:
+                fixed, sample, is_evaluation = blocks[number]
+                found.append((number, fixed + (eval_samples if is_evaluation else samples) * sample))
+        return found
+
+
+class Traces:
+    """The traces of one recipe's model, from the cache or made now."""
+
+    def __init__(
+        self, recipe: Recipe, shape: ModelShape, lora_targets: Sequence[str], folder: Path, say: Any = lambda line: None
+    ) -> None:
+        self._recipe, self._shape, self._lora_targets = recipe, shape, tuple(lora_targets)
+        self._folder, self._say = folder, say
+        self._known: dict[str, Trace] = {}
+        self.failure: str | None = None  # why a step could not be traced: its candidates are judged by states alone
+
+    def of(self, recipe: Recipe, shape: ModelShape, lora_targets: Sequence[str]) -> Traces:
+        """The traces of another recipe, kept in the same place."""
+        return Traces(recipe, shape, lora_targets, self._folder, self._say)
+
+    def fetch(self, questions: Sequence[Question]) -> None:
+        """Have these traced, those that are not known yet, in one child."""
+        missing = {self._name(one): one for one in questions if self.get(one) is None}
+        if not missing or self.failure:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self._folder) as place:
+            request = Path(place) / "request.json"
+            content = {
+                "recipe": self._recipe.model_dump(mode="json"),
+                "shape": asdict(self._shape),
+                "lora_targets": self._lora_targets,
+                "unused_packages": sorted(set.intersection(*(self._unused(one) for one in missing.values()))),
+                "questions": {name: asdict(one) for name, one in missing.items()},
+            }
+            request.write_text(json.dumps(content), encoding="utf-8")
+            argv = [sys.executable, "-P", "-m", "training.answer", str(request), str(self._folder)]
+            environment = {**os.environ, "PYTHONPATH": str(CODE), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+            environment = {key: value for key, value in environment.items() if not key.startswith("ACCELERATE_")}
+            self._say(f"tracing a step of {self._shape.name} ({len(missing)} variant(s)): once, then known")
+            try:
+                done = subprocess.run(
+                    argv, env=environment, cwd=place, capture_output=True, text=True, check=False,
+                    timeout=CHILD_TIMEOUT_S,
+                )  # fmt: skip
+            except subprocess.TimeoutExpired:
+                self.failure = f"tracing took more than {CHILD_TIMEOUT_S} s"
+                return
+        if done.returncode != 0:
+            words = done.stderr.strip().splitlines()
+            self.failure = words[-1] if words else f"the tracing child ended with {done.returncode}"
+
+    def _unused(self, question: Question) -> set[str]:
+        return set(packages.unused(self._recipe, question.strategy))
+
+    def get(self, question: Question) -> Trace | None:
+        """The trace, if it is known."""
+        name = self._name(question)
+        if name not in self._known:
+            file = self._folder / f"{name}.json"
+            try:
+                content = json.loads(file.read_text(encoding="utf-8"))
+            except (FileNotFoundError, json.JSONDecodeError):
+                return None
+            self._known[name] = Trace(tuple(content["peaks"]), _work(content["work"]), file)
+        return self._known[name]
+
+    def _name(self, question: Question) -> str:
+        recipe, strategy = self._recipe, question.strategy
+        facts = {
+            "model": recipe.model.model_dump(mode="json", exclude={"shape", "path"}),
+            "config": dict(self._shape.config),
+            "lora": recipe.lora.model_dump(mode="json") if recipe.lora else None,
+            "lora_targets": self._lora_targets,
+            "training": recipe.training.model_dump(mode="json", exclude=UNFELT),
+            "device": strategy.device,
+            "gpu": [question.architecture, question.fused_attention],
+            "engine": [strategy.engine, strategy.zero_stage, strategy.offloads, strategy.num_processes],
+            "mixed_precision": strategy.mixed_precision,
+            "gradient_checkpointing": strategy.gradient_checkpointing,
+            "lengths": question.lengths,
+            "is_single": question.is_single,
+            "accumulates": question.accumulates,
+            "versions": _versions(),
+            "code": _code(),
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _work(found: Mapping[str, Any]) -> WorkCost:
+    return WorkCost(
+        matmul_flops={dtype: Affine(*parts) for dtype, parts in found["matmul_flops"].items()},
+        attention_flops={dtype: Affine(*parts) for dtype, parts in found["attention_flops"].items()},
+        bytes_moved=Affine(*found["bytes_moved"]),
+        num_kernels=Affine(found["num_kernels"]),
+        num_matmuls=Affine(found["num_matmuls"]),
+    )
+
+
+@cache
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+@cache
+def _code() -> str:
+    """What training/ does now: a trace of other code is another trace."""
+    files = sorted((CODE / "training").glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

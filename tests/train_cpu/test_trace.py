@@ -1,0 +1,245 @@
+"""A traced step against a real one: the same trainer, the same model, every byte of torch's allocator counted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import TrainerCallback
+from transformers.trainer_callback import PrinterCallback
+
+from launch import planner, shapes
+from launch.schema import DataFormat, ModelShape, Plan, Recipe
+from launch.traces import Question, Traces
+from tests.builders import CODE, machine
+from training import depth, live_bytes, model, peaks, run, trace
+from training.batches import SampleOrder
+from training.callbacks import StepMeter
+from training.live_bytes import Log
+from training.trainer import LowMemTrainer
+
+LENGTH = 48
+DATA = DataFormat("prompt_response", {"prompt": "prompt", "response": "response"}, "parquet", "given")
+
+
+def wish(shape: str, **sections: Any) -> tuple[Recipe, Plan]:
+    content = {
+        "name": "traced",
+        "task": "sft",
+        "model": {"shape": shape, **sections.pop("model", {})},
+        "data": {"train_file": "/data/train.parquet", "max_length": LENGTH},
+        "training": {"per_device_train_batch_size": 3, **sections.pop("training", {})},
+        "launch": {"mode": "cpu"},
+        "output_dir": "/out",
+        **sections,
+    }
+    recipe = Recipe.model_validate(content)
+    config, parameters = shapes.read(recipe.model, 512, root=CODE)
+    return recipe, planner.choose(planner.subject(recipe, machine(gpus=0), config, parameters, DATA))
+
+
+def peak_bytes(log: Log, samples: int, section: str = "") -> int:
+    live = highest = 0
+    for event in log.events:
+        block = log.blocks[event.block]
+        size = block.fixed_bytes + samples * block.sample_bytes
+        live += size if event.birth else -size
+        if event.phase.startswith(section):
+            highest = max(highest, live)
+    return highest
+
+
+class Steps(TrainerCallback):
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        with record_function("step"):
+            pass
+
+
+def real_peak_bytes(recipe: Recipe, plan: Plan, padded: bool) -> int:
+    """The most that the allocator holds from the second step on, of a model with random weights on a random batch."""
+    strategy, config = plan.strategy, plan.shape.config
+    args = run.arguments(recipe, plan, 9, False, {"ddp_backend": None})
+    args.report_to, args.save_strategy, args.output_dir, args.max_steps = [], "no", ".", 3
+    count = strategy.per_device_train_batch_size
+    batch = {
+        "input_ids": torch.randint(5, 100, (count, LENGTH)),
+        "attention_mask": torch.ones(count, LENGTH, dtype=torch.int64),
+        "labels": torch.randint(5, 100, (count, LENGTH)),
+    }
+    if padded:
+        batch["attention_mask"][0, LENGTH // 2 :] = 0
+    if config["model_type"] == "t5":
+        batch["decoder_input_ids"] = batch["labels"].clone()
+
+    class Repeated(LowMemTrainer):
+        def get_train_dataloader(self) -> Any:
+            class Loader(list):
+                dataset = (0,)
+
+            return Loader([batch] * (3 * strategy.gradient_accumulation_steps))
+
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        made = model._from_shape(recipe.model, plan.shape)
+        network = model._prepared(made, recipe.model, recipe.lora, plan.lora_targets)
+    held = {one.untyped_storage().data_ptr(): one.nbytes for one in (*network.parameters(), *network.buffers())}
+    trainer = Repeated(
+        order=SampleOrder(9, count, strategy.gradient_accumulation_steps, 1, 0, 0),
+        meter=StepMeter(),
+        keep_checkpoints=2,
+        facts={},
+        model=network,
+        args=args,
+        train_dataset=[0],
+        callbacks=[Steps()],
+    )
+    trainer.remove_callback(PrinterCallback)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        trainer.train()
+    events = profiled.profiler.kineto_results.events()
+    second = sorted(event.start_ns() for event in events if event.name() == "step")[1]
+    live = highest = sum(held.values())
+    for at, size in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
+        live += size
+        if at >= second:
+            highest = max(highest, live)
+    return highest
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2-tiny", {}),
+    "llama bf16 weights, checkpointing, two micro-steps": (
+        "llama-tiny",
+        {
+            "model": {"dtype": "bfloat16"},
+            "training": {"gradient_checkpointing": True, "gradient_accumulation_steps": 2},
+        },
+    ),
+    "llama, adafactor, eager": (
+        "llama-tiny",
+        {"model": {"attn_implementation": "eager"}, "training": {"optim": "adafactor"}},
+    ),
+    "llama LoRA under autocast": ("llama-tiny", {"lora": {"r": 4}, "training": {"bf16": True}}),
+    "llama, one sample, loop AdamW": (
+        "llama-tiny",
+        {"training": {"per_device_train_batch_size": 1, "optim": "adamw_torch"}},
+    ),
+    "t5, encoder frozen, three micro-steps": (
+        "t5-tiny",
+        {"model": {"freeze": ["shared", "encoder"]}, "training": {"gradient_accumulation_steps": 3}},
+    ),
+    "t5 LoRA": ("t5-tiny", {"lora": {"r": 4}}),
+    "llama, nothing padded": ("llama-tiny", {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_traced_step_holds_what_the_real_one_holds(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shape, sections = CASES[name]
+    padded = "one sample" not in name and "nothing padded" not in name
+    recipe, plan = wish(shape, **sections)
+    samples = plan.strategy.per_device_train_batch_size
+    log = trace.whole_step(recipe, plan, (LENGTH, LENGTH), padded, 1 if samples == 1 else live_bytes.BATCH)
+    traced = max(peak_bytes(log, samples, section) for section in ("forward", "backward", "optimizer"))
+    assert traced == pytest.approx(real_peak_bytes(recipe, plan, padded), rel=0.002)
+
+
+@pytest.mark.parametrize(
+    ("shape", "key", "sections"),
+    [
+        ("gpt2-small", "n_layer", {"training": {"optim": "adamw_torch", "gradient_accumulation_steps": 2}}),
+        ("qwen2-0.5b", "num_hidden_layers", {"training": {"gradient_checkpointing": True, "bf16": True}}),
+        ("llama-7b", "num_hidden_layers", {"lora": {"r": 8}, "model": {"dtype": "bfloat16"}}),
+        ("t5-chatlm-0.2b", "num_layers", {}),
+    ],
+)
+def test_a_deep_model_is_the_shallow_one_with_more_of_the_middle(shape, key, sections, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe, plan = wish_of_depth(shape, key, 7, **sections)
+    keys = trace.DEPTH_KEYS[plan.shape.config["model_type"]]
+    assert all(plan.shape.config[one] == 7 for one in keys)
+    extended = trace.whole_step(recipe, plan, (LENGTH, LENGTH), True, live_bytes.BATCH)
+    whole = trace.step(recipe, plan, (LENGTH, LENGTH))
+    assert len(extended.events) == len(whole.events)
+    for samples in (2, 5, 40):
+        for section in peaks.SECTIONS:
+            # but for the scalars of clip_grad_norm: one a parameter
+            assert peak_bytes(extended, samples, section) == pytest.approx(
+                peak_bytes(whole, samples, section), abs=4096
+            )
+    assert peaks.work(extended) == peaks.work(whole)
+
+
+def wish_of_depth(shape: str, key: str, layers: int, **sections: Any) -> tuple[Recipe, Plan]:
+    recipe, plan = wish("llama-tiny", **sections)
+    config, _ = shapes.read(recipe.model.model_copy(update={"shape": shape}), root=CODE)
+    config = {**config, **dict.fromkeys(trace.DEPTH_KEYS[config["model_type"]], layers)}
+    targets = planner._lora_targets(recipe, config["model_type"], {f"x.{t}.weight": (1, 1) for t in "qkvo"})
+    if config["model_type"] == "llama":
+        targets = plan.lora_targets
+    return recipe, replace(plan, shape=ModelShape(shape, config, 0, 0), lora_targets=targets)
+
+
+def test_layers_that_differ_are_not_repeated(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe, plan = wish_of_depth("gpt2-small", "n_layer", 4)
+    log = trace.step(recipe, plan, (LENGTH, LENGTH))
+    odd = next(
+        event.block
+        for event in log.events
+        if event.birth and event.phase == "forward:0" and event.layer == (0, depth.MIDDLE)
+    )
+    log.blocks[odd].sample_bytes += 1
+    with pytest.raises(depth.NotUniform):
+        depth.deepen(log, 0, 9)
+
+
+def test_peaks_are_those_of_the_log_at_any_batch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe, plan = wish("t5-tiny")
+    log = trace.step(recipe, plan, (LENGTH, 32))
+    found = peaks.peaks(log)
+    for samples in (1, 2, 3, 8, 64, 1000):
+        for section in peaks.SECTIONS:
+            highest = max(
+                sum(fixed + samples * sample for fixed, sample in moment["parts"].values())
+                for moment in found
+                if moment["section"] == section
+            )
+            assert highest == peak_bytes(log, samples, section), (section, samples)
+
+
+def test_a_question_is_answered_once_and_read_again(tmp_path: Path, monkeypatch):
+    recipe, plan = wish("llama-tiny")
+    said: list[str] = []
+    traces = Traces(recipe, plan.shape, plan.lora_targets, tmp_path / "traces", said.append)
+    question = Question(plan.strategy, (LENGTH, LENGTH))
+    traces.fetch([question])
+    assert traces.failure is None
+    assert len(said) == 1
+    answer = traces.get(question)
+    assert answer is not None
+    log = json.loads(answer.file.with_suffix(".log").read_text())
+    assert len(answer.events(3, 9)) == len(log["events"])
+    again = Traces(recipe, plan.shape, plan.lora_targets, tmp_path / "traces", said.append)
+    again.fetch([question])
+    assert len(said) == 1
+    other = replace(plan.strategy, per_device_train_batch_size=7)
+    assert again.get(Question(other, (LENGTH, LENGTH))) is not None  # a trace holds for every batch
+    assert again.get(Question(replace(other, gradient_accumulation_steps=2), (LENGTH, LENGTH))) is None
+    assert again.get(Question(other, (LENGTH, LENGTH + 8))) is None
+
+
+def test_a_step_that_cannot_be_traced_is_said_and_judged_by_states(tmp_path):
+    recipe, plan = wish("llama-tiny")
+    broken = replace(plan.shape, config={**plan.shape.config, "hidden_act": "no such function"})
+    traces = Traces(recipe, broken, (), tmp_path / "traces")
+    traces.fetch([Question(plan.strategy, (LENGTH, LENGTH))])
+    assert traces.failure is not None
+    assert "no such function" in traces.failure

@@ -1,0 +1,278 @@
+"""Trace a training step without weights or a device.
+
+The step is the one that train_low_mem.py runs: the same model code, LowMemTrainer and TrainingArguments, on fake
+tensors shaped as the collator shapes rows of the longest length; then an evaluation. What comes out is every allocation
+as a function of the micro-batch. A deep model is traced with four layers a stack and extended (depth.py).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from transformers import TrainerCallback
+from transformers.trainer_callback import PrinterCallback
+from transformers.utils import import_utils
+
+from launch.schema import Plan, Recipe
+from training import depth, model, run
+from training.batches import SampleOrder
+from training.callbacks import StepMeter
+from training.cuda_semantics import Target, cuda_semantics
+from training.cuda_workspace import cublas_workspace_bytes, workspace
+from training.live_bytes import BATCH, Block, Event, Layer, Log, Recorder
+from training.trainer import LowMemTrainer
+
+DEPTH_KEYS = {  # of a config, one per stack
+    "t5": ("num_layers", "num_decoder_layers"),
+    "gpt2": ("n_layer",),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), ("num_hidden_layers",)),
+}
+
+
+class _Done(Exception):
+    """The traced step is over."""
+
+
+class _Tracer(LowMemTrainer):
+    """The trainer, telling a Recorder where in the step it is."""
+
+    def __init__(self, recorder: Recorder, **kwargs: Any) -> None:
+        self.recorder = recorder
+        self._micro = 0
+        super().__init__(**kwargs)
+
+    def get_train_dataloader(self) -> Any:
+        return _Batches(self, self.args.gradient_accumulation_steps)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.recorder.mark(f"forward:{self._micro}")
+        return super().training_step(*args, **kwargs)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        self.recorder.mark(f"backward:{self._micro}")
+        self._micro += 1
+        return loss
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
+        self.recorder.mark("optimizer")
+        return super()._clip_grad_norm(model)
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        self.recorder.mark("optimizer")
+        return super()._get_grad_norm(*args, **kwargs)
+
+
+class _Batches:
+    """A loader of fake batches, shaped as the collator shapes rows of the longest length."""
+
+    dataset = (0,)
+
+    def __init__(self, tracer: _Tracer, count: int) -> None:
+        self._tracer, self._count = tracer, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        recorder = self._tracer.recorder
+        for _ in range(self._count):
+            if not recorder.phase.startswith("evaluation"):
+                recorder.mark("input")
+            yield {name: torch.zeros(shape, dtype=torch.int64) for name, shape in self._tracer.shapes.items()}
+
+
+class _Steady(TrainerCallback):
+    """Gives the optimizer its states before the step that counts; evaluates and ends training after it."""
+
+    tracer: _Tracer
+
+    def __init__(self, recorder: Recorder, layer_of: dict[int, Layer]) -> None:
+        self._recorder, self._layer_of = recorder, layer_of  # by id of a parameter
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        network, optimizer = kwargs["model"], kwargs["optimizer"]
+        with self._recorder.suspended():
+            for parameter in network.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.empty_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        inner = getattr(optimizer, "optimizer", optimizer)
+        self._recorder.mark("start:optimizer")
+        self._recorder.hold(
+            (
+                ("optimizer", value, self._layer_of.get(id(parameter)))
+                for parameter, states in inner.state.items()
+                for value in states.values()
+                if isinstance(value, torch.Tensor)
+            ),
+            "state",
+        )
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._recorder.mark("zero")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._recorder.mark("evaluation")
+        self.tracer.evaluation_loop(_Batches(self.tracer, 1), "")
+        raise _Done
+
+
+def stacks(network: torch.nn.Module) -> list[torch.nn.ModuleList]:
+    """The lists of layers of a model, encoder first."""
+    lists = [module for module in network.modules() if isinstance(module, torch.nn.ModuleList) and len(module) > 1]
+    return [one for one in lists if len({type(layer) for layer in one}) == 1]
+
+
+def materialised(network: torch.nn.Module) -> None:
+    """Replace what stands on the meta device by fake tensors on the CPU; ties are kept."""
+    known: dict[int, torch.Tensor] = {}
+    for module in network.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in known:
+                    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+                    if held is module._parameters:
+                        empty = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                    known[id(tensor)] = empty
+                    known[id(empty)] = empty
+                held[name] = known[id(tensor)]
+
+
+def step(
+    recipe: Recipe,
+    plan: Plan,
+    lengths: Sequence[int],
+    padded: bool = True,
+    batch: int = BATCH,
+    target: Target | None = None,
+) -> Log:
+    """The log of one optimizer step in the steady state, at micro-batch `batch` and these lengths (source, target).
+
+    `padded`: some row is shorter than the longest, so that masks are needed. `target`: the card that runs it; None: the
+    CPU."""
+    planned = plan.strategy
+    strategy = replace(
+        planned,
+        mode="cpu",
+        device="cpu",
+        backend=None,
+        num_processes=1,
+        num_machines=1,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=min(planned.gradient_accumulation_steps, 2),
+        mixed_precision="bf16" if planned.mixed_precision == "fp16" else planned.mixed_precision,  # as large
+        dataloader_num_workers=0,
+    )
+    recorder = Recorder(batch)
+    recorder.padded, recorder.widest = padded, plan.shape.config["vocab_size"]
+    fp16 = planned.mixed_precision == "fp16"
+    with cuda_semantics(target, fp16) if target else _fakes_taken_for_real():
+        if target:
+            recorder.kernel_workspace = partial(workspace, target)
+        with FakeTensorMode():
+            tracer = _tracer(recorder, recipe, replace(plan, strategy=strategy), lengths)
+            gc.collect()
+            gc.disable()
+            try:
+                with recorder:
+                    tracer.train()
+            except _Done:
+                pass
+            finally:
+                gc.enable()
+    log = recorder.settle()
+    if target:  # made with the first product, for good
+        log.blocks.append(Block(cublas_workspace_bytes(target.architecture), 0, "workspace", "cublas", "start", None))
+        log.events.insert(0, Event(len(log.blocks) - 1, True, "start", None))
+    return log
+
+
+@contextmanager
+def _fakes_taken_for_real() -> Iterator[None]:
+    """transformers asks a mask whether it masks anything; of fake tensors it would not, and keep it."""
+    asks = import_utils.is_fake_tensor
+    import_utils.is_fake_tensor = lambda tensor: False
+    try:
+        yield
+    finally:
+        import_utils.is_fake_tensor = asks
+
+
+def _tracer(recorder: Recorder, recipe: Recipe, plan: Plan, lengths: Sequence[int]) -> _Tracer:
+    """A trainer of a model without weights, which the recorder knows by its parameters and layers."""
+    strategy, config = plan.strategy, plan.shape.config
+    batch, steps = strategy.per_device_train_batch_size, strategy.gradient_accumulation_steps
+    args = run.arguments(recipe, plan, batch * steps, False, {"ddp_backend": None})
+    args.report_to, args.save_strategy, args.output_dir = [], "no", os.curdir  # nothing is written
+    with unset_fake_temporarily():
+        network = model.without_weights(recipe.model, plan.shape, recipe.lora, plan.lora_targets)
+    materialised(network)
+    network.to = lambda *args, **kwargs: network  # it is where it belongs; a Module cannot move fake tensors
+    watched = stacks(network)
+    recorder.watch(watched)
+    layer_of = {
+        id(parameter): (stack, index)
+        for stack, layers in enumerate(watched)
+        for index, layer in enumerate(layers)
+        for parameter in layer.parameters()
+    }
+    recorder.mark("start:weights")
+    recorder.hold((("weights", one, layer_of.get(id(one))) for one in network.parameters()), "parameter")
+    recorder.hold((("buffers", one, None) for one in network.buffers()), "buffer")
+    steady = _Steady(recorder, layer_of)
+    tracer = _Tracer(
+        recorder,
+        order=SampleOrder(batch, batch, 1, 1, 0, 0),
+        meter=StepMeter(),
+        keep_checkpoints=2,
+        facts={},
+        model=network,
+        args=args,
+        data_collator=None,
+        train_dataset=[0],
+        callbacks=[steady],
+    )
+    tracer.remove_callback(PrinterCallback)
+    steady.tracer = tracer
+    source, target = lengths
+    tracer.shapes = dict.fromkeys(("input_ids", "attention_mask"), (batch, source)) | {"labels": (batch, target)}
+    if config["model_type"] == "t5":
+        tracer.shapes["decoder_input_ids"] = (batch, target)
+    return tracer
+
+
+def whole_step(
+    recipe: Recipe, plan: Plan, lengths: Sequence[int], padded: bool, batch: int, target: Target | None = None
+) -> Log:
+    """As step(), in the time of a model of few layers where its layers are alike."""
+    shape = plan.shape
+    keys = DEPTH_KEYS.get(shape.config["model_type"], ())
+    config = dict(shape.config)
+    if "num_decoder_layers" in keys and config.get("num_decoder_layers") is None:
+        config["num_decoder_layers"] = config.get("num_layers", 6)
+    named = [*recipe.model.freeze, *plan.lora_targets]
+    if not keys or not all(config.get(key, 0) > depth.TRACED for key in keys) or re.search(r"[.]\d", " ".join(named)):
+        return step(recipe, plan, lengths, padded, batch, target)
+    shallow = {**config, **dict.fromkeys(keys, depth.TRACED)}
+    if isinstance(config.get("layer_types"), list):
+        shallow["layer_types"] = config["layer_types"][: depth.TRACED]
+    log = step(recipe, replace(plan, shape=replace(shape, config=shallow)), lengths, padded, batch, target)
+    try:
+        for stack, key in enumerate(keys):
+            log = depth.deepen(log, stack, config[key])
+    except depth.NotUniform:
+        return step(recipe, plan, lengths, padded, batch, target)
+    return log
