@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import argparse
 import errno
-import json
 import os
-import shlex
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 
-from launch import direct, nodes, recipes, render, report, resume, rundir, started
+from launch import nodes, recipes, report, rundir, started
 from launch.errors import ConfigError, LaunchError, StorageError
+from launch.estimate import Exceeded
 from launch.planner import Given
 from launch.resolve import Resolved, resolve
-from launch.schema import Command, StepEvent
 
 FLAGS = {"--help", "--machine", "--dry-run", "--resume"}  # the others set keys of the recipe
 BATCH_KEY = "per_device_train_batch_size"
@@ -92,77 +87,14 @@ def _dispatch(argv: list[str]) -> int:
         print("\n".join(report.plan_lines(resolved.recipe, resolved.machine, resolved.plan)))
         return 0
 
-    def decide(test_link: bool) -> Resolved:
-        resolved = resolve(arguments.recipe, overrides, given=given, say=print, test_link=test_link)
+    def decide(test_link: bool, exceeded: Exceeded) -> Resolved:
+        known = replace(given, exceeded=exceeded)
+        resolved = resolve(arguments.recipe, overrides, given=known, say=print, test_link=test_link)
         return replace(resolved, plan=nodes.located(resolved.plan))
 
-    return _run(decide, arguments.resume, arguments.dry_run)
+    from launch import running  # not needed to refuse a wrong flag
 
-
-def _run(decide: Callable[[bool], Resolved], wish: str, dry_run: bool) -> int:
-    resolved = decide(True)
-    recipe, plan, house = resolved.recipe, resolved.plan, resolved.house
-    from launch import supervise  # rich and psutil: not needed to refuse a wrong flag
-    from launch.screen import Screen
-
-    meeting = plan.rendezvous
-    is_first = meeting is None or meeting.machine_rank == 0
-    with ExitStack() as held:
-        if meeting is not None and not is_first:
-            start = resume.Start(
-                nodes.own_run(house.runs, recipe.name, meeting, datetime.now()),
-                f"machine {meeting.machine_rank}: joining machine 0, whose run this is",
-            )
-        else:
-            held.enter_context(direct.output_lock(house, recipe))
-            tokens = rundir.token_cache(house.cache, recipe, plan.shape, plan.data_format)
-            start = resume.decide(house.runs, recipe, plan, tokens, wish, datetime.now())
-        screen = Screen(rundir.log_file(house.root, start.run))
-        for line in report.plan_lines(recipe, resolved.machine, plan):
-            screen.say(line)
-        screen.say(start.line)
-        for line in rundir.kept_aside(Path(recipe.output_dir), start.run.run_id) if is_first else ():
-            screen.say(line)
-        if start.complete:
-            screen.say(f"chat with it: {_chat(recipe.output_dir)}")
-            return 0
-        attempt = direct.write_run(start.run, recipe, resolved.machine, plan, house)
-        command = render.command(plan, resolved.machine, start.run, attempt, house, os.environ)
-        if dry_run:
-            screen.say("dry run: this line trains")
-            screen.say(str(command))
-            return 0
-        screen.say(f"log: {rundir.log_file(house.root, start.run)}")
-
-        def ready() -> Command:
-            """Once the rows are tokenised their lengths are known: what was planned for max_length is planned again."""
-            nonlocal plan
-            source, target = plan.lengths
-            again = decide(False).plan if attempt.number == 1 else plan  # a run that goes on keeps its own
-            if sum(again.lengths) >= source + target:
-                return command
-            plan = again
-            direct.write_plan(start.run, recipe, resolved.machine, plan, house, attempt)
-            screen.say("planned again for the rows that there are:")
-            for line in report.planned_lines(plan):
-                screen.say(line)
-            return render.command(plan, resolved.machine, start.run, attempt, house, os.environ)
-
-        result = supervise.run(resolved, start.run, attempt, ready, screen)
-        supervise.write_outcome(result, attempt)
-        for line in report.result_lines(recipe, resolved.machine, plan, result, _chat(recipe.output_dir)):
-            screen.say(line)
-        events = []
-        for folder in start.run.attempts():
-            if folder.events_file.exists():
-                lines = folder.events_file.read_text(encoding="utf-8").splitlines()
-                events += [StepEvent(**json.loads(line)) for line in lines]
-        rundir.write_atomic(start.run.report_file, report.html(recipe, resolved.machine, plan, result, events))
-    return result.exit_code
-
-
-def _chat(model: str) -> str:
-    return f"{shlex.quote(sys.executable)} {shlex.quote(str(rundir.CODE / 'scripts' / 'chat.py'))} {shlex.quote(model)}"
+    return running.run(decide, arguments.resume, arguments.dry_run)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from launch.schema import Device, Mode, Precision
+from launch.schema import GIB, Device, Mode, Plan, Precision
 
 Quantity = Literal["allocated_bytes", "reserved_bytes", "outside_bytes", "host_pss_bytes", "step_s"]
 WORDS: dict[Quantity, str] = {
@@ -66,6 +66,37 @@ class Margin:
 
     fraction: float
     reason: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a step in the steady state says about the plan it runs by."""
+
+    lines: tuple[str, ...]  # of what was predicted too low by more than UNDER
+    exceeded: float = 0.0  # share of the device's prediction
+    host_exceeded: float = 0.0  # and of the host's
+    over: str = ""  # which budget the plan will exceed, if it goes on like that
+
+
+def compare(plan: Plan, measured: Mapping[str, int], host_budget_bytes: int) -> Comparison:
+    """A steady step's figures (AttemptDir.second_step_file) beside the plan's. The step's rows may be shorter than the
+    longest: that it took less says nothing."""
+    estimate, budget = plan.estimate, plan.budget_bytes
+    pairs = [
+        ("reserved", estimate.reserved_bytes, measured["reserved_bytes"], estimate.device_bytes, budget),
+        ("allocated", estimate.allocated_bytes, measured["allocated_bytes"], estimate.device_bytes, budget),
+        ("host RAM", estimate.host_bytes, measured["host_pss_bytes"], estimate.host_bytes, host_budget_bytes),
+    ]
+    lines, over = [], ""
+    shares = dict.fromkeys((name for name, *_ in pairs), 0.0)
+    for name, predicted, found, whole, limit in pairs:
+        if not predicted or not found or estimate.peak is None or found <= predicted * (1 + UNDER):
+            continue
+        shares[name] = found / predicted - 1
+        lines.append(f"step 2: {name} {found / GIB:.2f} GiB, predicted {predicted / GIB:.2f} ({shares[name]:+.1%})")
+        if whole * (1 + shares[name]) > limit:
+            over = f"{lines[-1]}; going on would exceed the budget of {limit / GIB:.2f} GiB"
+    return Comparison(tuple(lines), max(shares["reserved"], shares["allocated"]), shares["host RAM"], over)
 
 
 def margin(here: Sequence[float], everywhere: Sequence[float], device: Device, prior: float, level: float) -> Margin:

@@ -6,11 +6,14 @@ a source. A candidate whose step was not traced is judged by its model states al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from launch import allocator, architectures, predict, rates, sharding, timing
+from launch import allocator, architectures, host_memory, predict, rates, render, sharding, timing
+from launch.host_memory import ASSUMED, Imports
 from launch.schema import (
+    DTYPE_BYTES,
     GIB,
     DataFormat,
     Link,
@@ -31,6 +34,14 @@ NCCL_BYTES, NCCL_MORE_BYTES = 544 << 20, 688 << 20
 
 
 @dataclass(frozen=True)
+class Exceeded:
+    """Shares by which predictions were exceeded: evidence that narrows the next choice."""
+
+    device: float = 0.0
+    host: float = 0.0
+
+
+@dataclass(frozen=True)
 class Subject:
     """What all candidates of one recipe on one machine have in common."""
 
@@ -45,7 +56,11 @@ class Subject:
     link: Link | None = None
     traces: Traces | None = None  # None: states only
     allocator: allocator.AllocatorConfig = allocator.TORCH_DEFAULTS
-    exceeded: float = 0.0  # share by which past predictions were exceeded, at the level wanted
+    imports: Imports = ASSUMED  # what the job's processes hold before there is a model
+    rows: int | None = None  # of the training file
+    cache_bytes: int | None = None  # of the tokenised rows
+    usual: float = 0.0  # share by which past predictions were exceeded, at the level wanted
+    exceeded: Exceeded = Exceeded()  # and that of this very run
 
     def question(self, candidate: Strategy) -> Question:
         multiple = MULTIPLE[candidate.device]
@@ -111,22 +126,58 @@ def _with_peak(
 ) -> MemoryEstimate:
     samples, eval_samples = candidate.per_device_train_batch_size, candidate.per_device_eval_batch_size
     memory = replace(states, peak=trace.peak(samples, eval_samples))
+    memory = _with_host(subject, candidate, memory, trace)
     if candidate.device == "cpu":
         return memory
-    reserved = memory.allocated_bytes
-    if exact:
-        reserved = allocator.replay(trace.events(samples, eval_samples), subject.allocator).peak_reserved_bytes
     outside = CONTEXT_BYTES[subject.machine.gpus[0].vendor]
     if candidate.backend == "nccl":
         outside += NCCL_BYTES if candidate.num_processes == 2 else NCCL_MORE_BYTES
-    memory = replace(
-        memory,
-        fragmentation_bytes=max(reserved - memory.allocated_bytes, 0),
-        outside_bytes=outside,
-    )
+    reserved = memory.allocated_bytes
+    if exact:
+        room = budget_bytes(subject.recipe, subject.machine, candidate) - outside
+        reserved = _reserved_bytes(trace.events(samples, eval_samples), subject.allocator, room)
+    memory = replace(memory, fragmentation_bytes=max(reserved - memory.allocated_bytes, 0), outside_bytes=outside)
     free = min(gpu.free_bytes for gpu in subject.machine.gpus[: candidate.processes_per_machine])
     kept = int(free * (1 - subject.recipe.launch.vram_fraction))  # the error bar is part of what planning leaves free
-    return replace(memory, margin_bytes=max(int(subject.exceeded * memory.reserved_bytes) - kept, 0))
+    margin = max(
+        int(subject.usual * memory.reserved_bytes) - kept, int(subject.exceeded.device * memory.reserved_bytes), 0
+    )
+    return replace(memory, margin_bytes=margin)
+
+
+def _reserved_bytes(events: Sequence[allocator.Event], config: allocator.AllocatorConfig, room: int) -> int:
+    """What the allocator reserves for these events. Where it would like more than there is room for, it gives cached
+    blocks back and tries again: what it has then, or, where that does not help either, what it would like."""
+    free = allocator.replay(events, config)
+    if free.peak_reserved_bytes <= room:
+        return free.peak_reserved_bytes
+    pressed = allocator.replay(events, config, capacity_bytes=max(room, 0))
+    return free.peak_reserved_bytes if pressed.out_of_memory else pressed.peak_reserved_bytes
+
+
+def _with_host(subject: Subject, candidate: Strategy, memory: MemoryEstimate, trace: Trace) -> MemoryEstimate:
+    peaks = trace.peaks(candidate.per_device_train_batch_size, candidate.per_device_eval_batch_size)
+    sizes = {section: peak.allocated_bytes for section, peak in peaks.items()}
+    untouched = 0
+    if candidate.engine == "deepspeed":  # its bucket is as large as asked for, and filled as far as there are gradients
+        element_bytes = 4 if candidate.mixed_precision == "no" else 2
+        filled = subject.shape.trainable_parameters
+        untouched = max(render.BUCKET_ELEMENTS - filled, 0) * element_bytes
+    first = next(iter(subject.parameters.values()))
+    job = host_memory.Job(
+        recipe=subject.recipe,
+        strategy=candidate,
+        shape=subject.shape,
+        states=memory,
+        step_bytes=max(size for section, size in sizes.items() if section != "evaluation"),
+        evaluation_bytes=sizes.get("evaluation", 0),
+        embedding_bytes=math.prod(first) * DTYPE_BYTES[subject.recipe.model.dtype],
+        untouched_bytes=untouched,
+        rows=subject.rows,
+        cache_bytes=subject.cache_bytes,
+    )
+    predicted = host_memory.estimate(job, subject.imports)
+    return replace(memory, host=predicted.by_cause, host_phase=predicted.phase)
 
 
 def _update(whole: MemoryEstimate) -> WorkCost:
@@ -155,7 +206,7 @@ def _misses(subject: Subject, candidate: Strategy, memory: MemoryEstimate, budge
             return f"model states {gib(memory.model_state_bytes)} each, budget {gib(budget)}"
         return f"{gib(memory.device_bytes)} in {memory.peak.section}, budget {gib(budget)}"
     host = host_budget_bytes(subject.recipe, subject.machine)
-    needed = memory.host_bytes or _states_on_host(candidate, memory)
+    needed = int((memory.host_bytes or _states_on_host(candidate, memory)) * (1 + subject.exceeded.host))
     if needed > host:
         return f"{gib(needed)} in host RAM{f' in {memory.host_phase}' if memory.host_phase else ''}, budget {gib(host)}"
     return None
@@ -180,9 +231,9 @@ def describe(candidate: Strategy) -> str:
 
 def table(judged: Sequence[tuple[Judged, str]]) -> list[str]:
     """One line a candidate: what it is, what it would take, why it lost or won."""
-    rows = [("candidate", "device", "s/step", "")]
+    rows = [("candidate", "peak", "s/step", "")]
     for one, verdict in judged:
         seconds = f"{one.time.step_s:.3g}" if one.time else "?"
-        rows.append((describe(one.candidate), gib(one.memory.device_bytes), seconds, verdict))
+        rows.append((describe(one.candidate), gib(one.memory.allocated_bytes), seconds, verdict))
     widths = [max(len(row[at]) for row in rows) for at in range(3)]
     return [f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip() for row in rows]

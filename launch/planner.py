@@ -11,7 +11,7 @@ from typing import Any
 
 from launch import architectures, estimate, predict, sharding
 from launch.errors import ConfigError, DoesNotFit
-from launch.estimate import Judged, Subject, describe, gib
+from launch.estimate import Exceeded, Judged, Subject, describe, gib
 from launch.schema import (
     Change,
     DataFormat,
@@ -32,6 +32,7 @@ from launch.schema import Strategy as Candidate
 MAX_EVAL_BATCH = 64  # samples; the guides' 3x the training batch is a ceiling, and logits are the larger part of it
 
 TABLE_ROWS = 10
+AS_FAST = 1.05  # predicted seconds that differ by less are not told apart
 
 CPU_MODES = ("cpu", "multi_cpu")
 ONE_PROCESS = ("cpu", "single_gpu")
@@ -53,6 +54,7 @@ class Given:
     force_gloo: bool = False  # ACCELERATE_USE_GLOO=1
     link: Link | None = None  # what the test of this machine's GPUs found
     has_deepspeed: bool = True  # the package is installed
+    exceeded: Exceeded = Exceeded()  # by which an attempt of this run has refuted its plan
 
 
 def model_shape(recipe: Recipe, config: dict[str, Any], parameters: predict.Shapes) -> ModelShape:
@@ -69,7 +71,13 @@ def subject(
     _check_length(recipe, config)
     shape = model_shape(recipe, config, parameters)
     whole = predict.model_state(
-        parameters, recipe.model.freeze, recipe.lora, model_type, recipe.training.optim, recipe.model.dtype
+        parameters,
+        recipe.model.freeze,
+        recipe.lora,
+        model_type,
+        recipe.training.optim,
+        recipe.model.dtype,
+        recipe.quantized(_asked_precision(recipe)),
     )
     targets = _lora_targets(recipe, model_type, parameters)
     return Subject(recipe, machine, shape, parameters, whole, data_format, targets)
@@ -80,13 +88,10 @@ def choose(about: Subject, changes: Sequence[Change] = (), given: Given = Given(
     about = replace(about, link=given.link)
     recipe, machine, shape = about.recipe, about.machine, about.shape
     possible, rejected = _possible(about, given)
-    as_asked = [one for one in possible if not one.offloads]
     judged: list[tuple[Judged, str]] = []
-    chosen = _fastest(about, as_asked, judged)
-    if chosen is None:
-        others = [one for one in possible if one.offloads]
-        others += [cut for one in possible for cut in _cuts(recipe, one) if about.traces is not None]
-        chosen = _fastest(about, others, judged)
+    chosen: Judged | None = None
+    for wave in _waves(about, possible):
+        chosen = chosen or _fastest(about, wave, judged)
     rejected += [
         f"{one.candidate.mode} with {one.candidate.num_processes} process(es): {one.misses}"
         for one, _ in judged
@@ -138,7 +143,11 @@ def _fastest(about: Subject, wanted: Sequence[Candidate], judged: list[tuple[Jud
     hopeful = [one for one in wanted if estimate.judge_states(about, one) is None]
     about.fetch(hopeful)
     rough = [estimate.judge(about, _evaluated(about, one), exact=False) for one in wanted]
-    order = sorted(range(len(rough)), key=lambda at: (rough[at].seconds, at))
+    order = sorted(range(len(rough)), key=lambda at: (rough[at].time is None, rough[at].seconds, at))
+    fitting = [at for at in order if rough[at].misses is None]
+    if fitting:  # of those as fast as can be told apart, the simplest: the first of the order given
+        near = [at for at in fitting if rough[at].seconds <= rough[fitting[0]].seconds * AS_FAST]
+        order = [*sorted(near), *(at for at in order if at not in near)]
     chosen: Judged | None = None
     for at in order:
         one = rough[at]
@@ -150,7 +159,9 @@ def _fastest(about: Subject, wanted: Sequence[Candidate], judged: list[tuple[Jud
             chosen = one
             judged.append((one, "chosen"))
         else:
-            judged.append((one, f"slower: {one.seconds / chosen.seconds:.2f} x" if one.time else "comes later"))
+            judged.append(
+                (one, f"slower: {one.seconds / chosen.seconds:.2f} x" if one.time and chosen.time else "comes later")
+            )
     return chosen
 
 
@@ -189,6 +200,28 @@ def _cuts(recipe: Recipe, candidate: Candidate) -> Iterator[Candidate]:
             yield cut
         if may_checkpoint and not cut.gradient_checkpointing:
             yield replace(cut, gradient_checkpointing=True)
+
+
+def _waves(about: Subject, possible: Sequence[Candidate]) -> Iterator[list[Candidate]]:
+    """What is tried, in order: as it was asked for, then whole copies in smaller pieces, then shared out or offloaded.
+
+    What an earlier wave settles is not traced for a later one. Under mixed precision whole copies come first: they keep
+    float32 weights and autocast, DeepSpeed and FSDP2 compute everything in 16 bits."""
+    whole = [one for one in possible if one.engine in ("plain", "ddp")]
+    shared = [one for one in possible if one not in whole and not one.offloads]
+    offloaded = [one for one in possible if one.offloads]
+    if about.recipe.training.bf16 or about.recipe.training.fp16:
+        yield whole
+        yield shared
+    else:
+        yield [*whole, *shared]
+    if about.traces is None:
+        yield offloaded
+        return
+    cuts = [cut for one in whole for cut in _cuts(about.recipe, one)]
+    yield [cut for cut in cuts if cut.per_device_train_batch_size > 1]
+    rest = [cut for one in (*shared, *offloaded) for cut in _cuts(about.recipe, one)]
+    yield [*offloaded, *rest, *(cut for cut in cuts if cut.per_device_train_batch_size == 1)]
 
 
 def _eval_batch(micro_batch: int) -> int:
@@ -335,6 +368,11 @@ def _rendezvous(launch: LaunchSection) -> Rendezvous | None:
         launch.network_interface,
         launch.join_timeout_s,
     )
+
+
+def _asked_precision(recipe: Recipe) -> Precision:
+    """Before a card is known, which may have fp16 instead of bf16: sizes are the same."""
+    return "bf16" if recipe.training.bf16 else "fp16" if recipe.training.fp16 else "no"
 
 
 def _precision(recipe: Recipe, gpus: Sequence[Gpu]) -> Precision:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from launch.errors import ConfigError, nearest, suggestion
-from launch.schema import DTYPE_BYTES, LoraSection, MemoryEstimate
+from launch.schema import DTYPE_BYTES, LoraSection, MemoryEstimate, QuantizationSection
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
@@ -324,6 +324,9 @@ LORA_BYTES = 4  # PEFT keeps adapters in float32 whatever the model's dtype (aut
 BNB_MIN_8BIT_SIZE = 4096  # elements; bitsandbytes 0.50 Optimizer2State: smaller tensors keep 32-bit states
 BNB_BLOCK_SIZE = 256  # elements per absmax value (float32)
 BNB_MAP_BYTES = 256 * 4  # one quantization map per state, shared by all tensors
+BNB_4BIT_BLOCK_SIZE = 64  # weights per scale: Params4bit
+BNB_4BIT_CODE_BYTES = 16 * 4  # the values of nf4 or fp4, a table for every weight
+KEPT_WHOLE = {"t5": ("wo",)}  # linear layers that are not quantised: T5ForConditionalGeneration._keep_in_fp32_modules
 
 OptimizerBytes = Callable[[str, Shape, int], int]  # (name, shape, bytes of an element) -> bytes of its states
 
@@ -375,15 +378,50 @@ OPTIMIZERS: dict[str, OptimizerBytes] = {  # TrainingArguments.optim -> its stat
 }
 
 
+def _quantized_bytes(shapes: Shapes, section: QuantizationSection, model_type: str, element_bytes: int) -> int:
+    """Weights of which the linear layers that transformers would quantise have 4 bits. Without LoRA's."""
+    if model_type not in LORA_TARGETS:
+        raise ConfigError(
+            f"quantization: which layers of model_type {model_type!r} would have 4 bits is not known; known:"
+            f" {', '.join(sorted(LORA_TARGETS))}"
+        )
+    assert section.bnb_4bit_compute_dtype is not None
+    linear = set(LORA_TARGETS[model_type]) - set(KEPT_WHOLE.get(model_type, ()))
+    total = 0
+    for name, shape in shapes.items():
+        module, _, kind = name.rpartition(".")
+        if module.rpartition(".")[2] not in linear:
+            total += math.prod(shape) * element_bytes
+        elif kind == "weight":
+            total += _four_bit_bytes(math.prod(shape), section.bnb_4bit_use_double_quant)
+        else:  # a bias has the type of what it is added to
+            total += math.prod(shape) * DTYPE_BYTES[section.bnb_4bit_compute_dtype]
+    return total
+
+
+def _four_bit_bytes(size: int, double: bool) -> int:
+    """Two weights in a byte, a scale for each block; with double quantisation the scales have 8 bits, and scales."""
+    blocks = math.ceil(size / BNB_4BIT_BLOCK_SIZE)
+    nested_bytes = blocks + 4 * math.ceil(blocks / BNB_BLOCK_SIZE) + BNB_MAP_BYTES + 4  # the last: their mean
+    return math.ceil(size / 2) + BNB_4BIT_CODE_BYTES + (nested_bytes if double else 4 * blocks)
+
+
 def model_state(
-    shapes: Shapes, freeze: Sequence[str], lora: LoraSection | None, model_type: str, optim: str, dtype: str
+    shapes: Shapes,
+    freeze: Sequence[str],
+    lora: LoraSection | None,
+    model_type: str,
+    optim: str,
+    dtype: str,
+    quantization: QuantizationSection | None = None,
 ) -> MemoryEstimate:
     """Bytes of weights, gradients and optimizer states on each rank, where each rank holds a full copy.
 
-    `dtype` is recipe.model.dtype: autocast (bf16, fp16) adds nothing here. States of a paged optimizer count in full.
+    `dtype` is recipe.model.dtype: autocast (bf16, fp16) adds nothing here. `quantization` is Recipe.quantized().
+    States of a paged optimizer count in full.
     Not counted: momentum or centering asked for through optim_args.
 
-    Raises ConfigError for an optimizer whose states are not known exactly.
+    Raises ConfigError for an optimizer whose states are not known exactly, and for layers that cannot be quantised.
     """
     if optim not in OPTIMIZERS:
         raise ConfigError(
@@ -399,8 +437,11 @@ def model_state(
         math.prod(shape) >= BNB_MIN_8BIT_SIZE and not _is_embedding(name) for name, shape in trainable.items()
     ):
         optimizer_bytes += _8BIT[optim] * BNB_MAP_BYTES
+    base_bytes = _total(shapes) * element_bytes
+    if quantization is not None:
+        base_bytes = _quantized_bytes(shapes, quantization, model_type, element_bytes)
     return MemoryEstimate(
-        weights_bytes=_total(shapes) * element_bytes + (0 if lora is None else _total(trainable) * LORA_BYTES),
+        weights_bytes=base_bytes + (0 if lora is None else _total(trainable) * LORA_BYTES),
         gradients_bytes=_total(trainable) * trainable_bytes,
         optimizer_bytes=optimizer_bytes,
     )

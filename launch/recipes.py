@@ -30,6 +30,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "model": schema.ModelSection,
     "tokenizer": schema.TokenizerSection,
     "lora": schema.LoraSection,
+    "quantization": schema.QuantizationSection,
     "data": schema.DataSection,
     "training": schema.TrainingSection,
     "launch": schema.LaunchSection,

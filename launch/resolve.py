@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from launch import columns, planner, preflight, probe, recipes, rundir, shapes
+from launch import columns, imports, packages, planner, preflight, probe, recipes, rundir, shapes
+from launch.allocator import TORCH_DEFAULTS, AllocatorConfig
 from launch.errors import ResourceError
 from launch.estimate import Subject
 from launch.planner import Given
 from launch.rundir import CODE, House
-from launch.schema import Change, Link, Machine, Plan, Recipe
+from launch.schema import Change, Device, Link, Machine, Plan, Recipe
 from launch.traces import Traces
 
 PATH_KEYS = (
@@ -68,12 +69,40 @@ def resolve(
     if machine_file is None and has_gpu:
         given = replace(given, link=_link(recipe, machine, given, house, say, test_link))
     about = planner.subject(recipe, machine, config, parameter_shapes, data_format)
-    about = replace(about, lengths=_lengths(house, about))
+    about = replace(about, lengths=_lengths(house, about), rows=rows)
     if trace:
-        traces = Traces(recipe, about.shape, about.lora_targets, house.traces, say)
-        about = replace(about, traces=traces)
+        device = "cuda" if has_gpu else "cpu"
+        about = replace(
+            about,
+            traces=Traces(recipe, about.shape, about.lora_targets, house.traces, say),
+            imports=imports.known(house.cache, _left_out(recipe), device),
+            allocator=AllocatorConfig.parse(_allocator_settings(os.environ)) if has_gpu else TORCH_DEFAULTS,
+            usual=_usual(house, machine, device, say),
+            exceeded=given.exceeded,
+        )
     plan = planner.choose(about, (*changes, *found), given, rows)
     return Resolved(house, recipe, machine, plan)
+
+
+def _left_out(recipe: Recipe) -> list[str]:
+    return packages.unused(recipe, None)
+
+
+def _allocator_settings(environ: Mapping[str, str]) -> str:
+    """What the ranks' allocator will be told; torch reads the first that is set."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    return next((environ[name] for name in names if environ.get(name)), "")
+
+
+def _usual(house: House, machine: Machine, device: Device, say: Callable[[str], None]) -> float:
+    """By which share of itself a prediction has to be exceeded here to be a surprise; 0 while too few runs tell."""
+    if not house.ledger_file.exists():
+        return 0.0
+    from launch.keys import machine_key
+    from launch.ledger import Ledger
+
+    ledger = Ledger(house.ledger_file, say)
+    return max(ledger.margin("reserved_bytes", device, machine_key(machine), prior=0.0).fraction, 0.0)
 
 
 def _lengths(house: House, about: Subject) -> tuple[int, int]:

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -50,6 +51,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
         return None
 
 
+HIGHEST = re.compile(r"VmHWM:\s+(\d+) kB")
 CODE = Path(__file__).resolve().parent.parent  # the checkout: configs/, scripts/, train_low_mem.py
 
 
@@ -90,6 +92,7 @@ class AttemptDir:
         self.train_log = root / "train.log"  # rank 0's own lines
         self.events_file = root / "events.jsonl"
         self.outcome_file = root / "outcome.json"
+        self.second_step_file = root / "second_step.json"  # what the first step in the steady state took
 
     @property
     def number(self) -> int:
@@ -261,22 +264,29 @@ def check_output(folder: Path) -> None:
         raise ResourceError(f"output_dir {folder}: {parent} cannot be written to; choose another folder")
 
 
-def job_pss_bytes(root_pid: int) -> int:
-    """Sum of PSS over a process and its descendants; processes that end meanwhile count as nothing."""
+def job_pss_bytes(root_pid: int) -> tuple[int, int]:
+    """(PSS of a process and its descendants now, the most that it can have been); who ends meanwhile is left out.
+
+    The second adds what each process had more at its highest (VmHWM) than it has now, so that no peak between two reads
+    is lost: of several ranks that peak apart it is an upper bound.
+    """
     import psutil  # 20 ms that planning need not pay
 
-    total = 0
+    now = above = 0
     try:
         root = psutil.Process(root_pid)
         processes = [root, *root.children(recursive=True)]
     except psutil.NoSuchProcess:
-        return 0
+        return 0, 0
     for process in processes:
         try:
-            total += process.memory_full_info().pss
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            memory = process.memory_full_info()
+            highest = HIGHEST.search(Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8"))
+        except (psutil.NoSuchProcess, psutil.AccessDenied, FileNotFoundError, ProcessLookupError):
             continue
-    return total
+        now += memory.pss
+        above += max(int(highest[1]) * 1024 - memory.rss, 0) if highest else 0
+    return now, now + above
 
 
 def kept_aside(folder: Path, run_id: str) -> list[str]:

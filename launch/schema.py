@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
 GIB = 1 << 30
 
@@ -150,6 +150,15 @@ class LoraSection(Section):
     target_modules: tuple[str, ...] | None = None  # default: by architecture
 
 
+class QuantizationSection(Section):
+    """transformers' BitsAndBytesConfig, in its own words: weights of 4 bits, frozen under LoRA (QLoRA)."""
+
+    load_in_4bit: bool  # false is the same as no section
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
+    bnb_4bit_use_double_quant: bool = True
+    bnb_4bit_compute_dtype: Dtype | None = None  # default: the precision of training, else model.dtype
+
+
 class DataSection(Section):
     """Where the rows are and which columns to read; columns are found by name unless they are given here."""
 
@@ -255,11 +264,29 @@ class Recipe(Section):
     model: ModelSection
     tokenizer: TokenizerSection = TokenizerSection()
     lora: LoraSection | None = None
+    quantization: QuantizationSection | None = None  # None: off
     data: DataSection
     training: TrainingSection = TrainingSection()
     launch: LaunchSection = LaunchSection()
     evaluation: EvaluationSection = EvaluationSection()
     output_dir: str
+
+    @field_validator("quantization")
+    @classmethod
+    def of_frozen_weights(cls, value: QuantizationSection | None, info: ValidationInfo) -> QuantizationSection | None:
+        if value is None or not value.load_in_4bit:
+            return None
+        if info.data.get("lora", value) is None:  # a lora section with a mistake in it is not there at all
+            raise ValueError("4-bit weights cannot be trained; add LoRA (--lora.r=16), or leave load_in_4bit out")
+        return value
+
+    def quantized(self, precision: Precision) -> QuantizationSection | None:
+        """The quantization with its compute dtype decided: that of what autocast gives the layers."""
+        if self.quantization is None:
+            return None
+        given = {"bf16": "bfloat16", "fp16": "float16", "no": self.model.dtype}[precision]
+        chosen = self.quantization.bnb_4bit_compute_dtype or given
+        return self.quantization.model_copy(update={"bnb_4bit_compute_dtype": chosen})
 
 
 # ---- the plan: what will run, and why ------------------------------------------------------------------------------
@@ -518,4 +545,5 @@ class RunResult:
     seconds: float
     host_peak_bytes: int
     summary: Mapping[str, Any] = field(default_factory=dict)  # rank 0's outcome.json
+    plan_again: bool = False  # stopped because its second step took more than was predicted
     note: str = ""  # what else a reader should know

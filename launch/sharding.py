@@ -20,6 +20,11 @@ def refusal(recipe: Recipe, strategy: Strategy) -> str | None:
     mode, training = strategy.mode, recipe.training
     if strategy.engine in ("plain", "ddp"):
         return None
+    if recipe.quantization is not None:
+        return (
+            f"{mode} shares weights out as numbers, and 4-bit weights are bytes whose scales stand beside them: each"
+            " rank holds them whole; use single_gpu, dual_gpu_nccl, multi_cpu or cpu, or drop quantization"
+        )
     if strategy.device == "cpu" and strategy.engine == "fsdp2":
         return (
             "fsdp2 needs GPUs: on CPUs Accelerate leaves FSDP out and trains plain DDP; use deepspeed_zero3, multi_cpu"

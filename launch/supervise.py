@@ -22,7 +22,7 @@ from launch.schema import Command, Evidence, RunResult
 from launch.screen import Screen
 
 POLL_S = 0.2
-PSS_INTERVAL_S = 2.0
+PSS_INTERVAL_S = 1.0
 STOP_GRACE_S = 10.0  # between SIGTERM and SIGKILL
 LOG_TAIL_BYTES = 64 << 10
 # What launchers tell their ranks. Left over from one around us, or exported by hand, it would make ours start something
@@ -33,15 +33,23 @@ LAUNCHERS_OWN = re.compile(
 
 
 def run(
-    resolved: Resolved, rundir_: RunDir, attempt: AttemptDir, ready: Callable[[], Command], screen: Screen
+    resolved: Resolved,
+    rundir_: RunDir,
+    attempt: AttemptDir,
+    ready: Callable[[], Command],
+    screen: Screen,
+    check: Callable[[Mapping[str, int]], bool] = lambda measured: True,
 ) -> RunResult:
-    """Run the attempt to its end: tokenise, ask what `ready` starts, watch it. The run folder is locked meanwhile."""
+    """Run the attempt to its end: tokenise, ask what `ready` starts, watch it. The run folder is locked meanwhile.
+
+    `check` is given what the second step took; where it says False the ranks are stopped, and the result, which is no
+    failure, asks to plan again."""
     began = time.monotonic()
-    oom_kills, host_peak = probe.oom_kills(), 0
+    oom_kills, host_peak, is_refuted = probe.oom_kills(), 0, False
     with _signals() as received:
         returncode = _prepare(resolved, rundir_, attempt, screen)
         if returncode == 0:
-            returncode, host_peak = _watch(ready(), rundir_, attempt, screen, received)
+            returncode, host_peak, is_refuted = _watch(ready(), rundir_, attempt, screen, received, check)
     outcome = rundir.read_json(attempt.outcome_file)
     evidence = Evidence(
         returncode=returncode,
@@ -53,7 +61,7 @@ def run(
         completed=bool(outcome and outcome["complete"]),
         stopped_by=received[0] if received else None,
     )
-    failure = failures.classify(evidence)
+    failure = None if is_refuted else failures.classify(evidence)
     return RunResult(
         run_dir=str(rundir_.root),
         exit_code=failure.exit_code if failure else 0,
@@ -61,8 +69,9 @@ def run(
         seconds=time.monotonic() - began,
         host_peak_bytes=host_peak,
         summary=outcome or {},
+        plan_again=is_refuted,
         note=f"the launcher ended with {returncode} while closing down, after the model was written: {attempt.log_file}"
-        if failure is None and returncode
+        if failure is None and returncode and not is_refuted
         else "",
     )
 
@@ -83,8 +92,17 @@ def _prepare(resolved: Resolved, run: RunDir, attempt: AttemptDir, screen: Scree
     return child.returncode
 
 
-def _watch(command: Command, run: RunDir, attempt: AttemptDir, screen: Screen, received: list[int]) -> tuple[int, int]:
-    """Start the ranks, wait for them, stop them when told to; (exit code of the launcher, peak PSS of the job)."""
+def _watch(
+    command: Command,
+    run: RunDir,
+    attempt: AttemptDir,
+    screen: Screen,
+    received: list[int],
+    check: Callable[[Mapping[str, int]], bool],
+) -> tuple[int, int, bool]:
+    """Start the ranks, wait for them, stop them when told to.
+
+    (exit code of the launcher, peak PSS of the job, whether the second step refuted the plan)"""
     environment = {
         **{key: value for key, value in os.environ.items() if not LAUNCHERS_OWN.match(key)},
         **command.env,
@@ -92,7 +110,7 @@ def _watch(command: Command, run: RunDir, attempt: AttemptDir, screen: Screen, r
         "LOWMEM_ROOT_PID": str(os.getpid()),
         "LOWMEM_SUPERVISED": "1",
     }
-    host_peak, measured_at, stopping_since = 0, 0.0, None
+    host_peak, measured_at, stopping_since, is_checked, is_refuted = 0, 0.0, None, False, False
     with attempt.log_file.open("ab") as log:
         child = subprocess.Popen(
             command.argv,
@@ -114,8 +132,10 @@ def _watch(command: Command, run: RunDir, attempt: AttemptDir, screen: Screen, r
                 now = time.monotonic()
                 if now - measured_at >= PSS_INTERVAL_S:
                     measured_at = now
-                    host_peak = max(host_peak, rundir.job_pss_bytes(os.getpid()))
-                if received and stopping_since is None:
+                    host_peak = max(host_peak, rundir.job_pss_bytes(os.getpid())[1])
+                if not is_checked and (measured := rundir.read_json(attempt.second_step_file)):
+                    is_checked, is_refuted = True, not check(measured)
+                if (received or is_refuted) and stopping_since is None:
                     stopping_since = now
                     _signal_tree(run.run_id, signal.SIGTERM)
                 elif stopping_since is not None and now - stopping_since > STOP_GRACE_S:
@@ -123,7 +143,7 @@ def _watch(command: Command, run: RunDir, attempt: AttemptDir, screen: Screen, r
         finally:
             screen.stop()
             _signal_tree(run.run_id, signal.SIGKILL)  # nothing outlives the attempt, however it ended
-    return returncode, host_peak
+    return returncode, host_peak, is_refuted
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from launch import packages
+from launch.render import BUCKET_ELEMENTS
 from launch.rundir import CODE
 from launch.schema import ModelShape, Peak, Recipe, Strategy
 from launch.timing import Affine, WorkCost
@@ -118,7 +119,9 @@ class Traces:
                 "shape": asdict(self._shape),
                 "lora_targets": self._lora_targets,
                 "unused_packages": sorted(set.intersection(*(self._unused(one) for one in missing.values()))),
-                "questions": {name: asdict(one) for name, one in missing.items()},
+                "questions": {
+                    name: asdict(one) | {"bucket_elements": BUCKET_ELEMENTS} for name, one in missing.items()
+                },
             }
             request.write_text(json.dumps(content), encoding="utf-8")
             argv = [sys.executable, "-P", "-m", "training.answer", str(request), str(self._folder)]
@@ -159,12 +162,14 @@ class Traces:
             "config": dict(self._shape.config),
             "lora": recipe.lora.model_dump(mode="json") if recipe.lora else None,
             "lora_targets": self._lora_targets,
+            "quantization": recipe.quantization.model_dump(mode="json") if recipe.quantization else None,
             "training": recipe.training.model_dump(mode="json", exclude=UNFELT),
             "device": strategy.device,
             "gpu": [question.architecture, question.fused_attention],
             "engine": [strategy.engine, strategy.zero_stage, strategy.offloads, strategy.num_processes],
             "mixed_precision": strategy.mixed_precision,
             "gradient_checkpointing": strategy.gradient_checkpointing,
+            "bucket_elements": BUCKET_ELEMENTS,
             "lengths": question.lengths,
             "is_single": question.is_single,
             "accumulates": question.accumulates,

@@ -23,8 +23,9 @@ def main(request: Path, folder: Path) -> None:
     }
     for package in content["unused_packages"]:  # as in the ranks: to Python they are not installed
         sys.modules.setdefault(package, None)  # type: ignore[arg-type]
+    plain: dict[Any, Any] = {}  # the log of one process, from which several engines' are made
     for name, (plan, question) in questions.items():
-        _write(_traced(recipe, plan, question), folder, name)
+        _write(_shared(recipe, plan, question, plain), folder, name)
 
 
 def _plan(recipe: Recipe, shape: ModelShape, lora_targets: tuple[str, ...], strategy: dict[str, Any]) -> Plan:
@@ -37,6 +38,28 @@ def _plan(recipe: Recipe, shape: ModelShape, lora_targets: tuple[str, ...], stra
         budget_bytes=0,
         lora_targets=lora_targets,
     )
+
+
+def _shared(recipe: Recipe, plan: Plan, question: dict[str, Any], plain: dict[Any, Any]) -> Any:
+    """The log of one rank of the question's engine."""
+    from training import shared_out
+
+    strategy = plan.strategy
+    is_cast = strategy.engine in ("deepspeed", "fsdp2") and strategy.mixed_precision != "no"
+    same = (
+        strategy.engine if is_cast else "",
+        strategy.mixed_precision,
+        strategy.gradient_checkpointing,
+        strategy.per_device_train_batch_size == 1,
+        strategy.gradient_accumulation_steps > 1,
+        *question["lengths"],
+    )
+    if same not in plain:
+        plain[same] = _traced(recipe, plan, question)
+    config = plan.shape.config
+    kind = config["model_type"]
+    tied = kind == "t5" or config.get("tie_word_embeddings", kind == "gpt2")  # transformers 5 ties every T5
+    return shared_out.shared_out(plain[same], recipe, strategy, tied, question["bucket_elements"])
 
 
 def _traced(recipe: Recipe, plan: Plan, question: dict[str, Any]) -> Any:

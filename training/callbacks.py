@@ -22,6 +22,7 @@ from training.engines import local_bytes
 logger = logging.getLogger("lowmem")
 
 HEARTBEAT_INTERVAL_S = 0.5
+STEADY_STEP = 2  # the first step finds no optimizer states
 PSS_INTERVAL_S = 2.0  # reading smaps_rollup costs milliseconds a GiB
 
 
@@ -38,9 +39,15 @@ class HostMemory:
     def read(self) -> int:
         if time.monotonic() - self._read_at >= PSS_INTERVAL_S:
             self._read_at = time.monotonic()
-            self.bytes = rundir.job_pss_bytes(self._root)
-            self.peak_bytes = max(self.peak_bytes, self.bytes)
+            self.bytes, highest = rundir.job_pss_bytes(self._root)
+            self.peak_bytes = max(self.peak_bytes, highest)
         return self.bytes
+
+    def highest(self) -> int:
+        """The most that the job can have held so far, read now."""
+        self._read_at = -PSS_INTERVAL_S
+        self.read()
+        return self.peak_bytes
 
 
 class Heartbeat:
@@ -113,6 +120,16 @@ class Reporter(TrainerCallback):
         self._learning_rate = 0.0
         self.gradients_bytes = 0
         self.last_event: StepEvent | None = None
+        self._steps = 0
+        self._attempt = attempt
+
+    def _write_second_step(self) -> None:
+        """For the launcher to compare with the plan. Collective."""
+        allocated, reserved, _ = vram_peaks(self._device)
+        if self._rank == 0:
+            free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0
+            found = {"allocated_bytes": allocated, "reserved_bytes": reserved, "free_bytes": free}
+            rundir.write_json(self._attempt.second_step_file, {**found, "host_pss_bytes": self.host.highest()})
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -143,6 +160,10 @@ class Reporter(TrainerCallback):
             learning_rate=self._learning_rate,
             time=time.time(),
         )
+        self._steps += 1
+        if self._steps == STEADY_STEP:
+            self._write_second_step()
+            now = time.monotonic()
         self._step_began = now
         self._heartbeat.beat("step", state.global_step, state.max_steps)
         if self._bar:

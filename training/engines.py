@@ -19,7 +19,7 @@ from transformers import Trainer, TrainingArguments
 
 from launch.errors import ConfigError
 from launch.schema import Strategy
-from training import ops
+from training import four_bit, ops
 
 EXPECTED = {  # engine -> what Accelerate must have made of it, on (cpu, cuda)
     "plain": (DistributedType.NO, DistributedType.NO),
@@ -165,8 +165,9 @@ def tie_by_module(network: torch.nn.Module) -> None:
 
 
 def numel(parameter: torch.Tensor) -> int:
-    """Elements of a parameter, of which this rank may hold a part or none."""
-    return getattr(parameter, "ds_numel", parameter.numel())
+    """Elements of a parameter, of which this rank may hold a part or none; or as 4 bits, two in a byte."""
+    state = getattr(parameter, "quant_state", None)
+    return state.shape.numel() if state is not None else getattr(parameter, "ds_numel", parameter.numel())
 
 
 def held_bytes(strategy: Strategy, trainer: Trainer, gradients_bytes: int) -> dict[str, int | None]:
@@ -175,7 +176,11 @@ def held_bytes(strategy: Strategy, trainer: Trainer, gradients_bytes: int) -> di
         return _deepspeed_bytes(strategy, trainer)
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
     return {
-        "weights_bytes": sum(local_bytes(parameter) for parameter in trainer.model.parameters()),
+        "weights_bytes": sum(
+            local_bytes(tensor)
+            for parameter in trainer.model.parameters()
+            for tensor in (parameter, *four_bit.scales(parameter))
+        ),
         "gradients_bytes": gradients_bytes,
         "optimizer_bytes": sum(local_bytes(value) for value in states if torch.is_tensor(value)),
         "offloaded_bytes": 0,

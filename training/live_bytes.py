@@ -8,7 +8,7 @@ not: the batch traced is a prime, so a size that it divides is a number of bytes
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,8 +79,8 @@ class Log:
     batch: int = BATCH
 
     def split(self, size: float) -> tuple[float, float]:
-        """(fixed part, part per sample) of a size seen at this log's batch."""
-        return (size, 0) if size % self.batch else (0, size // self.batch)
+        """(fixed part, part per sample) of a size seen at this log's batch; one sample is all there is of itself."""
+        return (size, 0) if self.batch == 1 or size % self.batch else (0, size // self.batch)
 
 
 class Recorder(TorchDispatchMode):
@@ -95,6 +95,7 @@ class Recorder(TorchDispatchMode):
         self.padded = True  # whether some row of the batch is shorter than the longest: masks are kept then
         self.widest: int | None = None  # the vocabulary: what has it as last size is logits or loss
         self.kernel_workspace: Any = None  # (name, args, kwargs, out) -> sizes that a kernel allocates inside
+        self.decompositions: Mapping[Any, Any] = {}  # operator -> what its kernel does
         self._ids: dict[int, int] = {}
         self._layers: list[Layer] = []
         self._ranges: list[tuple[int, int, Layer]] = []  # sequence numbers of autograd nodes that a layer made
@@ -194,6 +195,9 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # it desugars to the local tensors first
         if self._suspended:
             return func(*args, **kwargs)
+        if func in self.decompositions:  # its kernel is made of operators that allocate
+            with self:
+                return self.decompositions[func](*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:  # item(), bool(): a fake tensor has no value
             return self._answer(args[0])
         into: list[int | None] | None = None

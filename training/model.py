@@ -12,7 +12,8 @@ from transformers import (
 )
 
 from launch.errors import ConfigError, ResourceError
-from launch.schema import LoraSection, ModelSection, ModelShape
+from launch.schema import LoraSection, ModelSection, ModelShape, QuantizationSection
+from training import four_bit
 
 
 def build(
@@ -22,10 +23,17 @@ def build(
     lora_targets: tuple[str, ...],
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
+    quantization: QuantizationSection | None = None,
+    device: torch.device | None = None,
 ) -> torch.nn.Module:
-    """The model on the CPU, in training mode's initial state; the same weights on every rank for the same seed."""
+    """The model on the CPU, in training mode's initial state; the same weights on every rank for the same seed.
+
+    A folder that is quantised (Recipe.quantized()) is loaded to `device`, a tensor at a time."""
     torch.manual_seed(seed)
-    model = _from_shape(section, shape) if section.path is None else _from_folder(section)
+    if section.path is None:
+        model = _from_shape(section, shape, quantization)
+    else:
+        model = _from_folder(section, quantization, device or torch.device("cpu"))
     vocabulary = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > vocabulary:
         raise ConfigError(
@@ -37,11 +45,15 @@ def build(
 
 
 def without_weights(
-    section: ModelSection, shape: ModelShape, lora: LoraSection | None, lora_targets: tuple[str, ...]
+    section: ModelSection,
+    shape: ModelShape,
+    lora: LoraSection | None,
+    lora_targets: tuple[str, ...],
+    quantization: QuantizationSection | None = None,
 ) -> torch.nn.Module:
     """The same model on the meta device: parameters have a shape and a type, and no values."""
     with torch.device("meta"):
-        return _prepared(_from_shape(section, shape), section, lora, lora_targets)
+        return _prepared(_from_shape(section, shape, quantization), section, lora, lora_targets)
 
 
 def _prepared(
@@ -54,29 +66,43 @@ def _prepared(
     return _with_lora(model, lora, lora_targets) if lora else model
 
 
-def _from_shape(section: ModelSection, shape: ModelShape) -> PreTrainedModel:
+def _from_shape(
+    section: ModelSection, shape: ModelShape, quantization: QuantizationSection | None = None
+) -> PreTrainedModel:
     config = AutoConfig.for_model(**shape.config)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    return family.from_config(
+    model = family.from_config(
         config, dtype=getattr(torch, section.dtype), attn_implementation=section.attn_implementation
     )
+    if quantization is not None:
+        four_bit.quantize(model, quantization)
+    return model
 
 
-def _from_folder(section: ModelSection) -> PreTrainedModel:
+def _from_folder(
+    section: ModelSection, quantization: QuantizationSection | None, device: torch.device
+) -> PreTrainedModel:
     assert section.path is not None
     config = AutoConfig.from_pretrained(section.path, local_files_only=True, trust_remote_code=False)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    in_4_bits = (
+        {"quantization_config": four_bit.config(quantization), "device_map": {"": device}} if quantization else {}
+    )
     try:
-        return family.from_pretrained(
+        model = family.from_pretrained(
             section.path,
             dtype=getattr(torch, section.dtype),
             attn_implementation=section.attn_implementation,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
+            **in_4_bits,
         )
     except (OSError, ValueError) as error:
         raise ResourceError(f"{section.path}: the model cannot be loaded ({str(error).splitlines()[0]})") from error
+    if quantization is not None:
+        four_bit.settle(model)
+    return model
 
 
 def _set_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

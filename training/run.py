@@ -187,7 +187,10 @@ def _build(start: Start, run: RunDir, attempt: AttemptDir, args: TrainingArgumen
     reporter.beat("load")
     cut = tokenizer.load(tokens / "tokenizer")
     with engines.whole_weights(plan.strategy) if recipe.model.path is None else nullcontext():
-        network = model.build(recipe.model, plan.shape, recipe.lora, plan.lora_targets, cut, args.seed)
+        quantization = recipe.quantized(plan.strategy.mixed_precision)
+        network = model.build(
+            recipe.model, plan.shape, recipe.lora, plan.lora_targets, cut, args.seed, quantization, args.device
+        )
     if plan.strategy.engine == "fsdp2":
         engines.tie_by_module(network)
     _check_counts(network, plan)

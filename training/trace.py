@@ -22,8 +22,8 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import import_utils
 
-from launch.schema import Plan, Recipe
-from training import depth, model, run
+from launch.schema import Plan, Recipe, Strategy
+from training import depth, four_bit, model, rewriting, run, shared_out
 from training.batches import SampleOrder
 from training.callbacks import StepMeter
 from training.cuda_semantics import Target, cuda_semantics
@@ -44,6 +44,8 @@ class _Done(Exception):
 
 class _Tracer(LowMemTrainer):
     """The trainer, telling a Recorder where in the step it is."""
+
+    widths: dict[str, int]  # of a batch's tensors
 
     def __init__(self, recorder: Recorder, **kwargs: Any) -> None:
         self.recorder = recorder
@@ -88,7 +90,8 @@ class _Batches:
         for _ in range(self._count):
             if not recorder.phase.startswith("evaluation"):
                 recorder.mark("input")
-            yield {name: torch.zeros(shape, dtype=torch.int64) for name, shape in self._tracer.shapes.items()}
+            batch = recorder.log.batch
+            yield {name: torch.zeros(batch, width, dtype=torch.int64) for name, width in self._tracer.widths.items()}
 
 
 class _Steady(TrainerCallback):
@@ -124,6 +127,7 @@ class _Steady(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._recorder.mark("evaluation")
+        self._recorder.log.batch = BATCH  # any batch, also where one sample was traced for itself
         self.tracer.evaluation_loop(_Batches(self.tracer, 1), "")
         raise _Done
 
@@ -146,6 +150,8 @@ def materialised(network: torch.nn.Module) -> None:
                     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
                     if held is module._parameters:
                         empty = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                    if getattr(tensor, "quant_state", None) is not None:
+                        empty.quant_state = four_bit.without_values(tensor.quant_state)
                     known[id(tensor)] = empty
                     known[id(empty)] = empty
                 held[name] = known[id(tensor)]
@@ -180,10 +186,12 @@ def step(
     recorder.padded, recorder.widest = padded, plan.shape.config["vocab_size"]
     fp16 = planned.mixed_precision == "fp16"
     with cuda_semantics(target, fp16) if target else _fakes_taken_for_real():
+        if recipe.quantization is not None:
+            recorder.decompositions = four_bit.decompositions(on_cuda=target is not None)
         if target:
             recorder.kernel_workspace = partial(workspace, target)
         with FakeTensorMode():
-            tracer = _tracer(recorder, recipe, replace(plan, strategy=strategy), lengths)
+            tracer = _tracer(recorder, recipe, plan, strategy, lengths)
             gc.collect()
             gc.disable()
             try:
@@ -211,14 +219,18 @@ def _fakes_taken_for_real() -> Iterator[None]:
         import_utils.is_fake_tensor = asks
 
 
-def _tracer(recorder: Recorder, recipe: Recipe, plan: Plan, lengths: Sequence[int]) -> _Tracer:
+def _tracer(recorder: Recorder, recipe: Recipe, plan: Plan, strategy: Strategy, lengths: Sequence[int]) -> _Tracer:
     """A trainer of a model without weights, which the recorder knows by its parameters and layers."""
-    strategy, config = plan.strategy, plan.shape.config
-    batch, steps = strategy.per_device_train_batch_size, strategy.gradient_accumulation_steps
-    args = run.arguments(recipe, plan, batch * steps, False, {"ddp_backend": None})
-    args.report_to, args.save_strategy, args.output_dir = [], "no", os.curdir  # nothing is written
+    config = plan.shape.config
     with unset_fake_temporarily():
-        network = model.without_weights(recipe.model, plan.shape, recipe.lora, plan.lora_targets)
+        quantization = recipe.quantized(plan.strategy.mixed_precision)
+        network = model.without_weights(recipe.model, plan.shape, recipe.lora, plan.lora_targets, quantization)
+        computed = shared_out.as_computed(network, plan.strategy).mixed_precision
+    if computed == "no":
+        strategy = replace(strategy, mixed_precision="no")
+    batch, steps = strategy.per_device_train_batch_size, strategy.gradient_accumulation_steps
+    args = run.arguments(recipe, replace(plan, strategy=strategy), batch * steps, False, {"ddp_backend": None})
+    args.report_to, args.save_strategy, args.output_dir = [], "no", os.curdir  # nothing is written
     materialised(network)
     network.to = lambda *args, **kwargs: network  # it is where it belongs; a Module cannot move fake tensors
     watched = stacks(network)
@@ -230,7 +242,10 @@ def _tracer(recorder: Recorder, recipe: Recipe, plan: Plan, lengths: Sequence[in
         for parameter in layer.parameters()
     }
     recorder.mark("start:weights")
-    recorder.hold((("weights", one, layer_of.get(id(one))) for one in network.parameters()), "parameter")
+    for one in network.parameters():
+        op = "parameter" if one.requires_grad else rewriting.FROZEN
+        held = (one, *four_bit.scales(one))
+        recorder.hold([("weights", tensor, layer_of.get(id(one))) for tensor in held], op)
     recorder.hold((("buffers", one, None) for one in network.buffers()), "buffer")
     steady = _Steady(recorder, layer_of)
     tracer = _Tracer(
@@ -248,9 +263,9 @@ def _tracer(recorder: Recorder, recipe: Recipe, plan: Plan, lengths: Sequence[in
     tracer.remove_callback(PrinterCallback)
     steady.tracer = tracer
     source, target = lengths
-    tracer.shapes = dict.fromkeys(("input_ids", "attention_mask"), (batch, source)) | {"labels": (batch, target)}
+    tracer.widths = {"input_ids": source, "attention_mask": source, "labels": target}
     if config["model_type"] == "t5":
-        tracer.shapes["decoder_input_ids"] = (batch, target)
+        tracer.widths["decoder_input_ids"] = target
     return tracer
 
 

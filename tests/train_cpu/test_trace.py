@@ -17,7 +17,7 @@ from launch import planner, shapes
 from launch.schema import DataFormat, ModelShape, Plan, Recipe
 from launch.traces import Question, Traces
 from tests.builders import CODE, machine
-from training import depth, live_bytes, model, peaks, run, trace
+from training import depth, four_bit, live_bytes, model, peaks, run, trace
 from training.batches import SampleOrder
 from training.callbacks import StepMeter
 from training.live_bytes import Log
@@ -85,9 +85,11 @@ def real_peak_bytes(recipe: Recipe, plan: Plan, padded: bool) -> int:
 
     torch.manual_seed(0)
     with torch.device("cpu"):
-        made = model._from_shape(recipe.model, plan.shape)
+        made = model._from_shape(recipe.model, plan.shape, recipe.quantized(strategy.mixed_precision))
         network = model._prepared(made, recipe.model, recipe.lora, plan.lora_targets)
-    held = {one.untyped_storage().data_ptr(): one.nbytes for one in (*network.parameters(), *network.buffers())}
+    scales = [tensor for one in network.parameters() for tensor in four_bit.scales(one)]
+    there = (*network.parameters(), *network.buffers(), *scales)
+    held = {one.untyped_storage().data_ptr(): one.nbytes for one in there}
     trainer = Repeated(
         order=SampleOrder(9, count, strategy.gradient_accumulation_steps, 1, 0, 0),
         meter=StepMeter(),
@@ -111,6 +113,7 @@ def real_peak_bytes(recipe: Recipe, plan: Plan, padded: bool) -> int:
     return highest
 
 
+FOUR_BIT = {"lora": {"r": 4}, "quantization": {"load_in_4bit": True}}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2-tiny", {}),
     "llama bf16 weights, checkpointing, two micro-steps": (
@@ -135,6 +138,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "t5 LoRA": ("t5-tiny", {"lora": {"r": 4}}),
     "llama, nothing padded": ("llama-tiny", {}),
+    "llama in 4 bits": ("llama-tiny", FOUR_BIT),
+    "llama in 4 bits under autocast, checkpointing, two micro-steps": (
+        "llama-tiny",
+        {
+            **FOUR_BIT,
+            "model": {"dtype": "bfloat16"},
+            "training": {"bf16": True, "gradient_checkpointing": True, "gradient_accumulation_steps": 2},
+        },
+    ),
+    "llama in 4 bits of float32 weights under autocast": ("llama-tiny", {**FOUR_BIT, "training": {"bf16": True}}),
+    "llama in 4 bits, computed in float32 under autocast, scales of 32 bits": (
+        "llama-tiny",
+        {
+            "lora": {"r": 4},
+            "quantization": {
+                "load_in_4bit": True,
+                "bnb_4bit_use_double_quant": False,
+                "bnb_4bit_compute_dtype": "float32",
+                "bnb_4bit_quant_type": "fp4",
+            },
+            "training": {"bf16": True},
+        },
+    ),
+    "gpt2 in 4 bits": ("gpt2-tiny", FOUR_BIT),
+    "t5 in 4 bits": ("t5-tiny", FOUR_BIT),
 }
 
 

@@ -1,0 +1,169 @@
+"""A start from its plan to its report: open the run, tokenise, plan again with what is known then, supervise."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+
+from launch import calibration, direct, estimate, keys, nodes, render, report, resume, rundir, supervise
+from launch.calibration import Figures, Measurement
+from launch.estimate import Exceeded
+from launch.ledger import Ledger
+from launch.resolve import Resolved
+from launch.rundir import AttemptDir
+from launch.schema import Command, RunResult, StepEvent
+from launch.screen import Screen
+
+MAX_PLANS = 3  # of one start; each is made with more evidence than the one before
+STEADY_FROM = 2  # steps of an attempt that are slower than the rest
+Decide = Callable[[bool, Exceeded], Resolved]  # (test the link, by how much predictions were exceeded) -> a plan
+
+
+def run(decide: Decide, wish: str, dry_run: bool) -> int:
+    """Train, and say how it ended; the exit code."""
+    resolved = decide(True, Exceeded())
+    house, recipe, meeting = resolved.house, resolved.recipe, resolved.plan.rendezvous
+    is_first = meeting is None or meeting.machine_rank == 0
+    with ExitStack() as held:
+        if meeting is not None and not is_first:
+            start = resume.Start(
+                nodes.own_run(house.runs, recipe.name, meeting, datetime.now()),
+                f"machine {meeting.machine_rank}: joining machine 0, whose run this is",
+            )
+        else:
+            held.enter_context(direct.output_lock(house, recipe))
+            tokens = rundir.token_cache(house.cache, recipe, resolved.plan.shape, resolved.plan.data_format)
+            start = resume.decide(house.runs, recipe, resolved.plan, tokens, wish, datetime.now())
+        screen = Screen(rundir.log_file(house.root, start.run))
+        for line in report.plan_lines(recipe, resolved.machine, resolved.plan):
+            screen.say(line)
+        screen.say(start.line)
+        for line in rundir.kept_aside(Path(recipe.output_dir), start.run.run_id) if is_first else ():
+            screen.say(line)
+        if start.complete:
+            screen.say(f"chat with it: {chat_command(recipe.output_dir)}")
+            return 0
+        if dry_run:
+            attempt = direct.write_run(start.run, recipe, resolved.machine, resolved.plan, house)
+            screen.say("dry run: this line trains")
+            screen.say(str(_command(resolved, start.run, attempt)))
+            return 0
+        screen.say(f"log: {rundir.log_file(house.root, start.run)}")
+        resolved, result = _attempts(resolved, decide, start.run, screen)
+        events = _events(start.run.attempts())
+        _remember(resolved, start.run.run_id, result, events, screen)
+        plan = resolved.plan
+        for line in report.result_lines(recipe, resolved.machine, plan, result, chat_command(recipe.output_dir)):
+            screen.say(line)
+        rundir.write_atomic(start.run.report_file, report.html(recipe, resolved.machine, plan, result, events))
+    return result.exit_code
+
+
+def _attempts(resolved: Resolved, decide: Decide, run: rundir.RunDir, screen: Screen) -> tuple[Resolved, RunResult]:
+    """Attempts until one is not refuted by its second step; each new plan knows by how much the last one was."""
+    exceeded = Exceeded()
+    for left in reversed(range(MAX_PLANS)):
+        resolved, result, compared = _attempt(resolved, decide, exceeded, run, screen, is_last=not left)
+        if not result.plan_again:
+            return resolved, result
+        screen.say(f"stopped to plan again: {compared[0].over}")
+        exceeded = Exceeded(compared[0].exceeded, compared[0].host_exceeded)
+        resolved = decide(False, exceeded)
+        for line in report.planned_lines(resolved.plan):
+            screen.say(line)
+    raise AssertionError("the last attempt is never refuted")
+
+
+def _attempt(
+    resolved: Resolved, decide: Decide, exceeded: Exceeded, run: rundir.RunDir, screen: Screen, is_last: bool
+) -> tuple[Resolved, RunResult, list[calibration.Comparison]]:
+    attempt = direct.write_run(run, resolved.recipe, resolved.machine, resolved.plan, resolved.house)
+    compared: list[calibration.Comparison] = []
+
+    def ready() -> Command:
+        """Once the rows are tokenised their lengths are known: what was planned for max_length is planned again."""
+        nonlocal resolved
+        again = decide(False, exceeded) if attempt.number == 1 else resolved  # a run that goes on keeps its own
+        if sum(again.plan.lengths) < sum(resolved.plan.lengths):
+            resolved = again
+            direct.write_plan(run, again.recipe, again.machine, again.plan, again.house, attempt)
+            screen.say("planned again for the rows that there are:")
+            for line in report.planned_lines(again.plan):
+                screen.say(line)
+        return _command(resolved, run, attempt)
+
+    def check(measured: Mapping[str, int]) -> bool:
+        budget = estimate.host_budget_bytes(resolved.recipe, resolved.machine)
+        compared.append(calibration.compare(resolved.plan, measured, budget))
+        for line in compared[0].lines:
+            screen.say(line)
+        return is_last or not compared[0].over
+
+    result = supervise.run(resolved, run, attempt, ready, screen, check)
+    supervise.write_outcome(result, attempt)
+    return resolved, result, compared
+
+
+def _command(resolved: Resolved, run: rundir.RunDir, attempt: AttemptDir) -> Command:
+    return render.command(resolved.plan, resolved.machine, run, attempt, resolved.house, os.environ)
+
+
+def _events(attempts: Sequence[AttemptDir]) -> list[StepEvent]:
+    files = [attempt.events_file for attempt in attempts if attempt.events_file.exists()]
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    return [StepEvent(**json.loads(line)) for line in lines]
+
+
+def _remember(resolved: Resolved, run_id: str, result: RunResult, events: Sequence[StepEvent], screen: Screen) -> None:
+    """The run's figures beside their predictions, in the ledger that later plans read."""
+    plan, recipe, machine = resolved.plan, resolved.recipe, resolved.machine
+    strategy, memory, summary = plan.strategy, plan.estimate, result.summary
+    if result.failure or memory.peak is None or not summary.get("complete"):
+        return
+    seconds = [event.seconds for event in events[STEADY_FROM:]]
+    on_gpu = strategy.device == "cuda"
+    Ledger(resolved.house.ledger_file, screen.say).record(
+        Measurement(
+            time=time.time(),
+            run_id=run_id,
+            machine_key=keys.machine_key(machine),
+            model_key=keys.model_key(plan.shape),
+            recipe_key=keys.recipe_key(recipe),
+            device=strategy.device,
+            device_name=machine.gpus[0].name if on_gpu else f"{machine.cpu_count} CPUs",
+            mode=strategy.mode,
+            num_processes=strategy.num_processes,
+            per_device_train_batch_size=strategy.per_device_train_batch_size,
+            gradient_accumulation_steps=strategy.gradient_accumulation_steps,
+            max_length=max(plan.lengths),
+            mixed_precision=strategy.mixed_precision,
+            gradient_checkpointing=strategy.gradient_checkpointing,
+            versions={package: version(package) for package in ("torch", "transformers", "accelerate")},
+            predicted=Figures(
+                allocated_bytes=memory.allocated_bytes if on_gpu else None,
+                reserved_bytes=memory.reserved_bytes if on_gpu else None,
+                host_pss_bytes=memory.host_bytes or None,
+                step_s=plan.step_s,
+            ),
+            measured=Figures(
+                allocated_bytes=summary["vram_allocated_bytes"] or None,
+                reserved_bytes=summary["vram_reserved_bytes"] or None,
+                host_pss_bytes=result.host_peak_bytes or None,
+                step_s=statistics.median(seconds) if seconds else None,
+            ),
+        )
+    )
+
+
+def chat_command(model: str) -> str:
+    """A line that can be pasted, to talk with a model."""
+    return f"{shlex.quote(sys.executable)} {shlex.quote(str(rundir.CODE / 'scripts' / 'chat.py'))} {shlex.quote(model)}"

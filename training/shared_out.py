@@ -1,0 +1,65 @@
+"""The step of one process as one rank of DDP, ZeRO or FSDP2 has it on its device.
+
+The log of a plain step tells what the model allocates; each engine adds its buffers, holds parts of the states, and
+ends gradients at another time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from launch.schema import Recipe, Strategy
+from training import shared_fsdp2, shared_zero
+from training.live_bytes import Log
+from training.rewriting import Landmarks, Rewriting, landmarks, ready
+
+
+def as_computed(network: torch.nn.Module, strategy: Strategy) -> Strategy:
+    """Cast a model that has no weights yet to what the engine computes with; the strategy to trace it under.
+
+    Under mixed precision DeepSpeed casts the whole model and leaves autocast out. FSDP2 gathers every parameter in that
+    precision, inside autocast, and casts the output to it. The others keep the parameters, and autocast casts.
+    Source: deepspeed 0.19 engine.py _configure_distributed_model; accelerate 1.15 fsdp2_prepare_model."""
+    if strategy.mixed_precision == "no" or strategy.engine not in ("deepspeed", "fsdp2"):
+        return strategy
+    dtype = torch.bfloat16 if strategy.mixed_precision == "bf16" else torch.float16
+    if strategy.engine == "deepspeed":
+        network.to(dtype)
+        return replace(strategy, mixed_precision="no")
+    for parameter in network.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+    def cast(module: torch.nn.Module, args: Any, output: Any) -> Any:
+        output.logits = output.logits.to(dtype)
+        return output
+
+    network.register_forward_hook(cast)
+    return strategy
+
+
+def shared_out(log: Log, recipe: Recipe, strategy: Strategy, tied: bool, bucket_elements: int) -> Log:
+    """The same step on one rank's device. `tied`: the output layer is the input embedding; `bucket_elements`: what the
+    DeepSpeed file says is reduced at once.
+
+    The log is one of a model that as_computed() has cast. Work is not changed."""
+    rewriting, marks = Rewriting(log), landmarks(log, tied)
+    if strategy.engine == "ddp":
+        _ddp(rewriting, marks)
+    elif strategy.engine == "fsdp2":
+        shared_fsdp2.rewrite(rewriting, marks, recipe, strategy)
+    elif strategy.engine == "deepspeed":
+        shared_zero.rewrite(rewriting, marks, strategy, bucket_elements)
+    return rewriting.result()
+
+
+def _ddp(rewriting: Rewriting, marks: Landmarks) -> None:
+    """Buckets as large as all gradients for the whole run. In the backward that reduces, a complete gradient moves into
+    its bucket and becomes a view of it. Source: torch reducer.cpp with gradient_as_bucket_view."""
+    total = sum(gradient.bytes for gradient in marks.gradients)
+    rewriting.born(total, "communication", "gradient buckets", 0)
+    for gradient in marks.gradients:
+        rewriting.blocks[gradient.block].kind = "gradients"
+        rewriting.dies(gradient.block, ready(rewriting.log, marks, gradient, len(marks.backwards) - 1))
