@@ -25,7 +25,7 @@ check: ## format, lint, types, shell
 test: ## the tests that take seconds: no GPU, no faults, no campaign of modes
 	$(IN_VENV) $(PYTEST) -m "not gpu and not faults and not modes"
 
-test-modes: ## each engine once, files of configs/, several machines, orphans
+test-modes: ## traces beside real steps, each engine once, tuning, files of configs/, several machines, orphans
 	$(IN_VENV) "$$PYTHON" -m benchmarks.modes --quick
 	$(IN_VENV) $(PYTEST) -m "modes and not campaign"
 

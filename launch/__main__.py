@@ -1,4 +1,4 @@
-"""python -m launch plan | run | doctor: the command line, and the only place where errors become exit codes."""
+"""python -m launch plan | run | tune | report | doctor: the command line; only here errors become exit codes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ from launch.estimate import Exceeded
 from launch.planner import Given
 from launch.resolve import Resolved, resolve
 
-FLAGS = {"--help", "--machine", "--dry-run", "--resume"}  # the others set keys of the recipe
+FLAGS = {
+    "--help",
+    "--machine",
+    "--dry-run",
+    "--resume",
+    "--forget",
+    "--calibration",
+}  # the others set keys of the recipe
+AUTO = "auto"
 BATCH_KEY = "per_device_train_batch_size"
 STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES}
 EPILOG = """any key of the recipe can be set: --training.learning_rate=3e-5 --model.shape=t5-tiny --lora.r=8
@@ -52,12 +60,20 @@ def _dispatch(argv: list[str]) -> int:
     doctor.add_argument(
         "--machine", type=Path, help="a described machine (configs/machines/*.yaml) instead of this one"
     )
-    for name, words in (("plan", "say what would run, and why"), ("run", "train")):
+    known = {
+        "plan": "say what would run, and why",
+        "run": "train",
+        "tune": "find the fastest batch by short real trials",
+    }
+    for name, words in known.items():
         command = commands.add_parser(
             name, help=words, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
         )
         command.add_argument("recipe", help="a name in configs/recipes/, or a file")
-        command.add_argument("batch", nargs="?", help="per_device_train_batch_size")
+        if name == "tune":
+            command.add_argument("--forget", action="store_true", help="forget what was found, and do not tune")
+            continue
+        command.add_argument("batch", nargs="?", help="per_device_train_batch_size, or auto: tuned, at once if need be")
         if name == "plan":
             command.add_argument("--machine", type=Path, help="plan for a described machine (configs/machines/*.yaml)")
         else:
@@ -65,6 +81,8 @@ def _dispatch(argv: list[str]) -> int:
             command.add_argument(
                 "--resume", default="auto", help="auto (default), never, or a run or checkpoint folder"
             )
+    said = commands.add_parser("report", help="what runs so far say about the predictions")
+    said.add_argument("--calibration", action="store_true", required=True, help="predicted beside measured, all runs")
     overrides = [word for word in argv if word.startswith("--") and word.partition("=")[0] not in FLAGS]
     for word in overrides:
         if "=" not in word:
@@ -77,15 +95,25 @@ def _dispatch(argv: list[str]) -> int:
 
         house = rundir.House.here()
         return doctor.main(arguments.machine, house.cache, house.root)
-    if arguments.batch is not None:
-        if any(word.partition("=")[0].replace("-", "_").endswith(BATCH_KEY) for word in overrides):
-            raise ConfigError(f"batch {arguments.batch} and --training.{BATCH_KEY} are both given; keep one")
-        overrides.append(f"--training.{BATCH_KEY}={recipes.check_batch(arguments.batch)}")
-    given = Given(force_gloo=started.asks_for_gloo(os.environ))
+    if arguments.command == "report":
+        return _calibration(overrides)
+    batch = getattr(arguments, "batch", None)
+    named = [word for word in overrides if word.partition("=")[0].replace("-", "_").endswith(BATCH_KEY)]
+    if batch is not None and named:
+        raise ConfigError(f"batch {batch} and --training.{BATCH_KEY} are both given; keep one")
+    given = Given(force_gloo=started.asks_for_gloo(os.environ), free_batch=batch == AUTO)
+    if batch not in (None, AUTO):
+        overrides.append(f"--training.{BATCH_KEY}={recipes.check_batch(batch)}")
+    elif not named:
+        given = replace(given, wants_tuned=True)
     if arguments.command == "plan":
         resolved = resolve(arguments.recipe, overrides, arguments.machine, given)
         print("\n".join(report.plan_lines(resolved.recipe, resolved.machine, resolved.plan)))
         return 0
+    if arguments.command == "tune":
+        return _tune(arguments.recipe, overrides, replace(given, wants_tuned=False), arguments.forget)
+    if batch == AUTO and not arguments.dry_run:
+        _tune(arguments.recipe, overrides, replace(given, wants_tuned=False), forget=False, again=False)
 
     def decide(test_link: bool, exceeded: Exceeded) -> Resolved:
         known = replace(given, exceeded=exceeded)
@@ -95,6 +123,34 @@ def _dispatch(argv: list[str]) -> int:
     from launch import running  # not needed to refuse a wrong flag
 
     return running.run(decide, arguments.resume, arguments.dry_run)
+
+
+def _tune(recipe: str, overrides: list[str], given: Given, forget: bool, again: bool = True) -> int:
+    """Tune, or forget; `again` False: not where it has been done before."""
+    from launch import keys, tune
+    from launch.ledger import Ledger
+
+    resolved = resolve(recipe, overrides, given=given, say=print, test_link=True)
+    of = (
+        keys.machine_key(resolved.machine),
+        keys.model_key(resolved.plan.shape),
+        keys.recipe_key(resolved.recipe),
+    )
+    ledger = Ledger(resolved.house.ledger_file, print)
+    if forget:
+        print("forgotten" if ledger.forget(*of) else "nothing was tuned for this machine, model and recipe")
+    elif again or ledger.recall(*of) is None:
+        tune.tune(resolved, given, print)
+    return 0
+
+
+def _calibration(overrides: list[str]) -> int:
+    if overrides:
+        raise ConfigError(f"report: unknown flag {overrides[0]}")
+    from launch.ledger import Ledger
+
+    print("\n".join(Ledger(rundir.House.here().ledger_file, print).calibration_lines()))
+    return 0
 
 
 if __name__ == "__main__":

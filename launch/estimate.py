@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from launch import allocator, architectures, host_memory, predict, rates, render, sharding, timing
+from launch import allocator, architectures, host_memory, malloc, predict, rates, render, sharding, timing
 from launch.host_memory import ASSUMED, Imports
 from launch.schema import (
     DTYPE_BYTES,
@@ -41,6 +41,9 @@ class Exceeded:
     host: float = 0.0
 
 
+NOTHING_EXCEEDED = Exceeded()
+
+
 @dataclass(frozen=True)
 class Subject:
     """What all candidates of one recipe on one machine have in common."""
@@ -53,6 +56,7 @@ class Subject:
     data_format: DataFormat
     lora_targets: tuple[str, ...] = ()
     lengths: tuple[int, int] = (0, 0)  # of the longest source and target; (0, 0): max_length
+    is_ragged: bool = True  # some row is shorter than the longest, so that a batch may be padded
     link: Link | None = None
     traces: Traces | None = None  # None: states only
     allocator: allocator.AllocatorConfig = allocator.TORCH_DEFAULTS
@@ -60,17 +64,19 @@ class Subject:
     rows: int | None = None  # of the training file
     cache_bytes: int | None = None  # of the tokenised rows
     usual: float = 0.0  # share by which past predictions were exceeded, at the level wanted
-    exceeded: Exceeded = Exceeded()  # and that of this very run
+    exceeded: Exceeded = NOTHING_EXCEEDED  # and that of this very run
 
     def question(self, candidate: Strategy) -> Question:
         multiple = MULTIPLE[candidate.device]
         longest = self.recipe.data.max_length
         source, target = (-(-(length or longest) // multiple) * multiple for length in self.lengths)
+        rounds_up = self.lengths[0] != source  # to the multiple, or nothing is known of the rows
+        is_padded = rounds_up or (self.is_ragged and candidate.per_device_train_batch_size > 1)
         if candidate.device == "cpu":
-            return Question(candidate, (source, target))
+            return Question(candidate, (source, target), is_padded)
         card = self.machine.gpus[0]
         is_fused = architectures.of(card).attention != "math"
-        return Question(candidate, (source, target), card.architecture, is_fused)
+        return Question(candidate, (source, target), is_padded, card.architecture, is_fused)
 
     def fetch(self, candidates: Iterable[Strategy]) -> None:
         """Have the steps of these candidates traced, as far as they are not known."""
@@ -126,7 +132,7 @@ def _with_peak(
 ) -> MemoryEstimate:
     samples, eval_samples = candidate.per_device_train_batch_size, candidate.per_device_eval_batch_size
     memory = replace(states, peak=trace.peak(samples, eval_samples))
-    memory = _with_host(subject, candidate, memory, trace)
+    memory = _with_host(subject, candidate, memory, trace, exact)
     if candidate.device == "cpu":
         return memory
     outside = CONTEXT_BYTES[subject.machine.gpus[0].vendor]
@@ -155,7 +161,9 @@ def _reserved_bytes(events: Sequence[allocator.Event], config: allocator.Allocat
     return free.peak_reserved_bytes if pressed.out_of_memory else pressed.peak_reserved_bytes
 
 
-def _with_host(subject: Subject, candidate: Strategy, memory: MemoryEstimate, trace: Trace) -> MemoryEstimate:
+def _with_host(
+    subject: Subject, candidate: Strategy, memory: MemoryEstimate, trace: Trace, exact: bool
+) -> MemoryEstimate:
     peaks = trace.peaks(candidate.per_device_train_batch_size, candidate.per_device_eval_batch_size)
     sizes = {section: peak.allocated_bytes for section, peak in peaks.items()}
     untouched = 0
@@ -164,6 +172,10 @@ def _with_host(subject: Subject, candidate: Strategy, memory: MemoryEstimate, tr
         filled = subject.shape.trainable_parameters
         untouched = max(render.BUCKET_ELEMENTS - filled, 0) * element_bytes
     first = next(iter(subject.parameters.values()))
+    holes = 0
+    if candidate.device == "cpu" and exact:
+        events = trace.events(candidate.per_device_train_batch_size, candidate.per_device_eval_batch_size)
+        holes = max(malloc.held_bytes(events) - max(sizes.values()), 0)
     job = host_memory.Job(
         recipe=subject.recipe,
         strategy=candidate,
@@ -173,6 +185,7 @@ def _with_host(subject: Subject, candidate: Strategy, memory: MemoryEstimate, tr
         evaluation_bytes=sizes.get("evaluation", 0),
         embedding_bytes=math.prod(first) * DTYPE_BYTES[subject.recipe.model.dtype],
         untouched_bytes=untouched,
+        holes_bytes=holes,
         rows=subject.rows,
         cache_bytes=subject.cache_bytes,
     )

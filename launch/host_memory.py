@@ -17,10 +17,6 @@ MIB = 1 << 20
 STARTED_BYTES = 11 * MIB  # tokenizer, Trainer, event files, a rank's first step
 STARTED_MAPPED_BYTES = 12 * MIB  # code pages that the run touches and the imports have not
 GROUP_BYTES = 5 * MIB  # Gloo's process group and its buffers, DDP's or DeepSpeed's own objects
-# glibc serves blocks below a threshold, which grows to 32 MiB, from a heap whose holes stay. Measured 80 to 140 MiB a
-# rank on 6 models of 6 to 124 M parameters, 190 on one with LoRA; none with mallopt(M_MMAP_THRESHOLD, 128 << 10), which
-# stops the growth and costs a third more CPU time a step (0.50 and 0.67 s, 12 steps of a 6 M parameter GPT-2).
-HOLES_BYTES = 100 * MIB
 WORKER_BYTES = 16 * MIB  # pages that a forked data worker writes to
 DEEPSPEED_BYTES = 20 * MIB  # its import: in each rank, and in accelerate launch, which reads its configuration
 LAUNCHED_BYTES = 7 * MIB  # recipe, plan and screen
@@ -64,7 +60,7 @@ class Job:
     untouched_bytes: int = (
         0  # of the allocator's: never written, so never in RAM (DeepSpeed's bucket above the gradients)
     )
-    gives_back: bool = False  # malloc's threshold is fixed, so that freed blocks leave no holes
+    holes_bytes: int = 0  # what malloc keeps of a step's freed blocks (malloc.py)
     converts: bool = False  # a local folder stores its weights in another type than they are loaded in
     rows: int | None = None  # of the training file; None: not counted
     cache_bytes: int | None = None  # of the tokenised rows; None: not there yet
@@ -87,8 +83,10 @@ class Job:
 
     @property
     def mapped_weights_bytes(self) -> int:
-        """Frozen weights of a local folder: pages of its files, which all ranks share."""
-        if self.recipe.model.path is None or self.strategy.device == "cuda" or self.strategy.engine == "deepspeed":
+        """Frozen weights of a local folder: pages of its files, which all ranks share. Quantised, they are a rank's."""
+        if self.recipe.model.path is None or self.recipe.quantization is not None:
+            return 0
+        if self.strategy.device == "cuda" or self.strategy.engine == "deepspeed":
             return 0
         frozen = self.shape.parameters - (self.shape.trainable_parameters - self.shape.lora_parameters)
         return frozen * DTYPE_BYTES[self.recipe.model.dtype]
@@ -164,9 +162,13 @@ def _loading(job: Job) -> dict[str, int]:
     sent = 0
     if strategy.engine == "ddp" and strategy.device == "cpu":
         sent = min(job.built_bytes, 2 * BROADCAST_BYTES)
+    built = 0 if is_mapped and not job.converts else job.built_bytes
+    is_read = strategy.device == "cuda"
+    if is_mapped and job.recipe.quantization is not None:  # a tensor at a time, to where it trains
+        built, is_read = 0 if strategy.device == "cuda" else job.states.weights_bytes, True
     return {
-        "weights": 0 if is_mapped and not job.converts else job.ranks * job.built_bytes,
-        "weights' files": job.built_bytes if is_mapped and strategy.device == "cuda" else 0,
+        "weights": job.ranks * built,
+        "weights' files": job.built_bytes if is_mapped and is_read else 0,
         "while building": job.ranks * max(job.untied_bytes, sent),
     }
 
@@ -174,11 +176,9 @@ def _loading(job: Job) -> dict[str, int]:
 def _on_host(job: Job, device_bytes: int) -> dict[str, int]:
     """What ranks on CPUs hold of a model; frozen weights that are mapped count once."""
     mapped = job.mapped_weights_bytes
-    states = job.states.weights_bytes + job.states.optimizer_bytes
-    passing = max(device_bytes - states, 0)  # only what comes and goes leaves holes
     return {
         "model": job.ranks * max(device_bytes - job.untouched_bytes - mapped, 0),
-        "freed and kept by malloc": 0 if job.gives_back else job.ranks * min(HOLES_BYTES, passing),
+        "freed and kept by malloc": job.ranks * job.holes_bytes,
         "weights' files": mapped,
     }
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from launch import architectures, estimate, predict, sharding
 from launch.errors import ConfigError, DoesNotFit
-from launch.estimate import Exceeded, Judged, Subject, describe, gib
+from launch.estimate import NOTHING_EXCEEDED, Exceeded, Judged, Subject, describe, gib
 from launch.schema import (
     Change,
     DataFormat,
@@ -24,6 +25,7 @@ from launch.schema import (
     ModelShape,
     Plan,
     Precision,
+    QuantizationSection,
     Recipe,
     Rendezvous,
 )
@@ -32,6 +34,7 @@ from launch.schema import Strategy as Candidate
 MAX_EVAL_BATCH = 64  # samples; the guides' 3x the training batch is a ceiling, and logits are the larger part of it
 
 TABLE_ROWS = 10
+MAX_WAYS = 3  # offered where nothing fits; each may have to be traced
 AS_FAST = 1.05  # predicted seconds that differ by less are not told apart
 
 CPU_MODES = ("cpu", "multi_cpu")
@@ -54,7 +57,10 @@ class Given:
     force_gloo: bool = False  # ACCELERATE_USE_GLOO=1
     link: Link | None = None  # what the test of this machine's GPUs found
     has_deepspeed: bool = True  # the package is installed
-    exceeded: Exceeded = Exceeded()  # by which an attempt of this run has refuted its plan
+    exceeded: Exceeded = NOTHING_EXCEEDED  # by which an attempt of this run has refuted its plan
+    free_batch: bool = False  # any cut of the effective batch will do
+    wants_tuned: bool = False  # no batch was typed: what tuning has found before is used
+    tuned: Candidate | None = None  # what short trials found the fastest here
 
 
 def model_shape(recipe: Recipe, config: dict[str, Any], parameters: predict.Shapes) -> ModelShape:
@@ -90,7 +96,7 @@ def choose(about: Subject, changes: Sequence[Change] = (), given: Given = Given(
     possible, rejected = _possible(about, given)
     judged: list[tuple[Judged, str]] = []
     chosen: Judged | None = None
-    for wave in _waves(about, possible):
+    for wave in _wanted(about, possible, given):
         chosen = chosen or _fastest(about, wave, judged)
     rejected += [
         f"{one.candidate.mode} with {one.candidate.num_processes} process(es): {one.misses}"
@@ -98,7 +104,7 @@ def choose(about: Subject, changes: Sequence[Change] = (), given: Given = Given(
         if one.misses and one.memory.peak is None
     ]
     if chosen is None:
-        raise DoesNotFit(_does_not_fit(about, judged, rejected, list(_ways(about, given))))
+        raise DoesNotFit(_does_not_fit(about, judged, rejected, list(islice(_ways(about, given), MAX_WAYS))))
     candidate = chosen.candidate
     return Plan(
         recipe_name=recipe.name,
@@ -110,7 +116,11 @@ def choose(about: Subject, changes: Sequence[Change] = (), given: Given = Given(
         rows=rows if rows is None else min(rows, recipe.data.max_train_samples or rows),
         lora_targets=about.lora_targets,
         why=(*_why(recipe, machine, candidate, given), *_link_why(about, candidate), *_trace_why(about, chosen)),
-        changes=(*changes, *_precision_changes(recipe, machine, candidate), *_batch_changes(about, candidate, judged)),
+        changes=(
+            *changes,
+            *_precision_changes(recipe, machine, candidate),
+            *_batch_changes(about, candidate, judged, given),
+        ),
         rejected=tuple(rejected),
         table=tuple(estimate.table(_sorted(judged))) if chosen.memory.peak else (),
         step_s=chosen.time.step_s if chosen.time else None,
@@ -182,12 +192,57 @@ def _evaluated(about: Subject, candidate: Candidate) -> Candidate:
     return replace(candidate, per_device_eval_batch_size=count)
 
 
-def _cuts(recipe: Recipe, candidate: Candidate) -> Iterator[Candidate]:
-    """The same effective batch in smaller micro-batches, with and without checkpointing where that was left open."""
+def ranked(about: Subject, given: Given) -> list[Judged]:
+    """Every way to cut the effective batch that fits, the fastest first; empty where nothing was traced."""
+    about = replace(about, link=given.link)
+    possible, _ = _possible(about, given)
+    if about.traces is None:
+        return []
+    for wave in _free_waves(about, possible):
+        judged: list[tuple[Judged, str]] = []
+        if _fastest(about, wave, judged) is not None:
+            fitting = [one for one, _ in judged if one.misses is None and one.time is not None]
+            return sorted(fitting, key=lambda one: one.seconds)
+    return []
+
+
+def _wanted(about: Subject, possible: Sequence[Candidate], given: Given) -> Iterator[list[Candidate]]:
+    """The waves of candidates: what tuning has found first, any cut of the batch where none was asked for."""
+    if given.tuned is not None:
+        tuned = given.tuned
+        yield [
+            replace(
+                one,
+                per_device_train_batch_size=tuned.per_device_train_batch_size,
+                gradient_accumulation_steps=tuned.gradient_accumulation_steps,
+                per_device_eval_batch_size=about.recipe.training.per_device_eval_batch_size
+                or _eval_batch(tuned.per_device_train_batch_size),
+                gradient_checkpointing=tuned.gradient_checkpointing,
+            )
+            for one in possible
+            if (one.mode, one.num_processes, one.effective_batch_size)
+            == (tuned.mode, tuned.num_processes, tuned.effective_batch_size)
+        ]
+    if given.free_batch and about.traces is not None:
+        yield from _free_waves(about, possible)
+    yield from _waves(about, possible)
+
+
+def _free_waves(about: Subject, possible: Sequence[Candidate]) -> Iterator[list[Candidate]]:
+    recipe = about.recipe
+    whole = [one for one in possible if one.engine in ("plain", "ddp")]
+    others = [one for one in possible if one not in whole]
+    yield [cut for one in whole for cut in _cuts(recipe, one, any_size=True)]
+    yield [cut for one in others for cut in _cuts(recipe, one, any_size=True)]
+
+
+def _cuts(recipe: Recipe, candidate: Candidate, any_size: bool = False) -> Iterator[Candidate]:
+    """The same effective batch in smaller micro-batches (`any_size`: in all), with and without checkpointing where that
+    was left open; the largest first."""
     asked = candidate.per_device_train_batch_size
     per_rank = asked * candidate.gradient_accumulation_steps
     may_checkpoint = "gradient_checkpointing" not in recipe.training.model_fields_set
-    for micro_batch in range(asked, 0, -1):
+    for micro_batch in range(per_rank if any_size else asked, 0, -1):
         if per_rank % micro_batch or (recipe.launch.exact_batch and micro_batch != asked):
             continue
         cut = replace(
@@ -196,7 +251,7 @@ def _cuts(recipe: Recipe, candidate: Candidate) -> Iterator[Candidate]:
             gradient_accumulation_steps=per_rank // micro_batch,
             per_device_eval_batch_size=recipe.training.per_device_eval_batch_size or _eval_batch(micro_batch),
         )
-        if micro_batch != asked:
+        if micro_batch != asked or any_size:
             yield cut
         if may_checkpoint and not cut.gradient_checkpointing:
             yield replace(cut, gradient_checkpointing=True)
@@ -395,13 +450,17 @@ def _precision_changes(recipe: Recipe, machine: Machine, candidate: Candidate) -
     return []
 
 
-def _batch_changes(about: Subject, candidate: Candidate, judged: Sequence[tuple[Judged, str]]) -> list[Change]:
+def _batch_changes(
+    about: Subject, candidate: Candidate, judged: Sequence[tuple[Judged, str]], given: Given
+) -> list[Change]:
     """Said where the batch is cut in another way than it was asked for: the effective batch is held."""
     training, held = about.recipe.training, f"the effective batch stays {candidate.effective_batch_size}"
     found: list[Change] = []
     asked, runs = training.per_device_train_batch_size, candidate.per_device_train_batch_size
     reasons = [one.misses for one, _ in judged if one.misses and one.candidate.per_device_train_batch_size == asked]
-    missed = f"{asked} samples at once need {reasons[0]}" if reasons else ""
+    missed = f"{asked} samples at once need {reasons[0]}" if reasons else "the fastest by prediction"
+    if given.tuned is not None and judged[0][1] == "chosen":
+        missed = "tuned: the fastest of real trials on this machine"
     if asked != runs:
         reason = f"{missed}; {held}"
         found.append(Change("training.per_device_train_batch_size", str(asked), str(runs), reason))
@@ -456,6 +515,12 @@ def _why(recipe: Recipe, machine: Machine, candidate: Candidate, given: Given) -
         yield "ACCELERATE_USE_GLOO=1 has no effect on one process"
     elif given.force_gloo:
         yield "backend gloo: ACCELERATE_USE_GLOO=1"
+    if quantized := recipe.quantized(candidate.mixed_precision):
+        double = ", their scales in 8" if quantized.bnb_4bit_use_double_quant else ""
+        yield (
+            f"quantization: linear weights in 4 bits ({quantized.bnb_4bit_quant_type}){double}, computed in"
+            f" {quantized.bnb_4bit_compute_dtype}; the rest keeps model.dtype {recipe.model.dtype}"
+        )
     if recipe.training.dataloader_num_workers is None:
         yield f"data workers {candidate.dataloader_num_workers}: " + (
             "the rows are mapped and padding them is cheap; workers would take cores from training"
@@ -521,16 +586,24 @@ def _ways(about: Subject, given: Given) -> Iterator[str]:
         places.append(("--launch.exact_batch=false ", launch.model_copy(update={"exact_batch": False})))
     half = model.model_copy(update={"dtype": "bfloat16"})
     models = [("", model), ("--model.dtype=bfloat16 ", half)] if model.dtype == "float32" else [("", model)]
-    adapters = [("", recipe.lora), ("--lora.r=16 ", LoraSection())] if recipe.lora is None else [("", recipe.lora)]
-    for flags, section, lora, place in (
-        (lora_flag + model_flag + place_flag, section, lora, place)
-        for lora_flag, lora in adapters
+    lora_flag = "" if recipe.lora else "--lora.r=16 "
+    adapters: list[tuple[str, LoraSection | None, QuantizationSection | None]]
+    adapters = [("", recipe.lora, recipe.quantization)]
+    if lora_flag:
+        adapters.append((lora_flag, LoraSection(), None))
+    if recipe.quantization is None and about.shape.config["model_type"] in predict.LORA_TARGETS:
+        four_bit = QuantizationSection(load_in_4bit=True)
+        adapters.append((f"{lora_flag}--quantization.load_in_4bit=true ", recipe.lora or LoraSection(), four_bit))
+    for flags, section, lora, quantization, place in (
+        (adapter_flags + model_flag + place_flag, section, lora, quantization, place)
+        for adapter_flags, lora, quantization in adapters
         for model_flag, section in models
         for place_flag, place in places
     ):
         if not flags:
             continue
-        variant = recipe.model_copy(update={"model": section, "lora": lora, "launch": place})
+        update = {"model": section, "lora": lora, "quantization": quantization, "launch": place}
+        variant = recipe.model_copy(update=update)
         other = subject(variant, about.machine, dict(about.shape.config), about.parameters, about.data_format)
         traces = about.traces and about.traces.of(variant, other.shape, other.lora_targets)
         other = replace(other, lengths=about.lengths, link=about.link, traces=traces, allocator=about.allocator)

@@ -16,7 +16,7 @@ from launch.errors import ResourceError
 from launch.estimate import Subject
 from launch.planner import Given
 from launch.rundir import CODE, House
-from launch.schema import Change, Device, Link, Machine, Plan, Recipe
+from launch.schema import Change, Device, Link, Machine, Plan, Recipe, Strategy
 from launch.traces import Traces
 
 PATH_KEYS = (
@@ -38,6 +38,7 @@ class Resolved:
     recipe: Recipe
     machine: Machine
     plan: Plan
+    about: Subject | None = None  # what the plan was chosen with
 
 
 def resolve(
@@ -69,7 +70,8 @@ def resolve(
     if machine_file is None and has_gpu:
         given = replace(given, link=_link(recipe, machine, given, house, say, test_link))
     about = planner.subject(recipe, machine, config, parameter_shapes, data_format)
-    about = replace(about, lengths=_lengths(house, about), rows=rows)
+    lengths, is_ragged = _lengths(house, about)
+    about = replace(about, lengths=lengths, is_ragged=is_ragged, rows=rows)
     if trace:
         device = "cuda" if has_gpu else "cpu"
         about = replace(
@@ -80,8 +82,10 @@ def resolve(
             usual=_usual(house, machine, device, say),
             exceeded=given.exceeded,
         )
+    if given.wants_tuned and machine_file is None and house.ledger_file.exists():
+        given = replace(given, tuned=_tuned(house, about, say))
     plan = planner.choose(about, (*changes, *found), given, rows)
-    return Resolved(house, recipe, machine, plan)
+    return Resolved(house, recipe, machine, plan, about)
 
 
 def _left_out(recipe: Recipe) -> list[str]:
@@ -105,16 +109,28 @@ def _usual(house: House, machine: Machine, device: Device, say: Callable[[str], 
     return max(ledger.margin("reserved_bytes", device, machine_key(machine), prior=0.0).fraction, 0.0)
 
 
-def _lengths(house: House, about: Subject) -> tuple[int, int]:
-    """Tokens of the longest source and target, where the rows have been tokenised before; else (0, 0)."""
+def _tuned(house: House, about: Subject, say: Callable[[str], None]) -> Strategy | None:
+    """What trials have found before for this machine, model and recipe."""
+    from launch import keys
+    from launch.ledger import Ledger
+
+    of = keys.machine_key(about.machine), keys.model_key(about.shape), keys.recipe_key(about.recipe)
+    found = Ledger(house.ledger_file, say).recall(*of)
+    return found.strategy if found else None
+
+
+def _lengths(house: House, about: Subject) -> tuple[tuple[int, int], bool]:
+    """Tokens of the longest source and target, and whether rows differ; (0, 0) where none have been tokenised yet."""
     tokens = rundir.token_cache(house.cache, about.recipe, about.shape, about.data_format)
     counts = rundir.read_json(tokens / rundir.TOKENS_READY)
     if counts is None:
-        return 0, 0
+        return (0, 0), True
     parts = [part for part in counts.values() if isinstance(part, dict)]
-    if not all("longest_target" in part for part in parts):  # written by an older version
-        return 0, 0
-    return max(part["longest_input"] for part in parts), max(part["longest_target"] for part in parts)
+    if not all("shortest_input" in part for part in parts):  # written by an older version
+        return (0, 0), True
+    longest = max(part["longest_input"] for part in parts)
+    is_ragged = any(part["shortest_input"] < longest for part in parts)
+    return (longest, max(part["longest_target"] for part in parts)), is_ragged
 
 
 def _link(

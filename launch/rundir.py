@@ -265,14 +265,16 @@ def check_output(folder: Path) -> None:
 
 
 def job_pss_bytes(root_pid: int) -> tuple[int, int]:
-    """(PSS of a process and its descendants now, the most that it can have been); who ends meanwhile is left out.
+    """(PSS of a process and its descendants now, the most that it can have been), as if no other job ran here.
 
-    The second adds what each process had more at its highest (VmHWM) than it has now, so that no peak between two reads
-    is lost: of several ranks that peak apart it is an upper bound.
+    Pages of a process's own count for it, those it shares once for the job: beside other jobs that map the same
+    libraries their PSS would be less, by what those count. The second figure adds what each process had more at its
+    highest (VmHWM) than it has now, so that no peak between two reads is lost: of several ranks that peak apart it is
+    an upper bound. Processes that end meanwhile are left out.
     """
     import psutil  # 20 ms that planning need not pay
 
-    now = above = 0
+    own = shared = above = 0
     try:
         root = psutil.Process(root_pid)
         processes = [root, *root.children(recursive=True)]
@@ -284,9 +286,10 @@ def job_pss_bytes(root_pid: int) -> tuple[int, int]:
             highest = HIGHEST.search(Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8"))
         except (psutil.NoSuchProcess, psutil.AccessDenied, FileNotFoundError, ProcessLookupError):
             continue
-        now += memory.pss
+        own += memory.uss
+        shared = max(shared, memory.rss - memory.uss)
         above += max(int(highest[1]) * 1024 - memory.rss, 0) if highest else 0
-    return now, now + above
+    return own + shared, own + shared + above
 
 
 def kept_aside(folder: Path, run_id: str) -> list[str]:

@@ -22,8 +22,8 @@ def refusal(recipe: Recipe, strategy: Strategy) -> str | None:
         return None
     if recipe.quantization is not None:
         return (
-            f"{mode} shares weights out as numbers, and 4-bit weights are bytes whose scales stand beside them: each"
-            " rank holds them whole; use single_gpu, dual_gpu_nccl, multi_cpu or cpu, or drop quantization"
+            f"{mode} cannot share out 4-bit weights, whose scales stand beside them; use a mode whose ranks hold them"
+            " whole: single_gpu, dual_gpu_nccl, multi_cpu or cpu"
         )
     if strategy.device == "cpu" and strategy.engine == "fsdp2":
         return (

@@ -47,7 +47,7 @@ def run(
     began = time.monotonic()
     oom_kills, host_peak, is_refuted = probe.oom_kills(), 0, False
     with _signals() as received:
-        returncode = _prepare(resolved, rundir_, attempt, screen)
+        returncode = prepare(resolved, rundir_, attempt, screen.say)
         if returncode == 0:
             returncode, host_peak, is_refuted = _watch(ready(), rundir_, attempt, screen, received, check)
     outcome = rundir.read_json(attempt.outcome_file)
@@ -76,8 +76,11 @@ def run(
     )
 
 
-def _prepare(resolved: Resolved, run: RunDir, attempt: AttemptDir, screen: Screen) -> int:
+def prepare(resolved: Resolved, run: RunDir, attempt: AttemptDir, say: Callable[[str], None]) -> int:
     """Tokenise in a child, unless the rows are there already; returns its exit code."""
+    known = rundir.read_json(run.tokens_file)
+    if known and (Path(known["folder"]) / rundir.TOKENS_READY).exists():
+        return 0
     folder = rundir.token_cache(resolved.house.cache, resolved.recipe, resolved.plan.shape, resolved.plan.data_format)
     if (folder / rundir.TOKENS_READY).exists():
         rundir.write_json(run.tokens_file, {"folder": str(folder)})
@@ -88,7 +91,7 @@ def _prepare(resolved: Resolved, run: RunDir, attempt: AttemptDir, screen: Scree
     with subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True, encoding="utf-8") as child:
         assert child.stdout is not None
         for line in child.stdout:
-            screen.say(line.rstrip("\n"))
+            say(line.rstrip("\n"))
     return child.returncode
 
 

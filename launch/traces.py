@@ -41,6 +41,7 @@ class Question:
 
     strategy: Strategy
     lengths: tuple[int, int]
+    is_padded: bool = True  # some row of a batch is shorter, so that masks are needed
     architecture: str = ""  # of the GPU whose kernels run; "" on a CPU
     fused_attention: bool = True  # of that GPU
 
@@ -172,6 +173,7 @@ class Traces:
             "bucket_elements": BUCKET_ELEMENTS,
             "lengths": question.lengths,
             "is_single": question.is_single,
+            "is_padded": question.is_padded,
             "accumulates": question.accumulates,
             "versions": _versions(),
             "code": _code(),

@@ -11,7 +11,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from launch.errors import LaunchError, ResourceError
-from launch.rundir import RunDir
+from launch.rundir import RunDir, read_json
+from launch.schema import QuantizationSection
 
 
 def model_folder(path: Path) -> Path:
@@ -28,24 +29,28 @@ def model_folder(path: Path) -> Path:
 
 
 def load(folder: Path):  # noqa: ANN201  torch is imported late, so its types cannot be named here
-    """(model, tokenizer) of a folder that a run wrote."""
+    """(model, tokenizer) of a folder that a run wrote; the base of an adapter as it was trained on, in 4 bits too."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    from training import tokenizer
+    from training import four_bit, tokenizer
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    in_4_bits = {}
     if (folder / "adapter_config.json").is_file():
         from peft import PeftConfig, PeftModel
 
         base = PeftConfig.from_pretrained(folder).base_model_name_or_path
+        if quantization := (read_json(folder / "lowmem.json") or {}).get("quantization"):
+            config = four_bit.config(QuantizationSection.model_validate(quantization))
+            in_4_bits = {"quantization_config": config, "device_map": {"": device}}
     else:
         base = str(folder)
     config = AutoConfig.from_pretrained(base, local_files_only=True)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    model = family.from_pretrained(base, local_files_only=True, use_safetensors=True)
+    model = family.from_pretrained(base, local_files_only=True, use_safetensors=True, **in_4_bits)
     if base != str(folder):
         model = PeftModel.from_pretrained(model, folder)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     return model.to(device).eval(), tokenizer.load(folder)
 
 

@@ -52,6 +52,7 @@ def _shared(recipe: Recipe, plan: Plan, question: dict[str, Any], plain: dict[An
         strategy.gradient_checkpointing,
         strategy.per_device_train_batch_size == 1,
         strategy.gradient_accumulation_steps > 1,
+        question["is_padded"],
         *question["lengths"],
     )
     if same not in plain:
@@ -70,13 +71,12 @@ def _traced(recipe: Recipe, plan: Plan, question: dict[str, Any]) -> Any:
 
     strategy = plan.strategy
     single = strategy.per_device_train_batch_size == 1
-    padded = not single or strategy.device == "cuda"  # one row is as long as its batch, but for rounding up
     batch = 1 if single else trace.BATCH
     target = None
     if strategy.device == "cuda":
         cudnn = torch.backends.cudnn.version() or cuda_semantics.CUDNN
         target = cuda_semantics.Target(question["architecture"], question["fused_attention"], cudnn)
-    return trace.whole_step(recipe, plan, question["lengths"], padded, batch, target)
+    return trace.whole_step(recipe, plan, question["lengths"], question["is_padded"], batch, target)
 
 
 def _write(log: Any, folder: Path, name: str) -> None:

@@ -222,6 +222,7 @@ class CacheCounts:
     target_tokens: int = 0
     longest: int = 0
     longest_input: int = 0
+    shortest_input: int = 0
     longest_target: int = 0  # labels, which are as long as the input but for T5
 
     def add(self, rows: list[dict[str, list[int]]], max_length: int) -> None:
@@ -233,6 +234,7 @@ class CacheCounts:
             self.tokens += length
             self.target_tokens += sum(label != IGNORED for label in row["labels"])
             self.longest_input = max(self.longest_input, length)
+            self.shortest_input = min(self.shortest_input or length, length)
             self.longest_target = max(self.longest_target, len(row["labels"]))
             self.longest = max(self.longest_input, self.longest_target)
             self.truncated += max(length, len(row["labels"])) >= max_length

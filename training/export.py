@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from launch import rundir
-from launch.schema import ModelSection, Plan, Recipe
+from launch.schema import Plan, Recipe
+from training import four_bit
 from training.trainer import LowMemTrainer
 
 
@@ -31,9 +33,12 @@ def write(
         if leftover.exists():
             shutil.rmtree(leftover)
     aside.mkdir(parents=True)
-    held = _save(network, cut, recipe.model, aside)
+    held = _save(network, cut, recipe, aside)
     (aside / "README.md").write_text(_card(trainer, recipe, plan, held), encoding="utf-8")
-    rundir.write_json(aside / "lowmem.json", {"run": run_id, "recipe": recipe.name, "step": trainer.state.global_step})
+    facts: dict[str, Any] = {"run": run_id, "recipe": recipe.name, "step": trainer.state.global_step}
+    if quantization := recipe.quantized(plan.strategy.mixed_precision):  # what the adapter was trained on
+        facts["quantization"] = quantization.model_dump()
+    rundir.write_json(aside / "lowmem.json", facts)
     is_another_runs = bool(rundir.kept_aside(target, run_id))
     if target.exists():
         target.rename(old)
@@ -48,17 +53,35 @@ def write(
     return held
 
 
-def _save(model: torch.nn.Module, cut: PreTrainedTokenizerBase, section: ModelSection, folder: Path) -> str:
-    """LoRA on a named shape is merged (its random base is stored nowhere else); on a local folder it stays apart."""
+def _save(model: torch.nn.Module, cut: PreTrainedTokenizerBase, recipe: Recipe, folder: Path) -> str:
+    """LoRA on a named shape is merged (its random base is stored nowhere else); on a local folder it stays apart.
+
+    On 4-bit weights too: the folder still has them in full, to merge into where somebody wants that."""
+    section = recipe.model
     is_lora = hasattr(model, "peft_config")
     if is_lora and section.path is None:
         model.save_pretrained(folder / "adapter")
-        model = model.merge_and_unload()
+        if recipe.quantization is not None:
+            model = four_bit.merged(model, getattr(torch, section.dtype))
+        else:
+            model = model.merge_and_unload()
     model.save_pretrained(folder)
     cut.save_pretrained(folder)
     if not is_lora:
         return "the whole model"
     return "the model with its LoRA adapter merged" if section.path is None else f"a LoRA adapter for {section.path}"
+
+
+def _quantization(recipe: Recipe) -> list[str]:
+    section = recipe.quantization
+    if section is None:
+        return []
+    words = f"- trained on linear weights of 4 bits ({section.bnb_4bit_quant_type})"
+    if recipe.model.path is None:
+        return [f"{words}; merged into them, dequantised"]
+    return [
+        f"{words}; to merge, load {recipe.model.path} unquantised, then PeftModel.from_pretrained, merge_and_unload"
+    ]
 
 
 def last(history: list[dict[str, float]], key: str) -> float | None:
@@ -71,6 +94,7 @@ def _card(trainer: LowMemTrainer, recipe: Recipe, plan: Plan, held: str) -> str:
     figures = [
         f"- recipe: {recipe.name} ({recipe.task})",
         f"- model: {plan.shape.name}, {plan.shape.parameters:,} parameters; this folder holds {held}",
+        *_quantization(recipe),
         f"- data: {Path(recipe.data.train_file).name}",
         f"- effective batch size {plan.strategy.effective_batch_size}, {trainer.state.global_step:,} optimizer steps",
         f"- learning rate {recipe.training.learning_rate:g}, {recipe.training.lr_scheduler_type}",

@@ -94,14 +94,16 @@ def merged(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
 
     weights: dict[str, torch.Tensor] = {}
     for name, layer in list(model.get_base_model().named_modules()):
-        base = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
-        if not isinstance(base, bitsandbytes.nn.Linear4bit) or name.endswith(".base_layer"):
-            continue
-        weight = bitsandbytes.functional.dequantize_4bit(base.weight.data, base.weight.quant_state).float()
-        if base is not layer:
-            weight += layer.get_delta_weight("default")
-        weights[name] = weight.to("cpu", dtype)
-    plain = model.merge_and_unload() if not weights else model.unload()
+        has_adapter = hasattr(layer, "get_base_layer")
+        base = layer.get_base_layer() if has_adapter else layer
+        if isinstance(base, bitsandbytes.nn.Linear4bit) and not name.endswith(".base_layer"):
+            weight = bitsandbytes.functional.dequantize_4bit(base.weight.data, base.weight.quant_state).float()
+            if has_adapter:
+                weight += layer.get_delta_weight("default")
+            weights[name] = weight.to("cpu", dtype)
+        elif has_adapter and base is not layer:
+            layer.merge()
+    plain = model.unload()
     for name, weight in weights.items():
         plain.set_submodule(name, _ordinary(plain.get_submodule(name), weight))
     return plain.to("cpu")

@@ -100,6 +100,7 @@ class Recorder(TorchDispatchMode):
         self._layers: list[Layer] = []
         self._ranges: list[tuple[int, int, Layer]] = []  # sequence numbers of autograd nodes that a layer made
         self._last: Layer | None = None
+        self._left: Layer | None = None  # the layer that has just returned: no operator has run since
         self._accumulated: list[tuple[int, list[int | None]]] = []
         self._suspended = 0
         self._closed = False
@@ -116,12 +117,13 @@ class Recorder(TorchDispatchMode):
     def _entering(self, layer: Layer) -> Any:
         def enter(module: torch.nn.Module, args: Any) -> None:
             self._layers.append(layer)
+            self._left = None
             self._ranges.append((torch.autograd._get_sequence_nr(), -1, layer))
 
         return enter
 
     def _leaving(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        layer = self._layers.pop()
+        layer = self._left = self._layers.pop()
         for at in reversed(range(len(self._ranges))):
             start, end, of = self._ranges[at]
             if of == layer and end < 0:
@@ -135,6 +137,8 @@ class Recorder(TorchDispatchMode):
             return self._last
         if self._layers:
             return self._layers[-1]
+        if self._left is not None and not self.phase.startswith("backward"):  # the last one's output is let go
+            return self._left
         node = torch._C._current_autograd_node()
         if node is None:
             self._last = None
@@ -191,6 +195,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self._left = None
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # it desugars to the local tensors first
         if self._suspended:

@@ -32,6 +32,24 @@ def test_one_card_trains_and_its_memory_is_in_the_report(tmp_path, shape, precis
     assert steps[-1]["vram_total_bytes"] > 0
 
 
+def test_lora_on_4_bit_weights_of_a_folder_holds_what_was_predicted(tmp_path):
+    first = builders.recipe(tmp_path / "first", training={"max_steps": 2}, launch={"num_processes": 1})
+    assert builders.launch(tmp_path / "house", "run", str(first)).returncode == 0
+    training = {"max_steps": 12, "bf16": True, "learning_rate": 3e-3, "eval_steps": 4}
+    sections = {"lora": {"r": 4}, "quantization": {"load_in_4bit": True}, "launch": {"num_processes": 1}}
+    recipe = builders.recipe(tmp_path, training=training, **sections)
+    path = f"--model.path={tmp_path / 'first/model'}"
+    done = builders.launch(tmp_path / "quantised", "run", str(recipe), path, "--model.dtype=bfloat16")
+    assert done.returncode == 0, done.stderr + done.stdout
+    run = builders.only_run(tmp_path / "quantised")
+    outcome = json.loads((run / "attempts/01/outcome.json").read_text())
+    estimate = json.loads((run / "plan.json").read_text())["estimate"]
+    for name in ("weights_bytes", "gradients_bytes"):
+        assert outcome[name] == estimate[name]
+    steps = builders.events(run)
+    assert steps[-1]["loss"] < steps[0]["loss"]
+
+
 def test_a_card_gives_the_losses_of_the_cpu(tmp_path):
     losses = {}
     for device in ("cpu", "single_gpu"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from launch import imports
+from launch import imports, malloc
 from launch.host_memory import ASSUMED, MIB, Imports, Job, estimate, rounded_pinned
 from launch.schema import MemoryEstimate, ModelShape, Recipe, Strategy
 
@@ -108,12 +108,33 @@ def test_memory_that_is_reserved_and_never_written_does_not_count() -> None:
     assert all_written.peak_bytes - not_all.peak_bytes == 2 * 100 * MIB
 
 
-def test_malloc_keeps_no_more_than_a_step_gives_back() -> None:
-    kept = estimate(job(strategy()), IMPORTS).by_cause["freed and kept by malloc"]
-    assert kept == 100 * MIB
-    small = job(strategy(), step_bytes=1_200_000_000 + 7 * MIB, evaluation_bytes=0)
-    assert estimate(small, IMPORTS).by_phase["train"]["freed and kept by malloc"] == 7 * MIB
-    assert "freed and kept by malloc" not in estimate(replace(small, gives_back=True), IMPORTS).by_phase["train"]
+def test_what_malloc_keeps_is_a_line_of_its_own_in_every_rank() -> None:
+    one = estimate(job(strategy(), holes_bytes=100 * MIB), IMPORTS).by_phase["train"]
+    assert one["freed and kept by malloc"] == 100 * MIB
+    two = estimate(job(strategy("multi_cpu", 2), holes_bytes=100 * MIB), IMPORTS).by_phase["train"]
+    assert two["freed and kept by malloc"] == 2 * one["freed and kept by malloc"]
+    assert "freed and kept by malloc" not in estimate(job(strategy()), IMPORTS).by_phase["train"]
+
+
+def test_a_small_freed_block_stays_and_the_same_size_again_takes_its_place() -> None:
+    small = 64 << 10
+    again = [(0, small), (0, -1), (1, small), (1, -1)]
+    assert malloc.held_bytes(again) == small + malloc.ALIGNED_BYTES
+    larger = [(0, small), (0, -1), (1, small + 1), (1, -1)]  # does not fit into the hole
+    assert malloc.held_bytes(larger) == 2 * (small + malloc.ALIGNED_BYTES) + 1
+
+
+def test_a_large_block_is_given_back_until_its_free_has_raised_the_threshold() -> None:
+    two, three = 2 * MIB, 3 * MIB
+    once = malloc.held_bytes([(0, two), (0, -1), (1, three), (1, -1)])
+    # mapped one after the other at first; in the next round both are below the threshold, and the heap keeps both
+    assert once == two + three + 2 * malloc.ALIGNED_BYTES
+    huge = 40 * MIB
+    assert malloc.held_bytes([(0, huge), (0, -1), (1, huge + 1), (1, -1)]) == huge + 1 + malloc.ALIGNED_BYTES
+
+
+def test_what_is_never_freed_is_there_once() -> None:
+    assert malloc.held_bytes([(0, 5 * MIB), (1, MIB), (1, -1)]) == 6 * MIB + 2 * malloc.ALIGNED_BYTES
 
 
 def test_only_rows_that_a_run_reads_come_into_ram() -> None:

@@ -164,7 +164,8 @@ def test_ways_out_are_of_a_mode_that_fits_and_never_the_line_that_was_typed():
         training={"bf16": True},
         launch={"mode": "deepspeed_zero3_offload"},
     )
-    with pytest.raises(DoesNotFit, match=r"would fit: --launch\.mode=auto \(dual_gpu_nccl, 13\.15 GiB\)$"):
+    four_bit = r"--quantization\.load_in_4bit=true --launch\.mode=auto \(dual_gpu_nccl, 4\.20 GiB\)"
+    with pytest.raises(DoesNotFit, match=rf"would fit: --launch\.mode=auto \(dual_gpu_nccl, 13\.15 GiB\); {four_bit}$"):
         plan(recipe, machine(2, host_available_bytes=7 * GIB))
 
 
@@ -172,3 +173,38 @@ def test_the_variable_of_the_guides_does_not_forbid_offloading_on_one_card():
     recipe = wish(model={"shape": "qwen2-0.5b"}, data={"max_length": 64}, launch={"vram_fraction": 0.2})
     strategy = plan(recipe, machine(2, host_available_bytes=64 * GIB), force_gloo=True).strategy
     assert (strategy.mode, strategy.num_processes, strategy.backend) == ("deepspeed_zero2_offload", 1, "nccl")
+
+
+def test_4_bit_weights_are_a_way_out_where_they_fit():
+    launch = {"mode": "single_gpu"}
+    recipe = wish(model={"shape": "llama-7b", "dtype": "bfloat16"}, lora={"r": 16}, launch=launch)
+    small = machine(1, cards=(gpu(total_bytes=8 * GIB, free_bytes=8 * GIB),))
+    with pytest.raises(DoesNotFit, match=r"--quantization\.load_in_4bit=true \(single_gpu, 4\.20 GiB\)"):
+        plan(recipe, small)
+    with pytest.raises(DoesNotFit, match=r"--lora\.r=16 --quantization\.load_in_4bit=true \(single_gpu, 4\.20 GiB\)"):
+        plan(recipe.model_copy(update={"lora": None}), small)
+    taken = wish(
+        model={"shape": "llama-7b", "dtype": "bfloat16"},
+        lora={"r": 16},
+        launch=launch,
+        quantization={"load_in_4bit": True},
+    )
+    assert plan(taken, small).estimate.model_state_bytes / GIB == pytest.approx(4.20, abs=0.005)
+
+
+def test_4_bit_products_are_computed_in_the_precision_of_training():
+    four_bit = {"lora": {"r": 4}, "quantization": {"load_in_4bit": True}}
+    words = {
+        "float32": wish(**four_bit),
+        "bfloat16": wish(**four_bit, training={"bf16": True}),
+        "float16": wish(**four_bit, training={"fp16": True}),
+    }
+    for dtype, recipe in words.items():
+        assert f"computed in {dtype}" in "\n".join(plan(recipe, machine(1)).why)
+    old = machine(1, cards=(gpu(architecture="7.5"),))
+    assert "computed in float16" in "\n".join(plan(words["bfloat16"], old).why)
+    half = wish(**four_bit, model={"shape": "llama-tiny", "dtype": "bfloat16"})
+    assert "computed in bfloat16" in "\n".join(plan(half, machine(1)).why)
+    named = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}
+    asked = wish(lora={"r": 4}, quantization=named, training={"bf16": True})
+    assert "computed in float32" in "\n".join(plan(asked, machine(1)).why)

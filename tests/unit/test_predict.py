@@ -22,7 +22,8 @@ from transformers.training_args import OptimizerNames
 
 from launch import predict
 from launch.errors import ConfigError
-from launch.schema import LoraSection
+from launch.schema import LoraSection, ModelSection, ModelShape, QuantizationSection
+from training import four_bit, model
 
 pytestmark = pytest.mark.unit
 
@@ -417,3 +418,59 @@ def test_a_7b_model_with_lora_holds_the_figures_worked_out_by_hand():
     assert estimate.gradients_bytes == 4 * lora_parameters
     assert estimate.optimizer_bytes == 8 * lora_parameters
     assert estimate.model_state_bytes == 2 * 6_738_415_616 + 16 * lora_parameters
+
+
+# ---- weights of 4 bits ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not HAS_BNB, reason="bitsandbytes is not installed")
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [*TINY, "qwen2", "gated t5"])
+def test_4_bit_weights_are_those_of_the_real_bitsandbytes(name, dtype, compute, double):
+    small = {
+        "qwen2": SMALL | {"model_type": "qwen2", "hidden_size": 42, "num_key_value_heads": 3}
+    }  # biases; no size is a multiple of 64
+    small["gated t5"] = SMALL_T5 | {"feed_forward_proj": "gated-gelu"}
+    config = small[name] if name in small else config_of(name) | {"vocab_size": 300}
+    section = QuantizationSection(load_in_4bit=True, bnb_4bit_use_double_quant=double, bnb_4bit_compute_dtype=compute)
+    kind = config["model_type"]
+    shapes = predict.parameter_shapes(config)
+    made = model._prepared(
+        model._from_shape(ModelSection(shape="any", dtype=dtype), ModelShape("any", config, 0, 0), section),
+        ModelSection(shape="any"),
+        LoraSection(r=4),
+        model_targets(shapes, kind),
+    )
+    held = [tensor for one in made.parameters() for tensor in (one, *four_bit.scales(one))]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in held}) == len(held)
+    estimate = predict.model_state(shapes, (), LoraSection(r=4), kind, "adamw_torch", dtype, section)
+    assert estimate.weights_bytes == sum(tensor.untyped_storage().nbytes() for tensor in held)
+    assert estimate.gradients_bytes == parameter_bytes(made, trainable_only=True)
+
+
+def model_targets(shapes: predict.Shapes, kind: str) -> tuple[str, ...]:
+    return tuple(
+        target for target in predict.LORA_TARGETS[kind] if any(name.endswith(f".{target}.weight") for name in shapes)
+    )
+
+
+def test_a_7b_model_in_4_bits_holds_the_figures_worked_out_by_hand():
+    shapes = predict.parameter_shapes(config_of("llama-7b"))
+    section = QuantizationSection(load_in_4bit=True, bnb_4bit_compute_dtype="bfloat16")
+    estimate = predict.model_state(shapes, (), LoraSection(r=32), "llama", "adamw_torch_fused", "bfloat16", section)
+    linear = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    rest = 6_738_415_616 - linear
+    matrices = 32 * 7
+    nested = linear // 64 + 4 * (linear // (64 * 256)) + matrices * (1024 + 4 + 64)
+    lora_parameters = 32 * 32 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
+    assert estimate.weights_bytes == linear // 2 + nested + 2 * rest + 4 * lora_parameters
+
+
+def test_layers_that_are_not_known_cannot_be_quantised():
+    section = QuantizationSection(load_in_4bit=True, bnb_4bit_compute_dtype="float32")
+    shapes = {"encoder.query.weight": (8, 8)}
+    with pytest.raises(ConfigError, match=r"which layers of model_type 'bert' would have 4 bits is not known"):
+        lora = LoraSection(target_modules=("query",))
+        predict.model_state(shapes, (), lora, "bert", "adamw_torch", "float32", section)

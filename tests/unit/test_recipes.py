@@ -586,3 +586,22 @@ def test_held_out_rows_of_other_data_are_left_out_and_it_is_said():
     recipe, changes = recipes.load("sft_fast", ["--data.train_file=mine.jsonl", "--data.validation_file=held.jsonl"])
     assert recipe.data.validation_file == "held.jsonl"
     assert not changes
+
+
+def test_4_bit_weights_want_lora_and_false_is_off(write):
+    file = write(GOOD + "lora: {r: 4}\nquantization: {load_in_4bit: true, bnb_4bit_quant_type: fp4}\n")
+    section = recipes.load(file)[0].quantization
+    assert section is not None
+    assert (section.bnb_4bit_quant_type, section.bnb_4bit_use_double_quant) == ("fp4", True)
+    assert recipes.load(file, ["--quantization.load_in_4bit=false"])[0].quantization is None
+    with pytest.raises(ConfigError, match=r"quantization: 4-bit weights cannot be trained; add LoRA"):
+        recipes.load(file, ["lora=null"])
+    with pytest.raises(ConfigError, match=r"load_in_4bits.*did you mean load_in_4bit\?"):
+        recipes.load(file, ["--quantization.load_in_4bits=true"])
+    with pytest.raises(ConfigError, match=r"bnb_4bit_quant_type: found 'int4'"):
+        recipes.load(file, ["--quantization.bnb_4bit_quant_type=int4"])
+    with pytest.raises(ConfigError, match=r"lora\.r") as caught:
+        recipes.load(file, ["--lora.r=0"])
+    assert "quantization" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"quantization\.load_in_4bit: found nothing"):
+        recipes.load(write(GOOD + "lora: {r: 4}\nquantization: {bnb_4bit_quant_type: nf4}\n"))

@@ -122,3 +122,13 @@ def test_two_nodes_hold_the_effective_batch_of_all_their_cards():
     assert (strategy.num_processes, strategy.num_machines, strategy.processes_per_machine) == (4, 2, 2)
     assert strategy.effective_batch_size == 16 * 2 * 4
     assert chosen.rendezvous is not None and chosen.rendezvous.machine_rank == 1
+
+
+@pytest.mark.parametrize("mode", ["deepspeed_zero2", "deepspeed_zero3_offload", "fsdp2"])
+def test_4_bit_weights_are_not_shared_out(mode):
+    sections = {"lora": {"r": 4}, "quantization": {"load_in_4bit": True}}
+    with pytest.raises(ConfigError, match=f"{mode} cannot share out 4-bit weights.*dual_gpu_nccl"):
+        plan(wish(launch={"mode": mode}, **sections), machine(2))
+    chosen = plan(wish(**sections), machine(2))
+    assert chosen.strategy.mode == "dual_gpu_nccl"
+    assert "deepspeed_zero3 cannot share out 4-bit weights" in "\n".join(chosen.rejected)

@@ -101,7 +101,8 @@ def real_peak_bytes(recipe: Recipe, plan: Plan, padded: bool) -> int:
         callbacks=[Steps()],
     )
     trainer.remove_callback(PrinterCallback)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    without_onednn = torch.backends.mkldnn.flags(enabled=False)  # it packs half-precision factors in buffers of its own
+    with without_onednn, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         trainer.train()
     events = profiled.profiler.kineto_results.events()
     second = sorted(event.start_ns() for event in events if event.name() == "step")[1]
@@ -175,7 +176,9 @@ def test_a_traced_step_holds_what_the_real_one_holds(name, tmp_path, monkeypatch
     samples = plan.strategy.per_device_train_batch_size
     log = trace.whole_step(recipe, plan, (LENGTH, LENGTH), padded, 1 if samples == 1 else live_bytes.BATCH)
     traced = max(peak_bytes(log, samples, section) for section in ("forward", "backward", "optimizer"))
-    assert traced == pytest.approx(real_peak_bytes(recipe, plan, padded), rel=0.002)
+    # a checkpoint keeps the state of the CPU's random numbers, 5,056 bytes: much of a tiny model, none of a card
+    rel = 0.01 if recipe.quantization and recipe.training.gradient_checkpointing else 0.002
+    assert traced == pytest.approx(real_peak_bytes(recipe, plan, padded), rel=rel)
 
 
 @pytest.mark.parametrize(
@@ -185,6 +188,7 @@ def test_a_traced_step_holds_what_the_real_one_holds(name, tmp_path, monkeypatch
         ("qwen2-0.5b", "num_hidden_layers", {"training": {"gradient_checkpointing": True, "bf16": True}}),
         ("llama-7b", "num_hidden_layers", {"lora": {"r": 8}, "model": {"dtype": "bfloat16"}}),
         ("t5-chatlm-0.2b", "num_layers", {}),
+        ("llama-7b", "num_hidden_layers", {**FOUR_BIT, "training": {"bf16": True, "gradient_checkpointing": True}}),
     ],
 )
 def test_a_deep_model_is_the_shallow_one_with_more_of_the_middle(shape, key, sections, tmp_path, monkeypatch):
@@ -195,7 +199,7 @@ def test_a_deep_model_is_the_shallow_one_with_more_of_the_middle(shape, key, sec
     extended = trace.whole_step(recipe, plan, (LENGTH, LENGTH), True, live_bytes.BATCH)
     whole = trace.step(recipe, plan, (LENGTH, LENGTH))
     assert len(extended.events) == len(whole.events)
-    for samples in (2, 5, 40):
+    for samples in (2, 5, 40, 1000):
         for section in peaks.SECTIONS:
             # but for the scalars of clip_grad_norm: one a parameter
             assert peak_bytes(extended, samples, section) == pytest.approx(

@@ -1,0 +1,300 @@
+"""Predicted beside measured memory of real runs on CPUs: every byte of torch's allocator, and the job's host RAM.
+
+Each configuration is trained by train_low_mem.py under our launcher: some steps, an evaluation, an export. A preloaded
+counter (allocator.c) sees each allocation of each rank in every thread; the peak of the steps from the second on is
+compared with the plan's, that of the evaluation with the trace's. Host RAM is what the report shows. FSDP2 runs through
+the shim of tests/modes, so its plan is made here. A quarter of the rows is shorter than the rest: batches are padded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks import recording
+
+LENGTH = 256
+WORDS = ("red", "blue", "green", "stone")
+GPT2 = {"model_type": "gpt2", "vocab_size": 4096, "n_positions": 512, "n_embd": 256, "n_layer": 6, "n_head": 4}
+WIDE = {**GPT2, "n_embd": 512, "vocab_size": 512}
+QWEN = {
+    "model_type": "qwen2",
+    "vocab_size": 8192,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 1024,
+}
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 1024,
+}
+T5 = {
+    "model_type": "t5",
+    "vocab_size": 4096,
+    "d_model": 256,
+    "d_kv": 32,
+    "d_ff": 768,
+    "num_layers": 5,
+    "num_decoder_layers": 5,
+    "num_heads": 8,
+    "feed_forward_proj": "gated-gelu",
+    "decoder_start_token_id": 0,
+}
+CHECKPOINTING, AUTOCAST = {"gradient_checkpointing": True}, {"bf16": True}
+HALF, EAGER = {"dtype": "bfloat16"}, {"attn_implementation": "eager"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration; sections lay over the recipe's."""
+
+    name: str
+    config: Mapping[str, Any]
+    batch: int = 4
+    training: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    lora: Mapping[str, Any] | None = None
+    mode: str = "cpu"
+    ranks: int = 1
+    length: int = LENGTH
+    padded: bool = True
+
+    @property
+    def effective_batch_size(self) -> int:
+        return self.batch * self.training.get("gradient_accumulation_steps", 1) * self.ranks
+
+
+def accumulating(count: int) -> dict[str, int]:
+    return {"gradient_accumulation_steps": count}
+
+
+CASES = (
+    Case("gpt2", GPT2),
+    Case("gpt2, loop AdamW", GPT2, training={"optim": "adamw_torch"}),
+    Case("gpt2, eager", GPT2, model=EAGER),
+    Case("gpt2, autocast", GPT2, training=AUTOCAST),
+    Case("gpt2, bf16 weights", GPT2, model=HALF),
+    Case("gpt2, bf16 weights, accumulation 2", GPT2, model=HALF, training=accumulating(2)),
+    Case("gpt2, checkpointing, accumulation 2", GPT2, training={**CHECKPOINTING, **accumulating(2)}),
+    Case("gpt2, optimizer is the peak", WIDE, 1, {"optim": "adamw_torch"}, length=32),
+    Case("qwen2", QWEN),
+    Case("qwen2, one sample", QWEN, 1),
+    Case("qwen2, nothing padded", QWEN, padded=False),
+    Case("qwen2, checkpointing", QWEN, training=CHECKPOINTING),
+    Case("qwen2, autocast, accumulation 3", QWEN, training={**AUTOCAST, **accumulating(3)}, length=192),
+    Case("qwen2, bf16 weights, Adafactor", QWEN, model=HALF, training={"optim": "adafactor"}),
+    Case("qwen2, eager, checkpointing, autocast", QWEN, 3, model=EAGER, training={**CHECKPOINTING, **AUTOCAST}),
+    Case("llama, LoRA", LLAMA, lora={"r": 16}),
+    Case("llama, LoRA, checkpointing", LLAMA, lora={"r": 16}, training=CHECKPOINTING),
+    Case("llama, LoRA with dropout, bf16 weights", LLAMA, lora={"r": 16, "lora_dropout": 0.05}, model=HALF),
+    Case("llama, LoRA, autocast, accumulation 2", LLAMA, lora={"r": 8}, training={**AUTOCAST, **accumulating(2)}),
+    Case("llama, no clipping", LLAMA, training={"max_grad_norm": 0}),
+    Case("llama, Adafactor, checkpointing", LLAMA, 8, {"optim": "adafactor", **CHECKPOINTING}, length=128),
+    Case("llama, SGD", LLAMA, training={"optim": "sgd"}),
+    Case("t5", T5, length=128),
+    Case("t5, checkpointing", T5, training=CHECKPOINTING, length=128),
+    Case("t5, autocast, accumulation 2", T5, training={**AUTOCAST, **accumulating(2)}, length=128),
+    Case("t5, encoder frozen, autocast", T5, training=AUTOCAST, model={"freeze": ["shared", "encoder"]}, length=128),
+    Case("t5, LoRA", T5, lora={"r": 8}, length=128),
+    Case("t5, eager", T5, model=EAGER, length=128),
+    Case("qwen2, DDP", QWEN, mode="multi_cpu", ranks=2),
+    Case("gpt2, DDP, accumulation 2", GPT2, 2, accumulating(2), mode="multi_cpu", ranks=2),
+    Case("t5, DDP, autocast", T5, training=AUTOCAST, mode="multi_cpu", ranks=2, length=128),
+    Case("llama, LoRA, DDP", LLAMA, lora={"r": 16}, mode="multi_cpu", ranks=2),
+    Case("qwen2, FSDP2", QWEN, mode="fsdp2", ranks=2),
+    Case("llama, FSDP2, checkpointing", LLAMA, training=CHECKPOINTING, mode="fsdp2", ranks=2),
+    Case("qwen2, ZeRO-2", QWEN, mode="deepspeed_zero2", ranks=2),
+    Case("gpt2, ZeRO-3", GPT2, mode="deepspeed_zero3", ranks=2),
+)  # fmt: skip
+
+
+def write_data(folder: Path, case: Case) -> Path:
+    """Model folder with random weights, tokenizer, rows and recipe of a case; the recipe's file."""
+    from tests.builders import write_parquet
+
+    rng = random.Random(0)
+    is_t5 = case.config["model_type"] == "t5"
+
+    def rows(count: int) -> list[dict[str, str]]:
+        found = []
+        for number in range(count):
+            words = case.length // 2 if case.padded and number % 4 == 0 else 3 * case.length
+            prompt = " ".join(rng.choices(WORDS, k=words if is_t5 else 3))
+            found.append({"prompt": prompt, "response": " ".join(rng.choices(WORDS, k=words))})
+        return found
+
+    write_parquet(folder / "train.parquet", rows(4 * case.effective_batch_size))
+    write_parquet(folder / "valid.parquet", rows(3 * case.batch * case.ranks))
+    child = [sys.executable, "-m", "benchmarks.random_model", json.dumps(case.config), str(folder)]
+    subprocess.run(child, check=True, cwd=recording.CODE, stderr=subprocess.DEVNULL)
+    recipe = {
+        "name": "case",
+        "task": "sft",
+        "model": {"path": str(folder / "model"), **case.model},
+        "tokenizer": {"path": str(folder / "tokenizer")},
+        "data": {
+            "train_file": str(folder / "train.parquet"),
+            "validation_file": str(folder / "valid.parquet"),
+            "max_length": case.length,
+        },
+        "training": {
+            "per_device_train_batch_size": case.batch,
+            "num_train_epochs": 1,
+            "learning_rate": 1e-4,
+            "logging_steps": 1,
+            "save_steps": 1000,
+            **case.training,
+        },
+        "launch": {"mode": "multi_cpu" if case.mode == "fsdp2" else case.mode},
+        "output_dir": str(folder / "out"),
+    }
+    if case.mode != "cpu":
+        recipe["launch"]["num_processes"] = case.ranks
+    if case.lora is not None:
+        recipe["lora"] = dict(case.lora)
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return file
+
+
+def measured(case: Case, folder: Path, counter: Path) -> dict[str, Any]:
+    """Run a case and put what was predicted beside what was counted."""
+    from launch import direct, estimate, render, resume, rundir, supervise
+    from launch.resolve import resolve
+    from launch.schema import Command, Strategy
+    from launch.screen import Screen
+    from tests.modes.launch_one import as_fsdp2
+
+    os.environ["LOWMEM_ROOT"] = str(folder)
+    recipe_file = write_data(folder, case)
+    resolved = resolve(str(recipe_file), [])
+    if case.mode == "fsdp2":
+        resolved = replace(resolved, plan=as_fsdp2(resolved.plan, resolved.recipe))
+
+    def start(with_counter: bool) -> tuple[Any, Any]:
+        plan, house = resolved.plan, resolved.house
+        tokens = rundir.token_cache(house.cache, resolved.recipe, plan.shape, plan.data_format)
+        run = resume.decide(house.runs, resolved.recipe, plan, tokens, "never", datetime.now()).run
+        attempt = direct.write_run(run, resolved.recipe, resolved.machine, plan, house)
+        command = render.command(plan, resolved.machine, run, attempt, house, os.environ)
+        entry = str(recording.CODE / "train_low_mem.py")
+        shim = str(recording.CODE / "tests" / "modes" / "fsdp_on_cpu.py")
+        counted = str(recording.CODE / "benchmarks" / "counted_rank.py")
+        instead = counted if with_counter else shim if case.mode == "fsdp2" else entry
+        added = {"PYTHONPATH": str(recording.CODE)} | ({"LD_PRELOAD": str(counter)} if with_counter else {})
+        command = Command(tuple(instead if word == entry else word for word in command.argv), {**command.env, **added})
+        with contextlib.redirect_stdout(io.StringIO()):
+            result = supervise.run(resolved, run, attempt, lambda: command, Screen(rundir.log_file(house.root, run)))
+        assert result.failure is None, (result.failure, attempt.log_file.read_text()[-3000:])
+        return attempt, result
+
+    attempt, _ = start(with_counter=True)
+    _, plain = start(with_counter=False)
+    ranks = [json.loads(file.read_text()) for file in sorted(attempt.root.glob("allocator-*.json"))]
+    steps = [one for rank in ranks for one in rank if one["name"].startswith("step ") and one["name"] != "step 1"]
+    evaluations = [one for rank in ranks for one in rank if one["name"] == "evaluation"]
+    about = resolved.about
+    assert about is not None
+    strategy: Strategy = resolved.plan.strategy
+    about = replace(about, lengths=(case.length, case.length), is_ragged=case.padded)
+    about.fetch([strategy])
+    trace = about.trace(strategy)
+    assert trace is not None, about.traces and about.traces.failure
+    peaks = trace.peaks(case.batch, min(strategy.per_device_eval_batch_size, 3 * case.batch))
+    judged = estimate.judge(about, strategy)
+    trained = max(peak.allocated_bytes for section, peak in peaks.items() if section != "evaluation")
+    return {
+        "case": case.name,
+        "predicted_bytes": trained,
+        "measured_bytes": max(one["peak_bytes"] for one in steps),
+        "evaluation_predicted_bytes": peaks["evaluation"].allocated_bytes,
+        "evaluation_measured_bytes": max(one["peak_bytes"] for one in evaluations),
+        "host_predicted_bytes": judged.memory.host_bytes,
+        "host_measured_bytes": plain.host_peak_bytes,
+        "host_phase": judged.memory.host_phase,
+    }
+
+
+def build_counter(folder: Path) -> Path:
+    target = folder / "allocator.so"
+    source = recording.CODE / "benchmarks" / "allocator.c"
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(target), str(source), "-ldl", "-lpthread"], check=True)
+    return target
+
+
+def off(row: Mapping[str, Any], what: str) -> float:
+    return row[f"{what}predicted_bytes"] / row[f"{what}measured_bytes"] - 1
+
+
+def text(rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = []
+    for row in rows:
+        line = [row["case"]]
+        for what in ("", "evaluation_", "host_"):
+            line += [f"{row[f'{what}{side}_bytes'] / (1 << 20):.1f}" for side in ("predicted", "measured")]
+            line.append(f"{off(row, what):+.3%}" if what != "host_" else f"{off(row, what):+.1%}")
+        lines.append(line)
+    head = ["case", "step, predicted MiB", "measured", "error", "evaluation, predicted", "measured", "error"]
+    head += ["host RAM, predicted", "measured", "error"]
+    summary = []
+    for what, words in (
+        ("", "peak of a step"),
+        ("evaluation_", "peak of an evaluation"),
+        ("host_", "host RAM of the job"),
+    ):
+        sizes = [abs(off(row, what)) for row in rows]
+        summary.append(f"{words}: median |error| {statistics.median(sizes):.3%}, max {max(sizes):.3%}")
+    return f"{len(rows)} configurations. " + "; ".join(summary) + ".\n\n" + recording.table(head, lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases whose name holds this; nothing is recorded")
+    arguments = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as place:
+        os.environ["LOWMEM_TRACES"] = str(Path(place) / "traces")
+        counter = build_counter(Path(place))
+        for number, case in enumerate(case for case in CASES if arguments.only in case.name):
+            folder = Path(place) / str(number)
+            folder.mkdir()
+            rows.append(measured(case, folder, counter))
+            row = rows[-1]
+            print(
+                f"{case.name}: {off(row, ''):+.3%}, {off(row, 'evaluation_'):+.3%}, {off(row, 'host_'):+.1%}",
+                flush=True,
+            )
+            shutil.rmtree(folder)
+    if arguments.only:
+        print(text(rows))
+    else:
+        recording.write("cpu_memory", {"rows": rows}, text(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Seconds of `python -m launch plan` on one core: with its steps traced before (warm), and with nothing known (cold).
+
+One recipe per model family on described machines, each plan a process of its own, from start to end. The first of each
+fills the traces and the page cache and is left out. A plan that finds nothing that fits counts: it answers too. Where
+other processes share the core, processor seconds are what the plan itself takes; wall seconds are shown beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import recording
+
+LORA_7B = (
+    "--model.shape=llama-7b",
+    "--lora.r=16",
+    "--model.dtype=bfloat16",
+    "--training.gradient_checkpointing=true",
+)
+RECIPES = {  # -> words laid over configs/recipes/sft_fast.yaml, whose own model is the T5
+    "GPT-2 124M": ("--model.shape=gpt2-small",),
+    "Qwen2 0.5B": ("--model.shape=qwen2-0.5b",),
+    "T5 0.2B, encoder frozen": (),
+    "Llama 7B, LoRA": LORA_7B,
+    "Llama 7B, QLoRA": (*LORA_7B, "--quantization.load_in_4bit=true"),
+}
+MACHINES = ("a6000-48g", "a5000-16g")
+WARM_GOAL_S, COLD_GOAL_S = 0.5, 10.0
+PLAN_TIMEOUT_S = 300
+DOES_NOT_FIT = 3  # the exit code
+
+
+def plan(words: Sequence[str], machine: str, house: Path, traces: Path) -> dict[str, Any]:
+    """One plan: seconds of the process and its children, and what it said."""
+    file = recording.CODE / "configs" / "machines" / f"{machine}.yaml"
+    argv = [sys.executable, "-m", "launch", "plan", "sft_fast", *words, "--machine", str(file)]
+    env = {**recording.environment(house), "LOWMEM_TRACES": str(traces)}
+    load, used, began = os.getloadavg()[0], resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    done = subprocess.run(argv, env=env, cwd=recording.CODE, capture_output=True, text=True, timeout=PLAN_TIMEOUT_S)
+    wall_s, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
+    seconds = {"wall_s": round(wall_s, 3), "cpu_s": round(cpu_s, 3), "load_before": round(load, 2)}
+    if done.returncode not in (0, DOES_NOT_FIT):
+        return {**seconds, "error": done.stderr.strip().splitlines()[-1]}
+    return {**seconds, "says": said(done.stdout) if done.returncode == 0 else "does not fit"}
+
+
+def said(output: str) -> str:
+    """Batch and mode of a printed plan."""
+    lines = {line[:11].strip(): line[11:].strip() for line in output.splitlines() if line.startswith("  ")}
+    return f"{lines['mode'].split(',')[0]}, {lines['batch'].split(' per device')[0]} per device"
+
+
+def case(name: str, machine: str, place: Path, rounds: tuple[int, int]) -> dict[str, Any]:
+    """Every repetition of one recipe on one machine: (warm, cold) rounds."""
+    words, house, known = RECIPES[name], place / "house", place / "traces"
+    first = plan(words, machine, house, known)
+    found = {"recipe": name, "machine": machine, "first": first, "warm": [], "cold": []}
+    if "error" in first:
+        return found
+    found["warm"] = [plan(words, machine, house, known) for _ in range(rounds[0])]
+    for _ in range(rounds[1]):
+        with tempfile.TemporaryDirectory() as empty:
+            found["cold"].append(plan(words, machine, house, Path(empty)))
+    return found
+
+
+def median(repetitions: Sequence[Mapping[str, Any]], clock: str) -> float:
+    return statistics.median(one[clock] for one in repetitions)
+
+
+def text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line per recipe and machine; what missed a goal, and how busy the machine was."""
+    lines, missed = [], []
+    for row in rows:
+        if "error" in row["first"]:
+            lines.append([row["recipe"], row["machine"], row["first"]["error"], *["-"] * 4])
+            continue
+        cells = []
+        for way, goal_s in (("warm", WARM_GOAL_S), ("cold", COLD_GOAL_S)):
+            wall_s, cpu_s = (median(row[way], clock) for clock in ("wall_s", "cpu_s"))
+            cells += [f"{wall_s:.2f}", f"{cpu_s:.2f}"]
+            if wall_s > goal_s:
+                missed.append(
+                    f"{row['recipe']} on {row['machine']}, {way}: {wall_s:.2f} s ({cpu_s:.2f} s of processor)"
+                )
+        lines.append([row["recipe"], row["machine"], row["warm"][0]["says"], *cells])
+    repetitions = [one for row in rows for one in (*row["warm"], *row["cold"])]
+    busiest = max(one["load_before"] for one in repetitions)
+    goals = f"Goals: warm {WARM_GOAL_S} s, cold {COLD_GOAL_S:.0f} s. "
+    goals += f"Missed by the clock: {'; '.join(missed)}." if missed else "All are met."
+    if busiest > recording.QUIET_LOAD:
+        most = {way: max(one["cpu_s"] for row in rows for one in row[way]) for way in ("warm", "cold")}
+        goals += f"\n\nThe machine was shared: load up to {busiest} before a plan, which then has a part of its core. A"
+        goals += f" plan took at most {most['warm']:.2f} s of a processor warm and {most['cold']:.2f} s cold."
+    head = ["recipe", "machine", "says", "warm, wall s", "processor s", "cold, wall s", "processor s"]
+    return goals + "\n\n" + recording.table(head, lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--warm", type=int, default=5)
+    parser.add_argument("--cold", type=int, default=2)
+    parser.add_argument("--core", type=int, default=0)
+    arguments = parser.parse_args()
+    cores, rows = os.sched_getaffinity(0), []
+    os.sched_setaffinity(0, {arguments.core})  # the children's too
+    with tempfile.TemporaryDirectory() as place:
+        for name in RECIPES:
+            for machine in MACHINES:
+                rows.append(case(name, machine, Path(place), (arguments.warm, arguments.cold)))
+                print(json.dumps(rows[-1]), flush=True)
+    os.sched_setaffinity(0, cores)
+    recording.write("plan_time", {"goals_s": {"warm": WARM_GOAL_S, "cold": COLD_GOAL_S}, "rows": rows}, text(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""A token cache of the longest rows of another, for trials: `python -m training.longest TOKENS FOLDER ROWS`."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from launch import rundir
+from training.data import CACHE_SCHEMA
+
+SHORTER = 4  # every so-many-th row is cut by a token, so that batches are padded
+
+
+def main(tokens: Path, folder: Path, count: int) -> None:
+    folder.mkdir(parents=True)
+    for part in ("train", "validation"):
+        if (tokens / f"{part}.arrow").exists():
+            _write(tokens / f"{part}.arrow", folder / f"{part}.arrow", count)
+    shutil.copytree(tokens / "tokenizer", folder / "tokenizer")
+    shutil.copyfile(tokens / rundir.TOKENS_READY, folder / rundir.TOKENS_READY)
+
+
+def _write(source: Path, target: Path, count: int) -> None:
+    """The row with the longest input and the one with the longest labels in turn, `count` rows in all."""
+    with pa.memory_map(str(source)) as file:
+        table = pa.ipc.open_stream(file).read_all()
+        pair = []
+        for column in ("input_ids", "labels"):
+            lengths = pc.list_value_length(table.column(column))
+            pair.append(table.slice(pc.index(lengths, pc.max(lengths)).as_py(), 1).to_pylist()[0])
+    rows = [_cut(pair[number % 2]) if number % SHORTER == 0 else pair[number % 2] for number in range(count)]
+    with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_stream(sink, CACHE_SCHEMA) as writer:
+        writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=CACHE_SCHEMA))
+
+
+def _cut(row: dict[str, list[int]]) -> dict[str, list[int]]:
+    """The row less its first token, which is no target of a decoder."""
+    is_pair = len(row["input_ids"]) != len(row["labels"])  # T5: source and target
+    return {"input_ids": row["input_ids"][1:] or row["input_ids"], "labels": row["labels"][0 if is_pair else 1 :]}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
