@@ -1,0 +1,102 @@
+"""One short training inside whatever memory limit its process has: what the searchers of batch_search.py try.
+
+`ours RECIPE BATCH` is our launcher and trainer with the batch forced, `plain RECIPE BATCH` transformers.Trainer on the
+same model and rows in this process. The last line printed is JSON: seconds of a step and its samples, or the failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import replace
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+STEPS = 3  # as tune's own trials take; the first finds no optimizer states
+
+
+def say(**values: Any) -> None:
+    print(json.dumps(values), flush=True)
+
+
+def ours(recipe_file: str, batch: int) -> None:
+    """Train under our launcher, whatever planning would have said of the batch."""
+    from launch import direct, render, resume, rundir, supervise
+    from launch.resolve import resolve
+    from launch.screen import Screen
+
+    steps = (f"max_steps={STEPS}", f"eval_steps={STEPS}", f"save_steps={STEPS + 1}")
+    overrides = [f"--training.{word}" for word in steps] + ["--launch.host_reserve_gib=0"]
+    resolved = resolve(recipe_file, overrides, trace=False)
+    asked = resolved.plan.strategy
+    strategy = replace(
+        asked,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=asked.effective_batch_size // batch,
+        per_device_eval_batch_size=batch,
+    )
+    plan, house = replace(resolved.plan, strategy=strategy), resolved.house
+    tokens = rundir.token_cache(house.cache, resolved.recipe, plan.shape, plan.data_format)
+    run = resume.decide(house.runs, resolved.recipe, plan, tokens, "never", datetime.now()).run
+    attempt = direct.write_run(run, resolved.recipe, resolved.machine, plan, house)
+    command = render.command(plan, resolved.machine, run, attempt, house, os.environ)
+    with contextlib.redirect_stdout(io.StringIO()):
+        result = supervise.run(
+            replace(resolved, plan=plan), run, attempt, lambda: command, Screen(rundir.log_file(house.root, run))
+        )
+    if result.failure is not None:
+        say(failure=result.failure.kind)
+        return
+    events = [json.loads(line) for line in attempt.events_file.read_text(encoding="utf-8").splitlines()]
+    say(step_s=statistics.median(event["seconds"] for event in events[1:]), samples=strategy.effective_batch_size)
+
+
+def plain(recipe_file: str, batch: int) -> None:
+    """Train with transformers.Trainer; the effective batch is cut as far as it can be, not held."""
+    import pyarrow.parquet as pq
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
+
+    recipe = yaml.safe_load(Path(recipe_file).read_text(encoding="utf-8"))
+    length, asked = recipe["data"]["max_length"], recipe["training"]["per_device_train_batch_size"]
+    accumulation = asked // batch
+    tokenizer = AutoTokenizer.from_pretrained(recipe["tokenizer"]["path"])
+    rows = []
+    for row in pq.read_table(recipe["data"]["train_file"]).to_pylist()[: asked * STEPS]:
+        text = f"{row['prompt']} {row['response']}"
+        ids = tokenizer(text, truncation=True, max_length=length, padding="max_length")["input_ids"]
+        rows.append({"input_ids": ids, "labels": ids})
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            ends.append(time.perf_counter())
+
+    arguments = TrainingArguments(
+        output_dir=recipe["output_dir"],
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        max_steps=STEPS,
+        use_cpu=True,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+    )
+    network = AutoModelForCausalLM.from_pretrained(recipe["model"]["path"])
+    Trainer(network, arguments, train_dataset=rows, callbacks=[Clock()]).train()  # type: ignore[arg-type]
+    seconds = [after - before for before, after in pairwise(ends)]
+    say(step_s=statistics.median(seconds), samples=batch * accumulation)
+
+
+if __name__ == "__main__":
+    mode, file, size = sys.argv[1:]
+    {"ours": ours, "plain": plain}[mode](file, int(size))
