@@ -7,6 +7,7 @@ import errno
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from launch import nodes, recipes, report, rundir, started
@@ -130,7 +131,9 @@ def _tune(recipe: str, overrides: list[str], given: Given, forget: bool, again: 
     from launch import keys, tune
     from launch.ledger import Ledger
 
-    resolved = resolve(recipe, overrides, given=given, say=print, test_link=True)
+    say = partial(print, flush=True)  # into a file too, while it goes on
+    # any cut may win, so all are traced by one child, and none of the asked one's own
+    resolved = resolve(recipe, overrides, given=replace(given, free_batch=True), say=say, test_link=True)
     of = (
         keys.machine_key(resolved.machine),
         keys.model_key(resolved.plan.shape),
@@ -140,7 +143,7 @@ def _tune(recipe: str, overrides: list[str], given: Given, forget: bool, again: 
     if forget:
         print("forgotten" if ledger.forget(*of) else "nothing was tuned for this machine, model and recipe")
     elif again or ledger.recall(*of) is None:
-        tune.tune(resolved, given, print)
+        tune.tune(resolved, given, say)
     return 0
 
 

@@ -57,6 +57,14 @@ class NetworkError(LaunchError):
     exit_code = 11
 
 
+class Stopped(LaunchError):
+    """A signal ended it: 75, or 130 where it was Ctrl-C."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
     """The known names most like a word that is none of them, best first, upper and lower case aside."""
     import difflib  # 5 ms, which only a mistake costs

@@ -209,7 +209,10 @@ def budget_bytes(recipe: Recipe, machine: Machine, candidate: Strategy) -> int:
 
 
 def host_budget_bytes(recipe: Recipe, machine: Machine) -> int:
-    return max(machine.host_available_bytes - int(recipe.launch.host_reserve_gib * GIB), 0)
+    reserve = int(recipe.launch.host_reserve_gib * GIB)
+    if "host_reserve_gib" not in recipe.launch.model_fields_set:  # a small container is not all reserve
+        reserve = min(reserve, machine.host_limit_bytes // 8)
+    return max(machine.host_available_bytes - reserve, 0)
 
 
 def _misses(subject: Subject, candidate: Strategy, memory: MemoryEstimate, budget: int) -> str | None:

@@ -568,7 +568,7 @@ def _does_not_fit(
         f"{recipe.name}: {shape.name} ({shape.parameters:,} parameters, {shape.trainable_parameters:,} trained) needs"
         f" {gib(whole.weights_bytes)} weights + {gib(whole.gradients_bytes)} gradients +"
         f" {gib(whole.optimizer_bytes)} optimizer before any activation. Nothing fits{exact}. Nearest:"
-        f" {'; '.join(nearest or rejected)}. {advice}"
+        f" {'; '.join(nearest or dict.fromkeys(rejected))}. {advice}"
     )
 
 

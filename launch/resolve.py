@@ -70,7 +70,7 @@ def resolve(
     if machine_file is None and has_gpu:
         given = replace(given, link=_link(recipe, machine, given, house, say, test_link))
     about = planner.subject(recipe, machine, config, parameter_shapes, data_format)
-    lengths, is_ragged = _lengths(house, about)
+    lengths, is_ragged = lengths_of(house, about)
     about = replace(about, lengths=lengths, is_ragged=is_ragged, rows=rows)
     if trace:
         device = "cuda" if has_gpu else "cpu"
@@ -119,7 +119,7 @@ def _tuned(house: House, about: Subject, say: Callable[[str], None]) -> Strategy
     return found.strategy if found else None
 
 
-def _lengths(house: House, about: Subject) -> tuple[tuple[int, int], bool]:
+def lengths_of(house: House, about: Subject) -> tuple[tuple[int, int], bool]:
     """Tokens of the longest source and target, and whether rows differ; (0, 0) where none have been tokenised yet."""
     tokens = rundir.token_cache(house.cache, about.recipe, about.shape, about.data_format)
     counts = rundir.read_json(tokens / rundir.TOKENS_READY)

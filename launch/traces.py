@@ -21,7 +21,7 @@ from typing import Any
 
 from launch import packages
 from launch.render import BUCKET_ELEMENTS
-from launch.rundir import CODE
+from launch.rundir import CODE, die_with_launcher
 from launch.schema import ModelShape, Peak, Recipe, Strategy
 from launch.timing import Affine, WorkCost
 
@@ -132,7 +132,7 @@ class Traces:
             try:
                 done = subprocess.run(
                     argv, env=environment, cwd=place, capture_output=True, text=True, check=False,
-                    timeout=CHILD_TIMEOUT_S,
+                    timeout=CHILD_TIMEOUT_S, preexec_fn=die_with_launcher,
                 )  # fmt: skip
             except subprocess.TimeoutExpired:
                 self.failure = f"tracing took more than {CHILD_TIMEOUT_S} s"

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -21,12 +20,14 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+import psutil
+
 from launch import direct, keys, planner, render, rundir, supervise
-from launch.errors import DoesNotFit, ResourceError
+from launch.errors import DoesNotFit, ResourceError, Stopped
 from launch.estimate import describe, gib
 from launch.ledger import Ledger, Trial, Tuned
 from launch.planner import Given
-from launch.resolve import Resolved
+from launch.resolve import Resolved, lengths_of
 from launch.rundir import CODE, RunDir
 from launch.schema import Plan, StepEvent, Strategy
 from launch.screen import Screen
@@ -34,6 +35,7 @@ from launch.screen import Screen
 MAX_TRIALS = 3
 STEPS = 3  # of a trial; the first finds no optimizer states
 MUCH_LESS = 0.8  # of the prediction of what ran out of memory
+AS_FAST = 1.1  # trials whose seconds differ by less are not told apart
 OUT_OF_MEMORY = (6, 12)  # exit codes: host RAM, VRAM
 Say = Callable[[str], None]
 
@@ -54,8 +56,11 @@ def tune(resolved: Resolved, given: Given, say: Say) -> Tuned:
     assert about is not None
     ledger = Ledger(resolved.house.ledger_file, say)
     place = resolved.house.cache / "trials" / f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
+    _sweep(place.parent)
     try:
         rows = _longest_rows(resolved, place, say)
+        lengths, is_ragged = lengths_of(resolved.house, about)  # known now that the rows are tokenised
+        about = replace(about, lengths=lengths, is_ragged=is_ragged)
         trials = _Trials(resolved, rows, place, ledger, say)
         candidates = planner.ranked(about, given)
         if candidates:
@@ -68,7 +73,9 @@ def tune(resolved: Resolved, given: Given, say: Say) -> Tuned:
     fits = [(strategy, outcome) for strategy, outcome in trials.done if outcome.ended == "fits"]
     if not fits:
         raise DoesNotFit("none of the trials fits: " + "; ".join(f"{describe(s)}: {o.why}" for s, o in trials.done))
-    best, outcome = min(fits, key=lambda one: one[1].step_s or math.inf)
+    fastest_s = min(outcome.step_s or math.inf for _, outcome in fits)
+    # in the order of prediction: what a few steps of a busy machine do not tell apart is decided by it
+    best, outcome = next(one for one in fits if (one[1].step_s or math.inf) <= fastest_s * AS_FAST)
     assert outcome.step_s is not None
     tuned = Tuned(
         time=time.time(),
@@ -82,6 +89,13 @@ def tune(resolved: Resolved, given: Given, say: Say) -> Tuned:
     ledger.remember(tuned)
     say(f"tuned: {describe(best)}, {tuned.why}; kept for later runs of this recipe here")
     return tuned
+
+
+def _sweep(trials: Path) -> None:
+    """Remove what tunings that were killed have left."""
+    for left in trials.glob("*-*-*"):
+        if not psutil.pid_exists(int(left.name.rpartition("-")[2])):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 class _Trials:
@@ -141,13 +155,13 @@ class _Trials:
         result = supervise.run(resolved, run, attempt, lambda: command, Screen(stream=io.StringIO()))
         if result.failure is not None:
             is_memory = result.exit_code in OUT_OF_MEMORY
-            if result.failure.kind in ("Interrupted", "Stopped") or result.exit_code in (75, 130):
-                raise KeyboardInterrupt
+            if result.failure.kind == "stopped":
+                raise Stopped(f"tuning was {result.failure.cause}; nothing is kept", result.exit_code)
             return Outcome("oom" if is_memory else "failed", why=result.failure.cause)
         lines = attempt.events_file.read_text(encoding="utf-8").splitlines()
         events = [StepEvent(**json.loads(line)) for line in lines]
         peak = max(event.vram_reserved_bytes for event in events) or result.host_peak_bytes
-        return Outcome("fits", statistics.median(event.seconds for event in events[1:]), peak)
+        return Outcome("fits", min(event.seconds for event in events[1:]), peak)  # others only ever add to it
 
 
 def _confirm(candidates: Sequence[tuple[Strategy, int]], trials: _Trials) -> None:
