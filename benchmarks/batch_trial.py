@@ -92,7 +92,7 @@ def plain(recipe_file: str, batch: int) -> None:
         logging_strategy="no",
     )
     network = AutoModelForCausalLM.from_pretrained(recipe["model"]["path"])
-    Trainer(network, arguments, train_dataset=rows, callbacks=[Clock()]).train()  # type: ignore[arg-type]
+    Trainer(network, arguments, train_dataset=rows, callbacks=[Clock()]).train()  # type: ignore[arg-type]  a list has all it asks
     seconds = [after - before for before, after in pairwise(ends)]
     say(step_s=statistics.median(seconds), samples=batch * accumulation)
 

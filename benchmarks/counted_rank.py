@@ -71,7 +71,7 @@ class Phased(LowMemTrainer):
 if __name__ == "__main__":
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         fsdp_on_cpu.engage_fsdp()
-    run.LowMemTrainer = Phased  # type: ignore[misc]
+    run.LowMemTrainer = Phased  # type: ignore[misc]  run.py makes the one it finds under this name
     build = run._build
 
     def marked(*args: Any) -> run.Parts:

@@ -459,7 +459,8 @@ def _batch_changes(
     asked, runs = training.per_device_train_batch_size, candidate.per_device_train_batch_size
     reasons = [one.misses for one, _ in judged if one.misses and one.candidate.per_device_train_batch_size == asked]
     missed = f"{asked} samples at once need {reasons[0]}" if reasons else "the fastest by prediction"
-    if given.tuned is not None and judged[0][1] == "chosen":
+    tuned = given.tuned and replace(given.tuned, per_device_eval_batch_size=candidate.per_device_eval_batch_size)
+    if tuned == replace(candidate, dataloader_num_workers=tuned.dataloader_num_workers if tuned else 0):
         missed = "tuned: the fastest of real trials on this machine"
     if asked != runs:
         reason = f"{missed}; {held}"
@@ -611,11 +612,8 @@ def _ways(about: Subject, given: Given) -> Iterator[str]:
             possible, _ = _possible(other, given)
         except ConfigError:  # this machine cannot start it: no way out
             continue
-        frugal = (
-            possible
-            if traces is None
-            else [list(_cuts(variant, one) or [one])[-1] for one in possible if list(_cuts(variant, one))] or possible
-        )
+        # of each the most frugal cut; a batch of one with its checkpointing settled has none
+        frugal = possible if traces is None else [[one, *_cuts(variant, one)][-1] for one in possible]
         chosen = _fastest(other, frugal, [])
         if chosen is not None:
             yield f"{flags.strip()} ({chosen.candidate.mode}, {gib(chosen.memory.device_bytes)})"

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
@@ -44,7 +45,7 @@ Say = Callable[[str], None]
 class Outcome:
     """How a trial ended."""
 
-    ended: str  # fits, oom, failed
+    ended: Literal["fits", "oom", "failed"]
     step_s: float | None = None
     peak_bytes: int | None = None  # of the device, or of the job's host RAM on CPUs
     why: str = ""
@@ -120,7 +121,7 @@ class _Trials:
                 model_key=keys.model_key(self._resolved.plan.shape),
                 recipe_key=keys.recipe_key(self._resolved.recipe),
                 strategy=strategy,
-                ended=outcome.ended,  # type: ignore[arg-type]
+                ended=outcome.ended,
                 peak_bytes=outcome.peak_bytes,
                 step_s=outcome.step_s,
             )

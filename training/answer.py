@@ -22,7 +22,7 @@ def main(request: Path, folder: Path) -> None:
         for name, question in content["questions"].items()
     }
     for package in content["unused_packages"]:  # as in the ranks: to Python they are not installed
-        sys.modules.setdefault(package, None)  # type: ignore[arg-type]
+        sys.modules.setdefault(package, None)  # type: ignore[arg-type]  None is how Python says so
     plain: dict[Any, Any] = {}  # the log of one process, from which several engines' are made
     for name, (plan, question) in questions.items():
         _write(_shared(recipe, plan, question, plain), folder, name)

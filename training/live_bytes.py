@@ -261,16 +261,18 @@ class Recorder(TorchDispatchMode):
         work.kernels += 1
         is_attention = "scaled_dot_product" in func._schema.name
         formula = flop_registry.get(func._overloadpacket)
-        if formula is None and is_attention:  # the CPU's kernel
-            backward = "backward" in func._schema.name
-            sizes = [tensor.shape for tensor in args if isinstance(tensor, torch.Tensor)]
-            count = sdpa_backward_flop_count(*sizes[:4]) if backward else sdpa_flop_count(*sizes[:3])
-            formula = lambda *args, **kwargs: count  # noqa: E731
+        flops: float | None = None
         if formula is not None:
+            flops = formula(*args, **kwargs, out_val=out)
+        elif is_attention:  # the CPU's kernel, which the registry leaves out
+            sizes = [tensor.shape for tensor in args if isinstance(tensor, torch.Tensor)]
+            backward = "backward" in func._schema.name
+            flops = sdpa_backward_flop_count(*sizes[:4]) if backward else sdpa_flop_count(*sizes[:3])
+        if flops is not None:
             work.products += 1
             kind = work.attention_flops if is_attention else work.flops
             known = kind.setdefault(str(outputs[0].dtype).removeprefix("torch."), [0.0, 0.0])
-            _add(known, self.log.split(float(formula(*args, **kwargs, out_val=out))))
+            _add(known, self.log.split(float(flops)))
             return
         for tensor in [*(one for one in tree_iter((args, kwargs)) if isinstance(one, torch.Tensor)), *outputs]:
             _add(work.bytes, self.log.split(float(tensor.numel() * tensor.element_size())))
