@@ -221,6 +221,11 @@ def _misses(subject: Subject, candidate: Strategy, memory: MemoryEstimate, budge
         if memory.peak is None:
             return f"model states {gib(memory.model_state_bytes)} each, budget {gib(budget)}"
         return f"{gib(memory.device_bytes)} in {memory.peak.section}, budget {gib(budget)}"
+    return misses_host(subject, candidate, memory)
+
+
+def misses_host(subject: Subject, candidate: Strategy, memory: MemoryEstimate) -> str | None:
+    """Whether the machine's RAM is exceeded, with numbers; None when it is not."""
     host = host_budget_bytes(subject.recipe, subject.machine)
     needed = int((memory.host_bytes or _states_on_host(candidate, memory)) * (1 + subject.exceeded.host))
     if needed > host:

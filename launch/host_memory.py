@@ -19,6 +19,7 @@ STARTED_MAPPED_BYTES = 12 * MIB  # code pages that the run touches and the impor
 GROUP_BYTES = 5 * MIB  # Gloo's process group and its buffers, DDP's or DeepSpeed's own objects
 WORKER_BYTES = 16 * MIB  # pages that a forked data worker writes to
 DEEPSPEED_BYTES = 20 * MIB  # its import: in each rank, and in accelerate launch, which reads its configuration
+DEEPSPEED_ENGINE_BYTES = 20 * MIB  # objects of a rank's engine that are no tensors
 LAUNCHED_BYTES = 7 * MIB  # recipe, plan and screen
 
 SAMPLE_MAPPED_BYTES = 64 << 10  # a page fault maps up to 16 pages around it (fault_around_bytes)
@@ -135,7 +136,8 @@ def estimate(job: Job, imports: Imports) -> HostEstimate:
 def _processes(job: Job, imports: Imports) -> dict[str, int]:
     strategy = job.strategy
     deepspeed = DEEPSPEED_BYTES if strategy.engine == "deepspeed" else 0
-    several = deepspeed + (GROUP_BYTES if strategy.backend is not None else 0)
+    engine = DEEPSPEED_ENGINE_BYTES if strategy.engine == "deepspeed" else 0
+    several = deepspeed + engine + (GROUP_BYTES if strategy.backend is not None else 0)
     return {
         "launcher": imports.launcher_bytes + LAUNCHED_BYTES,
         "agent": imports.agent_bytes + deepspeed,

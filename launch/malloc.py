@@ -1,10 +1,10 @@
-"""What a rank on a CPU holds of the memory that its tensors come and go in: glibc's malloc, replayed.
+"""What a rank on a CPU holds of the memory that its tensors come and go in: glibc's malloc, set and replayed.
 
-torch's CPU allocator asks malloc for every tensor. Large blocks are mapped and given back when they are freed; but each
-such free raises the threshold to the block's size, up to 32 MiB, and blocks below it are cut from the heap, where freed
-ones stay as holes. Small objects of Python's lie between them, so that holes are hardly ever joined or given back: here
-never. Source: glibc 2.31 to 2.41 malloc.c (sysmalloc, the dynamic threshold in __libc_free, best fit from sorted bins).
-One arena: backward on CPUs runs in the thread that calls it. Pure.
+torch's CPU allocator asks malloc for every tensor. By default large blocks are mapped, and small ones of Python's and
+torch's keep the slack between others: a heap of twice the live bytes was measured. With SETTINGS slack is joined again
+when a block is freed, and blocks below 32 MiB are always cut from the heap, which saves page faults too
+(benchmarks/malloc_settings.py). Source: glibc 2.31 to 2.41 malloc.c (_int_memalign, tcache, fast bins, sysmalloc, best
+fit from sorted bins). One arena: backward on CPUs runs in the thread that calls it. Pure.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-MMAP_THRESHOLD_BYTES = 128 << 10  # M_MMAP_THRESHOLD as a process starts
-MMAP_THRESHOLD_MAX_BYTES = 32 << 20  # DEFAULT_MMAP_THRESHOLD_MAX on 64 bit
+MMAP_THRESHOLD_BYTES = 32 << 20  # the largest that glibc takes
+TRIM_THRESHOLD_BYTES = 1 << 30  # what a rank may keep at the heap's end; less is given back and faulted in every step
+SETTINGS = {
+    "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
+    f":glibc.malloc.mmap_threshold={MMAP_THRESHOLD_BYTES}:glibc.malloc.trim_threshold={TRIM_THRESHOLD_BYTES}"
+}
 ALIGNED_BYTES = 80  # header, and the alignment to 64 that torch asks for
-ROUNDS = 2  # in the first the threshold settles
+ROUNDS = 2  # the first leaves the holes that the second finds
 Event = tuple[int, int]  # (block, bytes) at its birth, (block, -1) at its end
 
 
@@ -25,14 +29,13 @@ def held_bytes(events: Sequence[Event]) -> int:
     holes: list[int] = []  # sizes, sorted: the best fit is the first that is large enough
     live: dict[int, int] = {}  # block -> its size in the heap, or less its size where it is mapped
     heap = mapped = highest = 0
-    threshold = MMAP_THRESHOLD_BYTES
     for number in range(ROUNDS):
         for block, size in events:
             if size >= 0:
                 if number and block not in freed:
                     continue
                 size += ALIGNED_BYTES
-                if size >= threshold:
+                if size >= MMAP_THRESHOLD_BYTES:
                     mapped += size
                     live[block] = -size
                 else:
@@ -45,8 +48,6 @@ def held_bytes(events: Sequence[Event]) -> int:
                     insort(holes, held)
                 else:
                     mapped += held
-                    if threshold < -held <= MMAP_THRESHOLD_MAX_BYTES:
-                        threshold = -held
     return highest
 
 

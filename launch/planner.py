@@ -152,7 +152,7 @@ def _fastest(about: Subject, wanted: Sequence[Candidate], judged: list[tuple[Jud
     Where no time is predicted the order given counts. The allocator is replayed for those that may win only."""
     hopeful = [one for one in wanted if estimate.judge_states(about, one) is None]
     about.fetch(hopeful)
-    rough = [estimate.judge(about, _evaluated(about, one), exact=False) for one in wanted]
+    rough = [estimate.judge(about, _with_fewer_workers(about, _evaluated(about, one)), exact=False) for one in wanted]
     order = sorted(range(len(rough)), key=lambda at: (rough[at].time is None, rough[at].seconds, at))
     fitting = [at for at in order if rough[at].misses is None]
     if fitting:  # of those as fast as can be told apart, the simplest: the first of the order given
@@ -190,6 +190,18 @@ def _evaluated(about: Subject, candidate: Candidate) -> Candidate:
     while count > 1 and trace.peaks(1, count)["evaluation"].allocated_bytes > limit:
         count = max(1, count // 2)
     return replace(candidate, per_device_eval_batch_size=count)
+
+
+def _with_fewer_workers(about: Subject, candidate: Candidate) -> Candidate:
+    """The candidate with as many data workers as host RAM has room for, where their number was left to planning."""
+    if about.recipe.training.dataloader_num_workers is not None:
+        return candidate
+    fewer = candidate
+    while fewer.dataloader_num_workers:
+        if estimate.misses_host(about, fewer, estimate.judge(about, fewer, exact=False).memory) is None:
+            return fewer
+        fewer = replace(fewer, dataloader_num_workers=fewer.dataloader_num_workers - 1)
+    return fewer
 
 
 def ranked(about: Subject, given: Given) -> list[Judged]:
@@ -522,7 +534,10 @@ def _why(recipe: Recipe, machine: Machine, candidate: Candidate, given: Given) -
             f"quantization: linear weights in 4 bits ({quantized.bnb_4bit_quant_type}){double}, computed in"
             f" {quantized.bnb_4bit_compute_dtype}; the rest keeps model.dtype {recipe.model.dtype}"
         )
-    if recipe.training.dataloader_num_workers is None:
+    usual = _workers(recipe, machine, candidate.processes_per_machine, candidate.device == "cuda")
+    if candidate.dataloader_num_workers < usual:
+        yield f"data workers {candidate.dataloader_num_workers} instead of {usual}: host RAM has no room for more"
+    elif recipe.training.dataloader_num_workers is None:
         yield f"data workers {candidate.dataloader_num_workers}: " + (
             "the rows are mapped and padding them is cheap; workers would take cores from training"
             if candidate.device == "cpu"

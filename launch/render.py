@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from launch import architectures
+from launch import architectures, malloc
 from launch.rundir import CODE, AttemptDir, House, RunDir
 from launch.schema import Command, Machine, Plan
 
@@ -125,8 +125,10 @@ def command(
         wanted = architectures.environment(machine.gpus[:per_machine])
         added |= visible_devices(machine, per_machine)
         added |= {key: environ.get(key, value) for key, value in wanted.items()}
-    if strategy.engine == "deepspeed" and strategy.device == "cpu":
-        added["DS_ACCELERATOR"] = "cpu"
+    if strategy.device == "cpu":
+        added |= {key: environ.get(key, value) for key, value in malloc.SETTINGS.items()}
+        if strategy.engine == "deepspeed":
+            added["DS_ACCELERATOR"] = "cpu"
     if plan.rendezvous and plan.rendezvous.network_interface:
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         added |= dict.fromkeys(names, plan.rendezvous.network_interface)

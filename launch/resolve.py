@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from launch import columns, imports, packages, planner, preflight, probe, recipes, rundir, shapes
+from launch import columns, concessions, imports, packages, planner, preflight, probe, recipes, rundir, shapes
 from launch.allocator import TORCH_DEFAULTS, AllocatorConfig
-from launch.errors import ResourceError
+from launch.errors import DoesNotFit, ResourceError
 from launch.estimate import Subject
 from launch.planner import Given
 from launch.rundir import CODE, House
@@ -56,7 +57,7 @@ def resolve(
     house = House.here()
     machine = probe.described(machine_file) if machine_file else probe.machine(run_dir=house.root)
     has_gpu = bool(machine.gpus) and not given.force_cpu
-    recipe, changes = recipes.load(recipe_name, [_absolute(text) for text in overrides], has_gpu)
+    recipe, changed = recipes.load(recipe_name, [_absolute(text) for text in overrides], has_gpu)
     is_file = "/" in recipe_name or recipe_name.endswith((".yaml", ".yml"))
     recipe, found = _tokenizer_that_is_there(_rooted(recipe, Path.cwd() if is_file else house.root))
     rundir.check_output(Path(recipe.output_dir))
@@ -69,27 +70,38 @@ def resolve(
     given = replace(given, has_deepspeed=machine_file is not None or find_spec("deepspeed") is not None)
     if machine_file is None and has_gpu:
         given = replace(given, link=_link(recipe, machine, given, house, say, test_link))
-    about = planner.subject(recipe, machine, config, parameter_shapes, data_format)
-    lengths, is_ragged = lengths_of(house, about)
-    about = replace(about, lengths=lengths, is_ragged=is_ragged, rows=rows)
-    if trace:
+    changes = (*changed, *found)
+
+    def planned(recipe: Recipe, changes: Sequence[Change]) -> Resolved:
+        about = planner.subject(recipe, machine, config, parameter_shapes, data_format)
+        lengths, is_ragged = lengths_of(house, about)
+        about = replace(about, lengths=lengths, is_ragged=is_ragged, rows=rows)
         device = "cuda" if has_gpu else "cpu"
-        about = replace(
-            about,
-            traces=Traces(recipe, about.shape, about.lora_targets, house.traces, say),
-            imports=imports.known(house.cache, _left_out(recipe), device),
-            allocator=AllocatorConfig.parse(_allocator_settings(os.environ)) if has_gpu else TORCH_DEFAULTS,
-            usual=_usual(house, machine, device, say),
-            exceeded=given.exceeded,
-        )
-    if given.wants_tuned and machine_file is None and house.ledger_file.exists():
-        given = replace(given, tuned=_tuned(house, about, say))
-    plan = planner.choose(about, (*changes, *found), given, rows)
-    return Resolved(house, recipe, machine, plan, about)
+        if trace:
+            about = replace(
+                about,
+                traces=Traces(recipe, about.shape, about.lora_targets, house.traces, say),
+                imports=imports.known(house.cache, packages.unused(recipe, None), device),
+                allocator=AllocatorConfig.parse(_allocator_settings(os.environ)) if has_gpu else TORCH_DEFAULTS,
+                usual=_usual(house, machine, device, say),
+                exceeded=given.exceeded,
+            )
+        wants_tuned = given.wants_tuned and machine_file is None and house.ledger_file.exists()
+        tuned = _tuned(house, about, say) if wants_tuned else None
+        plan = planner.choose(about, changes, replace(given, tuned=tuned), rows)
+        return Resolved(house, recipe, machine, plan, about)
 
-
-def _left_out(recipe: Recipe) -> list[str]:
-    return packages.unused(recipe, None)
+    try:
+        return planned(recipe, changes)
+    except DoesNotFit as refusal:
+        if not recipe.allow:
+            raise
+        for gentler, given_up in concessions.rungs(recipe, config["model_type"]):
+            with suppress(DoesNotFit):  # the next one gives up more
+                return planned(gentler, (*changes, *given_up))
+        raise DoesNotFit(
+            f"{refusal}. Nor does it fit with all that allow: [{', '.join(recipe.allow)}] gives up"
+        ) from refusal
 
 
 def _allocator_settings(environ: Mapping[str, str]) -> str:

@@ -256,6 +256,9 @@ class EvaluationSection(Section):
     max_new_tokens: int = Field(default=64, ge=1, le=4096)
 
 
+Concession = Literal["quantization", "lora.r", "data.max_length"]
+
+
 class Recipe(Section):
     """A whole run as the user wants it, resolved: file, overrides and the machine's defaults already merged."""
 
@@ -269,6 +272,7 @@ class Recipe(Section):
     training: TrainingSection = TrainingSection()
     launch: LaunchSection = LaunchSection()
     evaluation: EvaluationSection = EvaluationSection()
+    allow: tuple[Concession, ...] = ()  # what may be given up where nothing else fits; it changes the result
     output_dir: str
 
     @field_validator("quantization")

@@ -124,11 +124,10 @@ def test_a_small_freed_block_stays_and_the_same_size_again_takes_its_place() -> 
     assert malloc.held_bytes(larger) == 2 * (small + malloc.ALIGNED_BYTES) + 1
 
 
-def test_a_large_block_is_given_back_until_its_free_has_raised_the_threshold() -> None:
+def test_only_blocks_of_32_mib_and_more_are_given_back() -> None:
     two, three = 2 * MIB, 3 * MIB
-    once = malloc.held_bytes([(0, two), (0, -1), (1, three), (1, -1)])
-    # mapped one after the other at first; in the next round both are below the threshold, and the heap keeps both
-    assert once == two + three + 2 * malloc.ALIGNED_BYTES
+    small = malloc.held_bytes([(0, two), (0, -1), (1, three), (1, -1)])
+    assert small == two + three + 2 * malloc.ALIGNED_BYTES
     huge = 40 * MIB
     assert malloc.held_bytes([(0, huge), (0, -1), (1, huge + 1), (1, -1)]) == huge + 1 + malloc.ALIGNED_BYTES
 
