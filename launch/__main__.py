@@ -28,8 +28,9 @@ AUTO = "auto"
 BATCH_KEY = "per_device_train_batch_size"
 STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES}
 EPILOG = """any key of the recipe can be set: --training.learning_rate=3e-5 --model.shape=t5-tiny --lora.r=8
-exit codes: 0 complete; 2 configuration; 3 resources; 4 data; 5 no usable checkpoint; 6 out of host RAM; 9 run in use;
-            10 storage; 11 network; 12 out of GPU memory; 75 stopped, run again to continue; 130 interrupted"""
+exit codes: 0 complete; 2 configuration; 3 resources; 4 data; 5 no usable checkpoint; 6 out of host RAM; 8 numbers that
+            are not finite; 9 run in use; 10 storage; 11 network; 12 out of GPU memory; 75 stopped, run again to
+            continue; 130 interrupted"""
 
 
 def main(argv: list[str]) -> int:

@@ -39,6 +39,16 @@ class CheckpointError(LaunchError):
     exit_code = 5
 
 
+class NonFinite(LaunchError):
+    """A loss, a gradient or a weight is NaN or infinite, or the gradients stay far above all before."""
+
+    exit_code = 8
+
+    def __init__(self, message: str, fix: str = "") -> None:
+        super().__init__(message)
+        self.fix = fix
+
+
 class LockHeld(LaunchError):
     """Another process is using the run folder."""
 

@@ -34,6 +34,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "data": schema.DataSection,
     "training": schema.TrainingSection,
     "launch": schema.LaunchSection,
+    "numerics": schema.NumericsSection,
     "evaluation": schema.EvaluationSection,
 }
 

@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import signal
@@ -39,8 +40,21 @@ def write_atomic(path: Path, text: str) -> None:
     aside.replace(path)
 
 
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON text that every reader takes: NaN and infinities, which JSON has no numbers for, as "nan", "inf", "-inf"."""
+    return json.dumps(_in_json(value), ensure_ascii=False, indent=indent, allow_nan=False)
+
+
+def _in_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _in_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_in_json(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    write_atomic(path, json.dumps(value, ensure_ascii=False, indent=1, allow_nan=True) + "\n")
+    write_atomic(path, to_json(value, indent=1) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -117,6 +131,7 @@ class AttemptDir:
             "type": type(error).__name__,
             "message": str(error),
             "exit_code": getattr(error, "exit_code", None),  # of a LaunchError: the user's to mend
+            "fix": getattr(error, "fix", ""),
             "traceback": "".join(traceback.format_exception(error)),
             "time": time.time(),
         }

@@ -249,6 +249,14 @@ class LaunchSection(Section):
         return self
 
 
+class NumericsSection(Section):
+    """What is done about numbers that are finite and yet too large; what is not finite always ends the run."""
+
+    skip_spikes_above: float | None = Field(
+        default=None, gt=1, allow_inf_nan=False
+    )  # gradient norm / median; None: off
+
+
 class EvaluationSection(Section):
     """What is measured besides the loss on the validation file."""
 
@@ -268,6 +276,7 @@ class Recipe(Section):
     data: DataSection
     training: TrainingSection = TrainingSection()
     launch: LaunchSection = LaunchSection()
+    numerics: NumericsSection = NumericsSection()
     evaluation: EvaluationSection = EvaluationSection()
     output_dir: str
 

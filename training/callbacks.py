@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
@@ -109,8 +110,16 @@ class Reporter(TrainerCallback):
     """Writes events.jsonl and the log from rank 0, and each rank's heartbeat."""
 
     def __init__(
-        self, attempt: AttemptDir, rank: int, meter: StepMeter, order: Any, device: torch.device, draw: bool
+        self,
+        attempt: AttemptDir,
+        rank: int,
+        meter: StepMeter,
+        order: Any,
+        device: torch.device,
+        draw: bool,
+        check_loss: Callable[[int, float], None],
     ) -> None:
+        self._check_loss = check_loss
         self._rank, self._meter, self._order, self._device = rank, meter, order, device
         self._heartbeat = Heartbeat(attempt, rank)
         self._events: IO[str] | None = attempt.events_file.open("a", encoding="utf-8") if rank == 0 else None
@@ -219,7 +228,8 @@ class Reporter(TrainerCallback):
                 host_pss_bytes=self.host.read(),
                 **step,
             )
-            self._events.write(json.dumps(asdict(event)) + "\n")
+            self._events.write(rundir.to_json(asdict(event)) + "\n")
+            self._check_loss(event.step, event.loss)
         self._events.flush()
         self.last_event = event
         means = {key: sum(step[key] for step in steps) / len(steps) for key in ("loss", "seconds", "tokens", "samples")}
