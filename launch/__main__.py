@@ -9,12 +9,14 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from launch import nodes, recipes, report, rundir, started
-from launch.errors import ConfigError, LaunchError, StorageError
+from launch.errors import ConfigError, LaunchError, ResourceError, StorageError, visible
 from launch.estimate import Exceeded
 from launch.planner import Given
 from launch.resolve import Resolved, resolve
+from launch.strict_yaml import show
 
 FLAGS = {
     "--help",
@@ -27,6 +29,7 @@ FLAGS = {
 AUTO = "auto"
 BATCH_KEY = "per_device_train_batch_size"
 STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES}
+PATH_ERRORS = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP}
 EPILOG = """any key of the recipe can be set: --training.learning_rate=3e-5 --model.shape=t5-tiny --lora.r=8
 exit codes: 0 complete; 2 configuration; 3 resources; 4 data; 5 no usable checkpoint; 6 out of host RAM; 8 numbers that
             are not finite; 9 run in use; 10 storage; 11 network; 12 out of GPU memory; 75 stopped, run again to
@@ -37,7 +40,7 @@ def main(argv: list[str]) -> int:
     try:
         return _dispatch(argv)
     except LaunchError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {visible(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -45,14 +48,25 @@ def main(argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
+        if error.errno in PATH_ERRORS:
+            name = show(visible(str(error.filename)))[1:-1]
+            print(f"error: {name}: {error.strerror}; give another path", file=sys.stderr)
+            return ResourceError.exit_code
         if error.errno not in STORAGE_ERRORS:
             raise
         print(f"error: {error.filename or 'a write'}: {error.strerror}; make room there", file=sys.stderr)
         return StorageError.exit_code
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as everything here does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
+
+
 def _dispatch(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m launch", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawTextHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 
@@ -73,6 +74,15 @@ class Stopped(LaunchError):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+# What a terminal obeys or hides: control characters but tab and newline, halves of characters, changes of direction
+HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
+
+
+def visible(text: str) -> str:
+    """The text as it may be shown anywhere: what would act on a terminal, or not be seen, is written out."""
+    return HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:

@@ -270,12 +270,14 @@ def check_output(folder: Path) -> None:
 
     Raises ResourceError.
     """
+    if folder.is_symlink():
+        raise ResourceError(f"output_dir {folder}: is a symbolic link, to {folder.resolve()}; give that folder itself")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "lowmem.json").exists():
         raise ResourceError(f"output_dir {folder}: holds files that no run of ours wrote; choose another folder")
     if folder.exists() and not folder.is_dir():
         raise ResourceError(f"output_dir {folder}: is a file; choose another folder")
     parent = next(path for path in folder.parents if path.exists())
-    if not os.access(parent, os.W_OK):
+    if not os.access(parent, os.W_OK) or not os.statvfs(parent).f_blocks:  # /proc and its like hold no files
         raise ResourceError(f"output_dir {folder}: {parent} cannot be written to; choose another folder")
 
 
@@ -344,7 +346,8 @@ def token_cache(cache: Path, recipe: Recipe, shape: ModelShape, data_format: Dat
         "train": data_fingerprint(Path(data.train_file)),
         "validation": data_fingerprint(Path(data.validation_file)) if data.validation_file else None,
         "columns": [data_format.kind, data_format.file_type, dict(data_format.columns)],
-        "limits": [data.max_length, data.max_train_samples, data.max_validation_samples],
+        "limits": [data.max_length, data.max_train_samples, data.max_validation_samples]
+        + ([data.max_bad_rows] if data.max_bad_rows else []),
         "task": recipe.task,
         "encoder_decoder": shape.is_encoder_decoder,
         "tokenizer": folder_fingerprint(Path(tokenizer_path))

@@ -171,6 +171,7 @@ class DataSection(Section):
     max_length: int = Field(default=512, ge=8, le=1 << 20)  # tokens: of the whole sequence (decoder), of each side (T5)
     max_train_samples: PositiveInt | None = None
     max_validation_samples: PositiveInt | None = None
+    max_bad_rows: int = Field(default=0, ge=0)  # of each file, left out and counted; one more is an error
 
 
 class TrainingSection(BaseModel):

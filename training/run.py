@@ -347,7 +347,8 @@ def _check_counts(network: torch.nn.Module, plan: Plan) -> None:
 def _questions(recipe: Recipe, plan: Plan) -> Pairs:
     if not recipe.evaluation.exact_match_rows or recipe.data.validation_file is None:
         return []
-    return evaluate.questions(Path(recipe.data.validation_file), plan.data_format, recipe.evaluation.exact_match_rows)
+    source, limit = recipe.data, recipe.evaluation.exact_match_rows
+    return evaluate.questions(Path(source.validation_file), plan.data_format, limit, source.max_bad_rows)
 
 
 def _agreed(args: TrainingArguments, decide: Callable[[], Any]) -> Any:
