@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from launch import nodes, recipes, report, rundir, started
-from launch.errors import ConfigError, LaunchError, ResourceError, StorageError, visible
+from launch.errors import ConfigError, LaunchError, ResourceError, StorageError, shown
 from launch.estimate import Exceeded
 from launch.planner import Given
 from launch.resolve import Resolved, resolve
@@ -37,10 +37,11 @@ exit codes: 0 complete; 2 configuration; 3 resources; 4 data; 5 no usable checkp
 
 
 def main(argv: list[str]) -> int:
+    rundir.keep_private()
     try:
         return _dispatch(argv)
     except LaunchError as error:
-        print(f"error: {visible(str(error))}", file=sys.stderr)
+        print(f"error: {shown(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -49,13 +50,17 @@ def main(argv: list[str]) -> int:
         return 141
     except OSError as error:
         if error.errno in PATH_ERRORS:
-            name = show(visible(str(error.filename)))[1:-1]
+            name = show(shown(str(error.filename)))[1:-1]
             print(f"error: {name}: {error.strerror}; give another path", file=sys.stderr)
             return ResourceError.exit_code
         if error.errno not in STORAGE_ERRORS:
             raise
         print(f"error: {error.filename or 'a write'}: {error.strerror}; make room there", file=sys.stderr)
         return StorageError.exit_code
+
+
+def _say(line: str, flush: bool = False) -> None:
+    print(shown(line), flush=flush)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -124,7 +129,7 @@ def _dispatch(argv: list[str]) -> int:
         given = replace(given, wants_tuned=True)
     if arguments.command == "plan":
         resolved = resolve(arguments.recipe, overrides, arguments.machine, given)
-        print("\n".join(report.plan_lines(resolved.recipe, resolved.machine, resolved.plan)))
+        print(shown("\n".join(report.plan_lines(resolved.recipe, resolved.machine, resolved.plan))))
         return 0
     if arguments.command == "tune":
         return _tune(arguments.recipe, overrides, replace(given, wants_tuned=False), arguments.forget)
@@ -133,7 +138,7 @@ def _dispatch(argv: list[str]) -> int:
 
     def decide(test_link: bool, exceeded: Exceeded) -> Resolved:
         known = replace(given, exceeded=exceeded)
-        resolved = resolve(arguments.recipe, overrides, given=known, say=print, test_link=test_link)
+        resolved = resolve(arguments.recipe, overrides, given=known, say=_say, test_link=test_link)
         return replace(resolved, plan=nodes.located(resolved.plan))
 
     from launch import running  # not needed to refuse a wrong flag
@@ -146,7 +151,7 @@ def _tune(recipe: str, overrides: list[str], given: Given, forget: bool, again: 
     from launch import keys, tune
     from launch.ledger import Ledger
 
-    say = partial(print, flush=True)  # into a file too, while it goes on
+    say = partial(_say, flush=True)  # into a file too, while it goes on
     # any cut may win, so all are traced by one child, and none of the asked one's own
     resolved = resolve(recipe, overrides, given=replace(given, free_batch=True), say=say, test_link=True)
     of = (

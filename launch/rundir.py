@@ -9,8 +9,10 @@ import json
 import math
 import os
 import re
+import resource
 import signal
 import socket
+import stat
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -22,7 +24,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from launch.errors import LockHeld, ResourceError
+from launch.errors import HIDDEN, ConfigError, LockHeld, ResourceError, shown
 from launch.schema import DataFormat, Machine, ModelShape, Plan, Recipe
 
 TOKEN_CACHE_VERSION = 1  # raise when training/data.py writes other bytes for the same input
@@ -77,7 +79,10 @@ class House:
 
     @classmethod
     def here(cls) -> House:
-        return cls(Path(os.environ.get("LOWMEM_ROOT") or CODE).resolve())
+        named = os.environ.get("LOWMEM_ROOT") or str(CODE)
+        if HIDDEN.search(named) or "\n" in named or "\t" in named:
+            raise ConfigError(f"LOWMEM_ROOT {named!r}: holds a control character; name another folder")
+        return cls(Path(named).resolve())
 
     @property
     def runs(self) -> Path:
@@ -129,10 +134,10 @@ class AttemptDir:
         word = {
             "rank": rank,
             "type": type(error).__name__,
-            "message": str(error),
+            "message": shown(str(error)),
             "exit_code": getattr(error, "exit_code", None),  # of a LaunchError: the user's to mend
             "fix": getattr(error, "fix", ""),
-            "traceback": "".join(traceback.format_exception(error)),
+            "traceback": shown("".join(traceback.format_exception(error))),
             "time": time.time(),
         }
         write_json(self.error_file(rank), word)
@@ -260,9 +265,28 @@ def lock(path: Path, what: str) -> Iterator[None]:
         yield
 
 
+def keep_private() -> None:
+    """From now on what this process and its children write is its user's alone, and no crash writes memory to disk."""
+    os.umask(0o077)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
 def die_with_launcher() -> None:
     """From now on the kernel kills this process when its parent dies: no rank outlives its launcher."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def refuse_strangers(path: Path) -> None:
+    """Raises ResourceError for a name that somebody else has put into a folder where anybody may write, as /tmp is."""
+    for place in (path, *path.parents):
+        try:
+            found, above = place.lstat(), place.parent.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if above.st_mode & stat.S_IWOTH and found.st_uid not in (os.geteuid(), above.st_uid):
+            raise ResourceError(
+                f"{place}: belongs to user {found.st_uid}, in a folder where anybody may write; choose another name"
+            )
 
 
 def check_output(folder: Path) -> None:
@@ -270,6 +294,8 @@ def check_output(folder: Path) -> None:
 
     Raises ResourceError.
     """
+    for name in (folder, *(folder.with_name(f".{folder.name}.{ending}") for ending in ("tmp", "old"))):
+        refuse_strangers(name)
     if folder.is_symlink():
         raise ResourceError(f"output_dir {folder}: is a symbolic link, to {folder.resolve()}; give that folder itself")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "lowmem.json").exists():

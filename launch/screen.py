@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from launch.errors import shown
 from launch.rundir import AttemptDir, read_json
 
 STEP_LINE = re.compile(r"  step \d+/\d+  epoch \S+  ")
@@ -39,12 +40,12 @@ class Screen:
         """One line, above the bar if there is one, and in the log."""
         self._print(line)
         if log and self._log:
-            self._log.write(line + "\n")
+            self._log.write(shown(line) + "\n")
             self._log.flush()
 
     def _print(self, line: str) -> None:
         try:
-            self._console.print(line, markup=False)
+            self._console.print(shown(line), markup=False)
         except BrokenPipeError:  # nobody reads on; the training and its log go on
             self._console = Console(quiet=True)
 
@@ -76,7 +77,7 @@ class Screen:
             if not (step and self._live):  # the bar shows the steps
                 self._print(line)
             if self._log:
-                self._log.write(line + "\n")
+                self._log.write(shown(line) + "\n")
                 self._log.flush()
         beat = read_json(self._attempt.heartbeat_file(0))
         if self._live and beat:

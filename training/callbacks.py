@@ -16,6 +16,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from launch import rundir
+from launch.errors import shown
 from launch.rundir import AttemptDir
 from launch.schema import StepEvent
 from training.engines import local_bytes
@@ -276,11 +277,18 @@ class _Bar:
         self._bar.close()
 
 
+class _Shown(logging.Formatter):
+    """A line as it may stand in a log."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return shown(super().format(record))
+
+
 def start_logging(files: list[Path], rank: int) -> None:
     """Rank 0 logs to its standard output and to `files`; other ranks only warn, on standard error."""
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False
-    plain = logging.Formatter("%(asctime)s  %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    plain = _Shown("%(asctime)s  %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout if rank == 0 else sys.stderr)]
     for path in files if rank == 0 else []:
         path.parent.mkdir(parents=True, exist_ok=True)

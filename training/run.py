@@ -24,7 +24,7 @@ from transformers import (
 from transformers.trainer_callback import PrinterCallback
 
 from launch import rundir
-from launch.errors import CheckpointError, ConfigError, LaunchError, ResourceError
+from launch.errors import CheckpointError, ConfigError, LaunchError, ResourceError, shown
 from launch.rundir import AttemptDir, RunDir, Start
 from launch.schema import Plan, Recipe, Strategy
 from training import checkpoint, engines, evaluate, export, finite, model, prepare, tokenizer
@@ -320,7 +320,7 @@ def _say(args: TrainingArguments, line: str) -> None:
     if args.process_index == 0:
         logger.info("%s", line)
     else:
-        print(f"{line}\n", end="", flush=True)  # in one write: ranks share the terminal
+        print(f"{shown(line)}\n", end="", flush=True)  # in one write: ranks share the terminal
 
 
 def _score(parts: Parts, recipe: Recipe, pairs: Pairs) -> float:
