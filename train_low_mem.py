@@ -10,12 +10,12 @@ from pathlib import Path
 
 from launch import direct, packages
 from launch.errors import LaunchError, shown
-from launch.rundir import AttemptDir, RunDir, die_with_launcher, keep_private
+from launch.rundir import AttemptDir, RunDir, die_with_launcher, settle_process
 
 
 def main(argv: list[str]) -> int:
     rank = int(os.environ.get("RANK", "0"))
-    keep_private()
+    settle_process()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is ever downloaded
     # Threads that spin lose their core to a busy neighbour: 600 ms a step, asleep 86; alone 26.8 and 27.5 (2 cores).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -37,7 +37,7 @@ exit codes: 0 complete; 2 configuration; 3 resources; 4 data; 5 no usable checkp
 
 
 def main(argv: list[str]) -> int:
-    rundir.keep_private()
+    rundir.settle_process()
     try:
         return _dispatch(argv)
     except LaunchError as error:
@@ -177,4 +177,7 @@ def _calibration(overrides: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    if sys.getfilesystemencoding() != "utf-8":  # a locale that cannot name every file; Python's own way out
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     sys.exit(main(sys.argv[1:]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
+import io
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import resource
 import signal
 import socket
 import stat
+import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -265,10 +267,14 @@ def lock(path: Path, what: str) -> Iterator[None]:
         yield
 
 
-def keep_private() -> None:
-    """From now on what this process and its children write is its user's alone, and no crash writes memory to disk."""
+def settle_process() -> None:
+    """From now on what this process and its children write is its user's alone, no crash writes memory to disk, and a
+    character that a terminal's encoding lacks is written out."""
     os.umask(0o077)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # None where it was closed
+            stream.reconfigure(errors="backslashreplace")
 
 
 def die_with_launcher() -> None:

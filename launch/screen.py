@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -24,12 +25,20 @@ SECTION_WORDS = {
 }
 
 
+class _Console(Console):
+    """rich would end the program where nobody reads on; the training goes on, and its log."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Screen:
     """Prints lines, and shows one attempt's progress between start() and stop()."""
 
     def __init__(self, log_file: Path | None = None, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
-        self._console = Console(file=self._stream, highlight=False, soft_wrap=True)
+        self._console = _Console(file=self._stream, highlight=False, soft_wrap=True)
         self._log: TextIO | None = None
         if log_file:
             log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -44,10 +53,7 @@ class Screen:
             self._log.flush()
 
     def _print(self, line: str) -> None:
-        try:
-            self._console.print(shown(line), markup=False)
-        except BrokenPipeError:  # nobody reads on; the training and its log go on
-            self._console = Console(quiet=True)
+        self._console.print(shown(line), markup=False)
 
     def start(self, attempt: AttemptDir) -> None:
         self._attempt = attempt

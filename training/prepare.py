@@ -104,6 +104,7 @@ def main() -> int:
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--cache", type=Path, required=True)
     arguments = parser.parse_args()
+    rundir.settle_process()
     run = RunDir(arguments.run_dir)
     try:
         folder = ensure(run.read_recipe(), run.read_plan(), arguments.cache, lambda line: print(line, flush=True))
