@@ -55,6 +55,8 @@ def resolve(
     `trace` False: the plan counts model states alone, as where many ranks start at once."""
     house = House.here()
     machine = probe.described(machine_file) if machine_file else probe.machine(run_dir=house.root)
+    if machine_file is None:
+        packages.refuse_old()
     has_gpu = bool(machine.gpus) and not given.force_cpu
     recipe, changes = recipes.load(recipe_name, [_absolute(text) for text in overrides], has_gpu)
     is_file = "/" in recipe_name or recipe_name.endswith((".yaml", ".yml"))
