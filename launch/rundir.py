@@ -300,14 +300,15 @@ def check_output(folder: Path) -> None:
 
     Raises ResourceError.
     """
-    for name in (folder, *(folder.with_name(f".{folder.name}.{ending}") for ending in ("tmp", "old"))):
-        refuse_strangers(name)
+    refuse_strangers(folder)
     if folder.is_symlink():
         raise ResourceError(f"output_dir {folder}: is a symbolic link, to {folder.resolve()}; give that folder itself")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "lowmem.json").exists():
         raise ResourceError(f"output_dir {folder}: holds files that no run of ours wrote; choose another folder")
     if folder.exists() and not folder.is_dir():
         raise ResourceError(f"output_dir {folder}: is a file; choose another folder")
+    for ending in ("tmp", "old"):  # export.py's
+        refuse_strangers(folder.with_name(f".{folder.name}.{ending}"))
     parent = next(path for path in folder.parents if path.exists())
     if not os.access(parent, os.W_OK) or not os.statvfs(parent).f_blocks:  # /proc and its like hold no files
         raise ResourceError(f"output_dir {folder}: {parent} cannot be written to; choose another folder")

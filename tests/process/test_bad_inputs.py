@@ -362,10 +362,7 @@ def late(house) -> list[tuple[str, str, dict]]:
     planned = started(house.root, plans)
     assert [found["code"] for found in planned] == [0] * len(plans), planned
     runs = [builders.only_run(house.root / "house", f"l{i}") for i in range(len(plans))]
-    cache = str(house.root / "house/.cache")
-    prepared = started(
-        house.root, [["prepare", "--run-dir", str(run), "--attempt", "1", "--cache", cache] for run in runs]
-    )
+    prepared = started(house.root, [prepare(house, run) for run in runs])
     for found, run in zip(prepared, runs, strict=True):
         error = json.loads((run / "attempts/01/ranks/0/error.json").read_text(encoding="utf-8"))
         found["said"] = error["message"]
@@ -392,13 +389,24 @@ def test_a_real_process_answers_the_same(answers, house, name):
 
 
 def test_so_many_bad_rows_as_are_allowed_are_left_out_and_counted(house):
-    lines = [line for name, (line, _) in LINES.items() if b"\0" not in line]
+    lines = [line for line, _ in LINES.values()]
     path = house.file("some/bad.jsonl", b"\n".join([*[GOOD] * 5, *lines, *[GOOD] * 200]) + b"\n")
-    run = ["run", str(house.recipe), f"--data.train_file={path}", "--training.max_steps=1", "--name=some"]
-    enough = builders.launch(house.root / "house", *run, f"--data.max_bad_rows={len(lines)}")
-    assert enough.returncode == 0, enough.stdout + enough.stderr
-    assert "bad.jsonl: 205 rows" in enough.stdout
-    assert f"bad.jsonl: {len(lines)} bad rows left out (data.max_bad_rows {len(lines)}); first " in enough.stdout
-    assert "bad.jsonl:6: not valid JSON" in enough.stdout
-    too_few = builders.launch(house.root / "house", *run, f"--data.max_bad_rows={len(lines) - 1}", "--resume", "never")
-    assert too_few.returncode == 4, too_few.stdout
+    asked = {"enough": len(lines), "few": len(lines) - 1}
+    keys = {name: [f"--name={name}", f"--data.max_bad_rows={count}"] for name, count in asked.items()}
+    start = ["run", str(house.recipe), "--dry-run", f"--data.train_file={path}"]
+    planned = started(house.root, [[*start, *words] for words in keys.values()])
+    assert [found["code"] for found in planned] == [0, 0], planned
+    runs = [builders.only_run(house.root / "house", name) for name in asked]
+    enough, few = started(house.root, [prepare(house, run) for run in runs])
+    assert enough["code"] == 0, enough
+    assert "bad.jsonl: 205 rows" in enough["out"]
+    assert f"bad.jsonl: {len(lines)} bad rows left out (data.max_bad_rows {len(lines)}); first " in enough["out"]
+    assert "bad.jsonl:6: not valid JSON" in enough["out"]
+    assert few["code"] == 4
+    said = json.loads((runs[1] / "attempts/01/ranks/0/error.json").read_text(encoding="utf-8"))["message"]
+    assert re.search(rf"bad\.jsonl:20: .*bad row {len(lines)}, data.max_bad_rows allows {len(lines) - 1}", said)
+
+
+def prepare(house: House, run: Path) -> list[str]:
+    """The tokenising child's command line, for many_starts.py."""
+    return ["prepare", "--run-dir", str(run), "--attempt", "1", "--cache", str(house.root / "house/.cache")]
