@@ -15,12 +15,13 @@ help: ## this list
 venv: ## make or renew .venv with the packages of requirements-dev.txt
 	$(IN_VENV) "$$PYTHON" --version
 
-check: ## format, lint, types, shell
+check: ## format, lint, types, shell, known vulnerabilities (where their service can be reached)
 	$(IN_VENV) "$$PYTHON" -m ruff format --check .
 	$(IN_VENV) "$$PYTHON" -m ruff check .
 	$(IN_VENV) PYRIGHT_PYTHON_IGNORE_WARNINGS=1 "$$PYTHON" -m pyright --pythonpath "$$PYTHON"
 	$(IN_VENV) find . -path './.[!.]*' -prune -o -path ./runs -prune -o -name '*.sh' -print0 \
 		| PATH="$${PYTHON%/*}:$$PATH" xargs -0 shellcheck -x .ci/run
+	$(IN_VENV) "$$PYTHON" scripts/audit.py
 
 test: ## the tests that take seconds: no GPU, no faults, no campaign of modes
 	$(IN_VENV) $(PYTEST) -m "not gpu and not faults and not modes"

@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 from launch import direct, packages
-from launch.errors import LaunchError
-from launch.rundir import AttemptDir, RunDir, die_with_launcher
+from launch.errors import LaunchError, shown
+from launch.rundir import AttemptDir, RunDir, die_with_launcher, settle_process
 
 
 def main(argv: list[str]) -> int:
     rank = int(os.environ.get("RANK", "0"))
+    settle_process()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is ever downloaded
     # Threads that spin lose their core to a busy neighbour: 600 ms a step, asleep 86; alone 26.8 and 27.5 (2 cores).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -38,7 +39,7 @@ def main(argv: list[str]) -> int:
         run.train(start, direct.open_run, opened)
     except LaunchError as error:
         if rank == 0:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {shown(str(error))}", file=sys.stderr)
         for attempt in opened:
             attempt.leave_word(rank, error)
         return error.exit_code

@@ -9,12 +9,14 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from launch import nodes, recipes, report, rundir, started
-from launch.errors import ConfigError, LaunchError, StorageError
+from launch.errors import ConfigError, LaunchError, ResourceError, StorageError, shown
 from launch.estimate import Exceeded
 from launch.planner import Given
 from launch.resolve import Resolved, resolve
+from launch.strict_yaml import show
 
 FLAGS = {
     "--help",
@@ -27,16 +29,19 @@ FLAGS = {
 AUTO = "auto"
 BATCH_KEY = "per_device_train_batch_size"
 STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES}
+PATH_ERRORS = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP}
 EPILOG = """any key of the recipe can be set: --training.learning_rate=3e-5 --model.shape=t5-tiny --lora.r=8
-exit codes: 0 complete; 2 configuration; 3 resources; 4 data; 5 no usable checkpoint; 6 out of host RAM; 9 run in use;
-            10 storage; 11 network; 12 out of GPU memory; 75 stopped, run again to continue; 130 interrupted"""
+exit codes: 0 complete; 2 configuration; 3 resources; 4 data; 5 no usable checkpoint; 6 out of host RAM; 8 numbers that
+            are not finite; 9 run in use; 10 storage; 11 network; 12 out of GPU memory; 75 stopped, run again to
+            continue; 130 interrupted"""
 
 
 def main(argv: list[str]) -> int:
+    rundir.settle_process()
     try:
         return _dispatch(argv)
     except LaunchError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {shown(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -44,14 +49,29 @@ def main(argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
+        if error.errno in PATH_ERRORS:
+            name = show(shown(str(error.filename)))[1:-1]
+            print(f"error: {name}: {error.strerror}; give another path", file=sys.stderr)
+            return ResourceError.exit_code
         if error.errno not in STORAGE_ERRORS:
             raise
         print(f"error: {error.filename or 'a write'}: {error.strerror}; make room there", file=sys.stderr)
         return StorageError.exit_code
 
 
+def _say(line: str, flush: bool = False) -> None:
+    print(shown(line), flush=flush)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as everything here does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
+
+
 def _dispatch(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m launch", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawTextHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
@@ -109,7 +129,7 @@ def _dispatch(argv: list[str]) -> int:
         given = replace(given, wants_tuned=True)
     if arguments.command == "plan":
         resolved = resolve(arguments.recipe, overrides, arguments.machine, given)
-        print("\n".join(report.plan_lines(resolved.recipe, resolved.machine, resolved.plan)))
+        print(shown("\n".join(report.plan_lines(resolved.recipe, resolved.machine, resolved.plan))))
         return 0
     if arguments.command == "tune":
         return _tune(arguments.recipe, overrides, replace(given, wants_tuned=False), arguments.forget)
@@ -118,7 +138,7 @@ def _dispatch(argv: list[str]) -> int:
 
     def decide(test_link: bool, exceeded: Exceeded) -> Resolved:
         known = replace(given, exceeded=exceeded)
-        resolved = resolve(arguments.recipe, overrides, given=known, say=print, test_link=test_link)
+        resolved = resolve(arguments.recipe, overrides, given=known, say=_say, test_link=test_link)
         return replace(resolved, plan=nodes.located(resolved.plan))
 
     from launch import running  # not needed to refuse a wrong flag
@@ -131,7 +151,7 @@ def _tune(recipe: str, overrides: list[str], given: Given, forget: bool, again: 
     from launch import keys, tune
     from launch.ledger import Ledger
 
-    say = partial(print, flush=True)  # into a file too, while it goes on
+    say = partial(_say, flush=True)  # into a file too, while it goes on
     # any cut may win, so all are traced by one child, and none of the asked one's own
     resolved = resolve(recipe, overrides, given=replace(given, free_batch=True), say=say, test_link=True)
     of = (
@@ -157,4 +177,7 @@ def _calibration(overrides: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    if sys.getfilesystemencoding() != "utf-8":  # a locale that cannot name every file; Python's own way out
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     sys.exit(main(sys.argv[1:]))

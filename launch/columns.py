@@ -35,10 +35,10 @@ def detect(data: DataSection, base: Path) -> DataFormat:
     Relative paths start at `base`. Raises DataError (a file cannot be used) and ConfigError (half a pair of columns).
     """
     explicit = _explicit(data)
-    training = _format(first_rows.read(base / data.train_file), explicit, "data.train_file")
+    training = _format(first_rows.read(base / data.train_file, data.max_bad_rows), explicit, "data.train_file")
     if data.validation_file is not None:
         path = base / data.validation_file
-        validation = _format(first_rows.read(path), explicit, "data.validation_file")
+        validation = _format(first_rows.read(path, data.max_bad_rows), explicit, "data.validation_file")
         _same(training, validation, base / data.train_file, path)
     return training
 

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from launch import architectures, probe, recipes, render, report, resume, rundir, seed_cli, started
-from launch.errors import ConfigError
+from launch.errors import ConfigError, shown
 from launch.resolve import resolve
 from launch.rundir import AttemptDir, House, RunDir, Start
 from launch.schema import Machine, Plan, Recipe
@@ -44,7 +44,7 @@ def from_flags(argv: Sequence[str]) -> Start:
     if is_first:
         lines = report.plan_lines(resolved.recipe, resolved.machine, resolved.plan)
         lines += started.unused(os.environ, resolved.plan, resolved.recipe.training.max_grad_norm)
-        print("\n".join(lines), flush=True)
+        print(shown("\n".join(lines)), flush=True)
     return Start(
         house=resolved.house,
         recipe=resolved.recipe,
@@ -68,7 +68,8 @@ def open_run(start: Start, tokens: Path, held: ExitStack) -> tuple[str, str] | N
     assert start.machine is not None
     held.enter_context(output_lock(start.house, start.recipe))
     decided = resume.decide(start.house.runs, start.recipe, start.plan, tokens, start.wish, datetime.now())
-    print("\n".join([decided.line, *rundir.kept_aside(Path(start.recipe.output_dir), decided.run.run_id)]), flush=True)
+    aside = rundir.kept_aside(Path(start.recipe.output_dir), decided.run.run_id)
+    print(shown("\n".join([decided.line, *aside])), flush=True)
     if decided.complete:
         return None
     attempt = write_run(decided.run, start.recipe, start.machine, start.plan, start.house)

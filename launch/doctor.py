@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import link_causes, preflight, probe
+from launch import environment, link_causes, preflight, probe
 from launch.schema import GIB, Link, Machine
 
 MIN_DISK_BYTES = GIB  # below it not even a small model's checkpoints have room
@@ -51,7 +51,7 @@ def examine(cache: Path, run_dir: Path, environ: Mapping[str, str], say: Callabl
     elif stops:
         say("link: not tested: see the problem below first")
     else:
-        link = preflight.link(machine, len(machine.gpus), cache, environ, say=say, fresh=True)
+        link = preflight.link(machine, len(machine.gpus), cache, environment.passed(environ), say=say, fresh=True)
         for line in preflight.lines(link):
             say(line)
         stops = is_blocked(link)

@@ -112,9 +112,8 @@ def classify(evidence: Evidence) -> Failure | None:
         )
     for error in evidence.rank_errors:
         if error.get("exit_code"):
-            return Failure(
-                error["type"], error["exit_code"], error["message"], f"rank {error['rank']}", "see the message"
-            )
+            fix = error.get("fix") or "see the message"
+            return Failure(error["type"], error["exit_code"], error["message"], f"rank {error['rank']}", fix)
     if evidence.returncode == -9 or KILLED_FIRST.search(evidence.log_tail):
         return Failure(
             "killed",

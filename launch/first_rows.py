@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import stat
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,18 @@ BLANKS = re.compile(r"[ \t\n\r]*")
 MESSAGE_KEYS = (("role", "content"), ("from", "value"))
 
 
+class _Spare:
+    """How many bad rows may still be passed over (data.max_bad_rows)."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def use(self, error: DataError) -> None:
+        if not self.count:
+            raise error
+        self.count -= 1
+
+
 @dataclass(frozen=True)
 class Found:
     """A file's columns: name -> "string", "messages", or what else they hold, in words ("int64", "null in line 3")."""
@@ -37,8 +50,8 @@ class Found:
     columns: Mapping[str, str]
 
 
-def read(path: Path) -> Found:
-    """The columns of one file. Raises DataError where it cannot be read or has no rows."""
+def read(path: Path, max_bad_rows: int = 0) -> Found:
+    """The columns of one file, told by the rows that can be read. Raises DataError where it has none."""
     try:
         file_type = file_type_of(path)
         if path.stat().st_size == 0:
@@ -49,15 +62,15 @@ def read(path: Path) -> Found:
                 raise DataError(f"{path}: 0 rows: the file has columns ({', '.join(columns) or 'none'}) but no data")
             return Found(path, file_type, columns)
         if file_type == "text":
-            if not any(_lines(path)):
+            if not any(_lines(path, _Spare(max_bad_rows))):
                 raise DataError(f"{path}: 0 rows: every line is blank")
             return Found(path, file_type, {"text": "string"})
-        rows = list(_array_rows(path) if file_type == "json" else _line_rows(path))
+        rows = list(_array_rows(path) if file_type == "json" else _line_rows(path, _Spare(max_bad_rows)))
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     if not rows:
         raise DataError(f"{path}: 0 rows: {'the array is empty' if file_type == 'json' else 'every line is blank'}")
-    return Found(path, file_type, _columns_of(rows))
+    return Found(path, file_type, _columns_of(rows, max_bad_rows))
 
 
 def file_type_of(path: Path) -> FileType:
@@ -140,7 +153,7 @@ def _is_array(path: Path) -> bool:
     return False
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def _lines(path: Path, spare: _Spare) -> Iterator[tuple[int, str]]:
     """(number from 1, text) of the lines that are not blank."""
     with path.open("rb") as stream:
         number = 0
@@ -152,7 +165,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             try:
                 text = raw[offset:].decode("utf-8").strip()
             except UnicodeDecodeError as error:
-                raise DataError(f"{path}:{number}:{offset + error.start}: {_not_utf8(raw)}") from error
+                spare.use(DataError(f"{path}:{number}:{offset + error.start}: {_not_utf8(raw)}"))
+                continue
             if text:
                 yield number, text
 
@@ -165,26 +179,34 @@ def _not_utf8(raw: bytes) -> str:
     return "this byte is not UTF-8; convert the file to UTF-8, e.g. iconv -f GB18030 -t UTF-8"
 
 
-def _line_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _line_rows(path: Path, spare: _Spare) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """("line 3", row) of the first rows of a file with one object a line."""
     num_characters = 0
-    for number, text in itertools.islice(_lines(path), SAMPLE_ROWS):
+    for number, text in itertools.islice(_lines(path, spare), SAMPLE_ROWS):
         if num_characters > MAX_ROW_BYTES:
             return
         num_characters += len(text)
-        where = f"{path}:{number}"
         try:
-            row = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{where}: is not JSON ({error.msg} at character {error.pos + 1}); "
-                "each line must be one object, a .json file may be one array of objects"
-            ) from error
-        except (ValueError, RecursionError) as error:  # a number of 5,000 digits, brackets 100,000 deep
-            raise DataError(f"{where}: cannot be read as JSON ({error}); mend the line") from error
-        if isinstance(row, list) and path.suffix.lower() != ".json":
-            raise DataError(f"{where}: holds a list; a file that is one array of objects must end in .json")
-        yield f"line {number}", _object(row, where)
+            row = _line_row(text, f"{path}:{number}", path.suffix.lower() == ".json")
+        except DataError as error:
+            spare.use(error)
+            continue
+        yield f"line {number}", row
+
+
+def _line_row(text: str, where: str, in_json_file: bool) -> Mapping[str, Any]:
+    try:
+        row = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{where}: is not JSON ({error.msg} at character {error.pos + 1}); "
+            "each line must be one object, a .json file may be one array of objects"
+        ) from error
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, brackets 100,000 deep
+        raise DataError(f"{where}: cannot be read as JSON ({error}); mend the line") from error
+    if isinstance(row, list) and not in_json_file:
+        raise DataError(f"{where}: holds a list; a file that is one array of objects must end in .json")
+    return _object(row, where)
 
 
 def _array_rows(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
@@ -245,8 +267,8 @@ def _object(row: Any, where: str) -> Mapping[str, Any]:
     return row
 
 
-def _columns_of(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, str]:
-    """What each key holds: one word where the first rows agree, else the row that is out of line, worst first."""
+def _columns_of(rows: Sequence[tuple[str, Mapping[str, Any]]], max_bad_rows: int) -> dict[str, str]:
+    """What each key holds: one word where all but so many rows agree, else the row that is out of line, worst first."""
     columns: dict[str, str] = {}
     for column in dict.fromkeys(key for _, row in rows for key in row):
         places: dict[str, str] = {}  # what is held -> the first row that does
@@ -254,7 +276,10 @@ def _columns_of(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, str]
             places.setdefault(_json_kind(row[column]) if column in row else "nothing", place)
         odd = [kind for kind in places if kind not in ("string", "messages", "null", "nothing")]
         odd = odd or [kind for kind in places if kind in ("null", "nothing")]
-        if len(places) == 1 and not odd:
+        usual, count = Counter(_json_kind(row.get(column)) for _, row in rows).most_common(1)[0]
+        if usual in ("string", "messages") and len(rows) - count <= max_bad_rows:
+            columns[column] = usual
+        elif len(places) == 1 and not odd:
             columns[column] = next(iter(places))
         else:
             shown = odd[:1] or places

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from launch import rundir
+from launch import environment, rundir
 from launch.host_memory import ASSUMED, ASSUMED_CUDA_BYTES, Imports
 from launch.schema import Device
 
@@ -45,10 +45,10 @@ def measured(cache: Path, without: Sequence[str], device: Device) -> Imports:
 
 def _child(role: str, without: Sequence[str], device: Device) -> dict[str, int]:
     argv = [sys.executable, "-P", "-m", "training.imports", role, "--device", device]
-    environment = {**os.environ, "PYTHONPATH": str(rundir.CODE), "HF_HUB_OFFLINE": "1"}
+    variables = {**environment.passed(os.environ), "PYTHONPATH": str(rundir.CODE), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [*argv, "--without", *without],
-        env=environment,
+        env=variables,
         stdout=subprocess.PIPE,
         text=True,
         timeout=CHILD_TIMEOUT_S,

@@ -1,8 +1,31 @@
-"""Which installed packages a rank of a run has no use for."""
+"""Which installed packages are too old, and which a rank of a run has no use for."""
 
 from __future__ import annotations
 
+import re
+from importlib.metadata import PackageNotFoundError, version
+
+from launch.errors import ResourceError
 from launch.schema import Recipe, Strategy
+
+# Below these a file that somebody else made can run code, or corrupt memory (CVE-2026-24747; CVE-2026-4372, -1839)
+OLDEST = {"torch": (2, 10), "transformers": (5, 3)}
+
+
+def refuse_old() -> None:
+    """Raises ResourceError for an installed package that is too old to be trusted with files."""
+    for package, oldest in OLDEST.items():
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            continue  # a machine that only plans
+        numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+        if numbers < oldest:
+            wanted = ".".join(map(str, oldest))
+            raise ResourceError(
+                f"{package} {found} is installed, expected {wanted} or newer: older ones run code that a checkpoint or"
+                f" a model folder brings; pip install '{package}>={wanted}'"
+            )
 
 
 def unused(recipe: Recipe, strategy: Strategy | None) -> list[str]:

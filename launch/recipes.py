@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from launch import schema, strict_yaml, training_fields
-from launch.errors import ConfigError, nearest
+from launch.errors import SECRET_NAME, ConfigError, holds_secret, nearest
 from launch.schema import Change, Recipe
 from launch.strict_yaml import Keys, dotted, mend, plain, show, wrong
 
@@ -34,6 +34,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "data": schema.DataSection,
     "training": schema.TrainingSection,
     "launch": schema.LaunchSection,
+    "numerics": schema.NumericsSection,
     "evaluation": schema.EvaluationSection,
 }
 
@@ -170,7 +171,7 @@ def _overrides(texts: Sequence[str]) -> _Layer:
     for text in texts:
         name, equals, value = text.removeprefix("--").partition("=")
         section, dot, key = name.replace("-", "_").partition(".")
-        place = f"--{name}=..." if re.search("([_-]token|secret|password)$", name) else show(text)[1:-1]
+        place = f"--{name}=..." if SECRET_NAME.search(name) or holds_secret(value) else show(text)[1:-1]
         if isinstance(text, Override) and text.typed:
             place = show(text.typed)[1:-1]
         if not equals or not re.fullmatch(r"[a-z]\w*(\.[a-z]\w*)?", section + dot + key, re.ASCII | re.IGNORECASE):
@@ -258,6 +259,11 @@ def _problems(layer: _Layer, file: str) -> list[tuple[Keys, ConfigError]]:
         keys = ("training", key)
         if key not in schema.TrainingSection.model_fields and (mistake := _training_mistake(key, value)):
             problems.append((keys, wrong(place(keys), keys, *mistake)))
+    for keys, text in _texts(layer.data):
+        if holds_secret(text):
+            found, do = "what looks like a secret", "delete it; it would stand in files of the run"
+            problems = [(other, problem) for other, problem in problems if other != keys]
+            problems.append((keys, wrong(place(keys), keys, found, "a value that anybody may read", do)))
     output_dir = layer.data.get("output_dir")
     if isinstance(output_dir, str):
         parts = Path(output_dir).parts
@@ -266,6 +272,18 @@ def _problems(layer: _Layer, file: str) -> list[tuple[Keys, ConfigError]]:
             keys = ("output_dir",)
             problems.append((keys, wrong(place(keys), keys, show(output_dir), expected, "write the folder itself")))
     return problems
+
+
+def _texts(value: Any, keys: Keys = ()) -> Iterator[tuple[Keys, str]]:
+    """Every text of a recipe and where it stands."""
+    if isinstance(value, str):
+        yield keys, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _texts(item, (*keys, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _texts(item, (*keys, index))
 
 
 def _schema_problem(one: ErrorDetails, place: str, file: str) -> ConfigError:
@@ -288,6 +306,8 @@ def _training_mistake(key: str, value: Any) -> tuple[str, str, str] | None:
     instead = training_fields.instead(key)
     if instead and (key, value) != ("save_strategy", "steps"):
         return "a field that the launcher sets", "it left out", instead
+    if SECRET_NAME.search(key):
+        return "a key for a secret", "none", "delete it: nothing is uploaded, and it would stand in files of the run"
     if not training_fields.installed():
         return "an extra field", "an installed transformers to check it with", "install the requirements"
     if key not in training_fields.installed():

@@ -113,6 +113,13 @@ def visible_devices(machine: Machine, num_processes: int) -> dict[str, str]:
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": indices}  # NVML counts in this order
 
 
+def _launcher(plan: Plan) -> tuple[str, ...]:
+    """Accelerate's launcher; several ranks of one machine meet on its loopback."""
+    if plan.strategy.engine != "plain" and plan.strategy.num_machines == 1:
+        return (str(CODE / "training" / "on_loopback.py"),)
+    return ("-m", "accelerate.commands.launch")
+
+
 def command(
     plan: Plan, machine: Machine, run: RunDir, attempt: AttemptDir, house: House, environ: Mapping[str, str]
 ) -> Command:
@@ -129,6 +136,8 @@ def command(
         added |= {key: environ.get(key, value) for key, value in malloc.SETTINGS.items()}
         if strategy.engine == "deepspeed":
             added["DS_ACCELERATOR"] = "cpu"
+    if strategy.backend == "gloo" and strategy.num_machines == 1:
+        added["GLOO_SOCKET_IFNAME"] = environ.get("GLOO_SOCKET_IFNAME", "lo")  # nobody else's business
     if plan.rendezvous and plan.rendezvous.network_interface:
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         added |= dict.fromkeys(names, plan.rendezvous.network_interface)
@@ -136,8 +145,7 @@ def command(
         argv=(
             sys.executable,
             "-P",  # a module of the same name in the user's folder is not ours
-            "-m",
-            "accelerate.commands.launch",
+            *_launcher(plan),
             "--config_file",
             str(run.accelerate_file),
             *(["--rdzv_conf", f"timeout={plan.rendezvous.join_timeout_s}"] if plan.rendezvous else []),

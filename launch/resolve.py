@@ -11,7 +11,19 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from launch import columns, concessions, imports, packages, planner, preflight, probe, recipes, rundir, shapes
+from launch import (
+    columns,
+    concessions,
+    environment,
+    imports,
+    packages,
+    planner,
+    preflight,
+    probe,
+    recipes,
+    rundir,
+    shapes,
+)
 from launch.allocator import TORCH_DEFAULTS, AllocatorConfig
 from launch.errors import DoesNotFit, ResourceError
 from launch.estimate import Subject
@@ -56,10 +68,14 @@ def resolve(
     `trace` False: the plan counts model states alone, as where many ranks start at once."""
     house = House.here()
     machine = probe.described(machine_file) if machine_file else probe.machine(run_dir=house.root)
+    if machine_file is None:
+        packages.refuse_old()
     has_gpu = bool(machine.gpus) and not given.force_cpu
     recipe, changed = recipes.load(recipe_name, [_absolute(text) for text in overrides], has_gpu)
     is_file = "/" in recipe_name or recipe_name.endswith((".yaml", ".yml"))
     recipe, found = _tokenizer_that_is_there(_rooted(recipe, Path.cwd() if is_file else house.root))
+    for name in ("runs", "logs", ".cache"):
+        rundir.refuse_strangers(house.root / name)
     rundir.check_output(Path(recipe.output_dir))
     if recipe.tokenizer.path and not Path(recipe.tokenizer.path).is_dir():
         raise ResourceError(f"tokenizer.path: there is no folder {recipe.tokenizer.path}; give one, or leave it out")
@@ -154,9 +170,10 @@ def _link(
     settled = given.num_processes is not None or given.force_gloo or launch.mode == "dual_gpu_gloo"
     if settled or launch.mode in planner.ONE_PROCESS or not 1 < count <= len(machine.gpus):
         return None
+    variables = environment.passed(os.environ)
     if test:
-        return preflight.link(machine, count, house.cache, os.environ, say=say)
-    return preflight.known(machine, count, house.cache, os.environ)
+        return preflight.link(machine, count, house.cache, variables, say=say)
+    return preflight.known(machine, count, house.cache, variables)
 
 
 def _tokenizer_that_is_there(recipe: Recipe) -> tuple[Recipe, list[Change]]:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
+import io
 import json
+import math
 import os
 import re
+import resource
 import signal
 import socket
+import stat
+import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -21,7 +26,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from launch.errors import LockHeld, ResourceError
+from launch.errors import HIDDEN, ConfigError, LockHeld, ResourceError, shown
 from launch.schema import DataFormat, Machine, ModelShape, Plan, Recipe
 
 TOKEN_CACHE_VERSION = 1  # raise when training/data.py writes other bytes for the same input
@@ -39,8 +44,21 @@ def write_atomic(path: Path, text: str) -> None:
     aside.replace(path)
 
 
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON text that every reader takes: NaN and infinities, which JSON has no numbers for, as "nan", "inf", "-inf"."""
+    return json.dumps(_in_json(value), ensure_ascii=False, indent=indent, allow_nan=False)
+
+
+def _in_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _in_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_in_json(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    write_atomic(path, json.dumps(value, ensure_ascii=False, indent=1, allow_nan=True) + "\n")
+    write_atomic(path, to_json(value, indent=1) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -63,7 +81,10 @@ class House:
 
     @classmethod
     def here(cls) -> House:
-        return cls(Path(os.environ.get("LOWMEM_ROOT") or CODE).resolve())
+        named = os.environ.get("LOWMEM_ROOT") or str(CODE)
+        if HIDDEN.search(named) or "\n" in named or "\t" in named:
+            raise ConfigError(f"LOWMEM_ROOT {named!r}: holds a control character; name another folder")
+        return cls(Path(named).resolve())
 
     @property
     def runs(self) -> Path:
@@ -115,9 +136,10 @@ class AttemptDir:
         word = {
             "rank": rank,
             "type": type(error).__name__,
-            "message": str(error),
+            "message": shown(str(error)),
             "exit_code": getattr(error, "exit_code", None),  # of a LaunchError: the user's to mend
-            "traceback": "".join(traceback.format_exception(error)),
+            "fix": getattr(error, "fix", ""),
+            "traceback": shown("".join(traceback.format_exception(error))),
             "time": time.time(),
         }
         write_json(self.error_file(rank), word)
@@ -245,9 +267,32 @@ def lock(path: Path, what: str) -> Iterator[None]:
         yield
 
 
+def settle_process() -> None:
+    """From now on what this process and its children write is its user's alone, no crash writes memory to disk, and a
+    character that a terminal's encoding lacks is written out."""
+    os.umask(0o077)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # None where it was closed
+            stream.reconfigure(errors="backslashreplace")
+
+
 def die_with_launcher() -> None:
     """From now on the kernel kills this process when its parent dies: no rank outlives its launcher."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def refuse_strangers(path: Path) -> None:
+    """Raises ResourceError for a name that somebody else has put into a folder where anybody may write, as /tmp is."""
+    for place in (path, *path.parents):
+        try:
+            found, above = place.lstat(), place.parent.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if above.st_mode & stat.S_IWOTH and found.st_uid not in (os.geteuid(), above.st_uid):
+            raise ResourceError(
+                f"{place}: belongs to user {found.st_uid}, in a folder where anybody may write; choose another name"
+            )
 
 
 def check_output(folder: Path) -> None:
@@ -255,12 +300,17 @@ def check_output(folder: Path) -> None:
 
     Raises ResourceError.
     """
+    refuse_strangers(folder)
+    if folder.is_symlink():
+        raise ResourceError(f"output_dir {folder}: is a symbolic link, to {folder.resolve()}; give that folder itself")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "lowmem.json").exists():
         raise ResourceError(f"output_dir {folder}: holds files that no run of ours wrote; choose another folder")
     if folder.exists() and not folder.is_dir():
         raise ResourceError(f"output_dir {folder}: is a file; choose another folder")
+    for ending in ("tmp", "old"):  # export.py's
+        refuse_strangers(folder.with_name(f".{folder.name}.{ending}"))
     parent = next(path for path in folder.parents if path.exists())
-    if not os.access(parent, os.W_OK):
+    if not os.access(parent, os.W_OK) or not os.statvfs(parent).f_blocks:  # /proc and its like hold no files
         raise ResourceError(f"output_dir {folder}: {parent} cannot be written to; choose another folder")
 
 
@@ -329,7 +379,8 @@ def token_cache(cache: Path, recipe: Recipe, shape: ModelShape, data_format: Dat
         "train": data_fingerprint(Path(data.train_file)),
         "validation": data_fingerprint(Path(data.validation_file)) if data.validation_file else None,
         "columns": [data_format.kind, data_format.file_type, dict(data_format.columns)],
-        "limits": [data.max_length, data.max_train_samples, data.max_validation_samples],
+        "limits": [data.max_length, data.max_train_samples, data.max_validation_samples]
+        + ([data.max_bad_rows] if data.max_bad_rows else []),
         "task": recipe.task,
         "encoder_decoder": shape.is_encoder_decoder,
         "tokenizer": folder_fingerprint(Path(tokenizer_path))

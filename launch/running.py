@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import statistics
@@ -13,6 +14,7 @@ from contextlib import ExitStack
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from launch import calibration, direct, estimate, keys, nodes, render, report, resume, rundir, supervise
 from launch.calibration import Figures, Measurement
@@ -120,7 +122,9 @@ def _command(resolved: Resolved, run: rundir.RunDir, attempt: AttemptDir) -> Com
 def _events(attempts: Sequence[AttemptDir]) -> list[StepEvent]:
     files = [attempt.events_file for attempt in attempts if attempt.events_file.exists()]
     lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-    return [StepEvent(**json.loads(line)) for line in lines]
+    steps = [json.loads(line) for line in lines]
+    texts: dict[Any, Any] = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # JSON has no such numbers
+    return [StepEvent(**{key: texts.get(value, value) for key, value in step.items()}) for step in steps]
 
 
 def _remember(resolved: Resolved, run_id: str, result: RunResult, events: Sequence[StepEvent], screen: Screen) -> None:

@@ -171,6 +171,7 @@ class DataSection(Section):
     max_length: int = Field(default=512, ge=8, le=1 << 20)  # tokens: of the whole sequence (decoder), of each side (T5)
     max_train_samples: PositiveInt | None = None
     max_validation_samples: PositiveInt | None = None
+    max_bad_rows: int = Field(default=0, ge=0)  # of each file, left out and counted; one more is an error
 
 
 class TrainingSection(BaseModel):
@@ -231,6 +232,7 @@ class LaunchSection(Section):
     join_timeout_s: PositiveInt = 300  # for all nodes to be there
     vram_fraction: float = Field(default=0.95, gt=0, le=1)  # share of the free VRAM that planning may use
     exact_batch: bool = False  # refuse the run where the batch does not fit, instead of splitting it
+    pass_env: tuple[str, ...] = ()  # names of variables that ranks get besides those of launch/environment.py
     host_reserve_gib: float = Field(default=2.0, ge=0, allow_inf_nan=False)  # host RAM left to the rest of the machine
 
     @model_validator(mode="after")
@@ -247,6 +249,14 @@ class LaunchSection(Section):
         if self.num_processes is not None and self.num_processes % self.nodes:
             raise ValueError(f"num_processes {self.num_processes} cannot be shared evenly by {self.nodes} nodes")
         return self
+
+
+class NumericsSection(Section):
+    """What is done about numbers that are finite and yet too large; what is not finite always ends the run."""
+
+    skip_spikes_above: float | None = Field(
+        default=None, gt=1, allow_inf_nan=False
+    )  # gradient norm / median; None: off
 
 
 class EvaluationSection(Section):
@@ -271,6 +281,7 @@ class Recipe(Section):
     data: DataSection
     training: TrainingSection = TrainingSection()
     launch: LaunchSection = LaunchSection()
+    numerics: NumericsSection = NumericsSection()
     evaluation: EvaluationSection = EvaluationSection()
     allow: tuple[Concession, ...] = ()  # what may be given up where nothing else fits; it changes the result
     output_dir: str

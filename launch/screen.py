@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from launch.errors import shown
 from launch.rundir import AttemptDir, read_json
 
 STEP_LINE = re.compile(r"  step \d+/\d+  epoch \S+  ")
@@ -23,12 +25,20 @@ SECTION_WORDS = {
 }
 
 
+class _Console(Console):
+    """rich would end the program where nobody reads on; the training goes on, and its log."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Screen:
     """Prints lines, and shows one attempt's progress between start() and stop()."""
 
     def __init__(self, log_file: Path | None = None, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
-        self._console = Console(file=self._stream, highlight=False, soft_wrap=True)
+        self._console = _Console(file=self._stream, highlight=False, soft_wrap=True)
         self._log: TextIO | None = None
         if log_file:
             log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -39,14 +49,11 @@ class Screen:
         """One line, above the bar if there is one, and in the log."""
         self._print(line)
         if log and self._log:
-            self._log.write(line + "\n")
+            self._log.write(shown(line) + "\n")
             self._log.flush()
 
     def _print(self, line: str) -> None:
-        try:
-            self._console.print(line, markup=False)
-        except BrokenPipeError:  # nobody reads on; the training and its log go on
-            self._console = Console(quiet=True)
+        self._console.print(shown(line), markup=False)
 
     def start(self, attempt: AttemptDir) -> None:
         self._attempt = attempt
@@ -76,7 +83,7 @@ class Screen:
             if not (step and self._live):  # the bar shows the steps
                 self._print(line)
             if self._log:
-                self._log.write(line + "\n")
+                self._log.write(shown(line) + "\n")
                 self._log.flush()
         beat = read_json(self._attempt.heartbeat_file(0))
         if self._live and beat:

@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from launch import failures, probe, rundir
+from launch import environment, failures, probe, rundir
 from launch.resolve import Resolved
 from launch.rundir import AttemptDir, RunDir
 from launch.schema import Command, Evidence, RunResult
@@ -49,7 +49,9 @@ def run(
     with _signals() as received:
         returncode = prepare(resolved, rundir_, attempt, screen.say)
         if returncode == 0:
-            returncode, host_peak, is_refuted = _watch(ready(), rundir_, attempt, screen, received, check)
+            returncode, host_peak, is_refuted = _watch(
+                ready(), rundir_, attempt, screen, received, check, resolved.recipe.launch.pass_env
+            )
     outcome = rundir.read_json(attempt.outcome_file)
     evidence = Evidence(
         returncode=returncode,
@@ -87,8 +89,9 @@ def prepare(resolved: Resolved, run: RunDir, attempt: AttemptDir, say: Callable[
         return 0
     argv = [sys.executable, "-P", "-m", "training.prepare", "--run-dir", str(run.root)]
     argv += ["--attempt", str(attempt.number), "--cache", str(resolved.house.cache)]
-    environment = {**os.environ, "PYTHONPATH": str(rundir.CODE), "HF_HUB_OFFLINE": "1", "LOWMEM_RUN": run.run_id}
-    with subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True, encoding="utf-8") as child:
+    inherited = environment.passed(os.environ, resolved.recipe.launch.pass_env)
+    added = {"PYTHONPATH": str(rundir.CODE), "HF_HUB_OFFLINE": "1", "LOWMEM_RUN": run.run_id}
+    with subprocess.Popen(argv, env=inherited | added, stdout=subprocess.PIPE, text=True, encoding="utf-8") as child:
         assert child.stdout is not None
         for line in child.stdout:
             say(line.rstrip("\n"))
@@ -102,12 +105,14 @@ def _watch(
     screen: Screen,
     received: list[int],
     check: Callable[[Mapping[str, int]], bool],
+    pass_env: Sequence[str],
 ) -> tuple[int, int, bool]:
     """Start the ranks, wait for them, stop them when told to.
 
     (exit code of the launcher, peak PSS of the job, whether the second step refuted the plan)"""
-    environment = {
-        **{key: value for key, value in os.environ.items() if not LAUNCHERS_OWN.match(key)},
+    inherited = environment.passed(os.environ, pass_env)
+    variables = {
+        **{key: value for key, value in inherited.items() if not LAUNCHERS_OWN.match(key)},
         **command.env,
         "LOWMEM_RUN": run.run_id,  # the tag by which any process of this run can be found
         "LOWMEM_ROOT_PID": str(os.getpid()),
@@ -117,7 +122,7 @@ def _watch(
     with attempt.log_file.open("ab") as log:
         child = subprocess.Popen(
             command.argv,
-            env=environment,
+            env=variables,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

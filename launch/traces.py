@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from launch import packages
+from launch import environment, packages
 from launch.render import BUCKET_ELEMENTS
 from launch.rundir import CODE, die_with_launcher
 from launch.schema import ModelShape, Peak, Recipe, Strategy
@@ -126,12 +126,13 @@ class Traces:
             }
             request.write_text(json.dumps(content), encoding="utf-8")
             argv = [sys.executable, "-P", "-m", "training.answer", str(request), str(self._folder)]
-            environment = {**os.environ, "PYTHONPATH": str(CODE), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-            environment = {key: value for key, value in environment.items() if not key.startswith("ACCELERATE_")}
+            inherited = environment.passed(os.environ)
+            variables = {key: value for key, value in inherited.items() if not key.startswith("ACCELERATE_")}
+            variables |= {"PYTHONPATH": str(CODE), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
             self._say(f"tracing a step of {self._shape.name} ({len(missing)} variant(s)): once, then known")
             try:
                 done = subprocess.run(
-                    argv, env=environment, cwd=place, capture_output=True, text=True, check=False,
+                    argv, env=variables, cwd=place, capture_output=True, text=True, check=False,
                     timeout=CHILD_TIMEOUT_S, preexec_fn=die_with_launcher,
                 )  # fmt: skip
             except subprocess.TimeoutExpired:

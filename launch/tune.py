@@ -23,7 +23,7 @@ from typing import Literal
 
 import psutil
 
-from launch import direct, keys, planner, render, rundir, supervise
+from launch import direct, environment, keys, planner, render, rundir, supervise
 from launch.errors import DoesNotFit, ResourceError, Stopped
 from launch.estimate import describe, gib
 from launch.ledger import Ledger, Trial, Tuned
@@ -223,9 +223,8 @@ def _longest_rows(resolved: Resolved, place: Path, say: Say) -> Path:
     tokens = Path((rundir.read_json(run.tokens_file) or {})["folder"])
     rows = plan.strategy.effective_batch_size * STEPS
     argv = [sys.executable, "-P", "-m", "training.longest", str(tokens), str(place / "rows"), str(rows)]
-    done = subprocess.run(
-        argv, env={**os.environ, "PYTHONPATH": str(CODE)}, capture_output=True, text=True, check=False
-    )
+    variables = {**environment.passed(os.environ), "PYTHONPATH": str(CODE)}
+    done = subprocess.run(argv, env=variables, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ResourceError(f"the longest rows cannot be read: {done.stderr.strip().splitlines()[-1]}")
     return place / "rows"

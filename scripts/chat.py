@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from launch.errors import LaunchError, ResourceError
+from launch.errors import LaunchError, ResourceError, visible
 from launch.rundir import RunDir, read_json
 from launch.schema import QuantizationSection
 
@@ -63,7 +63,7 @@ def main() -> int:
     try:
         model, cut = load(model_folder(arguments.folder))
     except LaunchError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {visible(str(error))}", file=sys.stderr)
         return error.exit_code
     from training.evaluate import answer
 
@@ -71,7 +71,7 @@ def main() -> int:
         return answer(model, cut, [[{"role": "user", "content": question}]], arguments.max_new_tokens)[0]
 
     if arguments.question:
-        print(reply(" ".join(arguments.question)))
+        print(visible(reply(" ".join(arguments.question))))
         return 0
     interactive = sys.stdin.isatty()
     sys.stdin.reconfigure(errors="replace")
@@ -82,7 +82,7 @@ def main() -> int:
             return 0
         if question:
             try:
-                print(reply(question), flush=True)
+                print(visible(reply(question)), flush=True)
             except BrokenPipeError:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 return 141

@@ -4,7 +4,7 @@ The cache is mapped, so a rank holds no row in private memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,6 +81,20 @@ class SampleOrder:
             offset + max(step_in_epoch - first, 0) * self.effective_batch_size, self.samples
         )
 
+    def rows_of(self, step: int, micro_batches: Iterable[int]) -> list[int]:
+        """The rows that this rank takes in these micro-batches (from 0) of an optimizer step (from 1)."""
+        epoch, step_in_epoch = divmod(step - 1, self.steps_per_epoch)
+        first, offset = self.first_step(epoch)
+        began = offset + (step_in_epoch - first) * self.effective_batch_size
+        width = self.micro_batch * self.world_size
+        order = self._order(epoch)
+        starts = [began + micro * width for micro in micro_batches]
+        return [row for at in starts for row in order[at : at + width][self.rank :: self.world_size].tolist()]
+
+    def _order(self, epoch: int) -> np.ndarray:
+        samples = np.arange(self.samples, dtype=np.int32)  # 4 bytes a row is all that a rank holds privately
+        return np.random.default_rng([self.seed, epoch]).permutation(samples)
+
     def __len__(self) -> int:
         """Micro-batches of one epoch on one rank."""
         if self.start:  # the first epoch's last step may be fuller than the others': room for it in all of them
@@ -90,8 +104,7 @@ class SampleOrder:
         return full * self.accumulation + -(-last // (self.micro_batch * self.world_size))
 
     def __iter__(self) -> Iterator[list[int]]:
-        samples = np.arange(self.samples, dtype=np.int32)  # 4 bytes a row is all that a rank holds privately
-        order = np.random.default_rng([self.seed, self.epoch]).permutation(samples)
+        order = self._order(self.epoch)
         first, offset = self.first_step(self.epoch)
         yielded = first * self.accumulation
         for _ in range(yielded):  # trained before this run; Trainer skips them

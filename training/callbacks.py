@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
@@ -15,6 +16,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from launch import rundir
+from launch.errors import shown
 from launch.rundir import AttemptDir
 from launch.schema import StepEvent
 from training.engines import local_bytes
@@ -109,8 +111,16 @@ class Reporter(TrainerCallback):
     """Writes events.jsonl and the log from rank 0, and each rank's heartbeat."""
 
     def __init__(
-        self, attempt: AttemptDir, rank: int, meter: StepMeter, order: Any, device: torch.device, draw: bool
+        self,
+        attempt: AttemptDir,
+        rank: int,
+        meter: StepMeter,
+        order: Any,
+        device: torch.device,
+        draw: bool,
+        check_loss: Callable[[int, float], None],
     ) -> None:
+        self._check_loss = check_loss
         self._rank, self._meter, self._order, self._device = rank, meter, order, device
         self._heartbeat = Heartbeat(attempt, rank)
         self._events: IO[str] | None = attempt.events_file.open("a", encoding="utf-8") if rank == 0 else None
@@ -219,7 +229,8 @@ class Reporter(TrainerCallback):
                 host_pss_bytes=self.host.read(),
                 **step,
             )
-            self._events.write(json.dumps(asdict(event)) + "\n")
+            self._events.write(rundir.to_json(asdict(event)) + "\n")
+            self._check_loss(event.step, event.loss)
         self._events.flush()
         self.last_event = event
         means = {key: sum(step[key] for step in steps) / len(steps) for key in ("loss", "seconds", "tokens", "samples")}
@@ -266,11 +277,18 @@ class _Bar:
         self._bar.close()
 
 
+class _Shown(logging.Formatter):
+    """A line as it may stand in a log."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return shown(super().format(record))
+
+
 def start_logging(files: list[Path], rank: int) -> None:
     """Rank 0 logs to its standard output and to `files`; other ranks only warn, on standard error."""
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False
-    plain = logging.Formatter("%(asctime)s  %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    plain = _Shown("%(asctime)s  %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout if rank == 0 else sys.stderr)]
     for path in files if rank == 0 else []:
         path.parent.mkdir(parents=True, exist_ok=True)

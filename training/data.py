@@ -1,135 +1,18 @@
-"""From a data file to token ids: rows, conversations, the tokenised Arrow cache. No torch: it runs before any rank."""
+"""From samples to token ids: the encoder and the tokenised Arrow cache. No torch: it runs before any rank."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from launch.errors import DataError
-from launch.schema import DataFormat
+from training.rows import Message, Sample
 
 IGNORED = -100  # label of a token that is not a target, torch's own default
-Message = dict[str, str]
-Sample = list[Message] | str  # a conversation, or a text
-
-ROLE_NAMES = {"human": "user", "prompter": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
-
-
-# ---- rows ----------------------------------------------------------------------------------------------------------
-
-
-def read_rows(path: Path, file_type: str, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(row number from 1, the named columns) of a file, one batch in memory at a time."""
-    if file_type == "parquet":
-        number = 0
-        file = pq.ParquetFile(path, pre_buffer=False)  # the buffer would keep every row group that was read
-        for batch in file.iter_batches(batch_size=1000, columns=list(columns)):
-            for row in batch.to_pylist():
-                number += 1
-                yield number, row
-    elif file_type == "json":
-        for number, row in enumerate(json.loads(path.read_text(encoding="utf-8-sig")), start=1):
-            if not isinstance(row, dict):
-                raise DataError(f"{path}: element {number}: found {type(row).__name__}, expected an object")
-            yield number, row
-    else:
-        yield from _read_lines(path, file_type)
-
-
-def _read_lines(path: Path, file_type: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            try:
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{path}:{number}: byte {error.start} of the line is not UTF-8; convert the file to UTF-8"
-                ) from error
-            if not line:
-                continue
-            if file_type == "text":
-                yield number, {"text": line}
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(
-                    f"{path}:{number}: not valid JSON ({error.msg} at character {error.pos}); mend or remove the line"
-                ) from error
-            if not isinstance(row, dict):
-                raise DataError(f"{path}:{number}: found {type(row).__name__}, expected one JSON object a line")
-            yield number, row
-
-
-def samples(path: Path, data_format: DataFormat) -> Iterator[Sample]:
-    """The file's rows as conversations or texts."""
-    columns = data_format.columns
-    rows = read_rows(path, data_format.file_type, list(columns.values()))
-    if data_format.kind == "oasst":
-        yield from _paired_turns(path, rows, columns["text"], columns["role"])
-        return
-    for number, row in rows:
-        if data_format.kind == "messages":
-            yield _messages(row, columns["messages"], f"{path}:{number}")
-        elif data_format.kind == "text":
-            yield _string(row, columns["text"], f"{path}:{number}")
-        else:
-            prompt = _string(row, columns["prompt"], f"{path}:{number}")
-            if "context" in columns and row.get(columns["context"]):
-                prompt += "\n" + _string(row, columns["context"], f"{path}:{number}")
-            response = _string(row, columns["response"], f"{path}:{number}")
-            yield [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-
-
-def _string(row: dict[str, Any], column: str, where: str) -> str:
-    value = row.get(column)
-    if not isinstance(value, str):
-        found = "no such key" if column not in row else type(value).__name__
-        raise DataError(f"{where}: column '{column}': found {found}, expected text; mend or remove the row")
-    return value
-
-
-def _messages(row: dict[str, Any], column: str, where: str) -> list[Message]:
-    turns = row.get(column)
-    if not isinstance(turns, list) or not turns:
-        raise DataError(f"{where}: column '{column}': found {type(turns).__name__}, expected a list of messages")
-    messages = []
-    for turn in turns:
-        role = turn.get("role") or turn.get("from")
-        content = turn.get("content") if "content" in turn else turn.get("value")
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise DataError(f"{where}: column '{column}': a message needs text in role and content (or from and value)")
-        messages.append({"role": ROLE_NAMES.get(role, role), "content": content})
-    return messages
-
-
-def _paired_turns(
-    path: Path, rows: Iterator[tuple[int, dict[str, Any]]], text: str, role: str
-) -> Iterator[list[Message]]:
-    """oasst: consecutive rows of a conversation; a row by the user starts a new pair."""
-    prompt: str | None = None
-    for number, row in rows:
-        where = f"{path}:{number}"
-        speaker = _string(row, role, where)
-        if ROLE_NAMES.get(speaker, speaker) == "user":
-            prompt = _string(row, text, where)
-        elif prompt is not None:
-            answer = _string(row, text, where)
-            yield [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-            prompt = None
-
-
-def text_of(sample: Sample) -> str:
-    """All the text of a sample; a tokenizer is trained on it."""
-    return sample if isinstance(sample, str) else "\n".join(message["content"] for message in sample)
-
-
 # ---- tokens --------------------------------------------------------------------------------------------------------
 
 
@@ -216,6 +99,7 @@ class CacheCounts:
 
     samples: int = 0  # rows of the file
     rows: int = 0  # rows of the cache
+    bad: int = 0  # rows of the file that could not be read, and were left out (data.max_bad_rows)
     dropped: int = 0  # samples without a target (an empty response, or a prompt that fills max_length)
     truncated: int = 0  # rows that reached max_length and were cut
     tokens: int = 0

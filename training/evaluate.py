@@ -9,13 +9,15 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from launch.schema import DataFormat
-from training.data import samples
+from training.rows import BadRows, samples
 
 
-def questions(path: Path, data_format: DataFormat, limit: int) -> list[tuple[list[dict[str, str]], str]]:
+def questions(
+    path: Path, data_format: DataFormat, limit: int, max_bad_rows: int
+) -> list[tuple[list[dict[str, str]], str]]:
     """(messages up to the last answer, that answer) of the first `limit` rows that have one."""
     found = []
-    for sample in samples(path, data_format):
+    for sample in samples(path, data_format, BadRows(max_bad_rows)):
         if isinstance(sample, list) and sample[-1]["role"] == "assistant":
             found.append((sample[:-1], sample[-1]["content"]))
         if len(found) == limit:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from launch import rundir
 from launch.schema import Plan, Recipe
-from training import four_bit
+from training import finite, four_bit
 from training.trainer import LowMemTrainer
 
 
@@ -32,8 +32,9 @@ def write(
     for leftover in (aside, old):
         if leftover.exists():
             shutil.rmtree(leftover)
+    finite.check_export(network, trainer.state.global_step)
     aside.mkdir(parents=True)
-    held = _save(network, cut, recipe, aside)
+    held = _save(network, cut, recipe, aside, trainer.state.global_step)
     (aside / "README.md").write_text(_card(trainer, recipe, plan, held), encoding="utf-8")
     facts: dict[str, Any] = {"run": run_id, "recipe": recipe.name, "step": trainer.state.global_step}
     if quantization := recipe.quantized(plan.strategy.mixed_precision):  # what the adapter was trained on
@@ -53,7 +54,7 @@ def write(
     return held
 
 
-def _save(model: torch.nn.Module, cut: PreTrainedTokenizerBase, recipe: Recipe, folder: Path) -> str:
+def _save(model: torch.nn.Module, cut: PreTrainedTokenizerBase, recipe: Recipe, folder: Path, step: int) -> str:
     """LoRA on a named shape is merged (its random base is stored nowhere else); on a local folder it stays apart.
 
     On 4-bit weights too: the folder still has them in full, to merge into where somebody wants that."""
@@ -65,6 +66,7 @@ def _save(model: torch.nn.Module, cut: PreTrainedTokenizerBase, recipe: Recipe, 
             model = four_bit.merged(model, getattr(torch, section.dtype))
         else:
             model = model.merge_and_unload()
+        finite.check_export(model, step)
     model.save_pretrained(folder)
     cut.save_pretrained(folder)
     if not is_lora:

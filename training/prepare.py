@@ -39,7 +39,7 @@ def ensure(recipe: Recipe, plan: Plan, cache: Path, say: Callable[[str], None]) 
 
 
 def _write(recipe: Recipe, plan: Plan, folder: Path, say: Callable[[str], None]) -> None:
-    from training import data, tokenizer
+    from training import data, rows, tokenizer
 
     source, section = recipe.data, recipe.tokenizer
     train_file = Path(source.train_file)
@@ -49,7 +49,8 @@ def _write(recipe: Recipe, plan: Plan, folder: Path, say: Callable[[str], None])
     else:
         size = section.vocab_size or plan.shape.config["vocab_size"]
         say(f"training a tokenizer of at most {size:,} tokens on {train_file.name}")
-        chosen = tokenizer.train(map(data.text_of, data.samples(train_file, plan.data_format)), section, size)
+        texts = rows.samples(train_file, plan.data_format, rows.BadRows(source.max_bad_rows))
+        chosen = tokenizer.train(map(rows.text_of, texts), section, size)
     chosen.save_pretrained(folder / "tokenizer")
     encoder = data.Encoder(chosen, plan.shape.is_encoder_decoder, recipe.task, source.max_length)
     counts = {}
@@ -58,9 +59,10 @@ def _write(recipe: Recipe, plan: Plan, folder: Path, say: Callable[[str], None])
         parts.append(("validation", source.validation_file, source.max_validation_samples))
     for part, file, limit in parts:
         with _progress(f"tokenising {Path(file).name}") as advance:
-            found = data.write_cache(
-                data.samples(Path(file), plan.data_format), encoder, folder / f"{part}.arrow", limit, advance
-            )
+            bad = rows.BadRows(source.max_bad_rows)
+            source_rows = rows.samples(Path(file), plan.data_format, bad)
+            found = data.write_cache(source_rows, encoder, folder / f"{part}.arrow", limit, advance)
+        found.bad = bad.count
         if not found.rows:
             raise DataError(
                 f"{file}: 0 rows with something to learn ({found.samples:,} read, {found.dropped:,} without a target"
@@ -68,6 +70,10 @@ def _write(recipe: Recipe, plan: Plan, folder: Path, say: Callable[[str], None])
             )
         counts[part] = asdict(found)
         say(summary(Path(file).name, counts[part], source.max_length))
+        if bad.count:
+            say(
+                f"{Path(file).name}: {bad.count:,} bad rows left out (data.max_bad_rows {bad.limit}); first {bad.first}"
+            )
     rundir.write_json(folder / rundir.TOKENS_READY, {**counts, "vocabulary": len(chosen)})
 
 
@@ -98,6 +104,7 @@ def main() -> int:
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--cache", type=Path, required=True)
     arguments = parser.parse_args()
+    rundir.settle_process()
     run = RunDir(arguments.run_dir)
     try:
         folder = ensure(run.read_recipe(), run.read_plan(), arguments.cache, lambda line: print(line, flush=True))

@@ -24,10 +24,10 @@ from transformers import (
 from transformers.trainer_callback import PrinterCallback
 
 from launch import rundir
-from launch.errors import CheckpointError, ConfigError, LaunchError, ResourceError
+from launch.errors import CheckpointError, ConfigError, LaunchError, ResourceError, shown
 from launch.rundir import AttemptDir, RunDir, Start
 from launch.schema import Plan, Recipe, Strategy
-from training import checkpoint, engines, evaluate, export, model, prepare, tokenizer
+from training import checkpoint, engines, evaluate, export, finite, model, prepare, tokenizer
 from training.batches import Collator, SampleOrder, TokenRows
 from training.callbacks import Reporter, StepMeter, start_logging
 from training.trainer import LowMemTrainer
@@ -183,7 +183,8 @@ def _build(start: Start, run: RunDir, attempt: AttemptDir, args: TrainingArgumen
     )
     meter = StepMeter()
     draw = not start.supervised and sys.stderr.isatty()
-    reporter = Reporter(attempt, rank, meter, order, args.device, draw)
+    watch = finite.Watch(order, attempt.root, recipe.numerics.skip_spikes_above, args.fp16)
+    reporter = Reporter(attempt, rank, meter, order, args.device, draw, watch.check_loss)
     reporter.beat("load")
     cut = tokenizer.load(tokens / "tokenizer")
     with engines.whole_weights(plan.strategy) if recipe.model.path is None else nullcontext():
@@ -197,6 +198,7 @@ def _build(start: Start, run: RunDir, attempt: AttemptDir, args: TrainingArgumen
     trainer = LowMemTrainer(
         order=order,
         meter=meter,
+        watch=watch,
         keep_checkpoints=recipe.training.save_total_limit,
         facts={
             "mode": plan.strategy.mode,
@@ -217,7 +219,7 @@ def _build(start: Start, run: RunDir, attempt: AttemptDir, args: TrainingArgumen
         train_dataset=rows,
         eval_dataset=held_out,
         processing_class=cut,
-        callbacks=[reporter],
+        callbacks=[reporter, watch],
     )
     engines.check_engine(plan.strategy, trainer)
     trainer.remove_callback(PrinterCallback)  # the log has the same figures in our words
@@ -318,7 +320,7 @@ def _say(args: TrainingArguments, line: str) -> None:
     if args.process_index == 0:
         logger.info("%s", line)
     else:
-        print(f"{line}\n", end="", flush=True)  # in one write: ranks share the terminal
+        print(f"{shown(line)}\n", end="", flush=True)  # in one write: ranks share the terminal
 
 
 def _score(parts: Parts, recipe: Recipe, pairs: Pairs) -> float:
@@ -345,7 +347,8 @@ def _check_counts(network: torch.nn.Module, plan: Plan) -> None:
 def _questions(recipe: Recipe, plan: Plan) -> Pairs:
     if not recipe.evaluation.exact_match_rows or recipe.data.validation_file is None:
         return []
-    return evaluate.questions(Path(recipe.data.validation_file), plan.data_format, recipe.evaluation.exact_match_rows)
+    source, limit = recipe.data, recipe.evaluation.exact_match_rows
+    return evaluate.questions(Path(source.validation_file), plan.data_format, limit, source.max_bad_rows)
 
 
 def _agreed(args: TrainingArguments, decide: Callable[[], Any]) -> Any:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
-from training import checkpoint
+from training import checkpoint, finite
 from training.batches import Collator, EpochLoader, SampleOrder, TokenRows
 from training.callbacks import StepMeter
 from training.data import IGNORED
@@ -37,12 +37,21 @@ class LowMemTrainer(Trainer):
     gradient is of the mean over the target tokens of the step on all ranks; a checkpoint is whole or not there."""
 
     def __init__(
-        self, *, order: SampleOrder, meter: StepMeter, keep_checkpoints: int, facts: dict[str, Any], **kwargs: Any
+        self,
+        *,
+        order: SampleOrder,
+        meter: StepMeter,
+        keep_checkpoints: int,
+        facts: dict[str, Any],
+        watch: finite.Watch | None = None,  # None: no numbers, as in a trace
+        **kwargs: Any,
     ) -> None:
-        self.order, self.meter = order, meter
+        self.order, self.meter, self.watch = order, meter, watch
         self._keep_checkpoints, self._facts = keep_checkpoints, facts
         super().__init__(compute_loss_func=self._loss, **kwargs)
         self._shift = not self.model.config.is_encoder_decoder
+        if watch is not None:
+            watch.trainer = self
 
     def _wrap_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
         """Under DDP a gradient is a view of the bucket that is reduced: one copy of the gradients less."""
@@ -54,7 +63,20 @@ class LowMemTrainer(Trainer):
     def _loss(
         self, outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        return target_loss_sum(outputs.logits, labels, self._shift) / num_items_in_batch
+        loss = target_loss_sum(outputs.logits, labels, self._shift) / num_items_in_batch
+        if self.watch is not None:
+            self.watch.add(loss)
+        return finite.poisoned(loss)
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+        """The norm over all ranks, looked at before the optimizer steps. DeepSpeed has stepped by now (finite.py)."""
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if self.watch is None or self.is_deepspeed_enabled:
+            return norm
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        if not self.watch.check_step(float(norm)):
+            self.optimizer.zero_grad(set_to_none=True)  # the step finds no gradients: weights and moments stay
+        return norm
 
     def _loader(self, rows: TokenRows, batches: Any, workers: int) -> EpochLoader:
         collator = self.data_collator
@@ -98,20 +120,24 @@ class LowMemTrainer(Trainer):
         model = self.model_wrapped  # the wrapper gathers what the ranks hold in parts
         model.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        sums = []
         for inputs in dataloader:
             batch = self._prepare_inputs(inputs)
             labels = batch.pop("labels")
             with torch.no_grad(), self.compute_loss_context_manager():
                 logits = model(**batch).logits
-                totals[0] += target_loss_sum(logits, labels, self._shift)
+                sums.append(target_loss_sum(logits, labels, self._shift))
+                totals[0] += sums[-1]
             totals[1] += (labels != IGNORED).sum()
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(totals)
         loss = (totals[0] / totals[1]).item()
         metrics = {
             f"{metric_key_prefix}_loss": loss,
-            f"{metric_key_prefix}_perplexity": math.exp(loss) if loss < 700 else math.inf,
+            f"{metric_key_prefix}_perplexity": math.inf if loss >= 700 else math.exp(loss),
         }
+        if self.watch is not None:
+            self.watch.check_evaluation(loss, sums, dataloader.batch_sampler)
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -123,6 +149,8 @@ class LowMemTrainer(Trainer):
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Trainer's own files, written aside by all ranks; then committed and rotated by rank 0."""
+        if self.watch is not None:
+            self.watch.check_checkpoint()
         step = self.state.global_step
         checkpoints = Path(self.args.output_dir)
         staging = checkpoints / f"{checkpoint.STAGING_PREFIX}{checkpoint.name(step)}"

@@ -3,7 +3,8 @@
 #
 #   ROOT=/the/repository; source "$ROOT/scripts/lib/bootstrap.sh"; exec "$PYTHON" ...
 #
-# From the user: PYTHON=... is used instead of .venv, after a check; LOWMEM_DEV=1 installs requirements-dev.txt.
+# From the user: PYTHON=... is used instead of .venv, after a check; LOWMEM_DEV=1 installs requirements-dev.txt;
+# LOWMEM_REQUIRE_HASHES=1 installs requirements.lock, and no file whose hash is not in it.
 # Messages go to stderr; a shortage ends the caller with exit code 3, like launch's ResourceError.
 
 _lowmem_say() { printf 'lowmem: %s\n' "$*" >&2; }
@@ -109,9 +110,14 @@ _lowmem_with_lock() (
 # Makes .venv where there is none, or a broken or half-made one; then brings its packages to requirements.txt.
 # `.lowmem-installing` stands in it until the stamp is written: who finds it makes an interrupted .venv anew.
 _lowmem_install() {
-    local venv="$ROOT/.venv" requirements="$ROOT/requirements.txt" base told version real run_hash dev_hash=- made=''
+    local venv="$ROOT/.venv" requirements="$ROOT/requirements.txt" base told version real run_hash dev_hash=- made='' how=()
     ! _lowmem_ready || return 0 # the start that we waited for has done it
     [[ "${LOWMEM_DEV:-}" != 1 ]] || requirements="$ROOT/requirements-dev.txt"
+    if [[ "${LOWMEM_REQUIRE_HASHES:-}" == 1 ]]; then
+        [[ "${LOWMEM_DEV:-}" != 1 ]] || _lowmem_die "requirements.lock holds no hashes of requirements-dev.txt;" \
+            "unset LOWMEM_DEV or LOWMEM_REQUIRE_HASHES"
+        requirements="$ROOT/requirements.lock" how=(--require-hashes)
+    fi
     [[ -r "$requirements" ]] || _lowmem_die "$requirements is missing: is this a whole copy of the repository?"
 
     told="$(_lowmem_describe "$venv/bin/python")" || told=''
@@ -142,7 +148,7 @@ _lowmem_install() {
     run_hash="$(_lowmem_sha256 <"$ROOT/requirements.txt")" || _lowmem_die "needs sha256sum or shasum on PATH"
     [[ "${LOWMEM_DEV:-}" != 1 ]] || dev_hash="$(_lowmem_sha256 <"$requirements")"
     if ! "$venv/bin/python" -I -m pip --disable-pip-version-check --no-input install --no-user \
-        -r "$requirements" >&2; then
+        ${how[@]+"${how[@]}"} -r "$requirements" >&2; then
         # an update that pip itself gave up has changed nothing: the packages of before stay, whatever the network does
         [[ -n "$made" ]] || rm -f "$venv/.lowmem-installing"
         _lowmem_die "pip could not install ${requirements##*/}; the reason stands above; the next start tries again"

@@ -44,6 +44,7 @@ def fsdp2(recipe_file: str, overrides: Sequence[str]) -> int:
     command = through_shim(render.command(plan, resolved.machine, start.run, attempt, house, os.environ))
     screen = Screen(rundir.log_file(house.root, start.run))
     result = supervise.run(resolved, start.run, attempt, lambda: command, screen)
+    supervise.write_outcome(result, attempt)
     print("\n".join(report.result_lines(recipe, resolved.machine, plan, result, "")))
     return result.exit_code
 

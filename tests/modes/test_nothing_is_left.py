@@ -37,7 +37,8 @@ def ranks(run: RunDir) -> list[int]:
     found = []
     for process in supervise.tagged(run.run_id):
         words = process.cmdline()
-        if "accelerate.commands.launch" not in words and any(word.endswith(programs) for word in words):
+        is_launcher = "accelerate.commands.launch" in words or any("on_loopback.py" in word for word in words)
+        if not is_launcher and any(word.endswith(programs) for word in words):
             found.append(process.pid)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -429,3 +430,32 @@ def test_every_requirement_is_pinned():
         lines = [line.split("#")[0].strip() for line in (REPO / name).read_text().splitlines()]
         for line in filter(None, lines):
             assert re.fullmatch(r"[\w.-]+==[\w.]+|-r requirements\.txt", line), f"{name}: {line}"
+
+
+def test_with_hashes_required_a_file_that_was_exchanged_is_not_installed(tmp_path: Path):
+    root = write_skeleton(tmp_path / "root")
+    wheel = root / "wheels/tiny-1.0-py3-none-any.whl"
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    (root / "requirements.lock").write_text(f"{REQUIREMENTS}tiny==1.0 --hash=sha256:{digest}\n")
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.writestr("evil.py", "")
+    done = start(root, cwd=root, LOWMEM_REQUIRE_HASHES="1")
+    assert done.returncode == 3
+    assert "DO NOT MATCH THE HASHES" in done.stderr
+    write_wheel(root / "wheels", "1.0")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    (root / "requirements.lock").write_text(f"{REQUIREMENTS}tiny==1.0 --hash=sha256:{digest}\n")
+    done = start(root, cwd=root, LOWMEM_REQUIRE_HASHES="1")
+    assert done.returncode == 0, done.stderr
+    assert tiny_version(root) == "1.0"
+
+
+def test_the_lock_holds_every_pin_with_hashes_and_names_no_host():
+    lock = (REPO / "requirements.lock").read_text()
+    body = "".join(line for line in lock.splitlines(keepends=True) if not line.lstrip().startswith("#"))
+    entries = re.split(r"\n(?=\S)", body.strip())
+    assert [entry for entry in entries if not re.search(r"--hash=sha256:[0-9a-f]{64}", entry)] == []
+    locked = {tuple(re.match(r"([\w.-]+)==([\w.+-]+)", entry).groups()) for entry in entries}  # type: ignore[union-attr]
+    for name, version in re.findall(r"^([\w.-]+)==(\S+)", (REPO / "requirements.txt").read_text(), re.MULTILINE):
+        assert (re.sub(r"[_.]", "-", name).lower(), version) in locked
+    assert not re.search(r"https?://|index-url|find-links|file:", body)

@@ -72,6 +72,17 @@ def test_a_folder_that_holds_someone_elses_files_is_never_replaced(tmp_path):
     assert (tmp_path / "model/thesis.tex").read_text() == "years of work"
 
 
+@pytest.mark.parametrize(("package", "version"), [("torch", "2.9.1+cu128"), ("transformers", "5.2.0")])
+def test_a_package_that_is_too_old_to_be_trusted_with_files_is_refused(tmp_path, package, version):
+    known = tmp_path / "old" / f"{package}-{version}.dist-info"
+    known.mkdir(parents=True)
+    (known / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    path = f"{tmp_path / 'old'}:{builders.CODE}"
+    recipe = builders.recipe(tmp_path)
+    said = is_one_line(builders.launch(tmp_path / "house", "run", str(recipe), PYTHONPATH=path), 3)
+    assert f"{package} {version} is installed, expected" in said
+
+
 def test_doctor_says_each_fact_with_its_reason(tmp_path):
     done = builders.launch(tmp_path, "doctor")
     assert done.returncode == 0

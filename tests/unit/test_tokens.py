@@ -10,6 +10,7 @@ import pytest
 from launch.errors import DataError, ResourceError
 from launch.schema import DataFormat, TokenizerSection
 from training import batches, data, tokenizer
+from training.rows import Message, samples
 
 TEXTS = ["two 二 three 三", "the end of a sentence", "日期 2024-03-05"]
 
@@ -23,7 +24,7 @@ def encoder(cut, **fields) -> data.Encoder:
     return data.Encoder(**{"tokenizer": cut, "encoder_decoder": False, "task": "sft", "max_length": 64, **fields})
 
 
-def turns(*contents: str) -> list[data.Message]:
+def turns(*contents: str) -> list[Message]:
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
 
 
@@ -102,7 +103,7 @@ FORMAT = DataFormat("prompt_response", {"prompt": "q", "response": "a"}, "jsonl"
     [
         ('{"q": "x", "a": ', "rows.jsonl:2: not valid JSON"),
         ('{"q": "x"}', "rows.jsonl:2: column 'a': found no such key"),
-        ('{"q": "x", "a": null}', "rows.jsonl:2: column 'a': found NoneType"),
+        ('{"q": "x", "a": null}', "rows.jsonl:2: column 'a': found null"),
         ('{"q": "x", "a": 7}', "rows.jsonl:2: column 'a': found int"),
         ("[1]", "rows.jsonl:2: found list"),
     ],
@@ -110,25 +111,25 @@ FORMAT = DataFormat("prompt_response", {"prompt": "q", "response": "a"}, "jsonl"
 def test_a_bad_row_is_named_by_file_and_line(tmp_path, bad, words):
     path = write(tmp_path, ['{"q": "x", "a": "y"}', bad])
     with pytest.raises(DataError, match=words):
-        list(data.samples(path, FORMAT))
+        list(samples(path, FORMAT))
 
 
 def test_bytes_that_are_no_utf8_are_named_by_file_and_line(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"q": "x", "a": "y"}\n{"q": "caf\xe9", "a": "y"}\n')
-    with pytest.raises(DataError, match=r"rows.jsonl:2: byte 10 of the line is not UTF-8"):
-        list(data.samples(path, FORMAT))
+    with pytest.raises(DataError, match=r"rows.jsonl:2:10: this byte of the line is not UTF-8"):
+        list(samples(path, FORMAT))
 
 
 def test_sharegpt_names_and_oasst_pairs_become_messages(tmp_path):
     talk = '{"conversations": [{"from": "human", "value": "two"}, {"from": "gpt", "value": "二"}]}'
     path = write(tmp_path, [talk])
     shape = DataFormat("messages", {"messages": "conversations"}, "jsonl", "")
-    assert list(data.samples(path, shape)) == [turns("two", "二")]
+    assert list(samples(path, shape)) == [turns("two", "二")]
     rows = [("prompter", "two"), ("assistant", "二"), ("assistant", "again"), ("prompter", "three")]
     path = write(tmp_path, [json.dumps({"role": role, "text": text}) for role, text in rows])
     shape = DataFormat("oasst", {"text": "text", "role": "role"}, "jsonl", "")
-    assert list(data.samples(path, shape)) == [turns("two", "二")]
+    assert list(samples(path, shape)) == [turns("two", "二")]
 
 
 def test_the_cache_is_mapped_row_by_row_as_it_was_written(tmp_path, cut):

@@ -1,0 +1,229 @@
+"""From a data file to samples: rows, conversations, texts; a row that is none is named by file and line, or counted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from launch.errors import DataError
+from launch.schema import DataFormat
+
+MAX_ROW_BYTES = 64 << 20  # of a line of a text file, or of a row of a parquet file on average
+Message = dict[str, str]
+Sample = list[Message] | str  # a conversation, or a text
+
+ROLE_NAMES = {"human": "user", "prompter": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+
+
+class BadRows:
+    """Rows that cannot be read: left out and counted up to `limit` (data.max_bad_rows), one more ends the reading."""
+
+    def __init__(self, limit: int = 0) -> None:
+        self.limit = limit
+        self.count = 0
+        self.first = ""
+
+    def add(self, error: DataError) -> None:
+        self.count += 1
+        self.first = self.first or str(error)
+        if self.count > self.limit:
+            if not self.limit:
+                raise error
+            raise DataError(f"{error}; it is bad row {self.count}, data.max_bad_rows allows {self.limit}") from error
+
+
+def read_rows(path: Path, file_type: str, columns: Sequence[str], bad: BadRows) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(row number from 1, the named columns) of a file, one batch in memory at a time."""
+    if file_type == "parquet":
+        yield from _parquet_rows(path, columns)
+    elif file_type == "json":
+        for number, row in enumerate(_array(path), start=1):
+            if isinstance(row, dict):
+                yield number, row
+            else:
+                bad.add(DataError(f"{path}: element {number}: found {type(row).__name__}, expected an object"))
+    else:
+        for number, raw in _lines(path):
+            try:
+                row = _row(path, number, raw, file_type)
+            except DataError as error:
+                bad.add(error)
+                continue
+            if row is not None:
+                yield number, row
+
+
+def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    number = 0
+    try:
+        with pq.ParquetFile(path, pre_buffer=False) as file:  # the buffer would keep every row group that was read
+            for at in range(file.metadata.num_row_groups):
+                group = file.metadata.row_group(at)
+                chunks = [group.column(i) for i in range(group.num_columns)]
+                read = [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] in columns]
+                unpacked = sum(chunk.total_uncompressed_size for chunk in read)
+                if unpacked > MAX_ROW_BYTES * max(group.num_rows, 1):
+                    raise DataError(
+                        f"{path}: row group {at + 1} unpacks to {unpacked:,} bytes for {group.num_rows:,} rows, over"
+                        f" {MAX_ROW_BYTES >> 20} MiB a row; is it damaged? Write shorter rows"
+                    )
+            for batch in file.iter_batches(batch_size=1000, columns=list(columns)):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(f"{path}: cannot be read after row {number:,} ({reason}); write or copy it again") from error
+
+
+def _array(path: Path) -> list[Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: byte {error.start} is not UTF-8; convert the file to UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{path}:{error.lineno}: not valid JSON ({error.msg} at character {error.colno}); mend the file"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: cannot be read as JSON ({error}); mend the file") from error
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    with path.open("rb") as file:
+        number = 0
+        while raw := file.readline(MAX_ROW_BYTES):
+            number += 1
+            if len(raw) == MAX_ROW_BYTES and not raw.endswith(b"\n"):
+                raise DataError(f"{path}:{number}: longer than {MAX_ROW_BYTES >> 20} MiB; write one row a line")
+            yield number, raw
+
+
+def _row(path: Path, number: int, raw: bytes, file_type: str) -> dict[str, Any] | None:
+    """The row of a line; None where it is blank."""
+    try:
+        line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}:{number}:{error.start}: this byte of the line is not UTF-8; convert the file to UTF-8"
+        ) from error
+    if not line:
+        return None
+    if file_type == "text":
+        return {"text": line}
+    try:
+        row = json.loads(line, object_pairs_hook=_once)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{path}:{number}: not valid JSON ({error.msg} at character {error.pos}); mend or remove the line"
+        ) from error
+    except (ValueError, RecursionError) as error:  # a key twice, a number of 5,000 digits, brackets 100,000 deep
+        raise DataError(f"{path}:{number}: cannot be read as JSON ({error}); mend or remove the line") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{path}:{number}: found {type(row).__name__}, expected one JSON object a line")
+    return row
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} twice")
+    return found
+
+
+def samples(path: Path, data_format: DataFormat, bad: BadRows | None = None) -> Iterator[Sample]:
+    """The file's rows as conversations or texts; `bad` (none allowed by default) counts what is neither."""
+    bad = bad or BadRows()
+    columns = data_format.columns
+    rows = read_rows(path, data_format.file_type, list(columns.values()), bad)
+    if data_format.kind == "oasst":
+        yield from _paired_turns(path, rows, columns["text"], columns["role"], bad)
+        return
+    for number, row in rows:
+        try:
+            sample = _sample(row, data_format, f"{path}:{number}")
+        except DataError as error:
+            bad.add(error)
+            continue
+        yield sample
+
+
+def _sample(row: dict[str, Any], data_format: DataFormat, where: str) -> Sample:
+    columns = data_format.columns
+    if data_format.kind == "messages":
+        return _messages(row, columns["messages"], where)
+    if data_format.kind == "text":
+        return _string(row, columns["text"], where)
+    prompt = _string(row, columns["prompt"], where)
+    if "context" in columns and row.get(columns["context"]):
+        prompt += "\n" + _string(row, columns["context"], where)
+    response = _string(row, columns["response"], where)
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+
+
+def _string(row: dict[str, Any], column: str, where: str) -> str:
+    value = row.get(column)
+    if not isinstance(value, str):
+        found = "no such key" if column not in row else "null" if value is None else type(value).__name__
+        raise DataError(f"{where}: column '{column}': found {found}, expected text; mend or remove the row")
+    return _text(value, column, where)
+
+
+def _text(value: str, column: str, where: str) -> str:
+    """The text, which can be written as UTF-8: JSON's \\ud800 alone is half a character."""
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{where}: column '{column}': found half a character (a surrogate) at {error.start}; mend the row"
+            ) from error
+    return value
+
+
+def _messages(row: dict[str, Any], column: str, where: str) -> list[Message]:
+    turns = row.get(column)
+    if not isinstance(turns, list) or not turns:
+        raise DataError(f"{where}: column '{column}': found {type(turns).__name__}, expected a list of messages")
+    messages = []
+    for turn in turns:
+        turn = turn if isinstance(turn, dict) else {}
+        role = turn.get("role") or turn.get("from")
+        content = turn.get("content") if "content" in turn else turn.get("value")
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise DataError(f"{where}: column '{column}': a message needs text in role and content (or from and value)")
+        messages.append(
+            {"role": ROLE_NAMES.get(role, _text(role, column, where)), "content": _text(content, column, where)}
+        )
+    return messages
+
+
+def _paired_turns(
+    path: Path, rows: Iterator[tuple[int, dict[str, Any]]], text: str, role: str, bad: BadRows
+) -> Iterator[list[Message]]:
+    """oasst: consecutive rows of a conversation; a row by the user starts a new pair."""
+    prompt: str | None = None
+    for number, row in rows:
+        where = f"{path}:{number}"
+        try:
+            speaker, said = _string(row, role, where), _string(row, text, where)
+        except DataError as error:
+            bad.add(error)
+            prompt = None  # what follows answers a row that is not there
+            continue
+        if ROLE_NAMES.get(speaker, speaker) == "user":
+            prompt = said
+        elif prompt is not None:
+            yield [{"role": "user", "content": prompt}, {"role": "assistant", "content": said}]
+            prompt = None
+
+
+def text_of(sample: Sample) -> str:
+    """All the text of a sample; a tokenizer is trained on it."""
+    return sample if isinstance(sample, str) else "\n".join(message["content"] for message in sample)
