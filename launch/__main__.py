@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from launch import nodes, recipes, report, rundir, started
-from launch.errors import ConfigError, LaunchError, StorageError
+from launch.errors import ConfigError, Interrupted, LaunchError, StorageError
 from launch.estimate import Exceeded
 from launch.planner import Given
 from launch.resolve import Resolved, resolve
@@ -28,14 +28,17 @@ AUTO = "auto"
 BATCH_KEY = "per_device_train_batch_size"
 STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES}
 EPILOG = """any key of the recipe can be set: --training.learning_rate=3e-5 --model.shape=t5-tiny --lora.r=8
-exit codes: 0 complete; 2 configuration; 3 resources; 4 data; 5 no usable checkpoint; 6 out of host RAM; 9 run in use;
-            10 storage; 11 network; 12 out of GPU memory; 75 stopped, run again to continue; 130 interrupted"""
+exit codes: 0 complete; 2 configuration; 3 resources; 4 data; 5 no usable checkpoint; 6 out of host RAM; 7 hang;
+            9 run in use; 10 storage; 11 network; 12 out of GPU memory; 75 and 130 (Ctrl-C) stopped: run again"""
 
 
 def main(argv: list[str]) -> int:
     try:
         return _dispatch(argv)
     except LaunchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except Interrupted as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:

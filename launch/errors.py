@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
 
 
@@ -63,6 +64,14 @@ class Stopped(LaunchError):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+class Interrupted(BaseException):
+    """A stop signal while nothing runs yet; no Exception, so that nobody takes it for an answer to what was tried."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name} before anything ran")
+        self.exit_code = 130 if number == signal.SIGINT else 75
 
 
 def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:

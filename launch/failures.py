@@ -89,16 +89,32 @@ PATTERNS = (
 
 # How torchrun and accelerate's launcher of one process name the first rank to die; what other ranks say then follows.
 KILLED_FIRST = re.compile(r"Root Cause.*?exitcode\s*:\s*-9\b|died with <Signals.SIGKILL: 9>", re.DOTALL)
+CRASHED_FIRST = re.compile(r"Root Cause.*?exitcode\s*:\s*-(?!9\b|15\b|2\b|1\b)\d+", re.DOTALL)  # SIGSEGV, SIGABRT, ...
+STOPPED = "Stopped"  # errors.Stopped, as ranks write it
+CONTINUE = "run the same line again to continue"
 
 
 def classify(evidence: Evidence) -> Failure | None:
     """The cause of an attempt's end; None when it left its model, even if a rank fell over while closing down."""
     if evidence.completed:
         return None
+    if evidence.pressure:
+        return Failure(
+            "host_pressure",
+            6,
+            f"the ranks were stopped before the host ran out of RAM{_saved(evidence)}",
+            evidence.pressure,
+            "give the run more memory, or lower training.dataloader_num_workers (the limit: launch.host_stop_fraction)",
+        )
+    if evidence.hang:
+        cause, fix = f"{evidence.hang}{_saved(evidence)}", "see ranks/*/stacks.txt in the attempt's folder"
+        return Failure("hang", 7, cause, "its heartbeat file", fix)
     if evidence.stopped_by is not None:
         name = signal.Signals(evidence.stopped_by).name
         code = 130 if evidence.stopped_by == signal.SIGINT else 75
-        return Failure("stopped", code, f"stopped by {name}", name, "run the same line again to continue")
+        return Failure("stopped", code, f"stopped by {name}{_saved(evidence)}", name, CONTINUE)
+    if evidence.preempted is not None:
+        return _preempted(evidence)
     if evidence.oom_kills > 0:
         limit, peak = evidence.host_limit_bytes / GIB, evidence.host_peak_bytes / GIB
         return Failure(
@@ -110,28 +126,32 @@ def classify(evidence: Evidence) -> Failure | None:
             "halve training.per_device_train_batch_size and double training.gradient_accumulation_steps, or give the"
             " run more memory",
         )
-    for error in evidence.rank_errors:
+    is_killed = evidence.returncode == -9 or bool(KILLED_FIRST.search(evidence.log_tail))
+    is_crashed = is_killed or bool(CRASHED_FIRST.search(evidence.log_tail))
+    # one that was told to stop was told by the launcher, where another had died before
+    errors = [error for error in evidence.rank_errors if error["type"] != STOPPED or not is_crashed]
+    for error in errors:
         if error.get("exit_code"):
-            return Failure(
-                error["type"], error["exit_code"], error["message"], f"rank {error['rank']}", "see the message"
-            )
-    if evidence.returncode == -9 or KILLED_FIRST.search(evidence.log_tail):
+            is_stop = error["type"] == STOPPED
+            kind, fix = ("stopped", CONTINUE) if is_stop else (error["type"], "see the message")
+            return Failure(kind, error["exit_code"], error["message"], f"rank {error['rank']}", fix)
+    if is_killed:
         return Failure(
             "killed",
             1,
             "somebody killed a process of the run with SIGKILL; the kernel's out-of-memory counter did not grow",
             "SIGKILL is the launcher's first observed failure",
-            "run the same line again to continue",
+            CONTINUE,
         )
-    for text in [*(str(error["message"]) for error in evidence.rank_errors), evidence.log_tail]:
+    for text in [*(str(error["message"]) for error in errors), evidence.log_tail]:
         for pattern in PATTERNS:
             for line in text.splitlines():
                 if pattern.regex.search(line):
                     return Failure(
                         pattern.kind, pattern.exit_code, pattern.cause, line.strip()[:PROOF_CHARS], pattern.fix
                     )
-    if evidence.rank_errors:
-        error = evidence.rank_errors[0]
+    if errors:
+        error = errors[0]
         return Failure(
             "crash",
             1,
@@ -146,6 +166,20 @@ def classify(evidence: Evidence) -> Failure | None:
         _last_words(evidence.log_tail),
         "read the attempt's log.txt",
     )
+
+
+def _preempted(evidence: Evidence) -> Failure:
+    """Where the ranks agreed to stop: told by a signal of their own, or by what rank 0 saw."""
+    stops = [error for error in evidence.rank_errors if error["type"] == STOPPED]
+    code, cause = (stops[0]["exit_code"], stops[0]["message"]) if stops else (75, "the ranks agreed to stop")
+    fix = "free space where runs/ is, then run the same line again" if code == 10 else CONTINUE
+    return Failure("disk" if code == 10 else "stopped", code, f"{cause}{_saved(evidence)}", "outcome.json", fix)
+
+
+def _saved(evidence: Evidence) -> str:
+    """What of a stopped attempt is kept, as the end of a sentence."""
+    outcome = evidence.preempted or {}
+    return f" at step {outcome['step']}; {outcome['checkpoint']} is kept" if outcome.get("checkpoint") else ""
 
 
 def _last_words(log: str) -> str:

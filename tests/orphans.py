@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from launch import supervise
+from launch import tree
 
 POLL_S = 0.05
 
@@ -52,7 +52,7 @@ def left(before: Snapshot, run_id: str, within_s: float = 5.0) -> list[Orphan]:
 
 
 def _left(before: Snapshot, run_id: str) -> list[Orphan]:
-    ours = {process.pid for process in [*supervise.tagged(run_id), *psutil.Process().children(recursive=True)]}
+    ours = {process.pid for process in [*tree.tagged(run_id), *psutil.Process().children(recursive=True)]}
     found = [
         Orphan(pid, words)
         for (pid, born), words in _processes().items()

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch import supervise
+from launch import tree
 from tests import builders
 
 
@@ -38,7 +38,7 @@ def start(tmp_path: Path, ranks: int) -> tuple[subprocess.Popen[str], Path, Path
 def survivors(run: Path, within_s: float) -> list[psutil.Process]:
     """Processes with the run's tag that are still there after so long."""
     deadline = time.monotonic() + within_s
-    while found := supervise.tagged(f"{run.parent.name}-{run.name}"):
+    while found := tree.tagged(f"{run.parent.name}-{run.name}"):
         if time.monotonic() > deadline:
             return found
         time.sleep(0.05)
@@ -68,7 +68,7 @@ def test_a_stop_signal_ends_the_run_with_its_code_and_the_same_line_continues(tm
 
 def test_kill_minus_nine_of_a_rank_ends_the_other_and_is_not_called_out_of_memory(tmp_path):
     child, run, _ = start(tmp_path, 2)
-    words = {process: process.cmdline() for process in supervise.tagged(f"tiny-{run.name}")}
+    words = {process: process.cmdline() for process in tree.tagged(f"tiny-{run.name}")}
     ranks = [process for process in words if "--run-dir" in words[process] and "-P" not in words[process]]
     assert len(ranks) == 2
     ranks[0].kill()

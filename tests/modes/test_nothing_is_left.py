@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import planner, supervise
+from launch import planner, tree
 from launch.rundir import RunDir
 from launch.schema import MODES
 from tests import builders, orphans
@@ -35,7 +35,7 @@ def ranks(run: RunDir) -> list[int]:
     """The processes of the run that train, not their launcher."""
     programs = ("train_low_mem.py", "fsdp_on_cpu.py")
     found = []
-    for process in supervise.tagged(run.run_id):
+    for process in tree.tagged(run.run_id):
         words = process.cmdline()
         if "accelerate.commands.launch" not in words and any(word.endswith(programs) for word in words):
             found.append(process.pid)
