@@ -87,9 +87,10 @@ PATTERNS = (
     ),
 )
 
-# How torchrun and accelerate's launcher of one process name the first rank to die; what other ranks say then follows.
-KILLED_FIRST = re.compile(r"Root Cause.*?exitcode\s*:\s*-9\b|died with <Signals.SIGKILL: 9>", re.DOTALL)
-CRASHED_FIRST = re.compile(r"Root Cause.*?exitcode\s*:\s*-(?!9\b|15\b|2\b|1\b)\d+", re.DOTALL)  # SIGSEGV, SIGABRT, ...
+# How torchrun and accelerate's launcher of one process name ranks that a signal ended. torchrun lists those that had
+# ended when it looked, not those that it ends itself then; which of them it calls the root cause may be a tie.
+KILLED_FIRST = re.compile(r"exitcode\s*:\s*-9\b|died with <Signals.SIGKILL: 9>")
+CRASHED_FIRST = re.compile(r"exitcode\s*:\s*-(?!(9|15|2|1|10)\b)\d+")  # SIGSEGV, SIGABRT, ...; not by a stop
 STOPPED = "Stopped"  # errors.Stopped, as ranks write it
 CONTINUE = "run the same line again to continue"
 
@@ -128,8 +129,9 @@ def classify(evidence: Evidence) -> Failure | None:
         )
     is_killed = evidence.returncode == -9 or bool(KILLED_FIRST.search(evidence.log_tail))
     is_crashed = is_killed or bool(CRASHED_FIRST.search(evidence.log_tail))
-    # one that was told to stop was told by the launcher, where another had died before
-    errors = [error for error in evidence.rank_errors if error["type"] != STOPPED or not is_crashed]
+    # one that was told to stop was told by the launcher, where another had failed before
+    first = evidence.rank_errors[0] if evidence.rank_errors and not is_crashed else None
+    errors = [error for error in evidence.rank_errors if error["type"] != STOPPED or error is first]
     for error in errors:
         if error.get("exit_code"):
             is_stop = error["type"] == STOPPED
@@ -143,13 +145,13 @@ def classify(evidence: Evidence) -> Failure | None:
             "SIGKILL is the launcher's first observed failure",
             CONTINUE,
         )
-    for text in [*(str(error["message"]) for error in errors), evidence.log_tail]:
-        for pattern in PATTERNS:
-            for line in text.splitlines():
-                if pattern.regex.search(line):
-                    return Failure(
-                        pattern.kind, pattern.exit_code, pattern.cause, line.strip()[:PROOF_CHARS], pattern.fix
-                    )
+    named = _named(str(errors[0]["message"])) if errors else None
+    if named is None or named.kind == "network":  # what a lost connection follows from may stand in the log
+        others = _named(evidence.log_tail)
+        is_consequence = others is not None and others.kind == "network" and errors
+        named = named if others is None or is_consequence else others
+    if named is not None:
+        return named
     if errors:
         error = errors[0]
         return Failure(
@@ -166,6 +168,15 @@ def classify(evidence: Evidence) -> Failure | None:
         _last_words(evidence.log_tail),
         "read the attempt's log.txt",
     )
+
+
+def _named(text: str) -> Failure | None:
+    """The failure that a line of the text names; the first pattern that has one."""
+    for pattern in PATTERNS:
+        for line in text.splitlines():
+            if pattern.regex.search(line):
+                return Failure(pattern.kind, pattern.exit_code, pattern.cause, line.strip()[:PROOF_CHARS], pattern.fix)
+    return None
 
 
 def _preempted(evidence: Evidence) -> Failure:

@@ -18,7 +18,7 @@ BEFORE_TRAINING = ("load", "tokenise")
 SPARED = 2.5  # times the limit, for ranks that still compute: one that gets a tenth of a CPU is slow, not stuck
 IDLE = 0.02  # CPU seconds a second: below it a rank computes nothing
 SLOW_WINDOW_S = 10.0
-SLOW_FACTOR = 5.0
+SLOW_FACTOR = 3.0
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Progress:
 
     def slow(self, beats: list[Beat], now: float) -> str | None:
         """A line, once, when steps take several times as long as they did; it is no reason to stop."""
-        if not beats or any(beat.section != "step" for beat in beats):
+        if not beats:
             self._window = None
             return None
         used = {beat.rank: tree.cpu_s(beat.pid) for beat in beats}
@@ -105,6 +105,8 @@ class Progress:
         if now - since < SLOW_WINDOW_S:
             return None
         self._window = (now, beats[0].step, used)
+        if any(beat.section != "step" for beat in beats):
+            return None
         pace = (now - since) / max(beats[0].step - step, 1)
         usual = statistics.median(self._paces) if len(self._paces) >= 3 else pace
         if pace <= SLOW_FACTOR * usual:

@@ -102,7 +102,7 @@ def _attempts(
             for line in report.planned_lines(resolved.plan):
                 screen.say(line)
             continue
-        if result.failure is None:
+        if result.failure is None or result.unkillable:  # beside those no other attempt has room
             return resolved, result
         limit = resolved.recipe.launch.max_restarts
         following = restarts.decide(result.failure, history, began, result.last_step, run.last_step(), limit)

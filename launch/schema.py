@@ -555,3 +555,4 @@ class RunResult:
     plan_again: bool = False  # stopped because its second step took more than was predicted
     note: str = ""  # what else a reader should know
     last_step: int = 0  # that a rank reached
+    unkillable: tuple[int, ...] = ()  # processes of the run that are still there

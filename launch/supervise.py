@@ -93,6 +93,7 @@ def run(
         summary=outcome if outcome and completed else {},
         plan_again=ended.is_refuted,
         note="; ".join(notes),
+        unkillable=tuple(ended.unkillable),
         last_step=max((beat.step for beat in heartbeats.read_all(attempt)), default=0),
     )
 

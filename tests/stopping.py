@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ class Child:
     """`python -m launch run` of a tiny recipe, or another line that trains it, and its run folder."""
 
     def __init__(self, folder: Path, argv: tuple[str, ...], house: Path, out: Path, **extra: str) -> None:
-        self.house, self.out = house, out
+        self.house, self.out, self.tag = house, out, extra.get("LOWMEM_RUN")
         self.before = orphans.snapshot()
         self.shm = set(Path("/dev/shm").iterdir())
         with out.open("wb") as file:
@@ -97,7 +98,7 @@ class Child:
 
     def left(self, within_s: float = 5) -> list[object]:
         """Processes, ports and shared memory of the run that outlived it; ended then, so that one failure stays one."""
-        found: list[object] = list(orphans.left(self.before, self.run.run_id, within_s))
+        found: list[object] = list(orphans.left(self.before, self.tag or self.run.run_id, within_s))
         for orphan in found:
             tree.send(orphan.pid, signal.SIGKILL)  # type: ignore[attr-defined]
         return found + sorted(set(Path("/dev/shm").iterdir()) - self.shm)
@@ -106,26 +107,79 @@ class Child:
         return json.loads(self.run.attempts()[-1].outcome_file.read_text())
 
 
+def injecting(folder: Path, **faults: dict[str, Any]) -> dict[str, str]:
+    """The environment in which ranks do these (tests/faults/inject)."""
+    (folder / "marks").mkdir(exist_ok=True)
+    path = f"{builders.CODE}:{builders.CODE / 'tests/faults/inject'}"
+    return {"PYTHONPATH": path, "FAULTS": json.dumps(faults), "FAULT_MARKS": str(folder / "marks")}
+
+
+def fired(folder: Path, fault: str) -> int:
+    """How often it was done."""
+    return len(list((folder / "marks").glob(f"{fault}.*")))
+
+
+def at_step(step: str, do: str, rank: int | None = 1, **more: Any) -> dict[str, Any]:
+    """A fault at the end of an optimizer step; `done` is how often it was done before."""
+    when = f"args[2].global_step == {step}"
+    return {"module": "training.obey", "attribute": "Obey.on_step_end", "when": when, "rank": rank, "do": do, **more}
+
+
 @contextmanager
 def launched(
-    folder: Path, ranks: int = 2, words: tuple[str, ...] = (), house: str = "house", **sections: Any
+    folder: Path,
+    ranks: int = 2,
+    words: tuple[str, ...] = (),
+    house: str = "house",
+    faults: dict[str, Any] | None = None,
+    extra: dict[str, str] | None = None,
+    **sections: Any,
 ) -> Iterator[Child]:
     """A run under our launcher; killed at the end of the test, whatever the test found."""
     sections["training"] = {**ENDLESS, **sections.get("training", {})}
     sections["launch"] = {"num_processes": ranks, **sections.get("launch", {})}
     recipe = builders.recipe(folder, **sections)
-    child = Child(folder, (*RUN, str(recipe), *words), folder / house, folder / f"{house}.out")
-    with ended(child):
+    environment = {**(extra or {}), **(injecting(folder, **faults) if faults else {})}
+    with ended(
+        Child(folder, (*RUN, str(recipe), *words), folder / house, folder / f"{house}.out", **environment)
+    ) as child:
         yield child
 
 
 @contextmanager
-def ended(child: Child) -> Iterator[None]:
+def ended(child: Child) -> Iterator[Child]:
+    """Nothing of it outlives the test, whatever the test finds."""
     try:
-        yield
+        yield child
     finally:
         if child.process.poll() is None:
             child.process.kill()
             child.process.wait()
         for path in child.house.glob("runs/*/*/plan.json"):
             tree.end_tree(RunDir(path.parent).run_id)
+        if child.tag:
+            tree.end_tree(child.tag)
+
+
+def stop_at_random(child: Child, rng: random.Random) -> str:
+    """SIGTERM at a moment within the first seconds of training or before, to whom chance says, ranks up to 5 s apart;
+    what was done, in words."""
+    child.until("a run folder", lambda: child.run)
+    to = rng.choice(["launcher", "accelerate", "rank 0", "rank 1", "both ranks"])
+    delay_s, skew_s = rng.uniform(0, 8), rng.uniform(0, 5)
+    if to == "launcher":  # also while it tokenises, and while ranks load
+        time.sleep(delay_s)
+        child.process.send_signal(signal.SIGTERM)
+    elif to == "accelerate":
+        launcher = child.launcher()
+        child.ranks()
+        time.sleep(delay_s)
+        launcher.send_signal(signal.SIGTERM)
+    else:
+        ranks = child.ranks()
+        time.sleep(delay_s)
+        chosen = {"rank 0": ranks[:1], "rank 1": ranks[1:], "both ranks": ranks}[to]
+        for i, rank in enumerate(chosen):
+            time.sleep(skew_s if i else 0)
+            tree.send(rank.pid, signal.SIGTERM)
+    return f"{to} after {delay_s:.1f} s" + (f", {skew_s:.1f} s apart" if to == "both ranks" else "")

@@ -40,7 +40,7 @@ class Word(IntEnum):
     def cause(self) -> str:
         return {
             Word.TIME_UP: "the time is nearly up",
-            Word.DISK_LOW: "the disk has room for one more checkpoint",
+            Word.DISK_LOW: "the disk has room for one more checkpoint only",
             Word.INTERRUPT: "SIGINT",
         }.get(self, "a stop signal")
 
@@ -49,7 +49,8 @@ class Halted(BaseException):
     """This rank ends now because it was told to; no Exception, which a library might catch."""
 
     def __init__(self, word: Word) -> None:
-        super().__init__(f"stopped by {word.cause}")
+        is_told = word in (Word.STOP, Word.INTERRUPT)
+        super().__init__(f"stopped {'by' if is_told else 'because'} {word.cause}")
         self.word = word
 
 
