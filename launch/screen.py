@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import sys
 from pathlib import Path
@@ -27,12 +28,18 @@ SECTION_WORDS = {
 }
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Rich would end the process."""
+        raise BrokenPipeError
+
+
 class Screen:
     """Prints lines, and shows one attempt's progress between start() and stop()."""
 
     def __init__(self, log_file: Path | None = None, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout or io.StringIO()  # None: started with it closed
-        self._console = Console(file=self._stream, highlight=False, soft_wrap=True)
+        self._console = _Console(file=self._stream, highlight=False, soft_wrap=True)
         self._log: TextIO | None = None
         if log_file:
             log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -50,6 +57,8 @@ class Screen:
             self._console.print(line, markup=False)
         except (OSError, ValueError):  # nobody reads on, or the disk behind it is full: training and its log go on
             self._console = Console(file=io.StringIO(), quiet=True)
+            if self._stream is sys.stdout:  # what is left in its buffer would fail once more at the end
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def _note(self, line: str) -> None:
         if not self._log:

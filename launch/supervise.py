@@ -76,6 +76,8 @@ def run(
         pressure=ended.pressure,
     )
     failure = None if ended.is_refuted else failures.classify(evidence)
+    if outcome is None and failure is not None and failure.kind == "stopped":  # before there was a rank to say so
+        rundir.write_json(attempt.outcome_file, {"complete": False, "ended": "preempted", "checkpoint": None})
     notes = []
     if ended.unkillable:
         notes.append(f"not even SIGKILL ended process {', '.join(map(str, ended.unkillable))}: restart the machine")
