@@ -30,8 +30,7 @@ def stopped_once(seed: int) -> dict[str, Any]:
     """One run; what was done to it and what it left."""
     with tempfile.TemporaryDirectory() as name, stopping.launched(Path(name)) as child:
         began = time.monotonic()
-        words = stopping.stop_at_random(child, random.Random(seed))
-        signalled = time.monotonic()
+        words, signalled = stopping.stop_at_random(child, random.Random(seed))
         before = child.committed()
         try:
             code: int | None = child.wait(LIMIT_S)
@@ -51,7 +50,7 @@ def stopped_once(seed: int) -> dict[str, Any]:
             "step": step,
             "committed": step is not None and after[-1:] == [step],
             "lost": bool(before) and (not after or after[-1] < before[-1]),
-            "was_training": step is not None,
+            "was_training": bool(step),
             "seconds": round(ended - signalled, 2),
             "orphans": len(child.left()),
         }

@@ -183,6 +183,11 @@ class RunDir:
         return max((int(name.rpartition("-")[2]) for name in names), default=0)
 
     @property
+    def tag(self) -> str:
+        """LOWMEM_RUN in the environment of all its processes; two houses may have runs of one name and second."""
+        return str(self.root)
+
+    @property
     def run_id(self) -> str:
         return f"{self.root.parent.name}-{self.root.name}"
 

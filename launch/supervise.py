@@ -105,7 +105,7 @@ def _start(command: Command, run: RunDir, log: IO[bytes], end_s: float | None) -
         **{key: value for key, value in os.environ.items() if not LAUNCHERS_OWN.match(key)},
         **AGENTS_OWN,
         **command.env,
-        "LOWMEM_RUN": run.run_id,  # the tag by which any process of this run can be found
+        "LOWMEM_RUN": run.tag,  # the tag by which any process of this run can be found
         "LOWMEM_ROOT_PID": str(os.getpid()),
         "LOWMEM_SUPERVISED": "1",
     }
@@ -135,7 +135,7 @@ def prepare(
         return 0
     argv = [sys.executable, "-P", "-m", "training.prepare", "--run-dir", str(run.root)]
     argv += ["--attempt", str(attempt.number), "--cache", str(resolved.house.cache)]
-    environment = {**os.environ, "PYTHONPATH": str(rundir.CODE), "HF_HUB_OFFLINE": "1", "LOWMEM_RUN": run.run_id}
+    environment = {**os.environ, "PYTHONPATH": str(rundir.CODE), "HF_HUB_OFFLINE": "1", "LOWMEM_RUN": run.tag}
     said_file = attempt.root / "tokenise.log"
     with said_file.open("wb") as file:
         child = subprocess.Popen(

@@ -19,22 +19,22 @@ def adopt() -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def tagged(run_id: str) -> list[psutil.Process]:
+def tagged(tag: str) -> list[psutil.Process]:
     """Every process that carries the run's tag in its environment, wherever it stands in the process tree."""
-    return [process for process in psutil.process_iter() if process.pid != os.getpid() and is_tagged(process, run_id)]
+    return [process for process in psutil.process_iter() if process.pid != os.getpid() and is_tagged(process, tag)]
 
 
-def is_tagged(process: psutil.Process, run_id: str) -> bool:
+def is_tagged(process: psutil.Process, tag: str) -> bool:
     try:
-        return process.environ().get("LOWMEM_RUN") == run_id and process.status() != psutil.STATUS_ZOMBIE
+        return process.environ().get("LOWMEM_RUN") == tag and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False  # gone meanwhile, or another user's
 
 
-def end_tree(run_id: str) -> list[psutil.Process]:
+def end_tree(tag: str) -> list[psutil.Process]:
     """SIGKILL to every process of the run; those that not even that ends, after UNKILLABLE_S."""
     until = time.monotonic() + UNKILLABLE_S
-    while left := tagged(run_id):
+    while left := tagged(tag):
         if time.monotonic() > until:
             return left
         for process in left:

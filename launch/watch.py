@@ -81,7 +81,7 @@ class Watch:
                     self._screen.say(line)
         finally:
             self._screen.stop()
-            left = tree.end_tree(self._run.run_id)  # nothing outlives the attempt, however it ended
+            left = tree.end_tree(self._run.tag)  # nothing outlives the attempt, however it ended
         self._ended.unkillable = [process.pid for process in left]
         if not left:
             child.wait()
@@ -135,7 +135,7 @@ class Watch:
                 self._screen.say(f"{signal.Signals(self._told.stop).name}: the ranks save and stop; again: at once")
         number = signal.SIGINT if self._told.stop == signal.SIGINT else signal.SIGTERM
         for beat in beats:
-            if beat.pid not in self._signalled and tree.is_tagged(psutil.Process(beat.pid), self._run.run_id):
+            if beat.pid not in self._signalled and tree.is_tagged(psutil.Process(beat.pid), self._run.tag):
                 self._signalled.add(beat.pid)
                 tree.send(beat.pid, number)
         if not beats and not self._signalled and child.poll() is None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +83,10 @@ class Child:
         """accelerate's."""
 
         def found() -> psutil.Process | None:
-            for process in tree.tagged(self.run.run_id):
-                if "accelerate.commands.launch" in process.cmdline():
-                    return process
+            for process in tree.tagged(self.run.tag):
+                with suppress(psutil.Error):  # gone meanwhile
+                    if "accelerate.commands.launch" in process.cmdline():
+                        return process
             return None
 
         return self.until("accelerate", found)
@@ -98,13 +99,24 @@ class Child:
 
     def left(self, within_s: float = 5) -> list[object]:
         """Processes, ports and shared memory of the run that outlived it; ended then, so that one failure stays one."""
-        found: list[object] = list(orphans.left(self.before, self.tag or self.run.run_id, within_s))
+        found: list[object] = list(orphans.left(self.before, self.tag or self.run.tag, within_s))
         for orphan in found:
             tree.send(orphan.pid, signal.SIGKILL)  # type: ignore[attr-defined]
-        return found + sorted(set(Path("/dev/shm").iterdir()) - self.shm)
+        return found + [path for path in sorted(set(Path("/dev/shm").iterdir()) - self.shm) if not _is_used(path)]
 
     def outcome(self) -> dict[str, Any]:
         return json.loads(self.run.attempts()[-1].outcome_file.read_text())
+
+
+def _is_used(path: Path) -> bool:
+    """Whether a process that runs has it open: another test's."""
+    for process in psutil.process_iter():
+        try:
+            if any(entry.path == str(path) for entry in [*process.memory_maps(grouped=True), *process.open_files()]):
+                return True
+        except psutil.Error:
+            continue
+    return not path.exists()
 
 
 def injecting(folder: Path, **faults: dict[str, Any]) -> dict[str, str]:
@@ -156,30 +168,40 @@ def ended(child: Child) -> Iterator[Child]:
             child.process.kill()
             child.process.wait()
         for path in child.house.glob("runs/*/*/plan.json"):
-            tree.end_tree(RunDir(path.parent).run_id)
+            tree.end_tree(RunDir(path.parent).tag)
         if child.tag:
             tree.end_tree(child.tag)
 
 
-def stop_at_random(child: Child, rng: random.Random) -> str:
-    """SIGTERM at a moment within the first seconds of training or before, to whom chance says, ranks up to 5 s apart;
-    what was done, in words."""
+def stop_at_random(child: Child, rng: random.Random) -> tuple[str, float]:
+    """SIGTERM before the first step or, mostly, behind it, to whom chance says, ranks up to 5 s apart.
+
+    (what was done, in words; when, on the monotonic clock)"""
     child.until("a run folder", lambda: child.run)
     to = rng.choice(["launcher", "accelerate", "rank 0", "rank 1", "both ranks"])
-    delay_s, skew_s = rng.uniform(0, 8), rng.uniform(0, 5)
+    delay_s, skew_s = rng.uniform(0, 4), rng.uniform(0, 5)
+    since = rng.choice(["start", "first step", "first step", "first checkpoint"])
+    if since == "first step":
+        child.until("a step", lambda: child.section() not in ("tokenise", "load", "first step"))
+    elif since == "first checkpoint":
+        child.until("a checkpoint", child.committed)
     if to == "launcher":  # also while it tokenises, and while ranks load
         time.sleep(delay_s)
+        began = time.monotonic()
         child.process.send_signal(signal.SIGTERM)
     elif to == "accelerate":
         launcher = child.launcher()
         child.ranks()
         time.sleep(delay_s)
+        began = time.monotonic()
         launcher.send_signal(signal.SIGTERM)
     else:
         ranks = child.ranks()
         time.sleep(delay_s)
+        began = time.monotonic()
         chosen = {"rank 0": ranks[:1], "rank 1": ranks[1:], "both ranks": ranks}[to]
         for i, rank in enumerate(chosen):
             time.sleep(skew_s if i else 0)
             tree.send(rank.pid, signal.SIGTERM)
-    return f"{to} after {delay_s:.1f} s" + (f", {skew_s:.1f} s apart" if to == "both ranks" else "")
+    words = f"{to} {delay_s:.1f} s after the {since}" + (f", {skew_s:.1f} s apart" if to == "both ranks" else "")
+    return words, began

@@ -35,7 +35,7 @@ def ranks(run: RunDir) -> list[int]:
     """The processes of the run that train, not their launcher."""
     programs = ("train_low_mem.py", "fsdp_on_cpu.py")
     found = []
-    for process in tree.tagged(run.run_id):
+    for process in tree.tagged(run.tag):
         words = process.cmdline()
         if "accelerate.commands.launch" not in words and any(word.endswith(programs) for word in words):
             found.append(process.pid)
@@ -59,7 +59,7 @@ def test_nothing_is_left(tmp_path, mode, ending):
     epochs = 2 if ending == "success" else 100_000
     batch = 8 if mode == "cpu" else 4
     training = {"num_train_epochs": epochs, "per_device_train_batch_size": batch, "save_steps": 1000}
-    recipe = builders.recipe(tmp_path, training=training)
+    recipe = builders.recipe(tmp_path, training=training, launch={"max_restarts": 0})
     before = orphans.snapshot()
     argv = [sys.executable, "-m", "tests.modes.launch_one", mode, str(recipe)]
     child = subprocess.Popen(
@@ -73,7 +73,7 @@ def test_nothing_is_left(tmp_path, mode, ending):
         number = signal.SIGKILL if ending == "a rank is killed" else getattr(signal, ending)
         os.kill(ranks(run)[-1] if ending == "a rank is killed" else child.pid, number)
     code = child.wait(timeout=90)
-    left = orphans.left(before, run.run_id, within_s=5)
+    left = orphans.left(before, run.tag, within_s=5)
     for orphan in left:
         os.kill(orphan.pid, signal.SIGKILL)
     assert left == []
