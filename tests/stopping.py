@@ -133,7 +133,7 @@ def fired(folder: Path, fault: str) -> int:
 
 def at_step(step: str, do: str, rank: int | None = 1, **more: Any) -> dict[str, Any]:
     """A fault at the end of an optimizer step; `done` is how often it was done before."""
-    when = f"args[2].global_step == {step}"
+    when = f"args[2].global_step == ({step})"
     return {"module": "training.obey", "attribute": "Obey.on_step_end", "when": when, "rank": rank, "do": do, **more}
 
 

@@ -18,7 +18,7 @@ logger = logging.getLogger("lowmem")
 
 DISK_INTERVAL_S = 5.0
 DISK_LOW = 1.35  # times the last checkpoint: the next one takes 1.1, and had better be written now
-FIRST_SAVE_S = 30.0  # allowed for a checkpoint when none was written yet
+FIRST_SAVE_S = 10.0  # allowed for a checkpoint when none was written yet
 MARGIN_S = 5.0  # for the ranks to end after it
 
 
@@ -30,11 +30,13 @@ class Watch:
         end_s = os.environ.get("LOWMEM_END_S")  # on this machine's monotonic clock
         self._end_s = float(end_s) if end_s else None
         self._save_s, self._save_bytes, self._free_bytes = FIRST_SAVE_S, 0, 0
-        self._step_s, self._asked_at, self._disk_at = 0.0, time.monotonic(), 0.0
+        self._step_s, self._disk_at = 0.0, 0.0
+        self._asked_at: float | None = None
 
     def __call__(self) -> Word:
         now = time.monotonic()
-        self._step_s, self._asked_at = max(now - self._asked_at, self._step_s / 2), now
+        self._step_s = max(now - (self._asked_at or now), self._step_s / 2)
+        self._asked_at = now
         if self._end_s is not None and now + 2 * (self._save_s + self._step_s) + MARGIN_S >= self._end_s:
             return Word.TIME_UP
         if self._save_bytes and now - self._disk_at > DISK_INTERVAL_S:

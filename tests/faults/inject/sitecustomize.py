@@ -48,7 +48,7 @@ def insert(module: ModuleType, fault: str, facts: dict[str, Any]) -> None:
     def faulty(*args: Any, **kwargs: Any) -> Any:
         is_mine = facts.get("rank") in (None, int(os.environ.get("RANK", "0")))
         done = len(list(marks.glob(f"{fault}.*")))
-        is_now = eval(facts.get("when", "True"), {"args": args, "done": done})
+        is_now = eval(facts.get("when", "True"), {"args": args, "done": done, "os": os})
         if is_mine and is_now and done < facts.get("times", 1_000_000):
             (marks / f"{fault}.{done}").touch()
             exec(facts["do"], {"args": args, "os": os})
