@@ -172,7 +172,7 @@ def test_before_its_time_is_up_a_run_saves_and_stops(tmp_path, where):
     with stopping.launched(tmp_path, launch=launch, extra=extra) as child:
         check_stopped(child, 0)
         assert time.monotonic() - began < limit_s
-        assert "the time is nearly up: saving at step" in child.said()
+        assert "  the time is nearly up: " in child.said()
         assert "error: stopped because the time is nearly up at step" in child.said()
 
 
