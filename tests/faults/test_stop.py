@@ -250,22 +250,20 @@ def test_before_the_host_runs_out_of_ram_the_ranks_save_and_stop(tmp_path):
 
 
 def test_a_real_kernel_oom_kill_is_named_with_the_limit(tmp_path):
-    """A cgroup of its own, too small for the run: the kernel kills a rank."""
+    """A cgroup of its own, in which a rank suddenly takes more than there is: the kernel kills it."""
     group = Path("/sys/fs/cgroup/memory") / f"lowmem-test-{time.monotonic_ns()}"
     try:
         group.mkdir()
-        (group / "memory.limit_in_bytes").write_text(str(450 << 20))
+        (group / "memory.limit_in_bytes").write_text(str(3 << 29))
     except OSError as error:
         pytest.skip(f"no cgroup can be made here: {error}")
     try:
-        launch = {"host_reserve_gib": 0.0, "host_stop_fraction": 1.0}
-        recipe = builders.recipe(tmp_path, training={"max_steps": 3}, launch=launch)
-        prepared = builders.launch(tmp_path / "house", "run", str(recipe))
-        assert prepared.returncode == 0, prepared.stderr
-        line = f'echo $$ > "{group}/cgroup.procs"; exec "{sys.executable}" -m launch run "{recipe}" --resume never'
+        recipe = builders.recipe(tmp_path, launch={"host_reserve_gib": 0.0, "num_processes": 1})
+        fault = stopping.at_step("3", "bytearray(4 << 30)", rank=0)
+        line = f'echo $$ > "{group}/cgroup.procs"; exec "{sys.executable}" -m launch run "{recipe}"'
         done = subprocess.run(
             ["bash", "-c", line],
-            env=builders.environment(tmp_path / "house"),
+            env=builders.environment(tmp_path / "house", **stopping.injecting(tmp_path, eater=fault)),
             capture_output=True,
             text=True,
             timeout=120,
@@ -278,5 +276,6 @@ def test_a_real_kernel_oom_kill_is_named_with_the_limit(tmp_path):
             except OSError:
                 time.sleep(0.1)
     assert done.returncode == 6, done.stdout + done.stderr
-    assert "the kernel killed a process of the run: host RAM limit 0.44 GiB" in done.stdout
+    assert stopping.fired(tmp_path, "eater") == 1
+    assert "the kernel killed a process of the run: host RAM limit 1.50 GiB" in done.stdout
     assert "oom_kill counter grew by" in done.stdout
