@@ -4,23 +4,35 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import logging
+import multiprocessing
 import os
+import signal
 import sys
+import traceback
 from pathlib import Path
 
 from launch import direct, packages
-from launch.errors import LaunchError, shown
-from launch.rundir import AttemptDir, RunDir, die_with_launcher, settle_process
+from launch.errors import LaunchError, Stopped, shown
+from launch.rundir import AttemptDir, RunDir, die_with_launcher, settle_process, write_json
+from training.control import Control, Halted
+from training.heartbeat import Heartbeat
 
 
 def main(argv: list[str]) -> int:
     rank = int(os.environ.get("RANK", "0"))
     settle_process()
+    control = Control()
+    control.listen()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is ever downloaded
     # Threads that spin lose their core to a busy neighbour: 600 ms a step, asleep 86; alone 26.8 and 27.5 (2 cores).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if "WORLD_SIZE" in os.environ or "LOWMEM_SUPERVISED" in os.environ:
-        die_with_launcher()
+    if {"WORLD_SIZE", "LOWMEM_SUPERVISED", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys():
+        # torchrun passes signals on before it dies; accelerate's launcher of one process dies of them, and so does
+        # either of what it does not know: then this rank saves first
+        passes_on = {"WORLD_SIZE", "LOWMEM_SUPERVISED"} <= os.environ.keys()
+        die_with_launcher(signal.SIGKILL if passes_on else signal.SIGTERM)
     opened: list[AttemptDir] = []  # filled as soon as there is an attempt to leave word in
     try:
         if argv[:1] == ["train"]:
@@ -32,11 +44,23 @@ def main(argv: list[str]) -> int:
             arguments = parser.parse_args(argv)
             start = direct.from_run_dir(RunDir(arguments.run_dir), arguments.attempt)
             opened.append(start.attempt)
+            Heartbeat(start.attempt.heartbeat_file(rank)).beat("load")
+            stacks = start.attempt.stacks_file(rank).open("a", encoding="utf-8")
+            faulthandler.register(signal.SIGQUIT, file=stacks, all_threads=True)  # the supervisor asks when it hangs
         for package in packages.unused(start.recipe, start.plan.strategy):
             sys.modules.setdefault(package, None)  # type: ignore[arg-type]  to Python: not installed
         from training import run  # torch comes in here: a wrong flag has been answered by now
 
-        run.train(start, direct.open_run, opened)
+        run.train(start, direct.open_run, opened, control=control)
+    except Halted as halted:
+        code = halted.word.exit_code
+        if rank == 0:
+            print(f"{halted}: run the same line again to continue", file=sys.stderr)
+        for attempt in opened:
+            attempt.leave_word(rank, Stopped(str(halted), code))
+            if rank == 0 and not attempt.outcome_file.exists():
+                write_json(attempt.outcome_file, {"complete": False, "ended": "preempted", "checkpoint": None})
+        return code
     except LaunchError as error:
         if rank == 0:
             print(f"error: {shown(str(error))}", file=sys.stderr)
@@ -50,5 +74,27 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def leave(code: int) -> None:
+    """End this rank now. The interpreter's own way out ends in SIGABRT now and then, where a library's thread is still
+    there: "terminate called without an active exception", after all work is done."""
+    for child in multiprocessing.active_children():  # data loaders' workers
+        child.terminate()
+        child.join(timeout=1)
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # nobody reads on, or the disk behind it is full
+            continue
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        ended = main(sys.argv[1:])
+    except SystemExit as error:  # argparse's
+        ended = error.code if isinstance(error.code, int) else 1
+    except BaseException:  # noqa: BLE001  every way out is the one below
+        traceback.print_exc()
+        ended = 1
+    leave(ended)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from launch import nodes, recipes, report, rundir, started
-from launch.errors import ConfigError, LaunchError, ResourceError, StorageError, shown
+from launch.errors import ConfigError, Interrupted, LaunchError, ResourceError, StorageError, shown
 from launch.estimate import Exceeded
 from launch.planner import Given
 from launch.resolve import Resolved, resolve
@@ -31,9 +31,9 @@ BATCH_KEY = "per_device_train_batch_size"
 STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES}
 PATH_ERRORS = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP}
 EPILOG = """any key of the recipe can be set: --training.learning_rate=3e-5 --model.shape=t5-tiny --lora.r=8
-exit codes: 0 complete; 2 configuration; 3 resources; 4 data; 5 no usable checkpoint; 6 out of host RAM; 8 numbers that
-            are not finite; 9 run in use; 10 storage; 11 network; 12 out of GPU memory; 75 stopped, run again to
-            continue; 130 interrupted"""
+exit codes: 0 complete; 2 configuration; 3 resources; 4 data; 5 no usable checkpoint; 6 out of host RAM; 7 hang;
+            8 numbers that are not finite; 9 run in use; 10 storage; 11 network; 12 out of GPU memory; 75 and 130
+            (Ctrl-C) stopped: run again"""
 
 
 def main(argv: list[str]) -> int:
@@ -42,6 +42,9 @@ def main(argv: list[str]) -> int:
         return _dispatch(argv)
     except LaunchError as error:
         print(f"error: {shown(str(error))}", file=sys.stderr)
+        return error.exit_code
+    except Interrupted as error:
+        print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130

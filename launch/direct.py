@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from datetime import datetime
 from pathlib import Path
 
-from launch import architectures, probe, recipes, render, report, resume, rundir, seed_cli, started
+from launch import architectures, locks, probe, recipes, render, report, resume, rundir, seed_cli, started
 from launch.errors import ConfigError, shown
 from launch.resolve import resolve
 from launch.rundir import AttemptDir, House, RunDir, Start
@@ -63,6 +63,7 @@ def open_run(start: Start, tokens: Path, held: ExitStack) -> tuple[str, str] | N
     if start.run and start.attempt:
         if not start.supervised:
             held.enter_context(output_lock(start.house, start.recipe))
+            held.enter_context(run_lock(start.run))
         start.attempt.root.mkdir(parents=True, exist_ok=True)
         return str(start.run.root), str(start.attempt.root)
     assert start.machine is not None
@@ -72,6 +73,7 @@ def open_run(start: Start, tokens: Path, held: ExitStack) -> tuple[str, str] | N
     print(shown("\n".join([decided.line, *aside])), flush=True)
     if decided.complete:
         return None
+    held.enter_context(run_lock(decided.run))
     attempt = write_run(decided.run, start.recipe, start.machine, start.plan, start.house)
     rundir.write_json(decided.run.tokens_file, {"folder": str(tokens)})
     return str(decided.run.root), str(attempt.root)
@@ -99,8 +101,13 @@ def output_lock(house: House, recipe: Recipe) -> ExitStack:
     """One run at a time per recipe and output folder."""
     held = ExitStack()
     name = Path(recipe.output_dir).name
-    held.enter_context(rundir.lock(house.runs / recipe.name / f".lock-{name}", f"{recipe.name} ({recipe.output_dir})"))
+    held.enter_context(locks.lock(house.runs / recipe.name / f".lock-{name}", f"{recipe.name} ({recipe.output_dir})"))
     return held
+
+
+def run_lock(run: RunDir) -> AbstractContextManager[None]:
+    """One start at a time in a run's folder, whatever recipe or output folder it was reached by."""
+    return locks.lock(run.lock_file, str(run.root))
 
 
 def _ranks_that_were_asked_for(argv: Sequence[str], cpu: bool) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import re
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -78,6 +79,14 @@ class Stopped(LaunchError):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+class Interrupted(BaseException):
+    """A stop signal while nothing runs yet; no Exception, so that nobody takes it for an answer to what was tried."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name} before anything ran")
+        self.exit_code = 130 if number == signal.SIGINT else 75
 
 
 # ---- what may be shown ---------------------------------------------------------------------------------------------

@@ -87,18 +87,35 @@ PATTERNS = (
     ),
 )
 
-# How torchrun and accelerate's launcher of one process name the first rank to die; what other ranks say then follows.
-KILLED_FIRST = re.compile(r"Root Cause.*?exitcode\s*:\s*-9\b|died with <Signals.SIGKILL: 9>", re.DOTALL)
+# How torchrun and accelerate's launcher of one process name ranks that a signal ended. torchrun lists those that had
+# ended when it looked, not those that it ends itself then; which of them it calls the root cause may be a tie.
+KILLED_FIRST = re.compile(r"exitcode\s*:\s*-9\b|died with <Signals.SIGKILL: 9>")
+CRASHED_FIRST = re.compile(r"exitcode\s*:\s*-(?!(9|15|2|1|10)\b)\d+")  # SIGSEGV, SIGABRT, ...; not by a stop
+STOPPED = "Stopped"  # errors.Stopped, as ranks write it
+CONTINUE = "run the same line again to continue"
 
 
 def classify(evidence: Evidence) -> Failure | None:
     """The cause of an attempt's end; None when it left its model, even if a rank fell over while closing down."""
     if evidence.completed:
         return None
+    if evidence.pressure:
+        return Failure(
+            "host_pressure",
+            6,
+            f"the ranks were stopped before the host ran out of RAM{_saved(evidence)}",
+            evidence.pressure,
+            "give the run more memory, or lower training.dataloader_num_workers (the limit: launch.host_stop_fraction)",
+        )
+    if evidence.hang:
+        cause, fix = f"{evidence.hang}{_saved(evidence)}", "see ranks/*/stacks.txt in the attempt's folder"
+        return Failure("hang", 7, cause, "its heartbeat file", fix)
     if evidence.stopped_by is not None:
         name = signal.Signals(evidence.stopped_by).name
         code = 130 if evidence.stopped_by == signal.SIGINT else 75
-        return Failure("stopped", code, f"stopped by {name}", name, "run the same line again to continue")
+        return Failure("stopped", code, f"stopped by {name}{_saved(evidence)}", name, CONTINUE)
+    if evidence.preempted is not None:
+        return _preempted(evidence)
     if evidence.oom_kills > 0:
         limit, peak = evidence.host_limit_bytes / GIB, evidence.host_peak_bytes / GIB
         return Failure(
@@ -110,27 +127,33 @@ def classify(evidence: Evidence) -> Failure | None:
             "halve training.per_device_train_batch_size and double training.gradient_accumulation_steps, or give the"
             " run more memory",
         )
-    for error in evidence.rank_errors:
+    is_killed = evidence.returncode == -9 or bool(KILLED_FIRST.search(evidence.log_tail))
+    is_crashed = is_killed or bool(CRASHED_FIRST.search(evidence.log_tail))
+    # one that was told to stop was told by the launcher, where another had failed before
+    first = evidence.rank_errors[0] if evidence.rank_errors and not is_crashed else None
+    errors = [error for error in evidence.rank_errors if error["type"] != STOPPED or error is first]
+    for error in errors:
         if error.get("exit_code"):
-            fix = error.get("fix") or "see the message"
-            return Failure(error["type"], error["exit_code"], error["message"], f"rank {error['rank']}", fix)
-    if evidence.returncode == -9 or KILLED_FIRST.search(evidence.log_tail):
+            is_stop = error["type"] == STOPPED
+            kind, fix = ("stopped", CONTINUE) if is_stop else (error["type"], error.get("fix") or "see the message")
+            return Failure(kind, error["exit_code"], error["message"], f"rank {error['rank']}", fix)
+    if is_killed:
         return Failure(
             "killed",
             1,
             "somebody killed a process of the run with SIGKILL; the kernel's out-of-memory counter did not grow",
             "SIGKILL is the launcher's first observed failure",
-            "run the same line again to continue",
+            CONTINUE,
         )
-    for text in [*(str(error["message"]) for error in evidence.rank_errors), evidence.log_tail]:
-        for pattern in PATTERNS:
-            for line in text.splitlines():
-                if pattern.regex.search(line):
-                    return Failure(
-                        pattern.kind, pattern.exit_code, pattern.cause, line.strip()[:PROOF_CHARS], pattern.fix
-                    )
-    if evidence.rank_errors:
-        error = evidence.rank_errors[0]
+    named = _named(str(errors[0]["message"])) if errors else None
+    if named is None or named.kind == "network":  # what a lost connection follows from may stand in the log
+        others = _named(evidence.log_tail)
+        is_consequence = others is not None and others.kind == "network" and errors
+        named = named if others is None or is_consequence else others
+    if named is not None:
+        return named
+    if errors:
+        error = errors[0]
         return Failure(
             "crash",
             1,
@@ -145,6 +168,29 @@ def classify(evidence: Evidence) -> Failure | None:
         _last_words(evidence.log_tail),
         "read the attempt's log.txt",
     )
+
+
+def _named(text: str) -> Failure | None:
+    """The failure that a line of the text names; the first pattern that has one."""
+    for pattern in PATTERNS:
+        for line in text.splitlines():
+            if pattern.regex.search(line):
+                return Failure(pattern.kind, pattern.exit_code, pattern.cause, line.strip()[:PROOF_CHARS], pattern.fix)
+    return None
+
+
+def _preempted(evidence: Evidence) -> Failure:
+    """Where the ranks agreed to stop: told by a signal of their own, or by what rank 0 saw."""
+    stops = [error for error in evidence.rank_errors if error["type"] == STOPPED]
+    code, cause = (stops[0]["exit_code"], stops[0]["message"]) if stops else (75, "the ranks agreed to stop")
+    fix = "free space where runs/ is, then run the same line again" if code == 10 else CONTINUE
+    return Failure("disk" if code == 10 else "stopped", code, f"{cause}{_saved(evidence)}", "outcome.json", fix)
+
+
+def _saved(evidence: Evidence) -> str:
+    """What of a stopped attempt is kept, as the end of a sentence."""
+    outcome = evidence.preempted or {}
+    return f" at step {outcome['step']}; {outcome['checkpoint']} is kept" if outcome.get("checkpoint") else ""
 
 
 def _last_words(log: str) -> str:

@@ -44,7 +44,17 @@ UNFELT: Mapping[str, Any] = {
         "eval_steps",
         "seed",
     },
-    "launch": {"machine_rank", "main_process_ip", "main_process_port", "network_interface", "join_timeout_s"},
+    "launch": {
+        "machine_rank",
+        "main_process_ip",
+        "main_process_port",
+        "network_interface",
+        "join_timeout_s",
+        "max_restarts",
+        "hang_floor_s",
+        "time_limit_s",
+        "host_stop_fraction",
+    },
 }
 
 

@@ -135,6 +135,7 @@ def result_lines(recipe: Recipe, machine: Machine, plan: Plan, result: RunResult
             f"error: {failure.cause}",
             f"  proof  {failure.proof}",
             f"  fix    {failure.fix}",
+            *([f"  note   {result.note}"] if result.note else []),
             f"  run    {result.run_dir}",
         ]
     return list(_success_lines(recipe, machine, plan, result, chat))

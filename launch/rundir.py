@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import hashlib
 import io
 import json
@@ -12,13 +11,11 @@ import os
 import re
 import resource
 import signal
-import socket
 import stat
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -26,7 +23,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from launch.errors import HIDDEN, ConfigError, LockHeld, ResourceError, shown
+from launch.errors import HIDDEN, ConfigError, ResourceError, shown
 from launch.schema import DataFormat, Machine, ModelShape, Plan, Recipe
 
 TOKEN_CACHE_VERSION = 1  # raise when training/data.py writes other bytes for the same input
@@ -113,6 +110,7 @@ class AttemptDir:
         self.train_log = root / "train.log"  # rank 0's own lines
         self.events_file = root / "events.jsonl"
         self.outcome_file = root / "outcome.json"
+        self.supervisor_file = root / "supervisor.json"  # how the launcher saw it end
         self.second_step_file = root / "second_step.json"  # what the first step in the steady state took
 
     @property
@@ -130,6 +128,9 @@ class AttemptDir:
 
     def heartbeat_file(self, rank: int) -> Path:
         return self.rank(rank) / "heartbeat.json"
+
+    def stacks_file(self, rank: int) -> Path:
+        return self.rank(rank) / "stacks.txt"
 
     def leave_word(self, rank: int, error: BaseException) -> None:
         """Write the cause where the supervisor looks: launchers turn every exit code into 1."""
@@ -162,6 +163,8 @@ class RunDir:
         self.deepspeed_file = root / "deepspeed.json"
         self.command_file = root / "command.sh"
         self.report_file = root / "report.html"
+        self.lock_file = root / ".lock"
+        self.save_now_file = root / "save-now"  # touched by a person: commit a checkpoint and go on
         self.evaluation_file = root / "evaluation.json"
         self.checkpoints = root / "checkpoints"
         self.tensorboard = root / "tensorboard"
@@ -195,6 +198,16 @@ class RunDir:
 
     def has_checkpoint(self) -> bool:
         return any(self.checkpoints.glob("checkpoint-*")) or self.continues_file.exists()
+
+    def last_step(self) -> int:
+        """The newest step that a committed checkpoint holds; 0: none."""
+        names = (path.parent.name for path in self.checkpoints.glob("checkpoint-*/manifest.json"))
+        return max((int(name.rpartition("-")[2]) for name in names), default=0)
+
+    @property
+    def tag(self) -> str:
+        """LOWMEM_RUN in the environment of all its processes; two houses may have runs of one name and second."""
+        return str(self.root)
 
     @property
     def run_id(self) -> str:
@@ -247,24 +260,9 @@ class Start:
     deepspeed_file: Path | None = None
 
 
-@contextmanager
-def lock(path: Path, what: str) -> Iterator[None]:
-    """Hold `path` for this process; the kernel lets go when the process ends, however it ends.
-
-    Raises LockHeld naming the process that has it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            raise LockHeld(f"{what} is in use by {holder}; wait for it, or stop it") from error
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        yield
+def die_with_launcher(number: int = signal.SIGKILL) -> None:
+    """From now on the kernel sends this process a signal when its parent dies: no rank outlives its launcher."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def settle_process() -> None:
@@ -277,9 +275,9 @@ def settle_process() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def die_with_launcher() -> None:
-    """From now on the kernel kills this process when its parent dies: no rank outlives its launcher."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def boot_id() -> str:
+    """This boot of this machine; another boot, or another machine, has another."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def refuse_strangers(path: Path) -> None:

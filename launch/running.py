@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from launch import calibration, direct, estimate, keys, nodes, render, report, resume, rundir, supervise
+from launch import calibration, direct, estimate, keys, nodes, render, report, restarts, resume, rundir, supervise, told
 from launch.calibration import Figures, Measurement
 from launch.estimate import Exceeded
 from launch.ledger import Ledger
@@ -24,6 +24,7 @@ from launch.resolve import Resolved
 from launch.rundir import AttemptDir
 from launch.schema import Command, RunResult, StepEvent
 from launch.screen import Screen
+from launch.told import Told
 
 MAX_PLANS = 3  # of one start; each is made with more evidence than the one before
 STEADY_FROM = 2  # steps of an attempt that are slower than the rest
@@ -32,10 +33,11 @@ Decide = Callable[[bool, Exceeded], Resolved]  # (test the link, by how much pre
 
 def run(decide: Decide, wish: str, dry_run: bool) -> int:
     """Train, and say how it ended; the exit code."""
-    resolved = decide(True, Exceeded())
-    house, recipe, meeting = resolved.house, resolved.recipe, resolved.plan.rendezvous
-    is_first = meeting is None or meeting.machine_rank == 0
-    with ExitStack() as held:
+    began = time.monotonic()
+    with told.signals() as heard, ExitStack() as held:
+        resolved = decide(True, Exceeded())
+        house, recipe, meeting = resolved.house, resolved.recipe, resolved.plan.rendezvous
+        is_first = meeting is None or meeting.machine_rank == 0
         if meeting is not None and not is_first:
             start = resume.Start(
                 nodes.own_run(house.runs, recipe.name, meeting, datetime.now()),
@@ -45,6 +47,8 @@ def run(decide: Decide, wish: str, dry_run: bool) -> int:
             held.enter_context(direct.output_lock(house, recipe))
             tokens = rundir.token_cache(house.cache, recipe, resolved.plan.shape, resolved.plan.data_format)
             start = resume.decide(house.runs, recipe, resolved.plan, tokens, wish, datetime.now())
+        if not start.complete:
+            held.enter_context(direct.run_lock(start.run))
         screen = Screen(rundir.log_file(house.root, start.run))
         for line in report.plan_lines(recipe, resolved.machine, resolved.plan):
             screen.say(line)
@@ -60,7 +64,8 @@ def run(decide: Decide, wish: str, dry_run: bool) -> int:
             screen.say(str(_command(resolved, start.run, attempt)))
             return 0
         screen.say(f"log: {rundir.log_file(house.root, start.run)}")
-        resolved, result = _attempts(resolved, decide, start.run, screen)
+        end_s = _end_s(recipe.launch.time_limit_s, began, os.environ)
+        resolved, result = _attempts(resolved, decide, start.run, screen, heard, end_s)
         events = _events(start.run.attempts())
         _remember(resolved, start.run.run_id, result, events, screen)
         plan = resolved.plan
@@ -70,23 +75,62 @@ def run(decide: Decide, wish: str, dry_run: bool) -> int:
     return result.exit_code
 
 
-def _attempts(resolved: Resolved, decide: Decide, run: rundir.RunDir, screen: Screen) -> tuple[Resolved, RunResult]:
-    """Attempts until one is not refuted by its second step; each new plan knows by how much the last one was."""
-    exceeded = Exceeded()
-    for left in reversed(range(MAX_PLANS)):
-        resolved, result, compared = _attempt(resolved, decide, exceeded, run, screen, is_last=not left)
-        if not result.plan_again:
+def _end_s(time_limit_s: float | None, began: float, environ: Mapping[str, str]) -> float | None:
+    """When the run must be over, on the monotonic clock: the recipe's limit from `began`, or the end of Slurm's job."""
+    ends = [] if time_limit_s is None else [began + time_limit_s]
+    if slurm := environ.get("SLURM_JOB_END_TIME"):  # seconds since 1970
+        ends.append(time.monotonic() + float(slurm) - time.time())
+    return min(ends, default=None)
+
+
+def _attempts(
+    resolved: Resolved, decide: Decide, run: rundir.RunDir, screen: Screen, heard: Told, end_s: float | None
+) -> tuple[Resolved, RunResult]:
+    """Attempts until one ends well, or fails in a way that no further one would mend.
+
+    A plan that its second step refutes is made again, with what is known by then; a failure that may pass is followed
+    by another attempt, from the last checkpoint."""
+    exceeded, plans, history = Exceeded(), 1, restarts.History()
+    while True:
+        began = run.last_step()
+        resolved, result, compared = _attempt(
+            resolved, decide, exceeded, run, screen, heard, end_s, is_last=plans == MAX_PLANS
+        )
+        if result.plan_again:
+            plans += 1
+            screen.say(f"stopped to plan again: {compared[0].over}")
+            exceeded = Exceeded(compared[0].exceeded, compared[0].host_exceeded)
+            resolved = decide(False, exceeded)
+            for line in report.planned_lines(resolved.plan):
+                screen.say(line)
+            continue
+        if result.failure is None or result.unkillable:  # beside those no other attempt has room
             return resolved, result
-        screen.say(f"stopped to plan again: {compared[0].over}")
-        exceeded = Exceeded(compared[0].exceeded, compared[0].host_exceeded)
-        resolved = decide(False, exceeded)
-        for line in report.planned_lines(resolved.plan):
-            screen.say(line)
-    raise AssertionError("the last attempt is never refuted")
+        limit = resolved.recipe.launch.max_restarts
+        following = restarts.decide(result.failure, history, began, result.last_step, run.last_step(), limit)
+        if following.why:
+            screen.say(following.why)
+        if following.action == "stop" or not _waited(following.wait_s, heard):
+            return resolved, result
+
+
+def _waited(seconds: float, heard: Told) -> bool:
+    """Whether nobody said stop meanwhile."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and heard.stop is None:
+        time.sleep(min(0.2, max(until - time.monotonic(), 0)))
+    return heard.stop is None
 
 
 def _attempt(
-    resolved: Resolved, decide: Decide, exceeded: Exceeded, run: rundir.RunDir, screen: Screen, is_last: bool
+    resolved: Resolved,
+    decide: Decide,
+    exceeded: Exceeded,
+    run: rundir.RunDir,
+    screen: Screen,
+    heard: Told,
+    end_s: float | None,
+    is_last: bool,
 ) -> tuple[Resolved, RunResult, list[calibration.Comparison]]:
     attempt = direct.write_run(run, resolved.recipe, resolved.machine, resolved.plan, resolved.house)
     compared: list[calibration.Comparison] = []
@@ -110,7 +154,7 @@ def _attempt(
             screen.say(line)
         return is_last or not compared[0].over
 
-    result = supervise.run(resolved, run, attempt, ready, screen, check)
+    result = supervise.run(resolved, run, attempt, ready, screen, check, heard, end_s)
     supervise.write_outcome(result, attempt)
     return resolved, result, compared
 

@@ -234,6 +234,10 @@ class LaunchSection(Section):
     exact_batch: bool = False  # refuse the run where the batch does not fit, instead of splitting it
     pass_env: tuple[str, ...] = ()  # names of variables that ranks get besides those of launch/environment.py
     host_reserve_gib: float = Field(default=2.0, ge=0, allow_inf_nan=False)  # host RAM left to the rest of the machine
+    max_restarts: int = Field(default=10, ge=0)  # after killed or hanging ranks, lost connections, crashes; 0: never
+    hang_floor_s: float = Field(default=60, gt=0, allow_inf_nan=False)  # a step may take this long, whatever is usual
+    time_limit_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # save and stop before; Slurm's too
+    host_stop_fraction: float = Field(default=0.97, gt=0, le=1)  # of the host's RAM limit; above it: save and stop
 
     @model_validator(mode="after")
     def nodes_can_meet(self) -> LaunchSection:
@@ -537,6 +541,9 @@ class Evidence:
     host_peak_bytes: int
     completed: bool  # rank 0 wrote its outcome and reached the last step
     stopped_by: int | None = None  # signal number that the user sent to the supervisor
+    preempted: Mapping[str, Any] | None = None  # rank 0's outcome, where the ranks agreed to stop
+    hang: str = ""  # which rank was silent, where and how long
+    pressure: str = ""  # why the host's RAM was about to run out, where the ranks were stopped for it
 
 
 @dataclass(frozen=True)
@@ -562,3 +569,5 @@ class RunResult:
     summary: Mapping[str, Any] = field(default_factory=dict)  # rank 0's outcome.json
     plan_again: bool = False  # stopped because its second step took more than was predicted
     note: str = ""  # what else a reader should know
+    last_step: int = 0  # that a rank reached
+    unkillable: tuple[int, ...] = ()  # processes of the run that are still there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -13,31 +14,32 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from launch import heartbeats
 from launch.errors import shown
-from launch.rundir import AttemptDir, read_json
+from launch.rundir import AttemptDir
 
 STEP_LINE = re.compile(r"  step \d+/\d+  epoch \S+  ")
 SECTION_WORDS = {
     "load": "loading the model",
+    "first step": "the first step",
     "step": "training",
     "evaluation": "evaluating",
     "save": "saving",
+    "export": "writing the model",
 }
 
 
 class _Console(Console):
-    """rich would end the program where nobody reads on; the training goes on, and its log."""
-
     def on_broken_pipe(self) -> None:
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        """Rich would end the process."""
+        raise BrokenPipeError
 
 
 class Screen:
     """Prints lines, and shows one attempt's progress between start() and stop()."""
 
     def __init__(self, log_file: Path | None = None, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stdout
+        self._stream = stream or sys.stdout or io.StringIO()  # None: started with it closed
         self._console = _Console(file=self._stream, highlight=False, soft_wrap=True)
         self._log: TextIO | None = None
         if log_file:
@@ -48,12 +50,26 @@ class Screen:
     def say(self, line: str = "", log: bool = True) -> None:
         """One line, above the bar if there is one, and in the log."""
         self._print(line)
-        if log and self._log:
-            self._log.write(shown(line) + "\n")
-            self._log.flush()
+        if log:
+            self._note(line)
 
     def _print(self, line: str) -> None:
-        self._console.print(shown(line), markup=False)
+        try:
+            self._console.print(shown(line), markup=False)
+        except (OSError, ValueError):  # nobody reads on, or the disk behind it is full: training and its log go on
+            self._console = Console(file=io.StringIO(), quiet=True)
+            if self._stream is sys.stdout:  # what is left in its buffer would fail once more at the end
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    def _note(self, line: str) -> None:
+        if not self._log:
+            return
+        try:
+            self._log.write(shown(line) + "\n")
+            self._log.flush()
+        except OSError as error:  # the attempt's folder has the ranks' own lines
+            self._log = None
+            self._print(f"the log ends here, training goes on: {error.filename or 'log'}: {error.strerror}")
 
     def start(self, attempt: AttemptDir) -> None:
         self._attempt = attempt
@@ -82,16 +98,14 @@ class Screen:
                 self._figures = line[step.end() :]
             if not (step and self._live):  # the bar shows the steps
                 self._print(line)
-            if self._log:
-                self._log.write(shown(line) + "\n")
-                self._log.flush()
-        beat = read_json(self._attempt.heartbeat_file(0))
+            self._note(line)
+        beat = heartbeats.read(self._attempt.heartbeat_file(0))
         if self._live and beat:
             self._progress.update(
                 self._task,
-                description=SECTION_WORDS.get(beat["section"], beat["section"]),
-                completed=beat["step"] or None,
-                total=beat["max_steps"] or None,
+                description=SECTION_WORDS.get(beat.section, beat.section),
+                completed=beat.step or None,
+                total=beat.max_steps or None,
             )
             self._live.update(self._shown())
 
@@ -108,9 +122,9 @@ class Screen:
 class Tail:
     """New whole lines of a file that another process appends to."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, from_start: bool = False) -> None:
         self._path = path
-        self._offset = path.stat().st_size if path.exists() else 0
+        self._offset = path.stat().st_size if path.exists() and not from_start else 0
 
     def new_lines(self) -> list[str]:
         if not self._path.exists():

@@ -2,7 +2,7 @@
 
 before = orphans.snapshot()
 ...the run, to its end...
-assert orphans.left(before, run_id, within_s=5) == []
+assert orphans.left(before, tag, within_s=5) == []
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from launch import supervise
+from launch import tree
 
 POLL_S = 0.05
 
@@ -39,20 +39,20 @@ def snapshot() -> Snapshot:
     return Snapshot(frozenset(_processes()), frozenset(_ports()))
 
 
-def left(before: Snapshot, run_id: str, within_s: float = 5.0) -> list[Orphan]:
+def left(before: Snapshot, tag: str, within_s: float = 5.0) -> list[Orphan]:
     """What of the run is still there after so long; returns at once when there is nothing.
 
-    Of the run are: processes tagged with LOWMEM_RUN=run_id, and new descendants of this process; of the ports, those
+    Of the run are: processes tagged with LOWMEM_RUN=tag, and new descendants of this process; of the ports, those
     that these listen on. Another program that starts meanwhile is not accused.
     """
     deadline = time.monotonic() + within_s
-    while (found := _left(before, run_id)) and time.monotonic() < deadline:
+    while (found := _left(before, tag)) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     return found
 
 
-def _left(before: Snapshot, run_id: str) -> list[Orphan]:
-    ours = {process.pid for process in [*supervise.tagged(run_id), *psutil.Process().children(recursive=True)]}
+def _left(before: Snapshot, tag: str) -> list[Orphan]:
+    ours = {process.pid for process in [*tree.tagged(tag), *psutil.Process().children(recursive=True)]}
     found = [
         Orphan(pid, words)
         for (pid, born), words in _processes().items()

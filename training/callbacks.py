@@ -1,8 +1,7 @@
-"""What a rank tells the outside while it trains: events, heartbeat, log lines, and a bar when nobody else draws."""
+"""What a rank tells the outside while it trains: events, log lines, and a bar when nobody else draws."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -23,7 +22,6 @@ from training.engines import local_bytes
 
 logger = logging.getLogger("lowmem")
 
-HEARTBEAT_INTERVAL_S = 0.5
 STEADY_STEP = 2  # the first step finds no optimizer states
 PSS_INTERVAL_S = 2.0  # reading smaps_rollup costs milliseconds a GiB
 
@@ -50,24 +48,6 @@ class HostMemory:
         self._read_at = -PSS_INTERVAL_S
         self.read()
         return self.peak_bytes
-
-
-class Heartbeat:
-    """ranks/<r>/heartbeat.json: the section a rank is in and its step, so that others can tell slow from stuck."""
-
-    def __init__(self, attempt: AttemptDir, rank: int) -> None:
-        self._file = attempt.heartbeat_file(rank)
-        self._written_at = 0.0
-        self._section = ""
-
-    def beat(self, section: str, step: int = 0, max_steps: int = 0) -> None:
-        now = time.monotonic()
-        if section == self._section and now - self._written_at < HEARTBEAT_INTERVAL_S:
-            return
-        self._section, self._written_at = section, now
-        aside = self._file.with_suffix(".tmp")  # no fsync: it only has to be whole, not to survive a crash
-        aside.write_text(json.dumps({"section": section, "step": step, "max_steps": max_steps, "monotonic_s": now}))
-        aside.replace(self._file)
 
 
 class StepMeter:
@@ -108,7 +88,7 @@ class StepMeter:
 
 
 class Reporter(TrainerCallback):
-    """Writes events.jsonl and the log from rank 0, and each rank's heartbeat."""
+    """Writes events.jsonl and the log from rank 0."""
 
     def __init__(
         self,
@@ -122,7 +102,6 @@ class Reporter(TrainerCallback):
     ) -> None:
         self._check_loss = check_loss
         self._rank, self._meter, self._order, self._device = rank, meter, order, device
-        self._heartbeat = Heartbeat(attempt, rank)
         self._events: IO[str] | None = attempt.events_file.open("a", encoding="utf-8") if rank == 0 else None
         self.host = HostMemory()
         self._bar = _Bar() if draw and rank == 0 else None
@@ -132,6 +111,7 @@ class Reporter(TrainerCallback):
         self.last_event: StepEvent | None = None
         self._steps = 0
         self._attempt = attempt
+        self._is_refused = False
 
     def _write_second_step(self) -> None:
         """For the launcher to compare with the plan. Collective."""
@@ -145,7 +125,6 @@ class Reporter(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._step_began = time.monotonic()
-        self._heartbeat.beat("step", state.global_step, state.max_steps)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -175,7 +154,6 @@ class Reporter(TrainerCallback):
             self._write_second_step()
             now = time.monotonic()
         self._step_began = now
-        self._heartbeat.beat("step", state.global_step, state.max_steps)
         if self._bar:
             self._bar.advance(state.global_step, state.max_steps)
 
@@ -195,11 +173,9 @@ class Reporter(TrainerCallback):
             )
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._heartbeat.beat("evaluation", state.global_step, state.max_steps)
         self._step_began = time.monotonic()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._heartbeat.beat("save", state.global_step, state.max_steps)
         self._step_began = time.monotonic()
 
     def on_train_end(
@@ -209,17 +185,14 @@ class Reporter(TrainerCallback):
         if self._bar:
             self._bar.close()
 
-    def beat(self, section: str) -> None:
-        self._heartbeat.beat(section)
-
     def flush(self, max_steps: int, grad_norm: float | None) -> None:
         """Write the steps since the last flush; every rank calls it at the same step."""
         steps = self._meter.drain(self._device)
         vram = vram_peaks(self._device)
         if self._events is None or not steps:
             return
-        for step in steps:
-            event = StepEvent(
+        events = [
+            StepEvent(
                 max_steps=max_steps,
                 samples_seen=self._order.samples_seen(step["step"]),
                 grad_norm=float(grad_norm) if grad_norm is not None and step is steps[-1] else None,
@@ -229,15 +202,28 @@ class Reporter(TrainerCallback):
                 host_pss_bytes=self.host.read(),
                 **step,
             )
-            self._events.write(rundir.to_json(asdict(event)) + "\n")
+            for step in steps
+        ]
+        self._write("".join(rundir.to_json(asdict(event)) + "\n" for event in events))
+        for event in events:
             self._check_loss(event.step, event.loss)
-        self._events.flush()
-        self.last_event = event
+        self.last_event = events[-1]
         means = {key: sum(step[key] for step in steps) / len(steps) for key in ("loss", "seconds", "tokens", "samples")}
-        shown = replace(event, **means)
+        shown = replace(self.last_event, **means)
         if self._bar:
             self._bar.show(shown)
         logger.info("%s", shown.line())
+
+    def _write(self, lines: str) -> None:
+        """Figures that the disk refuses are lost, and that is said once; training goes on."""
+        assert self._events is not None
+        try:
+            self._events.write(lines)
+            self._events.flush()
+        except OSError as error:
+            if not self._is_refused:
+                logger.warning("events.jsonl: %s; figures of some steps are lost", error.strerror)
+            self._is_refused = True
 
 
 def vram_peaks(device: torch.device) -> tuple[int, int, int]:

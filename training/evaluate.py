@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -72,9 +72,12 @@ def exact_match(
     pairs: Sequence[tuple[list[dict[str, str]], str]],
     max_new_tokens: int,
     device: torch.device,
+    between_batches: Callable[[], None],
     batch_size: int = 125,
 ) -> float:
-    """Share of prompts answered exactly, ranks dividing the work. Collective when there are several ranks."""
+    """Share of prompts answered exactly, ranks dividing the work; all call `between_batches` before each batch.
+
+    Collective when there are several ranks."""
     rank, world_size = 0, 1
     if torch.distributed.is_initialized():
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -82,6 +85,7 @@ def exact_match(
     mine = sorted(pairs[rank::world_size], key=lambda pair: sum(len(m["content"]) for m in pair[0]))
     largest_share = -(-len(pairs) // world_size)
     for at in range(0, largest_share, batch_size):
+        between_batches()
         batch = mine[at : at + batch_size]
         if not batch:  # ranks that hold parts of the weights answer together, or wait for ever
             answer(model, tokenizer, [pairs[0][0]], max_new_tokens, device)

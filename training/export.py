@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,11 @@ def write(
     recipe: Recipe,
     plan: Plan,
     run_id: str,
+    uninterrupted: Callable[[], AbstractContextManager[None]],
 ) -> str:
     """Write recipe.output_dir and say what it holds; what stood there before is ours (checked before the launch).
 
-    `network` holds all the weights, and is the trainer's own or a copy.
+    `network` holds all the weights, and is the trainer's own or a copy; the folders are swapped `uninterrupted`.
     """
     target = Path(recipe.output_dir)
     aside, old = (target.with_name(f".{target.name}.{ending}") for ending in ("tmp", "old"))
@@ -40,7 +43,12 @@ def write(
     if quantization := recipe.quantized(plan.strategy.mixed_precision):  # what the adapter was trained on
         facts["quantization"] = quantization.model_dump()
     rundir.write_json(aside / "lowmem.json", facts)
-    is_another_runs = bool(rundir.kept_aside(target, run_id))
+    with uninterrupted():
+        _swap(aside, target, old, is_another_runs=bool(rundir.kept_aside(target, run_id)))
+    return held
+
+
+def _swap(aside: Path, target: Path, old: Path, is_another_runs: bool) -> None:
     if target.exists():
         target.rename(old)
     aside.rename(target)
@@ -51,7 +59,6 @@ def write(
         old.rename(previous)
     elif old.exists():
         shutil.rmtree(old)
-    return held
 
 
 def _save(model: torch.nn.Module, cut: PreTrainedTokenizerBase, recipe: Recipe, folder: Path, step: int) -> str:

@@ -16,10 +16,16 @@ from launch import rundir
 from launch.errors import DataError, LaunchError
 from launch.rundir import RunDir
 from launch.schema import Plan, Recipe
+from training.control import Control, Halted
+from training.heartbeat import Heartbeat
 
 
-def ensure(recipe: Recipe, plan: Plan, cache: Path, say: Callable[[str], None]) -> Path:
-    """The folder with train.arrow, validation.arrow, tokenizer/ and counts.json; made once, under a lock."""
+def ensure(
+    recipe: Recipe, plan: Plan, cache: Path, say: Callable[[str], None], goes_on: Callable[[], None] = lambda: None
+) -> Path:
+    """The folder with train.arrow, validation.arrow, tokenizer/ and counts.json; made once, under a lock.
+
+    `goes_on` is called every thousand rows."""
     folder = rundir.token_cache(cache, recipe, plan.shape, plan.data_format)
     if (folder / rundir.TOKENS_READY).exists():
         return folder
@@ -27,10 +33,12 @@ def ensure(recipe: Recipe, plan: Plan, cache: Path, say: Callable[[str], None]) 
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / rundir.TOKENS_READY).exists():
+            for left in folder.parent.glob(f".{folder.name}.*.tmp"):  # of a start that was killed
+                shutil.rmtree(left, ignore_errors=True)
             aside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
             aside.mkdir()
             try:
-                _write(recipe, plan, aside, say)
+                _write(recipe, plan, aside, say, goes_on)
                 shutil.rmtree(folder, ignore_errors=True)
                 aside.rename(folder)
             finally:
@@ -38,7 +46,7 @@ def ensure(recipe: Recipe, plan: Plan, cache: Path, say: Callable[[str], None]) 
     return folder
 
 
-def _write(recipe: Recipe, plan: Plan, folder: Path, say: Callable[[str], None]) -> None:
+def _write(recipe: Recipe, plan: Plan, folder: Path, say: Callable[[str], None], goes_on: Callable[[], None]) -> None:
     from training import data, rows, tokenizer
 
     source, section = recipe.data, recipe.tokenizer
@@ -58,7 +66,7 @@ def _write(recipe: Recipe, plan: Plan, folder: Path, say: Callable[[str], None])
     if source.validation_file:
         parts.append(("validation", source.validation_file, source.max_validation_samples))
     for part, file, limit in parts:
-        with _progress(f"tokenising {Path(file).name}") as advance:
+        with _progress(f"tokenising {Path(file).name}", goes_on) as advance:
             bad = rows.BadRows(source.max_bad_rows)
             source_rows = rows.samples(Path(file), plan.data_format, bad)
             found = data.write_cache(source_rows, encoder, folder / f"{part}.arrow", limit, advance)
@@ -88,12 +96,13 @@ def summary(name: str, counts: dict[str, Any], max_length: int) -> str:
     return line
 
 
-def _progress(title: str) -> Any:
+def _progress(title: str, goes_on: Callable[[], None]) -> Any:
     from tqdm import tqdm
 
     class Advance(tqdm):
         def __call__(self, rows: int) -> None:
             self.update(rows)
+            goes_on()
 
     return Advance(desc=title, unit=" rows", file=sys.stderr, disable=not sys.stderr.isatty(), leave=False)
 
@@ -106,8 +115,14 @@ def main() -> int:
     arguments = parser.parse_args()
     rundir.settle_process()
     run = RunDir(arguments.run_dir)
+    heartbeat = Heartbeat(run.attempt(arguments.attempt).heartbeat_file(0))
+    heartbeat.beat("tokenise")
     try:
-        folder = ensure(run.read_recipe(), run.read_plan(), arguments.cache, lambda line: print(line, flush=True))
+        Control().listen()
+        recipe, plan = run.read_recipe(), run.read_plan()
+        folder = ensure(recipe, plan, arguments.cache, lambda line: print(line, flush=True), heartbeat.again)
+    except Halted as halted:
+        return halted.word.exit_code
     except LaunchError as error:
         run.attempt(arguments.attempt).leave_word(0, error)
         return error.exit_code

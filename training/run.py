@@ -30,6 +30,9 @@ from launch.schema import Plan, Recipe, Strategy
 from training import checkpoint, engines, evaluate, export, finite, model, prepare, tokenizer
 from training.batches import Collator, SampleOrder, TokenRows
 from training.callbacks import Reporter, StepMeter, start_logging
+from training.control import Control, Halted
+from training.heartbeat import Heartbeat
+from training.obey import Obey, Watch
 from training.trainer import LowMemTrainer
 
 logger = logging.getLogger("lowmem")
@@ -89,12 +92,14 @@ def train(
     open_run: OpenRun,
     opened: list[AttemptDir],
     watch: Callable[[LowMemTrainer], None] = lambda trainer: None,
+    control: Control | None = None,
 ) -> None:
     """Run the attempt on this rank. Rank 0 leaves the model in recipe.output_dir and the outcome in the attempt.
 
     `open_run` gives rank 0 the folders of the run and the attempt; `opened` receives the attempt once it is known;
-    `watch` the trainer before it trains.
+    `watch` the trainer before it trains. Raises Halted where the ranks were told to stop.
     """
+    control = control or Control()
     tokens = _tokens(start)
     rows, held_out = _rows(tokens)
     timeout_s = start.recipe.training.extras.get("ddp_timeout", TrainingArguments.ddp_timeout)
@@ -106,6 +111,7 @@ def train(
     running = engines.check(start.plan.strategy, args)
     engines.check_agreement(_what_trains(start))
     engines.connect(start.plan.strategy)
+    control.connect(timeout_s)
     with ExitStack() as held:
         folders = _agreed(args, lambda: open_run(start, tokens, held))
         if folders is not None:
@@ -119,12 +125,14 @@ def train(
             _say(args, running)
             args.output_dir = str(run.checkpoints)
             os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.tensorboard)
-            parts = _build(start, run, attempt, args, tokens)
+            parts = _build(start, run, attempt, args, tokens, control)
             watch(parts.trainer)
             _attempt(start, run, attempt, parts)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
+    if control.agreed:
+        raise Halted(control.agreed)
 
 
 def _what_trains(start: Start) -> dict[str, Any]:
@@ -167,9 +175,14 @@ class Parts:
     trainer: LowMemTrainer
     order: SampleOrder
     reporter: Reporter
+    heartbeat: Heartbeat
+    obey: Obey
+    control: Control
 
 
-def _build(start: Start, run: RunDir, attempt: AttemptDir, args: TrainingArguments, tokens: Path) -> Parts:
+def _build(
+    start: Start, run: RunDir, attempt: AttemptDir, args: TrainingArguments, tokens: Path, control: Control
+) -> Parts:
     recipe, plan, rank = start.recipe, start.plan, args.process_index
     rows, held_out = _rows(tokens)
     order = SampleOrder(
@@ -185,7 +198,10 @@ def _build(start: Start, run: RunDir, attempt: AttemptDir, args: TrainingArgumen
     draw = not start.supervised and sys.stderr.isatty()
     watch = finite.Watch(order, attempt.root, recipe.numerics.skip_spikes_above, args.fp16)
     reporter = Reporter(attempt, rank, meter, order, args.device, draw, watch.check_loss)
-    reporter.beat("load")
+    own = start.attempt or attempt  # of a machine: each launcher watches its own ranks
+    heartbeat = Heartbeat(own.heartbeat_file(rank))
+    heartbeat.beat("load")
+    obey = Obey(control, heartbeat, Watch(run) if rank == 0 else None)
     cut = tokenizer.load(tokens / "tokenizer")
     with engines.whole_weights(plan.strategy) if recipe.model.path is None else nullcontext():
         quantization = recipe.quantized(plan.strategy.mixed_precision)
@@ -209,6 +225,7 @@ def _build(start: Start, run: RunDir, attempt: AttemptDir, args: TrainingArgumen
             "tokens": tokens.name,
             "torch": torch.__version__,
         },
+        obey=obey,
         model=network,
         args=args,
         data_collator=Collator(
@@ -219,11 +236,11 @@ def _build(start: Start, run: RunDir, attempt: AttemptDir, args: TrainingArgumen
         train_dataset=rows,
         eval_dataset=held_out,
         processing_class=cut,
-        callbacks=[reporter, watch],
+        callbacks=[reporter, watch, obey],
     )
     engines.check_engine(plan.strategy, trainer)
     trainer.remove_callback(PrinterCallback)  # the log has the same figures in our words
-    return Parts(cut, trainer, order, reporter)
+    return Parts(cut, trainer, order, reporter, heartbeat, obey, control)
 
 
 def _rows(tokens: Path) -> tuple[TokenRows, TokenRows | None]:
@@ -241,29 +258,47 @@ def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> No
     if pairs and "exact_match_before" not in scores:
         trainer.add_callback(_ScoreBefore(parts, start.recipe, pairs, scores, run.evaluation_file))
     resume = _agreed(args, lambda: _resume_point(run, parts.order))
-    output = trainer.train(resume_from_checkpoint=resume)
-    if pairs:
-        scores["exact_match_after"] = _score(parts, start.recipe, pairs)
-        logger.info("exact match after training: %s", _percent(scores["exact_match_after"], pairs))
-    outcome = {
-        **_measured(start.plan.strategy, parts),
-        **scores,
-        "complete": trainer.state.global_step >= trainer.state.max_steps,
-        "resumed_from": resume,
-        "train_seconds": output.metrics["train_runtime"],
-        "model_dir": start.recipe.output_dir,
-    }
-    if outcome["complete"]:
-        parts.reporter.beat("save")
-        state = engines.gathered(start.plan.strategy, trainer)
-        if args.process_index == 0:
-            network = trainer.accelerator.unwrap_model(trainer.model)
-            if state is not None:
-                network = _whole_model(start, parts.tokenizer, state)
-            held = export.write(network, trainer, parts.tokenizer, start.recipe, start.plan, run.run_id)
-            logger.info("model: %s (%s)", start.recipe.output_dir, held)
+    with parts.control.held(), parts.heartbeat:
+        metrics = _trained(parts, start.recipe, pairs, scores, resume)
+        is_complete = trainer.state.global_step >= trainer.state.max_steps and not parts.control.agreed
+        outcome = {
+            **_measured(start.plan.strategy, parts),
+            **scores,
+            "complete": is_complete,
+            "ended": "complete" if is_complete else "preempted",
+            "checkpoint": next((folder.name for folder in reversed(checkpoint.committed(run.checkpoints))), None),
+            "resumed_from": resume,
+            "train_seconds": metrics.get("train_runtime"),
+            "model_dir": start.recipe.output_dir,
+        }
+        if is_complete:
+            parts.heartbeat.beat("export")
+            state = engines.gathered(start.plan.strategy, trainer)
+    if is_complete and args.process_index == 0:
+        network = trainer.accelerator.unwrap_model(trainer.model)
+        if state is not None:
+            network = _whole_model(start, parts.tokenizer, state)
+        held = export.write(network, trainer, parts.tokenizer, start.recipe, start.plan, run.run_id, parts.control.held)
+        logger.info("model: %s (%s)", start.recipe.output_dir, held)
     for folder in _outcome_folders(start, attempt, args):
         rundir.write_json(folder.outcome_file, {**outcome, "seconds": time.monotonic() - began})
+
+
+def _trained(
+    parts: Parts, recipe: Recipe, pairs: Pairs, scores: dict[str, Any], resume: str | None
+) -> dict[str, float]:
+    """Train, then score; less where the ranks agree to stop. Returns Trainer's metrics."""
+    metrics: dict[str, float] = {}
+    try:
+        metrics = parts.trainer.train(resume_from_checkpoint=resume).metrics
+        if pairs and not parts.control.agreed:
+            scores["exact_match_after"] = _score(parts, recipe, pairs)
+            logger.info("exact match after training: %s", _percent(scores["exact_match_after"], pairs))
+        if not parts.control.agreed:
+            parts.control.agree()
+    except Halted:
+        assert parts.control.agreed
+    return metrics
 
 
 def _outcome_folders(start: Start, attempt: AttemptDir, args: TrainingArguments) -> list[AttemptDir]:
@@ -324,9 +359,9 @@ def _say(args: TrainingArguments, line: str) -> None:
 
 
 def _score(parts: Parts, recipe: Recipe, pairs: Pairs) -> float:
-    parts.reporter.beat("evaluation")
     trainer, limit = parts.trainer, recipe.evaluation.max_new_tokens
-    return evaluate.exact_match(trainer.model, parts.tokenizer, pairs, limit, trainer.args.device)
+    device, between = trainer.args.device, parts.obey.between_batches
+    return evaluate.exact_match(trainer.model, parts.tokenizer, pairs, limit, device, between)
 
 
 def _percent(score: float, pairs: list[Any]) -> str:

@@ -15,7 +15,9 @@ from transformers.trainer_utils import EvalLoopOutput
 from training import checkpoint, finite
 from training.batches import Collator, EpochLoader, SampleOrder, TokenRows
 from training.callbacks import StepMeter
+from training.control import Halted
 from training.data import IGNORED
+from training.obey import Obey
 
 # accelerate calls the CPU of a rank cpu:0, and Trainer loads an optimizer there; torch 2.11 knows only "cpu".
 torch.serialization.register_package(
@@ -44,9 +46,10 @@ class LowMemTrainer(Trainer):
         keep_checkpoints: int,
         facts: dict[str, Any],
         watch: finite.Watch | None = None,  # None: no numbers, as in a trace
+        obey: Obey | None = None,
         **kwargs: Any,
     ) -> None:
-        self.order, self.meter, self.watch = order, meter, watch
+        self.order, self.meter, self.watch, self.obey = order, meter, watch, obey
         self._keep_checkpoints, self._facts = keep_checkpoints, facts
         super().__init__(compute_loss_func=self._loss, **kwargs)
         self._shift = not self.model.config.is_encoder_decoder
@@ -105,6 +108,8 @@ class LowMemTrainer(Trainer):
         return self._loader(rows, batches, 0)
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.obey:
+            self.obey.micro_batch()
         with_target = (inputs["labels"] != IGNORED).any(dim=1)
         tokens = (inputs["attention_mask"] * with_target[:, None]).sum()
         if "decoder_input_ids" in inputs:
@@ -112,6 +117,18 @@ class LowMemTrainer(Trainer):
         loss = super().training_step(model, inputs, *args, **kwargs)
         self.meter.add(loss, int(tokens), int(with_target.sum()))
         return loss
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Nothing where the ranks were told to stop meanwhile."""
+        try:
+            return super().evaluate(*args, **kwargs)
+        except Halted:
+            assert self.obey is not None
+            self.obey.cut_evaluation(self.state, self.control)
+            return {}
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        return bool(metrics) and super()._determine_best_metric(metrics, trial)
 
     def evaluation_loop(
         self, dataloader: DataLoader, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
@@ -122,6 +139,8 @@ class LowMemTrainer(Trainer):
         totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         sums = []
         for inputs in dataloader:
+            if self.obey:
+                self.obey.between_batches()
             batch = self._prepare_inputs(inputs)
             labels = batch.pop("labels")
             with torch.no_grad(), self.compute_loss_context_manager():

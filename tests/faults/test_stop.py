@@ -1,111 +1,269 @@
-"""However a run is ended from outside, no process outlives it and the last whole checkpoint is there."""
+"""However a run is told to stop, all ranks end after the same step, with one checkpoint, and nothing is left."""
 
 from __future__ import annotations
 
+import random
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from launch import supervise
-from tests import builders
+from tests import builders, stopping
+from tests.stopping import Child
+
+SEED = 20261121
+SLEEP = "import time; time.sleep(4)"
 
 
-def start(tmp_path: Path, ranks: int) -> tuple[subprocess.Popen[str], Path, Path]:
-    """A run that has written its first checkpoint: (supervisor, run folder, recipe)."""
-    training = {"num_train_epochs": 2000, "save_steps": 5, "per_device_train_batch_size": 8 // ranks}
-    recipe = builders.recipe(tmp_path, training=training, launch={"num_processes": ranks})
-    child = subprocess.Popen(
-        [sys.executable, "-m", "launch", "run", str(recipe)],
-        env=builders.environment(tmp_path / "house"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-    )
-    deadline = time.monotonic() + 120
-    while not list((tmp_path / "house").glob("runs/tiny/*/checkpoints/checkpoint-*")):
-        assert child.poll() is None, child.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return child, builders.only_run(tmp_path / "house"), recipe
+def trained(child: Child) -> int:
+    """The newest checkpoint, once there are two."""
+    child.until("two checkpoints", lambda: len(child.committed()) >= 2)
+    return child.committed()[-1]
 
 
-def survivors(run: Path, within_s: float) -> list[psutil.Process]:
-    """Processes with the run's tag that are still there after so long."""
-    deadline = time.monotonic() + within_s
-    while found := supervise.tagged(f"{run.parent.name}-{run.name}"):
-        if time.monotonic() > deadline:
-            return found
-        time.sleep(0.05)
-    return []
+def check_stopped(child: Child, before: int, exit_code: int = 75) -> None:
+    """It ended with its code, kept a checkpoint of its last step, and left nothing."""
+    assert child.wait() == exit_code, child.said()
+    outcome = child.outcome()
+    assert (outcome["complete"], outcome["ended"]) == (False, "preempted")
+    assert outcome["checkpoint"] == f"checkpoint-{outcome['step']:06d}"
+    assert child.committed()[-1] == outcome["step"] >= before
+    assert child.left() == []
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stop_signal_to_the_launcher_saves_and_the_same_line_continues(tmp_path, name, ranks):
+    with stopping.launched(tmp_path, ranks) as child:
+        before = trained(child)
+        child.process.send_signal(getattr(signal, name))
+        check_stopped(child, before, 130 if name == "SIGINT" else 75)
+        assert f"error: stopped by {name} at step {child.outcome()['step']}" in child.said()
+        again = builders.launch(tmp_path / "house", "run", str(tmp_path / "tiny.yaml"), "--dry-run")
+        assert "continuing tiny-" in again.stdout
+
+
+@pytest.mark.parametrize("draw", range(8))
+def test_sigterm_at_a_random_moment_to_launcher_agent_or_ranks_apart(tmp_path, draw):
+    """The campaign of which benchmarks.stops runs a hundred; each draw can be repeated by its number."""
+    rng = random.Random(SEED + draw)
+    with stopping.launched(tmp_path) as child:
+        stopping.stop_at_random(child, rng)
+        before = child.committed()[-1:] or [0]
+        code = child.wait()
+        assert code == 75, child.said()
+        assert child.outcome()["ended"] == "preempted"
+        assert (child.committed()[-1:] or [0]) >= before
+        assert child.left() == []
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_kill_minus_nine_of_the_supervisor_takes_the_ranks_with_it(tmp_path, ranks):
-    child, run, _ = start(tmp_path, ranks)
-    child.kill()
-    child.wait()
-    assert survivors(run, within_s=5) == []
+def test_a_signal_to_accelerate_saves_too(tmp_path, ranks):
+    for name in ("SIGTERM", "SIGUSR1"):
+        with stopping.launched(tmp_path, ranks, house=name) as child:
+            before = trained(child)
+            child.launcher().send_signal(getattr(signal, name))
+            check_stopped(child, before)
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGHUP, 75)])
-def test_a_stop_signal_ends_the_run_with_its_code_and_the_same_line_continues(tmp_path, number, exit_code):
-    child, run, recipe = start(tmp_path, 2)
-    child.send_signal(number)
-    said, _ = child.communicate(timeout=60)
-    assert child.returncode == exit_code, said
-    assert f"stopped by {number.name}" in said
-    assert "run the same line again" in said
-    assert survivors(run, within_s=5) == []
-    again = builders.launch(tmp_path / "house", "run", str(recipe), "--dry-run")
-    assert "continuing tiny-" in again.stdout
+def test_the_same_signal_again_ends_it_at_once_and_keeps_the_old_checkpoints(tmp_path):
+    fault = {
+        "module": "training.checkpoint",
+        "attribute": "commit",
+        "do": "import time; time.sleep(60)",
+        "when": "done > 1",
+    }
+    fault["when"] = "args[2] > 10"  # the step: a save that takes for ever
+    with stopping.launched(tmp_path, faults={"slow": fault}) as child:
+        assert trained(child) == 10
+        child.process.send_signal(signal.SIGINT)
+        child.until("the slow save", lambda: stopping.fired(tmp_path, "slow"))
+        time.sleep(1.5)
+        began = time.monotonic()
+        child.process.send_signal(signal.SIGINT)
+        assert child.wait() == 130, child.said()
+        assert time.monotonic() - began < 10
+        assert child.committed() == [5, 10]
+        assert child.left() == []
 
 
-def test_kill_minus_nine_of_a_rank_ends_the_other_and_is_not_called_out_of_memory(tmp_path):
-    child, run, _ = start(tmp_path, 2)
-    words = {process: process.cmdline() for process in supervise.tagged(f"tiny-{run.name}")}
-    ranks = [process for process in words if "--run-dir" in words[process] and "-P" not in words[process]]
-    assert len(ranks) == 2
-    ranks[0].kill()
-    said, _ = child.communicate(timeout=60)
-    assert child.returncode == 1, said
-    assert "killed a process of the run with SIGKILL" in said
-    assert survivors(run, within_s=5) == []
+SECTIONS = {  # section -> what is slow there
+    "load": {"module": "training.model", "attribute": "build"},
+    "evaluation": {"module": "training.obey", "attribute": "Obey.between_batches"},
+    "save": {"module": "training.checkpoint", "attribute": "commit"},
+    "export": {"module": "training.export", "attribute": "_save"},
+}
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_stop_is_obeyed_in_every_section(tmp_path, section):
+    training = {"num_train_epochs": 2} if section == "export" else {}
+    fault = {**SECTIONS[section], "do": SLEEP}
+    with stopping.launched(tmp_path, faults={"slow": fault}, training=training) as child:
+        child.until("the section", lambda: stopping.fired(tmp_path, "slow"))
+        began = time.monotonic()
+        child.process.send_signal(signal.SIGTERM)
+        assert child.wait() == 75, child.said()
+        assert time.monotonic() - began < 20
+        assert child.left() == []
+        expected = {"load": [], "evaluation": [5, 6], "save": [5], "export": [5, 10, 12]}  # an epoch has 6 steps
+        assert child.committed() == expected[section]
+        assert not (tmp_path / "model").exists()
+    if section == "export":
+        again = builders.launch(tmp_path / "house", "run", str(tmp_path / "tiny.yaml"))
+        assert again.returncode == 0, again.stdout
+        assert "resuming from checkpoint-000012" in again.stdout
+        assert "step 1/12" not in again.stdout
+        assert (tmp_path / "model/config.json").exists()
+
+
+def test_a_stop_while_rows_are_tokenised_leaves_nothing_half_made(tmp_path):
+    with stopping.launched(tmp_path, count=100_000) as child:
+        child.until("tokenising", lambda: child.section() == "tokenise")
+        began = time.monotonic()
+        child.process.send_signal(signal.SIGTERM)
+        assert child.wait() == 75, child.said()
+        assert time.monotonic() - began < 15
+        assert child.left() == []
+        tokens = tmp_path / "house/.cache/tokens"
+        assert not [path for path in tokens.glob("*") if path.suffix != ".lock"]
+        assert not list(tokens.glob(".*"))
+
+
+def test_a_grace_shorter_than_the_save_leaves_the_old_checkpoint(tmp_path):
+    fault = {"module": "training.checkpoint", "attribute": "commit", "do": "import time; time.sleep(60)"}
+    fault["when"] = "args[2] > 10"
+    with stopping.launched(tmp_path, faults={"slow": fault}) as child:
+        trained(child)
+        child.process.send_signal(signal.SIGTERM)
+        time.sleep(3)
+        child.process.kill()
+        child.wait()
+        assert child.left() == []
+        assert stopping.fired(tmp_path, "slow") == 1
+        assert child.committed() == [5, 10]
+    again = builders.launch(tmp_path / "house", "run", str(tmp_path / "tiny.yaml"), "--training.max_steps=12")
+    assert again.returncode == 5  # another number of steps is another run: refused, and nothing is lost
+
+
+def test_a_wish_for_a_checkpoint_is_granted_and_training_goes_on(tmp_path):
+    with stopping.launched(tmp_path, training={"save_steps": 100_000}) as child:
+        child.until("steps", lambda: child.run.attempts()[-1].second_step_file.exists())
+        child.run.save_now_file.touch()
+        child.until("a checkpoint", lambda: len(child.committed()) == 1)
+        assert not child.run.save_now_file.exists()
+        child.process.send_signal(signal.SIGUSR2)
+        child.until("another", lambda: len(child.committed()) == 2)
+        child.ranks()[1].send_signal(signal.SIGUSR2)
+        child.until("a third", lambda: len(child.committed()) == 3)
+        child.process.send_signal(signal.SIGTERM)
+        check_stopped(child, child.committed()[-1])
+
+
+@pytest.mark.parametrize("where", ["recipe", "Slurm"])
+def test_before_its_time_is_up_a_run_saves_and_stops(tmp_path, where):
+    limit_s = 50.0
+    launch = {"time_limit_s": limit_s} if where == "recipe" else {}
+    extra = {} if where == "recipe" else {"SLURM_JOB_END_TIME": str(int(time.time() + limit_s))}
+    began = time.monotonic()
+    with stopping.launched(tmp_path, launch=launch, extra=extra) as child:
+        check_stopped(child, 0)
+        assert time.monotonic() - began < limit_s
+        assert "  the time is nearly up: " in child.said()
+        assert "error: stopped because the time is nearly up at step" in child.said()
+
+
+STARTS = {  # how ranks are started without our launcher -> (argv, ranks)
+    "accelerate": (("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"), 2),
+    "accelerate, one process": (("-m", "accelerate.commands.launch"), 1),
+    "torchrun": (("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"), 2),
+    "python": ((), 1),
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize(("to", "name"), [("launcher", "SIGTERM"), ("launcher", "SIGUSR1"), ("rank", "SIGTERM")])
+def test_without_our_launcher_a_signal_saves_too(tmp_path, start, to, name):
+    before, ranks = STARTS[start]
+    with stopping.ended(direct(tmp_path, before)) as child:
+        newest = trained(child)
+        chosen = child.ranks(ranks)[-1] if to == "rank" else child.process
+        chosen.send_signal(getattr(signal, name))
+        code = child.wait()
+        assert code != 0
+        if start == "python":
+            assert code == 75
+        assert child.left(within_s=20) == []
+        outcome = child.outcome()
+        assert outcome["ended"] == "preempted"
+        assert child.committed()[-1] == outcome["step"] >= newest
+
+
+def direct(folder: Path, launcher: tuple[str, ...]) -> Child:
+    """The guides' line on a tiny model, with a tag by which what is left is found."""
+    train = builders.write_parquet(folder / "train.parquet", builders.rows(45))
+    flags = ["train", "--is_finetune=True", "--use_fast_config=True", "--batch_size_per_gpu=3"]
+    flags += ["--model.shape=llama-tiny", "--training.num_train_epochs=20000", "--training.save_steps=5"]
+    flags += ["--training.bf16=false", "--data.validation_file=null", f"--train_file={train}"]
+    argv = (sys.executable, *launcher, str(builders.CODE / "train_low_mem.py"), *flags)
+    tag = f"direct-{folder.name}"
+    return Child(folder, argv, folder / "house", folder / "out", LOWMEM_RUN=tag)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_kill_minus_nine_of_the_launcher_takes_the_ranks_with_it(tmp_path, ranks):
+    with stopping.launched(tmp_path, ranks) as child:
+        trained(child)
+        child.process.kill()
+        child.wait()
+        assert child.left() == []
 
 
 def test_a_second_start_is_refused_while_the_first_runs(tmp_path):
-    child, _, recipe = start(tmp_path, 1)
-    began = time.monotonic()
-    second = builders.launch(tmp_path / "house", "run", str(recipe))
-    took = time.monotonic() - began
-    child.send_signal(signal.SIGINT)
-    child.communicate(timeout=60)
-    assert second.returncode == 9
-    assert f"process {child.pid}" in second.stderr
-    assert took < 2
+    with stopping.launched(tmp_path, 1) as child:
+        trained(child)
+        began = time.monotonic()
+        second = builders.launch(tmp_path / "house", "run", str(tmp_path / "tiny.yaml"))
+        took = time.monotonic() - began
+        other = f"--resume={child.run.root}"
+        third = builders.launch(
+            tmp_path / "house", "run", str(tmp_path / "tiny.yaml"), other, f"--output_dir={tmp_path}/b"
+        )
+        child.process.send_signal(signal.SIGINT)
+        assert child.wait() == 130
+    for refused in (second, third):
+        assert refused.returncode == 9, refused.stdout + refused.stderr
+        assert f"process {child.process.pid} on " in refused.stderr
+    assert took < 4  # 2 s where no other test runs beside it
+
+
+def test_before_the_host_runs_out_of_ram_the_ranks_save_and_stop(tmp_path):
+    """The limit is set below what the job takes once it trains."""
+    with stopping.launched(tmp_path, launch={"host_stop_fraction": 0.0001}) as child:
+        assert child.wait() == 6, child.said()
+        assert "saving and stopping: the job takes" in child.said() or "of host RAM is left" in child.said()
+        assert "the ranks were stopped before the host ran out of RAM" in child.said()
+        assert child.left() == []
 
 
 def test_a_real_kernel_oom_kill_is_named_with_the_limit(tmp_path):
-    """A cgroup of its own, too small for the run: the kernel kills a rank."""
+    """A cgroup of its own, in which a rank suddenly takes more than there is: the kernel kills it."""
     group = Path("/sys/fs/cgroup/memory") / f"lowmem-test-{time.monotonic_ns()}"
     try:
         group.mkdir()
-        (group / "memory.limit_in_bytes").write_text(str(450 << 20))
+        (group / "memory.limit_in_bytes").write_text(str(3 << 29))
     except OSError as error:
         pytest.skip(f"no cgroup can be made here: {error}")
     try:
-        recipe = builders.recipe(tmp_path, training={"max_steps": 3}, launch={"host_reserve_gib": 0.0})
-        prepared = builders.launch(tmp_path / "house", "run", str(recipe))
-        assert prepared.returncode == 0, prepared.stderr
-        line = f'echo $$ > "{group}/cgroup.procs"; exec "{sys.executable}" -m launch run "{recipe}" --resume never'
+        recipe = builders.recipe(tmp_path, launch={"host_reserve_gib": 0.0, "num_processes": 1})
+        fault = stopping.at_step("3", "bytearray(4 << 30)", rank=0)
+        line = f'echo $$ > "{group}/cgroup.procs"; exec "{sys.executable}" -m launch run "{recipe}"'
         done = subprocess.run(
             ["bash", "-c", line],
-            env=builders.environment(tmp_path / "house"),
+            env=builders.environment(tmp_path / "house", **stopping.injecting(tmp_path, eater=fault)),
             capture_output=True,
             text=True,
             timeout=120,
@@ -118,5 +276,6 @@ def test_a_real_kernel_oom_kill_is_named_with_the_limit(tmp_path):
             except OSError:
                 time.sleep(0.1)
     assert done.returncode == 6, done.stdout + done.stderr
-    assert "the kernel killed a process of the run: host RAM limit 0.44 GiB" in done.stdout
+    assert stopping.fired(tmp_path, "eater") == 1
+    assert "the kernel killed a process of the run: host RAM limit 1.50 GiB" in done.stdout
     assert "oom_kill counter grew by" in done.stdout

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import planner, supervise
+from launch import planner, tree
 from launch.rundir import RunDir
 from launch.schema import MODES
 from tests import builders, orphans
@@ -35,7 +35,7 @@ def ranks(run: RunDir) -> list[int]:
     """The processes of the run that train, not their launcher."""
     programs = ("train_low_mem.py", "fsdp_on_cpu.py")
     found = []
-    for process in supervise.tagged(run.run_id):
+    for process in tree.tagged(run.tag):
         words = process.cmdline()
         is_launcher = "accelerate.commands.launch" in words or any("on_loopback.py" in word for word in words)
         if not is_launcher and any(word.endswith(programs) for word in words):
@@ -60,7 +60,7 @@ def test_nothing_is_left(tmp_path, mode, ending):
     epochs = 2 if ending == "success" else 100_000
     batch = 8 if mode == "cpu" else 4
     training = {"num_train_epochs": epochs, "per_device_train_batch_size": batch, "save_steps": 1000}
-    recipe = builders.recipe(tmp_path, training=training)
+    recipe = builders.recipe(tmp_path, training=training, launch={"max_restarts": 0})
     before = orphans.snapshot()
     argv = [sys.executable, "-m", "tests.modes.launch_one", mode, str(recipe)]
     child = subprocess.Popen(
@@ -74,7 +74,7 @@ def test_nothing_is_left(tmp_path, mode, ending):
         number = signal.SIGKILL if ending == "a rank is killed" else getattr(signal, ending)
         os.kill(ranks(run)[-1] if ending == "a rank is killed" else child.pid, number)
     code = child.wait(timeout=90)
-    left = orphans.left(before, run.run_id, within_s=5)
+    left = orphans.left(before, run.tag, within_s=5)
     for orphan in left:
         os.kill(orphan.pid, signal.SIGKILL)
     assert left == []

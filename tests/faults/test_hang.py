@@ -1,0 +1,118 @@
+"""A rank that hangs is found by its heartbeat, its stacks are kept, and the run goes on; a slow one is only named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import stopping
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_stopped_rank_is_found_its_stacks_are_saved_and_the_run_is_started_again(tmp_path, goes_on):
+    launch = {"hang_floor_s": 4, "max_restarts": 10 if goes_on else 0}
+    with stopping.launched(tmp_path, launch=launch) as child:
+        child.until("two checkpoints", lambda: len(child.committed()) >= 2)
+        rank = child.ranks()[1]
+        began = time.monotonic()
+        rank.send_signal(signal.SIGSTOP)
+        child.until("the verdict", lambda: "hangs: no sign of life for" in child.said(), within_s=30)
+        assert time.monotonic() - began < 15
+        assert f"rank 1 (process {rank.pid}, stopped) hangs" in child.said()
+        first = child.run.attempt(1)
+        if goes_on:
+            child.until("a second attempt", lambda: len(child.run.attempts()) == 2 and child.section() == "step")
+            assert "restart 1 of 10 in 1 s, from step" in child.said()
+            child.process.send_signal(signal.SIGTERM)
+            assert child.wait() == 75, child.said()
+        else:
+            assert child.wait() == 7, child.said()
+        for number in (0, 1):
+            stacks = first.stacks_file(number).read_text()
+            assert "most recent call first" in stacks
+            assert "train_low_mem.py" in stacks
+        assert child.left() == []
+
+
+def test_slow_saves_and_evaluations_are_no_hang(tmp_path):
+    """Each takes longer than a step may."""
+    sleep = "import time; time.sleep(6)"
+    faults = {
+        "save": {"module": "training.checkpoint", "attribute": "commit", "do": sleep},
+        "evaluation": {"module": "training.obey", "attribute": "Obey.between_batches", "do": sleep, "times": 2},
+    }
+    training = {"num_train_epochs": 2, "save_steps": 5}
+    with stopping.launched(tmp_path, faults=faults, launch={"hang_floor_s": 4}, training=training) as child:
+        assert child.wait() == 0, child.said()
+        assert stopping.fired(tmp_path, "save") == 3
+        assert stopping.fired(tmp_path, "evaluation") == 2
+        assert "hangs" not in child.said()
+        assert len(child.run.attempts()) == 1
+
+
+@pytest.fixture
+def tenth_of_a_cpu():
+    """The file into which a process's number is written to give it a tenth of a CPU."""
+    group = Path("/sys/fs/cgroup/cpu") / f"lowmem-test-{time.monotonic_ns()}"
+    try:
+        group.mkdir()
+        (group / "cpu.cfs_period_us").write_text("100000")
+        (group / "cpu.cfs_quota_us").write_text("10000")
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made here: {error}")
+    yield group / "cgroup.procs"
+    for _ in range(50):
+        try:
+            group.rmdir()
+            break
+        except OSError:
+            time.sleep(0.1)
+
+
+def test_a_rank_with_a_tenth_of_a_cpu_is_named_and_not_ended(tmp_path, tenth_of_a_cpu):
+    with stopping.launched(
+        tmp_path, launch={"hang_floor_s": 8}, training={"save_steps": 100_000, "eval_steps": 100_000}
+    ) as child:
+        child.until("steps", lambda: child.section() == "step")
+        time.sleep(45)  # to know its pace
+        tenth_of_a_cpu.write_text(str(child.ranks()[1].pid))
+        child.until("a warning", lambda: "slow: a step takes" in child.said(), within_s=60)
+        time.sleep(10)
+        assert child.process.poll() is None
+        assert "hangs" not in child.said()
+        child.process.send_signal(signal.SIGTERM)
+        assert child.wait() == 75, child.said()
+        assert child.left() == []
+
+
+@pytest.fixture
+def frozen(tmp_path):
+    """(folder, freeze): a file system whose writers no signal ends once it is frozen."""
+    image, folder = tmp_path / "image", tmp_path / "mount"
+    folder.mkdir()
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    if os.system(f"mkfs.ext4 -q {image} && mount -o loop {image} {folder}") != 0:
+        pytest.skip("no file system can be mounted here")
+    yield folder, lambda: os.system(f"fsfreeze -f {folder}")
+    os.system(f"fsfreeze -u {folder}; umount -l {folder}")
+
+
+def test_a_process_that_nothing_can_end_is_named_and_the_supervisor_ends(tmp_path, frozen):
+    folder, freeze = frozen
+    write = f"open({str(folder / 'file')!r}, 'w').write('x' * 9999)"
+    fault = stopping.at_step("args[2].global_step if os.path.exists(os.environ['FAULT_MARKS'] + '/go') else -1", write)
+    launch = {"hang_floor_s": 4, "max_restarts": 3}
+    with stopping.launched(tmp_path, faults={"stuck": fault}, launch=launch) as child:
+        child.until("two checkpoints", lambda: len(child.committed()) >= 2)
+        rank = child.ranks()[1]
+        assert freeze() == 0
+        (tmp_path / "marks" / "go").touch()
+        child.until("it is stuck", lambda: stopping.fired(tmp_path, "stuck"))
+        assert child.wait(within_s=90) == 7, child.said()
+        assert f"not even SIGKILL ended process {rank.pid}" in child.said()
+        assert len(child.run.attempts()) == 1  # beside a process that still holds the run's memory none is started

@@ -1,0 +1,76 @@
+"""A failure that may pass is followed by another attempt from the last checkpoint; one that comes again is not."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import torch
+
+from tests import builders, stopping
+
+KILL = "os.kill(os.getpid(), 9)"
+BOOM = "raise RuntimeError('boom')"
+
+
+def test_kill_minus_nine_of_a_rank_restarts_and_the_end_is_that_of_an_uninterrupted_run(tmp_path):
+    training = {"num_train_epochs": 5, "save_steps": 4}
+    with stopping.launched(
+        tmp_path, house="whole", words=(f"--output_dir={tmp_path / 'whole_model'}",), training=training
+    ) as child:
+        assert child.wait() == 0, child.said()
+    fault = stopping.at_step("10", KILL, times=1)
+    with stopping.launched(tmp_path, house="killed", faults={"kill": fault}, training=training) as child:
+        assert child.wait() == 0, child.said()
+        said = child.said()
+        assert stopping.fired(tmp_path, "kill") == 1
+        assert said.count("restart 1 of 10 in 1 s, from step 8: somebody killed a process of the run") == 1
+        assert "resuming from checkpoint-000008" in said
+        assert len(child.run.attempts()) == 2
+        assert child.left() == []
+    expected, found = builders.weights(tmp_path / "whole_model"), builders.weights(tmp_path / "model")
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+
+
+def test_a_step_that_always_crashes_stops_the_run_with_its_cause(tmp_path):
+    fault = stopping.at_step("7", BOOM)
+    with stopping.launched(tmp_path, faults={"boom": fault}) as child:
+        assert child.wait() == 1, child.said()
+        assert "step 7 ended in the same failure before (crash): no further restart" in child.said()
+        assert "rank 1 failed: RuntimeError: boom" in child.said()
+        assert stopping.fired(tmp_path, "boom") == len(child.run.attempts()) == 2
+        assert child.committed() == [5]
+        assert child.left() == []
+
+
+def test_three_restarts_without_a_new_checkpoint_are_the_last(tmp_path):
+    """Killed at another step each time, so that no step is to blame."""
+    fault = stopping.at_step("6 + done", KILL)
+    training = {"save_steps": 1000}
+    with stopping.launched(tmp_path, faults={"kill": fault}, training=training) as child:
+        assert child.wait(within_s=200) == 1, child.said()
+        assert "3 restarts committed no new step: no further one" in child.said()
+        assert len(child.run.attempts()) == 4
+        assert child.left() == []
+
+
+def test_a_crash_before_the_first_step_is_not_tried_again(tmp_path):
+    fault = {"module": "training.model", "attribute": "build", "rank": 0, "do": BOOM}
+    with stopping.launched(tmp_path, faults={"boom": fault}) as child:
+        assert child.wait() == 1, child.said()
+        assert len(child.run.attempts()) == stopping.fired(tmp_path, "boom") == 1
+        assert "restart" not in child.said()
+
+
+def test_max_restarts_0_means_never_and_a_stop_ends_the_wait_for_a_restart(tmp_path):
+    fault = stopping.at_step("7", KILL)
+    with stopping.launched(tmp_path / "never", faults={"kill": fault}, launch={"max_restarts": 0}) as child:
+        assert child.wait() == 1, child.said()
+        assert len(child.run.attempts()) == 1
+    with stopping.launched(tmp_path / "stopped", faults={"kill": fault}, training={"save_steps": 1000}) as child:
+        child.until("a restart", lambda: "restart 1 of 10 in 1 s" in child.said())
+        child.process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        assert child.wait() in (1, 75), child.said()  # of the failure, or of the next attempt that is stopped
+        assert time.monotonic() - began < 30
+        assert child.left() == []

@@ -1,0 +1,82 @@
+"""How long a rank may be silent."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from launch import heartbeats, host_guard
+from launch.heartbeats import Beat
+from training.heartbeat import Heartbeat, p99
+
+
+def beat(section: str = "step", p99_s: float = 0.1) -> Beat:
+    return Beat(rank=1, pid=1, section=section, step=7, max_steps=9, monotonic_s=0.0, p99_s=p99_s)
+
+
+@pytest.mark.parametrize(
+    ("found", "limit_s"),
+    [
+        (beat(), 60),
+        (beat(p99_s=20), 100),  # five times the longest usual pause
+        (beat("evaluation"), 300),
+        (beat("first step"), 1800),  # torch.compile, kernels that are built
+        (beat("save", p99_s=500), 2500),
+    ],
+)
+def test_the_limit_is_the_sections_floor_or_five_times_what_is_usual(found, limit_s):
+    assert found.limit_s(floor_s=60) == limit_s
+
+
+def test_a_rank_writes_what_the_supervisor_reads(tmp_path):
+    file = tmp_path / "3" / "heartbeat.json"
+    file.parent.mkdir()
+    assert heartbeats.read(file) is None
+    writing = Heartbeat(file)
+    writing.beat("load")
+    writing.beat("step", 12, 40)
+    writing.beat("step", 13, 40)  # within half a second: not written
+    found = heartbeats.read(file)
+    assert found is not None
+    assert (found.rank, found.section, found.step, found.max_steps) == (3, "step", 12, 40)
+    assert time.monotonic() - found.monotonic_s < 5
+    with writing:
+        pass
+    found = heartbeats.read(file)
+    assert found is not None
+    assert found.step == 13
+
+
+def test_a_beat_of_another_boot_or_half_written_says_nothing(tmp_path):
+    file = tmp_path / "0" / "heartbeat.json"
+    file.parent.mkdir()
+    Heartbeat(file).beat("step", 1, 2)
+    whole = file.read_text()
+    file.write_text(whole[:40])
+    assert heartbeats.read(file) is None
+    file.write_text(whole.replace('"boot": "', '"boot": "x'))
+    assert heartbeats.read(file) is None
+
+
+def test_p99_is_the_largest_of_few_and_passes_over_one_of_many():
+    assert p99(()) == 0
+    assert p99((1.0, 9.0, 2.0)) == 9
+    assert p99((*[1.0] * 199, 50.0)) == 1
+
+
+def test_every_section_that_a_rank_names_has_a_limit():
+    assert {"load", "tokenise", "first step", "step", "evaluation", "save", "export"} == set(heartbeats.FLOORS)
+
+
+def test_host_pressure_is_told_by_what_is_left_by_the_job_and_by_stalls(tmp_path):
+    root = tmp_path
+    (root / "proc/pressure").mkdir(parents=True)
+    (root / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 20 kB\n")
+    (root / "proc/pressure/memory").write_text("some avg10=90.00\nfull avg10=10.00 avg60=0.00\n")
+    limit = 1000 * 1024
+    assert "is left" in (host_guard.pressure(limit, 0.97, 0, root) or "")
+    assert host_guard.pressure(limit, 0.99, 0, root) is None
+    assert "the job takes" in (host_guard.pressure(limit, 0.99, limit, root) or "")
+    (root / "proc/pressure/memory").write_text("some avg10=90.00\nfull avg10=61.50 avg60=0.00\n")
+    assert "61.50 %" in (host_guard.pressure(limit, 0.99, 0, root) or "")
