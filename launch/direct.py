@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 
-from launch import architectures, probe, recipes, render, report, resume, rundir, seed_cli, started
+from launch import architectures, probe, recipes, render, report, resume, room, rundir, seed_cli, started
 from launch.errors import ConfigError
 from launch.resolve import resolve
 from launch.rundir import AttemptDir, House, RunDir, Start
@@ -71,6 +71,8 @@ def open_run(start: Start, tokens: Path, held: ExitStack) -> tuple[str, str] | N
     print("\n".join([decided.line, *rundir.kept_aside(Path(start.recipe.output_dir), decided.run.run_id)]), flush=True)
     if decided.complete:
         return None
+    for line in room.check(decided.run, start.recipe, start.plan):
+        print(line, flush=True)
     attempt = write_run(decided.run, start.recipe, start.machine, start.plan, start.house)
     rundir.write_json(decided.run.tokens_file, {"folder": str(tokens)})
     return str(decided.run.root), str(attempt.root)

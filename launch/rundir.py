@@ -26,6 +26,7 @@ from launch.schema import DataFormat, Machine, ModelShape, Plan, Recipe
 
 TOKEN_CACHE_VERSION = 1  # raise when training/data.py writes other bytes for the same input
 PR_SET_PDEATHSIG = 1  # prctl(2)
+SAMPLES = "samples.i32"  # of a rank: step, number of rows, the rows, as little-endian int32
 TOKENS_READY = "counts.json"  # the last file written into a token cache: a folder with it is complete
 
 
@@ -110,6 +111,9 @@ class AttemptDir:
     def heartbeat_file(self, rank: int) -> Path:
         return self.rank(rank) / "heartbeat.json"
 
+    def samples_file(self, rank: int) -> Path:
+        return self.rank(rank) / SAMPLES
+
     def leave_word(self, rank: int, error: BaseException) -> None:
         """Write the cause where the supervisor looks: launchers turn every exit code into 1."""
         word = {
@@ -172,7 +176,7 @@ class RunDir:
         return None
 
     def has_checkpoint(self) -> bool:
-        return any(self.checkpoints.glob("checkpoint-*")) or self.continues_file.exists()
+        return any(self.checkpoints.glob("checkpoint-[0-9]*")) or self.continues_file.exists()
 
     @property
     def run_id(self) -> str:

@@ -14,7 +14,7 @@ from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from launch import calibration, direct, estimate, keys, nodes, render, report, resume, rundir, supervise
+from launch import calibration, direct, estimate, keys, nodes, render, report, resume, room, rundir, supervise
 from launch.calibration import Figures, Measurement
 from launch.estimate import Exceeded
 from launch.ledger import Ledger
@@ -52,6 +52,8 @@ def run(decide: Decide, wish: str, dry_run: bool) -> int:
         if start.complete:
             screen.say(f"chat with it: {chat_command(recipe.output_dir)}")
             return 0
+        for line in room.check(start.run, recipe, resolved.plan) if is_first else ():
+            screen.say(line)
         if dry_run:
             attempt = direct.write_run(start.run, recipe, resolved.machine, resolved.plan, house)
             screen.say("dry run: this line trains")
