@@ -28,9 +28,9 @@ OURS = re.compile(rf"^({STAGING}|{TRASH}|{CONVERTED})checkpoint-\d{{6,}}$")
 NOT_KEPT = "training_args.bin"  # a pickle of the arguments, tokens included; nothing of ours reads it
 MIN_VERIFIED = 2  # so many good checkpoints are kept whatever the limit says: one can be damaged
 ROOM_FACTOR = 1.1  # of the last checkpoint's size must be free before a save
-# How torch's and safetensors' writers, which are not Python, say that a write failed.
+# How the writers of torch, safetensors and tokenizers, which are not Python, say that a write failed.
 WRITE_FAILED = re.compile(
-    r"PytorchStreamWriter|inline_container|iostream error|unexpected pos|write\(\): fd|Error while serializing: I/O"
+    r"PytorchStreamWriter|inline_container|iostream error|unexpected pos|write\(\): fd|\(os error \d+\)"
 )
 
 

@@ -5,10 +5,11 @@ into one safetensors file, `<state>/<parameter>`, and every rank takes its part 
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import safe_open
@@ -133,9 +134,41 @@ def _collect(
             found.setdefault(f"{key}/{name}", []).append(torch.as_tensor(float(value)))
 
 
+class _Unpickler(pickle.Unpickler):
+    """Tensors and containers; any other object becomes an empty one, and no code of its own runs."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_plain = (module, name) in PLAIN or (module == "torch._utils" and name.startswith("_rebuild_"))
+        if is_plain or (module.startswith("torch") and name.endswith("Storage")):
+            return super().find_class(module, name)
+        return _StandIn
+
+
+class _StandIn:
+    """For an object of DeepSpeed's: its attributes."""
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+
+PLAIN = {("torch", "Size"), ("torch", "device"), ("collections", "OrderedDict"), ("collections", "defaultdict")}
+PLAIN |= {("torch", name) for name in ("Tensor", "float32", "float16", "bfloat16", "int64")} | {("builtins", "dict")}
+PLAIN |= {("torch._tensor", "_rebuild_from_type_v2"), ("torch.nn.parameter", "Parameter")}  # calls only what is here
+
+
 def _unpickled(file: Path) -> dict[str, Any]:
-    """DeepSpeed's files hold objects of its own; the manifest's seal was verified before."""
-    return torch.load(file, weights_only=False, map_location="cpu")
+    """A file of DeepSpeed's, without DeepSpeed."""
+    return torch.load(file, weights_only=False, map_location="cpu", pickle_module=_PickleModule)
+
+
+class _PickleModule:
+    """What torch.load asks of a module."""
+
+    Unpickler = _Unpickler
+
+    @staticmethod
+    def load(file: IO[bytes], **kwargs: Any) -> Any:
+        return _Unpickler(file, **kwargs).load()
 
 
 def _fsdp2(source: Path, described: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> States:
@@ -165,17 +198,19 @@ def load(trainer: Trainer, strategy: Strategy, folder: Path) -> list[str]:
     """Put this rank's part of the states where they belong; names of parameters whose optimizer states were not there.
 
     Collective."""
-    with safe_open(folder / FILE, framework="pt") as file:
+    parameters = dict(trained(trainer))
+    with safe_open(folder / FILE, framework="pt") as file, torch.no_grad():
         keys: dict[str, list[str]] = {}
         for key in file.keys():  # noqa: SIM118  not a dict
             state, _, name = key.partition("/")
             keys.setdefault(name, []).append(state)
-        into = _into_zero if strategy.engine == "deepspeed" else _into_torch
-        parameters = dict(trained(trainer))
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                states = {state: file.get_tensor(f"{state}/{name}") for state in keys[name]}
-                into(trainer, parameter, states)
+        into = _into_torch
+        if strategy.engine == "deepspeed":
+            into = _into_zero3 if strategy.zero_stage == 3 else _into_zero
+            first = next(iter(parameters))
+            _begin_zero(trainer, {state: file.get_tensor(f"{state}/{first}") for state in keys[first]})
+        for name, parameter in parameters.items():
+            into(trainer, parameter, {state: file.get_tensor(f"{state}/{name}") for state in keys[name]})
     return [name for name in parameters if set(keys[name]) <= {WEIGHT}]
 
 
@@ -209,41 +244,61 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def _begin_zero(trainer: Trainer, like: States) -> None:
+    """Empty states for this rank's flat slices, which the optimizer makes at its first step only, and their step."""
+    zero = trainer.deepspeed.optimizer
+    is_zero3 = hasattr(zero, "fp32_partitioned_groups_flat")
+    flats = zero.fp32_partitioned_groups_flat if is_zero3 else zero.single_partition_of_fp32_groups
+    step = like.get("step")
+    for group in zero.optimizer.param_groups:
+        if "step" in group:
+            group["step"] = int(step) if step is not None else group["step"]
+    for flat in flats:
+        state: dict[str, Any] = {
+            key: torch.zeros_like(flat) for key, one in like.items() if one.dim() and key != WEIGHT
+        }
+        if step is not None:
+            of_torch = type(zero.optimizer).__module__.startswith("torch.")
+            on_device = any(zero.optimizer.defaults.get(word) for word in ("fused", "capturable"))
+            state["step"] = (
+                step.to(flat.device if on_device else "cpu", torch.float32, copy=True) if of_torch else int(step)
+            )
+        if state:
+            zero.optimizer.state[flat] = state
+
+
 def _into_zero(trainer: Trainer, parameter: torch.nn.Parameter, states: States) -> None:
+    """ZeRO 1 and 2: a slice of all parameters joined, of which this parameter may have a part on this rank."""
+    parameter.copy_(states[WEIGHT])
+    mapping = parameter._hp_mapping
+    if mapping is None:
+        return
+    zero = trainer.deepspeed.optimizer
+    flat = zero.single_partition_of_fp32_groups[mapping.param_group_index]
+    inside, of_slice = mapping.lp_fragment_address, mapping.hp_fragment_address
+    for key, value in states.items():
+        if value.dim():
+            target = flat if key == WEIGHT else zero.optimizer.state[flat][key]
+            part = value.flatten()[inside.start : inside.start + inside.numel]
+            target[of_slice.start : of_slice.start + of_slice.numel].copy_(part)
+
+
+def _into_zero3(trainer: Trainer, parameter: torch.nn.Parameter, states: States) -> None:
+    """Each parameter is cut into equal parts, the last one padded."""
     import deepspeed
-    from deepspeed.utils import (
-        safe_set_full_fp32_param,
-        safe_set_full_optimizer_state,
-        safe_set_local_fp32_param,
-        safe_set_local_optimizer_state,
-    )
+    from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
-    weight, step = states.pop(WEIGHT), states.pop("step", None)
-    if hasattr(parameter, "ds_id"):  # ZeRO-3: safe_set_full_... fails where the ranks' parts are not equally long
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            if trainer.args.process_index == 0:
-                parameter.copy_(weight)
-        safe_set_local_fp32_param(parameter, _my_part(weight, trainer.args))
-        for key, value in states.items():
-            safe_set_local_optimizer_state(parameter, _my_part(value, trainer.args), key)
-    else:
-        parameter.copy_(weight)
-        safe_set_full_fp32_param(parameter, weight.float())
-        for key, value in states.items():
-            safe_set_full_optimizer_state(parameter, value.float(), key)
-    if step is not None:
-        _set_step(trainer.deepspeed.optimizer.optimizer, step)
-
-
-def _my_part(tensor: torch.Tensor, args: Any) -> torch.Tensor:
-    length = -(-tensor.numel() // args.world_size)
-    padded = torch.zeros(length * args.world_size)
-    padded[: tensor.numel()] = tensor.flatten()
-    return padded[args.process_index * length : (args.process_index + 1) * length]
-
-
-def _set_step(optimizer: torch.optim.Optimizer, step: torch.Tensor) -> None:
-    """ZeRO's flat slices share one count."""
-    for held in [*optimizer.state.values(), *optimizer.param_groups]:
-        if "step" in held:
-            held["step"] = step.to(held["step"]) if torch.is_tensor(held["step"]) else type(held["step"])(step)
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+        if trainer.args.process_index == 0:
+            parameter.copy_(states[WEIGHT])
+    ranks, rank = trainer.args.world_size, trainer.args.process_index
+    length = -(-states[WEIGHT].numel() // ranks)
+    for key, value in states.items():
+        if value.dim():
+            padded = torch.zeros(length * ranks)
+            padded[: value.numel()] = value.flatten()
+            part = padded[rank * length : (rank + 1) * length]
+            if key == WEIGHT:
+                safe_set_local_fp32_param(parameter, part)
+            else:
+                safe_set_local_optimizer_state(parameter, part, key)

@@ -149,6 +149,8 @@ class LowMemTrainer(Trainer):
         folder = Path(resume_from_checkpoint)
         without = convert.load(self, self._strategy, folder)
         self.lr_scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
+        for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
         if without and self.args.should_save:
             logger.warning("no optimizer state for %s and %d more: it starts anew there", without[0], len(without) - 1)
         return prepared
