@@ -1,4 +1,4 @@
-"""Runs of two ranks that are killed at random moments until they end, each with the weights of one that was not.
+"""Runs that are killed at random moments until they end, each with the weights of one that was not.
 
 Half of the kills wait for a save to begin. The ranks are forks of one process that has imported what they need, so a
 start costs two seconds; a start is otherwise that of train_low_mem.py, from a plan in a run folder."""
@@ -22,10 +22,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks import recording
-from launch import manifest
+from launch import manifest, rundir
 from launch.rundir import RunDir
 
-RANKS = 2
+RANKS = {"cpu": 1, "multi_cpu": 2, "deepspeed_zero1": 2, "deepspeed_zero2": 2, "deepspeed_zero3": 2}  # by mode
 KILLS_OF_A_RUN = 12  # then it is left to end
 LIMIT_S = 180.0  # of one start
 SERVER = """
@@ -38,7 +38,8 @@ for line in sys.stdin:
     for rank in range(asked["ranks"]):
         pid = os.fork()
         if pid == 0:
-            os.environ.update(asked["env"], RANK=str(rank), LOCAL_RANK=str(rank))
+            if asked["ranks"] > 1:
+                os.environ.update(asked["env"], RANK=str(rank), LOCAL_RANK=str(rank))
             log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)
@@ -73,7 +74,8 @@ class Outcome:
 class Ranks:
     """The process whose forks are the ranks."""
 
-    def __init__(self, house: Path) -> None:
+    def __init__(self, house: Path, number: int) -> None:
+        self.number = number
         env = {**recording.environment(house), "OMP_NUM_THREADS": "1", "LOWMEM_SUPERVISED": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-c", SERVER],
@@ -93,9 +95,14 @@ class Ranks:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         log = attempt.root / "log.txt"
-        env = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        env = {
+            "WORLD_SIZE": self.number,
+            "LOCAL_WORLD_SIZE": self.number,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         asked = {
-            "ranks": RANKS,
+            "ranks": self.number,
             "env": {key: str(value) for key, value in env.items()},
             "argv": ["--run-dir", str(run.root), "--attempt", str(attempt.number)],
             "log": str(log),
@@ -114,12 +121,12 @@ class Ranks:
         self.process.wait()
 
 
-def prepare(house: Path, training: dict[str, int]) -> RunDir:
-    """A planned run of two ranks on a tiny model, not started."""
+def prepare(house: Path, mode: str) -> RunDir:
+    """A planned run on a tiny model, not started."""
     from tests import builders
 
-    sections = {"training": {"save_steps": 5, "max_steps": 60, "per_device_train_batch_size": 4, **training}}
-    recipe = builders.recipe(house, launch={"num_processes": RANKS, "mode": "multi_cpu"}, **sections)
+    training = {"save_steps": 5, "max_steps": 60, "per_device_train_batch_size": 8 // RANKS[mode]}
+    recipe = builders.recipe(house, launch={"num_processes": RANKS[mode], "mode": mode}, training=training)
     done = builders.launch(house, "run", str(recipe), "--dry-run")
     assert done.returncode == 0, done.stderr
     run = RunDir(builders.only_run(house))
@@ -182,19 +189,21 @@ def kill(pids: Sequence[int]) -> None:
             continue
 
 
-def campaign(folder: Path, count: int, seed: int, training: dict[str, int] | None = None) -> Outcome:
+def campaign(folder: Path, count: int, seed: int, mode: str = "multi_cpu") -> Outcome:
     """`count` kills; the runs' folders go under `folder`."""
     from launch import samples
 
     rng, seen, house = random.Random(seed), Outcome(), folder / "h"
-    run = prepare(house, training or {})
+    run = prepare(house, mode)
     save_steps = run.read_recipe().training.save_steps
-    ranks = Ranks(house)
+    ranks = Ranks(house, RANKS[mode])
     try:
         began = time.monotonic()
         _, log = ranks.start(run)
         codes = ranks.codes()
-        assert codes == [0] * RANKS, log.read_text()
+        assert codes == [0] * RANKS[mode], log.read_text()
+        (tokens,) = (house / ".cache" / "tokens").glob("*/" + rundir.TOKENS_READY)
+        rundir.write_json(run.tokens_file, {"folder": str(tokens.parent)})  # which the launcher does
         whole_s, expected, rows = time.monotonic() - began, weights(house), samples.lines(run)
         while seen.kills < count:
             fresh(run, house)
@@ -212,7 +221,7 @@ def campaign(folder: Path, count: int, seed: int, training: dict[str, int] | Non
                     kill(pids)
                 codes = ranks.codes()
                 where = f"seed {seed}, run {seen.runs}, start {number + 1}"
-                if codes == [0] * RANKS:
+                if codes == [0] * RANKS[mode]:
                     break
                 if is_last or not was_running:
                     seen.errors.append(f"{where}: ended with {codes}: {log.read_text()[-2000:]}")
@@ -224,7 +233,7 @@ def campaign(folder: Path, count: int, seed: int, training: dict[str, int] | Non
                     seen.lost.append(f"{where}: {before} before, {after} after")
                 if (done := last_step(run)) - (after[-1] if after else 0) > save_steps:
                     seen.late.append(f"{where}: step {done} was done, {after} is there")
-            if codes == [0] * RANKS and (weights(house) != expected or samples.lines(run) != rows):
+            if codes == [0] * RANKS[mode] and (weights(house) != expected or samples.lines(run) != rows):
                 seen.differing.append(f"seed {seed}, run {seen.runs}: {samples.lines(run)}")
             if seen.errors:
                 break
@@ -237,14 +246,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--mode", choices=RANKS, default="multi_cpu")
     arguments = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_STATE_HOME"] = folder
-        seen = campaign(Path(folder), arguments.count, arguments.seed)
+        seen = campaign(Path(folder), arguments.count, arguments.seed, arguments.mode)
     seconds = round(time.monotonic() - began)
     rows = [
-        ("runs of 2 ranks (DDP over Gloo, 60 steps, a save every 5)", seen.runs),
+        (f"runs ({arguments.mode}, {RANKS[arguments.mode]} rank(s), 60 steps, a save every 5)", seen.runs),
         ("kill -9 of all ranks", seen.kills),
         ("of these during a save", seen.in_saves),
         ("verified checkpoints lost", len(seen.lost)),

@@ -85,10 +85,14 @@ class Save:
         return self.on_all(do if self.rank == 0 else _nothing)[0]
 
     def _unwritten(self, rank: int, problem: str) -> str:
-        kept = ", ".join(folder.name for folder in manifest.committed(self.checkpoints)) or "none yet"
+        try:
+            kept = ", ".join(folder.name for folder in manifest.committed(self.checkpoints)) or "none yet"
+            free = f"{free_bytes(self.checkpoints):,} bytes are free"
+        except OSError as error:
+            kept, free = "what is there cannot be read", str(error.strerror)
         return (
             f"{self.checkpoints}: the checkpoint of step {self.step} could not be written (rank {rank}: {problem};"
-            f" {free_bytes(self.checkpoints):,} bytes are free). Kept: {kept}. Make room, or mend the disk, and run the"
+            f" {free}). Kept: {kept}. Make room, or mend the disk, and run the"
             " same line again to continue; fewer are kept with --training.save_total_limit"
         )
 

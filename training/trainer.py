@@ -171,12 +171,14 @@ class LowMemTrainer(Trainer):
         parent = super()  # the class's own, which a function inside cannot name
 
         def begin() -> None:
+            self.meter.keep_rows(synced=True)
+            if save.rank:
+                return
             checkpoint.check_room(checkpoints, self._facts.get("checkpoint_bytes", 0))
             for folder in ("", *engines.CHECKPOINT_FOLDERS[self._strategy.engine]):
                 (save.staged / folder).mkdir(parents=True, exist_ok=True)
 
         def write() -> None:
-            self.meter.keep_rows(synced=True)
             self.args.output_dir = str(save.staging)
             try:
                 parent._save_checkpoint(model, trial)
@@ -191,7 +193,7 @@ class LowMemTrainer(Trainer):
             checkpoint.commit(save.staged, checkpoints, step, facts, files)
             save.staging.rmdir()
 
-        save.on_first(begin)
+        save.on_all(begin)
         save.on_all(write)
         listing = save.on_first(partial(checkpoint.listing, save.staged))
         mine = checkpoint.deal(listing, save.world_size)[save.rank]

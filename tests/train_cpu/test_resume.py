@@ -188,3 +188,24 @@ def test_a_run_without_one_good_checkpoint_is_refused_and_never_started_over(cop
     assert done.returncode == 5
     assert "scheduler.pt is missing" in done.stderr
     assert "never starts over" in done.stderr
+
+
+def test_any_damage_to_any_file_of_a_real_checkpoint_is_found(copied):
+    house, _ = copied
+    folder = sorted((house / "runs/tiny").glob("*/checkpoints/checkpoint-*"))[-1]
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) >= 8
+    for path in files:
+        content = path.read_bytes()
+        flipped = bytearray(content)
+        flipped[len(flipped) // 2] ^= 1
+        for damaged in (content[: len(content) // 2], bytes(flipped), None):
+            path.unlink()
+            if damaged is not None:
+                path.write_bytes(damaged)
+                path.chmod(0o600)
+            fault = manifest.fault(folder)
+            assert fault is not None, path
+            assert str(path.relative_to(folder)) in fault
+            path.write_bytes(content)
+    assert manifest.fault(folder) is None
