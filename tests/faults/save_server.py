@@ -49,7 +49,6 @@ class Server(TrainerCallback):
         try:
             self.trainer._save_checkpoint(self.trainer.model, None)
         except LaunchError as error:
-            print(error, file=sys.stderr, flush=True)
             return error.exit_code
         return 0
 
