@@ -214,6 +214,19 @@ def load(trainer: Trainer, strategy: Strategy, folder: Path) -> list[str]:
     return [name for name in parameters if set(keys[name]) <= {WEIGHT}]
 
 
+def load_schedule(trainer: Trainer, state: dict[str, Any]) -> None:
+    """The schedule where it stood, and its rate in the optimizer: all groups have the same one.
+
+    DeepSpeed leaves out a group without parameters, such as that without weight decay under LoRA."""
+    groups = trainer.optimizer.param_groups
+    for key in ("base_lrs", "_last_lr", "lr_lambdas"):
+        if key in state:
+            state[key] = state[key][:1] * len(groups)
+    trainer.lr_scheduler.load_state_dict(state)
+    for group in groups:
+        group["lr"] = state["_last_lr"][0]
+
+
 def _into_torch(trainer: Trainer, parameter: torch.nn.Parameter, states: States) -> None:
     """Plain, DDP and FSDP2: the optimizer has a state for each parameter, cut as the parameter is."""
     _local(parameter).copy_(_local(_placed(states.pop(WEIGHT), parameter)))

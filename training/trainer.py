@@ -148,9 +148,7 @@ class LowMemTrainer(Trainer):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         folder = Path(resume_from_checkpoint)
         without = convert.load(self, self._strategy, folder)
-        self.lr_scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
-        for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate
+        convert.load_schedule(self, torch.load(folder / "scheduler.pt", weights_only=True))
         if without and self.args.should_save:
             logger.warning("no optimizer state for %s and %d more: it starts anew there", without[0], len(without) - 1)
         return prepared
