@@ -1,4 +1,4 @@
-"""python -m launch plan | run | tune | report | doctor: the command line; only here errors become exit codes."""
+"""python -m launch plan | run | tune | report | samples | doctor; only here errors become exit codes."""
 
 from __future__ import annotations
 
@@ -107,6 +107,8 @@ def _dispatch(argv: list[str]) -> int:
             )
     said = commands.add_parser("report", help="what runs so far say about the predictions")
     said.add_argument("--calibration", action="store_true", required=True, help="predicted beside measured, all runs")
+    seen = commands.add_parser("samples", help="show that a run has trained each row once an epoch")
+    seen.add_argument("run", type=Path, help="a folder runs/<recipe>/<time>")
     overrides = [word for word in argv if word.startswith("--") and word.partition("=")[0] not in FLAGS]
     for word in overrides:
         if "=" not in word:
@@ -119,6 +121,13 @@ def _dispatch(argv: list[str]) -> int:
 
         house = rundir.House.here()
         return doctor.main(arguments.machine, house.cache, house.root)
+    if arguments.command == "samples":
+        if overrides:
+            raise ConfigError(f"samples: unknown flag {overrides[0]}")
+        from launch import samples
+
+        print("\n".join(samples.lines(rundir.RunDir(arguments.run))))
+        return 0
     if arguments.command == "report":
         return _calibration(overrides)
     batch = getattr(arguments, "batch", None)

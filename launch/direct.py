@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack
 from datetime import datetime
 from pathlib import Path
 
-from launch import architectures, locks, probe, recipes, render, report, resume, rundir, seed_cli, started
+from launch import architectures, locks, probe, recipes, render, report, resume, room, rundir, seed_cli, started
 from launch.errors import ConfigError, shown
 from launch.resolve import resolve
 from launch.rundir import AttemptDir, House, RunDir, Start
@@ -74,6 +74,8 @@ def open_run(start: Start, tokens: Path, held: ExitStack) -> tuple[str, str] | N
     if decided.complete:
         return None
     held.enter_context(run_lock(decided.run))
+    for line in room.check(decided.run, start.recipe, start.plan):
+        print(line, flush=True)
     attempt = write_run(decided.run, start.recipe, start.machine, start.plan, start.house)
     rundir.write_json(decided.run.tokens_file, {"folder": str(tokens)})
     return str(decided.run.root), str(attempt.root)

@@ -16,6 +16,7 @@ UNFELT: Mapping[str, Any] = {
     "name": True,
     "output_dir": True,
     "evaluation": True,
+    "resume": True,
     "model": {"shape", "path"},  # model_key has their content
     "tokenizer": {"path", "path_if_there"},
     # rows are cut at max_length, so trials hold for other rows as far as theirs were that long

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from launch import rundir
+from launch import manifest, rundir
 from launch.errors import CheckpointError
 from launch.rundir import RunDir
-from launch.schema import Plan, Recipe, Strategy
+from launch.schema import Allowed, Plan, Recipe
 
 # What may differ between a run and its continuation: it cuts or reports the same training, or places it elsewhere.
 FREE_KEYS = frozenset(
@@ -19,6 +19,7 @@ FREE_KEYS = frozenset(
         "output_dir",
         "launch",
         "evaluation",
+        "resume",
         "training.per_device_train_batch_size",
         "training.per_device_eval_batch_size",
         "training.gradient_accumulation_steps",
@@ -33,6 +34,23 @@ FREE_KEYS = frozenset(
         "tokenizer.path",
     }
 )
+# The word of resume.allow that lets a changed key, or a key of a changed section, pass; others are never let pass.
+WORDS: Mapping[str, Allowed] = {
+    "training.seed": "seed",
+    "data": "data",
+    "tokenizer": "data",
+    "model": "model",
+    "lora": "model",
+    "quantization": "model",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that differs between a run and what would continue it."""
+
+    text: str
+    word: Allowed | None  # of resume.allow; None: never
 
 
 @dataclass(frozen=True)
@@ -49,6 +67,7 @@ def decide(runs: Path, recipe: Recipe, plan: Plan, tokens: Path, wish: str, now:
 
     Raises CheckpointError when a run could be continued but what trains has changed.
     """
+    manifest.key()  # a key that cannot be had is said before hours of training, not at the first save
     if wish == "never":
         return Start(RunDir.create(runs, recipe.name, now), "starting a new run (--resume never)")
     if wish != "auto":
@@ -56,84 +75,99 @@ def decide(runs: Path, recipe: Recipe, plan: Plan, tokens: Path, wish: str, now:
     earlier = RunDir.newest(runs, recipe.name)
     if earlier is None:
         return Start(RunDir.create(runs, recipe.name, now), "starting a new run")
-    differences = list(_differences(earlier, recipe, tokens))
-    batches = earlier.read_plan().strategy.effective_batch_size, plan.strategy.effective_batch_size
-    if earlier.outcome():
-        if not differences and batches[0] == batches[1]:
-            return Start(earlier, f"{earlier.run_id} is complete; --resume never starts over", complete=True)
-        changed = differences or [f"effective batch {batches[0]} -> {batches[1]}"]
-        return Start(
-            RunDir.create(runs, recipe.name, now), f"starting a new run: {earlier.run_id} had {'; '.join(changed)}"
-        )
-    if differences:
-        raise CheckpointError(
-            f"{earlier.root}: this unfinished run cannot be continued, what trains has changed ("
-            + "; ".join(differences)
-            + "). Undo the change to continue it, or start over with --resume never"
-        )
-    _check_engine(_newest_checkpoint(earlier), plan.strategy)
-    if batches[0] == batches[1]:
-        return Start(earlier, f"continuing {earlier.run_id}")
-    return _take_over(_newest_checkpoint(earlier), runs, recipe, now, f"effective batch {batches[0]} -> {batches[1]}")
+    changes = _changes(earlier, recipe, plan, tokens)
+    if earlier.outcome() and changes:
+        words = "; ".join(change.text for change in changes)
+        return Start(RunDir.create(runs, recipe.name, now), f"starting a new run: {earlier.run_id} had {words}")
+    return _continued(earlier, None, changes, runs, recipe, now)
 
 
 def _from_path(path: Path, runs: Path, recipe: Recipe, plan: Plan, tokens: Path, now: datetime) -> Start:
     is_checkpoint = path.name.startswith("checkpoint-")
     run = RunDir(path.parent.parent if is_checkpoint else path)
-    if not run.plan_file.exists() or (is_checkpoint and not (path / "manifest.json").exists()):
+    if not run.plan_file.exists() or (is_checkpoint and not (path / manifest.FILE).exists()):
         raise CheckpointError(
             f"--resume {path}: found no run of ours there; give a folder runs/<recipe>/<time>, or one of its"
             " checkpoints/checkpoint-<step>, or auto, or never"
         )
-    differences = list(_differences(run, recipe, tokens))
-    if differences:
-        raise CheckpointError(f"--resume {path}: what trains has changed ({'; '.join(differences)})")
-    same_batch = run.read_plan().strategy.effective_batch_size == plan.strategy.effective_batch_size
-    if not is_checkpoint and same_batch and run.outcome():
-        return Start(run, f"{run.run_id} is complete; --resume never starts over", complete=True)
-    source = path if is_checkpoint else _newest_checkpoint(run)
-    _check_engine(source, plan.strategy)
-    if is_checkpoint or not same_batch:
-        return _take_over(source, runs, recipe, now, "--resume")
-    return Start(run, f"continuing {run.run_id}")
+    return _continued(run, path if is_checkpoint else None, _changes(run, recipe, plan, tokens), runs, recipe, now)
 
 
-def _check_engine(source: Path, strategy: Strategy) -> None:
-    """Raises CheckpointError for a checkpoint that this plan's engine would misread: DDP reads ZeRO's and loses the
-    optimizer's state without a word, other ranks or stages end in a traceback."""
-    facts = rundir.read_json(source / "manifest.json") or {}
-    mode, ranks = facts.get("mode", strategy.mode), facts.get("world_size", strategy.num_processes)
-    then = replace(strategy, mode=mode, num_processes=ranks)
-    if then.engine in ("plain", "ddp"):
-        is_readable = strategy.engine in ("plain", "ddp")
-    elif then.engine == "fsdp2":
-        is_readable = strategy.engine == "fsdp2"
-    else:  # stages 1 and 2 write the same slices
-        is_readable = ranks == strategy.num_processes and (then.zero_stage == 3, then.engine) == (
-            strategy.zero_stage == 3,
-            strategy.engine,
+def _continued(
+    earlier: RunDir, checkpoint: Path | None, changes: Sequence[Change], runs: Path, recipe: Recipe, now: datetime
+) -> Start:
+    """The run itself where nothing has changed, or a new one that takes over its newest, or the given, checkpoint."""
+    allow = recipe.resume.allow
+    if checkpoint is None and not changes and earlier.outcome():
+        return Start(earlier, f"{earlier.run_id} is complete; --resume never starts over", complete=True)
+    if refused := [change for change in changes if change.word not in allow]:
+        raise CheckpointError(_refusal(earlier, refused))
+    is_same_run = checkpoint is None and not changes
+    source, lines = _source(earlier, checkpoint, allow, hashed=not is_same_run)
+    lines += _versions(source, recipe)
+    if is_same_run:
+        return Start(earlier, "\n".join([f"continuing {earlier.run_id}", *lines]))
+    reason = "; ".join(change.text for change in changes) or "--resume"
+    start = _take_over(source, runs, recipe, now, reason)
+    if any(change.word in ("data", "seed") for change in changes):
+        lines.append("the order of samples is another one: in this epoch some may come twice and others not at all")
+    return Start(start.run, "\n".join([start.line, *lines]))
+
+
+def _refusal(run: RunDir, refused: Sequence[Change]) -> str:
+    texts = "; ".join(change.text for change in refused)
+    words = sorted({change.word for change in refused if change.word})
+    can_be_allowed = all(change.word for change in refused)
+    return (
+        f"{run.root}: this unfinished run cannot be continued, what trains has changed ({texts}). Undo the change to"
+        + (f" continue it, continue all the same with --resume.allow=[{','.join(words)}]," if can_be_allowed else "")
+        + (
+            " or start over with --resume never"
+            if can_be_allowed
+            else " continue it, or start over with --resume never"
         )
-    if not is_readable:
-        raise CheckpointError(
-            f"{source}: written by {mode} with {ranks} rank(s), which {strategy.mode} with {strategy.num_processes}"
-            f" cannot read; continue with --launch.mode={mode} --launch.num_processes={ranks}, or start over with"
-            " --resume never"
-        )
+    )
 
 
-def _newest_checkpoint(run: RunDir) -> Path:
-    found = sorted(run.checkpoints.glob("checkpoint-*/manifest.json"), key=lambda path: path.parent.name)
-    if found:
-        return found[-1].parent
+def _source(run: RunDir, checkpoint: Path | None, allow: Sequence[Allowed], hashed: bool) -> tuple[Path, list[str]]:
+    """The checkpoint to go on from, and a line for each newer one that cannot be used. Raises CheckpointError.
+
+    Not `hashed`: its content is verified when it is loaded, and an older one taken then."""
+    if checkpoint is not None:
+        if problem := manifest.fault(checkpoint, hashed, allow):
+            raise CheckpointError(f"--resume {checkpoint}: {problem}")
+        return checkpoint, []
+    found, faults = manifest.newest_valid(run.checkpoints, allow, hashed)
     continues = rundir.read_json(run.continues_file)
-    if continues:
-        return Path(continues["checkpoint"])
-    raise CheckpointError(f"{run.checkpoints}: no finished checkpoint; --resume never starts over")
+    if found is None and not faults and continues:  # nothing of its own yet
+        found = Path(continues["checkpoint"])
+        if problem := manifest.fault(found, hashed, allow):
+            raise CheckpointError(f"{found}: {problem}")
+    if found is None:
+        words = "; ".join(faults) or "there is none"
+        raise CheckpointError(f"{run.checkpoints}: no checkpoint can be used ({words}); --resume never starts over")
+    return found, [f"not resuming from it: {fault}" for fault in faults]
+
+
+def _versions(source: Path, recipe: Recipe) -> list[str]:
+    """A line for the libraries that are not those that wrote the checkpoint.
+
+    Raises CheckpointError where one that reads its files is of another major.minor, unless that is allowed."""
+    changed = list(manifest.version_changes(manifest.read(source).get("versions", {})))
+    if not changed:
+        return []
+    words = "; ".join(text for text, _ in changed)
+    if any(is_deep for _, is_deep in changed) and "versions" not in recipe.resume.allow:
+        raise CheckpointError(
+            f"{source}: written with other libraries ({words}), which may read its files or train otherwise; install"
+            " those, or continue all the same with --resume.allow=versions"
+        )
+    return [f"{source.name} was written with other libraries: {words}"]
 
 
 def _take_over(source: Path, runs: Path, recipe: Recipe, now: datetime, reason: str) -> Start:
     """A new run that goes on from another run's checkpoint, at the same sample."""
-    samples_seen = (rundir.read_json(source / "manifest.json") or {}).get("samples_seen")
+    samples_seen = manifest.read(source).get("samples_seen")
     if samples_seen is None:
         raise CheckpointError(f"{source}: its manifest does not say how many samples it has seen")
     run = RunDir.create(runs, recipe.name, now)
@@ -145,15 +179,26 @@ def _take_over(source: Path, runs: Path, recipe: Recipe, now: datetime, reason: 
     )
 
 
-def _differences(earlier: RunDir, recipe: Recipe, tokens: Path) -> Iterator[str]:
+def _changes(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: Path) -> list[Change]:
+    found = list(_differences(earlier, recipe, tokens))
+    before, now = earlier.read_plan().strategy.effective_batch_size, plan.strategy.effective_batch_size
+    if before != now:
+        found.append(Change(f"effective batch {before} -> {now}", "effective_batch_size"))
+    return found
+
+
+def _differences(earlier: RunDir, recipe: Recipe, tokens: Path) -> Iterator[Change]:
     old, new = _leaves(earlier.read_recipe().model_dump()), _leaves(recipe.model_dump())
     for key in sorted(old.keys() | new.keys()):
-        free = key in FREE_KEYS or key.split(".")[0] in FREE_KEYS
+        section = key.split(".")[0]
+        free = key in FREE_KEYS or section in FREE_KEYS
         if not free and old.get(key) != new.get(key):
-            yield f"{key} {_shown(old.get(key))} -> {_shown(new.get(key))}"
+            yield Change(
+                f"{key} {_shown(old.get(key))} -> {_shown(new.get(key))}", WORDS.get(key) or WORDS.get(section)
+            )
     used = rundir.read_json(earlier.tokens_file)
     if used and Path(used["folder"]).name != tokens.name:
-        yield "the rows or the tokenizer are not the same"
+        yield Change("the rows or the tokenizer are not the same: the content of a file has changed", "data")
 
 
 def _leaves(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

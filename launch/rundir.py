@@ -28,6 +28,7 @@ from launch.schema import DataFormat, Machine, ModelShape, Plan, Recipe
 
 TOKEN_CACHE_VERSION = 1  # raise when training/data.py writes other bytes for the same input
 PR_SET_PDEATHSIG = 1  # prctl(2)
+SAMPLES = "samples.i32"  # of a rank: step, number of rows, the rows, as little-endian int32
 TOKENS_READY = "counts.json"  # the last file written into a token cache: a folder with it is complete
 
 
@@ -132,6 +133,9 @@ class AttemptDir:
     def stacks_file(self, rank: int) -> Path:
         return self.rank(rank) / "stacks.txt"
 
+    def samples_file(self, rank: int) -> Path:
+        return self.rank(rank) / SAMPLES
+
     def leave_word(self, rank: int, error: BaseException) -> None:
         """Write the cause where the supervisor looks: launchers turn every exit code into 1."""
         word = {
@@ -197,7 +201,7 @@ class RunDir:
         return None
 
     def has_checkpoint(self) -> bool:
-        return any(self.checkpoints.glob("checkpoint-*")) or self.continues_file.exists()
+        return any(self.checkpoints.glob("checkpoint-[0-9]*")) or self.continues_file.exists()
 
     def last_step(self) -> int:
         """The newest step that a committed checkpoint holds; 0: none."""

@@ -16,7 +16,21 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from launch import calibration, direct, estimate, keys, nodes, render, report, restarts, resume, rundir, supervise, told
+from launch import (
+    calibration,
+    direct,
+    estimate,
+    keys,
+    nodes,
+    render,
+    report,
+    restarts,
+    resume,
+    room,
+    rundir,
+    supervise,
+    told,
+)
 from launch.calibration import Figures, Measurement
 from launch.estimate import Exceeded
 from launch.ledger import Ledger
@@ -58,6 +72,8 @@ def run(decide: Decide, wish: str, dry_run: bool) -> int:
         if start.complete:
             screen.say(f"chat with it: {chat_command(recipe.output_dir)}")
             return 0
+        for line in room.check(start.run, recipe, resolved.plan) if is_first else ():
+            screen.say(line)
         if dry_run:
             attempt = direct.write_run(start.run, recipe, resolved.machine, resolved.plan, house)
             screen.say("dry run: this line trains")

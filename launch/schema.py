@@ -40,6 +40,8 @@ Schedule = Literal[
     "inverse_sqrt",
     "warmup_stable_decay",
 ]
+# seal: a checkpoint that was sealed with another key; versions: another major.minor of a library that writes its files.
+Allowed = Literal["data", "model", "seed", "effective_batch_size", "versions", "seal"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -196,7 +198,7 @@ class TrainingSection(BaseModel):
     gradient_checkpointing: bool = False
     logging_steps: int = Field(default=10, ge=1)
     save_steps: int = Field(default=500, ge=1)
-    save_total_limit: int = Field(default=3, ge=2)  # two good checkpoints are always kept
+    save_total_limit: int = Field(default=3, ge=1)  # the two newest good checkpoints are always kept
     eval_steps: int | None = Field(default=None, ge=1)  # default: once an epoch
     seed: int = Field(default=23333, ge=0, lt=1 << 32)
     dataloader_num_workers: int | None = Field(default=None, ge=0, le=64)  # default: planned
@@ -263,6 +265,17 @@ class NumericsSection(Section):
     )  # gradient norm / median; None: off
 
 
+class ResumeSection(Section):
+    """What may have changed in a run that is continued, although it changes what is trained."""
+
+    allow: tuple[Allowed, ...] = ()
+
+    @field_validator("allow", mode="before")
+    @classmethod
+    def one_word_or_several(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
 class EvaluationSection(Section):
     """What is measured besides the loss on the validation file."""
 
@@ -288,6 +301,7 @@ class Recipe(Section):
     numerics: NumericsSection = NumericsSection()
     evaluation: EvaluationSection = EvaluationSection()
     allow: tuple[Concession, ...] = ()  # what may be given up where nothing else fits; it changes the result
+    resume: ResumeSection = ResumeSection()
     output_dir: str
 
     @field_validator("quantization")
@@ -472,6 +486,20 @@ class Plan:
     lengths: tuple[int, int] = (0, 0)  # tokens of the longest source and target that was planned for
     rendezvous: Rendezvous | None = None  # None: one machine
     link: Link | None = None  # between the ranks; None: not tested
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """About what a checkpoint takes on the disk: the weights that are trained, or all of them, and the states."""
+        strategy, states, shape = self.strategy, self.estimate, self.shape
+        ranks = strategy.num_processes if strategy.engine in ("deepspeed", "fsdp2") else 1
+        optimizer_bytes = states.optimizer_bytes * ranks
+        if strategy.offloads:  # all of ZeRO's are float32: the weights and, as a rule, two moments
+            optimizer_bytes = 3 * 4 * shape.trainable_parameters
+        if shape.lora_parameters:
+            return 4 * shape.lora_parameters + optimizer_bytes
+        if strategy.engine == "deepspeed":  # whole in rank 0's file, or every rank's part of them
+            return (4 if strategy.mixed_precision == "no" else 2) * shape.parameters + optimizer_bytes
+        return states.weights_bytes * ranks + optimizer_bytes
 
 
 @dataclass(frozen=True)

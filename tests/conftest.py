@@ -9,6 +9,8 @@ import pytest
 
 # A traced step depends on no test's house: what one test has traced, the next one reads.
 os.environ["LOWMEM_TRACES"] = str(Path(__file__).resolve().parent.parent / ".cache" / "traces-of-tests")
+# Nor does the key that seals checkpoints; the user's own is left alone.
+os.environ["XDG_STATE_HOME"] = str(Path(__file__).resolve().parent.parent / ".cache" / "state-of-tests")
 FOLDERS = ("unit", "process", "train_cpu", "modes", "faults", "gpu")
 
 

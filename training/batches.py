@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +38,13 @@ class TokenRows(Dataset):
         table = self.rows[list(map(int, indices))]
         columns = [table.column(name).combine_chunks() for name in ("input_ids", "labels")]
         return [tuple(column[i].values.to_numpy() for column in columns) for i in range(len(indices))]
+
+
+class NumberedRows(TokenRows):
+    """With each row its number: (input_ids, labels, number)."""
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, ...]]:
+        return [(*row, number) for row, number in zip(super().__getitems__(indices), indices, strict=True)]
 
 
 class SampleOrder:
@@ -130,20 +138,24 @@ class Collator:
     """Pads rows on the right to the longest of the micro-batch, rounded up to `multiple`.
 
     Gives input_ids, attention_mask, labels (batch, seq) and for T5 decoder_input_ids (batch, target seq). No rows give
-    one filler row whose labels are all IGNORED: its loss and its gradient are exactly zero.
+    one filler row whose labels are all IGNORED: its loss and its gradient are exactly zero. Numbered rows also give
+    their numbers, sample_ids, as an array that stays on the host.
     """
 
     pad_token_id: int
     decoder_start_token_id: int | None = None  # given: T5
     multiple: int = 1
 
-    def __call__(self, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, torch.Tensor]:
+    def __call__(self, rows: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
         if not rows:
             pads = np.full(FILLER_LENGTH, self.pad_token_id), np.full(FILLER_LENGTH, IGNORED)
             return self._tensors([pads])
-        return self._tensors(rows)
+        batch = self._tensors(rows)
+        if len(rows[0]) > 2:
+            batch["sample_ids"] = np.array([row[2] for row in rows], dtype=np.int32)
+        return batch
 
-    def _tensors(self, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, torch.Tensor]:
+    def _tensors(self, rows: Sequence[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
         inputs = self._padded([row[0] for row in rows], self.pad_token_id)
         mask = self._padded([np.ones(len(row[0])) for row in rows], 0)
         labels = self._padded([row[1] for row in rows], IGNORED)

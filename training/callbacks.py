@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -51,16 +52,22 @@ class HostMemory:
 
 
 class StepMeter:
-    """Collects one rank's losses and token counts; sums them over ranks when they are written, not at each step."""
+    """Collects one rank's losses, token counts and rows; sums them over ranks when they are written, not at each step.
 
-    def __init__(self) -> None:
+    The rows go into `samples_file` of this rank: step, number, rows, as int32."""
+
+    def __init__(self, samples_file: Path | None = None) -> None:
+        self._file = samples_file.open("ab") if samples_file else None
+        self._rows: list[np.ndarray] = []
         self._loss: torch.Tensor | None = None
         self._tokens = 0
         self._samples = 0
         self.steps: list[dict[str, Any]] = []
 
-    def add(self, loss: torch.Tensor, tokens: int, samples: int) -> None:
+    def add(self, loss: torch.Tensor, tokens: int, samples: int, rows: np.ndarray | None = None) -> None:
         """One micro-batch; `loss` is its share of the step's mean loss, times the number of ranks."""
+        if rows is not None:
+            self._rows.append(rows)
         self._loss = loss if self._loss is None else self._loss + loss
         self._tokens += tokens
         self._samples += samples
@@ -69,6 +76,17 @@ class StepMeter:
         assert self._loss is not None, "an optimizer step without a micro-batch"
         self.steps.append({"loss": self._loss, "tokens": self._tokens, "samples": self._samples, **facts})
         self._loss, self._tokens, self._samples = None, 0, 0
+        if self._file:
+            rows = np.concatenate([np.empty(0, dtype="<i4"), *self._rows])
+            self._file.write(np.concatenate([[facts["step"], len(rows)], rows]).astype("<i4").tobytes())
+            self._rows = []
+
+    def keep_rows(self, synced: bool) -> None:
+        """Hand the rows of the steps so far to the kernel, or to the disk: a checkpoint must not know more of them."""
+        if self._file:
+            self._file.flush()
+            if synced:
+                os.fsync(self._file.fileno())
 
     def drain(self, device: torch.device) -> list[dict[str, Any]]:
         """The steps since the last call, summed over ranks. All ranks call it at the same step."""
@@ -187,6 +205,7 @@ class Reporter(TrainerCallback):
 
     def flush(self, max_steps: int, grad_norm: float | None) -> None:
         """Write the steps since the last flush; every rank calls it at the same step."""
+        self._meter.keep_rows(synced=False)
         steps = self._meter.drain(self._device)
         vram = vram_peaks(self._device)
         if self._events is None or not steps:

@@ -28,6 +28,14 @@ EXPECTED = {  # engine -> what Accelerate must have made of it, on (cpu, cuda)
     "fsdp2": (DistributedType.FSDP, DistributedType.FSDP),
 }
 
+# The folders of a checkpoint that all ranks write into: made before, so that no rank can fail alone at it.
+CHECKPOINT_FOLDERS = {
+    "plain": (),
+    "ddp": (),
+    "deepspeed": (),
+    "fsdp2": ("pytorch_model_fsdp_0", "optimizer_0"),
+}
+
 
 def prepare(strategy: Strategy, deepspeed_file: Path | None, timeout_s: float) -> dict[str, Any]:
     """Before TrainingArguments is made: what a launcher has put into the environment gives way to the plan.

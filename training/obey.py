@@ -9,8 +9,8 @@ from pathlib import Path
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from launch import manifest
 from launch.rundir import RunDir
-from training import checkpoint
 from training.control import Control, Halted, Word
 from training.heartbeat import Heartbeat
 
@@ -102,7 +102,7 @@ class Obey(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         if self._watch is not None:
-            folder = Path(str(args.output_dir)) / checkpoint.name(state.global_step)
+            folder = Path(str(args.output_dir)) / manifest.name(state.global_step)
             self._watch.saved(folder, time.monotonic() - self._saving_since)
         self._heartbeat.beat("step")
         if not self._control.agreed and self._agree() > Word.SAVE:  # told meanwhile: what was saved is the last step

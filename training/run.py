@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import socket
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,12 @@ from transformers import (
 )
 from transformers.trainer_callback import PrinterCallback
 
-from launch import rundir
+from launch import manifest, rundir
 from launch.errors import CheckpointError, ConfigError, LaunchError, ResourceError, shown
 from launch.rundir import AttemptDir, RunDir, Start
 from launch.schema import Plan, Recipe, Strategy
-from training import checkpoint, engines, evaluate, export, finite, model, prepare, tokenizer
-from training.batches import Collator, SampleOrder, TokenRows
+from training import checkpoint, convert, engines, evaluate, export, finite, model, prepare, tokenizer
+from training.batches import Collator, NumberedRows, SampleOrder, TokenRows
 from training.callbacks import Reporter, StepMeter, start_logging
 from training.control import Control, Halted
 from training.heartbeat import Heartbeat
@@ -194,7 +196,7 @@ def _build(
         args.seed,
         start=(rundir.read_json(run.continues_file) or {}).get("samples_seen", 0),
     )
-    meter = StepMeter()
+    meter = StepMeter(attempt.samples_file(rank))
     draw = not start.supervised and sys.stderr.isatty()
     watch = finite.Watch(order, attempt.root, recipe.numerics.skip_spikes_above, args.fp16)
     reporter = Reporter(attempt, rank, meter, order, args.device, draw, watch.check_loss)
@@ -219,13 +221,16 @@ def _build(
         facts={
             "mode": plan.strategy.mode,
             "engine": plan.strategy.engine,
+            "zero_stage": plan.strategy.zero_stage,
             "world_size": args.world_size,
             "effective_batch_size": order.effective_batch_size,
             "rows": len(rows),
-            "tokens": tokens.name,
-            "torch": torch.__version__,
+            "tokens": tokens.name,  # the fingerprint of the data: of its content and of how it is cut
+            "recipe": hashlib.sha256(recipe.model_dump_json().encode()).hexdigest(),
+            "checkpoint_bytes": plan.checkpoint_bytes,  # predicted
         },
         obey=obey,
+        strategy=plan.strategy,
         model=network,
         args=args,
         data_collator=Collator(
@@ -243,10 +248,10 @@ def _build(
     return Parts(cut, trainer, order, reporter, heartbeat, obey, control)
 
 
-def _rows(tokens: Path) -> tuple[TokenRows, TokenRows | None]:
+def _rows(tokens: Path) -> tuple[NumberedRows, TokenRows | None]:
     """(training rows, held-out rows or None) of a token cache."""
     held_out = tokens / "validation.arrow"
-    return TokenRows(tokens / "train.arrow"), TokenRows(held_out) if held_out.exists() else None
+    return NumberedRows(tokens / "train.arrow"), TokenRows(held_out) if held_out.exists() else None
 
 
 def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> None:
@@ -257,18 +262,22 @@ def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> No
     pairs = _questions(start.recipe, start.plan)
     if pairs and "exact_match_before" not in scores:
         trainer.add_callback(_ScoreBefore(parts, start.recipe, pairs, scores, run.evaluation_file))
-    resume = _agreed(args, lambda: _resume_point(run, parts.order))
+    resume = _agreed(args, lambda: _resume_point(start, run, parts))
+    if resume is not None:
+        trainer.verified.add(Path(resume.checkpoint).name)
+        trainer.is_converted = resume.is_converted
     with parts.control.held(), parts.heartbeat:
-        metrics = _trained(parts, start.recipe, pairs, scores, resume)
+        metrics = _trained(parts, start.recipe, pairs, scores, resume.folder if resume else None)
         is_complete = trainer.state.global_step >= trainer.state.max_steps and not parts.control.agreed
         outcome = {
             **_measured(start.plan.strategy, parts),
             **scores,
             "complete": is_complete,
             "ended": "complete" if is_complete else "preempted",
-            "checkpoint": next((folder.name for folder in reversed(checkpoint.committed(run.checkpoints))), None),
-            "resumed_from": resume,
+            "checkpoint": next((folder.name for folder in reversed(manifest.committed(run.checkpoints))), None),
+            "resumed_from": resume.checkpoint if resume else None,
             "train_seconds": metrics.get("train_runtime"),
+            "save_seconds": trainer.save_s,
             "model_dir": start.recipe.output_dir,
         }
         if is_complete:
@@ -401,19 +410,47 @@ def _agreed(args: TrainingArguments, decide: Callable[[], Any]) -> Any:
     return decision[0]
 
 
-def _resume_point(run: RunDir, order: SampleOrder) -> str | None:
+@dataclass(frozen=True)
+class _Resume:
+    """What a start goes on from: its folder as Trainer reads it, and the checkpoint that it was made from."""
+
+    folder: str
+    checkpoint: str
+    is_converted: bool
+
+
+def _resume_point(start: Start, run: RunDir, parts: Parts) -> _Resume | None:
     """The newest checkpoint that verifies. Raises CheckpointError when there are some and none does."""
+    allow = start.recipe.resume.allow
     checkpoint.clear_staging(run.checkpoints)
-    found, faults = checkpoint.newest_valid(run.checkpoints)
+    found, faults = manifest.newest_valid(run.checkpoints, allow)
     for fault in faults:
         logger.warning("not resuming from it: %s", fault)
     if found is None and faults:
-        raise CheckpointError(f"{run.checkpoints}: no checkpoint can be used; --resume never starts over")
+        raise CheckpointError(
+            f"{run.checkpoints}: no checkpoint can be used ({'; '.join(faults)}); --resume never starts over"
+        )
     continues = rundir.read_json(run.continues_file)
     if found is None and continues:
-        found = checkpoint.rebase(Path(continues["checkpoint"]), run.checkpoints, order)
+        source = Path(continues["checkpoint"])
+        if problem := manifest.fault(source, allow=allow):
+            raise CheckpointError(f"{source}: {problem}; give another one with --resume PATH")
+        found = checkpoint.rebase(source, run.checkpoints, parts.order)
     if found is None:
         return None
-    facts = checkpoint.manifest(found)
+    facts, strategy = manifest.read(found), start.plan.strategy
     logger.info("resuming from %s: %s samples seen", found.name, f"{facts['samples_seen']:,}")
-    return str(found)
+    if facts["world_size"] != strategy.num_processes:
+        logger.info("the number of ranks was %d: random states, as of dropout, start anew", facts["world_size"])
+    if not convert.is_needed(facts, strategy):
+        return _Resume(str(found), str(found), False)
+    logger.info(
+        "converting it from %s with %d rank(s) for %s with %d",
+        facts["mode"],
+        facts["world_size"],
+        strategy.mode,
+        strategy.num_processes,
+    )
+    return _Resume(
+        str(checkpoint.converted(found, partial(convert.write, found, facts, parts.trainer))), str(found), True
+    )

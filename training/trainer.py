@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,16 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
-from training import checkpoint, finite
+from launch import manifest, rundir
+from launch.schema import Strategy
+from training import checkpoint, convert, engines, finite
 from training.batches import Collator, EpochLoader, SampleOrder, TokenRows
 from training.callbacks import StepMeter
 from training.control import Halted
 from training.data import IGNORED
 from training.obey import Obey
+
+logger = logging.getLogger("lowmem")
 
 # accelerate calls the CPU of a rank cpu:0, and Trainer loads an optimizer there; torch 2.11 knows only "cpu".
 torch.serialization.register_package(
@@ -47,10 +54,16 @@ class LowMemTrainer(Trainer):
         facts: dict[str, Any],
         watch: finite.Watch | None = None,  # None: no numbers, as in a trace
         obey: Obey | None = None,
+        strategy: Strategy | None = None,
         **kwargs: Any,
     ) -> None:
+        """`facts` go into each checkpoint's manifest; without a `strategy` nothing is saved."""
         self.order, self.meter, self.watch, self.obey = order, meter, watch, obey
         self._keep_checkpoints, self._facts = keep_checkpoints, facts
+        self.verified: set[str] = set()  # names of checkpoints that this process has committed or verified
+        self.is_converted = False  # the checkpoint to resume from was, by convert.py
+        self.save_s = 0.0
+        self._strategy = strategy
         super().__init__(compute_loss_func=self._loss, **kwargs)
         self._shift = not self.model.config.is_encoder_decoder
         if watch is not None:
@@ -110,12 +123,13 @@ class LowMemTrainer(Trainer):
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.obey:
             self.obey.micro_batch()
+        rows = inputs.pop("sample_ids", None)
         with_target = (inputs["labels"] != IGNORED).any(dim=1)
         tokens = (inputs["attention_mask"] * with_target[:, None]).sum()
         if "decoder_input_ids" in inputs:
             tokens = tokens + (inputs["labels"] != IGNORED).sum()
         loss = super().training_step(model, inputs, *args, **kwargs)
-        self.meter.add(loss, int(tokens), int(with_target.sum()))
+        self.meter.add(loss, int(tokens), int(with_target.sum()), rows)
         return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -159,31 +173,95 @@ class LowMemTrainer(Trainer):
             self.watch.check_evaluation(loss, sums, dataloader.batch_sampler)
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset))
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        """The weights of a checkpoint of this engine; converted ones come with their states, later."""
+        if not self.is_converted:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
+    ) -> tuple[torch.nn.Module, DataLoader]:
+        """Trainer's own, which also loads optimizer and schedule."""
+        if not self.is_converted:
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        folder = Path(resume_from_checkpoint)
+        without = convert.load(self, self._strategy, folder)
+        convert.load_schedule(self, torch.load(folder / "scheduler.pt", weights_only=True))
+        if without and self.args.should_save:
+            logger.warning("no optimizer state for %s and %d more: it starts anew there", without[0], len(without) - 1)
+        return prepared
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The model's part of a checkpoint; DeepSpeed's own files hold the weights already, in every rank's share."""
         if not self.is_deepspeed_enabled:
             super().save_model(output_dir, _internal_call)
-        elif self.args.should_save:
-            self.model.config.save_pretrained(output_dir)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Trainer's own files, written aside by all ranks; then committed and rotated by rank 0."""
+        """Trainer's own files, written aside by all ranks and hashed by all; committed and rotated by rank 0."""
         if self.watch is not None:
             self.watch.check_checkpoint()
+        began = time.monotonic()
         step = self.state.global_step
         checkpoints = Path(self.args.output_dir)
-        staging = checkpoints / f"{checkpoint.STAGING_PREFIX}{checkpoint.name(step)}"
-        if self.args.should_save:
-            staging.mkdir(exist_ok=True)
-        self.args.output_dir = str(staging)
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self.args.output_dir = str(checkpoints)
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
+        if manifest.name(step) in self.verified:  # just resumed from, or saved a moment ago: nothing has changed
+            return
+        save = checkpoint.Save(checkpoints, step, self.args.process_index, self.args.world_size)
+        parent = super()  # the class's own, which a function inside cannot name
+
+        def begin() -> None:
+            self.meter.keep_rows(synced=True)
+            if save.rank:
+                return
+            checkpoint.check_room(checkpoints, self._facts.get("checkpoint_bytes", 0))
+            for folder in ("", *engines.CHECKPOINT_FOLDERS[self._strategy.engine]):
+                (save.staged / folder).mkdir(parents=True, exist_ok=True)
+
+        def write() -> None:
+            self.args.output_dir = str(save.staging)
+            try:
+                parent._save_checkpoint(model, trial)
+            finally:
+                self.args.output_dir = str(checkpoints)
+
+        def finish() -> None:
             facts = {**self._facts, "samples_seen": self.order.samples_seen(step)}
-            checkpoint.commit(staging / f"checkpoint-{step}", checkpoints, step, facts)
-            staging.rmdir()
-            checkpoint.rotate(checkpoints, self._keep_checkpoints)
-        self.accelerator.wait_for_everyone()
+            if self._strategy.engine in ("plain", "ddp"):
+                facts["optimizer_parameters"] = convert.optimizer_names(self)
+            files = {relative: entry for part in described for relative, entry in part.items()}
+            checkpoint.commit(save.staged, checkpoints, step, facts, files)
+            save.staging.rmdir()
+
+        save.on_all(begin)
+        save.on_all(write)
+        listing = save.on_first(partial(checkpoint.listing, save.staged))
+        mine = checkpoint.deal(listing, save.world_size)[save.rank]
+        described = save.on_all(partial(checkpoint.describe, save.staged, mine))
+        save.on_first(finish)
+        self.verified.add(manifest.name(step))
+        save.on_first(partial(checkpoint.rotate, checkpoints, self._keep_checkpoints, self.verified))
+        self.save_s += time.monotonic() - began
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """DeepSpeed's part without its barriers in the way of an error, its `latest` and its Python script."""
+        if not self.is_deepspeed_enabled:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        engine = self.model_wrapped
+        writer = checkpoint.DelayedWrites(engine.checkpoint_engine)
+        copies, engine._copy_recovery_script = engine._copy_recovery_script, _leave_out
+        engine.checkpoint_engine = writer
+        try:
+            is_adapter = hasattr(self.model, "peft_config")
+            engine.save_checkpoint(output_dir, save_latest=False, exclude_frozen_parameters=is_adapter)
+        finally:
+            engine.checkpoint_engine, engine._copy_recovery_script = writer.writer, copies
+        writer.check()
+        if self.args.should_save:
+            self.model.config.save_pretrained(output_dir)
+            rundir.write_atomic(Path(output_dir) / "latest", f"global_step{engine.global_steps}")
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+
+def _leave_out(folder: str) -> None:
+    """A checkpoint holds no program."""

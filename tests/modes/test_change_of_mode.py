@@ -1,4 +1,4 @@
-"""A run that was cut short goes on in another mode of its family with the same losses, and nowhere else."""
+"""A run that was cut short goes on in any other mode or number of ranks, with the same losses."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,9 +23,9 @@ def start(folder: Path, mode: str, ranks: int, *words: str) -> subprocess.Comple
     return subprocess.run(argv, env=env, cwd=builders.CODE, capture_output=True, text=True, timeout=120)
 
 
-def cut_short(folder: Path, mode: str, ranks: int) -> list[float]:
+def cut_short(folder: Path, mode: str, ranks: int, **sections: Any) -> list[float]:
     """Train, then take the last checkpoint and the outcome away, as a kill would; the losses after the one before."""
-    builders.recipe(folder, training={"max_steps": STEPS, "save_steps": SAVED})
+    builders.recipe(folder, training={"max_steps": STEPS, "save_steps": SAVED}, **sections)
     done = start(folder, mode, ranks)
     assert done.returncode == 0, done.stdout + done.stderr
     run = builders.only_run(folder / "h")
@@ -35,6 +36,20 @@ def cut_short(folder: Path, mode: str, ranks: int) -> list[float]:
     return losses
 
 
+def goes_on(folder: Path, after: tuple[str, int], expected: list[float]) -> str:
+    """Continue it so; the losses are those expected, and each row was trained once an epoch. What it said."""
+    done = start(folder, *after)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = builders.only_run(folder / "h")
+    found = [event["loss"] for event in builders.events(run)][STEPS:]
+    assert len(found) == STEPS - SAVED
+    assert found == pytest.approx(expected, rel=1e-5)
+    seen = builders.launch(folder / "h", "samples", str(run))
+    assert seen.returncode == 0, seen.stderr
+    assert seen.stdout.splitlines() == ["epoch 1: all of 45 rows, each once"]
+    return done.stdout
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -42,31 +57,45 @@ def cut_short(folder: Path, mode: str, ranks: int) -> list[float]:
         (("deepspeed_zero1", 2), ("deepspeed_zero2", 2)),
         (("deepspeed_zero2", 2), ("deepspeed_zero2_offload", 2)),
         (("deepspeed_zero3", 2), ("deepspeed_zero3_offload", 2)),
-        (("fsdp2", 2), ("fsdp2", 3)),
     ],
 )
 def test_it_goes_on_in_another_mode_of_its_family(tmp_path, before, after):
-    expected = cut_short(tmp_path, *before)
-    done = start(tmp_path, *after)
-    assert done.returncode == 0, done.stdout + done.stderr
-    run = builders.only_run(tmp_path / "h")
-    found = [event["loss"] for event in builders.events(run)][STEPS:]
-    assert len(found) == STEPS - SAVED
-    assert found == pytest.approx(expected, rel=1e-5)
+    assert "converting" not in goes_on(tmp_path, after, cut_short(tmp_path, *before))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("deepspeed_zero2", 2), ("deepspeed_zero2", 3)),
+        (("deepspeed_zero3", 2), ("deepspeed_zero3", 3)),
+        (("deepspeed_zero2", 2), ("deepspeed_zero3", 2)),
+        (("deepspeed_zero3", 2), ("deepspeed_zero1", 1)),
+        (("deepspeed_zero2", 2), ("cpu", 1)),
+        (("deepspeed_zero3", 2), ("multi_cpu", 2)),
+        (("cpu", 1), ("deepspeed_zero2_offload", 2)),
+        (("multi_cpu", 2), ("deepspeed_zero3", 2)),
+        (("fsdp2", 2), ("fsdp2", 3)),
+        (("fsdp2", 2), ("multi_cpu", 2)),
+        (("cpu", 1), ("fsdp2", 2)),
+        (("deepspeed_zero2", 2), ("fsdp2", 2)),
+    ],
+)
+def test_its_optimizer_states_are_carried_to_another_engine_or_number_of_ranks(tmp_path, before, after):
+    said = goes_on(tmp_path, after, cut_short(tmp_path, *before))
+    assert ("converting it from" in said) == (before[0] != "fsdp2" or after[0] != "fsdp2")
+    assert not list(builders.only_run(tmp_path / "h").glob("checkpoints/tmp-*"))
+
+
+def test_lora_states_are_carried_too(tmp_path):
+    expected = cut_short(tmp_path, "deepspeed_zero2", 2, lora={"r": 4})
+    goes_on(tmp_path, ("cpu", 1), expected)
 
 
 def test_another_effective_batch_goes_on_at_the_same_sample_under_zero(tmp_path):
     cut_short(tmp_path, "deepspeed_zero2", 2)
-    done = start(tmp_path, "deepspeed_zero2", 2, "--training.per_device_train_batch_size=6")
+    words = ("--training.per_device_train_batch_size=6", "--resume.allow=effective_batch_size")
+    done = start(tmp_path, "deepspeed_zero2", 2, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "24 samples are done" in done.stdout
     newest = max((tmp_path / "h/runs/tiny").glob("*/plan.json")).parent
     assert builders.events(newest)[0]["samples_seen"] == 24 + 12
-
-
-def test_a_checkpoint_that_would_be_misread_is_refused_with_the_mode_to_use(tmp_path):
-    cut_short(tmp_path, "deepspeed_zero2", 2)
-    for after in (("multi_cpu", 2), ("deepspeed_zero2", 1), ("deepspeed_zero3", 2)):
-        done = start(tmp_path, *after)
-        assert done.returncode == 5, after
-        assert "continue with --launch.mode=deepspeed_zero2 --launch.num_processes=2" in done.stderr

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+from launch import manifest, rundir
 from tests import builders
 
 
@@ -67,6 +68,8 @@ def test_kill_minus_nine_and_the_same_line_again_give_the_uninterrupted_weights(
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
         assert torch.equal(tensor, found[name]), name
+    shown = builders.launch(tmp_path / "killed", "samples", str(builders.only_run(tmp_path / "killed")))
+    assert shown.stdout.splitlines() == [f"epoch {epoch}: all of 45 rows, each once" for epoch in range(1, 9)]
     last = {event["step"]: event for event in builders.events(builders.only_run(tmp_path / "killed"))}
     for event in builders.events(builders.only_run(tmp_path / "whole")):
         assert last[event["step"]]["loss"] == event["loss"]
@@ -104,9 +107,13 @@ def copied(killed, tmp_path) -> tuple[Path, str]:
 
 
 def test_another_batch_continues_at_the_same_sample(copied):
-    """The guides promise it: stop, change the batch, start again; no sample is skipped or repeated."""
+    """Where it is allowed: stop, change the batch, start again; no sample is skipped or repeated."""
     house, recipe = copied
-    again = builders.launch(house, "run", recipe, "12")
+    refused = builders.launch(house, "run", recipe, "12")
+    assert refused.returncode == 5
+    assert "effective batch 8 -> 12" in refused.stderr
+    assert "--resume.allow=[effective_batch_size]" in refused.stderr
+    again = builders.launch(house, "run", recipe, "12", "--resume.allow=[effective_batch_size]")
     assert again.returncode == 0, again.stderr
     assert "effective batch 8 -> 12" in again.stdout
     taken, continued = sorted((house / "runs/tiny").glob("*/plan.json"))
@@ -117,6 +124,9 @@ def test_another_batch_continues_at_the_same_sample(copied):
     assert steps[0]["samples_seen"] == min(seen + 12, (epoch + 1) * 45)
     assert sum(event["samples"] for event in steps) == 8 * 45 - seen
     assert steps[-1]["samples_seen"] == 8 * 45
+    shown = builders.launch(house, "samples", str(continued.parent))
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.splitlines() == [f"epoch {epoch}: all of 45 rows, each once" for epoch in range(1, 9)]
 
 
 def test_a_run_whose_learning_rate_changed_is_refused_with_the_difference(copied):
@@ -125,3 +135,77 @@ def test_a_run_whose_learning_rate_changed_is_refused_with_the_difference(copied
     assert changed.returncode == 5
     assert changed.stderr.count("\n") == 1
     assert "training.learning_rate 0.001 -> 0.002" in changed.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "shown"),
+    [
+        ("--training.seed=1", "training.seed 23333 -> 1"),
+        ("--data.max_length=32", "data.max_length 64 -> 32"),
+        ("--model.dtype=bfloat16", "model.dtype float32 -> bfloat16"),
+    ],
+)
+def test_what_changes_the_training_is_refused_with_the_difference_and_the_word_that_allows_it(copied, override, shown):
+    house, recipe = copied
+    word = override.partition(".")[2].partition("=")[0] if "seed" in override else override[2:].partition(".")[0]
+    changed = builders.launch(house, "run", recipe, override)
+    assert changed.returncode == 5
+    assert changed.stderr.count("\n") == 1
+    assert shown in changed.stderr
+    assert f"--resume.allow=[{word}]" in changed.stderr
+    allowed = builders.launch(house, "run", recipe, override, f"--resume.allow={word}", "--dry-run")
+    assert allowed.returncode == 0, allowed.stderr
+    assert f"in a new run ({shown}" in allowed.stdout
+
+
+def test_rows_that_changed_between_run_and_resume_are_refused(copied, tmp_path):
+    house, recipe = copied
+    data = builders.write_parquet(tmp_path / "other.parquet", builders.rows(45, seed=9))
+    changed = builders.launch(house, "run", recipe, f"--data.train_file={data}")
+    assert changed.returncode == 5
+    assert "the content of a file has changed" in changed.stderr
+
+
+def test_other_libraries_are_said_and_refused_where_they_read_the_files(copied):
+    house, recipe = copied
+    newest = sorted((house / "runs/tiny").glob("*/checkpoints/checkpoint-*"))[-1]
+    for package, old, code in (("accelerate", "1.0.0", 0), ("torch", "2.1.0", 5)):
+        described = manifest.read(newest)
+        described["versions"][package] = old
+        described["seal"] = manifest.seal(described)
+        rundir.write_json(newest / manifest.FILE, described)
+        done = builders.launch(house, "run", recipe, "--dry-run")
+        assert done.returncode == code, done.stderr
+        assert f"{package} {old} -> " in done.stdout + done.stderr
+    assert builders.launch(house, "run", recipe, "--dry-run", "--resume.allow=versions").returncode == 0
+
+
+def test_a_run_without_one_good_checkpoint_is_refused_and_never_started_over(copied):
+    house, recipe = copied
+    for checkpoint in (house / "runs/tiny").glob("*/checkpoints/checkpoint-*"):
+        (checkpoint / "scheduler.pt").unlink()
+    done = builders.launch(house, "run", recipe)
+    assert done.returncode == 5
+    assert "scheduler.pt is missing" in done.stderr
+    assert "never starts over" in done.stderr
+
+
+def test_any_damage_to_any_file_of_a_real_checkpoint_is_found(copied):
+    house, _ = copied
+    folder = sorted((house / "runs/tiny").glob("*/checkpoints/checkpoint-*"))[-1]
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) >= 8
+    for path in files:
+        content = path.read_bytes()
+        flipped = bytearray(content)
+        flipped[len(flipped) // 2] ^= 1
+        for damaged in (content[: len(content) // 2], bytes(flipped), None):
+            path.unlink()
+            if damaged is not None:
+                path.write_bytes(damaged)
+                path.chmod(0o600)
+            fault = manifest.fault(folder)
+            assert fault is not None, path
+            assert str(path.relative_to(folder)) in fault
+            path.write_bytes(content)
+    assert manifest.fault(folder) is None

@@ -1,0 +1,140 @@
+"""A disk that is full, or fails on one rank, ends the run with its exit code; what was saved is there and continues."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launch import manifest, supervise
+from launch.rundir import RunDir
+from tests import builders
+
+LONG = {"num_train_epochs": 2000, "save_steps": 20, "per_device_train_batch_size": 4}
+
+
+def mount(folder: Path, size: str) -> Path:
+    folder.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
+    return folder
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """40 MiB: three checkpoints of the tiny model and the one being written take 13."""
+    folder = mount(tmp_path / "disk", "40m")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def fill(folder: Path, left_bytes: int) -> Path:
+    """A file that leaves so much of the disk."""
+    filler = folder / "filler"
+    with filler.open("wb") as file:
+        file.write(bytes(shutil.disk_usage(folder).free - left_bytes))
+    return filler
+
+
+def started(house: Path, recipe: Path, *words: str) -> tuple[subprocess.Popen[str], RunDir]:
+    """A run that has written its first checkpoint."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "launch", "run", str(recipe), *words],
+        env=builders.environment(house, OMP_NUM_THREADS="1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not list(house.glob("runs/tiny/*/checkpoints/checkpoint-*")):
+        assert child.poll() is None, child.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return child, RunDir(builders.only_run(house))
+
+
+def rank(run: RunDir, number: int) -> psutil.Process:
+    (found,) = (
+        process
+        for process in supervise.tagged(run.run_id)
+        if process.environ().get("RANK") == str(number) and "-P" not in process.cmdline()
+    )
+    return found
+
+
+def check_whole(run: RunDir) -> None:
+    """What is there verifies, and nothing else is."""
+    checkpoints = manifest.committed(run.checkpoints)
+    assert checkpoints
+    assert [manifest.fault(path) for path in checkpoints] == [None] * len(checkpoints)
+    assert not list(run.checkpoints.glob("tmp-*"))
+
+
+def test_a_disk_that_cannot_hold_the_checkpoints_is_refused_with_numbers_before_anything_starts(small_disk, tmp_path):
+    recipe = builders.recipe(tmp_path)
+    (small_disk / "h").mkdir()
+    fill(small_disk, 10 << 20)
+    done = builders.launch(small_disk / "h", "run", str(recipe))
+    assert done.returncode == 3, done.stdout
+    assert "3 checkpoints of about 3 MiB are kept (training.save_total_limit 3)" in done.stderr
+    assert "takes 12 MiB more; 10 MiB are free. Try --training.save_total_limit=2" in done.stderr
+    fewer = builders.launch(small_disk / "h", "run", str(recipe), "--training.save_total_limit=1", "--dry-run")
+    assert fewer.returncode == 0, fewer.stderr
+    assert "training.save_total_limit 1: the 2 newest checkpoints that verify are kept all the same" in fewer.stdout
+
+
+def test_a_disk_that_fills_up_ends_the_run_with_10_and_the_same_line_continues_when_there_is_room(small_disk, tmp_path):
+    training = {**LONG, "num_train_epochs": 200}
+    recipe = builders.recipe(tmp_path, launch={"num_processes": 2}, training=training)
+    child, run = started(small_disk / "h", recipe)
+    filler = fill(small_disk, 1 << 20)
+    said, _ = child.communicate(timeout=120)
+    assert child.returncode == 10, said
+    assert re.search(r"the checkpoint of step \d+ could not be written \(rank 0: No space left on device", said)
+    check_whole(run)
+    last = manifest.committed(run.checkpoints)[-1].name
+    filler.unlink()
+    again = builders.launch(small_disk / "h", "run", str(recipe))
+    assert again.returncode == 0, again.stdout
+    assert f"resuming from {last}" in again.stdout
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace: apt-get install strace")
+@pytest.mark.parametrize(
+    ("mode", "call", "error", "path"),
+    [
+        ("multi_cpu", "fsync", "EIO", None),
+        ("deepspeed_zero2", "openat", "ENOSPC", "global_step{step}/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        ("deepspeed_zero3", "fsync", "EDQUOT", None),
+    ],
+)
+def test_what_one_rank_cannot_write_ends_all_of_them_at_once_with_10(tmp_path, mode, call, error, path):
+    recipe = builders.recipe(tmp_path, launch={"num_processes": 2, "mode": mode}, training=LONG)
+    child, run = started(tmp_path / "h", recipe)
+    log = tmp_path / "strace.log"
+    words = ["strace", "-f", "-qq", "-o", str(log), "-e", f"trace={call}", "-e", f"inject={call}:error={error}:when=1"]
+    for step in range(40, 4000, 20) if path else ():
+        staged = run.checkpoints / f"tmp-{manifest.name(step)}" / f"checkpoint-{step}"
+        words += ["-P", str(staged / path.format(step=step))]
+    tracer = subprocess.Popen([*words, "-p", str(rank(run, 1).pid)], stderr=subprocess.DEVNULL)
+    said, _ = child.communicate(timeout=120)
+    tracer.wait(timeout=30)
+    assert "(INJECTED)" in log.read_text()
+    assert child.returncode == 10, said
+    assert re.search(r"the checkpoint of step \d+ could not be written \(rank 1: ", said), said
+    check_whole(run)
+    words = [word["exit_code"] for word in run.attempts()[-1].rank_errors()]
+    assert words == [10, 10]
