@@ -36,6 +36,9 @@ exit codes: 0 complete; 2 configuration; 3 resources; 4 data; 5 no usable checkp
             (Ctrl-C) stopped: run again"""
 
 
+SWITCHES = {"--assume-fits": "--launch.assume_fits=true", "--exact-batch": "--launch.exact_batch=true"}
+
+
 def main(argv: list[str]) -> int:
     rundir.settle_process()
     try:
@@ -109,6 +112,7 @@ def _dispatch(argv: list[str]) -> int:
     said.add_argument("--calibration", action="store_true", required=True, help="predicted beside measured, all runs")
     seen = commands.add_parser("samples", help="show that a run has trained each row once an epoch")
     seen.add_argument("run", type=Path, help="a folder runs/<recipe>/<time>")
+    argv = [SWITCHES.get(word, word) for word in argv]
     overrides = [word for word in argv if word.startswith("--") and word.partition("=")[0] not in FLAGS]
     for word in overrides:
         if "=" not in word:

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
@@ -91,6 +92,7 @@ def write_run(run: RunDir, recipe: Recipe, machine: Machine, plan: Plan, house: 
 def write_plan(run: RunDir, recipe: Recipe, machine: Machine, plan: Plan, house: House, attempt: AttemptDir) -> None:
     """The plan's files, in place of those that are there."""
     run.write_plan(recipe, plan)
+    rundir.write_json(attempt.plan_file, asdict(plan))  # the run's own is that of its last attempt
     rundir.write_atomic(run.recipe_yaml, recipes.dump(recipe))
     rundir.write_atomic(run.accelerate_file, render.accelerate_config(plan, str(run.deepspeed_file)))
     if plan.strategy.engine == "deepspeed":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from launch import allocator, architectures, host_memory, malloc, predict, rates, render, sharding, timing
 from launch.host_memory import ASSUMED, Imports
@@ -33,12 +34,49 @@ CONTEXT_BYTES = {"nvidia": 512 << 20, "amd": 768 << 20}
 NCCL_BYTES, NCCL_MORE_BYTES = 544 << 20, 688 << 20
 
 
+CLEARLY_BELOW = 0.95  # of what ran out of memory: the most that another plan may take of it
+
+
+@dataclass(frozen=True)
+class RanOut:
+    """An attempt that ended for want of memory."""
+
+    of: Literal["device", "host"]
+    section: str  # that the ranks were in: load, step, evaluation, save...
+    candidate: Strategy
+    predicted_bytes: int  # of that memory, by the plan
+
+    def rules_out(self, candidate: Strategy, needed_bytes: int, is_traced: bool) -> str | None:
+        """Why a candidate that needs so much would end in the same way; None where it takes clearly less."""
+        if self.section == "evaluation" and self.candidate.per_device_eval_batch_size > 1:
+            if candidate.per_device_eval_batch_size < self.candidate.per_device_eval_batch_size:
+                return None
+            return f"evaluating {self.candidate.per_device_eval_batch_size} samples at once ran out of memory"
+        if not is_traced:  # states alone do not tell one cut from another
+            is_less = (
+                candidate.per_device_train_batch_size < self.candidate.per_device_train_batch_size
+                or candidate.gradient_checkpointing > self.candidate.gradient_checkpointing
+                or needed_bytes < CLEARLY_BELOW * self.predicted_bytes
+            )
+        else:
+            is_less = needed_bytes < CLEARLY_BELOW * self.predicted_bytes
+        if is_less:
+            return None
+        where = "host RAM" if self.of == "host" else "memory"
+        return f"{gib(needed_bytes)}, and a plan of {gib(self.predicted_bytes)} ran out of {where} in {self.section}"
+
+
 @dataclass(frozen=True)
 class Exceeded:
-    """Shares by which predictions were exceeded: evidence that narrows the next choice."""
+    """What attempts have shown: evidence that narrows the next choice."""
 
-    device: float = 0.0
+    device: float = 0.0  # share by which a prediction was exceeded
     host: float = 0.0
+    ran_out: tuple[RanOut, ...] = ()
+
+    def rules_out(self, of: str, candidate: Strategy, needed_bytes: int, is_traced: bool) -> str | None:
+        reasons = (one.rules_out(candidate, needed_bytes, is_traced) for one in self.ran_out if one.of == of)
+        return next((reason for reason in reasons if reason), None)
 
 
 NOTHING_EXCEEDED = Exceeded()
@@ -65,6 +103,7 @@ class Subject:
     cache_bytes: int | None = None  # of the tokenised rows
     usual: float = 0.0  # share by which past predictions were exceeded, at the level wanted
     exceeded: Exceeded = NOTHING_EXCEEDED  # and that of this very run
+    assume_fits: bool = False  # budgets do not count, only what ran out
 
     def question(self, candidate: Strategy) -> Question:
         multiple = MULTIPLE[candidate.device]
@@ -217,7 +256,10 @@ def host_budget_bytes(recipe: Recipe, machine: Machine) -> int:
 
 def _misses(subject: Subject, candidate: Strategy, memory: MemoryEstimate, budget: int) -> str | None:
     """Which budget is exceeded, with numbers; None when it fits."""
-    if memory.device_bytes > budget:
+    ruled_out = subject.exceeded.rules_out("device", candidate, memory.device_bytes, memory.peak is not None)
+    if ruled_out:
+        return ruled_out
+    if memory.device_bytes > budget and not subject.assume_fits:
         if memory.peak is None:
             return f"model states {gib(memory.model_state_bytes)} each, budget {gib(budget)}"
         return f"{gib(memory.device_bytes)} in {memory.peak.section}, budget {gib(budget)}"
@@ -227,14 +269,19 @@ def _misses(subject: Subject, candidate: Strategy, memory: MemoryEstimate, budge
 def misses_host(subject: Subject, candidate: Strategy, memory: MemoryEstimate) -> str | None:
     """Whether the machine's RAM is exceeded, with numbers; None when it is not."""
     host = host_budget_bytes(subject.recipe, subject.machine)
-    needed = int((memory.host_bytes or _states_on_host(candidate, memory)) * (1 + subject.exceeded.host))
-    if needed > host:
+    needed = int(host_bytes(candidate, memory) * (1 + subject.exceeded.host))
+    ruled_out = subject.exceeded.rules_out("host", candidate, needed, memory.peak is not None)
+    if ruled_out:
+        return ruled_out
+    if needed > host and not subject.assume_fits:
         return f"{gib(needed)} in host RAM{f' in {memory.host_phase}' if memory.host_phase else ''}, budget {gib(host)}"
     return None
 
 
-def _states_on_host(candidate: Strategy, memory: MemoryEstimate) -> int:
-    """What all ranks of a machine hold in its RAM, where nothing better is known."""
+def host_bytes(candidate: Strategy, memory: MemoryEstimate) -> int:
+    """What the job takes of a machine's RAM; where nothing better is known, what its ranks hold of the states there."""
+    if memory.host_bytes:
+        return memory.host_bytes
     of_rank = memory.offloaded_bytes + (memory.device_bytes if candidate.device == "cpu" else 0)
     return of_rank * candidate.processes_per_machine
 

@@ -60,6 +60,7 @@ class Given:
     exceeded: Exceeded = NOTHING_EXCEEDED  # by which an attempt of this run has refuted its plan
     free_batch: bool = False  # any cut of the effective batch will do
     wants_tuned: bool = False  # no batch was typed: what tuning has found before is used
+    assume_fits: bool = False  # whatever is predicted
     tuned: Candidate | None = None  # what short trials found the fastest here
 
 
@@ -91,7 +92,7 @@ def subject(
 
 def choose(about: Subject, changes: Sequence[Change] = (), given: Given = Given(), rows: int | None = None) -> Plan:
     """The fastest candidate that fits. Raises DoesNotFit with the nearest misses, ConfigError for what cannot be."""
-    about = replace(about, link=given.link)
+    about = replace(about, link=given.link, assume_fits=given.assume_fits)
     recipe, machine, shape = about.recipe, about.machine, about.shape
     possible, rejected = _possible(about, given)
     judged: list[tuple[Judged, str]] = []
@@ -178,12 +179,15 @@ def _fastest(about: Subject, wanted: Sequence[Candidate], judged: list[tuple[Jud
 def _evaluated(about: Subject, candidate: Candidate) -> Candidate:
     """The candidate with an evaluation batch that takes no more than training does; one that was asked for, no more
     than fits. Evaluation does not decide the weights, so it gives way first."""
+    count = candidate.per_device_eval_batch_size
+    for one in about.exceeded.ran_out:
+        if one.section == "evaluation":
+            count = max(1, min(count, one.candidate.per_device_eval_batch_size // 2))
     trace = about.trace(candidate)
     if trace is None:
-        return candidate
+        return replace(candidate, per_device_eval_batch_size=count)
     budget = estimate.budget_bytes(about.recipe, about.machine, candidate)
     is_asked = about.recipe.training.per_device_eval_batch_size is not None
-    count = candidate.per_device_eval_batch_size
     peaks = trace.peaks(candidate.per_device_train_batch_size, count)
     trains = max(peak.allocated_bytes for section, peak in peaks.items() if section != "evaluation")
     limit = budget if is_asked else min(trains, budget)
@@ -284,6 +288,8 @@ def _waves(about: Subject, possible: Sequence[Candidate]) -> Iterator[list[Candi
         yield [*whole, *shared]
     if about.traces is None:
         yield offloaded
+        if about.exceeded.ran_out:
+            yield [cut for one in possible for cut in _cuts(about.recipe, one)]
         return
     cuts = [cut for one in whole for cut in _cuts(about.recipe, one)]
     yield [cut for cut in cuts if cut.per_device_train_batch_size > 1]
@@ -524,6 +530,8 @@ def _why(recipe: Recipe, machine: Machine, candidate: Candidate, given: Given) -
         yield f"{launch.nodes} machines, this one is number {launch.machine_rank}; they meet at {meet}"
     if candidate.offloads:
         yield "optimizer states in host RAM, updated there by the same optimizer: slower, and no compiled op is needed"
+    if given.assume_fits:
+        yield "launch.assume_fits: what is predicted was not compared with what there is"
     if given.force_gloo and candidate.num_processes == 1:
         yield "ACCELERATE_USE_GLOO=1 has no effect on one process"
     elif given.force_gloo:

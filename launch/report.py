@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from launch.schema import GIB, Machine, MemoryEstimate, Plan, Recipe, RunResult, StepEvent
+from launch.schema import GIB, Change, Machine, MemoryEstimate, Plan, Recipe, RunResult, StepEvent
 
 STATES = ("weights", "gradients", "optimizer")
 
@@ -58,16 +58,21 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
         yield f"             {line}"
     yield from _memory_lines(plan)
     yield f"  output     {recipe.output_dir}"
-    for reason in dict.fromkeys(change.reason for change in plan.changes):
-        yield f"  changed    {reason}"
-        for change in plan.changes:
-            if change.reason == reason:
-                yield f"             {change.key}: asked {change.requested}, runs {change.effective}"
+    yield from change_lines(plan.changes)
     for line in plan.rejected:
         yield f"  rejected   {line}"
     if len(plan.table) > 2:
         for head, line in zip(["  compared   ", *[" " * 13] * len(plan.table)], plan.table, strict=False):
             yield head + line
+
+
+def change_lines(changes: Sequence[Change]) -> Iterator[str]:
+    """What runs otherwise than it was asked for, by reason."""
+    for reason in dict.fromkeys(change.reason for change in changes):
+        yield f"  changed    {reason}"
+        for change in changes:
+            if change.reason == reason:
+                yield f"             {change.key}: asked {change.requested}, runs {change.effective}"
 
 
 def planned_lines(plan: Plan) -> Iterator[str]:

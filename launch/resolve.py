@@ -91,7 +91,7 @@ def resolve(
     def planned(recipe: Recipe, changes: Sequence[Change]) -> Resolved:
         about = planner.subject(recipe, machine, config, parameter_shapes, data_format)
         lengths, is_ragged = lengths_of(house, about)
-        about = replace(about, lengths=lengths, is_ragged=is_ragged, rows=rows)
+        about = replace(about, lengths=lengths, is_ragged=is_ragged, rows=rows, exceeded=given.exceeded)
         device = "cuda" if has_gpu else "cpu"
         if trace:
             about = replace(
@@ -100,12 +100,15 @@ def resolve(
                 imports=imports.known(house.cache, packages.unused(recipe, None), device),
                 allocator=AllocatorConfig.parse(_allocator_settings(os.environ)) if has_gpu else TORCH_DEFAULTS,
                 usual=_usual(house, machine, device, say),
-                exceeded=given.exceeded,
             )
         wants_tuned = given.wants_tuned and machine_file is None and house.ledger_file.exists()
         tuned = _tuned(house, about, say) if wants_tuned else None
-        plan = planner.choose(about, changes, replace(given, tuned=tuned), rows)
-        return Resolved(house, recipe, machine, plan, about)
+        known = replace(given, tuned=tuned, assume_fits=recipe.launch.assume_fits)
+        with suppress(DoesNotFit):  # what ran out once is planned within the budgets, where that can be
+            if known.assume_fits and given.exceeded.ran_out:
+                plan = planner.choose(about, changes, replace(known, assume_fits=False), rows)
+                return Resolved(house, recipe, machine, plan, about)
+        return Resolved(house, recipe, machine, planner.choose(about, changes, known, rows), about)
 
     try:
         return planned(recipe, changes)

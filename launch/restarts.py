@@ -12,6 +12,7 @@ from launch.schema import Failure
 PASSING = frozenset({"killed", "hang", "network"})
 AFTER_PROGRESS = frozenset({"crash", "unknown"})  # of these, such that ended an attempt which had trained
 NO_PROGRESS = 3  # restarts in a row that committed no new step
+MEMORY = frozenset({"device_oom", "host_oom", "host_pressure"})  # another plan may take less
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 
 
@@ -19,7 +20,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 class Next:
     """What follows a failure, and why: the words of the line that says it."""
 
-    action: Literal["again", "stop"]
+    action: Literal["again", "plan", "stop"]
     why: str = ""
     wait_s: float = 0.0
 
@@ -33,13 +34,18 @@ class History:
     ends: list[tuple[str, int]] = field(default_factory=list)  # (kind, last step) of each failed attempt
 
 
-def decide(failure: Failure, history: History, began: int, reached: int, committed: int, limit: int) -> Next:
+def decide(
+    failure: Failure, history: History, began: int, reached: int, committed: int, limit: int, replans: bool = True
+) -> Next:
     """What follows a failed attempt, which is then part of `history`.
 
     The attempt began at the committed step `began` and reached step `reached`; `committed` is the newest step that a
-    checkpoint holds now (0: none), `limit` is launch.max_restarts."""
+    checkpoint holds now (0: none), `limit` is launch.max_restarts, `replans` whether launch.on_oom says so. Plans after
+    a shortage of memory are not counted: each takes less than the one before, so they end."""
     has_new = committed > began
     history.in_vain = 0 if has_new else history.in_vain
+    if failure.kind in MEMORY:
+        return Next("plan") if replans else Next("stop", "launch.on_oom: fail")
     end = (failure.kind, reached)
     is_poison = end in history.ends and reached > 0
     history.ends.append(end)

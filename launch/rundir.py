@@ -107,6 +107,7 @@ class AttemptDir:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.plan_file = root / "plan.json"
         self.log_file = root / "log.txt"  # all that the launcher and the ranks print
         self.train_log = root / "train.log"  # rank 0's own lines
         self.events_file = root / "events.jsonl"
@@ -173,6 +174,7 @@ class RunDir:
         self.checkpoints = root / "checkpoints"
         self.tensorboard = root / "tensorboard"
         self.tokens_file = root / "tokens.json"  # {"folder": where the tokenised rows are}
+        self.evidence_file = root / "evidence.json"  # what ran out of memory so far (estimate.RanOut), a list
         self.continues_file = root / "continues.json"  # {"checkpoint", "samples_seen"}: an older run's, taken over
 
     @classmethod

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +21,7 @@ from launch import (
     calibration,
     direct,
     estimate,
+    evidence,
     keys,
     nodes,
     render,
@@ -32,11 +34,12 @@ from launch import (
     told,
 )
 from launch.calibration import Figures, Measurement
+from launch.errors import DoesNotFit
 from launch.estimate import Exceeded
 from launch.ledger import Ledger
 from launch.resolve import Resolved
 from launch.rundir import AttemptDir
-from launch.schema import Command, RunResult, StepEvent
+from launch.schema import Command, Failure, RunResult, StepEvent
 from launch.screen import Screen
 from launch.told import Told
 
@@ -50,7 +53,11 @@ def run(decide: Decide, wish: str, dry_run: bool) -> int:
     began = time.monotonic()
     with told.signals() as heard, ExitStack() as held:
         resolved = decide(True, Exceeded())
-        house, recipe, meeting = resolved.house, resolved.recipe, resolved.plan.rendezvous
+        house, meeting = resolved.house, resolved.plan.rendezvous
+        exceeded = evidence.of_unfinished(house.runs, resolved.recipe.name) if wish != "never" else Exceeded()
+        if exceeded.ran_out:  # on an earlier start of the run that goes on
+            resolved = decide(False, exceeded)
+        recipe = resolved.recipe
         is_first = meeting is None or meeting.machine_rank == 0
         if meeting is not None and not is_first:
             start = resume.Start(
@@ -63,6 +70,8 @@ def run(decide: Decide, wish: str, dry_run: bool) -> int:
             start = resume.decide(house.runs, recipe, resolved.plan, tokens, wish, datetime.now())
         if not start.complete:
             held.enter_context(direct.run_lock(start.run))
+            if exceeded.ran_out:
+                evidence.write(start.run, exceeded)
         screen = Screen(rundir.log_file(house.root, start.run))
         for line in report.plan_lines(recipe, resolved.machine, resolved.plan):
             screen.say(line)
@@ -81,13 +90,13 @@ def run(decide: Decide, wish: str, dry_run: bool) -> int:
             return 0
         screen.say(f"log: {rundir.log_file(house.root, start.run)}")
         end_s = _end_s(recipe.launch.time_limit_s, began, os.environ)
-        resolved, result = _attempts(resolved, decide, start.run, screen, heard, end_s)
-        events = _events(start.run.attempts())
-        _remember(resolved, start.run.run_id, result, events, screen)
-        plan = resolved.plan
+        resolved, result = _attempts(resolved, decide, exceeded, start.run, held, screen, heard, end_s)
+        run, recipe, plan = rundir.RunDir(Path(result.run_dir)), resolved.recipe, resolved.plan
+        events = _events(run.attempts())
+        _remember(resolved, run.run_id, result, events, screen)
         for line in report.result_lines(recipe, resolved.machine, plan, result, chat_command(recipe.output_dir)):
             screen.say(line)
-        rundir.write_atomic(start.run.report_file, report.html(recipe, resolved.machine, plan, result, events))
+        rundir.write_atomic(run.report_file, report.html(recipe, resolved.machine, plan, result, events))
     return result.exit_code
 
 
@@ -100,13 +109,20 @@ def _end_s(time_limit_s: float | None, began: float, environ: Mapping[str, str])
 
 
 def _attempts(
-    resolved: Resolved, decide: Decide, run: rundir.RunDir, screen: Screen, heard: Told, end_s: float | None
+    resolved: Resolved,
+    decide: Decide,
+    exceeded: Exceeded,
+    run: rundir.RunDir,
+    held: ExitStack,
+    screen: Screen,
+    heard: Told,
+    end_s: float | None,
 ) -> tuple[Resolved, RunResult]:
     """Attempts until one ends well, or fails in a way that no further one would mend.
 
-    A plan that its second step refutes is made again, with what is known by then; a failure that may pass is followed
-    by another attempt, from the last checkpoint."""
-    exceeded, plans, history = Exceeded(), 1, restarts.History()
+    A plan that its second step refutes is made again, with what is known by then, and so is one that ran out of memory;
+    a failure that may pass is followed by another attempt. Each goes on from the last checkpoint."""
+    plans, history = 1, restarts.History()
     while True:
         began = run.last_step()
         resolved, result, compared = _attempt(
@@ -115,19 +131,59 @@ def _attempts(
         if result.plan_again:
             plans += 1
             screen.say(f"stopped to plan again: {compared[0].over}")
-            exceeded = Exceeded(compared[0].exceeded, compared[0].host_exceeded)
+            exceeded = replace(exceeded, device=compared[0].exceeded, host=compared[0].host_exceeded)
             resolved = decide(False, exceeded)
             for line in report.planned_lines(resolved.plan):
                 screen.say(line)
             continue
         if result.failure is None or result.unkillable:  # beside those no other attempt has room
             return resolved, result
-        limit = resolved.recipe.launch.max_restarts
-        following = restarts.decide(result.failure, history, began, result.last_step, run.last_step(), limit)
+        launch = resolved.recipe.launch
+        reached, committed = result.last_step, run.last_step()
+        following = restarts.decide(
+            result.failure, history, began, reached, committed, launch.max_restarts, launch.on_oom == "replan"
+        )
         if following.why:
             screen.say(following.why)
         if following.action == "stop" or not _waited(following.wait_s, heard):
             return resolved, result
+        if following.action == "plan":
+            exceeded = evidence.add(exceeded, result.failure, resolved.plan, run)
+            again = _planned_again(resolved, decide, exceeded, result.failure, reached, committed, screen)
+            if again is None:
+                return resolved, result
+            if again.recipe != resolved.recipe:  # it trains something else now
+                run = rundir.RunDir.create(again.house.runs, again.recipe.name, datetime.now())
+                held.enter_context(direct.run_lock(run))
+                evidence.write(run, exceeded)
+                screen.say(f"starting over in {run.run_id}: what was given up changes the result")
+            resolved = again
+
+
+def _planned_again(
+    resolved: Resolved,
+    decide: Decide,
+    exceeded: Exceeded,
+    failure: Failure,
+    reached: int,
+    committed: int,
+    screen: Screen,
+) -> Resolved | None:
+    """A plan that takes clearly less of what ran out, with the line that says so; None where there is none."""
+    screen.say(f"out of memory at step {reached}: {failure.cause} ({failure.proof})")
+    try:
+        again = decide(False, exceeded)
+    except DoesNotFit as error:
+        screen.say(f"no other plan: {error}")
+        return None
+    source = f"from step {committed}" if committed else "from the beginning"
+    screen.say(
+        f"planned again, {source}: {again.plan.strategy.mode} with {again.plan.strategy.num_processes} process(es)"
+    )
+    changes = [change for change in again.plan.changes if change not in resolved.plan.changes]
+    for line in (*report.change_lines(changes), *report.planned_lines(again.plan)):
+        screen.say(line)
+    return again
 
 
 def _waited(seconds: float, heard: Told) -> bool:

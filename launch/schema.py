@@ -233,6 +233,8 @@ class LaunchSection(Section):
     network_interface: str | None = None  # between the nodes, e.g. eth1; default: the one that leads to that address
     join_timeout_s: PositiveInt = 300  # for all nodes to be there
     vram_fraction: float = Field(default=0.95, gt=0, le=1)  # share of the free VRAM that planning may use
+    assume_fits: bool = False  # start as asked, whatever was predicted; what runs out then is planned again
+    on_oom: Literal["replan", "fail"] = "replan"  # out of memory: plan again with the effective batch held, or stop
     exact_batch: bool = False  # refuse the run where the batch does not fit, instead of splitting it
     pass_env: tuple[str, ...] = ()  # names of variables that ranks get besides those of launch/environment.py
     host_reserve_gib: float = Field(default=2.0, ge=0, allow_inf_nan=False)  # host RAM left to the rest of the machine

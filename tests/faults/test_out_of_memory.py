@@ -1,0 +1,183 @@
+"""A run that is out of memory is planned again with the effective batch held, and ends with the model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.rundir import RunDir
+from tests import builders, stopping
+
+TRAINING = {"num_train_epochs": 1, "save_steps": 2, "learning_rate": 1e-3}
+CUDA = "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 19.60 GiB"
+HIP = "HIP out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 15.98 GiB"
+CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+
+
+def step_fault(when: str, words: str, rank: int | None) -> dict[str, Any]:
+    """A micro-batch that does not fit; args[2] is the batch."""
+    do = f"import torch\nraise torch.OutOfMemoryError({words!r})"
+    return {
+        "module": "training.trainer",
+        "attribute": "LowMemTrainer.training_step",
+        "when": when,
+        "rank": rank,
+        "do": do,
+    }
+
+
+def batches(run: RunDir) -> list[tuple[int, int, int]]:
+    """(micro-batch, accumulation, evaluation batch) of each attempt."""
+    plans = [json.loads(attempt.plan_file.read_text()) for attempt in run.attempts()]
+    keys = ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size")
+    return [tuple(plan["strategy"][key] for key in keys) for plan in plans]
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {event["step"]: event["loss"] for event in builders.events(run)}
+
+
+@pytest.fixture
+def uninterrupted(tmp_path: Path) -> dict[int, float]:
+    """The losses of the same run where nothing is short."""
+    with stopping.launched(
+        tmp_path, house="whole", words=(f"--output_dir={tmp_path / 'whole_model'}",), training=TRAINING
+    ) as child:
+        assert child.wait() == 0, child.said()
+        return losses(child.run.root)
+
+
+@pytest.mark.parametrize("words", [CUDA, HIP, CUBLAS])
+def test_a_rank_that_alone_is_out_of_memory_hangs_nobody_and_smaller_pieces_train_the_same(
+    tmp_path, uninterrupted, words
+):
+    """On one of two ranks, after the first checkpoint, as long as a micro-batch has more than two samples."""
+    fault = step_fault("args[2]['labels'].shape[0] > 2 and args[0].state.global_step >= 3", words, rank=1)
+    with stopping.launched(tmp_path, faults={"oom": fault}, training=TRAINING) as child:
+        assert child.wait(within_s=200) == 0, child.said()
+        found = batches(child.run)
+        assert found[0][:2] == (4, 1)
+        assert found[-1][0] <= 2, "no smaller pieces"
+        assert all(micro * accumulation == 4 for micro, accumulation, _ in found)
+        assert stopping.fired(tmp_path, "oom") == len(found) - 1
+        assert "planned again, from step 2" in child.said()
+        assert "the effective batch stays 8" in child.said()
+        assert losses(child.run.root) == pytest.approx(uninterrupted, rel=1e-5)
+        assert child.left() == []
+
+
+def test_out_of_memory_in_an_evaluation_lowers_that_and_not_training(tmp_path):
+    do = f"import torch\nraise torch.OutOfMemoryError({CUDA!r})"
+    fault = {
+        "module": "training.trainer",
+        "attribute": "target_loss_sum",
+        "when": "args[0].shape[0] > 3 and not args[0].requires_grad",
+        "rank": 0,
+        "do": do,
+    }
+    with stopping.launched(
+        tmp_path, faults={"oom": fault}, training={**TRAINING, "eval_steps": 3, "per_device_eval_batch_size": 5}
+    ) as child:
+        assert child.wait(within_s=200) == 0, child.said()
+        found = batches(child.run)
+        assert {(micro, accumulation) for micro, accumulation, _ in found} == {(4, 1)}
+        assert [evaluated for _, _, evaluated in found] == [5, 2]
+        assert stopping.fired(tmp_path, "oom") == 1
+
+
+def test_where_nothing_smaller_is_left_the_run_ends_with_its_cause(tmp_path):
+    fault = step_fault("True", CUDA, rank=None)
+    with stopping.launched(tmp_path, ranks=1, faults={"oom": fault}, training=TRAINING) as child:
+        assert child.wait(within_s=200) == 12, child.said()
+        found = batches(child.run)
+        assert "no other plan" in child.said()
+        assert len(found) == len(set(found)) > 1, "the same plan was tried twice"
+        assert child.left() == []
+
+
+def test_on_oom_fail_stops_at_once(tmp_path):
+    fault = step_fault("True", CUDA, rank=None)
+    with stopping.launched(
+        tmp_path, ranks=1, faults={"oom": fault}, training=TRAINING, launch={"on_oom": "fail"}
+    ) as child:
+        assert child.wait() == 12, child.said()
+        assert len(child.run.attempts()) == 1
+
+
+def test_what_changes_the_result_is_given_up_only_where_allowed_and_starts_over(tmp_path):
+    """Out of memory as long as rows have more than 32 tokens: no cut of the batch helps."""
+    fault = step_fault("args[2]['labels'].shape[1] > 32", CUDA, rank=None)
+    with stopping.launched(
+        tmp_path, ranks=1, faults={"oom": fault}, training=TRAINING, data={"max_length": 128}, allow=["data.max_length"]
+    ) as child:
+        code = child.wait(within_s=250)
+        assert "starting over in" in child.said()
+        assert "data.max_length: asked 128, runs" in child.said()
+        runs = sorted(path.parent for path in child.house.glob("runs/*/*/plan.json"))
+        assert len(runs) > 1
+        assert code == 12, "rows of 64 tokens are the shortest that are tried"
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    group = Path("/sys/fs/cgroup/memory") / f"lowmem-test-{time.monotonic_ns()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made here: {error}")
+    yield group
+    for _ in range(50):
+        try:
+            group.rmdir()
+            break
+        except OSError:
+            time.sleep(0.1)
+
+
+WIDE = {"model": {"shape": "gpt2-tiny"}, "data": {"max_length": 256}}
+
+
+def test_the_kernels_kill_in_a_cgroup_too_small_is_planned_again_within_it(tmp_path, cgroup):
+    """The batch is forced on a cgroup that cannot hold it; without the guard, so that it is the kernel who says so."""
+    training = {"num_train_epochs": 1, "save_steps": 2, "per_device_train_batch_size": 64}
+    recipe = builders.recipe(
+        tmp_path,
+        count=200,
+        training=training,
+        launch={"host_reserve_gib": 0.0, "host_stop_fraction": 1.0},
+        model={"shape": "gpt2-tiny"},
+        data={"max_length": 256},
+    )
+    words = f'exec "{sys.executable}" -m launch run "{recipe}"'
+    whole = subprocess.run(
+        ["bash", "-c", f'{words} --output_dir="{tmp_path / "whole_model"}"'],
+        env=builders.environment(tmp_path / "whole"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    (plan_file,) = (tmp_path / "whole").glob("runs/*/*/plan.json")
+    needed = sum(json.loads(plan_file.read_text())["estimate"]["host"].values())
+    (cgroup / "memory.limit_in_bytes").write_text(str(int(needed * 0.8)))
+    done = subprocess.run(
+        ["bash", "-c", f'echo $$ > "{cgroup}/cgroup.procs"; {words} --assume-fits'],
+        env=builders.environment(tmp_path / "house"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    kills = dict(line.split() for line in (cgroup / "memory.oom_control").read_text().splitlines())
+    assert int(kills["oom_kill"]) >= 1
+    assert "the cgroup's oom_kill counter grew by" in done.stdout
+    assert "the effective batch stays 64" in done.stdout
+    run = builders.only_run(tmp_path / "house")
+    assert losses(run) == pytest.approx(losses(builders.only_run(tmp_path / "whole")), rel=1e-5)
