@@ -20,6 +20,7 @@ from launch.schema import GIB, DataFormat, Gpu, Machine, Plan, Recipe
 
 CODE = Path(__file__).resolve().parent.parent
 TRACES = {"LOWMEM_TRACES": str(CODE / ".cache" / "traces-of-tests")}
+exit_codes: list[int] = []  # of the launches of the test that runs now
 WORDS = [*"一二三山水火风", "red", "blue", "green", "stone", "river", "cloud", "lamp", "paper", "seven"]
 
 
@@ -79,7 +80,9 @@ def environment(house: Path, **extra: str) -> dict[str, str]:
 def launch(house: Path, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
     """`python -m launch ...` to its end."""
     argv = [sys.executable, "-m", "launch", *words]
-    return subprocess.run(argv, env=environment(house, **extra), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(argv, env=environment(house, **extra), capture_output=True, text=True, timeout=300)
+    exit_codes.append(done.returncode)
+    return done
 
 
 def accelerate(house: Path, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
+
+from tests import builders, fault_log
 
 # A traced step depends on no test's house: what one test has traced, the next one reads.
 os.environ["LOWMEM_TRACES"] = str(Path(__file__).resolve().parent.parent / ".cache" / "traces-of-tests")
@@ -25,6 +29,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if without:
             config.hook.pytest_deselected(items=without)
             items[:] = [item for item in items if item not in without]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that shows faults leaves its line where fault_log.FILE asks for them."""
+    report = yield
+    if report.when == "setup":
+        builders.exit_codes.clear()
+    mark, file = item.get_closest_marker("shows"), os.environ.get(fault_log.FILE)
+    if mark and file and (report.when == "call" or report.outcome == "skipped"):
+        fault_log.write(Path(file), item, mark, report)
+    return report
+
+
+@pytest.fixture
+def injected(record_property) -> Callable[[], None]:
+    """To be called when the fault has just been done."""
+    return lambda: record_property("injected", time.time())
 
 
 @pytest.fixture

@@ -123,7 +123,7 @@ def injecting(folder: Path, **faults: dict[str, Any]) -> dict[str, str]:
     """The environment in which ranks do these (tests/faults/inject)."""
     (folder / "marks").mkdir(exist_ok=True)
     path = f"{builders.CODE}:{builders.CODE / 'tests/faults/inject'}"
-    return {"PYTHONPATH": path, "FAULTS": json.dumps(faults), "FAULT_MARKS": str(folder / "marks")}
+    return {"PYTHONPATH": path, "LOWMEM_FAULTS": json.dumps(faults), "LOWMEM_FAULT_MARKS": str(folder / "marks")}
 
 
 def fired(folder: Path, fault: str) -> int:

@@ -46,6 +46,7 @@ def by_hand(tmp_path_factory) -> dict[str, torch.Tensor]:
     return builders.weights(folder / "model")
 
 
+@pytest.mark.shows("F45", "F46", "env -i, cron, closed streams, umask 000, POSIX and Latin-1 locales")
 @pytest.mark.parametrize("name", PLACES)
 def test_the_same_weights_come_out_wherever_a_run_is_started(tmp_path, by_hand, name):
     folder = tmp_path / "données 日本"

@@ -12,6 +12,7 @@ import pytest
 from tests import stopping
 
 
+@pytest.mark.shows("F27", "SIGSTOP to one rank; its state is read: stopped")
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_a_stopped_rank_is_found_its_stacks_are_saved_and_the_run_is_started_again(tmp_path, goes_on):
     launch = {"hang_floor_s": 4, "max_restarts": 10 if goes_on else 0}
@@ -38,11 +39,12 @@ def test_a_stopped_rank_is_found_its_stacks_are_saved_and_the_run_is_started_aga
         assert child.left() == []
 
 
+@pytest.mark.shows("F20", "F53", "6 s in each save of one rank and in each evaluation; marks counted")
 def test_slow_saves_and_evaluations_are_no_hang(tmp_path):
     """Each takes longer than a step may."""
     sleep = "import time; time.sleep(6)"
     faults = {
-        "save": {"module": "training.checkpoint", "attribute": "commit", "do": sleep},
+        "save": {"module": "training.checkpoint", "attribute": "commit", "do": sleep, "rank": 1},
         "evaluation": {"module": "training.obey", "attribute": "Obey.between_batches", "do": sleep, "times": 2},
     }
     training = {"num_train_epochs": 2, "save_steps": 5}
@@ -73,6 +75,7 @@ def tenth_of_a_cpu():
             time.sleep(0.1)
 
 
+@pytest.mark.shows("F28", "a cgroup of a tenth of a CPU for one rank; the pace of its steps drops")
 def test_a_rank_with_a_tenth_of_a_cpu_is_named_and_not_ended(tmp_path, tenth_of_a_cpu):
     with stopping.launched(
         tmp_path, launch={"hang_floor_s": 8}, training={"save_steps": 100_000, "eval_steps": 100_000}
@@ -102,10 +105,13 @@ def frozen(tmp_path):
     os.system(f"fsfreeze -u {folder}; umount -l {folder}")
 
 
+@pytest.mark.shows("F29", "a write into a frozen ext4; a mark, and SIGKILL leaves the process there")
 def test_a_process_that_nothing_can_end_is_named_and_the_supervisor_ends(tmp_path, frozen):
     folder, freeze = frozen
     write = f"open({str(folder / 'file')!r}, 'w').write('x' * 9999)"
-    fault = stopping.at_step("args[2].global_step if os.path.exists(os.environ['FAULT_MARKS'] + '/go') else -1", write)
+    fault = stopping.at_step(
+        "args[2].global_step if os.path.exists(os.environ['LOWMEM_FAULT_MARKS'] + '/go') else -1", write
+    )
     launch = {"hang_floor_s": 4, "max_restarts": 3}
     with stopping.launched(tmp_path, faults={"stuck": fault}, launch=launch) as child:
         child.until("two checkpoints", lambda: len(child.committed()) >= 2)

@@ -115,6 +115,7 @@ def is_said(done: subprocess.CompletedProcess[str], folder: Path, *words: str) -
     assert not (folder / "model").exists()
 
 
+@pytest.mark.shows("F32", "a row whose loss or gradient overflows, on one rank at step 8; the row is named")
 @pytest.mark.parametrize(
     ("mode", "ranks"),
     [
@@ -141,6 +142,7 @@ def test_what_is_not_finite_on_one_rank_ends_all_before_the_step_and_names_the_r
     assert len(shown["rows"]) == (BATCH // ranks if kind == "loss" else BATCH)
 
 
+@pytest.mark.shows("F32", "a held-out row whose loss overflows; the step is named")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_held_out_loss_that_is_not_finite_ends_the_run_before_that_step_is_saved(tmp_path, ranks):
     mode = "cpu" if ranks == 1 else "multi_cpu"
@@ -150,6 +152,7 @@ def test_a_held_out_loss_that_is_not_finite_ends_the_run_before_that_step_is_sav
     assert checkpoints(tmp_path) == ["checkpoint-000003"]
 
 
+@pytest.mark.shows("F32", "a step that makes float16 weights infinite; the weight is named")
 def test_weights_that_a_step_made_infinite_are_never_saved(tmp_path):
     """Half-precision weights hold 65,504 at most; SGD's weight decay at rate 10 makes -12,000 nine times as much."""
     training = {"optim": "sgd", "learning_rate": 10, "warmup_steps": 1, "weight_decay": 1, "save_steps": 1}
@@ -159,6 +162,7 @@ def test_weights_that_a_step_made_infinite_are_never_saved(tmp_path):
     assert checkpoints(tmp_path) == ["checkpoint-000001"]
 
 
+@pytest.mark.shows("F33", "a row with a loss of 1e7; the step is named")
 def test_a_spike_is_warned_about_and_trained_on(tmp_path):
     guilty = row_of(step=13, rank=0, ranks=1)
     done = launched(tmp_path, "spike", guilty, column="response")
@@ -168,6 +172,7 @@ def test_a_spike_is_warned_about_and_trained_on(tmp_path):
     assert "numerics.skip_spikes_above would skip such a step" in done.stdout
 
 
+@pytest.mark.shows("F33", "a row with a loss of 1e7 and numerics.skip_spikes_above; the step is named")
 @pytest.mark.parametrize(
     ("mode", "ranks"), [("cpu", 1), ("multi_cpu", 2), ("deepspeed_zero2", 2), ("deepspeed_zero3", 2), ("fsdp2", 2)]
 )
@@ -201,6 +206,7 @@ def test_a_spike_is_skipped_where_that_is_asked_for_and_the_weights_stay(tmp_pat
         assert all(torch.equal(left[name], twelve[name]) for name in left)
 
 
+@pytest.mark.shows("F33", "five such rows in a row; the steps are named")
 def test_steps_that_stay_far_too_large_end_the_run(tmp_path):
     guilty = [row_of(step, 0, 1) for step in range(11, 16)]
     done = launched(tmp_path, "spike", guilty, "--numerics.skip_spikes_above=50", column="response")

@@ -23,6 +23,7 @@ def small_disk(tmp_path):
     os.system(f"umount -l {folder}")
 
 
+@pytest.mark.shows("F52", "a tmpfs of 16 KiB for the log; the log is cut, and that is said once")
 def test_a_full_log_disk_is_said_once_and_training_goes_on(tmp_path, small_disk):
     recipe = builders.recipe(tmp_path, training={"num_train_epochs": 40})
     done = builders.launch(tmp_path / "house", "run", str(recipe))
@@ -36,6 +37,7 @@ def test_a_full_log_disk_is_said_once_and_training_goes_on(tmp_path, small_disk)
     assert (tmp_path / "model/config.json").exists()
 
 
+@pytest.mark.shows("F52", "stdout is `| head -n 3`, closed, or /dev/full")
 @pytest.mark.parametrize("reader", ["| head -n 3", ">&- 2>&-", "> /dev/full"])
 def test_a_reader_that_has_gone_does_not_stop_training(tmp_path, reader):
     recipe = builders.recipe(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 
+import pytest
 import torch
 
 from tests import builders, stopping
@@ -13,6 +14,7 @@ KILL = "os.kill(os.getpid(), 9)"
 BOOM = "raise RuntimeError('boom')"
 
 
+@pytest.mark.shows("F4", "kill -9 of one rank at step 10, by itself; it left a mark")
 def test_kill_minus_nine_of_a_rank_restarts_and_the_end_is_that_of_an_uninterrupted_run(tmp_path):
     training = {"num_train_epochs": 5, "save_steps": 4}
     with stopping.launched(
@@ -32,6 +34,7 @@ def test_kill_minus_nine_of_a_rank_restarts_and_the_end_is_that_of_an_uninterrup
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
 
 
+@pytest.mark.shows("F51", "an exception at step 7 of each attempt; marks counted, one an attempt")
 def test_a_step_that_always_crashes_stops_the_run_with_its_cause(tmp_path):
     fault = stopping.at_step("7", BOOM)
     with stopping.launched(tmp_path, faults={"boom": fault}) as child:
@@ -43,6 +46,7 @@ def test_a_step_that_always_crashes_stops_the_run_with_its_cause(tmp_path):
         assert child.left() == []
 
 
+@pytest.mark.shows("F51", "kill -9 of a rank at another step in each attempt; attempts counted")
 def test_three_restarts_without_a_new_checkpoint_are_the_last(tmp_path):
     """Killed at another step each time, so that no step is to blame."""
     fault = stopping.at_step("6 + done", KILL)
@@ -54,6 +58,7 @@ def test_three_restarts_without_a_new_checkpoint_are_the_last(tmp_path):
         assert child.left() == []
 
 
+@pytest.mark.shows("F51", "an exception while the model is built; marks counted")
 def test_a_crash_before_the_first_step_is_not_tried_again(tmp_path):
     fault = {"module": "training.model", "attribute": "build", "rank": 0, "do": BOOM}
     with stopping.launched(tmp_path, faults={"boom": fault}) as child:

@@ -50,6 +50,9 @@ def holders(folder: Path, needles: list[bytes]) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and any(one in path.read_bytes() for one in needles)]
 
 
+@pytest.mark.shows(
+    "F49", "secrets in the environment and the token file; every process of the run was read, and that some were"
+)
 def test_no_secret_is_written_printed_or_passed_on(tmp_path, canaries):
     stored = drawn("hf_")
     cache = tmp_path / "hf"
@@ -88,6 +91,7 @@ def _watch(child: subprocess.Popen[bytes], out: Path, seen: dict[str, tuple[byte
         time.sleep(0.05)
 
 
+@pytest.mark.shows("F49", "a secret in an argument; without the redactor it shows")
 def test_a_secret_in_a_message_is_not_shown_and_without_the_redactor_it_would_be(tmp_path, canaries):
     """The same start twice; the second time with the redactor taken out, which must show: the test can fail."""
     token = canaries["HF_TOKEN"]
@@ -168,6 +172,7 @@ def test_what_a_run_writes_is_its_users_alone_and_leaves_no_core(tmp_path):
     assert loose == []
 
 
+@pytest.mark.shows("F48", "a symbolic link of another user in a shared folder; the link's owner is in the message")
 def test_a_name_that_somebody_else_put_into_a_shared_folder_is_refused(tmp_path):
     if os.geteuid() != 0:
         pytest.skip("needs root, to be somebody else")

@@ -34,6 +34,7 @@ def check_stopped(child: Child, before: int, exit_code: int = 75) -> None:
     assert child.left() == []
 
 
+@pytest.mark.shows("F6", "F9", "SIGINT, SIGTERM, SIGHUP, SIGUSR1 to the launcher; the signal is named in what it says")
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_stop_signal_to_the_launcher_saves_and_the_same_line_continues(tmp_path, name, ranks):
@@ -46,6 +47,9 @@ def test_a_stop_signal_to_the_launcher_saves_and_the_same_line_continues(tmp_pat
         assert "continuing tiny-" in again.stdout
 
 
+@pytest.mark.shows(
+    "F7", "SIGTERM at a random moment to launcher, accelerate or ranks apart; the outcome says preempted"
+)
 @pytest.mark.parametrize("draw", range(8))
 def test_sigterm_at_a_random_moment_to_launcher_agent_or_ranks_apart(tmp_path, draw):
     """The campaign of which benchmarks.stops runs a hundred; each draw can be repeated by its number."""
@@ -60,6 +64,7 @@ def test_sigterm_at_a_random_moment_to_launcher_agent_or_ranks_apart(tmp_path, d
         assert child.left() == []
 
 
+@pytest.mark.shows("F6", "SIGTERM, SIGUSR1 to accelerate; the outcome says preempted")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_signal_to_accelerate_saves_too(tmp_path, ranks):
     for name in ("SIGTERM", "SIGUSR1"):
@@ -69,6 +74,7 @@ def test_a_signal_to_accelerate_saves_too(tmp_path, ranks):
             check_stopped(child, before)
 
 
+@pytest.mark.shows("F9", "SIGINT twice, the second during a save of 60 s; the save left a mark")
 def test_the_same_signal_again_ends_it_at_once_and_keeps_the_old_checkpoints(tmp_path):
     fault = {
         "module": "training.checkpoint",
@@ -98,6 +104,7 @@ SECTIONS = {  # section -> what is slow there
 }
 
 
+@pytest.mark.shows("F8", "SIGTERM while loading, evaluating, saving, exporting; the section left a mark")
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_stop_is_obeyed_in_every_section(tmp_path, section):
     training = {"num_train_epochs": 2} if section == "export" else {}
@@ -120,6 +127,7 @@ def test_a_stop_is_obeyed_in_every_section(tmp_path, section):
         assert (tmp_path / "model/config.json").exists()
 
 
+@pytest.mark.shows("F8", "SIGTERM while 100,000 rows are tokenised; the section is read from the heartbeat")
 def test_a_stop_while_rows_are_tokenised_leaves_nothing_half_made(tmp_path):
     with stopping.launched(tmp_path, count=100_000) as child:
         child.until("tokenising", lambda: child.section() == "tokenise")
@@ -133,6 +141,7 @@ def test_a_stop_while_rows_are_tokenised_leaves_nothing_half_made(tmp_path):
         assert not list(tokens.glob(".*"))
 
 
+@pytest.mark.shows("F10", "SIGTERM, then SIGKILL after 3 s, with a save of 60 s; the save left a mark")
 def test_a_grace_shorter_than_the_save_leaves_the_old_checkpoint(tmp_path):
     fault = {"module": "training.checkpoint", "attribute": "commit", "do": "import time; time.sleep(60)"}
     fault["when"] = "args[2] > 10"
@@ -184,6 +193,9 @@ STARTS = {  # how ranks are started without our launcher -> (argv, ranks)
 }
 
 
+@pytest.mark.shows(
+    "F6", "F7", "SIGTERM, SIGUSR1 to accelerate, torchrun, python or one rank; the outcome says preempted"
+)
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize(("to", "name"), [("launcher", "SIGTERM"), ("launcher", "SIGUSR1"), ("rank", "SIGTERM")])
 def test_without_our_launcher_a_signal_saves_too(tmp_path, start, to, name):
@@ -213,6 +225,7 @@ def direct(folder: Path, launcher: tuple[str, ...]) -> Child:
     return Child(folder, argv, folder / "house", folder / "out", LOWMEM_RUN=tag)
 
 
+@pytest.mark.shows("F5", "kill -9 of the launcher; it is waited for")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_kill_minus_nine_of_the_launcher_takes_the_ranks_with_it(tmp_path, ranks):
     with stopping.launched(tmp_path, ranks) as child:
@@ -222,6 +235,7 @@ def test_kill_minus_nine_of_the_launcher_takes_the_ranks_with_it(tmp_path, ranks
         assert child.left() == []
 
 
+@pytest.mark.shows("F25", "the same line and a second run into the same folder while one trains")
 def test_a_second_start_is_refused_while_the_first_runs(tmp_path):
     with stopping.launched(tmp_path, 1) as child:
         trained(child)
@@ -240,6 +254,7 @@ def test_a_second_start_is_refused_while_the_first_runs(tmp_path):
     assert took < 4  # 2 s where no other test runs beside it
 
 
+@pytest.mark.shows("F11", "a limit below what the job takes; the verdict names it")
 def test_before_the_host_runs_out_of_ram_the_ranks_save_and_stop(tmp_path):
     """The limit is set below what the job takes once it trains."""
     with stopping.launched(tmp_path, launch={"host_stop_fraction": 0.0001}) as child:
@@ -249,6 +264,7 @@ def test_before_the_host_runs_out_of_ram_the_ranks_save_and_stop(tmp_path):
         assert child.left() == []
 
 
+@pytest.mark.shows("F11", "a cgroup of 1.5 GiB, 4 GiB taken at step 3; the kernel's oom_kill counter grew")
 def test_a_real_kernel_oom_kill_is_named_with_the_limit(tmp_path):
     """A cgroup of its own, in which a rank suddenly takes more than there is: the kernel kills it."""
     group = Path("/sys/fs/cgroup/memory") / f"lowmem-test-{time.monotonic_ns()}"

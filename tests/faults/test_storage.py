@@ -5,17 +5,15 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
-from launch import manifest, supervise
+from launch import manifest
 from launch.rundir import RunDir
-from tests import builders
+from tests import builders, stopping
 
 LONG = {"num_train_epochs": 2000, "save_steps": 20, "per_device_train_batch_size": 4}
 
@@ -48,31 +46,14 @@ def fill(folder: Path, left_bytes: int) -> Path:
     return filler
 
 
-def started(house: Path, recipe: Path, *words: str) -> tuple[subprocess.Popen[str], RunDir]:
+@contextmanager
+def started(house: Path, recipe: Path) -> Iterator[stopping.Child]:
     """A run that has written its first checkpoint."""
-    child = subprocess.Popen(
-        [sys.executable, "-m", "launch", "run", str(recipe), *words],
-        env=builders.environment(house, OMP_NUM_THREADS="1"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-    )
-    deadline = time.monotonic() + 120
-    while not list(house.glob("runs/tiny/*/checkpoints/checkpoint-*")):
-        assert child.poll() is None, child.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return child, RunDir(builders.only_run(house))
-
-
-def rank(run: RunDir, number: int) -> psutil.Process:
-    (found,) = (
-        process
-        for process in supervise.tagged(run.run_id)
-        if process.environ().get("RANK") == str(number) and "-P" not in process.cmdline()
-    )
-    return found
+    argv = (*stopping.RUN, str(recipe))
+    child = stopping.Child(recipe.parent, argv, house, recipe.parent / "out", OMP_NUM_THREADS="1")
+    with stopping.ended(child):
+        child.until("a checkpoint", child.committed)
+        yield child
 
 
 def check_whole(run: RunDir) -> None:
@@ -83,6 +64,7 @@ def check_whole(run: RunDir) -> None:
     assert not list(run.checkpoints.glob("tmp-*"))
 
 
+@pytest.mark.shows("F14", "a tmpfs with 10 MiB left; the free bytes stand in the message")
 def test_a_disk_that_cannot_hold_the_checkpoints_is_refused_with_numbers_before_anything_starts(small_disk, tmp_path):
     recipe = builders.recipe(tmp_path)
     (small_disk / "h").mkdir()
@@ -96,14 +78,15 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_refused_with_numbers_before_
     assert "training.save_total_limit 1: the 2 newest checkpoints that verify are kept all the same" in fewer.stdout
 
 
+@pytest.mark.shows("F14", "a tmpfs filled up to 1 MiB while it trains; the error is the kernel's")
 def test_a_disk_that_fills_up_ends_the_run_with_10_and_the_same_line_continues_when_there_is_room(small_disk, tmp_path):
     training = {**LONG, "num_train_epochs": 200}
     recipe = builders.recipe(tmp_path, launch={"num_processes": 2}, training=training)
-    child, run = started(small_disk / "h", recipe)
-    filler = fill(small_disk, 1 << 20)
-    said, _ = child.communicate(timeout=120)
-    assert child.returncode == 10, said
-    assert re.search(r"the checkpoint of step \d+ could not be written \(rank 0: No space left on device", said)
+    with started(small_disk / "h", recipe) as child:
+        filler = fill(small_disk, 1 << 20)
+        assert child.wait() == 10, child.said()
+        run = child.run
+        assert re.search(r"the checkpoint of step \d+ could not be written \(rank 0: No space left", child.said())
     check_whole(run)
     last = manifest.committed(run.checkpoints)[-1].name
     filler.unlink()
@@ -112,6 +95,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_10_and_the_same_line_continues_w
     assert f"resuming from {last}" in again.stdout
 
 
+@pytest.mark.shows("F3", "EIO, ENOSPC, EDQUOT by strace in one rank's save; strace logged (INJECTED)")
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace: apt-get install strace")
 @pytest.mark.parametrize(
     ("mode", "call", "error", "path"),
@@ -123,18 +107,18 @@ def test_a_disk_that_fills_up_ends_the_run_with_10_and_the_same_line_continues_w
 )
 def test_what_one_rank_cannot_write_ends_all_of_them_at_once_with_10(tmp_path, mode, call, error, path):
     recipe = builders.recipe(tmp_path, launch={"num_processes": 2, "mode": mode}, training=LONG)
-    child, run = started(tmp_path / "h", recipe)
     log = tmp_path / "strace.log"
     words = ["strace", "-f", "-qq", "-o", str(log), "-e", f"trace={call}", "-e", f"inject={call}:error={error}:when=1"]
-    for step in range(40, 4000, 20) if path else ():
-        staged = run.checkpoints / f"tmp-{manifest.name(step)}" / f"checkpoint-{step}"
-        words += ["-P", str(staged / path.format(step=step))]
-    tracer = subprocess.Popen([*words, "-p", str(rank(run, 1).pid)], stderr=subprocess.DEVNULL)
-    said, _ = child.communicate(timeout=120)
-    tracer.wait(timeout=30)
-    assert "(INJECTED)" in log.read_text()
-    assert child.returncode == 10, said
-    assert re.search(r"the checkpoint of step \d+ could not be written \(rank 1: ", said), said
+    with started(tmp_path / "h", recipe) as child:
+        run = child.run
+        for step in range(40, 4000, 20) if path else ():
+            staged = run.checkpoints / f"tmp-{manifest.name(step)}" / f"checkpoint-{step}"
+            words += ["-P", str(staged / path.format(step=step))]
+        tracer = subprocess.Popen([*words, "-p", str(child.ranks()[1].pid)], stderr=subprocess.DEVNULL)
+        assert child.wait() == 10, child.said()
+        tracer.wait(timeout=30)
+        assert "(INJECTED)" in log.read_text()
+        assert re.search(r"the checkpoint of step \d+ could not be written \(rank 1: ", child.said()), child.said()
     check_whole(run)
     words = [word["exit_code"] for word in run.attempts()[-1].rank_errors()]
     assert words == [10, 10]

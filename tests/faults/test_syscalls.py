@@ -113,6 +113,7 @@ def copy(folder: Path, to: Path) -> Path:
     return to
 
 
+@pytest.mark.shows("F2", "SIGKILL by strace at each system call of a save; the wait status is the signal")
 def test_killed_at_any_call_every_checkpoint_before_it_is_whole_and_the_next_save_works(server, calls, tmp_path):
     folder, every = calls
     for i, (call, number, _) in enumerate(every):
@@ -130,6 +131,7 @@ def test_killed_at_any_call_every_checkpoint_before_it_is_whole_and_the_next_sav
         shutil.rmtree(there)
 
 
+@pytest.mark.shows("F3", "EIO, ENOSPC, EDQUOT by strace at each system call of a save; strace logged (INJECTED)")
 @pytest.mark.parametrize(("error", "from_then_on"), [("EIO", ""), ("ENOSPC", "+"), ("EDQUOT", "")])
 def test_refused_at_any_call_it_ends_with_10_and_older_checkpoints_stay(server, calls, tmp_path, error, from_then_on):
     folder, every = calls

@@ -67,6 +67,7 @@ def test_machines_that_were_told_different_things_stop_with_the_difference(tmp_p
         assert "training.learning_rate 0.001 and 0.5" in words
 
 
+@pytest.mark.shows("F31", "one of two machines is started; the missing one is named")
 def test_a_machine_that_never_joins_is_named_within_the_timeout(tmp_path, recipe):
     with hosts.pair() as (a, b):
         began = time.monotonic()
@@ -79,6 +80,7 @@ def test_a_machine_that_never_joins_is_named_within_the_timeout(tmp_path, recipe
     assert "machines did not all join" in absent[1]
 
 
+@pytest.mark.shows("F31", "an interface or address that the machine does not have")
 def test_a_wrong_interface_or_address_is_named_before_anything_starts(tmp_path, recipe):
     with hosts.pair() as (a, b):
         wrong = ended(start(a, tmp_path / "h", recipe, 0, a.address, "--launch.network_interface=lo"), 30)
@@ -91,6 +93,7 @@ def test_a_wrong_interface_or_address_is_named_before_anything_starts(tmp_path, 
     assert nowhere[0] == 11 and "Network is unreachable" in nowhere[1]
 
 
+@pytest.mark.shows("F30", "the link between two network namespaces set down while it trains")
 def test_a_cut_link_ends_both_machines_in_a_named_error_within_the_timeout(tmp_path, recipe):
     words = ["--training.num_train_epochs=100000"]
     with hosts.pair() as (a, b):

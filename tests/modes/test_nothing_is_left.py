@@ -48,6 +48,9 @@ def quickly(mode: str, ending: str) -> bool:
     return mode in ("multi_cpu", "deepspeed_zero2_offload") or ending == "SIGKILL"
 
 
+@pytest.mark.shows(
+    "F4", "F5", "F6", "F9", "every CPU mode: a rank killed, SIGINT, SIGTERM, SIGKILL; what is left is counted"
+)
 @pytest.mark.parametrize(
     ("mode", "ending"),
     [

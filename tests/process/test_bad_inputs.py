@@ -328,6 +328,17 @@ def answers(house) -> list[tuple[Case, dict]]:
     return list(zip(cases, started(house.root, [case.argv for case in cases]), strict=True))
 
 
+@pytest.mark.shows(
+    "F34",
+    "F35",
+    "F36",
+    "F37",
+    "F39",
+    "F41",
+    "F42",
+    "F43",
+    "over 150 bad recipes, data files, models, paths, numbers; each answer names key, file or line",
+)
 def test_every_bad_input_is_refused_in_one_line_with_its_code_and_without_torch(answers):
     faults = [f"{case.name}: {fault}" for case, found in answers if (fault := wrong(case, found))]
     assert not faults, f"{len(faults)} of {len(answers)}:\n" + "\n".join(faults)
@@ -369,6 +380,7 @@ def late(house) -> list[tuple[str, str, dict]]:
     return [(name, expected, found) for (name, (_, expected)), found in zip(files.items(), prepared, strict=True)]
 
 
+@pytest.mark.shows("F34", "F35", "F36", "F38", "rows that are bad late in a file; each answer names the line", code=4)
 def test_what_planning_does_not_read_is_refused_by_the_tokenising_child(late):
     faults = [
         f"{name}: {found['code']} {found['said'][:300]} {found['err'][-300:]}"

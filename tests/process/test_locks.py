@@ -64,6 +64,7 @@ def test_a_killed_holders_child_that_has_the_file_open_does_not_keep_the_lock(tm
         pass
 
 
+@pytest.mark.shows("F25", "locks of the dead, of a reused pid, of another host, of a container", code=9)
 @pytest.mark.parametrize(
     ("changed", "is_taken_over"),
     [

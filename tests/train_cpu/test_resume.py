@@ -44,6 +44,7 @@ def kill_after(house: Path, words: list[str], step: int) -> None:
     psutil.wait_procs(family, timeout=10)
 
 
+@pytest.mark.shows("F1", "F18", "kill -9 of the whole tree, and one bit of the newest checkpoint flipped")
 @pytest.mark.parametrize(("ranks", "is_damaged"), [(1, True), (2, False)])
 def test_kill_minus_nine_and_the_same_line_again_give_the_uninterrupted_weights(tmp_path, ranks, is_damaged):
     """With one rank the newest checkpoint is damaged as well: the one before it serves as well as any."""
@@ -106,6 +107,7 @@ def copied(killed, tmp_path) -> tuple[Path, str]:
     return shutil.copytree(house, tmp_path / "house"), recipe
 
 
+@pytest.mark.shows("F44", "another effective batch; refused, and continued where allowed")
 def test_another_batch_continues_at_the_same_sample(copied):
     """Where it is allowed: stop, change the batch, start again; no sample is skipped or repeated."""
     house, recipe = copied
@@ -137,6 +139,7 @@ def test_a_run_whose_learning_rate_changed_is_refused_with_the_difference(copied
     assert "training.learning_rate 0.001 -> 0.002" in changed.stderr
 
 
+@pytest.mark.shows("F44", "another seed, length or dtype; the difference is shown")
 @pytest.mark.parametrize(
     ("override", "shown"),
     [
@@ -158,6 +161,7 @@ def test_what_changes_the_training_is_refused_with_the_difference_and_the_word_t
     assert f"in a new run ({shown}" in allowed.stdout
 
 
+@pytest.mark.shows("F40", "another file in place of the rows, between run and resume")
 def test_rows_that_changed_between_run_and_resume_are_refused(copied, tmp_path):
     house, recipe = copied
     data = builders.write_parquet(tmp_path / "other.parquet", builders.rows(45, seed=9))
@@ -166,6 +170,7 @@ def test_rows_that_changed_between_run_and_resume_are_refused(copied, tmp_path):
     assert "the content of a file has changed" in changed.stderr
 
 
+@pytest.mark.shows("F54", "a checkpoint that says it was written by other versions")
 def test_other_libraries_are_said_and_refused_where_they_read_the_files(copied):
     house, recipe = copied
     newest = sorted((house / "runs/tiny").glob("*/checkpoints/checkpoint-*"))[-1]
@@ -180,6 +185,7 @@ def test_other_libraries_are_said_and_refused_where_they_read_the_files(copied):
     assert builders.launch(house, "run", recipe, "--dry-run", "--resume.allow=versions").returncode == 0
 
 
+@pytest.mark.shows("F19", "a file of every checkpoint removed; named", code=5)
 def test_a_run_without_one_good_checkpoint_is_refused_and_never_started_over(copied):
     house, recipe = copied
     for checkpoint in (house / "runs/tiny").glob("*/checkpoints/checkpoint-*"):
@@ -190,6 +196,9 @@ def test_a_run_without_one_good_checkpoint_is_refused_and_never_started_over(cop
     assert "never starts over" in done.stderr
 
 
+@pytest.mark.shows(
+    "F17", "F18", "F19", "each file of a real checkpoint cut, one bit flipped, removed; the file is named"
+)
 def test_any_damage_to_any_file_of_a_real_checkpoint_is_found(copied):
     house, _ = copied
     folder = sorted((house / "runs/tiny").glob("*/checkpoints/checkpoint-*"))[-1]

@@ -102,6 +102,7 @@ def test_the_key_is_made_once_and_is_nobody_elses(tmp_path, state):
         manifest.key()
 
 
+@pytest.mark.shows("F22", "owner, group write or symbolic link on each file and folder", code=5)
 @pytest.mark.parametrize("where", ["", "shard", "model.safetensors"])
 @pytest.mark.parametrize("harm", ["writable", "owner", "link"])
 def test_what_others_could_have_changed_is_refused(tmp_path, where, harm):
@@ -151,6 +152,7 @@ def test_a_folder_without_a_manifest_or_with_half_of_one_is_no_checkpoint(tmp_pa
     assert ["was not finished" in faults[1], "cannot be read" in faults[0]] == [True, True]
 
 
+@pytest.mark.shows("F23", "F24", "folders dated in the year 2096, and a user's own checkpoint-best")
 def test_rotation_goes_by_step_and_touches_nobody_elses_folder(tmp_path):
     for step in (900, 1000, 10_000, 2_000_000):
         committed(tmp_path, step)

@@ -24,6 +24,7 @@ class Held:
         self.start = start
 
 
+@pytest.mark.shows("F21", "a pickle that makes a folder; loaded without our reader it does")
 @pytest.mark.parametrize("zipped", [True, False])
 def test_an_object_in_a_pickle_gives_its_attributes_and_no_code_of_it_runs(tmp_path, zipped):
     file, marker = tmp_path / "optim_states.pt", tmp_path / "marker"

@@ -30,11 +30,13 @@ def test_a_name_that_means_this_machine_everywhere_is_refused():
         located("localhost")
 
 
+@pytest.mark.shows("F31", "a host name that does not resolve", code=11)
 def test_a_name_that_nobody_knows_is_a_network_error():
     with pytest.raises(NetworkError, match=r"no such name: .*give the address as a number"):
         located("no such name")
 
 
+@pytest.mark.shows("F26", "a socket that holds the port", code=11)
 def test_a_busy_port_is_a_network_error():
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))

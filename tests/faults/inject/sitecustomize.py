@@ -1,7 +1,7 @@
-"""On the PYTHONPATH of a test: ranks of the run do what FAULTS says, and leave FAULT_MARKS/<name> each time they do.
+"""On the PYTHONPATH of a test: ranks do what LOWMEM_FAULTS says, and leave LOWMEM_FAULT_MARKS/<name> each time they do.
 
-FAULTS is JSON: {name: {"module", "attribute", "rank", "when", "times", "do"}}; `do` runs before the function that the
-attribute names is called, with its arguments as `args`, where `when` is true. The product has no code for this.
+LOWMEM_FAULTS is JSON: {name: {"module", "attribute", "rank", "when", "times", "do"}}; `do` runs before the function that
+the attribute names is called, with its arguments as `args`, where `when` is true. The product has no code for this.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-FAULTS = json.loads(os.environ.get("FAULTS", "{}"))
+FAULTS = json.loads(os.environ.get("LOWMEM_FAULTS", "{}"))
 
 
 class AtImport(importlib.machinery.PathFinder):
@@ -43,7 +43,7 @@ def insert(module: ModuleType, fault: str, facts: dict[str, Any]) -> None:
     for part in owners:
         owner = getattr(owner, part)
     whole = getattr(owner, last)
-    marks = Path(os.environ["FAULT_MARKS"])
+    marks = Path(os.environ["LOWMEM_FAULT_MARKS"])
 
     def faulty(*args: Any, **kwargs: Any) -> Any:
         is_mine = facts.get("rank") in (None, int(os.environ.get("RANK", "0")))
