@@ -99,6 +99,17 @@ def classify(evidence: Evidence) -> Failure | None:
     """The cause of an attempt's end; None when it left its model, even if a rank fell over while closing down."""
     if evidence.completed:
         return None
+    if evidence.oom_kills > 0:
+        limit, peak = evidence.host_limit_bytes / GIB, evidence.host_peak_bytes / GIB
+        return Failure(
+            "host_oom",
+            6,
+            f"the kernel killed a process of the run: host RAM limit {limit:.2f} GiB, job at {peak:.2f} GiB when last"
+            " measured",
+            f"the cgroup's oom_kill counter grew by {evidence.oom_kills}",
+            "halve training.per_device_train_batch_size and double training.gradient_accumulation_steps, or give the"
+            " run more memory",
+        )
     if evidence.pressure:
         return Failure(
             "host_pressure",
@@ -116,17 +127,6 @@ def classify(evidence: Evidence) -> Failure | None:
         return Failure("stopped", code, f"stopped by {name}{_saved(evidence)}", name, CONTINUE)
     if evidence.preempted is not None:
         return _preempted(evidence)
-    if evidence.oom_kills > 0:
-        limit, peak = evidence.host_limit_bytes / GIB, evidence.host_peak_bytes / GIB
-        return Failure(
-            "host_oom",
-            6,
-            f"the kernel killed a process of the run: host RAM limit {limit:.2f} GiB, job at {peak:.2f} GiB when last"
-            " measured",
-            f"the cgroup's oom_kill counter grew by {evidence.oom_kills}",
-            "halve training.per_device_train_batch_size and double training.gradient_accumulation_steps, or give the"
-            " run more memory",
-        )
     is_killed = evidence.returncode == -9 or bool(KILLED_FIRST.search(evidence.log_tail))
     is_crashed = is_killed or bool(CRASHED_FIRST.search(evidence.log_tail))
     # one that was told to stop was told by the launcher, where another had failed before

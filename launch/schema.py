@@ -241,7 +241,7 @@ class LaunchSection(Section):
     max_restarts: int = Field(default=10, ge=0)  # after killed or hanging ranks, lost connections, crashes; 0: never
     hang_floor_s: float = Field(default=60, gt=0, allow_inf_nan=False)  # a step may take this long, whatever is usual
     time_limit_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # save and stop before; Slurm's too
-    host_stop_fraction: float = Field(default=0.97, gt=0, le=1)  # of the host's RAM limit; above it: save and stop
+    host_stop_fraction: float = Field(default=0.97, ge=0, le=1)  # of the host's RAM; above: save, stop; 0: never
 
     @model_validator(mode="after")
     def nodes_can_meet(self) -> LaunchSection:

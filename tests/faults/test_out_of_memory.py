@@ -96,7 +96,7 @@ def test_where_nothing_smaller_is_left_the_run_ends_with_its_cause(tmp_path):
     fault = step_fault("True", CUDA, rank=None)
     with stopping.launched(tmp_path, ranks=1, faults={"oom": fault}, training=TRAINING) as child:
         assert child.wait(within_s=200) == 12, child.said()
-        found = batches(child.run)
+        found = [attempt.plan_file.read_text() for attempt in child.run.attempts()]
         assert "no other plan" in child.said()
         assert len(found) == len(set(found)) > 1, "the same plan was tried twice"
         assert child.left() == []
@@ -112,17 +112,18 @@ def test_on_oom_fail_stops_at_once(tmp_path):
 
 
 def test_what_changes_the_result_is_given_up_only_where_allowed_and_starts_over(tmp_path):
-    """Out of memory as long as rows have more than 32 tokens: no cut of the batch helps."""
-    fault = step_fault("args[2]['labels'].shape[1] > 32", CUDA, rank=None)
-    with stopping.launched(
-        tmp_path, ranks=1, faults={"oom": fault}, training=TRAINING, data={"max_length": 128}, allow=["data.max_length"]
-    ) as child:
-        code = child.wait(within_s=250)
+    """Out of memory as long as rows have more than 100 tokens: no cut of the batch helps."""
+    long = [{"prompt": f"row {i}", "response": " ".join(builders.WORDS * 40)} for i in range(24)]
+    data = {"max_length": 256, "train_file": str(builders.write_parquet(tmp_path / "long.parquet", long))}
+    fault = step_fault("args[2]['labels'].shape[1] > 100", CUDA, rank=None)
+    sections = {"training": {**TRAINING, "eval_steps": 1000}, "data": data, "allow": ["data.max_length"]}
+    with stopping.launched(tmp_path, ranks=1, faults={"oom": fault}, **sections) as child:
+        assert child.wait(within_s=250) == 0, child.said()
         assert "starting over in" in child.said()
-        assert "data.max_length: asked 128, runs" in child.said()
-        runs = sorted(path.parent for path in child.house.glob("runs/*/*/plan.json"))
-        assert len(runs) > 1
-        assert code == 12, "rows of 64 tokens are the shortest that are tried"
+        assert "data.max_length: asked 256, runs 96" in child.said()
+        plans = sorted(child.house.glob("runs/*/*/plan.json"))
+        assert len(plans) > 1, "the shorter rows were trained in the same run"
+        assert RunDir(plans[-1].parent).read_recipe().data.max_length == 96
 
 
 @pytest.fixture
@@ -141,9 +142,6 @@ def cgroup() -> Iterator[Path]:
             time.sleep(0.1)
 
 
-WIDE = {"model": {"shape": "gpt2-tiny"}, "data": {"max_length": 256}}
-
-
 def test_the_kernels_kill_in_a_cgroup_too_small_is_planned_again_within_it(tmp_path, cgroup):
     """The batch is forced on a cgroup that cannot hold it; without the guard, so that it is the kernel who says so."""
     training = {"num_train_epochs": 1, "save_steps": 2, "per_device_train_batch_size": 64}
@@ -151,7 +149,7 @@ def test_the_kernels_kill_in_a_cgroup_too_small_is_planned_again_within_it(tmp_p
         tmp_path,
         count=200,
         training=training,
-        launch={"host_reserve_gib": 0.0, "host_stop_fraction": 1.0},
+        launch={"host_reserve_gib": 0.0, "host_stop_fraction": 0.0},
         model={"shape": "gpt2-tiny"},
         data={"max_length": 256},
     )
