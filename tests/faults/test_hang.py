@@ -13,14 +13,15 @@ from tests import stopping
 
 
 @pytest.mark.shows("F27", "SIGSTOP to one rank; its state is read: stopped")
-@pytest.mark.parametrize("goes_on", [True, False])
-def test_a_stopped_rank_is_found_its_stacks_are_saved_and_the_run_is_started_again(tmp_path, goes_on):
+@pytest.mark.parametrize("goes_on", [True, pytest.param(False, marks=pytest.mark.fast_faults)])
+def test_a_stopped_rank_is_found_its_stacks_are_saved_and_the_run_is_started_again(tmp_path, injected, goes_on):
     launch = {"hang_floor_s": 4, "max_restarts": 10 if goes_on else 0}
     with stopping.launched(tmp_path, launch=launch) as child:
         child.until("two checkpoints", lambda: len(child.committed()) >= 2)
         rank = child.ranks()[1]
         began = time.monotonic()
         rank.send_signal(signal.SIGSTOP)
+        injected()
         child.until("the verdict", lambda: "hangs: no sign of life for" in child.said(), within_s=30)
         assert time.monotonic() - began < 15
         assert f"rank 1 (process {rank.pid}, stopped) hangs" in child.said()
@@ -44,7 +45,7 @@ def test_slow_saves_and_evaluations_are_no_hang(tmp_path):
     """Each takes longer than a step may."""
     sleep = "import time; time.sleep(6)"
     faults = {
-        "save": {"module": "training.checkpoint", "attribute": "commit", "do": sleep, "rank": 1},
+        "save": {"module": "training.checkpoint", "attribute": "describe", "do": sleep, "rank": 1},
         "evaluation": {"module": "training.obey", "attribute": "Obey.between_batches", "do": sleep, "times": 2},
     }
     training = {"num_train_epochs": 2, "save_steps": 5}

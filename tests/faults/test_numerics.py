@@ -120,7 +120,7 @@ def is_said(done: subprocess.CompletedProcess[str], folder: Path, *words: str) -
     ("mode", "ranks"),
     [
         ("cpu", 1),
-        ("multi_cpu", 2),
+        pytest.param("multi_cpu", 2, marks=pytest.mark.fast_faults),
         ("deepspeed_zero1", 2),
         ("deepspeed_zero2", 2),
         ("deepspeed_zero3", 2),

@@ -14,6 +14,7 @@ KILL = "os.kill(os.getpid(), 9)"
 BOOM = "raise RuntimeError('boom')"
 
 
+@pytest.mark.fast_faults
 @pytest.mark.shows("F4", "kill -9 of one rank at step 10, by itself; it left a mark")
 def test_kill_minus_nine_of_a_rank_restarts_and_the_end_is_that_of_an_uninterrupted_run(tmp_path):
     training = {"num_train_epochs": 5, "save_steps": 4}

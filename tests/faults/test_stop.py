@@ -36,11 +36,12 @@ def check_stopped(child: Child, before: int, exit_code: int = 75) -> None:
 
 @pytest.mark.shows("F6", "F9", "SIGINT, SIGTERM, SIGHUP, SIGUSR1 to the launcher; the signal is named in what it says")
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_stop_signal_to_the_launcher_saves_and_the_same_line_continues(tmp_path, name, ranks):
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.fast_faults)])
+def test_a_stop_signal_to_the_launcher_saves_and_the_same_line_continues(tmp_path, injected, name, ranks):
     with stopping.launched(tmp_path, ranks) as child:
         before = trained(child)
         child.process.send_signal(getattr(signal, name))
+        injected()
         check_stopped(child, before, 130 if name == "SIGINT" else 75)
         assert f"error: stopped by {name} at step {child.outcome()['step']}" in child.said()
         again = builders.launch(tmp_path / "house", "run", str(tmp_path / "tiny.yaml"), "--dry-run")
@@ -51,11 +52,12 @@ def test_a_stop_signal_to_the_launcher_saves_and_the_same_line_continues(tmp_pat
     "F7", "SIGTERM at a random moment to launcher, accelerate or ranks apart; the outcome says preempted"
 )
 @pytest.mark.parametrize("draw", range(8))
-def test_sigterm_at_a_random_moment_to_launcher_agent_or_ranks_apart(tmp_path, draw):
+def test_sigterm_at_a_random_moment_to_launcher_agent_or_ranks_apart(tmp_path, injected, draw):
     """The campaign of which benchmarks.stops runs a hundred; each draw can be repeated by its number."""
     rng = random.Random(SEED + draw)
     with stopping.launched(tmp_path) as child:
         stopping.stop_at_random(child, rng)
+        injected()
         before = child.committed()[-1:] or [0]
         code = child.wait()
         assert code == 75, child.said()
@@ -66,16 +68,18 @@ def test_sigterm_at_a_random_moment_to_launcher_agent_or_ranks_apart(tmp_path, d
 
 @pytest.mark.shows("F6", "SIGTERM, SIGUSR1 to accelerate; the outcome says preempted")
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_signal_to_accelerate_saves_too(tmp_path, ranks):
+def test_a_signal_to_accelerate_saves_too(tmp_path, injected, ranks):
     for name in ("SIGTERM", "SIGUSR1"):
         with stopping.launched(tmp_path, ranks, house=name) as child:
             before = trained(child)
             child.launcher().send_signal(getattr(signal, name))
+            injected()
             check_stopped(child, before)
 
 
+@pytest.mark.fast_faults
 @pytest.mark.shows("F9", "SIGINT twice, the second during a save of 60 s; the save left a mark")
-def test_the_same_signal_again_ends_it_at_once_and_keeps_the_old_checkpoints(tmp_path):
+def test_the_same_signal_again_ends_it_at_once_and_keeps_the_old_checkpoints(tmp_path, injected):
     fault = {
         "module": "training.checkpoint",
         "attribute": "commit",
@@ -86,6 +90,7 @@ def test_the_same_signal_again_ends_it_at_once_and_keeps_the_old_checkpoints(tmp
     with stopping.launched(tmp_path, faults={"slow": fault}) as child:
         assert trained(child) == 10
         child.process.send_signal(signal.SIGINT)
+        injected()
         child.until("the slow save", lambda: stopping.fired(tmp_path, "slow"))
         time.sleep(1.5)
         began = time.monotonic()
@@ -105,14 +110,17 @@ SECTIONS = {  # section -> what is slow there
 
 
 @pytest.mark.shows("F8", "SIGTERM while loading, evaluating, saving, exporting; the section left a mark")
-@pytest.mark.parametrize("section", SECTIONS)
-def test_a_stop_is_obeyed_in_every_section(tmp_path, section):
+@pytest.mark.parametrize(
+    "section", ["load", "evaluation", pytest.param("save", marks=pytest.mark.fast_faults), "export"]
+)
+def test_a_stop_is_obeyed_in_every_section(tmp_path, injected, section):
     training = {"num_train_epochs": 2} if section == "export" else {}
     fault = {**SECTIONS[section], "do": SLEEP}
     with stopping.launched(tmp_path, faults={"slow": fault}, training=training) as child:
         child.until("the section", lambda: stopping.fired(tmp_path, "slow"))
         began = time.monotonic()
         child.process.send_signal(signal.SIGTERM)
+        injected()
         assert child.wait() == 75, child.said()
         assert time.monotonic() - began < 20
         assert child.left() == []
@@ -128,11 +136,12 @@ def test_a_stop_is_obeyed_in_every_section(tmp_path, section):
 
 
 @pytest.mark.shows("F8", "SIGTERM while 100,000 rows are tokenised; the section is read from the heartbeat")
-def test_a_stop_while_rows_are_tokenised_leaves_nothing_half_made(tmp_path):
+def test_a_stop_while_rows_are_tokenised_leaves_nothing_half_made(tmp_path, injected):
     with stopping.launched(tmp_path, count=100_000) as child:
         child.until("tokenising", lambda: child.section() == "tokenise")
         began = time.monotonic()
         child.process.send_signal(signal.SIGTERM)
+        injected()
         assert child.wait() == 75, child.said()
         assert time.monotonic() - began < 15
         assert child.left() == []
@@ -198,12 +207,13 @@ STARTS = {  # how ranks are started without our launcher -> (argv, ranks)
 )
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize(("to", "name"), [("launcher", "SIGTERM"), ("launcher", "SIGUSR1"), ("rank", "SIGTERM")])
-def test_without_our_launcher_a_signal_saves_too(tmp_path, start, to, name):
+def test_without_our_launcher_a_signal_saves_too(tmp_path, injected, start, to, name):
     before, ranks = STARTS[start]
     with stopping.ended(direct(tmp_path, before)) as child:
         newest = trained(child)
         chosen = child.ranks(ranks)[-1] if to == "rank" else child.process
         chosen.send_signal(getattr(signal, name))
+        injected()
         code = child.wait()
         assert code != 0
         if start == "python":
@@ -226,11 +236,12 @@ def direct(folder: Path, launcher: tuple[str, ...]) -> Child:
 
 
 @pytest.mark.shows("F5", "kill -9 of the launcher; it is waited for")
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_kill_minus_nine_of_the_launcher_takes_the_ranks_with_it(tmp_path, ranks):
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.fast_faults)])
+def test_kill_minus_nine_of_the_launcher_takes_the_ranks_with_it(tmp_path, injected, ranks):
     with stopping.launched(tmp_path, ranks) as child:
         trained(child)
         child.process.kill()
+        injected()
         child.wait()
         assert child.left() == []
 
@@ -264,6 +275,7 @@ def test_before_the_host_runs_out_of_ram_the_ranks_save_and_stop(tmp_path):
         assert child.left() == []
 
 
+@pytest.mark.fast_faults
 @pytest.mark.shows("F11", "a cgroup of 1.5 GiB, 4 GiB taken at step 3; the kernel's oom_kill counter grew")
 def test_a_real_kernel_oom_kill_is_named_with_the_limit(tmp_path):
     """A cgroup of its own, in which a rank suddenly takes more than there is: the kernel kills it."""

@@ -78,6 +78,7 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_refused_with_numbers_before_
     assert "training.save_total_limit 1: the 2 newest checkpoints that verify are kept all the same" in fewer.stdout
 
 
+@pytest.mark.fast_faults
 @pytest.mark.shows("F14", "a tmpfs filled up to 1 MiB while it trains; the error is the kernel's")
 def test_a_disk_that_fills_up_ends_the_run_with_10_and_the_same_line_continues_when_there_is_room(small_disk, tmp_path):
     training = {**LONG, "num_train_epochs": 200}

@@ -1,12 +1,13 @@
 """On the PYTHONPATH of a test: ranks do what LOWMEM_FAULTS says, and leave LOWMEM_FAULT_MARKS/<name> each time they do.
 
-LOWMEM_FAULTS is JSON: {name: {"module", "attribute", "rank", "when", "times", "do"}}; `do` runs before the function that
-the attribute names is called, with its arguments as `args`, where `when` is true. The product has no code for this.
+LOWMEM_FAULTS is JSON: {name: {"module", "attribute", "rank", "when", "times", "do"}}; `do` runs before the function
+that the attribute names is called, with its arguments as `args`, where `when` is true. The product knows nothing of it.
 """
 
 from __future__ import annotations
 
 import importlib.machinery
+import itertools
 import json
 import os
 import sys
@@ -44,11 +45,12 @@ def insert(module: ModuleType, fault: str, facts: dict[str, Any]) -> None:
         owner = getattr(owner, part)
     whole = getattr(owner, last)
     marks = Path(os.environ["LOWMEM_FAULT_MARKS"])
+    calls = itertools.count()
 
     def faulty(*args: Any, **kwargs: Any) -> Any:
         is_mine = facts.get("rank") in (None, int(os.environ.get("RANK", "0")))
         done = len(list(marks.glob(f"{fault}.*")))
-        is_now = eval(facts.get("when", "True"), {"args": args, "done": done, "os": os})
+        is_now = eval(facts.get("when", "True"), {"args": args, "call": next(calls), "done": done, "os": os})
         if is_mine and is_now and done < facts.get("times", 1_000_000):
             (marks / f"{fault}.{done}").touch()
             exec(facts["do"], {"args": args, "os": os})
