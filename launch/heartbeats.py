@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -53,6 +55,15 @@ def read_all(attempt: AttemptDir) -> list[Beat]:
     """Of the ranks on this machine, by rank."""
     beats = [beat for file in attempt.root.glob("ranks/*/heartbeat.json") if (beat := read(file))]
     return sorted(beats, key=lambda beat: beat.rank)
+
+
+def section_of_the_first(beats: Sequence[Beat], errors: Sequence[Mapping[str, Any]]) -> str:
+    """The section in which an attempt failed: of the rank that left word first, else of the one silent for longest.
+
+    `errors` are the ranks', earliest first; "" where no rank of this machine had begun."""
+    told = {error["rank"] for error in errors[:1]}
+    candidates = [beat for beat in beats if beat.rank in told] or beats
+    return min(candidates, key=lambda beat: beat.monotonic_s).section if candidates else ""
 
 
 class Progress:

@@ -138,6 +138,7 @@ def result_lines(recipe: Recipe, machine: Machine, plan: Plan, result: RunResult
         failure = result.failure
         return [
             f"error: {failure.cause}",
+            *([f"  where  in {failure.section} at step {result.last_step}"] if failure.section else []),
             f"  proof  {failure.proof}",
             f"  fix    {failure.fix}",
             *([f"  note   {result.note}"] if result.note else []),

@@ -585,6 +585,7 @@ class Failure:
     cause: str
     proof: str
     fix: str
+    section: str = ""  # the heartbeat's, in which the rank was that failed first: load, step, evaluation, ...
 
 
 @dataclass(frozen=True)

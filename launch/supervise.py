@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -75,7 +76,10 @@ def run(
         hang=ended.hang,
         pressure=ended.pressure,
     )
+    beats = heartbeats.read_all(attempt)
     failure = None if ended.is_refuted else failures.classify(evidence)
+    if failure is not None:
+        failure = replace(failure, section=heartbeats.section_of_the_first(beats, evidence.rank_errors))
     if outcome is None and failure is not None and failure.kind == "stopped":  # before there was a rank to say so
         rundir.write_json(attempt.outcome_file, {"complete": False, "ended": "preempted", "checkpoint": None})
     notes = []
@@ -96,7 +100,7 @@ def run(
         plan_again=ended.is_refuted,
         note="; ".join(notes),
         unkillable=tuple(ended.unkillable),
-        last_step=max((beat.step for beat in heartbeats.read_all(attempt)), default=0),
+        last_step=max((beat.step for beat in beats), default=0),
     )
 
 

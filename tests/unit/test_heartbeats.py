@@ -8,6 +8,7 @@ import pytest
 
 from launch import heartbeats, host_guard
 from launch.heartbeats import Beat
+from launch.rundir import AttemptDir
 from training.heartbeat import Heartbeat, p99
 
 
@@ -63,6 +64,17 @@ def test_p99_is_the_largest_of_few_and_passes_over_one_of_many():
     assert p99(()) == 0
     assert p99((1.0, 9.0, 2.0)) == 9
     assert p99((*[1.0] * 199, 50.0)) == 1
+
+
+def test_the_section_of_a_failure_is_that_of_the_first_rank_that_left_word_else_of_the_first_that_fell_silent(tmp_path):
+    attempt = AttemptDir(tmp_path)
+    assert heartbeats.section_of_the_first(heartbeats.read_all(attempt), []) == ""
+    Heartbeat(attempt.heartbeat_file(0)).beat("evaluation", 4, 9)
+    Heartbeat(attempt.heartbeat_file(1)).beat("step", 4, 9)
+    beats = heartbeats.read_all(attempt)
+    assert heartbeats.section_of_the_first(beats, []) == "evaluation"
+    assert heartbeats.section_of_the_first(beats, [{"rank": 1}, {"rank": 0}]) == "step"
+    assert heartbeats.section_of_the_first(beats, [{"rank": 7}]) == "evaluation"  # it is another machine's
 
 
 def test_every_section_that_a_rank_names_has_a_limit():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launch import report
-from launch.schema import RunResult
+from launch.schema import Failure, RunResult
 from tests.builders import machine, plan, wish
 
 SUMMARY = {
@@ -39,3 +39,12 @@ def test_answers_are_told_as_far_as_they_were_scored(scores, words):
     assert not any(line.strip() == "loss" for line in lines)
     assert "gradients not measured" in "\n".join(lines)
     assert "complete" in report.html(recipe, on, plan(recipe, on), result, [])
+
+
+@pytest.mark.parametrize(("section", "words"), [("evaluation", ["  where  in evaluation at step 120"]), ("", [])])
+def test_a_failure_says_in_which_section_it_came(section, words):
+    recipe, on = wish(), machine()
+    failure = Failure("device_oom", 12, "the GPU ran out of memory", "CUDA out of memory", "halve it", section)
+    result = RunResult("/run", 12, failure, 2.0, 1 << 30, last_step=120)
+    lines = report.result_lines(recipe, on, plan(recipe, on), result, "chat")
+    assert [line for line in lines if line.startswith("  where")] == words
