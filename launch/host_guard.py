@@ -13,7 +13,7 @@ PRESSURE = re.compile(r"^full avg10=([\d.]+)", re.MULTILINE)
 
 
 def pressure(limit_bytes: int, fraction: float, job_bytes: int, root: Path = Path("/")) -> str | None:
-    """Why a run should stop now, None where it need not. `fraction` is launch.host_stop_fraction of the limit, 0: never.
+    """Why a run should stop now, None where it need not. `fraction`: launch.host_stop_fraction of the limit; 0: never.
 
     Page cache counts as free. `job_bytes` is the job's PSS: some limits (Slurm's, an rlimit) show no use."""
     if not fraction:

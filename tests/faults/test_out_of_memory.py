@@ -33,6 +33,12 @@ def step_fault(when: str, words: str, rank: int | None) -> dict[str, Any]:
     }
 
 
+def long_rows(folder: Path, count: int) -> dict[str, Any]:
+    """The data section of rows that are all longer than its max_length."""
+    rows = [{"prompt": f"row {i}", "response": " ".join(builders.WORDS * 40)} for i in range(count)]
+    return {"max_length": 256, "train_file": str(builders.write_parquet(folder / "long.parquet", rows))}
+
+
 def batches(run: RunDir) -> list[tuple[int, int, int]]:
     """(micro-batch, accumulation, evaluation batch) of each attempt."""
     plans = [json.loads(attempt.plan_file.read_text()) for attempt in run.attempts()]
@@ -113,10 +119,12 @@ def test_on_oom_fail_stops_at_once(tmp_path):
 
 def test_what_changes_the_result_is_given_up_only_where_allowed_and_starts_over(tmp_path):
     """Out of memory as long as rows have more than 100 tokens: no cut of the batch helps."""
-    long = [{"prompt": f"row {i}", "response": " ".join(builders.WORDS * 40)} for i in range(24)]
-    data = {"max_length": 256, "train_file": str(builders.write_parquet(tmp_path / "long.parquet", long))}
     fault = step_fault("args[2]['labels'].shape[1] > 100", CUDA, rank=None)
-    sections = {"training": {**TRAINING, "eval_steps": 1000}, "data": data, "allow": ["data.max_length"]}
+    sections = {
+        "training": {**TRAINING, "eval_steps": 1000},
+        "data": long_rows(tmp_path, 24),
+        "allow": ["data.max_length"],
+    }
     with stopping.launched(tmp_path, ranks=1, faults={"oom": fault}, **sections) as child:
         assert child.wait(within_s=250) == 0, child.said()
         assert "starting over in" in child.said()
@@ -142,40 +150,46 @@ def cgroup() -> Iterator[Path]:
             time.sleep(0.1)
 
 
-def test_the_kernels_kill_in_a_cgroup_too_small_is_planned_again_within_it(tmp_path, cgroup):
-    """The batch is forced on a cgroup that cannot hold it; without the guard, so that it is the kernel who says so."""
-    training = {"num_train_epochs": 1, "save_steps": 2, "per_device_train_batch_size": 64}
+@pytest.fixture
+def large(tmp_path: Path) -> tuple[str, RunDir, int]:
+    """A batch that takes much of the host, trained with enough: its command line, that run, its predicted bytes."""
     recipe = builders.recipe(
         tmp_path,
-        count=200,
-        training=training,
+        training={"num_train_epochs": 1, "save_steps": 2, "per_device_train_batch_size": 128},
         launch={"host_reserve_gib": 0.0, "host_stop_fraction": 0.0},
-        model={"shape": "gpt2-tiny"},
-        data={"max_length": 256},
+        data=long_rows(tmp_path, 500),
     )
     words = f'exec "{sys.executable}" -m launch run "{recipe}"'
-    whole = subprocess.run(
-        ["bash", "-c", f'{words} --output_dir="{tmp_path / "whole_model"}"'],
-        env=builders.environment(tmp_path / "whole"),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    whole = within(tmp_path / "whole", f'{words} --output_dir="{tmp_path / "whole_model"}"')
     assert whole.returncode == 0, whole.stdout + whole.stderr
-    (plan_file,) = (tmp_path / "whole").glob("runs/*/*/plan.json")
-    needed = sum(json.loads(plan_file.read_text())["estimate"]["host"].values())
-    (cgroup / "memory.limit_in_bytes").write_text(str(int(needed * 0.8)))
-    done = subprocess.run(
-        ["bash", "-c", f'echo $$ > "{cgroup}/cgroup.procs"; {words} --assume-fits'],
-        env=builders.environment(tmp_path / "house"),
-        capture_output=True,
-        text=True,
-        timeout=300,
+    run = RunDir(builders.only_run(tmp_path / "whole"))
+    return words, run, sum(run.read_plan().estimate.host.values())
+
+
+def within(house: Path, line: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", line], env=builders.environment(house), capture_output=True, text=True, timeout=300
     )
+
+
+def test_the_kernels_kill_in_a_cgroup_too_small_is_planned_again_within_it(tmp_path, cgroup, large):
+    """The batch is forced on a cgroup that cannot hold it; without the guard, so that it is the kernel who says so."""
+    words, whole, needed_bytes = large
+    (cgroup / "memory.limit_in_bytes").write_text(str(int(needed_bytes * 0.8)))
+    done = within(tmp_path / "house", f'echo $$ > "{cgroup}/cgroup.procs"; {words} --assume-fits')
     assert done.returncode == 0, done.stdout + done.stderr
     kills = dict(line.split() for line in (cgroup / "memory.oom_control").read_text().splitlines())
     assert int(kills["oom_kill"]) >= 1
     assert "the cgroup's oom_kill counter grew by" in done.stdout
-    assert "the effective batch stays 64" in done.stdout
-    run = builders.only_run(tmp_path / "house")
-    assert losses(run) == pytest.approx(losses(builders.only_run(tmp_path / "whole")), rel=1e-5)
+    assert "the effective batch stays 128" in done.stdout
+    assert losses(builders.only_run(tmp_path / "house")) == pytest.approx(losses(whole.root), rel=1e-5)
+
+
+def test_an_allocator_that_an_rlimit_refuses_is_planned_again(tmp_path, large):
+    """RLIMIT_AS: malloc itself fails, in the rank."""
+    words, whole, needed_bytes = large
+    done = within(tmp_path / "house", f"ulimit -v {(needed_bytes >> 10) + (1 << 20)}; {words} --assume-fits")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the host ran out of memory" in done.stdout
+    assert "the effective batch stays 128" in done.stdout
+    assert losses(builders.only_run(tmp_path / "house")) == pytest.approx(losses(whole.root), rel=1e-5)
