@@ -61,6 +61,14 @@ PATTERNS = (
         "halve training.per_device_train_batch_size and double training.gradient_accumulation_steps",
     ),
     Pattern(
+        "shm",
+        3,
+        re.compile(r"unable to (allocate|open|resize|mmap) .*shared memory|DataLoader worker .* Bus error"),
+        "/dev/shm is too small or full for the batches of the data workers",
+        "enlarge /dev/shm (docker run --shm-size=1g; elsewhere mount -o remount,size=1g /dev/shm), or do without with"
+        " --training.dataloader_num_workers=0",
+    ),
+    Pattern(
         "disk",
         10,
         re.compile(r"No space left on device|Disk quota exceeded|File too large|Read-only file system"),

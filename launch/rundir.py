@@ -42,6 +42,21 @@ def write_atomic(path: Path, text: str) -> None:
     aside.replace(path)
 
 
+def sync(path: Path) -> None:
+    """Make a file's content, or a folder's names, outlast a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_all(folder: Path) -> None:
+    """sync() everything in it: else, after a power cut, the word that it is whole may outlast what it speaks of."""
+    for path in [*folder.rglob("*"), folder]:
+        sync(path)
+
+
 def to_json(value: Any, indent: int | None = None) -> str:
     """JSON text that every reader takes: NaN and infinities, which JSON has no numbers for, as "nan", "inf", "-inf"."""
     return json.dumps(_in_json(value), ensure_ascii=False, indent=indent, allow_nan=False)

@@ -23,6 +23,11 @@ ENDLESS = {"num_train_epochs": 20_000, "save_steps": 5, "per_device_train_batch_
 RUN = (sys.executable, "-m", "launch", "run")
 
 
+def is_launcher(words: list[str]) -> bool:
+    """Whether a command line is accelerate's, started by its name or kept to the loopback."""
+    return "accelerate.commands.launch" in words or any(word.endswith("on_loopback.py") for word in words)
+
+
 class Child:
     """`python -m launch run` of a tiny recipe, or another line that trains it, and its run folder."""
 
@@ -85,7 +90,7 @@ class Child:
         def found() -> psutil.Process | None:
             for process in tree.tagged(self.run.tag):
                 with suppress(psutil.Error):  # gone meanwhile
-                    if "accelerate.commands.launch" in process.cmdline():
+                    if is_launcher(process.cmdline()):
                         return process
             return None
 

@@ -4,8 +4,11 @@ The cache is mapped, so a rank holds no row in private memory."""
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import queues
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +134,19 @@ class EpochLoader(DataLoader):
     def set_epoch(self, epoch: int) -> None:
         # a SampleOrder in training; torch's annotation knows only Sampler
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
+
+
+def end_what_cannot_send(worker: int) -> None:
+    """For a data worker's start: one that cannot hand a batch over, as with /dev/shm full, ends, and so does its rank.
+
+    multiprocessing prints the error and drops the batch, for which the rank waits for ever.
+    """
+
+    def ends(error: Exception, _: Any) -> None:
+        traceback.print_exception(error)
+        os._exit(1)
+
+    queues.Queue._on_queue_feeder_error = staticmethod(ends)
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,7 @@ def deal(files: Mapping[str, int], ranks: int) -> list[list[str]]:
 def describe(staged: Path, names: list[str]) -> dict[str, dict[str, Any]]:
     """{file: bytes, sha256}, with each file on the disk: hashed from memory while the disk writes."""
     with ThreadPoolExecutor(1) as pool:
-        synced = [pool.submit(_sync, staged / relative) for relative in names]
+        synced = [pool.submit(rundir.sync, staged / relative) for relative in names]
         found = {
             relative: {"bytes": (staged / relative).stat().st_size, "sha256": manifest.sha256(staged / relative)}
             for relative in names
@@ -222,12 +222,12 @@ def commit(
     rundir.write_json(staged / manifest.FILE, described)
     _close_to_others([staged / manifest.FILE])
     for folder in folders:
-        _sync(folder)
+        rundir.sync(folder)
     if final.exists():  # only a rejected one can stand here: resume would have continued behind a good one
         discard(final)
     manifest.list_commit(checkpoints, final.name, described["seal"])
     staged.rename(final)
-    _sync(checkpoints)
+    rundir.sync(checkpoints)
     return final
 
 
@@ -238,14 +238,6 @@ def _close_to_others(paths: list[Path]) -> bool:
         if mode & manifest.WRITABLE_BY_OTHERS:
             path.chmod(mode & ~manifest.WRITABLE_BY_OTHERS)
     return not any(path.stat().st_mode & manifest.WRITABLE_BY_OTHERS for path in paths)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # ---- rotation -------------------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ def write(
     if quantization := recipe.quantized(plan.strategy.mixed_precision):  # what the adapter was trained on
         facts["quantization"] = quantization.model_dump()
     rundir.write_json(aside / "lowmem.json", facts)
+    rundir.sync_all(aside)
     with uninterrupted():
         _swap(aside, target, old, is_another_runs=bool(rundir.kept_aside(target, run_id)))
     return held

@@ -82,6 +82,7 @@ def _write(recipe: Recipe, plan: Plan, folder: Path, say: Callable[[str], None],
             say(
                 f"{Path(file).name}: {bad.count:,} bad rows left out (data.max_bad_rows {bad.limit}); first {bad.first}"
             )
+    rundir.sync_all(folder)
     rundir.write_json(folder / rundir.TOKENS_READY, {**counts, "vocabulary": len(chosen)})
 
 

@@ -18,7 +18,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from launch import manifest, rundir
 from launch.schema import Strategy
 from training import checkpoint, convert, engines, finite
-from training.batches import Collator, EpochLoader, SampleOrder, TokenRows
+from training.batches import Collator, EpochLoader, SampleOrder, TokenRows, end_what_cannot_send
 from training.callbacks import StepMeter
 from training.control import Halted
 from training.data import IGNORED
@@ -104,6 +104,7 @@ class LowMemTrainer(Trainer):
             num_workers=workers,
             pin_memory=self.args.device.type == "cuda",
             persistent_workers=workers > 0,
+            worker_init_fn=end_what_cannot_send,
         )
 
     def get_train_dataloader(self) -> DataLoader:

@@ -3,7 +3,6 @@ with its code, and what was saved is there and continues."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import resource
@@ -156,8 +155,9 @@ def test_a_full_dev_shm_is_named_with_what_to_do(tmp_path):
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=200)
     if "unshare failed" in done.stderr:
         pytest.skip(done.stderr)
-    assert done.returncode in (3, 6), done.stdout[-3000:] + done.stderr
-    assert "/dev/shm" in done.stdout + done.stderr
+    assert done.returncode == 3, done.stdout[-3000:] + done.stderr
+    assert "/dev/shm is too small or full" in done.stdout
+    assert "--training.dataloader_num_workers=0" in done.stdout
 
 
 @pytest.mark.shows("F40", "the rows rewritten and cut while the run trains; their content is another")
@@ -236,14 +236,12 @@ def test_a_clock_that_goes_back_costs_no_checkpoint_and_is_no_hang(tmp_path, inj
         moved.touch()
         injected()
         child.until("more checkpoints", lambda: child.committed()[-1] > before + 20)
-        assert child.committed() == sorted(child.committed())[-3:]
         child.process.terminate()
         assert child.wait() == 75, child.said()
-        last = json.loads((manifest.committed(child.run.checkpoints)[-1] / manifest.FILE).read_text())
-        days = set(re.findall(r"(?m)^(\d{4}-\d\d-\d\d) ", child.said()))
-        assert len(days) == 2, (days, last)
+        assert len(set(re.findall(r"(?m)^(\d{4}-\d\d-\d\d) ", child.said()))) == 2, child.said()
         assert "hangs" not in child.said()
         step = child.outcome()["step"]
+        assert before < child.committed()[0] < child.committed()[-1] == step
         assert child.left() == []
     moved.unlink()
     again = builders.launch(tmp_path / "house", "run", str(tmp_path / "tiny.yaml"), "--dry-run", **extra)

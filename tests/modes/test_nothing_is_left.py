@@ -14,7 +14,7 @@ import pytest
 from launch import planner, tree
 from launch.rundir import RunDir
 from launch.schema import MODES
-from tests import builders, orphans
+from tests import builders, orphans, stopping
 
 ON_CPUS = [mode for mode in MODES if mode not in planner.GPU_MODES]
 ENDINGS = ("success", "a rank is killed", "SIGINT", "SIGTERM", "SIGKILL")
@@ -37,8 +37,7 @@ def ranks(run: RunDir) -> list[int]:
     found = []
     for process in tree.tagged(run.tag):
         words = process.cmdline()
-        is_launcher = "accelerate.commands.launch" in words or any("on_loopback.py" in word for word in words)
-        if not is_launcher and any(word.endswith(programs) for word in words):
+        if not stopping.is_launcher(words) and any(word.endswith(programs) for word in words):
             found.append(process.pid)
     return found
 

@@ -49,6 +49,7 @@ def test_accelerate_multi_gpu_trains_two_ranks_on_a_machine_without_gpus(tmp_pat
     assert list((tmp_path / "h/logs").glob("chat_trainer_sft_fast-*.log"))
 
 
+@pytest.mark.modes
 def test_accelerate_cpu_gives_the_ranks_that_were_asked_for_not_one(tmp_path, flags):
     """By starting torchrun, which is a third way to start the entrypoint."""
     said = outcome(builders.accelerate(tmp_path / "h", "--cpu", "--num_processes", "2", *flags))

@@ -46,7 +46,7 @@ def train(folder: Path, runs: dict[str, Path], ranks: int) -> dict[str, dict[str
     return steps
 
 
-@pytest.mark.parametrize("shape", ["llama-tiny", "t5-tiny"])
+@pytest.mark.parametrize("shape", ["llama-tiny", pytest.param("t5-tiny", marks=pytest.mark.modes)])
 def test_loss_and_gradient_do_not_depend_on_how_the_batch_is_cut(tmp_path, shape):
     folders = {name: rendered(tmp_path / str(i), shape, cut) for i, (name, cut) in enumerate(CUTS.items())}
     alone = {name: run for name, run in folders.items() if CUTS[name][2] == 1}

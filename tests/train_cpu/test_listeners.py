@@ -7,10 +7,12 @@ import sys
 import time
 
 import psutil
+import pytest
 
 from tests import builders
 
 
+@pytest.mark.modes
 def test_nothing_of_a_run_listens_beyond_the_loopback(tmp_path):
     recipe = builders.recipe(tmp_path, training={"num_train_epochs": 6}, launch={"num_processes": 2})
     argv = [sys.executable, "-m", "launch", "run", str(recipe)]

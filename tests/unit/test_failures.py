@@ -86,9 +86,10 @@ def test_each_end_has_one_cause(found, kind, exit_code):
         ("hip-invalid-device-function-torch-2.10", "gpu_unsupported", 3, "HIP error: invalid device function"),
         ("hip-no-kernel-image", "gpu_unsupported", 3, "HIP error: no kernel image is available"),
         ("hsa-out-of-resources", "gpu_resources", 3, "Available Free mem : 62084 MB"),
+        ("dev-shm-full", "shm", 3, "unable to allocate shared memory(shm)"),
     ],
 )
-def test_a_captured_log_of_an_amd_card_has_its_cause_and_proof(log, kind, exit_code, proof):
+def test_a_captured_log_has_its_cause_and_proof(log, kind, exit_code, proof):
     text = (DATA / f"{log}.txt").read_text()
     for found in (evidence(log_tail=text), evidence(rank_errors=(error(text),))):
         failure = failures.classify(found)
