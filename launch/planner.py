@@ -92,7 +92,7 @@ def subject(
 
 def choose(about: Subject, changes: Sequence[Change] = (), given: Given = Given(), rows: int | None = None) -> Plan:
     """The fastest candidate that fits. Raises DoesNotFit with the nearest misses, ConfigError for what cannot be."""
-    about = replace(about, link=given.link, assume_fits=given.assume_fits)
+    about = replace(about, link=given.link, exceeded=given.exceeded, assume_fits=given.assume_fits)
     recipe, machine, shape = about.recipe, about.machine, about.shape
     possible, rejected = _possible(about, given)
     judged: list[tuple[Judged, str]] = []

@@ -91,7 +91,7 @@ def resolve(
     def planned(recipe: Recipe, changes: Sequence[Change]) -> Resolved:
         about = planner.subject(recipe, machine, config, parameter_shapes, data_format)
         lengths, is_ragged = lengths_of(house, about)
-        about = replace(about, lengths=lengths, is_ragged=is_ragged, rows=rows, exceeded=given.exceeded)
+        about = replace(about, lengths=lengths, is_ragged=is_ragged, rows=rows)
         device = "cuda" if has_gpu else "cpu"
         if trace:
             about = replace(

@@ -182,6 +182,13 @@ class Parts:
     control: Control
 
 
+def _hold_to_free_memory(recipe: Recipe, device: torch.device) -> None:
+    """This rank's allocator takes no more than is free now: who shares the card is not the one who runs out."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    asked = recipe.launch.vram_fraction if "vram_fraction" in recipe.launch.model_fields_set else 1.0
+    torch.cuda.set_per_process_memory_fraction(asked * free_bytes / total_bytes, device)
+
+
 def _build(
     start: Start, run: RunDir, attempt: AttemptDir, args: TrainingArguments, tokens: Path, control: Control
 ) -> Parts:
@@ -196,6 +203,8 @@ def _build(
         args.seed,
         start=(rundir.read_json(run.continues_file) or {}).get("samples_seen", 0),
     )
+    if args.device.type == "cuda":
+        _hold_to_free_memory(recipe, args.device)
     meter = StepMeter(attempt.samples_file(rank))
     draw = not start.supervised and sys.stderr.isatty()
     watch = finite.Watch(order, attempt.root, recipe.numerics.skip_spikes_above, args.fp16)

@@ -27,14 +27,19 @@ def test_what_may_pass_is_tried_again_at_any_time(kind):
         "disk",
         "join",
         "stopped",
-        "device_oom",
-        "host_oom",
-        "host_pressure",
         "gpu_unsupported",
     ],
 )
 def test_what_comes_again_is_not(kind):
     assert failed(kind).action == "stop"
+
+
+@pytest.mark.parametrize("kind", ["device_oom", "host_oom", "host_pressure"])
+def test_a_shortage_of_memory_is_planned_again_as_often_as_there_is_a_smaller_plan(kind):
+    history = History()
+    assert [failed(kind, history, reached=7, committed=0, limit=0).action for _ in range(5)] == ["plan"] * 5
+    failure = Failure(kind, 12, "something ended it", "proof", "fix")
+    assert decide(failure, history, 0, 7, 0, 10, replans=False).action == "stop"
 
 
 def test_a_crash_is_tried_again_only_after_progress():
