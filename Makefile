@@ -30,9 +30,10 @@ test-modes: ## traces beside real steps, each engine once, tuning, files of conf
 	$(IN_VENV) "$$PYTHON" -m benchmarks.modes --quick
 	$(IN_VENV) $(PYTEST) -m "modes and not campaign"
 
-modes: ## every launch mode that runs on CPUs, four models each, ended in five ways; writes docs/modes.md
+modes: ## every launch mode that runs on CPUs, four models each, ended in five ways, changed into others; writes docs/modes.md
 	$(IN_VENV) "$$PYTHON" -m benchmarks.modes
 	$(IN_VENV) "$$PYTHON" -m benchmarks.modes --endings
+	$(IN_VENV) $(PYTEST) -m campaign tests/modes/test_change_of_mode.py
 
 test-faults: ## kills, out of memory, full disks
 	$(IN_VENV) $(PYTEST) -m faults

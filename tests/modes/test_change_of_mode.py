@@ -53,9 +53,9 @@ def goes_on(folder: Path, after: tuple[str, int], expected: list[float]) -> str:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (("multi_cpu", 2), ("cpu", 1)),
-        (("deepspeed_zero1", 2), ("deepspeed_zero2", 2)),
-        (("deepspeed_zero2", 2), ("deepspeed_zero2_offload", 2)),
+        pytest.param(("multi_cpu", 2), ("cpu", 1), marks=pytest.mark.campaign),
+        pytest.param(("deepspeed_zero1", 2), ("deepspeed_zero2", 2), marks=pytest.mark.campaign),
+        pytest.param(("deepspeed_zero2", 2), ("deepspeed_zero2_offload", 2), marks=pytest.mark.campaign),
         (("deepspeed_zero3", 2), ("deepspeed_zero3_offload", 2)),
     ],
 )
@@ -67,16 +67,16 @@ def test_it_goes_on_in_another_mode_of_its_family(tmp_path, before, after):
     ("before", "after"),
     [
         (("deepspeed_zero2", 2), ("deepspeed_zero2", 3)),
-        (("deepspeed_zero3", 2), ("deepspeed_zero3", 3)),
+        pytest.param(("deepspeed_zero3", 2), ("deepspeed_zero3", 3), marks=pytest.mark.campaign),
         (("deepspeed_zero2", 2), ("deepspeed_zero3", 2)),
-        (("deepspeed_zero3", 2), ("deepspeed_zero1", 1)),
-        (("deepspeed_zero2", 2), ("cpu", 1)),
+        pytest.param(("deepspeed_zero3", 2), ("deepspeed_zero1", 1), marks=pytest.mark.campaign),
+        pytest.param(("deepspeed_zero2", 2), ("cpu", 1), marks=pytest.mark.campaign),
         (("deepspeed_zero3", 2), ("multi_cpu", 2)),
         (("cpu", 1), ("deepspeed_zero2_offload", 2)),
-        (("multi_cpu", 2), ("deepspeed_zero3", 2)),
+        pytest.param(("multi_cpu", 2), ("deepspeed_zero3", 2), marks=pytest.mark.campaign),
         (("fsdp2", 2), ("fsdp2", 3)),
-        (("fsdp2", 2), ("multi_cpu", 2)),
-        (("cpu", 1), ("fsdp2", 2)),
+        pytest.param(("fsdp2", 2), ("multi_cpu", 2), marks=pytest.mark.campaign),
+        pytest.param(("cpu", 1), ("fsdp2", 2), marks=pytest.mark.campaign),
         (("deepspeed_zero2", 2), ("fsdp2", 2)),
     ],
 )
