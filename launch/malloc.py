@@ -18,7 +18,8 @@ SETTINGS = {
     "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
     f":glibc.malloc.mmap_threshold={MMAP_THRESHOLD_BYTES}:glibc.malloc.trim_threshold={TRIM_THRESHOLD_BYTES}"
 }
-ALIGNED_BYTES = 80  # header, and the alignment to 64 that torch asks for
+ALIGNED_BYTES = 64  # beyond its own a block takes: header, and what stands before the next multiple of 64
+SLACK_BYTES = 112  # beyond its own a hole must have for it: torch asks for a multiple of 64 (_int_memalign)
 ROUNDS = 2  # the first leaves the holes that the second finds
 Event = tuple[int, int]  # (block, bytes) at its birth, (block, -1) at its end
 
@@ -26,37 +27,73 @@ Event = tuple[int, int]  # (block, bytes) at its birth, (block, -1) at its end
 def held_bytes(events: Sequence[Event]) -> int:
     """The most that is resident of these allocations, holes included, when they happen again and again."""
     freed = {block for block, size in events if size < 0}
-    holes: list[int] = []  # sizes, sorted: the best fit is the first that is large enough
-    live: dict[int, int] = {}  # block -> its size in the heap, or less its size where it is mapped
-    heap = mapped = highest = 0
+    heap = _Heap()
+    live: dict[int, tuple[int, int]] = {}  # block -> (its start in the heap, or -1 where it is mapped; its bytes)
+    mapped = highest = 0
     for number in range(ROUNDS):
         for block, size in events:
             if size >= 0:
                 if number and block not in freed:
                     continue
-                size += ALIGNED_BYTES
-                if size >= MMAP_THRESHOLD_BYTES:
+                if size + ALIGNED_BYTES >= MMAP_THRESHOLD_BYTES:
                     mapped += size
-                    live[block] = -size
+                    live[block] = -1, size
                 else:
-                    heap += _cut(holes, size)
-                    live[block] = size
-                highest = max(highest, mapped + heap)
+                    taken = (size + ALIGNED_BYTES + 15) // 16 * 16
+                    live[block] = heap.take(taken, size + SLACK_BYTES), taken
+                highest = max(highest, mapped + heap.highest)
             elif block in live:
-                held = live.pop(block)
-                if held > 0:
-                    insort(holes, held)
+                start, held = live.pop(block)
+                if start < 0:
+                    mapped -= held
                 else:
-                    mapped += held
+                    heap.free(start, held)
     return highest
 
 
-def _cut(holes: list[int], size: int) -> int:
-    """Take `size` from the best hole, whose rest stays a hole; bytes by which the heap has to grow instead."""
-    at = bisect_left(holes, size)
-    if at == len(holes):
+class _Heap:
+    """One arena: the best hole is cut, neighbours are joined, the end grows and is reached again."""
+
+    def __init__(self) -> None:
+        self.highest = 0  # bytes up to the highest end so far, which are not given back
+        self._end = 0
+        self._holes: list[
+            tuple[int, int]
+        ] = []  # (bytes, start), sorted: the best fit is the first that is large enough
+        self._sizes: dict[int, int] = {}  # of holes, by their start
+        self._starts: dict[int, int] = {}  # of holes, by their end
+
+    def take(self, size: int, needed: int) -> int:
+        """Where the block starts; a hole serves it that has `needed` bytes."""
+        at = bisect_left(self._holes, (needed, -1))
+        if at == len(self._holes):
+            start, self._end = self._end, self._end + size
+            self.highest = max(self.highest, self._end)
+            return start
+        hole, start = self._holes.pop(at)
+        del self._sizes[start], self._starts[start + hole]
+        if hole > size:
+            self._add(start + size, hole - size)
+        return start
+
+    def free(self, start: int, size: int) -> None:
+        if start in self._starts:
+            before = self._starts[start]
+            size += self._drop(before)
+            start = before
+        if start + size in self._sizes:
+            size += self._drop(start + size)
+        if start + size == self._end:
+            self._end = start
+        else:
+            self._add(start, size)
+
+    def _add(self, start: int, size: int) -> None:
+        self._sizes[start], self._starts[start + size] = size, start
+        insort(self._holes, (size, start))
+
+    def _drop(self, start: int) -> int:
+        size = self._sizes.pop(start)
+        del self._starts[start + size]
+        del self._holes[bisect_left(self._holes, (size, start))]
         return size
-    rest = holes.pop(at) - size
-    if rest:
-        insort(holes, rest)
-    return 0

@@ -116,20 +116,38 @@ def test_what_malloc_keeps_is_a_line_of_its_own_in_every_rank() -> None:
     assert "freed and kept by malloc" not in estimate(job(strategy()), IMPORTS).by_phase["train"]
 
 
-def test_a_small_freed_block_stays_and_the_same_size_again_takes_its_place() -> None:
-    small = 64 << 10
-    again = [(0, small), (0, -1), (1, small), (1, -1)]
-    assert malloc.held_bytes(again) == small + malloc.ALIGNED_BYTES
-    larger = [(0, small), (0, -1), (1, small + 1), (1, -1)]  # does not fit into the hole
-    assert malloc.held_bytes(larger) == 2 * (small + malloc.ALIGNED_BYTES) + 1
+SMALL = 64 << 10
+TAKEN = SMALL + malloc.ALIGNED_BYTES
+
+
+def test_the_end_of_the_heap_is_reached_again() -> None:
+    assert malloc.held_bytes([(0, SMALL), (0, -1), (1, SMALL), (1, -1)]) == TAKEN
+    larger = 4 * SMALL
+    assert malloc.held_bytes([(0, SMALL), (0, -1), (1, larger), (1, -1)]) == larger + malloc.ALIGNED_BYTES
+
+
+def test_a_hole_between_others_serves_what_leaves_room_for_alignment() -> None:
+    before = [(0, SMALL), (1, SMALL), (0, -1)]
+    ends = [(1, -1), (2, -1)]
+    room = malloc.SLACK_BYTES - malloc.ALIGNED_BYTES
+    assert malloc.held_bytes([*before, (2, SMALL - room), *ends]) == 2 * TAKEN
+    assert malloc.held_bytes([*before, (2, SMALL), *ends]) == 3 * TAKEN
+
+
+def test_neighbours_that_are_freed_become_one_hole() -> None:
+    blocks = [(0, SMALL), (1, SMALL), (2, SMALL)]
+    both = [(0, -1), (1, -1), (3, 2 * SMALL), (2, -1), (3, -1)]
+    apart = [(0, -1), (2, -1), (3, 2 * SMALL), (1, -1), (3, -1)]
+    assert malloc.held_bytes([*blocks, *both]) == 3 * TAKEN
+    # the first and the last are no neighbours; the last reaches the heap's end, which grows by what is missing
+    assert malloc.held_bytes([*blocks, *apart]) == 2 * TAKEN + 2 * SMALL + malloc.ALIGNED_BYTES
 
 
 def test_only_blocks_of_32_mib_and_more_are_given_back() -> None:
-    two, three = 2 * MIB, 3 * MIB
-    small = malloc.held_bytes([(0, two), (0, -1), (1, three), (1, -1)])
-    assert small == two + three + 2 * malloc.ALIGNED_BYTES
-    huge = 40 * MIB
-    assert malloc.held_bytes([(0, huge), (0, -1), (1, huge + 1), (1, -1)]) == huge + 1 + malloc.ALIGNED_BYTES
+    two, three, huge = 2 * MIB, 3 * MIB, 40 * MIB
+    kept = malloc.held_bytes([(0, two), (1, SMALL), (0, -1), (2, three), (1, -1), (2, -1)])
+    assert kept == two + three + SMALL + 3 * malloc.ALIGNED_BYTES
+    assert malloc.held_bytes([(0, huge), (0, -1), (1, huge + 1), (1, -1)]) == huge + 1
 
 
 def test_what_is_never_freed_is_there_once() -> None:
