@@ -172,6 +172,7 @@ def within(house: Path, line: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.shows("F11", "a batch forced on a cgroup of 0.8 of its prediction; the kernel's oom_kill counter grew")
 def test_the_kernels_kill_in_a_cgroup_too_small_is_planned_again_within_it(tmp_path, cgroup, large):
     """The batch is forced on a cgroup that cannot hold it; without the guard, so that it is the kernel who says so."""
     words, whole, needed_bytes = large
@@ -185,6 +186,7 @@ def test_the_kernels_kill_in_a_cgroup_too_small_is_planned_again_within_it(tmp_p
     assert losses(builders.only_run(tmp_path / "house")) == pytest.approx(losses(whole.root), rel=1e-5)
 
 
+@pytest.mark.shows("F12", "ulimit -v below what a batch takes; the allocator's own words")
 def test_an_allocator_that_an_rlimit_refuses_is_planned_again(tmp_path, large):
     """RLIMIT_AS: malloc itself fails, in the rank."""
     words, whole, needed_bytes = large
