@@ -185,13 +185,20 @@ h1{font-size:1.5rem;margin:0 0 .25rem}h2{font-size:1.1rem;margin:2rem 0 .5rem}
 .end.bad{background:#fbe6e6;color:#8a1c1c}
 table{border-collapse:collapse;width:100%}td,th{padding:.3rem .6rem;border-bottom:1px solid #e3e8ee;text-align:left}
 td.n{text-align:right;font-variant-numeric:tabular-nums}th.n{text-align:right}
-pre{background:#f5f7fa;padding:1rem;overflow-x:auto;font-size:.85rem;line-height:1.4;border-radius:.4rem}
+pre{background:#f5f7fa;padding:1rem;white-space:pre-wrap;font-size:.85rem;line-height:1.4;border-radius:.4rem}
 svg{width:100%;height:auto}figure{margin:0 0 1.5rem}figcaption{font-size:.9rem;color:#52606d}
 """
 
 
-def html(recipe: Recipe, machine: Machine, plan: Plan, result: RunResult, events: Sequence[StepEvent]) -> str:
-    """The run as one self-contained page: end, predicted beside measured, curves, plan."""
+def html(
+    recipe: Recipe,
+    machine: Machine,
+    plan: Plan,
+    result: RunResult,
+    events: Sequence[StepEvent],
+    attempts: Sequence[tuple[str, str]] = (),
+) -> str:
+    """The run as one self-contained page: end, attempts (what ran, how it ended), figures, curves, plan."""
     ended = "complete" if result.failure is None else result.failure.cause
     summary = result.summary
     rows = []
@@ -232,6 +239,10 @@ def html(recipe: Recipe, machine: Machine, plan: Plan, result: RunResult, events
             ("host RAM of the job, GiB", "host_pss_bytes", 1 / GIB, True),
         )
     )
+    tried = "".join(
+        f"<tr><td>{number}</td><td>{markup.escape(ran)}</td><td>{markup.escape(how)}</td></tr>"
+        for number, (ran, how) in enumerate(attempts, 1)
+    )
     plan_text = markup.escape("\n".join(plan_lines(recipe, machine, plan)))
     result_text = markup.escape("\n".join(result_lines(recipe, machine, plan, result, ""))) if summary else ""
     return (
@@ -246,6 +257,7 @@ def html(recipe: Recipe, machine: Machine, plan: Plan, result: RunResult, events
             if rows
             else ""
         )
+        + (f"<h2>Attempts</h2><table>{tried}</table>" if len(attempts) > 1 else "")
         + (f"<h2>Curves</h2>{curves}" if curves else "")
         + f"<h2>Plan</h2><pre>{plan_text}</pre>"
         + (f"<h2>End</h2><pre>{result_text}</pre>" if result_text else "")

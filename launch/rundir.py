@@ -134,6 +134,9 @@ class AttemptDir:
     def number(self) -> int:
         return int(self.root.name)
 
+    def read_plan(self) -> Plan:
+        return TypeAdapter(Plan).validate_json(self.plan_file.read_bytes())
+
     def rank(self, rank: int) -> Path:
         """The folder of one rank's own files; made on first use."""
         folder = self.root / "ranks" / str(rank)

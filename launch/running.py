@@ -96,7 +96,8 @@ def run(decide: Decide, wish: str, dry_run: bool) -> int:
         _remember(resolved, run.run_id, result, events, screen)
         for line in report.result_lines(recipe, resolved.machine, plan, result, chat_command(recipe.output_dir)):
             screen.say(line)
-        rundir.write_atomic(run.report_file, report.html(recipe, resolved.machine, plan, result, events))
+        page = report.html(recipe, resolved.machine, plan, result, events, [_told(one) for one in run.attempts()])
+        rundir.write_atomic(run.report_file, page)
     return result.exit_code
 
 
@@ -233,6 +234,17 @@ def _attempt(
 
 def _command(resolved: Resolved, run: rundir.RunDir, attempt: AttemptDir) -> Command:
     return render.command(resolved.plan, resolved.machine, run, attempt, resolved.house, os.environ)
+
+
+def _told(attempt: AttemptDir) -> tuple[str, str]:
+    """(what an attempt ran, how it ended)"""
+    end, outcome = rundir.read_json(attempt.supervisor_file), rundir.read_json(attempt.outcome_file)
+    if end and end["failure"]:
+        how = f"{end['failure']['cause']} ({end['failure']['proof']})"
+    else:
+        how = "complete" if outcome and outcome["complete"] else "ended to plan again" if end else "cut short"
+    is_known = attempt.plan_file.exists()  # an older version kept only the run's last plan
+    return estimate.describe(attempt.read_plan().strategy) if is_known else "not kept", how
 
 
 def _events(attempts: Sequence[AttemptDir]) -> list[StepEvent]:

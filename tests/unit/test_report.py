@@ -38,7 +38,9 @@ def test_answers_are_told_as_far_as_they_were_scored(scores, words):
     assert answers == [] if words is None else words in answers[0]
     assert not any(line.strip() == "loss" for line in lines)
     assert "gradients not measured" in "\n".join(lines)
-    assert "complete" in report.html(recipe, on, plan(recipe, on), result, [])
+    page = report.html(recipe, on, plan(recipe, on), result, [], [("batch 8", "the GPU ran out <of> memory")] * 2)
+    assert "complete" in page
+    assert page.count("<td>batch 8</td><td>the GPU ran out &lt;of&gt; memory</td>") == 2
 
 
 @pytest.mark.parametrize(("section", "words"), [("evaluation", ["  where  in evaluation at step 120"]), ("", [])])
