@@ -160,7 +160,7 @@ class Watch(TrainerCallback):
             shown = [
                 {"rank": rank, "row": row, "tokens": len(ids), "text": cut.decode(ids[:200])}
                 for rank, numbers in rows.items()
-                for row, (ids, _) in zip(numbers, data.__getitems__(numbers), strict=True)
+                for row, (ids, *_) in zip(numbers, data.__getitems__(numbers), strict=True)
             ]
             rundir.write_json(file, {"step": step, "what": what, "rows": shown})
         return file

@@ -231,7 +231,7 @@ class LowMemTrainer(Trainer):
                 facts["optimizer_parameters"] = convert.optimizer_names(self)
             files = {relative: entry for part in described for relative, entry in part.items()}
             checkpoint.commit(save.staged, checkpoints, step, facts, files)
-            save.staging.rmdir()
+            checkpoint.clear_staging(checkpoints)  # also what was converted, which every rank has read by now
 
         save.on_all(begin)
         save.on_all(write)
