@@ -29,7 +29,7 @@ RANKS = {"cpu": 1, "multi_cpu": 2, "deepspeed_zero1": 2, "deepspeed_zero2": 2, "
 KILLS_OF_A_RUN = 12  # then it is left to end
 LIMIT_S = 180.0  # of one start
 SERVER = """
-import json, os, signal, sys
+import json, os, signal, sys, traceback
 from training import run  # all that a rank imports
 import train_low_mem
 for line in sys.stdin:
@@ -46,6 +46,8 @@ for line in sys.stdin:
             code = 1
             try:
                 code = train_low_mem.main(asked["argv"])
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(code)
         pids.append(pid)
@@ -76,7 +78,8 @@ class Ranks:
 
     def __init__(self, house: Path, number: int) -> None:
         self.number = number
-        env = {**recording.environment(house), "OMP_NUM_THREADS": "1", "LOWMEM_SUPERVISED": "1"}
+        env = {**recording.environment(house), "OMP_NUM_THREADS": "1"}
+        env |= {"LOWMEM_SUPERVISED": "1", "LOWMEM_ROOT_PID": str(os.getpid())}
         self.process = subprocess.Popen(
             [sys.executable, "-c", SERVER],
             cwd=recording.CODE,

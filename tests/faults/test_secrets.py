@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from launch import errors
+from launch.rundir import RunDir
 from tests import builders
 
 LETTERS = string.ascii_letters + string.digits
@@ -34,13 +35,13 @@ def canaries() -> dict[str, str]:
     return {**found, "https_proxy": f"http://user:{drawn('canary')}@proxy:3128"}
 
 
-def texts_of_processes(run_id: str) -> Iterator[tuple[str, bytes, bytes]]:
+def texts_of_processes(tag: str) -> Iterator[tuple[str, bytes, bytes]]:
     """(pid, command line, environment) of every process that carries the run's tag."""
     for process in psutil.process_iter():
         try:
             folder = Path("/proc") / str(process.pid)
             environment = (folder / "environ").read_bytes()
-            if b"LOWMEM_RUN=" + run_id.encode() in environment:
+            if b"LOWMEM_RUN=" + tag.encode() in environment:
                 yield str(process.pid), (folder / "cmdline").read_bytes(), environment
         except (OSError, psutil.NoSuchProcess):
             continue
@@ -86,7 +87,7 @@ def test_no_secret_is_written_printed_or_passed_on(tmp_path, canaries):
 def _watch(child: subprocess.Popen[bytes], out: Path, seen: dict[str, tuple[bytes, bytes]]) -> None:
     while child.poll() is None:
         for run in (out / "house/runs/tiny").glob("*"):
-            for pid, argv, environment in texts_of_processes(f"tiny-{run.name}"):
+            for pid, argv, environment in texts_of_processes(RunDir(run).tag):
                 seen[pid + str(len(argv))] = argv, environment
         time.sleep(0.05)
 

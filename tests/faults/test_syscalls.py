@@ -64,7 +64,9 @@ def server(tmp_path_factory) -> Iterator[Server]:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.save_server", str(run), "1"],
             cwd=builders.CODE,
-            env=builders.environment(folder / "h", OMP_NUM_THREADS="1", LOWMEM_SUPERVISED="1"),
+            env=builders.environment(
+                folder / "h", OMP_NUM_THREADS="1", LOWMEM_SUPERVISED="1", LOWMEM_ROOT_PID=str(os.getpid())
+            ),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
