@@ -4,101 +4,39 @@ from __future__ import annotations
 
 import re
 import signal
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
+from launch import errors
+from launch.failure_patterns import PATTERNS, SMALLER
 from launch.schema import GIB, Evidence, Failure
 
 PROOF_CHARS = 400  # the HSA runtime says at the end of its line how much GPU memory was free
 
-
-@dataclass(frozen=True)
-class Pattern:
-    """A line that names a cause, wherever a rank or a library wrote it."""
-
-    kind: str
-    exit_code: int
-    regex: re.Pattern[str]
-    cause: str
-    fix: str
-
-
-PATTERNS = (
-    Pattern(
-        "device_oom",
-        12,
-        re.compile(
-            r"(CUDA|HIP) (error: )?out of memory|hipErrorOutOfMemory|CUBLAS_STATUS_ALLOC_FAILED"
-            r"|(Cuda|HIP) failure (2\b|'out of memory')"  # NCCL and RCCL
-            r"|Triton Error \[(CUDA|HIP)\]: out of memory|Error out of memory at line"
-        ),
-        "the GPU ran out of memory",
-        "halve training.per_device_train_batch_size and double training.gradient_accumulation_steps",
-    ),
-    Pattern(
-        "gpu_unsupported",
-        3,
-        re.compile(
-            r"(CUDA|HIP) error: (invalid device function|no kernel image is available)"
-            r"|hipErrorInvalidDeviceFunction|hipErrorNoBinaryForGpu"
-        ),
-        "this build of torch has no kernels for the GPU",
-        "install a torch build whose torch.cuda.get_arch_list() names the card; a Radeon may run as a listed one of its"
-        " generation, e.g. gfx1032 with HSA_OVERRIDE_GFX_VERSION=10.3.0",
-    ),
-    Pattern(
-        "gpu_resources",
-        3,
-        re.compile(r"HSA_STATUS_ERROR_OUT_OF_RESOURCES"),
-        "the ROCm runtime could not get a resource: GPU memory, a thread or a queue",
-        "where the proof says that little memory is free, halve training.per_device_train_batch_size and double"
-        " training.gradient_accumulation_steps; else see `ulimit -u` and dmesg",
-    ),
-    Pattern(
-        "host_oom",
-        6,
-        re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory|\bMemoryError\b|std::bad_alloc"),
-        "the host ran out of memory",
-        "halve training.per_device_train_batch_size and double training.gradient_accumulation_steps",
-    ),
-    Pattern(
-        "shm",
-        3,
-        re.compile(r"unable to (allocate|open|resize|mmap) .*shared memory|DataLoader worker .* Bus error"),
-        "/dev/shm is too small or full for the batches of the data workers",
-        "enlarge /dev/shm (docker run --shm-size=1g; elsewhere mount -o remount,size=1g /dev/shm), or do without with"
-        " --training.dataloader_num_workers=0",
-    ),
-    Pattern(
-        "disk",
-        10,
-        re.compile(r"No space left on device|Disk quota exceeded|File too large|Read-only file system"),
-        "the disk refused a write",
-        "free space where runs/ and model_save/ are, then run the same line again",
-    ),
-    Pattern(
-        "join",
-        11,
-        re.compile(r"DistStoreError: Timed out .* clients joined|client socket has timed out .* trying to connect to"),
-        "the machines did not all join in time",
-        "start the same line on every machine, each with its launch.machine_rank, and see that launch.main_process_port"
-        " of machine 0 is reachable; launch.join_timeout_s says how long is waited",
-    ),
-    Pattern(
-        "network",
-        11,
-        re.compile(
-            r"EADDRINUSE|Connection refused|connectFullMesh failed|Timed out waiting .*ms for (recv|send)"
-            r"|Connection (closed|reset) by peer|Broken pipe.*gloo|Timed out waiting \d+ms"
-        ),
-        "the ranks could not reach each other",
-        "run the same line again; if it repeats, train on one process with --launch.num_processes=1",
-    ),
-)
-
 # How torchrun and accelerate's launcher of one process name ranks that a signal ended. torchrun lists those that had
 # ended when it looked, not those that it ends itself then; which of them it calls the root cause may be a tie.
 KILLED_FIRST = re.compile(r"exitcode\s*:\s*-9\b|died with <Signals.SIGKILL: 9>")
-CRASHED_FIRST = re.compile(r"exitcode\s*:\s*-(?!(9|15|2|1|10)\b)\d+")  # SIGSEGV, SIGABRT, ...; not by a stop
+CRASHED = re.compile(r"exitcode\s*:\s*-(?!(?:9|15|2|1|10)\b)(\d+)|died with <Signals\.(?!SIGKILL|SIGTERM)\w+: (\d+)>")
+EXITED = re.compile(r"exitcode\s*:\s*(\d+)\b|returned non-zero exit status (\d+)")  # a rank's, where it left no word
+KINDS = {kind.exit_code: kind.__name__ for kind in errors.LaunchError.__subclasses__()}
+SIGNALS = {
+    "SIGSEGV": "native code touched memory that is not its own",
+    "SIGBUS": "a file or /dev/shm behind mapped memory is gone, cut short or full",
+    "SIGILL": "native code was built for another CPU",
+    "SIGABRT": "native code gave up; its last words are in the log",
+    "SIGFPE": "native code divided by zero",
+}
+SIGNAL_FIX = (
+    "see the stacks in the attempt's log.txt; `pip install --force-reinstall -r requirements.txt` mends mixed builds;"
+    " if it comes back anywhere else each time, test the machine's memory"
+)
+# What is no failure: warnings, and what two step lines follow.
+WARNING = re.compile(
+    r"\b(WARNING|INFO|DEBUG)\b|(?<!NCCL )\bWARN\b|\w*Warning: |^(\[rank\d+\]:)?\[[WI]\d* |^\s*(warn|logger|raise|#)"
+)
+STEP = re.compile(r"  step \d+/\d+  epoch ")
+OWN_WORDS = ("data", "configuration", "library")  # exceptions: a rank that left word would have named them itself
 STOPPED = "Stopped"  # errors.Stopped, as ranks write it
 CONTINUE = "run the same line again to continue"
 
@@ -108,16 +46,7 @@ def classify(evidence: Evidence) -> Failure | None:
     if evidence.completed:
         return None
     if evidence.oom_kills > 0:
-        limit, peak = evidence.host_limit_bytes / GIB, evidence.host_peak_bytes / GIB
-        return Failure(
-            "host_oom",
-            6,
-            f"the kernel killed a process of the run: host RAM limit {limit:.2f} GiB, job at {peak:.2f} GiB when last"
-            " measured",
-            f"the cgroup's oom_kill counter grew by {evidence.oom_kills}",
-            "halve training.per_device_train_batch_size and double training.gradient_accumulation_steps, or give the"
-            " run more memory",
-        )
+        return _oom_kill(evidence)
     if evidence.pressure:
         return Failure(
             "host_pressure",
@@ -135,12 +64,29 @@ def classify(evidence: Evidence) -> Failure | None:
         return Failure("stopped", code, f"stopped by {name}{_saved(evidence)}", name, CONTINUE)
     if evidence.preempted is not None:
         return _preempted(evidence)
+    return _fallen(evidence)
+
+
+def _oom_kill(evidence: Evidence) -> Failure:
+    limit, peak = evidence.host_limit_bytes / GIB, evidence.host_peak_bytes / GIB
+    return Failure(
+        "host_oom",
+        6,
+        f"the kernel killed a process of the run: host RAM limit {limit:.2f} GiB, job at {peak:.2f} GiB when last"
+        " measured",
+        f"the cgroup's oom_kill counter grew by {evidence.oom_kills}",
+        f"{SMALLER}, or give the run more memory",
+    )
+
+
+def _fallen(evidence: Evidence) -> Failure:
+    """Of ranks that nobody stopped: a mistake that one names itself, a kill, or what all of them said."""
     is_killed = evidence.returncode == -9 or bool(KILLED_FIRST.search(evidence.log_tail))
-    is_crashed = is_killed or bool(CRASHED_FIRST.search(evidence.log_tail))
+    is_crashed = is_killed or bool(CRASHED.search(evidence.log_tail))
     # one that was told to stop was told by the launcher, where another had failed before
     first = evidence.rank_errors[0] if evidence.rank_errors and not is_crashed else None
-    errors = [error for error in evidence.rank_errors if error["type"] != STOPPED or error is first]
-    for error in errors:
+    left = [error for error in evidence.rank_errors if error["type"] != STOPPED or error is first]
+    for error in left:
         if error.get("exit_code"):
             is_stop = error["type"] == STOPPED
             kind, fix = ("stopped", CONTINUE) if is_stop else (error["type"], error.get("fix") or "see the message")
@@ -153,22 +99,97 @@ def classify(evidence: Evidence) -> Failure | None:
             "SIGKILL is the launcher's first observed failure",
             CONTINUE,
         )
-    named = _named(str(errors[0]["message"])) if errors else None
-    if named is None or named.kind == "network":  # what a lost connection follows from may stand in the log
-        others = _named(evidence.log_tail)
-        is_consequence = others is not None and others.kind == "network" and errors
-        named = named if others is None or is_consequence else others
-    if named is not None:
-        return named
-    if errors:
-        error = errors[0]
-        return Failure(
-            "crash",
-            1,
-            f"rank {error['rank']} failed: {error['type']}: {error['message']}",
-            f"rank {error['rank']} error.json",
-            "see the traceback in the attempt's ranks folder",
-        )
+    return _from_words(evidence, left)
+
+
+def _from_words(evidence: Evidence, left: Sequence[Mapping[str, Any]]) -> Failure:
+    """From what ranks left as their last word, earliest first, and from what they and their libraries printed."""
+    said, log = [_said(error) for error in left], _relevant(evidence.log_tail)
+    if root := _named([*said, log], "root", bool(left)):
+        return _near(root, evidence)
+    crash = _signal(evidence)
+    if crash is not None and "SIGABRT" not in crash.cause:  # libraries abort after they said why
+        return crash
+    if ended := _exit_code(evidence):
+        return ended
+    lost = _named(said[:1] or [log], "consequence", bool(left))
+    if lost is not None and (crash is None or lost.kind != "network" or "nccl" in lost.proof.lower()):
+        return lost
+    if crash is not None or not left:
+        return crash or _unknown(evidence)
+    error = left[0]
+    return Failure(
+        "crash",
+        1,
+        f"rank {error['rank']} failed: {error['type']}: {error['message']}",
+        f"rank {error['rank']} error.json",
+        "see the traceback in the attempt's ranks folder",
+    )
+
+
+def _said(error: Mapping[str, Any]) -> str:
+    """A rank's last word: the exception, where it came from, and from which others."""
+    return f"{error['type']}: {error['message']}\n{_relevant(str(error.get('traceback', '')))}"
+
+
+def _relevant(log: str) -> str:
+    """The log without warnings, and without what training went on after."""
+    lines = log.splitlines()
+    steps = [i for i, line in enumerate(lines) if STEP.search(line)]
+    return "\n".join(line for line in lines[steps[-2] if len(steps) > 1 else 0 :] if not WARNING.search(line))
+
+
+def _named(texts: Sequence[str], role: Literal["root", "consequence"], has_word: bool) -> Failure | None:
+    """What the first text with a pattern of that role names; the last of the texts is the log."""
+    for text in texts:
+        for pattern in PATTERNS:
+            if pattern.role != role or (
+                has_word and text is texts[-1] and pattern.kind in OWN_WORDS and len(texts) > 1
+            ):
+                continue
+            if proof := pattern.find(text):
+                return Failure(pattern.kind, pattern.exit_code, pattern.cause, proof.strip()[:PROOF_CHARS], pattern.fix)
+    return None
+
+
+def _near(failure: Failure, evidence: Evidence) -> Failure:
+    """Where GPU memory ran out, how near to it the last step was."""
+    if failure.kind != "device_oom" or not evidence.vram_total_bytes:
+        return failure
+    reserved, total = evidence.vram_reserved_bytes / GIB, evidence.vram_total_bytes / GIB
+    return replace(failure, cause=f"{failure.cause}: {reserved:.2f} of {total:.2f} GiB were reserved by the last step")
+
+
+def _signal(evidence: Evidence) -> Failure | None:
+    """The signal that ended a rank, where the launcher names one that nobody sends."""
+    found = CRASHED.search(evidence.log_tail)
+    if found is None:
+        return None
+    name = signal.Signals(int(found[1] or found[2])).name
+    cause = f"a rank was ended by {name}: {SIGNALS.get(name, 'a signal that the run does not use')}"
+    return Failure("signal", 1, cause, _line(found), SIGNAL_FIX)
+
+
+def _exit_code(evidence: Evidence) -> Failure | None:
+    """A rank that could not leave word, its disk being full for instance, said it by its documented exit code."""
+    for found in EXITED.finditer(evidence.log_tail):
+        code = int(found[1] or found[2])
+        if code in KINDS and code > 1:
+            words = re.search(r"^error: .+", evidence.log_tail, re.MULTILINE)
+            proof = words[0][:PROOF_CHARS] if words else _line(found)
+            return Failure(
+                KINDS[code], code, f"a rank ended with exit code {code}", proof, "see the message, and log.txt"
+            )
+    return None
+
+
+def _line(found: re.Match[str]) -> str:
+    """The whole line in which something was found."""
+    before, after = found.string[: found.start()].rpartition("\n")[2], found.string[found.end() :].partition("\n")[0]
+    return f"{before}{found[0]}{after}".strip()[:PROOF_CHARS]
+
+
+def _unknown(evidence: Evidence) -> Failure:
     return Failure(
         "unknown",
         1,
@@ -176,15 +197,6 @@ def classify(evidence: Evidence) -> Failure | None:
         _last_words(evidence.log_tail),
         "read the attempt's log.txt",
     )
-
-
-def _named(text: str) -> Failure | None:
-    """The failure that a line of the text names; the first pattern that has one."""
-    for pattern in PATTERNS:
-        for line in text.splitlines():
-            if pattern.regex.search(line):
-                return Failure(pattern.kind, pattern.exit_code, pattern.cause, line.strip()[:PROOF_CHARS], pattern.fix)
-    return None
 
 
 def _preempted(evidence: Evidence) -> Failure:

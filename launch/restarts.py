@@ -7,10 +7,11 @@ from typing import Literal
 
 from launch.schema import Failure
 
-# Kinds that may pass by themselves. A configuration, data, a full disk, a shortage of memory, a number that is not
-# finite and a machine that never joined come again.
-PASSING = frozenset({"killed", "hang", "network"})
-AFTER_PROGRESS = frozenset({"crash", "unknown"})  # of these, such that ended an attempt which had trained
+# Kinds that may pass by themselves: a kill, a link that failed once, a port whose holder ends. A configuration, data, a
+# full disk, a shortage of memory, a number that is not finite and a machine that never joined come again.
+PASSING = frozenset({"killed", "hang", "network", "nccl", "collective_timeout", "port"})
+# Of these, such that ended an attempt which had trained: a card or native code that worked so long often does again.
+AFTER_PROGRESS = frozenset({"crash", "unknown", "signal", "gpu_broken"})
 NO_PROGRESS = 3  # restarts in a row that committed no new step
 MEMORY = frozenset({"device_oom", "host_oom", "host_pressure"})  # another plan may take less
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0

@@ -574,6 +574,8 @@ class Evidence:
     preempted: Mapping[str, Any] | None = None  # rank 0's outcome, where the ranks agreed to stop
     hang: str = ""  # which rank was silent, where and how long
     pressure: str = ""  # why the host's RAM was about to run out, where the ranks were stopped for it
+    vram_reserved_bytes: int = 0  # of the fullest rank, by the last step that was logged
+    vram_total_bytes: int = 0  # 0: no GPU, or no step
 
 
 @dataclass(frozen=True)

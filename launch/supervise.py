@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -75,6 +76,7 @@ def run(
         preempted=None if completed else outcome,
         hang=ended.hang,
         pressure=ended.pressure,
+        **last_vram(attempt.events_file),
     )
     beats = heartbeats.read_all(attempt)
     failure = None if ended.is_refuted else failures.classify(evidence)
@@ -164,6 +166,16 @@ def prepare(
                 until = time.monotonic() + TOKENISE_GRACE_S
             elif heard.at_once or time.monotonic() > until:
                 child.kill()
+
+
+def last_vram(events: Path) -> dict[str, int]:
+    """The GPU memory of the last step that was logged; the rank may have died while it wrote another."""
+    names = ("vram_reserved_bytes", "vram_total_bytes")
+    for line in reversed(_tail(events).splitlines()):
+        with suppress(ValueError, KeyError, TypeError):
+            step = json.loads(line)
+            return {name: int(step[name]) for name in names}
+    return {}
 
 
 def _tail(path: Path) -> str:

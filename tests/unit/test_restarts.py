@@ -13,7 +13,7 @@ def failed(kind: str = "killed", history: History | None = None, began=0, reache
     return decide(failure, history if history is not None else History(), began, reached, committed, limit)
 
 
-@pytest.mark.parametrize("kind", ["killed", "hang", "network"])
+@pytest.mark.parametrize("kind", ["killed", "hang", "network", "nccl", "collective_timeout", "port"])
 def test_what_may_pass_is_tried_again_at_any_time(kind):
     assert failed(kind).action == "again"
     assert failed(kind, reached=0, committed=0).action == "again"
@@ -28,6 +28,12 @@ def test_what_may_pass_is_tried_again_at_any_time(kind):
         "join",
         "stopped",
         "gpu_unsupported",
+        "shm",
+        "limit",
+        "library",
+        "driver",
+        "data",
+        "configuration",
     ],
 )
 def test_what_comes_again_is_not(kind):
@@ -42,9 +48,10 @@ def test_a_shortage_of_memory_is_planned_again_as_often_as_there_is_a_smaller_pl
     assert decide(failure, history, 0, 7, 0, 10, replans=False).action == "stop"
 
 
-def test_a_crash_is_tried_again_only_after_progress():
-    assert failed("crash", reached=9, began=5).action == "again"
-    assert failed("crash", reached=5, began=5).action == "stop"
+@pytest.mark.parametrize("kind", ["crash", "signal", "gpu_broken"])
+def test_a_crash_is_tried_again_only_after_progress(kind):
+    assert failed(kind, reached=9, began=5).action == "again"
+    assert failed(kind, reached=5, began=5).action == "stop"
     assert failed("unknown", reached=0, began=0).action == "stop"
 
 

@@ -1,0 +1,300 @@
+"""The lines by which Python, torch, CUDA, HIP, NCCL and the kernel name a cause, and one fix for each. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+SMALLER = "halve training.per_device_train_batch_size and double training.gradient_accumulation_steps"
+AGAIN = "run the same line again"
+# What stands before an exception at the end of a traceback: the rank as torchrun writes it, the exception's module.
+EXCEPTION = r"^(\[(rank|default)?\d+\]:\s*)?([A-Za-z_]\w*\.)*"
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Lines that name a cause, wherever a rank or a library wrote them.
+
+    A consequence is what is left to the others after one has failed: it is a cause only where nothing else is."""
+
+    kind: str
+    exit_code: int
+    cause: str
+    fix: str
+    lines: tuple[str, ...]  # regular expressions; one that spans lines is proved by its last
+    role: Literal["root", "consequence"] = "root"
+
+    def find(self, text: str) -> str | None:
+        """The first line of the text that one of ours ends in."""
+        ends = [found.end() for line in self.lines if (found := re.search(line, text, re.MULTILINE))]
+        return text[: min(ends)].rpartition("\n")[2] + text[min(ends) :].partition("\n")[0] if ends else None
+
+
+# The first that a text has is its cause: special words before general ones, the card's own before what follows.
+PATTERNS = (
+    Pattern(
+        "gpu_broken",
+        3,
+        "a GPU, its memory or its driver failed",
+        "run `python -m launch doctor` and see `dmesg`; if it repeats, restart the machine, and then leave that card"
+        " out with CUDA_VISIBLE_DEVICES",
+        (
+            r"uncorrectable ECC error|ECCUncorrectable|ECC_UNCORRECTABLE",
+            r"NVRM: Xid \(PCI",
+            r"fallen off the bus|GPU is lost",
+            r"HSA_STATUS_ERROR_(?!OUT_OF_RESOURCES|INVALID_ISA)\w+:",
+            r"Memory access fault by GPU node",
+            r"hipErrorIllegalAddress|HIP error: (an illegal memory access|unspecified launch failure)",
+            r"CUDA error: (an illegal memory access was|misaligned address|an illegal instruction was)",
+            r"CUDA error: (unspecified launch failure|unknown error|hardware stack error)",
+            r"(Cuda|HIP) failure \d* ?'(an illegal memory access was|unspecified launch failure|unknown error)",
+        ),
+    ),
+    Pattern(
+        "driver",
+        3,
+        "torch cannot use the GPUs with this driver",
+        "update the GPU driver, or install the torch build that fits it (https://pytorch.org/get-started/locally);"
+        " `python -m launch doctor` names both",
+        (
+            r"CUDA driver version is insufficient|cudaErrorInsufficientDriver",
+            r"driver on your system is too old",
+            r"Found no NVIDIA driver|No (CUDA|HIP) GPUs are available|no (CUDA|ROCm)-capable device is detected",
+            r"Torch not compiled with CUDA enabled",
+            r"Failed to initialize NVML: Driver/library version mismatch",
+        ),
+    ),
+    Pattern(
+        "gpu_busy",
+        3,
+        "another program holds a GPU",
+        "end it (`nvidia-smi` or `rocm-smi` lists them), or leave that GPU out with CUDA_VISIBLE_DEVICES",
+        (r"device\(s\) is/are busy or unavailable",),
+    ),
+    Pattern(
+        "gpu_unsupported",
+        3,
+        "this build of torch has no kernels for the GPU",
+        "install a torch build whose torch.cuda.get_arch_list() names the card; a Radeon may run as a listed one of its"
+        " generation, e.g. gfx1032 with HSA_OVERRIDE_GFX_VERSION=10.3.0",
+        (
+            r"(CUDA|HIP) error: (invalid device function|no kernel image is available)",
+            r"hipErrorInvalidDeviceFunction|hipErrorNoBinaryForGpu|HSA_STATUS_ERROR_INVALID_ISA",
+        ),
+    ),
+    Pattern(
+        "gpu_resources",
+        3,
+        "the ROCm runtime could not get a resource: GPU memory, a thread or a queue",
+        f"where the proof says that little memory is free, {SMALLER}; else see `ulimit -u` and dmesg",
+        (r"HSA_STATUS_ERROR_OUT_OF_RESOURCES",),
+    ),
+    Pattern(
+        "data",
+        4,
+        "the data holds what the model or its reader cannot take",
+        "see that tokenizer.vocab_size (or the tokenizer of tokenizer.path) fits the model, and that data.train_file is"
+        " a whole file in UTF-8",
+        (
+            r"Assertion `?(srcIndex < srcSelectDimSize|t >= 0 && t < n_classes|ind >=? ?0 && ind < \w+)",
+            rf"{EXCEPTION}IndexError: index out of range in self",
+            rf"{EXCEPTION}IndexError: Target -?\d+ is out of bounds",
+            rf"{EXCEPTION}UnicodeDecodeError: ",
+            rf"{EXCEPTION}JSONDecodeError: |{EXCEPTION}ArrowInvalid: JSON parse error",
+            rf"{EXCEPTION}ArrowInvalid: (Parquet magic bytes not found|Could not open Parquet|CSV parse error)",
+            r"device-side assert triggered",
+        ),
+    ),
+    Pattern(
+        "host_oom",
+        6,
+        "the host has no room for more pinned memory",
+        "see `ulimit -l` (make it unlimited); or train without offload: name another mode with launch.mode",
+        (r"return \S+\.pin_memory\(\)[\s\S]{0,300}?CUDA error: (out of memory|invalid argument|OS call)",),
+    ),
+    Pattern(
+        "device_oom",
+        12,
+        "the GPU ran out of memory",
+        SMALLER,
+        (
+            r"(CUDA|HIP) out of memory\. Tried",
+            r"(CUDA|HIP)( driver)? error: out of memory",
+            r"hipErrorOutOfMemory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY",
+            r"(CUBLAS|HIPBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED|miopenStatusAllocFailed",
+            r"(Cuda|HIP) failure (2\b|'out of memory')|Failed to CUDA (c|m)alloc",
+            r"Triton Error \[(CUDA|HIP)\]: out of memory",
+            r"Error out of memory at line \d+ in file",
+        ),
+    ),
+    Pattern(
+        "shm",
+        3,
+        "/dev/shm is too small, full or cannot be written",
+        "enlarge it: docker run --shm-size=1g (or --ipc=host), elsewhere `mount -o remount,size=1g /dev/shm`; or train"
+        " with --training.dataloader_num_workers=0",
+        (
+            r"is killed by signal: Bus error|Unexpected bus error encountered in worker",
+            r"unable to (allocate|resize|mmap).{0,40}shared memory",
+            r"unable to open shared memory object .*: (No space left|Permission denied|Read-only)",
+            r"SemLock\([\s\S]{0,300}?(No space left on device|Read-only file system|Permission denied)",
+            r"Error while creating shared memory segment|failed to extend /dev/shm",
+        ),
+    ),
+    Pattern(
+        "killed",
+        1,
+        "somebody killed a data loader's worker with SIGKILL; the kernel's out-of-memory counter did not grow",
+        f"{AGAIN} to continue",
+        (r"DataLoader worker \(pid \d+\) is killed by signal: Killed",),
+    ),
+    Pattern(
+        "limit",
+        3,
+        "the system allows this user no more threads, processes or open files",
+        "raise the limit: `ulimit -u` (processes and threads), `ulimit -n` (open files), a container's --pids-limit; or"
+        " train with --training.dataloader_num_workers=0",
+        (
+            r"can't start new thread",
+            r"pthread_create failed|libgomp: Thread creation failed",
+            rf"{EXCEPTION}BlockingIOError: \[Errno 11\] Resource temporarily unavailable",
+            r"Too many open files",
+        ),
+    ),
+    Pattern(
+        "host_oom",
+        6,
+        "the host ran out of memory",
+        SMALLER,
+        (
+            rf"{EXCEPTION}_?(Array)?MemoryError\b",
+            rf"{EXCEPTION}ArrowMemoryError\b",
+            r"std::bad_alloc",
+            r"Cannot allocate memory",  # also the end of DefaultCPUAllocator's
+            r"OpenBLAS error: Memory allocation still failed",
+            r"memory allocation of \d+ bytes failed",
+            r"failed to map segment from shared object",
+        ),
+    ),
+    Pattern(
+        "disk",
+        10,
+        "the disk refused a write",
+        f"free space where runs/ and model_save/ are (`df -h`, `df -i`, `quota`, `ulimit -f`), then {AGAIN}",
+        (
+            r"No space left on device",
+            r"Disk quota exceeded",
+            r"File too large",
+            r"Read-only file system",
+            rf"{EXCEPTION}OSError: \[Errno 5\] Input/output error",
+            r"inline_container\.cc:\d+\] \. unexpected pos|PytorchStreamWriter failed writing file",  # torch.save
+        ),
+    ),
+    Pattern(
+        "port",
+        11,
+        "another process holds the port at which the ranks were to meet",
+        "end it (`ss -tlnp` names it), or give another one with --launch.main_process_port",
+        (
+            r"EADDRINUSE",
+            r"Address already in use",
+        ),
+    ),
+    Pattern(
+        "join",
+        11,
+        "the machines did not all join in time",
+        "start the same line on every machine, each with its launch.machine_rank, and see that launch.main_process_port"
+        " of machine 0 is reachable; launch.join_timeout_s says how long is waited",
+        (
+            r"DistStoreError: Timed out .* clients joined",
+            r"client socket has timed out .* trying to connect to",
+        ),
+    ),
+    Pattern(
+        "configuration",
+        2,
+        "the recipe asks for what is not installed here, or for values that do not go together",
+        "see the proof: change that key of the recipe, or install what it names (`python -m launch doctor` shows what"
+        " is there); launch.mode and training.optim choose other ways",
+        (
+            r"Attempted to use bitsandbytes native library functionality",
+            r"undefined symbol: c(adam|quantize|get)\w*|has no attribute 'c(adam|quantize|get_)\w+'",
+            r"FlashAttention\d? has been toggled on, but it cannot be used",
+            r"Check batch related parameters",
+            r"validation errors? for DeepSpeed\w*Config",
+            r"CUDA_HOME (does not exist|environment variable is not set)",
+            r"DeepSpeed JIT builder for|Unable to JIT load|Ninja is required to load C\+\+ extensions",
+            r"\" not implemented for '\w+'",
+        ),
+    ),
+    Pattern(
+        "library",
+        3,
+        "a library is missing, or is not the one that others were built for",
+        "install the pinned versions again: `pip install --force-reinstall -r requirements.txt`, and unset"
+        " LD_LIBRARY_PATH; GLIBC comes with the system: there take a wheel built for an older one",
+        (
+            r"cannot open shared object file: No such file or directory$",
+            r"version `(GLIBC|GLIBCXX|CXXABI)_[\d.]+' not found",
+            r"undefined symbol: ",
+            r"cuDNN version (incompatibility|mismatch)|CUDNN_STATUS_(SUBLIBRARY_)?VERSION_MISMATCH",
+            rf"{EXCEPTION}ModuleNotFoundError: No module named",
+            rf"{EXCEPTION}ImportError: cannot import name",
+        ),
+    ),
+    Pattern(
+        "device_oom",
+        12,
+        "a library of the GPU could not start, most often for want of GPU memory",
+        SMALLER,
+        (
+            r"CUBLAS_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)\W+when calling .?cublas\w*Create",
+            r"(CUSOLVER_STATUS_INTERNAL_ERROR|cusolver error: 7)\W+when calling .?cusolverDnCreate",
+            r"CUDNN_STATUS_NOT_INITIALIZED|CUDNN_STATUS_INTERNAL_ERROR",
+        ),
+        "consequence",
+    ),
+    Pattern(
+        "nccl",
+        11,
+        "NCCL or RCCL, the link between the GPUs, failed",
+        "run `python -m launch doctor`, which tries the link and names what works; NCCL_DEBUG=WARN shows more, and"
+        " --launch.mode=dual_gpu_gloo goes without it",
+        (
+            r"ncclUnhandledCudaError|unhandled cuda error",
+            r"ncclSystemError|unhandled system error",
+            r"ncclInternalError: Internal check failed",
+            r"ncclInvalidUsage|Duplicate GPU detected",
+        ),
+        "consequence",
+    ),
+    Pattern(
+        "collective_timeout",
+        11,
+        "a rank did not come to a collective operation in time",
+        "see ranks/*/stacks.txt and which rank is behind; where a rank is only slow (evaluation, a save), raise"
+        " training.ddp_timeout",
+        (
+            r"Watchdog caught collective operation timeout",
+            r"wait timeout after \d+ms, keys",
+        ),
+        "consequence",
+    ),
+    Pattern(
+        "network",
+        11,
+        "the ranks could not reach each other",
+        f"{AGAIN}; if it repeats, train on one process with --launch.num_processes=1",
+        (
+            r"ncclRemoteError|remote process exited or there was a network error",
+            r"connectFullMesh failed",
+            r"Connection refused",
+            r"Connection (was )?(closed|reset) by (remote )?peer",
+            r"Timed out waiting .*ms for (recv|send)|Timed out waiting \d+ms",
+            r"DistNetworkError: Broken pipe|(sendBytes|recvValue|recvBytes) failed|failed to recv, got 0 bytes",
+        ),
+        "consequence",
+    ),
+)
