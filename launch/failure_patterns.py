@@ -210,6 +210,7 @@ PATTERNS = (
         (
             r"DistStoreError: Timed out .* clients joined",
             r"client socket has timed out .* trying to connect to",
+            r"client socket has failed to connect to any network address",
         ),
     ),
     Pattern(
