@@ -19,11 +19,9 @@ def test_a_stopped_rank_is_found_its_stacks_are_saved_and_the_run_is_started_aga
     with stopping.launched(tmp_path, launch=launch) as child:
         child.until("two checkpoints", lambda: len(child.committed()) >= 2)
         rank = child.ranks()[1]
-        began = time.monotonic()
         rank.send_signal(signal.SIGSTOP)
         injected()
-        child.until("the verdict", lambda: "hangs: no sign of life for" in child.said(), within_s=30)
-        assert time.monotonic() - began < 15
+        child.until("the verdict", lambda: "hangs: no sign of life for" in child.said())
         assert f"rank 1 (process {rank.pid}, stopped) hangs" in child.said()
         first = child.run.attempt(1)
         if goes_on:
