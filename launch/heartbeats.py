@@ -36,8 +36,13 @@ class Beat:
     p99_s: float
 
     def limit_s(self, floor_s: float) -> float:
-        """How long it may be silent; `floor_s` is launch.hang_floor_s."""
-        return max(FLOORS[self.section] * floor_s, PACE * self.p99_s)
+        """How long it may be silent; `floor_s` is launch.hang_floor_s, and all that a stopped process gets."""
+        floors = 1 if self.is_stopped() else FLOORS[self.section]
+        return max(floors * floor_s, PACE * self.p99_s)
+
+    def is_stopped(self) -> bool:
+        """Whether its process stands still because of a signal or a debugger, however busy its section is."""
+        return tree.status(self.pid) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 def read(file: Path) -> Beat | None:
@@ -91,9 +96,7 @@ class Progress:
         computes = any(
             tree.cpu_s(beat.pid) - self._cpu[beat.pid][1] > IDLE * (now - beat.monotonic_s) for beat in beats
         )
-        stopped = [
-            beat for beat in beats if tree.status(beat.pid) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-        ]
+        stopped = [beat for beat in beats if beat.is_stopped()]
         if computes and not stopped and age < SPARED * worst.limit_s(floor_s):
             return None
         worst = stopped[0] if stopped else worst

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import signal
+import subprocess
 import time
 
 import pytest
@@ -28,6 +32,16 @@ def beat(section: str = "step", p99_s: float = 0.1) -> Beat:
 )
 def test_the_limit_is_the_sections_floor_or_five_times_what_is_usual(found, limit_s):
     assert found.limit_s(floor_s=60) == limit_s
+
+
+def test_a_process_that_stands_still_gets_no_more_than_a_step_does_whatever_it_was_at():
+    with subprocess.Popen(["sleep", "600"]) as child:
+        saving = dataclasses.replace(beat("save"), pid=child.pid)
+        assert saving.limit_s(floor_s=60) == 1800
+        child.send_signal(signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        assert saving.limit_s(floor_s=60) == 60
+        child.kill()
 
 
 def test_a_rank_writes_what_the_supervisor_reads(tmp_path):
