@@ -89,7 +89,8 @@ def ours(folder: Path, path: Path, steps: int, seed: int) -> tuple[list[Samples]
 
 def in_ram(folder: Path, path: Path, steps: int, seed: int) -> tuple[list[Samples], list[float]]:
     """The same of the list in RAM, under the Accelerate configuration and environment of a rendered run of ours."""
-    times = folder / "times.json"
+    times = folder / "times.jsonl"
+    times.unlink(missing_ok=True)
     argv = [sys.executable, "-m", "accelerate.commands.launch"]
     argv += ["--config_file", str(rendered(folder, path) / "accelerate.yaml"), "-m", "benchmarks.list_in_ram"]
     argv += ["--rows", str(path.with_suffix(".parquet")), "--tokenizer", str(folder / "tokenizer"), "--shape", SHAPE]
@@ -99,7 +100,7 @@ def in_ram(folder: Path, path: Path, steps: int, seed: int) -> tuple[list[Sample
     ranks = rank_memory.watched(
         [*argv, "--steps-file", str(times)], {**recording.environment(folder / "house"), **env}, folder / "log.txt"
     )
-    return ranks, json.loads(times.read_text(encoding="utf-8"))
+    return ranks, [json.loads(line)["time"] for line in times.read_text(encoding="utf-8").splitlines()]
 
 
 LOADERS = {"ours": ours, "list_in_ram": in_ram}

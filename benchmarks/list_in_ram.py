@@ -1,7 +1,8 @@
-"""The plain loader that host_ram_vs_rows compares with, as one rank runs it under accelerate launch.
+"""The plain script that others compare with, as one rank runs it under accelerate launch.
 
 Each rank reads the parquet file into a Python list of {prompt, response}; the collator tokenises each micro-batch; the
-same model trains with transformers.Trainer as it is. Rank 0 leaves the time of each optimizer step in --steps-file.
+same model trains with transformers.Trainer as it is. With --save-steps it saves, and goes on from the newest. Rank 0
+appends the number and the time of each optimizer step to --steps-file.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ from typing import Any
 import pyarrow.parquet as pq
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_utils import get_last_checkpoint
 
 from benchmarks.recording import CODE
 
@@ -40,13 +50,14 @@ def collate(rows: list[dict[str, str]], tokenizer: Any, max_length: int) -> dict
 
 
 class StepTimes(TrainerCallback):
-    """The unix time at the end of each optimizer step."""
+    """The number of each optimizer step and the unix time at its end, a line each."""
 
-    def __init__(self) -> None:
-        self.times: list[float] = []
+    def __init__(self, file: Path) -> None:
+        self.file = file.open("a", encoding="utf-8", buffering=1)
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.times.append(time.time())
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, *rest: Any, **kwargs: Any) -> None:
+        if args.process_index == 0:
+            self.file.write(json.dumps({"step": state.global_step, "time": time.time()}) + "\n")
 
 
 def main() -> None:
@@ -59,16 +70,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--steps-file", type=Path, required=True)
+    parser.add_argument("--save-steps", type=int)
     arguments = parser.parse_args()
     rows = pq.read_table(arguments.rows).to_pylist()
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
     shape = yaml.safe_load((CODE / "configs" / "models" / f"{arguments.shape}.yaml").read_text(encoding="utf-8"))
     torch.manual_seed(arguments.seed)
-    times = StepTimes()
+    output = arguments.steps_file.parent / "list_in_ram"
     trainer = Trainer(
         model=AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape)),
         args=TrainingArguments(
-            output_dir=str(arguments.steps_file.parent / "list_in_ram"),
+            output_dir=str(output),
             per_device_train_batch_size=arguments.batch,
             max_steps=arguments.steps,
             learning_rate=1e-3,
@@ -76,7 +88,9 @@ def main() -> None:
             use_cpu=True,
             ddp_backend="gloo",
             ddp_find_unused_parameters=False,
-            save_strategy="no",
+            save_strategy="steps" if arguments.save_steps else "no",
+            save_steps=arguments.save_steps or 500,
+            save_total_limit=2,
             report_to=[],
             disable_tqdm=True,
             logging_steps=1,
@@ -84,12 +98,10 @@ def main() -> None:
         ),
         train_dataset=rows,
         data_collator=lambda batch: collate(batch, tokenizer, arguments.max_length),
-        callbacks=[times],
+        callbacks=[StepTimes(arguments.steps_file)],
     )
     assert trainer.args.world_size == 2
-    trainer.train()
-    if trainer.args.process_index == 0:
-        arguments.steps_file.write_text(json.dumps(times.times), encoding="utf-8")
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(output)) if output.is_dir() else None)
 
 
 if __name__ == "__main__":
