@@ -3,7 +3,7 @@
 Each configuration is trained by train_low_mem.py under our launcher: some steps, an evaluation, an export. A preloaded
 counter (allocator.c) sees each allocation of each rank in every thread; the peak of the steps from the second on is
 compared with the plan's, that of the evaluation with the trace's. Host RAM is what the report shows. FSDP2 runs through
-the shim of tests/modes, so its plan is made here. A quarter of the rows is shorter than the rest: batches are padded.
+the shim of tests/modes. A quarter of the rows is shorter than the rest: batches are padded.
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ from typing import Any
 import yaml
 
 from benchmarks import recording
+from launch import direct, estimate, render, resume, rundir, supervise
+from launch.resolve import Resolved, resolve
+from launch.rundir import AttemptDir
+from launch.schema import Command
+from launch.screen import Screen
+from tests.modes.launch_one import as_fsdp2
 
 LENGTH = 256
 WORDS = ("red", "blue", "green", "stone")
@@ -129,6 +135,7 @@ CASES = (
     Case("qwen2, FSDP2", QWEN, mode="fsdp2", ranks=2),
     Case("llama, FSDP2, checkpointing", LLAMA, training=CHECKPOINTING, mode="fsdp2", ranks=2),
     Case("qwen2, ZeRO-2", QWEN, mode="deepspeed_zero2", ranks=2),
+    Case("gpt2, wide, ZeRO-2", WIDE, 1, mode="deepspeed_zero2", ranks=2),
     Case("gpt2, ZeRO-3", GPT2, mode="deepspeed_zero3", ranks=2),
 )  # fmt: skip
 
@@ -184,43 +191,19 @@ def write_data(folder: Path, case: Case) -> Path:
 
 def measured(case: Case, folder: Path, counter: Path) -> dict[str, Any]:
     """Run a case and put what was predicted beside what was counted."""
-    from launch import direct, estimate, render, resume, rundir, supervise
-    from launch.resolve import resolve
-    from launch.schema import Command, Strategy
-    from launch.screen import Screen
-    from tests.modes.launch_one import as_fsdp2
-
     os.environ["LOWMEM_ROOT"] = str(folder)
     recipe_file = write_data(folder, case)
     resolved = resolve(str(recipe_file), [])
     if case.mode == "fsdp2":
         resolved = replace(resolved, plan=as_fsdp2(resolved.plan, resolved.recipe))
-
-    def start(with_counter: bool) -> tuple[Any, Any]:
-        plan, house = resolved.plan, resolved.house
-        tokens = rundir.token_cache(house.cache, resolved.recipe, plan.shape, plan.data_format)
-        run = resume.decide(house.runs, resolved.recipe, plan, tokens, "never", datetime.now()).run
-        attempt = direct.write_run(run, resolved.recipe, resolved.machine, plan, house)
-        command = render.command(plan, resolved.machine, run, attempt, house, os.environ)
-        entry = str(recording.CODE / "train_low_mem.py")
-        shim = str(recording.CODE / "tests" / "modes" / "fsdp_on_cpu.py")
-        counted = str(recording.CODE / "benchmarks" / "counted_rank.py")
-        instead = counted if with_counter else shim if case.mode == "fsdp2" else entry
-        added = {"PYTHONPATH": str(recording.CODE)} | ({"LD_PRELOAD": str(counter)} if with_counter else {})
-        command = Command(tuple(instead if word == entry else word for word in command.argv), {**command.env, **added})
-        with contextlib.redirect_stdout(io.StringIO()):
-            result = supervise.run(resolved, run, attempt, lambda: command, Screen(rundir.log_file(house.root, run)))
-        assert result.failure is None, (result.failure, attempt.log_file.read_text()[-3000:])
-        return attempt, result
-
-    attempt, _ = start(with_counter=True)
-    _, plain = start(with_counter=False)
+    attempt = counted(resolved, counter)
+    plain = started(case, folder, recipe_file)
     ranks = [json.loads(file.read_text()) for file in sorted(attempt.root.glob("allocator-*.json"))]
     steps = [one for rank in ranks for one in rank if one["name"].startswith("step ") and one["name"] != "step 1"]
     evaluations = [one for rank in ranks for one in rank if one["name"] == "evaluation"]
     about = resolved.about
     assert about is not None
-    strategy: Strategy = resolved.plan.strategy
+    strategy = resolved.plan.strategy
     about = replace(about, lengths=(case.length, case.length), is_ragged=case.padded)
     about.fetch([strategy])
     trace = about.trace(strategy)
@@ -235,9 +218,36 @@ def measured(case: Case, folder: Path, counter: Path) -> dict[str, Any]:
         "evaluation_predicted_bytes": peaks["evaluation"].allocated_bytes,
         "evaluation_measured_bytes": max(one["peak_bytes"] for one in evaluations),
         "host_predicted_bytes": judged.memory.host_bytes,
-        "host_measured_bytes": plain.host_peak_bytes,
+        "host_measured_bytes": plain["host_peak_bytes"],
         "host_phase": judged.memory.host_phase,
+        "host_predicted_by_cause": dict(judged.memory.host),
     }
+
+
+def counted(resolved: Resolved, counter: Path) -> AttemptDir:
+    """An attempt whose ranks have counted what their allocator hands out."""
+    plan, house = resolved.plan, resolved.house
+    tokens = rundir.token_cache(house.cache, resolved.recipe, plan.shape, plan.data_format)
+    run = resume.decide(house.runs, resolved.recipe, plan, tokens, "never", datetime.now()).run
+    attempt = direct.write_run(run, resolved.recipe, resolved.machine, plan, house)
+    command = render.command(plan, resolved.machine, run, attempt, house, os.environ)
+    instead = {str(recording.CODE / "train_low_mem.py"): str(recording.CODE / "benchmarks" / "counted_rank.py")}
+    added = {"PYTHONPATH": str(recording.CODE), "LD_PRELOAD": str(counter)}
+    command = Command(tuple(instead.get(word, word) for word in command.argv), {**command.env, **added})
+    with contextlib.redirect_stdout(io.StringIO()):
+        result = supervise.run(resolved, run, attempt, lambda: command, Screen(rundir.log_file(house.root, run)))
+    assert result.failure is None, (result.failure, attempt.log_file.read_text()[-3000:])
+    return attempt
+
+
+def started(case: Case, folder: Path, recipe_file: Path) -> dict[str, Any]:
+    """What the launcher has seen of the same, started as users start it, tokenised already."""
+    argv = [sys.executable, "-m", "tests.modes.launch_one", case.mode, str(recipe_file), "--name=plain"]
+    env = {**recording.environment(folder), "LOWMEM_TRACES": os.environ["LOWMEM_TRACES"]}
+    done = subprocess.run(argv, env=env, cwd=recording.CODE, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (attempt,) = (folder / "runs" / "plain").glob("*/attempts/01")
+    return json.loads(AttemptDir(attempt).supervisor_file.read_text(encoding="utf-8"))
 
 
 def build_counter(folder: Path) -> Path:

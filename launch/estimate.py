@@ -205,16 +205,17 @@ def _with_host(
 ) -> MemoryEstimate:
     peaks = trace.peaks(candidate.per_device_train_batch_size, candidate.per_device_eval_batch_size)
     sizes = {section: peak.allocated_bytes for section, peak in peaks.items()}
-    untouched = 0
+    written = {}
     if candidate.engine == "deepspeed":  # its bucket is as large as asked for, and filled as far as there are gradients
         element_bytes = 4 if candidate.mixed_precision == "no" else 2
-        filled = subject.shape.trainable_parameters
-        untouched = max(render.BUCKET_ELEMENTS - filled, 0) * element_bytes
+        filled = min(subject.shape.trainable_parameters, render.BUCKET_ELEMENTS)
+        written[render.BUCKET_ELEMENTS * element_bytes] = filled * element_bytes
+    untouched = sum(size - touched for size, touched in written.items())
     first = next(iter(subject.parameters.values()))
     holes = 0
     if candidate.device == "cpu" and exact:
         events = trace.events(candidate.per_device_train_batch_size, candidate.per_device_eval_batch_size)
-        holes = max(malloc.held_bytes(events) - max(sizes.values()), 0)
+        holes = max(malloc.held_bytes(events, written) - max(sizes.values()) + untouched, 0)
     job = host_memory.Job(
         recipe=subject.recipe,
         strategy=candidate,
@@ -224,6 +225,7 @@ def _with_host(
         evaluation_bytes=sizes.get("evaluation", 0),
         embedding_bytes=math.prod(first) * DTYPE_BYTES[subject.recipe.model.dtype],
         untouched_bytes=untouched,
+        reduced_bytes=sum(written.values()),
         holes_bytes=holes,
         rows=subject.rows,
         cache_bytes=subject.cache_bytes,

@@ -10,11 +10,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from launch import malloc
 from launch.schema import DTYPE_BYTES, MemoryEstimate, ModelShape, Recipe, Strategy
 
 MIB = 1 << 20
 # The rest of this block was measured beside the imports, on runs whose model takes next to nothing.
-STARTED_BYTES = 11 * MIB  # tokenizer, Trainer, event files, a rank's first step
+STARTED_BYTES = 39 * MIB  # tokenizer, Trainer, event files, a rank's first step, small objects in malloc's holes
+PEFT_BYTES = 11 * MIB  # its import
 STARTED_MAPPED_BYTES = 12 * MIB  # code pages that the run touches and the imports have not
 GROUP_BYTES = 5 * MIB  # Gloo's process group and its buffers, DDP's or DeepSpeed's own objects
 WORKER_BYTES = 16 * MIB  # pages that a forked data worker writes to
@@ -58,9 +60,8 @@ class Job:
     step_bytes: int  # highest count of the device's allocator in a step
     evaluation_bytes: int  # the same, in an evaluation
     embedding_bytes: int  # of the input embedding in the weights' type
-    untouched_bytes: int = (
-        0  # of the allocator's: never written, so never in RAM (DeepSpeed's bucket above the gradients)
-    )
+    untouched_bytes: int = 0  # of the allocator's: never written, never in RAM (DeepSpeed's bucket above the gradients)
+    reduced_bytes: int = 0  # of gradients at once, by DeepSpeed
     holes_bytes: int = 0  # what malloc keeps of a step's freed blocks (malloc.py)
     converts: bool = False  # a local folder stores its weights in another type than they are loaded in
     rows: int | None = None  # of the training file; None: not counted
@@ -138,10 +139,14 @@ def _processes(job: Job, imports: Imports) -> dict[str, int]:
     deepspeed = DEEPSPEED_BYTES if strategy.engine == "deepspeed" else 0
     engine = DEEPSPEED_ENGINE_BYTES if strategy.engine == "deepspeed" else 0
     several = deepspeed + engine + (GROUP_BYTES if strategy.backend is not None else 0)
+    if strategy.engine == "deepspeed" and strategy.backend == "gloo":
+        # a copy of what Gloo reduces: mapped for a moment, or kept in the arenas of two of its threads
+        several += job.reduced_bytes * (1 if job.reduced_bytes >= malloc.MMAP_THRESHOLD_BYTES else 2)
+    peft = PEFT_BYTES if job.recipe.lora is not None else 0
     return {
         "launcher": imports.launcher_bytes + LAUNCHED_BYTES,
         "agent": imports.agent_bytes + deepspeed,
-        "ranks' imports": job.ranks * (imports.rank_bytes + STARTED_BYTES + several),
+        "ranks' imports": job.ranks * (imports.rank_bytes + STARTED_BYTES + peft + several),
         "libraries": imports.mapped_bytes + STARTED_MAPPED_BYTES,
     }
 

@@ -2,15 +2,16 @@
 
 torch's CPU allocator asks malloc for every tensor. By default large blocks are mapped, and small ones of Python's and
 torch's keep the slack between others: a heap of twice the live bytes was measured. With SETTINGS slack is joined again
-when a block is freed, and blocks below 32 MiB are always cut from the heap, which saves page faults too
-(benchmarks/malloc_settings.py). Source: glibc 2.31 to 2.41 malloc.c (_int_memalign, tcache, fast bins, sysmalloc, best
-fit from sorted bins). One arena: backward on CPUs runs in the thread that calls it. Pure.
+when a block is freed, and a block is mapped only where the heap, which is not given back, would have to grow by 32 MiB
+or more for it; that saves page faults too (benchmarks/malloc_settings.py). Source: glibc 2.31 to 2.41 malloc.c
+(_int_memalign, tcache, fast bins, sysmalloc, best fit from sorted bins). One arena: backward on CPUs runs in the thread
+that calls it. Pure.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 MMAP_THRESHOLD_BYTES = 32 << 20  # the largest that glibc takes
 TRIM_THRESHOLD_BYTES = 1 << 30  # what a rank may keep at the heap's end; less is given back and faulted in every step
@@ -20,31 +21,34 @@ SETTINGS = {
 }
 ALIGNED_BYTES = 64  # beyond its own a block takes: header, and what stands before the next multiple of 64
 SLACK_BYTES = 112  # beyond its own a hole must have for it: torch asks for a multiple of 64 (_int_memalign)
+MAPPED = -1  # instead of a start in the heap
 ROUNDS = 2  # the first leaves the holes that the second finds
 Event = tuple[int, int]  # (block, bytes) at its birth, (block, -1) at its end
 
 
-def held_bytes(events: Sequence[Event]) -> int:
-    """The most that is resident of these allocations, holes included, when they happen again and again."""
+def held_bytes(events: Sequence[Event], written: Mapping[int, int] = {}) -> int:
+    """The most that is resident of these allocations, holes included, when they happen again and again.
+
+    `written`: of a block of so many bytes only these are ever written, so that no more of it is in RAM if it is mapped.
+    """
     freed = {block for block, size in events if size < 0}
     heap = _Heap()
-    live: dict[int, tuple[int, int]] = {}  # block -> (its start in the heap, or -1 where it is mapped; its bytes)
+    live: dict[int, tuple[int, int]] = {}  # block -> (its start in the heap, or MAPPED; its bytes)
     mapped = highest = 0
     for number in range(ROUNDS):
         for block, size in events:
             if size >= 0:
                 if number and block not in freed:
                     continue
-                if size + ALIGNED_BYTES >= MMAP_THRESHOLD_BYTES:
-                    mapped += size
-                    live[block] = -1, size
-                else:
-                    taken = (size + ALIGNED_BYTES + 15) // 16 * 16
-                    live[block] = heap.take(taken, size + SLACK_BYTES), taken
+                taken = (size + ALIGNED_BYTES + 15) // 16 * 16
+                live[block] = heap.take(taken, size + SLACK_BYTES), taken
+                if live[block][0] == MAPPED:
+                    live[block] = MAPPED, written.get(size, taken)
+                    mapped += live[block][1]
                 highest = max(highest, mapped + heap.highest)
             elif block in live:
                 start, held = live.pop(block)
-                if start < 0:
+                if start == MAPPED:
                     mapped -= held
                 else:
                     heap.free(start, held)
@@ -64,9 +68,11 @@ class _Heap:
         self._starts: dict[int, int] = {}  # of holes, by their end
 
     def take(self, size: int, needed: int) -> int:
-        """Where the block starts; a hole serves it that has `needed` bytes."""
+        """Where the block starts, a hole of `needed` bytes or the end; MAPPED where the end would grow by much."""
         at = bisect_left(self._holes, (needed, -1))
         if at == len(self._holes):
+            if size >= MMAP_THRESHOLD_BYTES and self._end + size > self.highest:
+                return MAPPED
             start, self._end = self._end, self._end + size
             self.highest = max(self.highest, self._end)
             return start

@@ -64,13 +64,15 @@ def run(
                 ended = watch.until_end(_start(command, resolved, rundir_, log, end_s))
     outcome = rundir.read_json(attempt.outcome_file)
     completed = bool(outcome and outcome["complete"])
+    # the ranks' own last look: what came after the watch's would be lost
+    host_peak_bytes = max(ended.host_peak_bytes, (outcome or {}).get("host_pss_bytes", 0))
     evidence = Evidence(
         returncode=ended.returncode,
         rank_errors=tuple(attempt.rank_errors()),
         log_tail=_tail(attempt.log_file),
         oom_kills=probe.oom_kills() - oom_kills,
         host_limit_bytes=resolved.machine.host_limit_bytes,
-        host_peak_bytes=ended.host_peak_bytes,
+        host_peak_bytes=host_peak_bytes,
         completed=completed,
         stopped_by=heard.stop,
         preempted=None if completed else outcome,
@@ -97,7 +99,7 @@ def run(
         exit_code=failure.exit_code if failure else 0,
         failure=failure,
         seconds=time.monotonic() - began,
-        host_peak_bytes=ended.host_peak_bytes,
+        host_peak_bytes=host_peak_bytes,
         summary=outcome if outcome and completed else {},
         plan_again=ended.is_refuted,
         note="; ".join(notes),
@@ -192,5 +194,10 @@ def write_outcome(result: RunResult, attempt: AttemptDir) -> None:
     failure: Mapping[str, Any] | None = None if result.failure is None else vars(result.failure)
     rundir.write_json(
         attempt.supervisor_file,
-        {"exit_code": result.exit_code, "failure": failure, "seconds": result.seconds},
+        {
+            "exit_code": result.exit_code,
+            "failure": failure,
+            "seconds": result.seconds,
+            "host_peak_bytes": result.host_peak_bytes,
+        },
     )

@@ -299,7 +299,8 @@ def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> No
         held = export.write(network, trainer, parts.tokenizer, start.recipe, start.plan, run.run_id, parts.control.held)
         logger.info("model: %s (%s)", start.recipe.output_dir, held)
     for folder in _outcome_folders(start, attempt, args):
-        rundir.write_json(folder.outcome_file, {**outcome, "seconds": time.monotonic() - began})
+        took = {"seconds": time.monotonic() - began, "host_pss_bytes": parts.reporter.host.highest()}
+        rundir.write_json(folder.outcome_file, {**outcome, **took})
 
 
 def _trained(
@@ -364,7 +365,6 @@ def _measured(strategy: Strategy, parts: Parts) -> dict[str, Any]:
         **engines.held_bytes(strategy, trainer, parts.reporter.gradients_bytes),
         "vram_allocated_bytes": event.vram_allocated_bytes if event else 0,
         "vram_reserved_bytes": event.vram_reserved_bytes if event else 0,
-        "host_pss_bytes": parts.reporter.host.peak_bytes,
     }
 
 

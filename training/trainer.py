@@ -162,6 +162,7 @@ class LowMemTrainer(Trainer):
                 logits = model(**batch).logits
                 sums.append(target_loss_sum(logits, labels, self._shift))
                 totals[0] += sums[-1]
+                del logits  # else they stay while the next batch's are made
             totals[1] += (labels != IGNORED).sum()
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(totals)
