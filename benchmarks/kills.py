@@ -220,13 +220,12 @@ def campaign(folder: Path, count: int, seed: int, mode: str = "multi_cpu") -> Ou
                 elif not is_last:
                     time.sleep(rng.uniform(0, whole_s))
                 if not is_last:
-                    was_running = alive(pids)
                     kill(pids)
                 codes = ranks.codes()
                 where = f"seed {seed}, run {seen.runs}, start {number + 1}"
                 if codes == [0] * RANKS[mode]:
                     break
-                if is_last or not was_running:
+                if is_last or -signal.SIGKILL not in codes:
                     seen.errors.append(f"{where}: ended with {codes}: {log.read_text()[-2000:]}")
                     break
                 seen.kills += 1

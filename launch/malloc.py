@@ -21,12 +21,15 @@ SETTINGS = {
 }
 ALIGNED_BYTES = 64  # beyond its own a block takes: header, and what stands before the next multiple of 64
 SLACK_BYTES = 112  # beyond its own a hole must have for it: torch asks for a multiple of 64 (_int_memalign)
+LARGE_ROOM = 1.25  # times its bytes: objects that come and go cut what room there seems to be for a large block
 MAPPED = -1  # instead of a start in the heap
 ROUNDS = 2  # the first leaves the holes that the second finds
+OBJECT_BYTES = 2 << 10  # what the first step leaves of Python's and torch's own objects behind each tensor, ...
+OBJECTS_BYTES = 9 << 20  # ... and in all: holes beside them are not joined
 Event = tuple[int, int]  # (block, bytes) at its birth, (block, -1) at its end
 
 
-def held_bytes(events: Sequence[Event], written: Mapping[int, int] = {}) -> int:
+def held_bytes(events: Sequence[Event], written: Mapping[int, int] = {}, objects_bytes: int = OBJECTS_BYTES) -> int:
     """The most that is resident of these allocations, holes included, when they happen again and again.
 
     `written`: of a block of so many bytes only these are ever written, so that no more of it is in RAM if it is mapped.
@@ -34,7 +37,7 @@ def held_bytes(events: Sequence[Event], written: Mapping[int, int] = {}) -> int:
     freed = {block for block, size in events if size < 0}
     heap = _Heap()
     live: dict[int, tuple[int, int]] = {}  # block -> (its start in the heap, or MAPPED; its bytes)
-    mapped = highest = 0
+    mapped = highest = objects = 0
     for number in range(ROUNDS):
         for block, size in events:
             if size >= 0:
@@ -45,6 +48,9 @@ def held_bytes(events: Sequence[Event], written: Mapping[int, int] = {}) -> int:
                 if live[block][0] == MAPPED:
                     live[block] = MAPPED, written.get(size, taken)
                     mapped += live[block][1]
+                if objects < objects_bytes:
+                    heap.take(OBJECT_BYTES, OBJECT_BYTES)
+                    objects += OBJECT_BYTES
                 highest = max(highest, mapped + heap.highest)
             elif block in live:
                 start, held = live.pop(block)
@@ -69,9 +75,12 @@ class _Heap:
 
     def take(self, size: int, needed: int) -> int:
         """Where the block starts, a hole of `needed` bytes or the end; MAPPED where the end would grow by much."""
+        is_large = size >= MMAP_THRESHOLD_BYTES
+        if is_large:
+            needed = int(size * LARGE_ROOM)
         at = bisect_left(self._holes, (needed, -1))
         if at == len(self._holes):
-            if size >= MMAP_THRESHOLD_BYTES and self._end + size > self.highest:
+            if is_large and self._end + needed > self.highest:
                 return MAPPED
             start, self._end = self._end, self._end + size
             self.highest = max(self.highest, self._end)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,51 +120,60 @@ SMALL = 64 << 10
 TAKEN = SMALL + malloc.ALIGNED_BYTES
 
 
+held_bytes = partial(malloc.held_bytes, objects_bytes=0)
+
+
 def test_the_end_of_the_heap_is_reached_again() -> None:
-    assert malloc.held_bytes([(0, SMALL), (0, -1), (1, SMALL), (1, -1)]) == TAKEN
+    assert held_bytes([(0, SMALL), (0, -1), (1, SMALL), (1, -1)]) == TAKEN
     larger = 4 * SMALL
-    assert malloc.held_bytes([(0, SMALL), (0, -1), (1, larger), (1, -1)]) == larger + malloc.ALIGNED_BYTES
+    assert held_bytes([(0, SMALL), (0, -1), (1, larger), (1, -1)]) == larger + malloc.ALIGNED_BYTES
 
 
 def test_a_hole_between_others_serves_what_leaves_room_for_alignment() -> None:
     before = [(0, SMALL), (1, SMALL), (0, -1)]
     ends = [(1, -1), (2, -1)]
     room = malloc.SLACK_BYTES - malloc.ALIGNED_BYTES
-    assert malloc.held_bytes([*before, (2, SMALL - room), *ends]) == 2 * TAKEN
-    assert malloc.held_bytes([*before, (2, SMALL), *ends]) == 3 * TAKEN
+    assert held_bytes([*before, (2, SMALL - room), *ends]) == 2 * TAKEN
+    assert held_bytes([*before, (2, SMALL), *ends]) == 3 * TAKEN
 
 
 def test_neighbours_that_are_freed_become_one_hole() -> None:
     blocks = [(0, SMALL), (1, SMALL), (2, SMALL)]
     both = [(0, -1), (1, -1), (3, 2 * SMALL), (2, -1), (3, -1)]
     apart = [(0, -1), (2, -1), (3, 2 * SMALL), (1, -1), (3, -1)]
-    assert malloc.held_bytes([*blocks, *both]) == 3 * TAKEN
+    assert held_bytes([*blocks, *both]) == 3 * TAKEN
     # the first and the last are no neighbours; the last reaches the heap's end, which grows by what is missing
-    assert malloc.held_bytes([*blocks, *apart]) == 2 * TAKEN + 2 * SMALL + malloc.ALIGNED_BYTES
+    assert held_bytes([*blocks, *apart]) == 2 * TAKEN + 2 * SMALL + malloc.ALIGNED_BYTES
 
 
 def test_a_block_of_32_mib_and_more_is_mapped_and_given_back() -> None:
     two, three, huge = 2 * MIB, 3 * MIB, 40 * MIB
-    kept = malloc.held_bytes([(0, two), (1, SMALL), (0, -1), (2, three), (1, -1), (2, -1)])
+    kept = held_bytes([(0, two), (1, SMALL), (0, -1), (2, three), (1, -1), (2, -1)])
     assert kept == two + three + SMALL + 3 * malloc.ALIGNED_BYTES
-    assert malloc.held_bytes([(0, huge), (0, -1), (1, huge + 16), (1, -1)]) == huge + 16 + malloc.ALIGNED_BYTES
+    assert held_bytes([(0, huge), (0, -1), (1, huge + 16), (1, -1)]) == huge + 16 + malloc.ALIGNED_BYTES
 
 
 def test_a_large_block_that_the_heap_has_room_for_takes_no_more() -> None:
-    small, huge = 20 * MIB, 40 * MIB
+    small, huge = 25 * MIB, 40 * MIB
     grown = [(0, small), (1, small), (2, small), (0, -1), (1, -1), (2, -1)]
-    assert malloc.held_bytes([*grown, (3, huge), (3, -1)]) == 3 * (small + malloc.ALIGNED_BYTES)
+    assert held_bytes([*grown, (3, huge), (3, -1)]) == 3 * (small + malloc.ALIGNED_BYTES)
     kept = [(0, small), (1, small), (2, small), (3, MIB), (0, -1), (1, -1), (2, -1)]  # a hole of three
     ends = [(4, huge), (4, -1), (3, -1)]
-    assert malloc.held_bytes([*kept, *ends]) == 3 * small + MIB + 4 * malloc.ALIGNED_BYTES
+    assert held_bytes([*kept, *ends]) == 3 * small + MIB + 4 * malloc.ALIGNED_BYTES
+
+
+def test_objects_between_tensors_keep_their_holes_apart() -> None:
+    tensors = [(0, SMALL), (1, SMALL), (0, -1), (1, -1), (2, 2 * SMALL + malloc.ALIGNED_BYTES), (2, -1)]
+    assert held_bytes(tensors) == 2 * TAKEN
+    assert malloc.held_bytes(tensors, objects_bytes=2 * malloc.OBJECT_BYTES) > 3 * SMALL
 
 
 def test_of_a_mapped_block_only_what_is_written_is_in_ram() -> None:
-    assert malloc.held_bytes([(0, 40 * MIB), (0, -1)], written={40 * MIB: 3 * MIB}) == 3 * MIB
+    assert held_bytes([(0, 40 * MIB), (0, -1)], written={40 * MIB: 3 * MIB}) == 3 * MIB
 
 
 def test_what_is_never_freed_is_there_once() -> None:
-    assert malloc.held_bytes([(0, 5 * MIB), (1, MIB), (1, -1)]) == 6 * MIB + 2 * malloc.ALIGNED_BYTES
+    assert held_bytes([(0, 5 * MIB), (1, MIB), (1, -1)]) == 6 * MIB + 2 * malloc.ALIGNED_BYTES
 
 
 def test_only_rows_that_a_run_reads_come_into_ram() -> None:
