@@ -121,6 +121,7 @@ class ModelSection(Section):
 
     shape: str | None = None
     path: str | None = None
+    path_if_there: str | None = None  # used instead of the shape, when the folder holds a model
     freeze: tuple[str, ...] = ()  # module names whose parameters are not trained, e.g. [shared, encoder]
     dtype: Dtype = "float32"  # of the weights in memory; training.bf16 is the autocast on top of it
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"  # eager keeps every score: length x length per head
@@ -305,6 +306,7 @@ class Recipe(Section):
     allow: tuple[Concession, ...] = ()  # what may be given up where nothing else fits; it changes the result
     resume: ResumeSection = ResumeSection()
     output_dir: str
+    log_dir: str | None = None  # a folder that also gets training.log, and TensorBoard's events of each run
 
     @field_validator("quantization")
     @classmethod

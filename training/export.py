@@ -89,9 +89,7 @@ def _quantization(recipe: Recipe) -> list[str]:
     words = f"- trained on linear weights of 4 bits ({section.bnb_4bit_quant_type})"
     if recipe.model.path is None:
         return [f"{words}; merged into them, dequantised"]
-    return [
-        f"{words}; to merge, load {recipe.model.path} unquantised, then PeftModel.from_pretrained, merge_and_unload"
-    ]
+    return [f"{words}; to merge it into the whole ones of {recipe.model.path}: python -m launch merge FOLDER --out NEW"]
 
 
 def last(history: list[dict[str, float]], key: str) -> float | None:

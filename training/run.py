@@ -28,7 +28,7 @@ from transformers.trainer_callback import PrinterCallback
 from launch import manifest, rundir
 from launch.errors import CheckpointError, ConfigError, LaunchError, ResourceError, shown
 from launch.rundir import AttemptDir, RunDir, Start
-from launch.schema import Plan, Recipe, Strategy
+from launch.schema import Plan, Recipe, Strategy, TrainingSection
 from training import checkpoint, convert, engines, evaluate, export, finite, model, prepare, tokenizer
 from training.batches import Collator, NumberedRows, SampleOrder, TokenRows
 from training.callbacks import Reporter, StepMeter, start_logging
@@ -75,8 +75,17 @@ def arguments(recipe: Recipe, plan: Plan, rows: int, evaluates: bool, engine: di
         report_to=["tensorboard"],
         disable_tqdm=True,
         remove_unused_columns=False,
-        **{"ddp_find_unused_parameters": False, **training.extras},  # nothing we build leaves a parameter out
+        **_extras(training, strategy),
     )
+
+
+def _extras(training: TrainingSection, strategy: Strategy) -> dict[str, Any]:
+    """What else the recipe says, over defaults of ours: nothing we build leaves a parameter out."""
+    found = {"ddp_find_unused_parameters": False, "dataloader_persistent_workers": True, **training.extras}
+    found.pop("save_strategy", None)  # steps, all that a recipe may say, is said above
+    if not strategy.dataloader_num_workers:  # transformers refuses it where nobody is there to work ahead
+        found.pop("dataloader_prefetch_factor", None)
+    return found
 
 
 def _checkpointing(on: bool) -> dict[str, Any]:
@@ -122,11 +131,13 @@ def train(
             opened.append(attempt)
             logs = [attempt.train_log]
             if not start.supervised:
-                logs.append(rundir.log_file(start.house.root, run))
+                logs += rundir.log_files(start.house.root, run, start.recipe)
             start_logging(logs, args.process_index)
             _say(args, running)
             args.output_dir = str(run.checkpoints)
             os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.tensorboard)
+            if args.process_index == 0:
+                rundir.show_events(run, start.recipe)
             parts = _build(start, run, attempt, args, tokens, control)
             watch(parts.trainer)
             _attempt(start, run, attempt, parts)

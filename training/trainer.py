@@ -102,10 +102,17 @@ class LowMemTrainer(Trainer):
             batch_sampler=batches,
             collate_fn=collator,
             num_workers=workers,
-            pin_memory=self.args.device.type == "cuda",
-            persistent_workers=workers > 0,
+            pin_memory=self.args.device.type == "cuda" and self.args.dataloader_pin_memory,
+            persistent_workers=workers > 0 and self.args.dataloader_persistent_workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor if workers else None,
             worker_init_fn=end_what_cannot_send,
         )
+
+    def _prepare_input(self, data: Any) -> Any:
+        """To a GPU without waiting: batches stand in pinned memory, and the kernels that read them come after."""
+        if isinstance(data, torch.Tensor) and self.args.device.type == "cuda":
+            return data.to(self.args.device, non_blocking=True)
+        return super()._prepare_input(data)
 
     def get_train_dataloader(self) -> DataLoader:
         """Not prepared by Accelerate, which would pad the last batch with repeated samples: the order is per rank."""
