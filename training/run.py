@@ -321,8 +321,7 @@ def _trained(
     try:
         metrics = parts.trainer.train(resume_from_checkpoint=resume).metrics
         if pairs and not parts.control.agreed:
-            scores["exact_match_after"] = _score(parts, recipe, pairs)
-            logger.info("exact match after training: %s", _percent(scores["exact_match_after"], pairs))
+            _score(parts, recipe, pairs, "after", scores)
         if not parts.control.agreed:
             parts.control.agree()
     except Halted:
@@ -358,8 +357,7 @@ class _ScoreBefore(TrainerCallback):
     ) -> None:
         if state.global_step:  # resumed: these are not the initial weights
             return
-        self._scores["exact_match_before"] = _score(self._parts, self._recipe, self._pairs)
-        logger.info("exact match before training: %s", _percent(self._scores["exact_match_before"], self._pairs))
+        _score(self._parts, self._recipe, self._pairs, "before", self._scores)
         if args.process_index == 0:
             rundir.write_json(self._file, self._scores)
 
@@ -387,14 +385,20 @@ def _say(args: TrainingArguments, line: str) -> None:
         print(f"{shown(line)}\n", end="", flush=True)  # in one write: ranks share the terminal
 
 
-def _score(parts: Parts, recipe: Recipe, pairs: Pairs) -> float:
+def _score(parts: Parts, recipe: Recipe, pairs: Pairs, when: str, scores: dict[str, Any]) -> None:
+    """Answer, compare, and note it. As many rows at once as an evaluation was planned for, whose logits are more than
+    the keys and values that answers are made with."""
     trainer, limit = parts.trainer, recipe.evaluation.max_new_tokens
-    device, between = trainer.args.device, parts.obey.between_batches
-    return evaluate.exact_match(trainer.model, parts.tokenizer, pairs, limit, device, between)
-
-
-def _percent(score: float, pairs: list[Any]) -> str:
-    return f"{100 * score:.1f} % of {len(pairs)} held-out rows"
+    device, between, batch = trainer.args.device, parts.obey.between_batches, trainer.args.per_device_eval_batch_size
+    found = evaluate.scores(trainer.model, parts.tokenizer, pairs, limit, device, between, batch)
+    scores.update({f"{name}_{when}": score for name, score in found.items()})
+    logger.info(
+        "exact match %s training: %.1f %% of %d held-out rows, BLEU %.1f",
+        when,
+        100 * found["exact_match"],
+        len(pairs),
+        100 * found["bleu"],
+    )
 
 
 def _check_counts(network: torch.nn.Module, plan: Plan) -> None:
