@@ -43,6 +43,7 @@ UNFELT: Mapping[str, Any] = {
         "logging_steps",
         "save_steps",
         "save_total_limit",
+        "load_best_model_at_end",
         "eval_steps",
         "seed",
     },

@@ -150,7 +150,8 @@ def result_lines(recipe: Recipe, machine: Machine, plan: Plan, result: RunResult
 def _success_lines(recipe: Recipe, machine: Machine, plan: Plan, result: RunResult, chat: str) -> Iterator[str]:
     summary = result.summary
     yield f"done: {summary['step']:,} steps in {summary['train_seconds']:.0f} s ({result.seconds:.0f} s in all)"
-    yield f"  model      {summary['model_dir']}"
+    of_step = summary.get("exported_step")
+    yield f"  model      {summary['model_dir']}" + (f" (step {of_step:,}: lowest held-out loss)" if of_step else "")
     if summary.get("exact_match_after") is not None:
         before = summary.get("exact_match_before")  # None: continued from another run, whose first weights are gone
         said = f"{100 * before:.1f} % before, " if before is not None else ""

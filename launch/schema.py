@@ -201,6 +201,7 @@ class TrainingSection(BaseModel):
     save_steps: int = Field(default=500, ge=1)
     save_total_limit: int = Field(default=3, ge=1)  # the two newest good checkpoints are always kept
     eval_steps: int | None = Field(default=None, ge=1)  # default: once an epoch
+    load_best_model_at_end: bool = False  # the lowest held-out loss decides; its checkpoint is kept beside the others
     seed: int = Field(default=23333, ge=0, lt=1 << 32)
     dataloader_num_workers: int | None = Field(default=None, ge=0, le=64)  # default: planned
 
@@ -307,6 +308,14 @@ class Recipe(Section):
     resume: ResumeSection = ResumeSection()
     output_dir: str
     log_dir: str | None = None  # a folder that also gets training.log, and TensorBoard's events of each run
+
+    @model_validator(mode="after")
+    def best_of_held_out_rows(self) -> Recipe:
+        if self.training.load_best_model_at_end and self.data.validation_file is None:
+            raise ValueError(
+                "training.load_best_model_at_end needs data.validation_file: held-out rows say what is best"
+            )
+        return self
 
     @field_validator("quantization")
     @classmethod

@@ -60,6 +60,8 @@ FIXED: Mapping[tuple[str, str], tuple[Any, str]] = {
     ("environment", "tensor_parallel_size"): (1, "a layer is not split over GPUs; ZeRO and FSDP2 are (launch.mode)"),
     ("training", "report_to"): ("tensorboard", "TensorBoard's files are the only tracker"),
     ("logging", "report_to"): ("tensorboard", "TensorBoard's files are the only tracker"),
+    ("training", "metric_for_best_model"): ("eval_loss", "the held-out loss says which model is best"),
+    ("training", "greater_is_better"): (False, "the lowest held-out loss is best"),
     ("training", "save_strategy"): ("steps", "checkpoints are counted in steps; use save_steps"),
 }
 NO_MODEL = (

@@ -29,7 +29,7 @@ from launch import manifest, rundir
 from launch.errors import CheckpointError, ConfigError, LaunchError, ResourceError, shown
 from launch.rundir import AttemptDir, RunDir, Start
 from launch.schema import Plan, Recipe, Strategy, TrainingSection
-from training import checkpoint, convert, engines, evaluate, export, finite, model, prepare, tokenizer
+from training import best, checkpoint, convert, engines, evaluate, export, finite, model, prepare, tokenizer
 from training.batches import Collator, NumberedRows, SampleOrder, TokenRows
 from training.callbacks import Reporter, StepMeter, start_logging
 from training.control import Control, Halted
@@ -66,6 +66,7 @@ def arguments(recipe: Recipe, plan: Plan, rows: int, evaluates: bool, engine: di
         save_strategy="steps",
         save_steps=training.save_steps,
         save_total_limit=None,  # rotation is ours (checkpoint.py)
+        metric_for_best_model="eval_loss" if training.load_best_model_at_end else None,
         eval_strategy="steps" if evaluates else "no",
         eval_steps=training.eval_steps or steps_per_epoch,
         seed=training.seed,
@@ -320,6 +321,9 @@ def _trained(
     metrics: dict[str, float] = {}
     try:
         metrics = parts.trainer.train(resume_from_checkpoint=resume).metrics
+        if recipe.training.load_best_model_at_end and not parts.control.agreed:
+            best.take(parts.trainer, Path(str(parts.trainer.args.output_dir)))
+            scores["exported_step"] = parts.trainer.state.best_global_step
         if pairs and not parts.control.agreed:
             _score(parts, recipe, pairs, "after", scores)
         if not parts.control.agreed:

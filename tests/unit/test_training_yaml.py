@@ -106,7 +106,7 @@ def test_paths_of_the_shipped_file_are_the_checkouts_wherever_it_is_typed(tmp_pa
         ("lora: {rank: 8}", "lora.rank: found an unknown key"),
         ("lora: {lora_r: 8}", "lora.lora_r: found an unknown key"),
         ("data: {format: alpaca}", "data.format: found an unknown key"),
-        ("training: {load_best_model_at_end: true}", "training.load_best_model_at_end: found an unknown key"),
+        ("training: {metric_for_best_model: eval_bleu}", "found 'eval_bleu', expected eval_loss"),
         ("training: {deepspeed: x.json}", "use launch.mode"),
         ("training: {warmup_ratio: 1.5}", "training.warmup_ratio: found 1.5, expected a share of all steps"),
         ("environment: {tensor_parallel_size: 2}", "environment.tensor_parallel_size: found 2, expected 1"),
