@@ -11,16 +11,19 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
-from launch import direct, packages
+from launch import direct, packages, seed_cli
 from launch.errors import LaunchError, Stopped, shown
 from launch.rundir import AttemptDir, RunDir, die_with_launcher, settle_process, write_json
+from launch.seed_cli import Request
 from training.control import Control, Halted
 from training.heartbeat import Heartbeat
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], request: Callable[[], Request] | None = None) -> int:
+    """`request`: what another entry than `train` was asked for."""
     rank = int(os.environ.get("RANK", "0"))
     settle_process()
     control = Control()
@@ -35,8 +38,11 @@ def main(argv: list[str]) -> int:
         die_with_launcher(signal.SIGKILL if passes_on else signal.SIGTERM)
     opened: list[AttemptDir] = []  # filled as soon as there is an attempt to leave word in
     try:
-        if argv[:1] == ["train"]:
-            start = direct.from_flags(argv[1:])
+        if request is not None or argv[:1] == ["train"]:
+            asked = request() if request else seed_cli.translate(argv[1:])
+            start = direct.from_request(asked)
+            if asked.dry_run:
+                return 0
         else:
             parser = argparse.ArgumentParser(description=__doc__)
             parser.add_argument("--run-dir", type=Path, required=True)
@@ -89,12 +95,17 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-if __name__ == "__main__":
+def run_and_leave(argv: list[str], request: Callable[[], Request] | None = None) -> None:
+    """main(), and the end of this process."""
     try:
-        ended = main(sys.argv[1:])
+        ended = main(argv, request)
     except SystemExit as error:  # argparse's
         ended = error.code if isinstance(error.code, int) else 1
     except BaseException:  # noqa: BLE001  every way out is the one below
         traceback.print_exc()
         ended = 1
     leave(ended)
+
+
+if __name__ == "__main__":
+    run_and_leave(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""python -m launch plan | run | tune | report | samples | doctor; only here errors become exit codes."""
+"""python -m launch plan | run | tune | report | samples | merge | doctor; only here errors become exit codes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from launch import nodes, recipes, report, rundir, started
+from launch import interpreter, nodes, recipes, report, rundir, shell_variables, started
 from launch.errors import ConfigError, Interrupted, LaunchError, ResourceError, StorageError, shown
 from launch.estimate import Exceeded
 from launch.planner import Given
@@ -22,9 +22,11 @@ FLAGS = {
     "--help",
     "--machine",
     "--dry-run",
+    "--from-environment",
     "--resume",
     "--forget",
     "--calibration",
+    "--out",
 }  # the others set keys of the recipe
 AUTO = "auto"
 BATCH_KEY = "per_device_train_batch_size"
@@ -106,8 +108,16 @@ def _dispatch(argv: list[str]) -> int:
         else:
             command.add_argument("--dry-run", action="store_true", help="everything but the last call")
             command.add_argument(
+                "--from-environment",
+                action="store_true",
+                help=f"{', '.join(shell_variables.NAMES)} set keys of the recipe",
+            )
+            command.add_argument(
                 "--resume", default="auto", help="auto (default), never, or a run or checkpoint folder"
             )
+    merged = commands.add_parser("merge", help="merge a LoRA adapter into its base: one ordinary model folder")
+    merged.add_argument("source", type=Path, help="an adapter's folder, or a run's")
+    merged.add_argument("--out", type=Path, required=True, help="a new folder")
     said = commands.add_parser("report", help="what runs so far say about the predictions")
     said.add_argument("--calibration", action="store_true", required=True, help="predicted beside measured, all runs")
     seen = commands.add_parser("samples", help="show that a run has trained each row once an epoch")
@@ -132,12 +142,24 @@ def _dispatch(argv: list[str]) -> int:
 
         print("\n".join(samples.lines(rundir.RunDir(arguments.run))))
         return 0
+    if arguments.command == "merge":
+        if overrides:
+            raise ConfigError(f"merge: unknown flag {overrides[0]}")
+        from launch import merging
+
+        return merging.run(arguments.source, arguments.out)
     if arguments.command == "report":
         return _calibration(overrides)
+    if getattr(arguments, "from_environment", False):
+        typed = shell_variables.translate(os.environ)
+        for word in typed:
+            _say(f"{word.typed}: {word.removeprefix('--')}")
+        overrides = [*typed, *overrides]
     batch = getattr(arguments, "batch", None)
     named = [word for word in overrides if word.partition("=")[0].replace("-", "_").endswith(BATCH_KEY)]
     if batch is not None and named:
-        raise ConfigError(f"batch {batch} and --training.{BATCH_KEY} are both given; keep one")
+        other = getattr(named[0], "typed", "") or f"--training.{BATCH_KEY}"
+        raise ConfigError(f"batch {batch} and {other} are both given; keep one")
     given = Given(force_gloo=started.asks_for_gloo(os.environ), free_batch=batch == AUTO)
     if batch not in (None, AUTO):
         overrides.append(f"--training.{BATCH_KEY}={recipes.check_batch(batch)}")
@@ -193,7 +215,5 @@ def _calibration(overrides: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if sys.getfilesystemencoding() != "utf-8":  # a locale that cannot name every file; Python's own way out
-        os.environ["PYTHONUTF8"] = "1"
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    interpreter.go_on_in_utf8()
     sys.exit(main(sys.argv[1:]))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
-from launch import architectures, locks, probe, recipes, render, report, resume, room, rundir, seed_cli, started
+from launch import architectures, locks, probe, recipes, render, report, resume, room, rundir, started
 from launch.errors import ConfigError, shown
 from launch.resolve import resolve
 from launch.rundir import AttemptDir, House, RunDir, Start
 from launch.schema import Machine, Plan, Recipe
+from launch.seed_cli import Request
 
 
 def from_run_dir(run: RunDir, attempt: int) -> Start:
@@ -30,12 +30,13 @@ def from_run_dir(run: RunDir, attempt: int) -> Start:
     )
 
 
-def from_flags(argv: Sequence[str]) -> Start:
-    """The start that the guides' flags describe, with the ranks that are there. Rank 0 prints the plan."""
-    request = seed_cli.translate(argv)
-    _ranks_that_were_asked_for(argv, request.cpu)
+def from_request(request: Request) -> Start:
+    """The start that was asked for, with the ranks that are there. Rank 0 prints the plan."""
+    _ranks_that_were_asked_for(request.cpu)
     is_first = os.environ.get("RANK", "0") == "0"
     say = print if is_first else lambda line: None
+    for line in request.notes:
+        say(shown(line))
     given = started.given(os.environ, _launcher(), request.cpu)
     resolved = resolve(request.recipe, request.overrides, given=given, say=say, trace=False)
     if resolved.plan.strategy.device == "cuda":  # PyTorch reads these at its first attention
@@ -114,7 +115,7 @@ def run_lock(run: RunDir) -> AbstractContextManager[None]:
     return locks.lock(run.lock_file, str(run.root))
 
 
-def _ranks_that_were_asked_for(argv: Sequence[str], cpu: bool) -> None:
+def _ranks_that_were_asked_for(cpu: bool) -> None:
     """accelerate launch --cpu starts one process whatever --num_processes says: start the ranks that were asked for,
     or say that it cannot be done. accelerate leaves MASTER_ADDR in the environment exactly in that case."""
     if "WORLD_SIZE" in os.environ or "MASTER_ADDR" not in os.environ:
@@ -131,7 +132,7 @@ def _ranks_that_were_asked_for(argv: Sequence[str], cpu: bool) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(asked)]
     for key in ("MASTER_ADDR", "MASTER_PORT"):
         del os.environ[key]
-    os.execv(sys.executable, [sys.executable, *launcher, sys.argv[0], "train", *argv, *([] if cpu else ["--cpu"])])
+    os.execv(sys.executable, [sys.executable, *launcher, *sys.argv, *([] if cpu else ["--cpu"])])
 
 
 def _launcher() -> Path:

@@ -198,7 +198,8 @@ def _data(job: Job) -> dict[str, int]:
     read = rows if steps < 0 else min(rows, steps * strategy.effective_batch_size)
     columns = 4 if job.shape.is_encoder_decoder else 3  # int64 tensors of a batch (training/batches.py)
     batch = strategy.per_device_train_batch_size * data.max_length * columns * 8
-    waiting = 2 * strategy.dataloader_num_workers  # DataLoader's prefetch_factor
+    ahead = job.recipe.training.extras.get("dataloader_prefetch_factor") or 2  # DataLoader's own
+    waiting = ahead * strategy.dataloader_num_workers
     pinned = rounded_pinned(batch) if strategy.device == "cuda" else 0
     return {
         "order of samples": job.ranks * rows * ORDER_BYTES,

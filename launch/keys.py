@@ -15,9 +15,10 @@ UNTOLD = {"_name_or_path", "transformers_version"}  # keys of a config that name
 UNFELT: Mapping[str, Any] = {
     "name": True,
     "output_dir": True,
+    "log_dir": True,
     "evaluation": True,
     "resume": True,
-    "model": {"shape", "path"},  # model_key has their content
+    "model": {"shape", "path", "path_if_there"},  # model_key has their content
     "tokenizer": {"path", "path_if_there"},
     # rows are cut at max_length, so trials hold for other rows as far as theirs were that long
     "data": {
@@ -42,6 +43,7 @@ UNFELT: Mapping[str, Any] = {
         "logging_steps",
         "save_steps",
         "save_total_limit",
+        "load_best_model_at_end",
         "eval_steps",
         "seed",
     },

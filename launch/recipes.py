@@ -39,8 +39,8 @@ SECTIONS: dict[str, type[BaseModel]] = {
 }
 
 BELONGING = {  # a source -> the keys that mean nothing beside another one
-    ("model", "shape"): ("path", "freeze"),
-    ("model", "path"): ("shape", "freeze"),
+    ("model", "shape"): ("path", "path_if_there", "freeze"),
+    ("model", "path"): ("shape", "path_if_there", "freeze"),
     ("data", "train_file"): ("validation_file",),
 }
 REPLACED = {

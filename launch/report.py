@@ -150,11 +150,16 @@ def result_lines(recipe: Recipe, machine: Machine, plan: Plan, result: RunResult
 def _success_lines(recipe: Recipe, machine: Machine, plan: Plan, result: RunResult, chat: str) -> Iterator[str]:
     summary = result.summary
     yield f"done: {summary['step']:,} steps in {summary['train_seconds']:.0f} s ({result.seconds:.0f} s in all)"
-    yield f"  model      {summary['model_dir']}"
+    of_step = summary.get("exported_step")
+    yield f"  model      {summary['model_dir']}" + (f" (step {of_step:,}: lowest held-out loss)" if of_step else "")
     if summary.get("exact_match_after") is not None:
         before = summary.get("exact_match_before")  # None: continued from another run, whose first weights are gone
         said = f"{100 * before:.1f} % before, " if before is not None else ""
         yield f"  answers    exact match {said}{100 * summary['exact_match_after']:.1f} % after, on held-out rows"
+    if summary.get("bleu_after") is not None:
+        before = summary.get("bleu_before")
+        said = f"{100 * before:.1f} before, " if before is not None else ""
+        yield f"             BLEU {said}{100 * summary['bleu_after']:.1f} after"
     losses = {"on the last step": summary["loss"], "on the held-out rows": summary["eval_loss"]}
     known = [f"{value:.4f} {where}" for where, value in losses.items() if value is not None]
     if known:  # another machine than number 0 has none

@@ -36,9 +36,11 @@ PATH_KEYS = (
     "data.train_file",
     "data.validation_file",
     "model.path",
+    "model.path_if_there",
     "tokenizer.path",
     "tokenizer.path_if_there",
     "output_dir",
+    "log_dir",
 )
 SAMPLE_FILES = ("data/sft_train_small_train.parquet", "data/sft_train_small_valid.parquet")
 
@@ -73,10 +75,13 @@ def resolve(
     has_gpu = bool(machine.gpus) and not given.force_cpu
     recipe, changed = recipes.load(recipe_name, [_absolute(text) for text in overrides], has_gpu)
     is_file = "/" in recipe_name or recipe_name.endswith((".yaml", ".yml"))
-    recipe, found = _tokenizer_that_is_there(_rooted(recipe, Path.cwd() if is_file else house.root))
+    recipe, first = _model_that_is_there(_rooted(recipe, Path.cwd() if is_file else house.root))
+    recipe, found = _tokenizer_that_is_there(recipe)
     for name in ("runs", "logs", ".cache"):
         rundir.refuse_strangers(house.root / name)
     rundir.check_output(Path(recipe.output_dir))
+    if recipe.log_dir:
+        rundir.refuse_strangers(Path(recipe.log_dir))
     if recipe.tokenizer.path and not Path(recipe.tokenizer.path).is_dir():
         raise ResourceError(f"tokenizer.path: there is no folder {recipe.tokenizer.path}; give one, or leave it out")
     config, parameter_shapes = shapes.read(recipe.model, root=CODE)
@@ -86,7 +91,7 @@ def resolve(
     given = replace(given, has_deepspeed=machine_file is not None or find_spec("deepspeed") is not None)
     if machine_file is None and has_gpu:
         given = replace(given, link=_link(recipe, machine, given, house, say, test_link))
-    changes = (*changed, *found)
+    changes = (*changed, *first, *found)
 
     def planned(recipe: Recipe, changes: Sequence[Change]) -> Resolved:
         about = planner.subject(recipe, machine, config, parameter_shapes, data_format)
@@ -177,6 +182,20 @@ def _link(
     if test:
         return preflight.link(machine, count, house.cache, variables, say=say)
     return preflight.known(machine, count, house.cache, variables)
+
+
+def _model_that_is_there(recipe: Recipe) -> tuple[Recipe, list[Change]]:
+    """model.path_if_there as model.path, where that folder holds a model and no other was named."""
+    section = recipe.model
+    folder = section.path_if_there
+    if folder is None or section.path is not None:
+        return recipe, []
+    if not (Path(folder) / "config.json").is_file():
+        reason = f"no model is in {folder} yet: training starts from random weights"
+        return recipe, [Change("model.path_if_there", folder, "none", reason)]
+    change = Change("model.shape", str(section.shape), folder, "the model of model.path_if_there is there")
+    chosen = section.model_copy(update={"path": folder, "shape": None})
+    return recipe.model_copy(update={"model": chosen}), [change]
 
 
 def _tokenizer_that_is_there(recipe: Recipe) -> tuple[Recipe, list[Change]]:

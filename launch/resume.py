@@ -17,6 +17,7 @@ from launch.schema import Allowed, Plan, Recipe
 FREE_KEYS = frozenset(
     {
         "output_dir",
+        "log_dir",
         "launch",
         "evaluation",
         "resume",

@@ -20,7 +20,7 @@ def check(run: RunDir, recipe: Recipe, plan: Plan) -> list[str]:
     While one is written, those to be kept are all there; those of an earlier attempt have their room already.
     """
     limit, size = recipe.training.save_total_limit, plan.checkpoint_bytes
-    kept = max(limit, MIN_KEPT)
+    kept = max(limit, MIN_KEPT) + recipe.training.load_best_model_at_end
     free = _free_bytes(run.checkpoints)
     there = min(len(manifest.ours(run.checkpoints)), kept)
     need = (kept + 1 - there) * size

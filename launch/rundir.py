@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -375,6 +376,20 @@ def kept_aside(folder: Path, run_id: str) -> list[str]:
 def log_file(root: Path, run: RunDir) -> Path:
     """Where the guides tell people to look: logs/chat_trainer_<recipe>-<time>.log."""
     return root / "logs" / f"chat_trainer_{run.run_id}.log"
+
+
+def log_files(root: Path, run: RunDir, recipe: Recipe) -> list[Path]:
+    """Every log of a run: its own, and the recipe's that all runs append to."""
+    return [log_file(root, run), *([Path(recipe.log_dir) / "training.log"] if recipe.log_dir else [])]
+
+
+def show_events(run: RunDir, recipe: Recipe) -> None:
+    """A name in the recipe's log_dir that leads to the run's TensorBoard events."""
+    if recipe.log_dir:
+        folder = Path(recipe.log_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            (folder / run.run_id).symlink_to(run.tensorboard, target_is_directory=True)
 
 
 def data_fingerprint(path: Path) -> str:

@@ -72,7 +72,7 @@ def run(decide: Decide, wish: str, dry_run: bool) -> int:
             held.enter_context(direct.run_lock(start.run))
             if exceeded.ran_out:
                 evidence.write(start.run, exceeded)
-        screen = Screen(rundir.log_file(house.root, start.run))
+        screen = Screen(*rundir.log_files(house.root, start.run, recipe))
         for line in report.plan_lines(recipe, resolved.machine, resolved.plan):
             screen.say(line)
         screen.say(start.line)

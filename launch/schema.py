@@ -121,6 +121,7 @@ class ModelSection(Section):
 
     shape: str | None = None
     path: str | None = None
+    path_if_there: str | None = None  # used instead of the shape, when the folder holds a model
     freeze: tuple[str, ...] = ()  # module names whose parameters are not trained, e.g. [shared, encoder]
     dtype: Dtype = "float32"  # of the weights in memory; training.bf16 is the autocast on top of it
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"  # eager keeps every score: length x length per head
@@ -200,6 +201,7 @@ class TrainingSection(BaseModel):
     save_steps: int = Field(default=500, ge=1)
     save_total_limit: int = Field(default=3, ge=1)  # the two newest good checkpoints are always kept
     eval_steps: int | None = Field(default=None, ge=1)  # default: once an epoch
+    load_best_model_at_end: bool = False  # the lowest held-out loss decides; its checkpoint is kept beside the others
     seed: int = Field(default=23333, ge=0, lt=1 << 32)
     dataloader_num_workers: int | None = Field(default=None, ge=0, le=64)  # default: planned
 
@@ -305,6 +307,15 @@ class Recipe(Section):
     allow: tuple[Concession, ...] = ()  # what may be given up where nothing else fits; it changes the result
     resume: ResumeSection = ResumeSection()
     output_dir: str
+    log_dir: str | None = None  # a folder that also gets training.log, and TensorBoard's events of each run
+
+    @model_validator(mode="after")
+    def best_of_held_out_rows(self) -> Recipe:
+        if self.training.load_best_model_at_end and self.data.validation_file is None:
+            raise ValueError(
+                "training.load_best_model_at_end needs data.validation_file: held-out rows say what is best"
+            )
+        return self
 
     @field_validator("quantization")
     @classmethod

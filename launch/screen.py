@@ -38,13 +38,13 @@ class _Console(Console):
 class Screen:
     """Prints lines, and shows one attempt's progress between start() and stop()."""
 
-    def __init__(self, log_file: Path | None = None, stream: TextIO | None = None) -> None:
+    def __init__(self, *log_files: Path, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout or io.StringIO()  # None: started with it closed
         self._console = _Console(file=self._stream, highlight=False, soft_wrap=True)
-        self._log: TextIO | None = None
-        if log_file:
-            log_file.parent.mkdir(parents=True, exist_ok=True)
-            self._log = log_file.open("a", encoding="utf-8")
+        self._logs: list[TextIO] = []
+        for file in log_files:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._logs.append(file.open("a", encoding="utf-8"))
         self._live: Live | None = None
 
     def say(self, line: str = "", log: bool = True) -> None:
@@ -62,14 +62,13 @@ class Screen:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def _note(self, line: str) -> None:
-        if not self._log:
-            return
-        try:
-            self._log.write(shown(line) + "\n")
-            self._log.flush()
-        except OSError as error:  # the attempt's folder has the ranks' own lines
-            self._log = None
-            self._print(f"the log ends here, training goes on: {error.filename or 'log'}: {error.strerror}")
+        for log in list(self._logs):
+            try:
+                log.write(shown(line) + "\n")
+                log.flush()
+            except OSError as error:  # the attempt's folder has the ranks' own lines
+                self._logs.remove(log)
+                self._print(f"the log ends here, training goes on: {error.filename or 'log'}: {error.strerror}")
 
     def start(self, attempt: AttemptDir) -> None:
         self._attempt = attempt

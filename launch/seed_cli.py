@@ -18,7 +18,7 @@ RECIPES = {  # flag -> recipe; the first one that is set wins
     "use_small_config": "sft_small",
     "is_finetune": "sft",
 }
-SWITCHES = (*RECIPES, "is_keep_training", "cpu")
+SWITCHES = (*RECIPES, "is_keep_training", "cpu", "dry_run")
 VALUES = {  # flag -> recipe key
     "batch_size_per_gpu": "training.per_device_train_batch_size",
     "gradient_accumulation_steps": "training.gradient_accumulation_steps",
@@ -40,6 +40,8 @@ class Request:
     overrides: tuple[str, ...]
     resume: str  # auto, never, or the path of a checkpoint
     cpu: bool = False
+    notes: tuple[str, ...] = ()  # what a reader should know of how it was understood
+    dry_run: bool = False  # print the plan, and end
 
 
 def translate(argv: Sequence[str]) -> Request:
@@ -47,9 +49,9 @@ def translate(argv: Sequence[str]) -> Request:
     switches: dict[str, bool] = {}
     overrides: list[str] = []
     resume: str | None = None
-    for name, value, typed in _flags(list(argv[1:] if argv[:1] == ["train"] else argv)):
+    for name, value, typed in flags_of(list(argv[1:] if argv[:1] == ["train"] else argv)):
         if name in SWITCHES:
-            switches[name] = _boolean(value, typed)
+            switches[name] = boolean(value, typed)
         elif (positive := name.removeprefix("no").lstrip("_")) in SWITCHES and value is None:
             switches[positive] = False
         elif name == "noresume" and value is None:
@@ -57,7 +59,7 @@ def translate(argv: Sequence[str]) -> Request:
         elif name == "resume":
             resume = "auto" if value is None else value
         elif name in VALUES or "." in name or name in Recipe.model_fields:
-            overrides.append(_override(name, value, typed))
+            overrides.append(override(name, value, typed))
         else:
             flag = typed.partition("=")[0]  # not its value: it may be a secret
             raise ConfigError(f"{flag}: found an unknown flag, expected one of train's; {_suggestion(name)}")
@@ -66,10 +68,12 @@ def translate(argv: Sequence[str]) -> Request:
     if resume is not None and (not resume or (resume != "never" and not keep)):
         found = "it beside --is_keep_training=False" if resume else "no value"
         raise ConfigError(f"--resume={resume}: found {found}, expected auto, never or the path of a checkpoint")
-    return Request(recipe, tuple(overrides), resume or ("auto" if keep else "never"), switches.get("cpu", False))
+    wish = resume or ("auto" if keep else "never")
+    cpu, dry_run = (switches.get(name, False) for name in ("cpu", "dry_run"))
+    return Request(recipe, tuple(overrides), wish, cpu, dry_run=dry_run)
 
 
-def _flags(words: list[str]) -> list[tuple[str, str | None, str]]:
+def flags_of(words: list[str]) -> list[tuple[str, str | None, str]]:
     """Each flag's name, its value (None: it has none) and the text that was typed."""
     flags: list[tuple[str, str | None, str]] = []
     while words:
@@ -86,27 +90,32 @@ def _flags(words: list[str]) -> list[tuple[str, str | None, str]]:
     return flags
 
 
-def _boolean(value: str | None, typed: str) -> bool:
+def boolean(value: str | None, typed: str) -> bool:
     if value is not None and value not in BOOLEANS:
         raise ConfigError(f"{typed}: found {value!r}, expected True or False")
     return value is None or BOOLEANS[value]
 
 
-def _override(name: str, value: str | None, typed: str) -> Override:
+def override(name: str, value: str | None, typed: str) -> Override:
     key = VALUES.get(name, name)
     if value is None and name in VALUES:
         raise ConfigError(f"{typed}: found no value, expected --{name}=VALUE")
-    override = Override(f"--{key}={'true' if value is None else value}")
+    made = Override(f"--{key}={'true' if value is None else value}")
     if name in VALUES:
-        override.typed = typed
-    return override
+        made.typed = typed
+    return made
 
 
 def _suggestion(name: str) -> str:
     """The nearest flag, or the nearest key of a recipe as it is written on the command line."""
-    known = {flag: flag for flag in (*RECIPES, *SWITCHES, *VALUES, "resume", *Recipe.model_fields)}
+    near = nearest_flag(name, (*RECIPES, *SWITCHES, *VALUES, "resume"))
+    return f"did you mean --{near}?" if near else f"there are {', '.join((*SWITCHES, *VALUES, 'resume'))}"
+
+
+def nearest_flag(name: str, flags: Sequence[str]) -> str | None:
+    """The nearest of these flags and of a recipe's keys, as it is written on the command line."""
+    known = {flag: flag for flag in (*flags, *Recipe.model_fields)}
     for section, model in SECTIONS.items():
         for key in model.model_fields:
             known.setdefault(key, f"{section}.{key}")
-    near = nearest(name, known)
-    return f"did you mean --{known[near[0]]}?" if near else f"there are {', '.join((*SWITCHES, *VALUES, 'resume'))}"
+    return next((known[near] for near in nearest(name, known)), None)

@@ -33,6 +33,11 @@ def refusal(recipe: Recipe, strategy: Strategy) -> str | None:
         return f"{mode} needs NCCL; over Gloo GPUs train with DDP only: use dual_gpu_gloo, or single_gpu"
     if strategy.engine == "fsdp2" and strategy.num_processes == 1:
         return "fsdp2 shares the states out over ranks, and there is one; use single_gpu or deepspeed_zero2_offload"
+    if training.load_best_model_at_end:
+        return (
+            f"{mode} has no whole weights in its checkpoints, and training.load_best_model_at_end wants them; leave"
+            " it out, or use single_gpu, dual_gpu_nccl, multi_cpu or cpu"
+        )
     if training.optim not in ELEMENTWISE:
         known = ", ".join(ELEMENTWISE)
         return f"{mode} cuts tensors up, and training.optim {training.optim} needs them whole; use {known}"

@@ -158,9 +158,10 @@ def draw(train_rows: int, valid_rows: int, seed: int) -> tuple[list[Row], list[R
     return train, valid
 
 
-def write_part(path: Path, rows: list[Row]) -> Path:
+def write_part(path: Path, rows: list[Row], is_sample: bool = True) -> Path:
     """Write one parquet file aside, then rename it: a reader sees the old file or the new one, never half of one."""
-    schema = pa.schema([("prompt", pa.string()), ("response", pa.string())], metadata={SAMPLE_KEY: b"1"})
+    metadata = {SAMPLE_KEY: b"1"} if is_sample else None
+    schema = pa.schema([("prompt", pa.string()), ("response", pa.string())], metadata=metadata)
     prompts, responses = zip(*rows, strict=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:

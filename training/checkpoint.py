@@ -243,14 +243,17 @@ def _close_to_others(paths: list[Path]) -> bool:
 # ---- rotation -------------------------------------------------------------------------------------------------------
 
 
-def rotate(checkpoints: Path, keep: int, verified: set[str]) -> None:
-    """Remove the oldest of our checkpoints beyond `keep`, and never so many that fewer than two verified ones remain.
+def rotate(checkpoints: Path, keep: int, verified: set[str], best: str | None = None) -> None:
+    """Remove the oldest of our checkpoints beyond `keep`, and never so many that fewer than two verified ones remain;
+    nor the `best`, which counts for none of them.
 
     `verified`: names that this process has committed or hashed; others are hashed only when the last two good ones
     depend on them. A damaged checkpoint counts for nothing.
     """
     good, checked, spare = 0, 0, []
     for folder in reversed(manifest.ours(checkpoints)):
+        if folder.name == best and checked >= MIN_VERIFIED and good >= keep:
+            continue
         if checked >= MIN_VERIFIED and good >= keep:
             spare.append(folder)
         elif checked < MIN_VERIFIED:
@@ -310,6 +313,7 @@ def rebase(source: Path, checkpoints: Path, order: Any) -> Path:
             _link(source / relative, staged / relative)
     state = json.loads((source / "trainer_state.json").read_text(encoding="utf-8"))
     state.update(global_step=step, epoch=epoch + offset / order.samples)
+    state.update(best_metric=None, best_global_step=None)  # its checkpoint is another run's
     rundir.write_json(staged / "trainer_state.json", state)
     schedule = torch.load(source / "scheduler.pt", weights_only=True)
     schedule.update(last_epoch=step, _step_count=step + 1)

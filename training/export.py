@@ -89,9 +89,7 @@ def _quantization(recipe: Recipe) -> list[str]:
     words = f"- trained on linear weights of 4 bits ({section.bnb_4bit_quant_type})"
     if recipe.model.path is None:
         return [f"{words}; merged into them, dequantised"]
-    return [
-        f"{words}; to merge, load {recipe.model.path} unquantised, then PeftModel.from_pretrained, merge_and_unload"
-    ]
+    return [f"{words}; to merge it into the whole ones of {recipe.model.path}: python -m launch merge FOLDER --out NEW"]
 
 
 def last(history: list[dict[str, float]], key: str) -> float | None:
@@ -100,7 +98,8 @@ def last(history: list[dict[str, float]], key: str) -> float | None:
 
 
 def _card(trainer: LowMemTrainer, recipe: Recipe, plan: Plan, held: str) -> str:
-    eval_loss = last(trainer.state.log_history, "eval_loss")
+    state = trainer.state
+    eval_loss = state.best_metric if state.best_global_step else last(state.log_history, "eval_loss")
     figures = [
         f"- recipe: {recipe.name} ({recipe.task})",
         f"- model: {plan.shape.name}, {plan.shape.parameters:,} parameters; this folder holds {held}",
@@ -109,6 +108,7 @@ def _card(trainer: LowMemTrainer, recipe: Recipe, plan: Plan, held: str) -> str:
         f"- effective batch size {plan.strategy.effective_batch_size}, {trainer.state.global_step:,} optimizer steps",
         f"- learning rate {recipe.training.learning_rate:g}, {recipe.training.lr_scheduler_type}",
         f"- held-out loss: {eval_loss:.4f}" if eval_loss is not None else "- held-out loss: not measured",
+        *([f"- weights of step {state.best_global_step:,}, which had the lowest"] if state.best_global_step else []),
     ]
     return "\n".join(
         ["---", "library_name: transformers", "---", f"# {Path(recipe.output_dir).name}", "", *figures, ""]

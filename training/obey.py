@@ -124,14 +124,15 @@ class Obey(TrainerCallback):
             logger.info("asked for a checkpoint: saving at step %d", state.global_step)
         control.should_save |= word > Word.SAVE or self._is_asked
         if control.should_save and not control.should_evaluate:
-            self._begin_save()
+            self.begin_save()
 
     def cut_evaluation(self, state: TrainerState, control: TrainerControl) -> None:
         """Instead of its score: what is trained is saved, and training stops."""
         logger.info("%s: evaluation left out, saving at step %d", self._control.agreed.cause, state.global_step)
         control.should_training_stop, control.should_evaluate, control.should_save = True, False, True
-        self._begin_save()
+        self.begin_save()
 
-    def _begin_save(self) -> None:
+    def begin_save(self) -> None:
+        """From now on a checkpoint is written."""
         self._saving_since = time.monotonic()
         self._heartbeat.beat("save")

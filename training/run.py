@@ -28,8 +28,8 @@ from transformers.trainer_callback import PrinterCallback
 from launch import manifest, rundir
 from launch.errors import CheckpointError, ConfigError, LaunchError, ResourceError, shown
 from launch.rundir import AttemptDir, RunDir, Start
-from launch.schema import Plan, Recipe, Strategy
-from training import checkpoint, convert, engines, evaluate, export, finite, model, prepare, tokenizer
+from launch.schema import Plan, Recipe, Strategy, TrainingSection
+from training import best, checkpoint, convert, engines, evaluate, export, finite, model, prepare, tokenizer
 from training.batches import Collator, NumberedRows, SampleOrder, TokenRows
 from training.callbacks import Reporter, StepMeter, start_logging
 from training.control import Control, Halted
@@ -66,6 +66,7 @@ def arguments(recipe: Recipe, plan: Plan, rows: int, evaluates: bool, engine: di
         save_strategy="steps",
         save_steps=training.save_steps,
         save_total_limit=None,  # rotation is ours (checkpoint.py)
+        metric_for_best_model="eval_loss" if training.load_best_model_at_end else None,
         eval_strategy="steps" if evaluates else "no",
         eval_steps=training.eval_steps or steps_per_epoch,
         seed=training.seed,
@@ -75,8 +76,17 @@ def arguments(recipe: Recipe, plan: Plan, rows: int, evaluates: bool, engine: di
         report_to=["tensorboard"],
         disable_tqdm=True,
         remove_unused_columns=False,
-        **{"ddp_find_unused_parameters": False, **training.extras},  # nothing we build leaves a parameter out
+        **_extras(training, strategy),
     )
+
+
+def _extras(training: TrainingSection, strategy: Strategy) -> dict[str, Any]:
+    """What else the recipe says, over defaults of ours: nothing we build leaves a parameter out."""
+    found = {"ddp_find_unused_parameters": False, "dataloader_persistent_workers": True, **training.extras}
+    found.pop("save_strategy", None)  # steps, all that a recipe may say, is said above
+    if not strategy.dataloader_num_workers:  # transformers refuses it where nobody is there to work ahead
+        found.pop("dataloader_prefetch_factor", None)
+    return found
 
 
 def _checkpointing(on: bool) -> dict[str, Any]:
@@ -122,11 +132,13 @@ def train(
             opened.append(attempt)
             logs = [attempt.train_log]
             if not start.supervised:
-                logs.append(rundir.log_file(start.house.root, run))
+                logs += rundir.log_files(start.house.root, run, start.recipe)
             start_logging(logs, args.process_index)
             _say(args, running)
             args.output_dir = str(run.checkpoints)
             os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.tensorboard)
+            if args.process_index == 0:
+                rundir.show_events(run, start.recipe)
             parts = _build(start, run, attempt, args, tokens, control)
             watch(parts.trainer)
             _attempt(start, run, attempt, parts)
@@ -310,9 +322,11 @@ def _trained(
     metrics: dict[str, float] = {}
     try:
         metrics = parts.trainer.train(resume_from_checkpoint=resume).metrics
+        if recipe.training.load_best_model_at_end and not parts.control.agreed:
+            best.take(parts.trainer, Path(str(parts.trainer.args.output_dir)))
+            scores["exported_step"] = parts.trainer.state.best_global_step
         if pairs and not parts.control.agreed:
-            scores["exact_match_after"] = _score(parts, recipe, pairs)
-            logger.info("exact match after training: %s", _percent(scores["exact_match_after"], pairs))
+            _score(parts, recipe, pairs, "after", scores)
         if not parts.control.agreed:
             parts.control.agree()
     except Halted:
@@ -348,8 +362,7 @@ class _ScoreBefore(TrainerCallback):
     ) -> None:
         if state.global_step:  # resumed: these are not the initial weights
             return
-        self._scores["exact_match_before"] = _score(self._parts, self._recipe, self._pairs)
-        logger.info("exact match before training: %s", _percent(self._scores["exact_match_before"], self._pairs))
+        _score(self._parts, self._recipe, self._pairs, "before", self._scores)
         if args.process_index == 0:
             rundir.write_json(self._file, self._scores)
 
@@ -376,14 +389,20 @@ def _say(args: TrainingArguments, line: str) -> None:
         print(f"{shown(line)}\n", end="", flush=True)  # in one write: ranks share the terminal
 
 
-def _score(parts: Parts, recipe: Recipe, pairs: Pairs) -> float:
+def _score(parts: Parts, recipe: Recipe, pairs: Pairs, when: str, scores: dict[str, Any]) -> None:
+    """Answer, compare, and note it. As many rows at once as an evaluation was planned for, whose logits are more than
+    the keys and values that answers are made with."""
     trainer, limit = parts.trainer, recipe.evaluation.max_new_tokens
-    device, between = trainer.args.device, parts.obey.between_batches
-    return evaluate.exact_match(trainer.model, parts.tokenizer, pairs, limit, device, between)
-
-
-def _percent(score: float, pairs: list[Any]) -> str:
-    return f"{100 * score:.1f} % of {len(pairs)} held-out rows"
+    device, between, batch = trainer.args.device, parts.obey.between_batches, trainer.args.per_device_eval_batch_size
+    found = evaluate.scores(trainer.model, parts.tokenizer, pairs, limit, device, between, batch)
+    scores.update({f"{name}_{when}": score for name, score in found.items()})
+    logger.info(
+        "exact match %s training: %.1f %% of %d held-out rows, BLEU %.1f",
+        when,
+        100 * found["exact_match"],
+        len(pairs),
+        100 * found["bleu"],
+    )
 
 
 def _check_counts(network: torch.nn.Module, plan: Plan) -> None:

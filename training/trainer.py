@@ -17,7 +17,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from launch import manifest, rundir
 from launch.schema import Strategy
-from training import checkpoint, convert, engines, finite
+from training import best, checkpoint, convert, engines, finite
 from training.batches import Collator, EpochLoader, SampleOrder, TokenRows, end_what_cannot_send
 from training.callbacks import StepMeter
 from training.control import Halted
@@ -102,10 +102,17 @@ class LowMemTrainer(Trainer):
             batch_sampler=batches,
             collate_fn=collator,
             num_workers=workers,
-            pin_memory=self.args.device.type == "cuda",
-            persistent_workers=workers > 0,
+            pin_memory=self.args.device.type == "cuda" and self.args.dataloader_pin_memory,
+            persistent_workers=workers > 0 and self.args.dataloader_persistent_workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor if workers else None,
             worker_init_fn=end_what_cannot_send,
         )
+
+    def _prepare_input(self, data: Any) -> Any:
+        """To a GPU without waiting: batches stand in pinned memory, and the kernels that read them come after."""
+        if isinstance(data, torch.Tensor) and self.args.device.type == "cuda":
+            return data.to(self.args.device, non_blocking=True)
+        return super()._prepare_input(data)
 
     def get_train_dataloader(self) -> DataLoader:
         """Not prepared by Accelerate, which would pad the last batch with repeated samples: the order is per rank."""
@@ -143,7 +150,13 @@ class LowMemTrainer(Trainer):
             return {}
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        return bool(metrics) and super()._determine_best_metric(metrics, trial)
+        """Whether the held-out loss has never been so low; such a step's checkpoint is written and kept (best.py)."""
+        is_best = bool(metrics) and super()._determine_best_metric(metrics, trial)
+        if is_best and not self.control.should_save:
+            self.control.should_save = True
+            if self.obey:
+                self.obey.begin_save()
+        return is_best
 
     def evaluation_loop(
         self, dataloader: DataLoader, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
@@ -241,7 +254,8 @@ class LowMemTrainer(Trainer):
         described = save.on_all(partial(checkpoint.describe, save.staged, mine))
         save.on_first(finish)
         self.verified.add(manifest.name(step))
-        save.on_first(partial(checkpoint.rotate, checkpoints, self._keep_checkpoints, self.verified))
+        kept = best.checkpoint_name(self.state)
+        save.on_first(partial(checkpoint.rotate, checkpoints, self._keep_checkpoints, self.verified, kept))
         self.save_s += time.monotonic() - began
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

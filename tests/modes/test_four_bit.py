@@ -115,7 +115,7 @@ def test_two_ranks_train_an_adapter_for_a_local_folder_and_chat_loads_both_in_4_
     assert outcome["weights_bytes"] == json.loads((run / "plan.json").read_text())["estimate"]["weights_bytes"]
     assert not (tmp_path / "model/model.safetensors").exists()
     assert all(torch.equal(tensor, builders.weights(base)[name]) for name, tensor in before.items())
-    assert f"to merge, load {base} unquantised" in (tmp_path / "model/README.md").read_text()
+    assert f"to merge it into the whole ones of {base}" in (tmp_path / "model/README.md").read_text()
     merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "model")
     assert merged.merge_and_unload().model.layers[0].mlp.up_proj.weight.dtype == torch.float32
     chat = subprocess.run(

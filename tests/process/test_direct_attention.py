@@ -22,8 +22,8 @@ CARD = {
 }
 CODE = """
 import os, sys
-from launch import direct
-direct.from_flags(sys.argv[1:])
+from launch import direct, seed_cli
+direct.from_request(seed_cli.translate(sys.argv[1:]))
 print("variable", os.environ.get("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"))
 """
 

@@ -37,7 +37,7 @@ STUB = """
 import json, os, sys
 print(json.dumps({
     "argv": sys.argv[1:], "cwd": os.getcwd(), "root": os.environ["LOWMEM_ROOT"], "file": __file__,
-    "stdin": sys.stdin.read(),
+    "stdin": sys.stdin.read(), "batch": os.environ.get("BATCH_SIZE"),
 }))
 sys.exit(7)
 """
@@ -70,7 +70,19 @@ def run(program: Path | str, *args: str, cwd: Path, **env: str) -> subprocess.Co
     )
 
 
-@pytest.mark.parametrize("name", ["quick_start_sft_fast.sh", "train_sft_custom.sh"])
+STARTS = {
+    "quick_start_sft_fast.sh": ["run", "sft_fast"],
+    "train_sft_custom.sh": ["run", "sft_fast"],
+    "run_single_gpu.sh": ["run", "single_gpu", "--from-environment"],
+    "run_single_gpu_optimized.sh": ["run", "single_gpu_optimized", "--from-environment"],
+}
+
+
+def test_every_wrapper_is_known_here():
+    assert set(STARTS) == {wrapper.name for wrapper in WRAPPERS}
+
+
+@pytest.mark.parametrize("name", STARTS)
 def test_arguments_stdin_and_exit_code_pass_unchanged_and_the_user_stays_in_their_folder(
     root: Path, tmp_path: Path, name: str
 ):
@@ -80,11 +92,12 @@ def test_arguments_stdin_and_exit_code_pass_unchanged_and_the_user_stays_in_thei
     done = run(root / name, *HOSTILE_ARGUMENTS, cwd=elsewhere)
     assert done.returncode == 7, done.stderr
     assert json.loads(done.stdout) == {
-        "argv": ["run", "sft_fast", *HOSTILE_ARGUMENTS],
+        "argv": [*STARTS[name], *HOSTILE_ARGUMENTS],
         "cwd": str(elsewhere),
         "root": str(root),
         "file": str(root / "launch/__main__.py"),
         "stdin": "typed",
+        "batch": None,
     }
     assert not (elsewhere / "pwned").exists()
 
@@ -102,6 +115,18 @@ def test_a_wrapper_works_through_links_and_with_cdpath(root: Path, tmp_path: Pat
         done = run(program, "24", cwd=root, CDPATH="/usr:/tmp")
         seen = json.loads(done.stdout)
         assert (seen["argv"], seen["root"]) == (["run", "sft_fast", "24"], str(root))
+
+
+@pytest.mark.parametrize("value", ["48", "$(touch pwned)", "", "a b"])
+def test_the_guides_variables_arrive_from_the_environment_and_from_a_line_in_the_file(root: Path, value: str):
+    wrapper = root / "run_single_gpu.sh"
+    given = json.loads(run(wrapper, cwd=root, BATCH_SIZE=value).stdout)["batch"]
+    text = wrapper.read_text()
+    exported = next(line for line in text.splitlines() if line.startswith("export MODEL_SIZE BATCH_SIZE"))
+    wrapper.write_text(text.replace(exported, f"{exported}\nBATCH_SIZE='{value}'"))
+    edited = json.loads(run(wrapper, cwd=root).stdout)["batch"]
+    assert given == edited == value
+    assert not (root / "pwned").exists()
 
 
 def test_the_users_pythonpath_comes_after_the_repository(root: Path, tmp_path: Path):

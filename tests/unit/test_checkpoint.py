@@ -176,6 +176,14 @@ def test_as_many_as_the_limit_says_and_never_fewer_than_two_are_kept(tmp_path, k
     assert names(tmp_path) == [manifest.name(step) for step in kept]
 
 
+@pytest.mark.parametrize(("best", "kept"), [(1, [1, 4, 5]), (3, [3, 4, 5]), (5, [4, 5])])
+def test_the_best_one_stays_beside_them(tmp_path, best, kept):
+    for step in range(1, 6):
+        committed(tmp_path, step)
+    checkpoint.rotate(tmp_path, 2, set(), manifest.name(best))
+    assert names(tmp_path) == [manifest.name(step) for step in kept]
+
+
 @pytest.mark.parametrize("damaged", [{4}, {5}, {4, 5}, {2, 4, 5}, {1, 2, 3, 4}])
 def test_a_damaged_checkpoint_is_none_of_the_two_that_stay(tmp_path, damaged):
     for step in range(1, 6):

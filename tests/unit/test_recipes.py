@@ -87,7 +87,10 @@ BAD_RECIPES = {  # name -> (document, what the message must name)
     "another field misspelt": (with_line("adam_beta: 0.9"), r":9: training\.adam_beta: .*did you mean adam_beta[12]\?"),
     "a key in no section": (GOOD + "learning_rate: 1\n", r":11: learning_rate: .*did you mean training\.learning_rate"),
     "a key in another section": (with_line("seed: 1", "model"), r":5: model\.seed: .*did you mean training\.seed\?"),
-    "a key like no other": (with_line("qqq: 1", "model"), r":5: model\.qqq: .*there are shape, path, freeze, dtype"),
+    "a key like no other": (
+        with_line("qqq: 1", "model"),
+        r":5: model\.qqq: .*there are shape, path, path_if_there, freeze, dtype",
+    ),
     "a missing section": (GOOD.replace("data:", "#"), r"r\.yaml: data: found nothing, expected a value"),
     "a missing key": (GOOD.replace("train_file", "validation_file"), r"r\.yaml: data\.train_file: found nothing"),
     "a section that is a number": (GOOD.replace("data: ", "data: 3 #"), r":7: data: found 3, expected a section"),
@@ -399,7 +402,7 @@ def test_a_field_of_the_installed_training_arguments_is_kept(override):
         ("run_name=3", "found 3, expected text"),
         ("label_names=x", "found 'x', expected a [list]"),
         ("torch_compil=true", "did you mean torch_compile?"),
-        ("evaluation_strategy=steps", "did you mean eval_strategy?"),
+        ("evaluation_strategy=steps", "data.validation_file is evaluated every eval_steps"),
     ],
 )
 def test_a_wrong_field_of_training_arguments_is_refused(override, expected):

@@ -128,6 +128,11 @@ def test_the_cpu_can_be_asked_for(flags, cpu):
     assert translate(flags.split()).cpu is cpu
 
 
+@pytest.mark.parametrize(("flags", "dry_run"), [("", False), ("--dry-run", True), ("--dry_run=False", False)])
+def test_the_plan_alone_can_be_asked_for(flags, dry_run):
+    assert translate(flags.split()).dry_run is dry_run
+
+
 @pytest.mark.parametrize(
     ("flag", "suggestion"),
     [

@@ -1,0 +1,53 @@
+#!/usr/bin/env python3
+"""Train by a guide's own line, with our launcher or under torchrun and accelerate:
+
+    train.py --mode pretrain|sft --config medium|large
+    train.py --config config/training_config.yaml [--resume]
+
+--dry-run: say what would run. --resume (by default as far as there is something), --resume never, --resume PATH.
+Any key of a recipe can be set: --data.train_file=my.jsonl --training.learning_rate=1e-4
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parent.parent)  # instead of scripts/, whose names are nobody's modules
+
+from launch import interpreter  # noqa: E402  standard library only
+
+interpreter.go_on_with_packages()
+interpreter.go_on_in_utf8()
+
+from launch import __main__ as launcher  # noqa: E402
+from launch import train_cli  # noqa: E402
+from launch.errors import LaunchError, shown  # noqa: E402
+
+UNDER_A_LAUNCHER = {"WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"}  # torchrun's, accelerate's
+
+
+def main(argv: list[str]) -> int:
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0
+    if UNDER_A_LAUNCHER & os.environ.keys():
+        import train_low_mem
+
+        train_low_mem.run_and_leave(argv, lambda: train_cli.translate(argv))
+    try:
+        request = train_cli.translate(argv)
+    except LaunchError as error:
+        print(f"error: {shown(str(error))}", file=sys.stderr)
+        return error.exit_code
+    for line in request.notes:
+        print(shown(line))
+    words = ["run", request.recipe, *request.overrides, f"--resume={request.resume}"]
+    words += ["--dry-run"] if request.dry_run else []
+    words += ["--launch.mode=cpu"] if request.cpu else []
+    return launcher.main(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
