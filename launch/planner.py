@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from launch import architectures, estimate, predict, sharding
+from launch import architectures, estimate, padding, predict, sharding
 from launch.errors import ConfigError, DoesNotFit
 from launch.estimate import NOTHING_EXCEEDED, Exceeded, Judged, Subject, describe, gib
 from launch.schema import (
@@ -23,6 +23,7 @@ from launch.schema import (
     Machine,
     Mode,
     ModelShape,
+    Padding,
     Plan,
     Precision,
     QuantizationSection,
@@ -128,7 +129,14 @@ def choose(about: Subject, changes: Sequence[Change] = (), given: Given = Given(
         lengths=about.question(candidate).lengths,
         rendezvous=_rendezvous(recipe.launch),
         link=given.link if candidate.device == "cuda" and candidate.processes_per_machine > 1 else None,
+        padding=_padding(about, candidate),
     )
+
+
+def _padding(about: Subject, candidate: Candidate) -> Padding | None:
+    if about.counts is None:
+        return None
+    return padding.of(about.counts, candidate, estimate.MULTIPLE[candidate.device], about.recipe.data)
 
 
 def _possible(about: Subject, given: Given) -> tuple[list[Candidate], list[str]]:

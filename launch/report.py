@@ -10,6 +10,7 @@ from typing import Any
 
 from launch.schema import GIB, Change, Machine, MemoryEstimate, Plan, Recipe, RunResult, StepEvent
 
+WORTH_A_WORD = 0.1  # of what a step computes, saved
 STATES = ("weights", "gradients", "optimizer")
 
 
@@ -50,6 +51,7 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
         yield f"             warm-up takes all of the {steps} steps: the rate never reaches {training.learning_rate:g}"
     if plan.rows is not None and plan.rows < strategy.effective_batch_size:
         yield f"             the effective batch holds all {plan.rows:,} rows: one step an epoch"
+    yield from padding_lines(plan)
     backend = f", backend {strategy.backend}" if strategy.backend else ""
     how = "weights, float32 copies" if strategy.engine == "deepspeed" else "autocast"
     precision = recipe.model.dtype if strategy.mixed_precision == "no" else f"{strategy.mixed_precision} {how}"
@@ -82,7 +84,21 @@ def planned_lines(plan: Plan) -> Iterator[str]:
         f"  batch      {strategy.per_device_train_batch_size} per device x {strategy.gradient_accumulation_steps}"
         f" accumulation x {strategy.num_processes} process(es) = {strategy.effective_batch_size} effective"
     )
+    yield from padding_lines(plan)
     yield from _memory_lines(plan)
+
+
+def padding_lines(plan: Plan) -> Iterator[str]:
+    """How much of a step is padding, once the rows are tokenised; and what would leave less."""
+    padding = plan.padding
+    if padding is None:
+        return
+    words = f"  padding    {padding.share:.0%} of the tokens that a step computes"
+    if padding.order == "by_length":
+        words += f"; {padding.at_random:.0%} if rows were not grouped by length"
+    elif padding.share - padding.by_length > WORTH_A_WORD:
+        words += f"; --data.group_by_length=true leaves {padding.by_length:.0%}"
+    yield words
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:

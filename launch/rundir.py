@@ -193,7 +193,7 @@ class RunDir:
         self.tensorboard = root / "tensorboard"
         self.tokens_file = root / "tokens.json"  # {"folder": where the tokenised rows are}
         self.evidence_file = root / "evidence.json"  # what ran out of memory so far (estimate.RanOut), a list
-        self.continues_file = root / "continues.json"  # {"checkpoint", "samples_seen"}: an older run's, taken over
+        self.continues_file = root / "continues.json"  # {"checkpoint", "samples_seen", "group_size"}: an older run's
 
     @classmethod
     def create(cls, runs: Path, recipe_name: str, now: datetime) -> RunDir:

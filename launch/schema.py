@@ -174,6 +174,9 @@ class DataSection(Section):
     max_train_samples: PositiveInt | None = None
     max_validation_samples: PositiveInt | None = None
     max_bad_rows: int = Field(default=0, ge=0)  # of each file, left out and counted; one more is an error
+    group_by_length: bool = (
+        False  # rows of about one length in an optimizer step: less padding, every row once an epoch
+    )
 
 
 class TrainingSection(BaseModel):
@@ -469,6 +472,18 @@ class Rendezvous:
 
 
 @dataclass(frozen=True)
+class Padding:
+    """What an epoch's tokenised rows are, and how much a step computes besides them; shares are of all it computes."""
+
+    order: Literal["random", "by_length"]
+    share: float
+    at_random: float  # were rows to come at random
+    by_length: float  # were they grouped
+    rows: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """What will run."""
 
@@ -488,6 +503,7 @@ class Plan:
     lengths: tuple[int, int] = (0, 0)  # tokens of the longest source and target that was planned for
     rendezvous: Rendezvous | None = None  # None: one machine
     link: Link | None = None  # between the ranks; None: not tested
+    padding: Padding | None = None  # None: the rows have not been tokenised yet
 
     @property
     def checkpoint_bytes(self) -> int:

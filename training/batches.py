@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import queues
 from pathlib import Path
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from training import by_length
 from training.data import IGNORED
 
 FILLER_LENGTH = 2  # tokens of the row that keeps a rank in step when it has no sample; it has no target
@@ -42,6 +43,14 @@ class TokenRows(Dataset):
         columns = [table.column(name).combine_chunks() for name in ("input_ids", "labels")]
         return [tuple(column[i].values.to_numpy() for column in columns) for i in range(len(indices))]
 
+    def lengths(self) -> np.ndarray:
+        """Tokens of every row's input and labels, (rows, 2) int32; the file's offsets are read, not its tokens."""
+        import pyarrow.compute as pc
+
+        table = self.rows.data
+        columns = [pc.list_value_length(table.column(name)).to_numpy() for name in ("input_ids", "labels")]
+        return np.stack(columns, axis=1)
+
 
 class NumberedRows(TokenRows):
     """With each row its number: (input_ids, labels, number)."""
@@ -56,14 +65,29 @@ class SampleOrder:
     The order of samples depends on the seed and the epoch alone; micro-batch, accumulation and ranks only cut it. An
     optimizer step covers the next effective_batch_size samples; the last step of an epoch covers what is left, in as
     few micro-steps as hold it, so no sample is dropped or repeated. A rank without a sample in a micro-step gets [].
+
+    With `lengths` of all samples (TokenRows.lengths) the samples of a step are of about one length, and those of a
+    micro-batch even more so. The order then depends on `group_size` too, the effective batch of the run that made it:
+    a run that takes over with another one keeps it, and so sees exactly what was left.
     """
 
     def __init__(
-        self, samples: int, micro_batch: int, accumulation: int, world_size: int, rank: int, seed: int, start: int = 0
+        self,
+        samples: int,
+        micro_batch: int,
+        accumulation: int,
+        world_size: int,
+        rank: int,
+        seed: int,
+        start: int = 0,
+        lengths: Callable[[], np.ndarray] | None = None,
+        group_size: int | None = None,
     ) -> None:
         self.samples, self.micro_batch, self.accumulation = samples, micro_batch, accumulation
         self.world_size, self.rank, self.seed = world_size, rank, seed
         self.start = start  # samples of all epochs that an earlier run with another effective batch has trained
+        self.lengths = lengths  # None: samples come at random
+        self.group_size = group_size or self.effective_batch_size
         self.epoch = 0
 
     @property
@@ -104,7 +128,13 @@ class SampleOrder:
 
     def _order(self, epoch: int) -> np.ndarray:
         samples = np.arange(self.samples, dtype=np.int32)  # 4 bytes a row is all that a rank holds privately
-        return np.random.default_rng([self.seed, epoch]).permutation(samples)
+        random = np.random.default_rng([self.seed, epoch])
+        order = random.permutation(samples)
+        if self.lengths is not None:
+            lengths = self.lengths()
+            by_length.group(order, lengths, self.group_size, random)
+            by_length.sort_steps(order[self.first_step(epoch)[1] :], lengths, self.effective_batch_size)
+        return order
 
     def __len__(self) -> int:
         """Micro-batches of one epoch on one rank."""

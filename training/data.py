@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,7 @@ class Encoder:
 
 # ---- the cache -----------------------------------------------------------------------------------------------------
 
+LENGTHS_KEPT = 2048  # at least, of as many rows: from them the plan says how much of a step is padding
 CACHE_SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32()))])
 
 
@@ -108,13 +109,19 @@ class CacheCounts:
     longest_input: int = 0
     shortest_input: int = 0
     longest_target: int = 0  # labels, which are as long as the input but for T5
+    lengths: list[tuple[int, int]] = field(default_factory=list)  # tokens of input and labels of every stride-th row
+    stride: int = 1
 
     def add(self, rows: list[dict[str, list[int]]], max_length: int) -> None:
         self.samples += 1
         self.dropped += not rows
         for row in rows:
-            self.rows += 1
             length = len(row["input_ids"])
+            if self.rows % self.stride == 0:
+                self.lengths.append((length, len(row["labels"])))
+                if len(self.lengths) == 2 * LENGTHS_KEPT:
+                    self.lengths, self.stride = self.lengths[::2], 2 * self.stride
+            self.rows += 1
             self.tokens += length
             self.target_tokens += sum(label != IGNORED for label in row["labels"])
             self.longest_input = max(self.longest_input, length)
