@@ -112,6 +112,7 @@ class Subject:
         source, target = (-(-(length or longest) // multiple) * multiple for length in self.lengths)
         rounds_up = self.lengths[0] != source  # to the multiple, or nothing is known of the rows
         is_padded = rounds_up or (self.is_ragged and candidate.per_device_train_batch_size > 1)
+        is_padded |= self.recipe.data.packing  # masks keep documents apart
         if candidate.device == "cpu":
             return Question(candidate, (source, target), is_padded)
         card = self.machine.gpus[0]

@@ -28,6 +28,7 @@ ORDER_BYTES = 8  # of a row in a rank: the sample numbers and their permutation,
 LENGTHS_BYTES = 16  # of a row while rows are grouped: source and target, int32 each, as columns and as one table
 PREPARE_SAMPLES = 1000  # tokenised at once (training/data.py)
 PREPARE_TOKEN_BYTES = 200  # of a token there, as text, encoding and Python lists
+PACKING_BYTES = 96 * MIB  # a window of rows and the sequences made of it (training/packing.py)
 BROADCAST_BYTES = 250 * MIB  # DDP sends weights in buckets of this size, two at a time (torch reducer.cpp)
 
 
@@ -149,9 +150,11 @@ def _processes(job: Job, imports: Imports) -> dict[str, int]:
 
 def _preparing(job: Job, imports: Imports) -> dict[str, int]:
     """Tokenising, in a child that ends before the ranks start."""
+    data = job.recipe.data
+    window = PACKING_BYTES if data.packing else 0
     return {
         "launcher": imports.launcher_bytes + LAUNCHED_BYTES,
-        "tokenising": imports.prepare_bytes + PREPARE_SAMPLES * job.recipe.data.max_length * PREPARE_TOKEN_BYTES,
+        "tokenising": imports.prepare_bytes + PREPARE_SAMPLES * data.max_length * PREPARE_TOKEN_BYTES + window,
         "libraries": imports.mapped_bytes,
     }
 

@@ -22,11 +22,14 @@ def of(counts: Mapping[str, Any], strategy: Strategy, multiple: int, data: DataS
     lengths = counts.get("lengths")
     if not lengths:
         return None
-    rows = counts["rows"]
+    rows = counts["documents"] if data.packing else counts["rows"]
     at_random = _share([random.Random(0).choices(lengths, k=DRAWN)], strategy, multiple)
     by_length = _share(_grouped(lengths, rows, strategy), strategy, multiple)
     order, share = ("by_length", by_length) if data.group_by_length else ("random", at_random)
-    return Padding(order, share, at_random, by_length, rows, counts["tokens"])
+    if data.packing:  # sequences are padded to the longest of a micro-batch: to the longest of them all, at most
+        longest = math.ceil(counts["longest_input"] / multiple) * multiple
+        order, share = "packed", 1 - counts["tokens"] / (counts["rows"] * longest)
+    return Padding(order, share, at_random, by_length, counts["rows"], rows, counts["tokens"])
 
 
 def _grouped(lengths: Lengths, rows: int, strategy: Strategy) -> list[list[Sequence[int]]]:

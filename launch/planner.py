@@ -77,6 +77,7 @@ def subject(
     """What all candidates have in common. Raises ConfigError for what no candidate can be."""
     model_type = config["model_type"]
     _check_length(recipe, config)
+    _check_packing(recipe, model_type)
     shape = model_shape(recipe, config, parameters)
     whole = predict.model_state(
         parameters,
@@ -129,6 +130,7 @@ def choose(about: Subject, changes: Sequence[Change] = (), given: Given = Given(
         lengths=about.question(candidate).lengths,
         rendezvous=_rendezvous(recipe.launch),
         link=given.link if candidate.device == "cuda" and candidate.processes_per_machine > 1 else None,
+        packing=recipe.data.packing,
         padding=_padding(about, candidate),
     )
 
@@ -328,6 +330,21 @@ def _check_length(recipe: Recipe, config: dict[str, Any]) -> None:
         raise ConfigError(
             f"data.max_length {recipe.data.max_length}, but the model has {positions} positions; lower it, or choose"
             " another model"
+        )
+
+
+def _check_packing(recipe: Recipe, model_type: str) -> None:
+    if not recipe.data.packing:
+        return
+    if model_type == "t5":
+        raise ConfigError(
+            "data.packing: true, but the model is a T5: its encoder attends both ways and its decoder to all of the"
+            " encoder's output, and transformers keeps documents apart in neither; use data.group_by_length: true"
+        )
+    if recipe.training.extras.get("use_cache"):
+        raise ConfigError(
+            "training.use_cache: true, but transformers keeps packed documents apart only without a cache; leave it out"
+            " (training has no use for one)"
         )
 
 

@@ -402,7 +402,8 @@ def token_cache(cache: Path, recipe: Recipe, shape: ModelShape, data_format: Dat
         "validation": data_fingerprint(Path(data.validation_file)) if data.validation_file else None,
         "columns": [data_format.kind, data_format.file_type, dict(data_format.columns)],
         "limits": [data.max_length, data.max_train_samples, data.max_validation_samples]
-        + ([data.max_bad_rows] if data.max_bad_rows else []),
+        + ([data.max_bad_rows] if data.max_bad_rows else [])
+        + (["packed"] if data.packing else []),
         "task": recipe.task,
         "encoder_decoder": shape.is_encoder_decoder,
         "tokenizer": folder_fingerprint(Path(tokenizer_path))

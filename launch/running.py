@@ -219,7 +219,7 @@ def _attempt(
             for line in report.planned_lines(again.plan):
                 screen.say(line)
         elif resolved.plan.padding is None:
-            for line in report.padding_lines(again.plan):
+            for line in report.rows_lines(again.plan):
                 screen.say(line)
         return _command(resolved, run, attempt)
 

@@ -250,6 +250,7 @@ def _build(
             cut.pad_token_id,
             network.config.decoder_start_token_id if network.config.is_encoder_decoder else None,
             multiple=8 if args.device.type == "cuda" else 1,
+            is_packed=recipe.data.packing,
         ),
         train_dataset=rows,
         eval_dataset=held_out,

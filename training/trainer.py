@@ -128,7 +128,10 @@ class LowMemTrainer(Trainer):
             self.obey.micro_batch()
         rows = inputs.pop("sample_ids", None)
         with_target = (inputs["labels"] != IGNORED).any(dim=1)
-        tokens = (inputs["attention_mask"] * with_target[:, None]).sum()
+        if "attention_mask" in inputs:
+            tokens = (inputs["attention_mask"] * with_target[:, None]).sum()
+        else:  # packed
+            tokens = inputs.pop("num_tokens", 0)
         if "decoder_input_ids" in inputs:
             tokens = tokens + (inputs["labels"] != IGNORED).sum()
         loss = super().training_step(model, inputs, *args, **kwargs)

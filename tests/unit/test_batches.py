@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from training.batches import Collator, SampleOrder
+from training.batches import Collator, Row, SampleOrder
 from training.data import IGNORED
 
 flat = chain.from_iterable
@@ -109,8 +109,8 @@ def test_grouped_by_length_micro_batches_hold_rows_of_about_one_length_and_steps
     assert np.abs(np.diff(means)).mean() > 20, "a step's length tells the next one's"
 
 
-def rows(*lengths: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    return [(np.arange(1, n + 1, dtype=np.int32), np.arange(1, n + 1, dtype=np.int32)) for n in lengths]
+def rows(*lengths: int) -> list[Row]:
+    return [Row(np.arange(1, n + 1, dtype=np.int32), np.arange(1, n + 1, dtype=np.int32)) for n in lengths]
 
 
 def test_padding_is_on_the_right_masked_and_no_target():
@@ -130,3 +130,18 @@ def test_a_rank_without_samples_gets_a_row_without_targets():
     assert (batch["labels"] == IGNORED).all()
     assert batch["attention_mask"].all(), "a fully masked row would be NaN in attention"
     assert batch["input_ids"].dtype == torch.int64
+
+
+def test_positions_start_again_with_each_document_and_with_the_padding():
+    packed = [
+        Row(np.arange(1, 6), np.arange(1, 6), np.array([2, 3]), 7),
+        Row(np.arange(1, 7), np.arange(1, 7), np.array([6]), 3),
+    ]
+    batch = Collator(pad_token_id=0, multiple=4, is_packed=True)(packed)
+    assert "attention_mask" not in batch, "with a mask transformers no longer tells documents apart"
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5, 0, 1]]
+    assert (batch["sample_ids"].tolist(), batch["num_tokens"]) == ([7, 3], 11)
+    filler = Collator(pad_token_id=0, is_packed=True)([])
+    assert filler["position_ids"].tolist() == [[0, 1]]
+    assert (filler["labels"] == IGNORED).all()
+    assert filler.keys() <= batch.keys()
