@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from launch.errors import ConfigError
 from tests import builders
-from training import batches, data, packing, tokenizer
+from training import batches, data, longest, packing, tokenizer
 from training.data import IGNORED
 from training.packing import Packer
 from training.trainer import target_loss_sum
@@ -159,6 +159,10 @@ def test_tokenising_packs_and_counts_before_and_after(tmp_path):
         row = rows[1]
         assert row.lengths is not None
         assert (row.number, row.lengths.sum()) == (1, len(row.input_ids))
+    longest._write(tmp_path / "sft", tmp_path / "longest", 8)  # for trials
+    for row in batches.TokenRows(tmp_path / "longest"):
+        assert row.lengths is not None
+        assert row.lengths.sum() == len(row.input_ids) >= paths["sft"][1].longest_input - 1
     rows, counts = paths["pretrain"]
     assert counts.tokens == sum(len(cut(text, add_special_tokens=False)["input_ids"]) + 1 for text in texts)
 

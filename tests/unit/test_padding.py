@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch import padding
+from launch import padding, report
 from launch.schema import DataSection
 from tests import builders
 from training.batches import SampleOrder
@@ -66,3 +66,33 @@ def test_lengths_that_are_kept_are_spread_over_the_whole_file():
 def test_counts_of_an_older_version_tell_nothing():
     strategy = builders.plan(builders.wish(), builders.machine()).strategy
     assert padding.of({"rows": 10, "tokens": 100}, strategy, 1, DataSection(train_file="x")) is None
+
+
+def test_a_packed_plan_says_what_a_step_covers_before_and_after_tokenising():
+    recipe = builders.wish(data={"train_file": "x", "max_length": 128, "packing": True})
+    plan = builders.plan(recipe, builders.machine())
+    words = "\n".join(report.plan_lines(recipe, builders.machine(), plan))
+    assert "a step covers 32 packed sequences of at most 128 tokens, instead of 32 rows" in words
+    assert plan.samples is None, "file rows are no packed sequences"
+    counts = {**counted(rows(3000, False)), "rows": 900, "documents": 3000, "tokens": 112_000, "longest_input": 128}
+    packed = padding.of(counts, plan.strategy, 1, recipe.data)
+    assert packed is not None
+    assert packed.share == pytest.approx(1 - 112_000 / (900 * 128))
+    words = "\n".join(report.plan_lines(recipe, builders.machine(), replace(plan, rows=3000, padding=packed)))
+    assert "a step covers 32 packed sequences with about 107 rows and 3,982 tokens, instead of 32 rows" in words
+    assert "epochs of 29 steps" in words
+    assert (
+        f"  padding    3% of the tokens that a step computes; {packed.at_random:.0%} if rows were not packed" in words
+    )
+
+
+def test_a_plan_with_much_padding_names_what_leaves_less():
+    recipe = builders.wish()
+    plan = builders.plan(recipe, builders.machine())
+    random = padding.of(counted(rows(3000, False)), plan.strategy, 1, recipe.data)
+    assert random is not None
+    (line,) = report.padding_lines(replace(plan, padding=random))
+    assert line.endswith(
+        f"{random.share:.0%} of the tokens that a step computes; --data.group_by_length=true leaves 1%"
+    )
+    assert not list(report.padding_lines(plan))
