@@ -92,7 +92,7 @@ def test_a_plan_with_much_padding_names_what_leaves_less():
     random = padding.of(counted(rows(3000, False)), plan.strategy, 1, recipe.data)
     assert random is not None
     (line,) = report.padding_lines(replace(plan, padding=random))
-    assert line.endswith(
-        f"{random.share:.0%} of the tokens that a step computes; --data.group_by_length=true leaves 1%"
-    )
+    assert random.by_length < 0.1
+    assert f"  padding    {random.share:.0%} of the tokens that a step computes" in line
+    assert line.endswith(f"--data.group_by_length=true leaves {random.by_length:.0%}")
     assert not list(report.padding_lines(plan))
