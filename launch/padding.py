@@ -10,7 +10,7 @@ from typing import Any
 from launch.schema import DataSection, Padding, Strategy
 
 DRAWN = 4096  # rows; the share then moves by about a hundredth from one draw to another
-MOST_SORTED = 1 << 16  # rows: above it fewer groups are sorted together than training does
+MOST_SORTED = 1 << 14  # rows: above it fewer groups are sorted together than training does
 SORTED_TOGETHER, LEAST_PARTS = 50, 4  # training/by_length.py's
 Lengths = Sequence[Sequence[int]]  # tokens of (source, target) of a row
 
