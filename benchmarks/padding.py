@@ -7,7 +7,8 @@
 
 One model and tokenizer for all ways of a case; a step trains about as many tokens of text in each. The ways take turns,
 round after round. The first steps of a run are left out. Seconds are those between the ends of steps, so that reading
-and padding rows count. Needs LOWMEM_REAL_DATA, a folder with gsm8k_train.jsonl and chatlm_sft_train_3k.parquet.
+and padding rows count. All ways obey OMP_NUM_THREADS: one thread is disturbed least by others. Needs LOWMEM_REAL_DATA,
+a folder with gsm8k_train.jsonl and chatlm_sft_train_3k.parquet.
 """
 
 from __future__ import annotations
