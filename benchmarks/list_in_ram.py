@@ -2,7 +2,8 @@
 
 Each rank reads the parquet file into a Python list of {prompt, response}; the collator tokenises each micro-batch; the
 same model trains with transformers.Trainer as it is. With --save-steps it saves, and goes on from the newest. Rank 0
-appends the number and the time of each optimizer step to --steps-file.
+appends the number and the time of each optimizer step, and how many of its own tokens were no padding, to --steps-file.
+A model folder may be a T5's; --pad-to-max-length pads every row to it, as the guides' scripts do.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import yaml
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     Trainer,
     TrainerCallback,
@@ -30,55 +32,92 @@ from transformers.trainer_utils import get_last_checkpoint
 from benchmarks.recording import CODE
 
 
-def collate(rows: list[dict[str, str]], tokenizer: Any, max_length: int) -> dict[str, torch.Tensor]:
+def collate(
+    rows: list[dict[str, str]], tokenizer: Any, max_length: int, is_t5: bool = False, pads_all: bool = False
+) -> dict[str, torch.Tensor]:
     """input_ids, attention_mask, labels (batch, seq); the prompt is not a target."""
     inputs, labels = [], []
     for row in rows:
+        after = [*tokenizer(row["response"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        if is_t5:
+            before = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"][: max_length - 1]
+            inputs.append([*before, tokenizer.eos_token_id])
+            labels.append(after[:max_length])
+            continue
         turns = [{"role": "user", "content": row["prompt"]}]
         prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         before = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        after = [*tokenizer(row["response"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         inputs.append([*before, *after][:max_length])
         labels.append([*[-100] * len(before), *after][:max_length])
-    width = max(map(len, inputs))
-    pad = tokenizer.pad_token_id
+
+    def padded(parts: list[list[int]], value: int) -> torch.Tensor:
+        width = max_length if pads_all else max(map(len, parts))
+        return torch.tensor([[*part, *[value] * (width - len(part))] for part in parts])
+
     return {
-        "input_ids": torch.tensor([[*ids, *[pad] * (width - len(ids))] for ids in inputs]),
-        "attention_mask": torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in inputs]),
-        "labels": torch.tensor([[*ids, *[-100] * (width - len(ids))] for ids in labels]),
+        "input_ids": padded(inputs, tokenizer.pad_token_id),
+        "attention_mask": padded([[1] * len(ids) for ids in inputs], 0),
+        "labels": padded(labels, -100),
     }
 
 
+class Counting(Trainer):
+    """Trainer, which also counts what is no padding."""
+
+    tokens = 0
+
+    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.tokens += int(inputs["attention_mask"].sum())
+        if self.model.config.is_encoder_decoder:
+            self.tokens += int((inputs["labels"] != -100).sum())
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
 class StepTimes(TrainerCallback):
-    """The number of each optimizer step and the unix time at its end, a line each."""
+    """The number of each optimizer step, the unix time at its end and the tokens so far, a line each."""
+
+    trainer: Counting
 
     def __init__(self, file: Path) -> None:
         self.file = file.open("a", encoding="utf-8", buffering=1)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, *rest: Any, **kwargs: Any) -> None:
         if args.process_index == 0:
-            self.file.write(json.dumps({"step": state.global_step, "time": time.time()}) + "\n")
+            said = {"step": state.global_step, "time": time.time(), "tokens": self.trainer.tokens}
+            self.file.write(json.dumps(said) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, required=True, help="parquet with the columns prompt, response")
     parser.add_argument("--tokenizer", type=Path, required=True)
-    parser.add_argument("--shape", required=True, help="a name in configs/models/")
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--shape", help="a name in configs/models/")
+    model.add_argument("--model", type=Path, help="a folder")
     parser.add_argument("--max-length", type=int, required=True)
     parser.add_argument("--batch", type=int, required=True, help="rows per rank and step")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--steps-file", type=Path, required=True)
     parser.add_argument("--save-steps", type=int)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--pad-to-max-length", action="store_true")
     arguments = parser.parse_args()
     rows = pq.read_table(arguments.rows).to_pylist()
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
-    shape = yaml.safe_load((CODE / "configs" / "models" / f"{arguments.shape}.yaml").read_text(encoding="utf-8"))
     torch.manual_seed(arguments.seed)
+    if arguments.model:
+        config = AutoConfig.from_pretrained(arguments.model)
+        family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        network = family.from_pretrained(arguments.model)
+    else:
+        shape = yaml.safe_load((CODE / "configs" / "models" / f"{arguments.shape}.yaml").read_text(encoding="utf-8"))
+        network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape))
+    is_t5 = network.config.is_encoder_decoder
     output = arguments.steps_file.parent / "list_in_ram"
-    trainer = Trainer(
-        model=AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape)),
+    times = StepTimes(arguments.steps_file)
+    times.trainer = trainer = Counting(
+        model=network,
         args=TrainingArguments(
             output_dir=str(output),
             per_device_train_batch_size=arguments.batch,
@@ -86,7 +125,7 @@ def main() -> None:
             learning_rate=1e-3,
             seed=arguments.seed,
             use_cpu=True,
-            ddp_backend="gloo",
+            ddp_backend="gloo" if arguments.ranks > 1 else None,
             ddp_find_unused_parameters=False,
             save_strategy="steps" if arguments.save_steps else "no",
             save_steps=arguments.save_steps or 500,
@@ -97,10 +136,10 @@ def main() -> None:
             remove_unused_columns=False,
         ),
         train_dataset=rows,
-        data_collator=lambda batch: collate(batch, tokenizer, arguments.max_length),
-        callbacks=[StepTimes(arguments.steps_file)],
+        data_collator=lambda batch: collate(batch, tokenizer, arguments.max_length, is_t5, arguments.pad_to_max_length),
+        callbacks=[times],
     )
-    assert trainer.args.world_size == 2
+    assert trainer.args.world_size == arguments.ranks
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(output)) if output.is_dir() else None)
 
 

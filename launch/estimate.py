@@ -7,9 +7,9 @@ a source. A candidate whose step was not traced is judged by its model states al
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from launch import allocator, architectures, host_memory, malloc, predict, rates, render, sharding, timing
 from launch.host_memory import ASSUMED, Imports
@@ -101,6 +101,7 @@ class Subject:
     imports: Imports = ASSUMED  # what the job's processes hold before there is a model
     rows: int | None = None  # of the training file
     cache_bytes: int | None = None  # of the tokenised rows
+    counts: Mapping[str, Any] | None = None  # of the tokenised training file, as tokenising wrote them
     usual: float = 0.0  # share by which past predictions were exceeded, at the level wanted
     exceeded: Exceeded = NOTHING_EXCEEDED  # and that of this very run
     assume_fits: bool = False  # budgets do not count, only what ran out
@@ -111,6 +112,7 @@ class Subject:
         source, target = (-(-(length or longest) // multiple) * multiple for length in self.lengths)
         rounds_up = self.lengths[0] != source  # to the multiple, or nothing is known of the rows
         is_padded = rounds_up or (self.is_ragged and candidate.per_device_train_batch_size > 1)
+        is_padded |= self.recipe.data.packing  # masks keep documents apart
         if candidate.device == "cpu":
             return Question(candidate, (source, target), is_padded)
         card = self.machine.gpus[0]

@@ -27,8 +27,10 @@ LAUNCHED_BYTES = 7 * MIB  # recipe, plan and screen
 SAMPLE_MAPPED_BYTES = 64 << 10  # a page fault maps up to 16 pages around it (fault_around_bytes)
 TOKEN_BYTES = 8  # of a row in the cache: an input id and a label, int32 each
 ORDER_BYTES = 8  # of a row in a rank: the sample numbers and their permutation, int32 each
+LENGTHS_BYTES = 16  # of a row while rows are grouped: source and target, int32 each, as columns and as one table
 PREPARE_SAMPLES = 1000  # tokenised at once (training/data.py)
 PREPARE_TOKEN_BYTES = 200  # of a token there, as text, encoding and Python lists
+PACKING_BYTES = 96 * MIB  # a window of rows and the sequences made of it (training/packing.py)
 BROADCAST_BYTES = 250 * MIB  # DDP sends weights in buckets of this size, two at a time (torch reducer.cpp)
 
 
@@ -153,9 +155,11 @@ def _processes(job: Job, imports: Imports) -> dict[str, int]:
 
 def _preparing(job: Job, imports: Imports) -> dict[str, int]:
     """Tokenising, in a child that ends before the ranks start."""
+    data = job.recipe.data
+    window = PACKING_BYTES if data.packing else 0
     return {
         "launcher": imports.launcher_bytes + LAUNCHED_BYTES,
-        "tokenising": imports.prepare_bytes + PREPARE_SAMPLES * job.recipe.data.max_length * PREPARE_TOKEN_BYTES,
+        "tokenising": imports.prepare_bytes + PREPARE_SAMPLES * data.max_length * PREPARE_TOKEN_BYTES + window,
         "libraries": imports.mapped_bytes,
     }
 
@@ -202,7 +206,7 @@ def _data(job: Job) -> dict[str, int]:
     waiting = ahead * strategy.dataloader_num_workers
     pinned = rounded_pinned(batch) if strategy.device == "cuda" else 0
     return {
-        "order of samples": job.ranks * rows * ORDER_BYTES,
+        "order of samples": job.ranks * rows * (ORDER_BYTES + (LENGTHS_BYTES if data.group_by_length else 0)),
         "rows read": min(cache, read * SAMPLE_MAPPED_BYTES),
         "data workers": job.ranks * (strategy.dataloader_num_workers * WORKER_BYTES + waiting * batch),
         "pinned batches": job.ranks * pinned * (1 + waiting),

@@ -30,6 +30,7 @@ UNFELT: Mapping[str, Any] = {
         "messages_column",
         "max_train_samples",
         "max_validation_samples",
+        "group_by_length",  # a trial's rows are of one length
     },
     "training": {
         "per_device_train_batch_size",  # their product counts: how it is cut is what tuning finds

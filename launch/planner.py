@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from launch import architectures, estimate, predict, sharding
+from launch import architectures, estimate, padding, predict, sharding
 from launch.errors import ConfigError, DoesNotFit
 from launch.estimate import NOTHING_EXCEEDED, Exceeded, Judged, Subject, describe, gib
 from launch.schema import (
@@ -23,6 +23,7 @@ from launch.schema import (
     Machine,
     Mode,
     ModelShape,
+    Padding,
     Plan,
     Precision,
     QuantizationSection,
@@ -76,6 +77,7 @@ def subject(
     """What all candidates have in common. Raises ConfigError for what no candidate can be."""
     model_type = config["model_type"]
     _check_length(recipe, config)
+    _check_packing(recipe, model_type)
     shape = model_shape(recipe, config, parameters)
     whole = predict.model_state(
         parameters,
@@ -128,7 +130,15 @@ def choose(about: Subject, changes: Sequence[Change] = (), given: Given = Given(
         lengths=about.question(candidate).lengths,
         rendezvous=_rendezvous(recipe.launch),
         link=given.link if candidate.device == "cuda" and candidate.processes_per_machine > 1 else None,
+        packing=recipe.data.packing,
+        padding=_padding(about, candidate),
     )
+
+
+def _padding(about: Subject, candidate: Candidate) -> Padding | None:
+    if about.counts is None:
+        return None
+    return padding.of(about.counts, candidate, estimate.MULTIPLE[candidate.device], about.recipe.data)
 
 
 def _possible(about: Subject, given: Given) -> tuple[list[Candidate], list[str]]:
@@ -320,6 +330,21 @@ def _check_length(recipe: Recipe, config: dict[str, Any]) -> None:
         raise ConfigError(
             f"data.max_length {recipe.data.max_length}, but the model has {positions} positions; lower it, or choose"
             " another model"
+        )
+
+
+def _check_packing(recipe: Recipe, model_type: str) -> None:
+    if not recipe.data.packing:
+        return
+    if model_type == "t5":
+        raise ConfigError(
+            "data.packing: true, but the model is a T5: its encoder attends both ways and its decoder to all of the"
+            " encoder's output, and transformers keeps documents apart in neither; use data.group_by_length: true"
+        )
+    if recipe.training.extras.get("use_cache"):
+        raise ConfigError(
+            "training.use_cache: true, but transformers keeps packed documents apart only without a cache; leave it out"
+            " (training has no use for one)"
         )
 
 

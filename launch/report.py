@@ -10,6 +10,7 @@ from typing import Any
 
 from launch.schema import GIB, Change, Machine, MemoryEstimate, Plan, Recipe, RunResult, StepEvent
 
+WORTH_A_WORD = 0.1  # of what a step computes, saved
 STATES = ("weights", "gradients", "optimizer")
 
 
@@ -33,23 +34,23 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
     rows = "" if plan.rows is None else f" ({plan.rows:,} rows)"
     yield f"  data       {recipe.data.train_file}{rows}"
     yield f"             {plan.data_format.reason}"
-    yield (
-        f"  batch      {strategy.per_device_train_batch_size} per device x {strategy.gradient_accumulation_steps}"
-        f" accumulation x {strategy.num_processes} process(es) = {strategy.effective_batch_size} effective"
-    )
+    yield from _batch_lines(plan)
+    samples = plan.samples
     length = f"{training.max_steps} steps" if training.max_steps > 0 else f"{training.num_train_epochs:g} epochs"
-    if plan.rows is not None and training.max_steps < 0:
-        length += f" of {-(-plan.rows // strategy.effective_batch_size):,} steps"
+    if samples is not None and training.max_steps < 0:
+        length += f" of {-(-samples // strategy.effective_batch_size):,} steps"
     yield (
         f"  schedule   {length}, learning rate {training.learning_rate:g} {training.lr_scheduler_type},"
         f" warm-up {training.warmup_steps:g}, max_length {recipe.data.max_length}"
     )
-    epoch_steps = -(-plan.rows // strategy.effective_batch_size) if plan.rows else 0
+    epoch_steps = -(-samples // strategy.effective_batch_size) if samples else 0
     steps = training.max_steps if training.max_steps > 0 else math.ceil(training.num_train_epochs * epoch_steps)
     if 0 < steps <= training.warmup_steps:
         yield f"             warm-up takes all of the {steps} steps: the rate never reaches {training.learning_rate:g}"
-    if plan.rows is not None and plan.rows < strategy.effective_batch_size:
-        yield f"             the effective batch holds all {plan.rows:,} rows: one step an epoch"
+    if samples is not None and samples < strategy.effective_batch_size:
+        kind = "packed sequences" if plan.packing else "rows"
+        yield f"             the effective batch holds all {samples:,} {kind}: one step an epoch"
+    yield from padding_lines(plan)
     backend = f", backend {strategy.backend}" if strategy.backend else ""
     how = "weights, float32 copies" if strategy.engine == "deepspeed" else "autocast"
     precision = recipe.model.dtype if strategy.mixed_precision == "no" else f"{strategy.mixed_precision} {how}"
@@ -77,12 +78,46 @@ def change_lines(changes: Sequence[Change]) -> Iterator[str]:
 
 def planned_lines(plan: Plan) -> Iterator[str]:
     """Of a plan that replaces another: what it runs, and what that takes."""
+    yield from _batch_lines(plan)
+    yield from padding_lines(plan)
+    yield from _memory_lines(plan)
+
+
+def rows_lines(plan: Plan) -> Iterator[str]:
+    """Of a plan that was made before its rows were tokenised: what they say of it."""
+    if plan.packing:
+        yield from _batch_lines(plan)
+    yield from padding_lines(plan)
+
+
+def _batch_lines(plan: Plan) -> Iterator[str]:
     strategy = plan.strategy
     yield (
         f"  batch      {strategy.per_device_train_batch_size} per device x {strategy.gradient_accumulation_steps}"
         f" accumulation x {strategy.num_processes} process(es) = {strategy.effective_batch_size} effective"
     )
-    yield from _memory_lines(plan)
+    if plan.packing:
+        count = strategy.effective_batch_size
+        held = f"of at most {_length(plan)} tokens"
+        if plan.padding:
+            each = count / plan.padding.samples
+            held = f"with about {plan.padding.rows * each:,.0f} rows and {plan.padding.tokens * each:,.0f} tokens"
+        yield f"             a step covers {count} packed sequences {held}, instead of {count} rows"
+
+
+def padding_lines(plan: Plan) -> Iterator[str]:
+    """How much of a step is padding, once the rows are tokenised; and what would leave less."""
+    padding = plan.padding
+    if padding is None:
+        return
+    words = f"  padding    {padding.share:.0%} of the tokens that a step computes"
+    if padding.order == "packed":
+        words += f"; {padding.at_random:.0%} if rows were not packed"
+    elif padding.order == "by_length":
+        words += f"; {padding.at_random:.0%} if rows were not grouped by length"
+    elif padding.share - padding.by_length > WORTH_A_WORD:
+        words += f"; --data.group_by_length=true leaves {padding.by_length:.0%}"
+    yield words
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:

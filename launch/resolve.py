@@ -95,8 +95,7 @@ def resolve(
 
     def planned(recipe: Recipe, changes: Sequence[Change]) -> Resolved:
         about = planner.subject(recipe, machine, config, parameter_shapes, data_format)
-        lengths, is_ragged = lengths_of(house, about)
-        about = replace(about, lengths=lengths, is_ragged=is_ragged, rows=rows)
+        about = replace(with_counts(house, about), rows=rows)
         device = "cuda" if has_gpu else "cpu"
         if trace:
             about = replace(
@@ -155,18 +154,22 @@ def _tuned(house: House, about: Subject, say: Callable[[str], None]) -> Strategy
     return found.strategy if found else None
 
 
-def lengths_of(house: House, about: Subject) -> tuple[tuple[int, int], bool]:
-    """Tokens of the longest source and target, and whether rows differ; (0, 0) where none have been tokenised yet."""
+def with_counts(house: House, about: Subject) -> Subject:
+    """The subject with what is known of its tokenised rows; as it is where none have been tokenised yet."""
     tokens = rundir.token_cache(house.cache, about.recipe, about.shape, about.data_format)
     counts = rundir.read_json(tokens / rundir.TOKENS_READY)
     if counts is None:
-        return (0, 0), True
+        return about
     parts = [part for part in counts.values() if isinstance(part, dict)]
     if not all("shortest_input" in part for part in parts):  # written by an older version
-        return (0, 0), True
+        return about
     longest = max(part["longest_input"] for part in parts)
-    is_ragged = any(part["shortest_input"] < longest for part in parts)
-    return (longest, max(part["longest_target"] for part in parts)), is_ragged
+    return replace(
+        about,
+        lengths=(longest, max(part["longest_target"] for part in parts)),
+        is_ragged=any(part["shortest_input"] < longest for part in parts),
+        counts=counts["train"],
+    )
 
 
 def _link(

@@ -168,11 +168,15 @@ def _versions(source: Path, recipe: Recipe) -> list[str]:
 
 def _take_over(source: Path, runs: Path, recipe: Recipe, now: datetime, reason: str) -> Start:
     """A new run that goes on from another run's checkpoint, at the same sample."""
-    samples_seen = manifest.read(source).get("samples_seen")
+    facts = manifest.read(source)
+    samples_seen = facts.get("samples_seen")
     if samples_seen is None:
         raise CheckpointError(f"{source}: its manifest does not say how many samples it has seen")
     run = RunDir.create(runs, recipe.name, now)
-    rundir.write_json(run.continues_file, {"checkpoint": str(source.resolve()), "samples_seen": samples_seen})
+    content = {"checkpoint": str(source.resolve()), "samples_seen": samples_seen}
+    if "group_size" in facts:
+        content["group_size"] = facts["group_size"]
+    rundir.write_json(run.continues_file, content)
     return Start(
         run,
         f"continuing {source.parent.parent.name}/{source.name} in a new run ({reason}): {samples_seen:,} samples are"

@@ -194,7 +194,7 @@ class RunDir:
         self.tensorboard = root / "tensorboard"
         self.tokens_file = root / "tokens.json"  # {"folder": where the tokenised rows are}
         self.evidence_file = root / "evidence.json"  # what ran out of memory so far (estimate.RanOut), a list
-        self.continues_file = root / "continues.json"  # {"checkpoint", "samples_seen"}: an older run's, taken over
+        self.continues_file = root / "continues.json"  # {"checkpoint", "samples_seen", "group_size"}: an older run's
 
     @classmethod
     def create(cls, runs: Path, recipe_name: str, now: datetime) -> RunDir:
@@ -417,7 +417,8 @@ def token_cache(cache: Path, recipe: Recipe, shape: ModelShape, data_format: Dat
         "validation": data_fingerprint(Path(data.validation_file)) if data.validation_file else None,
         "columns": [data_format.kind, data_format.file_type, dict(data_format.columns)],
         "limits": [data.max_length, data.max_train_samples, data.max_validation_samples]
-        + ([data.max_bad_rows] if data.max_bad_rows else []),
+        + ([data.max_bad_rows] if data.max_bad_rows else [])
+        + (["packed"] if data.packing else []),
         "task": recipe.task,
         "encoder_decoder": shape.is_encoder_decoder,
         "tokenizer": folder_fingerprint(Path(tokenizer_path))

@@ -218,6 +218,9 @@ def _attempt(
             screen.say("planned again for the rows that there are:")
             for line in report.planned_lines(again.plan):
                 screen.say(line)
+        elif resolved.plan.padding is None:
+            for line in report.rows_lines(again.plan):
+                screen.say(line)
         return _command(resolved, run, attempt)
 
     def check(measured: Mapping[str, int]) -> bool:

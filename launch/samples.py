@@ -7,6 +7,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from launch import manifest, rundir
 from launch.errors import CheckpointError, ConfigError
@@ -17,11 +18,15 @@ def lines(run: RunDir) -> list[str]:
     """How often each row was trained in each epoch. Raises CheckpointError when it is not once in each whole one."""
     used = rundir.read_json(run.tokens_file)
     counts = rundir.read_json(Path(used["folder"]) / rundir.TOKENS_READY) if used else None
-    if counts is None:
+    if used is None or counts is None:
         raise ConfigError(
             f"{run.root}: found no run of ours with its tokenised rows; give a folder runs/<recipe>/<time>"
         )
     rows = counts["train"]["rows"]
+    documents = None
+    if counts["train"].get("documents"):  # the rows are packed sequences
+        documents = _documents(Path(used["folder"]) / "train.arrow", counts["train"]["documents"])
+    kind = "rows" if documents is None else "packed sequences"
     order = [row for _, taken_then in sorted(taken(run).items()) for row in taken_then]
     said = []
     for epoch, start in enumerate(range(0, len(order), rows), 1):
@@ -32,8 +37,24 @@ def lines(run: RunDir) -> list[str]:
             wrong = f"row {twice[0]} {found[twice[0]]} times" if twice else f"row {outside[0]}, which there is not"
             raise CheckpointError(f"{run.root}: epoch {epoch} has {wrong} ({len(twice)} of {rows} rows more than once)")
         is_whole = len(found) == rows
-        said.append(f"epoch {epoch}: {'all' if is_whole else len(found)} of {rows:,} rows, each once")
+        line = f"epoch {epoch}: {'all' if is_whole else len(found)} of {rows:,} {kind}, each once"
+        if documents is not None:
+            held = sum(len(documents[row]) for row in found)
+            line += f", and so {'all' if is_whole else held} of {counts['train']['documents']:,} rows"
+        said.append(line)
     return said or ["no step has been recorded"]
+
+
+def _documents(tokens: Path, count: int) -> Any:
+    """The numbers of the documents in each packed sequence. Raises CheckpointError when they are not 0..count-1."""
+    import pyarrow as pa
+
+    with pa.memory_map(str(tokens)) as file:
+        column = pa.ipc.open_stream(file).read_all().column("documents")
+        numbers = sorted(number for chunk in column.chunks for number in chunk.flatten().to_pylist())
+    if numbers != list(range(count)):
+        raise CheckpointError(f"{tokens}: its packed sequences do not hold {count:,} rows, each once")
+    return column
 
 
 def taken(run: RunDir) -> dict[int, list[int]]:

@@ -175,6 +175,14 @@ class DataSection(Section):
     max_train_samples: PositiveInt | None = None
     max_validation_samples: PositiveInt | None = None
     max_bad_rows: int = Field(default=0, ge=0)  # of each file, left out and counted; one more is an error
+    packing: bool = False  # several rows in one sequence of max_length, each with positions and attention of its own
+    group_by_length: bool = False  # rows of about one length in an optimizer step; every row once an epoch
+
+    @model_validator(mode="after")
+    def one_way_to_less_padding(self) -> DataSection:
+        if self.packing and self.group_by_length:
+            raise ValueError("packing leaves nothing for group_by_length to do; set one of the two to false")
+        return self
 
 
 class TrainingSection(BaseModel):
@@ -480,6 +488,19 @@ class Rendezvous:
 
 
 @dataclass(frozen=True)
+class Padding:
+    """What an epoch's tokenised rows are, and how much a step computes besides them; shares are of all it computes."""
+
+    order: Literal["random", "by_length", "packed"]
+    share: float
+    at_random: float  # were rows to come at random, none packed
+    by_length: float  # were they grouped
+    samples: int  # what a batch counts: rows, or packed sequences
+    rows: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """What will run."""
 
@@ -499,6 +520,15 @@ class Plan:
     lengths: tuple[int, int] = (0, 0)  # tokens of the longest source and target that was planned for
     rendezvous: Rendezvous | None = None  # None: one machine
     link: Link | None = None  # between the ranks; None: not tested
+    packing: bool = False  # what a batch counts are packed sequences
+    padding: Padding | None = None  # None: the rows have not been tokenised yet
+
+    @property
+    def samples(self) -> int | None:
+        """What an epoch's batches are cut from: rows, or packed sequences; None: not known yet."""
+        if self.packing:
+            return self.padding.samples if self.padding else None
+        return self.rows
 
     @property
     def checkpoint_bytes(self) -> int:

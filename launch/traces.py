@@ -175,6 +175,7 @@ class Traces:
             "lengths": question.lengths,
             "is_single": question.is_single,
             "is_padded": question.is_padded,
+            "packing": recipe.data.packing,
             "accumulates": question.accumulates,
             "versions": _versions(),
             "code": _code(),

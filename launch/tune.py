@@ -28,7 +28,7 @@ from launch.errors import DoesNotFit, ResourceError, Stopped
 from launch.estimate import describe, gib
 from launch.ledger import Ledger, Trial, Tuned
 from launch.planner import Given
-from launch.resolve import Resolved, lengths_of
+from launch.resolve import Resolved, with_counts
 from launch.rundir import CODE, RunDir
 from launch.schema import Plan, StepEvent, Strategy
 from launch.screen import Screen
@@ -60,8 +60,7 @@ def tune(resolved: Resolved, given: Given, say: Say) -> Tuned:
     _sweep(place.parent)
     try:
         rows = _longest_rows(resolved, place, say)
-        lengths, is_ragged = lengths_of(resolved.house, about)  # known now that the rows are tokenised
-        about = replace(about, lengths=lengths, is_ragged=is_ragged)
+        about = with_counts(resolved.house, about)  # known now that the rows are tokenised
         trials = _Trials(resolved, rows, place, ledger, say)
         candidates = planner.ranked(about, given)
         if candidates:

@@ -6,48 +6,67 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import queues
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from training import by_length
 from training.data import IGNORED
 
 FILLER_LENGTH = 2  # tokens of the row that keeps a rank in step when it has no sample; it has no target
 
 
+class Row(NamedTuple):
+    """One sample, as int32 arrays."""
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    lengths: np.ndarray | None = None  # of its documents, where it is a packed sequence
+    number: int | None = None
+
+
 class TokenRows(Dataset):
-    """The cache file, memory-mapped; rows are (input_ids, labels) as int32 arrays."""
+    """The cache file, memory-mapped; its rows are Row without a number."""
 
     def __init__(self, path: Path) -> None:
         import datasets
 
         self.rows = datasets.Dataset.from_file(str(path)).with_format("arrow")
+        self._columns = [name for name in Row._fields if name in self.rows.column_names]
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def __getitem__(self, index: int) -> Row:
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def __getitems__(self, indices: Sequence[int]) -> list[Row]:
         if not len(indices):
             return []
         table = self.rows[list(map(int, indices))]
-        columns = [table.column(name).combine_chunks() for name in ("input_ids", "labels")]
-        return [tuple(column[i].values.to_numpy() for column in columns) for i in range(len(indices))]
+        columns = [table.column(name).combine_chunks() for name in self._columns]
+        return [Row(*(column[i].values.to_numpy() for column in columns)) for i in range(len(indices))]
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of every row's input and labels, (rows, 2) int32; the file's offsets are read, not its tokens."""
+        import pyarrow.compute as pc
+
+        table = self.rows.data
+        columns = [pc.list_value_length(table.column(name)).to_numpy() for name in ("input_ids", "labels")]
+        return np.stack(columns, axis=1)
 
 
 class NumberedRows(TokenRows):
-    """With each row its number: (input_ids, labels, number)."""
+    """With each row its number."""
 
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, ...]]:
-        return [(*row, number) for row, number in zip(super().__getitems__(indices), indices, strict=True)]
+    def __getitems__(self, indices: Sequence[int]) -> list[Row]:
+        return [row._replace(number=number) for row, number in zip(super().__getitems__(indices), indices, strict=True)]
 
 
 class SampleOrder:
@@ -56,14 +75,29 @@ class SampleOrder:
     The order of samples depends on the seed and the epoch alone; micro-batch, accumulation and ranks only cut it. An
     optimizer step covers the next effective_batch_size samples; the last step of an epoch covers what is left, in as
     few micro-steps as hold it, so no sample is dropped or repeated. A rank without a sample in a micro-step gets [].
+
+    With `lengths` of all samples (TokenRows.lengths) the samples of a step are of about one length, and those of a
+    micro-batch even more so. The order then depends on `group_size` too, the effective batch of the run that made it:
+    a run that takes over with another one keeps it, and so sees exactly what was left.
     """
 
     def __init__(
-        self, samples: int, micro_batch: int, accumulation: int, world_size: int, rank: int, seed: int, start: int = 0
+        self,
+        samples: int,
+        micro_batch: int,
+        accumulation: int,
+        world_size: int,
+        rank: int,
+        seed: int,
+        start: int = 0,
+        lengths: Callable[[], np.ndarray] | None = None,
+        group_size: int | None = None,
     ) -> None:
         self.samples, self.micro_batch, self.accumulation = samples, micro_batch, accumulation
         self.world_size, self.rank, self.seed = world_size, rank, seed
         self.start = start  # samples of all epochs that an earlier run with another effective batch has trained
+        self.lengths = lengths  # None: samples come at random
+        self.group_size = group_size or self.effective_batch_size
         self.epoch = 0
 
     @property
@@ -104,7 +138,13 @@ class SampleOrder:
 
     def _order(self, epoch: int) -> np.ndarray:
         samples = np.arange(self.samples, dtype=np.int32)  # 4 bytes a row is all that a rank holds privately
-        return np.random.default_rng([self.seed, epoch]).permutation(samples)
+        random = np.random.default_rng([self.seed, epoch])
+        order = random.permutation(samples)
+        if self.lengths is not None:
+            lengths = self.lengths()
+            by_length.group(order, lengths, self.group_size, random)
+            by_length.sort_steps(order[self.first_step(epoch)[1] :], lengths, self.effective_batch_size)
+        return order
 
     def __len__(self) -> int:
         """Micro-batches of one epoch on one rank."""
@@ -153,28 +193,35 @@ def end_what_cannot_send(worker: int) -> None:
 class Collator:
     """Pads rows on the right to the longest of the micro-batch, rounded up to `multiple`.
 
-    Gives input_ids, attention_mask, labels (batch, seq) and for T5 decoder_input_ids (batch, target seq). No rows give
-    one filler row whose labels are all IGNORED: its loss and its gradient are exactly zero. Numbered rows also give
-    their numbers, sample_ids, as an array that stays on the host.
+    Gives input_ids, attention_mask, labels (batch, seq) and for T5 decoder_input_ids (batch, target seq). Packed
+    sequences have position_ids instead of the mask: they start again with each document, and with the padding, by
+    which the model tells documents apart. No rows give one filler row whose labels are all IGNORED: its loss and its
+    gradient are exactly zero. Numbered rows also give their numbers, sample_ids, as an array that stays on the host;
+    packed ones their num_tokens.
     """
 
     pad_token_id: int
     decoder_start_token_id: int | None = None  # given: T5
     multiple: int = 1
+    is_packed: bool = False
 
-    def __call__(self, rows: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
         if not rows:
             pads = np.full(FILLER_LENGTH, self.pad_token_id), np.full(FILLER_LENGTH, IGNORED)
-            return self._tensors([pads])
-        batch = self._tensors(rows)
-        if len(rows[0]) > 2:
-            batch["sample_ids"] = np.array([row[2] for row in rows], dtype=np.int32)
+            return self._tensors([Row(*pads, lengths=np.array([FILLER_LENGTH]))])
+        batch: dict[str, Any] = self._tensors(rows)
+        if rows[0].number is not None:
+            batch["sample_ids"] = np.array([row.number for row in rows], dtype=np.int32)
+            if self.is_packed:
+                batch["num_tokens"] = sum(len(row.input_ids) for row in rows)
         return batch
 
-    def _tensors(self, rows: Sequence[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
-        inputs = self._padded([row[0] for row in rows], self.pad_token_id)
-        mask = self._padded([np.ones(len(row[0])) for row in rows], 0)
-        labels = self._padded([row[1] for row in rows], IGNORED)
+    def _tensors(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+        inputs = self._padded([row.input_ids for row in rows], self.pad_token_id)
+        labels = self._padded([row.labels for row in rows], IGNORED)
+        if self.is_packed:
+            return {"input_ids": inputs, "position_ids": _positions(rows, inputs.size(1)), "labels": labels}
+        mask = self._padded([np.ones(len(row.input_ids)) for row in rows], 0)
         batch = {"input_ids": inputs, "attention_mask": mask, "labels": labels}
         if self.decoder_start_token_id is not None:
             shifted = torch.full_like(labels, self.pad_token_id)
@@ -189,3 +236,12 @@ class Collator:
         for row, array in zip(padded, arrays, strict=True):
             row[: len(array)] = array
         return torch.from_numpy(padded)
+
+
+def _positions(rows: Sequence[Row], width: int) -> torch.Tensor:
+    """(batch, width): each document's tokens counted from 0, and the padding's."""
+    counted = []
+    for row in rows:
+        assert row.lengths is not None and row.lengths.sum() == len(row.input_ids)
+        counted.append([np.arange(length) for length in (*row.lengths, width - len(row.input_ids))])
+    return torch.from_numpy(np.stack([np.concatenate(parts) for parts in counted]))

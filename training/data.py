@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from launch.errors import DataError
 from training.rows import Message, Sample
 
+if TYPE_CHECKING:
+    from training.packing import Packer
+
 IGNORED = -100  # label of a token that is not a target, torch's own default
+Row = dict[str, list[int]]  # input_ids, labels
+
 # ---- tokens --------------------------------------------------------------------------------------------------------
 
 
@@ -27,6 +33,7 @@ class Encoder:
     encoder_decoder: bool
     task: str
     max_length: int
+    whole_texts: bool = False  # a pretraining text is one row, however long: it will be cut when it is packed
 
     def segments(self, sample: Sample) -> list[tuple[str, bool]]:
         """(text, is it a target) in order; each is tokenised alone, as generation will see the prompt alone."""
@@ -77,8 +84,8 @@ class Encoder:
             return [{"input_ids": [*source, eos], "labels": target}] if target else []
         if self.task == "pretrain":
             ids = [*part[0][0], eos] if part[0][0] else []
-            pieces = [ids[at : at + self.max_length] for at in range(0, len(ids), self.max_length)]
-            return [{"input_ids": piece, "labels": [IGNORED, *piece[1:]]} for piece in pieces if len(piece) > 1]
+            whole = {"input_ids": ids, "labels": [IGNORED, *ids[1:]]}
+            return [whole] if self.whole_texts and len(ids) > 1 else list(pieces(whole, self.max_length))
         if part[-1][0] and part[-1][0][-1] != eos:
             part[-1][0].append(eos)
         input_ids = [token for ids, _ in part for token in ids][: self.max_length]
@@ -88,9 +95,24 @@ class Encoder:
         return [{"input_ids": input_ids, "labels": labels}] if says_something else []
 
 
+def pieces(row: Row, max_length: int) -> Iterator[Row]:
+    """A row of a decoder in pieces of at most `max_length`; a token alone has nothing to learn."""
+    ids, labels = row["input_ids"], row["labels"]
+    for at in range(0, len(ids), max_length):
+        if len(ids) - at > 1:
+            end = at + max_length
+            yield {"input_ids": ids[at:end], "labels": [IGNORED, *labels[at + 1 : end]]}
+
+
 # ---- the cache -----------------------------------------------------------------------------------------------------
 
+COUNTED_BEFORE = {"samples", "dropped", "truncated", "lengths", "stride"}  # rows are packed
+LENGTHS_KEPT = 2048  # at least, of as many rows: from them the plan says how much of a step is padding
 CACHE_SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32()))])
+# Of packed sequences: tokens and numbers of the documents in each.
+PACKED_SCHEMA = CACHE_SCHEMA.append(pa.field("lengths", pa.list_(pa.int32()))).append(
+    pa.field("documents", pa.list_(pa.int32()))
+)
 
 
 @dataclass
@@ -108,15 +130,24 @@ class CacheCounts:
     longest_input: int = 0
     shortest_input: int = 0
     longest_target: int = 0  # labels, which are as long as the input but for T5
+    lengths: list[tuple[int, int]] = field(default_factory=list)  # tokens of input and labels of every stride-th row
+    stride: int = 1
 
-    def add(self, rows: list[dict[str, list[int]]], max_length: int) -> None:
+    documents: int = 0  # in the rows, which are packed sequences; 0: they are not
+
+    def add(self, rows: Iterable[Mapping[str, Sequence[int]]], max_length: int) -> None:
+        """The rows that one sample has become."""
         self.samples += 1
         self.dropped += not rows
         for row in rows:
-            self.rows += 1
             length = len(row["input_ids"])
+            if self.rows % self.stride == 0:
+                self.lengths.append((length, len(row["labels"])))
+                if len(self.lengths) == 2 * LENGTHS_KEPT:
+                    self.lengths, self.stride = self.lengths[::2], 2 * self.stride
+            self.rows += 1
             self.tokens += length
-            self.target_tokens += sum(label != IGNORED for label in row["labels"])
+            self.target_tokens += sum(1 for label in row["labels"] if label != IGNORED)
             self.longest_input = max(self.longest_input, length)
             self.shortest_input = min(self.shortest_input or length, length)
             self.longest_target = max(self.longest_target, len(row["labels"]))
@@ -125,19 +156,38 @@ class CacheCounts:
 
 
 def write_cache(
-    source: Iterator[Sample], encoder: Encoder, path: Path, limit: int | None, progress: Any
+    source: Iterator[Sample], encoder: Encoder, path: Path, limit: int | None, progress: Any, packer: Packer | None
 ) -> CacheCounts:
-    """Tokenise `source` into the Arrow stream file `path`, 1,000 samples in memory at a time."""
-    counts = CacheCounts()
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, CACHE_SCHEMA) as writer:
+    """Tokenise `source` into the Arrow stream file `path`, 1,000 samples in memory at a time; with a `packer` its
+    window too.
+
+    Of packed rows the lengths, and what was read, dropped and cut, are counted before they are packed."""
+    counts, packed = CacheCounts(), CacheCounts()
+    schema = PACKED_SCHEMA if packer else CACHE_SCHEMA
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+
+        def write(rows: Iterable[Mapping[str, Any]]) -> None:
+            left = iter(rows)
+            while some := list(islice(left, 1000)):
+                columns = {name: [row[name] for row in some] for name in schema.names}
+                writer.write_batch(pa.RecordBatch.from_pydict(columns, schema=schema))
+                if packer:
+                    packed.add(some, encoder.max_length)
+
         for batch in _batches(source, 1000, limit):
-            rows = []
+            rows: list[Row] = []
             for encoded in encoder.encode(batch):
-                counts.add(encoded, encoder.max_length)
+                cut = [piece for row in encoded for piece in pieces(row, encoder.max_length)] if packer else encoded
+                counts.add(cut, encoder.max_length)
                 rows += encoded
-            writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=CACHE_SCHEMA))
+            write(packer.add(rows) if packer else rows)
             progress(len(batch))
-    return counts
+        if packer:
+            write(packer.rest())
+    if packer is None:
+        return counts
+    before = {name: value for name, value in asdict(counts).items() if name in COUNTED_BEFORE}
+    return replace(packed, **before, documents=packer.documents)
 
 
 def _batches(source: Iterator[Sample], size: int, limit: int | None) -> Iterator[list[Sample]]:

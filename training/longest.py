@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from launch import rundir
-from training.data import CACHE_SCHEMA
 
 SHORTER = 4  # every so-many-th row is cut by a token, so that batches are padded
 
@@ -33,14 +32,17 @@ def _write(source: Path, target: Path, count: int) -> None:
             lengths = pc.list_value_length(table.column(column))
             pair.append(table.slice(pc.index(lengths, pc.max(lengths)).as_py(), 1).to_pylist()[0])
     rows = [_cut(pair[number % 2]) if number % SHORTER == 0 else pair[number % 2] for number in range(count)]
-    with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_stream(sink, CACHE_SCHEMA) as writer:
-        writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=CACHE_SCHEMA))
+    with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=table.schema))
 
 
 def _cut(row: dict[str, list[int]]) -> dict[str, list[int]]:
     """The row less its first token, which is no target of a decoder."""
     is_pair = len(row["input_ids"]) != len(row["labels"])  # T5: source and target
-    return {"input_ids": row["input_ids"][1:] or row["input_ids"], "labels": row["labels"][0 if is_pair else 1 :]}
+    shorter = {"input_ids": row["input_ids"][1:] or row["input_ids"], "labels": row["labels"][0 if is_pair else 1 :]}
+    if "lengths" in row:  # packed: of two tokens or more each
+        shorter["lengths"] = [row["lengths"][0] - 1, *row["lengths"][1:]]
+    return {**row, **shorter}
 
 
 if __name__ == "__main__":

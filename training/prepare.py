@@ -47,7 +47,7 @@ def ensure(
 
 
 def _write(recipe: Recipe, plan: Plan, folder: Path, say: Callable[[str], None], goes_on: Callable[[], None]) -> None:
-    from training import data, rows, tokenizer
+    from training import data, packing, rows, tokenizer
 
     source, section = recipe.data, recipe.tokenizer
     train_file = Path(source.train_file)
@@ -60,7 +60,8 @@ def _write(recipe: Recipe, plan: Plan, folder: Path, say: Callable[[str], None],
         texts = rows.samples(train_file, plan.data_format, rows.BadRows(source.max_bad_rows))
         chosen = tokenizer.train(map(rows.text_of, texts), section, size)
     chosen.save_pretrained(folder / "tokenizer")
-    encoder = data.Encoder(chosen, plan.shape.is_encoder_decoder, recipe.task, source.max_length)
+    is_cut = source.packing and recipe.task == "pretrain"
+    encoder = data.Encoder(chosen, plan.shape.is_encoder_decoder, recipe.task, source.max_length, is_cut)
     counts = {}
     parts = [("train", source.train_file, source.max_train_samples)]
     if source.validation_file:
@@ -69,7 +70,8 @@ def _write(recipe: Recipe, plan: Plan, folder: Path, say: Callable[[str], None],
         with _progress(f"tokenising {Path(file).name}", goes_on) as advance:
             bad = rows.BadRows(source.max_bad_rows)
             source_rows = rows.samples(Path(file), plan.data_format, bad)
-            found = data.write_cache(source_rows, encoder, folder / f"{part}.arrow", limit, advance)
+            packer = packing.Packer(source.max_length, is_cut) if source.packing else None
+            found = data.write_cache(source_rows, encoder, folder / f"{part}.arrow", limit, advance, packer)
         found.bad = bad.count
         if not found.rows:
             raise DataError(
@@ -90,6 +92,10 @@ def summary(name: str, counts: dict[str, Any], max_length: int) -> str:
     """One line on a tokenised file."""
     mean = counts["tokens"] / counts["rows"]
     line = f"{name}: {counts['rows']:,} rows, {mean:.0f} tokens on average, longest {counts['longest']}"
+    if counts["documents"]:
+        each = counts["documents"] / counts["rows"]
+        line = f"{name}: {counts['documents']:,} rows in {counts['rows']:,} sequences, {each:.1f} in each on average, "
+        line += f"{mean / max_length:.1%} full"
     if counts["truncated"]:
         line += f", {counts['truncated']:,} cut at max_length {max_length}"
     if counts["dropped"]:

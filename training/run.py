@@ -206,6 +206,7 @@ def _build(
 ) -> Parts:
     recipe, plan, rank = start.recipe, start.plan, args.process_index
     rows, held_out = _rows(tokens)
+    continues = rundir.read_json(run.continues_file) or {}
     order = SampleOrder(
         len(rows),
         args.per_device_train_batch_size,
@@ -213,7 +214,9 @@ def _build(
         args.world_size,
         rank,
         args.seed,
-        start=(rundir.read_json(run.continues_file) or {}).get("samples_seen", 0),
+        start=continues.get("samples_seen", 0),
+        lengths=rows.lengths if recipe.data.group_by_length else None,
+        group_size=continues.get("group_size"),
     )
     if args.device.type == "cuda":
         _hold_to_free_memory(recipe, args.device)
@@ -245,6 +248,7 @@ def _build(
             "zero_stage": plan.strategy.zero_stage,
             "world_size": args.world_size,
             "effective_batch_size": order.effective_batch_size,
+            **({"group_size": order.group_size} if recipe.data.group_by_length else {}),
             "rows": len(rows),
             "tokens": tokens.name,  # the fingerprint of the data: of its content and of how it is cut
             "recipe": hashlib.sha256(recipe.model_dump_json().encode()).hexdigest(),
@@ -258,6 +262,7 @@ def _build(
             cut.pad_token_id,
             network.config.decoder_start_token_id if network.config.is_encoder_decoder else None,
             multiple=8 if args.device.type == "cuda" else 1,
+            is_packed=recipe.data.packing,
         ),
         train_dataset=rows,
         eval_dataset=held_out,

@@ -263,7 +263,8 @@ def _tracer(recorder: Recorder, recipe: Recipe, plan: Plan, strategy: Strategy, 
     tracer.remove_callback(PrinterCallback)
     steady.tracer = tracer
     source, target = lengths
-    tracer.widths = {"input_ids": source, "attention_mask": source, "labels": target}
+    mask = "position_ids" if recipe.data.packing else "attention_mask"
+    tracer.widths = {"input_ids": source, mask: source, "labels": target}
     if config["model_type"] == "t5":
         tracer.widths["decoder_input_ids"] = target
     return tracer

@@ -122,9 +122,11 @@ class LowMemTrainer(Trainer):
         """This rank's share of the held-out rows; as many batches on every rank."""
         rows = eval_dataset if eval_dataset is not None else self.eval_dataset
         width = self.args.per_device_eval_batch_size * self.args.world_size
+        order = list(range(len(rows)))
+        if self.order.lengths is not None:
+            order = rows.lengths().sum(axis=1).argsort(kind="stable").tolist()
         batches = [
-            list(range(len(rows)))[at : at + width][self.args.process_index :: self.args.world_size]
-            for at in range(0, len(rows), width)
+            order[at : at + width][self.args.process_index :: self.args.world_size] for at in range(0, len(rows), width)
         ]
         return self._loader(rows, batches, 0)
 
@@ -133,7 +135,10 @@ class LowMemTrainer(Trainer):
             self.obey.micro_batch()
         rows = inputs.pop("sample_ids", None)
         with_target = (inputs["labels"] != IGNORED).any(dim=1)
-        tokens = (inputs["attention_mask"] * with_target[:, None]).sum()
+        if "attention_mask" in inputs:
+            tokens = (inputs["attention_mask"] * with_target[:, None]).sum()
+        else:  # packed
+            tokens = inputs.pop("num_tokens", 0)
         if "decoder_input_ids" in inputs:
             tokens = tokens + (inputs["labels"] != IGNORED).sum()
         loss = super().training_step(model, inputs, *args, **kwargs)

@@ -32,7 +32,7 @@ def wish(shape: str, **sections: Any) -> tuple[Recipe, Plan]:
         "name": "traced",
         "task": "sft",
         "model": {"shape": shape, **sections.pop("model", {})},
-        "data": {"train_file": "/data/train.parquet", "max_length": LENGTH},
+        "data": {"train_file": "/data/train.parquet", "max_length": LENGTH, **sections.pop("data", {})},
         "training": {"per_device_train_batch_size": 3, **sections.pop("training", {})},
         "launch": {"mode": "cpu"},
         "output_dir": "/out",
@@ -73,6 +73,9 @@ def real_peak_bytes(recipe: Recipe, plan: Plan, padded: bool) -> int:
     }
     if padded:
         batch["attention_mask"][0, LENGTH // 2 :] = 0
+    if recipe.data.packing:
+        del batch["attention_mask"]
+        batch["position_ids"] = (torch.arange(LENGTH) % (LENGTH // 3)).repeat(count, 1)
     if config["model_type"] == "t5":
         batch["decoder_input_ids"] = batch["labels"].clone()
 
@@ -114,6 +117,7 @@ def real_peak_bytes(recipe: Recipe, plan: Plan, padded: bool) -> int:
     return highest
 
 
+PACKED = {"packing": True}
 FOUR_BIT = {"lora": {"r": 4}, "quantization": {"load_in_4bit": True}}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2-tiny", {}),
@@ -139,6 +143,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "t5 LoRA": ("t5-tiny", {"lora": {"r": 4}}),
     "llama, nothing padded": ("llama-tiny", {}),
+    "llama, packed, two micro-steps": (
+        "llama-tiny",
+        {"data": PACKED, "training": {"gradient_accumulation_steps": 2}},
+    ),
+    "llama, packed, one sample, checkpointing": (
+        "llama-tiny",
+        {"data": PACKED, "training": {"per_device_train_batch_size": 1, "gradient_checkpointing": True}},
+    ),
+    "gpt2, packed, eager": ("gpt2-tiny", {"data": PACKED, "model": {"attn_implementation": "eager"}}),
     "llama in 4 bits": ("llama-tiny", FOUR_BIT),
     "llama in 4 bits under autocast, checkpointing, two micro-steps": (
         "llama-tiny",
@@ -171,8 +184,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_traced_step_holds_what_the_real_one_holds(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shape, sections = CASES[name]
-    padded = "one sample" not in name and "nothing padded" not in name
     recipe, plan = wish(shape, **sections)
+    padded = recipe.data.packing or ("one sample" not in name and "nothing padded" not in name)
     samples = plan.strategy.per_device_train_batch_size
     log = trace.whole_step(recipe, plan, (LENGTH, LENGTH), padded, 1 if samples == 1 else live_bytes.BATCH)
     traced = max(peak_bytes(log, samples, section) for section in ("forward", "backward", "optimizer"))

@@ -9,19 +9,32 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from training.batches import Collator, SampleOrder
+from training.batches import Collator, Row, SampleOrder
 from training.data import IGNORED
 
 flat = chain.from_iterable
 CUT = st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3))
+GROUPED = st.none() | st.integers(1, 9)  # rows of a group, if rows of about one length go together
 
 
-def epoch(samples: int, cut: tuple[int, int, int], number: int, start: int = 0) -> list[list[int]]:
+def lengths_of(samples: int) -> np.ndarray:
+    """Tokens of source and target of so many rows, very different ones."""
+    return np.random.default_rng(samples).integers(1, 100, (samples, 2), dtype=np.int32)
+
+
+def order_of(samples: int, cut: tuple[int, int, int], rank: int, group: int | None, start: int = 0) -> SampleOrder:
+    lengths = (lambda: lengths_of(samples)) if group else None
+    return SampleOrder(samples, *cut, rank, seed=7, start=start, lengths=lengths, group_size=group)
+
+
+def epoch(
+    samples: int, cut: tuple[int, int, int], number: int, group: int | None = None, start: int = 0
+) -> list[list[int]]:
     """The samples of each micro-batch of an epoch, all ranks together."""
-    micro, accumulation, ranks = cut
+    micro, _, ranks = cut
     per_rank = []
     for rank in range(ranks):
-        order = SampleOrder(samples, micro, accumulation, ranks, rank, seed=7, start=start)
+        order = order_of(samples, cut, rank, group, start)
         order.set_epoch(number)
         batches = list(order)
         assert len(batches) == len(order)
@@ -32,39 +45,72 @@ def epoch(samples: int, cut: tuple[int, int, int], number: int, start: int = 0) 
 
 
 @settings(max_examples=150, deadline=None)
-@given(samples=st.integers(1, 60), cut=CUT, number=st.integers(0, 3))
-def test_each_sample_is_seen_once_an_epoch(samples, cut, number):
-    assert sorted(flat(epoch(samples, cut, number))) == list(range(samples))
+@given(samples=st.integers(1, 60), cut=CUT, number=st.integers(0, 3), group=GROUPED)
+def test_each_sample_is_seen_once_an_epoch(samples, cut, number, group):
+    assert sorted(flat(epoch(samples, cut, number, group))) == list(range(samples))
 
 
 @settings(max_examples=150, deadline=None)
-@given(samples=st.integers(1, 60), factors=st.permutations([2, 3, 2]), number=st.integers(0, 3))
-def test_steps_cover_the_same_samples_whatever_the_cut_of_an_effective_batch(samples, factors, number):
+@given(samples=st.integers(1, 60), factors=st.permutations([2, 3, 2]), number=st.integers(0, 3), group=GROUPED)
+def test_steps_cover_the_same_samples_whatever_the_cut_of_an_effective_batch(samples, factors, number, group):
     def steps(cut: tuple[int, int, int]) -> list[list[int]]:
-        batches = epoch(samples, cut, number)
+        batches = epoch(samples, cut, number, group)
         return [sorted(flat(batches[at : at + cut[1]])) for at in range(0, len(batches), cut[1])]
 
     assert steps(tuple(factors)) == steps((12, 1, 1))
 
 
 @settings(max_examples=150, deadline=None)
-@given(samples=st.integers(1, 60), cut=CUT, share=st.floats(0, 2.99))
-def test_a_run_that_takes_over_in_the_middle_sees_exactly_what_was_left(samples, cut, share):
-    start = int(samples * share)
+@given(samples=st.integers(1, 60), cut=CUT, earlier=CUT, share=st.floats(0, 2.99), group=GROUPED)
+def test_a_run_that_takes_over_in_the_middle_sees_exactly_what_was_left(samples, cut, earlier, share, group):
+    number, step = divmod(share, 1)
+    first_run = order_of(samples, earlier, 0, group)
+    start = first_run.samples_seen(int((number + step) * first_run.steps_per_epoch))
     number, offset = divmod(start, samples)
-    order = SampleOrder(samples, *cut, rank=0, seed=7, start=start)
+    order = order_of(samples, cut, 0, group, start)
     first, at = order.first_step(number) if start else (0, 0)
     assert at == (offset if start else 0)
-    batches = epoch(samples, cut, number, start)
+    batches = epoch(samples, cut, number, group, start)
     assert batches[: first * cut[1]] == [[]] * (first * cut[1])
-    whole = list(flat(epoch(samples, (1, 1, 1), number)))
-    assert sorted(flat(batches)) == sorted(whole[offset:])
+    seen = list(flat(epoch(samples, earlier, number, group)))[:offset]  # whole steps of the earlier run
+    assert sorted([*seen, *flat(batches)]) == list(range(samples))
     assert order.samples_seen(number * order.steps_per_epoch + first) == start
     assert order.samples_seen((number + 1) * order.steps_per_epoch) == (number + 1) * samples
 
 
-def rows(*lengths: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    return [(np.arange(1, n + 1, dtype=np.int32), np.arange(1, n + 1, dtype=np.int32)) for n in lengths]
+@settings(max_examples=50, deadline=None)
+@given(samples=st.integers(60, 200), factors=st.permutations([1, 2, 3]), number=st.integers(0, 3))
+def test_grouped_by_length_the_longest_row_is_in_the_second_step(samples, factors, number):
+    lengths = lengths_of(samples).sum(axis=1)
+    batches = epoch(samples, tuple(factors), number, group=6)
+    steps = [list(flat(batches[at : at + factors[1]])) for at in range(0, len(batches), factors[1])]
+    in_groups = list(flat(steps))[: samples // 6 * 6]
+    assert lengths[steps[1]].max() == lengths[in_groups].max()
+
+
+def test_grouped_by_length_micro_batches_hold_rows_of_about_one_length_and_steps_are_shuffled():
+    def batches(lengths: np.ndarray, grouped: bool, number: int = 0) -> list[list[int]]:
+        order = SampleOrder(6000, 8, 4, 1, 0, seed=7, lengths=(lambda: lengths) if grouped else None)
+        order.set_epoch(number)
+        return list(order)
+
+    def padded(lengths: np.ndarray, grouped: bool) -> float:
+        """Tokens that are computed, padding and all, over tokens of rows."""
+        return sum(lengths[one].max(axis=0).sum() * len(one) for one in batches(lengths, grouped)) / lengths.sum()
+
+    pairs = lengths_of(6000)
+    alike = np.repeat(pairs[:, :1], 2, axis=1)  # a decoder's
+    for lengths, limit in ((alike, 1.03), (pairs, 1.3)):
+        assert padded(lengths, True) < limit < 1.6 < padded(lengths, False)
+    steps = [sorted(flat(batches(alike, True)[at : at + 4])) for at in range(0, 750, 4)]
+    others = [sorted(flat(batches(alike, True, number=1)[at : at + 4])) for at in range(0, 750, 4)]
+    assert not [step for step in steps if step in others], "an epoch repeats another one's steps"
+    means = [alike[step].mean() for step in steps]
+    assert np.abs(np.diff(means)).mean() > 20, "a step's length tells the next one's"
+
+
+def rows(*lengths: int) -> list[Row]:
+    return [Row(np.arange(1, n + 1, dtype=np.int32), np.arange(1, n + 1, dtype=np.int32)) for n in lengths]
 
 
 def test_padding_is_on_the_right_masked_and_no_target():
@@ -84,3 +130,18 @@ def test_a_rank_without_samples_gets_a_row_without_targets():
     assert (batch["labels"] == IGNORED).all()
     assert batch["attention_mask"].all(), "a fully masked row would be NaN in attention"
     assert batch["input_ids"].dtype == torch.int64
+
+
+def test_positions_start_again_with_each_document_and_with_the_padding():
+    packed = [
+        Row(np.arange(1, 6), np.arange(1, 6), np.array([2, 3]), 7),
+        Row(np.arange(1, 7), np.arange(1, 7), np.array([6]), 3),
+    ]
+    batch = Collator(pad_token_id=0, multiple=4, is_packed=True)(packed)
+    assert "attention_mask" not in batch, "with a mask transformers no longer tells documents apart"
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5, 0, 1]]
+    assert (batch["sample_ids"].tolist(), batch["num_tokens"]) == ([7, 3], 11)
+    filler = Collator(pad_token_id=0, is_packed=True)([])
+    assert filler["position_ids"].tolist() == [[0, 1]]
+    assert (filler["labels"] == IGNORED).all()
+    assert filler.keys() <= batch.keys()

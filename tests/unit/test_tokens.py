@@ -135,12 +135,12 @@ def test_sharegpt_names_and_oasst_pairs_become_messages(tmp_path):
 def test_the_cache_is_mapped_row_by_row_as_it_was_written(tmp_path, cut):
     path = tmp_path / "train.arrow"
     source = (turns(f"{i} two", "二" * (i % 5 + 1)) for i in range(2500))
-    counts = data.write_cache(source, encoder(cut), path, 2300, lambda rows: None)
+    counts = data.write_cache(source, encoder(cut), path, 2300, lambda rows: None, None)
     assert (counts.samples, counts.rows, counts.dropped) == (2300, 2300, 0)
     rows = batches.TokenRows(path)
     assert len(rows) == 2300
     for index in (0, 999, 1000, 2299):
-        ids, labels = rows[index]
+        ids, labels, *_ = rows[index]
         assert cut.decode(ids.tolist()) == f"<|user|>{index} two<|assistant|>{'二' * (index % 5 + 1)}<|end|>"
         assert len(ids) == len(labels)
     assert rows.__getitems__([]) == []

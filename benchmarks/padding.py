@@ -1,0 +1,235 @@
+"""Tokens that are no padding, per second of training on real text, with less and less padding. On CPUs.
+
+    A  plain: transformers.Trainer, every row padded to max_length (benchmarks/list_in_ram.py)
+    B  ours, rows at random, padded to the longest of a batch
+    C  ours, data.group_by_length
+    D  ours, data.packing (not for T5)
+
+One model and tokenizer for all ways of a case; a step trains about as many tokens of text in each. The ways take turns,
+round after round. The first steps of a run are left out. Seconds are those between the ends of steps, so that reading
+and padding rows count. All ways obey OMP_NUM_THREADS: one thread is disturbed least by others. Needs LOWMEM_REAL_DATA,
+a folder with gsm8k_train.jsonl and chatlm_sft_train_3k.parquet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from benchmarks import recording
+
+WARM_UP = 2  # steps
+SEED = 5
+VOCABULARY = 8192
+DECODER = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+T5 = {
+    "model_type": "t5",
+    "d_model": 256,
+    "d_ff": 768,
+    "d_kv": 64,
+    "num_heads": 4,
+    "num_layers": 3,
+    "num_decoder_layers": 3,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}
+WAYS = {
+    "A": "plain Trainer, padded to max_length",
+    "B": "ours, at random",
+    "C": "ours, data.group_by_length",
+    "D": "ours, data.packing",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One data set and model."""
+
+    name: str
+    file: str
+    columns: tuple[str, str]
+    config: dict[str, Any]
+    max_length: int
+    ways: str
+    goal: float  # of the best way over A
+
+
+CASES = (
+    Case("gsm8k, decoder, 512", "gsm8k_train.jsonl", ("question", "answer"), DECODER, 512, "ABCD", 3.0),
+    Case("Chinese chat, T5, 256", "chatlm_sft_train_3k.parquet", ("prompt", "response"), T5, 256, "ABC", 1.8),
+    Case("Chinese chat, T5, 512", "chatlm_sft_train_3k.parquet", ("prompt", "response"), T5, 512, "ABC", 1.8),
+)
+
+
+def made(case: Case, data: Path, folder: Path) -> tuple[Path, Path]:
+    """(rows as parquet with prompt and response, model folder with weights at random and a tokenizer of those rows)."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    from launch.schema import TokenizerSection
+    from training import tokenizer
+
+    source = data / case.file
+    if source.suffix == ".parquet":
+        table = pq.read_table(source)
+    else:
+        table = pa.Table.from_pylist([json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()])
+    table = table.select(list(case.columns)).rename_columns(["prompt", "response"])
+    folder.mkdir()
+    pq.write_table(table, folder / "rows.parquet")
+    texts = (text for column in table.columns for text in column.to_pylist())
+    cut = tokenizer.train(texts, TokenizerSection(), VOCABULARY)
+    torch.manual_seed(SEED)
+    config = AutoConfig.for_model(**case.config, vocab_size=VOCABULARY)
+    family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = family.from_config(config)
+    for one in (model.config, model.generation_config):
+        one.pad_token_id, one.eos_token_id, one.bos_token_id = cut.pad_token_id, cut.eos_token_id, cut.bos_token_id
+    model.save_pretrained(folder / "model")
+    cut.save_pretrained(folder / "model")
+    return folder / "rows.parquet", folder / "model"
+
+
+def plain(case: Case, rows: Path, model: Path, batch: int, steps: int, folder: Path) -> tuple[float, float]:
+    """(tokens a second, tokens a step) of way A."""
+    file = folder / "steps.jsonl"
+    argv = [sys.executable, "-m", "benchmarks.list_in_ram", "--rows", str(rows), "--tokenizer", str(model)]
+    argv += ["--model", str(model), "--max-length", str(case.max_length), "--batch", str(batch), "--ranks", "1"]
+    argv += ["--steps", str(steps), "--seed", str(SEED), "--steps-file", str(file), "--pad-to-max-length"]
+    recording.timed(argv, recording.environment(folder / "house"), folder / "log.txt", wait=False)
+    said = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    first, last = said[WARM_UP - 1], said[-1]
+    tokens = last["tokens"] - first["tokens"]
+    return tokens / (last["time"] - first["time"]), tokens / (steps - WARM_UP)
+
+
+def ours(
+    case: Case, rows: Path, model: Path, batch: int, steps: int, data: dict[str, Any], folder: Path, house: Path
+) -> tuple[float, float]:
+    """(tokens a second, tokens a step) of a way of ours, started by our launcher."""
+    recipe = {
+        "name": "padding",
+        "task": "sft",
+        "model": {"path": str(model)},
+        "data": {"train_file": str(rows), "max_length": case.max_length, **data},
+        "training": {
+            "per_device_train_batch_size": batch,
+            "max_steps": steps,
+            "learning_rate": 1e-3,
+            "logging_steps": steps,
+            "save_steps": steps + 1,
+            "seed": SEED,
+        },
+        "launch": {"mode": "cpu"},
+        "output_dir": str(folder / "trained"),
+    }
+    path = folder / "padding.yaml"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    argv = [sys.executable, "-m", "launch", "run", str(path), "--resume", "never"]
+    recording.timed(argv, recording.environment(house), folder / "log.txt", wait=False)
+    newest = max((house / "runs/padding").glob("*/plan.json"), key=lambda plan: plan.stat().st_mtime).parent
+    lines = (newest / "attempts/01/events.jsonl").read_text(encoding="utf-8").splitlines()
+    said = [json.loads(line) for line in lines]
+    assert len(said) == steps
+    tokens = sum(event["tokens"] for event in said[WARM_UP:])
+    return tokens / (said[-1]["time"] - said[WARM_UP - 1]["time"]), tokens / (steps - WARM_UP)
+
+
+def packs_of(rows: Path, model: Path, case: Case, batch: int) -> int:
+    """Packed sequences with about as many tokens as so many rows."""
+    from transformers import AutoTokenizer
+
+    from benchmarks.list_in_ram import collate
+
+    cut = AutoTokenizer.from_pretrained(model)
+    mask = collate(pq.read_table(rows).to_pylist(), cut, case.max_length)["attention_mask"]
+    return max(1, round(batch * int(mask.sum()) / len(mask) / case.max_length))
+
+
+def measured(case: Case, data: Path, batch: int, steps: int, rounds: int, place: Path) -> dict[str, Any]:
+    """Every repetition of every way of one case."""
+    rows, model = made(case, data, place / "made")
+    packs = packs_of(rows, model, case, batch) if "D" in case.ways else 0
+    data_of = {"B": {}, "C": {"group_by_length": True}, "D": {"packing": True}}
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in case.ways}
+    for turn in range(rounds):
+        for way in case.ways:
+            folder = place / f"{way}{turn}"
+            folder.mkdir()
+            load = round(os.getloadavg()[0], 2)
+            if way == "A":
+                rate, tokens = plain(case, rows, model, batch, steps, folder)
+            else:
+                count = packs if way == "D" else batch
+                rate, tokens = ours(case, rows, model, count, steps, data_of[way], folder, place / "house")
+            print(f"{case.name}  {way}  {rate:9,.0f} tokens/s  {tokens:7,.0f} tokens a step  load {load}", flush=True)
+            found[way].append({"tokens_per_s": round(rate, 1), "tokens_a_step": round(tokens, 1), "load": load})
+    return {"case": case.name, "goal": case.goal, "packed_sequences_a_step": packs, "ways": found}
+
+
+def text_of(cases: list[dict[str, Any]], batch: int, steps: int) -> str:
+    rows = []
+    for case in cases:
+        medians = {way: statistics.median(one["tokens_per_s"] for one in runs) for way, runs in case["ways"].items()}
+        for way, runs in case["ways"].items():
+            ratios = [
+                one["tokens_per_s"] / base["tokens_per_s"] for one, base in zip(runs, case["ways"]["A"], strict=True)
+            ]
+            rows.append(
+                [
+                    case["case"],
+                    f"{way}: {WAYS[way]}",
+                    f"{statistics.median(one['tokens_a_step'] for one in runs):,.0f}",
+                    f"{medians[way]:,.0f}",
+                    f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+                    " / ".join(f"{one['load']:.1f}" for one in runs),
+                ]
+            )
+    goals = "; ".join(f"{case['case']}: at least {case['goal']}" for case in cases)
+    head = ["case", "way", "tokens of text a step", "tokens of text a second", "over A, round by round", "load before"]
+    return (
+        f"{batch} rows a step in one micro-batch, or as many packed sequences as hold about as many tokens; {steps}"
+        f" steps, the first {WARM_UP} left out. Medians. Goals of the last way over A: {goals}.\n\n"
+        + recording.table(head, rows)
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=14, help="optimizer steps of each run")
+    parser.add_argument("--batch", type=int, default=16, help="rows a step")
+    parser.add_argument("--case", type=int, action="append", choices=range(len(CASES)), help="only this one")
+    arguments = parser.parse_args()
+    data = Path(os.environ["LOWMEM_REAL_DATA"])
+    cases = []
+    for number in arguments.case or range(len(CASES)):
+        with tempfile.TemporaryDirectory() as place:
+            case = measured(CASES[number], data, arguments.batch, arguments.steps, arguments.rounds, Path(place))
+            cases.append(case)
+    text = text_of(cases, arguments.batch, arguments.steps)
+    recording.write("padding", {"ways": WAYS, "cases": cases}, text)
+
+
+if __name__ == "__main__":
+    main()

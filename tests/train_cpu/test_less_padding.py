@@ -1,0 +1,72 @@
+"""Less padding, and still: the same steps however they are cut, resumed at the same sample, each row once an epoch."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch import samples
+from launch.rundir import RunDir
+from tests import builders, stopping
+
+ROWS, EPOCHS, STOP = 200, 3, 10  # step at which a run is stopped
+TRAINING = {
+    "num_train_epochs": EPOCHS,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "save_steps": 1000,
+    "max_grad_norm": 0.0,
+    "learning_rate": 1e-4,
+}
+pytestmark = pytest.mark.modes
+
+
+@pytest.fixture(scope="module", params=["group_by_length", "packing"])
+def stopped(request, tmp_path_factory) -> tuple[Path, str]:
+    """(folder with the recipe, its model and the house of a run stopped at a step, what the data section says)."""
+    folder = tmp_path_factory.mktemp("stopped")
+    stop = stopping.at_step(str(STOP), "os.kill(os.getpid(), 15)", rank=0, times=1)
+    data = {request.param: True}
+    with stopping.launched(folder, 1, faults={"stop": stop}, data=data, training=TRAINING, count=ROWS) as child:
+        assert child.wait() == 75, child.said()
+        assert stopping.fired(folder, "stop") == 1
+        assert child.committed() == [STOP]
+    return folder, request.param
+
+
+def continued(stopped: tuple[Path, str], tmp_path: Path, *words: str) -> tuple[Path, str]:
+    """(house, what was printed) of the stopped run, continued with these words."""
+    house = shutil.copytree(stopped[0] / "house", tmp_path / "house")
+    recipe = str(stopped[0] / "tiny.yaml")
+    done = builders.launch(house, "run", recipe, f"--output_dir={tmp_path / 'model'}", *words)
+    assert done.returncode == 0, done.stderr
+    return house, done.stdout
+
+
+def test_continued_on_two_ranks_it_gives_the_weights_of_an_uninterrupted_run(stopped, tmp_path):
+    recipe = builders.recipe(tmp_path / "whole", data={stopped[1]: True}, training=TRAINING, count=ROWS)
+    whole = builders.launch(tmp_path / "other", "run", str(recipe))
+    assert whole.returncode == 0, whole.stderr
+    words = ("--launch.num_processes=2", "--training.per_device_train_batch_size=2")
+    house, said = continued(stopped, tmp_path, *words)
+    assert f"resuming from checkpoint-{STOP:06d}" in said
+    run, other = (RunDir(builders.only_run(one)) for one in (house, tmp_path / "other"))
+    assert {step: sorted(rows) for step, rows in samples.taken(run).items()} == {
+        step: sorted(rows) for step, rows in samples.taken(other).items()
+    }
+    expected, found = builders.weights(tmp_path / "whole/model"), builders.weights(tmp_path / "model")
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-6, msg=name)
+
+
+def test_continued_with_another_effective_batch_each_row_is_still_seen_once_an_epoch(stopped, tmp_path):
+    words = ("--training.per_device_train_batch_size=6", "--resume.allow=[effective_batch_size]")
+    house, _ = continued(stopped, tmp_path, *words)
+    newest = sorted((house / "runs/tiny").glob("*/plan.json"))[-1].parent
+    lines = samples.lines(RunDir(newest))
+    assert len(lines) == EPOCHS
+    ending = f"each once, and so all of {ROWS} rows" if stopped[1] == "packing" else f"all of {ROWS} rows, each once"
+    assert all(": all of " in line and line.endswith(ending) for line in lines), lines

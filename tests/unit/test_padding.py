@@ -1,0 +1,98 @@
+"""The share of padding that a plan tells is the one that training has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from launch import padding, report
+from launch.schema import DataSection
+from tests import builders
+from training.batches import SampleOrder
+from training.data import CacheCounts
+
+pytestmark = pytest.mark.unit
+
+
+def rows(count: int, encoder_decoder: bool) -> np.ndarray:
+    """Tokens of source and target, as of chat: many short rows, few long ones."""
+    drawn = np.random.default_rng(5).gamma(1.5, 40, (count, 2)).astype(np.int32).clip(2, 512)
+    return drawn if encoder_decoder else np.repeat(drawn[:, :1], 2, axis=1)
+
+
+def counted(lengths: np.ndarray) -> dict[str, Any]:
+    counts = CacheCounts()
+    for source, target in lengths.tolist():
+        counts.add([{"input_ids": [1] * source, "labels": [1] * target}], 512)
+    return vars(counts)
+
+
+@pytest.mark.parametrize("encoder_decoder", [False, True])
+@pytest.mark.parametrize("is_grouped", [False, True])
+@pytest.mark.parametrize("cut", [(16, 1, 1), (4, 8, 1), (3, 2, 2)])
+def test_the_plan_tells_the_padding_that_an_epoch_has(encoder_decoder, is_grouped, cut):
+    lengths = rows(6000, encoder_decoder)
+    real = computed = 0
+    for rank in range(cut[2]):
+        order = SampleOrder(6000, *cut, rank, 1, lengths=(lambda: lengths) if is_grouped else None)
+        for batch in filter(None, order):
+            real += lengths[batch].sum()
+            computed += (-(-lengths[batch].max(axis=0) // 8) * 8).sum() * len(batch)
+    strategy = replace(
+        builders.plan(builders.wish(), builders.machine()).strategy,
+        per_device_train_batch_size=cut[0],
+        gradient_accumulation_steps=cut[1],
+        num_processes=cut[2],
+    )
+    told = padding.of(counted(lengths), strategy, 8, DataSection(train_file="x", group_by_length=is_grouped))
+    assert told is not None
+    assert told.share == pytest.approx(1 - real / computed, abs=0.02)
+    assert told.rows == 6000
+
+
+def test_lengths_that_are_kept_are_spread_over_the_whole_file():
+    lengths = np.stack([np.arange(50_000), np.arange(50_000)], axis=1)
+    counts = CacheCounts()
+    for source, _ in lengths.tolist():
+        counts.add([{"input_ids": range(source), "labels": range(0)}], 1 << 20)
+    assert 2048 <= len(counts.lengths) < 4096
+    assert np.allclose(np.diff([source for source, _ in counts.lengths]), counts.stride)
+    assert counts.lengths[-1][0] > 50_000 - 2 * counts.stride
+
+
+def test_counts_of_an_older_version_tell_nothing():
+    strategy = builders.plan(builders.wish(), builders.machine()).strategy
+    assert padding.of({"rows": 10, "tokens": 100}, strategy, 1, DataSection(train_file="x")) is None
+
+
+def test_a_packed_plan_says_what_a_step_covers_before_and_after_tokenising():
+    recipe = builders.wish(data={"train_file": "x", "max_length": 128, "packing": True})
+    plan = builders.plan(recipe, builders.machine())
+    words = "\n".join(report.plan_lines(recipe, builders.machine(), plan))
+    assert "a step covers 32 packed sequences of at most 128 tokens, instead of 32 rows" in words
+    assert plan.samples is None, "file rows are no packed sequences"
+    counts = {**counted(rows(3000, False)), "rows": 900, "documents": 3000, "tokens": 112_000, "longest_input": 128}
+    packed = padding.of(counts, plan.strategy, 1, recipe.data)
+    assert packed is not None
+    assert packed.share == pytest.approx(1 - 112_000 / (900 * 128))
+    words = "\n".join(report.plan_lines(recipe, builders.machine(), replace(plan, rows=3000, padding=packed)))
+    assert "a step covers 32 packed sequences with about 107 rows and 3,982 tokens, instead of 32 rows" in words
+    assert "epochs of 29 steps" in words
+    assert (
+        f"  padding    3% of the tokens that a step computes; {packed.at_random:.0%} if rows were not packed" in words
+    )
+
+
+def test_a_plan_with_much_padding_names_what_leaves_less():
+    recipe = builders.wish()
+    plan = builders.plan(recipe, builders.machine())
+    random = padding.of(counted(rows(3000, False)), plan.strategy, 1, recipe.data)
+    assert random is not None
+    (line,) = report.padding_lines(replace(plan, padding=random))
+    assert random.by_length < 0.1
+    assert f"  padding    {random.share:.0%} of the tokens that a step computes" in line
+    assert line.endswith(f"--data.group_by_length=true leaves {random.by_length:.0%}")
+    assert not list(report.padding_lines(plan))
