@@ -7,7 +7,9 @@ SHELL := bash
 # A line that starts with this runs in .venv; the -u and pipefail of the wrappers hold here too.
 IN_VENV = @set -euo pipefail; ROOT="$$PWD" LOWMEM_DEV=1; source scripts/lib/bootstrap.sh;
 # A test that hangs shows where, and ends the run.
-PYTEST = "$$PYTHON" -m pytest -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
+PYTEST = "$$PYTHON" -m pytest --durations=10 -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
+# Tests of modes that start no ranks: two at a time
+TRACED = $(patsubst %,tests/modes/test_%.py,cuda_semantics four_bit guides_figures trace)
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-16s %s\n", $$1, $$2}' Makefile
@@ -24,11 +26,13 @@ check: ## format, lint, types, shell, known vulnerabilities (where their service
 	$(IN_VENV) "$$PYTHON" scripts/audit.py
 
 test: ## the tests that take seconds: no GPU, no faults, no campaign of modes
-	$(IN_VENV) $(PYTEST) -m "not gpu and not faults and not modes"
+	$(IN_VENV) $(PYTEST) -n 2 -m "not gpu and not faults and not modes" tests/unit tests/process
+	$(IN_VENV) $(PYTEST) -m "not gpu and not faults and not modes" tests/train_cpu
 
 test-modes: ## traces beside real steps, each engine once, tuning, files of configs/, several machines, orphans
 	$(IN_VENV) "$$PYTHON" -m benchmarks.modes --quick
-	$(IN_VENV) $(PYTEST) -m "modes and not campaign"
+	$(IN_VENV) $(PYTEST) -n 2 -m "modes and not campaign" $(TRACED)
+	$(IN_VENV) $(PYTEST) -m "modes and not campaign" $(addprefix --ignore=,$(TRACED))
 
 modes: ## every launch mode that runs on CPUs, four models each, ended in five ways, changed into others; writes docs/modes.md
 	$(IN_VENV) "$$PYTHON" -m benchmarks.modes

@@ -265,9 +265,9 @@ def main() -> int:
         ("starts that failed", len(seen.errors)),
         ("seconds", seconds),
     ]
-    recording.write(
-        "kills", {**asdict(seen), "seed": arguments.seed, "seconds": seconds}, recording.table(("", ""), rows)
-    )
+    name = "kills" if arguments.mode == "multi_cpu" else f"kills_{arguments.mode}"
+    measured = {**asdict(seen), "seed": arguments.seed, "seconds": seconds}
+    recording.write(name, measured, recording.table(("", ""), rows), module="kills")
     return 0 if seen.is_clean else 1
 
 

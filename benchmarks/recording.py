@@ -104,13 +104,13 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"
 
 
-def write(name: str, measured: Mapping[str, Any], text: str) -> None:
-    """results/<name>.json and .md: the circumstances, then the figures."""
+def write(name: str, measured: Mapping[str, Any], text: str, module: str | None = None) -> None:
+    """results/<name>.json and .md: the circumstances, then the figures; of the benchmark `module`, or of that name."""
     about = {
         "date": date.today().isoformat(),
         "machine": machine(),
         "versions": {"python": platform.python_version(), **{name: installed(name) for name in PACKAGES}},
-        "command": command(name),
+        "command": command(module or name),
     }
     RESULTS.mkdir(exist_ok=True)
     content = json.dumps({**about, **measured}, ensure_ascii=False, indent=1)
