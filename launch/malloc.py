@@ -21,7 +21,7 @@ SETTINGS = {
 }
 ALIGNED_BYTES = 64  # beyond its own a block takes: header, and what stands before the next multiple of 64
 SLACK_BYTES = 112  # beyond its own a hole must have for it: torch asks for a multiple of 64 (_int_memalign)
-LARGE_ROOM = 1.25  # times its bytes: objects that come and go cut what room there seems to be for a large block
+LARGE_ROOM = 1.55  # times its bytes: objects that come and go cut what room there seems to be for a large block
 MAPPED = -1  # instead of a start in the heap
 ROUNDS = 2  # the first leaves the holes that the second finds
 OBJECT_BYTES = 2 << 10  # what the first step leaves of Python's and torch's own objects behind each tensor, ...

@@ -154,7 +154,7 @@ def test_a_block_of_32_mib_and_more_is_mapped_and_given_back() -> None:
 
 
 def test_a_large_block_that_the_heap_has_room_for_takes_no_more() -> None:
-    small, huge = 25 * MIB, 40 * MIB
+    small, huge = 30 * MIB, 40 * MIB
     grown = [(0, small), (1, small), (2, small), (0, -1), (1, -1), (2, -1)]
     assert held_bytes([*grown, (3, huge), (3, -1)]) == 3 * (small + malloc.ALIGNED_BYTES)
     kept = [(0, small), (1, small), (2, small), (3, MIB), (0, -1), (1, -1), (2, -1)]  # a hole of three
