@@ -164,6 +164,13 @@ def _possible(about: Subject, given: Given) -> tuple[list[Candidate], list[str]]
     return possible, refusals
 
 
+def _behind(one: Judged, chosen: Judged) -> str:
+    if not (one.time and chosen.time):
+        return "comes later"
+    ratio = one.seconds / chosen.seconds
+    return f"slower: {ratio:.2f} x" if ratio > 1 else f"not clearly faster: {ratio:.2f} x"
+
+
 def _fastest(about: Subject, wanted: Sequence[Candidate], judged: list[tuple[Judged, str]]) -> Judged | None:
     """The fastest of these that fits; all are added to `judged` with why they won or lost.
 
@@ -187,9 +194,7 @@ def _fastest(about: Subject, wanted: Sequence[Candidate], judged: list[tuple[Jud
             chosen = one
             judged.append((one, "chosen"))
         else:
-            judged.append(
-                (one, f"slower: {one.seconds / chosen.seconds:.2f} x" if one.time and chosen.time else "comes later")
-            )
+            judged.append((one, _behind(one, chosen)))
     return chosen
 
 
