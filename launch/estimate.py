@@ -298,7 +298,8 @@ def describe(candidate: Strategy) -> str:
     """A candidate in a few words: mode, ranks, batch, checkpointing."""
     words = f"{candidate.mode} x{candidate.num_processes}, batch {candidate.per_device_train_batch_size}"
     words += f" x {candidate.gradient_accumulation_steps}"
-    return words + (", checkpointing" if candidate.gradient_checkpointing else "")
+    words += ", checkpointing" if candidate.gradient_checkpointing else ""
+    return words + (f", loss in {candidate.num_output_chunks} chunks" if candidate.num_output_chunks > 1 else "")
 
 
 def table(judged: Sequence[tuple[Judged, str]]) -> list[str]:

@@ -5,6 +5,7 @@ the same effective batch, and the plan says so."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -34,6 +35,8 @@ from launch.schema import Strategy as Candidate
 
 MAX_EVAL_BATCH = 64  # samples; the guides' 3x the training batch is a ceiling, and logits are the larger part of it
 
+OUTPUT_CHUNKS = 8  # where the plan decides, as many as torchtune's default
+CHUNKED = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "t5")  # their forward returns what the output projection gives
 TABLE_ROWS = 10
 MAX_WAYS = 3  # offered where nothing fits; each may have to be traced
 AS_FAST = 1.05  # predicted seconds that differ by less are not told apart
@@ -78,6 +81,7 @@ def subject(
     model_type = config["model_type"]
     _check_length(recipe, config)
     _check_packing(recipe, model_type)
+    _check_chunks(recipe, model_type)
     shape = model_shape(recipe, config, parameters)
     whole = predict.model_state(
         parameters,
@@ -146,6 +150,9 @@ def _possible(about: Subject, given: Given) -> tuple[list[Candidate], list[str]]
     possible, refusals = [], []
     for candidate in candidates(about.recipe, about.machine, given):
         refused = sharding.refusal(about.recipe, candidate) or _unavailable(candidate, given)
+        if not refused and candidate.num_output_chunks > 1 and _holds_head_in_parts(candidate):
+            chunks = f"training.num_output_chunks {candidate.num_output_chunks}"
+            refused = f"{candidate.mode} holds the output weights in parts, which {chunks} cannot use; leave one out"
         if refused and candidate.mode in (about.recipe.launch.mode, given.mode):
             raise ConfigError(f"launch.mode {refused}")
         if refused:
@@ -155,6 +162,13 @@ def _possible(about: Subject, given: Given) -> tuple[list[Candidate], list[str]]
     if not possible:
         raise ConfigError("; ".join(refusals))
     return possible, refusals
+
+
+def _behind(one: Judged, chosen: Judged) -> str:
+    if not (one.time and chosen.time):
+        return "comes later"
+    ratio = one.seconds / chosen.seconds
+    return f"slower: {ratio:.2f} x" if ratio > 1 else f"not clearly faster: {ratio:.2f} x"
 
 
 def _fastest(about: Subject, wanted: Sequence[Candidate], judged: list[tuple[Judged, str]]) -> Judged | None:
@@ -180,9 +194,7 @@ def _fastest(about: Subject, wanted: Sequence[Candidate], judged: list[tuple[Jud
             chosen = one
             judged.append((one, "chosen"))
         else:
-            judged.append(
-                (one, f"slower: {one.seconds / chosen.seconds:.2f} x" if one.time and chosen.time else "comes later")
-            )
+            judged.append((one, _behind(one, chosen)))
     return chosen
 
 
@@ -244,6 +256,7 @@ def _wanted(about: Subject, possible: Sequence[Candidate], given: Given) -> Iter
                 per_device_eval_batch_size=about.recipe.training.per_device_eval_batch_size
                 or _eval_batch(tuned.per_device_train_batch_size),
                 gradient_checkpointing=tuned.gradient_checkpointing,
+                num_output_chunks=tuned.num_output_chunks,
             )
             for one in possible
             if (one.mode, one.num_processes, one.effective_batch_size)
@@ -255,16 +268,16 @@ def _wanted(about: Subject, possible: Sequence[Candidate], given: Given) -> Iter
 
 
 def _free_waves(about: Subject, possible: Sequence[Candidate]) -> Iterator[list[Candidate]]:
-    recipe = about.recipe
     whole = [one for one in possible if one.engine in ("plain", "ddp")]
     others = [one for one in possible if one not in whole]
-    yield [cut for one in whole for cut in _cuts(recipe, one, any_size=True)]
-    yield [cut for one in others for cut in _cuts(recipe, one, any_size=True)]
+    yield [cut for one in whole for cut in _cuts(about, one, any_size=True)]
+    yield [cut for one in others for cut in _cuts(about, one, any_size=True)]
 
 
-def _cuts(recipe: Recipe, candidate: Candidate, any_size: bool = False) -> Iterator[Candidate]:
-    """The same effective batch in smaller micro-batches (`any_size`: in all), with and without checkpointing where that
-    was left open; the largest first."""
+def _cuts(about: Subject, candidate: Candidate, any_size: bool = False) -> Iterator[Candidate]:
+    """The same effective batch in smaller micro-batches (`any_size`: in all), with and without checkpointing, with the
+    loss whole and in chunks, where that was left open; the largest first."""
+    recipe = about.recipe
     asked = candidate.per_device_train_batch_size
     per_rank = asked * candidate.gradient_accumulation_steps
     may_checkpoint = "gradient_checkpointing" not in recipe.training.model_fields_set
@@ -279,8 +292,27 @@ def _cuts(recipe: Recipe, candidate: Candidate, any_size: bool = False) -> Itera
         )
         if micro_batch != asked or any_size:
             yield cut
-        if may_checkpoint and not cut.gradient_checkpointing:
-            yield replace(cut, gradient_checkpointing=True)
+        checkpoints = (False, True) if may_checkpoint and not cut.gradient_checkpointing else (False,)
+        chunks = (1, OUTPUT_CHUNKS) if _may_chunk(about, cut) else (cut.num_output_chunks,)
+        for checkpointed, chunked in itertools.product(checkpoints, chunks):
+            other = replace(cut, gradient_checkpointing=cut.gradient_checkpointing or checkpointed)
+            other = replace(other, num_output_chunks=chunked)
+            if other != cut:
+                yield other
+
+
+def _may_chunk(about: Subject, candidate: Candidate) -> bool:
+    training = about.recipe.training
+    return (
+        training.num_output_chunks is None
+        and about.shape.config["model_type"] in CHUNKED
+        and not _holds_head_in_parts(candidate)
+        and not training.extras.get("torch_compile")
+    )
+
+
+def _holds_head_in_parts(candidate: Candidate) -> bool:
+    return candidate.engine == "fsdp2" or candidate.zero_stage == 3
 
 
 def _waves(about: Subject, possible: Sequence[Candidate]) -> Iterator[list[Candidate]]:
@@ -299,11 +331,11 @@ def _waves(about: Subject, possible: Sequence[Candidate]) -> Iterator[list[Candi
     if about.traces is None:
         yield offloaded
         if about.exceeded.ran_out:
-            yield [cut for one in possible for cut in _cuts(about.recipe, one)]
+            yield [cut for one in possible for cut in _cuts(about, one)]
         return
-    cuts = [cut for one in whole for cut in _cuts(about.recipe, one)]
+    cuts = [cut for one in whole for cut in _cuts(about, one)]
     yield [cut for cut in cuts if cut.per_device_train_batch_size > 1]
-    rest = [cut for one in (*shared, *offloaded) for cut in _cuts(about.recipe, one)]
+    rest = [cut for one in (*shared, *offloaded) for cut in _cuts(about, one)]
     yield [*offloaded, *rest, *(cut for cut in cuts if cut.per_device_train_batch_size == 1)]
 
 
@@ -348,6 +380,16 @@ def _check_packing(recipe: Recipe, model_type: str) -> None:
         )
 
 
+def _check_chunks(recipe: Recipe, model_type: str) -> None:
+    asked = f"training.num_output_chunks: {recipe.training.num_output_chunks}"
+    if (recipe.training.num_output_chunks or 1) == 1:
+        return
+    if model_type not in CHUNKED:
+        raise ConfigError(f"{asked}, but the model is a {model_type}; logits in parts work for {', '.join(CHUNKED)}")
+    if recipe.training.extras.get("torch_compile"):
+        raise ConfigError(f"{asked} beside training.torch_compile: true, which would compile each part; leave one out")
+
+
 def candidates(recipe: Recipe, machine: Machine, given: Given = Given()) -> Iterator[Candidate]:
     """Every way this version knows to run the recipe as it was asked for, fastest first."""
     launch, training = recipe.launch, recipe.training
@@ -369,6 +411,7 @@ def candidates(recipe: Recipe, machine: Machine, given: Given = Given()) -> Iter
             or _eval_batch(training.per_device_train_batch_size),
             mixed_precision=_precision(recipe, machine.gpus[:num_processes] if on_gpu else ()),
             gradient_checkpointing=training.gradient_checkpointing,
+            num_output_chunks=training.num_output_chunks or 1,
             dataloader_num_workers=_workers(recipe, machine, num_processes // launch.nodes, on_gpu),
         )
 
@@ -519,6 +562,9 @@ def _batch_changes(
     if candidate.gradient_checkpointing and not training.gradient_checkpointing:
         reason = f"{missed}; recomputing activations changes no result"
         found.append(Change("training.gradient_checkpointing", "false", "true", reason))
+    if candidate.num_output_chunks > (training.num_output_chunks or 1):
+        reason = f"{missed}; the loss is the same sum, its logits made in parts"
+        found.append(Change("training.num_output_chunks", "1", str(candidate.num_output_chunks), reason))
     wanted = training.per_device_eval_batch_size
     if wanted is not None and wanted != candidate.per_device_eval_batch_size:
         runs_eval = str(candidate.per_device_eval_batch_size)
@@ -661,7 +707,7 @@ def _ways(about: Subject, given: Given) -> Iterator[str]:
         except ConfigError:  # this machine cannot start it: no way out
             continue
         # of each the most frugal cut; a batch of one with its checkpointing settled has none
-        frugal = possible if traces is None else [[one, *_cuts(variant, one)][-1] for one in possible]
+        frugal = possible if traces is None else [[one, *_cuts(other, one)][-1] for one in possible]
         chosen = _fastest(other, frugal, [])
         if chosen is not None:
             yield f"{flags.strip()} ({chosen.candidate.mode}, {gib(chosen.memory.device_bytes)})"

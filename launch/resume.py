@@ -25,6 +25,7 @@ FREE_KEYS = frozenset(
         "training.per_device_eval_batch_size",
         "training.gradient_accumulation_steps",
         "training.gradient_checkpointing",
+        "training.num_output_chunks",
         "training.logging_steps",
         "training.save_steps",
         "training.save_total_limit",

@@ -205,6 +205,7 @@ class TrainingSection(BaseModel):
     bf16: bool = False
     fp16: bool = False
     gradient_checkpointing: bool = False
+    num_output_chunks: int | None = Field(default=None, ge=1, le=1024)  # of the positions, for the loss; None: planned
     logging_steps: int = Field(default=10, ge=1)
     save_steps: int = Field(default=500, ge=1)
     save_total_limit: int = Field(default=3, ge=1)  # the two newest good checkpoints are always kept
@@ -386,6 +387,7 @@ class Strategy:
     gradient_checkpointing: bool
     dataloader_num_workers: int
     num_machines: int = 1
+    num_output_chunks: int = 1  # logits of so many parts of the positions are made one after another
 
     @property
     def effective_batch_size(self) -> int:

@@ -31,6 +31,7 @@ UNFELT = {
     "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "num_train_epochs",
     "max_steps", "learning_rate", "warmup_steps", "lr_scheduler_type", "logging_steps", "save_steps",
     "save_total_limit", "eval_steps", "seed", "dataloader_num_workers", "bf16", "fp16", "gradient_checkpointing",
+    "num_output_chunks",
 }  # fmt: skip
 CHILD_TIMEOUT_S = 300
 
@@ -171,6 +172,7 @@ class Traces:
             "engine": [strategy.engine, strategy.zero_stage, strategy.offloads, strategy.num_processes],
             "mixed_precision": strategy.mixed_precision,
             "gradient_checkpointing": strategy.gradient_checkpointing,
+            "num_output_chunks": strategy.num_output_chunks,
             "bucket_elements": BUCKET_ELEMENTS,
             "lengths": question.lengths,
             "is_single": question.is_single,

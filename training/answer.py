@@ -50,6 +50,7 @@ def _shared(recipe: Recipe, plan: Plan, question: dict[str, Any], plain: dict[An
         strategy.engine if is_cast else "",
         strategy.mixed_precision,
         strategy.gradient_checkpointing,
+        strategy.num_output_chunks,
         strategy.per_device_train_batch_size == 1,
         strategy.gradient_accumulation_steps > 1,
         question["is_padded"],

@@ -242,6 +242,7 @@ def _build(
         meter=meter,
         watch=watch,
         keep_checkpoints=recipe.training.save_total_limit,
+        output_chunks=plan.strategy.num_output_chunks,
         facts={
             "mode": plan.strategy.mode,
             "engine": plan.strategy.engine,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
@@ -20,6 +20,7 @@ from launch.schema import Strategy
 from training import best, checkpoint, convert, engines, finite
 from training.batches import Collator, EpochLoader, SampleOrder, TokenRows, end_what_cannot_send
 from training.callbacks import StepMeter
+from training.chunked import ChunkedHead, target_loss_sum
 from training.control import Halted
 from training.data import IGNORED
 from training.obey import Obey
@@ -30,15 +31,6 @@ logger = logging.getLogger("lowmem")
 torch.serialization.register_package(
     100, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
 )
-
-
-def target_loss_sum(logits: torch.Tensor, labels: torch.Tensor, shift: bool) -> torch.Tensor:
-    """Summed cross-entropy over the targets, in fp32. logits (batch, seq, vocabulary), labels (batch, seq)."""
-    if shift:
-        labels = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
-    return functional.cross_entropy(
-        logits.float().reshape(-1, logits.size(-1)), labels.reshape(-1), ignore_index=IGNORED, reduction="sum"
-    )
 
 
 class LowMemTrainer(Trainer):
@@ -55,6 +47,7 @@ class LowMemTrainer(Trainer):
         watch: finite.Watch | None = None,  # None: no numbers, as in a trace
         obey: Obey | None = None,
         strategy: Strategy | None = None,
+        output_chunks: int = 1,
         **kwargs: Any,
     ) -> None:
         """`facts` go into each checkpoint's manifest; without a `strategy` nothing is saved."""
@@ -66,6 +59,7 @@ class LowMemTrainer(Trainer):
         self._strategy = strategy
         super().__init__(compute_loss_func=self._loss, **kwargs)
         self._shift = not self.model.config.is_encoder_decoder
+        self._head = ChunkedHead(self.model, output_chunks, self._shift) if output_chunks > 1 else None
         if watch is not None:
             watch.trainer = self
 
@@ -79,10 +73,18 @@ class LowMemTrainer(Trainer):
     def _loss(
         self, outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        loss = target_loss_sum(outputs.logits, labels, self._shift) / num_items_in_batch
+        loss = self._loss_sum(outputs.logits, labels) / num_items_in_batch
         if self.watch is not None:
             self.watch.add(loss)
         return finite.poisoned(loss)
+
+    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        with self._head.given(inputs["labels"]) if self._head else nullcontext():
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """`logits`: the sum itself, where a chunked head has made it."""
+        return logits if self._head else target_loss_sum(logits, labels, self._shift)
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
         """The norm over all ranks, looked at before the optimizer steps. DeepSpeed has stepped by now (finite.py)."""
@@ -177,8 +179,9 @@ class LowMemTrainer(Trainer):
             batch = self._prepare_inputs(inputs)
             labels = batch.pop("labels")
             with torch.no_grad(), self.compute_loss_context_manager():
-                logits = model(**batch).logits
-                sums.append(target_loss_sum(logits, labels, self._shift))
+                with self._head.given(labels) if self._head else nullcontext():
+                    logits = model(**batch).logits
+                sums.append(self._loss_sum(logits, labels))
                 totals[0] += sums[-1]
                 del logits  # else they stay while the next batch's are made
             totals[1] += (labels != IGNORED).sum()

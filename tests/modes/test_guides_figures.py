@@ -82,15 +82,22 @@ def test_in_4_bits_it_fits(tmp_path, monkeypatch):
 
 
 def test_the_a6000_batch_of_32_is_split_at_128_effective_and_16_runs(tmp_path, monkeypatch):
-    accumulated = "--training.gradient_accumulation_steps=4"
-    plan = planned(tmp_path, monkeypatch, "a6000-48g", 32, *MEDIUM, PLAIN, accumulated)
+    words = (*MEDIUM, PLAIN, "--training.num_output_chunks=1", "--training.gradient_accumulation_steps=4")
+    plan = planned(tmp_path, monkeypatch, "a6000-48g", 32, *words)
     assert plan.strategy.per_device_train_batch_size < 32
     assert plan.strategy.effective_batch_size == 128
     assert any("32 samples at once need" in change.reason for change in plan.changes)
     with pytest.raises(DoesNotFit, match=r"with launch\.exact_batch"):
-        planned(tmp_path, monkeypatch, "a6000-48g", 32, *MEDIUM, PLAIN, accumulated, "--launch.exact_batch=true")
-    half = planned(tmp_path, monkeypatch, "a6000-48g", 16, *MEDIUM, PLAIN, accumulated)
+        planned(tmp_path, monkeypatch, "a6000-48g", 32, *words, "--launch.exact_batch=true")
+    half = planned(tmp_path, monkeypatch, "a6000-48g", 16, *words)
     assert half.strategy.per_device_train_batch_size == 16
+
+
+def test_the_a6000_batch_of_32_runs_with_its_logits_in_parts(tmp_path, monkeypatch):
+    words = (*MEDIUM, PLAIN, "--training.gradient_accumulation_steps=4", "--launch.exact_batch=true")
+    plan = planned(tmp_path, monkeypatch, "a6000-48g", 32, *words)
+    assert plan.strategy.num_output_chunks > 1
+    assert any(change.key == "training.num_output_chunks" for change in plan.changes)
 
 
 def test_accumulating_less_saves_no_memory(tmp_path, monkeypatch):

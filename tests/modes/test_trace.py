@@ -97,6 +97,7 @@ def real_peak_bytes(recipe: Recipe, plan: Plan, padded: bool) -> int:
         order=SampleOrder(9, count, strategy.gradient_accumulation_steps, 1, 0, 0),
         meter=StepMeter(),
         keep_checkpoints=2,
+        output_chunks=strategy.num_output_chunks,
         facts={},
         model=network,
         args=args,
@@ -143,6 +144,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "t5 LoRA": ("t5-tiny", {"lora": {"r": 4}}),
     "llama, nothing padded": ("llama-tiny", {}),
+    "llama, loss in 8 chunks": ("llama-tiny", {"training": {"num_output_chunks": 8}}),
+    "gpt2 LoRA under autocast, checkpointing, two micro-steps, loss in 5 chunks": (
+        "gpt2-tiny",
+        {
+            "lora": {"r": 4},
+            "training": {
+                "bf16": True,
+                "gradient_checkpointing": True,
+                "gradient_accumulation_steps": 2,
+                "num_output_chunks": 5,
+            },
+        },
+    ),
+    "t5, loss in 7 chunks": ("t5-tiny", {"training": {"num_output_chunks": 7}}),
     "llama, packed, two micro-steps": (
         "llama-tiny",
         {"data": PACKED, "training": {"gradient_accumulation_steps": 2}},
@@ -201,6 +216,7 @@ def test_a_traced_step_holds_what_the_real_one_holds(name, tmp_path, monkeypatch
         ("qwen2-0.5b", "num_hidden_layers", {"training": {"gradient_checkpointing": True, "bf16": True}}),
         ("llama-7b", "num_hidden_layers", {"lora": {"r": 8}, "model": {"dtype": "bfloat16"}}),
         ("t5-chatlm-0.2b", "num_layers", {}),
+        ("qwen2-0.5b", "num_hidden_layers", {"training": {"num_output_chunks": 8}}),
         ("llama-7b", "num_hidden_layers", {**FOUR_BIT, "training": {"bf16": True, "gradient_checkpointing": True}}),
     ],
 )

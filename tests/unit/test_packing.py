@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from launch.errors import ConfigError
 from tests import builders
 from training import batches, data, longest, packing, tokenizer
+from training.chunked import target_loss_sum
 from training.data import IGNORED
 from training.packing import Packer
-from training.trainer import target_loss_sum
 
 pytestmark = pytest.mark.unit
 
