@@ -12,7 +12,7 @@ from pathlib import Path
 from launch import environment, probe, rundir
 from launch.errors import ConfigError, ResourceError
 from launch.report import size
-from launch.rundir import CODE, RunDir
+from launch.rundir import CODE
 
 ADAPTER = "adapter_config.json"
 
@@ -39,12 +39,7 @@ def run(source: Path, out: Path) -> int:
 
 def _adapter(source: Path) -> Path:
     """The adapter's folder: `source`, or where the run in `source` left its model."""
-    run = RunDir(source)
-    if run.plan_file.exists():
-        outcome = run.outcome()
-        if outcome is None:
-            raise ResourceError(f"{source}: this run has not finished; give one of its checkpoints, or let it finish")
-        source = Path(outcome["model_dir"])
+    source = rundir.left_in(source)
     if (source / ADAPTER).is_file():
         return source.absolute()
     if (source / "adapter" / ADAPTER).is_file():

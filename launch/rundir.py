@@ -365,6 +365,16 @@ def job_pss_bytes(root_pid: int) -> tuple[int, int]:
     return own + shared, own + shared + above
 
 
+def left_in(path: Path) -> Path:
+    """Where the run in `path` left its model, else `path` itself. Raises ResourceError where a run has not finished."""
+    run = RunDir(path)
+    if not run.plan_file.exists():
+        return path
+    if (outcome := run.outcome()) is None:
+        raise ResourceError(f"{path}: this run has not finished; give one of its checkpoints, or let it finish")
+    return Path(outcome["model_dir"])
+
+
 def kept_aside(folder: Path, run_id: str) -> list[str]:
     """A line for a model of another run that stands where this one's will; export.py keeps it as <name>.previous."""
     other = read_json(folder / "lowmem.json")

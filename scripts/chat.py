@@ -11,21 +11,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from launch.errors import LaunchError, ResourceError, visible
-from launch.rundir import RunDir, read_json
+from launch.rundir import left_in, read_json
 from launch.schema import QuantizationSection
 
 
-def model_folder(path: Path) -> Path:
-    """The model's folder: `path` itself, or where the run in `path` left its model."""
-    run = RunDir(path)
-    if run.plan_file.exists():
-        outcome = run.outcome()
-        if outcome is None:
-            raise ResourceError(f"{path}: this run has not finished, so it has no model yet")
-        path = Path(outcome["model_dir"])
-    if not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise ResourceError(f"{path}: no model here; give the folder that the run printed, or a run folder")
-    return path
+def _with_model(folder: Path) -> Path:
+    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise ResourceError(f"{folder}: no model here; give the folder that the run printed, or a run folder")
+    return folder
 
 
 def load(folder: Path):  # noqa: ANN201  torch is imported late, so its types cannot be named here
@@ -61,7 +54,7 @@ def main() -> int:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     arguments = parser.parse_args()
     try:
-        model, cut = load(model_folder(arguments.folder))
+        model, cut = load(_with_model(left_in(arguments.folder)))
     except LaunchError as error:
         print(f"error: {visible(str(error))}", file=sys.stderr)
         return error.exit_code

@@ -16,7 +16,9 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # instead of scripts/, whose names are nobody's modules
 
-from launch import interpreter  # noqa: E402  standard library only
+# E402: what is imported below is ours, and lies in the folder above; `interpreter` needs the standard library only, the
+# rest may need packages that this Python lacks, so that another one has to go on first.
+from launch import interpreter  # noqa: E402
 
 interpreter.go_on_with_packages()
 interpreter.go_on_in_utf8()

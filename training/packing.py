@@ -26,6 +26,7 @@ class Packer:
 
     max_length: int
     cuts: bool  # texts are cut at the end of a sequence, and no place in it stays empty
+    window_tokens: int = WINDOW_TOKENS
     documents: int = 0  # so far
     _rows: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     _tokens: int = 0
@@ -35,7 +36,7 @@ class Packer:
         for row in rows:
             self._rows.append((np.array(row["input_ids"], np.int32), np.array(row["labels"], np.int32)))
             self._tokens += len(row["input_ids"])
-            if self._tokens >= WINDOW_TOKENS:
+            if self._tokens >= self.window_tokens:
                 yield from self._packed(is_last=False)
 
     def rest(self) -> Sequences:

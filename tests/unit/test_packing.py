@@ -31,9 +31,8 @@ def rows(lengths: list[int]) -> list[data.Row]:
     return found
 
 
-def packed(lengths: list[int], cuts: bool, window: int, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, np.ndarray]]:
-    monkeypatch.setattr(packing, "WINDOW_TOKENS", window)
-    packer = Packer(ROOM, cuts)
+def packed(lengths: list[int], cuts: bool, window: int) -> list[dict[str, np.ndarray]]:
+    packer = Packer(ROOM, cuts, window)
     found = [pack for row in rows(lengths) for pack in packer.add([row])] + list(packer.rest())
     numbers = sorted(number for pack in found for number in pack["documents"].tolist())
     assert numbers == list(range(packer.documents))
@@ -53,8 +52,7 @@ def in_documents(pack: dict[str, np.ndarray]) -> list[list[int]]:
 @settings(max_examples=150, deadline=None)
 @given(lengths=DOCUMENTS, window=st.integers(20, 400))
 def test_rows_are_packed_whole_and_each_once(lengths, window):
-    with pytest.MonkeyPatch.context() as patch:
-        found = packed(lengths, False, window, patch)
+    found = packed(lengths, False, window)
     documents = [document for pack in found for document in in_documents(pack)]
     assert sorted(documents) == [row["input_ids"] for row in rows(lengths)]
     numbers = np.concatenate([pack["documents"] for pack in found])
@@ -64,17 +62,16 @@ def test_rows_are_packed_whole_and_each_once(lengths, window):
 @settings(max_examples=150, deadline=None)
 @given(lengths=st.lists(st.integers(2, 3 * ROOM), min_size=1, max_size=40), window=st.integers(20, 400))
 def test_texts_follow_one_another_and_leave_at_most_two_tokens_of_a_sequence_empty(lengths, window):
-    with pytest.MonkeyPatch.context() as patch:
-        found = packed(lengths, True, window, patch)
+    found = packed(lengths, True, window)
     assert [token for pack in found for token in pack["input_ids"].tolist()] == [
         token for row in rows(lengths) for token in row["input_ids"]
     ]
     assert all(len(pack["input_ids"]) >= ROOM - 2 for pack in found[:-1])
 
 
-def test_the_window_does_not_change_where_texts_are_cut(monkeypatch):
+def test_the_window_does_not_change_where_texts_are_cut():
     lengths = np.random.default_rng(3).integers(2, 40, 200).tolist()
-    small, large = (packed(lengths, True, window, monkeypatch) for window in (50, 1 << 22))
+    small, large = (packed(lengths, True, window) for window in (50, 1 << 22))
     assert [pack["input_ids"].tolist() for pack in small] == [pack["input_ids"].tolist() for pack in large]
     assert [pack["documents"].tolist() for pack in small] == [pack["documents"].tolist() for pack in large]
 
