@@ -205,7 +205,8 @@ def measured(case: Case, folder: Path, counter: Path) -> dict[str, Any]:
     assert about is not None
     strategy = resolved.plan.strategy
     about = replace(about, lengths=(case.length, case.length), is_ragged=case.padded)
-    about.fetch([strategy])
+    with about.asking():
+        about.fetch([strategy])
     trace = about.trace(strategy)
     assert trace is not None, about.traces and about.traces.failure
     peaks = trace.peaks(case.batch, min(strategy.per_device_eval_batch_size, 3 * case.batch))

@@ -25,7 +25,8 @@ def ours(folder: Path) -> int:
     assert about is not None
     traces = Traces(resolved.recipe, about.shape, about.lora_targets, resolved.house.traces)
     about = replace(about, lengths=(length, length), traces=traces)
-    about.fetch([strategy])
+    with about.asking():
+        about.fetch([strategy])
     trace = about.trace(strategy)
     if trace is None:
         raise RuntimeError(traces.failure)

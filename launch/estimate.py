@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -123,6 +124,10 @@ class Subject:
         """Have the steps of these candidates traced, as far as they are not known."""
         if self.traces is not None:
             self.traces.fetch([self.question(candidate) for candidate in candidates])
+
+    def asking(self) -> AbstractContextManager[Traces | None]:
+        """While steps may be asked for; after it no child is left that traces them."""
+        return closing(self.traces) if self.traces is not None else nullcontext()
 
     def trace(self, candidate: Strategy) -> Trace | None:
         return self.traces.get(self.question(candidate)) if self.traces is not None else None

@@ -99,6 +99,11 @@ def subject(
 def choose(about: Subject, changes: Sequence[Change] = (), given: Given = Given(), rows: int | None = None) -> Plan:
     """The fastest candidate that fits. Raises DoesNotFit with the nearest misses, ConfigError for what cannot be."""
     about = replace(about, link=given.link, exceeded=given.exceeded, assume_fits=given.assume_fits)
+    with about.asking():
+        return _chosen(about, changes, given, rows)
+
+
+def _chosen(about: Subject, changes: Sequence[Change], given: Given, rows: int | None) -> Plan:
     recipe, machine, shape = about.recipe, about.machine, about.shape
     possible, rejected = _possible(about, given)
     judged: list[tuple[Judged, str]] = []
@@ -236,11 +241,12 @@ def ranked(about: Subject, given: Given) -> list[Judged]:
     possible, _ = _possible(about, given)
     if about.traces is None:
         return []
-    for wave in _free_waves(about, possible):
-        judged: list[tuple[Judged, str]] = []
-        if _fastest(about, wave, judged) is not None:
-            fitting = [one for one, _ in judged if one.misses is None and one.time is not None]
-            return sorted(fitting, key=lambda one: one.seconds)
+    with about.asking():
+        for wave in _free_waves(about, possible):
+            judged: list[tuple[Judged, str]] = []
+            if _fastest(about, wave, judged) is not None:
+                fitting = [one for one, _ in judged if one.misses is None and one.time is not None]
+                return sorted(fitting, key=lambda one: one.seconds)
     return []
 
 

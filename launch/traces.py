@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -19,11 +15,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from launch import environment, packages
+from launch import packages
 from launch.render import BUCKET_ELEMENTS
-from launch.rundir import CODE, die_with_launcher
+from launch.rundir import CODE
 from launch.schema import ModelShape, Peak, Recipe, Strategy
 from launch.timing import Affine, WorkCost
+from launch.tracing import TracingChild
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
 # What no allocation of a step depends on.
@@ -33,7 +30,6 @@ UNFELT = {
     "save_total_limit", "eval_steps", "seed", "dataloader_num_workers", "bf16", "fp16", "gradient_checkpointing",
     "num_output_chunks",
 }  # fmt: skip
-CHILD_TIMEOUT_S = 300
 
 
 @dataclass(frozen=True)
@@ -97,51 +93,42 @@ class Traces:
     """The traces of one recipe's model, from the cache or made now."""
 
     def __init__(
-        self, recipe: Recipe, shape: ModelShape, lora_targets: Sequence[str], folder: Path, say: Any = lambda line: None
+        self,
+        recipe: Recipe,
+        shape: ModelShape,
+        lora_targets: Sequence[str],
+        folder: Path,
+        say: Any = lambda line: None,
+        child: TracingChild | None = None,
     ) -> None:
         self._recipe, self._shape, self._lora_targets = recipe, shape, tuple(lora_targets)
         self._folder, self._say = folder, say
+        self._child = child or TracingChild(folder)
         self._known: dict[str, Trace] = {}
         self.failure: str | None = None  # why a step could not be traced: its candidates are judged by states alone
 
     def of(self, recipe: Recipe, shape: ModelShape, lora_targets: Sequence[str]) -> Traces:
-        """The traces of another recipe, kept in the same place."""
-        return Traces(recipe, shape, lora_targets, self._folder, self._say)
+        """The traces of another recipe, kept in the same place, made by the same child."""
+        return Traces(recipe, shape, lora_targets, self._folder, self._say, self._child)
 
     def fetch(self, questions: Sequence[Question]) -> None:
-        """Have these traced, those that are not known yet, in one child."""
+        """Have these traced, those that are not known yet. Close when there are no more."""
         missing = {self._name(one): one for one in questions if self.get(one) is None}
         if not missing or self.failure:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=self._folder) as place:
-            request = Path(place) / "request.json"
-            content = {
-                "recipe": self._recipe.model_dump(mode="json"),
-                "shape": asdict(self._shape),
-                "lora_targets": self._lora_targets,
-                "unused_packages": sorted(set.intersection(*(self._unused(one) for one in missing.values()))),
-                "questions": {
-                    name: asdict(one) | {"bucket_elements": BUCKET_ELEMENTS} for name, one in missing.items()
-                },
-            }
-            request.write_text(json.dumps(content), encoding="utf-8")
-            argv = [sys.executable, "-P", "-m", "training.answer", str(request), str(self._folder)]
-            inherited = environment.passed(os.environ)
-            variables = {key: value for key, value in inherited.items() if not key.startswith("ACCELERATE_")}
-            variables |= {"PYTHONPATH": str(CODE), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-            self._say(f"tracing a step of {self._shape.name} ({len(missing)} variant(s)): once, then known")
-            try:
-                done = subprocess.run(
-                    argv, env=variables, cwd=place, capture_output=True, text=True, check=False,
-                    timeout=CHILD_TIMEOUT_S, preexec_fn=die_with_launcher,
-                )  # fmt: skip
-            except subprocess.TimeoutExpired:
-                self.failure = f"tracing took more than {CHILD_TIMEOUT_S} s"
-                return
-        if done.returncode != 0:
-            words = done.stderr.strip().splitlines()
-            self.failure = words[-1] if words else f"the tracing child ended with {done.returncode}"
+        self._say(f"tracing a step of {self._shape.name} ({len(missing)} variant(s)): once, then known")
+        request = {
+            "recipe": self._recipe.model_dump(mode="json"),
+            "shape": asdict(self._shape),
+            "lora_targets": self._lora_targets,
+            "unused_packages": sorted(set.intersection(*(self._unused(one) for one in missing.values()))),
+            "questions": {name: asdict(one) | {"bucket_elements": BUCKET_ELEMENTS} for name, one in missing.items()},
+        }
+        self.failure = self._child.ask(request)
+
+    def close(self) -> None:
+        """No more questions for now: end the child that answers them."""
+        self._child.close()
 
     def _unused(self, question: Question) -> set[str]:
         return set(packages.unused(self._recipe, question.strategy))

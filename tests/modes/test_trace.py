@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -281,7 +282,8 @@ def test_a_question_is_answered_once_and_read_again(tmp_path: Path, monkeypatch)
     said: list[str] = []
     traces = Traces(recipe, plan.shape, plan.lora_targets, tmp_path / "traces", said.append)
     question = Question(plan.strategy, (LENGTH, LENGTH))
-    traces.fetch([question])
+    with closing(traces):
+        traces.fetch([question])
     assert traces.failure is None
     assert len(said) == 1
     answer = traces.get(question)
@@ -301,6 +303,7 @@ def test_a_step_that_cannot_be_traced_is_said_and_judged_by_states(tmp_path):
     recipe, plan = wish("llama-tiny")
     broken = replace(plan.shape, config={**plan.shape.config, "hidden_act": "no such function"})
     traces = Traces(recipe, broken, (), tmp_path / "traces")
-    traces.fetch([Question(plan.strategy, (LENGTH, LENGTH))])
+    with closing(traces):
+        traces.fetch([Question(plan.strategy, (LENGTH, LENGTH))])
     assert traces.failure is not None
     assert "no such function" in traces.failure
