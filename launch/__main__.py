@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from launch import interpreter, nodes, recipes, report, rundir, shell_variables, started
+from launch.candidates import Given
 from launch.errors import ConfigError, Interrupted, LaunchError, ResourceError, StorageError, shown
 from launch.estimate import Exceeded
-from launch.planner import Given
 from launch.resolve import Resolved, resolve
 from launch.strict_yaml import show
 

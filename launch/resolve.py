@@ -25,9 +25,9 @@ from launch import (
     shapes,
 )
 from launch.allocator import TORCH_DEFAULTS, AllocatorConfig
+from launch.candidates import ONE_PROCESS, Given
 from launch.errors import DoesNotFit, ResourceError
 from launch.estimate import Subject
-from launch.planner import Given
 from launch.rundir import CODE, House
 from launch.schema import Change, Device, Link, Machine, Plan, Recipe, Strategy
 from launch.traces import Traces
@@ -179,7 +179,7 @@ def _link(
     launch = recipe.launch
     count = (launch.num_processes or len(machine.gpus) * launch.nodes) // launch.nodes
     settled = given.num_processes is not None or given.force_gloo or launch.mode == "dual_gpu_gloo"
-    if settled or launch.mode in planner.ONE_PROCESS or not 1 < count <= len(machine.gpus):
+    if settled or launch.mode in ONE_PROCESS or not 1 < count <= len(machine.gpus):
         return None
     variables = environment.passed(os.environ)
     if test:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from launch import render, rundir
+from launch.candidates import CPU_MODES, Given
 from launch.errors import ConfigError, ResourceError
-from launch.planner import CPU_MODES, Given
 from launch.schema import MODES, Mode, Plan
 
 GLOO_VARIABLE = "ACCELERATE_USE_GLOO"  # the guides' own; Accelerate has none

@@ -24,10 +24,10 @@ from typing import Literal
 import psutil
 
 from launch import direct, environment, keys, planner, render, rundir, supervise
+from launch.candidates import Given
 from launch.errors import DoesNotFit, ResourceError, Stopped
 from launch.estimate import describe, gib
 from launch.ledger import Ledger, Trial, Tuned
-from launch.planner import Given
 from launch.resolve import Resolved, with_counts
 from launch.rundir import CODE, RunDir
 from launch.schema import Plan, StepEvent, Strategy

@@ -10,7 +10,7 @@ from pathlib import Path
 CODE = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(CODE))  # run as a script: launch/ is beside scripts/, so it is imported after this line
 
-from launch import planner, probe, recipes, render, shapes  # noqa: E402
+from launch import candidates, planner, probe, recipes, render, shapes  # noqa: E402
 from launch.schema import MODES, DataFormat, Machine, Mode, Plan, Recipe  # noqa: E402
 
 GPU_MACHINE, CPU_MACHINE = "2x3080-20g-16g", "cpu"
@@ -27,7 +27,7 @@ def planned(machine_name: str, overrides: Sequence[str]) -> tuple[Machine, Recip
 
 def files(mode: Mode) -> dict[str, str]:
     """Path below the checkout -> content, of one mode."""
-    _, recipe, plan = planned(CPU_MACHINE if mode in planner.CPU_MODES else GPU_MACHINE, [f"--launch.mode={mode}"])
+    _, recipe, plan = planned(CPU_MACHINE if mode in candidates.CPU_MODES else GPU_MACHINE, [f"--launch.mode={mode}"])
     deepspeed = f"configs/deepspeed/{mode.removeprefix('deepspeed_')}.json"
     made = {f"configs/accelerate/{mode}.yaml": render.accelerate_config(plan, deepspeed)}
     if plan.strategy.engine == "deepspeed":

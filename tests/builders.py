@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from launch import planner, shapes
+from launch import candidates, planner, shapes
 from launch.schema import GIB, DataFormat, Gpu, Machine, Plan, Recipe
 
 CODE = Path(__file__).resolve().parent.parent
@@ -161,5 +161,5 @@ def plan(recipe: Recipe | None = None, on: Machine | None = None, **given: Any) 
     recipe = recipe or wish()
     config, parameter_shapes = shapes.read(recipe.model, root=CODE)
     return planner.choose(
-        planner.subject(recipe, on or machine(), config, parameter_shapes, DATA_FORMAT), given=planner.Given(**given)
+        planner.subject(recipe, on or machine(), config, parameter_shapes, DATA_FORMAT), given=candidates.Given(**given)
     )

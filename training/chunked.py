@@ -17,7 +17,7 @@ class ChunkedHead:
     """In place of a model's output projection: while it is given labels, it gives the summed loss instead of logits.
 
     It stands inside the model, where an engine's hooks and autocast hold. For models that return its output as it is
-    (launch.planner.CHUNKED)."""
+    (launch.candidates.CHUNKED)."""
 
     def __init__(self, network: torch.nn.Module, chunks: int, shift: bool) -> None:
         head = network.get_output_embeddings()

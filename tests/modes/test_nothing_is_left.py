@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from launch import planner, tree
+from launch import candidates, tree
 from launch.rundir import RunDir
 from launch.schema import MODES
 from tests import builders, orphans, stopping
 
-ON_CPUS = [mode for mode in MODES if mode not in planner.GPU_MODES]
+ON_CPUS = [mode for mode in MODES if mode not in candidates.GPU_MODES]
 ENDINGS = ("success", "a rank is killed", "SIGINT", "SIGTERM", "SIGKILL")
 CODES = {"success": 0, "a rank is killed": 1, "SIGINT": 130, "SIGTERM": 75, "SIGKILL": -signal.SIGKILL}
 

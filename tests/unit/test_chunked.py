@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from launch.planner import CHUNKED
+from launch.candidates import CHUNKED
 from training.chunked import ChunkedHead, target_loss_sum
 from training.data import IGNORED
 

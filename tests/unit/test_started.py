@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from launch import started
+from launch.candidates import Given
 from launch.errors import ConfigError, ResourceError
-from launch.planner import Given
 from tests.builders import machine, plan, wish
 
 CPU = {"device": "cpu"}

@@ -1,0 +1,138 @@
+"""What a plan says of itself: why it is as it is, and every value that differs from what was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from launch import architectures, candidates, preflight
+from launch.candidates import Given
+from launch.estimate import Judged, Subject
+from launch.schema import Change, Machine, Recipe
+from launch.schema import Strategy as Candidate
+
+
+def why(about: Subject, chosen: Judged, given: Given) -> tuple[str, ...]:
+    """Where it runs and what for, what the ranks talk over, what could not be predicted."""
+    candidate = chosen.candidate
+    return (
+        *_where(about.recipe, about.machine, candidate, given),
+        *_link_why(about, candidate),
+        *_trace_why(about, chosen),
+    )
+
+
+def changes(about: Subject, candidate: Candidate, judged: Sequence[tuple[Judged, str]], given: Given) -> list[Change]:
+    """Each value that is not the recipe's, with the reason."""
+    return [
+        *_precision_changes(about.recipe, about.machine, candidate),
+        *_batch_changes(about, candidate, judged, given),
+    ]
+
+
+def _where(recipe: Recipe, machine: Machine, candidate: Candidate, given: Given) -> Iterator[str]:
+    if candidate.device == "cpu":
+        cause = "asked for" if given.force_cpu or recipe.launch.mode in ("cpu", "multi_cpu") else machine.gpus_reason
+        yield f"device cpu: {cause}"
+        if candidate.processes_per_machine > machine.cpu_count:
+            yield f"{candidate.processes_per_machine} processes share {machine.cpu_count} CPU(s): slower than one each"
+    else:
+        yield f"{candidate.num_processes} GPU(s): {machine.gpus_reason}"
+        yield from architectures.attention_notes(machine.gpus[: candidate.num_processes])
+    if candidate.num_machines > 1 and recipe.launch.nodes > 1:
+        launch = recipe.launch
+        meet = f"{launch.main_process_ip}:{launch.main_process_port}"
+        yield f"{launch.nodes} machines, this one is number {launch.machine_rank}; they meet at {meet}"
+    if candidate.offloads:
+        yield "optimizer states in host RAM, updated there by the same optimizer: slower, and no compiled op is needed"
+    if given.assume_fits:
+        yield "launch.assume_fits: what is predicted was not compared with what there is"
+    if given.force_gloo and candidate.num_processes == 1:
+        yield "ACCELERATE_USE_GLOO=1 has no effect on one process"
+    elif given.force_gloo:
+        yield "backend gloo: ACCELERATE_USE_GLOO=1"
+    if quantized := recipe.quantized(candidate.mixed_precision):
+        double = ", their scales in 8" if quantized.bnb_4bit_use_double_quant else ""
+        yield (
+            f"quantization: linear weights in 4 bits ({quantized.bnb_4bit_quant_type}){double}, computed in"
+            f" {quantized.bnb_4bit_compute_dtype}; the rest keeps model.dtype {recipe.model.dtype}"
+        )
+    usual = candidates.workers(recipe, machine, candidate.processes_per_machine, candidate.device == "cuda")
+    if candidate.dataloader_num_workers < usual:
+        yield f"data workers {candidate.dataloader_num_workers} instead of {usual}: host RAM has no room for more"
+    elif recipe.training.dataloader_num_workers is None:
+        yield f"data workers {candidate.dataloader_num_workers}: " + (
+            "the rows are mapped and padding them is cheap; workers would take cores from training"
+            if candidate.device == "cpu"
+            else f"{machine.cpu_count} CPUs over {candidate.num_processes} process(es)"
+        )
+
+
+def _link_why(about: Subject, candidate: Candidate) -> Iterator[str]:
+    """What the ranks talk over, and what it costs where every sample is as long as it may be."""
+    link, shape = about.link, about.shape
+    if candidate.device == "cpu" or candidate.num_processes == 1:
+        return
+    if link is None:
+        yield "link: not tested; `python -m launch doctor` or the first run does"
+        return
+    yield f"link: {link.reason}"
+
+    tokens = candidate.effective_batch_size * about.recipe.data.max_length
+    backward = shape.parameters + shape.trainable_parameters  # activations' gradients, weights' gradients
+    again = shape.parameters if candidate.gradient_checkpointing else 0
+    step_flops = 2.0 * tokens * (shape.parameters + backward + again)
+    cost = preflight.cost_line(link, about.whole.gradients_bytes, step_flops, candidate.num_processes)
+    if cost:
+        yield cost
+
+
+def _trace_why(about: Subject, chosen: Judged) -> Iterator[str]:
+    if about.traces is not None and about.traces.failure:
+        yield f"activations are not predicted: {about.traces.failure}"
+    if chosen.time:
+        yield f"time: {chosen.time.step_s:.3g} s a step predicted ({chosen.time.reason})"
+
+
+def _precision_changes(recipe: Recipe, machine: Machine, candidate: Candidate) -> list[Change]:
+    if recipe.training.bf16 and candidate.mixed_precision == "fp16":
+        reason = architectures.without_bf16(machine.gpus[: candidate.num_processes])
+        return [Change("training.bf16", "bf16", "fp16 with a loss scaler", reason)]
+    return []
+
+
+def _batch_changes(
+    about: Subject, candidate: Candidate, judged: Sequence[tuple[Judged, str]], given: Given
+) -> list[Change]:
+    """Said where the batch is cut in another way than it was asked for: the effective batch is held."""
+    training, held = about.recipe.training, f"the effective batch stays {candidate.effective_batch_size}"
+    found: list[Change] = []
+    asked, runs = training.per_device_train_batch_size, candidate.per_device_train_batch_size
+    reasons = [one.misses for one, _ in judged if one.misses and one.candidate.per_device_train_batch_size == asked]
+    missed = f"{asked} samples at once need {reasons[0]}" if reasons else "the fastest by prediction"
+    tuned = given.tuned and replace(given.tuned, per_device_eval_batch_size=candidate.per_device_eval_batch_size)
+    if tuned == replace(candidate, dataloader_num_workers=tuned.dataloader_num_workers if tuned else 0):
+        missed = "tuned: the fastest of real trials on this machine"
+    if asked != runs:
+        reason = f"{missed}; {held}"
+        found.append(Change("training.per_device_train_batch_size", str(asked), str(runs), reason))
+    elif training.gradient_accumulation_steps != candidate.gradient_accumulation_steps:
+        instead = candidate.gradient_accumulation_steps // training.gradient_accumulation_steps
+        reason = f"{candidate.num_processes} process instead of {candidate.num_processes * instead}: {held}"
+    else:
+        reason = ""
+    if training.gradient_accumulation_steps != candidate.gradient_accumulation_steps:
+        steps = str(training.gradient_accumulation_steps), str(candidate.gradient_accumulation_steps)
+        found.append(Change("training.gradient_accumulation_steps", *steps, reason))
+    if candidate.gradient_checkpointing and not training.gradient_checkpointing:
+        reason = f"{missed}; recomputing activations changes no result"
+        found.append(Change("training.gradient_checkpointing", "false", "true", reason))
+    if candidate.num_output_chunks > (training.num_output_chunks or 1):
+        reason = f"{missed}; the loss is the same sum, its logits made in parts"
+        found.append(Change("training.num_output_chunks", "1", str(candidate.num_output_chunks), reason))
+    wanted = training.per_device_eval_batch_size
+    if wanted is not None and wanted != candidate.per_device_eval_batch_size:
+        runs_eval = str(candidate.per_device_eval_batch_size)
+        reason = f"evaluating {wanted} samples at once does not fit; the result is the same"
+        found.append(Change("training.per_device_eval_batch_size", str(wanted), runs_eval, reason))
+    return found
