@@ -36,6 +36,7 @@ NCCL_BYTES, NCCL_MORE_BYTES = 544 << 20, 688 << 20
 
 
 CLEARLY_BELOW = 0.95  # of what ran out of memory: the most that another plan may take of it
+WRITING = ("save", "export")  # a card then holds model states only: another micro-batch changes nothing
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,15 @@ class RanOut:
     of: Literal["device", "host"]
     section: str  # that the ranks were in: load, step, evaluation, save...
     candidate: Strategy
-    predicted_bytes: int  # of that memory, by the plan
+    predicted_bytes: int  # of that memory, by the plan; of its model states, where a card ran out in writing them
 
-    def rules_out(self, candidate: Strategy, needed_bytes: int, is_traced: bool) -> str | None:
+    def rules_out(self, candidate: Strategy, needed_bytes: int, is_traced: bool, states_bytes: int = 0) -> str | None:
         """Why a candidate that needs so much would end in the same way; None where it takes clearly less."""
+        if self.of == "device" and self.section in WRITING:
+            if states_bytes < CLEARLY_BELOW * self.predicted_bytes:
+                return None
+            states = f"model states of {gib(states_bytes)}, and {gib(self.predicted_bytes)}"
+            return f"{states} ran out of memory in {self.section}"
         if self.section == "evaluation" and self.candidate.per_device_eval_batch_size > 1:
             if candidate.per_device_eval_batch_size < self.candidate.per_device_eval_batch_size:
                 return None
@@ -75,8 +81,12 @@ class Exceeded:
     host: float = 0.0
     ran_out: tuple[RanOut, ...] = ()
 
-    def rules_out(self, of: str, candidate: Strategy, needed_bytes: int, is_traced: bool) -> str | None:
-        reasons = (one.rules_out(candidate, needed_bytes, is_traced) for one in self.ran_out if one.of == of)
+    def rules_out(self, of: str, candidate: Strategy, needed_bytes: int, memory: MemoryEstimate) -> str | None:
+        """Why what was seen of that memory rules out a candidate that needs so much of it; None where it does not."""
+        is_traced, states_bytes = memory.peak is not None, memory.model_state_bytes
+        reasons = (
+            one.rules_out(candidate, needed_bytes, is_traced, states_bytes) for one in self.ran_out if one.of == of
+        )
         return next((reason for reason in reasons if reason), None)
 
 
@@ -265,7 +275,7 @@ def host_budget_bytes(recipe: Recipe, machine: Machine) -> int:
 
 def _misses(subject: Subject, candidate: Strategy, memory: MemoryEstimate, budget: int) -> str | None:
     """Which budget is exceeded, with numbers; None when it fits."""
-    ruled_out = subject.exceeded.rules_out("device", candidate, memory.device_bytes, memory.peak is not None)
+    ruled_out = subject.exceeded.rules_out("device", candidate, memory.device_bytes, memory)
     if ruled_out:
         return ruled_out
     if memory.device_bytes > budget and not subject.assume_fits:
@@ -279,7 +289,7 @@ def misses_host(subject: Subject, candidate: Strategy, memory: MemoryEstimate) -
     """Whether the machine's RAM is exceeded, with numbers; None when it is not."""
     host = host_budget_bytes(subject.recipe, subject.machine)
     needed = int(host_bytes(candidate, memory) * (1 + subject.exceeded.host))
-    ruled_out = subject.exceeded.rules_out("host", candidate, needed, memory.peak is not None)
+    ruled_out = subject.exceeded.rules_out("host", candidate, needed, memory)
     if ruled_out:
         return ruled_out
     if needed > host and not subject.assume_fits:

@@ -19,12 +19,12 @@ def add(exceeded: Exceeded, failure: Failure, plan: Plan, run: RunDir) -> Exceed
     """With the attempt that has just ended in `failure`; written down."""
     of_host = failure.kind != "device_oom"
     beats = heartbeats.read_all(run.attempts()[-1])
-    one = RanOut(
-        of="host" if of_host else "device",
-        section=max(beats, key=lambda beat: beat.monotonic_s).section if beats else "load",
-        candidate=plan.strategy,
-        predicted_bytes=estimate.host_bytes(plan.strategy, plan.estimate) if of_host else plan.estimate.device_bytes,
-    )
+    section = max(beats, key=lambda beat: beat.monotonic_s).section if beats else "load"
+    if of_host:
+        predicted = estimate.host_bytes(plan.strategy, plan.estimate)
+    else:
+        predicted = plan.estimate.model_state_bytes if section in estimate.WRITING else plan.estimate.device_bytes
+    one = RanOut("host" if of_host else "device", section, plan.strategy, predicted)
     found = replace(exceeded, ran_out=(*exceeded.ran_out, one))
     write(run, found)
     return found

@@ -230,6 +230,8 @@ class LowMemTrainer(Trainer):
         if manifest.name(step) in self.verified:  # just resumed from, or saved a moment ago: nothing has changed
             return
         save = checkpoint.Save(checkpoints, step, self.args.process_index, self.args.world_size)
+        if torch.cuda.is_initialized():  # a step's cached blocks are no use to what gathers weights
+            torch.cuda.empty_cache()
         parent = super()  # the class's own, which a function inside cannot name
 
         def begin() -> None:

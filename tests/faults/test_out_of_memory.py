@@ -98,6 +98,26 @@ def test_out_of_memory_in_an_evaluation_lowers_that_and_not_training(tmp_path):
         assert stopping.fired(tmp_path, "oom") == 1
 
 
+def test_out_of_memory_in_saving_does_not_touch_training(tmp_path):
+    """No other cut of the batch would change what a save takes, and on CPUs nothing holds fewer states: it says so."""
+    do = f"import torch\nraise torch.OutOfMemoryError({CUDA!r})"
+    when = "args[0].state.global_step >= 4"
+    fault = {
+        "module": "training.trainer",
+        "attribute": "LowMemTrainer._save_checkpoint",
+        "when": when,
+        "rank": 1,
+        "do": do,
+    }
+    with stopping.launched(tmp_path, faults={"oom": fault}, training=TRAINING) as child:
+        assert child.wait(within_s=200) == 12, child.said()
+        assert stopping.fired(tmp_path, "oom") == 1
+        assert [found[:2] for found in batches(child.run)] == [(4, 1)]
+        assert "ran out of memory in save" in child.said()
+        assert child.committed()[-1:] == [2]
+        assert child.left() == []
+
+
 def test_where_nothing_smaller_is_left_the_run_ends_with_its_cause(tmp_path):
     fault = step_fault("True", CUDA, rank=None)
     with stopping.launched(tmp_path, ranks=1, faults={"oom": fault}, training=TRAINING) as child:

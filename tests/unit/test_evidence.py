@@ -9,8 +9,8 @@ import pytest
 from launch import evidence
 from launch.estimate import CLEARLY_BELOW, Exceeded, RanOut
 from launch.rundir import RunDir
-from launch.schema import GIB
-from tests.builders import plan, wish
+from launch.schema import GIB, MemoryEstimate
+from tests.builders import machine, plan, wish
 
 STRATEGY = plan().strategy
 HALF = replace(STRATEGY, per_device_train_batch_size=STRATEGY.per_device_train_batch_size // 2)
@@ -39,8 +39,23 @@ def test_an_evaluation_that_ran_out_rules_out_its_batch_and_not_the_training():
 
 def test_what_ran_out_of_the_host_says_nothing_of_the_card():
     exceeded = Exceeded(ran_out=(replace(STEP, of="host"),))
-    assert exceeded.rules_out("device", STRATEGY, 10 * GIB, is_traced=True) is None
-    assert exceeded.rules_out("host", STRATEGY, 10 * GIB, is_traced=True)
+    states = MemoryEstimate(10 * GIB, 0, 0)
+    assert exceeded.rules_out("device", STRATEGY, 10 * GIB, states) is None
+    assert exceeded.rules_out("host", STRATEGY, 10 * GIB, states)
+
+
+@pytest.mark.parametrize("section", ["save", "export"])
+def test_a_card_that_ran_out_in_writing_needs_other_states_and_no_other_batch(section):
+    recipe = wish(training={"per_device_train_batch_size": 8})
+    two = machine(gpus=2)
+    first = plan(recipe, two)
+    assert first.strategy.mode == "dual_gpu_nccl"
+    failed = RanOut("device", section, first.strategy, first.estimate.model_state_bytes)
+    again = plan(recipe, two, exceeded=Exceeded(ran_out=(failed,)))
+    assert again.strategy.zero_stage == 1
+    assert again.strategy.per_device_train_batch_size == 8
+    assert again.strategy.gradient_checkpointing == first.strategy.gradient_checkpointing
+    assert f"ran out of memory in {section}" in " ".join(again.rejected)
 
 
 @pytest.mark.parametrize("section", ["step", "evaluation"])
