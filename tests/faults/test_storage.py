@@ -96,6 +96,25 @@ def test_a_disk_that_fills_up_ends_the_run_with_10_and_the_same_line_continues_w
     assert f"resuming from {last}" in again.stdout
 
 
+@pytest.mark.shows("F14", "a tmpfs that another fills up to 1.2 checkpoints between two saves")
+def test_a_disk_that_others_fill_is_left_with_a_last_checkpoint_while_there_is_room_for_one(small_disk, tmp_path):
+    recipe = builders.recipe(tmp_path, launch={"num_processes": 2}, training={**LONG, "save_steps": 1_000_000})
+    child = stopping.Child(
+        tmp_path, (*stopping.RUN, str(recipe)), small_disk / "h", tmp_path / "out", OMP_NUM_THREADS="1"
+    )
+    with stopping.ended(child):
+        child.ranks()
+        child.run.save_now_file.touch()
+        (first,) = child.until("a checkpoint", child.committed)
+        checkpoint = child.run.checkpoints / manifest.name(first)
+        size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+        fill(small_disk, int(1.2 * size))
+        assert child.wait() == 10, child.said()
+        assert "the disk has room for one more checkpoint only" in child.said()
+        assert child.committed()[-1] > first
+        check_whole(child.run)
+
+
 @pytest.mark.shows("F3", "EIO, ENOSPC, EDQUOT by strace in one rank's save; strace logged (INJECTED)")
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace: apt-get install strace")
 @pytest.mark.parametrize(
