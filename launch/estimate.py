@@ -110,6 +110,7 @@ class Subject:
     traces: Traces | None = None  # None: states only
     allocator: allocator.AllocatorConfig = allocator.TORCH_DEFAULTS
     imports: Imports = ASSUMED  # what the job's processes hold before there is a model
+    base_fingerprint: str | None = None  # of the weights that an adapter is trained for
     rows: int | None = None  # of the training file
     cache_bytes: int | None = None  # of the tokenised rows
     counts: Mapping[str, Any] | None = None  # of the tokenised training file, as tokenising wrote them

@@ -103,6 +103,7 @@ def _chosen(about: Subject, changes: Sequence[Change], given: Given, rows: int |
         link=given.link if candidate.device == "cuda" and candidate.processes_per_machine > 1 else None,
         packing=recipe.data.packing,
         padding=_padding(about, candidate),
+        base_fingerprint=about.base_fingerprint,
     )
 
 

@@ -95,7 +95,8 @@ def resolve(
 
     def planned(recipe: Recipe, changes: Sequence[Change]) -> Resolved:
         about = planner.subject(recipe, machine, config, parameter_shapes, data_format)
-        about = replace(with_counts(house, about), rows=rows)
+        base = shapes.weights_fingerprint(Path(recipe.model.path)) if recipe.lora and recipe.model.path else None
+        about = replace(with_counts(house, about), rows=rows, base_fingerprint=base)
         device = "cuda" if has_gpu else "cpu"
         if trace:
             about = replace(

@@ -187,9 +187,12 @@ def _take_over(source: Path, runs: Path, recipe: Recipe, now: datetime, reason: 
 
 def _changes(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: Path) -> list[Change]:
     found = list(_differences(earlier, recipe, tokens))
-    before, now = earlier.read_plan().strategy.effective_batch_size, plan.strategy.effective_batch_size
+    planned = earlier.read_plan()
+    before, now = planned.strategy.effective_batch_size, plan.strategy.effective_batch_size
     if before != now:
         found.append(Change(f"effective batch {before} -> {now}", "effective_batch_size"))
+    if planned.base_fingerprint != plan.base_fingerprint and recipe.lora and recipe.model.path:
+        found.append(Change("model.path: the weights that the adapter is trained for are not the same", "model"))
     return found
 
 

@@ -524,6 +524,7 @@ class Plan:
     link: Link | None = None  # between the ranks; None: not tested
     packing: bool = False  # what a batch counts are packed sequences
     padding: Padding | None = None  # None: the rows have not been tokenised yet
+    base_fingerprint: str | None = None  # of the weights that an adapter is trained for: no checkpoint holds them
 
     @property
     def samples(self) -> int | None:

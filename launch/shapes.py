@@ -5,6 +5,7 @@ Of weights only the safetensors headers are read. Nothing a folder names is exec
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -22,6 +23,7 @@ from launch.schema import LoraSection, ModelSection, ModelShape
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_CONFIG_BYTES = 10 << 20  # a config.json has kilobytes; the index of a 400B model about 200 KiB
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a weight file, for its fingerprint
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 HARMLESS_PRIVATE_KEYS = ("_name_or_path", "_attn_implementation")  # the second with any ending
 OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack", ".gguf"}
@@ -190,6 +192,20 @@ def _tensors(folder: Path) -> dict[str, Tensor] | None:
             "you trust them: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
         )
     return None
+
+
+def weights_fingerprint(folder: Path) -> str:
+    """sha256 over each weight file's name, size and SAMPLES parts of its bytes: the weights of another training differ
+    in nearly every part, and a model of 14 GB is not read whole."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        with file.open("rb") as stream:
+            for at in range(SAMPLES):
+                stream.seek(at * max(size - SAMPLE_BYTES, 0) // (SAMPLES - 1))
+                digest.update(stream.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def _sharded(folder: Path, index: Path) -> dict[str, Tensor]:

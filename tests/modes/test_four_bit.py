@@ -13,7 +13,7 @@ import bitsandbytes
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch import predict, shapes
@@ -130,6 +130,11 @@ def test_two_ranks_train_an_adapter_for_a_local_folder_and_chat_loads_both_in_4_
 
     loaded, _ = script.load(tmp_path / "model")
     assert len(list(four_bit.layers(loaded))) == 14
+    save_file({name: -tensor for name, tensor in before.items()}, base / "model.safetensors", {"format": "pt"})
+    other = builders.launch(tmp_path / "house", "run", str(recipe), *words, f"--resume={run}")
+    assert other.returncode == 5
+    assert "the weights that the adapter is trained for are not the same" in other.stderr
+    assert "--resume.allow=[model]" in other.stderr
 
 
 def test_the_7b_model_of_the_guide_fits_a_16_gib_card_in_4_bits_and_in_16_bits_it_does_not(tmp_path):
