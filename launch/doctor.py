@@ -1,4 +1,5 @@
-"""What this machine offers, whether its GPUs reach each other, and what is wrong with it: one fix per problem."""
+"""What this machine offers, whether its GPUs reach each other, what a job's processes import, and what is wrong with
+it: one fix per problem."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import environment, link_causes, preflight, probe
+from launch import environment, imports, link_causes, preflight, probe
+from launch.errors import ResourceError
 from launch.schema import GIB, Link, Machine
 
 MIN_DISK_BYTES = GIB  # below it not even a small model's checkpoints have room
@@ -55,6 +57,17 @@ def examine(cache: Path, run_dir: Path, environ: Mapping[str, str], say: Callabl
         for line in preflight.lines(link):
             say(line)
         stops = is_blocked(link)
+    if not stops:
+        try:
+            held = imports.measure(cache, "cuda" if machine.gpus else "cpu")
+        except ResourceError as error:
+            found.append(Problem(str(error), "install the packages anew: make clean, then start again", stops=True))
+            stops = True
+        else:
+            say(
+                f"imports: a rank holds {_gib(held.rank_bytes)}, accelerate {_gib(held.agent_bytes)}, libraries once"
+                f" {_gib(held.mapped_bytes)} of host RAM; plans count with that"
+            )
     for problem in found:
         say(str(problem))
     return not stops

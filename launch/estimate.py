@@ -112,7 +112,7 @@ class Subject:
     imports: Imports = ASSUMED  # what the job's processes hold before there is a model
     base_fingerprint: str | None = None  # of the weights that an adapter is trained for
     rows: int | None = None  # of the training file
-    cache_bytes: int | None = None  # of the tokenised rows
+    cache_bytes: int | None = None  # of the tokenised rows; None: not there yet
     counts: Mapping[str, Any] | None = None  # of the tokenised training file, as tokenising wrote them
     usual: float = 0.0  # share by which past predictions were exceeded, at the level wanted
     exceeded: Exceeded = NOTHING_EXCEEDED  # and that of this very run

@@ -11,6 +11,8 @@ from launch.schema import Recipe, Strategy
 # Below these a file that somebody else made can run code, or corrupt memory (CVE-2026-24747; CVE-2026-4372, -1839)
 OLDEST = {"torch": (2, 10), "transformers": (5, 3)}
 
+OPTIONAL = ("peft", "bitsandbytes", "deepspeed")
+
 
 def refuse_old() -> None:
     """Raises ResourceError for an installed package that is too old to be trusted with files."""
@@ -35,9 +37,9 @@ def unused(recipe: Recipe, strategy: Strategy | None) -> list[str]:
     """
     uses_bitsandbytes = any(word in recipe.training.optim for word in ("8bit", "bnb", "paged"))
     uses_bitsandbytes |= recipe.quantization is not None
-    used = {
-        "peft": recipe.lora is not None,
-        "bitsandbytes": uses_bitsandbytes,
-        "deepspeed": strategy is not None and strategy.engine == "deepspeed",
-    }
-    return [package for package, is_used in used.items() if not is_used]
+    is_used = (
+        recipe.lora is not None,
+        uses_bitsandbytes,
+        strategy is not None and strategy.engine == "deepspeed",
+    )
+    return [package for package, used in zip(OPTIONAL, is_used, strict=True) if not used]

@@ -102,7 +102,7 @@ def resolve(
             about = replace(
                 about,
                 traces=Traces(recipe, about.shape, about.lora_targets, house.traces, say),
-                imports=imports.known(house.cache, packages.unused(recipe, None), device),
+                imports=imports.known(house.cache, device),
                 allocator=AllocatorConfig.parse(_allocator_settings(os.environ)) if has_gpu else TORCH_DEFAULTS,
                 usual=_usual(house, machine, device, say),
             )
@@ -170,6 +170,7 @@ def with_counts(house: House, about: Subject) -> Subject:
         lengths=(longest, max(part["longest_target"] for part in parts)),
         is_ragged=any(part["shortest_input"] < longest for part in parts),
         counts=counts["train"],
+        cache_bytes=sum(file.stat().st_size for file in tokens.glob("*.arrow")),
     )
 
 

@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from launch import imports
+from launch.host_memory import ASSUMED
 from tests import builders
 
 
@@ -86,8 +88,14 @@ def test_a_package_that_is_too_old_to_be_trusted_with_files_is_refused(tmp_path,
 def test_doctor_says_each_fact_with_its_reason(tmp_path):
     done = builders.launch(tmp_path, "doctor")
     assert done.returncode == 0
-    for word in ("GPUs:", "host memory limit:", "CPUs:", "/dev/shm:", "disk free:"):
+    for word in ("GPUs:", "host memory limit:", "CPUs:", "/dev/shm:", "disk free:", "imports: a rank holds"):
         assert word in done.stdout
+    measured = imports.known(tmp_path / ".cache", "cpu")
+    assert measured.reason == "measured here"
+    constants = (ASSUMED.rank_bytes, ASSUMED.agent_bytes, ASSUMED.launcher_bytes, ASSUMED.mapped_bytes)
+    assert (measured.rank_bytes, measured.agent_bytes, measured.launcher_bytes, measured.mapped_bytes) == pytest.approx(
+        constants, rel=0.1
+    )
 
 
 def test_a_run_is_planned_for_a_machine_one_does_not_have(tmp_path):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from launch import imports, malloc
+from launch.errors import ResourceError
 from launch.host_memory import ASSUMED, MIB, Imports, Job, estimate, rounded_pinned
 from launch.schema import MemoryEstimate, ModelShape, Recipe, Strategy
 
@@ -187,11 +188,18 @@ def test_only_rows_that_a_run_reads_come_into_ram() -> None:
     assert parts["order of samples"] == 8 * rows
 
 
-def test_imports_are_assumed_until_they_were_measured_for_these_packages(tmp_path: Path) -> None:
-    assert imports.known(tmp_path, ["peft"], "cpu") == ASSUMED
-    assert imports.known(tmp_path, ["peft"], "cuda").rank_bytes > ASSUMED.rank_bytes
-    file = imports.kept_file(tmp_path, ["peft"], "cpu")
+def test_imports_are_assumed_until_they_were_measured_on_this_device(tmp_path: Path) -> None:
+    assert imports.known(tmp_path, "cpu") == ASSUMED
+    assert imports.known(tmp_path, "cuda").rank_bytes > ASSUMED.rank_bytes
+    file = imports.kept_file(tmp_path, "cpu")
     file.parent.mkdir()
     file.write_text(json.dumps(vars(IMPORTS)))
-    assert imports.known(tmp_path, ["peft"], "cpu") == IMPORTS
-    assert imports.known(tmp_path, [], "cpu") == ASSUMED
+    assert imports.known(tmp_path, "cpu") == IMPORTS
+    assert imports.known(tmp_path, "cuda").rank_bytes > ASSUMED.rank_bytes
+
+
+def test_imports_that_fail_are_a_problem_with_the_childs_last_line(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(imports, "ROLES", ("no such role",))
+    with pytest.raises(ResourceError, match=r"imports fails: .*invalid choice: 'no such role'"):
+        imports.measure(tmp_path, "cpu")
+    assert imports.known(tmp_path, "cpu") == ASSUMED
