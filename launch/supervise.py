@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from launch import environment, failures, heartbeats, probe, rundir, told, tree
+from launch.heartbeats import Progress
 from launch.resolve import Resolved
 from launch.rundir import AttemptDir, RunDir
 from launch.schema import Command, Evidence, RunResult
@@ -50,11 +51,11 @@ def run(
     failure, asks to plan again. `heard` collects signals for several attempts; `end_s` is when they must be over, on
     the monotonic clock."""
     began = time.monotonic()
-    oom_kills, ended = probe.oom_kills(), Ended()
+    oom_kills = probe.oom_kills()
     tree.adopt()
     with told.signals() if heard is None else nullcontext(heard) as heard:
         heard.collect()
-        ended.returncode = prepare(resolved, rundir_, attempt, screen.say, heard)
+        ended = prepare(resolved, rundir_, attempt, screen.say, heard)
         if ended.returncode == 0 and heard.stop is None:
             command = ready()
             watch = Watch(
@@ -135,15 +136,15 @@ def _start(
 
 def prepare(
     resolved: Resolved, run: RunDir, attempt: AttemptDir, say: Callable[[str], None], heard: Told | None = None
-) -> int:
-    """Tokenise in a child, unless the rows are there already; returns its exit code. A stop ends the child."""
+) -> Ended:
+    """Tokenise in a child, unless the rows are there already. A stop ends the child, and so does its silence."""
     known = rundir.read_json(run.tokens_file)
     if known and (Path(known["folder"]) / rundir.TOKENS_READY).exists():
-        return 0
+        return Ended()
     folder = rundir.token_cache(resolved.house.cache, resolved.recipe, resolved.plan.shape, resolved.plan.data_format)
     if (folder / rundir.TOKENS_READY).exists():
         rundir.write_json(run.tokens_file, {"folder": str(folder)})
-        return 0
+        return Ended()
     argv = [sys.executable, "-P", "-m", "training.prepare", "--run-dir", str(run.root)]
     argv += ["--attempt", str(attempt.number), "--cache", str(resolved.house.cache)]
     inherited = environment.passed(os.environ, resolved.recipe.launch.pass_env)
@@ -154,14 +155,18 @@ def prepare(
             argv, env=inherited | added, stdout=file, start_new_session=True, preexec_fn=rundir.die_with_launcher
         )
     lines = Tail(said_file, from_start=True)
-    until = None
+    until, hang, progress = None, "", Progress()
     while True:
         with suppress(subprocess.TimeoutExpired):
             child.wait(timeout=tree.POLL_S)
         for line in lines.new_lines():
             say(line)
         if child.returncode is not None:
-            return child.returncode
+            return Ended(child.returncode, hang=hang)
+        beats = heartbeats.read_all(attempt)
+        if not hang and (hang := progress.silent(beats, time.monotonic(), resolved.recipe.launch.hang_floor_s) or ""):
+            say(hang)
+            child.kill()
         if heard is not None and heard.stop is not None:
             if until is None:
                 child.terminate()

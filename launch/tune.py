@@ -216,7 +216,7 @@ def _longest_rows(resolved: Resolved, place: Path, say: Say) -> Path:
     recipe, plan, house = resolved.recipe, resolved.plan, resolved.house
     run = RunDir.create(place / "runs", "tokens", datetime.now())
     attempt = direct.write_run(run, recipe, resolved.machine, plan, house)
-    if supervise.prepare(resolved, run, attempt, say) != 0:
+    if supervise.prepare(resolved, run, attempt, say).returncode != 0:
         errors = attempt.rank_errors()
         raise ResourceError(errors[0]["message"] if errors else "tokenising failed")
     tokens = Path((rundir.read_json(run.tokens_file) or {})["folder"])

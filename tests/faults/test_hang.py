@@ -38,6 +38,21 @@ def test_a_stopped_rank_is_found_its_stacks_are_saved_and_the_run_is_started_aga
         assert child.left() == []
 
 
+@pytest.mark.shows("F27", "SIGSTOP to the process that tokenises; its state is read: stopped")
+def test_a_stopped_process_that_tokenises_is_found_and_started_again(tmp_path, injected):
+    with stopping.launched(tmp_path, count=100_000, launch={"hang_floor_s": 3}) as child:
+        child.until("tokenising", lambda: child.section() == "tokenise")
+        (tokenising,) = child.ranks(1)
+        tokenising.send_signal(signal.SIGSTOP)
+        injected()
+        child.until("the verdict", lambda: f"rank 0 (process {tokenising.pid}, stopped) hangs" in child.said())
+        child.until("a second attempt", lambda: len(child.run.attempts()) == 2 and child.section() == "step")
+        assert "restart 1 of " in child.said()
+        child.process.send_signal(signal.SIGTERM)
+        assert child.wait() == 75, child.said()
+        assert child.left() == []
+
+
 @pytest.mark.shows("F20", "F53", "6 s in each save of one rank and in each evaluation; marks counted")
 def test_slow_saves_and_evaluations_are_no_hang(tmp_path):
     """Each takes longer than a step may."""
