@@ -23,7 +23,7 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.utils import import_utils
 
 from launch.schema import Plan, Recipe, Strategy
-from training import depth, four_bit, model, rewriting, run, shared_out
+from training import arguments, depth, four_bit, model, rewriting, shared_out
 from training.batches import SampleOrder
 from training.callbacks import StepMeter
 from training.cuda_semantics import Target, cuda_semantics
@@ -229,7 +229,7 @@ def _tracer(recorder: Recorder, recipe: Recipe, plan: Plan, strategy: Strategy, 
     if computed == "no":
         strategy = replace(strategy, mixed_precision="no")
     batch, steps = strategy.per_device_train_batch_size, strategy.gradient_accumulation_steps
-    args = run.arguments(recipe, replace(plan, strategy=strategy), batch * steps, False, {"ddp_backend": None})
+    args = arguments.of(recipe, replace(plan, strategy=strategy), batch * steps, False, {"ddp_backend": None})
     args.report_to, args.save_strategy, args.output_dir = [], "no", os.curdir  # nothing is written
     materialised(network)
     network.to = lambda *args, **kwargs: network  # it is where it belongs; a Module cannot move fake tensors

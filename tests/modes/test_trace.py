@@ -18,7 +18,7 @@ from launch import planner, shapes
 from launch.schema import DataFormat, ModelShape, Plan, Recipe
 from launch.traces import Question, Traces
 from tests.builders import CODE, machine
-from training import depth, four_bit, live_bytes, model, peaks, run, trace
+from training import arguments, depth, four_bit, live_bytes, model, peaks, trace
 from training.batches import SampleOrder
 from training.callbacks import StepMeter
 from training.live_bytes import Log
@@ -64,7 +64,7 @@ class Steps(TrainerCallback):
 def real_peak_bytes(recipe: Recipe, plan: Plan, padded: bool) -> int:
     """The most that the allocator holds from the second step on, of a model with random weights on a random batch."""
     strategy, config = plan.strategy, plan.shape.config
-    args = run.arguments(recipe, plan, 9, False, {"ddp_backend": None})
+    args = arguments.of(recipe, plan, 9, False, {"ddp_backend": None})
     args.report_to, args.save_strategy, args.output_dir, args.max_steps = [], "no", ".", 3
     count = strategy.per_device_train_batch_size
     batch = {

@@ -1,0 +1,65 @@
+"""transformers' TrainingArguments, made from a recipe and its plan."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from typing import Any
+
+from transformers import TrainingArguments
+
+from launch.schema import Plan, Recipe, Strategy, TrainingSection
+
+
+def of(recipe: Recipe, plan: Plan, rows: int, evaluates: bool, engine: dict[str, Any]) -> TrainingArguments:
+    """The recipe's training section as transformers takes it; making it starts the process group."""
+    training, strategy = recipe.training, plan.strategy
+    steps_per_epoch = -(-rows // strategy.effective_batch_size)
+    return TrainingArguments(
+        output_dir=os.devnull,  # the run folder is agreed on once the ranks can talk
+        per_device_train_batch_size=strategy.per_device_train_batch_size,
+        per_device_eval_batch_size=strategy.per_device_eval_batch_size,
+        gradient_accumulation_steps=strategy.gradient_accumulation_steps,
+        num_train_epochs=training.num_train_epochs,
+        max_steps=training.max_steps,
+        learning_rate=training.learning_rate,
+        warmup_steps=training.warmup_steps,
+        lr_scheduler_type=training.lr_scheduler_type,
+        weight_decay=training.weight_decay,
+        max_grad_norm=training.max_grad_norm,
+        optim=training.optim,
+        bf16=strategy.mixed_precision == "bf16",
+        fp16=strategy.mixed_precision == "fp16",
+        **_checkpointing(strategy.gradient_checkpointing),
+        logging_steps=training.logging_steps,
+        logging_nan_inf_filter=False,  # a NaN is shown as a NaN
+        save_strategy="steps",
+        save_steps=training.save_steps,
+        save_total_limit=None,  # rotation is ours (checkpoint.py)
+        metric_for_best_model="eval_loss" if training.load_best_model_at_end else None,
+        eval_strategy="steps" if evaluates else "no",
+        eval_steps=training.eval_steps or steps_per_epoch,
+        seed=training.seed,
+        dataloader_num_workers=strategy.dataloader_num_workers,
+        use_cpu=strategy.device == "cpu",
+        **engine,
+        report_to=["tensorboard"],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        **_extras(training, strategy),
+    )
+
+
+def _extras(training: TrainingSection, strategy: Strategy) -> dict[str, Any]:
+    """What else the recipe says, over defaults of ours: nothing we build leaves a parameter out."""
+    found = {"ddp_find_unused_parameters": False, "dataloader_persistent_workers": True, **training.extras}
+    found.pop("save_strategy", None)  # steps, all that a recipe may say, is said above
+    if not strategy.dataloader_num_workers:  # transformers refuses it where nobody is there to work ahead
+        found.pop("dataloader_prefetch_factor", None)
+    return found
+
+
+def _checkpointing(on: bool) -> dict[str, Any]:
+    """transformers 5.23 renamed the field; older ones know only the first name."""
+    names = {field.name for field in fields(TrainingArguments)}
+    return {"activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing": on}
