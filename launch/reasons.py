@@ -27,6 +27,7 @@ def changes(about: Subject, candidate: Candidate, judged: Sequence[tuple[Judged,
     return [
         *_precision_changes(about.recipe, about.machine, candidate),
         *_batch_changes(about, candidate, judged, given),
+        *_rate_changes(about.recipe, candidate),
     ]
 
 
@@ -99,6 +100,16 @@ def _precision_changes(recipe: Recipe, machine: Machine, candidate: Candidate) -
         reason = architectures.without_bf16(machine.gpus[: candidate.num_processes])
         return [Change("training.bf16", "bf16", "fp16 with a loss scaler", reason)]
     return []
+
+
+def _rate_changes(recipe: Recipe, candidate: Candidate) -> Iterator[Change]:
+    """A rate that was asked to follow the effective batch."""
+    training, batch = recipe.training, candidate.effective_batch_size
+    rate = training.learning_rate_at(batch)
+    if rate != training.learning_rate:
+        how = {"linear": "in proportion to", "sqrt": "with the square root of"}[training.learning_rate_scaling]
+        reason = f"{how} the effective batch, {batch} instead of {training.learning_rate_batch_size}, as asked for"
+        yield Change("training.learning_rate", f"{training.learning_rate:g}", f"{rate:g}", reason)
 
 
 def _batch_changes(

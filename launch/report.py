@@ -39,14 +39,18 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
     length = f"{training.max_steps} steps" if training.max_steps > 0 else f"{training.num_train_epochs:g} epochs"
     if samples is not None and training.max_steps < 0:
         length += f" of {-(-samples // strategy.effective_batch_size):,} steps"
-    yield (
-        f"  schedule   {length}, learning rate {training.learning_rate:g} {training.lr_scheduler_type},"
-        f" warm-up {training.warmup_steps:g}, max_length {recipe.data.max_length}"
-    )
+    rate = training.learning_rate_at(strategy.effective_batch_size)
     epoch_steps = -(-samples // strategy.effective_batch_size) if samples else 0
     steps = training.max_steps if training.max_steps > 0 else math.ceil(training.num_train_epochs * epoch_steps)
+    warmup = f"{training.warmup_steps:g}"
+    if 0 < training.warmup_steps < 1:  # a share, as transformers rounds it
+        warmup += f" of all steps: {math.ceil(training.warmup_steps * steps)}" if steps else " of all steps"
+    yield (
+        f"  schedule   {length}, learning rate {rate:g} {training.lr_scheduler_type},"
+        f" warm-up {warmup}, max_length {recipe.data.max_length}"
+    )
     if 0 < steps <= training.warmup_steps:
-        yield f"             warm-up takes all of the {steps} steps: the rate never reaches {training.learning_rate:g}"
+        yield f"             warm-up takes all of the {steps} steps: the rate never reaches {rate:g}"
     if samples is not None and samples < strategy.effective_batch_size:
         kind = "packed sequences" if plan.packing else "rows"
         yield f"             the effective batch holds all {samples:,} {kind}: one step an epoch"

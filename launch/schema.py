@@ -198,6 +198,10 @@ class TrainingSection(BaseModel):
     max_steps: int = Field(default=-1, ge=-1)
     learning_rate: float = Field(default=5e-5, gt=0, le=10, allow_inf_nan=False)
     warmup_steps: float = Field(default=0, ge=0, allow_inf_nan=False)  # below 1: a share of all steps
+    learning_rate_scaling: Literal["none", "linear", "sqrt"] = (
+        "none"  # with the effective batch, where another one runs
+    )
+    learning_rate_batch_size: int | None = Field(default=None, ge=1)  # the effective batch that learning_rate is for
     lr_scheduler_type: Schedule = "linear"
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     max_grad_norm: float = Field(default=1.0, ge=0, allow_inf_nan=False)
@@ -226,6 +230,21 @@ class TrainingSection(BaseModel):
         if self.bf16 and self.fp16:
             raise ValueError("bf16 and fp16 are both true; choose one")
         return self
+
+    @model_validator(mode="after")
+    def scaling_has_a_batch(self) -> TrainingSection:
+        if (self.learning_rate_scaling == "none") != (self.learning_rate_batch_size is None):
+            raise ValueError(
+                f"learning_rate_scaling is {self.learning_rate_scaling} and learning_rate_batch_size"
+                f" {self.learning_rate_batch_size or 'not given'}; set both: how the rate grows with the effective"
+                " batch, and the effective batch that learning_rate is for"
+            )
+        return self
+
+    def learning_rate_at(self, effective_batch_size: int) -> float:
+        """The peak rate: as asked for, or scaled as asked for (linear: arXiv:1706.02677; sqrt: arXiv:2205.10287)."""
+        ratio = effective_batch_size / (self.learning_rate_batch_size or effective_batch_size)
+        return self.learning_rate * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.learning_rate_scaling]
 
     @property
     def extras(self) -> dict[str, Any]:

@@ -26,7 +26,8 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deep
 # What no allocation of a step depends on.
 UNFELT = {
     "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "num_train_epochs",
-    "max_steps", "learning_rate", "warmup_steps", "lr_scheduler_type", "logging_steps", "save_steps",
+    "max_steps", "learning_rate", "learning_rate_scaling", "learning_rate_batch_size", "warmup_steps",
+    "lr_scheduler_type", "logging_steps", "save_steps",
     "save_total_limit", "eval_steps", "seed", "dataloader_num_workers", "bf16", "fp16", "gradient_checkpointing",
     "num_output_chunks",
 }  # fmt: skip

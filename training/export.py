@@ -106,7 +106,7 @@ def _card(trainer: LowMemTrainer, recipe: Recipe, plan: Plan, held: str) -> str:
         *_quantization(recipe),
         f"- data: {Path(recipe.data.train_file).name}",
         f"- effective batch size {plan.strategy.effective_batch_size}, {trainer.state.global_step:,} optimizer steps",
-        f"- learning rate {recipe.training.learning_rate:g}, {recipe.training.lr_scheduler_type}",
+        f"- learning rate {trainer.args.learning_rate:g}, {recipe.training.lr_scheduler_type}",
         f"- held-out loss: {eval_loss:.4f}" if eval_loss is not None else "- held-out loss: not measured",
         *([f"- weights of step {state.best_global_step:,}, which had the lowest"] if state.best_global_step else []),
     ]

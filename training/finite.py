@@ -62,8 +62,11 @@ class Spikes:
 class Watch(TrainerCallback):
     """One rank's watch over a run's numbers. Raises NonFinite, with the same words on all ranks."""
 
-    def __init__(self, order: SampleOrder, attempt: Path, skip_spikes_above: float | None, fp16: bool) -> None:
-        self._order, self._attempt = order, attempt
+    def __init__(
+        self, order: SampleOrder, attempt: Path, skip_spikes_above: float | None, fp16: bool, learning_rate: float
+    ) -> None:
+        """`learning_rate`: as the recipe says it."""
+        self._order, self._attempt, self._learning_rate = order, attempt, learning_rate
         self._skip_above, self._fp16 = skip_spikes_above, fp16
         self._losses: list[torch.Tensor] = []  # of this step's micro-batches; never read unless something is wrong
         self._overflows = self._skipped = 0
@@ -149,7 +152,7 @@ class Watch(TrainerCallback):
             logger.warning("%s", words)
 
     def _slower(self) -> str:
-        rate = self.trainer.args.learning_rate / 2
+        rate = self._learning_rate / 2
         return f"start over with half the learning rate (--training.learning_rate={rate:.15g} --resume never)"
 
     def _write(self, step: int, what: str, rows: dict[int, list[int]]) -> Path:

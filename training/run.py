@@ -168,7 +168,8 @@ def _build(
         _hold_to_free_memory(recipe, args.device)
     meter = StepMeter(attempt.samples_file(rank))
     draw = not start.supervised and sys.stderr.isatty()
-    watch = finite.Watch(order, attempt.root, recipe.numerics.skip_spikes_above, args.fp16)
+    asked_rate = recipe.training.learning_rate
+    watch = finite.Watch(order, attempt.root, recipe.numerics.skip_spikes_above, args.fp16, asked_rate)
     reporter = Reporter(attempt, rank, meter, order, args.device, draw, watch.check_loss)
     own = start.attempt or attempt  # of a machine: each launcher watches its own ranks
     heartbeat = Heartbeat(own.heartbeat_file(rank))

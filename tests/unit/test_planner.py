@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from launch.errors import ConfigError, DoesNotFit
 from launch.rundir import House, RunDir
 from launch.schema import GIB, Link
 from tests.builders import gpu, machine, plan, wish
+from training import arguments
 
 
 def test_without_a_gpu_one_process_trains_on_the_cpu():
@@ -208,3 +210,29 @@ def test_4_bit_products_are_computed_in_the_precision_of_training():
     named = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}
     asked = wish(lora={"r": 4}, quantization=named, training={"bf16": True})
     assert "computed in float32" in "\n".join(plan(asked, machine(1)).why)
+
+
+@pytest.mark.parametrize(("rule", "rate"), [("linear", 2e-4), ("sqrt", 1e-4 * 2**0.5)])
+def test_a_rate_that_shall_follow_the_effective_batch_does_and_the_plan_says_so(rule, rate):
+    training = {
+        "learning_rate": 1e-4,
+        "learning_rate_scaling": rule,
+        "learning_rate_batch_size": 32,
+        "warmup_steps": 0.1,
+    }
+    recipe = wish(training=training)
+    here, two = plan(recipe), plan(recipe, machine(2))
+    assert not [change for change in here.changes if change.key == "training.learning_rate"]
+    (change,) = [change for change in two.changes if change.key == "training.learning_rate"]
+    assert (change.requested, change.effective) == ("0.0001", f"{rate:g}")
+    assert "64 instead of 32, as asked for" in change.reason
+    assert arguments.of(recipe, here, 640, False, {}).learning_rate == pytest.approx(1e-4)
+    assert recipe.training.learning_rate_at(two.strategy.effective_batch_size) == pytest.approx(rate)
+    lines = "\n".join(report.plan_lines(recipe, machine(2), replace(two, rows=640)))
+    assert f"learning rate {rate:g} linear, warm-up 0.1 of all steps: 3, max_length 128" in lines
+
+
+@pytest.mark.parametrize("training", [{"learning_rate_scaling": "sqrt"}, {"learning_rate_batch_size": 32}])
+def test_a_rate_scales_from_a_batch_by_a_rule_and_not_with_one_of_them(training):
+    with pytest.raises(ValueError, match="set both"):
+        wish(training=training)
