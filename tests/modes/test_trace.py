@@ -12,17 +12,14 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import TrainerCallback
-from transformers.trainer_callback import PrinterCallback
 
 from launch import planner, shapes
 from launch.schema import DataFormat, ModelShape, Plan, Recipe
 from launch.traces import Question, Traces
+from tests import real_steps
 from tests.builders import CODE, machine
-from training import arguments, depth, four_bit, live_bytes, model, peaks, trace
-from training.batches import SampleOrder
-from training.callbacks import StepMeter
+from training import depth, four_bit, live_bytes, peaks, trace
 from training.live_bytes import Log
-from training.trainer import LowMemTrainer
 
 LENGTH = 48
 DATA = DataFormat("prompt_response", {"prompt": "prompt", "response": "response"}, "parquet", "given")
@@ -63,49 +60,12 @@ class Steps(TrainerCallback):
 
 def real_peak_bytes(recipe: Recipe, plan: Plan, padded: bool) -> int:
     """The most that the allocator holds from the second step on, of a model with random weights on a random batch."""
-    strategy, config = plan.strategy, plan.shape.config
-    args = arguments.of(recipe, plan, 9, False, {"ddp_backend": None})
-    args.report_to, args.save_strategy, args.output_dir, args.max_steps = [], "no", ".", 3
-    count = strategy.per_device_train_batch_size
-    batch = {
-        "input_ids": torch.randint(5, 100, (count, LENGTH)),
-        "attention_mask": torch.ones(count, LENGTH, dtype=torch.int64),
-        "labels": torch.randint(5, 100, (count, LENGTH)),
-    }
-    if padded:
-        batch["attention_mask"][0, LENGTH // 2 :] = 0
-    if recipe.data.packing:
-        del batch["attention_mask"]
-        batch["position_ids"] = (torch.arange(LENGTH) % (LENGTH // 3)).repeat(count, 1)
-    if config["model_type"] == "t5":
-        batch["decoder_input_ids"] = batch["labels"].clone()
-
-    class Repeated(LowMemTrainer):
-        def get_train_dataloader(self) -> Any:
-            class Loader(list):
-                dataset = (0,)
-
-            return Loader([batch] * (3 * strategy.gradient_accumulation_steps))
-
-    torch.manual_seed(0)
-    with torch.device("cpu"):
-        made = model._from_shape(recipe.model, plan.shape, recipe.quantized(strategy.mixed_precision))
-        network = model._prepared(made, recipe.model, recipe.lora, plan.lora_targets)
+    trainer = real_steps.trainer(recipe, plan, LENGTH, padded, steps=3)
+    trainer.add_callback(Steps())
+    network = trainer.model
     scales = [tensor for one in network.parameters() for tensor in four_bit.scales(one)]
     there = (*network.parameters(), *network.buffers(), *scales)
     held = {one.untyped_storage().data_ptr(): one.nbytes for one in there}
-    trainer = Repeated(
-        order=SampleOrder(9, count, strategy.gradient_accumulation_steps, 1, 0, 0),
-        meter=StepMeter(),
-        keep_checkpoints=2,
-        output_chunks=strategy.num_output_chunks,
-        facts={},
-        model=network,
-        args=args,
-        train_dataset=[0],
-        callbacks=[Steps()],
-    )
-    trainer.remove_callback(PrinterCallback)
     without_onednn = torch.backends.mkldnn.flags(enabled=False)  # it packs half-precision factors in buffers of its own
     with without_onednn, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         trainer.train()

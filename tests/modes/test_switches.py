@@ -1,0 +1,106 @@
+"""What a recipe switches on is on: the operators of real steps are counted, and their types looked at."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from tests import real_steps
+from tests.builders import plan, wish
+
+LAYERS = 2  # of llama-tiny
+GROUPS = 2  # of its parameters: with weight decay and without
+STEPS, MICRO_STEPS, SAMPLES, LENGTH = 2, 2, 3, 32
+ATTENTION, PRODUCT, FUSED = "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::mm", "aten::_fused_adamw_"
+CROSS_ENTROPY = "aten::_log_softmax"
+
+
+class Seen(TorchDispatchMode):
+    """Counts operators and, of each, the types and the most elements that it returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.dtypes: dict[str, set[torch.dtype]] = {}
+        self.most: Counter[str] = Counter()
+        self.weights: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        self.calls[name] += 1
+        for tensor in tree_iter(out):
+            if isinstance(tensor, torch.Tensor):
+                self.dtypes.setdefault(name, set()).add(tensor.dtype)
+                self.most[name] = max(self.most[name], tensor.numel())
+        return out
+
+
+def seen(shape: str = "llama-tiny", **sections: Any) -> Seen:
+    cut = {"per_device_train_batch_size": SAMPLES, "gradient_accumulation_steps": MICRO_STEPS}
+    sections["training"] = {**cut, **sections.get("training", {})}
+    recipe = wish(model={"shape": shape, **sections.pop("model", {})}, **sections)
+    trainer = real_steps.trainer(recipe, plan(recipe), LENGTH, True, STEPS)
+    with Seen() as found:
+        trainer.train()
+    found.weights = {one.dtype for one in trainer.model.parameters()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain() -> Seen:
+    return seen()
+
+
+def test_by_default_weights_are_float32_attention_is_sdpa_and_the_optimizer_is_fused(plain):
+    assert plain.dtypes[PRODUCT] == {torch.float32}
+    assert plain.calls[ATTENTION] == LAYERS * MICRO_STEPS * STEPS
+    assert plain.calls[FUSED] == GROUPS * STEPS
+
+
+def test_bf16_multiplies_in_bfloat16_and_updates_float32_weights(plain):
+    found = seen(training={"bf16": True})
+    assert found.dtypes[PRODUCT] == {torch.bfloat16}
+    assert found.weights == plain.weights == {torch.float32}
+
+
+def test_bfloat16_weights_are_multiplied_and_updated_as_such():
+    found = seen(model={"dtype": "bfloat16"})
+    assert found.weights == {torch.bfloat16}
+    assert found.dtypes[PRODUCT] == {torch.bfloat16}
+
+
+def test_gradient_checkpointing_computes_each_layer_twice(plain):
+    found = seen(training={"gradient_checkpointing": True})
+    assert found.calls[ATTENTION] == 2 * plain.calls[ATTENTION]
+    assert found.calls[CROSS_ENTROPY] == plain.calls[CROSS_ENTROPY], "more than the layers was computed again"
+
+
+def test_eager_attention_makes_the_weights_that_sdpa_does_not(plain):
+    found = seen(model={"attn_implementation": "eager"})
+    assert found.calls[ATTENTION] == 0
+    assert found.calls["aten::_softmax"] == LAYERS * MICRO_STEPS * STEPS
+    assert plain.calls["aten::_softmax"] == 0
+
+
+@pytest.mark.parametrize(("optim", "operator"), [("adamw_torch", "aten::addcdiv_"), ("sgd", "aten::add_")])
+def test_the_optimizer_that_was_asked_for_updates_the_weights(plain, optim, operator):
+    found = seen(training={"optim": optim})
+    assert found.calls[FUSED] == 0
+    assert found.calls[operator] > plain.calls[operator]
+
+
+def test_logits_in_parts_are_never_whole(plain):
+    found = seen(training={"num_output_chunks": 4})
+    assert found.most[CROSS_ENTROPY] == pytest.approx(plain.most[CROSS_ENTROPY] / 4, rel=0.05)
+
+
+def test_an_adapter_alone_is_updated(plain):
+    found = seen(lora={"r": 2})
+    assert found.calls[FUSED] == STEPS  # no adapter is left out of weight decay
+    assert found.calls[PRODUCT] > plain.calls[PRODUCT]

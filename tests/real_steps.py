@@ -1,0 +1,65 @@
+"""Real steps of LowMemTrainer in this process: random weights, one random batch again and again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.trainer_callback import PrinterCallback
+
+from launch.schema import Plan, Recipe
+from training import arguments, model
+from training.batches import SampleOrder
+from training.callbacks import StepMeter
+from training.trainer import LowMemTrainer
+
+
+def trainer(recipe: Recipe, plan: Plan, length: int, padded: bool, steps: int) -> LowMemTrainer:
+    """A trainer on the CPU whose train() takes so many optimizer steps on rows of `length` tokens.
+
+    `padded`: the first row is half as long."""
+    strategy = plan.strategy
+    args = arguments.of(recipe, plan, 9, False, {"ddp_backend": None})
+    args.report_to, args.save_strategy, args.output_dir, args.max_steps = [], "no", ".", steps
+    batch = _batch(recipe, plan, length, padded)
+
+    class Repeated(LowMemTrainer):
+        def get_train_dataloader(self) -> Any:
+            class Loader(list):
+                dataset = (0,)
+
+            return Loader([batch] * (steps * strategy.gradient_accumulation_steps))
+
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        made = model._from_shape(recipe.model, plan.shape, recipe.quantized(strategy.mixed_precision))
+        network = model._prepared(made, recipe.model, recipe.lora, plan.lora_targets)
+    found = Repeated(
+        order=SampleOrder(9, strategy.per_device_train_batch_size, strategy.gradient_accumulation_steps, 1, 0, 0),
+        meter=StepMeter(),
+        keep_checkpoints=2,
+        output_chunks=strategy.num_output_chunks,
+        facts={},
+        model=network,
+        args=args,
+        train_dataset=[0],
+    )
+    found.remove_callback(PrinterCallback)
+    return found
+
+
+def _batch(recipe: Recipe, plan: Plan, length: int, padded: bool) -> dict[str, torch.Tensor]:
+    count = plan.strategy.per_device_train_batch_size
+    batch = {
+        "input_ids": torch.randint(5, 100, (count, length)),
+        "attention_mask": torch.ones(count, length, dtype=torch.int64),
+        "labels": torch.randint(5, 100, (count, length)),
+    }
+    if padded:
+        batch["attention_mask"][0, length // 2 :] = 0
+    if recipe.data.packing:
+        del batch["attention_mask"]
+        batch["position_ids"] = (torch.arange(length) % (length // 3)).repeat(count, 1)
+    if plan.shape.config["model_type"] == "t5":
+        batch["decoder_input_ids"] = batch["labels"].clone()
+    return batch
