@@ -142,7 +142,7 @@ def prepare(
         return 0
     folder = rundir.token_cache(resolved.house.cache, resolved.recipe, resolved.plan.shape, resolved.plan.data_format)
     if (folder / rundir.TOKENS_READY).exists():
-        rundir.write_json(run.tokens_file, {"folder": str(folder)})
+        run.write_tokens(folder)
         return 0
     argv = [sys.executable, "-P", "-m", "training.prepare", "--run-dir", str(run.root)]
     argv += ["--attempt", str(attempt.number), "--cache", str(resolved.house.cache)]
