@@ -87,7 +87,8 @@ def find(house: House, word: str) -> RunDir:
         if (path / "plan.json").is_file():
             return _trained([RunDir(path.resolve())], word)
     known = [RunDir(path.parent) for path in sorted(house.runs.glob("*/*/plan.json"), reverse=True)]
-    if named := [run for run in known if word in (run.run_id, run.root.parent.name)]:
+    place = Path(word).expanduser().resolve()
+    if named := [run for run in known if word in (run.run_id, run.root.parent.name) or place == run.root.parent]:
         return _trained(named, word)
     own = {path.stem for path in recipes.RECIPES.glob("*.yaml")}
     if word in own:
@@ -182,7 +183,7 @@ def _of_data(a: Side, b: Side) -> Iterator[Difference]:
         {**one, "limits": [limit for limit in one["limits"] if limit != "packed"]} for one in (a.made_of, b.made_of)
     ]
     if other := [words for key, words in MADE_OF.items() if made[0][key] != made[1][key]]:
-        yield Difference(f"data: other than in A is in B {', and '.join(other)}", blocks=True)
+        yield Difference(f"data: A and B differ in {', '.join(other)}", blocks=True)
     held_out = [one["validation"] for one in made]
     if held_out[0] != held_out[1]:
         words = [f"sha256 {word[:12]}" if word else "none" for word in held_out]
@@ -224,7 +225,7 @@ def _of_the_rest(a: Side, b: Side) -> Iterator[Difference]:
     asked = [leaves(side.recipe.model_dump()) for side in (a, b)]
     yield from _by_key([{key: one[key] for key in one.keys() - UNTOLD} for one in asked])
     seen = [f"{side.steps[-1].samples_seen:,}" for side in (a, b)]
-    if seen[0] != seen[1]:
+    if seen[0] != seen[1] and a.is_packed == b.is_packed:
         yield _differs("samples trained", seen)
 
 

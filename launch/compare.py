@@ -38,7 +38,7 @@ def run(house: House, first: str, second: str, anyway: bool) -> int:
         raise ConfigError(f"{first} and {second} are the same run, {found[0].root}; give two")
     a, b = map(comparable.read, found)
     differs = comparable.differences(a, b)
-    for line in heading(a, b, differs):
+    for line in [*heading(a, b, differs), *(f"differs: {one.text}" for one in differs)]:
         print(shown(line))
     if (blocking := [one.text for one in differs if one.blocks]) and not anyway:
         raise ConfigError(
@@ -56,7 +56,7 @@ def run(house: House, first: str, second: str, anyway: bool) -> int:
 
 
 def heading(a: Side, b: Side, differs: Sequence[Difference]) -> Iterator[str]:
-    """Which runs these are, what they have in common, and what differs."""
+    """Which runs these are, and what they have in common."""
     for name, side in (("A", a), ("B", b)):
         tokens = sum(step.tokens for step in side.steps)
         yield (
@@ -65,9 +65,7 @@ def heading(a: Side, b: Side, differs: Sequence[Difference]) -> Iterator[str]:
         )
     if not any(one.blocks for one in differs):
         trained = f"{a.plan.shape.name} ({a.plan.shape.trainable_parameters:,} parameters trained)"
-        yield f"same: model {trained}, data, effective batch"
-    for one in differs:
-        yield f"differs: {one.text}"
+        yield f"same: model {trained}, data" + (", effective batch" if a.is_packed == b.is_packed else "")
 
 
 # ---- the figures ---------------------------------------------------------------------------------------------------
@@ -224,7 +222,7 @@ ul{padding-left:1.2rem}li.bad{color:#8a1c1c}td.sub{padding-left:1.8rem;color:#52
 def html(a: Side, b: Side, differs: Sequence[Difference], table: Sequence[Figure]) -> str:
     """The comparison as one self-contained page."""
     title = f"{a.run.run_id} and {b.run.run_id}"
-    head = [line for line in heading(a, b, differs) if not line.startswith("differs: ")]
+    head = list(heading(a, b, differs))
     legend = "".join(
         f'<p><span class="dot" style="background:{color}"></span>{_escaped(line)}</p>'
         for color, line in zip(COLORS, head, strict=False)
@@ -243,10 +241,7 @@ def html(a: Side, b: Side, differs: Sequence[Difference], table: Sequence[Figure
         f"<h1>A beside B</h1>{legend}{same}"
         + (f"<h2>What differs</h2><ul>{listed}</ul>" if listed else "")
         + "<h2>Figures</h2><table><tr><th></th><th class=n>A</th><th class=n>B</th><th class=n>B/A</th></tr>"
-        f"{rows}</table>"
-        + "".join(f'<p class="note">{line}</p>' for line in RULES)
-        + f"<h2>Curves</h2>{_curves(a, b)}"
-        + "</html>\n"
+        f'{rows}</table><p class="note">{"<br>".join(RULES)}</p>' + f"<h2>Curves</h2>{_curves(a, b)}" + "</html>\n"
     )
 
 

@@ -449,6 +449,12 @@ def token_cache(cache: Path, recipe: Recipe, shape: ModelShape, data_format: Dat
     return token_folder(cache, token_identity(recipe, shape, data_format))
 
 
+def note_made_of(folder: Path, identity: Mapping[str, Any]) -> None:
+    """Beside tokenised rows what they were made of; an older version did not."""
+    if not (folder / TOKENS_MADE_OF).exists():
+        write_json(folder / TOKENS_MADE_OF, identity)
+
+
 def token_folder(cache: Path, identity: Mapping[str, Any]) -> Path:
     """The folder of rows that were made of this."""
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]

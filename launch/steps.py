@@ -84,11 +84,11 @@ class Speed:
     tokens_per_s: float  # that are not padding
     padding: float | None  # share of the tokens computed; None: not recorded
     step_s: float  # median
-    # shares of the wall time, which give 1
-    busy: float | None  # in steps that count, less the wait; None: the wait was not recorded
+    # shares of the wall time, which give 1; None: not recorded, or the clock was set back meanwhile
+    busy: float | None  # in steps that count, less the wait
     waiting: float | None  # for data
-    evaluating: float
-    rest: float  # saves, logs, and steps that were lost and trained again
+    evaluating: float | None
+    rest: float | None  # saves, logs, and steps that were lost and trained again
 
 
 def speed(parts: Sequence[Stretch]) -> Speed | None:
@@ -101,16 +101,20 @@ def speed(parts: Sequence[Stretch]) -> Speed | None:
     computed = [step.computed_tokens for step in steady if step.computed_tokens is not None]
     waits = [step.data_seconds for step in steady if step.data_seconds is not None]
     waited_s = sum(waits) if len(waits) == len(steady) else None
-    wall_s = sum(part.wall_s for part in parts if part.steady)
     scored = [one for part in parts if part.steady for one in part.evaluations if one.time > part.steady_since]
     evaluating_s = sum(one.seconds for one in scored)
+    wall_s = sum(part.wall_s for part in parts if part.steady)
+
+    def share(part_s: float | None) -> float | None:
+        return None if part_s is None or wall_s < seconds else part_s / wall_s
+
     return Speed(
         steps=len(steady),
         tokens_per_s=tokens / seconds,
         padding=1 - tokens / sum(computed) if len(computed) == len(steady) else None,
         step_s=statistics.median(step.seconds for step in steady),
-        busy=None if waited_s is None else (seconds - waited_s) / wall_s,
-        waiting=None if waited_s is None else waited_s / wall_s,
-        evaluating=evaluating_s / wall_s,
-        rest=1 - (seconds + evaluating_s) / wall_s,
+        busy=share(None if waited_s is None else seconds - waited_s),
+        waiting=share(waited_s),
+        evaluating=share(evaluating_s),
+        rest=share(wall_s - seconds - evaluating_s),
     )

@@ -140,8 +140,10 @@ def prepare(
     known = rundir.read_json(run.tokens_file)
     if known and (Path(known["folder"]) / rundir.TOKENS_READY).exists():
         return 0
-    folder = rundir.token_cache(resolved.house.cache, resolved.recipe, resolved.plan.shape, resolved.plan.data_format)
+    identity = rundir.token_identity(resolved.recipe, resolved.plan.shape, resolved.plan.data_format)
+    folder = rundir.token_folder(resolved.house.cache, identity)
     if (folder / rundir.TOKENS_READY).exists():
+        rundir.note_made_of(folder, identity)
         run.write_tokens(folder)
         return 0
     argv = [sys.executable, "-P", "-m", "training.prepare", "--run-dir", str(run.root)]

@@ -29,6 +29,7 @@ def ensure(
     identity = rundir.token_identity(recipe, plan.shape, plan.data_format)
     folder = rundir.token_folder(cache, identity)
     if (folder / rundir.TOKENS_READY).exists():
+        rundir.note_made_of(folder, identity)
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
@@ -92,7 +93,7 @@ def _write(
             say(
                 f"{Path(file).name}: {bad.count:,} bad rows left out (data.max_bad_rows {bad.limit}); first {bad.first}"
             )
-    rundir.write_json(folder / rundir.TOKENS_MADE_OF, identity)
+    rundir.note_made_of(folder, identity)
     rundir.sync_all(folder)
     rundir.write_json(folder / rundir.TOKENS_READY, {**counts, "vocabulary": len(chosen)})
 
