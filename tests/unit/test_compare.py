@@ -138,7 +138,10 @@ def test_losses_are_compared_at_equal_samples_where_one_has_trained_further(hous
 
 
 def test_no_held_out_loss_is_given_where_none_was_measured_at_equal_samples(house):
-    found = cells(trained(house, "before"), trained(house, "after", count=4))
+    other, attempt = begun(house, "after")
+    write(attempt.events_file, [step(n, START + n) for n in range(1, 11)])
+    write(attempt.held_out_file, [HeldOut(n, 8 * n, 2 / n, 0.1, START + n) for n in (4, 9)])
+    found = cells(trained(house, "before"), other)
     assert found["held-out loss at equal samples"] == ("none", "none", "")
 
 
@@ -147,16 +150,17 @@ def test_steps_that_were_trained_again_count_once_and_their_time_is_lost(house):
     again = run.new_attempt()
     rundir.write_json(again.plan_file, asdict(run.read_plan()))
     write(again.events_file, [step(n, START + 100 + STEP_S * n, seconds=STEP_S / 2) for n in range(5, 11)])
+    write(again.held_out_file, [HeldOut(5, 40, 0.4, 50.0, START + 100 + STEP_S * 5)])  # before its steps are steady
     parts = steps.stretches(run)
     assert [[one.step for one in part.counted] for part in parts] == [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10]]
     assert [[one.step for one in part.steady] for part in parts] == [[3, 4], [7, 8, 9, 10]]
-    assert [len(part.evaluations) for part in parts] == [0, 0]  # that after step 5 was of a step that was lost
+    assert [len(part.evaluations) for part in parts] == [0, 1]  # the first one's was of a step that was lost
     speed = steps.speed(parts)
     assert speed is not None
     assert speed.tokens_per_s == pytest.approx(6 * 80 / (2 * STEP_S + 4 * STEP_S / 2))
     wall_s = (4 * STEP_S + 3) + 4 * STEP_S  # up to step 6, with the evaluation before it; from step 6 to step 10
     assert speed.busy == pytest.approx((8 - 6 * WAIT_S) / wall_s)
-    assert speed.rest == pytest.approx(1 - 8 / wall_s)
+    assert (speed.evaluating, speed.rest) == (0, pytest.approx(1 - 8 / wall_s))
 
 
 def test_no_share_of_the_wall_time_is_given_where_the_clock_was_set_back(house):
@@ -169,7 +173,7 @@ def test_no_share_of_the_wall_time_is_given_where_the_clock_was_set_back(house):
 
 
 def test_a_run_that_took_over_another_begins_with_its_steps(house):
-    earlier = trained(house, "before")
+    earlier = trained(house, "before", vram_allocated_bytes=GIB)
     saved = earlier.checkpoints / manifest.name(4)
     run, attempt = begun(house, "after", training={"per_device_train_batch_size": 16})
     rundir.write_json(run.continues_file, {"checkpoint": str(saved), "samples_seen": 32})
@@ -177,7 +181,7 @@ def test_a_run_that_took_over_another_begins_with_its_steps(house):
     side = comparable.read(run)
     assert [one.samples_seen for one in side.steps] == [8, 16, 24, 32, 48, 64, 80]
     assert side.missing() == 0
-    assert len(side.last_parts) == 1  # the other ran with another batch
+    assert cells(earlier, run)["VRAM allocated, peak"] == ("1.00 GiB", "no GPU", "")  # those ran with another batch
     texts = [one.text for one in comparable.differences(comparable.read(earlier), side)]
     assert f"B took over {saved} at sample 32" in texts
     assert "B was planned again: speed and memory are of its last plan, losses of all its steps" in texts
