@@ -1,4 +1,4 @@
-"""python -m launch plan | run | tune | report | samples | merge | doctor; only here errors become exit codes."""
+"""python -m launch plan | run | tune | report | compare | samples | merge | doctor; errors become exit codes here."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ FLAGS = {
     "--resume",
     "--forget",
     "--calibration",
+    "--anyway",
     "--out",
 }  # the others set keys of the recipe
 AUTO = "auto"
@@ -120,6 +121,10 @@ def _dispatch(argv: list[str]) -> int:
     merged.add_argument("--out", type=Path, required=True, help="a new folder")
     said = commands.add_parser("report", help="what runs so far say about the predictions")
     said.add_argument("--calibration", action="store_true", required=True, help="predicted beside measured, all runs")
+    compared = commands.add_parser("compare", help="two runs side by side: speed, memory, losses; a table and a page")
+    compared.add_argument("first", metavar="A", help="a recipe (its newest run), a run's name, or its folder")
+    compared.add_argument("second", metavar="B", help="likewise")
+    compared.add_argument("--anyway", action="store_true", help="also where model, data or effective batch differ")
     seen = commands.add_parser("samples", help="show that a run has trained each row once an epoch")
     seen.add_argument("run", type=Path, help="a folder runs/<recipe>/<time>")
     argv = [SWITCHES.get(word, word) for word in argv]
@@ -135,6 +140,12 @@ def _dispatch(argv: list[str]) -> int:
 
         house = rundir.House.here()
         return doctor.main(arguments.machine, house.cache, house.root)
+    if arguments.command == "compare":
+        if overrides:
+            raise ConfigError(f"compare: unknown flag {overrides[0]}")
+        from launch import compare  # rich's tables
+
+        return compare.run(rundir.House.here(), arguments.first, arguments.second, arguments.anyway)
     if arguments.command == "samples":
         if overrides:
             raise ConfigError(f"samples: unknown flag {overrides[0]}")

@@ -79,7 +79,7 @@ def open_run(start: Start, tokens: Path, held: ExitStack) -> tuple[str, str] | N
     for line in room.check(decided.run, start.recipe, start.plan):
         print(line, flush=True)
     attempt = write_run(decided.run, start.recipe, start.machine, start.plan, start.house)
-    rundir.write_json(decided.run.tokens_file, {"folder": str(tokens)})
+    decided.run.write_tokens(tokens)
     return str(decided.run.root), str(attempt.root)
 
 
@@ -94,6 +94,7 @@ def write_plan(run: RunDir, recipe: Recipe, machine: Machine, plan: Plan, house:
     """The plan's files, in place of those that are there."""
     run.write_plan(recipe, plan)
     rundir.write_json(attempt.plan_file, asdict(plan))  # the run's own is that of its last attempt
+    rundir.write_json(attempt.machine_file, asdict(machine))
     rundir.write_atomic(run.recipe_yaml, recipes.dump(recipe))
     rundir.write_atomic(run.accelerate_file, render.accelerate_config(plan, str(run.deepspeed_file)))
     if plan.strategy.engine == "deepspeed":

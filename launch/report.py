@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from launch import curves
 from launch.schema import GIB, Change, Machine, MemoryEstimate, Plan, Recipe, RunResult, StepEvent
 
 WORTH_A_WORD = 0.1  # of what a step computes, saved
@@ -274,8 +275,10 @@ def html(
         f"<tr><td>{name}</td><td class=n>{predicted}</td><td class=n>{found}</td><td class=n>{error}</td></tr>"
         for name, predicted, found, error in rows
     )
-    curves = "".join(
-        _curve(title, [(event.step, getattr(event, field) * scale) for event in events], from_zero)
+    figures = "".join(
+        curves.figure(
+            title, [curves.Line([(event.step, getattr(event, field) * scale) for event in events])], "step", from_zero
+        )
         for title, field, scale, from_zero in (
             ("loss per optimizer step", "loss", 1.0, False),
             ("learning rate", "learning_rate", 1.0, True),
@@ -302,36 +305,8 @@ def html(
             else ""
         )
         + (f"<h2>Attempts</h2><table>{tried}</table>" if len(attempts) > 1 else "")
-        + (f"<h2>Curves</h2>{curves}" if curves else "")
+        + (f"<h2>Curves</h2>{figures}" if figures else "")
         + f"<h2>Plan</h2><pre>{plan_text}</pre>"
         + (f"<h2>End</h2><pre>{result_text}</pre>" if result_text else "")
         + "</html>\n"
-    )
-
-
-def _curve(title: str, points: Sequence[tuple[int, float]], from_zero: bool) -> str:
-    """An SVG line of at most 600 points with its axes' ends written out."""
-    if len(points) < 2:
-        return ""
-    step = max(1, len(points) // 600)
-    kept = [(x, y) for x, y in [*points[::step], points[-1]] if math.isfinite(y)]
-    if len(kept) < 2:
-        return ""
-    width, height, left, bottom = 800, 200, 70, 24
-    x0, x1 = kept[0][0], kept[-1][0]
-    y0, y1 = 0.0 if from_zero else min(y for _, y in kept), max(y for _, y in kept)
-    span_x, span_y = max(x1 - x0, 1), (y1 - y0) or 1.0
-    line = " ".join(
-        f"{left + (x - x0) / span_x * (width - left - 10):.1f},{10 + (y1 - y) / span_y * (height - bottom - 10):.1f}"
-        for x, y in kept
-    )
-    base = height - bottom
-    return (
-        f'<figure><figcaption>{markup.escape(title)}</figcaption><svg viewBox="0 0 {width} {height}" role="img">'
-        f'<path d="M{left} 10V{base}H{width - 10}" fill="none" stroke="#9aa5b1"/>'
-        f'<polyline points="{line}" fill="none" stroke="#2563eb" stroke-width="1.8" stroke-linejoin="round"/>'
-        f'<g font-size="12" fill="#52606d" text-anchor="end"><text x="{left - 6}" y="16">{y1:.4g}</text>'
-        f'<text x="{left - 6}" y="{base}">{y0:.4g}</text></g>'
-        f'<g font-size="12" fill="#52606d"><text x="{left}" y="{height - 6}">step {x0}</text>'
-        f'<text x="{width - 10}" y="{height - 6}" text-anchor="end">step {x1}</text></g></svg></figure>'
     )

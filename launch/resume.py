@@ -197,7 +197,7 @@ def _changes(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: Path) -> list[
 
 
 def _differences(earlier: RunDir, recipe: Recipe, tokens: Path) -> Iterator[Change]:
-    old, new = _leaves(earlier.read_recipe().model_dump()), _leaves(recipe.model_dump())
+    old, new = leaves(earlier.read_recipe().model_dump()), leaves(recipe.model_dump())
     for key in sorted(old.keys() | new.keys()):
         section = key.split(".")[0]
         free = key in FREE_KEYS or section in FREE_KEYS
@@ -210,10 +210,10 @@ def _differences(earlier: RunDir, recipe: Recipe, tokens: Path) -> Iterator[Chan
         yield Change("the rows or the tokenizer are not the same: the content of a file has changed", "data")
 
 
-def _leaves(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def leaves(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, item in value.items():
-        found |= _leaves(item, f"{prefix}{key}.") if isinstance(item, Mapping) else {f"{prefix}{key}": item}
+        found |= leaves(item, f"{prefix}{key}.") if isinstance(item, Mapping) else {f"{prefix}{key}": item}
     return found
 
 

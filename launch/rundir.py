@@ -30,6 +30,7 @@ from launch.schema import DataFormat, Machine, ModelShape, Plan, Recipe
 TOKEN_CACHE_VERSION = 1  # raise when training/data.py writes other bytes for the same input
 PR_SET_PDEATHSIG = 1  # prctl(2)
 SAMPLES = "samples.i32"  # of a rank: step, number of rows, the rows, as little-endian int32
+TOKENS_MADE_OF = "made_of.json"  # of a token cache: token_identity()
 TOKENS_READY = "counts.json"  # the last file written into a token cache: a folder with it is complete
 
 
@@ -126,7 +127,9 @@ class AttemptDir:
         self.plan_file = root / "plan.json"
         self.log_file = root / "log.txt"  # all that the launcher and the ranks print
         self.train_log = root / "train.log"  # rank 0's own lines
+        self.machine_file = root / "machine.json"  # on which it was planned
         self.events_file = root / "events.jsonl"
+        self.held_out_file = root / "held_out.jsonl"
         self.outcome_file = root / "outcome.json"
         self.supervisor_file = root / "supervisor.json"  # how the launcher saw it end
         self.second_step_file = root / "second_step.json"  # what the first step in the steady state took
@@ -192,7 +195,7 @@ class RunDir:
         self.evaluation_file = root / "evaluation.json"
         self.checkpoints = root / "checkpoints"
         self.tensorboard = root / "tensorboard"
-        self.tokens_file = root / "tokens.json"  # {"folder": where the tokenised rows are}
+        self.tokens_file = root / "tokens.json"  # {"folder": where the tokenised rows are, "made_of": token_identity()}
         self.evidence_file = root / "evidence.json"  # what ran out of memory so far (estimate.RanOut), a list
         self.continues_file = root / "continues.json"  # {"checkpoint", "samples_seen", "group_size"}: an older run's
 
@@ -262,6 +265,10 @@ class RunDir:
     def write_plan(self, recipe: Recipe, plan: Plan) -> None:
         write_atomic(self.recipe_file, recipe.model_dump_json(indent=1) + "\n")
         write_json(self.plan_file, asdict(plan))
+
+    def write_tokens(self, folder: Path) -> None:
+        """Which tokenised rows it trains, and what they were made of: their folder may be gone one day."""
+        write_json(self.tokens_file, {"folder": str(folder), "made_of": read_json(folder / TOKENS_MADE_OF)})
 
     def read_recipe(self) -> Recipe:
         return Recipe.model_validate_json(self.recipe_file.read_bytes())
@@ -417,11 +424,11 @@ def folder_fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def token_cache(cache: Path, recipe: Recipe, shape: ModelShape, data_format: DataFormat) -> Path:
-    """The folder of this run's tokenised rows, named by everything that decides their bytes."""
+def token_identity(recipe: Recipe, shape: ModelShape, data_format: DataFormat) -> dict[str, Any]:
+    """Everything that decides the bytes of a run's tokenised rows. Reads the files once."""
     data = recipe.data
     tokenizer_path = recipe.tokenizer.path or recipe.model.path
-    identity = {
+    return {
         "version": TOKEN_CACHE_VERSION,
         "train": data_fingerprint(Path(data.train_file)),
         "validation": data_fingerprint(Path(data.validation_file)) if data.validation_file else None,
@@ -435,5 +442,20 @@ def token_cache(cache: Path, recipe: Recipe, shape: ModelShape, data_format: Dat
         if tokenizer_path
         else [recipe.tokenizer.split, recipe.tokenizer.vocab_size or shape.config["vocab_size"]],
     }
+
+
+def token_cache(cache: Path, recipe: Recipe, shape: ModelShape, data_format: DataFormat) -> Path:
+    """The folder of this run's tokenised rows."""
+    return token_folder(cache, token_identity(recipe, shape, data_format))
+
+
+def note_made_of(folder: Path, identity: Mapping[str, Any]) -> None:
+    """Beside tokenised rows what they were made of; an older version did not."""
+    if not (folder / TOKENS_MADE_OF).exists():
+        write_json(folder / TOKENS_MADE_OF, identity)
+
+
+def token_folder(cache: Path, identity: Mapping[str, Any]) -> Path:
+    """The folder of rows that were made of this."""
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
     return cache / "tokens" / name

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import shlex
 import statistics
@@ -15,7 +13,6 @@ from dataclasses import replace
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from launch import (
     calibration,
@@ -30,6 +27,7 @@ from launch import (
     resume,
     room,
     rundir,
+    steps,
     supervise,
     told,
 )
@@ -44,7 +42,6 @@ from launch.screen import Screen
 from launch.told import Told
 
 MAX_PLANS = 3  # of one start; each is made with more evidence than the one before
-STEADY_FROM = 2  # steps of an attempt that are slower than the rest
 Decide = Callable[[bool, Exceeded], Resolved]  # (test the link, by how much predictions were exceeded) -> a plan
 
 
@@ -92,7 +89,7 @@ def run(decide: Decide, wish: str, dry_run: bool) -> int:
         end_s = _end_s(recipe.launch.time_limit_s, began, os.environ)
         resolved, result = _attempts(resolved, decide, exceeded, start.run, held, screen, heard, end_s)
         run, recipe, plan = rundir.RunDir(Path(result.run_dir)), resolved.recipe, resolved.plan
-        events = _events(run.attempts())
+        events = [event for one in run.attempts() for event in steps.events(one)]
         _remember(resolved, run.run_id, result, events, screen)
         for line in report.result_lines(recipe, resolved.machine, plan, result, chat_command(recipe.output_dir)):
             screen.say(line)
@@ -250,21 +247,13 @@ def _told(attempt: AttemptDir) -> tuple[str, str]:
     return estimate.describe(attempt.read_plan().strategy) if is_known else "not kept", how
 
 
-def _events(attempts: Sequence[AttemptDir]) -> list[StepEvent]:
-    files = [attempt.events_file for attempt in attempts if attempt.events_file.exists()]
-    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-    steps = [json.loads(line) for line in lines]
-    texts: dict[Any, Any] = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # JSON has no such numbers
-    return [StepEvent(**{key: texts.get(value, value) for key, value in step.items()}) for step in steps]
-
-
 def _remember(resolved: Resolved, run_id: str, result: RunResult, events: Sequence[StepEvent], screen: Screen) -> None:
     """The run's figures beside their predictions, in the ledger that later plans read."""
     plan, recipe, machine = resolved.plan, resolved.recipe, resolved.machine
     strategy, memory, summary = plan.strategy, plan.estimate, result.summary
     if result.failure or memory.peak is None or not summary.get("complete"):
         return
-    seconds = [event.seconds for event in events[STEADY_FROM:]]
+    seconds = [event.seconds for event in events[steps.STEADY_FROM :]]
     on_gpu = strategy.device == "cuda"
     Ledger(resolved.house.ledger_file, screen.say).record(
         Measurement(

@@ -584,7 +584,8 @@ class Command:
 
 @dataclass(frozen=True)
 class StepEvent:
-    """One optimizer step as rank 0 writes it to events.jsonl; token counts are non-padding, over all ranks."""
+    """One optimizer step as rank 0 writes it to events.jsonl; counts are of all ranks, `tokens` those that are not
+    padding."""
 
     step: int
     max_steps: int
@@ -601,6 +602,8 @@ class StepEvent:
     vram_total_bytes: int  # 0: no GPU
     host_pss_bytes: int  # of the whole job, now
     time: float  # unix time
+    computed_tokens: int | None = None  # padding included; None: an older version's step
+    data_seconds: float | None = None  # of `seconds`: until rank 0 had its batches, and all ranks knew of theirs
 
     def line(self) -> str:
         """The line in every log; loss, tokens, samples and seconds may be means over the steps since the last one."""
@@ -620,6 +623,17 @@ class StepEvent:
             f"  {self.samples * rate:,.1f} samples/s  {self.tokens * rate:,.0f} tokens/s"
             f"{vram}  RAM {self.host_pss_bytes / GIB:.2f} GiB"
         )
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """One evaluation as rank 0 writes it to held_out.jsonl."""
+
+    step: int
+    samples_seen: int
+    loss: float
+    seconds: float
+    time: float  # unix time, at its end
 
 
 @dataclass(frozen=True)

@@ -141,9 +141,11 @@ def prepare(
     known = rundir.read_json(run.tokens_file)
     if known and (Path(known["folder"]) / rundir.TOKENS_READY).exists():
         return Ended()
-    folder = rundir.token_cache(resolved.house.cache, resolved.recipe, resolved.plan.shape, resolved.plan.data_format)
+    identity = rundir.token_identity(resolved.recipe, resolved.plan.shape, resolved.plan.data_format)
+    folder = rundir.token_folder(resolved.house.cache, identity)
     if (folder / rundir.TOKENS_READY).exists():
-        rundir.write_json(run.tokens_file, {"folder": str(folder)})
+        rundir.note_made_of(folder, identity)
+        run.write_tokens(folder)
         return Ended()
     argv = [sys.executable, "-P", "-m", "training.prepare", "--run-dir", str(run.root)]
     argv += ["--attempt", str(attempt.number), "--cache", str(resolved.house.cache)]

@@ -8,7 +8,6 @@ less is tried. Without a prediction the batch is found by bisection.
 from __future__ import annotations
 
 import io
-import json
 import math
 import os
 import shutil
@@ -23,14 +22,14 @@ from typing import Literal
 
 import psutil
 
-from launch import direct, environment, keys, planner, render, rundir, supervise
+from launch import direct, environment, keys, planner, render, rundir, steps, supervise
 from launch.candidates import Given
 from launch.errors import DoesNotFit, ResourceError, Stopped
 from launch.estimate import describe, gib
 from launch.ledger import Ledger, Trial, Tuned
 from launch.resolve import Resolved, with_counts
 from launch.rundir import CODE, RunDir
-from launch.schema import Plan, StepEvent, Strategy
+from launch.schema import Plan, Strategy
 from launch.screen import Screen
 
 MAX_TRIALS = 3
@@ -158,8 +157,7 @@ class _Trials:
             if result.failure.kind == "stopped":
                 raise Stopped(f"tuning was {result.failure.cause}; nothing is kept", result.exit_code)
             return Outcome("oom" if is_memory else "failed", why=result.failure.cause)
-        lines = attempt.events_file.read_text(encoding="utf-8").splitlines()
-        events = [StepEvent(**json.loads(line)) for line in lines]
+        events = steps.events(attempt)
         peak = max(event.vram_reserved_bytes for event in events) or result.host_peak_bytes
         return Outcome("fits", min(event.seconds for event in events[1:]), peak)  # others only ever add to it
 

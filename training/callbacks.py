@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
@@ -18,12 +18,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from launch import rundir
 from launch.errors import shown
 from launch.rundir import AttemptDir
-from launch.schema import StepEvent
+from launch.schema import HeldOut, StepEvent
 from training.engines import local_bytes
 
 logger = logging.getLogger("lowmem")
 
 STEADY_STEP = 2  # the first step finds no optimizer states
+COUNTED = ("tokens", "computed_tokens", "samples")
 PSS_INTERVAL_S = 2.0  # reading smaps_rollup costs milliseconds a GiB
 
 
@@ -60,22 +61,24 @@ class StepMeter:
         self._file = samples_file.open("ab") if samples_file else None
         self._rows: list[np.ndarray] = []
         self._loss: torch.Tensor | None = None
-        self._tokens = 0
-        self._samples = 0
+        self._counts = np.zeros(len(COUNTED), dtype=np.int64)
+        self.waited_s = 0.0
         self.steps: list[dict[str, Any]] = []
 
-    def add(self, loss: torch.Tensor, tokens: int, samples: int, rows: np.ndarray | None = None) -> None:
+    def add(
+        self, loss: torch.Tensor, tokens: int, computed_tokens: int, samples: int, rows: np.ndarray | None = None
+    ) -> None:
         """One micro-batch; `loss` is its share of the step's mean loss, times the number of ranks."""
         if rows is not None:
             self._rows.append(rows)
         self._loss = loss if self._loss is None else self._loss + loss
-        self._tokens += tokens
-        self._samples += samples
+        self._counts += (tokens, computed_tokens, samples)
 
     def close_step(self, **facts: Any) -> None:
         assert self._loss is not None, "an optimizer step without a micro-batch"
-        self.steps.append({"loss": self._loss, "tokens": self._tokens, "samples": self._samples, **facts})
-        self._loss, self._tokens, self._samples = None, 0, 0
+        self.steps.append({"loss": self._loss, "counts": self._counts.tolist(), "data_seconds": self.waited_s, **facts})
+        self._loss, self.waited_s = None, 0.0
+        self._counts[:] = 0
         if self._file:
             rows = np.concatenate([np.empty(0, dtype="<i4"), *self._rows])
             self._file.write(np.concatenate([[facts["step"], len(rows)], rows]).astype("<i4").tobytes())
@@ -93,15 +96,15 @@ class StepMeter:
         steps, self.steps = self.steps, []
         if not steps:
             return []
-        counts = [[step["tokens"], step["samples"]] for step in steps]
+        counts = [step.pop("counts") for step in steps]
         losses = torch.stack([step["loss"].float() for step in steps]).double().to(device)
         table = torch.cat([losses[:, None], torch.tensor(counts, dtype=torch.float64, device=device)], dim=1)
         world_size = 1
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(table)
             world_size = torch.distributed.get_world_size()
-        for step, (loss, tokens, samples) in zip(steps, table.tolist(), strict=True):
-            step.update(loss=loss / world_size, tokens=int(tokens), samples=int(samples))
+        for step, (loss, *summed) in zip(steps, table.tolist(), strict=True):
+            step.update(zip(COUNTED, map(int, summed), strict=True), loss=loss / world_size)
         return steps
 
 
@@ -120,7 +123,8 @@ class Reporter(TrainerCallback):
     ) -> None:
         self._check_loss = check_loss
         self._rank, self._meter, self._order, self._device = rank, meter, order, device
-        self._events: IO[str] | None = attempt.events_file.open("a", encoding="utf-8") if rank == 0 else None
+        files = (attempt.events_file, attempt.held_out_file) if rank == 0 else ()
+        self._events, self._held_out = [file.open("a", encoding="utf-8") for file in files] or (None, None)
         self.host = HostMemory()
         self._bar = _Bar() if draw and rank == 0 else None
         self._step_began = 0.0
@@ -147,8 +151,8 @@ class Reporter(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if not self._meter.steps:  # after a log, whose time is not the step's; nor is an evaluation's or a save's
-            self._step_began = time.monotonic()
+        if not self._steps:  # an attempt's first: what came before it was its start
+            self._step_began, self._meter.waited_s = time.monotonic(), 0.0
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -180,6 +184,7 @@ class Reporter(TrainerCallback):
     ) -> None:
         if "loss" in logs:
             self.flush(state.max_steps, logs.get("grad_norm"))
+            self._step_began = time.monotonic()  # a log's time is no step's; nor is an evaluation's or a save's
         elif "eval_loss" in logs and self._rank == 0:
             logger.info(
                 "step %d/%d  held-out loss %.4f  perplexity %.2f  (%.1f s)",
@@ -189,6 +194,14 @@ class Reporter(TrainerCallback):
                 logs["eval_perplexity"],
                 logs["eval_runtime"],
             )
+            done = HeldOut(
+                step=state.global_step,
+                samples_seen=self._order.samples_seen(state.global_step),
+                loss=logs["eval_loss"],
+                seconds=logs["eval_runtime"],
+                time=time.time(),
+            )
+            self._write(self._held_out, [done])
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._step_began = time.monotonic()
@@ -223,7 +236,7 @@ class Reporter(TrainerCallback):
             )
             for step in steps
         ]
-        self._write("".join(rundir.to_json(asdict(event)) + "\n" for event in events))
+        self._write(self._events, events)
         for event in events:
             self._check_loss(event.step, event.loss)
         self.last_event = events[-1]
@@ -233,15 +246,15 @@ class Reporter(TrainerCallback):
             self._bar.show(shown)
         logger.info("%s", shown.line())
 
-    def _write(self, lines: str) -> None:
+    def _write(self, file: IO[str] | None, figures: Sequence[StepEvent | HeldOut]) -> None:
         """Figures that the disk refuses are lost, and that is said once; training goes on."""
-        assert self._events is not None
+        assert file is not None
         try:
-            self._events.write(lines)
-            self._events.flush()
+            file.write("".join(rundir.to_json(asdict(one)) + "\n" for one in figures))
+            file.flush()
         except OSError as error:
             if not self._is_refused:
-                logger.warning("events.jsonl: %s; figures of some steps are lost", error.strerror)
+                logger.warning("%s: %s; figures are lost", Path(file.name).name, error.strerror)
             self._is_refused = True
 
 

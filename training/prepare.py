@@ -26,8 +26,10 @@ def ensure(
     """The folder with train.arrow, validation.arrow, tokenizer/ and counts.json; made once, under a lock.
 
     `goes_on` is called every thousand rows."""
-    folder = rundir.token_cache(cache, recipe, plan.shape, plan.data_format)
+    identity = rundir.token_identity(recipe, plan.shape, plan.data_format)
+    folder = rundir.token_folder(cache, identity)
     if (folder / rundir.TOKENS_READY).exists():
+        rundir.note_made_of(folder, identity)
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
@@ -38,7 +40,7 @@ def ensure(
             aside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
             aside.mkdir()
             try:
-                _write(recipe, plan, aside, say, goes_on)
+                _write(recipe, plan, identity, aside, say, goes_on)
                 shutil.rmtree(folder, ignore_errors=True)
                 aside.rename(folder)
             finally:
@@ -46,7 +48,14 @@ def ensure(
     return folder
 
 
-def _write(recipe: Recipe, plan: Plan, folder: Path, say: Callable[[str], None], goes_on: Callable[[], None]) -> None:
+def _write(
+    recipe: Recipe,
+    plan: Plan,
+    identity: dict[str, Any],
+    folder: Path,
+    say: Callable[[str], None],
+    goes_on: Callable[[], None],
+) -> None:
     from training import data, packing, rows, tokenizer
 
     source, section = recipe.data, recipe.tokenizer
@@ -84,6 +93,7 @@ def _write(recipe: Recipe, plan: Plan, folder: Path, say: Callable[[str], None],
             say(
                 f"{Path(file).name}: {bad.count:,} bad rows left out (data.max_bad_rows {bad.limit}); first {bad.first}"
             )
+    rundir.note_made_of(folder, identity)
     rundir.sync_all(folder)
     rundir.write_json(folder / rundir.TOKENS_READY, {**counts, "vocabulary": len(chosen)})
 
@@ -136,7 +146,7 @@ def main() -> int:
     except BaseException as error:
         run.attempt(arguments.attempt).leave_word(0, error)
         raise
-    rundir.write_json(run.tokens_file, {"folder": str(folder)})
+    run.write_tokens(folder)
     return 0
 
 

@@ -132,6 +132,13 @@ class LowMemTrainer(Trainer):
         ]
         return self._loader(rows, batches, 0)
 
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], torch.Tensor | int | None]:
+        """Trainer's own; how long a step waits for its data is noted."""
+        began = time.monotonic()
+        batches = super().get_batch_samples(*args, **kwargs)
+        self.meter.waited_s += time.monotonic() - began
+        return batches
+
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.obey:
             self.obey.micro_batch()
@@ -141,10 +148,12 @@ class LowMemTrainer(Trainer):
             tokens = (inputs["attention_mask"] * with_target[:, None]).sum()
         else:  # packed
             tokens = inputs.pop("num_tokens", 0)
+        computed = inputs["input_ids"].numel()
         if "decoder_input_ids" in inputs:
             tokens = tokens + (inputs["labels"] != IGNORED).sum()
+            computed += inputs["labels"].numel()
         loss = super().training_step(model, inputs, *args, **kwargs)
-        self.meter.add(loss, int(tokens), int(with_target.sum()), rows)
+        self.meter.add(loss, int(tokens), computed, int(with_target.sum()), rows)
         return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:

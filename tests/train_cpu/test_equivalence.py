@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests import builders
+from training.batches import FILLER_LENGTH, NumberedRows, SampleOrder
 
 HERE = Path(__file__).parent
 CUTS = {"8x1": (8, 1, 1), "4x2": (4, 2, 1), "1x8": (1, 8, 1), "2 ranks 1x4": (1, 4, 2)}
@@ -42,8 +43,24 @@ def train(folder: Path, runs: dict[str, Path], ranks: int) -> dict[str, dict[str
     for name, run in runs.items():
         events = builders.events(run)
         steps[name]["losses"] = torch.tensor([event["loss"] for event in events], dtype=torch.float64)
-        steps[name]["samples_seen"] = [event["samples_seen"] for event in events]
+        for counted in ("samples_seen", "tokens", "computed_tokens", "data_seconds", "seconds"):
+            steps[name][counted] = [event[counted] for event in events]
     return steps
+
+
+def tokens_by_the_data(cache: Path, cut: tuple[int, int, int], step: int, sides: slice) -> tuple[int, int]:
+    """(tokens, tokens with padding) that the ranks compute in an optimizer step; `sides`: input, and labels of a T5."""
+    rows = NumberedRows(cache)
+    lengths = rows.lengths()[:, sides]
+    orders = [SampleOrder(len(rows), *cut, rank, seed=23333) for rank in range(cut[2])]
+    real = computed = 0
+    for micro in range(cut[1]):
+        taken = [order.rows_of(step, [micro]) for order in orders]
+        if any(taken):
+            computed += sum(int(lengths[of_rank].max(axis=0).sum()) * len(of_rank) for of_rank in taken if of_rank)
+            computed += sum(FILLER_LENGTH * lengths.shape[1] for of_rank in taken if not of_rank)
+            real += sum(int(lengths[of_rank].sum()) for of_rank in taken if of_rank)
+    return real, computed
 
 
 @pytest.mark.parametrize("shape", ["llama-tiny", pytest.param("t5-tiny", marks=pytest.mark.modes)])
@@ -57,6 +74,11 @@ def test_loss_and_gradient_do_not_depend_on_how_the_batch_is_cut(tmp_path, shape
     assert reference["samples_seen"] == [8, 16, 24, 32, 40, 45, 53, 61]
     for name, steps in runs.items():
         assert steps["samples_seen"] == reference["samples_seen"]
+        (cache,) = tmp_path.glob("house/.cache/tokens/*/train.arrow")
+        counted = zip(steps["tokens"], steps["computed_tokens"], strict=True)
+        sides = slice(0, 2) if shape.startswith("t5") else slice(0, 1)
+        assert list(counted) == [tokens_by_the_data(cache, CUTS[name], step, sides) for step in range(1, 9)], name
+        assert all(0 <= wait < whole for wait, whole in zip(steps["data_seconds"], steps["seconds"], strict=True))
         torch.testing.assert_close(steps["losses"], reference["losses"], rtol=1e-5, atol=0, msg=lambda m, n=name: n + m)
         # the first gradient comes from equal weights; later ones also carry how rounding moved them
         first = (steps["gradients"][0] - reference["gradients"][0]).norm() / reference["gradients"][0].norm()

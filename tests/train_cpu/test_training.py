@@ -13,6 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
+from launch import samples, steps
+from launch.rundir import RunDir
 from tests import builders
 
 
@@ -73,6 +75,48 @@ def test_what_was_measured_equals_what_was_predicted_for_model_states(finished):
     assert outcome["optimizer_bytes"] == pytest.approx(estimate["optimizer_bytes"], abs=4 * 100)  # scalar step counters
     assert math.isfinite(outcome["loss"])
     assert outcome["host_pss_bytes"] > 100 << 20
+
+
+def padding_by_the_data(run: RunDir) -> float:
+    """Share of padding in the micro-batches of one rank, without those of the first two steps."""
+    tokens = Path(json.loads(run.tokens_file.read_text())["folder"]) / "train.arrow"
+    lengths = [len(row) for row in datasets.Dataset.from_file(str(tokens))["input_ids"]]
+    size = run.read_plan().strategy.per_device_train_batch_size
+    steady = [rows for step, rows in samples.taken(run).items() if step > steps.STEADY_FROM]
+    batches = [[lengths[row] for row in rows[at : at + size]] for rows in steady for at in range(0, len(rows), size)]
+    return 1 - sum(map(sum, batches)) / sum(max(batch) * len(batch) for batch in batches)
+
+
+def test_a_run_is_compared_with_one_that_has_less_padding(finished, tmp_path):
+    folder, _ = finished
+    words = ["--name=grouped", "--data.group_by_length=true", f"--output_dir={tmp_path / 'model'}"]
+    words += ["--training.per_device_train_batch_size=2", "--training.gradient_accumulation_steps=4"]
+    done = builders.launch(folder / "house", "run", str(folder / "tiny.yaml"), *words)
+    assert done.returncode == 0, done.stderr + done.stdout
+    compared = builders.launch(folder / "house", "compare", "tiny", "grouped")
+    assert compared.returncode == 0, compared.stderr
+    assert "differs: data.group_by_length: A False, B True\n" in compared.stdout
+    assert "effective batch\n" in compared.stdout
+    table = {line[:38].strip(): line[38:].split() for line in compared.stdout.splitlines() if line.startswith("  ")}
+    for at, name in enumerate(("tiny", "grouped")):
+        run = RunDir(builders.only_run(folder / "house", name))
+        steady = builders.events(run.root)[steps.STEADY_FROM :]
+        assert len(steady) == 16
+        rate = sum(step["tokens"] for step in steady) / sum(step["seconds"] for step in steady)
+        assert float(table["non-padding tokens/s"][at].replace(",", "")) == pytest.approx(rate, abs=0.5)
+        assert float(table["padding, of the tokens computed"][at][:-1]) == pytest.approx(
+            100 * padding_by_the_data(run), abs=0.05
+        )
+        shares = ("wall time: busy with steps", "waiting for data", "evaluations", "saves, logs, steps that were lost")
+        assert sum(float(table[share][at][:-1]) for share in shares) == pytest.approx(100, abs=0.2)
+        held_out = json.loads((run.attempts()[-1].outcome_file).read_text())["eval_loss"]
+        assert table["held-out loss at 135 samples"][at] == f"{held_out:.4f}"
+    padding = [float(share[:-1]) for share in table["padding, of the tokens computed"]]
+    assert padding[1] < padding[0] / 2
+    tokens = table["non-padding tokens of 135 samples"]
+    assert tokens[0] == tokens[1]
+    page = Path(compared.stdout.splitlines()[-1].removeprefix("page: "))
+    assert page.read_text().count("<polyline") == 6
 
 
 def test_lora_on_a_local_folder_leaves_an_adapter_and_touches_no_base_weight(finished, tmp_path):
