@@ -36,6 +36,7 @@ class Given:
     force_gloo: bool = False  # ACCELERATE_USE_GLOO=1
     link: Link | None = None  # what the test of this machine's GPUs found
     has_deepspeed: bool = True  # the package is installed
+    no_compiler: str | None = None  # why torch.compile cannot work here
     exceeded: Exceeded = NOTHING_EXCEEDED  # by which an attempt of this run has refuted its plan
     free_batch: bool = False  # any cut of the effective batch will do
     wants_tuned: bool = False  # no batch was typed: what tuning has found before is used
@@ -87,6 +88,7 @@ def _as_asked(recipe: Recipe, machine: Machine, given: Given) -> Iterator[Candid
             mixed_precision=_precision(recipe, machine.gpus[:num_processes] if on_gpu else ()),
             gradient_checkpointing=training.gradient_checkpointing,
             num_output_chunks=training.num_output_chunks or 1,
+            torch_compile=training.compiles and given.no_compiler is None,
             dataloader_num_workers=workers(recipe, machine, num_processes // launch.nodes, on_gpu),
         )
 
@@ -261,7 +263,7 @@ def _may_chunk(about: Subject, candidate: Candidate) -> bool:
         training.num_output_chunks is None
         and about.shape.config["model_type"] in CHUNKED
         and not _holds_head_in_parts(candidate)
-        and not training.extras.get("torch_compile")
+        and not candidate.torch_compile
     )
 
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
+import sysconfig
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 
 from launch.errors import ResourceError
 from launch.schema import Recipe, Strategy
@@ -28,6 +33,19 @@ def refuse_old() -> None:
                 f"{package} {found} is installed, expected {wanted} or newer: older ones run code that a checkpoint or"
                 f" a model folder brings; pip install '{package}>={wanted}'"
             )
+
+
+def no_compiler(on_gpu: bool, environ: Mapping[str, str]) -> str | None:
+    """Why torch.compile's inductor cannot build its kernels here; None where it can. Source: torch 2.13
+    _inductor/cpp_builder.py (g++, or CXX; Python's headers), triton's runtime/build.py (CC, gcc or clang)."""
+    if on_gpu and find_spec("triton") is None:
+        return "the package triton is not installed"
+    wanted = [environ.get("CC"), "gcc", "clang"] if on_gpu else [environ.get("CXX") or "g++"]
+    if not any(name and shutil.which(name, path=environ.get("PATH")) for name in wanted):
+        names = " or ".join(name for name in wanted if name)
+        return f"there is no compiler ({names}); install one, as by apt-get install g++"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    return None if header.exists() else f"Python's headers are not installed ({header})"
 
 
 def unused(recipe: Recipe, strategy: Strategy | None) -> list[str]:

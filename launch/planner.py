@@ -237,8 +237,8 @@ def _check_chunks(recipe: Recipe, model_type: str) -> None:
         return
     if model_type not in CHUNKED:
         raise ConfigError(f"{asked}, but the model is a {model_type}; logits in parts work for {', '.join(CHUNKED)}")
-    if recipe.training.extras.get("torch_compile"):
-        raise ConfigError(f"{asked} beside training.torch_compile: true, which would compile each part; leave one out")
+    if recipe.training.compiles:
+        raise ConfigError(f"{asked} beside training.torch_compile, which would compile each part; leave one out")
 
 
 def _rendezvous(launch: LaunchSection) -> Rendezvous | None:

@@ -28,6 +28,7 @@ def changes(about: Subject, candidate: Candidate, judged: Sequence[tuple[Judged,
         *_precision_changes(about.recipe, about.machine, candidate),
         *_batch_changes(about, candidate, judged, given),
         *_rate_changes(about.recipe, candidate),
+        *_compile_changes(about.recipe, candidate, given),
     ]
 
 
@@ -46,6 +47,8 @@ def _where(recipe: Recipe, machine: Machine, candidate: Candidate, given: Given)
         yield f"{launch.nodes} machines, this one is number {launch.machine_rank}; they meet at {meet}"
     if candidate.offloads:
         yield "optimizer states in host RAM, updated there by the same optimizer: slower, and no compiled op is needed"
+    if candidate.torch_compile:
+        yield "torch.compile: of training steps, not of evaluations; its own memory and speed are not predicted"
     if given.assume_fits:
         yield "launch.assume_fits: what is predicted was not compared with what there is"
     if given.force_gloo and candidate.num_processes == 1:
@@ -110,6 +113,12 @@ def _rate_changes(recipe: Recipe, candidate: Candidate) -> Iterator[Change]:
         how = {"linear": "in proportion to", "sqrt": "with the square root of"}[training.learning_rate_scaling]
         reason = f"{how} the effective batch, {batch} instead of {training.learning_rate_batch_size}, as asked for"
         yield Change("training.learning_rate", f"{training.learning_rate:g}", f"{rate:g}", reason)
+
+
+def _compile_changes(recipe: Recipe, candidate: Candidate, given: Given) -> Iterator[Change]:
+    if recipe.training.compiles and not candidate.torch_compile:
+        reason = f"torch.compile cannot work here: {given.no_compiler}"
+        yield Change("training.torch_compile", "true", "false", reason)
 
 
 def _batch_changes(

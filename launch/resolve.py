@@ -89,6 +89,8 @@ def resolve(
     data_format = columns.detect(recipe.data, house.root)
     rows = columns.row_count(Path(recipe.data.train_file))
     given = replace(given, has_deepspeed=machine_file is not None or find_spec("deepspeed") is not None)
+    if recipe.training.compiles and machine_file is None:
+        given = replace(given, no_compiler=packages.no_compiler(has_gpu, environment.passed(os.environ)))
     if machine_file is None and has_gpu:
         given = replace(given, link=_link(recipe, machine, given, house, say, test_link))
     changes = (*changed, *first, *found)

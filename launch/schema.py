@@ -185,6 +185,9 @@ class DataSection(Section):
         return self
 
 
+COMPILE_KEYS = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
+
+
 class TrainingSection(BaseModel):
     """TrainingArguments' own names. The ones planning needs are typed here; the others are checked against the
     fields of the installed transformers (training_fields.py) and kept as extras."""
@@ -249,6 +252,11 @@ class TrainingSection(BaseModel):
     @property
     def extras(self) -> dict[str, Any]:
         return dict(self.__pydantic_extra__ or {})
+
+    @property
+    def compiles(self) -> bool:
+        """A backend or a mode asks for torch.compile too, as in TrainingArguments."""
+        return any(self.extras.get(key) for key in COMPILE_KEYS)
 
 
 class LaunchSection(Section):
@@ -407,6 +415,7 @@ class Strategy:
     dataloader_num_workers: int
     num_machines: int = 1
     num_output_chunks: int = 1  # logits of so many parts of the positions are made one after another
+    torch_compile: bool = False
 
     @property
     def effective_batch_size(self) -> int:

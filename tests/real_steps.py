@@ -21,14 +21,14 @@ def trainer(recipe: Recipe, plan: Plan, length: int, padded: bool, steps: int) -
     strategy = plan.strategy
     args = arguments.of(recipe, plan, 9, False, {"ddp_backend": None})
     args.report_to, args.save_strategy, args.output_dir, args.max_steps = [], "no", ".", steps
-    batch = _batch(recipe, plan, length, padded)
+    rows = batch(recipe, plan, length, padded)
 
     class Repeated(LowMemTrainer):
         def get_train_dataloader(self) -> Any:
             class Loader(list):
                 dataset = (0,)
 
-            return Loader([batch] * (steps * strategy.gradient_accumulation_steps))
+            return Loader([rows] * (steps * strategy.gradient_accumulation_steps))
 
     torch.manual_seed(0)
     with torch.device("cpu"):
@@ -48,18 +48,19 @@ def trainer(recipe: Recipe, plan: Plan, length: int, padded: bool, steps: int) -
     return found
 
 
-def _batch(recipe: Recipe, plan: Plan, length: int, padded: bool) -> dict[str, torch.Tensor]:
+def batch(recipe: Recipe, plan: Plan, length: int, padded: bool) -> dict[str, torch.Tensor]:
+    """A micro-batch of random tokens, as the collator shapes it."""
     count = plan.strategy.per_device_train_batch_size
-    batch = {
+    made = {
         "input_ids": torch.randint(5, 100, (count, length)),
         "attention_mask": torch.ones(count, length, dtype=torch.int64),
         "labels": torch.randint(5, 100, (count, length)),
     }
     if padded:
-        batch["attention_mask"][0, length // 2 :] = 0
+        made["attention_mask"][0, length // 2 :] = 0
     if recipe.data.packing:
-        del batch["attention_mask"]
-        batch["position_ids"] = (torch.arange(length) % (length // 3)).repeat(count, 1)
+        del made["attention_mask"]
+        made["position_ids"] = (torch.arange(length) % (length // 3)).repeat(count, 1)
     if plan.shape.config["model_type"] == "t5":
-        batch["decoder_input_ids"] = batch["labels"].clone()
-    return batch
+        made["decoder_input_ids"] = made["labels"].clone()
+    return made

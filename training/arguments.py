@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from launch.schema import Plan, Recipe, Strategy, TrainingSection
+from launch.schema import COMPILE_KEYS, Plan, Recipe, Strategy, TrainingSection
 
 
 def of(recipe: Recipe, plan: Plan, rows: int, evaluates: bool, engine: dict[str, Any]) -> TrainingArguments:
@@ -53,6 +53,8 @@ def of(recipe: Recipe, plan: Plan, rows: int, evaluates: bool, engine: dict[str,
 def _extras(training: TrainingSection, strategy: Strategy) -> dict[str, Any]:
     """What else the recipe says, over defaults of ours: nothing we build leaves a parameter out."""
     found = {"ddp_find_unused_parameters": False, "dataloader_persistent_workers": True, **training.extras}
+    if not strategy.torch_compile:
+        found = {key: value for key, value in found.items() if key not in COMPILE_KEYS}
     found.pop("save_strategy", None)  # steps, all that a recipe may say, is said above
     if not strategy.dataloader_num_workers:  # transformers refuses it where nobody is there to work ahead
         found.pop("dataloader_prefetch_factor", None)

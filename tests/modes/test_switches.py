@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from launch import packages
 from tests import real_steps
 from tests.builders import plan, wish
+from training import arguments
 
 LAYERS = 2  # of llama-tiny
 GROUPS = 2  # of its parameters: with weight decay and without
@@ -104,3 +107,32 @@ def test_an_adapter_alone_is_updated(plain):
     found = seen(lora={"r": 2})
     assert found.calls[FUSED] == STEPS  # no adapter is left out of weight decay
     assert found.calls[PRODUCT] > plain.calls[PRODUCT]
+
+
+@pytest.mark.skipif(packages.no_compiler(False, os.environ) is not None, reason="needs g++ and Python's headers")
+def test_torch_compile_runs_training_steps_in_graphs_and_evaluations_without():
+    recipe = wish(model={"shape": "llama-tiny"}, training={"per_device_train_batch_size": 2, "torch_compile": True})
+    chosen = plan(recipe)
+    assert "torch.compile: of training steps, not of evaluations" in " ".join(chosen.why)
+    trainer = real_steps.trainer(recipe, chosen, LENGTH, False, STEPS)
+    torch._dynamo.reset()
+    graphs = torch._dynamo.utils.counters["stats"]
+    graphs.clear()
+    trainer.train()
+    compiled = graphs["unique_graphs"]
+    assert compiled > 0
+    batch = real_steps.batch(recipe, chosen, LENGTH + 8, False)
+    loss, _, _ = trainer.prediction_step(trainer._wrap_model(trainer.model, training=False), batch, True)
+    assert torch.isfinite(loss)
+    assert graphs["unique_graphs"] == compiled
+
+
+def test_without_a_compiler_the_plan_says_that_steps_run_as_they_are():
+    recipe = wish(model={"shape": "llama-tiny"}, training={"torch_compile_backend": "inductor"})
+    assert arguments.of(recipe, plan(recipe), 9, False, {}).torch_compile
+    reason = packages.no_compiler(False, {"PATH": "/nowhere"})
+    assert reason is not None
+    without = plan(recipe, no_compiler=reason)
+    (change,) = [change for change in without.changes if change.key == "training.torch_compile"]
+    assert "there is no compiler (g++)" in change.reason
+    assert not arguments.of(recipe, without, 9, False, {}).torch_compile
