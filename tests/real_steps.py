@@ -14,6 +14,12 @@ from training.callbacks import StepMeter
 from training.trainer import LowMemTrainer
 
 
+class Loader(list[dict[str, torch.Tensor]]):
+    """Batches, as Trainer wants to have them."""
+
+    dataset = (0,)
+
+
 def trainer(recipe: Recipe, plan: Plan, length: int, padded: bool, steps: int) -> LowMemTrainer:
     """A trainer on the CPU whose train() takes so many optimizer steps on rows of `length` tokens.
 
@@ -25,9 +31,6 @@ def trainer(recipe: Recipe, plan: Plan, length: int, padded: bool, steps: int) -
 
     class Repeated(LowMemTrainer):
         def get_train_dataloader(self) -> Any:
-            class Loader(list):
-                dataset = (0,)
-
             return Loader([rows] * (steps * strategy.gradient_accumulation_steps))
 
     torch.manual_seed(0)
