@@ -27,7 +27,7 @@ check: ## format, lint, types, shell, known vulnerabilities (where their service
 
 test: ## the tests that take seconds: no GPU, no faults, no campaign of modes
 	$(IN_VENV) $(PYTEST) -n 2 -m "not gpu and not faults and not modes" tests/unit tests/process
-	$(IN_VENV) $(PYTEST) -m "not gpu and not faults and not modes" tests/train_cpu
+	$(IN_VENV) $(PYTEST) -n 2 --dist loadfile -m "not gpu and not faults and not modes" tests/train_cpu
 
 test-modes: ## traces beside real steps, each engine once, tuning, files of configs/, several machines, orphans
 	$(IN_VENV) "$$PYTHON" -m benchmarks.modes --quick

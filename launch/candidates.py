@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from launch import architectures, sharding
-from launch.errors import ConfigError
+from launch.errors import ConfigError, ResourceError
 from launch.estimate import NOTHING_EXCEEDED, Exceeded, Subject
 from launch.schema import Gpu, LaunchSection, Link, Machine, Mode, Precision, Recipe
 from launch.schema import Strategy as Candidate
@@ -41,6 +41,7 @@ class Given:
     free_batch: bool = False  # any cut of the effective batch will do
     wants_tuned: bool = False  # no batch was typed: what tuning has found before is used
     assume_fits: bool = False  # whatever is predicted
+    offers_ways: bool = True  # where nothing fits, looks for flags with which it would
     tuned: Candidate | None = None  # what short trials found the fastest here
 
 
@@ -71,7 +72,9 @@ def _as_asked(recipe: Recipe, machine: Machine, given: Given) -> Iterator[Candid
     launch, training = recipe.launch, recipe.training
     on_gpu = bool(machine.gpus) and not given.force_cpu and launch.mode not in CPU_MODES
     if launch.mode in GPU_MODES and not on_gpu:
-        raise ConfigError(f"launch.mode {launch.mode} needs a GPU: {machine.gpus_reason}; use cpu or multi_cpu")
+        raise ResourceError(
+            f"launch.mode {launch.mode} needs a GPU, found none ({machine.gpus_reason}); use cpu or multi_cpu"
+        )
     for mode, num_processes, instead_of in _ways_to_start(launch, machine, given, on_gpu):
         several = num_processes > 1 or mode.startswith("deepspeed")
         gloo = not on_gpu or (num_processes > 1 and (mode == "dual_gpu_gloo" or given.force_gloo))
@@ -126,7 +129,7 @@ def _ways_to_start(
     if mode in SEVERAL_PROCESSES and count == 1:
         if asked:
             raise ConfigError(f"launch.mode {mode} needs two processes or more, launch.num_processes says 1")
-        raise ConfigError(f"launch.mode {mode} needs two GPUs or more, there is {per_node}; use single_gpu")
+        raise ResourceError(f"launch.mode {mode} needs two GPUs or more, there is {per_node}; use single_gpu")
     if mode == "dual_gpu_nccl" and given.force_gloo:
         yield "dual_gpu_gloo", count, count
     else:
@@ -230,6 +233,14 @@ def _waves(about: Subject, possible: Sequence[Candidate]) -> Iterator[list[Candi
     yield [*offloaded, *rest, *(cut for cut in smaller if cut.per_device_train_batch_size == 1)]
 
 
+def shared_cuts(about: Subject, possible: Sequence[Candidate], given: Given) -> list[Candidate]:
+    """Copies shared out in smaller pieces, none of a single sample; nothing where tuning or a free batch decides."""
+    if given.tuned is not None or given.free_batch or about.traces is None:
+        return []
+    shared = [one for one in possible if one.engine not in ("plain", "ddp") and not one.offloads]
+    return [cut for one in shared for cut in (one, *cuts(about, one)) if cut.per_device_train_batch_size > 1]
+
+
 def cuts(about: Subject, candidate: Candidate, any_size: bool = False) -> Iterator[Candidate]:
     """The same effective batch in smaller micro-batches (`any_size`: in all), with and without checkpointing, with the
     loss whole and in chunks, where that was left open; the largest first."""
@@ -288,9 +299,17 @@ def _precision(recipe: Recipe, gpus: Sequence[Gpu]) -> Precision:
         raise ConfigError(
             f"training.tf32: true, but {without[0].name} ({without[0].architecture}) has no TF32; drop it"
         )
-    if training.bf16:
-        return "fp16" if architectures.without_bf16(gpus) else "bf16"
-    return "fp16" if training.fp16 else "no"
+    found: Precision = "bf16" if training.bf16 else "fp16" if training.fp16 else "no"
+    without_bf16 = architectures.without_bf16(gpus) if training.bf16 else ""
+    if without_bf16:
+        found = "fp16"
+    if found == "fp16" and recipe.model.dtype == "bfloat16":
+        card = f" ({without_bf16})" if without_bf16 else ""
+        raise ConfigError(
+            f"model.dtype: bfloat16 beside fp16 autocast{card}, whose loss scaler takes no bfloat16 gradients; leave"
+            " model.dtype out, or use bf16 on a card that has it"
+        )
+    return found
 
 
 def workers(recipe: Recipe, machine: Machine, num_processes: int, on_gpu: bool) -> int:

@@ -153,30 +153,44 @@ class Judged:
     time: TimeEstimate | None
     budget_bytes: int
     misses: str | None
+    excess: float = 0.0  # times the budget that it exceeds most
 
     @property
     def seconds(self) -> float:
         return self.time.step_s if self.time else 0.0
 
 
-def judge_states(subject: Subject, candidate: Strategy) -> str | None:
-    """Which budget the model states alone exceed; None when there is room left for activations."""
-    states = _states(subject, candidate)
-    return _misses(subject, candidate, states, budget_bytes(subject.recipe, subject.machine, candidate))
+def hopeless(subject: Subject, candidate: Strategy) -> Judged | None:
+    """The candidate judged by what no trace changes, where that alone exceeds a budget: model states on the device; on
+    the host what processes import, build and save."""
+    memory = _states(subject, candidate)
+    if subject.traces is not None:
+        fewest = candidate
+        if subject.recipe.training.dataloader_num_workers is None:
+            fewest = replace(candidate, dataloader_num_workers=0)
+        memory = _with_host(subject, fewest, memory, None, exact=False)
+    judged = _judged(subject, candidate, memory, None)
+    return judged if judged.misses else None
 
 
 def judge(subject: Subject, candidate: Strategy, exact: bool = True) -> Judged:
     """Predict one candidate and compare it with both budgets; `exact` replays the allocator, which takes longer."""
     states = _states(subject, candidate)
     trace = subject.trace(candidate)
-    memory, time = states, None
+    if trace is None:
+        return _judged(subject, candidate, states, None)
+    memory = _with_peak(subject, candidate, states, trace, exact)
+    work = StepWork(trace.work, _update(subject.whole))
+    speed = rates.of(subject.machine, candidate)
+    time = timing.estimate(work, candidate, subject.shape, subject.whole, speed, subject.link)
+    return _judged(subject, candidate, memory, time)
+
+
+def _judged(subject: Subject, candidate: Strategy, memory: MemoryEstimate, time: TimeEstimate | None) -> Judged:
     budget = budget_bytes(subject.recipe, subject.machine, candidate)
-    if trace is not None:
-        memory = _with_peak(subject, candidate, states, trace, exact)
-        work = StepWork(trace.work, _update(subject.whole))
-        speed = rates.of(subject.machine, candidate)
-        time = timing.estimate(work, candidate, subject.shape, subject.whole, speed, subject.link)
-    return Judged(candidate, memory, time, budget, _misses(subject, candidate, memory, budget))
+    of_host = host_bytes(candidate, memory) / max(host_budget_bytes(subject.recipe, subject.machine), 1)
+    excess = max(memory.device_bytes / max(budget, 1), of_host)
+    return Judged(candidate, memory, time, budget, _misses(subject, candidate, memory, budget), excess)
 
 
 def _states(subject: Subject, candidate: Strategy) -> MemoryEstimate:
@@ -219,10 +233,11 @@ def _reserved_bytes(events: Sequence[allocator.Event], config: allocator.Allocat
 
 
 def _with_host(
-    subject: Subject, candidate: Strategy, memory: MemoryEstimate, trace: Trace, exact: bool
+    subject: Subject, candidate: Strategy, memory: MemoryEstimate, trace: Trace | None, exact: bool
 ) -> MemoryEstimate:
-    peaks = trace.peaks(candidate.per_device_train_batch_size, candidate.per_device_eval_batch_size)
-    sizes = {section: peak.allocated_bytes for section, peak in peaks.items()}
+    """With what the job takes of the host; without a trace, all but what a step takes on CPUs."""
+    counts = candidate.per_device_train_batch_size, candidate.per_device_eval_batch_size
+    sizes = {section: peak.allocated_bytes for section, peak in trace.peaks(*counts).items()} if trace else {}
     written = {}
     if candidate.engine == "deepspeed":  # its bucket is as large as asked for, and filled as far as there are gradients
         element_bytes = 4 if candidate.mixed_precision == "no" else 2
@@ -231,15 +246,14 @@ def _with_host(
     untouched = sum(size - touched for size, touched in written.items())
     first = next(iter(subject.parameters.values()))
     holes = 0
-    if candidate.device == "cpu" and exact:
-        events = trace.events(candidate.per_device_train_batch_size, candidate.per_device_eval_batch_size)
-        holes = max(malloc.held_bytes(events, written) - max(sizes.values()) + untouched, 0)
+    if candidate.device == "cpu" and exact and trace is not None:
+        holes = max(malloc.held_bytes(trace.events(*counts), written) - max(sizes.values()) + untouched, 0)
     job = host_memory.Job(
         recipe=subject.recipe,
         strategy=candidate,
         shape=subject.shape,
         states=memory,
-        step_bytes=max(size for section, size in sizes.items() if section != "evaluation"),
+        step_bytes=max((size for section, size in sizes.items() if section != "evaluation"), default=0),
         evaluation_bytes=sizes.get("evaluation", 0),
         embedding_bytes=math.prod(first) * DTYPE_BYTES[subject.recipe.model.dtype],
         untouched_bytes=untouched,
@@ -294,7 +308,10 @@ def misses_host(subject: Subject, candidate: Strategy, memory: MemoryEstimate) -
     if ruled_out:
         return ruled_out
     if needed > host and not subject.assume_fits:
-        return f"{gib(needed)} in host RAM{f' in {memory.host_phase}' if memory.host_phase else ''}, budget {gib(host)}"
+        phase = f" in {memory.host_phase}" if memory.host_phase else ""
+        available = gib(subject.machine.host_available_bytes)
+        budget = f"{gib(host)} ({available} available less launch.host_reserve_gib)"
+        return f"{gib(needed)} in host RAM{phase}, budget {budget}"
     return None
 
 
@@ -307,7 +324,7 @@ def host_bytes(candidate: Strategy, memory: MemoryEstimate) -> int:
 
 
 def gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB"
+    return f"{size / GIB:.2f} GiB" if size >= GIB // 100 or not size else f"{size / (1 << 20):.1f} MiB"
 
 
 def describe(candidate: Strategy) -> str:
@@ -320,7 +337,7 @@ def describe(candidate: Strategy) -> str:
 
 def table(judged: Sequence[tuple[Judged, str]]) -> list[str]:
     """One line a candidate: what it is, what it would take, why it lost or won."""
-    rows = [("candidate", "peak", "s/step", "")]
+    rows = [("candidate", "live peak", "s/step", "")]
     for one, verdict in judged:
         seconds = f"{one.time.step_s:.3g}" if one.time else "?"
         rows.append((describe(one.candidate), gib(one.memory.allocated_bytes), seconds, verdict))

@@ -5,6 +5,7 @@ the same effective batch, and the plan says so."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -12,8 +13,8 @@ from typing import Any
 
 from launch import candidates, estimate, padding, predict, reasons
 from launch.candidates import AS_ASKED, CHUNKED, Given
-from launch.errors import ConfigError, DoesNotFit
-from launch.estimate import Judged, Subject, describe, gib
+from launch.errors import ConfigError, DoesNotFit, ResourceError
+from launch.estimate import CLEARLY_BELOW, Judged, Subject, describe, gib
 from launch.schema import (
     Change,
     DataFormat,
@@ -31,7 +32,9 @@ from launch.schema import Strategy as Candidate
 
 TABLE_ROWS = 10
 MAX_WAYS = 3  # offered where nothing fits; each may have to be traced
+WAYS_S = 20.0  # no other is looked for after that
 AS_FAST = 1.05  # predicted seconds that differ by less are not told apart
+MUCH_SLOWER = 1.25  # times the quickest that was looked at, whether that fits or not
 
 
 def model_shape(recipe: Recipe, config: dict[str, Any], parameters: predict.Shapes) -> ModelShape:
@@ -71,18 +74,17 @@ def choose(about: Subject, changes: Sequence[Change] = (), given: Given = AS_ASK
 
 def _chosen(about: Subject, changes: Sequence[Change], given: Given, rows: int | None) -> Plan:
     recipe = about.recipe
-    possible, rejected = candidates.possible(about, given)
+    possible, refusals = candidates.possible(about, given)
     judged: list[tuple[Judged, str]] = []
-    chosen: Judged | None = None
-    for wave in candidates.wanted(about, possible, given):
-        chosen = chosen or _fastest(about, wave, judged)
-    rejected += [
+    chosen = _search(about, possible, given, judged)
+    if chosen is None:
+        ways = list(islice(_ways(about, given), MAX_WAYS)) if given.offers_ways else None
+        raise DoesNotFit(_does_not_fit(about, judged, refusals, ways))
+    lost = (
         f"{one.candidate.mode} with {one.candidate.num_processes} process(es): {one.misses}"
         for one, _ in judged
         if one.misses and one.memory.peak is None
-    ]
-    if chosen is None:
-        raise DoesNotFit(_does_not_fit(about, judged, rejected, list(islice(_ways(about, given), MAX_WAYS))))
+    )
     candidate = chosen.candidate
     return Plan(
         recipe_name=recipe.name,
@@ -95,7 +97,7 @@ def _chosen(about: Subject, changes: Sequence[Change], given: Given, rows: int |
         lora_targets=about.lora_targets,
         why=reasons.why(about, chosen, given),
         changes=(*changes, *reasons.changes(about, candidate, judged, given)),
-        rejected=tuple(rejected),
+        rejected=(*refusals, *dict.fromkeys(lost)),
         table=tuple(estimate.table(_sorted(judged))) if chosen.memory.peak else (),
         step_s=chosen.time.step_s if chosen.time else None,
         lengths=about.question(candidate).lengths,
@@ -120,18 +122,54 @@ def _behind(one: Judged, chosen: Judged) -> str:
     return f"slower: {ratio:.2f} x" if ratio > 1 else f"not clearly faster: {ratio:.2f} x"
 
 
-def _fastest(about: Subject, wanted: Sequence[Candidate], judged: list[tuple[Judged, str]]) -> Judged | None:
+def _search(
+    about: Subject, possible: Sequence[Candidate], given: Given, judged: list[tuple[Judged, str]]
+) -> Judged | None:
+    """What the first wave with one that fits chooses; where whole copies fit in much slower pieces only, the faster of
+    that and of copies shared out."""
+    for wave in candidates.wanted(about, possible, given):
+        chosen = _fastest(about, wave, judged, given.free_batch)
+        if chosen is not None:
+            break
+    else:
+        return None
+    shared = candidates.shared_cuts(about, possible, given)
+    quickest = min(one.seconds for one, _ in judged if one.time) if chosen.time else 0.0
+    if chosen.candidate.engine not in ("plain", "ddp") or chosen.seconds <= MUCH_SLOWER * quickest or not shared:
+        return chosen
+    others: list[tuple[Judged, str]] = []
+    other = _fastest(about, shared, others, given.free_batch)
+    best = other if other is not None and other.seconds * AS_FAST < chosen.seconds else chosen
+    known = [*judged, *others]
+    judged[:] = [
+        (one, words if one.misses else "chosen" if one is best else _behind(one, best)) for one, words in known
+    ]
+    return best
+
+
+def _fastest(
+    about: Subject, wanted: Sequence[Candidate], judged: list[tuple[Judged, str]], is_free: bool = False
+) -> Judged | None:
     """The fastest of these that fits; all are added to `judged` with why they won or lost.
 
-    Where no time is predicted the order given counts. The allocator is replayed for those that may win only."""
-    hopeful = [one for one in wanted if estimate.judge_states(about, one) is None]
-    about.fetch(hopeful)
-    rough = [estimate.judge(about, _with_fewer_workers(about, _evaluated(about, one)), exact=False) for one in wanted]
+    Where no time is predicted the order given counts. The allocator is replayed for those that may win only. Of those
+    as fast as can be told apart the first of the order given wins, which is nearest to what was asked for; where any
+    batch will do (`is_free`), one without checkpointing and chunks."""
+    lost = {at: found for at, one in enumerate(wanted) if (found := estimate.hopeless(about, _evaluated(about, one)))}
+    about.fetch(one for at, one in enumerate(wanted) if at not in lost)
+    rough = [
+        lost.get(at) or estimate.judge(about, _with_fewer_workers(about, _evaluated(about, one)), exact=False)
+        for at, one in enumerate(wanted)
+    ]
     order = sorted(range(len(rough)), key=lambda at: (rough[at].time is None, rough[at].seconds, at))
     fitting = [at for at in order if rough[at].misses is None]
-    if fitting:  # of those as fast as can be told apart, the simplest: the first of the order given
+    if fitting:
         near = [at for at in fitting if rough[at].seconds <= rough[fitting[0]].seconds * AS_FAST]
-        order = [*sorted(near), *(at for at in order if at not in near)]
+        if is_free:
+            near.sort(key=lambda at: (_is_indirect(rough[at].candidate), rough[at].seconds))
+        else:
+            near.sort()
+        order = [*near, *(at for at in order if at not in near)]
     chosen: Judged | None = None
     for at in order:
         one = rough[at]
@@ -145,6 +183,10 @@ def _fastest(about: Subject, wanted: Sequence[Candidate], judged: list[tuple[Jud
         else:
             judged.append((one, _behind(one, chosen)))
     return chosen
+
+
+def _is_indirect(candidate: Candidate) -> bool:
+    return candidate.gradient_checkpointing or candidate.num_output_chunks > 1
 
 
 def _evaluated(about: Subject, candidate: Candidate) -> Candidate:
@@ -188,7 +230,7 @@ def ranked(about: Subject, given: Given) -> list[Judged]:
     with about.asking():
         for wave in candidates.free_waves(about, possible):
             judged: list[tuple[Judged, str]] = []
-            if _fastest(about, wave, judged) is not None:
+            if _fastest(about, wave, judged, is_free=True) is not None:
                 fitting = [one for one, _ in judged if one.misses is None and one.time is not None]
                 return sorted(fitting, key=lambda one: one.seconds)
     return []
@@ -262,29 +304,31 @@ def _lora_targets(recipe: Recipe, model_type: str, shapes: predict.Shapes) -> tu
 
 
 def _does_not_fit(
-    about: Subject, judged: Sequence[tuple[Judged, str]], rejected: Sequence[str], ways: Sequence[str]
+    about: Subject, judged: Sequence[tuple[Judged, str]], refusals: Sequence[str], ways: Sequence[str] | None
 ) -> str:
     shape, whole, recipe = about.shape, about.whole, about.recipe
-    advice = f"This would fit: {'; '.join(ways)}" if ways else "Use a smaller model (--model.shape=...)"
-    traced = sorted((one for one, _ in judged if one.memory.peak), key=lambda one: one.memory.device_bytes)
-    nearest = [f"{describe(one.candidate)}: {one.misses}" for one in traced[:3]]
+    advice = f". This would fit: {'; '.join(ways)}" if ways else ". Use a smaller model (--model.shape=...)"
+    by_miss = {one.misses: one for one, _ in sorted(judged, key=lambda one: -one[0].excess)}  # of each the nearest
+    nearest = [f"{describe(one.candidate)}: {words}" for words, one in reversed(by_miss.items())][:3]
     exact = " with launch.exact_batch" if recipe.launch.exact_batch else ""
     return (
         f"{recipe.name}: {shape.name} ({shape.parameters:,} parameters, {shape.trainable_parameters:,} trained) needs"
         f" {gib(whole.weights_bytes)} weights + {gib(whole.gradients_bytes)} gradients +"
         f" {gib(whole.optimizer_bytes)} optimizer before any activation. Nothing fits{exact}. Nearest:"
-        f" {'; '.join(nearest or dict.fromkeys(rejected))}. {advice}"
+        f" {'; '.join([*nearest, *refusals])}{'' if ways is None else advice}"
     )
 
 
 def _ways(about: Subject, given: Given) -> Iterator[str]:
     """Flags with which a candidate fits, its bytes beside them; only what was computed to fit is offered."""
-    recipe = about.recipe
+    recipe, until = about.recipe, time.monotonic() + WAYS_S
     launch, model = recipe.launch, recipe.model
     places = [("", launch)]
     if launch.mode != "auto" and given.num_processes is None:
         places.append(("--launch.mode=auto ", launch.model_copy(update={"mode": "auto"})))
-    if (launch.num_processes or 1) > 1 and launch.nodes == 1 and given.num_processes is None:
+    free = [gpu.free_bytes for gpu in about.machine.gpus]
+    is_uneven = launch.num_processes is None and len(free) > 1 and min(free) < CLEARLY_BELOW * max(free)
+    if ((launch.num_processes or 1) > 1 or is_uneven) and launch.nodes == 1 and given.num_processes is None:
         alone = launch.model_copy(update={"mode": "auto", "num_processes": 1})
         places.append(("--launch.mode=auto --launch.num_processes=1 ", alone))
     if launch.exact_batch:
@@ -299,25 +343,28 @@ def _ways(about: Subject, given: Given) -> Iterator[str]:
     if recipe.quantization is None and about.shape.config["model_type"] in predict.LORA_TARGETS:
         four_bit = QuantizationSection(load_in_4bit=True)
         adapters.append((f"{lora_flag}--quantization.load_in_4bit=true ", recipe.lora or LoraSection(), four_bit))
-    for flags, section, lora, quantization, place in (
-        (adapter_flags + model_flag + place_flag, section, lora, quantization, place)
+    offered = set()
+    for states, section, lora, quantization, place_flag, place in (
+        (adapter_flags + model_flag, section, lora, quantization, place_flag, place)
         for adapter_flags, lora, quantization in adapters
         for model_flag, section in models
         for place_flag, place in places
     ):
-        if not flags:
+        if not states + place_flag or states in offered:  # as it was typed; or it fits without another place
             continue
+        if time.monotonic() > until:
+            return
         update = {"model": section, "lora": lora, "quantization": quantization, "launch": place}
         variant = recipe.model_copy(update=update)
         other = subject(variant, about.machine, dict(about.shape.config), about.parameters, about.data_format)
         traces = about.traces and about.traces.of(variant, other.shape, other.lora_targets)
-        other = replace(other, lengths=about.lengths, link=about.link, traces=traces, allocator=about.allocator)
+        differs = {"whole": other.whole, "lora_targets": other.lora_targets, "traces": traces}
+        other = replace(about, recipe=variant, shape=other.shape, **differs)
         try:
             possible, _ = candidates.possible(other, given)
-        except ConfigError:  # this machine cannot start it: no way out
+        except (ConfigError, ResourceError):  # this machine cannot start it: no way out
             continue
-        # of each the most frugal cut; a batch of one with its checkpointing settled has none
-        frugal = possible if traces is None else [[one, *candidates.cuts(other, one)][-1] for one in possible]
-        chosen = _fastest(other, frugal, [])
+        chosen = _search(other, possible, replace(given, tuned=None), [])
         if chosen is not None:
-            yield f"{flags.strip()} ({chosen.candidate.mode}, {gib(chosen.memory.device_bytes)})"
+            offered.add(states)
+            yield f"{states + place_flag}".strip() + f" ({chosen.candidate.mode}, {gib(chosen.memory.device_bytes)})"

@@ -243,6 +243,12 @@ def described(path: Path) -> Machine:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
     facts = _checked(path, values, Machine)
     parts = [_checked(path, gpu, Gpu, f"gpus[{index}].") for index, gpu in enumerate(facts.pop("gpus"))]
+    for index, part in enumerate(parts):
+        if part["free_bytes"] > part["total_bytes"]:
+            total = part["total_bytes"] / GIB
+            raise ConfigError(
+                f"{path}: gpus[{index}].free_gib is more than its total_gib {total:g}; expected at most that"
+            )
     return Machine(gpus=tuple(Gpu(**part) for part in parts), **facts)
 
 
@@ -266,7 +272,8 @@ def _checked(path: Path, values: object, noun: type, prefix: str = "") -> dict[s
         if key.endswith("_gib"):
             expected, good, value = "a size in GiB such as 19.6", number, int(value * GIB) if number else value
         elif hint is int:
-            expected, good = "a whole number", number and isinstance(value, int)
+            least = 1 if key == "cpu_count" else 0
+            expected, good = f"a whole number, at least {least}", number and isinstance(value, int) and value >= least
         elif key == "gpus":
             expected, good = "a list, [] for none", isinstance(value, list)
         elif hint is str:

@@ -110,7 +110,7 @@ def resolve(
             )
         wants_tuned = given.wants_tuned and machine_file is None and house.ledger_file.exists()
         tuned = _tuned(house, about, say) if wants_tuned else None
-        known = replace(given, tuned=tuned, assume_fits=recipe.launch.assume_fits)
+        known = replace(given, tuned=tuned, assume_fits=recipe.launch.assume_fits, offers_ways=not recipe.allow)
         with suppress(DoesNotFit):  # what ran out once is planned within the budgets, where that can be
             if known.assume_fits and given.exceeded.ran_out:
                 plan = planner.choose(about, changes, replace(known, assume_fits=False), rows)
@@ -122,11 +122,19 @@ def resolve(
     except DoesNotFit as refusal:
         if not recipe.allow:
             raise
-        for gentler, given_up in concessions.rungs(recipe, config["model_type"]):
+        rungs = list(concessions.rungs(recipe, config["model_type"]))
+        given_up: tuple[Change, ...] = rungs[-1][1] if rungs else ()
+        fits = None
+        with suppress(DoesNotFit):  # the last first: where even that does not fit, none does
+            fits = planned(rungs[-1][0], (*changes, *given_up)) if rungs else None
+        for gentler, less in rungs[:-1] if fits else ():
             with suppress(DoesNotFit):  # the next one gives up more
-                return planned(gentler, (*changes, *given_up))
+                return planned(gentler, (*changes, *less))
+        if fits:
+            return fits
         raise DoesNotFit(
             f"{refusal}. Nor does it fit with all that allow: [{', '.join(recipe.allow)}] gives up"
+            f" ({', '.join(f'{change.key} {change.effective}' for change in given_up) or 'nothing here'})"
         ) from refusal
 
 

@@ -198,6 +198,7 @@ def _changes(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: Path) -> list[
 
 def _differences(earlier: RunDir, recipe: Recipe, tokens: Path) -> Iterator[Change]:
     old, new = leaves(earlier.read_recipe().model_dump()), leaves(recipe.model_dump())
+    is_cut_otherwise = False  # which says already why the rows are others
     for key in sorted(old.keys() | new.keys()):
         section = key.split(".")[0]
         free = key in FREE_KEYS or section in FREE_KEYS
@@ -205,8 +206,9 @@ def _differences(earlier: RunDir, recipe: Recipe, tokens: Path) -> Iterator[Chan
             yield Change(
                 f"{key} {_shown(old.get(key))} -> {_shown(new.get(key))}", WORDS.get(key) or WORDS.get(section)
             )
+            is_cut_otherwise |= section in ("data", "tokenizer")
     used = rundir.read_json(earlier.tokens_file)
-    if used and Path(used["folder"]).name != tokens.name:
+    if used and Path(used["folder"]).name != tokens.name and not is_cut_otherwise:
         yield Change("the rows or the tokenizer are not the same: the content of a file has changed", "data")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch import render, report
-from launch.errors import ConfigError, DoesNotFit
+from launch.errors import ConfigError, DoesNotFit, ResourceError
 from launch.rundir import House, RunDir
 from launch.schema import GIB, Link
 from tests.builders import gpu, machine, plan, wish
@@ -48,8 +48,7 @@ def test_ranks_that_are_running_already_are_taken_as_they_are():
 @pytest.mark.parametrize(
     ("recipe", "on", "words"),
     [
-        (wish(launch={"mode": "single_gpu"}), machine(), "needs a GPU"),
-        (wish(launch={"mode": "dual_gpu_nccl"}), machine(1), "needs two GPUs"),
+        (wish(training={"fp16": True}, model={"dtype": "bfloat16"}), machine(1), "takes no bfloat16 gradients"),
         (wish(launch={"num_processes": 3}), machine(2), "there are 2 GPU"),
         (wish(launch={"mode": "cpu", "num_processes": 2}), machine(), "is one process"),
         (wish(launch={"mode": "cpu", "nodes": 2, "main_process_ip": "10.0.0.1"}), machine(), "launch.nodes says 2"),
@@ -61,6 +60,14 @@ def test_ranks_that_are_running_already_are_taken_as_they_are():
 def test_what_cannot_be_is_refused_with_the_reason(recipe, on, words):
     with pytest.raises(ConfigError, match=words):
         plan(recipe, on)
+
+
+@pytest.mark.parametrize(
+    ("mode", "gpus", "words"), [("single_gpu", 0, "a GPU, found none"), ("dual_gpu_nccl", 1, "two")]
+)
+def test_a_mode_whose_cards_are_not_there_is_refused_as_a_missing_device(mode, gpus, words):
+    with pytest.raises(ResourceError, match=f"launch.mode {mode} needs {words}"):
+        plan(wish(launch={"mode": mode}), machine(gpus))
 
 
 def test_a_model_whose_states_do_not_fit_is_refused_with_numbers_and_ways_out():
@@ -157,6 +164,13 @@ def test_over_gloo_what_does_not_fit_every_card_is_offloaded_on_one_at_the_same_
 def test_ranks_that_are_running_and_a_number_that_was_asked_for_have_to_agree():
     with pytest.raises(ConfigError, match="num_processes 3, but 2 rank"):
         plan(wish(launch={"num_processes": 3}), num_processes=2)
+
+
+def test_where_one_card_is_nearly_full_the_other_alone_is_a_way_out():
+    free, full = machine(2).gpus
+    uneven = replace(machine(2), gpus=(free, replace(full, free_bytes=1 << 20)))
+    with pytest.raises(DoesNotFit, match=r"would fit: --launch.mode=auto --launch.num_processes=1 \(single_gpu"):
+        plan(wish(model={"shape": "t5-chatlm-0.2b"}), uneven, has_deepspeed=False)
 
 
 def test_ways_out_are_of_a_mode_that_fits_and_never_the_line_that_was_typed():
