@@ -159,7 +159,7 @@ def node(folder: Path) -> Iterator[Node]:
         finally:
             found.cancel_all()
     finally:
-        _end(str(configuration), daemons)
+        _end(folder, daemons)
 
 
 def _is_idle(node: Node) -> bool:
@@ -169,7 +169,7 @@ def _is_idle(node: Node) -> bool:
 
 
 def _start(folder: Path, name: str, *words: str) -> subprocess.Popen[bytes]:
-    """A daemon, marked as the jobs that it starts are: by the configuration in its environment."""
+    """A daemon; it works in the folder."""
     variables = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
     with (folder / f"{name}.out").open("wb") as out:
         argv = [str(_where(name)), *words]
@@ -178,23 +178,25 @@ def _start(folder: Path, name: str, *words: str) -> subprocess.Popen[bytes]:
         )
 
 
-def _end(configuration: str, daemons: list[subprocess.Popen[bytes]]) -> None:
+def _end(folder: Path, daemons: list[subprocess.Popen[bytes]]) -> None:
     """SIGTERM to every process of this Slurm, then SIGKILL."""
-    for process in _ours(configuration):
+    for process in _ours(folder):
         tree.send(process.pid, signal.SIGTERM)
-    if not waited(lambda: not _ours(configuration), STOP_S):
-        for process in _ours(configuration):
+    if not waited(lambda: not _ours(folder), STOP_S):
+        for process in _ours(folder):
             tree.send(process.pid, signal.SIGKILL)
     for daemon in daemons:
         daemon.wait(timeout=STOP_S)
-    assert waited(lambda: not _ours(configuration), STOP_S), f"outlive SIGKILL: {_ours(configuration)}"
+    assert waited(lambda: not _ours(folder), STOP_S), f"outlive SIGKILL: {_ours(folder)}"
 
 
-def _ours(configuration: str) -> list[psutil.Process]:
+def _ours(folder: Path) -> list[psutil.Process]:
+    """The daemons, their children that watch over a job (they have overwritten their environment), and the jobs."""
+    configuration = str(folder / "slurm.conf")
     found = []
     for process in psutil.process_iter():
         try:
-            is_ours = process.environ().get("SLURM_CONF") == configuration
+            is_ours = process.environ().get("SLURM_CONF") == configuration or process.cwd() == str(folder)
             if is_ours and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
