@@ -22,7 +22,7 @@ check: ## format, lint, types, shell, known vulnerabilities (where their service
 	$(IN_VENV) "$$PYTHON" -m ruff check .
 	$(IN_VENV) PYRIGHT_PYTHON_IGNORE_WARNINGS=1 "$$PYTHON" -m pyright --pythonpath "$$PYTHON"
 	$(IN_VENV) find . -path './.[!.]*' -prune -o -path ./runs -prune -o -name '*.sh' -print0 \
-		| PATH="$${PYTHON%/*}:$$PATH" xargs -0 shellcheck -x .ci/run
+		| PATH="$${PYTHON%/*}:$$PATH" xargs -0 shellcheck -x .ci/run configs/slurm/*
 	$(IN_VENV) "$$PYTHON" scripts/audit.py
 
 test: ## the tests that take seconds: no GPU, no faults, no campaign of modes
