@@ -155,7 +155,7 @@ def test_a_full_dev_shm_is_named_with_what_to_do(tmp_path):
     if "unshare failed" in done.stderr:
         pytest.skip(done.stderr)
     assert done.returncode == 3, done.stdout[-3000:] + done.stderr
-    assert "/dev/shm is too small or full" in done.stdout
+    assert "/dev/shm is too small, full or cannot be written" in done.stdout
     assert "--training.dataloader_num_workers=0" in done.stdout
 
 
