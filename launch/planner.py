@@ -5,7 +5,6 @@ the same effective batch, and the plan says so."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -32,7 +31,6 @@ from launch.schema import Strategy as Candidate
 
 TABLE_ROWS = 10
 MAX_WAYS = 3  # offered where nothing fits; each may have to be traced
-WAYS_S = 20.0  # no other is looked for after that
 AS_FAST = 1.05  # predicted seconds that differ by less are not told apart
 MUCH_SLOWER = 1.25  # times the quickest that was looked at, whether that fits or not
 
@@ -321,7 +319,7 @@ def _does_not_fit(
 
 def _ways(about: Subject, given: Given) -> Iterator[str]:
     """Flags with which a candidate fits, its bytes beside them; only what was computed to fit is offered."""
-    recipe, until = about.recipe, time.monotonic() + WAYS_S
+    recipe = about.recipe
     launch, model = recipe.launch, recipe.model
     places = [("", launch)]
     if launch.mode != "auto" and given.num_processes is None:
@@ -352,8 +350,6 @@ def _ways(about: Subject, given: Given) -> Iterator[str]:
     ):
         if not states + place_flag or states in offered:  # as it was typed; or it fits without another place
             continue
-        if time.monotonic() > until:
-            return
         update = {"model": section, "lora": lora, "quantization": quantization, "launch": place}
         variant = recipe.model_copy(update=update)
         other = subject(variant, about.machine, dict(about.shape.config), about.parameters, about.data_format)
@@ -364,7 +360,10 @@ def _ways(about: Subject, given: Given) -> Iterator[str]:
             possible, _ = candidates.possible(other, given)
         except (ConfigError, ResourceError):  # this machine cannot start it: no way out
             continue
-        chosen = _search(other, possible, replace(given, tuned=None), [])
+        # of each the most frugal cut; a batch of one with its checkpointing settled has none
+        frugal = possible if traces is None else [[one, *candidates.cuts(other, one)][-1] for one in possible]
+        whole = [one for one in frugal if one.engine in ("plain", "ddp")]
+        chosen = _fastest(other, whole, []) or _fastest(other, [one for one in frugal if one not in whole], [])
         if chosen is not None:
             offered.add(states)
             yield f"{states + place_flag}".strip() + f" ({chosen.candidate.mode}, {gib(chosen.memory.device_bytes)})"

@@ -96,7 +96,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_10_and_the_same_line_continues_w
     assert f"resuming from {last}" in again.stdout
 
 
-@pytest.mark.shows("F14", "a tmpfs that another fills up to 1.2 checkpoints between two saves")
+@pytest.mark.shows("F14", "a tmpfs that another fills up to 1.3 checkpoints between two saves")
 def test_a_disk_that_others_fill_is_left_with_a_last_checkpoint_while_there_is_room_for_one(small_disk, tmp_path):
     recipe = builders.recipe(tmp_path, launch={"num_processes": 2}, training={**LONG, "save_steps": 1_000_000})
     child = stopping.Child(
@@ -108,7 +108,7 @@ def test_a_disk_that_others_fill_is_left_with_a_last_checkpoint_while_there_is_r
         (first,) = child.until("a checkpoint", child.committed)
         checkpoint = child.run.checkpoints / manifest.name(first)
         size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
-        fill(small_disk, int(1.2 * size))
+        fill(small_disk, int(1.3 * size))
         assert child.wait() == 10, child.said()
         assert "the disk has room for one more checkpoint only" in child.said()
         assert child.committed()[-1] > first
