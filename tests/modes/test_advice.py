@@ -1,0 +1,65 @@
+"""Where nothing fits, each way out that is offered does; where whole copies crawl, copies shared out are taken."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+
+from tests import builders
+
+
+def described(folder: Path, free_gib: tuple[float, ...], available_gib: float) -> str:
+    """A machine file: RTX 3090s with so much free, and a host of twice what is available."""
+    machine = yaml.safe_load((builders.CODE / "configs/machines/2x3080-20g-16g.yaml").read_text())
+    card = {**machine["gpus"][0], "name": "NVIDIA GeForce RTX 3090", "total_gib": 24.0}
+    machine["gpus"] = [{**card, "index": at, "free_gib": free} for at, free in enumerate(free_gib)]
+    machine |= {"host_limit_gib": 2 * available_gib, "host_available_gib": available_gib}
+    path = folder / "machine.yaml"
+    path.write_text(yaml.safe_dump(machine), encoding="utf-8")
+    return str(path)
+
+
+def offered(stderr: str) -> list[list[str]]:
+    """The flags of each way out."""
+    ways = stderr.partition("This would fit: ")[2].strip().split("; ")
+    return [re.sub(r" \([^()]*\)$", "", way).split() for way in ways]
+
+
+def test_a_model_that_the_host_cannot_build_is_refused_and_what_is_offered_fits(tmp_path):
+    on = ["--machine", described(tmp_path, (23.6,), 2.0)]
+    words = ["plan", "sft_fast", "--launch.mode=single_gpu", *on]
+    refused = builders.launch(tmp_path / "house", *words)
+    assert refused.returncode == 3
+    missed = r"single_gpu x1, batch 16 x 2: 1\.\d\d GiB in host RAM in load, budget 1\.50 GiB \(2\.00 GiB available"
+    assert re.search(missed, refused.stderr)
+    ways = offered(refused.stderr)
+    assert ["--model.dtype=bfloat16"] in ways
+    for way in ways:
+        taken = builders.launch(tmp_path / "house", *words, *way)
+        assert taken.returncode == 0, (way, taken.stderr)
+
+
+def test_beside_a_card_that_is_nearly_full_the_free_one_alone_is_offered(tmp_path):
+    words = ["plan", "sft_fast", "--machine", described(tmp_path, (23.6, 0.5), 32.0)]
+    refused = builders.launch(tmp_path / "house", *words)
+    assert refused.returncode == 3
+    alone = ["--launch.mode=auto", "--launch.num_processes=1"]
+    assert alone in offered(refused.stderr)
+    taken = builders.launch(tmp_path / "house", *words, *alone)
+    assert taken.returncode == 0, taken.stderr
+    assert "1 process(es)" in taken.stdout
+
+
+def test_where_whole_copies_fit_in_single_samples_only_copies_shared_out_are_taken_if_they_are_faster(tmp_path):
+    on = ["--machine", described(tmp_path, (7.6, 7.6), 32.0)]
+    words = ["plan", "sft_fast", "16", "--launch.vram_fraction=0.5", *on]
+    automatic = builders.launch(tmp_path / "house", *words)
+    assert automatic.returncode == 0, automatic.stderr
+    chosen = re.search(r"(\S+) x2, batch .* ([\d.]+)  chosen", automatic.stdout)
+    assert chosen is not None
+    named = builders.launch(tmp_path / "house", *words, "--launch.mode=deepspeed_zero1")
+    other = re.search(r"deepspeed_zero1 x2, batch .* ([\d.]+)  chosen", named.stdout)
+    assert other is not None
+    assert float(chosen[2]) <= 1.05 * float(other[1])
