@@ -306,8 +306,10 @@ def _does_not_fit(
 ) -> str:
     shape, whole, recipe = about.shape, about.whole, about.recipe
     advice = f". This would fit: {'; '.join(ways)}" if ways else ". Use a smaller model (--model.shape=...)"
-    by_miss = {one.misses: one for one, _ in sorted(judged, key=lambda one: -one[0].excess)}  # of each the nearest
-    nearest = [f"{describe(one.candidate)}: {words}" for words, one in reversed(by_miss.items())][:3]
+    by_miss: dict[str | None, Judged] = {}  # of those that miss alike the first
+    for one, _ in sorted(judged, key=lambda one: one[0].excess):
+        by_miss.setdefault(one.misses, one)
+    nearest = [f"{describe(one.candidate)}: {words}" for words, one in by_miss.items()][:3]
     exact = " with launch.exact_batch" if recipe.launch.exact_batch else ""
     return (
         f"{recipe.name}: {shape.name} ({shape.parameters:,} parameters, {shape.trainable_parameters:,} trained) needs"
