@@ -122,16 +122,10 @@ def resolve(
     except DoesNotFit as refusal:
         if not recipe.allow:
             raise
-        rungs = list(concessions.rungs(recipe, config["model_type"]))
-        given_up: tuple[Change, ...] = rungs[-1][1] if rungs else ()
-        fits = None
-        with suppress(DoesNotFit):  # the last first: where even that does not fit, none does
-            fits = planned(rungs[-1][0], (*changes, *given_up)) if rungs else None
-        for gentler, less in rungs[:-1] if fits else ():
+        given_up: tuple[Change, ...] = ()
+        for gentler, given_up in concessions.rungs(recipe, config["model_type"]):
             with suppress(DoesNotFit):  # the next one gives up more
-                return planned(gentler, (*changes, *less))
-        if fits:
-            return fits
+                return planned(gentler, (*changes, *given_up))
         raise DoesNotFit(
             f"{refusal}. Nor does it fit with all that allow: [{', '.join(recipe.allow)}] gives up"
             f" ({', '.join(f'{change.key} {change.effective}' for change in given_up) or 'nothing here'})"
