@@ -203,7 +203,7 @@ def wanted(about: Subject, possible: Sequence[Candidate], given: Given) -> Itera
 
 def free_waves(about: Subject, possible: Sequence[Candidate]) -> Iterator[list[Candidate]]:
     """Every cut of the effective batch: of whole copies first, then of those shared out or offloaded."""
-    whole = [one for one in possible if one.engine in ("plain", "ddp")]
+    whole = [one for one in possible if one.is_whole]
     others = [one for one in possible if one not in whole]
     yield [cut for one in whole for cut in cuts(about, one, any_size=True)]
     yield [cut for one in others for cut in cuts(about, one, any_size=True)]
@@ -214,7 +214,7 @@ def _waves(about: Subject, possible: Sequence[Candidate]) -> Iterator[list[Candi
 
     What an earlier wave settles is not traced for a later one. Under mixed precision whole copies come first: they keep
     float32 weights and autocast, DeepSpeed and FSDP2 compute everything in 16 bits."""
-    whole = [one for one in possible if one.engine in ("plain", "ddp")]
+    whole = [one for one in possible if one.is_whole]
     shared = [one for one in possible if one not in whole and not one.offloads]
     offloaded = [one for one in possible if one.offloads]
     if about.recipe.training.bf16 or about.recipe.training.fp16:
@@ -237,7 +237,7 @@ def shared_cuts(about: Subject, possible: Sequence[Candidate], given: Given) -> 
     """Copies shared out in smaller pieces, none of a single sample; nothing where tuning or a free batch decides."""
     if given.tuned is not None or given.free_batch or about.traces is None:
         return []
-    shared = [one for one in possible if one.engine not in ("plain", "ddp") and not one.offloads]
+    shared = [one for one in possible if not one.is_whole and not one.offloads]
     return [cut for one in shared for cut in (one, *cuts(about, one)) if cut.per_device_train_batch_size > 1]
 
 
@@ -299,11 +299,11 @@ def _precision(recipe: Recipe, gpus: Sequence[Gpu]) -> Precision:
         raise ConfigError(
             f"training.tf32: true, but {without[0].name} ({without[0].architecture}) has no TF32; drop it"
         )
-    found: Precision = "bf16" if training.bf16 else "fp16" if training.fp16 else "no"
+    found = asked_precision(recipe)
     without_bf16 = architectures.without_bf16(gpus) if training.bf16 else ""
     if without_bf16:
         found = "fp16"
-    if found == "fp16" and recipe.model.dtype == "bfloat16":
+    if found == "fp16" and recipe.model.dtype == "bfloat16" and recipe.lora is None:  # adapters are float32
         card = f" ({without_bf16})" if without_bf16 else ""
         raise ConfigError(
             f"model.dtype: bfloat16 beside fp16 autocast{card}, whose loss scaler takes no bfloat16 gradients; leave"

@@ -85,7 +85,8 @@ class Figure:
         """A, B, B/A."""
         a, b = self.values
         ratio = f"{b / a:.3f}" if self.has_ratio and a and b is not None else ""
-        return *(self.missing if one is None else self.text(one) for one in self.values), ratio  # type: ignore[return-value]
+        of_a, of_b = (self.missing if one is None else self.text(one) for one in self.values)
+        return of_a, of_b, ratio
 
 
 def figures(a: Side, b: Side) -> list[Figure]:

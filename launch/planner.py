@@ -133,7 +133,7 @@ def _search(
         return None
     shared = candidates.shared_cuts(about, possible, given)
     quickest = min(one.seconds for one, _ in judged if one.time) if chosen.time else 0.0
-    if chosen.candidate.engine not in ("plain", "ddp") or chosen.seconds <= MUCH_SLOWER * quickest or not shared:
+    if not chosen.candidate.is_whole or chosen.seconds <= MUCH_SLOWER * quickest or not shared:
         return chosen
     others: list[tuple[Judged, str]] = []
     other = _fastest(about, shared, others, given.free_batch)
@@ -364,7 +364,7 @@ def _ways(about: Subject, given: Given) -> Iterator[str]:
             continue
         # of each the most frugal cut; a batch of one with its checkpointing settled has none
         frugal = possible if traces is None else [[one, *candidates.cuts(other, one)][-1] for one in possible]
-        whole = [one for one in frugal if one.engine in ("plain", "ddp")]
+        whole = [one for one in frugal if one.is_whole]
         chosen = _fastest(other, whole, []) or _fastest(other, [one for one in frugal if one not in whole], [])
         if chosen is not None:
             offered.add(states)

@@ -435,6 +435,11 @@ class Strategy:
         return "ddp" if self.num_processes > 1 else "plain"
 
     @property
+    def is_whole(self) -> bool:
+        """Each rank holds a whole copy of the model's states."""
+        return self.engine in ("plain", "ddp")
+
+    @property
     def zero_stage(self) -> int:
         """1: optimizer states are shared out; 2: and gradients; 3: and weights. 0: not DeepSpeed."""
         return int(self.mode.removeprefix("deepspeed_zero")[0]) if self.engine == "deepspeed" else 0

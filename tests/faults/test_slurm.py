@@ -39,7 +39,7 @@ NAN = {
 @pytest.fixture(scope="module")
 def started(tmp_path_factory) -> Iterator[Node]:
     if why := slurm.missing():
-        pytest.skip(why)
+        pytest.skip(why)  # Slurm is no part of the README's set-up; the reason names its packages
     with slurm.node(tmp_path_factory.mktemp("slurm")) as found:
         yield found
 

@@ -199,7 +199,7 @@ def test_imports_are_assumed_until_they_were_measured_on_this_device(tmp_path: P
 
 
 def test_imports_that_fail_are_a_problem_with_the_childs_last_line(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(imports, "ROLES", ("no such role",))
+    monkeypatch.setattr(imports, "ROLES", ("no such role",))  # the real child ends with its own refusal
     with pytest.raises(ResourceError, match=r"imports fails: .*invalid choice: 'no such role'"):
         imports.measure(tmp_path, "cpu")
     assert imports.known(tmp_path, "cpu") == ASSUMED
