@@ -226,13 +226,13 @@ def test_4_bit_products_are_computed_in_the_precision_of_training():
     assert "computed in float32" in "\n".join(plan(asked, machine(1)).why)
 
 
-@pytest.mark.parametrize(("rule", "rate"), [("linear", 2e-4), ("sqrt", 1e-4 * 2**0.5)])
 def test_an_adapter_on_bfloat16_weights_trains_under_an_fp16_scaler():
     """Its own weights are float32, and the others get no gradients."""
     adapter = wish(training={"fp16": True}, model={"dtype": "bfloat16"}, lora={"r": 4})
     assert plan(adapter, machine(1)).strategy.mixed_precision == "fp16"
 
 
+@pytest.mark.parametrize(("rule", "rate"), [("linear", 2e-4), ("sqrt", 1e-4 * 2**0.5)])
 def test_a_rate_that_shall_follow_the_effective_batch_does_and_the_plan_says_so(rule, rate):
     training = {
         "learning_rate": 1e-4,
