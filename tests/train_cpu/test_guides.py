@@ -53,7 +53,7 @@ def test_the_amd_guides_wrapper_trains_as_its_variables_say(tmp_path):
 
 def test_the_a6000_guides_torchrun_line_is_one_training_of_two_ranks(tmp_path):
     words = ["--mode", "pretrain", "--model.shape=llama-tiny", f"--data.train_file={texts(tmp_path)}"]
-    cut = ["--training.per_device_train_batch_size=3", "--training.max_steps=2", "--data.max_length=32"]
+    cut = ["--training.per_device_train_batch_size=3", "--training.max_steps=2", "--data.max_length=8"]
     workers = ["--training.dataloader_num_workers=1", "--training.logging_steps=1"]
     said = run(tmp_path, sys.executable, *TORCHRUN, TRAIN, *words, *cut, *workers)
     assert len(re.findall(r"rank [01] of 2 on .*backend gloo \(torch.distributed\)", said)) == 2
