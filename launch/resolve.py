@@ -86,8 +86,9 @@ def resolve(
         raise ResourceError(f"tokenizer.path: there is no folder {recipe.tokenizer.path}; give one, or leave it out")
     config, parameter_shapes = shapes.read(recipe.model, root=CODE)
     _write_sample_data(recipe, house, say)
-    data_format = columns.detect(recipe.data, house.root)
-    rows = columns.row_count(Path(recipe.data.train_file))
+    known = rundir.known_files(house.cache)
+    data_format = columns.detect(recipe.data, house.root, known)
+    rows = columns.row_count(Path(recipe.data.train_file), known)
     given = replace(given, has_deepspeed=machine_file is not None or find_spec("deepspeed") is not None)
     if recipe.training.compiles and machine_file is None:
         given = replace(given, no_compiler=packages.no_compiler(has_gpu, environment.passed(os.environ)))

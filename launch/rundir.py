@@ -24,6 +24,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from launch import shards
 from launch.errors import HIDDEN, ConfigError, ResourceError, shown
 from launch.schema import DataFormat, Machine, ModelShape, Plan, Recipe
 
@@ -409,12 +410,6 @@ def show_events(run: RunDir, recipe: Recipe) -> None:
             (folder / run.run_id).symlink_to(run.tensorboard, target_is_directory=True)
 
 
-def data_fingerprint(path: Path) -> str:
-    """sha256 of a data file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def folder_fingerprint(folder: Path) -> str:
     """sha256 over the small files of a tokenizer folder (weights do not change how text is cut)."""
     digest = hashlib.sha256()
@@ -424,14 +419,14 @@ def folder_fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def token_identity(recipe: Recipe, shape: ModelShape, data_format: DataFormat) -> dict[str, Any]:
-    """Everything that decides the bytes of a run's tokenised rows. Reads the files once."""
-    data = recipe.data
+def token_identity(cache: Path, recipe: Recipe, shape: ModelShape, data_format: DataFormat) -> dict[str, Any]:
+    """Everything that decides the bytes of a run's tokenised rows. Reads files that the cache does not know yet."""
+    data, known = recipe.data, known_files(cache)
     tokenizer_path = recipe.tokenizer.path or recipe.model.path
     return {
         "version": TOKEN_CACHE_VERSION,
-        "train": data_fingerprint(Path(data.train_file)),
-        "validation": data_fingerprint(Path(data.validation_file)) if data.validation_file else None,
+        "train": shards.fingerprint(Path(data.train_file), known),
+        "validation": shards.fingerprint(Path(data.validation_file), known) if data.validation_file else None,
         "columns": [data_format.kind, data_format.file_type, dict(data_format.columns)],
         "limits": [data.max_length, data.max_train_samples, data.max_validation_samples]
         + ([data.max_bad_rows] if data.max_bad_rows else [])
@@ -446,7 +441,12 @@ def token_identity(recipe: Recipe, shape: ModelShape, data_format: DataFormat) -
 
 def token_cache(cache: Path, recipe: Recipe, shape: ModelShape, data_format: DataFormat) -> Path:
     """The folder of this run's tokenised rows."""
-    return token_folder(cache, token_identity(recipe, shape, data_format))
+    return token_folder(cache, token_identity(cache, recipe, shape, data_format))
+
+
+def known_files(cache: Path) -> shards.Known:
+    """What earlier starts have read of data files."""
+    return shards.Known(cache / "files.json")
 
 
 def note_made_of(folder: Path, identity: Mapping[str, Any]) -> None:

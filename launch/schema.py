@@ -165,8 +165,8 @@ class QuantizationSection(Section):
 class DataSection(Section):
     """Where the rows are and which columns to read; columns are found by name unless they are given here."""
 
-    train_file: str
-    validation_file: str | None = None
+    train_file: str  # a file, a folder of shards, or a pattern of them
+    validation_file: str | None = None  # likewise
     prompt_column: str | None = None
     response_column: str | None = None
     text_column: str | None = None
@@ -174,7 +174,7 @@ class DataSection(Section):
     max_length: int = Field(default=512, ge=8, le=1 << 20)  # tokens: of the whole sequence (decoder), of each side (T5)
     max_train_samples: PositiveInt | None = None
     max_validation_samples: PositiveInt | None = None
-    max_bad_rows: int = Field(default=0, ge=0)  # of each file, left out and counted; one more is an error
+    max_bad_rows: int = Field(default=0, ge=0)  # of each of the two, left out and counted; one more is an error
     packing: bool = False  # several rows in one sequence of max_length, each with positions and attention of its own
     group_by_length: bool = False  # rows of about one length in an optimizer step; every row once an epoch
 
@@ -395,7 +395,7 @@ class DataFormat:
 
     kind: Literal["prompt_response", "messages", "text", "oasst"]
     columns: Mapping[str, str]  # role -> column name; roles: prompt, context, response, messages, text, role
-    file_type: Literal["parquet", "jsonl", "json", "text"]
+    file_type: Literal["parquet", "jsonl", "json", "text", "arrow", "webdataset"]
     reason: str
 
 

@@ -141,7 +141,9 @@ def prepare(
     known = rundir.read_json(run.tokens_file)
     if known and (Path(known["folder"]) / rundir.TOKENS_READY).exists():
         return Ended()
-    identity = rundir.token_identity(resolved.recipe, resolved.plan.shape, resolved.plan.data_format)
+    identity = rundir.token_identity(
+        resolved.house.cache, resolved.recipe, resolved.plan.shape, resolved.plan.data_format
+    )
     folder = rundir.token_folder(resolved.house.cache, identity)
     if (folder / rundir.TOKENS_READY).exists():
         rundir.note_made_of(folder, identity)

@@ -26,7 +26,7 @@ def ensure(
     """The folder with train.arrow, validation.arrow, tokenizer/ and counts.json; made once, under a lock.
 
     `goes_on` is called every thousand rows."""
-    identity = rundir.token_identity(recipe, plan.shape, plan.data_format)
+    identity = rundir.token_identity(cache, recipe, plan.shape, plan.data_format)
     folder = rundir.token_folder(cache, identity)
     if (folder / rundir.TOKENS_READY).exists():
         rundir.note_made_of(folder, identity)
