@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from launch import malloc
-from launch.schema import DTYPE_BYTES, MemoryEstimate, ModelShape, Recipe, Strategy
+from launch.schema import DTYPE_BYTES, DataSection, MemoryEstimate, ModelShape, Recipe, Strategy
 
 MIB = 1 << 20
 # The rest of this block was measured beside the imports, on runs whose model takes next to nothing.
@@ -153,13 +153,22 @@ def _processes(job: Job, imports: Imports) -> dict[str, int]:
     }
 
 
-def _preparing(job: Job, imports: Imports) -> dict[str, int]:
-    """Tokenising, in a child that ends before the ranks start."""
-    data = job.recipe.data
+def tokenising_processes(data: DataSection, imports: Imports, cpu_count: int, budget_bytes: int) -> int:
+    """How many may tokenise side by side: one for each CPU, as far as the host has room for them."""
+    others = imports.launcher_bytes + LAUNCHED_BYTES + imports.prepare_bytes + imports.mapped_bytes
+    return max(min(cpu_count, (budget_bytes - others) // _tokenising_bytes(data, imports)), 1)
+
+
+def _tokenising_bytes(data: DataSection, imports: Imports) -> int:
     window = PACKING_BYTES if data.packing else 0
+    return imports.prepare_bytes + PREPARE_SAMPLES * data.max_length * PREPARE_TOKEN_BYTES + window
+
+
+def _preparing(job: Job, imports: Imports) -> dict[str, int]:
+    """Tokenising, in a child that ends before the ranks start; with room for more of them, corpora have more."""
     return {
         "launcher": imports.launcher_bytes + LAUNCHED_BYTES,
-        "tokenising": imports.prepare_bytes + PREPARE_SAMPLES * data.max_length * PREPARE_TOKEN_BYTES + window,
+        "tokenising": _tokenising_bytes(job.recipe.data, imports),
         "libraries": imports.mapped_bytes,
     }
 

@@ -15,6 +15,7 @@ from launch import (
     columns,
     concessions,
     environment,
+    host_memory,
     imports,
     packages,
     planner,
@@ -27,7 +28,7 @@ from launch import (
 from launch.allocator import TORCH_DEFAULTS, AllocatorConfig
 from launch.candidates import ONE_PROCESS, Given
 from launch.errors import DoesNotFit, ResourceError
-from launch.estimate import Subject
+from launch.estimate import Subject, host_budget_bytes
 from launch.rundir import CODE, House
 from launch.schema import Change, Device, Link, Machine, Plan, Recipe, Strategy
 from launch.traces import Traces
@@ -177,6 +178,14 @@ def with_counts(house: House, about: Subject) -> Subject:
         counts=counts["train"],
         cache_bytes=sum(file.stat().st_size for file in tokens.glob("*.arrow")),
     )
+
+
+def tokenising_processes(resolved: Resolved) -> int:
+    """How many processes may tokenise this start's data side by side."""
+    device = resolved.plan.strategy.device
+    budget = host_budget_bytes(resolved.recipe, resolved.machine)
+    held = imports.known(resolved.house.cache, device)
+    return host_memory.tokenising_processes(resolved.recipe.data, held, resolved.machine.cpu_count, budget)
 
 
 def _link(

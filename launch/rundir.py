@@ -288,6 +288,7 @@ class Start:
     supervised: bool
     machine: Machine | None = None
     wish: str = "auto"  # of --resume
+    tokenising_processes: int = 1
     run: RunDir | None = None
     attempt: AttemptDir | None = None
     deepspeed_file: Path | None = None
@@ -422,6 +423,9 @@ def folder_fingerprint(folder: Path) -> str:
 def token_identity(cache: Path, recipe: Recipe, shape: ModelShape, data_format: DataFormat) -> dict[str, Any]:
     """Everything that decides the bytes of a run's tokenised rows. Reads files that the cache does not know yet."""
     data, known = recipe.data, known_files(cache)
+    files = [Path(file) for file in (data.train_file, data.validation_file) if file]
+    # rows of one unit are not packed with those of another
+    units = [shards.unit_bytes(file) for file in files if shards.stored_bytes(file) > shards.UNIT_BYTES]
     tokenizer_path = recipe.tokenizer.path or recipe.model.path
     return {
         "version": TOKEN_CACHE_VERSION,
@@ -430,7 +434,8 @@ def token_identity(cache: Path, recipe: Recipe, shape: ModelShape, data_format: 
         "columns": [data_format.kind, data_format.file_type, dict(data_format.columns)],
         "limits": [data.max_length, data.max_train_samples, data.max_validation_samples]
         + ([data.max_bad_rows] if data.max_bad_rows else [])
-        + (["packed"] if data.packing else []),
+        + (["packed"] if data.packing else [])
+        + [["units", size] for size in units if data.packing],
         "task": recipe.task,
         "encoder_decoder": shape.is_encoder_decoder,
         "tokenizer": folder_fingerprint(Path(tokenizer_path))
@@ -442,6 +447,12 @@ def token_identity(cache: Path, recipe: Recipe, shape: ModelShape, data_format: 
 def token_cache(cache: Path, recipe: Recipe, shape: ModelShape, data_format: DataFormat) -> Path:
     """The folder of this run's tokenised rows."""
     return token_folder(cache, token_identity(cache, recipe, shape, data_format))
+
+
+def token_files(folder: Path, part: str) -> list[Path]:
+    """The tokenised rows of a part, "train" or "validation", in their order: one file, or one of each unit."""
+    alone = folder / f"{part}.arrow"
+    return [alone] if alone.exists() else sorted(folder.glob(f"{part}-*.arrow"))
 
 
 def known_files(cache: Path) -> shards.Known:

@@ -25,7 +25,7 @@ def lines(run: RunDir) -> list[str]:
     rows = counts["train"]["rows"]
     documents = None
     if counts["train"].get("documents"):  # the rows are packed sequences
-        documents = _documents(Path(used["folder"]) / "train.arrow", counts["train"]["documents"])
+        documents = _documents(Path(used["folder"]), counts["train"]["documents"])
     kind = "rows" if documents is None else "packed sequences"
     order = [row for _, taken_then in sorted(taken(run).items()) for row in taken_then]
     said = []
@@ -49,9 +49,13 @@ def _documents(tokens: Path, count: int) -> Any:
     """The numbers of the documents in each packed sequence. Raises CheckpointError when they are not 0..count-1."""
     import pyarrow as pa
 
-    with pa.memory_map(str(tokens)) as file:
-        column = pa.ipc.open_stream(file).read_all().column("documents")
-        numbers = sorted(number for chunk in column.chunks for number in chunk.flatten().to_pylist())
+    column, numbers = [], []
+    for path in rundir.token_files(tokens, "train"):
+        with pa.memory_map(str(path)) as file:
+            chunks = pa.ipc.open_stream(file).read_all().column("documents")
+            before = len(numbers)  # each file counts its own
+            numbers += sorted(before + number for chunk in chunks.chunks for number in chunk.flatten().to_pylist())
+            column += [range(len(held)) for held in chunks.to_pylist()]
     if numbers != list(range(count)):
         raise CheckpointError(f"{tokens}: its packed sequences do not hold {count:,} rows, each once")
     return column

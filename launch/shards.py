@@ -34,6 +34,8 @@ MAX_ROW_BYTES = 64 << 20  # of a line, of a member of a tar, of a row of a parqu
 MEMBER = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # WebDataset: the key of a sample, and what of it this is
 TEXT_MEMBERS, JSON_MEMBER = ("txt", "text"), "json"
 ARROW_FILE = b"ARROW1"  # the first bytes of the random access format; the stream format has none
+UNIT_BYTES = 16 << 20  # 5 to 10 s of one CPU
+MOST_UNITS = 2048  # of a corpus
 RACY_S = 2.0  # a file this young may change once more within a tick of its time stamps
 MEMO_BYTES = 16 << 20  # a single smaller file is read again each time
 
@@ -117,6 +119,15 @@ def arrow_batches(path: Path) -> Iterator[tuple[Any, Iterator[Any]]]:
         else:
             with pa.ipc.open_file(mapped) as reader:
                 yield reader.schema, (reader.get_batch(at) for at in range(reader.num_record_batches))
+
+
+def stored_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in of(path))
+
+
+def unit_bytes(path: Path) -> int:
+    """How much of it is tokenised as one unit (training/units.py): a cache has not more files than can be mapped."""
+    return max(UNIT_BYTES, -(-stored_bytes(path) // MOST_UNITS))
 
 
 # ---- WebDataset ----------------------------------------------------------------------------------------------------

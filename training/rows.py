@@ -28,12 +28,14 @@ class BadRows:
 
     def __init__(self, limit: int = 0) -> None:
         self.limit = limit
-        self.count = 0
-        self.first = ""
+        self.errors: list[str] = []
+
+    @property
+    def count(self) -> int:
+        return len(self.errors)
 
     def add(self, error: DataError) -> None:
-        self.count += 1
-        self.first = self.first or str(error)
+        self.errors.append(str(error))
         if self.count > self.limit:
             if not self.limit:
                 raise error

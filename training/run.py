@@ -124,7 +124,7 @@ def _tokens(start: Start) -> Path:
     known = rundir.read_json(start.run.tokens_file) if start.run else None
     if known and (Path(known["folder"]) / rundir.TOKENS_READY).exists():
         return Path(known["folder"])
-    return prepare.ensure(start.recipe, start.plan, start.house.cache, print)
+    return prepare.ensure(start.recipe, start.plan, start.house.cache, print, processes=start.tokenising_processes)
 
 
 @dataclass(frozen=True)
@@ -224,8 +224,8 @@ def _build(
 
 def _rows(tokens: Path) -> tuple[NumberedRows, TokenRows | None]:
     """(training rows, held-out rows or None) of a token cache."""
-    held_out = tokens / "validation.arrow"
-    return NumberedRows(tokens / "train.arrow"), TokenRows(held_out) if held_out.exists() else None
+    held_out = rundir.token_files(tokens, "validation")
+    return NumberedRows(*rundir.token_files(tokens, "train")), TokenRows(*held_out) if held_out else None
 
 
 def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> None:

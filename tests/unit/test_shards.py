@@ -154,7 +154,7 @@ def test_a_bad_sample_of_a_tar_is_named_by_its_key_and_those_after_it_are_read(t
     data_format = DataFormat("text", {"text": "text"}, "webdataset", "")
     bad = BadRows(1)
     assert list(samples(tmp_path / "a.tar", data_format, bad)) == ["first", "last"]
-    assert re.search(words, bad.first)
+    assert re.search(words, bad.errors[0])
     with pytest.raises(DataError, match=words):
         list(samples(tmp_path / "a.tar", data_format))
 
