@@ -89,7 +89,7 @@ def resolve(
     _write_sample_data(recipe, house, say)
     known = rundir.known_files(house.cache)
     data_format = columns.detect(recipe.data, house.root, known)
-    rows = columns.row_count(Path(recipe.data.train_file), known)
+    rows = None if recipe.data.streaming else columns.row_count(Path(recipe.data.train_file), known)
     given = replace(given, has_deepspeed=machine_file is not None or find_spec("deepspeed") is not None)
     if recipe.training.compiles and machine_file is None:
         given = replace(given, no_compiler=packages.no_compiler(has_gpu, environment.passed(os.environ)))
@@ -165,7 +165,7 @@ def with_counts(house: House, about: Subject) -> Subject:
     """The subject with what is known of its tokenised rows; as it is where none have been tokenised yet."""
     tokens = rundir.token_cache(house.cache, about.recipe, about.shape, about.data_format)
     counts = rundir.read_json(tokens / rundir.TOKENS_READY)
-    if counts is None:
+    if counts is None or "train" not in counts:  # not tokenised yet; streamed
         return about
     parts = [part for part in counts.values() if isinstance(part, dict)]
     if not all("shortest_input" in part for part in parts):  # written by an older version

@@ -429,12 +429,15 @@ def token_identity(cache: Path, recipe: Recipe, shape: ModelShape, data_format: 
     tokenizer_path = recipe.tokenizer.path or recipe.model.path
     return {
         "version": TOKEN_CACHE_VERSION,
-        "train": shards.fingerprint(Path(data.train_file), known),
+        "train": shards.ends_fingerprint(Path(data.train_file))
+        if data.streaming
+        else shards.fingerprint(Path(data.train_file), known),
         "validation": shards.fingerprint(Path(data.validation_file), known) if data.validation_file else None,
         "columns": [data_format.kind, data_format.file_type, dict(data_format.columns)],
         "limits": [data.max_length, data.max_train_samples, data.max_validation_samples]
         + ([data.max_bad_rows] if data.max_bad_rows else [])
         + (["packed"] if data.packing else [])
+        + ([["streaming", data.stream_unit_bytes]] if data.streaming else [])
         + [["units", size] for size in units if data.packing],
         "task": recipe.task,
         "encoder_decoder": shape.is_encoder_decoder,

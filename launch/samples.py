@@ -22,6 +22,8 @@ def lines(run: RunDir) -> list[str]:
         raise ConfigError(
             f"{run.root}: found no run of ours with its tokenised rows; give a folder runs/<recipe>/<time>"
         )
+    if "train" not in counts:
+        return _of_a_stream(run)
     rows = counts["train"]["rows"]
     documents = None
     if counts["train"].get("documents"):  # the rows are packed sequences
@@ -43,6 +45,14 @@ def lines(run: RunDir) -> list[str]:
             line += f", and so {'all' if is_whole else held} of {counts['train']['documents']:,} rows"
         said.append(line)
     return said or ["no step has been recorded"]
+
+
+def _of_a_stream(run: RunDir) -> list[str]:
+    """A stream's sequences are counted from the start of the run: each step takes those that follow."""
+    order = sorted(row for rows in taken(run).values() for row in rows)
+    if order != list(range(len(order))):
+        raise CheckpointError(f"{run.root}: of the first {len(order):,} sequences some are missing or came twice")
+    return [f"stream: the first {len(order):,} packed sequences, each once"]
 
 
 def _documents(tokens: Path, count: int) -> Any:

@@ -7,14 +7,14 @@ import fcntl
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch import rundir, shards
+from launch import rundir
 from launch.errors import DataError, LaunchError
 from launch.rundir import RunDir
 from launch.schema import Plan, Recipe
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from training.tokenise import Job
 
 STAGING = ".parts"  # the end of the name of a folder that is not finished
+TOKENIZER_CHARACTERS = 64 << 20  # of a streamed corpus, from its beginning
 ABANDONED_S = 7 * 86400.0
 
 
@@ -81,7 +82,10 @@ def _write(
     goes_on: Callable[[], None],
     processes: int,
 ) -> None:
-    from training import tokenise  # what it imports takes a second, and most starts find their rows tokenised
+    from training import (
+        tokenise,
+        tokenizer,
+    )  # what it imports takes a second, and most starts find their rows tokenised
 
     source = recipe.data
     if not (folder / tokenise.TOKENIZER).exists():
@@ -89,24 +93,13 @@ def _write(
         _tokenizer(recipe, plan, say).save_pretrained(aside)
         aside.rename(folder / tokenise.TOKENIZER)
     counts: dict[str, Any] = {}
-    parts = [("train", source.train_file, source.max_train_samples)]
+    if not source.streaming:
+        job = tokenise.job(recipe, plan, folder, "train")
+        counts["train"] = _part(job, source.max_train_samples, say, goes_on, processes)
     if source.validation_file:
-        parts.append(("validation", source.validation_file, source.max_validation_samples))
-    for part, file, limit in parts:
-        job = tokenise.Job(
-            folder,
-            part,
-            Path(file),
-            plan.data_format,
-            plan.shape.is_encoder_decoder,
-            recipe.task,
-            source.max_length,
-            source.packing,
-            source.max_bad_rows,
-            shards.unit_bytes(Path(file)),
-        )
-        counts[part] = _part(job, limit, say, goes_on, processes)
-        vocabulary = len(job.encoder.tokenizer)
+        job = tokenise.job(recipe, plan, folder, "validation")
+        counts["validation"] = _part(job, source.max_validation_samples, say, goes_on, processes)
+    vocabulary = len(tokenizer.load(folder / tokenise.TOKENIZER))
     for left in [*folder.glob("*.tmp"), *folder.glob("*.json")]:
         left.unlink()
     rundir.note_made_of(folder, identity)
@@ -124,8 +117,19 @@ def _tokenizer(recipe: Recipe, plan: Plan, say: Callable[[str], None]) -> Any:
         return tokenizer.load(Path(local))
     size = section.vocab_size or plan.shape.config["vocab_size"]
     say(f"training a tokenizer of at most {size:,} tokens on {train_file.name}")
-    texts = rows.samples(train_file, plan.data_format, rows.BadRows(source.max_bad_rows))
-    return tokenizer.train(map(rows.text_of, texts), section, size)
+    samples = rows.samples(train_file, plan.data_format, rows.BadRows(source.max_bad_rows))
+    texts = map(rows.text_of, samples)
+    return tokenizer.train(_first(texts) if source.streaming else texts, section, size)
+
+
+def _first(texts: Iterator[str]) -> Iterator[str]:
+    """Of a corpus that is streamed as many texts as a tokenizer is trained on."""
+    characters = 0
+    for text in texts:
+        yield text
+        characters += len(text)
+        if characters >= TOKENIZER_CHARACTERS:
+            return
 
 
 def _part(

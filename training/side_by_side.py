@@ -70,11 +70,12 @@ def _check_room(job: Job, unit: int) -> None:
     if more > free:
         raise ResourceError(
             f"{job.folder.parent}: the tokens of {job.source} take about {more / GIB:,.1f} GiB more,"
-            f" {free / GIB:,.1f} GiB are free. Put LOWMEM_ROOT on a larger disk, or make room"
+            f" {free / GIB:,.1f} GiB are free. Put LOWMEM_ROOT on a larger disk, make room, or"
+            " (pretraining, packed) keep only a few of them: --data.streaming=true --training.max_steps=N"
         )
 
 
-class _Child:
+class Child:
     """One process with at most one unit."""
 
     def __init__(self, folder: Path) -> None:
@@ -118,7 +119,7 @@ def _run(job: Job, units: Sequence[int], processes: int, progress: Callable[[int
     left = iter(units)
     with selectors.DefaultSelector() as selector, ExitStack() as held:
         for _ in range(processes):
-            child = _Child(job.folder)
+            child = Child(job.folder)
             held.callback(child.end)
             selector.register(child.stdout, selectors.EVENT_READ, child)
             child.give(next(left))

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from launch import rundir, shards
 from launch.errors import DataError
-from launch.schema import DataFormat
+from launch.schema import DataFormat, Plan, Recipe
 from training import data, packing, rows, tokenizer, units
 
 JOB = "job.json"
@@ -94,17 +94,36 @@ class Job:
         return found
 
 
+def job(recipe: Recipe, plan: Plan, folder: Path, part: str) -> Job:
+    """The job of a recipe's "train" or "validation"; units of what is streamed are small."""
+    data = recipe.data
+    source = Path(data.train_file if part == "train" else str(data.validation_file))
+    is_streamed = data.streaming and part == "train"
+    return Job(
+        folder,
+        part,
+        source,
+        plan.data_format,
+        plan.shape.is_encoder_decoder,
+        recipe.task,
+        data.max_length,
+        data.packing,
+        data.max_bad_rows,
+        data.stream_unit_bytes if is_streamed else shards.unit_bytes(source),
+    )
+
+
 def main() -> None:
     rundir.settle_process()
-    job = TypeAdapter(Job).validate_json((Path(sys.argv[1]) / JOB).read_bytes())
+    told = TypeAdapter(Job).validate_json((Path(sys.argv[1]) / JOB).read_bytes())
 
     def say(**words: Any) -> None:
         os.write(1, (json.dumps(words) + "\n").encode())  # shorter than a pipe's buffer: whole, whoever else writes
 
     for line in sys.stdin:
-        found = job.tokenise(int(line), None, lambda count: say(rows=count))
+        found = told.tokenise(int(line), None, lambda count: say(rows=count))
         if "error" in found:
-            rundir.write_json(job.counts_file(int(line)).with_suffix(".failed"), found)
+            rundir.write_json(told.counts_file(int(line)).with_suffix(".failed"), found)
         say(unit=int(line))
 
 
