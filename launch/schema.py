@@ -177,17 +177,19 @@ class DataSection(Section):
     max_bad_rows: int = Field(default=0, ge=0)  # of each of the two, left out and counted; one more is an error
     packing: bool = False  # several rows in one sequence of max_length, each with positions and attention of its own
     streaming: bool = False  # tokenise while training, and keep a few tokens ahead only: pretraining, packed, max_steps
-    shuffle_buffer_mib: float = Field(default=16, gt=0, le=65_536, allow_inf_nan=False)  # of a stream, as it is stored
+    shuffle_buffer_mib: float | None = Field(
+        default=None, gt=0, le=65_536, allow_inf_nan=False
+    )  # of a stream; None: 16
     group_by_length: bool = False  # rows of about one length in an optimizer step; every row once an epoch
 
     @property
     def stream_unit_bytes(self) -> int:
         """Four units of a stream are shuffled together."""
-        return max(int(self.shuffle_buffer_mib * (1 << 20)) // 4, 1)
+        return max(int((self.shuffle_buffer_mib or 16) * (1 << 20)) // 4, 1)
 
     @model_validator(mode="after")
     def buffer_of_a_stream(self) -> DataSection:
-        if "shuffle_buffer_mib" in self.model_fields_set and not self.streaming:
+        if self.shuffle_buffer_mib is not None and not self.streaming:
             raise ValueError("shuffle_buffer_mib is for data.streaming: true; other rows are shuffled over all of them")
         return self
 
