@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from launch import first_rows
+from launch import first_rows, shards
 from launch.errors import ConfigError, DataError, nearest
 from launch.first_rows import Found
 from launch.schema import DataFormat, DataSection
+from launch.shards import Known
 
 Kind = Literal["prompt_response", "messages", "text", "oasst"]
 
@@ -29,26 +30,57 @@ KNOWN: tuple[tuple[str, Kind, dict[str, str], str | None], ...] = (  # (name, ki
 ANSWER_NAMES = ("answer", "response", "output", "completion", "target", "reply", "chosen", "label")  # for hints only
 
 
-def detect(data: DataSection, base: Path) -> DataFormat:
-    """Which columns of the training file make a sample; the validation file must read the same way.
+def detect(data: DataSection, base: Path, known: Known | None = None) -> DataFormat:
+    """Which columns of the training file make a sample; its other shards and the validation file must read the same.
 
     Relative paths start at `base`. Raises DataError (a file cannot be used) and ConfigError (half a pair of columns).
     """
-    explicit = _explicit(data)
-    training = _format(first_rows.read(base / data.train_file, data.max_bad_rows), explicit, "data.train_file")
-    if data.validation_file is not None:
-        path = base / data.validation_file
-        validation = _format(first_rows.read(path, data.max_bad_rows), explicit, "data.validation_file")
-        _same(training, validation, base / data.train_file, path)
+    explicit, known = _explicit(data), known or Known()
+    first, *others = shards.of(base / data.train_file)
+    is_corpus = bool(others)
+    training = _format(_read(first, data.max_bad_rows, known, is_corpus), explicit, "data.train_file")
+    for shard in others:
+        found = _read(shard, data.max_bad_rows, known, is_corpus)
+        _same(training, _format(found, explicit, "data.train_file"), first, shard)
+    for shard in shards.of(base / data.validation_file) if data.validation_file is not None else ():
+        found = _read(shard, data.max_bad_rows, known, is_corpus)
+        _same(training, _format(found, explicit, "data.validation_file"), first, shard)
+    known.keep()
     return training
 
 
-def row_count(path: Path) -> int | None:
-    """Rows of a file that detect() accepts: exact, or None where counting would mean reading too much."""
+def _read(path: Path, max_bad_rows: int, known: Known, is_corpus: bool) -> Found:
+    """What a file holds; of a corpus it is remembered."""
+    if not is_corpus or max_bad_rows or not path.exists():
+        return first_rows.read(path, max_bad_rows)
+
+    def read() -> list[Any]:
+        found = first_rows.read(path)
+        return [found.file_type, dict(found.columns)]
+
+    return Found(path, *known.get(path, "columns", read))
+
+
+def row_count(path: Path, known: Known | None = None) -> int | None:
+    """Rows of what detect() accepts: exact, or None where counting would mean reading too much."""
+    files, known = shards.of(path), known or Known()
+    if len(files) == 1:
+        return _row_count(files[0])
+    if first_rows.file_type_of(files[0]) not in ("parquet", "arrow") and (
+        sum(file.stat().st_size for file in files) > COUNTED_BYTES
+    ):
+        return None
+    counts = [known.get(file, "rows", lambda file=file: _row_count(file)) for file in files]
+    known.keep()
+    return None if None in counts else sum(counts)
+
+
+def _row_count(path: Path) -> int | None:
     file_type = first_rows.file_type_of(path)
-    if file_type == "parquet":
-        return first_rows.parquet(path)[0]
-    if path.stat().st_size > COUNTED_BYTES:
+    if file_type in ("parquet", "arrow"):
+        return first_rows.table(path, file_type)[0]
+    is_packed = file_type == "webdataset" or path.suffix.lower() in shards.COMPRESSIONS
+    if is_packed or path.stat().st_size > COUNTED_BYTES:
         return None
     if file_type == "json":
         try:
@@ -146,7 +178,7 @@ def _same(training: DataFormat, validation: DataFormat, train_path: Path, path: 
             "write both in one file type"
         )
     wanted = dict(training.columns)
-    if training.file_type != "parquet" and "context" not in validation.columns:
+    if training.file_type not in ("parquet", "arrow") and "context" not in validation.columns:
         wanted.pop("context", None)
     if training.kind != validation.kind or wanted != validation.columns:
         raise DataError(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from launch import architectures, locks, probe, recipes, render, report, resume, room, rundir, started
 from launch.errors import ConfigError, shown
-from launch.resolve import resolve
+from launch.resolve import resolve, tokenising_processes
 from launch.rundir import AttemptDir, House, RunDir, Start
 from launch.schema import Machine, Plan, Recipe
 from launch.seed_cli import Request
@@ -54,6 +54,7 @@ def from_request(request: Request) -> Start:
         supervised=False,
         machine=resolved.machine,
         wish=request.resume,
+        tokenising_processes=tokenising_processes(resolved),
         deepspeed_file=started.deepspeed_file(
             resolved.plan, resolved.recipe.training.max_grad_norm, resolved.house.cache, os.environ, say
         ),

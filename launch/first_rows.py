@@ -10,21 +10,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from launch import shards
 from launch.errors import DataError, nearest
+from launch.shards import MAX_ROW_BYTES, SUFFIXES, FileType
 
-FileType = Literal["parquet", "jsonl", "json", "text"]
-
-SUFFIXES: dict[str, FileType] = {
-    ".parquet": "parquet",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".txt": "text",
-}
 SAMPLE_ROWS = 100  # of a JSON file; parquet has a schema
-MAX_ROW_BYTES = 64 << 20  # a longer first row is taken for a file of another kind
 BLANKS = re.compile(r"[ \t\n\r]*")
 MESSAGE_KEYS = (("role", "content"), ("from", "value"))
 
@@ -56,8 +48,8 @@ def read(path: Path, max_bad_rows: int = 0) -> Found:
         file_type = file_type_of(path)
         if path.stat().st_size == 0:
             raise DataError(f"{path}: 0 rows: the file is empty")
-        if file_type == "parquet":
-            num_rows, columns = parquet(path)
+        if file_type in ("parquet", "arrow"):
+            num_rows, columns = table(path, file_type)
             if num_rows == 0:
                 raise DataError(f"{path}: 0 rows: the file has columns ({', '.join(columns) or 'none'}) but no data")
             return Found(path, file_type, columns)
@@ -65,11 +57,15 @@ def read(path: Path, max_bad_rows: int = 0) -> Found:
             if not any(_lines(path, _Spare(max_bad_rows))):
                 raise DataError(f"{path}: 0 rows: every line is blank")
             return Found(path, file_type, {"text": "string"})
-        rows = list(_array_rows(path) if file_type == "json" else _line_rows(path, _Spare(max_bad_rows)))
+        if file_type == "webdataset":
+            rows = list(_tar_rows(path, _Spare(max_bad_rows)))
+        else:
+            rows = list(_array_rows(path) if file_type == "json" else _line_rows(path, _Spare(max_bad_rows)))
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     if not rows:
-        raise DataError(f"{path}: 0 rows: {'the array is empty' if file_type == 'json' else 'every line is blank'}")
+        why = {"json": "the array is empty", "webdataset": "no sample is in it"}.get(file_type, "every line is blank")
+        raise DataError(f"{path}: 0 rows: {why}")
     return Found(path, file_type, _columns_of(rows, max_bad_rows))
 
 
@@ -83,10 +79,12 @@ def file_type_of(path: Path) -> FileType:
         raise DataError(f"{path}: cannot be opened: {error}") from error
     if not stat.S_ISREG(mode):
         what = "a folder" if stat.S_ISDIR(mode) else "not an ordinary file"
-        raise DataError(f"{path}: is {what}; give one file")
-    file_type = SUFFIXES.get(path.suffix.lower())
+        raise DataError(f"{path}: is {what}; give a file")
+    file_type = SUFFIXES.get(shards.suffix(path))
     if file_type is None:
         raise DataError(f"{path}: {path.suffix or 'no ending'} is not a known file type; known: {', '.join(SUFFIXES)}")
+    if path.suffix.lower() in shards.COMPRESSIONS and file_type not in ("jsonl", "json", "text"):
+        raise DataError(f"{path}: a {file_type} file is not read from {path.suffix}; unpack it")
     return "jsonl" if file_type == "json" and not _is_array(path) else file_type
 
 
@@ -95,7 +93,7 @@ def _neighbours(path: Path) -> str:
     try:
         if not folder.is_dir():
             return f"; nor is there a folder {folder}"
-        names = sorted(entry.name for entry in folder.iterdir() if entry.suffix.lower() in SUFFIXES)
+        names = sorted(entry.name for entry in folder.iterdir() if shards.suffix(entry) in SUFFIXES)
     except OSError:
         return ""  # a folder that may not be listed: nothing to suggest
     if not names:
@@ -104,20 +102,24 @@ def _neighbours(path: Path) -> str:
     return f"; nearest in that folder: {', '.join(close)}" if close else f"; in that folder: {', '.join(names[:8])}"
 
 
-# ---- parquet -------------------------------------------------------------------------------------------------------
+# ---- parquet and Arrow ---------------------------------------------------------------------------------------------
 
 
-def parquet(path: Path) -> tuple[int, dict[str, str]]:
-    """(rows, columns) from the footer."""
+def table(path: Path, file_type: FileType) -> tuple[int, dict[str, str]]:
+    """(rows, columns) of a parquet file, from its footer, or of an Arrow file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path) as file:
-            num_rows, schema = file.metadata.num_rows, file.schema_arrow
+        if file_type == "arrow":
+            with shards.arrow_batches(path) as (schema, batches):
+                num_rows = sum(batch.num_rows for batch in batches)
+        else:
+            with pq.ParquetFile(path) as file:
+                num_rows, schema = file.metadata.num_rows, file.schema_arrow
     except (pa.ArrowException, OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(f"{path}: is cut, damaged or no parquet file ({reason}); write or copy it again") from error
+        raise DataError(f"{path}: is cut, damaged or no {file_type} file ({reason}); write or copy it again") from error
     columns: dict[str, str] = {}
     for column in schema:
         columns[column.name] = "two columns of this name" if column.name in columns else _arrow_kind(column.type)
@@ -146,7 +148,7 @@ def _arrow_kind(arrow_type: Any) -> str:
 
 
 def _is_array(path: Path) -> bool:
-    with path.open("rb") as stream:
+    with shards.opened(path) as stream:
         while chunk := stream.read(1 << 16):
             if text := chunk.removeprefix(b"\xef\xbb\xbf").lstrip():
                 return text.startswith(b"[")
@@ -155,7 +157,7 @@ def _is_array(path: Path) -> bool:
 
 def _lines(path: Path, spare: _Spare) -> Iterator[tuple[int, str]]:
     """(number from 1, text) of the lines that are not blank."""
-    with path.open("rb") as stream:
+    with shards.opened(path) as stream:
         number = 0
         while raw := stream.readline(MAX_ROW_BYTES):
             number += 1
@@ -187,11 +189,20 @@ def _line_rows(path: Path, spare: _Spare) -> Iterator[tuple[str, Mapping[str, An
             return
         num_characters += len(text)
         try:
-            row = _line_row(text, f"{path}:{number}", path.suffix.lower() == ".json")
+            row = _line_row(text, f"{path}:{number}", shards.suffix(path) == ".json")
         except DataError as error:
             spare.use(error)
             continue
         yield f"line {number}", row
+
+
+def _tar_rows(path: Path, spare: _Spare) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """("sample KEY", row) of the first samples of a WebDataset shard."""
+    for key, row in itertools.islice(shards.tar_samples(path), SAMPLE_ROWS):
+        if isinstance(row, DataError):
+            spare.use(row)
+        else:
+            yield f"sample {key}", row
 
 
 def _line_row(text: str, where: str, in_json_file: bool) -> Mapping[str, Any]:
@@ -212,7 +223,7 @@ def _line_row(text: str, where: str, in_json_file: bool) -> Mapping[str, Any]:
 def _array_rows(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
     """("element 3", row) of the first elements of an array; reads on only as far as they reach."""
     raw, limit = b"", 1 << 20
-    with path.open("rb") as stream:
+    with shards.opened(path) as stream:
         while True:
             raw += stream.read(limit - len(raw))
             at_end = len(raw) < limit

@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from launch import malloc
-from launch.schema import DTYPE_BYTES, MemoryEstimate, ModelShape, Recipe, Strategy
+from launch import malloc, shards
+from launch.schema import DTYPE_BYTES, DataSection, MemoryEstimate, ModelShape, Recipe, Strategy
 
 MIB = 1 << 20
 # The rest of this block was measured beside the imports, on runs whose model takes next to nothing.
@@ -24,6 +24,7 @@ DEEPSPEED_BYTES = 20 * MIB  # its import: in each rank, and in accelerate launch
 DEEPSPEED_ENGINE_BYTES = 20 * MIB  # objects of a rank's engine that are no tensors
 LAUNCHED_BYTES = 7 * MIB  # recipe, plan and screen
 
+STREAM_BYTES_A_TOKEN = 2  # as a corpus is stored: plain text has 3 to 5, packed parquet a third of that
 SAMPLE_MAPPED_BYTES = 64 << 10  # a page fault maps up to 16 pages around it (fault_around_bytes)
 TOKEN_BYTES = 8  # of a row in the cache: an input id and a label, int32 each
 ORDER_BYTES = 8  # of a row in a rank: the sample numbers and their permutation, int32 each
@@ -119,6 +120,10 @@ def estimate(job: Job, imports: Imports) -> HostEstimate:
     """The phases of a run in their order. On GPUs the model is on the host only while it is built and saved."""
     on_gpu = job.strategy.device == "cuda"
     running = {**_processes(job, imports), **_data(job), **_offloaded(job)}
+    if job.recipe.data.streaming:
+        running["tokenising"] = shards.STREAM_PROCESSES * _tokenising_bytes(job.recipe.data, imports)
+        block_bytes = 4 * job.recipe.data.stream_unit_bytes
+        running["rows read"] = block_bytes // STREAM_BYTES_A_TOKEN * TOKEN_BYTES
     held = job.states.weights_bytes + job.states.optimizer_bytes
     if job.strategy.engine == "ddp":
         held += job.states.gradients_bytes  # the buckets stay when the gradients are dropped
@@ -153,13 +158,22 @@ def _processes(job: Job, imports: Imports) -> dict[str, int]:
     }
 
 
-def _preparing(job: Job, imports: Imports) -> dict[str, int]:
-    """Tokenising, in a child that ends before the ranks start."""
-    data = job.recipe.data
+def tokenising_processes(data: DataSection, imports: Imports, cpu_count: int, budget_bytes: int) -> int:
+    """How many may tokenise side by side: one for each CPU, as far as the host has room for them."""
+    others = imports.launcher_bytes + LAUNCHED_BYTES + imports.prepare_bytes + imports.mapped_bytes
+    return max(min(cpu_count, (budget_bytes - others) // _tokenising_bytes(data, imports)), 1)
+
+
+def _tokenising_bytes(data: DataSection, imports: Imports) -> int:
     window = PACKING_BYTES if data.packing else 0
+    return imports.prepare_bytes + PREPARE_SAMPLES * data.max_length * PREPARE_TOKEN_BYTES + window
+
+
+def _preparing(job: Job, imports: Imports) -> dict[str, int]:
+    """Tokenising, in a child that ends before the ranks start; with room for more of them, corpora have more."""
     return {
         "launcher": imports.launcher_bytes + LAUNCHED_BYTES,
-        "tokenising": imports.prepare_bytes + PREPARE_SAMPLES * data.max_length * PREPARE_TOKEN_BYTES + window,
+        "tokenising": _tokenising_bytes(job.recipe.data, imports),
         "libraries": imports.mapped_bytes,
     }
 

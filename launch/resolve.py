@@ -15,6 +15,7 @@ from launch import (
     columns,
     concessions,
     environment,
+    host_memory,
     imports,
     packages,
     planner,
@@ -27,7 +28,7 @@ from launch import (
 from launch.allocator import TORCH_DEFAULTS, AllocatorConfig
 from launch.candidates import ONE_PROCESS, Given
 from launch.errors import DoesNotFit, ResourceError
-from launch.estimate import Subject
+from launch.estimate import Subject, host_budget_bytes
 from launch.rundir import CODE, House
 from launch.schema import Change, Device, Link, Machine, Plan, Recipe, Strategy
 from launch.traces import Traces
@@ -86,8 +87,9 @@ def resolve(
         raise ResourceError(f"tokenizer.path: there is no folder {recipe.tokenizer.path}; give one, or leave it out")
     config, parameter_shapes = shapes.read(recipe.model, root=CODE)
     _write_sample_data(recipe, house, say)
-    data_format = columns.detect(recipe.data, house.root)
-    rows = columns.row_count(Path(recipe.data.train_file))
+    known = rundir.known_files(house.cache)
+    data_format = columns.detect(recipe.data, house.root, known)
+    rows = None if recipe.data.streaming else columns.row_count(Path(recipe.data.train_file), known)
     given = replace(given, has_deepspeed=machine_file is not None or find_spec("deepspeed") is not None)
     if recipe.training.compiles and machine_file is None:
         given = replace(given, no_compiler=packages.no_compiler(has_gpu, environment.passed(os.environ)))
@@ -163,7 +165,7 @@ def with_counts(house: House, about: Subject) -> Subject:
     """The subject with what is known of its tokenised rows; as it is where none have been tokenised yet."""
     tokens = rundir.token_cache(house.cache, about.recipe, about.shape, about.data_format)
     counts = rundir.read_json(tokens / rundir.TOKENS_READY)
-    if counts is None:
+    if counts is None or "train" not in counts:  # not tokenised yet; streamed
         return about
     parts = [part for part in counts.values() if isinstance(part, dict)]
     if not all("shortest_input" in part for part in parts):  # written by an older version
@@ -176,6 +178,14 @@ def with_counts(house: House, about: Subject) -> Subject:
         counts=counts["train"],
         cache_bytes=sum(file.stat().st_size for file in tokens.glob("*.arrow")),
     )
+
+
+def tokenising_processes(resolved: Resolved) -> int:
+    """How many processes may tokenise this start's data side by side."""
+    device = resolved.plan.strategy.device
+    budget = host_budget_bytes(resolved.recipe, resolved.machine)
+    held = imports.known(resolved.house.cache, device)
+    return host_memory.tokenising_processes(resolved.recipe.data, held, resolved.machine.cpu_count, budget)
 
 
 def _link(

@@ -24,6 +24,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from launch import shards
 from launch.errors import HIDDEN, ConfigError, ResourceError, shown
 from launch.schema import DataFormat, Machine, ModelShape, Plan, Recipe
 
@@ -287,6 +288,7 @@ class Start:
     supervised: bool
     machine: Machine | None = None
     wish: str = "auto"  # of --resume
+    tokenising_processes: int = 1
     run: RunDir | None = None
     attempt: AttemptDir | None = None
     deepspeed_file: Path | None = None
@@ -409,12 +411,6 @@ def show_events(run: RunDir, recipe: Recipe) -> None:
             (folder / run.run_id).symlink_to(run.tensorboard, target_is_directory=True)
 
 
-def data_fingerprint(path: Path) -> str:
-    """sha256 of a data file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def folder_fingerprint(folder: Path) -> str:
     """sha256 over the small files of a tokenizer folder (weights do not change how text is cut)."""
     digest = hashlib.sha256()
@@ -424,18 +420,25 @@ def folder_fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def token_identity(recipe: Recipe, shape: ModelShape, data_format: DataFormat) -> dict[str, Any]:
-    """Everything that decides the bytes of a run's tokenised rows. Reads the files once."""
-    data = recipe.data
+def token_identity(cache: Path, recipe: Recipe, shape: ModelShape, data_format: DataFormat) -> dict[str, Any]:
+    """Everything that decides the bytes of a run's tokenised rows. Reads files that the cache does not know yet."""
+    data, known = recipe.data, known_files(cache)
+    files = [Path(file) for file in (data.train_file, data.validation_file) if file]
+    # rows of one unit are not packed with those of another
+    units = [shards.unit_bytes(file) for file in files if shards.stored_bytes(file) > shards.UNIT_BYTES]
     tokenizer_path = recipe.tokenizer.path or recipe.model.path
     return {
         "version": TOKEN_CACHE_VERSION,
-        "train": data_fingerprint(Path(data.train_file)),
-        "validation": data_fingerprint(Path(data.validation_file)) if data.validation_file else None,
+        "train": shards.ends_fingerprint(Path(data.train_file))
+        if data.streaming
+        else shards.fingerprint(Path(data.train_file), known),
+        "validation": shards.fingerprint(Path(data.validation_file), known) if data.validation_file else None,
         "columns": [data_format.kind, data_format.file_type, dict(data_format.columns)],
         "limits": [data.max_length, data.max_train_samples, data.max_validation_samples]
         + ([data.max_bad_rows] if data.max_bad_rows else [])
-        + (["packed"] if data.packing else []),
+        + (["packed"] if data.packing else [])
+        + ([["streaming", data.stream_unit_bytes]] if data.streaming else [])
+        + [["units", size] for size in units if data.packing],
         "task": recipe.task,
         "encoder_decoder": shape.is_encoder_decoder,
         "tokenizer": folder_fingerprint(Path(tokenizer_path))
@@ -446,7 +449,18 @@ def token_identity(recipe: Recipe, shape: ModelShape, data_format: DataFormat) -
 
 def token_cache(cache: Path, recipe: Recipe, shape: ModelShape, data_format: DataFormat) -> Path:
     """The folder of this run's tokenised rows."""
-    return token_folder(cache, token_identity(recipe, shape, data_format))
+    return token_folder(cache, token_identity(cache, recipe, shape, data_format))
+
+
+def token_files(folder: Path, part: str) -> list[Path]:
+    """The tokenised rows of a part, "train" or "validation", in their order: one file, or one of each unit."""
+    alone = folder / f"{part}.arrow"
+    return [alone] if alone.exists() else sorted(folder.glob(f"{part}-*.arrow"))
+
+
+def known_files(cache: Path) -> shards.Known:
+    """What earlier starts have read of data files."""
+    return shards.Known(cache / "files.json")
 
 
 def note_made_of(folder: Path, identity: Mapping[str, Any]) -> None:

@@ -22,10 +22,12 @@ def lines(run: RunDir) -> list[str]:
         raise ConfigError(
             f"{run.root}: found no run of ours with its tokenised rows; give a folder runs/<recipe>/<time>"
         )
+    if "train" not in counts:
+        return _of_a_stream(run)
     rows = counts["train"]["rows"]
     documents = None
     if counts["train"].get("documents"):  # the rows are packed sequences
-        documents = _documents(Path(used["folder"]) / "train.arrow", counts["train"]["documents"])
+        documents = _documents(Path(used["folder"]), counts["train"]["documents"])
     kind = "rows" if documents is None else "packed sequences"
     order = [row for _, taken_then in sorted(taken(run).items()) for row in taken_then]
     said = []
@@ -45,13 +47,25 @@ def lines(run: RunDir) -> list[str]:
     return said or ["no step has been recorded"]
 
 
+def _of_a_stream(run: RunDir) -> list[str]:
+    """A stream's sequences are counted from the start of the run: each step takes those that follow."""
+    order = sorted(row for rows in taken(run).values() for row in rows)
+    if order != list(range(len(order))):
+        raise CheckpointError(f"{run.root}: of the first {len(order):,} sequences some are missing or came twice")
+    return [f"stream: the first {len(order):,} packed sequences, each once"]
+
+
 def _documents(tokens: Path, count: int) -> Any:
     """The numbers of the documents in each packed sequence. Raises CheckpointError when they are not 0..count-1."""
     import pyarrow as pa
 
-    with pa.memory_map(str(tokens)) as file:
-        column = pa.ipc.open_stream(file).read_all().column("documents")
-        numbers = sorted(number for chunk in column.chunks for number in chunk.flatten().to_pylist())
+    column, numbers = [], []
+    for path in rundir.token_files(tokens, "train"):
+        with pa.memory_map(str(path)) as file:
+            chunks = pa.ipc.open_stream(file).read_all().column("documents")
+            before = len(numbers)  # each file counts its own
+            numbers += sorted(before + number for chunk in chunks.chunks for number in chunk.flatten().to_pylist())
+            column += [range(len(held)) for held in chunks.to_pylist()]
     if numbers != list(range(count)):
         raise CheckpointError(f"{tokens}: its packed sequences do not hold {count:,} rows, each once")
     return column

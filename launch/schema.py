@@ -165,8 +165,8 @@ class QuantizationSection(Section):
 class DataSection(Section):
     """Where the rows are and which columns to read; columns are found by name unless they are given here."""
 
-    train_file: str
-    validation_file: str | None = None
+    train_file: str  # a file, a folder of shards, or a pattern of them
+    validation_file: str | None = None  # likewise
     prompt_column: str | None = None
     response_column: str | None = None
     text_column: str | None = None
@@ -174,9 +174,24 @@ class DataSection(Section):
     max_length: int = Field(default=512, ge=8, le=1 << 20)  # tokens: of the whole sequence (decoder), of each side (T5)
     max_train_samples: PositiveInt | None = None
     max_validation_samples: PositiveInt | None = None
-    max_bad_rows: int = Field(default=0, ge=0)  # of each file, left out and counted; one more is an error
+    max_bad_rows: int = Field(default=0, ge=0)  # of each of the two, left out and counted; one more is an error
     packing: bool = False  # several rows in one sequence of max_length, each with positions and attention of its own
+    streaming: bool = False  # tokenise while training, and keep a few tokens ahead only: pretraining, packed, max_steps
+    shuffle_buffer_mib: float | None = Field(
+        default=None, gt=0, le=65_536, allow_inf_nan=False
+    )  # of a stream; None: 16
     group_by_length: bool = False  # rows of about one length in an optimizer step; every row once an epoch
+
+    @property
+    def stream_unit_bytes(self) -> int:
+        """Four units of a stream are shuffled together."""
+        return max(int((self.shuffle_buffer_mib or 16) * (1 << 20)) // 4, 1)
+
+    @model_validator(mode="after")
+    def buffer_of_a_stream(self) -> DataSection:
+        if self.shuffle_buffer_mib is not None and not self.streaming:
+            raise ValueError("shuffle_buffer_mib is for data.streaming: true; other rows are shuffled over all of them")
+        return self
 
     @model_validator(mode="after")
     def one_way_to_less_padding(self) -> DataSection:
@@ -353,6 +368,25 @@ class Recipe(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def what_can_be_streamed(self) -> Recipe:
+        if not self.data.streaming:
+            return self
+        wrong = []
+        if self.task != "pretrain":
+            wrong.append("task: pretrain (rows for SFT fit the disk)")
+        if not self.data.packing:
+            wrong.append("data.packing: true (the longest row is not known before: full sequences are planned for)")
+        if self.training.max_steps < 0:
+            wrong.append("training.max_steps (how many an epoch has is not known before)")
+        if self.data.max_train_samples is not None:
+            wrong.append("no data.max_train_samples (training.max_steps ends it)")
+        if self.training.dataloader_num_workers:
+            wrong.append("no training.dataloader_num_workers (processes of its own tokenise)")
+        if wrong:
+            raise ValueError(f"data.streaming: true needs {'; '.join(wrong)}")
+        return self
+
     @field_validator("quantization")
     @classmethod
     def of_frozen_weights(cls, value: QuantizationSection | None, info: ValidationInfo) -> QuantizationSection | None:
@@ -395,7 +429,7 @@ class DataFormat:
 
     kind: Literal["prompt_response", "messages", "text", "oasst"]
     columns: Mapping[str, str]  # role -> column name; roles: prompt, context, response, messages, text, role
-    file_type: Literal["parquet", "jsonl", "json", "text"]
+    file_type: Literal["parquet", "jsonl", "json", "text", "arrow", "webdataset"]
     reason: str
 
 

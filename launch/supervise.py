@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from launch import environment, failures, heartbeats, probe, rundir, told, tree
 from launch.heartbeats import Progress
-from launch.resolve import Resolved
+from launch.resolve import Resolved, tokenising_processes
 from launch.rundir import AttemptDir, RunDir
 from launch.schema import Command, Evidence, RunResult
 from launch.screen import Screen, Tail
@@ -141,7 +141,9 @@ def prepare(
     known = rundir.read_json(run.tokens_file)
     if known and (Path(known["folder"]) / rundir.TOKENS_READY).exists():
         return Ended()
-    identity = rundir.token_identity(resolved.recipe, resolved.plan.shape, resolved.plan.data_format)
+    identity = rundir.token_identity(
+        resolved.house.cache, resolved.recipe, resolved.plan.shape, resolved.plan.data_format
+    )
     folder = rundir.token_folder(resolved.house.cache, identity)
     if (folder / rundir.TOKENS_READY).exists():
         rundir.note_made_of(folder, identity)
@@ -149,6 +151,7 @@ def prepare(
         return Ended()
     argv = [sys.executable, "-P", "-m", "training.prepare", "--run-dir", str(run.root)]
     argv += ["--attempt", str(attempt.number), "--cache", str(resolved.house.cache)]
+    argv += ["--processes", str(tokenising_processes(resolved))]
     inherited = environment.passed(os.environ, resolved.recipe.launch.pass_env)
     added = {"PYTHONPATH": str(rundir.CODE), "HF_HUB_OFFLINE": "1", "LOWMEM_RUN": run.tag}
     said_file = attempt.root / "tokenise.log"

@@ -32,12 +32,13 @@ class Row(NamedTuple):
 
 
 class TokenRows(Dataset):
-    """The cache file, memory-mapped; its rows are Row without a number."""
+    """The cache's files, memory-mapped; their rows are Row without a number."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, *paths: Path) -> None:
         import datasets
 
-        self.rows = datasets.Dataset.from_file(str(path)).with_format("arrow")
+        mapped = [datasets.Dataset.from_file(str(path)) for path in paths]
+        self.rows = (datasets.concatenate_datasets(mapped) if len(mapped) > 1 else mapped[0]).with_format("arrow")
         self._columns = [name for name in Row._fields if name in self.rows.column_names]
 
     def __len__(self) -> int:

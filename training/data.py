@@ -8,10 +8,11 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 
 from launch.errors import DataError
-from training.rows import Message, Sample
+from training.rows import Message, Sample, text_of
 
 if TYPE_CHECKING:
     from training.packing import Packer
@@ -107,6 +108,9 @@ def pieces(row: Row, max_length: int) -> Iterator[Row]:
 # ---- the cache -----------------------------------------------------------------------------------------------------
 
 COUNTED_BEFORE = {"samples", "dropped", "truncated", "lengths", "stride"}  # rows are packed
+SUMMED = ("samples", "rows", "bad", "dropped", "truncated", "tokens", "target_tokens", "documents")
+LARGEST = ("longest", "longest_input", "longest_target")
+BATCH_CHARACTERS = 1 << 20  # of long samples fewer than 1,000 are tokenised at once: a token takes 200 bytes meanwhile
 LENGTHS_KEPT = 2048  # at least, of as many rows: from them the plan says how much of a step is padding
 CACHE_SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32()))])
 # Of packed sequences: tokens and numbers of the documents in each.
@@ -147,19 +151,35 @@ class CacheCounts:
                     self.lengths, self.stride = self.lengths[::2], 2 * self.stride
             self.rows += 1
             self.tokens += length
-            self.target_tokens += sum(1 for label in row["labels"] if label != IGNORED)
+            self.target_tokens += len(row["labels"]) - _count(row["labels"], IGNORED)
             self.longest_input = max(self.longest_input, length)
             self.shortest_input = min(self.shortest_input or length, length)
             self.longest_target = max(self.longest_target, len(row["labels"]))
             self.longest = max(self.longest_input, self.longest_target)
             self.truncated += max(length, len(row["labels"])) >= max_length
 
+    def join(self, others: Iterable[CacheCounts]) -> CacheCounts:
+        """Of these rows and those that follow them."""
+        both = [self, *others]
+        stride = max(counts.stride for counts in both)
+        lengths = [one for counts in both for one in counts.lengths[:: stride // counts.stride]]
+        while len(lengths) >= 2 * LENGTHS_KEPT:
+            lengths, stride = lengths[::2], 2 * stride
+        summed = {name: sum(getattr(counts, name) for counts in both) for name in SUMMED}
+        largest = {name: max(getattr(counts, name) for counts in both) for name in LARGEST}
+        shortest = min((counts.shortest_input for counts in both if counts.rows), default=0)
+        return CacheCounts(**summed, **largest, shortest_input=shortest, lengths=lengths, stride=stride)
+
+
+def _count(values: Sequence[int], value: int) -> int:
+    return values.count(value) if isinstance(values, list) else int(np.count_nonzero(np.asarray(values) == value))
+
 
 def write_cache(
     source: Iterator[Sample], encoder: Encoder, path: Path, limit: int | None, progress: Any, packer: Packer | None
 ) -> CacheCounts:
-    """Tokenise `source` into the Arrow stream file `path`, 1,000 samples in memory at a time; with a `packer` its
-    window too.
+    """Tokenise `source` into the Arrow stream file `path`, at most 1,000 samples in memory at a time; with a `packer`
+    its window too.
 
     Of packed rows the lengths, and what was read, dropped and cut, are counted before they are packed."""
     counts, packed = CacheCounts(), CacheCounts()
@@ -192,12 +212,12 @@ def write_cache(
 
 def _batches(source: Iterator[Sample], size: int, limit: int | None) -> Iterator[list[Sample]]:
     batch: list[Sample] = []
-    for number, sample in enumerate(source):
-        if limit is not None and number >= limit:
-            break
+    characters = 0
+    for sample in islice(source, limit):
         batch.append(sample)
-        if len(batch) == size:
+        characters += len(text_of(sample))
+        if len(batch) == size or characters >= BATCH_CHARACTERS:
             yield batch
-            batch = []
+            batch, characters = [], 0
     if batch:
         yield batch

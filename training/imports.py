@@ -14,7 +14,7 @@ from pathlib import Path
 ROLES = {
     "launcher": ("launch.resolve", "launch.supervise", "launch.screen", "pyarrow.parquet"),
     "agent": ("accelerate.commands.launch", "torch.distributed.run"),
-    "prepare": ("training.prepare", "training.data", "training.tokenizer", "tokenizers"),
+    "prepare": ("training.prepare", "training.side_by_side", "tokenizers"),
     "rank": ("training.run", "torch.utils.tensorboard"),
 }
 

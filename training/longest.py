@@ -17,23 +17,28 @@ SHORTER = 4  # every so-many-th row is cut by a token, so that batches are padde
 def main(tokens: Path, folder: Path, count: int) -> None:
     folder.mkdir(parents=True)
     for part in ("train", "validation"):
-        if (tokens / f"{part}.arrow").exists():
-            _write(tokens / f"{part}.arrow", folder / f"{part}.arrow", count)
+        if files := rundir.token_files(tokens, part):
+            _write(files, folder / f"{part}.arrow", count)
     shutil.copytree(tokens / "tokenizer", folder / "tokenizer")
     shutil.copyfile(tokens / rundir.TOKENS_READY, folder / rundir.TOKENS_READY)
 
 
-def _write(source: Path, target: Path, count: int) -> None:
+def _write(sources: list[Path], target: Path, count: int) -> None:
     """The row with the longest input and the one with the longest labels in turn, `count` rows in all."""
-    with pa.memory_map(str(source)) as file:
-        table = pa.ipc.open_stream(file).read_all()
-        pair = []
-        for column in ("input_ids", "labels"):
-            lengths = pc.list_value_length(table.column(column))
-            pair.append(table.slice(pc.index(lengths, pc.max(lengths)).as_py(), 1).to_pylist()[0])
+    longest: dict[str, tuple[int, dict[str, list[int]]]] = {}
+    for source in sources:
+        with pa.memory_map(str(source)) as file:
+            table = pa.ipc.open_stream(file).read_all()
+            schema = table.schema
+            for column in ("input_ids", "labels") if len(table) else ():
+                lengths = pc.list_value_length(table.column(column))
+                length = pc.max(lengths)
+                if column not in longest or length.as_py() > longest[column][0]:
+                    longest[column] = length.as_py(), table.slice(pc.index(lengths, length).as_py(), 1).to_pylist()[0]
+    pair = [row for _, row in longest.values()]
     rows = [_cut(pair[number % 2]) if number % SHORTER == 0 else pair[number % 2] for number in range(count)]
-    with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=table.schema))
+    with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+        writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=schema))
 
 
 def _cut(row: dict[str, list[int]]) -> dict[str, list[int]]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import os
 import shutil
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launch import rundir
 from launch.errors import DataError, LaunchError
@@ -19,14 +21,26 @@ from launch.schema import Plan, Recipe
 from training.control import Control, Halted
 from training.heartbeat import Heartbeat
 
+if TYPE_CHECKING:
+    from training.tokenise import Job
+
+STAGING = ".parts"  # the end of the name of a folder that is not finished
+TOKENIZER_CHARACTERS = 64 << 20  # of a streamed corpus, from its beginning
+ABANDONED_S = 7 * 86400.0
+
 
 def ensure(
-    recipe: Recipe, plan: Plan, cache: Path, say: Callable[[str], None], goes_on: Callable[[], None] = lambda: None
+    recipe: Recipe,
+    plan: Plan,
+    cache: Path,
+    say: Callable[[str], None],
+    goes_on: Callable[[], None] = lambda: None,
+    processes: int = 1,
 ) -> Path:
-    """The folder with train.arrow, validation.arrow, tokenizer/ and counts.json; made once, under a lock.
+    """The folder with the tokenised rows, tokenizer/ and counts.json; made once, under a lock.
 
-    `goes_on` is called every thousand rows."""
-    identity = rundir.token_identity(recipe, plan.shape, plan.data_format)
+    `goes_on` is called every thousand rows. What a start has tokenised that was killed is not tokenised again."""
+    identity = rundir.token_identity(cache, recipe, plan.shape, plan.data_format)
     folder = rundir.token_folder(cache, identity)
     if (folder / rundir.TOKENS_READY).exists():
         rundir.note_made_of(folder, identity)
@@ -35,17 +49,28 @@ def ensure(
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / rundir.TOKENS_READY).exists():
-            for left in folder.parent.glob(f".{folder.name}.*.tmp"):  # of a start that was killed
-                shutil.rmtree(left, ignore_errors=True)
-            aside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-            aside.mkdir()
+            _clear_abandoned(folder.parent)
+            staging = folder.with_name(f".{folder.name}{STAGING}")
+            staging.mkdir(exist_ok=True)
             try:
-                _write(recipe, plan, identity, aside, say, goes_on)
-                shutil.rmtree(folder, ignore_errors=True)
-                aside.rename(folder)
-            finally:
-                shutil.rmtree(aside, ignore_errors=True)
+                _write(recipe, plan, identity, staging, say, goes_on, processes)
+            except LaunchError:
+                shutil.rmtree(staging)
+                raise
+            shutil.rmtree(folder, ignore_errors=True)
+            staging.rename(folder)
     return folder
+
+
+def _clear_abandoned(folder: Path) -> None:
+    """Remove what was begun and not finished for long: of data that has changed since, say."""
+    for staging in folder.glob(f".*{STAGING}"):
+        if time.time() - staging.stat().st_mtime < ABANDONED_S:
+            continue
+        name = staging.name.removeprefix(".").removesuffix(STAGING)
+        with (folder / f"{name}.lock").open("w") as lock, suppress(BlockingIOError):  # where somebody is at it
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(staging)
 
 
 def _write(
@@ -55,47 +80,77 @@ def _write(
     folder: Path,
     say: Callable[[str], None],
     goes_on: Callable[[], None],
+    processes: int,
 ) -> None:
-    from training import data, packing, rows, tokenizer
+    from training import (
+        tokenise,
+        tokenizer,
+    )  # what it imports takes a second, and most starts find their rows tokenised
 
-    source, section = recipe.data, recipe.tokenizer
-    train_file = Path(source.train_file)
-    local = section.path or recipe.model.path
-    if local:
-        chosen = tokenizer.load(Path(local))
-    else:
-        size = section.vocab_size or plan.shape.config["vocab_size"]
-        say(f"training a tokenizer of at most {size:,} tokens on {train_file.name}")
-        texts = rows.samples(train_file, plan.data_format, rows.BadRows(source.max_bad_rows))
-        chosen = tokenizer.train(map(rows.text_of, texts), section, size)
-    chosen.save_pretrained(folder / "tokenizer")
-    is_cut = source.packing and recipe.task == "pretrain"
-    encoder = data.Encoder(chosen, plan.shape.is_encoder_decoder, recipe.task, source.max_length, is_cut)
-    counts = {}
-    parts = [("train", source.train_file, source.max_train_samples)]
+    source = recipe.data
+    if not (folder / tokenise.TOKENIZER).exists():
+        aside = folder / f"{tokenise.TOKENIZER}.tmp"
+        _tokenizer(recipe, plan, say).save_pretrained(aside)
+        aside.rename(folder / tokenise.TOKENIZER)
+    counts: dict[str, Any] = {}
+    if not source.streaming:
+        job = tokenise.job(recipe, plan, folder, "train")
+        counts["train"] = _part(job, source.max_train_samples, say, goes_on, processes)
     if source.validation_file:
-        parts.append(("validation", source.validation_file, source.max_validation_samples))
-    for part, file, limit in parts:
-        with _progress(f"tokenising {Path(file).name}", goes_on) as advance:
-            bad = rows.BadRows(source.max_bad_rows)
-            source_rows = rows.samples(Path(file), plan.data_format, bad)
-            packer = packing.Packer(source.max_length, is_cut) if source.packing else None
-            found = data.write_cache(source_rows, encoder, folder / f"{part}.arrow", limit, advance, packer)
-        found.bad = bad.count
-        if not found.rows:
-            raise DataError(
-                f"{file}: 0 rows with something to learn ({found.samples:,} read, {found.dropped:,} without a target"
-                f" within max_length {source.max_length}); check the columns and data.max_length"
-            )
-        counts[part] = asdict(found)
-        say(summary(Path(file).name, counts[part], source.max_length))
-        if bad.count:
-            say(
-                f"{Path(file).name}: {bad.count:,} bad rows left out (data.max_bad_rows {bad.limit}); first {bad.first}"
-            )
+        job = tokenise.job(recipe, plan, folder, "validation")
+        counts["validation"] = _part(job, source.max_validation_samples, say, goes_on, processes)
+    vocabulary = len(tokenizer.load(folder / tokenise.TOKENIZER))
+    for left in [*folder.glob("*.tmp"), *folder.glob("*.json")]:
+        left.unlink()
     rundir.note_made_of(folder, identity)
     rundir.sync_all(folder)
-    rundir.write_json(folder / rundir.TOKENS_READY, {**counts, "vocabulary": len(chosen)})
+    rundir.write_json(folder / rundir.TOKENS_READY, {**counts, "vocabulary": vocabulary})
+
+
+def _tokenizer(recipe: Recipe, plan: Plan, say: Callable[[str], None]) -> Any:
+    """The tokenizer of the recipe's folder, or one that is trained now."""
+    from training import rows, tokenizer
+
+    source, section = recipe.data, recipe.tokenizer
+    train_file, local = Path(source.train_file), section.path or recipe.model.path
+    if local:
+        return tokenizer.load(Path(local))
+    size = section.vocab_size or plan.shape.config["vocab_size"]
+    say(f"training a tokenizer of at most {size:,} tokens on {train_file.name}")
+    samples = rows.samples(train_file, plan.data_format, rows.BadRows(source.max_bad_rows))
+    texts = map(rows.text_of, samples)
+    return tokenizer.train(_first(texts) if source.streaming else texts, section, size)
+
+
+def _first(texts: Iterator[str]) -> Iterator[str]:
+    """Of a corpus that is streamed as many texts as a tokenizer is trained on."""
+    characters = 0
+    for text in texts:
+        yield text
+        characters += len(text)
+        if characters >= TOKENIZER_CHARACTERS:
+            return
+
+
+def _part(
+    job: Job, limit: int | None, say: Callable[[str], None], goes_on: Callable[[], None], processes: int
+) -> dict[str, Any]:
+    """Tokenise what is not there yet of a part; its counts, which data.CacheCounts names."""
+    from training import side_by_side
+
+    name = job.source.name
+    with _progress(f"tokenising {name}", goes_on) as advance:
+        total, bad = side_by_side.part(job, limit, processes, advance, say)
+    if not total.rows:
+        raise DataError(
+            f"{job.source}: 0 rows with something to learn ({total.samples:,} read, {total.dropped:,} without a target"
+            f" within max_length {job.max_length}); check the columns and data.max_length"
+        )
+    counts = asdict(total)
+    say(summary(name, counts, job.max_length))
+    if bad.count:
+        say(f"{name}: {bad.count:,} bad rows left out (data.max_bad_rows {bad.limit}); first {bad.errors[0]}")
+    return counts
 
 
 def summary(name: str, counts: dict[str, Any], max_length: int) -> str:
@@ -129,6 +184,7 @@ def main() -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--cache", type=Path, required=True)
+    parser.add_argument("--processes", type=int, default=1)
     arguments = parser.parse_args()
     rundir.settle_process()
     run = RunDir(arguments.run_dir)
@@ -137,7 +193,8 @@ def main() -> int:
     try:
         Control().listen()
         recipe, plan = run.read_recipe(), run.read_plan()
-        folder = ensure(recipe, plan, arguments.cache, lambda line: print(line, flush=True), heartbeat.again)
+        say = partial(print, flush=True)
+        folder = ensure(recipe, plan, arguments.cache, say, heartbeat.again, arguments.processes)
     except Halted as halted:
         return halted.word.exit_code
     except LaunchError as error:

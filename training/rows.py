@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from launch import shards
 from launch.errors import DataError
 from launch.schema import DataFormat
+from launch.shards import MAX_ROW_BYTES
 
-MAX_ROW_BYTES = 64 << 20  # of a line of a text file, or of a row of a parquet file on average
 Message = dict[str, str]
 Sample = list[Message] | str  # a conversation, or a text
 
@@ -25,45 +28,93 @@ class BadRows:
 
     def __init__(self, limit: int = 0) -> None:
         self.limit = limit
-        self.count = 0
-        self.first = ""
+        self.errors: list[str] = []
+
+    @property
+    def count(self) -> int:
+        return len(self.errors)
 
     def add(self, error: DataError) -> None:
-        self.count += 1
-        self.first = self.first or str(error)
+        self.errors.append(str(error))
         if self.count > self.limit:
             if not self.limit:
                 raise error
             raise DataError(f"{error}; it is bad row {self.count}, data.max_bad_rows allows {self.limit}") from error
 
 
-def read_rows(path: Path, file_type: str, columns: Sequence[str], bad: BadRows) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(row number from 1, the named columns) of a file, one batch in memory at a time."""
+@dataclass(frozen=True)
+class Slice:
+    """A file, or the rows of it that begin in a range of bytes (lines), row groups (parquet) or batches (Arrow)."""
+
+    path: Path
+    start: int = 0
+    end: int | None = None  # None: to its end
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a row is, as an error names it: counting the lines before a slice can wait until there is one."""
+
+    of: Slice
+    number: int | str  # from 1 in the slice; of a WebDataset the sample's key
+    is_line: bool = False
+
+    def __str__(self) -> str:
+        if not self.is_line or not self.of.start:
+            return f"{self.of.path}:{self.number}"
+        return f"{self.of.path}:{_lines_before(self.of) + int(self.number)}"
+
+
+def _lines_before(of: Slice) -> int:
+    left, count = of.start, 0
+    with of.path.open("rb") as file:
+        while chunk := file.read(min(left, 1 << 20)):
+            left -= len(chunk)
+            count += chunk.count(b"\n")
+            last = chunk[-1:]
+    return count + (last != b"\n")  # a line that begins before the slice and ends in it belongs to the one before
+
+
+Rows = Iterator[tuple[Place, dict[str, Any]]]
+
+
+def read_rows(of: Slice, file_type: str, columns: Sequence[str], bad: BadRows) -> Rows:
+    """(place, the named columns) of the rows of a slice, one batch in memory at a time."""
     if file_type == "parquet":
-        yield from _parquet_rows(path, columns)
-    elif file_type == "json":
-        for number, row in enumerate(_array(path), start=1):
-            if isinstance(row, dict):
-                yield number, row
+        yield from _parquet_rows(of, columns)
+    elif file_type == "arrow":
+        yield from _arrow_rows(of, columns)
+    elif file_type == "webdataset":
+        for key, sample in shards.tar_samples(of.path):
+            if isinstance(sample, DataError):
+                bad.add(sample)
             else:
-                bad.add(DataError(f"{path}: element {number}: found {type(row).__name__}, expected an object"))
+                yield Place(of, key), sample
+    elif file_type == "json":
+        for number, row in enumerate(_array(of.path), start=1):
+            if isinstance(row, dict):
+                yield Place(of, number), row
+            else:
+                bad.add(DataError(f"{of.path}: element {number}: found {type(row).__name__}, expected an object"))
     else:
-        for number, raw in _lines(path):
+        for number, raw in _lines(of):
+            place = Place(of, number, is_line=True)
             try:
-                row = _row(path, number, raw, file_type)
+                row = _row(place, raw, file_type)
             except DataError as error:
                 bad.add(error)
                 continue
             if row is not None:
-                yield number, row
+                yield place, row
 
 
-def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    number = 0
+def _parquet_rows(of: Slice, columns: Sequence[str]) -> Rows:
+    number, path = 0, of.path
     try:
         with pq.ParquetFile(path, pre_buffer=False) as file:  # the buffer would keep every row group that was read
-            for at in range(file.metadata.num_row_groups):
-                group = file.metadata.row_group(at)
+            groups = [file.metadata.row_group(at) for at in range(file.metadata.num_row_groups)][: of.end]
+            number = sum(group.num_rows for group in groups[: of.start])
+            for at, group in enumerate(groups[of.start :], start=of.start):
                 chunks = [group.column(i) for i in range(group.num_columns)]
                 read = [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] in columns]
                 unpacked = sum(chunk.total_uncompressed_size for chunk in read)
@@ -72,18 +123,43 @@ def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dic
                         f"{path}: row group {at + 1} unpacks to {unpacked:,} bytes for {group.num_rows:,} rows, over"
                         f" {MAX_ROW_BYTES >> 20} MiB a row; is it damaged? Write shorter rows"
                     )
-            for batch in file.iter_batches(batch_size=1000, columns=list(columns)):
+            wanted = list(range(of.start, len(groups)))
+            for batch in file.iter_batches(batch_size=1000, row_groups=wanted, columns=list(columns)):
                 for row in batch.to_pylist():
                     number += 1
-                    yield number, row
+                    yield Place(of, number), row
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(f"{path}: cannot be read after row {number:,} ({reason}); write or copy it again") from error
+        raise DataError(_cut(path, number, error)) from error
+
+
+def _arrow_rows(of: Slice, columns: Sequence[str]) -> Rows:
+    """Rows of shards that datasets.save_to_disk has written; only what is read of them is in memory."""
+    number = 0
+    try:
+        with shards.arrow_batches(of.path) as (_, batches):
+            for at, batch in enumerate(islice(batches, of.end)):
+                if at < of.start:
+                    number += batch.num_rows
+                    continue
+                for begin in range(0, batch.num_rows, 1000):
+                    for row in batch.select(list(columns)).slice(begin, 1000).to_pylist():
+                        number += 1
+                        yield Place(of, number), row
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(_cut(of.path, number, error)) from error
+
+
+def _cut(path: Path, number: int, error: Exception) -> str:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return f"{path}: cannot be read after row {number:,} ({reason}); write or copy it again"
 
 
 def _array(path: Path) -> list[Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
+        with shards.opened(path) as file:
+            return json.loads(file.read().decode("utf-8-sig"))
+    except OSError as error:  # packed, and cut
+        raise DataError(_cut(path, 0, error)) from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: byte {error.start} is not UTF-8; convert the file to UTF-8") from error
     except json.JSONDecodeError as error:
@@ -94,23 +170,33 @@ def _array(path: Path) -> list[Any]:
         raise DataError(f"{path}: cannot be read as JSON ({error}); mend the file") from error
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    with path.open("rb") as file:
-        number = 0
-        while raw := file.readline(MAX_ROW_BYTES):
-            number += 1
-            if len(raw) == MAX_ROW_BYTES and not raw.endswith(b"\n"):
-                raise DataError(f"{path}:{number}: longer than {MAX_ROW_BYTES >> 20} MiB; write one row a line")
-            yield number, raw
-
-
-def _row(path: Path, number: int, raw: bytes, file_type: str) -> dict[str, Any] | None:
-    """The row of a line; None where it is blank."""
+def _lines(of: Slice) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, line) of those that begin in the slice."""
+    number = 0
     try:
-        line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+        with shards.opened(of.path) as file:
+            at = of.start
+            if at:
+                file.seek(at - 1)
+                at += len(file.readline(MAX_ROW_BYTES)) - 1  # what begins before belongs to the slice before
+            while (of.end is None or at < of.end) and (raw := file.readline(MAX_ROW_BYTES)):
+                number, at = number + 1, at + len(raw)
+                if len(raw) == MAX_ROW_BYTES and not raw.endswith(b"\n"):
+                    place = Place(of, number, is_line=True)
+                    raise DataError(f"{place}: longer than {MAX_ROW_BYTES >> 20} MiB; write one row a line")
+                yield number, raw
+    except OSError as error:  # packed, and cut
+        raise DataError(_cut(of.path, number, error)) from error
+
+
+def _row(place: Place, raw: bytes, file_type: str) -> dict[str, Any] | None:
+    """The row of a line; None where it is blank."""
+    is_first = place.number == 1 and not place.of.start
+    try:
+        line = raw.decode("utf-8-sig" if is_first else "utf-8").strip()
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path}:{number}:{error.start}: this byte of the line is not UTF-8; convert the file to UTF-8"
+            f"{place}:{error.start}: this byte of the line is not UTF-8; convert the file to UTF-8"
         ) from error
     if not line:
         return None
@@ -120,12 +206,12 @@ def _row(path: Path, number: int, raw: bytes, file_type: str) -> dict[str, Any] 
         row = json.loads(line, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{path}:{number}: not valid JSON ({error.msg} at character {error.pos}); mend or remove the line"
+            f"{place}: not valid JSON ({error.msg} at character {error.pos}); mend or remove the line"
         ) from error
     except (ValueError, RecursionError) as error:  # a key twice, a number of 5,000 digits, brackets 100,000 deep
-        raise DataError(f"{path}:{number}: cannot be read as JSON ({error}); mend or remove the line") from error
+        raise DataError(f"{place}: cannot be read as JSON ({error}); mend or remove the line") from error
     if not isinstance(row, dict):
-        raise DataError(f"{path}:{number}: found {type(row).__name__}, expected one JSON object a line")
+        raise DataError(f"{place}: found {type(row).__name__}, expected one JSON object a line")
     return row
 
 
@@ -138,23 +224,30 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def samples(path: Path, data_format: DataFormat, bad: BadRows | None = None) -> Iterator[Sample]:
-    """The file's rows as conversations or texts; `bad` (none allowed by default) counts what is neither."""
+    """The rows of a file, or of all its shards, as conversations or texts; `bad` (none allowed by default) counts what
+    is neither."""
     bad = bad or BadRows()
+    for shard in shards.of(path):
+        yield from samples_of(Slice(shard), data_format, bad)
+
+
+def samples_of(of: Slice, data_format: DataFormat, bad: BadRows) -> Iterator[Sample]:
+    """samples(), of a slice."""
     columns = data_format.columns
-    rows = read_rows(path, data_format.file_type, list(columns.values()), bad)
+    rows = read_rows(of, data_format.file_type, list(columns.values()), bad)
     if data_format.kind == "oasst":
-        yield from _paired_turns(path, rows, columns["text"], columns["role"], bad)
+        yield from _paired_turns(rows, columns["text"], columns["role"], bad)
         return
-    for number, row in rows:
+    for place, row in rows:
         try:
-            sample = _sample(row, data_format, f"{path}:{number}")
+            sample = _sample(row, data_format, place)
         except DataError as error:
             bad.add(error)
             continue
         yield sample
 
 
-def _sample(row: dict[str, Any], data_format: DataFormat, where: str) -> Sample:
+def _sample(row: dict[str, Any], data_format: DataFormat, where: Place) -> Sample:
     columns = data_format.columns
     if data_format.kind == "messages":
         return _messages(row, columns["messages"], where)
@@ -167,7 +260,7 @@ def _sample(row: dict[str, Any], data_format: DataFormat, where: str) -> Sample:
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
 
 
-def _string(row: dict[str, Any], column: str, where: str) -> str:
+def _string(row: dict[str, Any], column: str, where: Place) -> str:
     value = row.get(column)
     if not isinstance(value, str):
         found = "no such key" if column not in row else "null" if value is None else type(value).__name__
@@ -175,7 +268,7 @@ def _string(row: dict[str, Any], column: str, where: str) -> str:
     return _text(value, column, where)
 
 
-def _text(value: str, column: str, where: str) -> str:
+def _text(value: str, column: str, where: Place) -> str:
     """The text, which can be written as UTF-8: JSON's \\ud800 alone is half a character."""
     if not value.isascii():
         try:
@@ -187,7 +280,7 @@ def _text(value: str, column: str, where: str) -> str:
     return value
 
 
-def _messages(row: dict[str, Any], column: str, where: str) -> list[Message]:
+def _messages(row: dict[str, Any], column: str, where: Place) -> list[Message]:
     turns = row.get(column)
     if not isinstance(turns, list) or not turns:
         raise DataError(f"{where}: column '{column}': found {type(turns).__name__}, expected a list of messages")
@@ -204,13 +297,10 @@ def _messages(row: dict[str, Any], column: str, where: str) -> list[Message]:
     return messages
 
 
-def _paired_turns(
-    path: Path, rows: Iterator[tuple[int, dict[str, Any]]], text: str, role: str, bad: BadRows
-) -> Iterator[list[Message]]:
+def _paired_turns(rows: Rows, text: str, role: str, bad: BadRows) -> Iterator[list[Message]]:
     """oasst: consecutive rows of a conversation; a row by the user starts a new pair."""
     prompt: str | None = None
-    for number, row in rows:
-        where = f"{path}:{number}"
+    for where, row in rows:
         try:
             speaker, said = _string(row, role, where), _string(row, text, where)
         except DataError as error:

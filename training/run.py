@@ -29,7 +29,20 @@ from launch import manifest, rundir
 from launch.errors import CheckpointError, ConfigError, LaunchError, ResourceError, shown
 from launch.rundir import AttemptDir, RunDir, Start
 from launch.schema import Plan, Recipe, Strategy
-from training import arguments, best, checkpoint, convert, engines, evaluate, export, finite, model, prepare, tokenizer
+from training import (
+    arguments,
+    best,
+    checkpoint,
+    convert,
+    engines,
+    evaluate,
+    export,
+    finite,
+    model,
+    prepare,
+    streaming,
+    tokenizer,
+)
 from training.batches import Collator, NumberedRows, SampleOrder, TokenRows
 from training.callbacks import Reporter, StepMeter, start_logging
 from training.control import Control, Halted
@@ -59,11 +72,11 @@ def train(
     """
     control = control or Control()
     tokens = _tokens(start)
-    rows, held_out = _rows(tokens)
+    num_samples, held_out = _num_samples(start, tokens), _held_out(tokens)
     timeout_s = start.recipe.training.extras.get("ddp_timeout", TrainingArguments.ddp_timeout)
     engine = engines.prepare(start.plan.strategy, start.deepspeed_file, timeout_s)
     try:
-        args = arguments.of(start.recipe, start.plan, len(rows), held_out is not None, engine)
+        args = arguments.of(start.recipe, start.plan, num_samples, held_out is not None, engine)
     except ValueError as error:
         raise ConfigError(f"training: transformers refuses these values: {' '.join(str(error).split())}") from error
     running = engines.check(start.plan.strategy, args)
@@ -124,7 +137,7 @@ def _tokens(start: Start) -> Path:
     known = rundir.read_json(start.run.tokens_file) if start.run else None
     if known and (Path(known["folder"]) / rundir.TOKENS_READY).exists():
         return Path(known["folder"])
-    return prepare.ensure(start.recipe, start.plan, start.house.cache, print)
+    return prepare.ensure(start.recipe, start.plan, start.house.cache, print, processes=start.tokenising_processes)
 
 
 @dataclass(frozen=True)
@@ -151,9 +164,18 @@ def _build(
     start: Start, run: RunDir, attempt: AttemptDir, args: TrainingArguments, tokens: Path, control: Control
 ) -> Parts:
     recipe, plan, rank = start.recipe, start.plan, args.process_index
-    rows, held_out = _rows(tokens)
     continues = rundir.read_json(run.continues_file) or {}
-    order = SampleOrder(
+    own = start.attempt or attempt  # of a machine: each launcher watches its own ranks
+    heartbeat = Heartbeat(own.heartbeat_file(rank))
+    heartbeat.beat("load")
+    rows: Any
+    if recipe.data.streaming:
+        streamed = streaming.job(recipe, plan, attempt.root)
+        counted = tokens / streaming.COUNTS
+        rows = streaming.StreamRows(streamed, counted, args.seed, _num_samples(start, tokens), heartbeat.again)
+    else:
+        rows = NumberedRows(*rundir.token_files(tokens, "train"))
+    order = (streaming.StreamOrder if recipe.data.streaming else SampleOrder)(
         len(rows),
         args.per_device_train_batch_size,
         args.gradient_accumulation_steps,
@@ -171,9 +193,6 @@ def _build(
     asked_rate = recipe.training.learning_rate
     watch = finite.Watch(order, attempt.root, recipe.numerics.skip_spikes_above, args.fp16, asked_rate)
     reporter = Reporter(attempt, rank, meter, order, args.device, draw, watch.check_loss)
-    own = start.attempt or attempt  # of a machine: each launcher watches its own ranks
-    heartbeat = Heartbeat(own.heartbeat_file(rank))
-    heartbeat.beat("load")
     obey = Obey(control, heartbeat, Watch(run) if rank == 0 else None)
     cut = tokenizer.load(tokens / "tokenizer")
     with engines.whole_weights(plan.strategy) if recipe.model.path is None else nullcontext():
@@ -184,6 +203,9 @@ def _build(
     if plan.strategy.engine == "fsdp2":
         engines.tie_by_module(network)
     _check_counts(network, plan)
+    feeders = []
+    if recipe.data.streaming and rank == 0:
+        feeders.append(streaming.Feeder(streamed, counted, order, args.seed))
     trainer = LowMemTrainer(
         order=order,
         meter=meter,
@@ -213,19 +235,25 @@ def _build(
             is_packed=recipe.data.packing,
         ),
         train_dataset=rows,
-        eval_dataset=held_out,
+        eval_dataset=_held_out(tokens),
         processing_class=cut,
-        callbacks=[reporter, watch, obey],
+        callbacks=[reporter, watch, obey, *feeders],
     )
     engines.check_engine(plan.strategy, trainer)
     trainer.remove_callback(PrinterCallback)  # the log has the same figures in our words
     return Parts(cut, trainer, order, reporter, heartbeat, obey, control)
 
 
-def _rows(tokens: Path) -> tuple[NumberedRows, TokenRows | None]:
-    """(training rows, held-out rows or None) of a token cache."""
-    held_out = tokens / "validation.arrow"
-    return NumberedRows(tokens / "train.arrow"), TokenRows(held_out) if held_out.exists() else None
+def _num_samples(start: Start, tokens: Path) -> int:
+    """What an epoch's batches are cut from; of a stream, which has no end, all that the run takes."""
+    if start.recipe.data.streaming:
+        return start.recipe.training.max_steps * start.plan.strategy.effective_batch_size
+    return len(NumberedRows(*rundir.token_files(tokens, "train")))
+
+
+def _held_out(tokens: Path) -> TokenRows | None:
+    files = rundir.token_files(tokens, "validation")
+    return TokenRows(*files) if files else None
 
 
 def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> None:

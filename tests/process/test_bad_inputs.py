@@ -121,7 +121,7 @@ PATHS: dict[str, tuple[list[str], int, str]] = {  # words after `run RECIPE --dr
     "a flag twice over": (["--resume"], 2, "--resume"),
     "a word too many": (["4", "5"], 2, "unrecognized arguments: .*5"),
     "an unknown flag": (["--verbose"], 2, "--verbose: no flag of its own"),
-    "data that is a folder": (["--data.train_file={root}"], 4, "is a folder; give one file"),
+    "data that is a folder": (["--data.train_file={root}/house"], 4, "no data file lies in this folder"),
     "data that is a device": (["--data.train_file=/dev/zero"], 4, "not an ordinary file"),
     "data that is a pipe": (["--data.train_file={root}/pipe.jsonl"], 4, "not an ordinary file"),
     "data that may loop": (["--data.train_file={root}/loop.jsonl"], 4, r"loop\.jsonl"),

@@ -45,7 +45,8 @@ def begun(house: House, name: str, rows: Path | None = None, **sections) -> tupl
     attempt = direct.write_run(run, recipe, machine, plan, house)
     tokens = run.root / "tokens"
     tokens.mkdir()
-    rundir.write_json(tokens / rundir.TOKENS_MADE_OF, rundir.token_identity(recipe, plan.shape, plan.data_format))
+    made_of = rundir.token_identity(house.cache, recipe, plan.shape, plan.data_format)
+    rundir.write_json(tokens / rundir.TOKENS_MADE_OF, made_of)
     run.write_tokens(tokens)
     return run, attempt
 
