@@ -118,7 +118,7 @@ def _by_tokens_lines(plan: Plan) -> Iterator[str]:
     if strategy.gradient_accumulation_steps == 1:
         yield "             data.batch_by_tokens changes nothing: all rows of a step are one micro-batch"
         return
-    source, target = (f"{tokens:,}" for tokens in plan.micro_batch_tokens)
+    source, target = (f"{tokens:,} tokens" for tokens in plan.micro_batch_tokens)
     most = f"{source} of source and {target} of target" if plan.shape.is_encoder_decoder else source
     rows = strategy.per_device_train_batch_size
     yield (

@@ -24,7 +24,7 @@ TRAINING = {
 pytestmark = pytest.mark.modes
 
 
-@pytest.fixture(scope="module", params=["group_by_length", "packing"])
+@pytest.fixture(scope="module", params=["group_by_length", "packing", "batch_by_tokens"])
 def stopped(request, tmp_path_factory) -> tuple[Path, str]:
     """(folder with the recipe, its model and the house of a run stopped at a step, what the data section says)."""
     folder = tmp_path_factory.mktemp("stopped")

@@ -124,7 +124,10 @@ def test_a_plan_by_tokens_says_what_bounds_a_micro_batch():
     plan = builders.plan(recipe, builders.machine())
     words = "\n".join(report.plan_lines(recipe, builders.machine(), plan))
     assert "16 per device x 2 accumulation x 1 process(es) = 32 effective" in words
-    assert "by tokens: a micro-batch has at most 2,048, padding included, as 16 of the longest rows (128) have" in words
+    assert (
+        "by tokens: a micro-batch has at most 2,048 tokens, padding included, as 16 of the longest rows (128) have"
+        in words
+    )
     told = padding.of(counted(rows(3000, False).clip(2, 128)), plan.strategy, 1, recipe.data, plan.lengths)
     assert told is not None
     assert told.micro_steps is not None
