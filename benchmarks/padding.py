@@ -4,6 +4,7 @@
     B  ours, rows at random, padded to the longest of a batch
     C  ours, data.group_by_length
     D  ours, data.packing (not for T5)
+    E  ours, data.batch_by_tokens: the rows of B's steps in micro-batches of a quarter of its tokens
 
 One model and tokenizer for all ways of a case; a step trains about as many tokens of text in each. The ways take turns,
 round after round. The first steps of a run are left out. Seconds are those between the ends of steps, so that reading
@@ -19,7 +20,7 @@ import os
 import statistics
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,9 @@ WAYS = {
     "B": "ours, at random",
     "C": "ours, data.group_by_length",
     "D": "ours, data.packing",
+    "E": "ours, data.batch_by_tokens",
 }
+PARTS = 4  # of E's batch: most micro-steps of a step
 
 
 @dataclass(frozen=True)
@@ -75,9 +78,9 @@ class Case:
 
 
 CASES = (
-    Case("gsm8k, decoder, 512", "gsm8k_train.jsonl", ("question", "answer"), DECODER, 512, "ABCD", 3.0),
-    Case("Chinese chat, T5, 256", "chatlm_sft_train_3k.parquet", ("prompt", "response"), T5, 256, "ABC", 1.8),
-    Case("Chinese chat, T5, 512", "chatlm_sft_train_3k.parquet", ("prompt", "response"), T5, 512, "ABC", 1.8),
+    Case("gsm8k, decoder, 512", "gsm8k_train.jsonl", ("question", "answer"), DECODER, 512, "ABCDE", 3.0),
+    Case("Chinese chat, T5, 256", "chatlm_sft_train_3k.parquet", ("prompt", "response"), T5, 256, "ABCE", 1.8),
+    Case("Chinese chat, T5, 512", "chatlm_sft_train_3k.parquet", ("prompt", "response"), T5, 512, "ABCE", 1.8),
 )
 
 
@@ -124,7 +127,15 @@ def plain(case: Case, rows: Path, model: Path, batch: int, steps: int, folder: P
 
 
 def ours(
-    case: Case, rows: Path, model: Path, batch: int, steps: int, data: dict[str, Any], folder: Path, house: Path
+    case: Case,
+    rows: Path,
+    model: Path,
+    batch: int,
+    steps: int,
+    data: dict[str, Any],
+    folder: Path,
+    house: Path,
+    parts: int = 1,
 ) -> tuple[float, float]:
     """(tokens a second, tokens a step) of a way of ours, started by our launcher."""
     recipe = {
@@ -133,7 +144,8 @@ def ours(
         "model": {"path": str(model)},
         "data": {"train_file": str(rows), "max_length": case.max_length, **data},
         "training": {
-            "per_device_train_batch_size": batch,
+            "per_device_train_batch_size": batch // parts,
+            "gradient_accumulation_steps": parts,
             "max_steps": steps,
             "learning_rate": 1e-3,
             "logging_steps": steps,
@@ -170,7 +182,7 @@ def measured(case: Case, data: Path, batch: int, steps: int, rounds: int, place:
     """Every repetition of every way of one case."""
     rows, model = made(case, data, place / "made")
     packs = packs_of(rows, model, case, batch) if "D" in case.ways else 0
-    data_of = {"B": {}, "C": {"group_by_length": True}, "D": {"packing": True}}
+    data_of = {"B": {}, "C": {"group_by_length": True}, "D": {"packing": True}, "E": {"batch_by_tokens": True}}
     found: dict[str, list[dict[str, float]]] = {way: [] for way in case.ways}
     for turn in range(rounds):
         for way in case.ways:
@@ -181,7 +193,8 @@ def measured(case: Case, data: Path, batch: int, steps: int, rounds: int, place:
                 rate, tokens = plain(case, rows, model, batch, steps, folder)
             else:
                 count = packs if way == "D" else batch
-                rate, tokens = ours(case, rows, model, count, steps, data_of[way], folder, place / "house")
+                parts = PARTS if way == "E" else 1
+                rate, tokens = ours(case, rows, model, count, steps, data_of[way], folder, place / "house", parts)
             print(f"{case.name}  {way}  {rate:9,.0f} tokens/s  {tokens:7,.0f} tokens a step  load {load}", flush=True)
             found[way].append({"tokens_per_s": round(rate, 1), "tokens_a_step": round(tokens, 1), "load": load})
     return {"case": case.name, "goal": case.goal, "packed_sequences_a_step": packs, "ways": found}
@@ -208,9 +221,9 @@ def text_of(cases: list[dict[str, Any]], batch: int, steps: int) -> str:
     goals = "; ".join(f"{case['case']}: at least {case['goal']}" for case in cases)
     head = ["case", "way", "tokens of text a step", "tokens of text a second", "over A, round by round", "load before"]
     return (
-        f"{batch} rows a step in one micro-batch, or as many packed sequences as hold about as many tokens; {steps}"
-        f" steps, the first {WARM_UP} left out. Medians. Goals of the last way over A: {goals}.\n\n"
-        + recording.table(head, rows)
+        f"{batch} rows a step in one micro-batch, by tokens in up to {PARTS}, or as many packed sequences as hold about"
+        f" as many tokens; {steps} steps, the first {WARM_UP} left out. Medians. Goals of the best way over A: {goals}."
+        "\n\n" + recording.table(head, rows)
     )
 
 
@@ -219,13 +232,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=14, help="optimizer steps of each run")
     parser.add_argument("--batch", type=int, default=16, help="rows a step")
+    parser.add_argument("--ways", default="ABCDE", help="only these; A is always run")
     parser.add_argument("--case", type=int, action="append", choices=range(len(CASES)), help="only this one")
     arguments = parser.parse_args()
     data = Path(os.environ["LOWMEM_REAL_DATA"])
     cases = []
     for number in arguments.case or range(len(CASES)):
         with tempfile.TemporaryDirectory() as place:
-            case = measured(CASES[number], data, arguments.batch, arguments.steps, arguments.rounds, Path(place))
+            wanted = "".join(way for way in CASES[number].ways if way in "A" + arguments.ways)
+            case = measured(
+                replace(CASES[number], ways=wanted),
+                data,
+                arguments.batch,
+                arguments.steps,
+                arguments.rounds,
+                Path(place),
+            )
             cases.append(case)
     text = text_of(cases, arguments.batch, arguments.steps)
     recording.write("padding", {"ways": WAYS, "cases": cases}, text)

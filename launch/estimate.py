@@ -12,29 +12,32 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from launch import allocator, architectures, host_memory, malloc, predict, rates, render, sharding, timing
+from launch import allocator, architectures, host_memory, malloc, padding, predict, rates, render, sharding, timing
 from launch.host_memory import ASSUMED, Imports
+from launch.padding import Cut
 from launch.schema import (
     DTYPE_BYTES,
     GIB,
+    MULTIPLE,
     DataFormat,
     Link,
     Machine,
     MemoryEstimate,
     ModelShape,
+    Padding,
     Recipe,
     Strategy,
 )
 from launch.timing import Affine, StepWork, TimeEstimate, WorkCost
 from launch.traces import Question, Trace, Traces
 
-MULTIPLE = {"cpu": 1, "cuda": 8}  # to which the collator pads a batch's length
 # Outside the allocator. A context after one kernel, with lazy loading (CUDA 11.7 and later): assumed, unmeasured here.
 CONTEXT_BYTES = {"nvidia": 512 << 20, "amd": 768 << 20}
 # A communicator of two ranks, and of more: github.com/NVIDIA/nccl issue 964, A100.
 NCCL_BYTES, NCCL_MORE_BYTES = 544 << 20, 688 << 20
 
 
+LEAST_LENGTH = 8  # tokens of a row that is worth a trace
 CLEARLY_BELOW = 0.95  # of what ran out of memory: the most that another plan may take of it
 WRITING = ("save", "export")  # a card then holds model states only: another micro-batch changes nothing
 
@@ -131,17 +134,52 @@ class Subject:
         is_fused = architectures.of(card).attention != "math"
         return Question(candidate, (source, target), is_padded, card.architecture, is_fused)
 
+    def shapes(self, candidate: Strategy) -> list[tuple[Question, int]]:
+        """(step, rows of its micro-batch) of all that the highest peak may be of: the longest rows. By tokens also the
+        most rows that such a budget can hold, which are a whole step's.
+
+        Between the two no part of a peak is higher than at one of them: at so many padded tokens what grows with them
+        is the same, attention's squares fall with the length, what a row takes by itself grows with the rows."""
+        asked, rows = self.question(candidate), candidate.per_device_train_batch_size
+        parts = candidate.gradient_accumulation_steps
+        if not self.recipe.data.batch_by_tokens or parts == 1:
+            return [(asked, rows)]
+        multiple = MULTIPLE[candidate.device]
+        shorter = tuple(max(length // parts // multiple * multiple, LEAST_LENGTH) for length in asked.lengths)
+        most = min(rows * length // short for length, short in zip(asked.lengths, shorter, strict=True))
+        most = max(min(most, rows * parts), 1)
+        short = replace(asked, lengths=shorter, is_padded=True)
+        return [(asked, rows), (replace(short, strategy=replace(candidate, per_device_train_batch_size=most)), most)]
+
     def fetch(self, candidates: Iterable[Strategy]) -> None:
         """Have the steps of these candidates traced, as far as they are not known."""
         if self.traces is not None:
-            self.traces.fetch([self.question(candidate) for candidate in candidates])
+            self.traces.fetch([question for candidate in candidates for question, _ in self.shapes(candidate)])
 
     def asking(self) -> AbstractContextManager[Traces | None]:
         """While steps may be asked for; after it no child is left that traces them."""
         return closing(self.traces) if self.traces is not None else nullcontext()
 
     def trace(self, candidate: Strategy) -> Trace | None:
-        return self.traces.get(self.question(candidate)) if self.traces is not None else None
+        """Of the longest rows."""
+        return self.trace_of(self.question(candidate))
+
+    def trace_of(self, question: Question) -> Trace | None:
+        return self.traces.get(question) if self.traces is not None else None
+
+    def padding(self, candidate: Strategy) -> Padding | None:
+        """How much of a step is padding; None until the rows are tokenised."""
+        if self.counts is None:
+            return None
+        lengths = self.question(candidate).lengths
+        return padding.of(self.counts, candidate, MULTIPLE[candidate.device], self.recipe.data, lengths)
+
+    def mean_cut(self, candidate: Strategy) -> Cut | None:
+        """How a step is cut on average where that differs from step to step and is known."""
+        if self.counts is None or not self.recipe.data.batch_by_tokens:
+            return None
+        lengths = self.question(candidate).lengths
+        return padding.mean_cut(self.counts, candidate, MULTIPLE[candidate.device], self.recipe.data, lengths)
 
 
 @dataclass(frozen=True)
@@ -168,7 +206,7 @@ def hopeless(subject: Subject, candidate: Strategy) -> Judged | None:
         fewest = candidate
         if subject.recipe.training.dataloader_num_workers is None:
             fewest = replace(candidate, dataloader_num_workers=0)
-        memory = _with_host(subject, fewest, memory, None, exact=False)
+        memory = _with_host(subject, fewest, memory, None, 0, exact=False)
     judged = _judged(subject, candidate, memory, None)
     return judged if judged.misses else None
 
@@ -177,12 +215,16 @@ def judge(subject: Subject, candidate: Strategy, exact: bool = True) -> Judged:
     """Predict one candidate and compare it with both budgets; `exact` replays the allocator, which takes longer."""
     states = _states(subject, candidate)
     trace = subject.trace(candidate)
-    if trace is None:
+    shapes = [(subject.trace_of(question), rows) for question, rows in subject.shapes(candidate)]
+    known = [(found, rows) for found, rows in shapes if found is not None]
+    if trace is None or len(known) < len(shapes):
         return _judged(subject, candidate, states, None)
-    memory = _with_peak(subject, candidate, states, trace, exact)
+    memories = [_with_peak(subject, candidate, states, found, rows, exact) for found, rows in known]
+    memory = max(memories, key=lambda one: (one.device_bytes, one.host_bytes))
     work = StepWork(trace.work, _update(subject.whole))
     speed = rates.of(subject.machine, candidate)
-    time = timing.estimate(work, candidate, subject.shape, subject.whole, speed, subject.link)
+    cut = subject.mean_cut(candidate)
+    time = timing.estimate(work, candidate, subject.shape, subject.whole, speed, subject.link, cut)
     return _judged(subject, candidate, memory, time)
 
 
@@ -199,11 +241,11 @@ def _states(subject: Subject, candidate: Strategy) -> MemoryEstimate:
 
 
 def _with_peak(
-    subject: Subject, candidate: Strategy, states: MemoryEstimate, trace: Trace, exact: bool
+    subject: Subject, candidate: Strategy, states: MemoryEstimate, trace: Trace, samples: int, exact: bool
 ) -> MemoryEstimate:
-    samples, eval_samples = candidate.per_device_train_batch_size, candidate.per_device_eval_batch_size
+    eval_samples = candidate.per_device_eval_batch_size
     memory = replace(states, peak=trace.peak(samples, eval_samples))
-    memory = _with_host(subject, candidate, memory, trace, exact)
+    memory = _with_host(subject, candidate, memory, trace, samples, exact)
     if candidate.device == "cpu":
         return memory
     outside = CONTEXT_BYTES[subject.machine.gpus[0].vendor]
@@ -233,10 +275,10 @@ def _reserved_bytes(events: Sequence[allocator.Event], config: allocator.Allocat
 
 
 def _with_host(
-    subject: Subject, candidate: Strategy, memory: MemoryEstimate, trace: Trace | None, exact: bool
+    subject: Subject, candidate: Strategy, memory: MemoryEstimate, trace: Trace | None, samples: int, exact: bool
 ) -> MemoryEstimate:
     """With what the job takes of the host; without a trace, all but what a step takes on CPUs."""
-    counts = candidate.per_device_train_batch_size, candidate.per_device_eval_batch_size
+    counts = samples, candidate.per_device_eval_batch_size
     sizes = {section: peak.allocated_bytes for section, peak in trace.peaks(*counts).items()} if trace else {}
     written = {}
     if candidate.engine == "deepspeed":  # its bucket is as large as asked for, and filled as far as there are gradients

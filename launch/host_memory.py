@@ -219,8 +219,9 @@ def _data(job: Job) -> dict[str, int]:
     ahead = job.recipe.training.extras.get("dataloader_prefetch_factor") or 2  # DataLoader's own
     waiting = ahead * strategy.dataloader_num_workers
     pinned = rounded_pinned(batch) if strategy.device == "cuda" else 0
+    of_lengths = LENGTHS_BYTES if data.group_by_length or data.batch_by_tokens else 0
     return {
-        "order of samples": job.ranks * rows * (ORDER_BYTES + (LENGTHS_BYTES if data.group_by_length else 0)),
+        "order of samples": job.ranks * rows * (ORDER_BYTES + of_lengths),
         "rows read": min(cache, read * SAMPLE_MAPPED_BYTES),
         "data workers": job.ranks * (strategy.dataloader_num_workers * WORKER_BYTES + waiting * batch),
         "pinned batches": job.ranks * pinned * (1 + waiting),

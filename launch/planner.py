@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from launch import candidates, estimate, padding, predict, reasons
+from launch import candidates, estimate, predict, reasons
 from launch.candidates import AS_ASKED, CHUNKED, Given
 from launch.errors import ConfigError, DoesNotFit, ResourceError
 from launch.estimate import CLEARLY_BELOW, Judged, Subject, describe, gib
@@ -21,7 +21,6 @@ from launch.schema import (
     LoraSection,
     Machine,
     ModelShape,
-    Padding,
     Plan,
     QuantizationSection,
     Recipe,
@@ -102,15 +101,10 @@ def _chosen(about: Subject, changes: Sequence[Change], given: Given, rows: int |
         rendezvous=_rendezvous(recipe.launch),
         link=given.link if candidate.device == "cuda" and candidate.processes_per_machine > 1 else None,
         packing=recipe.data.packing,
-        padding=_padding(about, candidate),
+        by_tokens=recipe.data.batch_by_tokens,
+        padding=about.padding(candidate),
         base_fingerprint=about.base_fingerprint,
     )
-
-
-def _padding(about: Subject, candidate: Candidate) -> Padding | None:
-    if about.counts is None:
-        return None
-    return padding.of(about.counts, candidate, estimate.MULTIPLE[candidate.device], about.recipe.data)
 
 
 def _behind(one: Judged, chosen: Judged) -> str:
@@ -262,7 +256,8 @@ def _check_packing(recipe: Recipe, model_type: str) -> None:
     if model_type == "t5":
         raise ConfigError(
             "data.packing: true, but the model is a T5: its encoder attends both ways and its decoder to all of the"
-            " encoder's output, and transformers keeps documents apart in neither; use data.group_by_length: true"
+            " encoder's output, and transformers keeps documents apart in neither; use data.group_by_length or"
+            " data.batch_by_tokens"
         )
     if recipe.training.extras.get("use_cache"):
         raise ConfigError(

@@ -101,6 +101,8 @@ def _batch_lines(plan: Plan) -> Iterator[str]:
         f"  batch      {strategy.per_device_train_batch_size} per device x {strategy.gradient_accumulation_steps}"
         f" accumulation x {strategy.num_processes} process(es) = {strategy.effective_batch_size} effective"
     )
+    if plan.by_tokens:
+        yield from _by_tokens_lines(plan)
     if plan.packing:
         count = strategy.effective_batch_size
         held = f"of at most {_length(plan)} tokens"
@@ -108,6 +110,28 @@ def _batch_lines(plan: Plan) -> Iterator[str]:
             each = count / plan.padding.samples
             held = f"with about {plan.padding.rows * each:,.0f} rows and {plan.padding.tokens * each:,.0f} tokens"
         yield f"             a step covers {count} packed sequences {held}, instead of {count} rows"
+
+
+def _by_tokens_lines(plan: Plan) -> Iterator[str]:
+    """What data.batch_by_tokens makes of a batch: its rows vary, its tokens are bounded."""
+    strategy = plan.strategy
+    if strategy.gradient_accumulation_steps == 1:
+        yield "             data.batch_by_tokens changes nothing: all rows of a step are one micro-batch"
+        return
+    source, target = (f"{tokens:,} tokens" for tokens in plan.micro_batch_tokens)
+    most = f"{source} of source and {target} of target" if plan.shape.is_encoder_decoder else source
+    rows = strategy.per_device_train_batch_size
+    yield (
+        f"             by tokens: a micro-batch has at most {most}, padding included, as {rows} of the longest rows"
+        f" ({_length(plan)}) have"
+    )
+    if plan.padding and plan.padding.micro_steps:
+        micro_steps = plan.padding.micro_steps
+        each = strategy.effective_batch_size / strategy.num_processes / micro_steps
+        yield (
+            f"             {micro_steps:.1f} micro-steps a step on average, of {each:.1f} rows each, instead of"
+            f" {strategy.gradient_accumulation_steps}"
+        )
 
 
 def padding_lines(plan: Plan) -> Iterator[str]:
@@ -118,8 +142,14 @@ def padding_lines(plan: Plan) -> Iterator[str]:
     words = f"  padding    {padding.share:.0%} of the tokens that a step computes"
     if padding.order == "packed":
         words += f"; {padding.at_random:.0%} if rows were not packed"
+    elif plan.by_tokens:
+        words += f"; {padding.at_random:.0%} if rows came at random"
     elif padding.order == "by_length":
         words += f"; {padding.at_random:.0%} if rows were not grouped by length"
+    elif padding.by_tokens is not None and padding.share - padding.by_tokens > WORTH_A_WORD:
+        words += f"; --data.batch_by_tokens=true leaves {padding.by_tokens:.0%}, and trains the same steps"
+        if padding.by_tokens - padding.by_length > WORTH_A_WORD:
+            words += f", with --data.group_by_length=true {padding.by_length:.0%}"
     elif padding.share - padding.by_length > WORTH_A_WORD:
         words += f"; --data.group_by_length=true leaves {padding.by_length:.0%}"
     yield words
@@ -131,9 +161,11 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
         yield f"  memory     model states {_states(estimate)} per process, budget {size(plan.budget_bytes)}"
         yield "             activations are not predicted: a batch that is too large fails when it runs"
     else:
+        varies = plan.by_tokens and plan.strategy.gradient_accumulation_steps > 1
+        held = f"{plan.micro_batch_tokens[0]:,} tokens at once" if varies else f"rows of {_length(plan)} tokens"
         yield (
             f"  memory     {size(estimate.device_bytes)} per process of {size(plan.budget_bytes)}: peak"
-            f" {size(peak.allocated_bytes)} in {peak.section} ({peak.op}), rows of {_length(plan)} tokens"
+            f" {size(peak.allocated_bytes)} in {peak.section} ({peak.op}), {held}"
         )
         yield f"             {_parts(peak.parts)}"
         above = {

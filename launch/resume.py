@@ -31,6 +31,7 @@ FREE_KEYS = frozenset(
         "training.save_total_limit",
         "training.eval_steps",
         "training.dataloader_num_workers",
+        "data.batch_by_tokens",
         "data.train_file",  # the rows count, not their place: the token cache names their content
         "data.validation_file",
         "tokenizer.path",

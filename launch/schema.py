@@ -44,6 +44,7 @@ Schedule = Literal[
 Allowed = Literal["data", "model", "seed", "effective_batch_size", "versions", "seal"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+MULTIPLE: dict[Device, int] = {"cpu": 1, "cuda": 8}  # to which the collator pads a batch's length
 
 
 # ---- the machine ---------------------------------------------------------------------------------------------------
@@ -181,6 +182,9 @@ class DataSection(Section):
         default=None, gt=0, le=65_536, allow_inf_nan=False
     )  # of a stream; None: 16
     group_by_length: bool = False  # rows of about one length in an optimizer step; every row once an epoch
+    # A step's rows in micro-batches of rows of about one length: as many as take no more padded tokens than
+    # per_device_train_batch_size of the longest do. Marian's mini-batch-fit, OpenNMT's batch_type tokens.
+    batch_by_tokens: bool = False
 
     @property
     def stream_unit_bytes(self) -> int:
@@ -195,8 +199,9 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def one_way_to_less_padding(self) -> DataSection:
-        if self.packing and self.group_by_length:
-            raise ValueError("packing leaves nothing for group_by_length to do; set one of the two to false")
+        for key in ("group_by_length", "batch_by_tokens"):
+            if self.packing and getattr(self, key):
+                raise ValueError(f"packing leaves nothing for {key} to do; set one of the two to false")
         return self
 
 
@@ -567,6 +572,8 @@ class Padding:
     samples: int  # what a batch counts: rows, or packed sequences
     rows: int
     tokens: int
+    by_tokens: float | None = None  # were a step's rows cut by tokens; None: an older version's
+    micro_steps: float | None = None  # of an optimizer step on average, where its rows are cut by tokens
 
 
 @dataclass(frozen=True)
@@ -590,6 +597,7 @@ class Plan:
     rendezvous: Rendezvous | None = None  # None: one machine
     link: Link | None = None  # between the ranks; None: not tested
     packing: bool = False  # what a batch counts are packed sequences
+    by_tokens: bool = False  # a step's rows are cut by tokens: data.batch_by_tokens
     padding: Padding | None = None  # None: the rows have not been tokenised yet
     base_fingerprint: str | None = None  # of the weights that an adapter is trained for: no checkpoint holds them
 
@@ -599,6 +607,12 @@ class Plan:
         if self.packing:
             return self.padding.samples if self.padding else None
         return self.rows
+
+    @property
+    def micro_batch_tokens(self) -> tuple[int, int]:
+        """Padded tokens of source and of target that a micro-batch of the longest rows has."""
+        source, target = self.lengths
+        return self.strategy.per_device_train_batch_size * source, self.strategy.per_device_train_batch_size * target
 
     @property
     def checkpoint_bytes(self) -> int:

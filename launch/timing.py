@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from launch.padding import Cut
 from launch.rates import HOST_BYTES_PER_S, Rates
 from launch.schema import Link, MemoryEstimate, ModelShape, Strategy
 
@@ -45,7 +46,7 @@ class Affine:
     constant: float
     per_sample: float = 0.0
 
-    def at(self, samples: int) -> float:
+    def at(self, samples: float) -> float:
         return self.constant + self.per_sample * samples
 
 
@@ -114,13 +115,16 @@ def estimate(
     whole: MemoryEstimate,
     rates: Rates,
     link: Link | None = None,
+    cut: Cut | None = None,
 ) -> TimeEstimate:
-    """Seconds of one optimizer step; `whole` are the states of a full copy, as predict.model_state() gives them."""
+    """Seconds of one optimizer step; `whole` are the states of a full copy, as predict.model_state() gives them.
+    `cut`: how a step is cut on average, where its rows vary."""
     speed = speed_of(strategy, rates, link)
-    batch, steps = strategy.per_device_train_batch_size, strategy.gradient_accumulation_steps
+    batch, steps = cut or Cut(strategy.per_device_train_batch_size, strategy.gradient_accumulation_steps)
     compute_s, memory_s, launch_s = _kernels_s(work.micro_step, batch, speed, strategy)
-    communication_s = _exposed_s(traffic(strategy, shape, whole), compute_s + memory_s + launch_s, strategy, speed)
-    offload_s = _offloaded_bytes(strategy, shape, whole) / speed.host_device_bytes_per_s
+    busy_s = compute_s + memory_s + launch_s
+    communication_s = _exposed_s(traffic(strategy, shape, whole), busy_s, steps, strategy, speed)
+    offload_s = _offloaded_bytes(strategy, shape, whole, steps) / speed.host_device_bytes_per_s
     optimizer_s = _optimizer_s(work.optimizer_step, strategy, shape, whole, speed)
     parts = (steps * compute_s, steps * memory_s, steps * launch_s, optimizer_s, communication_s, offload_s)
     return TimeEstimate(sum(parts), *parts, samples=strategy.effective_batch_size, reason=speed.reason)
@@ -160,7 +164,7 @@ def _bus(strategy: Strategy, rates: Rates, link: Link | None) -> tuple[float, st
     return bus, f"link {bus / 1e9:.1f} GB/s {reason}"
 
 
-def _kernels_s(work: WorkCost, samples: int, speed: Speed, strategy: Strategy) -> tuple[float, float, float]:
+def _kernels_s(work: WorkCost, samples: float, speed: Speed, strategy: Strategy) -> tuple[float, float, float]:
     """(products, other kernels, waiting for launches) of one micro-step on one rank."""
     compute_s = RAMP_S * work.num_matmuls.at(samples)
     for dtype, flops in work.matmul_flops.items():
@@ -171,7 +175,7 @@ def _kernels_s(work: WorkCost, samples: int, speed: Speed, strategy: Strategy) -
     return compute_s, memory_s, _waiting_s(work, samples, compute_s + memory_s, strategy)
 
 
-def _waiting_s(work: WorkCost, samples: int, busy_s: float, strategy: Strategy) -> float:
+def _waiting_s(work: WorkCost, samples: float, busy_s: float, strategy: Strategy) -> float:
     """What the launches cost beyond the device's work; on a CPU the same cores launch and compute."""
     launches_s = LAUNCH_S * work.num_kernels.at(samples)
     return launches_s if strategy.device == "cpu" else max(0.0, launches_s - busy_s)
@@ -208,7 +212,7 @@ def _wire_bytes(strategy: Strategy, shape: ModelShape, whole: MemoryEstimate) ->
     return trained, trained, 2 * (shape.parameters + shape.lora_parameters)
 
 
-def _exposed_s(moved: Traffic, micro_step_s: float, strategy: Strategy, speed: Speed) -> float:
+def _exposed_s(moved: Traffic, micro_step_s: float, steps: float, strategy: Strategy, speed: Speed) -> float:
     """Seconds of communication that no computing hides; over Gloo it takes the host's cores and hides nothing."""
     hidden_s = 0.0
     if strategy.backend == "nccl":  # gathering the weights goes on through forward and backward
@@ -218,11 +222,11 @@ def _exposed_s(moved: Traffic, micro_step_s: float, strategy: Strategy, speed: S
     def left_s(size: float) -> float:
         return max(size / speed.bus_bytes_per_s - hidden_s, min(size, BUCKET_BYTES) / speed.bus_bytes_per_s)
 
-    others_s = (strategy.gradient_accumulation_steps - 1) * left_s(moved.micro_step_bytes)
+    others_s = (steps - 1) * left_s(moved.micro_step_bytes)
     return others_s + left_s(moved.micro_step_bytes + moved.last_bytes) + moved.after_bytes / speed.bus_bytes_per_s
 
 
-def _offloaded_bytes(strategy: Strategy, shape: ModelShape, whole: MemoryEstimate) -> float:
+def _offloaded_bytes(strategy: Strategy, shape: ModelShape, whole: MemoryEstimate, steps: float) -> float:
     """What a rank moves between host and device in one optimizer step, its slice of the states each time.
 
     Gradients go out in each micro-step, come back from the second on to be added to, and go out once more for the
@@ -232,7 +236,6 @@ def _offloaded_bytes(strategy: Strategy, shape: ModelShape, whole: MemoryEstimat
     if not strategy.offloads:
         return 0
     gradients, trained, weights = (size / strategy.num_processes for size in _wire_bytes(strategy, shape, whole))
-    steps = strategy.gradient_accumulation_steps
     if strategy.zero_stage == 3:
         return 2 * steps * weights + 2 * steps * gradients
     return gradients * (2 * steps if steps > 1 else 1) + trained

@@ -60,6 +60,8 @@ def tune(resolved: Resolved, given: Given, say: Say) -> Tuned:
     try:
         rows = _longest_rows(resolved, place, say)
         about = with_counts(resolved.house, about)  # known now that the rows are tokenised
+        longest = about.question(resolved.plan.strategy).lengths  # a trial by tokens is cut as the run will be
+        resolved = replace(resolved, plan=replace(resolved.plan, lengths=longest))
         trials = _Trials(resolved, rows, place, ledger, say)
         candidates = planner.ranked(about, given)
         if candidates:

@@ -4,6 +4,7 @@ The cache is mapped, so a rank holds no row in private memory."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +32,9 @@ class Row(NamedTuple):
     number: int | None = None
 
 
+NOTHING: list[Row] = []  # the very list: rows of a micro-step that no rank computes
+
+
 class TokenRows(Dataset):
     """The cache's files, memory-mapped; their rows are Row without a number."""
 
@@ -47,7 +51,10 @@ class TokenRows(Dataset):
     def __getitem__(self, index: int) -> Row:
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Row]:
+    def __getitems__(self, indices: Sequence[int] | None) -> list[Row]:
+        """Those rows; NOTHING for None."""
+        if indices is None:
+            return NOTHING
         if not len(indices):
             return []
         table = self.rows[list(map(int, indices))]
@@ -66,8 +73,11 @@ class TokenRows(Dataset):
 class NumberedRows(TokenRows):
     """With each row its number."""
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Row]:
-        return [row._replace(number=number) for row, number in zip(super().__getitems__(indices), indices, strict=True)]
+    def __getitems__(self, indices: Sequence[int] | None) -> list[Row]:
+        rows = super().__getitems__(indices)
+        if not indices:
+            return rows
+        return [row._replace(number=number) for row, number in zip(rows, indices, strict=True)]
 
 
 class SampleOrder:
@@ -75,11 +85,16 @@ class SampleOrder:
 
     The order of samples depends on the seed and the epoch alone; micro-batch, accumulation and ranks only cut it. An
     optimizer step covers the next effective_batch_size samples; the last step of an epoch covers what is left, in as
-    few micro-steps as hold it, so no sample is dropped or repeated. A rank without a sample in a micro-step gets [].
+    few micro-steps as hold it, so no sample is dropped or repeated. A rank without a sample in a micro-step gets [];
+    a micro-step for which no rank has one is None, and they are the first of a step: its last one is when the ranks
+    reduce their gradients.
 
     With `lengths` of all samples (TokenRows.lengths) the samples of a step are of about one length, and those of a
     micro-batch even more so. The order then depends on `group_size` too, the effective batch of the run that made it:
     a run that takes over with another one keeps it, and so sees exactly what was left.
+
+    With a `budget` a step's samples are cut by tokens: into at most `accumulation` micro-batches, where it holds
+    `micro_batch` samples of any length.
     """
 
     def __init__(
@@ -93,12 +108,14 @@ class SampleOrder:
         start: int = 0,
         lengths: Callable[[], np.ndarray] | None = None,
         group_size: int | None = None,
+        budget: by_length.TokenBudget | None = None,
     ) -> None:
         self.samples, self.micro_batch, self.accumulation = samples, micro_batch, accumulation
         self.world_size, self.rank, self.seed = world_size, rank, seed
         self.start = start  # samples of all epochs that an earlier run with another effective batch has trained
         self.lengths = lengths  # None: samples come at random
         self.group_size = group_size or self.effective_batch_size
+        self.budget = budget  # None: every micro-batch has micro_batch samples
         self.epoch = 0
 
     @property
@@ -130,12 +147,21 @@ class SampleOrder:
     def rows_of(self, step: int, micro_batches: Iterable[int]) -> list[int]:
         """The rows that this rank takes in these micro-batches (from 0) of an optimizer step (from 1)."""
         epoch, step_in_epoch = divmod(step - 1, self.steps_per_epoch)
-        first, offset = self.first_step(epoch)
-        began = offset + (step_in_epoch - first) * self.effective_batch_size
-        width = self.micro_batch * self.world_size
-        order = self._order(epoch)
-        starts = [began + micro * width for micro in micro_batches]
-        return [row for at in starts for row in order[at : at + width][self.rank :: self.world_size].tolist()]
+        first, _ = self.first_step(epoch)
+        parts = next(itertools.islice(self._cut(epoch), step_in_epoch - first, None))
+        wanted = (parts[micro] for micro in micro_batches if micro < len(parts))
+        return [row for part in wanted for row in part[self.rank :: self.world_size].tolist()]
+
+    def _cut(self, epoch: int) -> Iterator[list[np.ndarray]]:
+        """The micro-batches, of all ranks together, of each optimizer step that is left of an epoch."""
+        order, width = self._order(epoch), self.micro_batch * self.world_size
+        lengths = self.budget.lengths() if self.budget else None
+        for at in range(self.first_step(epoch)[1], self.samples, self.effective_batch_size):
+            step = order[at : at + self.effective_batch_size]
+            if self.budget and lengths is not None:
+                yield self.budget.cut(step, lengths, self.world_size, -(-len(step) // width))
+            else:
+                yield [step[begin : begin + width] for begin in range(0, len(step), width)]
 
     def _order(self, epoch: int) -> np.ndarray:
         samples = np.arange(self.samples, dtype=np.int32)  # 4 bytes a row is all that a rank holds privately
@@ -155,18 +181,14 @@ class SampleOrder:
         last = self.samples - full * self.effective_batch_size
         return full * self.accumulation + -(-last // (self.micro_batch * self.world_size))
 
-    def __iter__(self) -> Iterator[list[int]]:
-        order = self._order(self.epoch)
-        first, offset = self.first_step(self.epoch)
-        yielded = first * self.accumulation
-        for _ in range(yielded):  # trained before this run; Trainer skips them
-            yield []
-        width = self.micro_batch * self.world_size
-        for at in range(offset, self.samples, width):
-            yielded += 1
-            yield order[at : at + width][self.rank :: self.world_size].tolist()
-        for _ in range(len(self) - yielded):
-            yield []
+    def __iter__(self) -> Iterator[list[int] | None]:
+        first, _ = self.first_step(self.epoch)
+        yield from [None] * (first * self.accumulation)  # trained before this run; Trainer skips them
+        for step, parts in enumerate(self._cut(self.epoch), first):
+            micro_steps = min(self.accumulation, len(self) - step * self.accumulation)
+            yield from [None] * (micro_steps - len(parts))
+            for part in parts:
+                yield part[self.rank :: self.world_size].tolist()
 
 
 class EpochLoader(DataLoader):
@@ -198,7 +220,7 @@ class Collator:
     sequences have position_ids instead of the mask: they start again with each document, and with the padding, by
     which the model tells documents apart. No rows give one filler row whose labels are all IGNORED: its loss and its
     gradient are exactly zero. Numbered rows also give their numbers, sample_ids, as an array that stays on the host;
-    packed ones their num_tokens.
+    packed ones their num_tokens. NOTHING gives an empty batch, for which nothing is computed.
     """
 
     pad_token_id: int
@@ -207,6 +229,8 @@ class Collator:
     is_packed: bool = False
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
+        if rows is NOTHING:
+            return {}
         if not rows:
             pads = np.full(FILLER_LENGTH, self.pad_token_id), np.full(FILLER_LENGTH, IGNORED)
             return self._tensors([Row(*pads, lengths=np.array([FILLER_LENGTH]))])

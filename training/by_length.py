@@ -1,12 +1,17 @@
-"""The order of samples in which an optimizer step covers rows of about one length. No torch; 4 bytes a row are kept."""
+"""The order of samples in which an optimizer step covers rows of about one length, and its cut into micro-batches by
+tokens. No torch; 4 bytes a row are kept."""
 
 from __future__ import annotations
 
 import math
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 SORTED_TOGETHER = 50  # groups: as many as transformers' LengthGroupedSampler sorts at once
+MICRO_STEP_SHARE = 1 / 8  # of a full one's tokens: what starting a micro-step costs, in padding
 LEAST_PARTS = 4  # into which an epoch is cut for it, so that its groups are not those of every other epoch
 
 
@@ -41,3 +46,51 @@ def sort_steps(order: np.ndarray, lengths: np.ndarray, size: int) -> None:
     for at in range(0, len(order), size):
         step = order[at : at + size]
         step[:] = step[np.argsort(-lengths[step].sum(axis=1), kind="stable")]
+
+
+@dataclass(frozen=True)
+class TokenBudget:
+    """The most that a rank's micro-batch takes: padded tokens of source and of target, each side by itself."""
+
+    lengths: Callable[[], np.ndarray]  # of all samples, as TokenRows.lengths gives them
+    source: int
+    target: int
+    multiple: int = 1  # to which the collator pads
+
+    def cut(self, step: np.ndarray, lengths: np.ndarray, world_size: int, most: int) -> list[np.ndarray]:
+        """The samples of an optimizer step in parts that the budget holds, the longest first; each part is dealt to the
+        ranks by turns. As few parts as can be; more, up to `most`, where that saves more padding than it costs.
+
+        A sample that exceeds the budget is alone on its rank."""
+        budget = np.array([self.source, self.target])
+        rows = step[np.argsort(-(lengths[step] / budget).max(axis=1), kind="stable")]
+        padded = -(-lengths[rows] // self.multiple) * self.multiple
+        ends = []
+        at = 0
+        while at < len(rows):
+            widest = np.maximum.accumulate(padded[at:])
+            held = np.arange(len(widest))[:, None] // world_size + 1  # by rank 0, were this sample the part's last
+            fits = (held * widest <= budget).all(axis=1)
+            at += len(fits) if fits.all() else max(int(fits.argmin()) // world_size, 1) * world_size
+            ends.append(at)
+        worth = MICRO_STEP_SHARE * world_size * budget.sum()
+        while len(ends) < most:
+            begins = [0, *ends[:-1]]
+            saved, at = max(_saved(padded, begin, end, world_size) for begin, end in zip(begins, ends, strict=True))
+            if saved <= worth:
+                break
+            insort(ends, at)
+        return np.split(rows, ends[:-1])
+
+
+def _saved(padded: np.ndarray, begin: int, end: int, world_size: int) -> tuple[int, int]:
+    """(tokens of padding that go if these samples are two parts instead of one, where the second begins)."""
+    part = padded[begin:end]
+    places = np.arange(world_size, len(part), world_size)
+    if not len(places):
+        return 0, end
+    first = np.maximum.accumulate(part)[places - 1].sum(axis=1)
+    second = np.maximum.accumulate(part[::-1])[::-1][places].sum(axis=1)
+    computed = places * first + (len(part) - places) * second
+    least = int(computed.argmin())
+    return int(len(part) * part.max(axis=0).sum() - computed[least]), begin + int(places[least])

@@ -178,13 +178,23 @@ class Recorder(TorchDispatchMode):
             return None
         number = len(self.log.blocks)
         self._ids[key] = number
-        fixed, sample = self.log.split(storage.nbytes())
+        fixed, sample = self.log.split(self._size(tensor))
         is_wide = self.widest is not None and tensor.dim() > 1 and tensor.shape[-1] == self.widest and sample > 0
         kind = "logits" if is_wide else ""
         self.log.blocks.append(Block(int(fixed), int(sample), kind, op, self.phase, layer))
         self.log.events.append(Event(number, True, self.phase, layer))
         weakref.finalize(storage, self._free, key, number).atexit = False
         return number
+
+    def _size(self, tensor: torch.Tensor) -> int:
+        """Bytes of a tensor's storage. A fake one ends with the last element that is seen: where more is there of each
+        sample, as of a mask's gradient that is made in rows of 16, the last is as large as the others."""
+        size, batch = tensor.untyped_storage().nbytes(), self.log.batch
+        if size % batch and tensor.dim() and tensor.shape[0] == batch:
+            sample = tensor.stride(0) * tensor.element_size()
+            if 0 < batch * sample - size < sample:
+                return batch * sample
+        return size
 
     def _free(self, key: int, number: int) -> None:
         if self._closed:

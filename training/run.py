@@ -28,7 +28,7 @@ from transformers.trainer_callback import PrinterCallback
 from launch import manifest, rundir
 from launch.errors import CheckpointError, ConfigError, LaunchError, ResourceError, shown
 from launch.rundir import AttemptDir, RunDir, Start
-from launch.schema import Plan, Recipe, Strategy
+from launch.schema import MULTIPLE, Plan, Recipe, Strategy
 from training import (
     arguments,
     best,
@@ -44,6 +44,7 @@ from training import (
     tokenizer,
 )
 from training.batches import Collator, NumberedRows, SampleOrder, TokenRows
+from training.by_length import TokenBudget
 from training.callbacks import Reporter, StepMeter, start_logging
 from training.control import Control, Halted
 from training.heartbeat import Heartbeat
@@ -185,6 +186,7 @@ def _build(
         start=continues.get("samples_seen", 0),
         lengths=rows.lengths if recipe.data.group_by_length else None,
         group_size=continues.get("group_size"),
+        budget=_budget(plan, rows) if recipe.data.batch_by_tokens else None,
     )
     if args.device.type == "cuda":
         _hold_to_free_memory(recipe, args.device)
@@ -231,7 +233,7 @@ def _build(
         data_collator=Collator(
             cut.pad_token_id,
             network.config.decoder_start_token_id if network.config.is_encoder_decoder else None,
-            multiple=8 if args.device.type == "cuda" else 1,
+            multiple=MULTIPLE[plan.strategy.device],
             is_packed=recipe.data.packing,
         ),
         train_dataset=rows,
@@ -254,6 +256,11 @@ def _num_samples(start: Start, tokens: Path) -> int:
 def _held_out(tokens: Path) -> TokenRows | None:
     files = rundir.token_files(tokens, "validation")
     return TokenRows(*files) if files else None
+
+
+def _budget(plan: Plan, rows: TokenRows) -> TokenBudget:
+    """What the plan was made for: as many tokens as a micro-batch of the longest rows has."""
+    return TokenBudget(rows.lengths, *plan.micro_batch_tokens, MULTIPLE[plan.strategy.device])
 
 
 def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> None:

@@ -28,7 +28,7 @@ from launch import rundir, shards
 from launch.errors import DataError
 from launch.schema import Plan, Recipe
 from training import tokenise
-from training.batches import Row, SampleOrder, TokenRows
+from training.batches import NOTHING, Row, SampleOrder, TokenRows
 from training.side_by_side import Child
 from training.tokenise import TOKENIZER, Job
 
@@ -112,7 +112,9 @@ class StreamRows(Dataset):
     def __getitem__(self, index: int) -> Row:
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Row]:
+    def __getitems__(self, indices: Sequence[int] | None) -> list[Row]:
+        if indices is None:
+            return NOTHING
         return [self._row(index)._replace(number=index) for index in indices]
 
     def _row(self, position: int) -> Row:

@@ -125,7 +125,7 @@ class LowMemTrainer(Trainer):
         rows = eval_dataset if eval_dataset is not None else self.eval_dataset
         width = self.args.per_device_eval_batch_size * self.args.world_size
         order = list(range(len(rows)))
-        if self.order.lengths is not None:
+        if self.order.lengths is not None or self.order.budget is not None:
             order = rows.lengths().sum(axis=1).argsort(kind="stable").tolist()
         batches = [
             order[at : at + width][self.args.process_index :: self.args.world_size] for at in range(0, len(rows), width)
@@ -139,9 +139,14 @@ class LowMemTrainer(Trainer):
         self.meter.waited_s += time.monotonic() - began
         return batches
 
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
+        return super()._get_num_items_in_batch([batch for batch in batch_samples if batch], device)
+
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.obey:
             self.obey.micro_batch()
+        if not inputs:  # the step needs fewer micro-batches than Trainer counts
+            return torch.zeros((), device=self.args.device)
         rows = inputs.pop("sample_ids", None)
         with_target = (inputs["labels"] != IGNORED).any(dim=1)
         if "attention_mask" in inputs:

@@ -79,6 +79,24 @@ def test_a_rank_that_alone_is_out_of_memory_hangs_nobody_and_smaller_pieces_trai
         assert child.left() == []
 
 
+def test_by_tokens_a_smaller_budget_follows(tmp_path):
+    """As long as a micro-batch has more than half of the padded tokens that were planned for."""
+    too_many = "args[2] and args[2]['labels'].numel() > 2 * 16 and args[0].state.global_step >= 2"
+    fault = step_fault(too_many, CUDA, rank=1)
+    data = {"batch_by_tokens": True, "max_length": 16}
+    training = {**TRAINING, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    with stopping.launched(tmp_path, faults={"oom": fault}, data=data, training=training) as child:
+        assert child.wait(within_s=200) == 0, child.said()
+        found = batches(child.run)
+        assert found[0][:2] == (4, 2)
+        assert found[-1][0] <= 2, "no smaller budget"
+        assert all(micro * accumulation == 8 for micro, accumulation, _ in found)
+        assert stopping.fired(tmp_path, "oom") == len(found) - 1
+        assert "has at most 64 tokens, padding included, as 4 of the longest rows (16) have" in child.said()
+        assert f"has at most {16 * found[-1][0]} tokens, padding included" in child.said()
+        assert len(losses(child.run.root)) == 3  # of 45 rows, 16 a step
+
+
 def test_out_of_memory_in_an_evaluation_lowers_that_and_not_training(tmp_path):
     do = f"import torch\nraise torch.OutOfMemoryError({CUDA!r})"
     fault = {

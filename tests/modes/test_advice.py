@@ -63,3 +63,29 @@ def test_where_whole_copies_fit_in_single_samples_only_copies_shared_out_are_tak
     other = re.search(r"deepspeed_zero1 x2, batch .* ([\d.]+)  chosen", named.stdout)
     assert other is not None
     assert float(chosen[2]) <= 1.05 * float(other[1])
+
+
+def test_data_workers_are_as_many_as_the_cpus_feed_and_fewer_where_host_ram_has_no_room(tmp_path):
+    recipe = str(builders.recipe(tmp_path, training={"per_device_train_batch_size": 4}))
+
+    def planned(available_gib: float, *words: str) -> tuple[str, float]:
+        """(what the plan says of data workers, GiB of host RAM)"""
+        on = ["--machine", described(tmp_path, (23.6,), available_gib), "--launch.host_reserve_gib=0"]
+        done = builders.launch(tmp_path / "house", "plan", recipe, *on, *words)
+        assert done.returncode == 0, done.stderr
+        said = re.search(r"data workers \d+(?::| instead) .*", done.stdout)
+        needed = re.search(r"host RAM   ([\d.]+) GiB in (?:train|save)", done.stdout)
+        assert needed is not None, done.stdout
+        return said[0] if said else "", float(needed[1])
+
+    roomy, needed = planned(32)
+    assert roomy == "data workers 4: 8 CPUs over 1 process(es)"
+    for left_out, workers in ((0.02, (2, 3)), (0.04, (1, 2))):
+        said, takes = planned(needed - left_out)
+        found = re.fullmatch(r"data workers (\d) instead of 4: host RAM has no room for more", said)
+        assert found is not None, said
+        assert int(found[1]) in workers
+        assert takes <= needed - left_out + 0.005
+    asked, takes = planned(32, "--training.dataloader_num_workers=6", "--training.dataloader_prefetch_factor=8")
+    assert asked == "", "a number that was asked for needs no reason"
+    assert takes > needed

@@ -383,3 +383,12 @@ def test_cublas_keeps_a_workspace_per_handle(monkeypatch, architecture, config, 
     if config:
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
     assert cublas_workspace_bytes(architecture) == HANDLES * size
+
+
+def test_a_gradient_in_rows_of_16_is_as_large_at_lengths_that_are_no_multiple_of_it(fake):
+    recorder = Recorder()
+    with recorder:
+        rows_of_32 = torch.empty(recorder.log.batch, 2, 24, 32)
+        seen = torch.empty_strided((recorder.log.batch, 2, 24, 24), rows_of_32.stride())
+    assert [(block.fixed_bytes, block.sample_bytes) for block in recorder.log.blocks] == [(0, 4 * 2 * 24 * 32)] * 2
+    assert seen.untyped_storage().nbytes() < rows_of_32.untyped_storage().nbytes()

@@ -24,7 +24,7 @@ TRAINING = {
 pytestmark = pytest.mark.modes
 
 
-@pytest.fixture(scope="module", params=["group_by_length", "packing"])
+@pytest.fixture(scope="module", params=["group_by_length", "packing", "batch_by_tokens"])
 def stopped(request, tmp_path_factory) -> tuple[Path, str]:
     """(folder with the recipe, its model and the house of a run stopped at a step, what the data section says)."""
     folder = tmp_path_factory.mktemp("stopped")
@@ -70,3 +70,24 @@ def test_continued_with_another_effective_batch_each_row_is_still_seen_once_an_e
     assert len(lines) == EPOCHS
     ending = f"each once, and so all of {ROWS} rows" if stopped[1] == "packing" else f"all of {ROWS} rows, each once"
     assert all(": all of " in line and line.endswith(ending) for line in lines), lines
+
+
+@pytest.mark.parametrize("mode", ["multi_cpu", "deepspeed_zero2", "deepspeed_zero3"])
+def test_by_tokens_every_engine_takes_the_steps_of_fixed_micro_batches(mode, tmp_path):
+    training = {**TRAINING, "num_train_epochs": 1, "max_grad_norm": 1.0}
+    recipe = builders.recipe(tmp_path, training=training, count=ROWS)
+    words = ["run", str(recipe), f"--output_dir={tmp_path / 'other'}"]
+    fixed = builders.launch(tmp_path / "fixed", *words)
+    assert fixed.returncode == 0, fixed.stderr
+    words += [f"--launch.mode={mode}", "--launch.num_processes=2", "--data.batch_by_tokens=true"]
+    words += ["--training.per_device_train_batch_size=1", "--training.gradient_accumulation_steps=4"]
+    found = builders.launch(tmp_path / "house", *words)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "micro-steps a step on average" in found.stdout
+    ours, theirs = (builders.events(builders.only_run(tmp_path / house)) for house in ("house", "fixed"))
+    assert len(ours) == len(theirs) == ROWS // 8
+    for step, other in zip(ours, theirs, strict=True):
+        assert (step["tokens"], step["samples_seen"]) == (other["tokens"], other["samples_seen"])
+        assert step["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    assert sum(step["computed_tokens"] for step in ours) < sum(step["computed_tokens"] for step in theirs)

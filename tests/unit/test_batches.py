@@ -9,60 +9,121 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from training.batches import Collator, Row, SampleOrder
+from training.batches import NOTHING, Collator, Row, SampleOrder
+from training.by_length import TokenBudget
 from training.data import IGNORED
 
 flat = chain.from_iterable
 CUT = st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3))
 GROUPED = st.none() | st.integers(1, 9)  # rows of a group, if rows of about one length go together
+LONGEST = 100  # tokens
 
 
 def lengths_of(samples: int) -> np.ndarray:
     """Tokens of source and target of so many rows, very different ones."""
-    return np.random.default_rng(samples).integers(1, 100, (samples, 2), dtype=np.int32)
+    return np.random.default_rng(samples).integers(1, LONGEST + 1, (samples, 2), dtype=np.int32)
 
 
-def order_of(samples: int, cut: tuple[int, int, int], rank: int, group: int | None, start: int = 0) -> SampleOrder:
+def order_of(
+    samples: int, cut: tuple[int, int, int], rank: int, group: int | None, start: int = 0, by_tokens: bool = False
+) -> SampleOrder:
     lengths = (lambda: lengths_of(samples)) if group else None
-    return SampleOrder(samples, *cut, rank, seed=7, start=start, lengths=lengths, group_size=group)
+    limit = cut[0] * LONGEST
+    budget = TokenBudget(lambda: lengths_of(samples), limit, limit, multiple=4) if by_tokens else None
+    return SampleOrder(samples, *cut, rank, seed=7, start=start, lengths=lengths, group_size=group, budget=budget)
 
 
 def epoch(
-    samples: int, cut: tuple[int, int, int], number: int, group: int | None = None, start: int = 0
+    samples: int,
+    cut: tuple[int, int, int],
+    number: int,
+    group: int | None = None,
+    start: int = 0,
+    by_tokens: bool = False,
 ) -> list[list[int]]:
     """The samples of each micro-batch of an epoch, all ranks together."""
     micro, _, ranks = cut
-    per_rank = []
+    per_rank, idle = [], []
     for rank in range(ranks):
-        order = order_of(samples, cut, rank, group, start)
+        order = order_of(samples, cut, rank, group, start, by_tokens)
         order.set_epoch(number)
-        batches = list(order)
-        assert len(batches) == len(order)
-        assert all(len(batch) <= micro for batch in batches)
+        computed = list(order)
+        assert len(computed) == len(order)
+        batches = [batch or [] for batch in computed]
+        if by_tokens:
+            padded = -(-lengths_of(samples) // 4) * 4
+            for batch in filter(None, batches):
+                assert (len(batch) * padded[batch].max(axis=0) <= micro * LONGEST).all()
+        else:
+            assert all(len(batch) <= micro for batch in batches)
         per_rank.append(batches)
+        idle.append([batch is None for batch in computed])
     assert len({len(batches) for batches in per_rank}) == 1, "a rank would wait for ever"
+    assert idle.count(idle[0]) == ranks, "a rank would wait for the others"
+    for at in range(0, len(idle[0]), cut[1]):
+        skipped = idle[0][at : at + cut[1]]
+        assert skipped == sorted(skipped, reverse=True), "the last micro-step of a step is when gradients are reduced"
     return [sorted(flat(together)) for together in zip(*per_rank, strict=True)]
 
 
 @settings(max_examples=150, deadline=None)
-@given(samples=st.integers(1, 60), cut=CUT, number=st.integers(0, 3), group=GROUPED)
-def test_each_sample_is_seen_once_an_epoch(samples, cut, number, group):
-    assert sorted(flat(epoch(samples, cut, number, group))) == list(range(samples))
+@given(samples=st.integers(1, 60), cut=CUT, number=st.integers(0, 3), group=GROUPED, by_tokens=st.booleans())
+def test_each_sample_is_seen_once_an_epoch(samples, cut, number, group, by_tokens):
+    assert sorted(flat(epoch(samples, cut, number, group, by_tokens=by_tokens))) == list(range(samples))
 
 
 @settings(max_examples=150, deadline=None)
 @given(samples=st.integers(1, 60), factors=st.permutations([2, 3, 2]), number=st.integers(0, 3), group=GROUPED)
 def test_steps_cover_the_same_samples_whatever_the_cut_of_an_effective_batch(samples, factors, number, group):
-    def steps(cut: tuple[int, int, int]) -> list[list[int]]:
-        batches = epoch(samples, cut, number, group)
+    def steps(cut: tuple[int, int, int], by_tokens: bool = False) -> list[list[int]]:
+        batches = epoch(samples, cut, number, group, by_tokens=by_tokens)
         return [sorted(flat(batches[at : at + cut[1]])) for at in range(0, len(batches), cut[1])]
 
-    assert steps(tuple(factors)) == steps((12, 1, 1))
+    assert steps(tuple(factors)) == steps((12, 1, 1)) == steps(tuple(factors), by_tokens=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(samples=st.integers(1, 60), cut=CUT, step=st.integers(1, 40), by_tokens=st.booleans())
+def test_the_rows_of_a_step_are_those_that_were_trained_in_it(samples, cut, step, by_tokens):
+    order = order_of(samples, cut, cut[2] - 1, None, by_tokens=by_tokens)
+    number, at = divmod(step - 1, order.steps_per_epoch)
+    order.set_epoch(number)
+    trained = [batch for batch in list(order)[at * cut[1] : (at + 1) * cut[1]] if batch is not None]
+    assert [order.rows_of(step, [micro]) for micro in range(cut[1])][: len(trained)] == trained
+    assert order.rows_of(step, range(cut[1])) == list(flat(trained))
+
+
+def test_by_tokens_short_rows_share_a_micro_batch_and_a_long_one_is_with_few():
+    lengths = np.repeat(np.array([400] * 4 + [10] * 28, dtype=np.int32)[:, None], 2, axis=1)
+    budget = TokenBudget(lambda: lengths, 2 * 400, 2 * 400)
+    order = SampleOrder(32, 2, 16, 1, 0, seed=1, budget=budget)
+    taken = [batch for batch in order if batch is not None]
+    assert [len(batch) for batch in taken] == [2, 2, 28]
+    assert len(list(order)) == 16
+    assert order.rows_of(1, [2]) == taken[2]
+
+
+def test_more_micro_batches_than_needed_are_made_where_they_save_much_padding():
+    def taken(*tokens: int) -> list[int]:
+        lengths = np.repeat(np.array(tokens, dtype=np.int32)[:, None], 2, axis=1)
+        order = SampleOrder(8, 4, 2, 1, 0, seed=1, budget=TokenBudget(lambda: lengths, 400, 400))
+        return [len(batch) for batch in order if batch is not None]
+
+    assert taken(*[50] * 8) == [8]
+    assert taken(50, *[45] * 7) == [8]
+    assert taken(50, 50, *[10] * 6) == [2, 6]
 
 
 @settings(max_examples=150, deadline=None)
-@given(samples=st.integers(1, 60), cut=CUT, earlier=CUT, share=st.floats(0, 2.99), group=GROUPED)
-def test_a_run_that_takes_over_in_the_middle_sees_exactly_what_was_left(samples, cut, earlier, share, group):
+@given(
+    samples=st.integers(1, 60),
+    cut=CUT,
+    earlier=CUT,
+    share=st.floats(0, 2.99),
+    group=GROUPED,
+    by_tokens=st.tuples(st.booleans(), st.booleans()),
+)
+def test_a_run_that_takes_over_in_the_middle_sees_exactly_what_was_left(samples, cut, earlier, share, group, by_tokens):
     number, step = divmod(share, 1)
     first_run = order_of(samples, earlier, 0, group)
     start = first_run.samples_seen(int((number + step) * first_run.steps_per_epoch))
@@ -70,9 +131,10 @@ def test_a_run_that_takes_over_in_the_middle_sees_exactly_what_was_left(samples,
     order = order_of(samples, cut, 0, group, start)
     first, at = order.first_step(number) if start else (0, 0)
     assert at == (offset if start else 0)
-    batches = epoch(samples, cut, number, group, start)
+    batches = epoch(samples, cut, number, group, start, by_tokens[0])
     assert batches[: first * cut[1]] == [[]] * (first * cut[1])
-    seen = list(flat(epoch(samples, earlier, number, group)))[:offset]  # whole steps of the earlier run
+    earlier_batches = epoch(samples, earlier, number, group, by_tokens=by_tokens[1])
+    seen = list(flat(earlier_batches))[:offset]  # whole steps of the earlier run
     assert sorted([*seen, *flat(batches)]) == list(range(samples))
     assert order.samples_seen(number * order.steps_per_epoch + first) == start
     assert order.samples_seen((number + 1) * order.steps_per_epoch) == (number + 1) * samples
@@ -130,6 +192,10 @@ def test_a_rank_without_samples_gets_a_row_without_targets():
     assert (batch["labels"] == IGNORED).all()
     assert batch["attention_mask"].all(), "a fully masked row would be NaN in attention"
     assert batch["input_ids"].dtype == torch.int64
+
+
+def test_what_no_rank_computes_is_an_empty_batch():
+    assert Collator(pad_token_id=0)(NOTHING) == {}
 
 
 def test_positions_start_again_with_each_document_and_with_the_padding():

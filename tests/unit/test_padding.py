@@ -12,6 +12,7 @@ from launch import padding, report
 from launch.schema import DataSection
 from tests import builders
 from training.batches import SampleOrder
+from training.by_length import TokenBudget
 from training.data import CacheCounts
 
 pytestmark = pytest.mark.unit
@@ -32,13 +33,18 @@ def counted(lengths: np.ndarray) -> dict[str, Any]:
 
 @pytest.mark.parametrize("encoder_decoder", [False, True])
 @pytest.mark.parametrize("is_grouped", [False, True])
-@pytest.mark.parametrize("cut", [(16, 1, 1), (4, 8, 1), (3, 2, 2)])
-def test_the_plan_tells_the_padding_that_an_epoch_has(encoder_decoder, is_grouped, cut):
+@pytest.mark.parametrize("is_by_tokens", [False, True])
+@pytest.mark.parametrize("cut", [(16, 1, 1), (4, 8, 1), (3, 2, 2), (1, 24, 2)])
+def test_the_plan_tells_the_padding_that_an_epoch_has(encoder_decoder, is_grouped, is_by_tokens, cut):
     lengths = rows(6000, encoder_decoder)
-    real = computed = 0
+    longest = tuple((-(-lengths.max(axis=0) // 8) * 8).tolist())
+    budget = TokenBudget(lambda: lengths, cut[0] * longest[0], cut[0] * longest[1], 8) if is_by_tokens else None
+    real = computed = micro_steps = 0
     for rank in range(cut[2]):
-        order = SampleOrder(6000, *cut, rank, 1, lengths=(lambda: lengths) if is_grouped else None)
-        for batch in filter(None, order):
+        order = SampleOrder(6000, *cut, rank, 1, lengths=(lambda: lengths) if is_grouped else None, budget=budget)
+        batches = list(order)
+        micro_steps = sum(batch is not None for batch in batches)
+        for batch in filter(None, batches):
             real += lengths[batch].sum()
             computed += (-(-lengths[batch].max(axis=0) // 8) * 8).sum() * len(batch)
     strategy = replace(
@@ -47,10 +53,20 @@ def test_the_plan_tells_the_padding_that_an_epoch_has(encoder_decoder, is_groupe
         gradient_accumulation_steps=cut[1],
         num_processes=cut[2],
     )
-    told = padding.of(counted(lengths), strategy, 8, DataSection(train_file="x", group_by_length=is_grouped))
+    data = DataSection(train_file="x", group_by_length=is_grouped, batch_by_tokens=is_by_tokens)
+    told = padding.of(counted(lengths), strategy, 8, data, longest)
     assert told is not None
     assert told.share == pytest.approx(1 - real / computed, abs=0.02)
     assert told.rows == 6000
+    if is_by_tokens:
+        assert told.share == told.by_tokens
+        assert told.micro_steps == pytest.approx(micro_steps / order.steps_per_epoch, rel=0.06)
+        mean = padding.mean_cut(counted(lengths), strategy, 8, data, longest)
+        assert mean is not None
+        assert mean.micro_steps == pytest.approx(told.micro_steps, rel=0.06)
+        assert mean.rows * mean.micro_steps * sum(longest) * cut[2] == pytest.approx(
+            computed / order.steps_per_epoch, rel=0.06
+        )
 
 
 def test_lengths_that_are_kept_are_spread_over_the_whole_file():
@@ -65,7 +81,7 @@ def test_lengths_that_are_kept_are_spread_over_the_whole_file():
 
 def test_counts_of_an_older_version_tell_nothing():
     strategy = builders.plan(builders.wish(), builders.machine()).strategy
-    assert padding.of({"rows": 10, "tokens": 100}, strategy, 1, DataSection(train_file="x")) is None
+    assert padding.of({"rows": 10, "tokens": 100}, strategy, 1, DataSection(train_file="x"), (9, 9)) is None
 
 
 def test_a_packed_plan_says_what_a_step_covers_before_and_after_tokenising():
@@ -75,7 +91,7 @@ def test_a_packed_plan_says_what_a_step_covers_before_and_after_tokenising():
     assert "a step covers 32 packed sequences of at most 128 tokens, instead of 32 rows" in words
     assert plan.samples is None, "file rows are no packed sequences"
     counts = {**counted(rows(3000, False)), "rows": 900, "documents": 3000, "tokens": 112_000, "longest_input": 128}
-    packed = padding.of(counts, plan.strategy, 1, recipe.data)
+    packed = padding.of(counts, plan.strategy, 1, recipe.data, (128, 128))
     assert packed is not None
     assert packed.share == pytest.approx(1 - 112_000 / (900 * 128))
     words = "\n".join(report.plan_lines(recipe, builders.machine(), replace(plan, rows=3000, padding=packed)))
@@ -89,10 +105,43 @@ def test_a_packed_plan_says_what_a_step_covers_before_and_after_tokenising():
 def test_a_plan_with_much_padding_names_what_leaves_less():
     recipe = builders.wish()
     plan = builders.plan(recipe, builders.machine())
-    random = padding.of(counted(rows(3000, False)), plan.strategy, 1, recipe.data)
+    random = padding.of(counted(rows(3000, False)), plan.strategy, 1, recipe.data, (128, 128))
     assert random is not None
     (line,) = report.padding_lines(replace(plan, padding=random))
-    assert random.by_length < 0.1
+    assert random.by_length < 0.1 < random.by_tokens - random.by_length
     assert f"  padding    {random.share:.0%} of the tokens that a step computes" in line
-    assert line.endswith(f"--data.group_by_length=true leaves {random.by_length:.0%}")
+    assert line.endswith(
+        f"; --data.batch_by_tokens=true leaves {random.by_tokens:.0%}, and trains the same steps, with"
+        f" --data.group_by_length=true {random.by_length:.0%}"
+    )
+    (line,) = report.padding_lines(replace(plan, padding=replace(random, by_tokens=random.share)))
+    assert line.endswith(f"; --data.group_by_length=true leaves {random.by_length:.0%}")
     assert not list(report.padding_lines(plan))
+
+
+def test_a_plan_by_tokens_says_what_bounds_a_micro_batch():
+    recipe = builders.wish(data={"train_file": "x", "max_length": 128, "batch_by_tokens": True})
+    plan = builders.plan(recipe, builders.machine())
+    words = "\n".join(report.plan_lines(recipe, builders.machine(), plan))
+    assert "16 per device x 2 accumulation x 1 process(es) = 32 effective" in words
+    assert (
+        "by tokens: a micro-batch has at most 2,048 tokens, padding included, as 16 of the longest rows (128) have"
+        in words
+    )
+    told = padding.of(counted(rows(3000, False).clip(2, 128)), plan.strategy, 1, recipe.data, plan.lengths)
+    assert told is not None
+    assert told.micro_steps is not None
+    words = "\n".join(report.plan_lines(recipe, builders.machine(), replace(plan, padding=told)))
+    each = 32 / told.micro_steps
+    assert f"{told.micro_steps:.1f} micro-steps a step on average, of {each:.1f} rows each, instead of 2" in words
+    assert f"padding    {told.share:.0%} of the tokens that a step computes; {told.at_random:.0%} if rows came" in words
+    whole = replace(
+        plan, strategy=replace(plan.strategy, per_device_train_batch_size=32, gradient_accumulation_steps=1)
+    )
+    words = "\n".join(report.plan_lines(recipe, builders.machine(), whole))
+    assert "data.batch_by_tokens changes nothing: all rows of a step are one micro-batch" in words
+
+
+def test_packing_and_a_cut_by_tokens_are_not_both():
+    with pytest.raises(ValueError, match="packing leaves nothing for batch_by_tokens to do; set one of the two to"):
+        DataSection(train_file="x", packing=True, batch_by_tokens=True)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from launch import render, report
+from launch import planner, render, report, shapes
 from launch.errors import ConfigError, DoesNotFit, ResourceError
 from launch.rundir import House, RunDir
 from launch.schema import GIB, Link
-from tests.builders import gpu, machine, plan, wish
+from tests.builders import CODE, DATA_FORMAT, gpu, machine, plan, wish
 from training import arguments
 
 
@@ -256,3 +256,24 @@ def test_a_rate_that_shall_follow_the_effective_batch_does_and_the_plan_says_so(
 def test_a_rate_scales_from_a_batch_by_a_rule_and_not_with_one_of_them(training):
     with pytest.raises(ValueError, match="set both"):
         wish(training=training)
+
+
+def test_by_tokens_the_longest_rows_are_judged_and_a_whole_step_of_short_ones():
+    recipe = wish(data={"train_file": "x", "max_length": 128, "batch_by_tokens": True})
+    config, parameters = shapes.read(recipe.model, root=CODE)
+    about = planner.subject(recipe, machine(), config, parameters, DATA_FORMAT)
+    cut = plan(recipe, machine()).strategy
+    asked, short = about.shapes(replace(cut, per_device_train_batch_size=4, gradient_accumulation_steps=8))
+    assert (asked[0].lengths, asked[1]) == ((128, 128), 4)
+    assert (short[0].lengths, short[1]) == ((16, 16), 32)
+    assert short[0].is_padded
+    assert not short[0].is_single
+    known = replace(about, lengths=(100, 60), is_ragged=True)  # of a T5
+    for micro_batch, parts in ((1, 2), (1, 64), (3, 7), (16, 2)):
+        candidate = replace(cut, per_device_train_batch_size=micro_batch, gradient_accumulation_steps=parts)
+        for question, rows in known.shapes(candidate):
+            assert 1 <= rows <= micro_batch * parts
+            assert all(
+                rows * length <= micro_batch * most for length, most in zip(question.lengths, (100, 60), strict=True)
+            )
+    assert len(about.shapes(replace(cut, gradient_accumulation_steps=1))) == 1
