@@ -4,10 +4,10 @@
     LOWMEM_REAL_DATA=DATA python -m benchmarks.peers --trl FOLDER [--trl ANOTHER]
 
 TRL is no package of ours, and is imported from its own folder; several versions may be given. All ways of a case train
-one model folder on the same tokens: same effective batch, AdamW, schedule, precision and attention. They take turns,
-round after round. Plain Trainer and TRL get rows that are tokenised already; TRL packs them itself (bfd). Its packed
-batch is one flat sequence, whose attention is that much longer: so packed ones run in micro-batches of one too. On a
-CPU all have one thread.
+one model folder on the same tokens: same effective batch, AdamW, schedule, precision and attention (sdpa). They take
+turns, round after round, each round with a seed of its own for the order of the rows. Plain Trainer and TRL get rows
+that are tokenised already; TRL packs them itself (bfd). Its packed batch is one flat sequence, whose attention is that
+much longer: so packed ones run in micro-batches of one too. On a CPU all have one thread.
 
 Tokens are those that are no padding; seconds those between the ends of steps, the first left out. Memory of the rank is
 the most that was ever resident, until its last step; that of the job is PSS with all launchers. Where there is a GPU
@@ -143,16 +143,15 @@ def environment(case: Case) -> dict[str, str]:
 
 
 def peer(
-    case: Case, way: Way, made: Made, steps: int, folder: Path, logging_steps: int, order: list[int] | None = None
+    case: Case, way: Way, made: Made, training: Mapping[str, Any], folder: Path, order: list[int] | None = None
 ) -> list[str]:
     """The line that starts it."""
     arguments = {
         **way.cut(case),
-        "max_steps": steps,
-        "logging_steps": logging_steps,
         "seed": SEED,
         **OPTIMIZER,
         **case.training,
+        **training,
         **({} if order or case.packs else {"train_sampling_strategy": "group_by_length"}),
     }
     sft = {"max_length": case.source.max_length, "packing": case.packs} if way.trl else None
@@ -166,13 +165,14 @@ def env_of(case: Case, way: Way, made: Made) -> dict[str, str]:
     return found
 
 
-def repetition(case: Case, way: Way, made: Made, steps: int, folder: Path) -> dict[str, Any]:
+def repetition(case: Case, way: Way, made: Made, steps: int, seed: int, folder: Path) -> dict[str, Any]:
     """One training; its speed, memory and mean loss."""
     folder.mkdir()
     load = round(os.getloadavg()[0], 2)
-    training = {"max_steps": steps, **way.cut(case)}
-    content = ours(case, {"packing": True} if case.packs else {"group_by_length": True}, training, made)
-    argv = trainings.argv(content, folder) if way.is_ours else peer(case, way, made, steps, folder, steps)
+    training = {"max_steps": steps, "logging_steps": steps, "seed": seed}
+    data = {"packing": True} if case.packs else {"group_by_length": True}
+    content = ours(case, data, {**training, **way.cut(case)}, made)
+    argv = trainings.argv(content, folder) if way.is_ours else peer(case, way, made, training, folder)
     seen = rank_memory.tree(argv, env_of(case, way, made), folder / "log.txt")
     if way.is_ours:
         said = events(trainings.attempt_of(content["name"], made.house))
@@ -211,7 +211,7 @@ def same_losses(case: Case, ways: Sequence[Way], made: Made, steps: int, place: 
         if not way.is_ours and way.micro_batch is None:
             folder = place / f"check {way.name}"
             folder.mkdir()
-            argv = peer(case, way, made, steps, folder, 1, rows)
+            argv = peer(case, way, made, {"max_steps": steps, "logging_steps": 1}, folder, rows)
             recording.timed(argv, env_of(case, way, made), folder / "log.txt", wait=False)
             found[way.name] = trainings.losses_of(folder)
     return found
@@ -230,7 +230,7 @@ def measured(case: Case, folders: Sequence[Path], data: Path, steps: int, rounds
     found: dict[str, list[dict[str, Any]]] = {way.name: [] for way in ways}
     for turn in range(rounds):
         for way in ways:
-            one = repetition(case, way, made, steps, place / f"{way.name} {turn}")
+            one = repetition(case, way, made, steps, SEED + turn, place / f"{way.name} {turn}")
             print(f"{case.name}  {way.name}  {one}", flush=True)
             found[way.name].append(one)
     return {"case": case.name, "on_gpu": case.on_gpu, "losses": losses, "apart": apart(losses), "ways": found}
@@ -294,12 +294,13 @@ def main() -> None:
 
     machine = probe.machine()
     on_gpu = bool(machine.gpus)
+    chosen = [CASES[number] for number in arguments.case or range(len(CASES)) if CASES[number].on_gpu == on_gpu]
+    if not chosen:
+        sys.exit(f"none of these cases runs here: {machine.gpus_reason}")
     cases = []
-    for case in [CASES[number] for number in arguments.case or range(len(CASES))]:
-        if case.on_gpu == on_gpu:
-            with tempfile.TemporaryDirectory() as place:
-                steps, rounds = arguments.steps, arguments.rounds
-                cases.append(measured(case, folders, data, steps, rounds, Path(place)))
+    for case in chosen:
+        with tempfile.TemporaryDirectory() as place:
+            cases.append(measured(case, folders, data, arguments.steps, arguments.rounds, Path(place)))
     left = [case.name for case in CASES if case.on_gpu and not on_gpu]
     unrun = f"\nNot run: {machine.gpus_reason}. Written and never measured: {'; '.join(left)}.\n" if left else ""
     measures = {"trl": versions, "goal": GOAL, "agrees": AGREES, "cases": cases, "not_run": left}
