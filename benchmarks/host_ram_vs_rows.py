@@ -1,8 +1,9 @@
-"""Private memory of each rank (RssAnon of /proc/<pid>/status) while training on more and more rows, for two loaders.
+"""Private memory of each rank (RssAnon of /proc/<pid>/status) while training on more and more rows, ours and a peer's.
 
-Ours is the product: `python -m launch run` on a CPU with 2 real ranks over gloo, rows tokenised once and mapped. The
-other, benchmarks/list_in_ram.py, keeps every row in each rank as a Python dict and tokenises in the collator; same
-launcher and environment, model, tokenizer, batch and number of steps. Both are read from outside every 20 ms; a rank's
+Ours is the product: `python -m launch run` on a CPU with 2 real ranks over gloo, rows tokenised once and mapped; with
+the fewest and the most rows also ordered by length, for which each rank reads all lengths, and packed into sequences.
+The other, benchmarks/list_in_ram.py, keeps every row in each rank as a Python dict and tokenises in the collator; same
+launcher and environment, model, tokenizer, batch and number of steps. All are read from outside every 20 ms; a rank's
 figure is its largest over the last half of the steps. Growth is that of the larger rank from the fewest rows to the
 most. Rows are random Chinese-like text with the mean lengths of real chat data (40 and 166 characters); repetitions
 differ in the seed, which sets weights and order.
@@ -56,16 +57,16 @@ def run_folder(folder: Path, path: Path) -> Path:
     return max((folder / f"house/runs/rows-{path.stem}").glob("*/plan.json"), key=os.path.getmtime).parent
 
 
-def rendered(folder: Path, path: Path) -> Path:
+def rendered(folder: Path, path: Path, *words: str) -> Path:
     """A run folder as --dry-run leaves it."""
-    argv = [sys.executable, "-m", "launch", "run", str(path), "--resume", "never", "--dry-run"]
+    argv = [sys.executable, "-m", "launch", "run", str(path), "--resume", "never", "--dry-run", *words]
     subprocess.run(argv, env=recording.environment(folder / "house"), check=True, capture_output=True)
     return run_folder(folder, path)
 
 
-def tokenised(folder: Path, path: Path, count: int) -> dict[str, Any]:
+def tokenised(folder: Path, path: Path, count: int, *words: str) -> dict[str, Any]:
     """Fill the token cache with the launcher's own child; its speed and peak memory."""
-    run = rendered(folder, path)
+    run = rendered(folder, path, *words)
     argv = [sys.executable, "-m", "training.prepare", "--run-dir", str(run), "--attempt", "1"]
     began = time.monotonic()
     child = subprocess.Popen(
@@ -79,9 +80,9 @@ def tokenised(folder: Path, path: Path, count: int) -> dict[str, Any]:
     return {"rows": count, "seconds": round(seconds, 1), "rows_per_s": round(count / seconds), "peak_rss_mb": peak_mb}
 
 
-def ours(folder: Path, path: Path, steps: int, seed: int) -> tuple[list[Samples], list[float]]:
+def ours(folder: Path, path: Path, steps: int, seed: int, *words: str) -> tuple[list[Samples], list[float]]:
     """Samples of each rank, and the times of the steps."""
-    argv = [sys.executable, "-m", "launch", "run", str(path), "--resume", "never", f"--training.seed={seed}"]
+    argv = [sys.executable, "-m", "launch", "run", str(path), "--resume", "never", f"--training.seed={seed}", *words]
     ranks = rank_memory.watched(argv, recording.environment(folder / "house"), folder / "log.txt")
     events = (run_folder(folder, path) / "attempts/01/events.jsonl").read_text(encoding="utf-8").splitlines()
     return ranks, [json.loads(line)["time"] for line in events]
@@ -103,7 +104,19 @@ def in_ram(folder: Path, path: Path, steps: int, seed: int) -> tuple[list[Sample
     return ranks, [json.loads(line)["time"] for line in times.read_text(encoding="utf-8").splitlines()]
 
 
-LOADERS = {"ours": ours, "list_in_ram": in_ram}
+BY_LENGTH, PACKED = "ours, data.group_by_length", "ours, data.packing"
+WORDS = {BY_LENGTH: "--data.group_by_length=true", PACKED: "--data.packing=true"}
+LOADERS = {
+    "ours": ours,
+    BY_LENGTH: lambda *about: ours(*about, WORDS[BY_LENGTH]),
+    PACKED: lambda *about: ours(*about, WORDS[PACKED]),
+    "list_in_ram": in_ram,
+}
+
+
+def sizes_of(loader: str, sizes: list[int]) -> list[int]:
+    """Numbers of rows that a loader is measured with."""
+    return [sizes[0], sizes[-1]] if loader in WORDS else sizes
 
 
 def measured(ranks: list[Samples], steps: list[float]) -> dict[str, Any]:
@@ -119,6 +132,7 @@ def measured(ranks: list[Samples], steps: list[float]) -> dict[str, Any]:
 
 def growth(repetitions: list[dict[str, Any]], loader: str, sizes: list[int]) -> dict[str, Any]:
     """Medians over the repetitions of the larger rank, and what a row costs."""
+    sizes = sizes_of(loader, sizes)
 
     def median(rows: int, key: str) -> float:
         found = [max(one[key]) for one in repetitions if one["loader"] == loader and one["rows"] == rows]
@@ -138,7 +152,7 @@ def text_of(found: dict[str, Any], sizes: list[int]) -> str:
     head = ["loader", "rows", "median, MB", "every repetition: rank 0 / rank 1, MB", "peak with loading, MB"]
     rows = []
     for loader in LOADERS:
-        for size in sizes:
+        for size in sizes_of(loader, sizes):
             runs = [one for one in found["repetitions"] if (one["loader"], one["rows"]) == (loader, size)]
             every = ", ".join(" / ".join(map(str, one["mb"])) for one in runs)
             medians = found[loader]
@@ -147,9 +161,10 @@ def text_of(found: dict[str, Any], sizes: list[int]) -> str:
     speeds = [f"{one['rows']:,} rows at {one['rows_per_s']:,} rows/s" for one in found["tokenising"]]
     peaks = ", ".join(f"{one['peak_rss_mb']} MB" for one in found["tokenising"])
     a, b = found["ours"], found["list_in_ram"]
+    others = ", ".join(f"{found[loader]['growth_mb']} MB with {words[2:]}" for loader, words in WORDS.items())
     return (
         f"Private memory per rank grows by **{a['growth_mb']} MB** with ours ({a['kb_per_row']} kB a row; goal below"
-        f" {GOAL_MB:g} MB) and by {b['growth_mb']} MB with the list in RAM ({b['kb_per_row']} kB a row) from"
+        f" {GOAL_MB:g} MB), {others}, and by {b['growth_mb']} MB with the list in RAM ({b['kb_per_row']} kB a row) from"
         f" {sizes[0]:,} to {sizes[-1]:,} rows. RssAnon of the larger rank, its largest over the last half of the steps;"
         " MB are 10^6.\n\n"
         + recording.table(head, rows)
@@ -172,9 +187,13 @@ def main() -> None:
             chat_rows.write_rows(folder / f"{size}.parquet", size)
         chat_rows.make_tokenizer(folder / f"{sizes[0]}.parquet", folder / "tokenizer")
         tokenising = [tokenised(folder, recipes[size], size) for size in sizes]
+        for size in sizes_of(PACKED, sizes):
+            tokenised(folder, recipes[size], size, WORDS[PACKED])
         for seed in range(1, arguments.repetitions + 1):
             for size in sizes:
                 for loader, start in LOADERS.items():
+                    if size not in sizes_of(loader, sizes):
+                        continue
                     load = round(os.getloadavg()[0], 2)
                     one = measured(*start(folder, recipes[size], steps, seed))
                     repetitions.append({"loader": loader, "rows": size, "seed": seed, "load_before": load, **one})

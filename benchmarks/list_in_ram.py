@@ -67,7 +67,8 @@ class Counting(Trainer):
     tokens = 0
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.tokens += int(inputs["attention_mask"].sum())
+        mask = inputs.get("attention_mask")  # none: all rows in one sequence, without padding
+        self.tokens += inputs["input_ids"].numel() if mask is None else int(mask.sum())
         if self.model.config.is_encoder_decoder:
             self.tokens += int((inputs["labels"] != -100).sum())
         return super().training_step(model, inputs, *args, **kwargs)

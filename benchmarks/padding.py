@@ -22,13 +22,13 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import yaml
 
-from benchmarks import recording
+from benchmarks import recording, trainings
+from launch.steps import events
 
 WARM_UP = 2  # steps
 SEED = 5
@@ -73,8 +73,10 @@ class Case:
     columns: tuple[str, str]
     config: dict[str, Any]
     max_length: int
-    ways: str
-    goal: float  # of the best way over A
+    ways: str = ""
+    goal: float = 0.0  # of the best way over A
+    vocabulary: int = VOCABULARY
+    split: Literal["word", "character"] = "word"
 
 
 CASES = (
@@ -84,7 +86,15 @@ CASES = (
 )
 
 
-def made(case: Case, data: Path, folder: Path) -> tuple[Path, Path]:
+def real_data() -> Path:
+    """The folder with real text; who has none is told."""
+    folder = os.environ.get("LOWMEM_REAL_DATA")
+    if not folder:
+        sys.exit(f"LOWMEM_REAL_DATA is not set: a folder with {' and '.join(sorted({case.file for case in CASES}))}")
+    return Path(folder)
+
+
+def made(case: Case, data: Path, folder: Path, seed: int = SEED) -> tuple[Path, Path]:
     """(rows as parquet with prompt and response, model folder with weights at random and a tokenizer of those rows)."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -101,9 +111,9 @@ def made(case: Case, data: Path, folder: Path) -> tuple[Path, Path]:
     folder.mkdir()
     pq.write_table(table, folder / "rows.parquet")
     texts = (text for column in table.columns for text in column.to_pylist())
-    cut = tokenizer.train(texts, TokenizerSection(), VOCABULARY)
-    torch.manual_seed(SEED)
-    config = AutoConfig.for_model(**case.config, vocab_size=VOCABULARY)
+    cut = tokenizer.train(texts, TokenizerSection(split=case.split), case.vocabulary)
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(**case.config, vocab_size=case.vocabulary)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model = family.from_config(config)
     for one in (model.config, model.generation_config):
@@ -138,33 +148,18 @@ def ours(
     parts: int = 1,
 ) -> tuple[float, float]:
     """(tokens a second, tokens a step) of a way of ours, started by our launcher."""
-    recipe = {
-        "name": "padding",
-        "task": "sft",
-        "model": {"path": str(model)},
-        "data": {"train_file": str(rows), "max_length": case.max_length, **data},
-        "training": {
-            "per_device_train_batch_size": batch // parts,
-            "gradient_accumulation_steps": parts,
-            "max_steps": steps,
-            "learning_rate": 1e-3,
-            "logging_steps": steps,
-            "save_steps": steps + 1,
-            "seed": SEED,
-        },
-        "launch": {"mode": "cpu"},
-        "output_dir": str(folder / "trained"),
+    training = {
+        "per_device_train_batch_size": batch // parts,
+        "gradient_accumulation_steps": parts,
+        "max_steps": steps,
+        "learning_rate": 1e-3,
+        "seed": SEED,
     }
-    path = folder / "padding.yaml"
-    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    argv = [sys.executable, "-m", "launch", "run", str(path), "--resume", "never"]
-    recording.timed(argv, recording.environment(house), folder / "log.txt", wait=False)
-    newest = max((house / "runs/padding").glob("*/plan.json"), key=lambda plan: plan.stat().st_mtime).parent
-    lines = (newest / "attempts/01/events.jsonl").read_text(encoding="utf-8").splitlines()
-    said = [json.loads(line) for line in lines]
+    attempt = trainings.run(trainings.sft("padding", model, rows, case.max_length, data, training), folder, house)
+    said = events(attempt)
     assert len(said) == steps
-    tokens = sum(event["tokens"] for event in said[WARM_UP:])
-    return tokens / (said[-1]["time"] - said[WARM_UP - 1]["time"]), tokens / (steps - WARM_UP)
+    tokens = sum(event.tokens for event in said[WARM_UP:])
+    return tokens / (said[-1].time - said[WARM_UP - 1].time), tokens / (steps - WARM_UP)
 
 
 def packs_of(rows: Path, model: Path, case: Case, batch: int) -> int:
@@ -235,7 +230,7 @@ def main() -> None:
     parser.add_argument("--ways", default="ABCDE", help="only these; A is always run")
     parser.add_argument("--case", type=int, action="append", choices=range(len(CASES)), help="only this one")
     arguments = parser.parse_args()
-    data = Path(os.environ["LOWMEM_REAL_DATA"])
+    data = real_data()
     cases = []
     for number in arguments.case or range(len(CASES)):
         with tempfile.TemporaryDirectory() as place:

@@ -1,4 +1,4 @@
-"""The private memory of a launch's ranks, read from outside while it runs."""
+"""The memory of a launch's ranks, read from outside while it runs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 from benchmarks import recording
 
 SAMPLING_S = 0.02
+PSS_SAMPLING_S = 0.5  # reading smaps_rollup costs milliseconds a GiB
 Samples = list[tuple[float, float]]  # (unix time, RssAnon in MB) of one rank
 
 
@@ -29,6 +31,39 @@ def watched(argv: Sequence[str], env: Mapping[str, str], log: Path) -> list[list
     assert child.returncode == 0, recording.said(log)
     assert len(ranks) == 2, ranks
     return list(ranks.values())
+
+
+class Seen(NamedTuple):
+    """A launch at one moment."""
+
+    time: float  # unix time
+    peak_bytes: int  # resident so far at the most, of the process with the highest peak, its rank: exact, not sampled
+    job_bytes: int  # PSS of all its processes now; between two readings the last one
+
+
+def tree(argv: Sequence[str], env: Mapping[str, str], log: Path) -> list[Seen]:
+    """Run a child of one rank to its end, which has to be a good one."""
+    seen: list[Seen] = []
+    job_bytes, read_at, pids = 0, 0.0, [0]
+    with log.open("wb") as file:
+        child = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
+        while child.poll() is None:
+            if (now := time.monotonic()) - read_at >= PSS_SAMPLING_S:
+                pids = [child.pid, *(one.pid for one in psutil.Process(child.pid).children(recursive=True))]
+                job_bytes, read_at = sum(_bytes(pid, "smaps_rollup", "Pss:") for pid in pids), now
+            seen.append(Seen(time.time(), max(_bytes(pid, "status", "VmHWM:") for pid in pids), job_bytes))
+            time.sleep(SAMPLING_S)
+    assert child.returncode == 0, recording.said(log)
+    return seen
+
+
+def _bytes(pid: int, file: str, key: str) -> int:
+    """A figure in kB of /proc/<pid>/; 0 of a process that is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/{file}").read_text(encoding="utf-8").splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
 
 
 def _ranks(root_pid: int) -> list[psutil.Process]:

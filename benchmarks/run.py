@@ -7,7 +7,7 @@ import sys
 
 from benchmarks.recording import CODE
 
-BENCHMARKS = ("launch_overhead", "host_ram_vs_rows", "offload_optimizer", "start_up")
+BENCHMARKS = ("launch_overhead", "host_ram_vs_rows", "offload_optimizer", "start_up", "loader")
 
 
 def main() -> int:
