@@ -24,6 +24,11 @@ def of(counts: Mapping[str, Any], strategy: Strategy, multiple: int, data: DataS
         return None
     rows = counts["documents"] if data.packing else counts["rows"]
     at_random = _share([random.Random(0).choices(lengths, k=DRAWN)], strategy, multiple)
+    if strategy.attn_implementation == "flash_attention_2":  # rows follow one another in a batch
+        order = "packed" if data.packing else "by_length" if data.group_by_length else "random"
+        tokens = strategy.per_device_train_batch_size * counts["tokens"] / counts["rows"]
+        share = 1 - tokens / (tokens + (multiple - 1) / 2)
+        return Padding(order, share, at_random, share, counts["rows"], rows, counts["tokens"])
     by_length = _share(_grouped(lengths, rows, strategy), strategy, multiple)
     order, share = ("by_length", by_length) if data.group_by_length else ("random", at_random)
     if data.packing:  # sequences are padded to the longest of a micro-batch: to the longest of them all, at most

@@ -179,7 +179,15 @@ def _build(
     with engines.whole_weights(plan.strategy) if recipe.model.path is None else nullcontext():
         quantization = recipe.quantized(plan.strategy.mixed_precision)
         network = model.build(
-            recipe.model, plan.shape, recipe.lora, plan.lora_targets, cut, args.seed, quantization, args.device
+            recipe.model,
+            plan.shape,
+            recipe.lora,
+            plan.lora_targets,
+            cut,
+            args.seed,
+            quantization,
+            args.device,
+            plan.strategy.attn_implementation,
         )
     if plan.strategy.engine == "fsdp2":
         engines.tie_by_module(network)
@@ -211,6 +219,7 @@ def _build(
             network.config.decoder_start_token_id if network.config.is_encoder_decoder else None,
             multiple=8 if args.device.type == "cuda" else 1,
             is_packed=recipe.data.packing,
+            flattens=plan.strategy.attn_implementation == "flash_attention_2",
         ),
         train_dataset=rows,
         eval_dataset=held_out,
