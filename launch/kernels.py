@@ -21,6 +21,7 @@ LIGER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # of MODEL_TYPE_TO_APPL
 
 OF_OPTIMIZERS = (  # a word of its name -> what it does
     ("8bit", "bitsandbytes: states of 8 bits where a tensor has 4,096 elements, of embeddings and smaller ones 32"),
+    ("paged", "bitsandbytes: states of 32 bits, moved to host RAM where VRAM is short"),
     ("fused", "weights and states of many tensors updated in one kernel"),
     ("adamw_torch", "many tensors at once, a kernel for each operation"),
 )
@@ -130,7 +131,8 @@ def switches(
         yield Switch("liger", _on(chosen.use_liger_kernel), why if chosen.use_liger_kernel else "not asked for")
     chunks = chosen.num_output_chunks
     logits = f"logits in {chunks} parts" if chunks > 1 else "logits whole"
-    yield Switch("loss", logits, _by(training.num_output_chunks is not None, chunks > 1))
+    of_loss = _by(training.num_output_chunks is not None, chunks > 1, "parts are not needed")
+    yield Switch("loss", logits, of_loss)
     of_optimizer = next((words for name, words in OF_OPTIMIZERS if name in training.optim), "asked for")
     yield Switch("optimizer", training.optim, of_optimizer)
     is_asked = "gradient_checkpointing" in training.model_fields_set
@@ -156,8 +158,8 @@ def _on(value: bool) -> str:
     return "on" if value else "off"
 
 
-def _by(is_asked: bool, is_on: bool) -> str:
-    return "asked for" if is_asked else "planned, see below" if is_on else "not needed"
+def _by(is_asked: bool, is_on: bool, otherwise: str = "not needed") -> str:
+    return "asked for" if is_asked else "planned, see below" if is_on else otherwise
 
 
 def _why_precision(recipe: Recipe, chosen: Strategy) -> str:
