@@ -375,6 +375,10 @@ def _check_counts(network: torch.nn.Module, plan: Plan) -> None:
     assert (total, trainable) == (planned, plan.shape.trainable_parameters), (
         f"planned {planned:,} parameters, {plan.shape.trainable_parameters:,} trainable; built {total:,}, {trainable:,}"
     )
+    attention = network.config._attn_implementation
+    assert attention == plan.strategy.attn_implementation, (
+        f"planned {plan.strategy.attn_implementation}, got {attention}"
+    )
     logger.info("%s: %s parameters, %s trainable", plan.shape.name, f"{total:,}", f"{trainable:,}")
 
 
