@@ -1,18 +1,19 @@
-"""What each GPU architecture computes with: bf16, fp16, TF32, and PyTorch's fused attention. Pure facts, no torch.
+"""What each GPU architecture computes with: bf16, fp16, TF32, fused attention. Pure facts, no torch.
 
 Sources. NVIDIA: CUDA C++ Programming Guide, "Arithmetic Instructions" (tensor cores for fp16 from 7.0, bf16 and TF32
 from 8.0). AMD bf16: HIP documentation, "Hardware features" (none in RDNA 1 and 2); XLA's has_bf16_dtype_support (MI100
 and newer, gfx11, gfx12); gpuopen.com/learn/wmma_on_rdna3. torch.cuda.is_bf16_supported() is no help: under ROCm it is
 True for every card up to torch 2.13. Fused attention: PyTorch's sdp_utils.cpp asks AOTriton whether it has kernels for
 the gfx name and whether it calls them experimental; the answers are in AOTriton's v3src/util.cc, here those of 0.12b,
-which torch 2.13 builds with (pytorch/pytorch pull 184288).
+which torch 2.13 builds with (pytorch/pytorch pull 184288). The package flash_attn: its README (Ampere and newer; MI200,
+MI300 and MI350 by composable kernels; its Triton kernels for others have to be asked for, and are left out here).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from launch.schema import Gpu
@@ -30,17 +31,19 @@ class Architecture:
     fp16: bool  # faster than fp32
     tf32: bool  # as transformers sees it: no AMD card
     attention: Attention  # math: the scores of a layer, batch x heads x length^2, are held in memory
+    flash_attn: bool = False  # the package of that name has kernels for it
 
 
 # From the newest: the first row whose compute capability is not above the card's.
 NVIDIA: tuple[tuple[tuple[int, int], Architecture], ...] = (
-    ((8, 0), Architecture(bf16=True, fp16=True, tf32=True, attention="fused")),  # Ampere
+    ((8, 0), Architecture(bf16=True, fp16=True, tf32=True, attention="fused", flash_attn=True)),  # Ampere
     ((7, 0), Architecture(bf16=False, fp16=True, tf32=False, attention="fused")),  # Volta, Turing
     ((0, 0), Architecture(bf16=False, fp16=False, tf32=False, attention="fused")),  # Pascal: fp16 at 1/64 on 6.1
 )
 
 _OLD = Architecture(bf16=False, fp16=True, tf32=False, attention="math")
 _FUSED = Architecture(bf16=True, fp16=True, tf32=False, attention="fused")
+_CDNA = replace(_FUSED, flash_attn=True)
 _EXPERIMENTAL = Architecture(bf16=True, fp16=True, tf32=False, attention="experimental")
 _MATH = Architecture(bf16=True, fp16=True, tf32=False, attention="math")
 
@@ -48,9 +51,9 @@ AMD: dict[str, Architecture] = {
     "gfx900": _OLD,  # Vega 10
     "gfx906": _OLD,  # MI50, MI60, Radeon VII
     "gfx908": _MATH,  # MI100: bf16 at half the rate of fp16
-    "gfx90a": _FUSED,  # MI200
-    "gfx942": _FUSED,  # MI300
-    "gfx950": _FUSED,  # MI350
+    "gfx90a": _CDNA,  # MI200
+    "gfx942": _CDNA,  # MI300
+    "gfx950": _CDNA,  # MI350
     "gfx1100": _FUSED,  # RX 7900; experimental, and wrong, in AOTriton 0.11b: never forced
     "gfx1101": _EXPERIMENTAL,  # RX 7800 XT, 7700 XT
     "gfx1102": _EXPERIMENTAL,  # RX 7600
@@ -66,7 +69,7 @@ AMD: dict[str, Architecture] = {
 _FAMILIES: tuple[tuple[str, Architecture], ...] = (("gfx11", _MATH), ("gfx12", _MATH), ("gfx94", _MATH), ("gfx", _OLD))
 
 # Of a card that does not tell: it gets what it was asked for, and nothing is said of its attention.
-UNKNOWN = Architecture(bf16=True, fp16=True, tf32=True, attention="unknown")
+UNKNOWN = Architecture(bf16=True, fp16=True, tf32=True, attention="unknown", flash_attn=True)
 
 
 def of(gpu: Gpu) -> Architecture:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from launch import architectures, sharding
+from launch import architectures, kernels, sharding
 from launch.errors import ConfigError, ResourceError
 from launch.estimate import NOTHING_EXCEEDED, Exceeded, Subject
 from launch.schema import Gpu, LaunchSection, Link, Machine, Mode, Precision, Recipe
@@ -37,6 +37,8 @@ class Given:
     link: Link | None = None  # what the test of this machine's GPUs found
     has_deepspeed: bool = True  # the package is installed
     no_compiler: str | None = None  # why torch.compile cannot work here
+    no_flash_attn: str | None = ""  # why that package cannot be used; "": the machine's packages are not known
+    no_liger: str | None = None
     exceeded: Exceeded = NOTHING_EXCEEDED  # by which an attempt of this run has refuted its plan
     free_batch: bool = False  # any cut of the effective batch will do
     wants_tuned: bool = False  # no batch was typed: what tuning has found before is used
@@ -51,7 +53,7 @@ AS_ASKED = Given()
 def possible(about: Subject, given: Given) -> tuple[list[Candidate], list[str]]:
     """(candidates with the recipe's own batch that this machine can start, why not the others)."""
     possible, refusals = [], []
-    for candidate in _as_asked(about.recipe, about.machine, given):
+    for candidate in _as_asked(about, given):
         refused = sharding.refusal(about.recipe, candidate) or _unavailable(candidate, given)
         if not refused and candidate.num_output_chunks > 1 and _holds_head_in_parts(candidate):
             chunks = f"training.num_output_chunks {candidate.num_output_chunks}"
@@ -67,8 +69,9 @@ def possible(about: Subject, given: Given) -> tuple[list[Candidate], list[str]]:
     return possible, refusals
 
 
-def _as_asked(recipe: Recipe, machine: Machine, given: Given) -> Iterator[Candidate]:
+def _as_asked(about: Subject, given: Given) -> Iterator[Candidate]:
     """Every way this version knows to run the recipe as it was asked for, fastest first."""
+    recipe, machine, config = about.recipe, about.machine, about.shape.config
     launch, training = recipe.launch, recipe.training
     on_gpu = bool(machine.gpus) and not given.force_cpu and launch.mode not in CPU_MODES
     if launch.mode in GPU_MODES and not on_gpu:
@@ -78,6 +81,8 @@ def _as_asked(recipe: Recipe, machine: Machine, given: Given) -> Iterator[Candid
     for mode, num_processes, instead_of in _ways_to_start(launch, machine, given, on_gpu):
         several = num_processes > 1 or mode.startswith("deepspeed")
         gloo = not on_gpu or (num_processes > 1 and (mode == "dual_gpu_gloo" or given.force_gloo))
+        gpus = machine.gpus[:num_processes] if on_gpu else ()
+        precision = _precision(recipe, gpus)
         yield Candidate(
             mode=mode,
             device="cuda" if on_gpu else "cpu",
@@ -88,10 +93,13 @@ def _as_asked(recipe: Recipe, machine: Machine, given: Given) -> Iterator[Candid
             gradient_accumulation_steps=training.gradient_accumulation_steps * (instead_of // num_processes),
             per_device_eval_batch_size=training.per_device_eval_batch_size
             or _eval_batch(training.per_device_train_batch_size),
-            mixed_precision=_precision(recipe, machine.gpus[:num_processes] if on_gpu else ()),
+            mixed_precision=precision,
             gradient_checkpointing=training.gradient_checkpointing,
             num_output_chunks=training.num_output_chunks or 1,
             torch_compile=training.compiles and given.no_compiler is None,
+            attn_implementation=kernels.attention(recipe, config, gpus, precision, given.no_flash_attn),
+            tf32=kernels.tf32(recipe, gpus),
+            use_liger_kernel=kernels.liger(recipe, config["model_type"], gpus, given.no_liger),
             dataloader_num_workers=workers(recipe, machine, num_processes // launch.nodes, on_gpu),
         )
 
@@ -295,10 +303,6 @@ def _precision(recipe: Recipe, gpus: Sequence[Gpu]) -> Precision:
     training = recipe.training
     if training.fp16 and not gpus:
         raise ConfigError("training.fp16: true has no effect on a CPU (it would train in fp32); use bf16 or neither")
-    if training.extras.get("tf32") and (without := [gpu for gpu in gpus if not architectures.of(gpu).tf32]):
-        raise ConfigError(
-            f"training.tf32: true, but {without[0].name} ({without[0].architecture}) has no TF32; drop it"
-        )
     found = asked_precision(recipe)
     without_bf16 = architectures.without_bf16(gpus) if training.bf16 else ""
     if without_bf16:

@@ -31,6 +31,7 @@ from launch.schema import (
 from launch.timing import Affine, StepWork, TimeEstimate, WorkCost
 from launch.traces import Question, Trace, Traces
 
+USUAL_DOCUMENT = 128  # tokens, assumed while none have been counted
 # Outside the allocator. A context after one kernel, with lazy loading (CUDA 11.7 and later): assumed, unmeasured here.
 CONTEXT_BYTES = {"nvidia": 512 << 20, "amd": 768 << 20}
 # A communicator of two ranks, and of more: github.com/NVIDIA/nccl issue 964, A100.
@@ -132,7 +133,18 @@ class Subject:
             return Question(candidate, (source, target), is_padded)
         card = self.machine.gpus[0]
         is_fused = architectures.of(card).attention != "math"
-        return Question(candidate, (source, target), is_padded, card.architecture, is_fused)
+        return Question(
+            candidate, (source, target), is_padded, card.architecture, is_fused, self._documents(candidate, source)
+        )
+
+    def _documents(self, candidate: Strategy, length: int) -> int:
+        """Of a row that flash_attn gets, to the next power of two."""
+        if candidate.attn_implementation != "flash_attention_2":
+            return 0
+        if not self.recipe.data.packing:
+            return 1
+        mean = self.counts["documents"] / self.counts["rows"] if self.counts else length / USUAL_DOCUMENT
+        return 1 << max(math.ceil(mean) - 1, 0).bit_length()
 
     def shapes(self, candidate: Strategy) -> list[tuple[Question, int]]:
         """(step, rows of its micro-batch) of all that the highest peak may be of: the longest rows. By tokens also the

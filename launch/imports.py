@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -22,6 +23,7 @@ from launch.schema import Device
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tensorboard", "peft", "bitsandbytes", "pyarrow")
 ROLES = ("launcher", "agent", "prepare", "rank")
 CHILD_TIMEOUT_S = 120
+OLDEST_FLASH_ATTN = (2, 3, 3)  # transformers takes no older one
 
 
 def known(cache: Path, device: Device) -> Imports:
@@ -42,6 +44,39 @@ def measure(cache: Path, device: Device) -> Imports:
     file.parent.mkdir(parents=True, exist_ok=True)
     rundir.write_json(file, {**private, "mapped_bytes": mapped, "reason": "measured here"})
     return known(cache, device)
+
+
+def no_flash_attn(cache: Path) -> str | None:
+    """Why attention cannot be the package flash_attn's here; None where it can.
+
+    One built for another torch is installed and cannot be imported: that is tried in a child, once per version."""
+    try:
+        found = version("flash-attn")
+    except PackageNotFoundError:
+        return "the package flash_attn is not installed"
+    if tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < OLDEST_FLASH_ATTN:
+        return f"flash_attn {found} is older than {'.'.join(map(str, OLDEST_FLASH_ATTN))}"
+    identity = json.dumps([found, _version("torch"), sys.version, sys.prefix])
+    kept = cache / "imports" / f"flash-attn-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.json"
+    known = rundir.read_json(kept)
+    if known is None:
+        known = {"failure": _import_failure("flash_attn")}
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        rundir.write_json(kept, known)
+    return f"flash_attn {found} cannot be imported ({known['failure']})" if known["failure"] else None
+
+
+def _import_failure(package: str) -> str:
+    """The last line of a Python that imports it and fails; "" where it does not."""
+    argv = [sys.executable, "-P", "-c", f"import {package}"]
+    try:
+        done = subprocess.run(
+            argv, env=environment.passed(os.environ), capture_output=True, text=True, timeout=CHILD_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"not done after {CHILD_TIMEOUT_S} s"
+    words = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return words[-1] if done.returncode else ""
 
 
 def _child(role: str, device: Device) -> dict[str, int]:

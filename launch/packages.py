@@ -48,13 +48,35 @@ def no_compiler(on_gpu: bool, environ: Mapping[str, str]) -> str | None:
     return None if header.exists() else f"Python's headers are not installed ({header})"
 
 
+def no_liger(environ: Mapping[str, str]) -> str | None:
+    """Why Liger's kernels cannot be built here; None where they can."""
+    if find_spec("liger_kernel") is None:
+        return "the package liger_kernel is not installed: pip install liger-kernel"
+    return no_compiler(True, environ)
+
+
+def refuse_missing(recipe: Recipe) -> None:
+    """Raises ResourceError for a package that the recipe needs and that is not installed."""
+    for package, key in {
+        "peft": "lora" if recipe.lora else "",
+        "bitsandbytes": "quantization" if recipe.quantization else _bitsandbytes_key(recipe),
+    }.items():
+        if key and find_spec(package) is None:
+            raise ResourceError(f"{key} needs the package {package}, which is not installed; pip install {package}")
+
+
+def _bitsandbytes_key(recipe: Recipe) -> str:
+    """The key that asks for bitsandbytes' optimizer."""
+    is_asked = any(word in recipe.training.optim for word in ("8bit", "32bit", "bnb", "paged"))
+    return f"training.optim: {recipe.training.optim}" if is_asked else ""
+
+
 def unused(recipe: Recipe, strategy: Strategy | None) -> list[str]:
     """Packages that transformers and accelerate import wherever they are installed, and this run does not use.
 
     `strategy` None: whatever runs without DeepSpeed. What they cost a rank at its start: benchmarks/start_up.py.
     """
-    uses_bitsandbytes = any(word in recipe.training.optim for word in ("8bit", "bnb", "paged"))
-    uses_bitsandbytes |= recipe.quantization is not None
+    uses_bitsandbytes = bool(_bitsandbytes_key(recipe)) or recipe.quantization is not None
     is_used = (
         recipe.lora is not None,
         uses_bitsandbytes,

@@ -48,6 +48,10 @@ def of(
     if data.packing:  # sequences are padded to the longest of a micro-batch: to the longest of them all, at most
         most = math.ceil(counts["longest_input"] / multiple) * multiple
         order, share = "packed", 1 - counts["tokens"] / (counts["rows"] * most)
+    if strategy.attn_implementation == "flash_attention_2":  # rows follow one another in a batch
+        tokens = strategy.per_device_train_batch_size * counts["tokens"] / counts["rows"]
+        share = by_length = 1 - tokens / (tokens + (multiple - 1) / 2)
+        cut_by_tokens = cut_by_tokens._replace(share=share)
     return Padding(
         order=order,
         share=share,

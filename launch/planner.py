@@ -93,6 +93,7 @@ def _chosen(about: Subject, changes: Sequence[Change], given: Given, rows: int |
         rows=rows if rows is None else min(rows, recipe.data.max_train_samples or rows),
         lora_targets=about.lora_targets,
         why=reasons.why(about, chosen, given),
+        switches=reasons.switches(about, candidate, given),
         changes=(*changes, *reasons.changes(about, candidate, judged, given)),
         rejected=(*refusals, *dict.fromkeys(lost)),
         table=tuple(estimate.table(_sorted(judged))) if chosen.memory.peak else (),

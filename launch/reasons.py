@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from launch import architectures, candidates, preflight
+from launch import architectures, candidates, kernels, preflight
 from launch.candidates import Given
 from launch.estimate import Judged, Subject
-from launch.schema import Change, Machine, Recipe
+from launch.schema import Change, Machine, Recipe, Switch
 from launch.schema import Strategy as Candidate
 
 
@@ -20,6 +20,13 @@ def why(about: Subject, chosen: Judged, given: Given) -> tuple[str, ...]:
         *_link_why(about, candidate),
         *_trace_why(about, chosen),
     )
+
+
+def switches(about: Subject, candidate: Candidate, given: Given) -> tuple[Switch, ...]:
+    """Which kernels run, and why."""
+    gpus = about.machine.gpus[: candidate.num_processes] if candidate.device == "cuda" else ()
+    words = given.no_flash_attn, given.no_compiler
+    return tuple(kernels.switches(about.recipe, about.shape.config, candidate, gpus, *words))
 
 
 def changes(about: Subject, candidate: Candidate, judged: Sequence[tuple[Judged, str]], given: Given) -> list[Change]:
@@ -47,8 +54,6 @@ def _where(recipe: Recipe, machine: Machine, candidate: Candidate, given: Given)
         yield f"{launch.nodes} machines, this one is number {launch.machine_rank}; they meet at {meet}"
     if candidate.offloads:
         yield "optimizer states in host RAM, updated there by the same optimizer: slower, and no compiled op is needed"
-    if candidate.torch_compile:
-        yield "torch.compile: of training steps, not of evaluations; its own memory and speed are not predicted"
     if given.assume_fits:
         yield "launch.assume_fits: what is predicted was not compared with what there is"
     if given.force_gloo and candidate.num_processes == 1:

@@ -57,11 +57,11 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
         yield f"             the effective batch holds all {samples:,} {kind}: one step an epoch"
     yield from padding_lines(plan)
     backend = f", backend {strategy.backend}" if strategy.backend else ""
-    how = "weights, float32 copies" if strategy.engine == "deepspeed" else "autocast"
-    precision = recipe.model.dtype if strategy.mixed_precision == "no" else f"{strategy.mixed_precision} {how}"
-    yield f"  mode       {strategy.mode}{backend}, {precision}"
+    yield f"  mode       {strategy.mode}{backend}"
     for line in plan.why:
         yield f"             {line}"
+    for head, switch in zip(["kernels", *[""] * len(plan.switches)], plan.switches, strict=False):
+        yield f"  {head:<10} {switch.name:<10} {switch.runs}: {switch.why}"
     yield from _memory_lines(plan)
     yield f"  output     {recipe.output_dir}"
     yield from change_lines(plan.changes)

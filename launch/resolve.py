@@ -93,7 +93,12 @@ def resolve(
     given = replace(given, has_deepspeed=machine_file is not None or find_spec("deepspeed") is not None)
     if recipe.training.compiles and machine_file is None:
         given = replace(given, no_compiler=packages.no_compiler(has_gpu, environment.passed(os.environ)))
+    if machine_file is None:
+        packages.refuse_missing(recipe)
     if machine_file is None and has_gpu:
+        flash = None if recipe.model.attn_implementation in ("sdpa", "eager") else imports.no_flash_attn(house.cache)
+        liger = packages.no_liger(environment.passed(os.environ))
+        given = replace(given, no_flash_attn=flash, no_liger=liger)
         given = replace(given, link=_link(recipe, machine, given, house, say, test_link))
     changes = (*changed, *first, *found)
 

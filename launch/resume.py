@@ -26,6 +26,7 @@ FREE_KEYS = frozenset(
         "training.gradient_accumulation_steps",
         "training.gradient_checkpointing",
         "training.num_output_chunks",
+        "model.attn_implementation",
         "training.logging_steps",
         "training.save_steps",
         "training.save_total_limit",

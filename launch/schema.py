@@ -43,6 +43,7 @@ Schedule = Literal[
 # seal: a checkpoint that was sealed with another key; versions: another major.minor of a library that writes its files.
 Allowed = Literal["data", "model", "seed", "effective_batch_size", "versions", "seal"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+AttnImplementation = Literal["sdpa", "eager", "flash_attention_2"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 MULTIPLE: dict[Device, int] = {"cpu": 1, "cuda": 8}  # to which the collator pads a batch's length
 
@@ -125,7 +126,9 @@ class ModelSection(Section):
     path_if_there: str | None = None  # used instead of the shape, when the folder holds a model
     freeze: tuple[str, ...] = ()  # module names whose parameters are not trained, e.g. [shared, encoder]
     dtype: Dtype = "float32"  # of the weights in memory; training.bf16 is the autocast on top of it
-    attn_implementation: Literal["sdpa", "eager"] = "sdpa"  # eager keeps every score: length x length per head
+    attn_implementation: AttnImplementation | None = (
+        None  # eager keeps every score: length x length per head; None: planned
+    )
 
     @model_validator(mode="after")
     def one_source(self) -> ModelSection:
@@ -205,6 +208,7 @@ class DataSection(Section):
         return self
 
 
+LIGER_LOSSES = ("fused_linear_cross_entropy", "cross_entropy")  # of liger_kernel_config
 COMPILE_KEYS = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 
 
@@ -455,6 +459,9 @@ class Strategy:
     num_machines: int = 1
     num_output_chunks: int = 1  # logits of so many parts of the positions are made one after another
     torch_compile: bool = False
+    attn_implementation: AttnImplementation = "sdpa"
+    tf32: bool = False  # products of float32 are rounded to 10 bits of mantissa
+    use_liger_kernel: bool = False
 
     @property
     def effective_batch_size(self) -> int:
@@ -551,6 +558,15 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Switch:
+    """What decides which kernels a step runs: how it stands, and why so."""
+
+    name: str
+    runs: str
+    why: str
+
+
+@dataclass(frozen=True)
 class Rendezvous:
     """Where the nodes of a run meet, and which of them this is."""
 
@@ -589,6 +605,7 @@ class Plan:
     rows: int | None = None  # of the training file; None: too large to count before the start
     lora_targets: tuple[str, ...] = ()  # module names that get LoRA
     why: tuple[str, ...] = ()
+    switches: tuple[Switch, ...] = ()
     changes: tuple[Change, ...] = ()
     rejected: tuple[str, ...] = ()
     table: tuple[str, ...] = ()  # the candidates that were compared, as lines

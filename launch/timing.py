@@ -138,8 +138,11 @@ def speed_of(strategy: Strategy, rates: Rates, link: Link | None) -> Speed:
         half = rates.flops_per_s.get("bfloat16") or rates.flops_per_s.get("float16") or rates.flops_per_s["float32"]
         share, source = link.flops_per_s / half, "products as measured by the link test"
     bus, bus_from = _bus(strategy, rates, link)
+    peaks = dict(rates.flops_per_s)
+    if strategy.tf32:
+        peaks["float32"] = peaks.get("tfloat32", peaks["float32"])
     return Speed(
-        flops_per_s={dtype: share * peak / (ranks if on_cpu else 1) for dtype, peak in rates.flops_per_s.items()},
+        flops_per_s={dtype: share * peak / (ranks if on_cpu else 1) for dtype, peak in peaks.items()},
         bytes_per_s=MEMORY_SHARE * rates.bytes_per_s / (ranks if on_cpu else 1),
         bus_bytes_per_s=bus,
         host_device_bytes_per_s=math.inf if on_cpu else min(HOST_DEVICE_BYTES_PER_S, HOST_BYTES_PER_S / ranks),

@@ -29,7 +29,7 @@ UNFELT = {
     "max_steps", "learning_rate", "learning_rate_scaling", "learning_rate_batch_size", "warmup_steps",
     "lr_scheduler_type", "logging_steps", "save_steps",
     "save_total_limit", "eval_steps", "seed", "dataloader_num_workers", "bf16", "fp16", "gradient_checkpointing",
-    "num_output_chunks",
+    "num_output_chunks", "tf32", "use_liger_kernel", "liger_kernel_config",
 }  # fmt: skip
 
 
@@ -42,6 +42,7 @@ class Question:
     is_padded: bool = True  # some row of a batch is shorter, so that masks are needed
     architecture: str = ""  # of the GPU whose kernels run; "" on a CPU
     fused_attention: bool = True  # of that GPU
+    documents: int = 0  # of a row, for flash_attn; 0: another attention
 
     @property
     def is_single(self) -> bool:
@@ -149,7 +150,7 @@ class Traces:
     def _name(self, question: Question) -> str:
         recipe, strategy = self._recipe, question.strategy
         facts = {
-            "model": recipe.model.model_dump(mode="json", exclude={"shape", "path"}),
+            "model": recipe.model.model_dump(mode="json", exclude={"shape", "path", "attn_implementation"}),
             "config": dict(self._shape.config),
             "lora": recipe.lora.model_dump(mode="json") if recipe.lora else None,
             "lora_targets": self._lora_targets,
@@ -159,6 +160,7 @@ class Traces:
             "gpu": [question.architecture, question.fused_attention],
             "engine": [strategy.engine, strategy.zero_stage, strategy.offloads, strategy.num_processes],
             "mixed_precision": strategy.mixed_precision,
+            "attention": [strategy.attn_implementation, question.documents],
             "gradient_checkpointing": strategy.gradient_checkpointing,
             "num_output_chunks": strategy.num_output_chunks,
             "bucket_elements": BUCKET_ELEMENTS,

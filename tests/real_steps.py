@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.trainer_callback import PrinterCallback
 
 from launch.schema import Plan, Recipe
 from training import arguments, model
-from training.batches import SampleOrder
+from training.batches import Collator, Row, SampleOrder
 from training.callbacks import StepMeter
+from training.data import IGNORED
 from training.trainer import LowMemTrainer
 
 
-class Loader(list[dict[str, torch.Tensor]]):
+class Loader(list[dict[str, Any]]):
     """Batches, as Trainer wants to have them."""
 
     dataset = (0,)
@@ -27,6 +29,7 @@ def trainer(recipe: Recipe, plan: Plan, length: int, padded: bool, steps: int) -
     strategy = plan.strategy
     args = arguments.of(recipe, plan, 9, False, {"ddp_backend": None})
     args.report_to, args.save_strategy, args.output_dir, args.max_steps = [], "no", ".", steps
+    torch.manual_seed(1)
     rows = batch(recipe, plan, length, padded)
 
     class Repeated(LowMemTrainer):
@@ -36,6 +39,7 @@ def trainer(recipe: Recipe, plan: Plan, length: int, padded: bool, steps: int) -
     torch.manual_seed(0)
     with torch.device("cpu"):
         made = model._from_shape(recipe.model, plan.shape, recipe.quantized(strategy.mixed_precision))
+        made.config._attn_implementation = strategy.attn_implementation
         network = model._prepared(made, recipe.model, recipe.lora, plan.lora_targets)
     found = Repeated(
         order=SampleOrder(9, strategy.per_device_train_batch_size, strategy.gradient_accumulation_steps, 1, 0, 0),
@@ -51,7 +55,7 @@ def trainer(recipe: Recipe, plan: Plan, length: int, padded: bool, steps: int) -
     return found
 
 
-def batch(recipe: Recipe, plan: Plan, length: int, padded: bool) -> dict[str, torch.Tensor]:
+def batch(recipe: Recipe, plan: Plan, length: int, padded: bool) -> dict[str, Any]:
     """A micro-batch of random tokens, as the collator shapes it."""
     count = plan.strategy.per_device_train_batch_size
     made = {
@@ -61,9 +65,28 @@ def batch(recipe: Recipe, plan: Plan, length: int, padded: bool) -> dict[str, to
     }
     if padded:
         made["attention_mask"][0, length // 2 :] = 0
+        made["labels"][0, length // 2 :] = IGNORED
     if recipe.data.packing:
         del made["attention_mask"]
         made["position_ids"] = (torch.arange(length) % (length // 3)).repeat(count, 1)
+        made["labels"][made["position_ids"] == 0] = IGNORED
     if plan.shape.config["model_type"] == "t5":
-        made["decoder_input_ids"] = made["labels"].clone()
-    return made
+        made["decoder_input_ids"] = made["input_ids"].clone()
+    else:
+        made["labels"][:, 0] = IGNORED
+    return _flattened(made) if plan.strategy.attn_implementation == "flash_attention_2" else made
+
+
+def _flattened(made: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The same documents, as the collator shapes them for flash_attn."""
+    rows = []
+    for at, ids in enumerate(made["input_ids"]):
+        ids, labels, lengths = ids.numpy(), made["labels"][at].numpy(), None
+        if "attention_mask" in made:
+            count = int(made["attention_mask"][at].sum())
+            ids, labels = ids[:count], labels[:count]
+        else:
+            starts = [*(made["position_ids"][at] == 0).nonzero().flatten().tolist(), len(ids)]
+            lengths = np.diff(starts)
+        rows.append(Row(ids, labels, lengths, number=at))
+    return Collator(pad_token_id=0, flattens=True)(rows)

@@ -60,6 +60,8 @@ def _shared(recipe: Recipe, plan: Plan, question: dict[str, Any], plain: dict[An
         strategy.mixed_precision,
         strategy.gradient_checkpointing,
         strategy.num_output_chunks,
+        strategy.attn_implementation,
+        question["documents"],
         strategy.per_device_train_batch_size == 1,
         strategy.gradient_accumulation_steps > 1,
         question["is_padded"],
@@ -86,7 +88,9 @@ def _traced(recipe: Recipe, plan: Plan, question: dict[str, Any]) -> Any:
     target = None
     if strategy.device == "cuda":
         cudnn = torch.backends.cudnn.version() or cuda_semantics.CUDNN
-        target = cuda_semantics.Target(question["architecture"], question["fused_attention"], cudnn)
+        target = cuda_semantics.Target(
+            question["architecture"], question["fused_attention"], cudnn, question["documents"]
+        )
     return trace.whole_step(recipe, plan, question["lengths"], question["is_padded"], batch, target)
 
 

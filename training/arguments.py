@@ -6,16 +6,19 @@ import os
 from dataclasses import fields
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 
-from launch.schema import COMPILE_KEYS, Plan, Recipe, Strategy, TrainingSection
+from launch.schema import COMPILE_KEYS, LIGER_LOSSES, Plan, Recipe, Strategy, TrainingSection
+
+SWITCHED = ("tf32", "use_liger_kernel")  # as the plan says
 
 
 def of(recipe: Recipe, plan: Plan, rows: int, evaluates: bool, engine: dict[str, Any]) -> TrainingArguments:
     """The recipe's training section as transformers takes it; making it starts the process group."""
     training, strategy = recipe.training, plan.strategy
     steps_per_epoch = -(-rows // strategy.effective_batch_size)
-    return TrainingArguments(
+    args = TrainingArguments(
         output_dir=os.devnull,  # the run folder is agreed on once the ranks can talk
         per_device_train_batch_size=strategy.per_device_train_batch_size,
         per_device_eval_batch_size=strategy.per_device_eval_batch_size,
@@ -46,15 +49,27 @@ def of(recipe: Recipe, plan: Plan, rows: int, evaluates: bool, engine: dict[str,
         report_to=["tensorboard"],
         disable_tqdm=True,
         remove_unused_columns=False,
+        tf32=None if strategy.tf32 else False,  # not turned on beside torch.compile by itself
         **_extras(training, strategy),
     )
+    if strategy.device == "cuda":
+        # Also against TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which containers set. TrainingArguments' own way leaves that as
+        # it is, and asking for this flag is an error after it (torch 2.13: "mix of the legacy and new APIs").
+        torch.backends.cuda.matmul.allow_tf32 = strategy.tf32
+    return args
 
 
 def _extras(training: TrainingSection, strategy: Strategy) -> dict[str, Any]:
     """What else the recipe says, over defaults of ours: nothing we build leaves a parameter out."""
     found = {"ddp_find_unused_parameters": False, "dataloader_persistent_workers": True, **training.extras}
-    if not strategy.torch_compile:
-        found = {key: value for key, value in found.items() if key not in COMPILE_KEYS}
+    left_out = SWITCHED if strategy.torch_compile else (*SWITCHED, *COMPILE_KEYS)
+    found = {key: value for key, value in found.items() if key not in left_out}
+    if strategy.use_liger_kernel:  # without its losses: ours is not the model's (trainer.py)
+        losses = dict.fromkeys(LIGER_LOSSES, False)
+        found |= {
+            "use_liger_kernel": True,
+            "liger_kernel_config": {**(found.get("liger_kernel_config") or {}), **losses},
+        }
     found.pop("save_strategy", None)  # steps, all that a recipe may say, is said above
     if not strategy.dataloader_num_workers:  # transformers refuses it where nobody is there to work ahead
         found.pop("dataloader_prefetch_factor", None)

@@ -218,15 +218,18 @@ class Collator:
 
     Gives input_ids, attention_mask, labels (batch, seq) and for T5 decoder_input_ids (batch, target seq). Packed
     sequences have position_ids instead of the mask: they start again with each document, and with the padding, by
-    which the model tells documents apart. No rows give one filler row whose labels are all IGNORED: its loss and its
-    gradient are exactly zero. Numbered rows also give their numbers, sample_ids, as an array that stays on the host;
-    packed ones their num_tokens. NOTHING gives an empty batch, for which nothing is computed.
+    which the model tells documents apart. `flattens`: all rows are one, (1, tokens), without padding between them; it
+    comes with where each document begins, for flash_attn's kernels of unequal lengths. No rows give one filler row
+    whose labels are all IGNORED: its loss and its gradient are exactly zero. Numbered rows also give their numbers,
+    sample_ids, as an array that stays on the host; packed and flattened ones their num_tokens and num_samples. NOTHING
+    gives an empty batch, for which nothing is computed.
     """
 
     pad_token_id: int
     decoder_start_token_id: int | None = None  # given: T5
     multiple: int = 1
     is_packed: bool = False
+    flattens: bool = False
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
         if rows is NOTHING:
@@ -237,11 +240,15 @@ class Collator:
         batch: dict[str, Any] = self._tensors(rows)
         if rows[0].number is not None:
             batch["sample_ids"] = np.array([row.number for row in rows], dtype=np.int32)
-            if self.is_packed:
-                batch["num_tokens"] = sum(len(row.input_ids) for row in rows)
+            if self.is_packed or self.flattens:
+                with_target = [row for row in rows if (row.labels != IGNORED).any()]
+                batch["num_tokens"] = sum(len(row.input_ids) for row in with_target)
+                batch["num_samples"] = len(with_target)
         return batch
 
-    def _tensors(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    def _tensors(self, rows: Sequence[Row]) -> dict[str, Any]:
+        if self.flattens:
+            return self._flattened(rows)
         inputs = self._padded([row.input_ids for row in rows], self.pad_token_id)
         labels = self._padded([row.labels for row in rows], IGNORED)
         if self.is_packed:
@@ -255,12 +262,35 @@ class Collator:
             batch["decoder_input_ids"] = shifted
         return batch
 
+    def _flattened(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """One row of all documents; what fills it up to the multiple is a document without targets."""
+        of_rows = [[len(row.input_ids)] if row.lengths is None else row.lengths.tolist() for row in rows]
+        lengths = [length for documents in of_rows for length in documents]
+        if filling := -sum(lengths) % self.multiple:
+            lengths.append(filling)
+        ends = np.cumsum([0, *lengths])
+        labels = np.concatenate([*(row.labels for row in rows), np.full(filling, IGNORED)])
+        labels[ends[:-1]] = IGNORED  # a document's first token follows from nothing
+        starts = torch.from_numpy(ends.astype(np.int32))
+        return {
+            "input_ids": _row([*(row.input_ids for row in rows), np.full(filling, self.pad_token_id)]),
+            "position_ids": _row([np.arange(length) for length in lengths]),
+            "labels": _row([labels]),
+            **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), starts),
+            **dict.fromkeys(("max_length_q", "max_length_k"), max(lengths)),
+        }
+
     def _padded(self, arrays: Sequence[np.ndarray], value: int) -> torch.Tensor:
         width = -(-max(len(array) for array in arrays) // self.multiple) * self.multiple
         padded = np.full((len(arrays), width), value, dtype=np.int64)
         for row, array in zip(padded, arrays, strict=True):
             row[: len(array)] = array
         return torch.from_numpy(padded)
+
+
+def _row(parts: Sequence[np.ndarray]) -> torch.Tensor:
+    """(1, tokens) of them all."""
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64)[None])
 
 
 def _positions(rows: Sequence[Row], width: int) -> torch.Tensor:

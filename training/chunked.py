@@ -28,7 +28,7 @@ class ChunkedHead:
     @contextmanager
     def given(self, labels: torch.Tensor) -> Iterator[None]:
         """Within it the model's logits are the summed loss of these targets, (batch, seq), in fp32."""
-        self._labels = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:] if self._shift else labels
+        self._labels = _next_tokens(labels) if self._shift else labels
         try:
             yield
         finally:
@@ -52,7 +52,14 @@ class ChunkedHead:
 def target_loss_sum(logits: torch.Tensor, labels: torch.Tensor, shift: bool = False) -> torch.Tensor:
     """Summed cross-entropy over the targets, in fp32. logits (batch, seq, vocabulary), labels (batch, seq)."""
     if shift:
-        labels = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+        labels = _next_tokens(labels)
     return functional.cross_entropy(
         logits.float().reshape(-1, logits.size(-1)), labels.reshape(-1), ignore_index=IGNORED, reduction="sum"
     )
+
+
+def _next_tokens(labels: torch.Tensor) -> torch.Tensor:
+    """What each position predicts, (batch, seq)."""
+    following = labels.roll(-1, dims=1)
+    following[:, -1] = IGNORED
+    return following

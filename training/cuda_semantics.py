@@ -26,6 +26,7 @@ from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
+from transformers import modeling_flash_attention_utils as flash_utils
 from transformers.utils import import_utils
 
 aten = torch.ops.aten
@@ -43,6 +44,7 @@ class Target:
     architecture: str  # compute capability, 8.6, or gfx name
     fused_attention: bool = True  # of an AMD card: whether PyTorch has fused kernels for it and may use them
     cudnn: int = CUDNN
+    documents: int = 0  # of a row, where flash_attn's kernel of unequal lengths takes them
 
     @property
     def capability(self) -> tuple[int, int] | None:
@@ -75,6 +77,8 @@ def cuda_semantics(target: Target, fp16: bool = False) -> Iterator[None]:
             (torch_optimizer, "_foreach_supported_types", types),
             (_foreach_utils, "_foreach_supported_types", types),
             (torch_optimizer, "_get_foreach_kernels_supported_devices", lambda: devices),
+            (flash_utils, "_lazy_imports", lambda *args, **kwargs: (None, _flash_attn_varlen, None, None, None)),
+            (flash_utils, "_loaded_implementation", None),
             *([(accelerator, "get_mixed_precision_context_manager", _autocast_fp16)] if fp16 else []),
         ):
             stack.callback(setattr, owner, name, getattr(owner, name))
@@ -148,6 +152,28 @@ def attention(target: Target) -> Callable[..., torch.Tensor]:
         return _math(replace(call, mask=mask))
 
     return scaled_dot_product_attention
+
+
+def _flash_attn_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """flash_attn.flash_attn_varlen_func, (tokens, heads, width), of rows that are all as long as the longest: PyTorch's
+    kernel is made of the same source and keeps the same for backward."""
+    rows = [_multiple_of(8, x.unflatten(0, (-1, max_seqlen_q)).transpose(1, 2)) for x in (q, k, v)]
+    scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(q.shape[-1])
+    out = aten._scaled_dot_product_flash_attention(*rows, dropout_p, causal, False, scale=scale)[0]
+    return out[..., : q.shape[-1]].transpose(1, 2).flatten(0, 1)
 
 
 def choose(target: Target, call: Call) -> Kernel:

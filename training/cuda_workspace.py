@@ -64,9 +64,10 @@ def _flash_backward(
 ) -> list[int]:
     """mha_bwd in flash_attn/flash_api.cpp: softmax_d, dq_accum, and key and value gradients of every query head.
 
-    On ROCm (mha_bwd of flash_attn/aot) only the first and the last."""
+    On ROCm (mha_bwd of flash_attn/aot) only the first and the last. The package flash_attn has 128 rows between
+    documents (mha_varlen_bwd)."""
     batch, heads, seq, width = query.shape
-    rows = batch * heads * _up(seq, 128)
+    rows = batch * heads * (seq + 128 * target.documents if target.documents else _up(seq, 128))
     grouped = 2 * batch * heads * key.shape[2] * width * query.element_size() if key.shape[1] != heads else 0
     if target.capability is None:
         return [_copied(grad), batch * heads * seq * 4, grouped]

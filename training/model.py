@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from launch.errors import ConfigError, ResourceError
-from launch.schema import LoraSection, ModelSection, ModelShape, QuantizationSection
+from launch.schema import AttnImplementation, LoraSection, ModelSection, ModelShape, QuantizationSection
 from training import four_bit
 
 
@@ -25,15 +25,16 @@ def build(
     seed: int,
     quantization: QuantizationSection | None = None,
     device: torch.device | None = None,
+    attention: AttnImplementation = "sdpa",
 ) -> torch.nn.Module:
     """The model on the CPU, in training mode's initial state; the same weights on every rank for the same seed.
 
     A folder that is quantised (Recipe.quantized()) is loaded to `device`, a tensor at a time."""
     torch.manual_seed(seed)
     if section.path is None:
-        model = _from_shape(section, shape, quantization)
+        model = _from_shape(section, shape, quantization, attention)
     else:
-        model = _from_folder(section, quantization, device or torch.device("cpu"))
+        model = _from_folder(section, quantization, device or torch.device("cpu"), attention)
     vocabulary = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > vocabulary:
         raise ConfigError(
@@ -50,10 +51,13 @@ def without_weights(
     lora: LoraSection | None,
     lora_targets: tuple[str, ...],
     quantization: QuantizationSection | None = None,
+    attention: AttnImplementation = "sdpa",
 ) -> torch.nn.Module:
     """The same model on the meta device: parameters have a shape and a type, and no values."""
     with torch.device("meta"):
-        return _prepared(_from_shape(section, shape, quantization), section, lora, lora_targets)
+        model = _from_shape(section, shape, quantization)
+        model.config._attn_implementation = attention  # made with it, transformers would look for a card
+        return _prepared(model, section, lora, lora_targets)
 
 
 def _prepared(
@@ -67,20 +71,24 @@ def _prepared(
 
 
 def _from_shape(
-    section: ModelSection, shape: ModelShape, quantization: QuantizationSection | None = None
+    section: ModelSection,
+    shape: ModelShape,
+    quantization: QuantizationSection | None = None,
+    attention: AttnImplementation = "sdpa",
 ) -> PreTrainedModel:
     config = AutoConfig.for_model(**shape.config)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    model = family.from_config(
-        config, dtype=getattr(torch, section.dtype), attn_implementation=section.attn_implementation
-    )
+    model = family.from_config(config, dtype=getattr(torch, section.dtype), attn_implementation=attention)
     if quantization is not None:
         four_bit.quantize(model, quantization)
     return model
 
 
 def _from_folder(
-    section: ModelSection, quantization: QuantizationSection | None, device: torch.device
+    section: ModelSection,
+    quantization: QuantizationSection | None,
+    device: torch.device,
+    attention: AttnImplementation = "sdpa",
 ) -> PreTrainedModel:
     assert section.path is not None
     config = AutoConfig.from_pretrained(section.path, local_files_only=True, trust_remote_code=False)
@@ -92,7 +100,7 @@ def _from_folder(
         model = family.from_pretrained(
             section.path,
             dtype=getattr(torch, section.dtype),
-            attn_implementation=section.attn_implementation,
+            attn_implementation=attention,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,

@@ -200,7 +200,15 @@ def _build(
     with engines.whole_weights(plan.strategy) if recipe.model.path is None else nullcontext():
         quantization = recipe.quantized(plan.strategy.mixed_precision)
         network = model.build(
-            recipe.model, plan.shape, recipe.lora, plan.lora_targets, cut, args.seed, quantization, args.device
+            recipe.model,
+            plan.shape,
+            recipe.lora,
+            plan.lora_targets,
+            cut,
+            args.seed,
+            quantization,
+            args.device,
+            plan.strategy.attn_implementation,
         )
     if plan.strategy.engine == "fsdp2":
         engines.tie_by_module(network)
@@ -235,6 +243,7 @@ def _build(
             network.config.decoder_start_token_id if network.config.is_encoder_decoder else None,
             multiple=MULTIPLE[plan.strategy.device],
             is_packed=recipe.data.packing,
+            flattens=plan.strategy.attn_implementation == "flash_attention_2",
         ),
         train_dataset=rows,
         eval_dataset=_held_out(tokens),
@@ -400,6 +409,10 @@ def _check_counts(network: torch.nn.Module, plan: Plan) -> None:
     planned = plan.shape.parameters + plan.shape.lora_parameters
     assert (total, trainable) == (planned, plan.shape.trainable_parameters), (
         f"planned {planned:,} parameters, {plan.shape.trainable_parameters:,} trainable; built {total:,}, {trainable:,}"
+    )
+    attention = network.config._attn_implementation
+    assert attention == plan.strategy.attn_implementation, (
+        f"planned {plan.strategy.attn_implementation}, got {attention}"
     )
     logger.info("%s: %s parameters, %s trainable", plan.shape.name, f"{total:,}", f"{trainable:,}")
 

@@ -46,6 +46,7 @@ class _Tracer(LowMemTrainer):
     """The trainer, telling a Recorder where in the step it is."""
 
     widths: dict[str, int]  # of a batch's tensors
+    flattens = False  # a batch's rows are one
 
     def __init__(self, recorder: Recorder, **kwargs: Any) -> None:
         self.recorder = recorder
@@ -85,13 +86,25 @@ class _Batches:
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         recorder = self._tracer.recorder
         for _ in range(self._count):
             if not recorder.phase.startswith("evaluation"):
                 recorder.mark("input")
             batch = recorder.log.batch
-            yield {name: torch.zeros(batch, width, dtype=torch.int64) for name, width in self._tracer.widths.items()}
+            yield (
+                self._flattened(batch)
+                if self._tracer.flattens
+                else {name: torch.zeros(batch, width, dtype=torch.int64) for name, width in self._tracer.widths.items()}
+            )
+
+    def _flattened(self, batch: int) -> dict[str, Any]:
+        widths = self._tracer.widths
+        starts, longest = torch.zeros(batch + 1, dtype=torch.int32), widths["input_ids"]
+        return {
+            **{name: torch.zeros(1, batch * width, dtype=torch.int64) for name, width in widths.items()},
+            **{"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest},
+        }
 
 
 class _Steady(TrainerCallback):
@@ -181,6 +194,8 @@ def step(
         gradient_accumulation_steps=min(planned.gradient_accumulation_steps, 2),
         mixed_precision="bf16" if planned.mixed_precision == "fp16" else planned.mixed_precision,  # as large
         dataloader_num_workers=0,
+        tf32=False,
+        use_liger_kernel=False,  # needs a card: traced as transformers' own modules
     )
     recorder = Recorder(batch)
     recorder.padded, recorder.widest = padded, plan.shape.config["vocab_size"]
@@ -224,7 +239,8 @@ def _tracer(recorder: Recorder, recipe: Recipe, plan: Plan, strategy: Strategy, 
     config = plan.shape.config
     with unset_fake_temporarily():
         quantization = recipe.quantized(plan.strategy.mixed_precision)
-        network = model.without_weights(recipe.model, plan.shape, recipe.lora, plan.lora_targets, quantization)
+        of_model = recipe.model, plan.shape, recipe.lora, plan.lora_targets, quantization
+        network = model.without_weights(*of_model, strategy.attn_implementation)
         computed = shared_out.as_computed(network, plan.strategy).mixed_precision
     if computed == "no":
         strategy = replace(strategy, mixed_precision="no")
@@ -264,7 +280,10 @@ def _tracer(recorder: Recorder, recipe: Recipe, plan: Plan, strategy: Strategy, 
     tracer.remove_callback(PrinterCallback)
     steady.tracer = tracer
     source, target = lengths
-    mask = "position_ids" if recipe.data.packing else "attention_mask"
+    tracer.flattens = strategy.attn_implementation == "flash_attention_2"
+    if tracer.flattens:  # parts of all rows together are told by the batch where each row has as many of them
+        source = target = -(-source // strategy.num_output_chunks) * strategy.num_output_chunks
+    mask = "position_ids" if recipe.data.packing or tracer.flattens else "attention_mask"
     tracer.widths = {"input_ids": source, mask: source, "labels": target}
     if config["model_type"] == "t5":
         tracer.widths["decoder_input_ids"] = target

@@ -148,17 +148,17 @@ class LowMemTrainer(Trainer):
         if not inputs:  # the step needs fewer micro-batches than Trainer counts
             return torch.zeros((), device=self.args.device)
         rows = inputs.pop("sample_ids", None)
-        with_target = (inputs["labels"] != IGNORED).any(dim=1)
+        tokens, samples = inputs.pop("num_tokens", 0), inputs.pop("num_samples", 0)
         if "attention_mask" in inputs:
+            with_target = (inputs["labels"] != IGNORED).any(dim=1)
             tokens = (inputs["attention_mask"] * with_target[:, None]).sum()
-        else:  # packed
-            tokens = inputs.pop("num_tokens", 0)
+            samples = with_target.sum()
         computed = inputs["input_ids"].numel()
         if "decoder_input_ids" in inputs:
             tokens = tokens + (inputs["labels"] != IGNORED).sum()
             computed += inputs["labels"].numel()
         loss = super().training_step(model, inputs, *args, **kwargs)
-        self.meter.add(loss, int(tokens), computed, int(with_target.sum()), rows)
+        self.meter.add(loss, int(tokens), computed, int(samples), rows)
         return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:

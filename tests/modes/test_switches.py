@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from launch import packages
-from tests import real_steps
-from tests.builders import plan, wish
+from launch.schema import Plan, Recipe
+from tests import flash_on_cpu, real_steps
+from tests.builders import machine, plan, wish
 from training import arguments
 
 LAYERS = 2  # of llama-tiny
@@ -32,6 +34,8 @@ class Seen(TorchDispatchMode):
         self.dtypes: dict[str, set[torch.dtype]] = {}
         self.most: Counter[str] = Counter()
         self.weights: set[torch.dtype] = set()
+        self.states: set[torch.dtype] = set()  # of the optimizer, for matrices
+        self.loss = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -44,14 +48,24 @@ class Seen(TorchDispatchMode):
         return out
 
 
-def seen(shape: str = "llama-tiny", **sections: Any) -> Seen:
+def asked(shape: str = "llama-tiny", **sections: Any) -> Recipe:
     cut = {"per_device_train_batch_size": SAMPLES, "gradient_accumulation_steps": MICRO_STEPS}
     sections["training"] = {**cut, **sections.get("training", {})}
-    recipe = wish(model={"shape": shape, **sections.pop("model", {})}, **sections)
-    trainer = real_steps.trainer(recipe, plan(recipe), LENGTH, True, STEPS)
+    return wish(model={"shape": shape, **sections.pop("model", {})}, **sections)
+
+
+def seen(shape: str = "llama-tiny", **sections: Any) -> Seen:
+    recipe = asked(shape, **sections)
+    return stepped(recipe, plan(recipe))
+
+
+def stepped(recipe: Recipe, chosen: Plan) -> Seen:
+    trainer = real_steps.trainer(recipe, chosen, LENGTH, True, STEPS)
     with Seen() as found:
-        trainer.train()
+        found.loss = trainer.train().training_loss
     found.weights = {one.dtype for one in trainer.model.parameters()}
+    of_matrices = (trainer.optimizer.state[one] for one in trainer.model.parameters() if one.dim() > 1)
+    found.states = {value.dtype for state in of_matrices for value in state.values() if torch.is_tensor(value)}
     return found
 
 
@@ -109,11 +123,64 @@ def test_an_adapter_alone_is_updated(plain):
     assert found.calls[PRODUCT] > plain.calls[PRODUCT]
 
 
+SWITCHED: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "bf16, recomputed, loss in parts": {
+        "training": {"bf16": True, "gradient_checkpointing": True, "num_output_chunks": 4}
+    },
+    "bfloat16 weights, eager": {"model": {"dtype": "bfloat16", "attn_implementation": "eager"}},
+    "8-bit states": {"training": {"optim": "adamw_bnb_8bit"}},
+    "no fused update, recomputed": {"training": {"optim": "adamw_torch", "gradient_checkpointing": True}},
+}
+
+
+@pytest.mark.parametrize("name", SWITCHED)
+def test_each_row_that_the_plan_prints_is_what_the_steps_do(plain, name):
+    recipe = asked(**SWITCHED[name])
+    chosen = plan(recipe)
+    said = {one.name: one.runs for one in chosen.switches}
+    found = stepped(recipe, chosen)
+    assert {str(kind).removeprefix("torch.") for kind in found.dtypes[PRODUCT]} == {
+        {"float32": "float32", "bfloat16": "bfloat16", "bf16 autocast": "bfloat16"}[said["precision"]]
+    }
+    times = 2 if said["recompute"] == "on" else 1
+    calls = {"sdpa": found.calls[ATTENTION], "eager": found.calls["aten::_softmax"]}
+    assert calls == {**dict.fromkeys(calls, 0), said["attention"]: times * LAYERS * MICRO_STEPS * STEPS}
+    assert (found.calls[FUSED] > 0) == (said["optimizer"] == "adamw_torch_fused")
+    assert (torch.uint8 in found.states) == ("8bit" in said["optimizer"])
+    parts = {"logits whole": 1, "logits in 4 parts": 4}[said["loss"]]
+    assert found.most[CROSS_ENTROPY] == pytest.approx(plain.most[CROSS_ENTROPY] / parts, rel=0.05)
+    assert said["compile"] == "off"
+    assert not any("prims" in call or "inductor" in call for call in found.calls)
+
+
+@pytest.mark.parametrize(
+    ("packing", "training"), [(False, {"gradient_checkpointing": True, "num_output_chunks": 4}), (True, {})]
+)
+def test_flash_attention_gets_each_document_alone_and_gives_the_losses_of_sdpa(packing, training):
+    """The package's kernel in plain PyTorch (flash_on_cpu.py); all that leads to it is what runs on a card."""
+    recipe = asked(training={**training, "bf16": True}, data={"packing": packing})
+    runs: dict[str, Seen] = {}
+    for package in ("gone", None):
+        on_card = plan(recipe, machine(1), no_flash_attn=package)
+        (said,) = (one.runs for one in on_card.switches if one.name == "attention")
+        here = replace(on_card, strategy=replace(on_card.strategy, device="cpu", mode="cpu", backend=None))
+        with flash_on_cpu.there() as calls:
+            runs[said] = stepped(recipe, here)
+            times = LAYERS * MICRO_STEPS * STEPS * (2 if "gradient_checkpointing" in training else 1)
+            of_each = [10] * 3 + [2] if packing else [LENGTH]
+            first = of_each if packing else [LENGTH // 2]
+            assert calls == [first + of_each * (SAMPLES - 1)] * (times if said == "flash_attention_2" else 0)
+    flash, sdpa = runs["flash_attention_2"], runs["sdpa"]
+    assert flash.calls[ATTENTION] == 0 < sdpa.calls[ATTENTION]
+    assert flash.loss == pytest.approx(sdpa.loss, rel=1e-4)
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler: apt-get install g++")
 def test_torch_compile_runs_training_steps_in_graphs_and_evaluations_without():
     recipe = wish(model={"shape": "llama-tiny"}, training={"per_device_train_batch_size": 2, "torch_compile": True})
     chosen = plan(recipe)
-    assert "torch.compile: of training steps, not of evaluations" in " ".join(chosen.why)
+    assert [one.runs for one in chosen.switches if one.name == "compile"] == ["on"]
     trainer = real_steps.trainer(recipe, chosen, LENGTH, False, STEPS)
     torch._dynamo.reset()
     graphs = torch._dynamo.utils.counters["stats"]

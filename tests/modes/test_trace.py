@@ -16,9 +16,10 @@ from transformers import TrainerCallback
 from launch import planner, shapes
 from launch.schema import DataFormat, ModelShape, Plan, Recipe
 from launch.traces import Question, Traces
-from tests import real_steps
+from tests import builders, real_steps
 from tests.builders import CODE, machine
 from training import depth, four_bit, live_bytes, peaks, trace
+from training.cuda_semantics import Target
 from training.live_bytes import Log
 
 LENGTH = 48
@@ -267,3 +268,25 @@ def test_a_step_that_cannot_be_traced_is_said_and_judged_by_states(tmp_path):
         traces.fetch([Question(plan.strategy, (LENGTH, LENGTH))])
     assert traces.failure is not None
     assert "no such function" in traces.failure
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_flash_attention_is_traced_as_pytorchs_own_flash_kernel_without_masks(packing):
+    """The package's kernel keeps what PyTorch's keeps, of the same rows in one; each token has positions of its own."""
+
+    def step(package: str | None, documents: int, padded: bool) -> tuple[int, dict]:
+        training = {"bf16": True, "per_device_train_batch_size": 4}
+        recipe = builders.wish(training=training, data={"packing": packing and package is None})
+        chosen = builders.plan(recipe, machine(1), no_flash_attn=package)
+        log = trace.step(recipe, chosen, (128, 128), padded, target=Target("8.6", documents=documents))
+        moments = [
+            {name: fixed + 8 * sample for name, (fixed, sample) in one["parts"].items()} for one in peaks.peaks(log)
+        ]
+        return max(sum(parts.values()) for parts in moments), peaks.work(log)
+
+    flash, flash_work = step(None, 4, True)
+    plain, plain_work = step("gone", 0, False)
+    positions = (8 - 1) * 2 * 128 * 16 * 4  # cosine and sine of each token, else of one row's, in float32
+    assert flash - plain == pytest.approx(positions, abs=16 << 10)
+    assert flash_work["attention_flops"] == plain_work["attention_flops"]
+    assert flash_work["matmul_flops"] == plain_work["matmul_flops"]

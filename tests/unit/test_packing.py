@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from launch.errors import ConfigError
-from tests import builders
+from tests import builders, flash_on_cpu
 from training import batches, data, longest, packing, tokenizer
 from training.chunked import target_loss_sum
 from training.data import IGNORED
@@ -92,14 +92,18 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flash_attention_2"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_loss_and_gradient_of_packed_documents_are_those_of_each_alone(family, attention):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     own = {**({} if family == "gpt2" else sizes), **FAMILIES[family]}
     torch.manual_seed(1)
     config = AutoConfig.for_model(family, vocab_size=97, use_cache=False, embd_pdrop=0.0, **own)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    model = AutoModelForCausalLM.from_config(config)
+    model.config._attn_implementation = attention
+    flattens = attention == "flash_attention_2"
+    if flattens:  # of float32 it would make 16 bits
+        model.double()
     random = np.random.default_rng(2)
     lengths = [[9, 2, 13], [24], [5, 5, 5, 7]]  # the second sequence is one document, the third is padded
 
@@ -118,15 +122,21 @@ def test_logits_loss_and_gradient_of_packed_documents_are_those_of_each_alone(fa
 
     def trained(rows: list[batches.Row], is_packed: bool) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
         model.zero_grad()
-        batch = batches.Collator(pad_token_id=0, is_packed=is_packed)(rows)
+        batch = batches.Collator(pad_token_id=0, multiple=8, is_packed=is_packed, flattens=flattens)(rows)
         labels = batch.pop("labels")
         logits = model(**batch).logits
         loss = target_loss_sum(logits, labels, shift=True)
         loss.backward()
         gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-        return [one[: len(row.input_ids)] for one, row in zip(logits, rows, strict=True)], loss, gradient
+        lengths = [len(row.input_ids) for row in rows]
+        if flattens:
+            return list(logits[0, : sum(lengths)].split(lengths)), loss, gradient
+        return [one[:length] for one, length in zip(logits, lengths, strict=True)], loss, gradient
 
-    packed_logits, packed_loss, packed_gradient = trained(together, True)
+    with flash_on_cpu.there() as calls:
+        packed_logits, packed_loss, packed_gradient = trained(together, True)
+        assert calls == [[9, 2, 13, 24, 5, 5, 5, 7, 2]] * (2 if flattens else 0)  # a layer each; 2 fill it up
+    model.config._attn_implementation, flattens = ("sdpa" if flattens else attention), False
     single = [trained([one], False) for one in alone]
     expected = torch.cat([logits for (logits,), _, _ in single])
     torch.testing.assert_close(torch.cat(packed_logits), expected, rtol=0, atol=1e-5)

@@ -1,0 +1,38 @@
+"""With training.use_liger_kernel its kernels run, but for the loss, and the result is that of transformers' modules."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+LAYERS, MICRO_STEPS, NORMS = 2, 4, 5  # of llama-tiny: two norms a layer and the last
+
+
+@pytest.mark.skipif(
+    not (find_spec("liger_kernel") and find_spec("triton")), reason="needs pip install liger-kernel triton"
+)
+def test_steps_with_its_kernels_are_those_without_and_the_loss_is_ours():
+    done = subprocess.run(
+        [sys.executable, str(HERE / "liger_on_cpu.py")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *sys.path]), "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["on"] == pytest.approx(found["off"], rel=1e-6)
+    assert found["weights on"] == pytest.approx(found["weights off"], rel=1e-6)
+    ran = found["kernels on"]
+    assert found["kernels off"] == {}
+    assert ran["_rms_norm_forward_kernel"] == NORMS * MICRO_STEPS
+    assert ran["_swiglu_forward_kernel"] == LAYERS * MICRO_STEPS
+    assert ran["_triton_rope"] == 2 * LAYERS * MICRO_STEPS  # and back
+    assert not [name for name in ran if "entropy" in name]
