@@ -52,7 +52,14 @@ class RanOut:
     candidate: Strategy
     predicted_bytes: int  # of that memory, by the plan; of its model states, where a card ran out in writing them
 
-    def rules_out(self, candidate: Strategy, needed_bytes: int, is_traced: bool, states_bytes: int = 0) -> str | None:
+    def rules_out(
+        self,
+        candidate: Strategy,
+        needed_bytes: int,
+        is_traced: bool,
+        states_bytes: int = 0,
+        fewer_is_less: bool = False,
+    ) -> str | None:
         """Why a candidate that needs so much would end in the same way; None where it takes clearly less."""
         if self.of == "device" and self.section in WRITING:
             if states_bytes < CLEARLY_BELOW * self.predicted_bytes:
@@ -71,10 +78,22 @@ class RanOut:
             )
         else:
             is_less = needed_bytes < CLEARLY_BELOW * self.predicted_bytes
+            is_less |= fewer_is_less and self._holds_more_samples(candidate)
         if is_less:
             return None
         where = "host RAM" if self.of == "host" else "memory"
         return f"{gib(needed_bytes)}, and a plan of {gib(self.predicted_bytes)} ran out of {where} in {self.section}"
+
+    def _holds_more_samples(self, candidate: Strategy) -> bool:
+        """Than the candidate does at once, which saves as much in other ways."""
+        failed = self.candidate
+        return (
+            (self.of == "device" or candidate.device == "cpu")
+            and candidate.mode == failed.mode
+            and candidate.per_device_train_batch_size < failed.per_device_train_batch_size
+            and candidate.gradient_checkpointing >= failed.gradient_checkpointing
+            and candidate.num_output_chunks >= failed.num_output_chunks
+        )
 
 
 @dataclass(frozen=True)
@@ -84,12 +103,17 @@ class Exceeded:
     device: float = 0.0  # share by which a prediction was exceeded
     host: float = 0.0
     ran_out: tuple[RanOut, ...] = ()
+    # Fewer samples at once take less even where the sum says otherwise: what ran out was not counted right, and it may
+    # be what grows with them. For when nothing else is left.
+    fewer_is_less: bool = False
 
     def rules_out(self, of: str, candidate: Strategy, needed_bytes: int, memory: MemoryEstimate) -> str | None:
         """Why what was seen of that memory rules out a candidate that needs so much of it; None where it does not."""
         is_traced, states_bytes = memory.peak is not None, memory.model_state_bytes
         reasons = (
-            one.rules_out(candidate, needed_bytes, is_traced, states_bytes) for one in self.ran_out if one.of == of
+            one.rules_out(candidate, needed_bytes, is_traced, states_bytes, self.fewer_is_less)
+            for one in self.ran_out
+            if one.of == of
         )
         return next((reason for reason in reasons if reason), None)
 

@@ -149,9 +149,9 @@ def padding_lines(plan: Plan) -> Iterator[str]:
     elif padding.by_tokens is not None and padding.share - padding.by_tokens > WORTH_A_WORD:
         words += f"; --data.batch_by_tokens=true leaves {padding.by_tokens:.0%}, and trains the same steps"
         if padding.by_tokens - padding.by_length > WORTH_A_WORD:
-            words += f", with --data.group_by_length=true {padding.by_length:.0%}"
+            words += f"; with steps of one length, --data.group_by_length=true, {padding.by_length:.0%}"
     elif padding.share - padding.by_length > WORTH_A_WORD:
-        words += f"; --data.group_by_length=true leaves {padding.by_length:.0%}"
+        words += f"; --data.group_by_length=true leaves {padding.by_length:.0%}, in steps of one length"
     yield words
 
 

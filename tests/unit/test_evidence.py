@@ -23,6 +23,19 @@ def test_only_what_takes_clearly_less_is_left():
     assert words == "9.90 GiB, and a plan of 10.00 GiB ran out of memory in step"
 
 
+def test_where_nothing_else_is_left_fewer_samples_are_less_if_nothing_else_is_given_back():
+    def ruled_out(candidate):
+        return STEP.rules_out(candidate, 11 * GIB, is_traced=True, fewer_is_less=True)
+
+    assert ruled_out(HALF) is None
+    assert ruled_out(STRATEGY)
+    recomputing = replace(STEP, candidate=replace(STRATEGY, gradient_checkpointing=True))
+    assert recomputing.rules_out(HALF, 11 * GIB, is_traced=True, fewer_is_less=True)
+    of_host = replace(STEP, of="host", candidate=replace(STRATEGY, device="cuda"))
+    half_on_card = replace(HALF, device="cuda")
+    assert of_host.rules_out(half_on_card, 11 * GIB, is_traced=True, fewer_is_less=True)
+
+
 def test_without_a_trace_a_smaller_micro_batch_or_checkpointing_is_less():
     assert STEP.rules_out(STRATEGY, 10 * GIB, is_traced=False)
     assert STEP.rules_out(HALF, 10 * GIB, is_traced=False) is None

@@ -111,11 +111,11 @@ def test_a_plan_with_much_padding_names_what_leaves_less():
     assert random.by_length < 0.1 < random.by_tokens - random.by_length
     assert f"  padding    {random.share:.0%} of the tokens that a step computes" in line
     assert line.endswith(
-        f"; --data.batch_by_tokens=true leaves {random.by_tokens:.0%}, and trains the same steps, with"
-        f" --data.group_by_length=true {random.by_length:.0%}"
+        f"; --data.batch_by_tokens=true leaves {random.by_tokens:.0%}, and trains the same steps; with steps of"
+        f" one length, --data.group_by_length=true, {random.by_length:.0%}"
     )
     (line,) = report.padding_lines(replace(plan, padding=replace(random, by_tokens=random.share)))
-    assert line.endswith(f"; --data.group_by_length=true leaves {random.by_length:.0%}")
+    assert line.endswith(f"; --data.group_by_length=true leaves {random.by_length:.0%}, in steps of one length")
     assert not list(report.padding_lines(plan))
 
 
