@@ -11,7 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from launch import interpreter, nodes, recipes, report, rundir, shell_variables, started
+from launch import interpreter
+
+if __name__ == "__main__" and sys.argv[1:2] != ["doctor"]:  # which says what is missing
+    interpreter.go_on_with_packages()
+
+from launch import nodes, recipes, report, rundir, shell_variables, started
 from launch.candidates import Given
 from launch.errors import ConfigError, Interrupted, LaunchError, ResourceError, StorageError, shown
 from launch.estimate import Exceeded

@@ -62,7 +62,7 @@ def classify(evidence: Evidence) -> Failure | None:
         name = signal.Signals(evidence.stopped_by).name
         code = 130 if evidence.stopped_by == signal.SIGINT else 75
         return Failure("stopped", code, f"stopped by {name}{_saved(evidence)}", name, CONTINUE)
-    if evidence.preempted is not None:
+    if evidence.preempted is not None and evidence.returncode != -signal.SIGKILL:  # else nobody told the ranks to stop
         return _preempted(evidence)
     return _fallen(evidence)
 

@@ -8,7 +8,16 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-PACKAGES = ("torch", "transformers", "accelerate", "pydantic", "yaml")  # scripts/lib/bootstrap.sh asks for the same
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "pydantic",
+    "yaml",
+    "psutil",
+    "rich",
+    "pyarrow",
+)  # scripts/lib/bootstrap.sh asks for the same
 # Nothing is pasted into it: the words follow as arguments.
 BOOTSTRAP = 'ROOT="$1"; shift; source "$ROOT/scripts/lib/bootstrap.sh"; exec "$PYTHON" "$@"'
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 import os
 import re
 import stat
@@ -14,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from launch import rundir
-from launch.errors import ResourceError
+from launch.errors import CheckpointError, ResourceError
+
+logger = logging.getLogger("lowmem")
 
 FILE = "manifest.json"
 COMMITS = "commits.json"  # beside the checkpoints: those that we have committed and not removed
@@ -170,20 +173,31 @@ def committed(checkpoints: Path) -> list[Path]:
 # ---- the list of our commits ----------------------------------------------------------------------------------------
 
 
+def _listed(checkpoints: Path) -> dict[str, str]:
+    """Folder names and their seals; a list that is damaged is put aside, and nothing that it named is removed."""
+    file = checkpoints / COMMITS
+    try:
+        return rundir.read_json(file) or {}
+    except CheckpointError as error:
+        file.rename(file.with_suffix(".damaged"))
+        logger.warning("%s: put aside; older checkpoints stay", str(error).partition(";")[0])
+        return {}
+
+
 def ours(checkpoints: Path) -> list[Path]:
     """The committed checkpoints that the list names, oldest step first: what rotation may remove."""
-    listed = rundir.read_json(checkpoints / COMMITS) or {}
+    listed = _listed(checkpoints)
     return [folder for folder in committed(checkpoints) if folder.name in listed]
 
 
 def list_commit(checkpoints: Path, folder_name: str, sealed: str) -> None:
     """Before the rename that makes it visible: a checkpoint that is not listed would never be removed."""
-    listed = rundir.read_json(checkpoints / COMMITS) or {}
+    listed = _listed(checkpoints)
     rundir.write_json(checkpoints / COMMITS, {**listed, folder_name: sealed})
 
 
 def strike_commit(checkpoints: Path, folder_name: str) -> None:
-    listed = rundir.read_json(checkpoints / COMMITS) or {}
+    listed = _listed(checkpoints)
     rundir.write_json(checkpoints / COMMITS, {key: value for key, value in listed.items() if key != folder_name})
 
 

@@ -22,10 +22,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from launch import shards
-from launch.errors import HIDDEN, ConfigError, ResourceError, shown
+from launch.errors import HIDDEN, CheckpointError, ConfigError, ResourceError, shown
 from launch.schema import DataFormat, Machine, ModelShape, Plan, Recipe
 
 TOKEN_CACHE_VERSION = 1  # raise when training/data.py writes other bytes for the same input
@@ -78,11 +78,20 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The file's object, or None when there is no such file."""
+    """The file's object, or None when there is no such file. Raises CheckpointError where it is damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except ValueError as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: missing or damaged ({str(error).splitlines()[0]}); put a whole copy of it back, or start over with"
+        " --resume never"
+    )
 
 
 HIGHEST = re.compile(r"VmHWM:\s+(\d+) kB")
@@ -218,15 +227,10 @@ class RunDir:
 
     @classmethod
     def newest(cls, runs: Path, recipe_name: str) -> RunDir | None:
-        """The recipe's last run that has something to continue from or is complete."""
-        for path in sorted((runs / recipe_name).glob("*/plan.json"), reverse=True):
-            run = cls(path.parent)
-            if run.has_checkpoint() or run.outcome():
-                return run
-        return None
-
-    def has_checkpoint(self) -> bool:
-        return any(self.checkpoints.glob("checkpoint-[0-9]*")) or self.continues_file.exists()
+        """The recipe's last run that has a checkpoint or is complete; else the last that takes another's over."""
+        found = [cls(path.parent) for path in sorted((runs / recipe_name).glob("*/plan.json"), reverse=True)]
+        own = (run for run in found if any(run.checkpoints.glob("checkpoint-[0-9]*")) or run.outcome())
+        return next(own, None) or next((run for run in found if run.continues_file.exists()), None)
 
     def last_step(self) -> int:
         """The newest step that a committed checkpoint holds; 0: none."""
@@ -272,10 +276,16 @@ class RunDir:
         write_json(self.tokens_file, {"folder": str(folder), "made_of": read_json(folder / TOKENS_MADE_OF)})
 
     def read_recipe(self) -> Recipe:
-        return Recipe.model_validate_json(self.recipe_file.read_bytes())
+        try:
+            return Recipe.model_validate_json(self.recipe_file.read_bytes())
+        except (FileNotFoundError, ValidationError) as error:
+            raise _damaged(self.recipe_file, error) from error
 
     def read_plan(self) -> Plan:
-        return TypeAdapter(Plan).validate_json(self.plan_file.read_bytes())
+        try:
+            return TypeAdapter(Plan).validate_json(self.plan_file.read_bytes())
+        except (FileNotFoundError, ValidationError) as error:
+            raise _damaged(self.plan_file, error) from error
 
 
 @dataclass(frozen=True)

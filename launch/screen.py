@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import os
 import re
+import stat
 import sys
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -29,18 +30,51 @@ SECTION_WORDS = {
 }
 
 
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """Rich would end the process."""
-        raise BrokenPipeError
+class _Output:
+    """A stream that takes everything once nobody reads on: its pipe or terminal is closed, the disk behind it full.
+    Training and its log go on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except (OSError, ValueError):
+            self._give_up()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except (OSError, ValueError):
+            self._give_up()
+
+    def _give_up(self) -> None:
+        if self._stream is sys.__stdout__:  # what is left in its buffer would fail once more at the end
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for number in _same_device(self._stream.fileno()):
+                os.dup2(nowhere, number)
+        self._stream = io.StringIO()
+
+
+def _same_device(number: int) -> list[int]:
+    """The standard streams that lead where this one does; to a terminal that is gone, all of them."""
+    asked = os.fstat(number)
+    if not stat.S_ISCHR(asked.st_mode):
+        return [number]
+    return [other for other in (1, 2) if os.fstat(other).st_rdev == asked.st_rdev]
 
 
 class Screen:
     """Prints lines, and shows one attempt's progress between start() and stop()."""
 
     def __init__(self, *log_files: Path, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stdout or io.StringIO()  # None: started with it closed
-        self._console = _Console(file=self._stream, highlight=False, soft_wrap=True)
+        output = _Output(stream or sys.stdout or io.StringIO())  # None: started with it closed
+        self._console = Console(file=cast(TextIO, output), highlight=False, soft_wrap=True)
         self._logs: list[TextIO] = []
         for file in log_files:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -54,12 +88,7 @@ class Screen:
             self._note(line)
 
     def _print(self, line: str) -> None:
-        try:
-            self._console.print(shown(line), markup=False)
-        except (OSError, ValueError):  # nobody reads on, or the disk behind it is full: training and its log go on
-            self._console = Console(file=io.StringIO(), quiet=True)
-            if self._stream is sys.stdout:  # what is left in its buffer would fail once more at the end
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        self._console.print(shown(line), markup=False)
 
     def _note(self, line: str) -> None:
         for log in list(self._logs):

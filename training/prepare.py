@@ -165,6 +165,8 @@ def summary(name: str, counts: dict[str, Any], max_length: int) -> str:
         line += f", {counts['truncated']:,} cut at max_length {max_length}"
     if counts["dropped"]:
         line += f", {counts['dropped']:,} left out (nothing to learn from)"
+        if counts["dropped"] > counts["samples"] / 2:
+            line += "; more than half: is data.max_length long enough, are these the right columns?"
     return line
 
 

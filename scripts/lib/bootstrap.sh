@@ -181,7 +181,7 @@ sys.path = [path for path in sys.path if path]
 print("%d.%d.%d" % sys.version_info[:3])
 if sys.version_info >= (3, 11):
     from importlib.util import find_spec
-    modules = "torch", "transformers", "accelerate", "pydantic", "yaml"
+    modules = "torch", "transformers", "accelerate", "pydantic", "yaml", "psutil", "rich", "pyarrow"
     print(" ".join(name for name in modules if find_spec(name) is None))' </dev/null)" ||
         _lowmem_die "PYTHON=$given does not run Python code; unset PYTHON to let lowmem make its own .venv"
     version="${told%%$'\n'*}"

@@ -3,10 +3,14 @@ are its user's alone."""
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
+import pty
 import stat
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -59,3 +63,34 @@ def test_the_same_weights_come_out_wherever_a_run_is_started(tmp_path, by_hand, 
     assert "données 日本" in log.read_text(encoding="utf-8")
     written = [path for place in (folder / "house", folder / "model") for path in place.rglob("*")]
     assert [path for path in written if path.lstat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)] == []
+
+
+@pytest.mark.shows("F45", "the terminal is closed while it trains: SIGHUP, or none where it is ignored")
+@pytest.mark.parametrize(("start", "code"), [("exec", 75), ("trap '' HUP; exec", 0)])
+def test_a_closed_terminal_ends_a_run_as_a_signal_does_or_not_at_all(tmp_path, start, code):
+    training = {"max_steps": 400, "save_steps": 400, "logging_steps": 1}
+    recipe = builders.recipe(tmp_path, training=training, model={"shape": "llama-tiny"})
+    house = tmp_path / "house"
+    script = f'{start} "{sys.executable}" -m launch run "{recipe}"'
+    terminal, end = pty.openpty()
+    process = subprocess.Popen(
+        ["bash", "-c", script],
+        env={**os.environ, "LOWMEM_ROOT": str(house), "PYTHONPATH": str(builders.CODE), **builders.TRACES},
+        stdin=end,
+        stdout=end,
+        stderr=end,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(end)
+    seen = b""
+    while b"training" not in seen.partition(b"trainable")[2]:  # the word of the bar
+        seen += os.read(terminal, 1 << 16)
+    os.close(terminal)
+    assert process.wait(timeout=200) == code
+    run = builders.only_run(house, "tiny")
+    failure = json.loads((run / "attempts/01/supervisor.json").read_text())["failure"]
+    assert (failure and failure["exit_code"]) == (code or None)
+    assert (run / "report.html").exists()
+    (log,) = (house / "logs").glob("*.log")
+    assert ("stopped by SIGHUP" if code else "done: 400 steps") in log.read_text(encoding="utf-8")

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from launch import tree
 from tests import builders, stopping
 
 KILL = "os.kill(os.getpid(), 9)"
@@ -33,6 +34,18 @@ def test_kill_minus_nine_of_a_rank_restarts_and_the_end_is_that_of_an_uninterrup
         assert child.left() == []
     expected, found = builders.weights(tmp_path / "whole_model"), builders.weights(tmp_path / "model")
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+
+
+@pytest.mark.shows("F5", "kill -9 of accelerate, whose one rank saves and ends; it was alive before")
+def test_kill_minus_nine_of_the_launcher_of_one_rank_is_no_stop(tmp_path):
+    training = {"num_train_epochs": 200, "save_steps": 50}
+    with stopping.launched(tmp_path, ranks=1, training=training) as child:
+        child.until("a checkpoint", child.committed)
+        tree.send(child.launcher().pid, signal.SIGKILL)
+        assert child.wait() == 0, child.said()
+        assert child.said().count("restart 1 of 10") == 1
+        assert len(child.run.attempts()) == 2
+        assert child.left() == []
 
 
 @pytest.mark.shows("F51", "an exception at step 7 of each attempt; marks counted, one an attempt")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -142,3 +143,50 @@ def test_what_one_rank_cannot_write_ends_all_of_them_at_once_with_10(tmp_path, m
     check_whole(run)
     words = [word["exit_code"] for word in run.attempts()[-1].rank_errors()]
     assert words == [10, 10]
+
+
+@pytest.mark.shows("F17", "a file of the run beside its checkpoints is cut to a half, or gone")
+def test_a_damaged_file_of_a_run_is_named_and_a_damaged_list_of_commits_costs_nothing(tmp_path):
+    with stopping.launched(tmp_path, ranks=1, training={"num_train_epochs": 100, "save_steps": 50}) as child:
+        child.until("a checkpoint", child.committed)
+        child.process.send_signal(signal.SIGTERM)
+        assert child.wait() == 75, child.said()
+    words = ["run", str(tmp_path / "tiny.yaml")]
+    for name in ("plan.json", "recipe.json", "tokens.json", "recipe.json is gone"):
+        file = child.run.root / name.partition(" ")[0]
+        whole = file.read_bytes()
+        if name.endswith("gone"):
+            file.unlink()
+        else:
+            file.write_bytes(whole[: len(whole) // 2])
+        done = builders.launch(child.house, *words)
+        assert done.returncode == 5, done.stderr
+        assert f"{file}: missing or damaged (" in done.stderr
+        assert "Traceback" not in done.stderr
+        file.write_bytes(whole)
+    commits = child.run.checkpoints / "commits.json"
+    commits.write_bytes(commits.read_bytes()[:20])
+    done = builders.launch(child.house, *words)
+    assert done.returncode == 0, done.stderr
+    assert f"{commits}: missing or damaged (" in done.stdout + done.stderr + log(child)
+    assert commits.with_suffix(".damaged").exists()
+
+
+def log(child: stopping.Child) -> str:
+    return (child.run.attempts()[-1].root / "log.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.shows("F54", "a dry run with other values between a stop and the next start")
+def test_a_dry_run_takes_nothing_over(tmp_path):
+    with stopping.launched(tmp_path, ranks=1, training={"num_train_epochs": 100, "save_steps": 50}) as child:
+        child.until("a checkpoint", child.committed)
+        child.process.send_signal(signal.SIGTERM)
+        assert child.wait() == 75, child.said()
+    run = child.run.run_id
+    words = ["run", str(tmp_path / "tiny.yaml")]
+    dry = builders.launch(child.house, *words, "--training.seed=7", "--resume.allow=[seed]", "--dry-run")
+    assert dry.returncode == 0, dry.stderr
+    assert "in a new run" in dry.stdout
+    done = builders.launch(child.house, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"continuing {run}" in done.stdout

@@ -30,7 +30,10 @@ def run(python: Path, *words: str, **env: str) -> subprocess.CompletedProcess[st
 
 def test_the_entry_goes_on_with_the_python_that_has_them_and_the_same_words(bare):
     done = run(bare, str(CODE / "scripts" / "train.py"), "--mode", "$(touch pwned) pretran")
-    assert "lacks torch, transformers, accelerate, pydantic, yaml; going on with .venv" in done.stderr
+    assert (
+        "lacks torch, transformers, accelerate, pydantic, yaml, psutil, rich, pyarrow; going on with .venv"
+        in done.stderr
+    )
     assert "error: --mode=$(touch pwned) pretran: found '$(touch pwned) pretran'" in done.stderr
     assert done.returncode == 2
     assert not (CODE / "pwned").exists()

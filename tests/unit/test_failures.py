@@ -60,6 +60,8 @@ def error(message: str, exit_code: int | None = None, rank: int = 0) -> dict:
         (evidence(rank_errors=(error("boom"),)), "crash", 1),
         (evidence(stopped_by=int(signal.SIGINT)), "stopped", 130),
         (evidence(stopped_by=int(signal.SIGTERM)), "stopped", 75),
+        (evidence(preempted={"step": 5, "checkpoint": "checkpoint-000005"}), "stopped", 75),
+        (evidence(returncode=-9, preempted={"step": 5, "checkpoint": "checkpoint-000005"}), "killed", 1),
         (evidence(returncode=3), "unknown", 1),
         (evidence(returncode=0, log_tail="all done"), "unknown", 1),
     ],
