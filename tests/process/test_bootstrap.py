@@ -398,7 +398,7 @@ def test_the_python_of_these_tests_passes_the_check_and_the_one_under_it_lacks_p
     assert bare.returncode == 0, bare.stderr
     refused = start(root, PYTHON=str(tmp_path / "bare/bin/python"))
     assert refused.returncode == 3
-    assert "lacks torch transformers accelerate pydantic yaml;" in refused.stderr
+    assert "lacks torch transformers accelerate pydantic yaml psutil rich pyarrow;" in refused.stderr
 
 
 def test_an_empty_environment_a_folder_of_python_traps_and_any_umask_do(root: Path, tmp_path: Path):
