@@ -188,7 +188,7 @@ def _take_over(source: Path, runs: Path, recipe: Recipe, now: datetime, reason: 
 
 
 def _changes(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: Path) -> list[Change]:
-    found = list(_differences(earlier, recipe, tokens))
+    found = list(_differences(earlier, recipe, plan, tokens))
     planned = earlier.read_plan()
     before, now = planned.strategy.effective_batch_size, plan.strategy.effective_batch_size
     if before != now:
@@ -198,7 +198,7 @@ def _changes(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: Path) -> list[
     return found
 
 
-def _differences(earlier: RunDir, recipe: Recipe, tokens: Path) -> Iterator[Change]:
+def _differences(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: Path) -> Iterator[Change]:
     old, new = leaves(earlier.read_recipe().model_dump()), leaves(recipe.model_dump())
     is_cut_otherwise = False  # which says already why the rows are others
     for key in sorted(old.keys() | new.keys()):
@@ -211,7 +211,18 @@ def _differences(earlier: RunDir, recipe: Recipe, tokens: Path) -> Iterator[Chan
             is_cut_otherwise |= section in ("data", "tokenizer")
     used = rundir.read_json(earlier.tokens_file)
     if used and Path(used["folder"]).name != tokens.name and not is_cut_otherwise:
-        yield Change("the rows or the tokenizer are not the same: the content of a file has changed", "data")
+        now = rundir.token_identity(tokens.parent.parent, recipe, plan.shape, plan.data_format)
+        before = used.get("made_of") or {}  # None: an older version's
+        files = {
+            "train": recipe.data.train_file,
+            "validation": recipe.data.validation_file,
+            "tokenizer": "the tokenizer",
+        }
+        changed = [
+            str(file or f"data.{part}_file") for part, file in files.items() if before and before[part] != now[part]
+        ]
+        which = ", ".join(changed) or "a file"
+        yield Change(f"the rows or the tokenizer are not the same: the content of {which} has changed", "data")
 
 
 def leaves(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

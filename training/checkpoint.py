@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
 import stat
 from collections.abc import Callable, Mapping
@@ -90,6 +91,9 @@ class Save:
             free = f"{free_bytes(self.checkpoints):,} bytes are free"
         except OSError as error:
             kept, free = "what is there cannot be read", str(error.strerror)
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        if limit != resource.RLIM_INFINITY:
+            free += f"; no file may be larger than {limit:,} bytes (ulimit -f)"
         return (
             f"{self.checkpoints}: the checkpoint of step {self.step} could not be written (rank {rank}: {problem};"
             f" {free}). Kept: {kept}. Make room, or mend the disk, and run the"

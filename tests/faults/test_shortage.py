@@ -91,6 +91,7 @@ def test_a_limit_on_the_size_of_a_file_ends_the_run_with_10(tmp_path, injected):
         assert resource.prlimit(rank.pid, resource.RLIMIT_FSIZE) == (4096, 4096)
         assert child.wait() == 10, child.said()
         assert "File too large" in child.said()
+        assert "no file may be larger than 4,096 bytes (ulimit -f)" in child.said()
         check_saved(child)
         assert child.left() == []
 
@@ -178,7 +179,7 @@ def test_rows_that_change_while_a_run_trains_do_not_reach_it_and_are_refused_aft
     builders.write_parquet(file, builders.rows(45, seed=9))
     refused = builders.launch(tmp_path / "house", "run", recipe)
     assert refused.returncode == 5, refused.stdout + refused.stderr
-    assert "the content of a file has changed" in refused.stderr
+    assert f"the content of {file} has changed" in refused.stderr
     file.write_bytes(whole)
     again = builders.launch(tmp_path / "house", "run", recipe, "--dry-run")
     assert again.returncode == 0, again.stderr

@@ -167,7 +167,7 @@ def test_rows_that_changed_between_run_and_resume_are_refused(copied, tmp_path):
     data = builders.write_parquet(tmp_path / "other.parquet", builders.rows(45, seed=9))
     changed = builders.launch(house, "run", recipe, f"--data.train_file={data}")
     assert changed.returncode == 5
-    assert "the content of a file has changed" in changed.stderr
+    assert f"the content of {data}, data.validation_file has changed" in changed.stderr
 
 
 @pytest.mark.shows("F54", "a checkpoint that says it was written by other versions")
