@@ -88,7 +88,7 @@ class RanOut:
         """Than the candidate does at once, which saves as much in other ways."""
         failed = self.candidate
         return (
-            (self.of == "device" or candidate.device == "cpu")
+            self.of == "device"  # of host RAM samples are a small part
             and candidate.mode == failed.mode
             and candidate.per_device_train_batch_size < failed.per_device_train_batch_size
             and candidate.gradient_checkpointing >= failed.gradient_checkpointing
