@@ -149,7 +149,8 @@ def _attempts(
             exceeded = evidence.add(exceeded, result.failure, resolved.plan, run)
             again = _planned_again(resolved, decide, exceeded, result.failure, reached, committed, screen)
             if again is None:
-                return resolved, result
+                would_fit = replace(result.failure, fix='see the line "no other plan" above: it says what would fit')
+                return resolved, replace(result, failure=would_fit)
             if again.recipe != resolved.recipe:  # it trains something else now
                 run = rundir.RunDir.create(again.house.runs, again.recipe.name, datetime.now())
                 held.enter_context(direct.run_lock(run))

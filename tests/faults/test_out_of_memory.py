@@ -142,6 +142,7 @@ def test_where_nothing_smaller_is_left_the_run_ends_with_its_cause(tmp_path):
         assert child.wait(within_s=200) == 12, child.said()
         found = [attempt.plan_file.read_text() for attempt in child.run.attempts()]
         assert "no other plan" in child.said()
+        assert 'fix    see the line "no other plan" above' in child.said()
         assert len(found) == len(set(found)) > 1, "the same plan was tried twice"
         assert child.left() == []
 
