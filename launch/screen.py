@@ -7,6 +7,7 @@ import os
 import re
 import stat
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -66,7 +67,10 @@ def _same_device(number: int) -> list[int]:
     asked = os.fstat(number)
     if not stat.S_ISCHR(asked.st_mode):
         return [number]
-    return [other for other in (1, 2) if os.fstat(other).st_rdev == asked.st_rdev]
+    found = [number]
+    with suppress(OSError):  # a closed stderr leads nowhere
+        found += [2] if os.fstat(2).st_rdev == asked.st_rdev else []
+    return found
 
 
 class Screen:

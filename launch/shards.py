@@ -104,6 +104,7 @@ def opened(path: Path) -> BinaryIO:
         return path.open("rb")
     import pyarrow as pa
 
+    # pyarrow's stream is a raw one in all but its declared type
     return io.BufferedReader(pa.input_stream(str(path), compression=compression), 1 << 18)  # type: ignore[arg-type]
 
 
@@ -145,7 +146,7 @@ def tar_samples(path: Path) -> Iterator[tuple[str, dict[str, Any] | DataError]]:
     try:
         with tarfile.open(path, "r:") as archive:
             for member in archive:
-                archive.members = []  # type: ignore[attr-defined]  # else all of them stay in memory
+                archive.members = []  # type: ignore[attr-defined]  # undeclared; else all of them stay in memory
                 matched = MEMBER.match(member.name)
                 if matched is None or not member.isfile():
                     continue

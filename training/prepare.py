@@ -82,10 +82,8 @@ def _write(
     goes_on: Callable[[], None],
     processes: int,
 ) -> None:
-    from training import (
-        tokenise,
-        tokenizer,
-    )  # what it imports takes a second, and most starts find their rows tokenised
+    # what these import takes a second, and most starts find their rows tokenised
+    from training import tokenise, tokenizer
 
     source = recipe.data
     if not (folder / tokenise.TOKENIZER).exists():

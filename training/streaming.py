@@ -199,7 +199,7 @@ class Feeder(TrainerCallback):
     def _feed(self) -> None:
         try:
             self._deal()
-        except Exception as error:
+        except Exception as error:  # whatever it is: the ranks, which wait for rows, end with its words
             rundir.write_json(self._job.folder / FAILED, {"error": str(error)})
             if not isinstance(error, DataError):
                 raise

@@ -145,12 +145,18 @@ def test_what_one_rank_cannot_write_ends_all_of_them_at_once_with_10(tmp_path, m
     assert words == [10, 10]
 
 
-@pytest.mark.shows("F17", "a file of the run beside its checkpoints is cut to a half, or gone")
-def test_a_damaged_file_of_a_run_is_named_and_a_damaged_list_of_commits_costs_nothing(tmp_path):
-    with stopping.launched(tmp_path, ranks=1, training={"num_train_epochs": 100, "save_steps": 50}) as child:
+def stopped(folder: Path) -> stopping.Child:
+    """A run that was told to stop and has checkpoints."""
+    with stopping.launched(folder, ranks=1, training={"num_train_epochs": 100, "save_steps": 50}) as child:
         child.until("a checkpoint", child.committed)
         child.process.send_signal(signal.SIGTERM)
         assert child.wait() == 75, child.said()
+    return child
+
+
+@pytest.mark.shows("F17", "a file of the run beside its checkpoints is cut to a half, or gone")
+def test_a_damaged_file_of_a_run_is_named_and_a_damaged_list_of_commits_costs_nothing(tmp_path):
+    child = stopped(tmp_path)
     words = ["run", str(tmp_path / "tiny.yaml")]
     for name in ("plan.json", "recipe.json", "tokens.json", "recipe.json is gone"):
         file = child.run.root / name.partition(" ")[0]
@@ -178,10 +184,7 @@ def log(child: stopping.Child) -> str:
 
 @pytest.mark.shows("F54", "a dry run with other values between a stop and the next start")
 def test_a_dry_run_takes_nothing_over(tmp_path):
-    with stopping.launched(tmp_path, ranks=1, training={"num_train_epochs": 100, "save_steps": 50}) as child:
-        child.until("a checkpoint", child.committed)
-        child.process.send_signal(signal.SIGTERM)
-        assert child.wait() == 75, child.said()
+    child = stopped(tmp_path)
     run = child.run.run_id
     words = ["run", str(tmp_path / "tiny.yaml")]
     dry = builders.launch(child.house, *words, "--training.seed=7", "--resume.allow=[seed]", "--dry-run")

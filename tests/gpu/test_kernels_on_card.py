@@ -14,6 +14,7 @@ from tests import builders
 from training import arguments
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
+# Skips name what is missing: another card, or a package that the project does not depend on.
 TF32_BITS = 10  # of mantissa
 
 

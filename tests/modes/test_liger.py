@@ -15,6 +15,7 @@ HERE = Path(__file__).parent
 LAYERS, MICRO_STEPS, NORMS = 2, 4, 5  # of llama-tiny: two norms a layer and the last
 
 
+# No dependency of ours, and its kernels want triton, which torch for CPUs does not bring.
 @pytest.mark.skipif(
     not (find_spec("liger_kernel") and find_spec("triton")), reason="needs pip install liger-kernel triton"
 )

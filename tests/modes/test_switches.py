@@ -176,6 +176,7 @@ def test_flash_attention_gets_each_document_alone_and_gives_the_losses_of_sdpa(p
     assert flash.loss == pytest.approx(sdpa.loss, rel=1e-4)
 
 
+# Where there is none the plan says so, and steps run as they are: tests/unit has that.
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler: apt-get install g++")
 def test_torch_compile_runs_training_steps_in_graphs_and_evaluations_without():
     recipe = wish(model={"shape": "llama-tiny"}, training={"per_device_train_batch_size": 2, "torch_compile": True})
