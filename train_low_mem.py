@@ -21,6 +21,8 @@ from launch.seed_cli import Request
 from training.control import Control, Halted
 from training.heartbeat import Heartbeat
 
+RANK_0_SPEAKS_S = 10.0  # another rank's error is held back for so long
+
 
 def main(argv: list[str], request: Callable[[], Request] | None = None) -> int:
     """`request`: what another entry than `train` was asked for."""
@@ -68,10 +70,11 @@ def main(argv: list[str], request: Callable[[], Request] | None = None) -> int:
                 write_json(attempt.outcome_file, {"complete": False, "ended": "preempted", "checkpoint": None})
         return code
     except LaunchError as error:
-        if rank == 0:
-            print(f"error: {shown(str(error))}", file=sys.stderr)
         for attempt in opened:
             attempt.leave_word(rank, error)
+        # the first rank that ends takes all others with it: what every rank finds is rank 0's to say, and it may be slower
+        if rank == 0 or ("LOWMEM_SUPERVISED" not in os.environ and control.is_left_alone(RANK_0_SPEAKS_S)):
+            print(f"error: {shown(str(error))}", file=sys.stderr)
         return error.exit_code
     except BaseException as error:
         for attempt in opened:

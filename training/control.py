@@ -109,6 +109,14 @@ class Control:
             self._raises = False
             raise Halted(self._stop)
 
+    def is_left_alone(self, seconds: float) -> bool:
+        """Whether no stop comes within `seconds`, which this waits: a launcher stops all ranks when one has ended."""
+        self._raises = False
+        until = time.monotonic() + seconds
+        while not self._stop and time.monotonic() < until:
+            time.sleep(0.05)
+        return not self._stop
+
     def connect(self, timeout_s: float) -> None:
         """Once the process group is there. Collective.
 

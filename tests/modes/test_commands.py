@@ -134,6 +134,17 @@ def test_the_file_of_fsdp2_is_refused_without_gpus_with_the_reason(tmp_path):
     assert "on CPUs Accelerate leaves FSDP out" in done.stderr
 
 
+@pytest.mark.parametrize("slow", [0, 1])
+def test_what_every_rank_finds_is_said_once_whichever_ends_first(tmp_path, slow):
+    train = ["train_low_mem.py", "train", "--is_finetune=True", f"--train_file={tmp_path}/none.parquet", *FLAGS]
+    late = f'[ "$RANK" != {slow} ] || sleep 4; exec "$@"'
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"]
+    done = run([*torchrun, "bash", "-c", late, "bash", sys.executable, *train], tmp_path / "h")
+    assert done.returncode != 0
+    assert re.findall("(?m)^error: .*none.parquet", done.stderr) and done.stderr.count("error: ") == 1, done.stderr
+    assert "to continue" not in done.stderr, done.stderr
+
+
 def test_a_hostile_default_configuration_of_accelerate_changes_nothing_and_is_not_written(tmp_path):
     """accelerate merges it into a launch without --config_file, which the guide's line is."""
     train = builders.write_parquet(tmp_path / "train.parquet", builders.rows(48))
