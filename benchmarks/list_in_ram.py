@@ -96,7 +96,8 @@ def main() -> None:
     model.add_argument("--shape", help="a name in configs/models/")
     model.add_argument("--model", type=Path, help="a folder")
     parser.add_argument("--max-length", type=int, required=True)
-    parser.add_argument("--batch", type=int, required=True, help="rows per rank and step")
+    parser.add_argument("--batch", type=int, required=True, help="rows per rank and micro-step")
+    parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--steps-file", type=Path, required=True)
@@ -122,6 +123,7 @@ def main() -> None:
         args=TrainingArguments(
             output_dir=str(output),
             per_device_train_batch_size=arguments.batch,
+            gradient_accumulation_steps=arguments.accumulation,
             max_steps=arguments.steps,
             learning_rate=1e-3,
             seed=arguments.seed,

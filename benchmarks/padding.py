@@ -1,15 +1,17 @@
 """Tokens that are no padding, per second of training on real text, with less and less padding. On CPUs.
 
-    A  plain: transformers.Trainer, every row padded to max_length (benchmarks/list_in_ram.py)
-    B  ours, rows at random, padded to the longest of a batch
-    C  ours, data.group_by_length
-    D  ours, data.packing (not for T5)
-    E  ours, data.batch_by_tokens: the rows of B's steps in micro-batches of a quarter of its tokens
+    A  plain: transformers.Trainer as the guides set it up, 16 rows x 2 (benchmarks/list_in_ram.py): a decoder's rows
+       padded to max_length, the T5's to the longest of a micro-batch
+    B  ours, 16 x 2, rows at random, padded to the longest of a micro-batch
+    C  ours, 16 x 2, data.group_by_length
+    D  ours, data.packing, as many sequences a step as hold about as many tokens (not for T5)
+    E  ours, 16 x 2, data.batch_by_tokens: the rows of B's steps, sorted and cut in two
+    F  ours, 4 x 8, data.batch_by_tokens: the same rows in up to eight micro-batches
 
-One model and tokenizer for all ways of a case; a step trains about as many tokens of text in each. The ways take turns,
-round after round. The first steps of a run are left out. Seconds are those between the ends of steps, so that reading
-and padding rows count. All ways obey OMP_NUM_THREADS: one thread is disturbed least by others. Needs LOWMEM_REAL_DATA,
-a folder with gsm8k_train.jsonl and chatlm_sft_train_3k.parquet.
+One model and tokenizer for all ways of a case; a step trains 32 rows in each. The ways take turns, round after round.
+The first steps of a run are left out. Seconds are those between the ends of steps, so that reading and padding rows
+count. All ways obey OMP_NUM_THREADS: one thread is disturbed least by others. Needs LOWMEM_REAL_DATA, a folder with
+gsm8k_train.jsonl and chatlm_sft_train_3k.parquet.
 """
 
 from __future__ import annotations
@@ -55,13 +57,15 @@ T5 = {
     "decoder_start_token_id": 0,
 }
 WAYS = {
-    "A": "plain Trainer, padded to max_length",
+    "A": "plain Trainer, as the guide",
     "B": "ours, at random",
     "C": "ours, data.group_by_length",
     "D": "ours, data.packing",
-    "E": "ours, data.batch_by_tokens",
+    "E": "ours, data.batch_by_tokens, 16 x 2",
+    "F": "ours, data.batch_by_tokens, 4 x 8",
 }
-PARTS = 4  # of E's batch: most micro-steps of a step
+BATCH, ACCUMULATION = 16, 2  # rows and micro-steps of a step
+FINER = 4  # times as many parts in F
 
 
 @dataclass(frozen=True)
@@ -75,14 +79,14 @@ class Case:
     max_length: int
     ways: str = ""
     goal: float = 0.0  # of the best way over A
+    pads_all: bool = True  # A, to max_length
     vocabulary: int = VOCABULARY
     split: Literal["word", "character"] = "word"
 
 
 CASES = (
-    Case("gsm8k, decoder, 512", "gsm8k_train.jsonl", ("question", "answer"), DECODER, 512, "ABCDE", 3.0),
-    Case("Chinese chat, T5, 256", "chatlm_sft_train_3k.parquet", ("prompt", "response"), T5, 256, "ABCE", 1.8),
-    Case("Chinese chat, T5, 512", "chatlm_sft_train_3k.parquet", ("prompt", "response"), T5, 512, "ABCE", 1.8),
+    Case("gsm8k, decoder, 512", "gsm8k_train.jsonl", ("question", "answer"), DECODER, 512, "ABCDEF", 3.0),
+    Case("Chinese chat, T5, 512", "chatlm_sft_train_3k.parquet", ("prompt", "response"), T5, 512, "ABCEF", 1.8, False),
 )
 
 
@@ -123,12 +127,14 @@ def made(case: Case, data: Path, folder: Path, seed: int = SEED) -> tuple[Path, 
     return folder / "rows.parquet", folder / "model"
 
 
-def plain(case: Case, rows: Path, model: Path, batch: int, steps: int, folder: Path) -> tuple[float, float]:
+def plain(case: Case, rows: Path, model: Path, steps: int, folder: Path) -> tuple[float, float]:
     """(tokens a second, tokens a step) of way A."""
     file = folder / "steps.jsonl"
     argv = [sys.executable, "-m", "benchmarks.list_in_ram", "--rows", str(rows), "--tokenizer", str(model)]
-    argv += ["--model", str(model), "--max-length", str(case.max_length), "--batch", str(batch), "--ranks", "1"]
-    argv += ["--steps", str(steps), "--seed", str(SEED), "--steps-file", str(file), "--pad-to-max-length"]
+    argv += ["--model", str(model), "--max-length", str(case.max_length), "--ranks", "1"]
+    argv += ["--batch", str(BATCH), "--accumulation", str(ACCUMULATION)]
+    argv += ["--steps", str(steps), "--seed", str(SEED), "--steps-file", str(file)]
+    argv += ["--pad-to-max-length"] * case.pads_all
     recording.timed(argv, recording.environment(folder / "house"), folder / "log.txt", wait=False)
     said = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     first, last = said[WARM_UP - 1], said[-1]
@@ -140,17 +146,16 @@ def ours(
     case: Case,
     rows: Path,
     model: Path,
-    batch: int,
+    cut: tuple[int, int],
     steps: int,
     data: dict[str, Any],
     folder: Path,
     house: Path,
-    parts: int = 1,
 ) -> tuple[float, float]:
-    """(tokens a second, tokens a step) of a way of ours, started by our launcher."""
+    """(tokens a second, tokens a step) of a way of ours, started by our launcher; `cut`: batch and accumulation."""
     training = {
-        "per_device_train_batch_size": batch // parts,
-        "gradient_accumulation_steps": parts,
+        "per_device_train_batch_size": cut[0],
+        "gradient_accumulation_steps": cut[1],
         "max_steps": steps,
         "learning_rate": 1e-3,
         "seed": SEED,
@@ -162,7 +167,7 @@ def ours(
     return tokens / (said[-1].time - said[WARM_UP - 1].time), tokens / (steps - WARM_UP)
 
 
-def packs_of(rows: Path, model: Path, case: Case, batch: int) -> int:
+def packs_of(rows: Path, model: Path, case: Case, count: int) -> int:
     """Packed sequences with about as many tokens as so many rows."""
     from transformers import AutoTokenizer
 
@@ -170,14 +175,22 @@ def packs_of(rows: Path, model: Path, case: Case, batch: int) -> int:
 
     cut = AutoTokenizer.from_pretrained(model)
     mask = collate(pq.read_table(rows).to_pylist(), cut, case.max_length)["attention_mask"]
-    return max(1, round(batch * int(mask.sum()) / len(mask) / case.max_length))
+    return max(1, round(count * int(mask.sum()) / len(mask) / case.max_length))
 
 
-def measured(case: Case, data: Path, batch: int, steps: int, rounds: int, place: Path) -> dict[str, Any]:
+def measured(case: Case, data: Path, steps: int, rounds: int, place: Path) -> dict[str, Any]:
     """Every repetition of every way of one case."""
     rows, model = made(case, data, place / "made")
-    packs = packs_of(rows, model, case, batch) if "D" in case.ways else 0
-    data_of = {"B": {}, "C": {"group_by_length": True}, "D": {"packing": True}, "E": {"batch_by_tokens": True}}
+    packs = packs_of(rows, model, case, BATCH * ACCUMULATION) if "D" in case.ways else 0
+    as_asked = BATCH, ACCUMULATION
+    by_tokens = {"batch_by_tokens": True}
+    ways = {
+        "B": (as_asked, {}),
+        "C": (as_asked, {"group_by_length": True}),
+        "D": ((packs, 1), {"packing": True}),
+        "E": (as_asked, by_tokens),
+        "F": ((BATCH // FINER, ACCUMULATION * FINER), by_tokens),
+    }
     found: dict[str, list[dict[str, float]]] = {way: [] for way in case.ways}
     for turn in range(rounds):
         for way in case.ways:
@@ -185,17 +198,16 @@ def measured(case: Case, data: Path, batch: int, steps: int, rounds: int, place:
             folder.mkdir()
             load = round(os.getloadavg()[0], 2)
             if way == "A":
-                rate, tokens = plain(case, rows, model, batch, steps, folder)
+                rate, tokens = plain(case, rows, model, steps, folder)
             else:
-                count = packs if way == "D" else batch
-                parts = PARTS if way == "E" else 1
-                rate, tokens = ours(case, rows, model, count, steps, data_of[way], folder, place / "house", parts)
+                cut, keys = ways[way]
+                rate, tokens = ours(case, rows, model, cut, steps, keys, folder, place / "house")
             print(f"{case.name}  {way}  {rate:9,.0f} tokens/s  {tokens:7,.0f} tokens a step  load {load}", flush=True)
             found[way].append({"tokens_per_s": round(rate, 1), "tokens_a_step": round(tokens, 1), "load": load})
     return {"case": case.name, "goal": case.goal, "packed_sequences_a_step": packs, "ways": found}
 
 
-def text_of(cases: list[dict[str, Any]], batch: int, steps: int) -> str:
+def text_of(cases: list[dict[str, Any]], steps: int) -> str:
     rows = []
     for case in cases:
         medians = {way: statistics.median(one["tokens_per_s"] for one in runs) for way, runs in case["ways"].items()}
@@ -216,18 +228,17 @@ def text_of(cases: list[dict[str, Any]], batch: int, steps: int) -> str:
     goals = "; ".join(f"{case['case']}: at least {case['goal']}" for case in cases)
     head = ["case", "way", "tokens of text a step", "tokens of text a second", "over A, round by round", "load before"]
     return (
-        f"{batch} rows a step in one micro-batch, by tokens in up to {PARTS}, or as many packed sequences as hold about"
-        f" as many tokens; {steps} steps, the first {WARM_UP} left out. Medians. Goals of the best way over A: {goals}."
-        "\n\n" + recording.table(head, rows)
+        f"{BATCH * ACCUMULATION} rows a step, or as many packed sequences as hold about as many tokens; {steps} steps,"
+        f" the first {WARM_UP} left out. A pads the decoder's rows to max_length, the T5's to the longest of 16."
+        f" Medians. Goals of the best way over A: {goals}.\n\n" + recording.table(head, rows)
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=14, help="optimizer steps of each run")
-    parser.add_argument("--batch", type=int, default=16, help="rows a step")
-    parser.add_argument("--ways", default="ABCDE", help="only these; A is always run")
+    parser.add_argument("--steps", type=int, default=9, help="optimizer steps of each run")
+    parser.add_argument("--ways", default="ABCDEF", help="only these; A is always run")
     parser.add_argument("--case", type=int, action="append", choices=range(len(CASES)), help="only this one")
     arguments = parser.parse_args()
     data = real_data()
@@ -235,16 +246,9 @@ def main() -> None:
     for number in arguments.case or range(len(CASES)):
         with tempfile.TemporaryDirectory() as place:
             wanted = "".join(way for way in CASES[number].ways if way in "A" + arguments.ways)
-            case = measured(
-                replace(CASES[number], ways=wanted),
-                data,
-                arguments.batch,
-                arguments.steps,
-                arguments.rounds,
-                Path(place),
-            )
-            cases.append(case)
-    text = text_of(cases, arguments.batch, arguments.steps)
+            case = replace(CASES[number], ways=wanted)
+            cases.append(measured(case, data, arguments.steps, arguments.rounds, Path(place)))
+    text = text_of(cases, arguments.steps)
     recording.write("padding", {"ways": WAYS, "cases": cases}, text)
 
 

@@ -1,8 +1,8 @@
 """What models are worth that were trained by us and by plain Trainer: the same start, steps and samples, three seeds.
 
     sample task: the share of 500 held-out prompts answered exactly (quick start's model, data and schedule)
-    gsm8k, a decoder: held-out loss; ours groups rows by length, and packs them
-    Chinese chat, a T5: held-out loss; ours groups rows by length
+    gsm8k, a decoder: held-out loss; ours cuts each step's rows by tokens, and packs them
+    Chinese chat, a T5: held-out loss; ours cuts each step's rows by tokens
 
 A seed sets the first weights and the order of the samples, which differs between the two: plain Trainer draws at random
 as it does. The finished model folders are scored by one piece of code. Each epoch has every row once; packed sequences
@@ -35,8 +35,7 @@ T5 = {**padding.T5, "d_model": 128, "d_ff": 384, "d_kv": 32, "num_layers": 2, "n
 PLAIN = "plain Trainer"
 MINI_CHAT = recording.CODE / "configs/models/mini-chat.yaml"
 WAYS = {
-    "ours": {},
-    "ours, data.group_by_length": {"group_by_length": True},
+    "ours, data.batch_by_tokens": {"batch_by_tokens": True},
     "ours, data.packing": {"packing": True},
     PLAIN: {},  # last: it reads the rows that the first of ours has tokenised
 }
@@ -49,7 +48,8 @@ class Task:
     source: padding.Case
     rows: int  # to train on; the next ones are held out
     held_out: int
-    batch: int
+    batch: int  # rows a step
+    parts: int  # most micro-batches of it, by tokens
     epochs: int
     ways: tuple[str, ...]
     training: Mapping[str, Any] = field(default_factory=dict)
@@ -70,7 +70,7 @@ def tasks(scale: float) -> list[Task]:
     )
     gsm8k = padding.Case("gsm8k", "gsm8k_train.jsonl", ("question", "answer"), DECODER, 512, vocabulary=2048)
     chat = padding.Case("Chinese chat", "chatlm_sft_train_3k.parquet", columns, T5, 256, vocabulary=2048)
-    alone, by_length, packed, plain = WAYS
+    by_tokens, packed, plain = WAYS
     slow = {"learning_rate": 2e-3, "warmup_steps": 20}
     return [
         Task(
@@ -78,13 +78,14 @@ def tasks(scale: float) -> list[Task]:
             round(5000 * scale),
             500,
             32,
+            2,
             10,
-            (alone, plain),
+            (by_tokens, plain),
             {"learning_rate": 2e-3, "warmup_steps": 100, "weight_decay": 0.01},
             True,
         ),
-        Task(gsm8k, round(2400 * scale), 400, 16, 1, (by_length, packed, plain), slow),
-        Task(chat, round(2600 * scale), 400, 16, 2, (by_length, plain), slow),
+        Task(gsm8k, round(2400 * scale), 400, 16, 4, 1, (by_tokens, packed, plain), slow),
+        Task(chat, round(2600 * scale), 400, 16, 4, 2, (by_tokens, plain), slow),
     ]
 
 
@@ -105,7 +106,9 @@ def trained(task: Task, way: str, seed: int, model: Path, rows: Path, packs: int
     """The folder of a trained model."""
     folder.mkdir()
     given = {**OPTIMIZER, **task.training, "num_train_epochs": task.epochs, "seed": seed}
-    given["per_device_train_batch_size"] = packs if WAYS[way].get("packing") else task.batch
+    parts = task.parts if WAYS[way].get("batch_by_tokens") else 1
+    given["per_device_train_batch_size"] = packs if WAYS[way].get("packing") else task.batch // parts
+    given["gradient_accumulation_steps"] = parts
     if way == PLAIN:
         tokens = trainings.tokens_of(trainings.attempt_of(name_of(task.ways[0]), house))
         argv = trainings.peer(folder, model, tokens, {**given, "logging_steps": 1000})
