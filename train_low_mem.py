@@ -72,7 +72,7 @@ def main(argv: list[str], request: Callable[[], Request] | None = None) -> int:
     except LaunchError as error:
         for attempt in opened:
             attempt.leave_word(rank, error)
-        # the first rank that ends takes all others with it: what every rank finds is rank 0's to say, and it may be slower
+        # the first rank that ends takes all others with it; what every rank finds, a slower rank 0 is to say
         if rank == 0 or ("LOWMEM_SUPERVISED" not in os.environ and control.is_left_alone(RANK_0_SPEAKS_S)):
             print(f"error: {shown(str(error))}", file=sys.stderr)
         return error.exit_code
