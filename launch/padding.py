@@ -43,14 +43,16 @@ def of(
     at_random, by_length = (_computed(steps, by_rows, strategy, multiple).share for steps in (drawn, grouped))
     cut_by_tokens = _computed(grouped if data.group_by_length else drawn, by_tokens, strategy, multiple)
     order, share = ("by_length", by_length) if data.group_by_length else ("random", at_random)
+    in_quarters = None
     if data.batch_by_tokens:
         share = cut_by_tokens.share
+        in_quarters = _in_quarters(grouped if data.group_by_length else drawn, strategy, multiple, longest)
     if data.packing:  # sequences are padded to the longest of a micro-batch: to the longest of them all, at most
         most = math.ceil(counts["longest_input"] / multiple) * multiple
         order, share = "packed", 1 - counts["tokens"] / (counts["rows"] * most)
     if strategy.attn_implementation == "flash_attention_2":  # rows follow one another in a batch
         tokens = strategy.per_device_train_batch_size * counts["tokens"] / counts["rows"]
-        share = by_length = 1 - tokens / (tokens + (multiple - 1) / 2)
+        share = by_length = in_quarters = 1 - tokens / (tokens + (multiple - 1) / 2)
         cut_by_tokens = cut_by_tokens._replace(share=share)
     return Padding(
         order=order,
@@ -62,7 +64,20 @@ def of(
         tokens=counts["tokens"],
         by_tokens=cut_by_tokens.share,
         micro_steps=cut_by_tokens.micro_steps if data.batch_by_tokens else None,
+        in_quarters=in_quarters,
     )
+
+
+def _in_quarters(steps: Sequence[Lengths], strategy: Strategy, multiple: int, longest: tuple[int, int]) -> float | None:
+    """The share by tokens with a quarter of the batch and four times the accumulation; None: it has no quarter."""
+    if strategy.per_device_train_batch_size % 4:
+        return None
+    finer = replace(
+        strategy,
+        per_device_train_batch_size=strategy.per_device_train_batch_size // 4,
+        gradient_accumulation_steps=strategy.gradient_accumulation_steps * 4,
+    )
+    return _computed(steps, _by_tokens(finer, multiple, longest), finer, multiple).share
 
 
 def mean_cut(

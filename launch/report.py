@@ -144,6 +144,10 @@ def padding_lines(plan: Plan) -> Iterator[str]:
         words += f"; {padding.at_random:.0%} if rows were not packed"
     elif plan.by_tokens:
         words += f"; {padding.at_random:.0%} if rows came at random"
+        if padding.in_quarters is not None and padding.share - padding.in_quarters > WORTH_A_WORD:
+            cut = plan.strategy
+            finer = f"{cut.per_device_train_batch_size // 4} x {cut.gradient_accumulation_steps * 4}"
+            words += f"; {padding.in_quarters:.0%} if micro-batches were {finer}, the same step in smaller pieces"
     elif padding.order == "by_length":
         words += f"; {padding.at_random:.0%} if rows were not grouped by length"
     elif padding.by_tokens is not None and padding.share - padding.by_tokens > WORTH_A_WORD:

@@ -590,6 +590,7 @@ class Padding:
     tokens: int
     by_tokens: float | None = None  # were a step's rows cut by tokens; None: an older version's
     micro_steps: float | None = None  # of an optimizer step on average, where its rows are cut by tokens
+    in_quarters: float | None = None  # were they cut into micro-batches of a quarter's tokens
 
 
 @dataclass(frozen=True)

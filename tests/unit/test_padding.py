@@ -58,6 +58,9 @@ def test_the_plan_tells_the_padding_that_an_epoch_has(encoder_decoder, is_groupe
     assert told is not None
     assert told.share == pytest.approx(1 - real / computed, abs=0.02)
     assert told.rows == 6000
+    finer = replace(strategy, per_device_train_batch_size=cut[0] // 4, gradient_accumulation_steps=cut[1] * 4)
+    in_quarters = padding.of(counted(lengths), finer, 8, data, longest) if cut[0] % 4 == 0 and is_by_tokens else None
+    assert told.in_quarters == (in_quarters.share if in_quarters else None)
     if is_by_tokens:
         assert told.share == told.by_tokens
         assert told.micro_steps == pytest.approx(micro_steps / order.steps_per_epoch, rel=0.06)
@@ -135,6 +138,9 @@ def test_a_plan_by_tokens_says_what_bounds_a_micro_batch():
     each = 32 / told.micro_steps
     assert f"{told.micro_steps:.1f} micro-steps a step on average, of {each:.1f} rows each, instead of 2" in words
     assert f"padding    {told.share:.0%} of the tokens that a step computes; {told.at_random:.0%} if rows came" in words
+    assert told.in_quarters is not None
+    assert told.share - told.in_quarters > 0.1
+    assert f"{told.in_quarters:.0%} if micro-batches were 4 x 8, the same step in smaller pieces" in words
     whole = replace(
         plan, strategy=replace(plan.strategy, per_device_train_batch_size=32, gradient_accumulation_steps=1)
     )
