@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests import builders
@@ -52,6 +53,7 @@ def test_beside_a_card_that_is_nearly_full_the_free_one_alone_is_offered(tmp_pat
     assert "1 process(es)" in taken.stdout
 
 
+@pytest.mark.campaign
 def test_where_whole_copies_fit_in_single_samples_only_copies_shared_out_are_taken_if_they_are_faster(tmp_path):
     on = ["--machine", described(tmp_path, (7.6, 7.6), 32.0)]
     words = ["plan", "sft_fast", "16", "--launch.vram_fraction=0.5", *on]

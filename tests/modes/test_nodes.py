@@ -41,7 +41,7 @@ def losses(house: Path) -> list[float]:
     return [event["loss"] for event in builders.events(builders.only_run(house))]
 
 
-@pytest.mark.parametrize("mode", ["multi_cpu", "deepspeed_zero2"])
+@pytest.mark.parametrize("mode", [pytest.param("multi_cpu", marks=pytest.mark.campaign), "deepspeed_zero2"])
 def test_two_machines_give_the_losses_of_two_ranks_on_one(tmp_path, recipe, mode):
     word = f"--launch.mode={mode}"
     alone = builders.launch(tmp_path / "one", "run", str(recipe), "--launch.num_processes=2", word)

@@ -43,8 +43,8 @@ def ranks(run: RunDir) -> list[int]:
 
 
 def quickly(mode: str, ending: str) -> bool:
-    """Whether a case is in the quick set: every ending of two modes, the hardest of the others."""
-    return mode in ("multi_cpu", "deepspeed_zero2_offload") or ending == "SIGKILL"
+    """Whether a case is in the quick set: every ending of one mode, the hardest of three others."""
+    return mode == "multi_cpu" or (ending == "SIGKILL" and mode in ("cpu", "deepspeed_zero2_offload", "fsdp2"))
 
 
 @pytest.mark.shows(

@@ -40,7 +40,7 @@ def traced(recipe: Recipe, plan: Plan, rows: int, length: int, target: Target | 
     return max(peak_bytes(log, rows, section) for section in SECTIONS)
 
 
-@pytest.mark.parametrize("card", [None, "8.6"])
+@pytest.mark.parametrize("card", [pytest.param(None, marks=pytest.mark.campaign), "8.6"])
 @pytest.mark.parametrize("name", CASES)
 def test_between_the_longest_rows_and_the_most_none_is_higher(name, card, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
