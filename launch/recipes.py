@@ -38,14 +38,16 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "evaluation": schema.EvaluationSection,
 }
 
-BELONGING = {  # a source -> the keys that mean nothing beside another one
+BELONGING = {  # a source, or a choice that is switched on -> the keys that mean nothing beside another one
     ("model", "shape"): ("path", "path_if_there", "freeze"),
     ("model", "path"): ("shape", "path_if_there", "freeze"),
     ("data", "train_file"): ("validation_file",),
+    ("data", "packing"): ("batch_by_tokens",),
 }
 REPLACED = {
     "model": "these are modules of the recipe's own model, which you replaced",
     "data": "these are held-out rows of the recipe's own data, which you replaced",
+    "data.batch_by_tokens": "data.packing leaves nothing for it to do",
 }
 
 
@@ -145,23 +147,25 @@ def _over(base: _Layer, top: _Layer) -> _Layer:
             data[key] = {**below, **value}
     for (section, key), belonging in BELONGING.items():
         before, given = base.data.get(section), top.data.get(section)
-        if isinstance(before, dict) and isinstance(given, dict) and given.get(key) not in (None, before.get(key)):
+        if not isinstance(before, dict) or not isinstance(given, dict):
+            continue
+        if given.get(key) and given[key] != before.get(key):
             data[section] = {k: v for k, v in data[section].items() if k in given or k not in belonging}
     kept = {keys: place for keys, place in base.where.items() if len(keys) < 3 or keys[:2] not in top.where}
     return _Layer(data, {**kept, **top.where})
 
 
 def _dropped(before: _Layer, after: _Layer, reasons: Mapping[str, str]) -> list[Change]:
-    """What went with the source it belonged to; `reasons` by section."""
+    """What went with the source it belonged to; `reasons` by section, or by section.key."""
     changes = []
     for section, reason in reasons.items():
         old, new = before.data.get(section), after.data.get(section)
         if isinstance(old, dict) and isinstance(new, dict):
-            changes += [
-                Change(f"{section}.{key}", plain(value), plain(after.get(section, key)), reason)
-                for key, value in old.items()
-                if value and key not in new
-            ]
+            for key, value in old.items():
+                name = f"{section}.{key}"
+                if value and key not in new:
+                    left = plain(after.get(section, key))
+                    changes.append(Change(name, plain(value), left, reasons.get(name, reason)))
     return changes
 
 

@@ -40,11 +40,10 @@ from training import (
     finite,
     model,
     prepare,
-    streaming,
+    samples,
     tokenizer,
 )
-from training.batches import Collator, NumberedRows, SampleOrder, TokenRows
-from training.by_length import TokenBudget
+from training.batches import Collator, SampleOrder
 from training.callbacks import Reporter, StepMeter, start_logging
 from training.control import Control, Halted
 from training.heartbeat import Heartbeat
@@ -73,7 +72,7 @@ def train(
     """
     control = control or Control()
     tokens = _tokens(start)
-    num_samples, held_out = _num_samples(start, tokens), _held_out(tokens)
+    num_samples, held_out = samples.number(start, tokens), samples.held_out(tokens)
     timeout_s = start.recipe.training.extras.get("ddp_timeout", TrainingArguments.ddp_timeout)
     engine = engines.prepare(start.plan.strategy, start.deepspeed_file, timeout_s)
     try:
@@ -165,29 +164,10 @@ def _build(
     start: Start, run: RunDir, attempt: AttemptDir, args: TrainingArguments, tokens: Path, control: Control
 ) -> Parts:
     recipe, plan, rank = start.recipe, start.plan, args.process_index
-    continues = rundir.read_json(run.continues_file) or {}
     own = start.attempt or attempt  # of a machine: each launcher watches its own ranks
     heartbeat = Heartbeat(own.heartbeat_file(rank))
     heartbeat.beat("load")
-    rows: Any
-    if recipe.data.streaming:
-        streamed = streaming.job(recipe, plan, attempt.root)
-        counted = tokens / streaming.COUNTS
-        rows = streaming.StreamRows(streamed, counted, args.seed, _num_samples(start, tokens), heartbeat.again)
-    else:
-        rows = NumberedRows(*rundir.token_files(tokens, "train"))
-    order = (streaming.StreamOrder if recipe.data.streaming else SampleOrder)(
-        len(rows),
-        args.per_device_train_batch_size,
-        args.gradient_accumulation_steps,
-        args.world_size,
-        rank,
-        args.seed,
-        start=continues.get("samples_seen", 0),
-        lengths=rows.lengths if recipe.data.group_by_length else None,
-        group_size=continues.get("group_size"),
-        budget=_budget(plan, rows) if recipe.data.batch_by_tokens else None,
-    )
+    rows, order, feeders = samples.of(start, run, attempt, args, tokens, heartbeat.again)
     if args.device.type == "cuda":
         _hold_to_free_memory(recipe, args.device)
     meter = StepMeter(attempt.samples_file(rank))
@@ -213,9 +193,6 @@ def _build(
     if plan.strategy.engine == "fsdp2":
         engines.tie_by_module(network)
     _check_counts(network, plan)
-    feeders = []
-    if recipe.data.streaming and rank == 0:
-        feeders.append(streaming.Feeder(streamed, counted, order, args.seed))
     trainer = LowMemTrainer(
         order=order,
         meter=meter,
@@ -246,30 +223,13 @@ def _build(
             flattens=plan.strategy.attn_implementation == "flash_attention_2",
         ),
         train_dataset=rows,
-        eval_dataset=_held_out(tokens),
+        eval_dataset=samples.held_out(tokens),
         processing_class=cut,
         callbacks=[reporter, watch, obey, *feeders],
     )
     engines.check_engine(plan.strategy, trainer)
     trainer.remove_callback(PrinterCallback)  # the log has the same figures in our words
     return Parts(cut, trainer, order, reporter, heartbeat, obey, control)
-
-
-def _num_samples(start: Start, tokens: Path) -> int:
-    """What an epoch's batches are cut from; of a stream, which has no end, all that the run takes."""
-    if start.recipe.data.streaming:
-        return start.recipe.training.max_steps * start.plan.strategy.effective_batch_size
-    return len(NumberedRows(*rundir.token_files(tokens, "train")))
-
-
-def _held_out(tokens: Path) -> TokenRows | None:
-    files = rundir.token_files(tokens, "validation")
-    return TokenRows(*files) if files else None
-
-
-def _budget(plan: Plan, rows: TokenRows) -> TokenBudget:
-    """What the plan was made for: as many tokens as a micro-batch of the longest rows has."""
-    return TokenBudget(rows.lengths, *plan.micro_batch_tokens, MULTIPLE[plan.strategy.device])
 
 
 def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> None:

@@ -591,6 +591,19 @@ def test_held_out_rows_of_other_data_are_left_out_and_it_is_said():
     assert not changes
 
 
+def test_packing_that_was_asked_for_takes_the_place_of_a_recipes_cut_by_tokens():
+    recipe, changes = recipes.load("single_gpu_optimized", ["--data.packing=true"])
+    assert recipe.data.packing
+    assert not recipe.data.batch_by_tokens
+    said = [(change.key, change.requested, change.effective, change.reason) for change in changes]
+    assert said == [("data.batch_by_tokens", "true", "false", "data.packing leaves nothing for it to do")]
+    recipe, changes = recipes.load("single_gpu_optimized", ["--data.packing=false"])
+    assert recipe.data.batch_by_tokens
+    assert not changes
+    with pytest.raises(ConfigError, match="packing leaves nothing for batch_by_tokens to do"):
+        recipes.load("single_gpu_optimized", ["--data.packing=true", "--data.batch_by_tokens=true"])
+
+
 def test_4_bit_weights_want_lora_and_false_is_off(write):
     file = write(GOOD + "lora: {r: 4}\nquantization: {load_in_4bit: true, bnb_4bit_quant_type: fp4}\n")
     section = recipes.load(file)[0].quantization
