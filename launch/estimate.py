@@ -188,9 +188,12 @@ class Subject:
         return [(asked, rows), (replace(short, strategy=replace(candidate, per_device_train_batch_size=most)), most)]
 
     def fetch(self, candidates: Iterable[Strategy]) -> None:
-        """Have the steps of these candidates traced, as far as they are not known."""
+        """Have the steps of these candidates traced, of the longest rows, as far as they are not known."""
+        self.fetch_steps(self.question(candidate) for candidate in candidates)
+
+    def fetch_steps(self, questions: Iterable[Question]) -> None:
         if self.traces is not None:
-            self.traces.fetch([question for candidate in candidates for question, _ in self.shapes(candidate)])
+            self.traces.fetch(list(questions))
 
     def asking(self) -> AbstractContextManager[Traces | None]:
         """While steps may be asked for; after it no child is left that traces them."""
@@ -248,10 +251,15 @@ def hopeless(subject: Subject, candidate: Strategy) -> Judged | None:
 
 
 def judge(subject: Subject, candidate: Strategy, exact: bool = True) -> Judged:
-    """Predict one candidate and compare it with both budgets; `exact` replays the allocator, which takes longer."""
+    """Predict one candidate and compare it with both budgets; `exact` replays the allocator, and traces what else than
+    the longest rows the highest peak may be of, which takes longer."""
     states = _states(subject, candidate)
     trace = subject.trace(candidate)
-    shapes = [(subject.trace_of(question), rows) for question, rows in subject.shapes(candidate)]
+    steps = [(subject.question(candidate), candidate.per_device_train_batch_size)]
+    if exact:
+        steps = subject.shapes(candidate)
+        subject.fetch_steps(question for question, _ in steps)
+    shapes = [(subject.trace_of(question), rows) for question, rows in steps]
     known = [(found, rows) for found, rows in shapes if found is not None]
     if trace is None or len(known) < len(shapes):
         return _judged(subject, candidate, states, None)

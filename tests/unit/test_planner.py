@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import planner, render, report, shapes
+from launch import estimate, planner, render, report, shapes
 from launch.errors import ConfigError, DoesNotFit, ResourceError
 from launch.rundir import House, RunDir
 from launch.schema import GIB, Link
@@ -277,3 +277,32 @@ def test_by_tokens_the_longest_rows_are_judged_and_a_whole_step_of_short_ones():
                 rows * length <= micro_batch * most for length, most in zip(question.lengths, (100, 60), strict=True)
             )
     assert len(about.shapes(replace(cut, gradient_accumulation_steps=1))) == 1
+
+
+def test_cuts_by_tokens_share_the_trace_of_the_longest_rows_and_short_ones_are_traced_for_what_may_win():
+    class Asked:
+        failure = None
+
+        def __init__(self):
+            self.lengths = set()
+
+        def fetch(self, questions):
+            self.lengths |= {question.lengths for question in questions}
+
+        def get(self, question):
+            return None
+
+    recipe = wish(data={"train_file": "x", "max_length": 128, "batch_by_tokens": True})
+    config, parameters = shapes.read(recipe.model, root=CODE)
+    asked = Asked()
+    about = replace(planner.subject(recipe, machine(), config, parameters, DATA_FORMAT), traces=asked)
+    cut = plan(recipe, machine()).strategy
+    ways = [
+        replace(cut, per_device_train_batch_size=rows, gradient_accumulation_steps=32 // rows) for rows in (16, 8, 4)
+    ]
+    about.fetch(ways)
+    for way in ways:
+        estimate.judge(about, way, exact=False)
+    assert asked.lengths == {(128, 128)}
+    estimate.judge(about, ways[-1])
+    assert asked.lengths == {(128, 128), (16, 16)}
