@@ -214,8 +214,9 @@ class Subject:
         return padding.of(self.counts, candidate, MULTIPLE[candidate.device], self.recipe.data, lengths)
 
     def mean_cut(self, candidate: Strategy) -> Cut | None:
-        """How a step is cut on average where that differs from step to step and is known."""
-        if self.counts is None or not self.recipe.data.batch_by_tokens:
+        """What a step holds on average, in rows as long as the longest; None until the rows are tokenised, and where
+        they are packed and fill it."""
+        if self.counts is None or self.recipe.data.packing:
             return None
         lengths = self.question(candidate).lengths
         return padding.mean_cut(self.counts, candidate, MULTIPLE[candidate.device], self.recipe.data, lengths)
@@ -265,11 +266,21 @@ def judge(subject: Subject, candidate: Strategy, exact: bool = True) -> Judged:
         return _judged(subject, candidate, states, None)
     memories = [_with_peak(subject, candidate, states, found, rows, exact) for found, rows in known]
     memory = max(memories, key=lambda one: (one.device_bytes, one.host_bytes))
+    return _judged(subject, candidate, memory, _time(subject, candidate, trace, subject.mean_cut(candidate)))
+
+
+def share_of_longest(subject: Subject, candidate: Strategy) -> float:
+    """Predicted seconds of a step over those of one whose rows are all as long as the longest; 1 where not known."""
+    trace, cut = subject.trace(candidate), subject.mean_cut(candidate)
+    if trace is None or cut is None:
+        return 1.0
+    return _time(subject, candidate, trace, cut).step_s / _time(subject, candidate, trace, None).step_s
+
+
+def _time(subject: Subject, candidate: Strategy, trace: Trace, cut: Cut | None) -> TimeEstimate:
     work = StepWork(trace.work, _update(subject.whole))
     speed = rates.of(subject.machine, candidate)
-    cut = subject.mean_cut(candidate)
-    time = timing.estimate(work, candidate, subject.shape, subject.whole, speed, subject.link, cut)
-    return _judged(subject, candidate, memory, time)
+    return timing.estimate(work, candidate, subject.shape, subject.whole, speed, subject.link, cut)
 
 
 def _judged(subject: Subject, candidate: Strategy, memory: MemoryEstimate, time: TimeEstimate | None) -> Judged:

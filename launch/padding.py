@@ -83,10 +83,13 @@ def _in_quarters(steps: Sequence[Lengths], strategy: Strategy, multiple: int, lo
 def mean_cut(
     counts: Mapping[str, Any], strategy: Strategy, multiple: int, data: DataSection, longest: tuple[int, int]
 ) -> Cut | None:
-    """How data.batch_by_tokens cuts a step on average; None where an older version has counted."""
+    """What a step of rows is cut into on average; None where an older version has counted."""
     lengths = counts.get("lengths")
     if not lengths:
         return None
+    if strategy.attn_implementation == "flash_attention_2" and not data.batch_by_tokens:  # without padding
+        share = sum(map(sum, lengths)) / len(lengths) / sum(longest)
+        return Cut(strategy.per_device_train_batch_size * share, strategy.gradient_accumulation_steps)
     alike = replace(  # what many candidates have in common
         strategy,
         per_device_eval_batch_size=1,
@@ -95,18 +98,24 @@ def mean_cut(
         dataloader_num_workers=0,
     )
     rows = counts["rows"] if data.group_by_length else None
-    return _mean_cut(tuple(map(tuple, lengths)), rows, alike, multiple, longest)
+    return _mean_cut(tuple(map(tuple, lengths)), rows, alike, multiple, longest, data.batch_by_tokens)
 
 
 @lru_cache(maxsize=64)
 def _mean_cut(
-    lengths: Lengths, grouped_rows: int | None, strategy: Strategy, multiple: int, longest: tuple[int, int]
+    lengths: Lengths,
+    grouped_rows: int | None,
+    strategy: Strategy,
+    multiple: int,
+    longest: tuple[int, int],
+    is_by_tokens: bool,
 ) -> Cut:
     if grouped_rows is None:
         steps = _drawn(lengths, strategy, DRAWN // 4)
     else:
         steps = _grouped(lengths, grouped_rows, strategy)
-    found = _computed(steps, _by_tokens(strategy, multiple, longest), strategy, multiple)
+    cut = _by_tokens(strategy, multiple, longest) if is_by_tokens else _by_rows(strategy)
+    found = _computed(steps, cut, strategy, multiple)
     tokens = found.tokens / found.micro_steps / len(steps) / strategy.num_processes  # of a rank's micro-batch
     return Cut(tokens / sum(longest), found.micro_steps)
 

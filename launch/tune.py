@@ -1,7 +1,8 @@
 """Confirm the fastest candidates by short real trials, each a fresh `accelerate launch`, and remember what won.
 
 A trial takes steps of whole effective batches in which every micro-batch is as long as the longest row, then
-evaluates. At most MAX_TRIALS run and at most one may run out of memory: after it only what is predicted to take much
+evaluates. What a step of the recipe's own rows takes of that is predicted, cut by cut: less of a small micro-batch is
+padding. At most MAX_TRIALS run and at most one may run out of memory: after it only what is predicted to take much
 less is tried. Without a prediction the batch is found by bisection.
 """
 
@@ -22,7 +23,7 @@ from typing import Literal
 
 import psutil
 
-from launch import direct, environment, keys, planner, render, rundir, steps, supervise
+from launch import direct, environment, estimate, keys, planner, render, rundir, steps, supervise
 from launch.candidates import Given
 from launch.errors import DoesNotFit, ResourceError, Stopped
 from launch.estimate import describe, gib
@@ -62,7 +63,7 @@ def tune(resolved: Resolved, given: Given, say: Say) -> Tuned:
         about = with_counts(resolved.house, about)  # known now that the rows are tokenised
         longest = about.question(resolved.plan.strategy).lengths  # a trial by tokens is cut as the run will be
         resolved = replace(resolved, plan=replace(resolved.plan, lengths=longest))
-        trials = _Trials(resolved, rows, place, ledger, say)
+        trials = _Trials(resolved, rows, place, ledger, say, lambda one: estimate.share_of_longest(about, one))
         candidates = planner.ranked(about, given)
         if candidates:
             _confirm([(one.candidate, one.memory.device_bytes) for one in candidates], trials)
@@ -102,16 +103,23 @@ def _sweep(trials: Path) -> None:
 class _Trials:
     """Runs trials one after another and keeps how each ended."""
 
-    def __init__(self, resolved: Resolved, rows: Path, place: Path, ledger: Ledger, say: Say) -> None:
+    def __init__(
+        self, resolved: Resolved, rows: Path, place: Path, ledger: Ledger, say: Say, share: Callable[[Strategy], float]
+    ) -> None:
         self._resolved, self._rows, self._place, self._ledger, self._say = resolved, rows, place, ledger, say
+        self._share = share  # of the seconds of a trial, where rows are shorter than the longest
         self.done: list[tuple[Strategy, Outcome]] = []
 
     def run(self, strategy: Strategy) -> Outcome:
         number = len(self.done) + 1
         self._say(f"trial {number}: {describe(strategy)}")
         outcome = self._outcome(strategy, number)
+        seconds = ""
+        if outcome.step_s:
+            longest_s, share = outcome.step_s, self._share(strategy)
+            outcome = replace(outcome, step_s=share * longest_s)
+            seconds = f", {longest_s:.3g} s a step of the longest rows: {outcome.step_s:.3g} s of the recipe's own"
         self.done.append((strategy, outcome))
-        seconds = f", {outcome.step_s:.3g} s a step" if outcome.step_s else ""
         size = f", peak {gib(outcome.peak_bytes)}" if outcome.peak_bytes else ""
         self._say(f"         {outcome.ended}{seconds}{size}{f': {outcome.why}' if outcome.why else ''}")
         self._ledger.record_trial(

@@ -28,8 +28,11 @@ def test_trials_confirm_the_fastest_and_later_runs_use_it(tmp_path):
     assert 1 <= len(trials) <= 3
     assert all(int(batch) * int(steps) == 8 for batch, steps in trials)
     assert tuned.stdout.count("fits, ") == len(trials)
-    best = re.search(r"^tuned: cpu x1, batch (\d+) x (\d+)", tuned.stdout, re.MULTILINE)
+    best = re.search(r"^tuned: cpu x1, batch (\d+) x (\d+).*: ([\d.]+) s a step", tuned.stdout, re.MULTILINE)
     assert best is not None
+    seconds = re.findall(r"fits, ([\d.]+) s a step of the longest rows: ([\d.]+) s of the recipe's own", tuned.stdout)
+    assert best[3] in [own for _, own in seconds]
+    assert all(float(own) < float(longest) for longest, own in seconds)  # these rows differ in length
     ran = launch(tmp_path, "run", str(recipe))
     assert ran.returncode == 0, ran.stderr
     assert f"  batch      {best[1]} per device x {best[2]} accumulation x 1 process(es) = 8 effective" in ran.stdout

@@ -58,6 +58,10 @@ def test_the_plan_tells_the_padding_that_an_epoch_has(encoder_decoder, is_groupe
     assert told is not None
     assert told.share == pytest.approx(1 - real / computed, abs=0.02)
     assert told.rows == 6000
+    mean = padding.mean_cut(counted(lengths), strategy, 8, data, longest)
+    assert mean is not None
+    micro_batches = micro_steps * cut[2]
+    assert mean.rows * sum(longest) == pytest.approx(computed / micro_batches, rel=0.06)
     finer = replace(strategy, per_device_train_batch_size=cut[0] // 4, gradient_accumulation_steps=cut[1] * 4)
     in_quarters = padding.of(counted(lengths), finer, 8, data, longest) if cut[0] % 4 == 0 and is_by_tokens else None
     assert told.in_quarters == (in_quarters.share if in_quarters else None)
