@@ -49,6 +49,8 @@ REPLACED = {
     "data": "these are held-out rows of the recipe's own data, which you replaced",
     "data.batch_by_tokens": "data.packing leaves nothing for it to do",
 }
+NEEDS_HELD_OUT = {("evaluation", "exact_match_rows"): 0, ("training", "eval_steps"): None}  # -> what runs without
+NOTHING_HELD_OUT = "no rows are held out to evaluate on; name some with --data.validation_file=FILE"
 
 
 # ---- the way in ----------------------------------------------------------------------------------------------------
@@ -70,7 +72,12 @@ def load(name_or_path: str, overrides: Sequence[str] = (), has_gpu: bool = True)
     final = _over(base, top)
     changes += [change for change in _dropped(base, final, REPLACED) if change.key not in ("model.shape", "model.path")]
     _refuse(_problems(final, file))
-    return _recipe(final), tuple(changes)
+    recipe = _recipe(final)
+    if recipe.data.validation_file is None:
+        for keys, nothing in NEEDS_HELD_OUT.items():
+            if keys in top.where and (value := top.data[keys[0]][keys[1]]):
+                changes.append(Change(".".join(keys), plain(value), plain(nothing), NOTHING_HELD_OUT))
+    return recipe, tuple(changes)
 
 
 def dump(recipe: Recipe) -> str:
@@ -257,7 +264,8 @@ def _problems(layer: _Layer, file: str) -> list[tuple[Keys, ConfigError]]:
         _recipe(layer)
     except ValidationError as error:
         for one in error.errors(include_url=False):
-            problems.append((one["loc"], _schema_problem(one, place(one["loc"]), file)))
+            between = _between(one, layer) if one["type"] == "value_error" else ""
+            problems.append((one["loc"], _schema_problem(one, between or place(one["loc"]), file)))
     training = layer.data.get("training")
     for key, value in training.items() if isinstance(training, dict) else ():
         keys = ("training", key)
@@ -278,6 +286,19 @@ def _problems(layer: _Layer, file: str) -> list[tuple[Keys, ConfigError]]:
     return problems
 
 
+def _between(one: ErrorDetails, layer: _Layer) -> str:
+    """The places of the keys that a mistake between several of them names, as far as they were written."""
+    words = re.findall(r"[a-z]\w*(?:\.[a-z]\w*)?", str(one.get("ctx", {}).get("error", "")))
+    named = [(*one["loc"][:1], word) if one["loc"] else tuple(word.split(".")) for word in words]
+    return " and ".join(
+        dict.fromkeys(
+            layer.where[keys]
+            for keys in named
+            if len(keys) == 2 and keys in layer.where and keys[1] in (layer.data.get(str(keys[0])) or ())
+        )
+    )
+
+
 def _texts(value: Any, keys: Keys = ()) -> Iterator[tuple[Keys, str]]:
     """Every text of a recipe and where it stands."""
     if isinstance(value, str):
@@ -294,7 +315,7 @@ def _schema_problem(one: ErrorDetails, place: str, file: str) -> ConfigError:
     """What pydantic says about one value, in our words."""
     keys, kind, context = one["loc"], one["type"], one.get("ctx", {})
     if kind == "value_error":
-        return ConfigError(f"{place}: {dotted(keys)}: {context['error']}")
+        return ConfigError(f"{place}: {f'{dotted(keys)}: ' if keys else ''}{context['error']}")
     if kind == "missing":
         return wrong(file, keys, "nothing", "a value", f"write it into the file or give --{dotted(keys)}=VALUE")
     if kind == "extra_forbidden":

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from launch import curves
-from launch.schema import GIB, Change, Machine, MemoryEstimate, Plan, Recipe, RunResult, StepEvent
+from launch.schema import GIB, Change, HeldOut, Machine, MemoryEstimate, Plan, Recipe, RunResult, StepEvent
 
 WORTH_A_WORD = 0.1  # of what a step computes, saved
 STATES = ("weights", "gradients", "optimizer")
@@ -46,11 +46,17 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
     warmup = f"{training.warmup_steps:g}"
     if 0 < training.warmup_steps < 1:  # a share, as transformers rounds it
         warmup += f" of all steps: {math.ceil(training.warmup_steps * steps)}" if steps else " of all steps"
+    warms_up = training.lr_scheduler_type != "constant"
     yield (
         f"  schedule   {length}, learning rate {rate:g} {training.lr_scheduler_type},"
-        f" warm-up {warmup}, max_length {recipe.data.max_length}"
+        f" {f'warm-up {warmup}' if warms_up else 'no warm-up'}, max_length {recipe.data.max_length}"
     )
-    if 0 < steps <= training.warmup_steps:
+    if training.warmup_steps and not warms_up:
+        yield (
+            f"             training.warmup_steps {training.warmup_steps:g} has no effect: constant has no warm-up,"
+            " constant_with_warmup has"
+        )
+    elif 0 < steps <= training.warmup_steps:
         yield f"             warm-up takes all of the {steps} steps: the rate never reaches {rate:g}"
     if samples is not None and samples < strategy.effective_batch_size:
         kind = "packed sequences" if plan.packing else "rows"
@@ -184,6 +190,11 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
         yield f"             {size(estimate.offloaded_bytes)} of states in host RAM"
     if estimate.host:
         yield f"  host RAM   {size(estimate.host_bytes)} in {estimate.host_phase}: {_parts(estimate.host)}"
+        if (plan.strategy.device, plan.strategy.mixed_precision) == ("cpu", "bf16"):
+            yield (
+                "             not counted: oneDNN's bf16 kernels, 1 to 4 MiB for each new shape of a micro-batch"
+                " (0.7 GiB after 60 steps were seen)"
+            )
 
 
 def _length(plan: Plan) -> str:
@@ -237,6 +248,8 @@ def _success_lines(recipe: Recipe, machine: Machine, plan: Plan, result: RunResu
         said = f"{100 * before:.1f} before, " if before is not None else ""
         yield f"             BLEU {said}{100 * summary['bleu_after']:.1f} after"
     losses = {"on the last step": summary["loss"], "on the held-out rows": summary["eval_loss"]}
+    if of_step:
+        losses[f"on them at step {of_step:,}, whose weights these are"] = summary.get("exported_eval_loss")
     known = [f"{value:.4f} {where}" for where, value in losses.items() if value is not None]
     if known:  # another machine than number 0 has none
         yield f"  loss       {', '.join(known)}"
@@ -253,7 +266,8 @@ def _success_lines(recipe: Recipe, machine: Machine, plan: Plan, result: RunResu
     yield f"             host RAM peak {size(result.host_peak_bytes)} of {size(machine.host_limit_bytes)}"
     if result.note:
         yield f"  note       {result.note}"
-    yield f"  chat       {chat}"
+    if chat:
+        yield f"  chat       {chat}"
     yield f"  run        {result.run_dir} (report.html, tensorboard)"
 
 
@@ -278,6 +292,7 @@ def html(
     result: RunResult,
     events: Sequence[StepEvent],
     attempts: Sequence[tuple[str, str]] = (),
+    evaluations: Sequence[HeldOut] = (),
 ) -> str:
     """The run as one self-contained page: end, attempts (what ran, how it ended), figures, curves, plan."""
     ended = "complete" if result.failure is None else result.failure.cause
@@ -322,6 +337,8 @@ def html(
             ("host RAM of the job, GiB", "host_pss_bytes", 1 / GIB, True),
         )
     )
+    held_out = curves.Line([(one.step, one.loss) for one in evaluations])
+    figures += curves.figure("loss on the held-out rows", [held_out], "step", False)
     tried = "".join(
         f"<tr><td>{number}</td><td>{markup.escape(ran)}</td><td>{markup.escape(how)}</td></tr>"
         for number, (ran, how) in enumerate(attempts, 1)

@@ -43,6 +43,7 @@ PATH_KEYS = (
     "output_dir",
     "log_dir",
 )
+TOKENIZER_FILES = ("token*", "*.model", "vocab*")  # names in a folder; *.model: sentencepiece
 SAMPLE_FILES = ("data/sft_train_small_train.parquet", "data/sft_train_small_valid.parquet")
 
 
@@ -86,6 +87,11 @@ def resolve(
     if recipe.tokenizer.path and not Path(recipe.tokenizer.path).is_dir():
         raise ResourceError(f"tokenizer.path: there is no folder {recipe.tokenizer.path}; give one, or leave it out")
     config, parameter_shapes = shapes.read(recipe.model, root=CODE)
+    cut = Path(recipe.tokenizer.path or recipe.model.path or "")
+    if machine_file is None and cut.parts and not any(file for form in TOKENIZER_FILES for file in cut.glob(form)):
+        raise ResourceError(
+            f"{cut}: found no tokenizer.json or its like; name a tokenizer with --tokenizer.path=FOLDER"
+        )
     _write_sample_data(recipe, house, say)
     known = rundir.known_files(house.cache)
     data_format = columns.detect(recipe.data, house.root, known)

@@ -93,7 +93,9 @@ def run(decide: Decide, wish: str, dry_run: bool) -> int:
         _remember(resolved, run.run_id, result, events, screen)
         for line in report.result_lines(recipe, resolved.machine, plan, result, chat_command(recipe.output_dir)):
             screen.say(line)
-        page = report.html(recipe, resolved.machine, plan, result, events, [_told(one) for one in run.attempts()])
+        ended = [_told(one) for one in run.attempts()]
+        held_out = [one for attempt in run.attempts() for one in steps.evaluations(attempt)]
+        page = report.html(recipe, resolved.machine, plan, result, events, ended, held_out)
         rundir.write_atomic(run.report_file, page)
     return result.exit_code
 

@@ -268,6 +268,19 @@ class TrainingSection(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def schedule_has_its_numbers(self) -> TrainingSection:
+        """Source: get_cosine_with_min_lr_schedule_with_warmup, get_wsd_schedule of transformers 5.23."""
+        needs = {"cosine_with_min_lr": ("min_lr", "min_lr_rate"), "warmup_stable_decay": ("num_decay_steps",)}
+        asked = needs.get(self.lr_scheduler_type, ())
+        given = self.extras.get("lr_scheduler_kwargs") or {}
+        if asked and not (isinstance(given, dict) and any(given.get(key) is not None for key in asked)):
+            raise ValueError(
+                f"lr_scheduler_type {self.lr_scheduler_type} needs {' or '.join(asked)}; write lr_scheduler_kwargs:"
+                f" {{{asked[-1]}: ...}} under training: in a recipe file"
+            )
+        return self
+
     def learning_rate_at(self, effective_batch_size: int) -> float:
         """The peak rate: as asked for, or scaled as asked for (linear: arXiv:1706.02677; sqrt: arXiv:2205.10287)."""
         ratio = effective_batch_size / (self.learning_rate_batch_size or effective_batch_size)

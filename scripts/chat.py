@@ -9,10 +9,15 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+# E402: what is imported below is ours, and lies in the folder above; `interpreter` needs the standard library only, the
+# rest may need packages that this Python lacks, so that another one has to go on first.
+from launch import interpreter
 
-from launch.errors import LaunchError, ResourceError, visible
-from launch.rundir import left_in, read_json
-from launch.schema import QuantizationSection
+interpreter.go_on_with_packages()
+
+from launch.errors import LaunchError, ResourceError, visible  # noqa: E402
+from launch.rundir import left_in, read_json  # noqa: E402
+from launch.schema import QuantizationSection  # noqa: E402
 
 
 def _with_model(folder: Path) -> Path:

@@ -282,6 +282,7 @@ def _trained(
         if recipe.training.load_best_model_at_end and not parts.control.agreed:
             best.take(parts.trainer, Path(str(parts.trainer.args.output_dir)))
             scores["exported_step"] = parts.trainer.state.best_global_step
+            scores["exported_eval_loss"] = parts.trainer.state.best_metric
         if pairs and not parts.control.agreed:
             _score(parts, recipe, pairs, "after", scores)
         if not parts.control.agreed:

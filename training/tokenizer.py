@@ -33,8 +33,10 @@ def load(folder: Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ResourceError(f"{folder}: no tokenizer can be loaded from this folder ({reason})") from error
+        reason = str(error).strip().splitlines()[0].rstrip(" :")
+        raise ResourceError(
+            f"{folder}: no tokenizer can be loaded from this folder ({reason}); name one with --tokenizer.path=FOLDER"
+        ) from error
     if tokenizer.eos_token_id is None:
         raise ResourceError(f"{folder}: the tokenizer has no eos_token; a model could never learn where to stop")
     if tokenizer.pad_token_id is None:

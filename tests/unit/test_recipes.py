@@ -121,7 +121,7 @@ BAD_RECIPES = {  # name -> (document, what the message must name)
     "an empty output folder": (GOOD.replace("model_save/mine", '""'), r":3: output_dir: found ''"),
     "a folder of 256 bytes": (GOOD.replace("model_save/mine", "x" * 256), r":3: output_dir: .*255 bytes"),
     "two models": (with_line("path: models/a", "model"), r":4: model: give exactly one of model\.shape"),
-    "two precisions": (with_line("fp16: true"), r":8: training: bf16 and fp16 are both true"),
+    "two precisions": (with_line("fp16: true"), r":11 and .*:9: training: bf16 and fp16 are both true"),
     "without_gpu that is a word": (GOOD + "without_gpu: true\n", r":11: without_gpu: found true"),
     "without_gpu with an unknown key": (GOOD + "without_gpu:\n  model: {shap: a}\n", r":12: model\.shap: .*shape\?"),
     "without_gpu with a wrong type": (
@@ -602,6 +602,44 @@ def test_packing_that_was_asked_for_takes_the_place_of_a_recipes_cut_by_tokens()
     assert not changes
     with pytest.raises(ConfigError, match="packing leaves nothing for batch_by_tokens to do"):
         recipes.load("single_gpu_optimized", ["--data.packing=true", "--data.batch_by_tokens=true"])
+
+
+@pytest.mark.parametrize(
+    ("words", "places"),
+    [
+        (["--training.fp16=true"], r"sft_fast\.yaml:\d+ and --training\.fp16=true: training: bf16 and fp16"),
+        (
+            ["--data.packing=true", "--data.group_by_length=true", "--data.train_file=a.jsonl"],
+            r"^--data\.packing=true and --data\.group_by_length=true: data: packing leaves nothing for group_by_length",
+        ),
+        (
+            ["--data.train_file=a", "--training.load_best_model_at_end=true"],
+            r"^--training\.load_best_model_at_end=true: ",
+        ),
+    ],
+)
+def test_a_mistake_between_keys_names_the_places_of_both(words, places):
+    with pytest.raises(ConfigError, match=places):
+        recipes.load("sft_fast", words)
+
+
+def test_evaluation_that_was_asked_for_without_held_out_rows_is_said_to_have_no_effect():
+    words = ["--data.train_file=mine.jsonl", "--evaluation.exact_match_rows=5", "--training.eval_steps=2"]
+    changes = [change for change in recipes.load("sft_fast", words)[1] if "held out to evaluate" in change.reason]
+    assert [(change.key, change.requested, change.effective) for change in changes] == [
+        ("evaluation.exact_match_rows", "5", "0"),
+        ("training.eval_steps", "2", "null"),
+    ]
+    assert len(recipes.load("sft_fast", [*words, "--data.validation_file=held.jsonl"])[1]) == 0
+
+
+@pytest.mark.parametrize("name", ["cosine_with_min_lr", "warmup_stable_decay"])
+def test_a_schedule_without_the_numbers_that_it_needs_is_refused(write, name):
+    with pytest.raises(ConfigError, match=rf"lr_scheduler_type {name} needs .*lr_scheduler_kwargs"):
+        recipes.load("sft_fast", [f"--training.lr_scheduler_type={name}"])
+    key = {"cosine_with_min_lr": "min_lr_rate: 0.1", "warmup_stable_decay": "num_decay_steps: 5"}[name]
+    file = write(with_line(f"lr_scheduler_type: {name}\n  lr_scheduler_kwargs: {{{key}}}"))
+    assert recipes.load(file)[0].training.lr_scheduler_type == name
 
 
 def test_4_bit_weights_want_lora_and_false_is_off(write):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launch import report
-from launch.schema import Failure, RunResult
+from launch.schema import Failure, HeldOut, RunResult
 from tests.builders import machine, plan, wish
 
 SUMMARY = {
@@ -38,9 +38,28 @@ def test_answers_are_told_as_far_as_they_were_scored(scores, words):
     assert answers == [] if words is None else words in answers[0]
     assert not any(line.strip() == "loss" for line in lines)
     assert "gradients not measured" in "\n".join(lines)
-    page = report.html(recipe, on, plan(recipe, on), result, [], [("batch 8", "the GPU ran out <of> memory")] * 2)
+    told = [("batch 8", "the GPU ran out <of> memory")] * 2
+    held_out = [HeldOut(step, 8 * step, 3.0 - step, 0.1, 1.0) for step in (1, 2)]
+    page = report.html(recipe, on, plan(recipe, on), result, [], told, held_out)
     assert "complete" in page
+    assert "  chat " not in page
+    assert "loss on the held-out rows" in page
     assert page.count("<td>batch 8</td><td>the GPU ran out &lt;of&gt; memory</td>") == 2
+
+
+def test_the_loss_of_the_exported_weights_is_told():
+    recipe, on = wish(), machine()
+    summary = {**SUMMARY, "exported_step": 10, "exported_eval_loss": 7.5923}
+    lines = report.result_lines(recipe, on, plan(recipe, on), RunResult("/run", 0, None, 2.0, 1 << 30, summary), "")
+    assert any("7.5923 on them at step 10, whose weights these are" in line for line in lines)
+
+
+def test_a_constant_rate_has_no_warm_up():
+    recipe, on = wish(training={"lr_scheduler_type": "constant", "warmup_steps": 100, "max_steps": 3}), machine()
+    words = "\n".join(report.plan_lines(recipe, on, plan(recipe, on)))
+    assert "constant, no warm-up, max_length" in words
+    assert "training.warmup_steps 100 has no effect" in words
+    assert "never reaches" not in words
 
 
 @pytest.mark.parametrize(("section", "words"), [("evaluation", ["  where  in evaluation at step 120"]), ("", [])])
