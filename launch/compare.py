@@ -99,7 +99,8 @@ def _of_speed(a: Side, b: Side) -> Iterator[Figure]:
 
     def of(name: str, take: Callable[[steps.Speed], float | None], text: Callable[[float], str]) -> Figure:
         first, second = (None if speed is None else take(speed) for speed in speeds)
-        return Figure(name, (first, second), text, has_ratio=text is not _share)
+        missing = "too few steps" if None in speeds else Figure.missing  # an attempt's first do not count
+        return Figure(name, (first, second), text, has_ratio=text is not _share, missing=missing)
 
     yield of("non-padding tokens/s", lambda speed: speed.tokens_per_s, _number)
     yield of("padding, of the tokens computed", lambda speed: speed.padding, _share)

@@ -62,7 +62,8 @@ def read(path: Path, max_bad_rows: int = 0) -> Found:
         else:
             rows = list(_array_rows(path) if file_type == "json" else _line_rows(path, _Spare(max_bad_rows)))
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+        what = error.strerror or f"{error}; write or copy it again"  # the system's own word, or a decompressor's
+        raise DataError(f"{path}: cannot be read: {what}") from error
     if not rows:
         why = {"json": "the array is empty", "webdataset": "no sample is in it"}.get(file_type, "every line is blank")
         raise DataError(f"{path}: 0 rows: {why}")
