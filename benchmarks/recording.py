@@ -35,8 +35,9 @@ def machine() -> str:
 
 
 def command(module: str) -> str:
-    """The command line that was typed."""
-    return " ".join(["python", "-m", f"benchmarks.{module}", *sys.argv[1:]])
+    """The command line that was typed; of a whole path the last part, since where it lies is this machine's own."""
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    return " ".join(["python", "-m", f"benchmarks.{module}", *words])
 
 
 def installed(package: str) -> str | None:

@@ -74,9 +74,10 @@ def load(name_or_path: str, overrides: Sequence[str] = (), has_gpu: bool = True)
     _refuse(_problems(final, file))
     recipe = _recipe(final)
     if recipe.data.validation_file is None:
-        for keys, nothing in NEEDS_HELD_OUT.items():
-            if keys in top.where and (value := top.data[keys[0]][keys[1]]):
-                changes.append(Change(".".join(keys), plain(value), plain(nothing), NOTHING_HELD_OUT))
+        for (section, key), nothing in NEEDS_HELD_OUT.items():
+            value = getattr(getattr(recipe, section), key)
+            if value and (section, key) in top.where:
+                changes.append(Change(f"{section}.{key}", plain(value), plain(nothing), NOTHING_HELD_OUT))
     return recipe, tuple(changes)
 
 

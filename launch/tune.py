@@ -116,9 +116,10 @@ class _Trials:
         outcome = self._outcome(strategy, number)
         seconds = ""
         if outcome.step_s:
-            longest_s, share = outcome.step_s, self._share(strategy)
-            outcome = replace(outcome, step_s=share * longest_s)
-            seconds = f", {longest_s:.3g} s a step of the longest rows: {outcome.step_s:.3g} s of the recipe's own"
+            seconds, share = f", {outcome.step_s:.3g} s a step", self._share(strategy)
+            if share < 1:
+                outcome = replace(outcome, step_s=share * outcome.step_s)
+                seconds += f" of the longest rows: {outcome.step_s:.3g} s of the recipe's own"
         self.done.append((strategy, outcome))
         size = f", peak {gib(outcome.peak_bytes)}" if outcome.peak_bytes else ""
         self._say(f"         {outcome.ended}{seconds}{size}{f': {outcome.why}' if outcome.why else ''}")

@@ -199,7 +199,7 @@ class Feeder(TrainerCallback):
     def _feed(self) -> None:
         try:
             self._deal()
-        except Exception as error:  # whatever it is: the ranks, which wait for rows, end with its words
+        except Exception as error:  # whatever it is: ranks that wait for rows would wait for ever; they end with it
             rundir.write_json(self._job.folder / FAILED, {"error": str(error)})
             if not isinstance(error, DataError):
                 raise
