@@ -36,6 +36,7 @@ test-modes: ## traces beside real steps, each engine once, tuning, files of conf
 
 modes: ## every launch mode that runs on CPUs, four models each, ended in five ways, changed into others; writes docs/modes.md
 	$(IN_VENV) "$$PYTHON" -m benchmarks.modes
+	$(IN_VENV) "$$PYTHON" -m benchmarks.modes --bf16
 	$(IN_VENV) "$$PYTHON" -m benchmarks.modes --endings
 	$(IN_VENV) $(PYTEST) -m campaign --ignore=tests/modes/test_nothing_is_left.py tests/modes tests/train_cpu
 

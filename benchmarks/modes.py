@@ -55,6 +55,14 @@ CPU_RUNS = (
     ("deepspeed_zero3_offload", 2),
     ("fsdp2", 2),
 )
+BF16_RUNS = (
+    ("cpu", 1),
+    ("multi_cpu", 2),
+    ("fsdp2", 2),
+    ("deepspeed_zero1", 2),
+    ("deepspeed_zero2", 2),
+    ("deepspeed_zero3", 2),
+)
 QUICK_RUNS = (("cpu", 1), ("deepspeed_zero1", 1), ("deepspeed_zero2_offload", 2), ("deepspeed_zero3", 2), ("fsdp2", 2))
 GPU_RUNS = (
     ("single_gpu", 1),
@@ -81,10 +89,12 @@ class Case:
     ranks: int
     family: str
     lora: bool
+    bf16: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.family}-{'lora' if self.lora else 'full'}-{self.mode}-{self.ranks}"
+        trained = "lora" if self.lora else "full"
+        return f"{self.family}-{trained}-{self.mode}-{self.ranks}{'-bf16' if self.bf16 else ''}"
 
 
 def recipe(folder: Path, case: Case) -> Path:
@@ -101,6 +111,7 @@ def recipe(folder: Path, case: Case) -> Path:
             "max_steps": STEPS,
             "learning_rate": 1e-3,
             "warmup_steps": 3,
+            "bf16": case.bf16,
             "max_grad_norm": 0.5,
             "logging_steps": 1,
             "save_steps": SAVE_STEPS,
@@ -116,6 +127,13 @@ def recipe(folder: Path, case: Case) -> Path:
     path = folder / f"{case.name}.yaml"
     path.write_text(yaml.safe_dump(content), encoding="utf-8")
     return path
+
+
+def write_rows(folder: Path) -> None:
+    from tests import builders
+
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in builders.rows(45)]
+    (folder / "rows.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def pretrain(folder: Path, mode: str) -> None:
@@ -189,6 +207,26 @@ def measure(folder: Path, case: Case, plain: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def bf16_beside_float32() -> dict[str, Any]:
+    """How far every step's loss under bf16 is from one plain process's in float32 and in bf16, by mode and family."""
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        write_rows(folder)
+        for family in FAMILIES:
+            cases = [Case("cpu", 1, family, False), *(Case(*run, family, False, bf16=True) for run in BF16_RUNS)]
+            found = {case: losses(launch(folder, case)[0], 1) for case in cases}
+            plain = {precision: found[case] for precision, case in zip(("float32", "bf16"), cases, strict=False)}
+            for case in cases[1:]:
+                error = {
+                    precision: max(abs(found[case][at]["loss"] / events[at]["loss"] - 1) for at in events)
+                    for precision, events in plain.items()
+                }
+                rows.append({"mode": case.mode, "ranks": case.ranks, "family": family, "loss_error": error})
+                print(f"{case.name}: {error}", flush=True)
+    return {"date": str(date.today()), "command": recording.command("modes"), "rows": rows}
+
+
 def read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
@@ -237,12 +275,34 @@ def table(results: dict[str, Any] | None, gpu: dict[str, Any] | None) -> str:
     ended = (results or {}).get("endings")
     lines += [
         "",
+        *_bf16_lines((results or {}).get("bf16")),
+        "",
         f"Orphans: after {ended['passed']} of {ended['of']} endings (each CPU mode: success, a killed rank, Ctrl-C,"
         f" SIGTERM, SIGKILL of the launcher) nothing of the run was alive or listening 5 s later ({ended['date']})."
         if ended
         else "Orphans: not yet run.",
     ]
     return "\n".join(lines)
+
+
+def _bf16_lines(found: dict[str, Any] | None) -> list[str]:
+    if not found:
+        return ["bf16 beside float32: not yet run."]
+    return [
+        f"bf16 beside float32 (CPU, {found['date']}): the largest relative difference of a loss, over {STEPS} steps"
+        " of llama-tiny and t5-tiny, from one process",
+        "",
+        "| mode under bf16 | ranks | in float32: llama, t5 | in bf16: llama, t5 |",
+        "| --- | --- | --- | --- |",
+        *(
+            f"| {mode} | {ranks} | {_errors(found['rows'], mode, 'float32')} | {_errors(found['rows'], mode, 'bf16')} |"
+            for mode, ranks in BF16_RUNS
+        ),
+    ]
+
+
+def _errors(rows: list[dict[str, Any]], mode: str, precision: str) -> str:
+    return ", ".join(f"{row['loss_error'][precision]:.1e}" for row in rows if row["mode"] == mode)
 
 
 def _cells(rows: list[dict[str, Any]]) -> str:
@@ -268,6 +328,15 @@ def endings() -> dict[str, Any]:
     print(done.stdout[-3000:])
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error)", done.stdout)}
     return {"date": str(date.today()), "passed": counts.get("passed", 0), "of": sum(counts.values())}
+
+
+def add_to_results(part: dict[str, Any]) -> dict[str, Any]:
+    """Put a part of the figures into those of the CPU's campaign, and into the page; all of them."""
+    path = recording.RESULTS / "modes.json"
+    results = {**read(path), **part}
+    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write_doc()
+    return results
 
 
 def write_doc() -> None:
@@ -299,13 +368,10 @@ def measured(runs: Sequence[tuple[str, int]], spread: bool, only: str) -> list[d
 
     `spread`: the runs in turn over the four models, instead of each with all of them.
     """
-    from tests import builders
-
     plain_mode, rows = runs[0][0], []
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in builders.rows(45)]
-        (folder / "rows.jsonl").write_text("".join(lines), encoding="utf-8")
+        write_rows(folder)
         pretrain(folder, plain_mode)
         models = [(family, lora) for family in FAMILIES for lora in (False, True)]
         for i, (family, lora) in enumerate(models):
@@ -332,13 +398,14 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one model a mode, and one mode an engine; writes nothing")
     parser.add_argument("--only", default="", help="cases whose name contains this; writes nothing")
     parser.add_argument("--gpu", action="store_true", help="the modes that need GPUs, as far as there are cards")
+    parser.add_argument("--bf16", action="store_true", help="only losses under bf16 beside float32's, into the figures")
     parser.add_argument("--endings", action="store_true", help="only what is left after each ending, into the figures")
     arguments = parser.parse_args()
+    if arguments.bf16:
+        add_to_results({"bf16": bf16_beside_float32()})
+        return 0
     if arguments.endings:
-        path = recording.RESULTS / "modes.json"
-        results = {**json.loads(path.read_text(encoding="utf-8")), "endings": endings()}
-        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        write_doc()
+        results = add_to_results({"endings": endings()})
         return 0 if results["endings"]["passed"] == results["endings"]["of"] > 0 else 1
     wanted = GPU_RUNS if arguments.gpu else QUICK_RUNS if arguments.quick else CPU_RUNS
     runs = possible(wanted, arguments.gpu)

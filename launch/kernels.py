@@ -166,7 +166,12 @@ def _why_precision(recipe: Recipe, chosen: Strategy) -> str:
     if chosen.mixed_precision == "no":
         return "model.dtype; neither training.bf16 nor fp16 is on"
     asked = "bf16" if recipe.training.bf16 else "fp16"
-    return f"training.{asked}" + ("" if asked == chosen.mixed_precision else ", which the card lacks")
+    why = f"training.{asked}" + ("" if asked == chosen.mixed_precision else ", which the card lacks")
+    if chosen.engine == "fsdp2":
+        why += (
+            f"; ranks exchange weights in {chosen.mixed_precision}: unlike DDP, norms and embeddings are rounded to it"
+        )
+    return why
 
 
 def _why_tf32(recipe: Recipe, chosen: Strategy, gpus: Sequence[Gpu]) -> str:

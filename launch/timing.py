@@ -208,11 +208,13 @@ def traffic(strategy: Strategy, shape: ModelShape, whole: MemoryEstimate) -> Tra
 
 
 def _wire_bytes(strategy: Strategy, shape: ModelShape, whole: MemoryEstimate) -> tuple[int, int, int]:
-    """(gradients, trained weights, all weights) as this engine sends them: sharded ones in the computing precision."""
+    """(gradients, trained weights, all weights) as this engine sends them: sharded ones in the computing precision,
+    but FSDP2's gradients in float32."""
     if strategy.engine in ("plain", "ddp") or strategy.mixed_precision == "no":
         return whole.gradients_bytes, whole.gradients_bytes, whole.weights_bytes
     trained = 2 * shape.trainable_parameters
-    return trained, trained, 2 * (shape.parameters + shape.lora_parameters)
+    gradients = 2 * trained if strategy.engine == "fsdp2" else trained
+    return gradients, trained, 2 * (shape.parameters + shape.lora_parameters)
 
 
 def _exposed_s(moved: Traffic, micro_step_s: float, steps: float, strategy: Strategy, speed: Speed) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -140,6 +141,34 @@ def check_engine(strategy: Strategy, trainer: Trainer) -> None:
         )
     if strategy.engine == "fsdp2" and not trainer.accelerator.is_fsdp2:
         raise ConfigError("FSDP version 1 was started; set fsdp_version: 2 in the Accelerate file's fsdp_config")
+
+
+def autocast_fsdp2(trainer: Trainer) -> None:
+    """Compute FSDP2's forwards under autocast, and add gradients up in float32, as DDP does.
+
+    Accelerate (1.15) prepares a model for FSDP2 without autocast, and its policy casts what enters and leaves a layer,
+    and what is summed over micro-steps and ranks, to half precision. Weights are still gathered in half precision:
+    autocast's copies of float32 ones would stay whole on every rank from forward to backward. Before Trainer.train().
+    """
+    accelerator = trainer.accelerator
+    if accelerator.mixed_precision == "no":
+        return
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    half = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float16
+    accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+        param_dtype=half, reduce_dtype=torch.float32, output_dtype=torch.float32, cast_forward_inputs=False
+    )
+    network = accelerator.unwrap_model(trainer.model)
+    base = network.get_base_model() if hasattr(network, "peft_config") else network  # which generate() calls
+    plain_forward = base.forward
+
+    @functools.wraps(plain_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with accelerator.autocast():
+            return plain_forward(*args, **kwargs)
+
+    base.forward = forward
 
 
 @contextmanager

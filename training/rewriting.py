@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from training.live_bytes import Block, Event, Layer, Log
@@ -156,6 +156,18 @@ def ready(log: Log, marks: Landmarks, gradient: Gradient, micro_step: int) -> in
     if gradient.layer in spans:
         return spans[gradient.layer].stop
     return next(iter(spans.values())).start if spans and gradient is not embedding_gradient(marks) else phase.stop
+
+
+def later_gradients(log: Log, gradients: Sequence[Gradient], positions: range) -> Iterator[int]:
+    """The blocks in which another micro-step, at `positions`, makes these gradients before they are added."""
+    sought = Counter((log.blocks[one.block].op, one.bytes, one.layer) for one in gradients)
+    for at in positions:
+        event = log.events[at]
+        block = log.blocks[event.block]
+        key = (block.op, block.fixed_bytes, event.layer)
+        if event.birth and not block.sample_bytes and sought[key]:
+            sought[key] -= 1
+            yield event.block
 
 
 def _behind_node(log: Log, at: int, stop: int) -> int:

@@ -228,6 +228,8 @@ def _build(
         callbacks=[reporter, watch, obey, *feeders],
     )
     engines.check_engine(plan.strategy, trainer)
+    if plan.strategy.engine == "fsdp2":
+        engines.autocast_fsdp2(trainer)
     trainer.remove_callback(PrinterCallback)  # the log has the same figures in our words
     return Parts(cut, trainer, order, reporter, heartbeat, obey, control)
 

@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 
 from launch.schema import DTYPE_BYTES, Recipe, Strategy
 from training.live_bytes import Layer
-from training.rewriting import SCALAR_BYTES, Gradient, Landmarks, Rewriting, Weight, embedding_gradient, next_birth
+from training.rewriting import (
+    SCALAR_BYTES,
+    Gradient,
+    Landmarks,
+    Rewriting,
+    Weight,
+    embedding_gradient,
+    later_gradients,
+    next_birth,
+)
 
 
 @dataclass(eq=False)
@@ -43,6 +52,7 @@ class Ranks:
         self.wider = _wider(strategy)
         self.gathered: dict[Group, int] = {}  # group -> its all-gathered block, not copied out yet
         self.whole: dict[Group, int] = {}  # group -> its whole parameters
+        self.accumulated: dict[Gradient, int] = {}  # -> its float32 sum over micro-steps, until ranks reduce it
         self._deferred: int | None = None  # forward keeps the last gathered block until the next copy
         self._lagging: int | None = None  # Gloo's copy
         self._reduced: int | None = None  # the input of a reduce-scatter is kept until the next group reduces
@@ -80,32 +90,50 @@ class Ranks:
             self.rewriting.dies(self._deferred, at)
             self._deferred = None
 
-    def leave(self, group: Group, at: int, reduces: bool = False) -> None:
-        """Drop a group's whole parameters; in a backward that reduces, reduce-scatter its gradients after that."""
+    def leave(self, group: Group, at: int) -> None:
+        """Drop a group's whole parameters."""
+        if group in self.whole:
+            self.rewriting.dies(self.whole.pop(group), at)
+
+    def leave_backward(self, group: Group, at: int, micro_step: range, reduces: bool) -> None:
+        """Drop a group's whole parameters; then add its gradients up, or reduce-scatter them."""
         if group not in self.whole:
             return
-        self.rewriting.dies(self.whole.pop(group), at)
+        if self.accumulated.keys() & group.gradients:
+            self._delay(group, at, micro_step)
+        self.leave(group, at)
         if reduces:
             self.release(at)
             if group.gradients:
                 self._reduce(group, at)
+        elif self.wider > 1:
+            self._accumulate(group, at)
+
+    def _accumulate(self, group: Group, at: int) -> None:
+        """Between micro-steps a gradient is kept in the precision in which ranks reduce."""
+        for gradient in group.gradients:
+            self.rewriting.blocks[gradient.block].kind = "gradients"
+            wide = self.rewriting.born(self.wider * gradient.bytes, "gradients", "accumulated", at, group.layer)
+            self.accumulated[gradient] = wide
+            self.rewriting.dies(gradient.block, at)
+
+    def _delay(self, group: Group, at: int, micro_step: range) -> None:
+        """A later micro-step's own gradients stay until their group is left; the plain step adds each at once."""
+        for block in later_gradients(self.rewriting.log, group.gradients, micro_step):
+            self.rewriting.dies(block, at)
 
     def _reduce(self, group: Group, at: int) -> None:
-        """Gradients are copied into one block, and freed; the part that is kept gets the parameters' own precision."""
+        """Gradients are copied into one block of the parameters' own precision, and freed; a part of it is kept."""
         rewriting, layer = self.rewriting, group.layer
-        total = sum(gradient.bytes for gradient in group.gradients)
-        part = total / self.num_processes
+        total = self.wider * sum(gradient.bytes for gradient in group.gradients)
         self._reduced = rewriting.born(total, "communication", "reduce-scatter input", at, layer)
         for gradient in group.gradients:
             rewriting.blocks[gradient.block].kind = "gradients"
-            rewriting.dies(gradient.block, at)
-        kept = rewriting.born(part, "gradients", "reduce-scatter", at, layer)
+            rewriting.dies(self.accumulated.pop(gradient, gradient.block), at)
+        kept = rewriting.born(total / self.num_processes, "gradients", "reduce-scatter", at, layer)
         if self.gloo:  # ProcessGroupGloo all-reduces a copy, which its thread may still hold at the next collective
             self._let_go(at)
             self._lagging = rewriting.born(total, "communication", "gloo reduce-scatter", at, layer)
-        if self.wider > 1:
-            narrow, kept = kept, rewriting.born(part * self.wider, "gradients", "reduce-scatter", at, layer)
-            rewriting.dies(narrow, at)
         rewriting.dies(kept, max(gradient.dies for gradient in group.gradients))
 
     def release(self, at: int) -> None:
@@ -199,14 +227,14 @@ def _backward(ranks: Ranks, marks: Landmarks, groups: Groups, micro_step: int) -
     for layer, span in backwards.items():
         group = groups.layers[layer]
         if not groups.tied:  # the final norm's input has its gradient
-            ranks.leave(groups.outer, span.start, reduces)
+            ranks.leave_backward(groups.outer, span.start, phase, reduces)
         ranks.unshard(group, span.start, forward=False)
         ranks.gather(order[order.index(group) - 1], span.start)
-        ranks.leave(group, span.stop, reduces)
+        ranks.leave_backward(group, span.stop, span, reduces)
     if groups.embedding.gradients:
         ranks.unshard(groups.embedding, max((span.stop for span in backwards.values()), default=phase.start), False)
-    ranks.leave(groups.outer, phase.stop, reduces)
-    ranks.leave(groups.embedding, phase.stop, reduces)
+    ranks.leave_backward(groups.outer, phase.stop, phase, reduces)
+    ranks.leave_backward(groups.embedding, phase.stop, phase, reduces)
     ranks.end(phase.stop)
 
 

@@ -6,10 +6,13 @@ ends gradients at another time.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
+from accelerate.utils import fsdp_utils
+from torch.utils._pytree import tree_map_only
 
 from launch.schema import Recipe, Strategy
 from training import shared_fsdp2, shared_zero
@@ -21,7 +24,8 @@ def as_computed(network: torch.nn.Module, strategy: Strategy) -> Strategy:
     """Cast a model that has no weights yet to what the engine computes with; the strategy to trace it under.
 
     Under mixed precision DeepSpeed casts the whole model and leaves autocast out. FSDP2 gathers every parameter in that
-    precision, inside autocast, and casts the output to it. The others keep the parameters, and autocast casts.
+    precision, inside autocast, and casts what its groups put out to float32 (engines.autocast_fsdp2). The others keep
+    the parameters, and autocast casts.
     Source: deepspeed 0.19 engine.py _configure_distributed_model; accelerate 1.15 fsdp2_prepare_model."""
     if strategy.mixed_precision == "no" or strategy.engine not in ("deepspeed", "fsdp2"):
         return strategy
@@ -31,13 +35,23 @@ def as_computed(network: torch.nn.Module, strategy: Strategy) -> Strategy:
         return replace(strategy, mixed_precision="no")
     for parameter in network.parameters():
         parameter.data = parameter.data.to(dtype)
-
-    def cast(module: torch.nn.Module, args: Any, output: Any) -> Any:
-        output.logits = output.logits.to(dtype)
-        return output
-
-    network.register_forward_hook(cast)
+    for module in _fsdp2_modules(network):
+        module.register_forward_hook(_float32_output)
     return strategy
+
+
+def _fsdp2_modules(network: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The modules that Accelerate shards on their own: the layers, the embeddings, the final norm."""
+    layer_classes = getattr(network, "_no_split_modules", None) or ()
+    yield from (module for module in network.modules() if type(module).__name__ in layer_classes)
+    final_norm = getattr(fsdp_utils, "_find_final_norm", lambda network: None)(network)
+    embeddings = (getattr(network, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output"))
+    yield from (module for module in (final_norm, *embeddings) if module is not None)
+
+
+def _float32_output(module: torch.nn.Module, args: Any, output: Any) -> Any:
+    """Cast each floating tensor of a module's output, as MixedPrecisionPolicy.output_dtype does."""
+    return tree_map_only(torch.Tensor, lambda one: one.float() if one.is_floating_point() else one, output)
 
 
 def shared_out(log: Log, recipe: Recipe, strategy: Strategy, tied: bool, bucket_elements: int) -> Log:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from launch.schema import Strategy
 from tests.builders import wish
@@ -386,6 +387,21 @@ def test_under_bf16_fsdp2_keeps_float32_and_gathers_bf16():
     assert before(log, "zero", "gradients") == 2 * step.whole // 2
 
 
+def test_under_bf16_fsdp2_reduces_in_float32():
+    bf16, float32 = (shared(Step(), strategy("fsdp2", mixed_precision=name, backend="nccl")) for name in ("bf16", "no"))
+
+    assert sizes(bf16, "reduce-scatter input") == [2 * size for size in sizes(float32, "reduce-scatter input")]
+
+
+def test_under_bf16_fsdp2_adds_micro_steps_up_in_float32():
+    step = Step(accumulation=2)
+
+    log = shared(step, strategy("fsdp2", mixed_precision="bf16", backend="nccl"))
+
+    assert before(log, "forward:1", "gradients") == 2 * step.whole
+    assert most(log, "backward:1") - before(log, "backward:1") >= LAYER  # a layer's own gradients until it is left
+
+
 def test_a_model_is_cast_to_what_its_engine_computes_with():
     def cast(mode: str) -> tuple[torch.dtype, str]:
         network = torch.nn.Linear(2, 2, device="meta")
@@ -395,6 +411,20 @@ def test_a_model_is_cast_to_what_its_engine_computes_with():
     assert cast("multi_cpu") == (torch.float32, "bf16")
     assert cast("fsdp2") == (torch.bfloat16, "bf16")
     assert cast("deepspeed_zero2") == (torch.bfloat16, "no")
+
+
+def test_the_residual_stream_is_float32_under_fsdp2_as_under_ddp():
+    config = LlamaConfig(vocab_size=8, hidden_size=4, intermediate_size=4, num_hidden_layers=2, num_attention_heads=1)
+    network = LlamaForCausalLM(config)
+    as_computed(network, strategy("fsdp2", mixed_precision="bf16"))
+    entered: list[torch.dtype] = []
+    for layer in network.model.layers:
+        layer.register_forward_pre_hook(lambda module, args: entered.append(args[0].dtype))
+
+    with torch.autocast("cpu", torch.bfloat16):
+        network(input_ids=torch.zeros(1, 3, dtype=torch.long))
+
+    assert entered == [torch.float32] * 2
 
 
 def test_only_weights_above_the_threshold_are_gathered_by_zero3():
