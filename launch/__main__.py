@@ -89,10 +89,10 @@ def _dispatch(argv: list[str]) -> int:
         prog="python -m launch", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawTextHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    doctor = commands.add_parser(
+    examine = commands.add_parser(
         "doctor", help="say what this machine offers, test the link between its GPUs, name what is wrong"
     )
-    doctor.add_argument(
+    examine.add_argument(
         "--machine", type=Path, help="a described machine (configs/machines/*.yaml) instead of this one"
     )
     known = {
