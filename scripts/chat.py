@@ -15,7 +15,7 @@ from launch import interpreter
 
 interpreter.go_on_with_packages()
 
-from launch import merging, shapes  # noqa: E402
+from launch import compile_caches, merging, shapes  # noqa: E402
 from launch.errors import LaunchError, ResourceError, visible  # noqa: E402
 from launch.rundir import left_in, read_json  # noqa: E402
 from launch.schema import QuantizationSection  # noqa: E402
@@ -68,6 +68,7 @@ def main() -> int:
     arguments = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is ever downloaded
     try:
+        compile_caches.settle()
         model, cut = load(_with_model(left_in(arguments.folder)))
     except LaunchError as error:
         print(f"error: {visible(str(error))}", file=sys.stderr)
