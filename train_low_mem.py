@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from launch import direct, packages, seed_cli
+from launch import compile_caches, direct, packages, seed_cli
 from launch.errors import LaunchError, Stopped, shown
 from launch.rundir import AttemptDir, RunDir, die_with_launcher, settle_process, write_json
 from launch.seed_cli import Request
@@ -40,6 +40,7 @@ def main(argv: list[str], request: Callable[[], Request] | None = None) -> int:
         die_with_launcher(signal.SIGKILL if passes_on else signal.SIGTERM)
     opened: list[AttemptDir] = []  # filled as soon as there is an attempt to leave word in
     try:
+        compile_caches.settle()
         if request is not None or argv[:1] == ["train"]:
             asked = request() if request else seed_cli.translate(argv[1:])
             start = direct.from_request(asked)

@@ -16,7 +16,7 @@ from launch import interpreter
 if __name__ == "__main__" and sys.argv[1:2] != ["doctor"]:  # which says what is missing
     interpreter.go_on_with_packages()
 
-from launch import nodes, recipes, report, rundir, shell_variables, started
+from launch import compile_caches, nodes, recipes, report, rundir, shell_variables, started
 from launch.candidates import Given
 from launch.errors import ConfigError, Interrupted, LaunchError, ResourceError, StorageError, shown
 from launch.estimate import Exceeded
@@ -138,6 +138,8 @@ def _dispatch(argv: list[str]) -> int:
         if "=" not in word:
             raise ConfigError(f"{word}: no flag of its own; a key of the recipe is set as {word}=VALUE, see --help")
     arguments = parser.parse_args([word for word in argv if word not in overrides])
+    if arguments.command not in ("compare", "samples", "report"):  # the others start children that import torch
+        compile_caches.settle()
     if arguments.command == "doctor":
         if overrides:
             raise ConfigError(f"doctor: unknown flag {overrides[0]}")

@@ -16,6 +16,7 @@ PROOF_CHARS = 400  # the HSA runtime says at the end of its line how much GPU me
 
 # How torchrun and accelerate's launcher of one process name ranks that a signal ended. torchrun lists those that had
 # ended when it looked, not those that it ends itself then; which of them it calls the root cause may be a tie.
+REPORTED_KILL = re.compile(r"^\s*rank\s*:\s*(\d+) .*\n\s*exitcode\s*:\s*-9 \(pid: (\d+)\)", re.MULTILINE)
 KILLED_FIRST = re.compile(r"exitcode\s*:\s*-9\b|died with <Signals.SIGKILL: 9>")
 CRASHED = re.compile(r"exitcode\s*:\s*-(?!(?:9|15|2|1|10)\b)(\d+)|died with <Signals\.(?!SIGKILL|SIGTERM)\w+: (\d+)>")
 EXITED = re.compile(r"exitcode\s*:\s*(\d+)\b|returned non-zero exit status (\d+)")  # a rank's, where it left no word
@@ -45,6 +46,7 @@ def classify(evidence: Evidence) -> Failure | None:
     """The cause of an attempt's end; None when it left its model, even if a rank fell over while closing down."""
     if evidence.completed:
         return None
+    evidence = replace(evidence, log_tail=_without_ours(evidence))
     if evidence.oom_kills > 0:
         return _oom_kill(evidence)
     if evidence.pressure:
@@ -65,6 +67,14 @@ def classify(evidence: Evidence) -> Failure | None:
     if evidence.preempted is not None and evidence.returncode != -signal.SIGKILL:  # else nobody told the ranks to stop
         return _preempted(evidence)
     return _fallen(evidence)
+
+
+def _without_ours(evidence: Evidence) -> str:
+    """The log without the launcher's lines on ranks that the supervisor ended: their SIGKILL is nobody else's."""
+    if not evidence.ended_ranks:
+        return evidence.log_tail
+    ours = re.compile(rf"(-9\b.*\(pid: |Signal 9 .* PID )({'|'.join(map(str, evidence.ended_ranks))})\b")
+    return "\n".join(line for line in evidence.log_tail.splitlines() if not ours.search(line))
 
 
 def _oom_kill(evidence: Evidence) -> Failure:
@@ -96,10 +106,18 @@ def _fallen(evidence: Evidence) -> Failure:
             "killed",
             1,
             "somebody killed a process of the run with SIGKILL; the kernel's out-of-memory counter did not grow",
-            "SIGKILL is the launcher's first observed failure",
+            _killed(evidence.log_tail),
             CONTINUE,
         )
     return _from_words(evidence, left)
+
+
+def _killed(log: str) -> str:
+    """Ranks that SIGKILL ended, as torchrun's agent reports them."""
+    named = [f"rank {rank} (process {pid})" for rank, pid in REPORTED_KILL.findall(log)]
+    if not named:
+        return "SIGKILL is the launcher's first observed failure"
+    return f"the launcher reports SIGKILL for {', '.join(named)}"
 
 
 def _from_words(evidence: Evidence, left: Sequence[Mapping[str, Any]]) -> Failure:

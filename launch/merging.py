@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launch import environment, probe, rundir
+from launch import environment, probe, rundir, shapes
 from launch.errors import ConfigError, ResourceError
 from launch.report import size
 from launch.rundir import CODE
@@ -20,7 +20,9 @@ ADAPTER = "adapter_config.json"
 def run(source: Path, out: Path) -> int:
     """Merge what is in `source`, a run or an adapter, into `out`; the child's exit code."""
     adapter = _adapter(source)
-    base = _base(adapter)
+    base = base_of(adapter)
+    shapes.check_adapter(adapter)
+    shapes.check_folder(base)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out}: found something there, expected a new or empty folder; give another one")
     rundir.refuse_strangers(out)
@@ -47,12 +49,12 @@ def _adapter(source: Path) -> Path:
     raise ResourceError(f"{source}: found no {ADAPTER}, expected a LoRA adapter, or the run that trained one")
 
 
-def _base(adapter: Path) -> Path:
+def base_of(adapter: Path) -> Path:
     """The folder of the model that the adapter was trained on."""
     file = adapter / ADAPTER
     try:
         named = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ResourceError(f"{file}: is not an adapter's configuration ({error}); copy the adapter again") from error
     if not named:
         raise ResourceError(

@@ -73,13 +73,27 @@ def link(
     found = _Search(machine, num_processes, environ, collective, device, say, limits, shm).run()
     if all(link_causes.BY_NAME[attempt.cause].lasting for attempt in found.tries):
         _keep(path, facts, found, say)
+    _of_this_process[path, _key(facts)] = found
     return found
 
 
-def known(machine: Machine, num_processes: int, cache: Path, environ: Mapping[str, str]) -> Link | None:
-    """What an earlier test of these GPUs found, or None; tests nothing."""
-    facts = _facts(machine, num_processes, environ, COLLECTIVE, "cuda")
-    kept = _kept(cache / "link.json", lambda line: None).get(_key(facts))
+# Results of this process's own tests, those that are not kept for later starts too: a plan that is made again, hours
+# later perhaps, is for the link that the first one was for.
+_of_this_process: dict[tuple[Path, str], Link] = {}
+
+
+def known(
+    machine: Machine,
+    num_processes: int,
+    cache: Path,
+    environ: Mapping[str, str],
+    collective: Sequence[str] = COLLECTIVE,
+) -> Link | None:
+    """The result of this process's last test of these GPUs, else of an earlier start's, else None; tests nothing."""
+    path, facts = cache / "link.json", _facts(machine, num_processes, environ, collective, "cuda")
+    if tested := _of_this_process.get((path, _key(facts))):
+        return tested
+    kept = _kept(path, lambda line: None).get(_key(facts))
     return kept.link if kept and _is_valid(kept) else None
 
 
@@ -110,6 +124,7 @@ class _Search:
         worth: list[Env] = list(link_causes.LADDER)
         considered: list[Env] = []  # as the ladder has them
         tried: list[Env] = []  # as they were added to the user's environment
+        is_cold = True  # the first start may be the one that reads torch from a slow disk
         while worth:
             wanted, *rest = worth
             considered.append(wanted)
@@ -128,6 +143,12 @@ class _Search:
                     return self._works(result)
                 if not cause.cards_work:
                     return self._one_gpu(f"{cause.what}, which no other transport mends")
+                if is_cold and cause.name == "not_started":  # says nothing of this transport, nor of the next start
+                    is_cold, self.start_s = False, 0.0
+                    self.deadline += self.tries[-1].seconds
+                    considered.pop()
+                    tried.pop()
+                    continue
                 rest = [env for env in cause.worth if env not in considered]
             worth = rest
         result = self._try("gloo", self.required, self.deadline)

@@ -744,6 +744,7 @@ class Evidence:
     preempted: Mapping[str, Any] | None = None  # rank 0's outcome, where the ranks agreed to stop
     hang: str = ""  # which rank was silent, where and how long
     pressure: str = ""  # why the host's RAM was about to run out, where the ranks were stopped for it
+    ended_ranks: tuple[int, ...] = ()  # pids of ranks that the supervisor ended, since another had ended before them
     vram_reserved_bytes: int = 0  # of the fullest rank, by the last step that was logged
     vram_total_bytes: int = 0  # 0: no GPU, or no step
 

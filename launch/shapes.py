@@ -22,6 +22,7 @@ from launch.errors import ConfigError, LaunchError, ResourceError, suggestion
 from launch.schema import LoraSection, ModelSection, ModelShape
 
 INDEX_NAME = "model.safetensors.index.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 10 << 20  # a config.json has kilobytes; the index of a 400B model about 200 KiB
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a weight file, for its fingerprint
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
@@ -81,6 +82,25 @@ def read(model: ModelSection, vocab_size: int | None = None, *, root: Path) -> t
     untied = _untied(tensors, config, folder)
     shapes = predict.parameter_shapes(config | changes)
     return config | changes, shapes | {name: shapes[source] for name, source in untied.items()}
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a model folder that brings code, weights that are pickles, or weights that are damaged or missing.
+
+    Raises ResourceError. Whoever opens a folder asks this first; training asks read(), which checks the same."""
+    _folder_config(folder)
+    if _tensors(folder) is None:
+        raise ResourceError(f"{folder}: has a config.json, but no weights beside it; copy the model again")
+
+
+def check_adapter(folder: Path) -> None:
+    """Refuse a LoRA adapter without safetensors: peft would open a pickle in their place. Raises ResourceError."""
+    if (folder / ADAPTER_WEIGHTS).is_file():
+        _header(folder / ADAPTER_WEIGHTS)
+        return
+    others = sorted(path.name for path in folder.glob("adapter_model.*"))
+    found = f"its weights are {others[0]}" if others else "it has no weights"
+    raise ResourceError(f"{folder}: {found}; expected {ADAPTER_WEIGHTS}, for only safetensors are read")
 
 
 # ---- config --------------------------------------------------------------------------------------------------------

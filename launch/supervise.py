@@ -79,6 +79,7 @@ def run(
         preempted=None if completed else outcome,
         hang=ended.hang,
         pressure=ended.pressure,
+        ended_ranks=tuple(ended.ended_ranks),
         **last_vram(attempt.events_file),
     )
     beats = heartbeats.read_all(attempt)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import psutil
@@ -23,6 +24,7 @@ LOAD_GRACE_S = 10.0  # for ranks that have trained nothing yet
 STACKS_S = 2.0  # for stacks to be written
 HANG_GRACE_S = 10.0  # between SIGTERM and SIGKILL of ranks that hang
 ALONE_GRACE_S = 10.0  # for a launcher one of whose ranks has ended, and for its other ranks
+REPORT_S = 2.0  # for the launcher to say which rank ended how, once the ranks that were left are ended too
 STACKS_SIGNAL = signal.SIGQUIT
 
 
@@ -35,6 +37,7 @@ class Ended:
     is_refuted: bool = False  # the second step took more than was planned
     hang: str = ""  # which rank was silent, where and how long
     pressure: str = ""  # why the host's RAM was about to run out
+    ended_ranks: list[int] = field(default_factory=list)  # pids: left by a rank that had ended, and ended here
     unkillable: list[int] = field(default_factory=list)
 
 
@@ -74,8 +77,8 @@ class Watch:
                 is_forced = (
                     self._refuted()
                     or self._stop(child, beats, now)
+                    or self._is_alone(child, beats, now)
                     or self._hang(beats, now)
-                    or self._is_alone(child, now)
                 )
                 if line := self._progress.slow(beats, now):
                     self._screen.say(line)
@@ -145,6 +148,8 @@ class Watch:
 
     def _hang(self, beats: list[Beat], now: float) -> bool:
         """Find a rank that hangs, save all stacks, ask it to end; whether to kill."""
+        if self._alone_since is not None:  # who waits for a rank that has ended is silent
+            return False
         if self._hanging_since is not None:
             if now - self._hanging_since > STACKS_S:
                 for beat in beats:
@@ -164,10 +169,29 @@ class Watch:
             tree.send(beat.pid, signal.SIGCONT)  # one that was stopped writes its stacks only now
         return False
 
-    def _is_alone(self, child: subprocess.Popen[bytes], now: float) -> bool:
-        """Whether a rank has ended and its launcher and the other ranks have not followed."""
+    def _is_alone(self, child: subprocess.Popen[bytes], beats: list[Beat], now: float) -> bool:
+        """End the ranks that are left where one has ended and they have not followed; whether to kill the launcher.
+
+        In a collective of NCCL a rank takes no signal but SIGKILL, and torchrun's agent, which sends SIGTERM, waits for
+        it: killed with its ranks it would never say which of them ended first, and how."""
         trained = [beat for beat in heartbeats.read_all(self._attempt) if beat.section != "tokenise"]
         if child.poll() is not None or all(tree.is_alive(beat.pid) for beat in trained):
             return False
         self._alone_since = self._alone_since or now
-        return now - self._alone_since > ALONE_GRACE_S
+        if now - self._alone_since <= ALONE_GRACE_S:
+            return False
+        for beat in beats:
+            with suppress(psutil.NoSuchProcess):  # it has followed
+                if tree.is_tagged(psutil.Process(beat.pid), self._run.tag):
+                    self._end_rank(beat, now - self._alone_since)
+        return now - self._alone_since > ALONE_GRACE_S + REPORT_S
+
+    def _end_rank(self, beat: Beat, waited_s: float) -> None:
+        """SIGKILL, said once."""
+        if beat.pid not in self._ended.ended_ranks:
+            self._ended.ended_ranks.append(beat.pid)
+            self._screen.say(
+                f"rank {beat.rank} (process {beat.pid}, {beat.section}) is ended: another rank ended {waited_s:.0f} s"
+                " ago, and it did not follow"
+            )
+        tree.send(beat.pid, signal.SIGKILL)

@@ -15,40 +15,48 @@ from launch import interpreter
 
 interpreter.go_on_with_packages()
 
+from launch import compile_caches, merging, shapes  # noqa: E402
 from launch.errors import LaunchError, ResourceError, visible  # noqa: E402
 from launch.rundir import left_in, read_json  # noqa: E402
 from launch.schema import QuantizationSection  # noqa: E402
 
 
 def _with_model(folder: Path) -> Path:
-    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+    if not any((folder / name).is_file() for name in ("config.json", merging.ADAPTER)):
         raise ResourceError(f"{folder}: no model here; give the folder that the run printed, or a run folder")
     return folder
 
 
 def load(folder: Path):  # noqa: ANN201  torch is imported late, so its types cannot be named here
     """(model, tokenizer) of a folder that a run wrote; the base of an adapter as it was trained on, in 4 bits too."""
+    is_adapter = (folder / merging.ADAPTER).is_file()
+    base = merging.base_of(folder) if is_adapter else folder
+    if is_adapter:
+        shapes.check_adapter(folder)
+    shapes.check_folder(base)
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     from training import four_bit, tokenizer
+    from training.model import folder_config
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     in_4_bits = {}
-    if (folder / "adapter_config.json").is_file():
-        from peft import PeftConfig, PeftModel
-
-        base = PeftConfig.from_pretrained(folder).base_model_name_or_path
-        if quantization := (read_json(folder / "lowmem.json") or {}).get("quantization"):
-            config = four_bit.config(QuantizationSection.model_validate(quantization))
-            in_4_bits = {"quantization_config": config, "device_map": {"": device}}
-    else:
-        base = str(folder)
-    config = AutoConfig.from_pretrained(base, local_files_only=True)
+    if is_adapter and (quantization := (read_json(folder / "lowmem.json") or {}).get("quantization")):
+        config = four_bit.config(QuantizationSection.model_validate(quantization))
+        in_4_bits = {"quantization_config": config, "device_map": {"": device}}
+    config = folder_config(base)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    model = family.from_pretrained(base, local_files_only=True, use_safetensors=True, **in_4_bits)
-    if base != str(folder):
-        model = PeftModel.from_pretrained(model, folder)
+    try:
+        model = family.from_pretrained(
+            base, local_files_only=True, trust_remote_code=False, use_safetensors=True, **in_4_bits
+        )
+        if is_adapter:
+            from peft import PeftModel
+
+            model = PeftModel.from_pretrained(model, folder, local_files_only=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ResourceError(f"{folder}: cannot be loaded ({str(error).strip().splitlines()[0]})") from error
     return model.to(device).eval(), tokenizer.load(folder)
 
 
@@ -58,7 +66,9 @@ def main() -> int:
     parser.add_argument("question", nargs="*", help="asked once; left out: read from standard input, line by line")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     arguments = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is ever downloaded
     try:
+        compile_caches.settle()
         model, cut = load(_with_model(left_in(arguments.folder)))
     except LaunchError as error:
         print(f"error: {visible(str(error))}", file=sys.stderr)

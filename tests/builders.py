@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from launch import candidates, planner, shapes
+from launch import candidates, compile_caches, planner, shapes
 from launch.schema import GIB, DataFormat, Gpu, Machine, Plan, Recipe
 
 CODE = Path(__file__).resolve().parent.parent
@@ -73,7 +73,8 @@ def recipe(folder: Path, shape: str = "llama-tiny", count: int = 45, **sections:
 def environment(house: Path, **extra: str) -> dict[str, str]:
     """The environment of a launch whose runs, logs and caches go under `house`."""
     house.mkdir(parents=True, exist_ok=True)
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "LOWMEM_"))}
+    ours = ("SLURM_", "LOWMEM_", *compile_caches.FOLDERS)  # those torch has set in the tests' own process
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
     return {**inherited, "PYTHONPATH": str(CODE), "LOWMEM_ROOT": str(house), "HF_HUB_OFFLINE": "1", **TRACES, **extra}
 
 

@@ -15,11 +15,11 @@ from launch.errors import LaunchError, ResourceError, StorageError, shown
 def merge(base: Path, adapter: Path, out: Path) -> None:
     """Write `out` aside and rename it. The weights keep the base's dtype; the sum of both is rounded once."""
     from peft import PeftModel
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    from training import tokenizer
+    from training import model, tokenizer
 
-    config = AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=False)
+    config = model.folder_config(base)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     try:
         whole = family.from_pretrained(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
+import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -45,6 +49,18 @@ def build(
     return _prepared(model, section, lora, lora_targets)
 
 
+def folder_config(folder: str | Path) -> PreTrainedConfig:
+    """The configuration of a model folder. Raises ResourceError for a type that transformers does not have."""
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        said = str(error).strip().splitlines()[0]
+        raise ResourceError(
+            f"{folder}/config.json: transformers {transformers.__version__} cannot read it ({said}); code that comes"
+            " with a model is never run: use a model_type that transformers has itself"
+        ) from error
+
+
 def without_weights(
     section: ModelSection,
     shape: ModelShape,
@@ -78,7 +94,9 @@ def _from_shape(
 ) -> PreTrainedModel:
     config = AutoConfig.for_model(**shape.config)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    model = family.from_config(config, dtype=getattr(torch, section.dtype), attn_implementation=attention)
+    model = family.from_config(
+        config, dtype=getattr(torch, section.dtype), attn_implementation=attention, trust_remote_code=False
+    )
     if quantization is not None:
         four_bit.quantize(model, quantization)
     return model
@@ -91,7 +109,7 @@ def _from_folder(
     attention: AttnImplementation = "sdpa",
 ) -> PreTrainedModel:
     assert section.path is not None
-    config = AutoConfig.from_pretrained(section.path, local_files_only=True, trust_remote_code=False)
+    config = folder_config(section.path)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     in_4_bits = (
         {"quantization_config": four_bit.config(quantization), "device_map": {"": device}} if quantization else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 
@@ -92,4 +93,36 @@ def test_max_restarts_0_means_never_and_a_stop_ends_the_wait_for_a_restart(tmp_p
         began = time.monotonic()
         assert child.wait() in (1, 75), child.said()  # of the failure, or of the next attempt that is stopped
         assert time.monotonic() - began < 30
+        assert child.left() == []
+
+
+# As a rank waits in a collective of NCCL: inside a library, where no signal's handler of Python ever runs.
+DEAF = """
+import ctypes
+lock, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+libc.pthread_mutex_lock(lock)
+libc.pthread_mutex_lock(lock)
+"""
+
+
+@pytest.mark.fast_faults
+@pytest.mark.shows(
+    "F4", "kill -9 of one rank while the other waits inside a library; it was alive before, and left a mark"
+)
+def test_kill_minus_nine_of_a_rank_is_named_where_the_other_takes_no_signal_and_the_run_goes_on(tmp_path, injected):
+    training = {"num_train_epochs": 5, "save_steps": 4}
+    deaf = stopping.at_step("6", DEAF, rank=0, times=1)
+    with stopping.launched(tmp_path, faults={"deaf": deaf}, training=training) as child:
+        child.until("rank 0 waits", lambda: stopping.fired(tmp_path, "deaf"))
+        waits, killed = child.ranks()
+        killed.kill()
+        injected()
+        assert child.wait(240) == 0, child.said()
+        said, first, second = child.said(), *child.run.attempts()
+        assert f"rank 0 (process {waits.pid}, step) is ended: another rank ended" in said
+        assert said.count("restart 1 of 10 in 1 s, from step 4: somebody killed a process of the run") == 1
+        failure = json.loads(first.supervisor_file.read_text())["failure"]
+        assert failure["kind"] == "killed"
+        assert failure["proof"] == f"the launcher reports SIGKILL for rank 1 (process {killed.pid})"
+        assert json.loads(second.outcome_file.read_text())["complete"]
         assert child.left() == []

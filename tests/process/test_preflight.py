@@ -175,9 +175,43 @@ def test_a_hang_of_any_rank_is_ended_and_p2p_is_tried_without(world, hang):
 
 def test_ranks_that_never_start_are_no_verdict_on_the_link(world):
     found = world.link({"nccl": "never-start", "*": "work"}, limits=Limits(20.0, 0.4, 0.4))
-    assert [attempt.cause for attempt in found.tries] == ["not_started", ""]
+    assert [attempt.cause for attempt in found.tries] == ["not_started", "not_started", ""]
     assert world.alive() == []
     assert not (world.cache / "link.json").exists()
+
+
+def test_a_first_start_from_a_cold_disk_costs_no_transport_its_try(world):
+    """By the limits of a real start: the ranks' time to start, twice, is more than what the first one leaves."""
+    limits = Limits(total_s=10.0, start_s=3.0, try_s=1.0)
+    found = world.link({"nccl": "cold", f"nccl {P2P}": "work"}, limits=limits)
+    assert [(attempt.backend, dict(attempt.env), attempt.cause) for attempt in found.tries] == [
+        ("nccl", {}, "not_started"),
+        ("nccl", {}, "hang"),
+        ("nccl", {"NCCL_P2P_DISABLE": "1"}, ""),
+    ]
+    assert (found.backend, found.skipped) == ("nccl", ())
+    assert world.alive() == []
+
+
+def test_a_driver_that_hangs_at_every_start_ends_at_gloo_within_the_limit_and_one_more_start(world):
+    began = time.monotonic()
+    found = world.link({"gloo": "work", "*": "never-start"}, limits=Limits(total_s=10.0, start_s=3.0, try_s=1.0))
+    assert [attempt.backend for attempt in found.tries] == ["nccl", "nccl", "gloo"]
+    assert found.backend == "gloo"
+    assert time.monotonic() - began < 10 + 3 + 5
+
+
+@pytest.mark.parametrize(
+    "behaviours", [{"*": "say card-busy.txt"}, {"nccl": "cold", "*": "work"}], ids=["busy", "cold"]
+)
+def test_a_plan_that_is_made_again_has_the_link_of_the_first_one(world, behaviours):
+    limits = Limits(total_s=10.0, start_s=3.0, try_s=1.0)
+    found = world.link(behaviours, limits=limits)
+    assert not (world.cache / "link.json").exists()  # it may be another in a minute: the next start tests again
+    calls = len(world.calls())
+    assert preflight.known(TWO_CARDS, 2, world.cache, world.environ({}), FAKE) == found
+    assert len(world.calls()) == calls
+    assert preflight.known(TWO_CARDS, 2, world.cache, world.environ({}, NCCL_P2P_DISABLE="1"), FAKE) is None
 
 
 def test_a_slow_start_is_not_a_hang(world):

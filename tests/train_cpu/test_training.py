@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,9 +33,21 @@ def finished(tmp_path_factory) -> tuple[Path, str]:
     recipe = builders.recipe(folder, training=training)
     useless = [{"prompt": "red blue " * 99, "response": "y"}, {"prompt": "empty", "response": ""}]
     builders.write_parquet(folder / "train.parquet", [*builders.rows(45), *useless])
-    done = builders.launch(folder / "house", "run", str(recipe))
+    (folder / "tmp").mkdir()
+    done = builders.launch(folder / "house", "run", str(recipe), TMPDIR=str(folder / "tmp"))
     assert done.returncode == 0, done.stderr + done.stdout
     return folder, done.stdout
+
+
+def test_a_run_and_a_chat_leave_no_folder_of_compiled_code_at_a_name_that_others_can_take(finished):
+    folder, _ = finished
+    chat = [sys.executable, str(builders.CODE / "scripts/chat.py"), str(folder / "model"), "1: red"]
+    env = builders.environment(folder / "house", TMPDIR=str(folder / "tmp"))
+    done = subprocess.run(chat, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (own,) = (folder / "tmp").iterdir()
+    assert (own.name, own.stat().st_mode & 0o777) == (f"lowmem-{os.geteuid()}", 0o700)
+    assert (own / "inductor").is_dir()
 
 
 def test_the_schedule_is_in_the_log_and_a_checkpoint_is_written_every_save_steps_across_epochs(finished):

@@ -44,6 +44,44 @@ def error(message: str, exit_code: int | None = None, rank: int = 0) -> dict:
     return {"rank": rank, "type": "RuntimeError", "message": message, "exit_code": exit_code, "time": 1.0}
 
 
+# A real report of torchrun (torch 2.13): rank 1 got SIGKILL; rank 0, which took no SIGTERM, was ended after it.
+TWO_ENDS = """E1122 13:14:45.339000 14429 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: -9) local_rank: 0 (pid: 14440) of binary: /venv/bin/python
+Failures:
+[1]:
+  time      : 2026-11-22_13:14:45
+  rank      : 1 (local_rank: 1)
+  exitcode  : {end} (pid: 14441)
+  error_file: <N/A>
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-22_13:14:45
+  rank      : 0 (local_rank: 0)
+  exitcode  : -9 (pid: 14440)  (SIGKILL)
+  error_file: <N/A>
+  traceback : Signal 9 (SIGKILL) received by PID 14440"""  # noqa: E501
+
+
+def test_a_rank_that_was_killed_is_named_and_the_one_that_the_supervisor_ended_after_it_is_not():
+    found = failures.classify(evidence(log_tail=TWO_ENDS.format(end="-9"), ended_ranks=(14440,)))
+    assert found is not None
+    assert (found.kind, found.proof) == ("killed", "the launcher reports SIGKILL for rank 1 (process 14441)")
+
+
+@pytest.mark.parametrize(
+    ("end", "left", "kind"),
+    [
+        ("-11", (), "signal"),
+        ("1", (error("boom", rank=1),), "crash"),
+        ("1", (error(CUDA, rank=1),), "device_oom"),
+        ("2", (error("3 ranks were asked for", exit_code=2, rank=1),), "RuntimeError"),
+    ],
+)
+def test_what_the_supervisor_ended_hides_no_other_cause(end, left, kind):
+    found = failures.classify(evidence(log_tail=TWO_ENDS.format(end=end), ended_ranks=(14440,), rank_errors=left))
+    assert found is not None
+    assert found.kind == kind
+
+
 @pytest.mark.parametrize(
     ("found", "kind", "exit_code"),
     [

@@ -70,6 +70,65 @@ def test_training_imports_only_the_nouns_and_the_files_of_launch(source):
     assert of_launch <= {"launch.errors", "launch.schema", "launch.rundir", "launch.manifest", "launch.shards"}
 
 
+# Loaders that cannot run a folder's code: peft has no such option, the quantizer is handed a configuration in memory
+CODELESS = {"PeftModel": "local_files_only", "PeftConfig": "local_files_only", "AutoHfQuantizer": None}
+RUNS_CODE = {"pipeline", "get_class_from_dynamic_module", "load_custom_generate", "AutoPeftModel"}
+
+
+def calls_that_may_run_a_folders_code(source: Path) -> list[str]:
+    """file:line of each from_pretrained() and from_config() that does not rule out code and downloads in so many words,
+    of each that hides behind another name, and of what runs a folder's code by itself."""
+    found = []
+    nodes = list(ast.walk(ast.parse(source.read_text(encoding="utf-8"))))
+    called = {id(node.func): node for node in nodes if isinstance(node, ast.Call)}
+    for node in nodes:
+        where = f"{source.name}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+            found += [where] if not (isinstance(node.value, ast.Constant) and node.value.value is False) else []
+        if isinstance(node, ast.Name | ast.alias):
+            name = node.id if isinstance(node, ast.Name) else node.name
+            found += [where] if name in RUNS_CODE or name == "from_pretrained" else []
+        if not isinstance(node, ast.Attribute) or node.attr not in ("from_pretrained", "from_config"):
+            continue
+        owner = node.value.id if isinstance(node.value, ast.Name) else ""
+        wanted = {"trust_remote_code": False} | ({"local_files_only": True} if node.attr == "from_pretrained" else {})
+        if owner in CODELESS:
+            wanted = {CODELESS[owner]: True} if CODELESS[owner] else {}
+        call = called.get(id(node))
+        keywords = call.keywords if call else []
+        said = {word.arg: word.value.value for word in keywords if isinstance(word.value, ast.Constant)}
+        if call is None or any(said.get(name) is not value for name, value in wanted.items()):
+            found.append(where)
+    return found
+
+
+def test_no_loader_of_folders_may_run_their_code_or_download():
+    sources = [path for folder in ("launch", "training", "scripts") for path in sorted((ROOT / folder).glob("*.py"))]
+    sources.append(ROOT / "train_low_mem.py")
+    loaders = [path.name for path in sources if ".from_pretrained(" in path.read_text(encoding="utf-8")]
+    assert {"model.py", "tokenizer.py", "merge.py", "chat.py"} <= set(loaders)  # else the test looks past them
+    assert [line for source in sources for line in calls_that_may_run_a_folders_code(source)] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "AutoConfig.from_pretrained(folder, local_files_only=True)",
+        "AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)",
+        "AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)",
+        "AutoModelForCausalLM.from_config(config)",
+        "PeftModel.from_pretrained(model, folder)",
+        "read = AutoConfig.from_pretrained",
+        "options = dict(trust_remote_code=True)",
+        "from transformers import pipeline",
+    ],
+)
+def test_that_check_sees_each_way_to_leave_it_open(tmp_path, line):
+    source = tmp_path / "one.py"
+    source.write_text(line + "\n")
+    assert set(calls_that_may_run_a_folders_code(source)) == {"one.py:1"}
+
+
 def test_a_plan_takes_less_than_half_a_second_and_no_torch(house):
     argv = [sys.executable, "-X", "importtime", "-m", "launch", "plan", "sft_fast"]
     env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
