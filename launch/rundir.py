@@ -28,7 +28,7 @@ from launch import shards
 from launch.errors import HIDDEN, CheckpointError, ConfigError, ResourceError, shown
 from launch.schema import DataFormat, Machine, ModelShape, Plan, Recipe
 
-TOKEN_CACHE_VERSION = 1  # raise when training/data.py writes other bytes for the same input
+TOKEN_CACHE_VERSION = 2  # raise when training/ tokenises the same input to other rows
 PR_SET_PDEATHSIG = 1  # prctl(2)
 SAMPLES = "samples.i32"  # of a rank: step, number of rows, the rows, as little-endian int32
 TOKENS_MADE_OF = "made_of.json"  # of a token cache: token_identity()
