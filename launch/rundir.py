@@ -443,7 +443,8 @@ def token_identity(cache: Path, recipe: Recipe, shape: ModelShape, data_format: 
         if data.streaming
         else shards.fingerprint(Path(data.train_file), known),
         "validation": shards.fingerprint(Path(data.validation_file), known) if data.validation_file else None,
-        "columns": [data_format.kind, data_format.file_type, dict(data_format.columns)],
+        "columns": [data_format.kind, data_format.file_type, dict(data_format.columns)]
+        + ([sorted(data_format.ignored)] if data_format.ignored else []),  # where later rows may hold more than they
         "limits": [data.max_length, data.max_train_samples, data.max_validation_samples]
         + ([data.max_bad_rows] if data.max_bad_rows else [])
         + (["packed"] if data.packing else [])
