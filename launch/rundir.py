@@ -32,7 +32,7 @@ TOKEN_CACHE_VERSION = 2  # raise when training/ tokenises the same input to othe
 PR_SET_PDEATHSIG = 1  # prctl(2)
 SAMPLES = "samples.i32"  # of a rank: step, number of rows, the rows, as little-endian int32
 TOKENS_MADE_OF = "made_of.json"  # of a token cache: token_identity()
-TOKENS_READY = "counts.json"  # the last file written into a token cache: a folder with it is complete
+TOKENS_READY = "counts.json"  # of a token cache: what its rows are; its folder is renamed when all is written
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -472,12 +472,6 @@ def token_files(folder: Path, part: str) -> list[Path]:
 def known_files(cache: Path) -> shards.Known:
     """What earlier starts have read of data files."""
     return shards.Known(cache / "files.json")
-
-
-def note_made_of(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Beside tokenised rows what they were made of; an older version did not."""
-    if not (folder / TOKENS_MADE_OF).exists():
-        write_json(folder / TOKENS_MADE_OF, identity)
 
 
 def token_folder(cache: Path, identity: Mapping[str, Any]) -> Path:

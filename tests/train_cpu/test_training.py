@@ -127,6 +127,19 @@ def test_a_run_is_compared_with_one_that_has_less_padding(finished, tmp_path):
     assert page.read_text().count("<polyline") == 6
 
 
+def test_a_flipped_bit_in_the_tokenised_rows_is_not_trained_on(tmp_path):
+    sections = {"training": {"max_steps": 2, "save_steps": 100}}
+    trained(tmp_path, **sections)
+    before = builders.weights(tmp_path / "model")
+    (cache,) = (tmp_path / "house/.cache/tokens").glob("*/train.arrow")
+    content = bytearray(cache.read_bytes())
+    content[len(content) // 2] ^= 1
+    cache.write_bytes(content)
+    done = trained(tmp_path, "--resume", "never", **sections)
+    assert "train.arrow was changed after it was written): tokenising again" in done.stdout
+    assert all(torch.equal(tensor, before[name]) for name, tensor in builders.weights(tmp_path / "model").items())
+
+
 def test_lora_on_a_local_folder_leaves_an_adapter_and_touches_no_base_weight(finished, tmp_path):
     base = finished[0] / "model"
     before = {name: tensor.clone() for name, tensor in builders.weights(base).items()}
