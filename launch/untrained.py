@@ -33,6 +33,7 @@ KEYS: Mapping[str, str] = {  # of a message
 }
 WEIGHTS = ("weight", "train", "training")  # 1 or true on an answer is what training does
 EMPTY_JSON = ("", "[]", "{}")
+DEPTH = 16  # of lists in lists; what is deeper counts as content
 
 Name = tuple[str, str | None]  # a column, and a key of its messages
 
@@ -70,14 +71,13 @@ def _is_answer(turn: Mapping[str, Any]) -> bool:
     return (turn.get("role") or turn.get("from")) in ("assistant", "gpt", "bot", "model")
 
 
-def is_empty(value: Any) -> bool:
+def is_empty(value: Any, depth: int = DEPTH) -> bool:
     """True for a value without content: null, NaN, "", [], {}, or nothing but such values. False and 0 are content."""
     if isinstance(value, str):
         return value.strip() in EMPTY_JSON
-    if isinstance(value, Mapping):
-        return all(is_empty(item) for item in value.values())
-    if isinstance(value, list | tuple):
-        return all(is_empty(item) for item in value)
+    if isinstance(value, Mapping | list | tuple):
+        items = value.values() if isinstance(value, Mapping) else value
+        return depth > 0 and all(is_empty(item, depth - 1) for item in items)
     return value is None or value != value or value == b""
 
 

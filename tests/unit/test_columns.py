@@ -519,6 +519,13 @@ def test_a_weight_that_says_what_training_does_is_accepted(tmp_path, weight):
         detect(write(tmp_path, "b.jsonl", [asked]))
 
 
+def test_lists_that_are_very_deep_are_content_and_no_traceback(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(PAIR)[:-1] + f', "history": {"[" * 900}{"]" * 900}}}\n')
+    with pytest.raises(DataError, match="column 'history' is not trained yet"):
+        detect(path)
+
+
 def test_the_columns_that_are_not_read_are_named_in_one_line(tmp_path):
     row = {"messages": [{**TURNS[0], "id": 1}, TURNS[1]], "url": "a", "score": 1, "label": 0}
     found = detect(write(tmp_path, "a.jsonl", [row]), ignore_columns=["label", "lable"])
