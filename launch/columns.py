@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from launch import first_rows, shards
+from launch import first_rows, shards, untrained
 from launch.errors import ConfigError, DataError, nearest
 from launch.first_rows import Found
 from launch.schema import DataFormat, DataSection
@@ -38,15 +40,16 @@ def detect(data: DataSection, base: Path, known: Known | None = None) -> DataFor
     explicit, known = _explicit(data), known or Known()
     first, *others = shards.of(base / data.train_file)
     is_corpus = bool(others)
-    training = _format(_read(first, data.max_bad_rows, known, is_corpus), explicit, "data.train_file")
+    files = [_read(first, data.max_bad_rows, known, is_corpus)]
+    training = _format(files[0], explicit, data.ignore_columns, "data.train_file")
     for shard in others:
-        found = _read(shard, data.max_bad_rows, known, is_corpus)
-        _same(training, _format(found, explicit, "data.train_file"), first, shard)
+        files.append(_read(shard, data.max_bad_rows, known, is_corpus))
+        _same(training, _format(files[-1], explicit, data.ignore_columns, "data.train_file"), first, shard)
     for shard in shards.of(base / data.validation_file) if data.validation_file is not None else ():
-        found = _read(shard, data.max_bad_rows, known, is_corpus)
-        _same(training, _format(found, explicit, "data.validation_file"), first, shard)
+        files.append(_read(shard, data.max_bad_rows, known, is_corpus))
+        _same(training, _format(files[-1], explicit, data.ignore_columns, "data.validation_file"), first, shard)
     known.keep()
-    return training
+    return replace(training, notes=tuple(_notes(files, training)))
 
 
 def _read(path: Path, max_bad_rows: int, known: Known, is_corpus: bool) -> Found:
@@ -56,9 +59,9 @@ def _read(path: Path, max_bad_rows: int, known: Known, is_corpus: bool) -> Found
 
     def read() -> list[Any]:
         found = first_rows.read(path)
-        return [found.file_type, dict(found.columns)]
+        return [found.file_type, dict(found.columns), list(found.untrained), list(found.message_keys)]
 
-    return Found(path, *known.get(path, "columns", read))
+    return Found(path, *known.get(path, "content", read))
 
 
 def row_count(path: Path, known: Known | None = None) -> int | None:
@@ -115,21 +118,56 @@ def _explicit(data: DataSection) -> tuple[Kind, dict[str, str]] | None:
         raise ConfigError(
             f"data.prompt_column and data.response_column are both {data.prompt_column!r}; name two columns"
         )
+    for role, column in choices[0][1].items() if choices else ():
+        if column in data.ignore_columns:
+            raise ConfigError(f"data.{role}_column and data.ignore_columns both name {column!r}; read it or ignore it")
     return choices[0] if choices else None
 
 
-def _format(found: Found, explicit: tuple[Kind, dict[str, str]] | None, key: str) -> DataFormat:
-    kind, columns, reason = _chosen(found, explicit, key)
+def _format(found: Found, explicit: tuple[Kind, dict[str, str]] | None, ignored: Sequence[str], key: str) -> DataFormat:
+    found = replace(found, columns={name: holds for name, holds in found.columns.items() if name not in ignored})
+    kind, columns, reason = _chosen(found, explicit, ignored, key)
+    _refuse_untrained(found, columns, ignored)
     for role, column in columns.items():
         expected = "messages" if role == "messages" else "string"
         holds = found.columns[column]
         if holds != expected and not (role == "context" and holds.startswith(("null", "nothing"))):
             wanted = "text" if expected == "string" else "a list of {role, content} or of {from, value}, all text"
             raise DataError(f"{found.path}: column {column!r} holds {holds}; the {role} must be {wanted}")
-    return DataFormat(kind, columns, found.file_type, reason)
+    return DataFormat(kind, columns, found.file_type, reason, tuple(ignored))
 
 
-def _chosen(found: Found, explicit: tuple[Kind, dict[str, str]] | None, key: str) -> tuple[Kind, dict[str, str], str]:
+def _refuse_untrained(found: Found, columns: dict[str, str], ignored: Sequence[str]) -> None:
+    """Raises DataError for content of the first rows that would be dropped."""
+    messages, used = columns.get("messages"), set(columns.values())
+    names = {
+        (column, key): number
+        for column, key, number in found.untrained
+        if (column == messages if key else column not in used) and (key or column) not in ignored
+    }
+    if names:
+        raise untrained.refusal(f"{found.path}:{next(iter(names.values()))}", list(names))
+
+
+def _notes(files: Sequence[Found], data_format: DataFormat) -> Iterator[str]:
+    """Lines of the plan on what is not read."""
+    used, ignored = set(data_format.columns.values()), data_format.ignored
+    messages = data_format.columns.get("messages")
+    keys = dict.fromkeys(key for found in files for column, key in found.message_keys if column == messages)
+    there = [*dict.fromkeys(name for found in files for name in found.columns)]
+    others = [name for name in there if name not in used and name not in ignored and not untrained.is_column(name)]
+    others += [f"{messages}.{key}" for key in keys if key not in ignored and key.lower() not in untrained.KEYS]
+    if others:
+        yield f"columns that are not read: {_shortened(others)}"
+    if ignored:
+        absent = [name for name in ignored if name not in there and name not in keys]
+        words = f" (not in the first rows: {', '.join(absent)})" if absent else ""
+        yield f"left out by data.ignore_columns: {', '.join(ignored)}{words}"
+
+
+def _chosen(
+    found: Found, explicit: tuple[Kind, dict[str, str]] | None, ignored: Sequence[str], key: str
+) -> tuple[Kind, dict[str, str], str]:
     """(kind, role -> column, reason)."""
     if explicit is not None:
         kind, columns = explicit
@@ -148,6 +186,9 @@ def _chosen(found: Found, explicit: tuple[Kind, dict[str, str]] | None, key: str
             elif optional is not None:
                 name = "belle"
             return kind, columns, f"{name}: {key} has the columns {', '.join(columns.values())}"
+    texts = [name for name, holds in found.columns.items() if holds in ("string", "messages")]
+    if any(not untrained.is_column(name) for name in texts):
+        _refuse_untrained(found, {}, ignored)
     raise DataError(
         f"{found.path}: its columns are of no known format; found columns {_listed(found)}; {_flags(found)}. "
         "Known: messages, conversations, instruction/input/output, instruction/output, input/target, "
@@ -192,4 +233,8 @@ def _words(data_format: DataFormat) -> str:
 
 
 def _listed(found: Found) -> str:
-    return ", ".join(list(found.columns)[:20]) + (", ..." if len(found.columns) > 20 else "")
+    return _shortened(list(found.columns))
+
+
+def _shortened(names: Sequence[str]) -> str:
+    return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")

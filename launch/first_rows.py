@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch import shards
+from launch import shards, untrained
 from launch.errors import DataError, nearest
 from launch.shards import MAX_ROW_BYTES, SUFFIXES, FileType
 
@@ -40,6 +40,9 @@ class Found:
     path: Path
     file_type: FileType
     columns: Mapping[str, str]
+    # (column, key of its messages or None, number of the first row): content that is not trained
+    untrained: Sequence[tuple[str, str | None, str]] = ()
+    message_keys: Sequence[tuple[str, str]] = ()  # (column, key) besides role and content
 
 
 def read(path: Path, max_bad_rows: int = 0) -> Found:
@@ -52,7 +55,7 @@ def read(path: Path, max_bad_rows: int = 0) -> Found:
             num_rows, columns = table(path, file_type)
             if num_rows == 0:
                 raise DataError(f"{path}: 0 rows: the file has columns ({', '.join(columns) or 'none'}) but no data")
-            return Found(path, file_type, columns)
+            return Found(path, file_type, columns, *_content_of(_table_rows(path, file_type)))
         if file_type == "text":
             if not any(_lines(path, _Spare(max_bad_rows))):
                 raise DataError(f"{path}: 0 rows: every line is blank")
@@ -67,7 +70,7 @@ def read(path: Path, max_bad_rows: int = 0) -> Found:
     if not rows:
         why = {"json": "the array is empty", "webdataset": "no sample is in it"}.get(file_type, "every line is blank")
         raise DataError(f"{path}: 0 rows: {why}")
-    return Found(path, file_type, _columns_of(rows, max_bad_rows))
+    return Found(path, file_type, _columns_of(rows, max_bad_rows), *_content_of(rows))
 
 
 def file_type_of(path: Path) -> FileType:
@@ -125,6 +128,38 @@ def table(path: Path, file_type: FileType) -> tuple[int, dict[str, str]]:
     for column in schema:
         columns[column.name] = "two columns of this name" if column.name in columns else _arrow_kind(column.type)
     return num_rows, columns
+
+
+def _table_rows(path: Path, file_type: FileType) -> list[tuple[str, Mapping[str, Any]]]:
+    """("row 3", the columns that may carry content which is not trained) of the first rows."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def wanted(schema: Any) -> list[str]:
+        return [column.name for column in schema if untrained.is_column(column.name) or _has_other_keys(column.type)]
+
+    try:
+        if file_type == "arrow":
+            with shards.arrow_batches(path) as (schema, batches):
+                first = (batch.select(wanted(schema)) for batch in batches if wanted(schema) and batch.num_rows)
+                rows = next((batch.slice(0, SAMPLE_ROWS).to_pylist() for batch in first), [])
+        else:
+            # pages are read as they are needed: a row group of pictures may be larger than memory
+            with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+                names = wanted(file.schema_arrow)
+                first = file.iter_batches(SAMPLE_ROWS, columns=names) if names else iter(())
+                rows = next((batch.to_pylist() for batch in first), [])
+    except (pa.ArrowException, OSError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(f"{path}: its first rows cannot be read ({reason}); write or copy it again") from error
+    return [(f"row {number}", row) for number, row in enumerate(rows, 1)]
+
+
+def _has_other_keys(arrow_type: Any) -> bool:
+    """True for messages with more than role and content."""
+    if _arrow_kind(arrow_type) != "messages":
+        return False
+    return any(part.name not in untrained.MESSAGE_KEYS for part in arrow_type.value_type)
 
 
 def _arrow_kind(arrow_type: Any) -> str:
@@ -297,6 +332,25 @@ def _columns_of(rows: Sequence[tuple[str, Mapping[str, Any]]], max_bad_rows: int
             shown = odd[:1] or places
             columns[column] = " and ".join(f"{kind} in {places[kind]}" for kind in shown)
     return columns
+
+
+def _content_of(
+    rows: Sequence[tuple[str, Mapping[str, Any]]],
+) -> tuple[list[tuple[str, str | None, str]], list[tuple[str, str]]]:
+    """Found.untrained and Found.message_keys."""
+    content: dict[untrained.Name, str] = {}
+    keys: dict[tuple[str, str], None] = {}
+    for place, row in rows:
+        number = place.partition(" ")[2]
+        for column in untrained.columns(row):
+            content.setdefault((column, None), number)
+        for column, turns in row.items():
+            for turn in turns if isinstance(turns, list) else ():
+                if isinstance(turn, dict):
+                    keys |= dict.fromkeys((column, key) for key in turn.keys() - untrained.MESSAGE_KEYS)
+            for key in untrained.keys(turns):
+                content.setdefault((column, key), number)
+    return [(*name, number) for name, number in content.items()], sorted(keys)
 
 
 def _json_kind(value: Any) -> str:

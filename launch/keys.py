@@ -28,6 +28,7 @@ UNFELT: Mapping[str, Any] = {
         "response_column",
         "text_column",
         "messages_column",
+        "ignore_columns",
         "max_train_samples",
         "max_validation_samples",
         "group_by_length",  # a trial's rows are of one length

@@ -34,7 +34,8 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
     yield f"  model      {shape.name}: {shape.parameters:,} parameters, {trained}"
     rows = "" if plan.rows is None else f" ({plan.rows:,} rows)"
     yield f"  data       {recipe.data.train_file}{rows}"
-    yield f"             {plan.data_format.reason}"
+    for line in (plan.data_format.reason, *plan.data_format.notes):
+        yield f"             {line}"
     yield from _batch_lines(plan)
     samples = plan.samples
     length = f"{training.max_steps} steps" if training.max_steps > 0 else f"{training.num_train_epochs:g} epochs"

@@ -24,6 +24,7 @@ from launch import (
     recipes,
     rundir,
     shapes,
+    token_hashes,
 )
 from launch.allocator import TORCH_DEFAULTS, AllocatorConfig
 from launch.candidates import ONE_PROCESS, Given
@@ -175,8 +176,8 @@ def _tuned(house: House, about: Subject, say: Callable[[str], None]) -> Strategy
 def with_counts(house: House, about: Subject) -> Subject:
     """The subject with what is known of its tokenised rows; as it is where none have been tokenised yet."""
     tokens = rundir.token_cache(house.cache, about.recipe, about.shape, about.data_format)
-    counts = rundir.read_json(tokens / rundir.TOKENS_READY)
-    if counts is None or "train" not in counts:  # not tokenised yet; streamed
+    counts = token_hashes.counts(tokens)
+    if counts is None or "train" not in counts:  # not tokenised yet, or damaged: they will be again; streamed
         return about
     parts = [part for part in counts.values() if isinstance(part, dict)]
     if not all("shortest_input" in part for part in parts):  # written by an older version

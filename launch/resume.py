@@ -221,6 +221,11 @@ def _differences(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: Path) -> I
         changed = [
             str(file or f"data.{part}_file") for part, file in files.items() if before and before[part] != now[part]
         ]
+        if before and before["version"] != now["version"] and not changed:
+            yield Change(
+                "the rows were tokenised by another version of this program, which may do it otherwise", "data"
+            )
+            return
         which = ", ".join(changed) or "a file"
         yield Change(f"the rows or the tokenizer are not the same: the content of {which} has changed", "data")
 

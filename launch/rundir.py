@@ -28,11 +28,11 @@ from launch import shards
 from launch.errors import HIDDEN, CheckpointError, ConfigError, ResourceError, shown
 from launch.schema import DataFormat, Machine, ModelShape, Plan, Recipe
 
-TOKEN_CACHE_VERSION = 1  # raise when training/data.py writes other bytes for the same input
+TOKEN_CACHE_VERSION = 2  # raise when training/ tokenises the same input to other rows
 PR_SET_PDEATHSIG = 1  # prctl(2)
 SAMPLES = "samples.i32"  # of a rank: step, number of rows, the rows, as little-endian int32
 TOKENS_MADE_OF = "made_of.json"  # of a token cache: token_identity()
-TOKENS_READY = "counts.json"  # the last file written into a token cache: a folder with it is complete
+TOKENS_READY = "counts.json"  # of a token cache: what its rows are; its folder is renamed when all is written
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -443,7 +443,8 @@ def token_identity(cache: Path, recipe: Recipe, shape: ModelShape, data_format: 
         if data.streaming
         else shards.fingerprint(Path(data.train_file), known),
         "validation": shards.fingerprint(Path(data.validation_file), known) if data.validation_file else None,
-        "columns": [data_format.kind, data_format.file_type, dict(data_format.columns)],
+        "columns": [data_format.kind, data_format.file_type, dict(data_format.columns)]
+        + ([sorted(data_format.ignored)] if data_format.ignored else []),  # where later rows may hold more than they
         "limits": [data.max_length, data.max_train_samples, data.max_validation_samples]
         + ([data.max_bad_rows] if data.max_bad_rows else [])
         + (["packed"] if data.packing else [])
@@ -471,12 +472,6 @@ def token_files(folder: Path, part: str) -> list[Path]:
 def known_files(cache: Path) -> shards.Known:
     """What earlier starts have read of data files."""
     return shards.Known(cache / "files.json")
-
-
-def note_made_of(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Beside tokenised rows what they were made of; an older version did not."""
-    if not (folder / TOKENS_MADE_OF).exists():
-        write_json(folder / TOKENS_MADE_OF, identity)
 
 
 def token_folder(cache: Path, identity: Mapping[str, Any]) -> Path:

@@ -175,6 +175,7 @@ class DataSection(Section):
     response_column: str | None = None
     text_column: str | None = None
     messages_column: str | None = None
+    ignore_columns: tuple[str, ...] = ()  # columns, or keys of messages, whose content is left out on purpose
     max_length: int = Field(default=512, ge=8, le=1 << 20)  # tokens: of the whole sequence (decoder), of each side (T5)
     max_train_samples: PositiveInt | None = None
     max_validation_samples: PositiveInt | None = None
@@ -188,6 +189,11 @@ class DataSection(Section):
     # A step's rows in micro-batches of rows of about one length: as many as take no more padded tokens than
     # per_device_train_batch_size of the longest do. Marian's mini-batch-fit, OpenNMT's batch_type tokens.
     batch_by_tokens: bool = False
+
+    @field_validator("ignore_columns", mode="before")
+    @classmethod
+    def one_column_or_several(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
     @property
     def stream_unit_bytes(self) -> int:
@@ -453,6 +459,8 @@ class DataFormat:
     columns: Mapping[str, str]  # role -> column name; roles: prompt, context, response, messages, text, role
     file_type: Literal["parquet", "jsonl", "json", "text", "arrow", "webdataset"]
     reason: str
+    ignored: tuple[str, ...] = ()  # data.ignore_columns
+    notes: tuple[str, ...] = ()  # on the columns that are not read, for the plan
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,8 @@ def unit_bytes(path: Path) -> int:
 def tar_samples(path: Path) -> Iterator[tuple[str, dict[str, Any] | DataError]]:
     """(key, row) of a WebDataset shard, or why this sample is no row; those after it can be read all the same.
 
-    Members of one key follow each other. The object of its .json is the row, the content of its .txt the row's text.
+    Members of one key follow each other. The object of its .json is the row, the content of its .txt the row's text;
+    of its other members the row has the names.
     Python's tarfile takes an archive that is cut for one that is at its end: here it is an error."""
     key = ""
     members: dict[str, bytes] = {}
@@ -180,6 +181,7 @@ def _tar_row(path: Path, key: str, members: dict[str, bytes]) -> dict[str, Any] 
     if not texts and JSON_MEMBER not in members:
         return DataError(f"{path}:{key}: has {', '.join(sorted(members))}, but neither a .txt nor a .json")
     row: dict[str, Any] = {}
+    others = {part: {"member": f"{key}.{part}"} for part in members if part not in (*TEXT_MEMBERS, JSON_MEMBER)}
     if JSON_MEMBER in members:
         try:
             row = json.loads(members[JSON_MEMBER])
@@ -192,7 +194,7 @@ def _tar_row(path: Path, key: str, members: dict[str, bytes]) -> dict[str, Any] 
             row["text"] = members[part].decode("utf-8-sig")
         except UnicodeDecodeError as error:
             return DataError(f"{path}:{key}.{part}:{error.start}: this byte is not UTF-8; convert the text to UTF-8")
-    return row
+    return others | row
 
 
 # ---- what is known of a file ---------------------------------------------------------------------------------------

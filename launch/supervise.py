@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from launch import environment, failures, heartbeats, probe, rundir, told, tree
+from launch import environment, failures, heartbeats, probe, rundir, token_hashes, told, tree
+from launch.errors import Interrupted
 from launch.heartbeats import Progress
 from launch.resolve import Resolved, tokenising_processes
 from launch.rundir import AttemptDir, RunDir
@@ -138,17 +140,19 @@ def _start(
 def prepare(
     resolved: Resolved, run: RunDir, attempt: AttemptDir, say: Callable[[str], None], heard: Told | None = None
 ) -> Ended:
-    """Tokenise in a child, unless the rows are there already. A stop ends the child, and so does its silence."""
+    """Tokenise in a child, unless the rows are there already and undamaged. A stop ends the child, and so does its
+    silence."""
     known = rundir.read_json(run.tokens_file)
-    if known and (Path(known["folder"]) / rundir.TOKENS_READY).exists():
-        return Ended()
-    identity = rundir.token_identity(
-        resolved.house.cache, resolved.recipe, resolved.plan.shape, resolved.plan.data_format
-    )
-    folder = rundir.token_folder(resolved.house.cache, identity)
-    if (folder / rundir.TOKENS_READY).exists():
-        rundir.note_made_of(folder, identity)
-        run.write_tokens(folder)
+    folder = Path(known["folder"]) if known else Path()
+    if not known or not folder.exists():
+        of = resolved.recipe, resolved.plan.shape, resolved.plan.data_format
+        folder = rundir.token_cache(resolved.house.cache, *of)
+    try:
+        if folder.exists() and not token_hashes.fault(folder, partial(_raise_stop, heard)):
+            if not known or known["folder"] != str(folder):
+                run.write_tokens(folder)
+            return Ended()
+    except Interrupted:
         return Ended()
     argv = [sys.executable, "-P", "-m", "training.prepare", "--run-dir", str(run.root)]
     argv += ["--attempt", str(attempt.number), "--cache", str(resolved.house.cache)]
@@ -179,6 +183,11 @@ def prepare(
                 until = time.monotonic() + TOKENISE_GRACE_S
             elif heard.at_once or time.monotonic() > until:
                 child.kill()
+
+
+def _raise_stop(heard: Told | None) -> None:
+    if heard is not None and heard.stop is not None:
+        raise Interrupted(heard.stop)
 
 
 def last_vram(events: Path) -> dict[str, int]:

@@ -101,6 +101,7 @@ def prepare(arguments: argparse.Namespace) -> Iterator[str]:
                 f"{path}: is there, and is not the sample data; add --overwrite, or give another --output"
             )
     named = {key: getattr(arguments, key) for key in ("prompt_column", "response_column", "messages_column")}
+    named["ignore_columns"] = [name for name in arguments.ignore_columns.strip("[]").split(",") if name]
     section = DataSection(train_file=str(arguments.input), max_bad_rows=arguments.max_bad_rows, **named)
     data_format = columns.detect(section, Path.cwd())
     if data_format.kind == "text":
@@ -144,6 +145,8 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("prompt", "response", "messages"):
         flags = [f"--{name}_column", f"--{name}-column", f"--data.{name}_column"]
         parser.add_argument(*flags, help="left out: found by name")
+    flags = ["--ignore_columns", "--ignore-columns", "--data.ignore_columns"]
+    parser.add_argument(*flags, default="", help="columns that are left out on purpose: a,b")
     parser.add_argument("--max_bad_rows", "--max-bad-rows", type=int, default=0, help="left out and counted (0)")
     parser.add_argument("--overwrite", action="store_true", help="replace files that are not the sample data")
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from launch import rundir
+from launch import rundir, token_hashes
 
 SHORTER = 4  # every so-many-th row is cut by a token, so that batches are padded
 
@@ -21,6 +21,7 @@ def main(tokens: Path, folder: Path, count: int) -> None:
             _write(files, folder / f"{part}.arrow", count)
     shutil.copytree(tokens / "tokenizer", folder / "tokenizer")
     shutil.copyfile(tokens / rundir.TOKENS_READY, folder / rundir.TOKENS_READY)
+    token_hashes.write(folder)
 
 
 def _write(sources: list[Path], target: Path, count: int) -> None:

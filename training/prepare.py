@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch import rundir
+from launch import rundir, token_hashes
 from launch.errors import DataError, LaunchError
 from launch.rundir import RunDir
 from launch.schema import Plan, Recipe
@@ -37,18 +37,22 @@ def ensure(
     goes_on: Callable[[], None] = lambda: None,
     processes: int = 1,
 ) -> Path:
-    """The folder with the tokenised rows, tokenizer/ and counts.json; made once, under a lock.
+    """The folder with the tokenised rows, tokenizer/ and counts.json; made once, under a lock, and once more where its
+    hashes say that it is damaged.
 
     `goes_on` is called every thousand rows. What a start has tokenised that was killed is not tokenised again."""
     identity = rundir.token_identity(cache, recipe, plan.shape, plan.data_format)
     folder = rundir.token_folder(cache, identity)
-    if (folder / rundir.TOKENS_READY).exists():
-        rundir.note_made_of(folder, identity)
+    if folder.exists() and not token_hashes.fault(folder, goes_on):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / rundir.TOKENS_READY).exists():
+        # verified again: another start may have made it meanwhile
+        fault = token_hashes.fault(folder, goes_on) if folder.exists() else None
+        if fault:
+            say(f"the tokenised rows in {folder} are damaged ({fault}): tokenising again")
+        if fault or not folder.exists():
             _clear_abandoned(folder.parent)
             staging = folder.with_name(f".{folder.name}{STAGING}")
             staging.mkdir(exist_ok=True)
@@ -100,9 +104,10 @@ def _write(
     vocabulary = len(tokenizer.load(folder / tokenise.TOKENIZER))
     for left in [*folder.glob("*.tmp"), *folder.glob("*.json")]:
         left.unlink()
-    rundir.note_made_of(folder, identity)
+    rundir.write_json(folder / rundir.TOKENS_MADE_OF, identity)
     rundir.sync_all(folder)
     rundir.write_json(folder / rundir.TOKENS_READY, {**counts, "vocabulary": vocabulary})
+    token_hashes.write(folder, goes_on)
 
 
 def _tokenizer(recipe: Recipe, plan: Plan, say: Callable[[str], None]) -> Any:

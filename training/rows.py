@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from launch import shards
+from launch import shards, untrained
 from launch.errors import DataError
 from launch.schema import DataFormat
 from launch.shards import MAX_ROW_BYTES
@@ -78,12 +78,15 @@ def _lines_before(of: Slice) -> int:
 Rows = Iterator[tuple[Place, dict[str, Any]]]
 
 
-def read_rows(of: Slice, file_type: str, columns: Sequence[str], bad: BadRows) -> Rows:
-    """(place, the named columns) of the rows of a slice, one batch in memory at a time."""
+def read_rows(of: Slice, data_format: DataFormat, bad: BadRows) -> Rows:
+    """(place, columns) of the rows of a slice, one batch in memory at a time.
+
+    Of a table they are the columns of the format, and those that may carry content which it would drop."""
+    file_type = data_format.file_type
     if file_type == "parquet":
-        yield from _parquet_rows(of, columns)
+        yield from _parquet_rows(of, data_format)
     elif file_type == "arrow":
-        yield from _arrow_rows(of, columns)
+        yield from _arrow_rows(of, data_format)
     elif file_type == "webdataset":
         for key, sample in shards.tar_samples(of.path):
             if isinstance(sample, DataError):
@@ -108,10 +111,17 @@ def read_rows(of: Slice, file_type: str, columns: Sequence[str], bad: BadRows) -
                 yield place, row
 
 
-def _parquet_rows(of: Slice, columns: Sequence[str]) -> Rows:
+def _columns_to_read(names: Sequence[str], data_format: DataFormat) -> list[str]:
+    used = list(data_format.columns.values())
+    others = [name for name in names if name not in used and name not in data_format.ignored]
+    return [*used, *(name for name in others if untrained.is_column(name))]
+
+
+def _parquet_rows(of: Slice, data_format: DataFormat) -> Rows:
     number, path = 0, of.path
     try:
         with pq.ParquetFile(path, pre_buffer=False) as file:  # the buffer would keep every row group that was read
+            columns = _columns_to_read(file.schema_arrow.names, data_format)
             groups = [file.metadata.row_group(at) for at in range(file.metadata.num_row_groups)][: of.end]
             number = sum(group.num_rows for group in groups[: of.start])
             for at, group in enumerate(groups[of.start :], start=of.start):
@@ -124,7 +134,7 @@ def _parquet_rows(of: Slice, columns: Sequence[str]) -> Rows:
                         f" {MAX_ROW_BYTES >> 20} MiB a row; is it damaged? Write shorter rows"
                     )
             wanted = list(range(of.start, len(groups)))
-            for batch in file.iter_batches(batch_size=1000, row_groups=wanted, columns=list(columns)):
+            for batch in file.iter_batches(batch_size=1000, row_groups=wanted, columns=columns):
                 for row in batch.to_pylist():
                     number += 1
                     yield Place(of, number), row
@@ -132,17 +142,18 @@ def _parquet_rows(of: Slice, columns: Sequence[str]) -> Rows:
         raise DataError(_cut(path, number, error)) from error
 
 
-def _arrow_rows(of: Slice, columns: Sequence[str]) -> Rows:
+def _arrow_rows(of: Slice, data_format: DataFormat) -> Rows:
     """Rows of shards that datasets.save_to_disk has written; only what is read of them is in memory."""
     number = 0
     try:
-        with shards.arrow_batches(of.path) as (_, batches):
+        with shards.arrow_batches(of.path) as (schema, batches):
+            columns = _columns_to_read(schema.names, data_format)
             for at, batch in enumerate(islice(batches, of.end)):
                 if at < of.start:
                     number += batch.num_rows
                     continue
                 for begin in range(0, batch.num_rows, 1000):
-                    for row in batch.select(list(columns)).slice(begin, 1000).to_pylist():
+                    for row in batch.select(columns).slice(begin, 1000).to_pylist():
                         number += 1
                         yield Place(of, number), row
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -234,7 +245,7 @@ def samples(path: Path, data_format: DataFormat, bad: BadRows | None = None) -> 
 def samples_of(of: Slice, data_format: DataFormat, bad: BadRows) -> Iterator[Sample]:
     """samples(), of a slice."""
     columns = data_format.columns
-    rows = read_rows(of, data_format.file_type, list(columns.values()), bad)
+    rows = _without_loss(read_rows(of, data_format, bad), data_format)
     if data_format.kind == "oasst":
         yield from _paired_turns(rows, columns["text"], columns["role"], bad)
         return
@@ -245,6 +256,19 @@ def samples_of(of: Slice, data_format: DataFormat, bad: BadRows) -> Iterator[Sam
             bad.add(error)
             continue
         yield sample
+
+
+def _without_loss(rows: Rows, data_format: DataFormat) -> Rows:
+    """The rows. One with content that the format would drop ends the reading, however many bad rows are allowed."""
+    ignored, messages = data_format.ignored, data_format.columns.get("messages")
+    passed = {*data_format.columns.values(), *ignored}
+    for place, row in rows:
+        names: list[untrained.Name] = [(column, None) for column in untrained.columns(row, passed)]
+        if messages is not None:
+            names += [(messages, key) for key in dict.fromkeys(untrained.keys(row.get(messages), ignored))]
+        if names:
+            raise untrained.refusal(str(place), names)
+        yield place, row
 
 
 def _sample(row: dict[str, Any], data_format: DataFormat, where: Place) -> Sample:

@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.trainer_callback import PrinterCallback
 
-from launch import manifest, rundir
+from launch import manifest, rundir, token_hashes
 from launch.errors import CheckpointError, ConfigError, LaunchError, ResourceError, shown
 from launch.rundir import AttemptDir, RunDir, Start
 from launch.schema import MULTIPLE, Plan, Recipe, Strategy
@@ -133,10 +133,11 @@ def _check_shared(attempt: AttemptDir) -> None:
 
 
 def _tokens(start: Start) -> Path:
-    """The folder of the tokenised rows; made here when no launcher has made it before."""
+    """The folder of the tokenised rows; verified, or made, here when no launcher has done so before."""
     known = rundir.read_json(start.run.tokens_file) if start.run else None
-    if known and (Path(known["folder"]) / rundir.TOKENS_READY).exists():
-        return Path(known["folder"])
+    folder = Path(known["folder"]) if known else None
+    if folder and folder.exists() and (start.supervised or not token_hashes.fault(folder)):
+        return folder
     return prepare.ensure(start.recipe, start.plan, start.house.cache, print, processes=start.tokenising_processes)
 
 

@@ -20,8 +20,11 @@ CHAT_TEMPLATE = (  # of a trained tokenizer: one token a role, END after each an
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 PLAIN_TEMPLATE = (  # for a folder that brings none: a line a turn, the end token after each answer
-    "{% for message in messages %}{{ message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% else %}\n{% endif %}{% endfor %}"
+    # The newlines are expressions: transformers renders with trim_blocks, which removes one that follows a block.
+    "{% for message in messages %}"
+    "{% if not loop.first %}{{ '\\n' }}{% endif %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '\\n' }}{% endif %}"
 )
 
 

@@ -230,6 +230,11 @@ LINES: dict[str, tuple[bytes, str]] = {  # a bad line -> what is said of it, whe
     "100,000 brackets": (b"[" * 100_000, "JSON"),
 }
 
+DROPPED: dict[str, tuple[bytes, str]] = {  # a line that can be read, but not all of it would be trained
+    "a label": (b'{"prompt": "one", "response": "a", "label": false}', "column 'label' .* another kind of training"),
+    "a system prompt": (b'{"prompt": "one", "response": "a", "system": "x"}', "column 'system' is not trained yet"),
+}
+
 
 def data_cases(house: House) -> list[Case]:
     """Found while planning: whole files, and lines among the first ones."""
@@ -243,7 +248,7 @@ def data_cases(house: House) -> list[Case]:
     }
     early = {
         name: (b"\n".join([GOOD, GOOD, line, GOOD]), said)
-        for name, (line, said) in LINES.items()
+        for name, (line, said) in (LINES | DROPPED).items()
         if name not in ("a key twice", "half a character")
     }
     found = []
@@ -272,7 +277,7 @@ def _data_case(house: House, name: str, path: Path, expected: str) -> Case:
 def late_files(house: House) -> dict[str, tuple[Path, str]]:
     """Bad in a place that planning does not read, so that the tokenising child meets it: line 150, or a page."""
     found = {}
-    for number, (name, (line, said)) in enumerate(LINES.items()):
+    for number, (name, (line, said)) in enumerate((LINES | DROPPED).items()):
         path = house.file(f"late/{number}.jsonl", b"\n".join([*[GOOD] * 149, line, GOOD]) + b"\n")
         found[name] = path, rf"{number}\.jsonl:150.*{said}"
     texts = {"prompt": ["one"] * 2000, "response": [f"{i} eins" for i in range(2000)]}

@@ -76,6 +76,15 @@ def test_conversations_and_named_columns(tmp_path):
     assert prepare(tmp_path, [{"q": f"{i}", "a": "y"} for i in range(4)], *named).returncode == 0
 
 
+def test_a_column_that_would_be_dropped_is_refused_unless_it_is_ignored(tmp_path):
+    rows = [{**row, "system": "Be brief.", "label": 1} for row in alpaca(20)]
+    done = prepare(tmp_path, rows)
+    assert (done.returncode, len(done.stderr.splitlines())) == (4, 1)
+    assert "big.jsonl:1: has content that would be dropped" in done.stderr
+    assert "--data.ignore_columns=[system,label]" in done.stderr
+    assert prepare(tmp_path, rows, "--data.ignore_columns=[system,label]").returncode == 0
+
+
 @pytest.mark.parametrize(
     ("rows", "words", "code", "said"),
     [

@@ -170,6 +170,18 @@ def test_rows_that_changed_between_run_and_resume_are_refused(copied, tmp_path):
     assert f"the content of {data}, data.validation_file has changed" in changed.stderr
 
 
+def test_rows_that_another_version_tokenised_are_refused_with_that_reason(copied):
+    house, recipe = copied
+    (file,) = (house / "runs/tiny").glob("*/tokens.json")
+    used = rundir.read_json(file)
+    used["made_of"]["version"] -= 1
+    rundir.write_json(file, {**used, "folder": f"{used['folder']}0"})
+    changed = builders.launch(house, "run", recipe, "--dry-run")
+    assert changed.returncode == 5
+    assert "tokenised by another version of this program" in changed.stderr
+    assert "--resume.allow=[data]" in changed.stderr
+
+
 @pytest.mark.shows("F54", "a checkpoint that says it was written by other versions")
 def test_other_libraries_are_said_and_refused_where_they_read_the_files(copied):
     house, recipe = copied

@@ -12,11 +12,19 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 from launch import samples, steps
 from launch.rundir import RunDir
+from launch.schema import TokenizerSection
 from tests import builders
+from training import tokenizer
 
 
 def trained(tmp_path, *words: str, **sections) -> subprocess.CompletedProcess[str]:
@@ -132,6 +140,19 @@ def test_a_run_is_compared_with_one_that_has_less_padding(finished, tmp_path):
     assert page.read_text().count("<polyline") == 6
 
 
+def test_a_flipped_bit_in_the_tokenised_rows_is_not_trained_on(tmp_path):
+    sections = {"training": {"max_steps": 2, "save_steps": 100}}
+    trained(tmp_path, **sections)
+    before = builders.weights(tmp_path / "model")
+    (cache,) = (tmp_path / "house/.cache/tokens").glob("*/train.arrow")
+    content = bytearray(cache.read_bytes())
+    content[len(content) // 2] ^= 1
+    cache.write_bytes(content)
+    done = trained(tmp_path, "--resume", "never", **sections)
+    assert "train.arrow was changed after it was written): tokenising again" in done.stdout
+    assert all(torch.equal(tensor, before[name]) for name, tensor in builders.weights(tmp_path / "model").items())
+
+
 def test_lora_on_a_local_folder_leaves_an_adapter_and_touches_no_base_weight(finished, tmp_path):
     base = finished[0] / "model"
     before = {name: tensor.clone() for name, tensor in builders.weights(base).items()}
@@ -148,6 +169,35 @@ def test_lora_on_a_local_folder_leaves_an_adapter_and_touches_no_base_weight(fin
         text=True,
     )
     assert chat.returncode == 0, chat.stderr
+
+
+def test_a_base_model_without_a_chat_template_is_trained_exported_and_asked_with_one_line_a_turn(tmp_path):
+    base, talk = tmp_path / "base", [("user", "1+1?"), ("assistant", "two"), ("user", "2+1?"), ("assistant", "three")]
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=600, n_positions=64, n_embd=64, n_layer=2, n_head=2)
+    GPT2LMHeadModel(config).save_pretrained(base)
+    made = tokenizer.train((row["prompt"] for row in builders.rows(50)), TokenizerSection(), 600)
+    made.chat_template = None
+    made.save_pretrained(base)
+    rows = [{"messages": [{"role": role, "content": content} for role, content in talk]}] * 16
+    section = {"train_file": str(builders.write_parquet(tmp_path / "talks.parquet", rows)), "validation_file": None}
+    training = {"max_steps": 40, "learning_rate": 5e-3, "save_steps": 100}
+    model = {"shape": None, "path": str(base)}
+    trained(tmp_path, data=section, training=training, model=model)
+    lines = "1+1?\ntwo<|end|>\n2+1?\nthree<|end|>"
+    (cache,) = (tmp_path / "house/.cache/tokens").glob("*/train.arrow")
+    exported = AutoTokenizer.from_pretrained(tmp_path / "model")
+    row = datasets.Dataset.from_file(str(cache))[0]
+    assert exported.decode(row["input_ids"]) == lines
+    assert exported.decode([label for label in row["labels"] if label != -100]) == "two<|end|>three<|end|>"
+    assert exported.apply_chat_template(rows[0]["messages"], tokenize=False) == lines
+    chat = subprocess.run(
+        [sys.executable, str(builders.CODE / "scripts/chat.py"), str(tmp_path / "model"), "1+1?"],
+        env=builders.environment(tmp_path / "house"),
+        capture_output=True,
+        text=True,
+    )
+    assert (chat.returncode, chat.stdout) == (0, "two\n"), chat.stderr
 
 
 def test_the_pasted_dry_run_line_trains(tmp_path):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import os
+import re
+import tarfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,6 +20,8 @@ from launch import columns as columns_module
 from launch import first_rows
 from launch.errors import ConfigError, DataError
 from launch.schema import DataFormat, DataSection
+from launch.shards import Known
+from training.rows import BadRows, samples
 
 pytestmark = pytest.mark.unit
 
@@ -23,10 +30,16 @@ SHAREGPT = [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]
 WRITERS = ["parquet", "jsonl", "ndjson", "json", "lines.json"]
 
 
+def table(rows: list[dict]) -> pa.Table:
+    """With the columns of all rows, not of the first alone."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    return pa.table({column: [row.get(column) for row in rows] for column in columns})
+
+
 def write(folder: Path, name: str, rows: list[dict]) -> Path:
     path = folder / name
     if name.endswith(".parquet"):
-        pq.write_table(pa.Table.from_pylist(rows), path)
+        pq.write_table(table(rows), path)
     elif name.endswith(".json") and not name.endswith("lines.json"):
         path.write_text(json.dumps(rows, ensure_ascii=False, indent=1), encoding="utf-8")
     else:
@@ -34,8 +47,8 @@ def write(folder: Path, name: str, rows: list[dict]) -> Path:
     return path
 
 
-def detect(path: Path, validation: Path | None = None, **columns: str) -> DataFormat:
-    section = DataSection(train_file=path.name, validation_file=validation.name if validation else None, **columns)
+def detect(path: Path, validation: Path | None = None, **columns: Any) -> DataFormat:
+    section = DataSection(train_file=str(path), validation_file=str(validation) if validation else None, **columns)
     return columns_module.detect(section, path.parent)
 
 
@@ -332,6 +345,217 @@ def test_a_text_file_has_no_column_to_name(tmp_path):
     (tmp_path / "a.txt").write_text("a\n")
     with pytest.raises(DataError, match=r"has no column 'body' \(data\.text_column\); found columns text"):
         detect(tmp_path / "a.txt", text_column="body")
+
+
+# ---- content that would be dropped ---------------------------------------------------------------------------------
+
+PAIR = {"prompt": "a", "response": "b"}
+CALL = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
+ROWS_OF = {  # of every format one row without any other content
+    "messages": {"messages": TURNS},
+    "sharegpt": {"conversations": SHAREGPT},
+    "openai in conversations": {"conversations": TURNS},
+    "alpaca": {"instruction": "a", "input": "b", "output": "c"},
+    "belle": {"instruction": "a", "output": "c"},
+    "firefly": {"kind": "k", "input": "a", "target": "b"},
+    "dolly": {"instruction": "a", "context": "", "response": "b", "category": "c"},
+    "oasst": {"text": "a", "role": "prompter"},
+    "prompt/response": PAIR,
+    "input/output": {"input": "a", "output": "b"},
+    "text": {"text": "a"},
+}
+CONTENT = {  # column -> (its content, the same without any, what becomes of it)
+    "chosen": ("good", "", "another kind of training .preference pairs"),
+    "rejected": ([{"role": "assistant", "content": "bad"}], None, "another kind of training .preference pairs"),
+    "label": (False, None, "another kind of training .KTO"),
+    "images": (["a.png"], [], "not trained yet"),
+    "audio": ({"path": "a.wav"}, {"path": None}, "not trained yet"),
+    "videos": (["a.mp4"], None, "not trained yet"),
+    "tools": ('[{"name": "add"}]', "[]", "not trained yet"),
+    "tool_calls": ([CALL], [], "not trained yet"),
+    "reasoning_content": ("because", " ", "not trained yet"),
+    "weight": (0.0, None, "not trained yet"),
+    "system": ("Be brief.", "", "not trained yet"),
+    "history": ([["q", "a"]], [], "not trained yet"),
+}
+MESSAGE_CONTENT = {  # key of a message -> (its content, the same without any)
+    "tool_calls": ([CALL], []),
+    "reasoning_content": ("because", ""),
+    "weight": (0, None),
+    "tools": ('[{"name": "add"}]', "[]"),
+    "name": ("Bob", ""),
+}
+
+
+def in_answer(row: dict, column: str, **fields) -> dict:
+    """The row, whose last message has these keys as well."""
+    *before, last = row[column]
+    return {**row, column: [*before, {**last, **fields}]}
+
+
+def place(path: Path, number: int) -> str:
+    return re.escape(f"{path}:{number}: ")
+
+
+def write_row(folder: Path, ending: str, rows: list[dict]) -> Path:
+    """write(), and the file types that have another writer."""
+    path = folder / f"data.{ending}"
+    if ending == "tar":
+        with tarfile.open(path, "w") as archive:
+            for number, row in enumerate(rows, 1):
+                content = json.dumps(row).encode()
+                member = tarfile.TarInfo(f"{number}.json")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    elif ending == "arrow":
+        content = table(rows)
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, content.schema) as writer:
+            writer.write_table(content, max_chunksize=700)
+    elif ending == "jsonl.gz":
+        path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    else:
+        write(folder, path.name, rows)
+    return path
+
+
+@pytest.mark.parametrize("name", CONTENT)
+@pytest.mark.parametrize("of", ROWS_OF)
+def test_a_column_whose_content_would_be_dropped_is_refused_by_name_in_every_format(tmp_path, of, name):
+    content, nothing, why = CONTENT[name]
+    rows = [ROWS_OF[of], {**ROWS_OF[of], name: nothing}, {**ROWS_OF[of], name: content}]
+    path = write(tmp_path, "a.jsonl", rows)
+    with pytest.raises(DataError, match=place(path, 3) + f".*column '{name}' is (for )?{why}.*=\\[{name}\\]"):
+        detect(path)
+    assert detect(path, ignore_columns=[name]).columns == detect(write(tmp_path, "b.jsonl", rows[:1])).columns
+    assert detect(write(tmp_path, "c.jsonl", rows[:2])).notes == detect(tmp_path / "b.jsonl").notes
+
+
+@pytest.mark.parametrize("ending", [*WRITERS, "tar", "arrow", "jsonl.gz"])
+@pytest.mark.parametrize("name", CONTENT)
+def test_a_column_whose_content_would_be_dropped_is_refused_by_name_in_every_file_type(tmp_path, name, ending):
+    content, nothing, _ = CONTENT[name]
+    path = write_row(tmp_path, ending, [{**PAIR, name: nothing}, {**PAIR, name: content}])
+    with pytest.raises(DataError, match=place(path, 2) + f".*column '{name}'"):
+        detect(path)
+    assert list(samples(path, detect(path, ignore_columns=[name])))
+    empty = write_row(tmp_path, ending, [{**PAIR, name: nothing}] * 2)
+    assert len(list(samples(empty, detect(empty)))) == 2
+
+
+@pytest.mark.parametrize("ending", [*WRITERS, "tar", "arrow", "jsonl.gz"])
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+@pytest.mark.parametrize("key", MESSAGE_CONTENT)
+def test_a_key_of_a_message_whose_content_would_be_dropped_is_refused_by_name(tmp_path, ending, column, key):
+    content, nothing = MESSAGE_CONTENT[key]
+    row = {column: TURNS if column == "messages" else SHAREGPT}
+    path = write_row(
+        tmp_path, ending, [in_answer(row, column, **{key: nothing}), in_answer(row, column, **{key: content})]
+    )
+    with pytest.raises(DataError, match=place(path, 2) + f".*key '{key}' of a message in column '{column}'"):
+        detect(path)
+    ignoring = detect(path, ignore_columns=[key])
+    assert list(samples(path, ignoring)) == [TURNS, TURNS]
+    assert ignoring.notes == (f"left out by data.ignore_columns: {key}",)
+    empty = write_row(tmp_path, ending, [in_answer(row, column, **{key: nothing})] * 2)
+    assert list(samples(empty, detect(empty))) == [TURNS, TURNS]
+
+
+@pytest.mark.parametrize("ending", [*WRITERS, "tar", "arrow", "jsonl.gz"])
+@pytest.mark.parametrize(
+    ("first", "last", "words"),
+    [
+        (PAIR, {**PAIR, "system": "Be brief."}, "column 'system'"),
+        ({"messages": TURNS}, in_answer({"messages": TURNS}, "messages", tool_calls=[CALL]), "key 'tool_calls'"),
+        ({"text": "a", "role": "prompter"}, {"text": "a", "role": "bot", "label": 0}, "column 'label'"),
+        ({"text": "a"}, {"text": "a", "images": ["a.png"]}, "column 'images'"),
+    ],
+    ids=["pair", "messages", "oasst", "text"],
+)
+def test_content_that_appears_in_row_5000_only_is_refused_with_its_place(tmp_path, ending, first, last, words):
+    path = write_row(tmp_path, ending, [*[first] * 4999, last, first])
+    found = detect(path)
+    with pytest.raises(DataError, match=place(path, 5000) + f".*{words}"):
+        list(samples(path, found, BadRows(10)))
+
+
+def test_a_call_in_a_message_without_text_is_refused_as_the_call_that_it_is(tmp_path):
+    row = {"messages": [TURNS[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}]}
+    with pytest.raises(DataError, match="key 'tool_calls' of a message in column 'messages' is not trained yet"):
+        detect(write(tmp_path, "a.jsonl", [row]))
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "'chosen', column 'rejected' is for another kind"),
+        ({"chosen": TURNS, "rejected": TURNS, "id": "a"}, "'chosen', column 'rejected' is for another kind"),
+        ({"prompt": "q", "chosen": TURNS, "rejected": TURNS, "messages": TURNS}, "'chosen', column 'rejected'"),
+        ({"prompt": "q", "completion": "a", "label": True}, "column 'label' is for another kind of training .KTO"),
+        ({"question": "q", "label": "a"}, r"to train on one of them, name it: --data\.response_column=label"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ending", WRITERS)
+def test_data_of_another_kind_of_training_is_named_as_such_in_no_known_format_too(tmp_path, row, words, ending):
+    with pytest.raises(DataError, match=words):
+        detect(write(tmp_path, f"a.{ending}", [row]))
+
+
+def test_a_column_that_is_named_is_read_and_the_other_of_its_pair_refused(tmp_path):
+    path = write(tmp_path, "a.parquet", [{"prompt": "q", "chosen": "a", "rejected": "b"}])
+    named = {"prompt_column": "prompt", "response_column": "chosen"}
+    with pytest.raises(DataError, match=r"column 'rejected' .*--data\.ignore_columns=\[rejected\]"):
+        detect(path, **named)
+    found = detect(path, **named, ignore_columns="rejected")
+    assert list(samples(path, found)) == [[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]]
+
+
+@pytest.mark.parametrize("weight", [1, 1.0, True])
+def test_a_weight_that_says_what_training_does_is_accepted(tmp_path, weight):
+    path = write(tmp_path, "a.jsonl", [in_answer({"messages": TURNS}, "messages", weight=weight)])
+    assert list(samples(path, detect(path))) == [TURNS]
+    asked = {"messages": [{**TURNS[0], "weight": weight}, TURNS[1]]}
+    with pytest.raises(DataError, match="key 'weight'"):
+        detect(write(tmp_path, "b.jsonl", [asked]))
+
+
+def test_lists_that_are_very_deep_are_content_and_no_traceback(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(PAIR)[:-1] + f', "history": {"[" * 900}{"]" * 900}}}\n')
+    with pytest.raises(DataError, match="column 'history' is not trained yet"):
+        detect(path)
+
+
+def test_the_columns_that_are_not_read_are_named_in_one_line(tmp_path):
+    row = {"messages": [{**TURNS[0], "id": 1}, TURNS[1]], "url": "a", "score": 1, "label": 0}
+    found = detect(write(tmp_path, "a.jsonl", [row]), ignore_columns=["label", "lable"])
+    assert found.notes == (
+        "columns that are not read: url, score, messages.id",
+        "left out by data.ignore_columns: label, lable (not in the first rows: lable)",
+    )
+
+
+def test_a_column_that_is_ignored_makes_no_format(tmp_path):
+    path = write(tmp_path, "a.jsonl", [{"messages": TURNS, "instruction": "a", "input": "b", "output": "c"}])
+    assert detect(path, ignore_columns=["messages"]).columns["prompt"] == "instruction"
+    assert "context" not in detect(path, ignore_columns=["messages", "input"]).columns
+    with pytest.raises(ConfigError, match=r"data\.text_column and data\.ignore_columns both name 'input'"):
+        detect(path, text_column="input", ignore_columns=["input"])
+
+
+def test_content_in_any_shard_and_in_the_validation_file_is_refused(tmp_path):
+    (tmp_path / "shards").mkdir()
+    for name, row in (("a", PAIR), ("b", {**PAIR, "history": [["q", "a"]]})):
+        write(tmp_path / "shards", f"{name}.jsonl", [row])
+    known = Known(tmp_path / "files.json", racy_s=-60)
+    section = DataSection(train_file="shards")
+    for _ in range(2):  # the second time from what is remembered
+        with pytest.raises(DataError, match=r"b\.jsonl:1: .*column 'history'"):
+            columns_module.detect(section, tmp_path, known)
+        known.keep()
+        known = Known(tmp_path / "files.json")
+    with pytest.raises(DataError, match=r"b\.jsonl:1: .*column 'history'"):
+        detect(tmp_path / "shards/a.jsonl", tmp_path / "shards/b.jsonl")
 
 
 # ---- files that cannot be used -------------------------------------------------------------------------------------

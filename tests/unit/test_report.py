@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from launch import report
@@ -52,6 +54,13 @@ def test_the_loss_of_the_exported_weights_is_told():
     summary = {**SUMMARY, "exported_step": 10, "exported_eval_loss": 7.5923}
     lines = report.result_lines(recipe, on, plan(recipe, on), RunResult("/run", 0, None, 2.0, 1 << 30, summary), "")
     assert any("7.5923 on them at step 10, whose weights these are" in line for line in lines)
+
+
+def test_columns_that_are_not_read_have_a_line_in_the_plan():
+    recipe, on = wish(), machine()
+    made = plan(recipe, on)
+    noted = replace(made, data_format=replace(made.data_format, notes=("columns that are not read: url, score",)))
+    assert "             columns that are not read: url, score" in report.plan_lines(recipe, on, noted)
 
 
 def test_a_constant_rate_has_no_warm_up():

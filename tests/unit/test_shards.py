@@ -102,8 +102,14 @@ def test_webdataset_shards_are_read_as_datasets_reads_them(tmp_path):
     theirs = datasets.load_dataset("webdataset", data_files=[str(tmp_path / "a.tar")], split="train", streaming=True)
     theirs = theirs.decode(False)
     ours = [(key, row) for key, row in shards.tar_samples(tmp_path / "a.tar")]
-    assert ours == [(row["__key__"], {**row["json"], "text": row["txt"]}) for row in theirs]
-    assert found(tmp_path / "a.tar").kind == "messages"
+    named = [{"jpg": {"member": f"a.b/{number:03}.jpg"}} for number in range(20)]
+    assert ours == [
+        (row["__key__"], {**row["json"], "text": row["txt"], **member})
+        for row, member in zip(theirs, named, strict=True)
+    ]
+    with pytest.raises(DataError, match=r"a\.tar:a\.b/000: .* column 'jpg' is not trained yet"):
+        found(tmp_path / "a.tar")
+    assert found(tmp_path / "a.tar", ignore_columns=["jpg"]).kind == "messages"
 
 
 @pytest.mark.parametrize(

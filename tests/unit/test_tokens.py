@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jinja2
 import pytest
 
 from launch.errors import DataError, ResourceError
@@ -82,6 +83,41 @@ def test_a_folder_without_an_end_token_is_refused(tmp_path, cut):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(ResourceError, match="no eos_token"):
         tokenizer.load(tmp_path)
+
+
+@pytest.fixture
+def without_template(tmp_path, cut):
+    """The tokenizer that training loads of a base model's folder, which brings no chat_template."""
+    cut.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    return tokenizer.load(tmp_path)
+
+
+def test_a_folder_without_a_chat_template_is_trained_with_one_line_a_turn(without_template):
+    talk = turns("two", "二", "three", "三")
+    ((row,),) = encoder(without_template).encode([[{"role": "system", "content": "end"}, *talk]])
+    assert without_template.decode(row["input_ids"]) == "end\ntwo\n二<|end|>\nthree\n三<|end|>"
+    targets = [label for label in row["labels"] if label != data.IGNORED]
+    assert without_template.decode(targets) == "二<|end|>三<|end|>"
+
+
+def test_the_prompt_of_an_answer_is_the_beginning_of_what_was_trained(without_template):
+    talk = turns("two", "二", "three", "三")
+    ((row,),) = encoder(without_template).encode([talk])
+    for i in (1, 3):
+        prompt = without_template.apply_chat_template(talk[:i], tokenize=False, add_generation_prompt=True)
+        assert prompt.endswith("\n")
+        assert without_template.decode(row["input_ids"]).startswith(prompt + talk[i]["content"] + "<|end|>")
+
+
+@pytest.mark.parametrize("trim_blocks", [False, True])
+@pytest.mark.parametrize("lstrip_blocks", [False, True])
+def test_the_plain_template_renders_alike_whatever_a_program_trims(trim_blocks, lstrip_blocks):
+    template = jinja2.Environment(trim_blocks=trim_blocks, lstrip_blocks=lstrip_blocks).from_string(
+        tokenizer.PLAIN_TEMPLATE
+    )
+    said = template.render(messages=turns("a", "b", "c"), eos_token="</s>", add_generation_prompt=True)
+    assert said == "a\nb</s>\nc\n"
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
