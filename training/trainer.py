@@ -66,6 +66,7 @@ class LowMemTrainer(Trainer):
     def _wrap_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
         """Under DDP a gradient is a view of the bucket that is reduced: one copy of the gradients less."""
         wrapped = super()._wrap_model(model, *args, **kwargs)
+        engines.refuse_data_parallel(wrapped)
         if self.accelerator.ddp_handler is not None:
             self.accelerator.ddp_handler.gradient_as_bucket_view = True
         return wrapped
