@@ -631,6 +631,7 @@ class Plan:
     by_tokens: bool = False  # a step's rows are cut by tokens: data.batch_by_tokens
     padding: Padding | None = None  # None: the rows have not been tokenised yet
     base_fingerprint: str | None = None  # of the weights that an adapter is trained for: no checkpoint holds them
+    allocator_fraction: float = 1.0  # of a card's free memory, all that a rank's allocator may take
 
     @property
     def samples(self) -> int | None:

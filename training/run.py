@@ -153,11 +153,11 @@ class Parts:
     control: Control
 
 
-def _hold_to_free_memory(recipe: Recipe, device: torch.device) -> None:
+def _hold_to_free_memory(plan: Plan, device: torch.device) -> None:
     """This rank's allocator takes no more than is free now: who shares the card is not the one who runs out."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    asked = recipe.launch.vram_fraction if "vram_fraction" in recipe.launch.model_fields_set else 1.0
-    torch.cuda.set_per_process_memory_fraction(asked * free_bytes / total_bytes, device)
+    share = plan.allocator_fraction * free_bytes / total_bytes
+    torch.cuda.set_per_process_memory_fraction(share, device)
 
 
 def _build(
@@ -169,7 +169,7 @@ def _build(
     heartbeat.beat("load")
     rows, order, feeders = samples.of(start, run, attempt, args, tokens, heartbeat.again)
     if args.device.type == "cuda":
-        _hold_to_free_memory(recipe, args.device)
+        _hold_to_free_memory(plan, args.device)
     meter = StepMeter(attempt.samples_file(rank))
     draw = not start.supervised and sys.stderr.isatty()
     asked_rate = recipe.training.learning_rate
