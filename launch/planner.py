@@ -201,7 +201,7 @@ def _evaluated(about: Subject, candidate: Candidate) -> Candidate:
         if one.section == "evaluation":
             count = max(1, min(count, one.candidate.per_device_eval_batch_size // 2))
     trace = about.trace(candidate)
-    if trace is None:
+    if trace is None or not about.recipe.evaluates:
         return replace(candidate, per_device_eval_batch_size=count)
     budget = estimate.budget_bytes(about.recipe, about.machine, candidate)
     is_asked = about.recipe.training.per_device_eval_batch_size is not None

@@ -418,6 +418,11 @@ class Recipe(Section):
             raise ValueError("4-bit weights cannot be trained; add LoRA (--lora.r=16), or leave load_in_4bit out")
         return value
 
+    @property
+    def evaluates(self) -> bool:
+        """There are held-out rows, so that evaluations happen."""
+        return self.data.validation_file is not None
+
     def quantized(self, precision: Precision) -> QuantizationSection | None:
         """The quantization with its compute dtype decided: that of what autocast gives the layers."""
         if self.quantization is None:
@@ -509,6 +514,11 @@ class Strategy:
         return self.mode.endswith("_offload")
 
 
+# When a block of a traced step is born: before the step (the optimizer's states apart), in it, or in
+# the evaluation after it.
+Born = Literal["start", "state", "step", "evaluation"]
+
+
 @dataclass(frozen=True)
 class Peak:
     """The moment at which a rank holds most: where in the run, at which operator, and what for."""
@@ -536,6 +546,8 @@ class MemoryEstimate:
     margin_bytes: int = 0  # by which past predictions were exceeded
     host: Mapping[str, int] = field(default_factory=dict)  # of the job on this machine, by cause; {}: not predicted
     host_phase: str = ""
+    step_allocated_bytes: int = 0  # peaks of a training step, without an evaluation; 0: not predicted
+    step_reserved_bytes: int = 0
 
     @property
     def model_state_bytes(self) -> int:

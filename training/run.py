@@ -48,7 +48,7 @@ from training.callbacks import Reporter, StepMeter, start_logging
 from training.control import Control, Halted
 from training.heartbeat import Heartbeat
 from training.obey import Obey, Watch
-from training.trainer import LowMemTrainer
+from training.trainer import LowMemTrainer, empty_cache
 
 logger = logging.getLogger("lowmem")
 SHARED_FOLDER_S = 30.0  # a network file system may show a new folder late
@@ -352,7 +352,9 @@ def _score(parts: Parts, recipe: Recipe, pairs: Pairs, when: str, scores: dict[s
     the keys and values that answers are made with."""
     trainer, limit = parts.trainer, recipe.evaluation.max_new_tokens
     device, between, batch = trainer.args.device, parts.obey.between_batches, trainer.args.per_device_eval_batch_size
+    empty_cache()
     found = evaluate.scores(trainer.model, parts.tokenizer, pairs, limit, device, between, batch)
+    empty_cache()
     scores.update({f"{name}_{when}": score for name, score in found.items()})
     logger.info(
         "exact match %s training: %.1f %% of %d held-out rows, BLEU %.1f",
