@@ -111,8 +111,8 @@ def run(folder: Path, case: Case, batch: int) -> dict[str, Any] | None:
     gpu = resolved.machine.gpus[0]
     return {
         "batch": batch,
-        "allocated": [plan.estimate.allocated_bytes, measured["allocated_bytes"]],
-        "reserved": [plan.estimate.reserved_bytes, measured["reserved_bytes"]],
+        "allocated": [plan.estimate.step_allocated_bytes, measured["allocated_bytes"]],
+        "reserved": [plan.estimate.step_reserved_bytes, measured["reserved_bytes"]],
         "outside": [plan.estimate.outside_bytes, gpu.free_bytes - measured["free_bytes"] - measured["reserved_bytes"]],
         "seconds": result.summary["train_seconds"] / result.summary["step"],
     }

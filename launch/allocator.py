@@ -19,6 +19,7 @@ from launch.allocator_config import INTERVALS, MIB, TORCH_DEFAULTS, AllocatorCon
 Event = tuple[int, int]  # id of a block and its bytes; FREED in place of the bytes where it dies
 
 FREED = -1
+EMPTY_CACHE: Event = (-1, 0)  # no block: torch.cuda.empty_cache() is called
 BLOCK_BYTES = 512  # kMinBlockSize: every size is a multiple of it
 SMALL_BYTES = MIB  # kSmallSize: requests up to here share the small segments
 SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer
@@ -60,7 +61,9 @@ def replay(
     allocator = CachingAllocator(config, capacity_bytes, device_bytes)
     live: dict[int, Block] = {}
     for index, (block_id, size_bytes) in enumerate(events):
-        if size_bytes > 0:
+        if (block_id, size_bytes) == EMPTY_CACHE:
+            allocator.empty_cache()
+        elif size_bytes > 0:
             block = allocator.allocate(size_bytes)
             if block is None:
                 return allocator.report(index, size_bytes)
@@ -277,8 +280,7 @@ class CachingAllocator:
         if block is None and self._release_oversize(pool, size_bytes):
             block = self._ask_driver(pool, size_bytes)
         if block is None:
-            self._release_cached(self.large)
-            self._release_cached(self.small)
+            self.empty_cache()
             self.retries += 1
             block = self._ask_driver(pool, size_bytes)
         return block
@@ -335,6 +337,11 @@ class CachingAllocator:
             released_bytes += block.size_bytes
             self._release(block)
         return released_bytes >= wanted_bytes
+
+    def empty_cache(self) -> None:
+        """Gives every segment that nothing lives in back to the driver. Source: release_cached_blocks."""
+        self._release_cached(self.large)
+        self._release_cached(self.small)
 
     def _release_cached(self, pool: Pool) -> None:
         """Source: release_blocks."""

@@ -79,12 +79,15 @@ class Comparison:
 
 
 def compare(plan: Plan, measured: Mapping[str, int], host_budget_bytes: int) -> Comparison:
-    """A steady step's figures (AttemptDir.second_step_file) beside the plan's. The step's rows may be shorter than the
-    longest: that it took less says nothing."""
+    """A steady step's figures (AttemptDir.second_step_file) beside the plan's of a training step: no evaluation has
+    happened by then. The step's rows may be shorter than the longest: that it took less says nothing."""
     estimate, budget = plan.estimate, plan.budget_bytes
+    allocated = estimate.step_allocated_bytes or estimate.allocated_bytes  # 0: an older version's plan
+    reserved = estimate.step_reserved_bytes or estimate.reserved_bytes
+    of_step = estimate.device_bytes - estimate.reserved_bytes + reserved
     pairs = [
-        ("reserved", estimate.reserved_bytes, measured["reserved_bytes"], estimate.device_bytes, budget),
-        ("allocated", estimate.allocated_bytes, measured["allocated_bytes"], estimate.device_bytes, budget),
+        ("reserved", reserved, measured["reserved_bytes"], of_step, budget),
+        ("allocated", allocated, measured["allocated_bytes"], of_step, budget),
         ("host RAM", estimate.host_bytes, measured["host_pss_bytes"], estimate.host_bytes, host_budget_bytes),
     ]
     lines, over = [], ""

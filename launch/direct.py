@@ -43,6 +43,8 @@ def from_request(request: Request) -> Start:
         chosen = resolved.machine.gpus[: resolved.plan.strategy.processes_per_machine]
         for key, value in architectures.environment(chosen).items():
             os.environ.setdefault(key, value)
+        if resolved.plan.strategy.num_processes == 1:  # CUDA reads these once; no torch is here yet
+            os.environ.update(render.visible_devices(resolved.machine, 1))
     if is_first:
         lines = report.plan_lines(resolved.recipe, resolved.machine, resolved.plan)
         lines += started.unused(os.environ, resolved.plan, resolved.recipe.training.max_grad_norm)

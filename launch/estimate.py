@@ -298,25 +298,33 @@ def _states(subject: Subject, candidate: Strategy) -> MemoryEstimate:
 def _with_peak(
     subject: Subject, candidate: Strategy, states: MemoryEstimate, trace: Trace, samples: int, exact: bool
 ) -> MemoryEstimate:
-    eval_samples = candidate.per_device_eval_batch_size
-    memory = replace(states, peak=trace.peak(samples, eval_samples))
+    counts = samples, _eval_samples(subject, candidate)
+    memory = replace(states, peak=trace.peak(*counts), step_allocated_bytes=trace.peak(samples, None).allocated_bytes)
     memory = _with_host(subject, candidate, memory, trace, samples, exact)
     if candidate.device == "cpu":
         return memory
     outside = CONTEXT_BYTES[subject.machine.gpus[0].vendor]
     if candidate.backend == "nccl":
         outside += NCCL_BYTES if candidate.num_processes == 2 else NCCL_MORE_BYTES
-    reserved = memory.allocated_bytes
+    reserved, of_step = memory.allocated_bytes, memory.step_allocated_bytes
     if exact:
         room = budget_bytes(subject.recipe, subject.machine, candidate) - outside
-        reserved = _reserved_bytes(trace.events(samples, eval_samples), subject.allocator, room)
+        begun, rest = trace.run(*counts, makes_states=candidate.engine != "deepspeed")
+        of_step = _reserved_bytes(begun, subject.allocator, room)
+        reserved = _reserved_bytes([*begun, *rest], subject.allocator, room)
     memory = replace(memory, fragmentation_bytes=max(reserved - memory.allocated_bytes, 0), outside_bytes=outside)
+    memory = replace(memory, step_reserved_bytes=max(of_step, memory.step_allocated_bytes))
     free = min(gpu.free_bytes for gpu in subject.machine.gpus[: candidate.processes_per_machine])
     kept = int(free * (1 - subject.recipe.launch.vram_fraction))  # the error bar is part of what planning leaves free
     margin = max(
         int(subject.usual * memory.reserved_bytes) - kept, int(subject.exceeded.device * memory.reserved_bytes), 0
     )
     return replace(memory, margin_bytes=margin)
+
+
+def _eval_samples(subject: Subject, candidate: Strategy) -> int | None:
+    """Samples of an evaluation's batch; None where nothing is evaluated."""
+    return candidate.per_device_eval_batch_size if subject.recipe.evaluates else None
 
 
 def _reserved_bytes(events: Sequence[allocator.Event], config: allocator.AllocatorConfig, room: int) -> int:
@@ -333,8 +341,10 @@ def _with_host(
     subject: Subject, candidate: Strategy, memory: MemoryEstimate, trace: Trace | None, samples: int, exact: bool
 ) -> MemoryEstimate:
     """With what the job takes of the host; without a trace, all but what a step takes on CPUs."""
-    counts = samples, candidate.per_device_eval_batch_size
+    counts = samples, _eval_samples(subject, candidate)
     sizes = {section: peak.allocated_bytes for section, peak in trace.peaks(*counts).items()} if trace else {}
+    # also where nothing is evaluated: what an engine holds beside the states is known from it
+    evaluated = trace.peaks(samples, candidate.per_device_eval_batch_size).get("evaluation") if trace else None
     written = {}
     if candidate.engine == "deepspeed":  # its bucket is as large as asked for, and filled as far as there are gradients
         element_bytes = 4 if candidate.mixed_precision == "no" else 2
@@ -344,14 +354,15 @@ def _with_host(
     first = next(iter(subject.parameters.values()))
     holes = 0
     if candidate.device == "cpu" and exact and trace is not None:
-        holes = max(malloc.held_bytes(trace.events(*counts), written) - max(sizes.values()) + untouched, 0)
+        held = malloc.held_bytes(trace.events(*counts), written)
+        holes = max(held - max(sizes.values()) + untouched, 0)
     job = host_memory.Job(
         recipe=subject.recipe,
         strategy=candidate,
         shape=subject.shape,
         states=memory,
         step_bytes=max((size for section, size in sizes.items() if section != "evaluation"), default=0),
-        evaluation_bytes=sizes.get("evaluation", 0),
+        evaluation_bytes=evaluated.allocated_bytes if evaluated else 0,
         embedding_bytes=math.prod(first) * DTYPE_BYTES[subject.recipe.model.dtype],
         untouched_bytes=untouched,
         reduced_bytes=sum(written.values()),

@@ -136,6 +136,8 @@ def estimate(job: Job, imports: Imports) -> HostEstimate:
         "evaluation": {**running, **({} if on_gpu else _on_host(job, max(job.evaluation_bytes, held)))},
         "save": {**running, **({} if on_gpu else _on_host(job, held)), **_saving(job)},
     }
+    if not job.recipe.evaluates:
+        del phases["evaluation"]
     return HostEstimate(
         {name: {cause: size for cause, size in parts.items() if size} for name, parts in phases.items()}
     )

@@ -109,7 +109,14 @@ def _chosen(about: Subject, changes: Sequence[Change], given: Given, rows: int |
         by_tokens=recipe.data.batch_by_tokens,
         padding=about.padding(candidate),
         base_fingerprint=about.base_fingerprint,
+        allocator_fraction=_allocator_fraction(recipe.launch),
     )
+
+
+def _allocator_fraction(launch: LaunchSection) -> float:
+    """A share that the recipe names binds the ranks too. The default binds planning only: what it leaves free is for a
+    prediction that is too low. Only planning can tell them apart: a run's recipe.json has every default in it."""
+    return launch.vram_fraction if "vram_fraction" in launch.model_fields_set else 1.0
 
 
 def _behind(one: Judged, chosen: Judged) -> str:
@@ -194,7 +201,7 @@ def _evaluated(about: Subject, candidate: Candidate) -> Candidate:
         if one.section == "evaluation":
             count = max(1, min(count, one.candidate.per_device_eval_batch_size // 2))
     trace = about.trace(candidate)
-    if trace is None:
+    if trace is None or not about.recipe.evaluates:
         return replace(candidate, per_device_eval_batch_size=count)
     budget = estimate.budget_bytes(about.recipe, about.machine, candidate)
     is_asked = about.recipe.training.per_device_eval_batch_size is not None

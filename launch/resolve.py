@@ -73,6 +73,8 @@ def resolve(
     `trace` False: the plan counts model states alone, as where many ranks start at once."""
     house = House.here()
     machine = probe.described(machine_file) if machine_file else probe.machine(run_dir=house.root)
+    if given.num_processes == 1:
+        machine = _with_one_gpu(machine)
     if machine_file is None:
         packages.refuse_old()
     has_gpu = bool(machine.gpus) and not given.force_cpu
@@ -144,6 +146,19 @@ def resolve(
             f"{refusal}. Nor does it fit with all that allow: [{', '.join(recipe.allow)}] gives up"
             f" ({', '.join(f'{change.key} {change.effective}' for change in given_up) or 'nothing here'})"
         ) from refusal
+
+
+def _with_one_gpu(machine: Machine) -> Machine:
+    """The machine as a single process of another launcher uses it: of its GPUs the one with the
+    most free memory, the first of several."""
+    if len(machine.gpus) < 2:
+        return machine
+    chosen = max(machine.gpus, key=lambda gpu: gpu.free_bytes)
+    reason = (
+        f"{machine.gpus_reason}; one process uses one of {len(machine.gpus)} GPUs: {chosen.index},"
+        " which has the most free memory"
+    )
+    return replace(machine, gpus=(chosen,), gpus_reason=reason)
 
 
 def _allocator_settings(environ: Mapping[str, str]) -> str:

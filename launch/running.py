@@ -90,7 +90,7 @@ def run(decide: Decide, wish: str, dry_run: bool) -> int:
         resolved, result = _attempts(resolved, decide, exceeded, start.run, held, screen, heard, end_s)
         run, recipe, plan = rundir.RunDir(Path(result.run_dir)), resolved.recipe, resolved.plan
         events = [event for one in run.attempts() for event in steps.events(one)]
-        _remember(resolved, run.run_id, result, events, screen)
+        _remember(resolved, run, result, events, screen)
         for line in report.result_lines(recipe, resolved.machine, plan, result, chat_command(recipe.output_dir)):
             screen.say(line)
         ended = [_told(one) for one in run.attempts()]
@@ -250,7 +250,9 @@ def _told(attempt: AttemptDir) -> tuple[str, str]:
     return estimate.describe(attempt.read_plan().strategy) if is_known else "not kept", how
 
 
-def _remember(resolved: Resolved, run_id: str, result: RunResult, events: Sequence[StepEvent], screen: Screen) -> None:
+def _remember(
+    resolved: Resolved, run: rundir.RunDir, result: RunResult, events: Sequence[StepEvent], screen: Screen
+) -> None:
     """The run's figures beside their predictions, in the ledger that later plans read."""
     plan, recipe, machine = resolved.plan, resolved.recipe, resolved.machine
     strategy, memory, summary = plan.strategy, plan.estimate, result.summary
@@ -258,10 +260,14 @@ def _remember(resolved: Resolved, run_id: str, result: RunResult, events: Sequen
         return
     seconds = [event.seconds for event in events[steps.STEADY_FROM :]]
     on_gpu = strategy.device == "cuda"
+    allocated, reserved = memory.allocated_bytes, memory.reserved_bytes
+    # what is measured are the last attempt's peaks up to its last step: an evaluation after that is not in them
+    if not any(evaluation.step < summary["step"] for evaluation in steps.evaluations(run.attempts()[-1])):
+        allocated, reserved = memory.step_allocated_bytes, memory.step_reserved_bytes
     Ledger(resolved.house.ledger_file, screen.say).record(
         Measurement(
             time=time.time(),
-            run_id=run_id,
+            run_id=run.run_id,
             machine_key=keys.machine_key(machine),
             model_key=keys.model_key(plan.shape),
             recipe_key=keys.recipe_key(recipe),
@@ -276,8 +282,8 @@ def _remember(resolved: Resolved, run_id: str, result: RunResult, events: Sequen
             gradient_checkpointing=strategy.gradient_checkpointing,
             versions={package: version(package) for package in ("torch", "transformers", "accelerate")},
             predicted=Figures(
-                allocated_bytes=memory.allocated_bytes if on_gpu else None,
-                reserved_bytes=memory.reserved_bytes if on_gpu else None,
+                allocated_bytes=allocated if on_gpu else None,
+                reserved_bytes=reserved if on_gpu else None,
                 host_pss_bytes=memory.host_bytes or None,
                 step_s=plan.step_s,
             ),

@@ -424,6 +424,11 @@ class Recipe(Section):
             raise ValueError("4-bit weights cannot be trained; add LoRA (--lora.r=16), or leave load_in_4bit out")
         return value
 
+    @property
+    def evaluates(self) -> bool:
+        """There are held-out rows, so that evaluations happen."""
+        return self.data.validation_file is not None
+
     def quantized(self, precision: Precision) -> QuantizationSection | None:
         """The quantization with its compute dtype decided: that of what autocast gives the layers."""
         if self.quantization is None:
@@ -517,6 +522,11 @@ class Strategy:
         return self.mode.endswith("_offload")
 
 
+# When a block of a traced step is born: before the step (the optimizer's states apart), in it, or in
+# the evaluation after it.
+Born = Literal["start", "state", "step", "evaluation"]
+
+
 @dataclass(frozen=True)
 class Peak:
     """The moment at which a rank holds most: where in the run, at which operator, and what for."""
@@ -544,6 +554,8 @@ class MemoryEstimate:
     margin_bytes: int = 0  # by which past predictions were exceeded
     host: Mapping[str, int] = field(default_factory=dict)  # of the job on this machine, by cause; {}: not predicted
     host_phase: str = ""
+    step_allocated_bytes: int = 0  # peaks of a training step, without an evaluation; 0: not predicted
+    step_reserved_bytes: int = 0
 
     @property
     def model_state_bytes(self) -> int:
@@ -639,6 +651,7 @@ class Plan:
     by_tokens: bool = False  # a step's rows are cut by tokens: data.batch_by_tokens
     padding: Padding | None = None  # None: the rows have not been tokenised yet
     base_fingerprint: str | None = None  # of the weights that an adapter is trained for: no checkpoint holds them
+    allocator_fraction: float = 1.0  # of a card's free memory, all that a rank's allocator may take
 
     @property
     def samples(self) -> int | None:

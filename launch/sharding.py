@@ -19,6 +19,13 @@ def refusal(recipe: Recipe, strategy: Strategy) -> str | None:
     """Why this engine cannot run the recipe as it was asked for, or None."""
     mode, training = strategy.mode, recipe.training
     if strategy.engine in ("plain", "ddp"):
+        is_half = recipe.model.dtype == "float16" and recipe.lora is None  # adapters are float32
+        if is_half and strategy.mixed_precision == "fp16":
+            return (
+                f"{mode} cannot train model.dtype float16 beside fp16 autocast, whose loss scaler"
+                " takes no float16 gradients; leave model.dtype out, or use a deepspeed mode, which"
+                " trains a float32 copy of the weights"
+            )
         return None
     if recipe.quantization is not None:
         return (

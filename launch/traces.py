@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from launch import packages
+from launch.allocator import EMPTY_CACHE, FREED, Event
 from launch.render import BUCKET_ELEMENTS
 from launch.rundir import CODE
-from launch.schema import ModelShape, Peak, Recipe, Strategy
+from launch.schema import Born, ModelShape, Peak, Recipe, Strategy
 from launch.timing import Affine, WorkCost
 from launch.tracing import TracingChild
 
@@ -62,33 +63,95 @@ class Trace:
     work: WorkCost
     file: Path
 
-    def peak(self, samples: int, eval_samples: int) -> Peak:
-        """The highest moment at so many samples a micro-batch."""
+    def peak(self, samples: int, eval_samples: int | None) -> Peak:
+        """The highest moment at so many samples a micro-batch; `eval_samples` None: nothing is evaluated."""
         return max(self.peaks(samples, eval_samples).values(), key=lambda peak: peak.allocated_bytes)
 
-    def peaks(self, samples: int, eval_samples: int) -> dict[str, Peak]:
-        """The highest moment of each section."""
+    def peaks(self, samples: int, eval_samples: int | None) -> dict[str, Peak]:
+        """The highest moment of each section that happens."""
         found: dict[str, Peak] = {}
         for moment in self.moments:
             section = moment["section"]
             count = eval_samples if section == "evaluation" else samples
+            if count is None:
+                continue
             parts = {name: fixed + count * sample for name, (fixed, sample) in moment["parts"].items()}
             peak = Peak(section, moment["op"], parts)
             if section not in found or peak.allocated_bytes > found[section].allocated_bytes:
                 found[section] = peak
         return found
 
-    def events(self, samples: int, eval_samples: int) -> list[tuple[int, int]]:
-        """Every allocation (block, bytes) and free (block, -1) of the step, for an allocator to replay."""
-        log = json.loads(self.file.with_suffix(".log").read_text(encoding="utf-8"))
-        blocks, found = log["blocks"], []
+    def events(self, samples: int, eval_samples: int | None) -> list[Event]:
+        """Every allocation (block, bytes) and free (block, -1) of a step in the steady state and of the evaluation
+        after it, for an allocator to replay."""
+        log, found = self._log(), []
         for number in log["events"]:
             if number < 0:
-                found.append((~number, -1))
-            else:
-                fixed, sample, is_evaluation = blocks[number]
-                found.append((number, fixed + (eval_samples if is_evaluation else samples) * sample))
+                found.append((~number, FREED))
+                continue
+            size_bytes = _size(log["blocks"][number], samples, eval_samples)
+            if size_bytes is None:
+                break
+            found.append((number, size_bytes))
         return found
+
+    def run(self, samples: int, eval_samples: int | None, makes_states: bool) -> tuple[list[Event], list[Event]]:
+        """What a card's allocator goes through: (two steps; after them an evaluation, if there is one, and another
+        step, each with an emptied cache, as trainer.py empties it before and after an evaluation and before a save).
+
+        `makes_states`: the optimizer makes its states at the end of the first step, between blocks of that step, where
+        they keep whole segments from being given back. DeepSpeed makes them before."""
+        log = self._log()
+        blocks, events = log["blocks"], log["events"]
+        lasting = {number for number, block in enumerate(blocks) if block[2] in ("start", "state")}
+        end = next((at for at, number in enumerate(events) if number >= 0 and blocks[number][2] == "evaluation"), None)
+        step, evaluation = events[:end], [] if end is None or eval_samples is None else events[end:]
+        if any(~number in lasting for number in step if number < 0):  # the next step would not begin as this one
+            both = self.events(samples, eval_samples)
+            return both[: len(step)], [EMPTY_CACHE, *both[len(step) :]]
+
+        def sized(number: int, turn: int = 0) -> Event:
+            size_bytes = _size(blocks[number], samples, eval_samples)
+            assert size_bytes is not None
+            return (number if number in lasting else number + turn * len(blocks)), size_bytes
+
+        def once(turn: int, start: Sequence[int], late: Sequence[int] = ()) -> list[Event]:
+            """The step in its `turn`, its blocks with numbers of their own; before it `start` is born, `late` in it."""
+            found = [sized(number) for number in start]
+            for at, number in enumerate(step):
+                if at == log["update"]:
+                    found += [sized(number) for number in late]
+                if number >= 0 and number not in lasting:
+                    found.append(sized(number, turn))
+                elif number < 0:
+                    found.append((~number if ~number in lasting else ~number + turn * len(blocks), FREED))
+            return found if log["update"] < len(step) else [*found, *(sized(number) for number in late)]
+
+        def ended(turn: int) -> list[Event]:
+            """What of that turn lives on until the next one begins."""
+            freed = {~number for number in step if number < 0}
+            born = [number for number in step if number >= 0 and number not in lasting]
+            return [(number + turn * len(blocks), FREED) for number in born if number not in freed]
+
+        births = [number for number in step if number >= 0 and number in lasting]
+        late = [number for number in births if blocks[number][2] == "state"] if makes_states else []
+        begun = once(1, [number for number in births if number not in late], late)
+        begun += [*ended(1), *once(0, ())]
+        rest = [EMPTY_CACHE]
+        if evaluation:
+            rest += [sized(number) if number >= 0 else (~number, FREED) for number in evaluation]
+            rest += [EMPTY_CACHE]
+        return begun, [*rest, *ended(0), *once(2, ())]
+
+    def _log(self) -> dict[str, Any]:
+        return json.loads(self.file.with_suffix(".log").read_text(encoding="utf-8"))
+
+
+def _size(block: tuple[int, int, Born], samples: int, eval_samples: int | None) -> int | None:
+    """Bytes of a block (fixed, per sample, when it is born); None: of an evaluation that does not happen."""
+    fixed, sample, born = block
+    count = eval_samples if born == "evaluation" else samples
+    return None if count is None else fixed + count * sample
 
 
 class Traces:

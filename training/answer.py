@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from launch.rundir import write_atomic
-from launch.schema import DataFormat, MemoryEstimate, ModelShape, Plan, Recipe, Strategy
+from launch.schema import Born, DataFormat, MemoryEstimate, ModelShape, Plan, Recipe, Strategy
 
 
 def main(folder: Path) -> None:
@@ -104,10 +104,21 @@ def _write(log: Any, folder: Path, name: str) -> None:
     """NAME.json with peaks and work, NAME.log with the whole log."""
     from training import peaks
 
-    blocks = [[one.fixed_bytes, one.sample_bytes, one.born.startswith("evaluation")] for one in log.blocks]
+    blocks = [[one.fixed_bytes, one.sample_bytes, _born(one.born)] for one in log.blocks]
     events = [event.block if event.birth else ~event.block for event in log.events]
-    write_atomic(folder / f"{name}.log", json.dumps({"blocks": blocks, "events": events}))
+    after_update = (at for at, event in enumerate(log.events) if event.phase.startswith(("zero", "evaluation")))
+    update = next(after_update, len(events))
+    write_atomic(folder / f"{name}.log", json.dumps({"blocks": blocks, "events": events, "update": update}))
     write_atomic(folder / f"{name}.json", json.dumps({"peaks": peaks.peaks(log), "work": peaks.work(log)}))
+
+
+def _born(phase: str) -> Born:
+    """As much of a phase as a replay needs."""
+    if phase == "start:optimizer":
+        return "state"
+    if phase.startswith("start"):
+        return "start"
+    return "evaluation" if phase.startswith("evaluation") else "step"
 
 
 if __name__ == "__main__":

@@ -53,6 +53,8 @@ def of(recipe: Recipe, plan: Plan, rows: int, evaluates: bool, engine: dict[str,
         **_extras(training, strategy),
     )
     if strategy.device == "cuda":
+        if args.n_gpu > 1:  # transformers would run this process on all it sees (nn.DataParallel)
+            args._n_gpu = 1
         # Also against TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which containers set. TrainingArguments' own way leaves that as
         # it is, and asking for this flag is an error after it (torch 2.13: "mix of the legacy and new APIs").
         torch.backends.cuda.matmul.allow_tf32 = strategy.tf32

@@ -171,6 +171,20 @@ def autocast_fsdp2(trainer: Trainer) -> None:
     base.forward = forward
 
 
+def refuse_data_parallel(model: torch.nn.Module) -> None:
+    """Raises ConfigError for a model that this process would run on several GPUs.
+
+    There transformers multiplies the loss by their number, but ours is divided by all targets of
+    the step already: gradients would be that many times too large."""
+    if isinstance(model, torch.nn.DataParallel):
+        raise ConfigError(
+            f"one process would train on GPUs {model.device_ids} (nn.DataParallel), expected one"
+            " GPU a process; start a process for each GPU (accelerate launch --multi_gpu"
+            " --num_processes 2), or show this one a single GPU (CUDA_VISIBLE_DEVICES=0; on AMD"
+            " HIP_VISIBLE_DEVICES=0)"
+        )
+
+
 @contextmanager
 def whole_weights(strategy: Strategy) -> Iterator[None]:
     """transformers builds a model in shards under ZeRO-3; inside, it does not: random initial weights of a shard are

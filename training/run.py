@@ -48,7 +48,7 @@ from training.callbacks import Reporter, StepMeter, start_logging
 from training.control import Control, Halted
 from training.heartbeat import Heartbeat
 from training.obey import Obey, Watch
-from training.trainer import LowMemTrainer
+from training.trainer import LowMemTrainer, empty_cache
 
 logger = logging.getLogger("lowmem")
 SHARED_FOLDER_S = 30.0  # a network file system may show a new folder late
@@ -154,11 +154,11 @@ class Parts:
     control: Control
 
 
-def _hold_to_free_memory(recipe: Recipe, device: torch.device) -> None:
+def _hold_to_free_memory(plan: Plan, device: torch.device) -> None:
     """This rank's allocator takes no more than is free now: who shares the card is not the one who runs out."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    asked = recipe.launch.vram_fraction if "vram_fraction" in recipe.launch.model_fields_set else 1.0
-    torch.cuda.set_per_process_memory_fraction(asked * free_bytes / total_bytes, device)
+    share = plan.allocator_fraction * free_bytes / total_bytes
+    torch.cuda.set_per_process_memory_fraction(share, device)
 
 
 def _build(
@@ -170,7 +170,7 @@ def _build(
     heartbeat.beat("load")
     rows, order, feeders = samples.of(start, run, attempt, args, tokens, heartbeat.again)
     if args.device.type == "cuda":
-        _hold_to_free_memory(recipe, args.device)
+        _hold_to_free_memory(plan, args.device)
     meter = StepMeter(attempt.samples_file(rank))
     draw = not start.supervised and sys.stderr.isatty()
     asked_rate = recipe.training.learning_rate
@@ -355,7 +355,9 @@ def _score(parts: Parts, recipe: Recipe, pairs: Pairs, when: str, scores: dict[s
     the keys and values that answers are made with."""
     trainer, limit = parts.trainer, recipe.evaluation.max_new_tokens
     device, between, batch = trainer.args.device, parts.obey.between_batches, trainer.args.per_device_eval_batch_size
+    empty_cache()
     found = evaluate.scores(trainer.model, parts.tokenizer, pairs, limit, device, between, batch)
+    empty_cache()
     scores.update({f"{name}_{when}": score for name, score in found.items()})
     logger.info(
         "exact match %s training: %.1f %% of %d held-out rows, BLEU %.1f",

@@ -33,6 +33,13 @@ torch.serialization.register_package(
 )
 
 
+def empty_cache() -> None:
+    """Give what the allocator has cached back to the driver. The prediction counts on it between a step and an
+    evaluation (launch/estimate.py)."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 class LowMemTrainer(Trainer):
     """Trainer, except: an optimizer step covers exactly the next effective batch of a fixed order; the
     gradient is of the mean over the target tokens of the step on all ranks; a checkpoint is whole or not there."""
@@ -66,6 +73,7 @@ class LowMemTrainer(Trainer):
     def _wrap_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
         """Under DDP a gradient is a view of the bucket that is reduced: one copy of the gradients less."""
         wrapped = super()._wrap_model(model, *args, **kwargs)
+        engines.refuse_data_parallel(wrapped)
         if self.accelerator.ddp_handler is not None:
             self.accelerator.ddp_handler.gradient_as_bucket_view = True
         return wrapped
@@ -163,12 +171,15 @@ class LowMemTrainer(Trainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Nothing where the ranks were told to stop meanwhile."""
+        empty_cache()  # an evaluation has other sizes than a step: what is cached of one is of no use to the other
         try:
             return super().evaluate(*args, **kwargs)
         except Halted:
             assert self.obey is not None
             self.obey.cut_evaluation(self.state, self.control)
             return {}
+        finally:
+            empty_cache()
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Whether the held-out loss has never been so low; such a step's checkpoint is written and kept (best.py)."""
@@ -246,8 +257,7 @@ class LowMemTrainer(Trainer):
         if manifest.name(step) in self.verified:  # just resumed from, or saved a moment ago: nothing has changed
             return
         save = checkpoint.Save(checkpoints, step, self.args.process_index, self.args.world_size)
-        if torch.cuda.is_initialized():  # a step's cached blocks are no use to what gathers weights
-            torch.cuda.empty_cache()
+        empty_cache()  # a step's cached blocks are no use to what gathers weights
         parent = super()  # the class's own, which a function inside cannot name
 
         def begin() -> None:

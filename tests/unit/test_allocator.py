@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.allocator import FREED, Block, CachingAllocator, Event, Replay, replay, smallest_capacity
+from launch.allocator import EMPTY_CACHE, FREED, Block, CachingAllocator, Event, Replay, replay, smallest_capacity
 from launch.allocator_config import MIB, AllocatorConfig
 from launch.errors import ConfigError
 
@@ -21,11 +21,13 @@ PAGED = "expandable_segments:True"
 
 
 def log(*steps: int | str) -> list[Event]:
-    """Sizes allocate blocks 0, 1, 2, ...; "-1" frees block 1."""
+    """Sizes allocate blocks 0, 1, 2, ...; "-1" frees block 1, "empty" empties the cache."""
     events: list[Event] = []
     count = 0
     for step in steps:
-        if isinstance(step, str):
+        if step == "empty":
+            events.append(EMPTY_CACHE)
+        elif isinstance(step, str):
             events.append((-int(step), FREED))
         else:
             events.append((count, step))
@@ -120,6 +122,15 @@ def test_more_than_the_whole_memory_fails_and_the_log_ends_there():
     result = run(4 * MIB, 90 * MIB, MIB, capacity_bytes=100 * MIB)
     assert (result.failed_event, result.failed_bytes) == (1, 90 * MIB)
     assert result.peak_allocated_bytes == 4 * MIB
+
+
+@pytest.mark.parametrize("conf", ["", PAGED])
+def test_an_emptied_cache_leaves_what_lives_and_counts_as_no_retry(conf):
+    assert reserved_mib(60 * MIB, "-0", 80 * MIB, conf="") == 140
+    emptied = run(60 * MIB, MIB, "-0", "empty", 80 * MIB, conf=conf)
+    assert (emptied.peak_reserved_bytes, emptied.retries) == (82 * MIB, 0)
+    kept = run(60 * MIB, "-0", 2 * MIB, "empty", 80 * MIB)  # a segment that something lives in stays whole
+    assert kept.peak_reserved_bytes == 140 * MIB
 
 
 def test_expandable_segments_grow_by_their_pages():

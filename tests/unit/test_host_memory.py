@@ -56,7 +56,11 @@ def test_libraries_are_in_ram_once_however_many_ranks_map_them() -> None:
 
 def test_a_step_is_the_peak_of_a_cpu_run_and_an_evaluation_where_it_holds_more() -> None:
     assert estimate(job(strategy()), IMPORTS).phase == "train"
-    assert estimate(job(strategy(), evaluation_bytes=3_000_000_000), IMPORTS).phase == "evaluation"
+    large = job(strategy(), evaluation_bytes=3_000_000_000)
+    assert estimate(large, IMPORTS).phase == "train"  # there are no held-out rows
+    data = large.recipe.data.model_copy(update={"validation_file": "v.jsonl"})
+    evaluates = replace(large, recipe=large.recipe.model_copy(update={"data": data}))
+    assert estimate(evaluates, IMPORTS).phase == "evaluation"
 
 
 def test_frozen_weights_of_a_folder_are_mapped_once_for_all_ranks() -> None:

@@ -232,6 +232,39 @@ def test_an_adapter_on_bfloat16_weights_trains_under_an_fp16_scaler():
     assert plan(adapter, machine(1)).strategy.mixed_precision == "fp16"
 
 
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_float16_weights_under_an_fp16_scaler_are_planned_for_deepspeed_only(gpus):
+    half = {"model": {"dtype": "float16"}, "training": {"fp16": True}}
+    chosen = plan(wish(**half), machine(gpus))
+    assert chosen.strategy.engine == "deepspeed"
+    assert "takes no float16 gradients" in chosen.rejected[0]
+    for mode in ("single_gpu", "dual_gpu_nccl") if gpus > 1 else ("single_gpu",):
+        named = wish(**half, launch={"mode": mode})
+        with pytest.raises(ConfigError, match=f"launch.mode {mode} cannot train model.dtype float16 "):
+            plan(named, machine(gpus))
+    with pytest.raises(ConfigError, match="or use a deepspeed mode"):
+        plan(wish(**half), machine(gpus), has_deepspeed=False)
+
+
+@pytest.mark.parametrize(
+    ("other", "on"),
+    [({"lora": {"r": 4}}, machine(1)), ({"training": {"fp16": False, "bf16": True}}, machine(1))],
+)
+def test_float16_weights_without_such_gradients_or_without_a_scaler_are_planned_as_asked(other, on):
+    half = {"model": {"dtype": "float16"}, "training": {"fp16": True}}
+    assert plan(wish(**{**half, **other}), on).strategy.mode == "single_gpu"
+
+
+@pytest.mark.parametrize(
+    ("section", "share"), [({}, 1.0), ({"vram_fraction": 0.95}, 0.95), ({"vram_fraction": 0.7}, 0.7)]
+)
+def test_ranks_keep_the_memory_that_planning_left_free_unless_a_share_was_asked_for(tmp_path, section, share):
+    recipe = wish(launch=section)
+    run = RunDir(tmp_path)
+    run.write_plan(recipe, plan(recipe, machine(1)))
+    assert run.read_plan().allocator_fraction == share  # recipe.json has every default, the plan knows better
+
+
 @pytest.mark.parametrize(("rule", "rate"), [("linear", 2e-4), ("sqrt", 1e-4 * 2**0.5)])
 def test_a_rate_that_shall_follow_the_effective_batch_does_and_the_plan_says_so(rule, rate):
     training = {
