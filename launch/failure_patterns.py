@@ -55,7 +55,7 @@ PATTERNS = (
         "driver",
         3,
         "torch cannot use the GPUs with this driver",
-        "update the GPU driver, or install the torch build that fits it (https://pytorch.org/get-started/locally);"
+        "update the GPU driver, or install the torch build that fits it (docs/cards.md);"
         " `python -m launch doctor` names both",
         (
             r"CUDA driver version is insufficient|cudaErrorInsufficientDriver",
