@@ -24,7 +24,7 @@ from launch.errors import ResourceError
 from launch.schema import Gpu, Machine
 
 CODE = Path(__file__).resolve().parent.parent
-ROCM = "rocm"  # in LOWMEM_TORCH; scripts/lib/bootstrap.sh knows which version of it
+ROCM, ROCM_FOLDER = "rocm", "rocm7.2"  # in LOWMEM_TORCH; in PyTorch's index, for torch 2.13
 # A build's architectures stand in this file, as torch.cuda.get_arch_list() would return them.
 LIBRARY = Path("lib", "libtorch_python.so")
 NAMES = re.compile(rb"\0((?:(?:sm|compute)_\d+[af]?|gfx[0-9a-f]+)(?: (?:(?:sm|compute)_\d+[af]?|gfx[0-9a-f]+))*)\0")
@@ -212,7 +212,7 @@ def install_line(name: str, build: TorchBuild) -> str:
     """A line to paste that puts another build in place of this one, into .venv or into the user's own Python."""
     if is_own_venv():
         return f"LOWMEM_TORCH={name} {shlex.quote(str(CODE / 'scripts' / 'install.sh'))}"
-    word = "rocm7.2" if name == ROCM else name
+    word = ROCM_FOLDER if name == ROCM else name
     wanted = f"torch=={build.version.partition('+')[0]}+{word}"
     return f"{shlex.quote(sys.executable)} -m pip install {wanted} --index-url https://download.pytorch.org/whl/{word}"
 

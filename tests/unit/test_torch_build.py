@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 
 import pytest
 
@@ -145,3 +146,11 @@ def test_a_folder_that_is_no_torch_is_no_build(tmp_path, content):
     if content is not None:
         (tmp_path / "version.py").write_text(content)
     assert torch_build.read(tmp_path) is None
+
+
+def test_the_bootstrap_knows_every_build_that_messages_name():
+    text = (CODE / "scripts" / "lib" / "bootstrap.sh").read_text()
+    names = re.search(r"^LOWMEM_TORCH_BUILDS=\((.*)\)$", text, re.MULTILINE)
+    assert names
+    assert {*torch_build.CUDA_BUILDS, "rocm", "cpu", "default"} == set(names[1].split())
+    assert f"_LOWMEM_ROCM={torch_build.ROCM_FOLDER} " in text
