@@ -183,7 +183,7 @@ _lowmem_check_cards() {
 # `.lowmem-installing` stands in it until the stamp is written: who finds it makes an interrupted .venv anew.
 _lowmem_install() {
     local venv="$ROOT/.venv" requirements="$ROOT/requirements.txt" base told version real run_hash dev_hash=- made='' how=()
-    local torch="$LOWMEM_TORCH_WANTED" pin=''
+    local torch="$LOWMEM_TORCH_WANTED" pin='' build=()
     ! _lowmem_ready || return 0 # the start that we waited for has done it
     [[ "${LOWMEM_DEV:-}" != 1 ]] || requirements="$ROOT/requirements-dev.txt"
     if [[ "${LOWMEM_REQUIRE_HASHES:-}" == 1 ]]; then
@@ -198,7 +198,8 @@ _lowmem_install() {
         [[ "$(<"$ROOT/requirements.txt")" =~ (^|$'\n')torch==([0-9.]+) ]] ||
             _lowmem_die "$ROOT/requirements.txt pins no torch, whose $torch build LOWMEM_TORCH asks for"
         pin="${torch/rocm/$_LOWMEM_ROCM}"
-        how=("torch==${BASH_REMATCH[2]}+$pin" --extra-index-url "$_LOWMEM_TORCH_INDEX/$pin")
+        # alone, and the other packages after it: PyTorch's index is asked for torch and its libraries only
+        build=("torch==${BASH_REMATCH[2]}+$pin" --extra-index-url "$_LOWMEM_TORCH_INDEX/$pin" -c "$ROOT/requirements.txt")
     fi
 
     told="$(_lowmem_describe "$venv/bin/python")" || told=''
@@ -233,8 +234,8 @@ _lowmem_install() {
     # hashed before: a file that is edited meanwhile differs from the stamp and is installed at the next start
     run_hash="$(_lowmem_sha256 <"$ROOT/requirements.txt")" || _lowmem_die "needs sha256sum or shasum on PATH"
     [[ "${LOWMEM_DEV:-}" != 1 ]] || dev_hash="$(_lowmem_sha256 <"$requirements")"
-    if ! _lowmem_pip_torch_back "$torch" || ! _lowmem_pip install --no-user ${how[@]+"${how[@]}"} -r "$requirements" ||
-        ! _lowmem_one_triton install --no-user ${how[@]+"${how[@]}"} -r "$requirements"; then
+    if ! _lowmem_install_torch ${build[@]+"${build[@]}"} ||
+        ! _lowmem_pip_install ${how[@]+"${how[@]}"} -r "$requirements"; then
         # an update that pip itself gave up has changed nothing: the packages of before stay, whatever the network does
         [[ -n "$made" ]] || rm -f "$venv/.lowmem-installing"
         _lowmem_die "pip could not install ${requirements##*/}${pin:+ with torch for $pin}; the reason stands above;" \
@@ -253,28 +254,31 @@ _lowmem_install() {
 
 _lowmem_pip() { "$ROOT/.venv/bin/python" -I -m pip --disable-pip-version-check --no-input "$@" >&2; }
 
-# Back to the package index's torch from another build, which to pip is the pinned version as well.
-_lowmem_pip_torch_back() {
-    local version=''
-    [[ "$1" == default && "$(_lowmem_torch_there)" != default ]] || return 0
-    if [[ "${LOWMEM_REQUIRE_HASHES:-}" == 1 ]]; then
-        _lowmem_pip uninstall --yes torch # requirements.lock brings it back, by its hash
-    elif [[ "$(<"$ROOT/requirements.txt")" =~ (^|$'\n')torch==([0-9.]+) ]]; then
-        version="${BASH_REMATCH[2]}"
-        _lowmem_pip install --no-user --force-reinstall --no-deps -c "$ROOT/requirements.txt" "torch==$version"
-    fi
-}
-
-# triton and triton-rocm write the same files: where one came beside the other, both go and pip's arguments ($@) install
-# the one that this build of torch needs.
-_lowmem_one_triton() {
+# pip install with these arguments. triton and triton-rocm write the same files: where one came beside the other, both go
+# and the one that this build of torch needs is installed again.
+_lowmem_pip_install() {
     local name='' files=() there=()
+    _lowmem_pip install --no-user "$@" || return 1
     for name in triton triton_rocm pytorch_triton_rocm; do
         files=("$ROOT"/.venv/lib/python*/site-packages/"$name"-*.dist-info)
         [[ ! -e "${files[0]}" ]] || there+=("$name")
     done
     ((${#there[@]} > 1)) || return 0
-    _lowmem_pip uninstall --yes "${there[@]}" && _lowmem_pip "$@"
+    _lowmem_pip uninstall --yes "${there[@]}" && _lowmem_pip install --no-user "$@"
+}
+
+# Another build of torch, by pip's arguments; without any the package index's, which comes with the other packages unless
+# another is there: to pip that one is the pinned version as well.
+_lowmem_install_torch() {
+    if (($# > 0)); then
+        _lowmem_pip_install "$@"
+    elif [[ "$(_lowmem_torch_there)" == default ]]; then
+        return 0
+    elif [[ "${LOWMEM_REQUIRE_HASHES:-}" == 1 ]]; then
+        _lowmem_pip uninstall --yes torch # requirements.lock brings it back, by its hash
+    elif [[ "$(<"$ROOT/requirements.txt")" =~ (^|$'\n')torch==([0-9.]+) ]]; then
+        _lowmem_pip install --no-user --force-reinstall --no-deps "torch==${BASH_REMATCH[2]}" -c "$ROOT/requirements.txt"
+    fi
 }
 
 # Whether a .venv that we stamped leads to another Python ($1) now, whose packages are elsewhere.
