@@ -3,15 +3,13 @@ it: one fix per problem."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import os
 import resource
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import environment, imports, link_causes, preflight, probe
+from launch import environment, imports, link_causes, preflight, probe, torch_build
 from launch.errors import ResourceError
 from launch.schema import GIB, Link, Machine
 
@@ -21,12 +19,6 @@ MIN_HOST_BYTES = GIB  # torch and a data loader alone take two thirds of it
 SHM_BYTES = GIB
 SHM_BYTES_PER_RANK = 64 << 20  # docker's default is this much for all of them
 MIN_OPEN_FILES = 1024
-GPU_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}  # PCI ids
-DRIVER_FIXES = {
-    "NVIDIA": "install the NVIDIA driver; a container needs --gpus all",
-    "AMD": "install ROCm's driver if it is a card to train on; a container needs --device /dev/kfd --device /dev/dri",
-}
-HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 @dataclass(frozen=True)
@@ -46,7 +38,7 @@ def examine(cache: Path, run_dir: Path, environ: Mapping[str, str], say: Callabl
     machine = probe.machine(run_dir=run_dir)
     for line in probe.describe(machine):
         say(line)
-    found = problems(machine, environ)
+    found = [*_torch_problems(machine), *problems(machine)]
     stops = any(problem.stops for problem in found)
     if len(machine.gpus) < 2:
         say(f"link: not tested: {len(machine.gpus)} GPU(s), a link needs two")
@@ -61,7 +53,7 @@ def examine(cache: Path, run_dir: Path, environ: Mapping[str, str], say: Callabl
         try:
             held = imports.measure(cache, "cuda" if machine.gpus else "cpu")
         except ResourceError as error:
-            found.append(Problem(str(error), "install the packages anew: make clean, then start again", stops=True))
+            found.append(import_problem(error))
             stops = True
         else:
             say(
@@ -73,9 +65,12 @@ def examine(cache: Path, run_dir: Path, environ: Mapping[str, str], say: Callabl
     return not stops
 
 
-def problems(machine: Machine, environ: Mapping[str, str], root: Path = Path("/")) -> list[Problem]:
-    """What is wrong with a machine whose proc, sys and dev are below `root`; link problems aside."""
-    found = [*_torch_problems(machine), *_driver_problems(machine, environ, root)]
+def problems(machine: Machine) -> list[Problem]:
+    """What is wrong with a machine; torch and the link aside."""
+    found: list[Problem] = []
+    if machine.gpus_obstacle:
+        what, _, fix = machine.gpus_obstacle.rpartition("; fix: ")
+        found.append(Problem(what, f"{fix}; to train on the CPU on purpose add --launch.mode=cpu", stops=True))
     shm_wanted = max(SHM_BYTES, SHM_BYTES_PER_RANK * len(machine.gpus))
     if len(machine.gpus) > 1 and machine.shm_bytes < shm_wanted:
         found.append(
@@ -105,36 +100,20 @@ def is_blocked(link: Link) -> bool:
 
 
 def _torch_problems(machine: Machine) -> list[Problem]:
-    try:
-        version = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
+    build = torch_build.installed()
+    if build is None:
         return [Problem("torch is not installed", "python -m pip install -r requirements.txt", stops=True)]
-    vendor = machine.gpus[0].vendor if machine.gpus else None
-    is_rocm, is_cpu = "+rocm" in version, version.endswith("+cpu")
-    if vendor is None or (vendor == "amd" and is_rocm) or (vendor == "nvidia" and not is_rocm and not is_cpu):
-        return []
-    what = f"torch {version} cannot use the {'AMD' if vendor == 'amd' else 'NVIDIA'} GPU(s) here"
-    return [Problem(what, "install the build for them (https://pytorch.org/get-started/locally)", stops=True)]
+    said = torch_build.refusal(build, machine.gpus, machine.cuda_driver, os.environ)
+    what, _, fix = said.partition("; fix: ")
+    return [Problem(what, fix, stops=True)] if said else []
 
 
-def _driver_problems(machine: Machine, environ: Mapping[str, str], root: Path) -> list[Problem]:
-    """GPUs on the PCI bus when no vendor's library lists any and no variable hides them."""
-    if machine.gpus or any(variable in environ for variable in HIDING):
-        return []
-    if "version mismatch" in machine.gpus_reason:  # NVML's words after an update of the driver
-        return [Problem(f"the NVIDIA driver was updated under a running kernel ({machine.gpus_reason})", "reboot")]
-    found: dict[str, str] = {}
-    for device in sorted(root.glob("sys/bus/pci/devices/*")):
-        try:
-            vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()
-        except OSError:  # unplugged meanwhile
-            continue
-        if kind.startswith("0x03") and vendor in GPU_VENDORS:
-            found.setdefault(GPU_VENDORS[vendor], device.name)
-    return [
-        Problem(f"{name} GPU at PCI {address}, but no driver that lists it ({machine.gpus_reason})", DRIVER_FIXES[name])
-        for name, address in found.items()
-    ]
+def import_problem(error: ResourceError) -> Problem:
+    """What a process that imports a rank's packages, and computes a step, failed with."""
+    cause, _ = link_causes.find(str(error), "failed")
+    if cause.name in ("driver", "card_busy"):
+        return Problem(str(error), cause.fix, stops=True)
+    return Problem(str(error), "install the packages anew: make clean, then start again", stops=True)
 
 
 def _gib(size: int) -> str:

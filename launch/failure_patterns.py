@@ -55,7 +55,7 @@ PATTERNS = (
         "driver",
         3,
         "torch cannot use the GPUs with this driver",
-        "update the GPU driver, or install the torch build that fits it (https://pytorch.org/get-started/locally);"
+        "update the GPU driver, or install the torch build that fits it (docs/cards.md);"
         " `python -m launch doctor` names both",
         (
             r"CUDA driver version is insufficient|cudaErrorInsufficientDriver",
@@ -76,10 +76,11 @@ PATTERNS = (
         "gpu_unsupported",
         3,
         "this build of torch has no kernels for the GPU",
-        "install a torch build whose torch.cuda.get_arch_list() names the card; a Radeon may run as a listed one of its"
+        "install the build of torch that serves the card (docs/cards.md); a Radeon may run as a listed one of its"
         " generation, e.g. gfx1032 with HSA_OVERRIDE_GFX_VERSION=10.3.0",
         (
             r"(CUDA|HIP) error: (invalid device function|no kernel image is available)",
+            r"Error no kernel image is available .* at line \d+ in file",
             r"hipErrorInvalidDeviceFunction|hipErrorNoBinaryForGpu|HSA_STATUS_ERROR_INVALID_ISA",
         ),
     ),

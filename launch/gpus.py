@@ -8,21 +8,62 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
+from launch import gpu_signs
 from launch.schema import GIB, Gpu
 
 MIN_VRAM_BYTES = 2 * GIB  # below it: the graphics of a Ryzen or an APU, which rocm-smi lists beside the real card
 VENDOR_TOOL_TIMEOUT_S = 5.0
 
+ALL_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+HIDES = re.compile(r"\s*(-\d.*|NoDevFiles|none|void)?\s*")  # values that hide every card on purpose
+
+# Numbers of NVML's errors. Source: nvml.h, nvmlReturn_t
+NOT_SUPPORTED, LIBRARY_NOT_FOUND = 3, 12
+FIXES = {
+    4: "you may not open /dev/nvidia*: a Slurm job asks for cards with --gres=gpu:1; elsewhere see its owner and mode",
+    9: "load the driver (sudo modprobe nvidia), or install the one for this kernel; a container needs --gpus all",
+    15: "restart the machine; if it repeats, see the card's power and seat, or leave it out (CUDA_VISIBLE_DEVICES)",
+    18: "restart the machine: the driver was updated while the old one is loaded (a container: start it anew)",
+    999: "start the container anew (a reload of systemd on its host takes the cards away), or restart the machine",
+}
+FIX = "see what nvidia-smi says, and restart the machine"
+UNIFIED = (
+    "it shares the host's RAM (unified memory, as GB10 and Jetson have), for which lowmem has no figures yet; fix: use"
+    " a card with memory of its own"
+)
+SIZE_UNKNOWN = "fix: update ROCm (amd-smi of a newer one knows it), or set HIP_VISIBLE_DEVICES to other cards"
+NO_LIBRARY_FIX = "install the NVIDIA driver; a container needs --gpus all"
+NO_LIBCUDA = "NVML lists cards, but libcuda.so.1, the driver's part that computes, is not here"
+COMPUTE_FIX = "fix: a container needs NVIDIA_DRIVER_CAPABILITIES=compute,utility; elsewhere install the driver again"
+
 Parsed = TypeVar("Parsed")
 Listed = list[tuple[str, Gpu]]  # (uuid, or "" when unknown; GPU) in the vendor's order
 
 
+@dataclass(frozen=True)
+class Found:
+    """The GPUs that a process can use, why these, and what keeps it from cards that are here."""
+
+    gpus: tuple[Gpu, ...]
+    reason: str
+    obstacle: str = ""  # with its fix; "": there is no card, the cards work, or a variable hides them
+    cuda_driver: str = ""  # the newest CUDA that the NVIDIA driver serves
+
+
 def usable(env: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str]:
     """The GPUs a child with this environment can use, in the order it will number them, and why these."""
-    listed, reason = _nvidia()
+    found = find(env, gpu_signs.system_root(env))
+    return found.gpus, found.reason
+
+
+def find(env: Mapping[str, str], root: Path = Path("/")) -> Found:
+    """The GPUs of the machine whose dev and sys are below `root`, less those that the environment hides."""
+    nvidia = _nvidia()
+    listed, reason = nvidia.listed, nvidia.reason
     variables = ["CUDA_VISIBLE_DEVICES"]
     if not listed:
         listed, amd_reason = _amd(env)
@@ -34,17 +75,58 @@ def usable(env: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str]:
     nvidia_names = {gpu.name for _, gpu in listed if gpu.vendor == "nvidia"}
     if len(nvidia_names) > 1 and env.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         reasons.append("they differ: set CUDA_DEVICE_ORDER=PCI_BUS_ID, or CUDA numbers the fastest first")
+    obstacles = [] if nvidia.listed else [*nvidia.obstacles, *_nvidia_signs(nvidia, root)]
     for variable in variables:
         if variable in env:
+            before = len(listed)
             listed, said = visible(listed, env[variable])
             reasons.append(f'{variable}="{env[variable]}" {said}')
+            if before and not listed:
+                obstacles.append(_names_none(variable, env[variable], before))
         if variable == "ROCR_VISIBLE_DEVICES" and variable in env:
             # from here on a number is the one HIP counts by, as the command line will use it
             listed = [(uuid, replace(gpu, index=index)) for index, (uuid, gpu) in enumerate(listed)]
     small = [gpu for _, gpu in listed if gpu.total_bytes < MIN_VRAM_BYTES]
     for gpu in small:
-        reasons.append(f"GPU {gpu.index} ({gpu.name}, {gpu.total_bytes / GIB:.1f} GiB) is too small to train on")
-    return tuple(gpu for _, gpu in listed if gpu not in small), "; ".join(reasons)
+        if gpu.total_bytes:
+            reasons.append(f"GPU {gpu.index} ({gpu.name}, {gpu.total_bytes / GIB:.1f} GiB) is too small to train on")
+        else:
+            reasons.append(f"GPU {gpu.index} ({gpu.name}): {gpu.reason} does not say how much memory it has")
+            obstacles.append(f"{reasons[-1]}; {SIZE_UNKNOWN}")
+    found = tuple(gpu for _, gpu in listed if gpu not in small)
+    if not found and not nvidia.listed:
+        signs, passed_over = gpu_signs.amd(root)
+        reasons += passed_over
+        obstacles += [
+            f"an AMD card is here ({sign}) and cannot be asked; fix: {gpu_signs.amd_fix(root)}" for sign in signs
+        ]
+    is_hidden = any(variable in env and HIDES.fullmatch(env[variable]) for variable in ALL_VARIABLES)
+    obstacle = "" if found or is_hidden or not obstacles else obstacles[0]
+    return Found(found, "; ".join(reasons), obstacle, nvidia.cuda_driver)
+
+
+def _names_none(variable: str, value: str, count: int) -> str:
+    """The obstacle of a variable that leaves no card and was not meant to."""
+    if "MIG-" in value:
+        return (
+            f"{variable}={value} names a part of a card (MIG), which lowmem cannot plan for yet; fix: name whole cards"
+            f" by number or by GPU-..., and switch MIG off on them (sudo nvidia-smi -i NUMBER -mig 0)"
+        )
+    return (
+        f"{variable}={value} leaves none of the {count} GPU(s) that are listed; fix: unset it, or name cards that"
+        f' nvidia-smi or rocm-smi lists; {variable}="" trains on the CPU'
+    )
+
+
+def _nvidia_signs(asked: _Nvidia, root: Path) -> list[str]:
+    """The obstacle of NVIDIA cards that leave signs and are not listed."""
+    signs = gpu_signs.nvidia(root)
+    fix = "install nvidia-ml-py" if "nvidia-ml-py" in asked.reason else NO_LIBRARY_FIX
+    return (
+        [f"an NVIDIA card is here ({', '.join(signs)}) and cannot be asked ({asked.reason}); fix: {fix}"]
+        if signs
+        else []
+    )
 
 
 def visible(listed: Listed, value: str) -> tuple[Listed, str]:
@@ -65,35 +147,85 @@ def visible(listed: Listed, value: str) -> tuple[Listed, str]:
     return chosen, f"leaves {len(chosen)} of {len(listed)}"
 
 
-def _nvidia() -> tuple[Listed, str]:
+@dataclass(frozen=True)
+class _Nvidia:
+    """NVML's answer."""
+
+    listed: Listed
+    reason: str
+    obstacles: tuple[str, ...] = ()
+    cuda_driver: str = ""
+
+
+def _nvidia() -> _Nvidia:
     try:
         import pynvml
     except ImportError:
-        return [], "no look for NVIDIA GPUs: nvidia-ml-py is not installed"
+        return _Nvidia([], "no look for NVIDIA GPUs: nvidia-ml-py is not installed")
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:  # no driver, or one that does not fit its library
-        return [], f"NVML: {error}"
+        is_absent = _code(error) == LIBRARY_NOT_FOUND
+        return _Nvidia([], f"NVML: {error}", () if is_absent else (_trouble("NVML cannot be asked", error),))
     listed: Listed = []
-    problems = []
+    problems, obstacles, count, cuda_driver = [], [], 0, ""
     try:
         driver = pynvml.nvmlSystemGetDriverVersion()
-        for index in range(pynvml.nvmlDeviceGetCount()):
+        count = pynvml.nvmlDeviceGetCount()
+        for index in range(count):
+            name = f"GPU {index}"
             try:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                name = pynvml.nvmlDeviceGetName(handle)
                 memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
                 major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-                name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
+                uuid = pynvml.nvmlDeviceGetUUID(handle)
             except pynvml.NVMLError as error:  # fallen off the bus, or not ours under Slurm: the others still work
                 problems.append(f"GPU {index}: {error}")
+                of = name if name == f"GPU {index}" else f"GPU {index} ({name})"
+                if _code(error) == NOT_SUPPORTED:
+                    obstacles.append(f"{of}: NVML says Not Supported of its memory; {UNIFIED}")
+                else:
+                    obstacles.append(_trouble(of, error))
                 continue
             sizes, capability = (int(memory.total), int(memory.free)), f"{major}.{minor}"
             listed.append((uuid, Gpu(index, name, "nvidia", *sizes, capability, driver, f"NVML device {index}")))
+        cuda_driver = _cuda_driver(pynvml)
     except pynvml.NVMLError as error:
         problems.append(str(error))
+        obstacles.append(_trouble("NVML cannot be asked", error))
     finally:
         pynvml.nvmlShutdown()
-    return listed, "; ".join([f"NVML lists {len(listed)}", *problems])
+    if len(listed) < count:  # CUDA does not count a card that it may not open, nor one that is lost
+        listed = [(uuid, replace(gpu, uuid=uuid)) for uuid, gpu in listed]
+    if cuda_driver == NO_LIBCUDA:
+        problems.append(NO_LIBCUDA)
+        return _Nvidia([], "; ".join([f"NVML lists {len(listed)}", *problems]), (f"{NO_LIBCUDA}; {COMPUTE_FIX}",))
+    return _Nvidia(listed, "; ".join([f"NVML lists {len(listed)}", *problems]), tuple(obstacles), cuda_driver)
+
+
+def _cuda_driver(pynvml: Any) -> str:
+    """The newest CUDA that the driver's libcuda serves; "" where the driver does not say, NO_LIBCUDA without one."""
+    ask = getattr(pynvml, "nvmlSystemGetCudaDriverVersion_v2", None)  # an nvidia-ml-py of the user's may be older
+    if ask is None:
+        return ""
+    try:
+        number = ask()
+    except pynvml.NVMLError as error:
+        return NO_LIBCUDA if _code(error) == LIBRARY_NOT_FOUND else ""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _code(error: Exception) -> int | None:
+    """NVML's number of an error."""
+    return getattr(error, "value", None)
+
+
+def _trouble(subject: str, error: Exception) -> str:
+    """An obstacle: NVML's words and number, and the fix."""
+    code = _code(error)
+    number = "" if code is None else f" (NVML error {code})"
+    return f"{subject}: {error}{number}; fix: {FIXES.get(code or 0, FIX)}"
 
 
 def _amd(env: Mapping[str, str]) -> tuple[Listed, str]:

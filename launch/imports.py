@@ -87,9 +87,16 @@ def _child(role: str, device: Device) -> dict[str, int]:
     except subprocess.TimeoutExpired:
         raise ResourceError(f"what a {role} imports is not there after {CHILD_TIMEOUT_S} s") from None
     if done.returncode:
-        words = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise ResourceError(f"what a {role} imports fails: {words[-1]}")
+        raise ResourceError(f"what a {role} imports fails: {_reason(done.stderr) or f'exit code {done.returncode}'}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def _reason(stderr: str) -> str:
+    """The line that names the exception; CUDA's and HIP's go on with advice that says nothing of the cause."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Warning)?: ", line)]
+    errors = [line for line in named if re.match(r"[\w.]*(Error|Exception): ", line)]
+    return (errors or named or lines or [""])[-1]
 
 
 def kept_file(cache: Path, device: Device) -> Path:

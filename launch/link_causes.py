@@ -42,9 +42,11 @@ CAUSES = (
             r"|No CUDA GPUs are available|no kernel image is available"
         ),
         "torch cannot use the GPUs with this driver",
-        "update the GPU driver, or install the torch build that fits it (https://pytorch.org/get-started/locally)",
+        "see what nvidia-smi or rocm-smi says and mend or update the driver, or install the build of torch that fits"
+        " it: docs/cards.md",
         worth=(),
         cards_work=False,
+        lasting=False,  # a driver that has been mended is asked again
     ),
     Cause(
         "card_busy",
@@ -59,7 +61,7 @@ CAUSES = (
         "no_nccl",
         re.compile(r"doesn't have NCCL built in|ProcessGroupNCCL is only supported with GPUs"),
         "this torch has no NCCL",
-        "install a torch build for your GPUs (https://pytorch.org/get-started/locally)",
+        "install a torch build for your GPUs: docs/cards.md",
         worth=(),
     ),
     Cause(

@@ -33,13 +33,16 @@ Cap = tuple[int, str]  # bytes, where they come from
 
 def machine(root: Path = Path("/"), env: Mapping[str, str] | None = None, run_dir: Path = Path()) -> Machine:
     """This machine. `root` holds proc, sys and dev; `env` defaults to os.environ; the disk is that of `run_dir`."""
-    from launch import gpus
+    from launch import gpu_signs, gpus
     from launch.schema import Machine
 
     env = os.environ if env is None else env
     limit = min(host_limits(root, env), key=_size)
     host = (*limit, *host_available(root, env), *cpus(root, env), *_shm(root), *_disk(run_dir))
-    return Machine(os.uname().nodename, *gpus.usable(env), *host)  # in its fields' order: each value, then its reason
+    signs = gpu_signs.system_root(env) if root == Path("/") else root
+    found = gpus.find(env, signs)
+    # in its fields' order: each value, then its reason
+    return Machine(os.uname().nodename, found.gpus, found.reason, *host, found.obstacle, found.cuda_driver)
 
 
 def describe(machine: Machine) -> list[str]:
@@ -51,7 +54,8 @@ def describe(machine: Machine) -> list[str]:
             f"{gpu.architecture or 'unknown architecture'}, driver {gpu.driver or 'unknown'} ({gpu.reason})"
             for gpu in machine.gpus
         ),
-        f"GPUs: {len(machine.gpus)} ({machine.gpus_reason})",
+        f"GPUs: {len(machine.gpus)} ({machine.gpus_reason})"
+        + (f", the driver serves CUDA up to {machine.cuda_driver}" if machine.cuda_driver else ""),
         f"host memory limit: {_gib(machine.host_limit_bytes)} ({machine.host_limit_reason})",
         f"host memory available: {_gib(machine.host_available_bytes)} ({machine.host_available_reason})",
         f"CPUs: {machine.cpu_count} ({machine.cpu_reason})",
@@ -254,6 +258,7 @@ def described(path: Path) -> Machine:
 
 def _checked(path: Path, values: object, noun: type, prefix: str = "") -> dict[str, Any]:
     """The values by field name, sizes in bytes; ConfigError for the first key that is unknown, missing or wrong."""
+    import dataclasses
     import typing
 
     if not isinstance(values, dict):
@@ -264,7 +269,10 @@ def _checked(path: Path, values: object, noun: type, prefix: str = "") -> dict[s
             near = "".join(f"; did you mean {name}?" for name in nearest(key, fields.keys() - values.keys()))
             raise ConfigError(f"{path}: unknown key {prefix}{key}{near}")
     facts = {}
+    optional = {field.name for field in dataclasses.fields(noun) if field.default is not dataclasses.MISSING}
     for key, (name, hint) in fields.items():
+        if key not in values and name in optional:
+            continue
         if key not in values:
             raise ConfigError(f"{path}: missing key {prefix}{key}")
         value = values[key]

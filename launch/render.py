@@ -105,7 +105,7 @@ def deepspeed_config(plan: Plan, max_grad_norm: float) -> str:
 def visible_devices(machine: Machine, num_processes: int) -> dict[str, str]:
     """The variables that leave a run its first `num_processes` GPUs, one per rank and in their order."""
     chosen = machine.gpus[:num_processes]
-    indices = ",".join(str(gpu.index) for gpu in chosen)
+    indices = ",".join(gpu.uuid or str(gpu.index) for gpu in chosen)
     if chosen[0].vendor == "amd":
         # HIP reads this before CUDA_VISIBLE_DEVICES, and counts what ROCR_VISIBLE_DEVICES leaves, as gpus.py does.
         # RCCL has no names of its own: it reads NCCL_*.

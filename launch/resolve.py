@@ -17,6 +17,7 @@ from launch import (
     environment,
     host_memory,
     imports,
+    link_causes,
     packages,
     planner,
     preflight,
@@ -25,9 +26,10 @@ from launch import (
     rundir,
     shapes,
     token_hashes,
+    torch_build,
 )
 from launch.allocator import TORCH_DEFAULTS, AllocatorConfig
-from launch.candidates import ONE_PROCESS, Given
+from launch.candidates import CPU_MODES, ONE_PROCESS, Given
 from launch.errors import DoesNotFit, ResourceError
 from launch.estimate import Subject, host_budget_bytes
 from launch.rundir import CODE, House
@@ -79,6 +81,8 @@ def resolve(
         packages.refuse_old()
     has_gpu = bool(machine.gpus) and not given.force_cpu
     recipe, changed = recipes.load(recipe_name, [_absolute(text) for text in overrides], has_gpu)
+    if machine_file is None and not given.force_cpu and recipe.launch.mode not in CPU_MODES:
+        _refuse_cards(recipe, machine, given)
     is_file = "/" in recipe_name or recipe_name.endswith((".yaml", ".yml"))
     recipe, first = _model_that_is_there(_rooted(recipe, Path.cwd() if is_file else house.root))
     recipe, found = _tokenizer_that_is_there(recipe)
@@ -161,6 +165,16 @@ def _with_one_gpu(machine: Machine) -> Machine:
     return replace(machine, gpus=(chosen,), gpus_reason=reason)
 
 
+def _refuse_cards(recipe: Recipe, machine: Machine, given: Given) -> None:
+    """Raises ResourceError for cards that are here and cannot be used: nobody asked for the CPU."""
+    if machine.gpus_obstacle and not machine.gpus:
+        raise ResourceError(f"{machine.gpus_obstacle}; or train on the CPU on purpose: --launch.mode=cpu")
+    launch = recipe.launch
+    asked = 1 if launch.mode == "single_gpu" else given.num_processes or launch.num_processes
+    count = asked // max(launch.nodes, given.num_machines) if asked else len(machine.gpus)
+    torch_build.refuse(machine, machine.gpus[:count])
+
+
 def _allocator_settings(environ: Mapping[str, str]) -> str:
     """What the ranks' allocator will be told; torch reads the first that is set."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -225,9 +239,13 @@ def _link(
     if settled or launch.mode in ONE_PROCESS or not 1 < count <= len(machine.gpus):
         return None
     variables = environment.passed(os.environ)
-    if test:
-        return preflight.link(machine, count, house.cache, variables, say=say)
-    return preflight.known(machine, count, house.cache, variables)
+    if not test:
+        return preflight.known(machine, count, house.cache, variables)
+    link = preflight.link(machine, count, house.cache, variables, say=say)
+    if driver := next((attempt for attempt in link.tries if attempt.cause == "driver"), None):
+        cause = link_causes.BY_NAME["driver"]
+        raise ResourceError(f"link test: {cause.what}: {driver.said}; fix: {cause.fix}")
+    return link
 
 
 def _model_that_is_there(recipe: Recipe) -> tuple[Recipe, list[Change]]:

@@ -63,6 +63,7 @@ class Gpu:
     architecture: str  # NVIDIA compute capability ("8.6") or AMD gfx name ("gfx1201"); "" when unknown
     driver: str
     reason: str  # where these values come from
+    uuid: str = ""  # names it in CUDA_VISIBLE_DEVICES where CUDA may count otherwise than NVML does
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ class Machine:
     shm_reason: str
     disk_free_bytes: int
     disk_reason: str
+    gpus_obstacle: str = ""  # why cards that are here cannot be used, and the fix; "": they can, or there are none
+    cuda_driver: str = ""  # the newest CUDA that the NVIDIA driver serves ("12.4"); "" when unknown
 
 
 @dataclass(frozen=True)

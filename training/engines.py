@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType
 from pydantic import ValidationError
 from transformers import Trainer, TrainingArguments
 
-from launch.errors import ConfigError
+from launch.errors import ConfigError, ResourceError
 from launch.schema import Strategy
 from training import four_bit, ops
 
@@ -41,8 +41,11 @@ CHECKPOINT_FOLDERS = {
 def prepare(strategy: Strategy, deepspeed_file: Path | None, timeout_s: float) -> dict[str, Any]:
     """Before TrainingArguments is made: what a launcher has put into the environment gives way to the plan.
 
-    Returns arguments for it. On CPUs the process group is made here: transformers forgets ddp_timeout there.
+    Returns arguments for it. On CPUs the process group is made here: transformers forgets ddp_timeout there. Raises
+    ResourceError where torch sees none of the GPUs that the plan is for: transformers would go on with the CPU.
     """
+    if strategy.device == "cuda":
+        _check_gpus()
     os.environ["ACCELERATE_MIXED_PRECISION"] = strategy.mixed_precision
     os.environ["ACCELERATE_DYNAMO_BACKEND"] = "no"  # training.torch_compile is the way to ask for it
     os.environ.pop("ACCELERATE_USE_CPU", None)  # with it DeepSpeed is dropped without a word; use_cpu says the same
@@ -56,6 +59,21 @@ def prepare(strategy: Strategy, deepspeed_file: Path | None, timeout_s: float) -
         return {"ddp_backend": strategy.backend}
     PartialState(cpu=True, backend=strategy.backend, timeout=timedelta(seconds=timeout_s))
     return {"ddp_backend": strategy.backend, "accelerator_config": {"use_configured_state": True}}
+
+
+def _check_gpus() -> None:
+    """Raises ResourceError, in the driver's own words, where torch sees no GPU."""
+    if torch.cuda.is_available():
+        return
+    try:
+        torch.cuda.init()
+        said = "it sees no GPU"
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a build without CUDA
+        said = str(error).splitlines()[0]
+    raise ResourceError(
+        f"the plan is for GPUs, torch {torch.__version__} cannot use them: {said}; run `python -m launch doctor`, which"
+        " says whether the driver or the build of torch has to change"
+    )
 
 
 def _prepare_deepspeed(strategy: Strategy, deepspeed_file: Path) -> None:

@@ -37,6 +37,7 @@ def main() -> None:
     device = torch.device("cpu")
     if given.device == "cuda":
         device = torch.device("cuda", given.rank)
+        torch.cuda.init()  # says what is wrong with driver or build, where set_device names an attribute
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)  # makes the context: the slow part of a first start
     else:

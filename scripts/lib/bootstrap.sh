@@ -4,14 +4,51 @@
 #   ROOT=/the/repository; source "$ROOT/scripts/lib/bootstrap.sh"; exec "$PYTHON" ...
 #
 # From the user: PYTHON=... is used instead of .venv, after a check; LOWMEM_DEV=1 installs requirements-dev.txt;
-# LOWMEM_REQUIRE_HASHES=1 installs requirements.lock, and no file whose hash is not in it.
+# LOWMEM_REQUIRE_HASHES=1 installs requirements.lock, and no file whose hash is not in it. LOWMEM_TORCH=rocm|cu126|...
+# puts that build of torch into .venv; .venv.torch remembers it for later starts. See docs/cards.md.
 # Messages go to stderr; a shortage ends the caller with exit code 3, like launch's ResourceError.
 
 _lowmem_say() { printf 'lowmem: %s\n' "$*" >&2; }
 _lowmem_die() { _lowmem_say "$*"; exit 3; }
 
+# default: what the package index gives; the others are folders of PyTorch's own index, or of a mirror that
+# LOWMEM_TORCH_INDEX names.
+LOWMEM_TORCH_BUILDS=(default cpu cu126 cu130 rocm)
+_LOWMEM_TORCH_INDEX="${LOWMEM_TORCH_INDEX:-https://download.pytorch.org/whl}"
+_LOWMEM_ROCM=rocm7.2 # of the version of torch in requirements.txt
+
 _lowmem_sha256() {
     if command -v sha256sum >/dev/null; then sha256sum; else shasum -a 256; fi
+}
+
+# Prints the build of torch that .venv is to have: LOWMEM_TORCH, else the remembered one, else default.
+_lowmem_torch_wanted() {
+    local word="${LOWMEM_TORCH:-}" from=LOWMEM_TORCH build
+    if [[ -z "$word" && -r "$ROOT/.venv.torch" ]]; then
+        from="$ROOT/.venv.torch"
+        IFS= read -r word <"$from" || :
+    fi
+    for build in "${LOWMEM_TORCH_BUILDS[@]}"; do
+        [[ "${word:-default}" != "$build" ]] || { printf '%s\n' "$build"; return; }
+    done
+    _lowmem_die "$from says $word; expected one of ${LOWMEM_TORCH_BUILDS[*]}"
+}
+
+# Prints the build of torch that .venv has.
+_lowmem_torch_there() {
+    local word=''
+    [[ ! -r "$ROOT/.venv/.lowmem-torch" ]] || IFS= read -r word <"$ROOT/.venv/.lowmem-torch" || :
+    printf '%s\n' "${word:-default}"
+}
+
+# What LOWMEM_TORCH says, kept for starts without it.
+_lowmem_remember_torch() {
+    local word=''
+    [[ -n "${LOWMEM_TORCH:-}" ]] || return 0
+    [[ ! -r "$ROOT/.venv.torch" ]] || IFS= read -r word <"$ROOT/.venv.torch" || :
+    [[ "$word" == "$LOWMEM_TORCH" ]] ||
+        { printf '%s\n' "$LOWMEM_TORCH" >"$ROOT/.venv.torch.new" && mv "$ROOT/.venv.torch.new" "$ROOT/.venv.torch"; } ||
+        _lowmem_die "cannot write $ROOT/.venv.torch"
 }
 
 # .venv/.lowmem-requirements: hash of requirements.txt, hash of requirements-dev.txt or -, Python's version, the file
@@ -23,6 +60,7 @@ _lowmem_ready() {
     [[ "$venv/bin/python" -ef "$base" ]] || return 1
     wanted="$(_lowmem_sha256 <"$ROOT/requirements.txt")" || return 1
     [[ "${wanted%% *}" == "$run_hash" ]] || return 1
+    [[ "$(_lowmem_torch_there)" == "$LOWMEM_TORCH_WANTED" ]] || return 1
     [[ "${LOWMEM_DEV:-}" == 1 ]] || return 0
     wanted="$(_lowmem_sha256 <"$ROOT/requirements-dev.txt")" || return 1
     [[ "${wanted%% *}" == "$dev_hash" ]]
@@ -107,26 +145,71 @@ _lowmem_with_lock() (
     "$@"
 )
 
+# Whether nobody has chosen a build of torch and the one that the package index gives, for NVIDIA cards and CUDA 13,
+# cannot compute on the card that is here: before gigabytes are downloaded.
+_lowmem_check_cards() {
+    local system="${LOWMEM_SYSTEM_ROOT:-}" device='' vendor='' kind='' vram='' amd='' line='' driver='' nvidia=''
+    [[ -z "${LOWMEM_TORCH:-}" && ! -e "$ROOT/.venv.torch" ]] || return 0
+    if [[ -r "$system/proc/driver/nvidia/version" ]]; then
+        IFS= read -r line <"$system/proc/driver/nvidia/version" || :
+        [[ ! "$line" =~ Module.*[[:space:]]([0-9]+)\.[0-9.]+[[:space:]] ]] || driver="${BASH_REMATCH[1]}"
+    fi
+    if [[ -n "$driver" ]] && ((driver < 525)); then
+        _lowmem_die "the NVIDIA driver here is $driver; torch needs 580 or newer (its build for CUDA 12.6: 525 or newer)." \
+            "Update the driver, or start again with LOWMEM_TORCH=cpu to train on the CPU"
+    elif [[ -n "$driver" ]] && ((driver < 580)); then
+        _lowmem_die "the NVIDIA driver here is $driver, and the torch that the package index gives needs 580 or newer." \
+            "Start again with LOWMEM_TORCH=cu126 (remembered), whose CUDA 12.6 this driver serves, or update the driver;" \
+            "LOWMEM_TORCH=default installs that torch all the same"
+    fi
+    for device in "$system"/sys/bus/pci/devices/*; do
+        [[ -r "$device/vendor" && -r "$device/class" ]] || continue
+        { IFS= read -r vendor <"$device/vendor" && IFS= read -r kind <"$device/class"; } || continue
+        [[ "$vendor" != 0x10de || "$kind" != 0x03* ]] || nvidia="$device"
+        [[ "$vendor" == 0x1002 && ("$kind" == 0x03* || "$kind" == 0x12*) ]] || continue
+        vram=''
+        [[ ! -r "$device/mem_info_vram_total" ]] || IFS= read -r vram <"$device/mem_info_vram_total" || :
+        # up to 4 GiB it is taken for graphics built into a processor, as in launch/gpu_signs.py
+        [[ ! "$vram" =~ ^[0-9]+$ ]] || ((vram <= 4 << 30)) || amd="PCI ${device##*/}, $((vram >> 30)) GiB"
+    done
+    if [[ -n "$amd" && -z "$nvidia$driver" ]]; then
+        _lowmem_die "an AMD card is here ($amd), and the torch that the package index gives is for NVIDIA cards." \
+            "Start again with LOWMEM_TORCH=rocm (remembered); LOWMEM_TORCH=cpu trains on the CPU," \
+            "LOWMEM_TORCH=default installs that torch all the same"
+    fi
+}
+
 # Makes .venv where there is none, or a broken or half-made one; then brings its packages to requirements.txt.
 # `.lowmem-installing` stands in it until the stamp is written: who finds it makes an interrupted .venv anew.
 _lowmem_install() {
     local venv="$ROOT/.venv" requirements="$ROOT/requirements.txt" base told version real run_hash dev_hash=- made='' how=()
+    local torch="$LOWMEM_TORCH_WANTED" pin='' build=()
     ! _lowmem_ready || return 0 # the start that we waited for has done it
     [[ "${LOWMEM_DEV:-}" != 1 ]] || requirements="$ROOT/requirements-dev.txt"
     if [[ "${LOWMEM_REQUIRE_HASHES:-}" == 1 ]]; then
         [[ "${LOWMEM_DEV:-}" != 1 ]] || _lowmem_die "requirements.lock holds no hashes of requirements-dev.txt;" \
             "unset LOWMEM_DEV or LOWMEM_REQUIRE_HASHES"
+        [[ "$torch" == default ]] || _lowmem_die "requirements.lock holds no hashes of the $torch build of torch;" \
+            "unset LOWMEM_REQUIRE_HASHES, or set LOWMEM_TORCH=default"
         requirements="$ROOT/requirements.lock" how=(--require-hashes)
     fi
     [[ -r "$requirements" ]] || _lowmem_die "$requirements is missing: is this a whole copy of the repository?"
+    if [[ "$torch" != default ]]; then
+        [[ "$(<"$ROOT/requirements.txt")" =~ (^|$'\n')torch==([0-9.]+) ]] ||
+            _lowmem_die "$ROOT/requirements.txt pins no torch, whose $torch build LOWMEM_TORCH asks for"
+        pin="${torch/rocm/$_LOWMEM_ROCM}"
+        # alone, and the other packages after it: PyTorch's index is asked for torch and its libraries only
+        build=("torch==${BASH_REMATCH[2]}+$pin" --extra-index-url "$_LOWMEM_TORCH_INDEX/$pin" -c "$ROOT/requirements.txt")
+    fi
 
     told="$(_lowmem_describe "$venv/bin/python")" || told=''
     read -r version _ real <<<"$told"
     if [[ -e "$venv/.lowmem-installing" || -z "$version" ]] || _lowmem_python_changed "$real"; then
+        _lowmem_check_cards
         base="$(_lowmem_find_base)" || exit $?
         read -r version _ <<<"$(_lowmem_describe "$base")"
-        _lowmem_say "making $venv with $base ($version) and installing ${requirements##*/} into it;" \
-            "this happens once and can take some minutes"
+        _lowmem_say "making $venv with $base ($version) and installing ${requirements##*/} into it" \
+            "${pin:+with torch for $pin }(this happens once and can take some minutes)"
         # emptied, not replaced: .venv may be a link to a larger disk; -m venv itself refuses a link
         { mkdir -p "$venv" && : >"$venv/.lowmem-installing"; } || _lowmem_die "cannot write to $venv"
         find "$venv/" -mindepth 1 ! -name .lowmem-installing -delete || _lowmem_die "cannot empty $venv"
@@ -136,8 +219,12 @@ _lowmem_install() {
     else
         (($(_lowmem_minor "$version") >= 11)) ||
             _lowmem_die "$venv is Python $version, 3.11 or newer is needed; remove it and start again"
-        _lowmem_say "installing ${requirements##*/}, which is new or has changed, into $venv (Python $version);" \
-            "this happens once"
+        if [[ "$(_lowmem_torch_there)" != "$torch" ]]; then
+            _lowmem_say "installing torch for $torch (before: $(_lowmem_torch_there)) into $venv; this happens once"
+        else
+            _lowmem_say "installing ${requirements##*/}, which is new or has changed, into $venv (Python $version);" \
+                "this happens once"
+        fi
         : >"$venv/.lowmem-installing" || _lowmem_die "cannot write to $venv"
         "$venv/bin/python" -I -c 'import pip' 2>/dev/null || # uv makes a .venv without it
             "$venv/bin/python" -I -m ensurepip >&2 || _lowmem_die "$venv has no pip; remove it and start again"
@@ -147,12 +234,14 @@ _lowmem_install() {
     # hashed before: a file that is edited meanwhile differs from the stamp and is installed at the next start
     run_hash="$(_lowmem_sha256 <"$ROOT/requirements.txt")" || _lowmem_die "needs sha256sum or shasum on PATH"
     [[ "${LOWMEM_DEV:-}" != 1 ]] || dev_hash="$(_lowmem_sha256 <"$requirements")"
-    if ! "$venv/bin/python" -I -m pip --disable-pip-version-check --no-input install --no-user \
-        ${how[@]+"${how[@]}"} -r "$requirements" >&2; then
+    if ! _lowmem_install_torch ${build[@]+"${build[@]}"} ||
+        ! _lowmem_pip_install ${how[@]+"${how[@]}"} -r "$requirements"; then
         # an update that pip itself gave up has changed nothing: the packages of before stay, whatever the network does
         [[ -n "$made" ]] || rm -f "$venv/.lowmem-installing"
-        _lowmem_die "pip could not install ${requirements##*/}; the reason stands above; the next start tries again"
+        _lowmem_die "pip could not install ${requirements##*/}${pin:+ with torch for $pin}; the reason stands above;" \
+            "the next start tries again"
     fi
+    printf '%s\n' "$torch" >"$venv/.lowmem-torch" || _lowmem_die "cannot write to $venv"
 
     # aside, then renamed: a stamp is whole or absent
     read -r version _ real <<<"$(_lowmem_describe "$venv/bin/python")"
@@ -161,6 +250,35 @@ _lowmem_install() {
             mv "$venv/.lowmem-requirements.new" "$venv/.lowmem-requirements"
     } || _lowmem_die "cannot write to $venv"
     rm -f "$venv/.lowmem-installing"
+}
+
+_lowmem_pip() { "$ROOT/.venv/bin/python" -I -m pip --disable-pip-version-check --no-input "$@" >&2; }
+
+# pip install with these arguments. triton and triton-rocm write the same files: where one came beside the other, both go
+# and the one that this build of torch needs is installed again.
+_lowmem_pip_install() {
+    local name='' files=() there=()
+    _lowmem_pip install --no-user "$@" || return 1
+    for name in triton triton_rocm pytorch_triton_rocm; do
+        files=("$ROOT"/.venv/lib/python*/site-packages/"$name"-*.dist-info)
+        [[ ! -e "${files[0]}" ]] || there+=("$name")
+    done
+    ((${#there[@]} > 1)) || return 0
+    _lowmem_pip uninstall --yes "${there[@]}" && _lowmem_pip install --no-user "$@"
+}
+
+# Another build of torch, by pip's arguments; without any the package index's, which comes with the other packages unless
+# another is there: to pip that one is the pinned version as well.
+_lowmem_install_torch() {
+    if (($# > 0)); then
+        _lowmem_pip_install "$@"
+    elif [[ "$(_lowmem_torch_there)" == default ]]; then
+        return 0
+    elif [[ "${LOWMEM_REQUIRE_HASHES:-}" == 1 ]]; then
+        _lowmem_pip uninstall --yes torch # requirements.lock brings it back, by its hash
+    elif [[ "$(<"$ROOT/requirements.txt")" =~ (^|$'\n')torch==([0-9.]+) ]]; then
+        _lowmem_pip install --no-user --force-reinstall --no-deps "torch==${BASH_REMATCH[2]}" -c "$ROOT/requirements.txt"
+    fi
 }
 
 # Whether a .venv that we stamped leads to another Python ($1) now, whose packages are elsewhere.
@@ -194,8 +312,12 @@ if sys.version_info >= (3, 11):
 
 if [[ -n "${PYTHON:-}" ]]; then
     _lowmem_check_given
+    [[ -z "${LOWMEM_TORCH:-}" || "$PYTHON" -ef "$ROOT/.venv/bin/python" ]] ||
+        _lowmem_say "PYTHON=$PYTHON is used as it is: LOWMEM_TORCH changes .venv only"
 else
+    LOWMEM_TORCH_WANTED="$(_lowmem_torch_wanted)" || exit $?
     _lowmem_ready || _lowmem_with_lock _lowmem_install || exit $?
+    _lowmem_remember_torch
     PYTHON="$ROOT/.venv/bin/python"
 fi
 export PYTHON PYTHONUTF8="${PYTHONUTF8:-1}" # text files are UTF-8, whatever the locale of a cron job says

@@ -14,8 +14,11 @@ import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
+
+from tests import cards
 
 pytestmark = pytest.mark.process
 
@@ -28,18 +31,19 @@ BASE_PATH = f"{sys.base_prefix}/bin:/usr/bin:/bin"
 REQUIREMENTS = "--no-index\n--find-links wheels\n"
 
 
-def write_wheel(folder: Path, version: str) -> None:
-    info = f"tiny-{version}.dist-info"
+def write_wheel(folder: Path, version: str, name: str = "tiny", module: str = "", needs: str = "") -> None:
+    info = f"{name.replace('-', '_')}-{version}.dist-info"
+    required = f"Requires-Dist: {needs}\n" if needs else ""
     files = {
-        "tiny.py": f"version = {version!r}\n",
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: tiny\nVersion: {version}\n",
+        f"{module or name}.py": f"version = {version!r}\nname = {name!r}\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{required}",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
-    files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"])
-    folder.mkdir(exist_ok=True)
-    with zipfile.ZipFile(folder / f"tiny-{version}-py3-none-any.whl", "w") as wheel:
-        for name, text in files.items():
-            wheel.writestr(name, text)
+    files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
+    folder.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl", "w") as wheel:
+        for path, text in files.items():
+            wheel.writestr(path, text)
 
 
 def write_skeleton(root: Path) -> Path:
@@ -57,7 +61,7 @@ def argv(root: Path, then: str = 'printf "%s\\n" "$PYTHON"') -> list[str]:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    return {"PATH": BASE_PATH} | extra
+    return {"PATH": BASE_PATH, "LOWMEM_SYSTEM_ROOT": "/nowhere"} | extra
 
 
 def start(
@@ -93,11 +97,13 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
-def tiny_version(root: Path) -> str:
+def printed(root: Path, code: str) -> str:
     python = root / ".venv/bin/python"
-    return subprocess.run(
-        [python, "-c", "import tiny; print(tiny.version)"], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def tiny_version(root: Path) -> str:
+    return printed(root, "import tiny; print(tiny.version)")
 
 
 def program(path: Path, body: str) -> Path:
@@ -407,12 +413,23 @@ def test_an_empty_environment_a_folder_of_python_traps_and_any_umask_do(root: Pa
     for name in ("venv", "pip", "ensurepip", "random", "tempfile", "os"):
         (traps / f"{name}.py").write_text("raise SystemExit('a file of the user was imported')")
     script = 'umask 0777; cd "$2"; ' + SOURCE + 'printf "%s\n%s\n" "$PWD" "$(umask)"; declare -px'
-    command = ["env", "-i", f"PATH={BASE_PATH}", "bash", "-c", script, "bash", str(root), str(traps)]
+    command = [
+        "env",
+        "-i",
+        f"PATH={BASE_PATH}",
+        "LOWMEM_SYSTEM_ROOT=/nowhere",
+        "bash",
+        "-c",
+        script,
+        "bash",
+        str(root),
+        str(traps),
+    ]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[:2] == [str(traps), "0777"]
     exported = set(re.findall(r"^declare -x (\w+)", done.stdout, re.MULTILINE))
-    assert exported - {"OLDPWD", "PWD", "SHLVL", "PATH", "_"} == {"PYTHON", "PYTHONUTF8"}
+    assert exported - {"OLDPWD", "PWD", "SHLVL", "PATH", "_", "LOWMEM_SYSTEM_ROOT"} == {"PYTHON", "PYTHONUTF8"}
     assert f'declare -x PATH="{BASE_PATH}"' in done.stdout
     assert stat.S_IMODE((root / ".venv").stat().st_mode) & stat.S_IRWXU == stat.S_IRWXU
     assert tiny_version(root) == "1.0"
@@ -448,6 +465,211 @@ def test_with_hashes_required_a_file_that_was_exchanged_is_not_installed(tmp_pat
     done = start(root, cwd=root, LOWMEM_REQUIRE_HASHES="1")
     assert done.returncode == 0, done.stderr
     assert tiny_version(root) == "1.0"
+
+
+# ---- builds of torch ------------------------------------------------------------------------------------------------
+
+
+def write_index(folder: Path) -> dict[str, str]:
+    """A package index and one of PyTorch's kind, with a folder for each build but cu130; variables that name them."""
+    default, builds = folder / "default", folder / "whl"
+    for version in ("1.0", "2.0"):
+        write_wheel(default / "tiny", version)
+    write_wheel(default / "torch", "1.5", "torch", needs="triton==3.0")
+    write_wheel(default / "triton", "3.0", "triton")
+    write_wheel(builds / "cu126" / "torch", "1.5+cu126", "torch", needs="triton==3.0")
+    write_wheel(builds / "cpu" / "torch", "1.5+cpu", "torch")
+    write_wheel(builds / "rocm7.2" / "torch", "1.5+rocm7.2", "torch", needs="triton-rocm==3.0")
+    write_wheel(builds / "rocm7.2" / "triton-rocm", "3.0", "triton-rocm", module="triton")
+    for wheels in {wheel.parent for wheel in folder.rglob("*.whl")}:
+        links = [f'<a href="{wheel.as_uri()}">{wheel.name}</a>' for wheel in wheels.glob("*.whl")]
+        (wheels / "index.html").write_text("<!DOCTYPE html><html><body>" + "<br>".join(links) + "</body></html>")
+    own = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": default.as_uri(), "LOWMEM_TORCH_INDEX": builds.as_uri()}
+    return {**own, "PIP_NO_CACHE_DIR": "1"}
+
+
+@pytest.fixture(scope="module")
+def first_torch(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """A repository after its first start, which needs torch, and the variables that name its indexes."""
+    root = write_skeleton(tmp_path_factory.mktemp("torch") / HOSTILE)
+    (root / "requirements.txt").write_text("tiny==1.0\ntorch==1.5   # tensors\n")
+    variables = write_index(tmp_path_factory.mktemp("index"))
+    done = start(root, **variables)
+    assert done.returncode == 0, done.stderr
+    return root, variables
+
+
+@pytest.fixture
+def torch(first_torch, tmp_path: Path) -> Path:
+    copy = tmp_path / HOSTILE
+    shutil.copytree(first_torch[0], copy, symlinks=True)
+    (copy / ".venv/witness").touch()
+    return copy
+
+
+@pytest.fixture
+def indexes(first_torch) -> dict[str, str]:
+    return first_torch[1]
+
+
+def torch_version(root: Path) -> str:
+    return printed(root, "import torch; print(torch.version)")
+
+
+def test_another_build_of_torch_is_installed_alone_and_later_starts_remember_it(torch: Path, indexes):
+    (tiny,) = torch.glob(".venv/lib/*/site-packages/tiny.py")
+    before = tiny.stat().st_mtime_ns
+    done = start(torch, LOWMEM_TORCH="cu126", **indexes)
+    assert done.returncode == 0, done.stderr
+    assert "installing torch for cu126 (before: default)" in done.stderr
+    assert torch_version(torch) == "1.5+cu126"
+    assert tiny.stat().st_mtime_ns == before
+    assert start(torch).stderr == ""
+    assert start(torch, LOWMEM_TORCH="cu126").stderr == ""
+
+    (torch / "requirements.txt").write_text("tiny==2.0\ntorch==1.5\n")
+    assert start(torch, **indexes).returncode == 0
+    assert (tiny_version(torch), torch_version(torch)) == ("2.0", "1.5+cu126")
+    assert (torch / ".venv/witness").exists()
+
+    shutil.rmtree(torch / ".venv")
+    assert start(torch, **indexes).returncode == 0
+    assert torch_version(torch) == "1.5+cu126"
+
+
+def test_the_package_indexs_own_build_comes_back(torch: Path, indexes):
+    assert start(torch, LOWMEM_TORCH="cpu", **indexes).returncode == 0
+    assert torch_version(torch) == "1.5+cpu"
+    done = start(torch, LOWMEM_TORCH="default", **indexes)
+    assert done.returncode == 0, done.stderr
+    assert torch_version(torch) == "1.5"
+    assert start(torch).stderr == ""
+    assert (torch / ".venv/witness").exists()
+
+
+def test_each_build_has_its_own_triton_though_both_write_the_same_files(torch: Path, indexes):
+    assert start(torch, LOWMEM_TORCH="rocm", **indexes).returncode == 0
+    assert torch_version(torch) == "1.5+rocm7.2"
+    triton = "import triton; from importlib.metadata import distributions as all; print(triton.name, end=' ')"
+    triton += "; print(*sorted(one.name for one in all() if 'triton' in one.name))"
+    assert printed(torch, triton) == "triton-rocm triton-rocm"
+    assert start(torch, LOWMEM_TORCH="default", **indexes).returncode == 0
+    assert printed(torch, triton) == "triton triton"
+
+
+def test_a_build_that_the_index_does_not_have_leaves_the_one_that_is_there(torch: Path, indexes):
+    failed = start(torch, LOWMEM_TORCH="cu130", **indexes)
+    assert failed.returncode == 3
+    assert "pip could not install requirements.txt with torch for cu130" in failed.stderr.splitlines()[-1]
+    assert torch_version(torch) == "1.5"
+    assert start(torch, **indexes).returncode == 0
+    assert start(torch).stderr == ""
+    assert torch_version(torch) == "1.5"
+
+
+def test_a_build_that_is_no_word_of_ours_is_refused_wherever_it_stands(torch: Path):
+    done = start(torch, LOWMEM_TORCH="cu999")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr == "lowmem: LOWMEM_TORCH says cu999; expected one of default cpu cu126 cu130 rocm\n"
+    (torch / ".venv.torch").write_text("rubbish\n")
+    assert f"{torch}/.venv.torch says rubbish; expected one of" in start(torch).stderr
+
+
+def test_required_hashes_refuse_the_builds_that_have_none_and_take_the_one_that_has(torch: Path, indexes):
+    refused = start(torch, LOWMEM_TORCH="cu126", LOWMEM_REQUIRE_HASHES="1", **indexes)
+    assert refused.returncode == 3
+    assert "requirements.lock holds no hashes of the cu126 build of torch" in refused.stderr
+    assert start(torch, LOWMEM_TORCH="cpu", **indexes).returncode == 0
+    default = Path(unquote(urlsplit(indexes["PIP_INDEX_URL"]).path))
+    pins = {"tiny": "1.0", "torch": "1.5", "triton": "3.0"}
+    lines = []
+    for name, version in pins.items():
+        wheel = default / name / f"{name}-{version}-py3-none-any.whl"
+        lines.append(f"{name}=={version} --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n")
+    (torch / "requirements.lock").write_text("".join(lines))
+    done = start(torch, LOWMEM_TORCH="default", LOWMEM_REQUIRE_HASHES="1", **indexes)
+    assert done.returncode == 0, done.stderr
+    assert torch_version(torch) == "1.5"
+
+
+def test_the_users_python_is_not_given_another_torch_and_that_is_said(root: Path, tmp_path: Path):
+    good = program(tmp_path / "python", "printf '3.12.1\\n\\n'")
+    done = start(root, PYTHON=str(good), LOWMEM_TORCH="rocm")
+    assert (done.returncode, done.stdout) == (0, f"{good}\n")
+    assert "is used as it is: LOWMEM_TORCH changes .venv only" in done.stderr
+
+
+def test_the_installing_script_says_which_torch_there_is(torch: Path, indexes):
+    shutil.copy(REPO / "scripts/install.sh", torch / "scripts")
+    env = environment(LOWMEM_TORCH="cpu", **indexes)
+    done = subprocess.run(
+        [torch / "scripts/install.sh"], env=env, capture_output=True, text=True, timeout=PATIENCE_S, cwd="/"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"torch 1.5+cpu in {torch}/.venv\n"
+
+
+# ---- cards that the package index's torch cannot use ----------------------------------------------------------------
+
+OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs-builder)  Tue\n"
+DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Thu Feb 22 01:44:30 UTC 2024\nGCC version: 12\n"
+WENT_ON = "needs Python 3.11, 3.12 or 3.13; found on PATH: no Python"
+
+
+def seen(root: Path, tmp_path: Path, system: Path, **env: str) -> str:
+    """What a first start says on a machine without Python: the cards are looked at before anything is made."""
+    done = start(root, PATH=str(tools(tmp_path / "tools")), LOWMEM_SYSTEM_ROOT=str(system), **env)
+    assert done.returncode == 3
+    assert not (root / ".venv").exists()
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "version", "said"),
+    [
+        (DRIVER, "550.54.15", "Start again with LOWMEM_TORCH=cu126 (remembered)"),
+        (
+            OPEN_DRIVER,
+            "575.64.03",
+            "the NVIDIA driver here is 575, and the torch that the package index gives needs 580",
+        ),
+        (DRIVER, "470.256.02", "the NVIDIA driver here is 470; torch needs 580 or newer"),
+        (DRIVER, "580.65.06", WENT_ON),
+        (OPEN_DRIVER, "590.44.01", WENT_ON),
+        ("something new {}\n", "1", WENT_ON),
+    ],
+)
+def test_a_driver_that_is_too_old_is_said_before_gigabytes_are_downloaded(root: Path, tmp_path, words, version, said):
+    system = cards.file(tmp_path / "system", "proc/driver/nvidia/version", words.format(version))
+    assert said in seen(root, tmp_path, system)
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [
+        ([(cards.AMD, "0x030000", 19.98)], "an AMD card is here (PCI 0000:00:00.0, 19 GiB)"),
+        ([(cards.AMD, "0x120000", 192)], "Start again with LOWMEM_TORCH=rocm (remembered)"),
+        ([(cards.AMD, "0x030000", 0.5)], WENT_ON),  # built into the processor
+        ([(cards.AMD, "0x030000", None)], WENT_ON),
+        ([(cards.AMD, "0x040300", 19.98)], WENT_ON),
+        ([(cards.AMD, "0x030000", 19.98), (cards.NVIDIA, "0x030000", None)], WENT_ON),
+        ([(cards.INTEL, "0x030000", None)], WENT_ON),
+    ],
+)
+def test_an_amd_card_is_said_before_gigabytes_for_nvidia_cards_are_downloaded(root: Path, tmp_path, devices, said):
+    for vendor, kind, vram_gib in devices:
+        cards.device(tmp_path / "system", vendor, kind, vram_gib=vram_gib)
+    assert said in seen(root, tmp_path, tmp_path / "system")
+
+
+@pytest.mark.parametrize("word", ["default", "cpu", "rocm"])
+def test_a_build_that_was_chosen_is_not_questioned(root: Path, tmp_path: Path, word: str):
+    (root / "requirements.txt").write_text("torch==1.5\n")
+    system = cards.file(tmp_path / "system", "proc/driver/nvidia/version", DRIVER.format("470.256.02"))
+    assert WENT_ON in seen(root, tmp_path, system, LOWMEM_TORCH=word)
+    (root / ".venv.torch").write_text(f"{word}\n")
+    shutil.rmtree(tmp_path / "tools")
+    assert WENT_ON in seen(root, tmp_path, system)
 
 
 def test_the_lock_holds_every_pin_with_hashes_and_names_no_host():
