@@ -260,12 +260,15 @@ class RunDir:
         return attempt
 
     def outcome(self) -> dict[str, Any] | None:
-        """Rank 0's outcome if an attempt reached the last step, else None."""
-        for attempt in reversed(self.attempts()):
-            outcome = read_json(attempt.outcome_file)
-            if outcome and outcome["complete"]:
-                return outcome
-        return None
+        """Rank 0's outcome if an attempt reached the last step, else None.
+
+        Only the last attempt can be complete: none follows a complete one. Raises CheckpointError where its file is
+        damaged."""
+        attempts = self.attempts()
+        outcome = read_json(attempts[-1].outcome_file) if attempts else None
+        if outcome is not None and not isinstance(outcome.get("complete"), bool):
+            raise _damaged(attempts[-1].outcome_file, ValueError("no key complete"))
+        return outcome if outcome and outcome["complete"] else None
 
     def write_plan(self, recipe: Recipe, plan: Plan) -> None:
         write_atomic(self.recipe_file, recipe.model_dump_json(indent=1) + "\n")

@@ -32,7 +32,7 @@ from launch import (
     told,
 )
 from launch.calibration import Figures, Measurement
-from launch.errors import DoesNotFit
+from launch.errors import CheckpointError, DoesNotFit
 from launch.estimate import Exceeded
 from launch.ledger import Ledger
 from launch.resolve import Resolved
@@ -89,12 +89,12 @@ def run(decide: Decide, wish: str, dry_run: bool) -> int:
         end_s = _end_s(recipe.launch.time_limit_s, began, os.environ)
         resolved, result = _attempts(resolved, decide, exceeded, start.run, held, screen, heard, end_s)
         run, recipe, plan = rundir.RunDir(Path(result.run_dir)), resolved.recipe, resolved.plan
-        events = [event for one in run.attempts() for event in steps.events(one)]
+        events = [event for one in run.attempts() for event in steps.events(one, screen.say)]
         _remember(resolved, run.run_id, result, events, screen)
         for line in report.result_lines(recipe, resolved.machine, plan, result, chat_command(recipe.output_dir)):
             screen.say(line)
-        ended = [_told(one) for one in run.attempts()]
-        held_out = [one for attempt in run.attempts() for one in steps.evaluations(attempt)]
+        ended = [_attempt_row(one, screen.say) for one in run.attempts()]
+        held_out = [one for attempt in run.attempts() for one in steps.evaluations(attempt, screen.say)]
         page = report.html(recipe, resolved.machine, plan, result, events, ended, held_out)
         rundir.write_atomic(run.report_file, page)
     return result.exit_code
@@ -239,15 +239,26 @@ def _command(resolved: Resolved, run: rundir.RunDir, attempt: AttemptDir) -> Com
     return render.command(resolved.plan, resolved.machine, run, attempt, resolved.house, os.environ)
 
 
-def _told(attempt: AttemptDir) -> tuple[str, str]:
-    """(what an attempt ran, how it ended)"""
+def _attempt_row(attempt: AttemptDir, say: Callable[[str], None]) -> tuple[str, str]:
+    """(what an attempt ran, how it ended) for the report; `say` gets a line for a file that cannot be read."""
+    ran = ending = "not readable"
+    try:
+        is_there = attempt.plan_file.exists()  # an older version kept only the run's last plan
+        ran = estimate.describe(attempt.read_plan().strategy) if is_there else "not kept"
+    except (ValueError, OSError) as error:
+        say(f"{attempt.plan_file}: missing from the report, damaged ({str(error).splitlines()[0]})")
+    try:
+        ending = _ending(attempt)
+    except (CheckpointError, KeyError, TypeError, OSError):
+        say(f"{attempt.root}: its end is missing from the report, supervisor.json or outcome.json is damaged")
+    return ran, ending
+
+
+def _ending(attempt: AttemptDir) -> str:
     end, outcome = rundir.read_json(attempt.supervisor_file), rundir.read_json(attempt.outcome_file)
     if end and end["failure"]:
-        how = f"{end['failure']['cause']} ({end['failure']['proof']})"
-    else:
-        how = "complete" if outcome and outcome["complete"] else "ended to plan again" if end else "cut short"
-    is_known = attempt.plan_file.exists()  # an older version kept only the run's last plan
-    return estimate.describe(attempt.read_plan().strategy) if is_known else "not kept", how
+        return f"{end['failure']['cause']} ({end['failure']['proof']})"
+    return "complete" if outcome and outcome["complete"] else "ended to plan again" if end else "cut short"
 
 
 def _remember(resolved: Resolved, run_id: str, result: RunResult, events: Sequence[StepEvent], screen: Screen) -> None:
