@@ -19,6 +19,7 @@ from launch import (
     direct,
     estimate,
     evidence,
+    failures,
     keys,
     nodes,
     render,
@@ -32,7 +33,7 @@ from launch import (
     told,
 )
 from launch.calibration import Figures, Measurement
-from launch.errors import CheckpointError, DoesNotFit
+from launch.errors import CheckpointError, DoesNotFit, Interrupted
 from launch.estimate import Exceeded
 from launch.ledger import Ledger
 from launch.resolve import Resolved
@@ -87,7 +88,9 @@ def run(decide: Decide, wish: str, dry_run: bool) -> int:
             return 0
         screen.say(f"log: {rundir.log_file(house.root, start.run)}")
         end_s = _end_s(recipe.launch.time_limit_s, began, os.environ)
-        resolved, result = _attempts(resolved, decide, exceeded, start.run, held, screen, heard, end_s)
+        resolved, result = _attempts(
+            resolved, heard.interrupting(decide), exceeded, start.run, held, screen, heard, end_s
+        )
         run, recipe, plan = rundir.RunDir(Path(result.run_dir)), resolved.recipe, resolved.plan
         events = [event for one in run.attempts() for event in steps.events(one, screen.say)]
         _remember(resolved, run.run_id, result, events, screen)
@@ -132,7 +135,10 @@ def _attempts(
             plans += 1
             screen.say(f"stopped to plan again: {compared[0].over}")
             exceeded = replace(exceeded, device=compared[0].exceeded, host=compared[0].host_exceeded)
-            resolved = decide(False, exceeded)
+            try:
+                resolved = decide(False, exceeded)
+            except Interrupted:
+                return resolved, _stopped(result, heard)
             for line in report.planned_lines(resolved.plan):
                 screen.say(line)
             continue
@@ -149,7 +155,10 @@ def _attempts(
             return resolved, result
         if following.action == "plan":
             exceeded = evidence.add(exceeded, result.failure, resolved.plan, run)
-            again = _planned_again(resolved, decide, exceeded, result.failure, reached, committed, screen)
+            try:
+                again = _planned_again(resolved, decide, exceeded, result.failure, reached, committed, screen)
+            except Interrupted:
+                return resolved, _stopped(result, heard)
             if again is None:
                 would_fit = replace(result.failure, fix='see the line "no other plan" above: it says what would fit')
                 return resolved, replace(result, failure=would_fit)
@@ -185,6 +194,13 @@ def _planned_again(
     for line in (*report.change_lines(changes), *report.planned_lines(again.plan)):
         screen.say(line)
     return again
+
+
+def _stopped(result: RunResult, heard: Told) -> RunResult:
+    """The end of a start that was stopped while the plan after an attempt was made."""
+    assert heard.stop is not None
+    failure = failures.stopped(heard.stop, " while a plan was made again")
+    return replace(result, exit_code=failure.exit_code, failure=failure, plan_again=False)
 
 
 def _waited(seconds: float, heard: Told) -> bool:

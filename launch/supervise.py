@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from launch import environment, failures, heartbeats, probe, rundir, told, tree
+from launch.errors import Interrupted
 from launch.heartbeats import Progress
 from launch.resolve import Resolved, tokenising_processes
 from launch.rundir import AttemptDir, RunDir
@@ -57,12 +58,13 @@ def run(
         heard.collect()
         ended = prepare(resolved, rundir_, attempt, screen.say, heard)
         if ended.returncode == 0 and heard.stop is None:
-            command = ready()
             watch = Watch(
                 rundir_, attempt, screen, heard, resolved.recipe.launch, resolved.machine.host_limit_bytes, check
             )
-            with attempt.log_file.open("ab") as log:
-                ended = watch.until_end(_start(command, resolved, rundir_, log, end_s))
+            with suppress(Interrupted):  # `heard` has the stop, which the result names
+                command = ready()
+                with attempt.log_file.open("ab") as log:
+                    ended = watch.until_end(_start(command, resolved, rundir_, log, end_s))
     outcome = rundir.read_json(attempt.outcome_file)
     completed = bool(outcome and outcome["complete"])
     # the ranks' own last look: what came after the watch's would be lost
