@@ -52,9 +52,15 @@ def run(decide: Decide, wish: str, dry_run: bool) -> int:
     with told.signals() as heard, ExitStack() as held:
         resolved = decide(True, Exceeded())
         house, meeting = resolved.house, resolved.plan.rendezvous
-        exceeded = evidence.of_unfinished(house.runs, resolved.recipe.name) if wish != "never" else Exceeded()
-        if exceeded.ran_out:  # on an earlier start of the run that goes on
-            resolved = decide(False, exceeded)
+        exceeded = Exceeded()
+        if wish != "never" and not resolved.recipe.launch.assume_fits:  # what earlier starts of the run have shown
+            known = evidence.of_unfinished(house.runs, resolved.recipe.name, resolved.recipe.output_dir)
+            exceeded = evidence.counting(known, resolved.machine)
+        if exceeded.ran_out:
+            try:
+                resolved = decide(False, exceeded)
+            except DoesNotFit as error:
+                raise DoesNotFit(f"{error}. {evidence.words(exceeded, resolved.machine)}") from error
         recipe = resolved.recipe
         is_first = meeting is None or meeting.machine_rank == 0
         if meeting is not None and not is_first:
@@ -68,8 +74,8 @@ def run(decide: Decide, wish: str, dry_run: bool) -> int:
             start = resume.decide(house.runs, recipe, resolved.plan, tokens, wish, datetime.now())
         if not start.complete:
             held.enter_context(direct.run_lock(start.run))
-            if exceeded.ran_out:
-                evidence.write(start.run, exceeded)
+            if exceeded.ran_out and not start.run.evidence_file.exists():  # a run that takes another's over
+                evidence.write(start.run, exceeded.ran_out)
         screen = Screen(*rundir.log_files(house.root, start.run, recipe))
         for line in report.plan_lines(recipe, resolved.machine, resolved.plan):
             screen.say(line)
@@ -134,11 +140,15 @@ def _attempts(
         if result.plan_again:
             plans += 1
             screen.say(f"stopped to plan again: {compared[0].over}")
-            exceeded = replace(exceeded, device=compared[0].exceeded, host=compared[0].host_exceeded)
+            exceeded = evidence.add_refuted(exceeded, compared[0], resolved.plan, resolved.machine, run)
+            exceeded = replace(exceeded, is_last=plans == MAX_PLANS)
             try:
                 resolved = decide(False, exceeded)
             except Interrupted:
                 return resolved, _stopped(result, heard)
+            except DoesNotFit as error:
+                screen.say(f"no other plan: {error}")
+                return resolved, _refuted(result, compared[0])
             for line in report.planned_lines(resolved.plan):
                 screen.say(line)
             continue
@@ -146,26 +156,47 @@ def _attempts(
             return resolved, result
         launch = resolved.recipe.launch
         reached, committed = result.last_step, run.last_step()
+        shortage = None
+        if result.failure.kind in restarts.MEMORY:
+            shortage = evidence.of_attempt(run, result.failure, resolved.plan, resolved.machine, result)
         following = restarts.decide(
-            result.failure, history, began, reached, committed, launch.max_restarts, launch.on_oom == "replan"
+            result.failure,
+            history,
+            began,
+            reached,
+            committed,
+            launch.max_restarts,
+            launch.on_oom == "replan",
+            is_plans_fault=shortage is None or shortage.rules,
         )
         if following.why:
             screen.say(following.why)
         if following.action == "stop" or not _waited(following.wait_s, heard):
             return resolved, result
-        if following.action == "plan":
-            exceeded = evidence.add(exceeded, result.failure, resolved.plan, run)
+        if shortage is not None:
+            exceeded = evidence.add(exceeded, shortage, run, result.host_peak_bytes)
+            if shortage.section == "tokenise":  # which no plan changes
+                continue
+            if not shortage.is_own:
+                screen.say("the job kept to its plan, others took the memory: planned again for what is left")
+            plans += shortage.rules
+            exceeded = replace(exceeded, is_last=plans == MAX_PLANS)
+            if plans > MAX_PLANS:
+                screen.say(f"{MAX_PLANS} plans took more memory than there is: this start makes no further one")
+                exceeded = replace(exceeded, spent=(*exceeded.spent, resolved.recipe))
             try:
                 again = _planned_again(resolved, decide, exceeded, result.failure, reached, committed, screen)
             except Interrupted:
                 return resolved, _stopped(result, heard)
             if again is None:
-                would_fit = replace(result.failure, fix='see the line "no other plan" above: it says what would fit')
-                return resolved, replace(result, failure=would_fit)
+                fix = 'see the line "no other plan" above: it says what would fit'
+                if not shortage.is_own:
+                    fix = "others hold the memory: run the same line again to continue, when they have ended"
+                return resolved, replace(result, failure=replace(result.failure, fix=fix))
             if again.recipe != resolved.recipe:  # it trains something else now
-                run = rundir.RunDir.create(again.house.runs, again.recipe.name, datetime.now())
+                run, plans = rundir.RunDir.create(again.house.runs, again.recipe.name, datetime.now()), 1
                 held.enter_context(direct.run_lock(run))
-                evidence.write(run, exceeded)
+                evidence.write(run, exceeded.ran_out)
                 screen.say(f"starting over in {run.run_id}: what was given up changes the result")
             resolved = again
 
@@ -200,6 +231,19 @@ def _stopped(result: RunResult, heard: Told) -> RunResult:
     """The end of a start that was stopped while the plan after an attempt was made."""
     assert heard.stop is not None
     failure = failures.stopped(heard.stop, " while a plan was made again")
+    return replace(result, exit_code=failure.exit_code, failure=failure, plan_again=False)
+
+
+def _refuted(result: RunResult, compared: calibration.Comparison) -> RunResult:
+    """The end of a start whose plan needs more than there is, and that has no smaller one."""
+    of_host = "host" in compared.needs
+    failure = Failure(
+        "host_oom" if of_host else "device_oom",
+        6 if of_host else 12,
+        f"the plan needs more memory than there is: {compared.over}",
+        "what step 2 took",
+        'see the line "no other plan" above: it says what would fit',
+    )
     return replace(result, exit_code=failure.exit_code, failure=failure, plan_again=False)
 
 

@@ -103,6 +103,7 @@ def run(
         failure=failure,
         seconds=time.monotonic() - began,
         host_peak_bytes=host_peak_bytes,
+        host_left_bytes=ended.host_left_bytes,
         summary=outcome if outcome and completed else {},
         plan_again=ended.is_refuted,
         note="; ".join(notes),
