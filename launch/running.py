@@ -172,6 +172,9 @@ def _attempts(
         if following.why:
             screen.say(following.why)
         if following.action == "stop" or not _waited(following.wait_s, heard):
+            if shortage is not None and shortage.section == "tokenise":
+                fix = "it was tokenising, not training: give it more memory; the same line again keeps finished parts"
+                result = replace(result, failure=replace(result.failure, fix=fix))
             return resolved, result
         if shortage is not None:
             exceeded = evidence.add(exceeded, shortage, run, result.host_peak_bytes)
