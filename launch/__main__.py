@@ -16,7 +16,7 @@ from launch import interpreter
 if __name__ == "__main__" and sys.argv[1:2] != ["doctor"]:  # which says what is missing
     interpreter.go_on_with_packages()
 
-from launch import compile_caches, nodes, recipes, report, rundir, shell_variables, started
+from launch import compile_caches, nodes, recipes, report, rundir, shell_variables, started, told
 from launch.candidates import Given
 from launch.errors import ConfigError, Interrupted, LaunchError, ResourceError, StorageError, shown
 from launch.estimate import Exceeded
@@ -184,7 +184,8 @@ def _dispatch(argv: list[str]) -> int:
     elif not named:
         given = replace(given, wants_tuned=True)
     if arguments.command == "plan":
-        resolved = resolve(arguments.recipe, overrides, arguments.machine, given)
+        with told.signals():
+            resolved = resolve(arguments.recipe, overrides, arguments.machine, given)
         print(shown("\n".join(report.plan_lines(resolved.recipe, resolved.machine, resolved.plan))))
         return 0
     if arguments.command == "tune":
@@ -209,7 +210,8 @@ def _tune(recipe: str, overrides: list[str], given: Given, forget: bool, again: 
 
     say = partial(_say, flush=True)  # into a file too, while it goes on
     # any cut may win, so all are traced by one child, and none of the asked one's own
-    resolved = resolve(recipe, overrides, given=replace(given, free_batch=True), say=say, test_link=True)
+    with told.signals():
+        resolved = resolve(recipe, overrides, given=replace(given, free_batch=True), say=say, test_link=True)
     of = (
         keys.machine_key(resolved.machine),
         keys.model_key(resolved.plan.shape),
@@ -219,7 +221,8 @@ def _tune(recipe: str, overrides: list[str], given: Given, forget: bool, again: 
     if forget:
         print("forgotten" if ledger.forget(*of) else "nothing was tuned for this machine, model and recipe")
     elif again or ledger.recall(*of) is None:
-        tune.tune(resolved, given, say)
+        with told.signals():  # between trials, which have their own
+            tune.tune(resolved, given, say)
     return 0
 
 

@@ -7,7 +7,7 @@ import statistics
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
@@ -76,6 +76,7 @@ class Comparison:
     exceeded: float = 0.0  # share of the device's prediction
     host_exceeded: float = 0.0  # and of the host's
     over: str = ""  # which budget the plan will exceed, if it goes on like that
+    needs: Mapping[Literal["device", "host"], int] = field(default_factory=dict)  # bytes of each that it will exceed
 
 
 def compare(plan: Plan, measured: Mapping[str, int], host_budget_bytes: int) -> Comparison:
@@ -91,6 +92,7 @@ def compare(plan: Plan, measured: Mapping[str, int], host_budget_bytes: int) -> 
         ("host RAM", estimate.host_bytes, measured["host_pss_bytes"], estimate.host_bytes, host_budget_bytes),
     ]
     lines, over = [], ""
+    needs: dict[Literal["device", "host"], int] = {}
     shares = dict.fromkeys((name for name, *_ in pairs), 0.0)
     for name, predicted, found, whole, limit in pairs:
         if not predicted or not found or estimate.peak is None or found <= predicted * (1 + UNDER):
@@ -99,7 +101,9 @@ def compare(plan: Plan, measured: Mapping[str, int], host_budget_bytes: int) -> 
         lines.append(f"step 2: {name} {found / GIB:.2f} GiB, predicted {predicted / GIB:.2f} ({shares[name]:+.1%})")
         if whole * (1 + shares[name]) > limit:
             over = f"{lines[-1]}; going on would exceed the budget of {limit / GIB:.2f} GiB"
-    return Comparison(tuple(lines), max(shares["reserved"], shares["allocated"]), shares["host RAM"], over)
+            of: Literal["device", "host"] = "host" if name == "host RAM" else "device"
+            needs[of] = max(needs.get(of, 0), int(whole * (1 + shares[name])))
+    return Comparison(tuple(lines), max(shares["reserved"], shares["allocated"]), shares["host RAM"], over, needs)
 
 
 def margin(here: Sequence[float], everywhere: Sequence[float], device: Device, prior: float, level: float) -> Margin:

@@ -109,9 +109,10 @@ def _trained(runs: Sequence[RunDir], word: str) -> RunDir:
     )
 
 
-def read(run: RunDir) -> Side:
-    """A run that has trained. Raises ConfigError where another version has written it."""
-    parts = tuple(part for part in steps.stretches(run) if part.counted)
+def read(run: RunDir, say: steps.Say = lambda line: None) -> Side:
+    """A run that has trained; `say` gets a line for damaged records. Raises ConfigError where another version wrote
+    it."""
+    parts = tuple(part for part in steps.stretches(run, say=say) if part.counted)
     last = parts[-1].attempt
     outcome, seen = rundir.read_json(last.outcome_file) or {}, rundir.read_json(last.supervisor_file) or {}
     machine, tokens = rundir.read_json(last.machine_file), rundir.read_json(run.tokens_file) or {}

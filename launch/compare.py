@@ -36,7 +36,7 @@ def run(house: House, first: str, second: str, anyway: bool) -> int:
     found = [comparable.find(house, word) for word in (first, second)]
     if found[0].root == found[1].root:
         raise ConfigError(f"{first} and {second} are the same run, {found[0].root}; give two")
-    a, b = map(comparable.read, found)
+    a, b = (comparable.read(run, lambda line: print(shown(line))) for run in found)
     differs = comparable.differences(a, b)
     for line in [*heading(a, b, differs), *(f"differs: {one.text}" for one in differs)]:
         print(shown(line))
@@ -61,7 +61,7 @@ def heading(a: Side, b: Side, differs: Sequence[Difference]) -> Iterator[str]:
         tokens = sum(step.tokens for step in side.steps)
         yield (
             f"{name}  {side.run.run_id}: {side.ending}; {len(side.steps):,} steps, {side.steps[-1].samples_seen:,}"
-            f" {'packed sequences' if side.is_packed else 'samples'}, {tokens:,} non-padding tokens"
+            f" {'packed sequences' if side.is_packed else 'samples'}, {tokens:,.0f} non-padding tokens"
         )
     if not any(one.blocks for one in differs):
         trained = f"{a.plan.shape.name} ({a.plan.shape.trainable_parameters:,} parameters trained)"

@@ -85,7 +85,7 @@ class Interrupted(BaseException):
     """A stop signal while nothing runs yet; no Exception, so that nobody takes it for an answer to what was tried."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name} before anything ran")
+        super().__init__(f"stopped by {signal.Signals(number).name} while no rank ran")
         self.exit_code = 130 if number == signal.SIGINT else 75
 
 

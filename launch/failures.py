@@ -61,9 +61,7 @@ def classify(evidence: Evidence) -> Failure | None:
         cause, fix = f"{evidence.hang}{_saved(evidence)}", "see ranks/*/stacks.txt in the attempt's folder"
         return Failure("hang", 7, cause, "its heartbeat file", fix)
     if evidence.stopped_by is not None:
-        name = signal.Signals(evidence.stopped_by).name
-        code = 130 if evidence.stopped_by == signal.SIGINT else 75
-        return Failure("stopped", code, f"stopped by {name}{_saved(evidence)}", name, CONTINUE)
+        return stopped(evidence.stopped_by, _saved(evidence))
     if evidence.preempted is not None and evidence.returncode != -signal.SIGKILL:  # else nobody told the ranks to stop
         return _preempted(evidence)
     return _fallen(evidence)
@@ -75,6 +73,12 @@ def _without_ours(evidence: Evidence) -> str:
         return evidence.log_tail
     ours = re.compile(rf"(-9\b.*\(pid: |Signal 9 .* PID )({'|'.join(map(str, evidence.ended_ranks))})\b")
     return "\n".join(line for line in evidence.log_tail.splitlines() if not ours.search(line))
+
+
+def stopped(number: int, words: str = "") -> Failure:
+    """A stop by a signal; `words` end the sentence."""
+    name = signal.Signals(number).name
+    return Failure("stopped", 130 if number == signal.SIGINT else 75, f"stopped by {name}{words}", name, CONTINUE)
 
 
 def _oom_kill(evidence: Evidence) -> Failure:

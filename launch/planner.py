@@ -74,10 +74,12 @@ def _chosen(about: Subject, changes: Sequence[Change], given: Given, rows: int |
     possible, refusals = candidates.possible(about, given)
     judged: list[tuple[Judged, str]] = []
     chosen = _search(about, possible, given, judged)
-    if chosen is None and about.exceeded.ran_out:
-        about = replace(about, exceeded=replace(about.exceeded, fewer_is_less=True))
-        judged.clear()
-        chosen = _search(about, possible, given, judged)
+    for change in ({"is_last": False}, {"fewer_is_less": True}) if about.exceeded.ran_out else ():
+        exceeded = replace(about.exceeded, **change)
+        if chosen is None and exceeded != about.exceeded:
+            about = replace(about, exceeded=exceeded)
+            judged.clear()
+            chosen = _search(about, possible, given, judged)
     if chosen is None:
         ways = list(islice(_ways(about, given), MAX_WAYS)) if given.offers_ways else None
         raise DoesNotFit(_does_not_fit(about, judged, refusals, ways))

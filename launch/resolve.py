@@ -138,6 +138,11 @@ def resolve(
         return Resolved(house, recipe, machine, planner.choose(about, changes, known, rows), about)
 
     try:
+        if recipe in given.exceeded.spent:
+            raise DoesNotFit(
+                f"{recipe.name}: all plans of this start took more memory than there is, each less than the one"
+                " before; the same line again tries a smaller one, from the last checkpoint if there is one"
+            )
         return planned(recipe, changes)
     except DoesNotFit as refusal:
         if not recipe.allow:
@@ -145,7 +150,8 @@ def resolve(
         given_up: tuple[Change, ...] = ()
         for gentler, given_up in concessions.rungs(recipe, config["model_type"]):
             with suppress(DoesNotFit):  # the next one gives up more
-                return planned(gentler, (*changes, *given_up))
+                if gentler not in given.exceeded.spent:
+                    return planned(gentler, (*changes, *given_up))
         raise DoesNotFit(
             f"{refusal}. Nor does it fit with all that allow: [{', '.join(recipe.allow)}] gives up"
             f" ({', '.join(f'{change.key} {change.effective}' for change in given_up) or 'nothing here'})"

@@ -36,21 +36,32 @@ class History:
 
 
 def decide(
-    failure: Failure, history: History, began: int, reached: int, committed: int, limit: int, replans: bool = True
+    failure: Failure,
+    history: History,
+    began: int,
+    reached: int,
+    committed: int,
+    limit: int,
+    replans: bool = True,
+    is_plans_fault: bool = True,
 ) -> Next:
     """What follows a failed attempt, which is then part of `history`.
 
     The attempt began at the committed step `began` and reached step `reached`; `committed` is the newest step that a
     checkpoint holds now (0: none), `limit` is launch.max_restarts, `replans` whether launch.on_oom says so. Plans after
-    a shortage of memory are not counted: each takes less than the one before, so they end."""
+    a shortage of memory are not counted here: each takes less than the one before. `is_plans_fault` is False for a
+    shortage that others caused, or tokenising: it may pass."""
     has_new = committed > began
     history.in_vain = 0 if has_new else history.in_vain
-    if failure.kind in MEMORY:
-        return Next("plan") if replans else Next("stop", "launch.on_oom: fail")
+    is_memory = failure.kind in MEMORY
+    if is_memory and not replans:
+        return Next("stop", "launch.on_oom: fail")
+    if is_memory and is_plans_fault:
+        return Next("plan")
     end = (failure.kind, reached)
     is_poison = end in history.ends and reached > 0
     history.ends.append(end)
-    if failure.kind not in PASSING and not (failure.kind in AFTER_PROGRESS and reached > began):
+    if failure.kind not in PASSING and not is_memory and not (failure.kind in AFTER_PROGRESS and reached > began):
         return Next("stop")
     if is_poison:
         return Next("stop", f"step {reached} ended in the same failure before ({failure.kind}): no further restart")

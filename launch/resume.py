@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -76,14 +78,57 @@ def decide(runs: Path, recipe: Recipe, plan: Plan, tokens: Path, wish: str, now:
         return Start(RunDir.create(runs, recipe.name, now), "starting a new run (--resume never)")
     if wish != "auto":
         return _from_path(Path(wish).expanduser(), runs, recipe, plan, tokens, now)
-    earlier = RunDir.newest(runs, recipe.name)
-    if earlier is None:
-        return Start(RunDir.create(runs, recipe.name, now), "starting a new run")
-    changes = _changes(earlier, recipe, plan, tokens)
-    if earlier.outcome() and changes:
+    begun, others = _of_this_output(runs, recipe)
+    if not begun:
+        return Start(RunDir.create(runs, recipe.name, now), "\n".join(["starting a new run", *_unfinished(others)]))
+    newest, changes = begun[0], _changes(begun[0], recipe, plan, tokens)
+    if changes and (same := _unchanged(begun[1:], recipe, plan, tokens)):
+        return _continued(same, None, (), runs, recipe, now)
+    if newest.outcome() and changes:
         words = "; ".join(change.text for change in changes)
-        return Start(RunDir.create(runs, recipe.name, now), f"starting a new run: {earlier.run_id} had {words}")
-    return _continued(earlier, None, changes, runs, recipe, now)
+        lines = [f"starting a new run: {newest.run_id} had {words}", *_unfinished([*begun[1:], *others])]
+        return Start(RunDir.create(runs, recipe.name, now), "\n".join(lines))
+    return _continued(newest, None, changes, runs, recipe, now)
+
+
+def _of_this_output(runs: Path, recipe: Recipe) -> tuple[list[RunDir], list[RunDir]]:
+    """(runs of the recipe's name that write to its output_dir, those that write elsewhere), the newest first.
+
+    Only such that can be continued or are complete. Raises CheckpointError where the newest is damaged; older ones
+    that are damaged are left out."""
+    own: list[RunDir] = []
+    others: list[RunDir] = []
+    for run in RunDir.all(runs, recipe.name):
+        try:
+            if run.has_trained() or run.continues_file.exists():
+                (own if run.writes_to(recipe.output_dir) else others).append(run)
+        except CheckpointError:
+            if not own and not others:
+                raise
+    # a dry run, or a start that ended before its first checkpoint, takes no run over
+    return ([run for run in own if run.has_trained()] or own), others
+
+
+def _unchanged(earlier: Sequence[RunDir], recipe: Recipe, plan: Plan, tokens: Path) -> RunDir | None:
+    """The first of these runs that is unfinished and trains the same; damaged ones are passed over."""
+    for run in earlier:
+        with suppress(CheckpointError):
+            if not run.outcome() and not _changes(run, recipe, plan, tokens):
+                return run
+    return None
+
+
+def _unfinished(earlier: Sequence[RunDir]) -> list[str]:
+    """A line for the newest of these runs that has not finished, with the words that continue it."""
+    for run in earlier:
+        with suppress(CheckpointError):
+            if not run.outcome():
+                folder = run.read_recipe().output_dir
+                return [
+                    f"{run.run_id} has not finished (step {run.last_step():,}, output_dir {folder});"
+                    f" --resume {shlex.quote(str(run.root))} continues it"
+                ]
+    return []
 
 
 def _from_path(path: Path, runs: Path, recipe: Recipe, plan: Plan, tokens: Path, now: datetime) -> Start:

@@ -226,11 +226,30 @@ class RunDir:
         raise AssertionError("a thousand runs within a second")
 
     @classmethod
+    def all(cls, runs: Path, recipe_name: str) -> list[RunDir]:
+        """The recipe's runs, the newest first."""
+        return [cls(path.parent) for path in sorted((runs / recipe_name).glob("*/plan.json"), reverse=True)]
+
+    @classmethod
     def newest(cls, runs: Path, recipe_name: str) -> RunDir | None:
         """The recipe's last run that has a checkpoint or is complete; else the last that takes another's over."""
-        found = [cls(path.parent) for path in sorted((runs / recipe_name).glob("*/plan.json"), reverse=True)]
-        own = (run for run in found if any(run.checkpoints.glob("checkpoint-[0-9]*")) or run.outcome())
-        return next(own, None) or next((run for run in found if run.continues_file.exists()), None)
+        found = cls.all(runs, recipe_name)
+        trained = (run for run in found if run.has_trained())
+        return next(trained, None) or next((run for run in found if run.continues_file.exists()), None)
+
+    def has_trained(self) -> bool:
+        """Whether it has a checkpoint of its own, or its model."""
+        return any(self.checkpoints.glob("checkpoint-[0-9]*")) or self.outcome() is not None
+
+    def writes_to(self, output_dir: str) -> bool:
+        """Whether its model belongs into that folder, or did before a folder above both was moved or renamed.
+
+        Raises CheckpointError where the run's recipe is damaged."""
+        recipe = read_json(self.recipe_file)
+        if recipe is None or not isinstance(recipe.get("output_dir"), str):
+            raise _damaged(self.recipe_file, ValueError("no key output_dir"))
+        own, asked = Path(recipe["output_dir"]), Path(output_dir)
+        return own.resolve() == asked.resolve() or (own.name == asked.name and not own.parent.exists())
 
     def last_step(self) -> int:
         """The newest step that a committed checkpoint holds; 0: none."""
@@ -260,12 +279,15 @@ class RunDir:
         return attempt
 
     def outcome(self) -> dict[str, Any] | None:
-        """Rank 0's outcome if an attempt reached the last step, else None."""
-        for attempt in reversed(self.attempts()):
-            outcome = read_json(attempt.outcome_file)
-            if outcome and outcome["complete"]:
-                return outcome
-        return None
+        """Rank 0's outcome if an attempt reached the last step, else None.
+
+        Only the last attempt can be complete: none follows a complete one. Raises CheckpointError where its file is
+        damaged."""
+        attempts = self.attempts()
+        outcome = read_json(attempts[-1].outcome_file) if attempts else None
+        if outcome is not None and not isinstance(outcome.get("complete"), bool):
+            raise _damaged(attempts[-1].outcome_file, ValueError("no key complete"))
+        return outcome if outcome and outcome["complete"] else None
 
     def write_plan(self, recipe: Recipe, plan: Plan) -> None:
         write_atomic(self.recipe_file, recipe.model_dump_json(indent=1) + "\n")

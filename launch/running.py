@@ -19,6 +19,7 @@ from launch import (
     direct,
     estimate,
     evidence,
+    failures,
     keys,
     nodes,
     render,
@@ -32,7 +33,7 @@ from launch import (
     told,
 )
 from launch.calibration import Figures, Measurement
-from launch.errors import DoesNotFit
+from launch.errors import CheckpointError, DoesNotFit, Interrupted
 from launch.estimate import Exceeded
 from launch.ledger import Ledger
 from launch.resolve import Resolved
@@ -51,9 +52,15 @@ def run(decide: Decide, wish: str, dry_run: bool) -> int:
     with told.signals() as heard, ExitStack() as held:
         resolved = decide(True, Exceeded())
         house, meeting = resolved.house, resolved.plan.rendezvous
-        exceeded = evidence.of_unfinished(house.runs, resolved.recipe.name) if wish != "never" else Exceeded()
-        if exceeded.ran_out:  # on an earlier start of the run that goes on
-            resolved = decide(False, exceeded)
+        exceeded = Exceeded()
+        if wish != "never" and not resolved.recipe.launch.assume_fits:  # what earlier starts of the run have shown
+            known = evidence.of_unfinished(house.runs, resolved.recipe.name, resolved.recipe.output_dir)
+            exceeded = evidence.counting(known, resolved.machine)
+        if exceeded.ran_out:
+            try:
+                resolved = decide(False, exceeded)
+            except DoesNotFit as error:
+                raise DoesNotFit(f"{error}. {evidence.words(exceeded, resolved.machine)}") from error
         recipe = resolved.recipe
         is_first = meeting is None or meeting.machine_rank == 0
         if meeting is not None and not is_first:
@@ -67,8 +74,8 @@ def run(decide: Decide, wish: str, dry_run: bool) -> int:
             start = resume.decide(house.runs, recipe, resolved.plan, tokens, wish, datetime.now())
         if not start.complete:
             held.enter_context(direct.run_lock(start.run))
-            if exceeded.ran_out:
-                evidence.write(start.run, exceeded)
+            if exceeded.ran_out and not start.run.evidence_file.exists():  # a run that takes another's over
+                evidence.write(start.run, exceeded.ran_out)
         screen = Screen(*rundir.log_files(house.root, start.run, recipe))
         for line in report.plan_lines(recipe, resolved.machine, resolved.plan):
             screen.say(line)
@@ -87,14 +94,16 @@ def run(decide: Decide, wish: str, dry_run: bool) -> int:
             return 0
         screen.say(f"log: {rundir.log_file(house.root, start.run)}")
         end_s = _end_s(recipe.launch.time_limit_s, began, os.environ)
-        resolved, result = _attempts(resolved, decide, exceeded, start.run, held, screen, heard, end_s)
+        resolved, result = _attempts(
+            resolved, heard.interrupting(decide), exceeded, start.run, held, screen, heard, end_s
+        )
         run, recipe, plan = rundir.RunDir(Path(result.run_dir)), resolved.recipe, resolved.plan
-        events = [event for one in run.attempts() for event in steps.events(one)]
+        events = [event for one in run.attempts() for event in steps.events(one, screen.say)]
         _remember(resolved, run, result, events, screen)
         for line in report.result_lines(recipe, resolved.machine, plan, result, chat_command(recipe.output_dir)):
             screen.say(line)
-        ended = [_told(one) for one in run.attempts()]
-        held_out = [one for attempt in run.attempts() for one in steps.evaluations(attempt)]
+        ended = [_attempt_row(one, screen.say) for one in run.attempts()]
+        held_out = [one for attempt in run.attempts() for one in steps.evaluations(attempt, screen.say)]
         page = report.html(recipe, resolved.machine, plan, result, events, ended, held_out)
         rundir.write_atomic(run.report_file, page)
     return result.exit_code
@@ -131,8 +140,15 @@ def _attempts(
         if result.plan_again:
             plans += 1
             screen.say(f"stopped to plan again: {compared[0].over}")
-            exceeded = replace(exceeded, device=compared[0].exceeded, host=compared[0].host_exceeded)
-            resolved = decide(False, exceeded)
+            exceeded = evidence.add_refuted(exceeded, compared[0], resolved.plan, resolved.machine, run)
+            exceeded = replace(exceeded, is_last=plans == MAX_PLANS)
+            try:
+                resolved = decide(False, exceeded)
+            except Interrupted:
+                return resolved, _stopped(result, heard)
+            except DoesNotFit as error:
+                screen.say(f"no other plan: {error}")
+                return resolved, _refuted(result, compared[0])
             for line in report.planned_lines(resolved.plan):
                 screen.say(line)
             continue
@@ -140,23 +156,50 @@ def _attempts(
             return resolved, result
         launch = resolved.recipe.launch
         reached, committed = result.last_step, run.last_step()
+        shortage = None
+        if result.failure.kind in restarts.MEMORY:
+            shortage = evidence.of_attempt(run, result.failure, resolved.plan, resolved.machine, result)
         following = restarts.decide(
-            result.failure, history, began, reached, committed, launch.max_restarts, launch.on_oom == "replan"
+            result.failure,
+            history,
+            began,
+            reached,
+            committed,
+            launch.max_restarts,
+            launch.on_oom == "replan",
+            is_plans_fault=shortage is None or shortage.rules,
         )
         if following.why:
             screen.say(following.why)
         if following.action == "stop" or not _waited(following.wait_s, heard):
+            if shortage is not None and shortage.section == "tokenise":
+                fix = "it was tokenising, not training: give it more memory; the same line again keeps finished parts"
+                result = replace(result, failure=replace(result.failure, fix=fix))
             return resolved, result
-        if following.action == "plan":
-            exceeded = evidence.add(exceeded, result.failure, resolved.plan, run)
-            again = _planned_again(resolved, decide, exceeded, result.failure, reached, committed, screen)
+        if shortage is not None:
+            exceeded = evidence.add(exceeded, shortage, run, result.host_peak_bytes)
+            if shortage.section == "tokenise":  # which no plan changes
+                continue
+            if not shortage.is_own:
+                screen.say("the job kept to its plan, others took the memory: planned again for what is left")
+            plans += shortage.rules
+            exceeded = replace(exceeded, is_last=plans == MAX_PLANS)
+            if plans > MAX_PLANS:
+                screen.say(f"{MAX_PLANS} plans took more memory than there is: this start makes no further one")
+                exceeded = replace(exceeded, spent=(*exceeded.spent, resolved.recipe))
+            try:
+                again = _planned_again(resolved, decide, exceeded, result.failure, reached, committed, screen)
+            except Interrupted:
+                return resolved, _stopped(result, heard)
             if again is None:
-                would_fit = replace(result.failure, fix='see the line "no other plan" above: it says what would fit')
-                return resolved, replace(result, failure=would_fit)
+                fix = 'see the line "no other plan" above: it says what would fit'
+                if not shortage.is_own:
+                    fix = "others hold the memory: run the same line again to continue, when they have ended"
+                return resolved, replace(result, failure=replace(result.failure, fix=fix))
             if again.recipe != resolved.recipe:  # it trains something else now
-                run = rundir.RunDir.create(again.house.runs, again.recipe.name, datetime.now())
+                run, plans = rundir.RunDir.create(again.house.runs, again.recipe.name, datetime.now()), 1
                 held.enter_context(direct.run_lock(run))
-                evidence.write(run, exceeded)
+                evidence.write(run, exceeded.ran_out)
                 screen.say(f"starting over in {run.run_id}: what was given up changes the result")
             resolved = again
 
@@ -185,6 +228,26 @@ def _planned_again(
     for line in (*report.change_lines(changes), *report.planned_lines(again.plan)):
         screen.say(line)
     return again
+
+
+def _stopped(result: RunResult, heard: Told) -> RunResult:
+    """The end of a start that was stopped while the plan after an attempt was made."""
+    assert heard.stop is not None
+    failure = failures.stopped(heard.stop, " while a plan was made again")
+    return replace(result, exit_code=failure.exit_code, failure=failure, plan_again=False)
+
+
+def _refuted(result: RunResult, compared: calibration.Comparison) -> RunResult:
+    """The end of a start whose plan needs more than there is, and that has no smaller one."""
+    of_host = "host" in compared.needs
+    failure = Failure(
+        "host_oom" if of_host else "device_oom",
+        6 if of_host else 12,
+        f"the plan needs more memory than there is: {compared.over}",
+        "what step 2 took",
+        'see the line "no other plan" above: it says what would fit',
+    )
+    return replace(result, exit_code=failure.exit_code, failure=failure, plan_again=False)
 
 
 def _waited(seconds: float, heard: Told) -> bool:
@@ -239,15 +302,26 @@ def _command(resolved: Resolved, run: rundir.RunDir, attempt: AttemptDir) -> Com
     return render.command(resolved.plan, resolved.machine, run, attempt, resolved.house, os.environ)
 
 
-def _told(attempt: AttemptDir) -> tuple[str, str]:
-    """(what an attempt ran, how it ended)"""
+def _attempt_row(attempt: AttemptDir, say: Callable[[str], None]) -> tuple[str, str]:
+    """(what an attempt ran, how it ended) for the report; `say` gets a line for a file that cannot be read."""
+    ran = ending = "not readable"
+    try:
+        is_there = attempt.plan_file.exists()  # an older version kept only the run's last plan
+        ran = estimate.describe(attempt.read_plan().strategy) if is_there else "not kept"
+    except (ValueError, OSError) as error:
+        say(f"{attempt.plan_file}: missing from the report, damaged ({str(error).splitlines()[0]})")
+    try:
+        ending = _ending(attempt)
+    except (CheckpointError, KeyError, TypeError, OSError):
+        say(f"{attempt.root}: its end is missing from the report, supervisor.json or outcome.json is damaged")
+    return ran, ending
+
+
+def _ending(attempt: AttemptDir) -> str:
     end, outcome = rundir.read_json(attempt.supervisor_file), rundir.read_json(attempt.outcome_file)
     if end and end["failure"]:
-        how = f"{end['failure']['cause']} ({end['failure']['proof']})"
-    else:
-        how = "complete" if outcome and outcome["complete"] else "ended to plan again" if end else "cut short"
-    is_known = attempt.plan_file.exists()  # an older version kept only the run's last plan
-    return estimate.describe(attempt.read_plan().strategy) if is_known else "not kept", how
+        return f"{end['failure']['cause']} ({end['failure']['proof']})"
+    return "complete" if outcome and outcome["complete"] else "ended to plan again" if end else "cut short"
 
 
 def _remember(
@@ -262,7 +336,7 @@ def _remember(
     on_gpu = strategy.device == "cuda"
     allocated, reserved = memory.allocated_bytes, memory.reserved_bytes
     # what is measured are the last attempt's peaks up to its last step: an evaluation after that is not in them
-    if not any(evaluation.step < summary["step"] for evaluation in steps.evaluations(run.attempts()[-1])):
+    if not any(evaluation.step < summary["step"] for evaluation in steps.evaluations(run.attempts()[-1], screen.say)):
         allocated, reserved = memory.step_allocated_bytes, memory.step_reserved_bytes
     Ledger(resolved.house.ledger_file, screen.say).record(
         Measurement(

@@ -798,4 +798,5 @@ class RunResult:
     plan_again: bool = False  # stopped because its second step took more than was predicted
     note: str = ""  # what else a reader should know
     last_step: int = 0  # that a rank reached
+    host_left_bytes: int = 0  # least that the job and what was free took together while it was watched; 0: not watched
     unkillable: tuple[int, ...] = ()  # processes of the run that are still there

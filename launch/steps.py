@@ -5,35 +5,55 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
 
 from launch import manifest, rundir
 from launch.rundir import AttemptDir, RunDir
 from launch.schema import HeldOut, StepEvent
 
 STEADY_FROM = 2  # steps of an attempt that are slower than the rest
+STEP = TypeAdapter(StepEvent)
+EVALUATION = TypeAdapter(HeldOut)
+Say = Callable[[str], None]
+Record = TypeVar("Record")
 
 
-def events(attempt: AttemptDir) -> list[StepEvent]:
-    """The steps that an attempt wrote."""
-    return [StepEvent(**step) for step in _lines(attempt.events_file)]
+def events(attempt: AttemptDir, say: Say = lambda line: None) -> list[StepEvent]:
+    """The steps that an attempt wrote. Damaged lines are left out, and `say` gets a line that counts them."""
+    return list(_records(attempt.events_file, STEP, say))
 
 
-def evaluations(attempt: AttemptDir) -> list[HeldOut]:
-    """The evaluations that an attempt wrote."""
-    return [HeldOut(**one) for one in _lines(attempt.held_out_file)]
+def evaluations(attempt: AttemptDir, say: Say = lambda line: None) -> list[HeldOut]:
+    """The evaluations that an attempt wrote; damaged lines as in events()."""
+    return list(_records(attempt.held_out_file, EVALUATION, say))
 
 
-def _lines(file: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; a last line that is being written, or that a kill has cut, is left out."""
-    if not file.exists():
-        return []
+def _records(file: Path, record: TypeAdapter[Record], say: Say) -> Iterator[Record]:
+    """The records of a file of JSON lines. A last line that is being written, or that a kill has cut, is left out."""
     texts: dict[Any, Any] = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # JSON has no such numbers
-    whole = file.read_text(encoding="utf-8").rpartition("\n")[0]
-    return [{key: texts.get(value, value) for key, value in json.loads(line).items()} for line in whole.splitlines()]
+    try:
+        complete = file.read_bytes().rpartition(b"\n")[0]
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        say(f"{file}: cannot be read ({error.strerror}); its records are missing from the report")
+        return
+    damaged = []
+    for number, line in enumerate(complete.split(b"\n") if complete else (), 1):
+        try:
+            fields = json.loads(line)
+            yield record.validate_python(
+                {key: texts.get(value, value) if isinstance(value, str) else value for key, value in fields.items()}
+            )
+        except (ValueError, AttributeError):  # no UTF-8, no JSON, no object, a field of another type
+            damaged.append(number)
+    if damaged:
+        say(f"{file}: {len(damaged)} damaged line(s), the first is line {damaged[0]}; missing from the report")
 
 
 @dataclass(frozen=True)
@@ -48,15 +68,15 @@ class Stretch:
     wall_s: float  # since then, to its last step or evaluation; with steps that do not count
 
 
-def stretches(run: RunDir, last_step: float = math.inf) -> list[Stretch]:
+def stretches(run: RunDir, last_step: float = math.inf, say: Say = lambda line: None) -> list[Stretch]:
     """The attempts of a run in their order, as far as they count; those of the run first that it goes on from."""
     found: list[Stretch] = []
     continues, limit = rundir.read_json(run.continues_file), last_step
     for attempt in reversed(run.attempts()):
-        trained = events(attempt)
+        trained = events(attempt, say)
         if not trained:
             continue
-        scored = [one for one in evaluations(attempt) if one.step <= limit]
+        scored = [one for one in evaluations(attempt, say) if one.step <= limit]
         since = trained[min(STEADY_FROM, len(trained)) - 1].time
         until = max(one.time for one in [*trained, *scored])
         found.append(
@@ -72,7 +92,7 @@ def stretches(run: RunDir, last_step: float = math.inf) -> list[Stretch]:
         limit = min(limit, trained[0].step - 1)
     if continues:  # its steps are counted by its own batch
         checkpoint = Path(continues["checkpoint"])
-        found += reversed(stretches(RunDir(checkpoint.parent.parent), manifest.step_of(checkpoint)))
+        found += reversed(stretches(RunDir(checkpoint.parent.parent), manifest.step_of(checkpoint), say))
     return found[::-1]
 
 

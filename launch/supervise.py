@@ -59,12 +59,13 @@ def run(
         heard.collect()
         ended = prepare(resolved, rundir_, attempt, screen.say, heard)
         if ended.returncode == 0 and heard.stop is None:
-            command = ready()
             watch = Watch(
                 rundir_, attempt, screen, heard, resolved.recipe.launch, resolved.machine.host_limit_bytes, check
             )
-            with attempt.log_file.open("ab") as log:
-                ended = watch.until_end(_start(command, resolved, rundir_, log, end_s))
+            with suppress(Interrupted):  # `heard` has the stop, which the result names
+                command = ready()
+                with attempt.log_file.open("ab") as log:
+                    ended = watch.until_end(_start(command, resolved, rundir_, log, end_s))
     outcome = rundir.read_json(attempt.outcome_file)
     completed = bool(outcome and outcome["complete"])
     # the ranks' own last look: what came after the watch's would be lost
@@ -104,6 +105,7 @@ def run(
         failure=failure,
         seconds=time.monotonic() - began,
         host_peak_bytes=host_peak_bytes,
+        host_left_bytes=ended.host_left_bytes,
         summary=outcome if outcome and completed else {},
         plan_again=ended.is_refuted,
         note="; ".join(notes),

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import ParamSpec, TypeVar
 
 from launch.errors import Interrupted
 
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
 ECHO_S = 1.0  # timeout(1) sends a signal twice; later, the same one again is impatience
+AGAIN_S = 0.1  # between two tries to end what a stop interrupts
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # SIGUSR1: Slurm's early warning
 
 
@@ -27,6 +33,24 @@ class Told:
     def collect(self) -> None:
         """From now on stops are obeyed by who asks."""
         self._raises = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def interrupting(self, work: Callable[P, Result]) -> Callable[P, Result]:
+        """The same function, which a stop ends at once (Interrupted), even one that came before it was called."""
+
+        def interruptible(*args: P.args, **kwargs: P.kwargs) -> Result:
+            self._raises = True
+            try:
+                try:
+                    if self.stop is not None:
+                        raise Interrupted(self.stop)
+                    return work(*args, **kwargs)
+                finally:
+                    self.collect()
+            finally:  # where a stop came just as the first one began
+                self.collect()
+
+        return interruptible
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR2:
@@ -36,8 +60,25 @@ class Told:
         self.at_once |= time.monotonic() - first > ECHO_S
         self.stop = self.stop or number
         if self._raises:
-            self._raises = False
-            raise Interrupted(number)
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_S, AGAIN_S)
+            self.interrupt(number, frame)
+
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Raise Interrupted, unless that is under way; asked again and again (SIGALRM) until collect().
+
+        An exception that comes while Python runs what it runs beside the program (logging's hook after a fork, a
+        destructor) is printed and lost."""
+        beside = frame is not None and frame.f_globals.get("__name__") == "logging"
+        if self._raises and self.stop is not None and not beside and not _is_under_way():
+            raise Interrupted(self.stop)
+
+
+def _is_under_way() -> bool:
+    """Whether the program is closing what it has open because of an Interrupted."""
+    error = sys.exc_info()[1]
+    while error is not None and not isinstance(error, Interrupted):
+        error = error.__context__
+    return error is not None
 
 
 @contextmanager
@@ -48,8 +89,10 @@ def signals() -> Iterator[Told]:
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         numbers.remove(signal.SIGHUP)
     before = {number: signal.signal(number, told.receive) for number in numbers}
+    before[signal.SIGALRM] = signal.signal(signal.SIGALRM, told.interrupt)
     try:
         yield told
     finally:
+        told.collect()
         for number, handler in before.items():
             signal.signal(number, handler)

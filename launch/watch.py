@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from launch import heartbeats, host_guard, rundir, tree
+from launch import heartbeats, host_guard, probe, rundir, tree
 from launch.heartbeats import Beat, Progress
 from launch.rundir import AttemptDir, RunDir
 from launch.schema import LaunchSection
@@ -34,6 +34,7 @@ class Ended:
 
     returncode: int = 0  # of the launcher; negative: the signal that ended it
     host_peak_bytes: int = 0
+    host_left_bytes: int = 0  # least of what the job had and what was free beside it; 0: not measured
     is_refuted: bool = False  # the second step took more than was planned
     hang: str = ""  # which rank was silent, where and how long
     pressure: str = ""  # why the host's RAM was about to run out
@@ -112,6 +113,8 @@ class Watch:
         self._measured_at = now
         job, highest = rundir.job_pss_bytes(os.getpid())
         self._ended.host_peak_bytes = max(self._ended.host_peak_bytes, highest)
+        left = probe.host_available()[0] + job
+        self._ended.host_left_bytes = min(self._ended.host_left_bytes or left, left)
         if not self._ended.pressure:
             fraction = self._launch.host_stop_fraction
             self._ended.pressure = host_guard.pressure(self._host_limit_bytes, fraction, job) or ""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -143,7 +145,8 @@ def test_where_nothing_smaller_is_left_the_run_ends_with_its_cause(tmp_path):
         found = [attempt.plan_file.read_text() for attempt in child.run.attempts()]
         assert "no other plan" in child.said()
         assert 'fix    see the line "no other plan" above' in child.said()
-        assert len(found) == len(set(found)) > 1, "the same plan was tried twice"
+        assert len(found) == len(set(found)) == 3, "a start makes three plans, each of them once"
+        assert "3 plans took more memory than there is: this start makes no further one" in child.said()
         assert child.left() == []
 
 
@@ -234,3 +237,40 @@ def test_an_allocator_that_an_rlimit_refuses_is_planned_again(tmp_path, large):
     assert "the host ran out of memory" in done.stdout
     assert "the effective batch stays 128" in done.stdout
     assert losses(builders.only_run(tmp_path / "house")) == pytest.approx(losses(whole.root), rel=1e-5)
+
+
+HOG = "import os, time; [os.fork() for _ in range(3)]; held = b'x' * (200 << 20); time.sleep(600)"  # 8 processes
+
+
+def test_what_another_process_took_does_not_keep_the_run_from_going_on(tmp_path, cgroup):
+    """Processes that are smaller than a rank, which the kernel therefore ends, take most of the cgroup, and end."""
+    (cgroup / "memory.limit_in_bytes").write_text(str(2 << 30))
+    launch = {"num_processes": 1, "host_reserve_gib": 0.0, "host_stop_fraction": 0.0}
+    recipe = builders.recipe(tmp_path, training=stopping.ENDLESS, launch=launch)
+    inside = f'echo $$ > "{cgroup}/cgroup.procs"; exec "{sys.executable}"'
+    argv = ("bash", "-c", f'{inside} -m launch run "{recipe}"')
+    with stopping.ended(stopping.Child(tmp_path, argv, tmp_path / "house", tmp_path / "out")) as child:
+        child.until("a checkpoint", child.committed, within_s=300)
+        with subprocess.Popen(["bash", "-c", f'{inside} -c "{HOG}"'], start_new_session=True) as hog:
+            try:
+                assert child.wait(within_s=300) == 6, child.said()
+            finally:
+                os.killpg(hog.pid, signal.SIGKILL)
+    assert "the cgroup's oom_kill counter grew by" in child.said()
+    assert "others took the memory" in child.said()
+    assert "fix    others hold the memory: run the same line again to continue" in child.said()
+    (seen,) = json.loads(child.run.evidence_file.read_text())
+    assert not seen["is_own"]
+    assert seen["limit_bytes"] == 2 << 30
+    again = within(tmp_path / "house", f'{inside} -m launch run "{recipe}" --dry-run')
+    assert again.returncode == 0, again.stderr
+    assert "continuing tiny-" in again.stdout
+    child.run.evidence_file.write_text(json.dumps([seen | {"is_own": True}]))  # as if it had been the job
+    flags = "--dry-run --allow=[lora.r]"  # there is none: no other recipe is planned, to be offered
+    refused = within(tmp_path / "house", f'{inside} -m launch run "{recipe}" {flags}')
+    assert refused.returncode == 3
+    assert "ran out of host RAM in" in refused.stderr
+    assert "--assume-fits starts all the same, from the last checkpoint" in refused.stderr
+    assumed = within(tmp_path / "house", f'{inside} -m launch run "{recipe}" --dry-run --assume-fits')
+    assert assumed.returncode == 0, assumed.stderr
+    assert "continuing tiny-" in assumed.stdout

@@ -313,3 +313,63 @@ def test_a_real_kernel_oom_kill_is_named_with_the_limit(tmp_path):
     assert stopping.fired(tmp_path, "eater") == 1
     assert "the kernel killed a process of the run: host RAM limit 1.50 GiB" in done.stdout
     assert "oom_kill counter grew by" in done.stdout
+
+
+def ends_soon(child: Child, number: int, within_s: float = 30) -> None:
+    """2 s where no other test runs beside it; that nothing was planned or started after it shows the same."""
+    began = time.monotonic()
+    child.process.send_signal(number)
+    assert child.wait() == (130 if number == signal.SIGINT else 75), child.said()
+    assert time.monotonic() - began < within_s
+    assert f"stopped by {signal.Signals(number).name}" in child.said()
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
+def test_a_stop_while_the_plan_after_a_shortage_is_made_ends_at_once(tmp_path, number):
+    """Its steps have not been traced before, which takes a child of its own many seconds."""
+    do = "import torch\nraise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 1.50 GiB.')"
+    fault = {
+        "module": "training.trainer", "attribute": "LowMemTrainer.training_step", "rank": 0, "do": do,
+        "when": "args[0].state.global_step >= 2",
+    }  # fmt: skip
+    traces = {"LOWMEM_TRACES": str(tmp_path / "traces")}
+    with stopping.launched(tmp_path, 1, faults={"oom": fault}, extra=traces, training={"save_steps": 2}) as child:
+        child.until(
+            "a shortage", lambda: "tracing a step of" in child.said().partition("out of memory at step")[2], 400
+        )
+        ends_soon(child, number)
+        assert "planned again, from" not in child.said()
+        assert "while a plan was made again" in child.said()
+        assert len(child.run.attempts()) == 1
+        assert child.committed() == [2]
+        assert child.left() == []
+        again = builders.launch(tmp_path / "house", "run", str(tmp_path / "tiny.yaml"), "--dry-run")
+        assert "continuing tiny-" in again.stdout
+
+
+def test_a_stop_while_the_plan_after_tokenising_is_made_starts_no_rank(tmp_path):
+    traces = {"LOWMEM_TRACES": str(tmp_path / "traces")}
+    with stopping.launched(tmp_path, 1, extra=traces) as child:
+        child.until("a plan for the rows", lambda: child.said().count("tracing a step of") > 1)
+        ends_soon(child, signal.SIGTERM)
+        assert "planned again" not in child.said()
+        attempt = child.run.attempts()[-1]
+        assert not attempt.log_file.exists(), "ranks were started after the stop"
+        assert child.outcome()["ended"] == "preempted"
+        assert child.left() == []
+
+
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [("run", signal.SIGTERM), ("run", signal.SIGINT), ("plan", signal.SIGTERM), ("tune", signal.SIGINT)],
+)
+def test_a_stop_while_the_first_plan_is_made_ends_at_once(tmp_path, command, number):
+    recipe = builders.recipe(tmp_path)
+    argv = (sys.executable, "-m", "launch", command, str(recipe))
+    traces = tmp_path / "traces"
+    extra = {"LOWMEM_TRACES": str(traces), "LOWMEM_RUN": f"planned-{command}-{number}"}
+    with stopping.ended(Child(tmp_path, argv, tmp_path / "house", tmp_path / "out", **extra)) as child:
+        child.until("a trace", lambda: traces.exists() and list(traces.glob("*/stderr")))
+        ends_soon(child, number)
+        assert "Traceback" not in child.said()
+        assert child.left() == []

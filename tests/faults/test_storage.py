@@ -145,9 +145,10 @@ def test_what_one_rank_cannot_write_ends_all_of_them_at_once_with_10(tmp_path, m
     assert words == [10, 10]
 
 
-def stopped(folder: Path) -> stopping.Child:
+def stopped(folder: Path, **training: int) -> stopping.Child:
     """A run that was told to stop and has checkpoints."""
-    with stopping.launched(folder, ranks=1, training={"num_train_epochs": 100, "save_steps": 50}) as child:
+    training = {"num_train_epochs": 100, "save_steps": 50, **training}
+    with stopping.launched(folder, ranks=1, training=training) as child:
         child.until("a checkpoint", child.committed)
         child.process.send_signal(signal.SIGTERM)
         assert child.wait() == 75, child.said()
@@ -180,6 +181,33 @@ def test_a_damaged_file_of_a_run_is_named_and_a_damaged_list_of_commits_costs_no
 
 def log(child: stopping.Child) -> str:
     return (child.run.attempts()[-1].root / "log.txt").read_text(encoding="utf-8")
+
+
+def test_what_only_the_report_reads_does_not_decide_how_a_run_ends(tmp_path):
+    child = stopped(tmp_path, num_train_epochs=10, save_steps=5, eval_steps=2)
+    attempt = child.run.attempts()[0]
+    damaged = {
+        attempt.events_file: (b'"loss"', b'"lnss"'),
+        attempt.held_out_file: (b'"loss"', b'"lnss"'),
+        attempt.supervisor_file: (b'"failure"', b'"fahlure"'),
+        attempt.plan_file: (b'"strategy"', b'"stratefy"'),
+        attempt.outcome_file: (b'"complete"', b'"complepe"'),
+    }
+    child.run.new_attempt()  # of a start that was killed at once; the last one's outcome is read before training
+    words = ["run", str(tmp_path / "tiny.yaml")]
+    for file, (name, flipped) in damaged.items():
+        content = file.read_bytes()
+        assert name in content, file
+        file.write_bytes(content.replace(name, flipped, 1))
+    done = builders.launch(child.house, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "model/config.json").exists()
+    for file in (attempt.events_file, attempt.held_out_file):
+        assert f"{file}: 1 damaged line(s)" in done.stdout
+    assert f"{attempt.plan_file}: missing from the report, damaged (" in done.stdout
+    assert f"{attempt.root}: its end is missing from the report" in done.stdout
+    page = child.run.report_file.read_text()
+    assert "not readable" in page and "loss per optimizer step" in page
 
 
 @pytest.mark.shows("F54", "a dry run with other values between a stop and the next start")

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from launch import evidence
-from launch.estimate import CLEARLY_BELOW, Exceeded, RanOut
-from launch.rundir import RunDir
-from launch.schema import GIB, MemoryEstimate
-from tests.builders import machine, plan, wish
+from launch import estimate, evidence, planner, shapes
+from launch.calibration import Comparison
+from launch.estimate import CLEARLY_BELOW, MUCH_BELOW, Exceeded, RanOut
+from launch.rundir import CODE, RunDir
+from launch.schema import GIB, Failure, MemoryEstimate, Peak, RunResult
+from tests.builders import DATA_FORMAT, machine, plan, wish
 
 STRATEGY = plan().strategy
 HALF = replace(STRATEGY, per_device_train_batch_size=STRATEGY.per_device_train_batch_size // 2)
@@ -86,5 +87,110 @@ def test_the_next_start_of_an_unfinished_run_knows_what_ran_out(tmp_path):
     run = RunDir(tmp_path / "tiny" / "20261121-000000")
     assert evidence.of_unfinished(tmp_path, "tiny") == Exceeded()
     run.plan_file.write_text("{}")
-    evidence.write(run, Exceeded(ran_out=(STEP,)))
+    evidence.write(run, (STEP,))
     assert evidence.of_unfinished(tmp_path, "tiny") == Exceeded(ran_out=(STEP,))
+
+
+# ---- the last plan, and what a second step has shown -----------------------------------------------------------------
+
+
+def test_the_last_plan_of_a_start_takes_much_less_in_fewer_samples():
+    def ruled_out(candidate, needed_bytes):
+        return STEP.rules_out(candidate, needed_bytes, is_traced=True, is_last=True)
+
+    assert ruled_out(HALF, int(MUCH_BELOW * 10 * GIB) - 1) is None
+    assert ruled_out(HALF, int(MUCH_BELOW * 10 * GIB) + 1)
+    samples = STRATEGY.per_device_train_batch_size
+    assert ruled_out(STRATEGY, 1 * GIB) == (
+        f"{samples} samples at once ran out of memory, and the last plan of a start takes fewer"
+    )
+
+
+def host_misses(exceeded: Exceeded, needed_bytes: int) -> str | None:
+    """Of a plan on CPUs with so many predicted bytes of host RAM, where the budgets do not count."""
+    recipe = wish()
+    config, parameters = shapes.read(recipe.model, root=CODE)
+    about = planner.subject(recipe, machine(), config, parameters, DATA_FORMAT)
+    about = replace(about, exceeded=exceeded, assume_fits=True)
+    memory = MemoryEstimate(1, 1, 1, peak=Peak("backward", "mm", {"weights": 1}), host={"model": needed_bytes})
+    return estimate.misses_host(about, STRATEGY, memory)
+
+
+def test_a_plan_that_step_2_has_refuted_bounds_the_next_one_also_where_it_is_assumed_to_fit(tmp_path):
+    """31 GiB ran out; then 1.86 GiB were planned and 2.44 taken: 2.2 GiB come to 2.9."""
+    run = RunDir(tmp_path)
+    first = RanOut("host", "first step", STRATEGY, 31 * GIB)
+    seen = plan()
+    seen = replace(seen, estimate=replace(seen.estimate, host={"model": int(1.86 * GIB)}))
+    compared = Comparison((), host_exceeded=2.44 / 1.86 - 1, over="too much", needs={"host": int(2.44 * GIB)})
+    found = evidence.add_refuted(Exceeded(ran_out=(first,)), compared, seen, machine(), run)
+    assert host_misses(found, int(2.2 * GIB)) == (
+        "2.20 GiB, and a plan of 1.86 GiB took 2.44 GiB of host RAM, which is too much"
+    )
+    assert host_misses(found, int(1.85 * GIB))
+    assert host_misses(found, int(1.7 * GIB)) is None
+    assert [one.predicted_bytes for one in evidence.read(run)] == [int(1.86 * GIB)]
+
+
+def test_what_the_job_took_corrects_later_predictions(tmp_path):
+    one = RanOut("host", "step", STRATEGY, 2 * GIB)
+    assert evidence.add(Exceeded(), one, RunDir(tmp_path), int(2.5 * GIB)).host == pytest.approx(0.25)
+    assert evidence.add(Exceeded(host=0.1), one, RunDir(tmp_path), 1 * GIB).host == 0.1
+
+
+# ---- what says nothing about plans -----------------------------------------------------------------------------------
+
+
+def shortage(tmp_path, predicted: int, peak: int, left: int = 0, before: int = 12 * GIB, ranks: bool = True) -> RanOut:
+    """An attempt that ended for want of host RAM: bytes planned, taken, left for the job, and free before."""
+    run = RunDir(tmp_path)
+    attempt = run.new_attempt()
+    if ranks:
+        attempt.log_file.touch()
+    made = plan()
+    made = replace(made, estimate=replace(made.estimate, host={"model": predicted}))
+    result = RunResult("", 6, None, 1.0, peak, host_left_bytes=left)
+    failure = Failure("host_oom", 6, "the kernel killed it", "proof", "fix")
+    return evidence.of_attempt(run, failure, made, machine(host_available_bytes=before), result)
+
+
+def test_what_others_took_is_no_evidence_against_the_plan(tmp_path):
+    """3 MiB were planned, all that the job took; only 2 were left to it: the test's machine has more free now."""
+    mib = 1 << 20
+    assert not shortage(tmp_path, 3 * mib, 3 * mib, left=2 * mib).is_own
+    assert shortage(tmp_path, 3 * mib, 4 * mib, left=2 * mib, before=3 * mib).is_own, "it took as much beyond its plan"
+    assert shortage(tmp_path, 3 * mib, 3 * mib, left=9 * mib).is_own, "nobody else took anything"
+    assert shortage(tmp_path, 3 * mib, 3 * mib, left=2 * mib, before=2 * mib).is_own, "the plan never fitted"
+
+
+def test_tokenising_is_no_evidence_against_the_plan(tmp_path):
+    one = shortage(tmp_path, 1, 9 * GIB, ranks=False)
+    assert (one.section, one.rules) == ("tokenise", False)
+    assert evidence.add(Exceeded(), one, RunDir(tmp_path)) == Exceeded()
+    assert evidence.read(RunDir(tmp_path)) == (one,), "it is not written down"
+
+
+def test_a_shortage_counts_until_there_is_clearly_more_memory():
+    one = replace(STEP, of="host", limit_bytes=12 * GIB, available_bytes=8 * GIB)
+    known = Exceeded(ran_out=(one,))
+    assert evidence.counting(known, machine(host_available_bytes=int(8.1 * GIB))) == known
+    assert evidence.counting(known, machine(host_available_bytes=int(8.9 * GIB))) == Exceeded()
+    assert evidence.counting(Exceeded(ran_out=(replace(one, is_own=False),)), machine()) == Exceeded()
+    card = replace(one, of="device", candidate=replace(STRATEGY, device="cuda"))
+    assert not card.counts(machine(gpus=1, host_available_bytes=1)), "more is free on the card"
+    assert replace(card, available_bytes=19 * GIB).counts(machine(gpus=1))
+
+
+def test_the_error_names_the_shortage_and_what_overrides_it():
+    one = replace(STEP, of="host", limit_bytes=12 * GIB, available_bytes=8 * GIB)
+    said = evidence.words(Exceeded(ran_out=(one,)), machine(host_available_bytes=8 * GIB))
+    assert f"{estimate.describe(STRATEGY)} ran out of host RAM in step" in said
+    assert "with 8.00 GiB of 12.00 GiB available, now 8.00 GiB" in said
+    assert "--assume-fits starts all the same" in said
+
+
+def test_damaged_evidence_costs_an_attempt_and_no_run(tmp_path):
+    run = RunDir(tmp_path)
+    evidence.write(run, (STEP,))
+    run.evidence_file.write_bytes(run.evidence_file.read_bytes()[:20])
+    assert evidence.read(run) == ()

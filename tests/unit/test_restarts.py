@@ -48,6 +48,14 @@ def test_a_shortage_of_memory_is_planned_again_as_often_as_there_is_a_smaller_pl
     assert decide(failure, history, 0, 7, 0, 10, replans=False).action == "stop"
 
 
+@pytest.mark.parametrize("kind", ["device_oom", "host_oom", "host_pressure"])
+def test_a_shortage_that_says_nothing_about_the_plan_is_tried_again_a_few_times(kind):
+    failure, history = Failure(kind, 12, "something ended it", "proof", "fix"), History()
+    ends = [decide(failure, history, 0, 0, 0, 10, is_plans_fault=False).action for _ in range(NO_PROGRESS + 1)]
+    assert ends == ["again"] * NO_PROGRESS + ["stop"]
+    assert decide(failure, History(), 0, 7, 0, 10, replans=False, is_plans_fault=False).action == "stop"
+
+
 @pytest.mark.parametrize("kind", ["crash", "signal", "gpu_broken"])
 def test_a_crash_is_tried_again_only_after_progress(kind):
     assert failed(kind, reached=9, began=5).action == "again"
