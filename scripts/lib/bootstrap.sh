@@ -239,7 +239,7 @@ _lowmem_install() {
         # an update that pip itself gave up has changed nothing: the packages of before stay, whatever the network does
         [[ -n "$made" ]] || rm -f "$venv/.lowmem-installing"
         _lowmem_die "pip could not install ${requirements##*/}${pin:+ with torch for $pin}; the reason stands above;" \
-            "the next start tries again"
+            "${pin:+see that $_LOWMEM_TORCH_INDEX/$pin can be reached; }the next start tries again"
     fi
     printf '%s\n' "$torch" >"$venv/.lowmem-torch" || _lowmem_die "cannot write to $venv"
 

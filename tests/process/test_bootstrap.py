@@ -560,7 +560,9 @@ def test_each_build_has_its_own_triton_though_both_write_the_same_files(torch: P
 def test_a_build_that_the_index_does_not_have_leaves_the_one_that_is_there(torch: Path, indexes):
     failed = start(torch, LOWMEM_TORCH="cu130", **indexes)
     assert failed.returncode == 3
-    assert "pip could not install requirements.txt with torch for cu130" in failed.stderr.splitlines()[-1]
+    last = failed.stderr.splitlines()[-1]
+    assert "pip could not install requirements.txt with torch for cu130" in last
+    assert f"see that {indexes['LOWMEM_TORCH_INDEX']}/cu130 can be reached" in last
     assert torch_version(torch) == "1.5"
     assert start(torch, **indexes).returncode == 0
     assert start(torch).stderr == ""
