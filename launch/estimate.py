@@ -91,7 +91,9 @@ class RanOut:
             return f"evaluating {self.candidate.per_device_eval_batch_size} samples at once ran out of memory"
         at_once, below = self.candidate.per_device_train_batch_size, MUCH_BELOW if is_last else CLEARLY_BELOW
         if is_last and self.section in TRAINING and candidate.per_device_train_batch_size >= at_once > 1:
-            return f"{at_once} samples at once ran out of memory, and the last plan of a start takes fewer"
+            return (
+                f"{gib(needed_bytes)}, and the last plan of a start takes fewer samples than {at_once}, which ran out"
+            )
         if not is_traced:  # states alone do not tell one cut from another
             is_less = (
                 candidate.per_device_train_batch_size < self.candidate.per_device_train_batch_size

@@ -102,7 +102,7 @@ def test_the_last_plan_of_a_start_takes_much_less_in_fewer_samples():
     assert ruled_out(HALF, int(MUCH_BELOW * 10 * GIB) + 1)
     samples = STRATEGY.per_device_train_batch_size
     assert ruled_out(STRATEGY, 1 * GIB) == (
-        f"{samples} samples at once ran out of memory, and the last plan of a start takes fewer"
+        f"1.00 GiB, and the last plan of a start takes fewer samples than {samples}, which ran out"
     )
 
 
