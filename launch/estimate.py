@@ -78,6 +78,7 @@ class RanOut:
         states_bytes: int = 0,
         fewer_is_less: bool = False,
         is_last: bool = False,
+        below: float = CLEARLY_BELOW,
     ) -> str | None:
         """Why a candidate that needs so much would end in the same way; None where it takes clearly less."""
         if self.of == "device" and self.section in WRITING:
@@ -89,7 +90,7 @@ class RanOut:
             if candidate.per_device_eval_batch_size < self.candidate.per_device_eval_batch_size:
                 return None
             return f"evaluating {self.candidate.per_device_eval_batch_size} samples at once ran out of memory"
-        at_once, below = self.candidate.per_device_train_batch_size, MUCH_BELOW if is_last else CLEARLY_BELOW
+        at_once = self.candidate.per_device_train_batch_size
         if is_last and self.section in TRAINING and candidate.per_device_train_batch_size >= at_once > 1:
             return (
                 f"{gib(needed_bytes)}, and the last plan of a start takes fewer samples than {at_once}, which ran out"
@@ -133,7 +134,8 @@ class Exceeded:
     # Fewer samples at once take less even where the sum says otherwise: what ran out was not counted right, and it may
     # be what grows with them. For when nothing else is left.
     fewer_is_less: bool = False
-    is_last: bool = False  # the next plan is the last of a start: it takes much less, in fewer samples
+    is_last: bool = False  # the next plan is the last of a start: it takes fewer samples at once
+    below: float = CLEARLY_BELOW  # share of what ran out that the next plan may take
     spent: tuple[Recipe, ...] = ()  # of which a start has made all the plans that it makes
 
     def rules_out(self, of: str, candidate: Strategy, needed_bytes: int, memory: MemoryEstimate) -> str | None:
@@ -142,11 +144,17 @@ class Exceeded:
         All bytes are without what is added for errors of predictions: those of one start are alike."""
         is_traced, states_bytes = memory.peak is not None, memory.model_state_bytes
         reasons = (
-            one.rules_out(candidate, needed_bytes, is_traced, states_bytes, self.fewer_is_less, self.is_last)
+            one.rules_out(
+                candidate, needed_bytes, is_traced, states_bytes, self.fewer_is_less, self.is_last, self.below
+            )
             for one in self.ran_out
             if one.of == of
         )
         return next((reason for reason in reasons if reason), None)
+
+    def for_plan(self, is_last: bool) -> Exceeded:
+        """The same for the next plan of a start; the last one takes much less."""
+        return replace(self, is_last=is_last, below=MUCH_BELOW if is_last else CLEARLY_BELOW)
 
 
 NOTHING_EXCEEDED = Exceeded()

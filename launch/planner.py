@@ -74,7 +74,8 @@ def _chosen(about: Subject, changes: Sequence[Change], given: Given, rows: int |
     possible, refusals = candidates.possible(about, given)
     judged: list[tuple[Judged, str]] = []
     chosen = _search(about, possible, given, judged)
-    for change in ({"is_last": False}, {"fewer_is_less": True}) if about.exceeded.ran_out else ():
+    softer = ({"below": CLEARLY_BELOW}, {"is_last": False}, {"fewer_is_less": True})
+    for change in softer if about.exceeded.ran_out else ():
         exceeded = replace(about.exceeded, **change)
         if chosen is None and exceeded != about.exceeded:
             about = replace(about, exceeded=exceeded)

@@ -141,7 +141,7 @@ def _attempts(
             plans += 1
             screen.say(f"stopped to plan again: {compared[0].over}")
             exceeded = evidence.add_refuted(exceeded, compared[0], resolved.plan, resolved.machine, run)
-            exceeded = replace(exceeded, is_last=plans == MAX_PLANS)
+            exceeded = exceeded.for_plan(is_last=plans == MAX_PLANS)
             try:
                 resolved = decide(False, exceeded)
             except Interrupted:
@@ -183,7 +183,7 @@ def _attempts(
             if not shortage.is_own:
                 screen.say("the job kept to its plan, others took the memory: planned again for what is left")
             plans += shortage.rules
-            exceeded = replace(exceeded, is_last=plans == MAX_PLANS)
+            exceeded = exceeded.for_plan(is_last=plans == MAX_PLANS)
             if plans > MAX_PLANS:
                 screen.say(f"{MAX_PLANS} plans took more memory than there is: this start makes no further one")
                 exceeded = replace(exceeded, spent=(*exceeded.spent, resolved.recipe))

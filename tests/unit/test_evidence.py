@@ -96,7 +96,7 @@ def test_the_next_start_of_an_unfinished_run_knows_what_ran_out(tmp_path):
 
 def test_the_last_plan_of_a_start_takes_much_less_in_fewer_samples():
     def ruled_out(candidate, needed_bytes):
-        return STEP.rules_out(candidate, needed_bytes, is_traced=True, is_last=True)
+        return STEP.rules_out(candidate, needed_bytes, is_traced=True, is_last=True, below=MUCH_BELOW)
 
     assert ruled_out(HALF, int(MUCH_BELOW * 10 * GIB) - 1) is None
     assert ruled_out(HALF, int(MUCH_BELOW * 10 * GIB) + 1)
