@@ -9,7 +9,7 @@ IN_VENV = @set -euo pipefail; ROOT="$$PWD" LOWMEM_DEV=1; source scripts/lib/boot
 # A test that hangs shows where, and ends the run.
 PYTEST = "$$PYTHON" -m pytest --durations=10 -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 # Tests of modes that start no ranks: two at a time
-TRACED = $(patsubst %,tests/modes/test_%.py,cuda_semantics four_bit advice guides_figures switches trace)
+TRACED = tests/modes/trace
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-16s %s\n", $$1, $$2}' Makefile

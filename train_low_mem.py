@@ -14,12 +14,18 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from launch import compile_caches, direct, packages, seed_cli
-from launch.errors import LaunchError, Stopped, shown
-from launch.rundir import AttemptDir, RunDir, die_with_launcher, settle_process, write_json
-from launch.seed_cli import Request
-from training.control import Control, Halted
-from training.heartbeat import Heartbeat
+from launch.base import compile_caches
+from launch.base.errors import LaunchError, Stopped
+from launch.base.files import write_json
+from launch.base.processes import die_with_launcher, settle_process
+from launch.base.text import shown
+from launch.commands import attach
+from launch.probe import packages
+from launch.recipe.guides import chatlm_flags
+from launch.recipe.guides.chatlm_flags import Request
+from launch.run_folder.layout import AttemptDir, RunDir
+from training.control.heartbeat import Heartbeat
+from training.control.stop_word import Control, Halted
 
 RANK_0_SPEAKS_S = 10.0  # another rank's error is held back for so long
 
@@ -42,8 +48,8 @@ def main(argv: list[str], request: Callable[[], Request] | None = None) -> int:
     try:
         compile_caches.settle()
         if request is not None or argv[:1] == ["train"]:
-            asked = request() if request else seed_cli.translate(argv[1:])
-            start = direct.from_request(asked)
+            asked = request() if request else chatlm_flags.translate(argv[1:])
+            start = attach.from_request(asked)
             if asked.dry_run:
                 return 0
         else:
@@ -51,7 +57,7 @@ def main(argv: list[str], request: Callable[[], Request] | None = None) -> int:
             parser.add_argument("--run-dir", type=Path, required=True)
             parser.add_argument("--attempt", type=int, required=True)
             arguments = parser.parse_args(argv)
-            start = direct.from_run_dir(RunDir(arguments.run_dir), arguments.attempt)
+            start = attach.from_run_dir(RunDir(arguments.run_dir), arguments.attempt)
             opened.append(start.attempt)
             Heartbeat(start.attempt.heartbeat_file(rank)).beat("load")
             stacks = start.attempt.stacks_file(rank).open("a", encoding="utf-8")
@@ -60,7 +66,7 @@ def main(argv: list[str], request: Callable[[], Request] | None = None) -> int:
             sys.modules.setdefault(package, None)  # type: ignore[arg-type]  to Python: not installed
         from training import run  # torch comes in here: a wrong flag has been answered by now
 
-        run.train(start, direct.open_run, opened, control=control)
+        run.train(start, attach.open_run, opened, control=control)
     except Halted as halted:
         code = halted.word.exit_code
         if rank == 0:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, get_linear_schedule_with_warmup
 
-from training.batches import Collator, SampleOrder, TokenRows
-from training.chunked import target_loss_sum
-from training.data import IGNORED
+from launch.data.rows import IGNORED
+from training.data.batches import Collator, SampleOrder, TokenRows
+from training.model.chunked_loss import target_loss_sum
 
 
 def batches_of(tokens: str, pad_token_id: int, batch: int, steps: int, seed: int) -> list[dict[str, torch.Tensor]]:

@@ -30,9 +30,13 @@ def say(**values: Any) -> None:
 
 def ours(recipe_file: str, batch: int) -> None:
     """Train under our launcher, whatever planning would have said of the batch."""
-    from launch import direct, render, resume, rundir, supervise
-    from launch.resolve import resolve
-    from launch.screen import Screen
+    from launch.data import token_cache
+    from launch.plan.resolve import resolve
+    from launch.render import command as render_command
+    from launch.render import write
+    from launch.run_folder import layout, resume
+    from launch.supervise import attempt as supervise_attempt
+    from launch.supervise.screen import Screen
 
     steps = (f"max_steps={STEPS}", f"eval_steps={STEPS}", f"save_steps={STEPS + 1}")
     overrides = [f"--training.{word}" for word in steps] + ["--launch.host_reserve_gib=0"]
@@ -45,13 +49,13 @@ def ours(recipe_file: str, batch: int) -> None:
         per_device_eval_batch_size=batch,
     )
     plan, house = replace(resolved.plan, strategy=strategy), resolved.house
-    tokens = rundir.token_cache(house.cache, resolved.recipe, plan.shape, plan.data_format)
+    tokens = token_cache.token_cache(house.cache, resolved.recipe, plan.shape, plan.data_format)
     run = resume.decide(house.runs, resolved.recipe, plan, tokens, "never", datetime.now()).run
-    attempt = direct.write_run(run, resolved.recipe, resolved.machine, plan, house)
-    command = render.command(plan, resolved.machine, run, attempt, house, os.environ)
+    attempt = write.write_run(run, resolved.recipe, resolved.machine, plan, house)
+    command = render_command.command(plan, resolved.machine, run, attempt, house, os.environ)
     with contextlib.redirect_stdout(io.StringIO()):
-        result = supervise.run(
-            replace(resolved, plan=plan), run, attempt, lambda: command, Screen(rundir.log_file(house.root, run))
+        result = supervise_attempt.run(
+            replace(resolved, plan=plan), run, attempt, lambda: command, Screen(layout.log_file(house.root, run))
         )
     if result.failure is not None:
         say(failure=result.failure.kind)

@@ -31,8 +31,8 @@ def _texts(rng: np.random.Generator, size: int, mean: int) -> list[str]:
 
 def make_tokenizer(rows: Path, folder: Path) -> None:
     """The product's own: a token is a character or a byte of a rare one."""
-    from launch.schema import TokenizerSection
-    from training import tokenizer
+    from launch.schema.recipe import TokenizerSection
+    from training.data import tokenizer
 
     table = pq.read_table(rows)
     texts = (text for name in table.column_names for text in table.column(name).to_pylist())

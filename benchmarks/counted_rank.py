@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 import train_low_mem
 from tests.modes import fsdp_on_cpu
 from training import run
-from training.trainer import LowMemTrainer
+from training.loop.trainer import LowMemTrainer
 
 counter = ctypes.CDLL(None)
 counter.lowmem_mark.restype = ctypes.c_int64

@@ -28,11 +28,16 @@ from typing import Any
 import yaml
 
 from benchmarks import recording
-from launch import direct, estimate, render, resume, rundir, supervise
-from launch.resolve import Resolved, resolve
-from launch.rundir import AttemptDir
-from launch.schema import Command
-from launch.screen import Screen
+from launch.data import token_cache
+from launch.plan.resolve import Resolved, resolve
+from launch.predict import estimate
+from launch.render import command as render_command
+from launch.render import write
+from launch.run_folder import layout, resume
+from launch.run_folder.layout import AttemptDir
+from launch.schema.plan import Command
+from launch.supervise import attempt as supervise_attempt
+from launch.supervise.screen import Screen
 from tests.modes.launch_one import as_fsdp2
 
 LENGTH = 256
@@ -228,15 +233,17 @@ def measured(case: Case, folder: Path, counter: Path) -> dict[str, Any]:
 def counted(resolved: Resolved, counter: Path) -> AttemptDir:
     """An attempt whose ranks have counted what their allocator hands out."""
     plan, house = resolved.plan, resolved.house
-    tokens = rundir.token_cache(house.cache, resolved.recipe, plan.shape, plan.data_format)
+    tokens = token_cache.token_cache(house.cache, resolved.recipe, plan.shape, plan.data_format)
     run = resume.decide(house.runs, resolved.recipe, plan, tokens, "never", datetime.now()).run
-    attempt = direct.write_run(run, resolved.recipe, resolved.machine, plan, house)
-    command = render.command(plan, resolved.machine, run, attempt, house, os.environ)
+    attempt = write.write_run(run, resolved.recipe, resolved.machine, plan, house)
+    command = render_command.command(plan, resolved.machine, run, attempt, house, os.environ)
     instead = {str(recording.CODE / "train_low_mem.py"): str(recording.CODE / "benchmarks" / "counted_rank.py")}
     added = {"PYTHONPATH": str(recording.CODE), "LD_PRELOAD": str(counter)}
     command = Command(tuple(instead.get(word, word) for word in command.argv), {**command.env, **added})
     with contextlib.redirect_stdout(io.StringIO()):
-        result = supervise.run(resolved, run, attempt, lambda: command, Screen(rundir.log_file(house.root, run)))
+        result = supervise_attempt.run(
+            resolved, run, attempt, lambda: command, Screen(layout.log_file(house.root, run))
+        )
     assert result.failure is None, (result.failure, attempt.log_file.read_text()[-3000:])
     return attempt
 

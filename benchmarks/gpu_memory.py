@@ -89,21 +89,25 @@ def recipe(folder: Path, case: Case) -> Path:
 
 def run(folder: Path, case: Case, batch: int) -> dict[str, Any] | None:
     """Train with this micro-batch; the plan's and the second step's figures, or None: out of memory."""
-    from launch import direct, render, resume, rundir, supervise
-    from launch.resolve import resolve
-    from launch.screen import Screen
+    from launch.data import token_cache
+    from launch.plan.resolve import resolve
+    from launch.render import command as render_command
+    from launch.render import write
+    from launch.run_folder import resume
+    from launch.supervise import attempt as supervise_attempt
+    from launch.supervise.screen import Screen
 
     os.environ["LOWMEM_ROOT"] = str(folder)
     resolved = resolve(str(recipe(folder, case)), [f"--training.per_device_train_batch_size={batch}"])
     plan, house = resolved.plan, resolved.house
-    tokens = rundir.token_cache(house.cache, resolved.recipe, plan.shape, plan.data_format)
+    tokens = token_cache.token_cache(house.cache, resolved.recipe, plan.shape, plan.data_format)
     from datetime import datetime
 
     start = resume.decide(house.runs, resolved.recipe, plan, tokens, "never", datetime.now())
-    attempt = direct.write_run(start.run, resolved.recipe, resolved.machine, plan, house)
-    command = render.command(plan, resolved.machine, start.run, attempt, house, os.environ)
+    attempt = write.write_run(start.run, resolved.recipe, resolved.machine, plan, house)
+    command = render_command.command(plan, resolved.machine, start.run, attempt, house, os.environ)
     with Path(os.devnull).open("w") as nowhere:
-        result = supervise.run(resolved, start.run, attempt, lambda: command, Screen(stream=nowhere))
+        result = supervise_attempt.run(resolved, start.run, attempt, lambda: command, Screen(stream=nowhere))
     if result.exit_code == 12:
         return None
     assert result.failure is None, result.failure
@@ -120,7 +124,7 @@ def run(folder: Path, case: Case, batch: int) -> dict[str, Any] | None:
 
 def largest(folder: Path, case: Case) -> tuple[int, int, int]:
     """(largest micro-batch that is predicted to fit, largest that runs, verdicts "fits" that ran out of memory)."""
-    from launch.errors import DoesNotFit
+    from launch.base.errors import DoesNotFit
 
     predicted, true, wrong = 0, 0, 0
     for batch in (2**power for power in range(13)):
@@ -139,9 +143,9 @@ def percent(pair: Sequence[int]) -> str:
 
 
 def main() -> None:
-    from launch import probe
+    from launch.probe import machine as probe_machine
 
-    machine = probe.machine()
+    machine = probe_machine.machine()
     if not machine.gpus:
         text = f"Not run: {machine.gpus_reason}. {len(CASES)} cases are written and have never been measured.\n"
         recording.write("gpu_memory", {"run": False, "cases": [case.name for case in CASES]}, text)

@@ -22,8 +22,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks import recording
-from launch import manifest, rundir
-from launch.rundir import RunDir
+from launch.base import files
+from launch.data import token_cache
+from launch.run_folder import manifest
+from launch.run_folder.layout import RunDir
 
 RANKS = {"cpu": 1, "multi_cpu": 2, "deepspeed_zero1": 2, "deepspeed_zero2": 2, "deepspeed_zero3": 2}  # by mode
 KILLS_OF_A_RUN = 12  # then it is left to end
@@ -194,7 +196,7 @@ def kill(pids: Sequence[int]) -> None:
 
 def campaign(folder: Path, count: int, seed: int, mode: str = "multi_cpu") -> Outcome:
     """`count` kills; the runs' folders go under `folder`."""
-    from launch import samples
+    from launch.run_folder import sample_audit
 
     rng, seen, house = random.Random(seed), Outcome(), folder / "h"
     run = prepare(house, mode)
@@ -205,9 +207,9 @@ def campaign(folder: Path, count: int, seed: int, mode: str = "multi_cpu") -> Ou
         _, log = ranks.start(run)
         codes = ranks.codes()
         assert codes == [0] * RANKS[mode], log.read_text()
-        (tokens,) = (house / ".cache" / "tokens").glob("*/" + rundir.TOKENS_READY)
-        rundir.write_json(run.tokens_file, {"folder": str(tokens.parent)})  # which the launcher does
-        whole_s, expected, rows = time.monotonic() - began, weights(house), samples.lines(run)
+        (tokens,) = (house / ".cache" / "tokens").glob("*/" + token_cache.TOKENS_READY)
+        files.write_json(run.tokens_file, {"folder": str(tokens.parent)})  # which the launcher does
+        whole_s, expected, rows = time.monotonic() - began, weights(house), sample_audit.lines(run)
         while seen.kills < count:
             fresh(run, house)
             seen.runs += 1
@@ -235,8 +237,8 @@ def campaign(folder: Path, count: int, seed: int, mode: str = "multi_cpu") -> Ou
                     seen.lost.append(f"{where}: {before} before, {after} after")
                 if (done := last_step(run)) - (after[-1] if after else 0) > save_steps:
                     seen.late.append(f"{where}: step {done} was done, {after} is there")
-            if codes == [0] * RANKS[mode] and (weights(house) != expected or samples.lines(run) != rows):
-                seen.differing.append(f"seed {seed}, run {seen.runs}: {samples.lines(run)}")
+            if codes == [0] * RANKS[mode] and (weights(house) != expected or sample_audit.lines(run) != rows):
+                seen.differing.append(f"seed {seed}, run {seen.runs}: {sample_audit.lines(run)}")
             if seen.errors:
                 break
     finally:

@@ -1,7 +1,7 @@
 """Tokens a second of the data loader alone, beside what the fastest recipe consumes. On CPUs.
 
 The recipe is the quick start, sft_fast: it is run, and its steady steps say how many tokens that are no padding it
-takes a second and how long a step waited for its data. The loader alone (training/batches.py: mapped rows, order,
+takes a second and how long a step waited for its data. The loader alone (training/data/batches.py: mapped rows, order,
 padding) then gives batches of the same rows and size to nobody: at random, by length, packed, with 0, 1 and 2 workers.
 
 What an H200 would take is predicted, not measured: the roofline of the plan, every row as long as max_length. The
@@ -24,13 +24,14 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks import recording, trainings
-from launch import estimate
-from launch.resolve import resolve
-from launch.rundir import AttemptDir
-from launch.steps import STEADY_FROM, events
-from training.batches import Collator, EpochLoader, NumberedRows, SampleOrder, end_what_cannot_send
-from training.data import CACHE_SCHEMA, IGNORED
-from training.heartbeat import p99
+from launch.data.rows import IGNORED
+from launch.plan.resolve import resolve
+from launch.predict import estimate
+from launch.run_folder.layout import AttemptDir
+from launch.run_folder.steps import STEADY_FROM, events
+from training.control.heartbeat import p99
+from training.data.batches import Collator, EpochLoader, NumberedRows, SampleOrder, end_what_cannot_send
+from training.data.encode import CACHE_SCHEMA
 
 GOAL = 20.0
 WORKERS = (0, 1, 2)

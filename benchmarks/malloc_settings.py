@@ -1,4 +1,4 @@
-"""A training step on a CPU under glibc's malloc as it comes, and with launch/malloc.py's settings: RAM and seconds.
+"""RAM and seconds of a training step on a CPU, by glibc's malloc as it comes and by launch/predict/memory/malloc.py.
 
 Each size is trained for some steps in fresh processes, the two alternating. RAM is the process' high-water mark.
 Seconds are of the processor, user and system: beside others the clock on the wall says little. Ratios are of medians.
@@ -14,7 +14,7 @@ import subprocess
 import sys
 
 from benchmarks import recording
-from launch import malloc
+from launch.predict.memory import malloc
 
 SIZES = {
     "2 M parameters, batch 16": {"n_embd": 128, "n_layer": 6, "n_head": 4, "vocab_size": 4096, "batch": 16},

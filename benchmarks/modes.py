@@ -351,9 +351,9 @@ def write_doc() -> None:
 def possible(runs: Sequence[tuple[str, int]], on_gpu: bool) -> list[tuple[str, int]]:
     """The runs that this machine has the cards and the packages for."""
     sys.path.insert(0, str(recording.CODE))
-    from launch import probe
+    from launch.probe import machine
 
-    cards = len(probe.machine().gpus)
+    cards = len(machine.machine().gpus)
     assert cards or not on_gpu, "--gpu: no GPU here"
     has_deepspeed = importlib.util.find_spec("deepspeed") is not None
     return [

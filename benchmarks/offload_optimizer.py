@@ -43,7 +43,7 @@ def main() -> None:
         import torch
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        from training import ops
+        from training.engines import ops
 
         ops.ensure_cpu_adam(print)
         torch.set_num_threads(len(os.sched_getaffinity(0)))

@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks import recording, trainings
-from launch.steps import events
+from launch.run_folder.steps import events
 
 WARM_UP = 2  # steps
 SEED = 5
@@ -103,8 +103,8 @@ def made(case: Case, data: Path, folder: Path, seed: int = SEED) -> tuple[Path, 
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    from launch.schema import TokenizerSection
-    from training import tokenizer
+    from launch.schema.recipe import TokenizerSection
+    from training.data import tokenizer
 
     source = data / case.file
     if source.suffix == ".parquet":

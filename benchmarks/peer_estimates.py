@@ -17,8 +17,8 @@ import yaml
 
 def ours(folder: Path) -> int:
     """The step traced, as for a plan; LOWMEM_TRACES says where traces are kept."""
-    from launch.resolve import resolve
-    from launch.traces import Traces
+    from launch.plan.resolve import resolve
+    from launch.predict.traces import Traces
 
     resolved = resolve(str(folder / "recipe.yaml"), [], trace=False)
     about, strategy, length = resolved.about, resolved.plan.strategy, resolved.recipe.data.max_length
@@ -80,7 +80,7 @@ def formula(folder: Path) -> int:
     Source: Korthikanti et al. 2022 (arXiv:2205.05198): sbh (34 + 5 a s / h) bytes a layer in half precision, 4 s b v of
     logits, 2 s b h a layer where all is recomputed, and then one layer at a time. Twice the layers' bytes in float32.
     T5's decoder layers count as the others."""
-    from launch.resolve import resolve
+    from launch.plan.resolve import resolve
 
     resolved = resolve(str(folder / "recipe.yaml"), [], trace=False)
     shape, strategy = resolved.plan.shape, resolved.plan.strategy

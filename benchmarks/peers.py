@@ -37,7 +37,7 @@ import yaml
 from benchmarks import padding, rank_memory, recording, trainings
 from benchmarks.padding import SEED, WARM_UP
 from benchmarks.trainings import ONE_THREAD, OPTIMIZER
-from launch.steps import events
+from launch.run_folder.steps import events
 
 AGREES = 1e-3  # of a loss, relative
 GOAL = 1.0
@@ -199,7 +199,7 @@ def repetition(case: Case, way: Way, made: Made, steps: int, seed: int, folder: 
 
 def same_losses(case: Case, ways: Sequence[Way], made: Made, steps: int, place: Path) -> dict[str, list[float]]:
     """The loss of every step of every way on the rows of our order, not packed."""
-    from training.batches import SampleOrder, TokenRows
+    from training.data.batches import SampleOrder, TokenRows
 
     case = replace(case, packs=False)
     order = SampleOrder(len(TokenRows(made.tokens)), case.batch, 1, 1, 0, SEED)
@@ -290,9 +290,9 @@ def main() -> None:
     folders = [folder.resolve() for folder in arguments.trl]
     versions = [version_of(folder) for folder in folders]
     data = padding.real_data()
-    from launch import probe
+    from launch.probe import machine as probe_machine
 
-    machine = probe.machine()
+    machine = probe_machine.machine()
     on_gpu = bool(machine.gpus)
     chosen = [CASES[number] for number in arguments.case or range(len(CASES)) if CASES[number].on_gpu == on_gpu]
     if not chosen:

@@ -124,10 +124,11 @@ def score(task: Task, model: Path, held_out: Sequence[Mapping[str, str]]) -> flo
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-    from training import evaluate
-    from training.batches import Collator, Row
-    from training.chunked import target_loss_sum
-    from training.data import IGNORED, Encoder
+    from launch.data.rows import IGNORED
+    from training.data.batches import Collator, Row
+    from training.data.encode import Encoder
+    from training.loop import evaluate
+    from training.model.chunked_loss import target_loss_sum
 
     is_t5 = task.source.config["model_type"] == "t5"
     family = AutoModelForSeq2SeqLM if is_t5 else AutoModelForCausalLM

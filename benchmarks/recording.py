@@ -28,9 +28,9 @@ def machine() -> str:
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
     ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    from launch import probe
+    from launch.probe import machine as probe_machine
 
-    cards = "".join(f", {gpu.name}" for gpu in probe.machine().gpus)
+    cards = "".join(f", {gpu.name}" for gpu in probe_machine.machine().gpus)
     return f"{cpu}, {len(os.sched_getaffinity(0))} cores, {ram_bytes / (1 << 30):.1f} GiB RAM{cards}"
 
 

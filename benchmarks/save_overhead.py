@@ -20,8 +20,8 @@ from typing import Any
 import yaml
 
 from benchmarks import launch_overhead, recording
-from launch import manifest
-from launch.schema import TrainingSection
+from launch.run_folder import manifest
+from launch.schema.recipe import TrainingSection
 
 GOAL = 0.035
 SAVES = 4

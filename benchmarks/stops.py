@@ -69,7 +69,7 @@ def agreement() -> dict[str, float]:
 def _agree() -> None:
     from torch import distributed
 
-    from training.control import Control
+    from training.control.stop_word import Control
 
     distributed.init_process_group("gloo")
     control = Control()

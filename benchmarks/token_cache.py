@@ -8,7 +8,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from launch import rundir, token_hashes
+from launch.base import files
+from launch.data import token_cache, token_hashes
 
 FILE_BYTES = 64 << 20  # about what a unit of 16 MiB of text becomes
 TIMES = 3
@@ -19,8 +20,8 @@ def fill(folder: Path, total_bytes: int) -> None:
     content = os.urandom(FILE_BYTES)
     for number in range(total_bytes // FILE_BYTES):
         (folder / f"train-{number:05d}.arrow").write_bytes(content)
-    rundir.write_json(folder / rundir.TOKENS_READY, {})
-    rundir.sync_all(folder)
+    files.write_json(folder / token_cache.TOKENS_READY, {})
+    files.sync_all(folder)
 
 
 def evict(folder: Path) -> None:

@@ -25,7 +25,7 @@ from benchmarks import padding, recording, trainings
 from benchmarks.padding import SEED
 from benchmarks.peers import apart
 from benchmarks.trainings import ONE_THREAD, OPTIMIZER
-from launch.steps import events
+from launch.run_folder.steps import events
 
 GOAL = 1.15
 AGREES = 1e-4
@@ -105,7 +105,7 @@ def repetition(way: str, job: Job, folder: Path) -> dict[str, Any]:
 
 def job_of(batch: int, steps: int, rows: Path, model: Path, place: Path) -> Job:
     """Its plan and its tokens are made once, so that no repetition makes them."""
-    from training.batches import SampleOrder, TokenRows
+    from training.data.batches import SampleOrder, TokenRows
 
     training = {**OPTIMIZER, "per_device_train_batch_size": batch, "logging_steps": LOGGING_STEPS, "seed": SEED}
     content = trainings.sft("overhead", model, rows, SAMPLE.max_length, {}, {**training, "max_steps": steps})

@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from benchmarks import recording
-from launch import rundir
-from launch.rundir import AttemptDir, RunDir
+from launch.base import files
+from launch.run_folder.layout import AttemptDir, RunDir
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 OPTIMIZER = {"learning_rate": 1e-3, "lr_scheduler_type": "linear", "optim": "adamw_torch_fused", "max_grad_norm": 1.0}
@@ -66,7 +66,7 @@ def attempt_of(name: str, house: Path) -> AttemptDir:
 
 def tokens_of(attempt: AttemptDir) -> Path:
     """The rows it was trained on, as an Arrow file."""
-    said = rundir.read_json(RunDir(attempt.root.parent.parent).tokens_file)
+    said = files.read_json(RunDir(attempt.root.parent.parent).tokens_file)
     assert said is not None
     return Path(said["folder"]) / "train.arrow"
 

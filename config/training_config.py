@@ -9,13 +9,14 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a program that is started elsewhere
 
-from launch import interpreter
+from launch.base import interpreter
 
 if sys.argv[:1] == ["-c"]:  # the guide's line; a program of the user's decides for itself which Python runs it
     interpreter.go_on_with_packages()
 
-from launch import recipes, shapes
-from launch.rundir import CODE
+from launch.base.workspace import CODE
+from launch.predict import model_config
+from launch.recipe import load
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,13 @@ def get_large_config() -> TrainingConfig:
 
 
 def _shown(name: str) -> TrainingConfig:
-    recipe, _ = recipes.load(name)
+    recipe, _ = load.load(name)
     training, extras = recipe.training, recipe.training.extras
     batch, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
     config = TrainingConfig(
         name=name,
         model=str(recipe.model.shape),
-        parameters=shapes.load(recipe.model, recipe.lora, root=CODE).parameters,
+        parameters=model_config.load(recipe.model, recipe.lora, root=CODE).parameters,
         max_length=recipe.data.max_length,
         batch_size=batch,
         gradient_accumulation_steps=steps,

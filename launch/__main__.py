@@ -11,17 +11,25 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from launch import interpreter
+from launch.base import interpreter
 
 if __name__ == "__main__" and sys.argv[1:2] != ["doctor"]:  # which says what is missing
     interpreter.go_on_with_packages()
 
-from launch import compile_caches, nodes, recipes, report, rundir, shell_variables, started, told
-from launch.candidates import Given
-from launch.errors import ConfigError, Interrupted, LaunchError, ResourceError, StorageError, shown
-from launch.estimate import Exceeded
-from launch.resolve import Resolved, resolve
-from launch.strict_yaml import show
+from launch.base import compile_caches, processes, workspace
+from launch.base.errors import ConfigError, Interrupted, LaunchError, ResourceError, StorageError
+from launch.base.text import shown
+from launch.commands import foreign_launcher
+from launch.plan.candidates import Given
+from launch.plan.resolve import Resolved, resolve
+from launch.predict.oom_history import Exceeded
+from launch.probe import network
+from launch.recipe import load
+from launch.recipe.guides import gpt2_variables
+from launch.recipe.strict_yaml import show
+from launch.report import text
+from launch.run_folder import layout
+from launch.supervise import stop_signals
 
 FLAGS = {
     "--help",
@@ -48,7 +56,7 @@ SWITCHES = {"--assume-fits": "--launch.assume_fits=true", "--exact-batch": "--la
 
 
 def main(argv: list[str]) -> int:
-    rundir.settle_process()
+    processes.settle_process()
     try:
         return _dispatch(argv)
     except LaunchError as error:
@@ -116,7 +124,7 @@ def _dispatch(argv: list[str]) -> int:
             command.add_argument(
                 "--from-environment",
                 action="store_true",
-                help=f"{', '.join(shell_variables.NAMES)} set keys of the recipe",
+                help=f"{', '.join(gpt2_variables.NAMES)} set keys of the recipe",
             )
             command.add_argument(
                 "--resume", default="auto", help="auto (default), never, or a run or checkpoint folder"
@@ -143,33 +151,33 @@ def _dispatch(argv: list[str]) -> int:
     if arguments.command == "doctor":
         if overrides:
             raise ConfigError(f"doctor: unknown flag {overrides[0]}")
-        from launch import doctor  # the link test: not needed to plan
+        from launch.commands import doctor  # the link test: not needed to plan
 
-        house = rundir.House.here()
+        house = workspace.House.here()
         return doctor.main(arguments.machine, house.cache, house.root)
     if arguments.command == "compare":
         if overrides:
             raise ConfigError(f"compare: unknown flag {overrides[0]}")
-        from launch import compare  # rich's tables
+        from launch.report import compare  # rich's tables
 
-        return compare.run(rundir.House.here(), arguments.first, arguments.second, arguments.anyway)
+        return compare.run(workspace.House.here(), arguments.first, arguments.second, arguments.anyway)
     if arguments.command == "samples":
         if overrides:
             raise ConfigError(f"samples: unknown flag {overrides[0]}")
-        from launch import samples
+        from launch.run_folder import sample_audit
 
-        print("\n".join(samples.lines(rundir.RunDir(arguments.run))))
+        print("\n".join(sample_audit.lines(layout.RunDir(arguments.run))))
         return 0
     if arguments.command == "merge":
         if overrides:
             raise ConfigError(f"merge: unknown flag {overrides[0]}")
-        from launch import merging
+        from launch.commands import merge
 
-        return merging.run(arguments.source, arguments.out)
+        return merge.run(arguments.source, arguments.out)
     if arguments.command == "report":
         return _calibration(overrides)
     if getattr(arguments, "from_environment", False):
-        typed = shell_variables.translate(os.environ)
+        typed = gpt2_variables.translate(os.environ)
         for word in typed:
             _say(f"{word.typed}: {word.removeprefix('--')}")
         overrides = [*typed, *overrides]
@@ -178,15 +186,15 @@ def _dispatch(argv: list[str]) -> int:
     if batch is not None and named:
         other = getattr(named[0], "typed", "") or f"--training.{BATCH_KEY}"
         raise ConfigError(f"batch {batch} and {other} are both given; keep one")
-    given = Given(force_gloo=started.asks_for_gloo(os.environ), free_batch=batch == AUTO)
+    given = Given(force_gloo=foreign_launcher.asks_for_gloo(os.environ), free_batch=batch == AUTO)
     if batch not in (None, AUTO):
-        overrides.append(f"--training.{BATCH_KEY}={recipes.check_batch(batch)}")
+        overrides.append(f"--training.{BATCH_KEY}={load.check_batch(batch)}")
     elif not named:
         given = replace(given, wants_tuned=True)
     if arguments.command == "plan":
-        with told.signals():
+        with stop_signals.signals():
             resolved = resolve(arguments.recipe, overrides, arguments.machine, given)
-        print(shown("\n".join(report.plan_lines(resolved.recipe, resolved.machine, resolved.plan))))
+        print(shown("\n".join(text.plan_lines(resolved.recipe, resolved.machine, resolved.plan))))
         return 0
     if arguments.command == "tune":
         return _tune(arguments.recipe, overrides, replace(given, wants_tuned=False), arguments.forget)
@@ -196,32 +204,33 @@ def _dispatch(argv: list[str]) -> int:
     def decide(test_link: bool, exceeded: Exceeded) -> Resolved:
         known = replace(given, exceeded=exceeded)
         resolved = resolve(arguments.recipe, overrides, given=known, say=_say, test_link=test_link)
-        return replace(resolved, plan=nodes.located(resolved.plan))
+        return replace(resolved, plan=network.located(resolved.plan))
 
-    from launch import running  # not needed to refuse a wrong flag
+    from launch.commands import run  # not needed to refuse a wrong flag
 
-    return running.run(decide, arguments.resume, arguments.dry_run)
+    return run.run(decide, arguments.resume, arguments.dry_run)
 
 
 def _tune(recipe: str, overrides: list[str], given: Given, forget: bool, again: bool = True) -> int:
     """Tune, or forget; `again` False: not where it has been done before."""
-    from launch import keys, tune
-    from launch.ledger import Ledger
+    from launch.commands import tune
+    from launch.predict.history import cache_keys
+    from launch.predict.history.ledger import Ledger
 
     say = partial(_say, flush=True)  # into a file too, while it goes on
     # any cut may win, so all are traced by one child, and none of the asked one's own
-    with told.signals():
+    with stop_signals.signals():
         resolved = resolve(recipe, overrides, given=replace(given, free_batch=True), say=say, test_link=True)
     of = (
-        keys.machine_key(resolved.machine),
-        keys.model_key(resolved.plan.shape),
-        keys.recipe_key(resolved.recipe),
+        cache_keys.machine_key(resolved.machine),
+        cache_keys.model_key(resolved.plan.shape),
+        cache_keys.recipe_key(resolved.recipe),
     )
     ledger = Ledger(resolved.house.ledger_file, print)
     if forget:
         print("forgotten" if ledger.forget(*of) else "nothing was tuned for this machine, model and recipe")
     elif again or ledger.recall(*of) is None:
-        with told.signals():  # between trials, which have their own
+        with stop_signals.signals():  # between trials, which have their own
             tune.tune(resolved, given, say)
     return 0
 
@@ -229,9 +238,9 @@ def _tune(recipe: str, overrides: list[str], given: Given, forget: bool, again: 
 def _calibration(overrides: list[str]) -> int:
     if overrides:
         raise ConfigError(f"report: unknown flag {overrides[0]}")
-    from launch.ledger import Ledger
+    from launch.predict.history.ledger import Ledger
 
-    print("\n".join(Ledger(rundir.House.here().ledger_file, print).calibration_lines()))
+    print("\n".join(Ledger(workspace.House.here().ledger_file, print).calibration_lines()))
     return 0
 
 

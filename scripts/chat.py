@@ -11,34 +11,39 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 # E402: what is imported below is ours, and lies in the folder above; `interpreter` needs the standard library only, the
 # rest may need packages that this Python lacks, so that another one has to go on first.
-from launch import interpreter
+from launch.base import interpreter
 
 interpreter.go_on_with_packages()
 
-from launch import compile_caches, merging, shapes  # noqa: E402
-from launch.errors import LaunchError, ResourceError, visible  # noqa: E402
-from launch.rundir import left_in, read_json  # noqa: E402
-from launch.schema import QuantizationSection  # noqa: E402
+from launch.base import compile_caches  # noqa: E402
+from launch.base.errors import LaunchError, ResourceError  # noqa: E402
+from launch.base.files import read_json  # noqa: E402
+from launch.base.text import visible  # noqa: E402
+from launch.commands import merge  # noqa: E402
+from launch.predict import model_config  # noqa: E402
+from launch.run_folder.layout import left_in  # noqa: E402
+from launch.schema.recipe import QuantizationSection  # noqa: E402
 
 
 def _with_model(folder: Path) -> Path:
-    if not any((folder / name).is_file() for name in ("config.json", merging.ADAPTER)):
+    if not any((folder / name).is_file() for name in ("config.json", merge.ADAPTER)):
         raise ResourceError(f"{folder}: no model here; give the folder that the run printed, or a run folder")
     return folder
 
 
 def load(folder: Path):  # noqa: ANN201  torch is imported late, so its types cannot be named here
     """(model, tokenizer) of a folder that a run wrote; the base of an adapter as it was trained on, in 4 bits too."""
-    is_adapter = (folder / merging.ADAPTER).is_file()
-    base = merging.base_of(folder) if is_adapter else folder
+    is_adapter = (folder / merge.ADAPTER).is_file()
+    base = merge.base_of(folder) if is_adapter else folder
     if is_adapter:
-        shapes.check_adapter(folder)
-    shapes.check_folder(base)
+        model_config.check_adapter(folder)
+    model_config.check_folder(base)
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    from training import four_bit, tokenizer
-    from training.model import folder_config
+    from training.data import tokenizer
+    from training.model import four_bit
+    from training.model.build import folder_config
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     in_4_bits = {}
@@ -73,7 +78,7 @@ def main() -> int:
     except LaunchError as error:
         print(f"error: {visible(str(error))}", file=sys.stderr)
         return error.exit_code
-    from training.evaluate import answer
+    from training.loop.evaluate import answer
 
     def reply(question: str) -> str:
         return answer(model, cut, [[{"role": "user", "content": question}]], arguments.max_new_tokens)[0]

@@ -20,18 +20,19 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)  # instead of scripts/
 
 # E402: what is imported below is ours, and lies in the folder above; `interpreter` needs the standard library only, the
 # rest may need packages that this Python lacks, so that another one has to go on first.
-from launch import interpreter  # noqa: E402
+from launch.base import interpreter  # noqa: E402
 
 interpreter.go_on_with_packages()
 
 import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
-from launch import columns  # noqa: E402
-from launch.errors import ConfigError, DataError, LaunchError, ResourceError, shown  # noqa: E402
-from launch.schema import DataSection  # noqa: E402
+from launch.base.errors import ConfigError, DataError, LaunchError, ResourceError  # noqa: E402
+from launch.base.text import shown  # noqa: E402
+from launch.data import columns  # noqa: E402
+from launch.data.rows import BadRows, Sample, samples  # noqa: E402
+from launch.schema.recipe import DataSection  # noqa: E402
 from scripts.make_sample_data import SAMPLE_KEY, write_part  # noqa: E402
-from training.rows import BadRows, Sample, samples  # noqa: E402
 
 Row = tuple[str, str]  # prompt, response
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write configs/accelerate and configs/deepspeed: what render.py makes of the recipe sft_fast on described machines."""
+"""Write configs/accelerate and configs/deepspeed: as launch/render makes them of sft_fast."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ from pathlib import Path
 CODE = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(CODE))  # run as a script: launch/ is beside scripts/, so it is imported after this line
 
-from launch import candidates, planner, probe, recipes, render, shapes  # noqa: E402
-from launch.schema import MODES, DataFormat, Machine, Mode, Plan, Recipe  # noqa: E402
+from launch.plan import candidates, context, planner  # noqa: E402
+from launch.predict import model_config  # noqa: E402
+from launch.probe import machine as probe_machine  # noqa: E402
+from launch.recipe import load  # noqa: E402
+from launch.render import accelerate  # noqa: E402
+from launch.render import deepspeed as render_deepspeed  # noqa: E402
+from launch.schema.machine import Machine  # noqa: E402
+from launch.schema.plan import DataFormat, Plan  # noqa: E402
+from launch.schema.recipe import MODES, Mode, Recipe  # noqa: E402
 
 GPU_MACHINE, CPU_MACHINE = "2x3080-20g-16g", "cpu"
 DATA = DataFormat("prompt_response", {"prompt": "prompt", "response": "response"}, "parquet", "described")
@@ -19,19 +26,19 @@ DATA = DataFormat("prompt_response", {"prompt": "prompt", "response": "response"
 
 def planned(machine_name: str, overrides: Sequence[str]) -> tuple[Machine, Recipe, Plan]:
     """sft_fast with overrides on a described machine; its data need not be there."""
-    machine = probe.described(CODE / "configs" / "machines" / f"{machine_name}.yaml")
-    recipe, changes = recipes.load("sft_fast", overrides, bool(machine.gpus))
-    config, parameter_shapes = shapes.read(recipe.model, root=CODE)
-    return machine, recipe, planner.choose(planner.subject(recipe, machine, config, parameter_shapes, DATA), changes)
+    machine = probe_machine.described(CODE / "configs" / "machines" / f"{machine_name}.yaml")
+    recipe, changes = load.load("sft_fast", overrides, bool(machine.gpus))
+    config, parameter_shapes = model_config.read(recipe.model, root=CODE)
+    return machine, recipe, planner.choose(context.subject(recipe, machine, config, parameter_shapes, DATA), changes)
 
 
 def files(mode: Mode) -> dict[str, str]:
     """Path below the checkout -> content, of one mode."""
     _, recipe, plan = planned(CPU_MACHINE if mode in candidates.CPU_MODES else GPU_MACHINE, [f"--launch.mode={mode}"])
     deepspeed = f"configs/deepspeed/{mode.removeprefix('deepspeed_')}.json"
-    made = {f"configs/accelerate/{mode}.yaml": render.accelerate_config(plan, deepspeed)}
+    made = {f"configs/accelerate/{mode}.yaml": accelerate.accelerate_config(plan, deepspeed)}
     if plan.strategy.engine == "deepspeed":
-        made[deepspeed] = render.deepspeed_config(plan, recipe.training.max_grad_norm)
+        made[deepspeed] = render_deepspeed.deepspeed_config(plan, recipe.training.max_grad_norm)
     return made
 
 

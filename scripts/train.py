@@ -18,14 +18,15 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)  # instead of scripts/
 
 # E402: what is imported below is ours, and lies in the folder above; `interpreter` needs the standard library only, the
 # rest may need packages that this Python lacks, so that another one has to go on first.
-from launch import interpreter  # noqa: E402
+from launch.base import interpreter  # noqa: E402
 
 interpreter.go_on_with_packages()
 interpreter.go_on_in_utf8()
 
 from launch import __main__ as launcher  # noqa: E402
-from launch import train_cli  # noqa: E402
-from launch.errors import LaunchError, shown  # noqa: E402
+from launch.base.errors import LaunchError  # noqa: E402
+from launch.base.text import shown  # noqa: E402
+from launch.recipe.guides import train_py_flags  # noqa: E402
 
 UNDER_A_LAUNCHER = {"WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"}  # torchrun's, accelerate's
 
@@ -37,9 +38,9 @@ def main(argv: list[str]) -> int:
     if UNDER_A_LAUNCHER & os.environ.keys():
         import train_low_mem
 
-        train_low_mem.run_and_leave(argv, lambda: train_cli.translate(argv))
+        train_low_mem.run_and_leave(argv, lambda: train_py_flags.translate(argv))
     try:
-        request = train_cli.translate(argv)
+        request = train_py_flags.translate(argv)
     except LaunchError as error:
         print(f"error: {shown(str(error))}", file=sys.stderr)
         return error.exit_code

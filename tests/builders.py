@@ -15,8 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from launch import candidates, compile_caches, planner, shapes
-from launch.schema import GIB, DataFormat, Gpu, Machine, Plan, Recipe
+from launch.base import compile_caches
+from launch.plan import candidates, context, planner
+from launch.predict import model_config
+from launch.schema.machine import GIB, Gpu, Machine
+from launch.schema.plan import DataFormat, Plan
+from launch.schema.recipe import Recipe
 
 CODE = Path(__file__).resolve().parent.parent
 TRACES = {"LOWMEM_TRACES": str(CODE / ".cache" / "traces-of-tests")}
@@ -160,7 +164,7 @@ DATA_FORMAT = DataFormat("prompt_response", {"prompt": "prompt", "response": "re
 def plan(recipe: Recipe | None = None, on: Machine | None = None, **given: Any) -> Plan:
     """What the planner chooses for a wish on a machine."""
     recipe = recipe or wish()
-    config, parameter_shapes = shapes.read(recipe.model, root=CODE)
+    config, parameter_shapes = model_config.read(recipe.model, root=CODE)
     return planner.choose(
-        planner.subject(recipe, on or machine(), config, parameter_shapes, DATA_FORMAT), given=candidates.Given(**given)
+        context.subject(recipe, on or machine(), config, parameter_shapes, DATA_FORMAT), given=candidates.Given(**given)
     )

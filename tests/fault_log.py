@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from launch import manifest
-from launch.rundir import AttemptDir, RunDir
+from launch.run_folder import manifest
+from launch.run_folder.layout import AttemptDir, RunDir
 from tests import builders
 
 FILE = "LOWMEM_FAULT_LOG"  # the variable that names the file

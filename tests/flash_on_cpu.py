@@ -14,7 +14,7 @@ from transformers import modeling_flash_attention_utils as utils
 calls: list[list[int]] = []  # the lengths of the documents of each call
 
 
-# Its parameters are flash_attn's own, here and in training/cuda_semantics.py: transformers passes them by name.
+# Its parameters are flash_attn's own, here and in training/trace/cuda_semantics.py: transformers passes them by name.
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,

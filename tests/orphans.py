@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from launch import tree
+from launch.base import processes as base_processes
 
 POLL_S = 0.05
 
@@ -52,7 +52,7 @@ def left(before: Snapshot, tag: str, within_s: float = 5.0) -> list[Orphan]:
 
 
 def _left(before: Snapshot, tag: str) -> list[Orphan]:
-    ours = {process.pid for process in [*tree.tagged(tag), *psutil.Process().children(recursive=True)]}
+    ours = {process.pid for process in [*base_processes.tagged(tag), *psutil.Process().children(recursive=True)]}
     found = [
         Orphan(pid, words)
         for (pid, born), words in _processes().items()

@@ -8,12 +8,14 @@ import numpy as np
 import torch
 from transformers.trainer_callback import PrinterCallback
 
-from launch.schema import Plan, Recipe
-from training import arguments, model
-from training.batches import Collator, Row, SampleOrder
-from training.callbacks import StepMeter
-from training.data import IGNORED
-from training.trainer import LowMemTrainer
+from launch.data.rows import IGNORED
+from launch.schema.plan import Plan
+from launch.schema.recipe import Recipe
+from training.data.batches import Collator, Row, SampleOrder
+from training.loop import arguments
+from training.loop.callbacks import StepMeter
+from training.loop.trainer import LowMemTrainer
+from training.model import build
 
 
 class Loader(list[dict[str, Any]]):
@@ -38,9 +40,9 @@ def trainer(recipe: Recipe, plan: Plan, length: int, padded: bool, steps: int) -
 
     torch.manual_seed(0)
     with torch.device("cpu"):
-        made = model._from_shape(recipe.model, plan.shape, recipe.quantized(strategy.mixed_precision))
+        made = build._from_shape(recipe.model, plan.shape, recipe.quantized(strategy.mixed_precision))
         made.config._attn_implementation = strategy.attn_implementation
-        network = model._prepared(made, recipe.model, recipe.lora, plan.lora_targets)
+        network = build._prepared(made, recipe.model, recipe.lora, plan.lora_targets)
     found = Repeated(
         order=SampleOrder(9, strategy.per_device_train_batch_size, strategy.gradient_accumulation_steps, 1, 0, 0),
         meter=StepMeter(),

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from launch import tree
+from launch.base import processes
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 SYSTEM_PATH = "/usr/sbin:/sbin"  # where Debian puts them, and where a user's PATH may not lead
@@ -181,10 +181,10 @@ def _start(folder: Path, name: str, *words: str) -> subprocess.Popen[bytes]:
 def _end(folder: Path, daemons: list[subprocess.Popen[bytes]]) -> None:
     """SIGTERM to every process of this Slurm, then SIGKILL."""
     for process in _ours(folder):
-        tree.send(process.pid, signal.SIGTERM)
+        processes.send(process.pid, signal.SIGTERM)
     if not waited(lambda: not _ours(folder), STOP_S):
         for process in _ours(folder):
-            tree.send(process.pid, signal.SIGKILL)
+            processes.send(process.pid, signal.SIGKILL)
     for daemon in daemons:
         daemon.wait(timeout=STOP_S)
     assert waited(lambda: not _ours(folder), STOP_S), f"outlive SIGKILL: {_ours(folder)}"

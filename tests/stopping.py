@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 
-from launch import tree
-from launch.rundir import RunDir
+from launch.base import processes
+from launch.run_folder.layout import RunDir
 from tests import builders, orphans
 
 ENDLESS = {"num_train_epochs": 20_000, "save_steps": 5, "per_device_train_batch_size": 4}
@@ -79,7 +79,7 @@ class Child:
             attempt = self.run.attempts()[-1]
             files = sorted(attempt.root.glob("ranks/*/heartbeat.json"))
             beats = [json.loads(file.read_text()) for file in files]
-            pids = [beat["pid"] for beat in beats if beat["section"] != "tokenise" and tree.is_alive(beat["pid"])]
+            pids = [beat["pid"] for beat in beats if beat["section"] != "tokenise" and processes.is_alive(beat["pid"])]
             return [psutil.Process(pid) for pid in pids] if len(pids) == number else None
 
         return self.until("ranks", found)
@@ -88,7 +88,7 @@ class Child:
         """accelerate's."""
 
         def found() -> psutil.Process | None:
-            for process in tree.tagged(self.run.tag):
+            for process in processes.tagged(self.run.tag):
                 with suppress(psutil.Error):  # gone meanwhile
                     if is_launcher(process.cmdline()):
                         return process
@@ -106,7 +106,7 @@ class Child:
         """Processes, ports and shared memory of the run that outlived it; ended then, so that one failure stays one."""
         found: list[object] = list(orphans.left(self.before, self.tag or self.run.tag, within_s))
         for orphan in found:
-            tree.send(orphan.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+            processes.send(orphan.pid, signal.SIGKILL)  # type: ignore[attr-defined]
         return found + [path for path in sorted(set(Path("/dev/shm").iterdir()) - self.shm) if not _is_used(path)]
 
     def outcome(self) -> dict[str, Any]:
@@ -139,7 +139,14 @@ def fired(folder: Path, fault: str) -> int:
 def at_step(step: str, do: str, rank: int | None = 1, **more: Any) -> dict[str, Any]:
     """A fault at the end of an optimizer step; `done` is how often it was done before."""
     when = f"args[2].global_step == ({step})"
-    return {"module": "training.obey", "attribute": "Obey.on_step_end", "when": when, "rank": rank, "do": do, **more}
+    return {
+        "module": "training.control.stop_callback",
+        "attribute": "Obey.on_step_end",
+        "when": when,
+        "rank": rank,
+        "do": do,
+        **more,
+    }
 
 
 @contextmanager
@@ -173,9 +180,9 @@ def ended(child: Child) -> Iterator[Child]:
             child.process.kill()
             child.process.wait()
         for path in child.house.glob("runs/*/*/plan.json"):
-            tree.end_tree(RunDir(path.parent).tag)
+            processes.end_tree(RunDir(path.parent).tag)
         if child.tag:
-            tree.end_tree(child.tag)
+            processes.end_tree(child.tag)
 
 
 def stop_at_random(child: Child, rng: random.Random) -> tuple[str, float]:
@@ -207,6 +214,6 @@ def stop_at_random(child: Child, rng: random.Random) -> tuple[str, float]:
         chosen = {"rank 0": ranks[:1], "rank 1": ranks[1:], "both ranks": ranks}[to]
         for i, rank in enumerate(chosen):
             time.sleep(skew_s if i else 0)
-            tree.send(rank.pid, signal.SIGTERM)
+            processes.send(rank.pid, signal.SIGTERM)
     words = f"{to} {delay_s:.1f} s after the {since}" + (f", {skew_s:.1f} s apart" if to == "both ranks" else "")
     return words, began

@@ -25,30 +25,26 @@ from transformers import (
 )
 from transformers.trainer_callback import PrinterCallback
 
-from launch import manifest, rundir, token_hashes
-from launch.errors import CheckpointError, ConfigError, LaunchError, ResourceError, shown
-from launch.rundir import AttemptDir, RunDir, Start
-from launch.schema import MULTIPLE, Plan, Recipe, Strategy
-from training import (
-    arguments,
-    best,
-    checkpoint,
-    convert,
-    engines,
-    evaluate,
-    export,
-    finite,
-    model,
-    prepare,
-    samples,
-    tokenizer,
-)
-from training.batches import Collator, SampleOrder
-from training.callbacks import Reporter, StepMeter, start_logging
-from training.control import Control, Halted
-from training.heartbeat import Heartbeat
-from training.obey import Obey, Watch
-from training.trainer import LowMemTrainer, empty_cache
+from launch.base import files
+from launch.base.errors import CheckpointError, ConfigError, LaunchError, ResourceError
+from launch.base.text import shown
+from launch.data import token_hashes
+from launch.run_folder import layout, manifest
+from launch.run_folder.layout import AttemptDir, RunDir, Start
+from launch.schema.plan import MULTIPLE, Plan, Strategy
+from launch.schema.recipe import Recipe
+from training.checkpoints import best, commit, convert
+from training.control.heartbeat import Heartbeat
+from training.control.stop_callback import Obey, Watch
+from training.control.stop_word import Control, Halted
+from training.data import dataset, prepare
+from training.data import tokenizer as data_tokenizer
+from training.data.batches import Collator, SampleOrder
+from training.engines import setup
+from training.loop import arguments, evaluate, export, nan_guard
+from training.loop.callbacks import Reporter, StepMeter, start_logging
+from training.loop.trainer import LowMemTrainer, empty_cache
+from training.model import build
 
 logger = logging.getLogger("lowmem")
 SHARED_FOLDER_S = 30.0  # a network file system may show a new folder late
@@ -72,16 +68,16 @@ def train(
     """
     control = control or Control()
     tokens = _tokens(start)
-    num_samples, held_out = samples.number(start, tokens), samples.held_out(tokens)
+    num_samples, held_out = dataset.number(start, tokens), dataset.held_out(tokens)
     timeout_s = start.recipe.training.extras.get("ddp_timeout", TrainingArguments.ddp_timeout)
-    engine = engines.prepare(start.plan.strategy, start.deepspeed_file, timeout_s)
+    engine = setup.prepare(start.plan.strategy, start.deepspeed_file, timeout_s)
     try:
         args = arguments.of(start.recipe, start.plan, num_samples, held_out is not None, engine)
     except ValueError as error:
         raise ConfigError(f"training: transformers refuses these values: {' '.join(str(error).split())}") from error
-    running = engines.check(start.plan.strategy, args)
-    engines.check_agreement(_what_trains(start))
-    engines.connect(start.plan.strategy)
+    running = setup.check(start.plan.strategy, args)
+    setup.check_agreement(_what_trains(start))
+    setup.connect(start.plan.strategy)
     control.connect(timeout_s)
     with ExitStack() as held:
         folders = _agreed(args, lambda: open_run(start, tokens, held))
@@ -91,13 +87,13 @@ def train(
             opened.append(attempt)
             logs = [attempt.train_log]
             if not start.supervised:
-                logs += rundir.log_files(start.house.root, run, start.recipe)
+                logs += layout.log_files(start.house.root, run, start.recipe)
             start_logging(logs, args.process_index)
             _say(args, running)
             args.output_dir = str(run.checkpoints)
             os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.tensorboard)
             if args.process_index == 0:
-                rundir.show_events(run, start.recipe)
+                layout.show_events(run, start.recipe)
             parts = _build(start, run, attempt, args, tokens, control)
             watch(parts.trainer)
             _attempt(start, run, attempt, parts)
@@ -134,7 +130,7 @@ def _check_shared(attempt: AttemptDir) -> None:
 
 def _tokens(start: Start) -> Path:
     """The folder of the tokenised rows; verified, or made, here when no launcher has done so before."""
-    known = rundir.read_json(start.run.tokens_file) if start.run else None
+    known = files.read_json(start.run.tokens_file) if start.run else None
     folder = Path(known["folder"]) if known else None
     if folder and folder.exists() and (start.supervised or not token_hashes.fault(folder)):
         return folder
@@ -168,19 +164,19 @@ def _build(
     own = start.attempt or attempt  # of a machine: each launcher watches its own ranks
     heartbeat = Heartbeat(own.heartbeat_file(rank))
     heartbeat.beat("load")
-    rows, order, feeders = samples.of(start, run, attempt, args, tokens, heartbeat.again)
+    rows, order, feeders = dataset.of(start, run, attempt, args, tokens, heartbeat.again)
     if args.device.type == "cuda":
         _hold_to_free_memory(plan, args.device)
     meter = StepMeter(attempt.samples_file(rank))
     draw = not start.supervised and sys.stderr.isatty()
     asked_rate = recipe.training.learning_rate
-    watch = finite.Watch(order, attempt.root, recipe.numerics.skip_spikes_above, args.fp16, asked_rate)
+    watch = nan_guard.Watch(order, attempt.root, recipe.numerics.skip_spikes_above, args.fp16, asked_rate)
     reporter = Reporter(attempt, rank, meter, order, args.device, draw, watch.check_loss)
     obey = Obey(control, heartbeat, Watch(run) if rank == 0 else None)
-    cut = tokenizer.load(tokens / "tokenizer")
-    with engines.whole_weights(plan.strategy) if recipe.model.path is None else nullcontext():
+    cut = data_tokenizer.load(tokens / "tokenizer")
+    with setup.whole_weights(plan.strategy) if recipe.model.path is None else nullcontext():
         quantization = recipe.quantized(plan.strategy.mixed_precision)
-        network = model.build(
+        network = build.build(
             recipe.model,
             plan.shape,
             recipe.lora,
@@ -192,7 +188,7 @@ def _build(
             plan.strategy.attn_implementation,
         )
     if plan.strategy.engine == "fsdp2":
-        engines.tie_by_module(network)
+        setup.tie_by_module(network)
     _check_counts(network, plan)
     trainer = LowMemTrainer(
         order=order,
@@ -224,13 +220,13 @@ def _build(
             flattens=plan.strategy.attn_implementation == "flash_attention_2",
         ),
         train_dataset=rows,
-        eval_dataset=samples.held_out(tokens),
+        eval_dataset=dataset.held_out(tokens),
         processing_class=cut,
         callbacks=[reporter, watch, obey, *feeders],
     )
-    engines.check_engine(plan.strategy, trainer)
+    setup.check_engine(plan.strategy, trainer)
     if plan.strategy.engine == "fsdp2":
-        engines.autocast_fsdp2(trainer)
+        setup.autocast_fsdp2(trainer)
     trainer.remove_callback(PrinterCallback)  # the log has the same figures in our words
     return Parts(cut, trainer, order, reporter, heartbeat, obey, control)
 
@@ -239,7 +235,7 @@ def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> No
     """Score, resume, train, score, export; the collective parts on every rank at the same point."""
     began = time.monotonic()
     trainer, args = parts.trainer, parts.trainer.args
-    scores = rundir.read_json(run.evaluation_file) or {}
+    scores = files.read_json(run.evaluation_file) or {}
     pairs = _questions(start.recipe, start.plan)
     if pairs and "exact_match_before" not in scores:
         trainer.add_callback(_ScoreBefore(parts, start.recipe, pairs, scores, run.evaluation_file))
@@ -263,7 +259,7 @@ def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> No
         }
         if is_complete:
             parts.heartbeat.beat("export")
-            state = engines.gathered(start.plan.strategy, trainer)
+            state = setup.gathered(start.plan.strategy, trainer)
     if is_complete and args.process_index == 0:
         network = trainer.accelerator.unwrap_model(trainer.model)
         if state is not None:
@@ -272,7 +268,7 @@ def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> No
         logger.info("model: %s (%s)", start.recipe.output_dir, held)
     for folder in _outcome_folders(start, attempt, args):
         took = {"seconds": time.monotonic() - began, "host_pss_bytes": parts.reporter.host.highest()}
-        rundir.write_json(folder.outcome_file, {**outcome, **took})
+        files.write_json(folder.outcome_file, {**outcome, **took})
 
 
 def _trained(
@@ -306,8 +302,8 @@ def _outcome_folders(start: Start, attempt: AttemptDir, args: TrainingArguments)
 def _whole_model(start: Start, cut: PreTrainedTokenizerBase, state: dict[str, torch.Tensor]) -> torch.nn.Module:
     """The model again on this rank's host, with the weights that the ranks held in parts."""
     recipe, plan = start.recipe, start.plan
-    with engines.whole_weights(plan.strategy):
-        network = model.build(recipe.model, plan.shape, recipe.lora, plan.lora_targets, cut, recipe.training.seed)
+    with setup.whole_weights(plan.strategy):
+        network = build.build(recipe.model, plan.shape, recipe.lora, plan.lora_targets, cut, recipe.training.seed)
     network.load_state_dict(state)
     return network
 
@@ -325,7 +321,7 @@ class _ScoreBefore(TrainerCallback):
             return
         _score(self._parts, self._recipe, self._pairs, "before", self._scores)
         if args.process_index == 0:
-            rundir.write_json(self._file, self._scores)
+            files.write_json(self._file, self._scores)
 
 
 def _measured(strategy: Strategy, parts: Parts) -> dict[str, Any]:
@@ -336,7 +332,7 @@ def _measured(strategy: Strategy, parts: Parts) -> dict[str, Any]:
         "max_steps": trainer.state.max_steps,
         "loss": event.loss if event else None,  # None: resumed at the last step
         "eval_loss": export.last(trainer.state.log_history, "eval_loss"),
-        **engines.held_bytes(strategy, trainer, parts.reporter.gradients_bytes),
+        **setup.held_bytes(strategy, trainer, parts.reporter.gradients_bytes),
         "vram_allocated_bytes": event.vram_allocated_bytes if event else 0,
         "vram_reserved_bytes": event.vram_reserved_bytes if event else 0,
     }
@@ -370,8 +366,8 @@ def _score(parts: Parts, recipe: Recipe, pairs: Pairs, when: str, scores: dict[s
 
 def _check_counts(network: torch.nn.Module, plan: Plan) -> None:
     """What was planned for is what was built: an estimate for another model would be worthless."""
-    total = sum(map(engines.numel, network.parameters()))
-    trainable = sum(engines.numel(parameter) for parameter in network.parameters() if parameter.requires_grad)
+    total = sum(map(setup.numel, network.parameters()))
+    trainable = sum(setup.numel(parameter) for parameter in network.parameters() if parameter.requires_grad)
     planned = plan.shape.parameters + plan.shape.lora_parameters
     assert (total, trainable) == (planned, plan.shape.trainable_parameters), (
         f"planned {planned:,} parameters, {plan.shape.trainable_parameters:,} trainable; built {total:,}, {trainable:,}"
@@ -417,7 +413,7 @@ class _Resume:
 def _resume_point(start: Start, run: RunDir, parts: Parts) -> _Resume | None:
     """The newest checkpoint that verifies. Raises CheckpointError when there are some and none does."""
     allow = start.recipe.resume.allow
-    checkpoint.clear_staging(run.checkpoints)
+    commit.clear_staging(run.checkpoints)
     found, faults = manifest.newest_valid(run.checkpoints, allow)
     for fault in faults:
         logger.warning("not resuming from it: %s", fault)
@@ -425,12 +421,12 @@ def _resume_point(start: Start, run: RunDir, parts: Parts) -> _Resume | None:
         raise CheckpointError(
             f"{run.checkpoints}: no checkpoint can be used ({'; '.join(faults)}); --resume never starts over"
         )
-    continues = rundir.read_json(run.continues_file)
+    continues = files.read_json(run.continues_file)
     if found is None and continues:
         source = Path(continues["checkpoint"])
         if problem := manifest.fault(source, allow=allow):
             raise CheckpointError(f"{source}: {problem}; give another one with --resume PATH")
-        found = checkpoint.rebase(source, run.checkpoints, parts.order)
+        found = commit.rebase(source, run.checkpoints, parts.order)
     if found is None:
         return None
     facts, strategy = manifest.read(found), start.plan.strategy
@@ -446,6 +442,4 @@ def _resume_point(start: Start, run: RunDir, parts: Parts) -> _Resume | None:
         strategy.mode,
         strategy.num_processes,
     )
-    return _Resume(
-        str(checkpoint.converted(found, partial(convert.write, found, facts, parts.trainer))), str(found), True
-    )
+    return _Resume(str(commit.converted(found, partial(convert.write, found, facts, parts.trainer))), str(found), True)

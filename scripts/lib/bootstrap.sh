@@ -169,7 +169,7 @@ _lowmem_check_cards() {
         [[ "$vendor" == 0x1002 && ("$kind" == 0x03* || "$kind" == 0x12*) ]] || continue
         vram=''
         [[ ! -r "$device/mem_info_vram_total" ]] || IFS= read -r vram <"$device/mem_info_vram_total" || :
-        # up to 4 GiB it is taken for graphics built into a processor, as in launch/gpu_signs.py
+        # up to 4 GiB it is taken for graphics built into a processor, as in launch/probe/gpu_signs.py
         [[ ! "$vram" =~ ^[0-9]+$ ]] || ((vram <= 4 << 30)) || amd="PCI ${device##*/}, $((vram >> 30)) GiB"
     done
     if [[ -n "$amd" && -z "$nvidia$driver" ]]; then

@@ -14,11 +14,13 @@ from typing import IO, Any
 
 from transformers import TrainerCallback
 
-from launch import direct, manifest
-from launch.errors import LaunchError
-from launch.rundir import RunDir
-from training import checkpoint, run
-from training.trainer import LowMemTrainer
+from launch.base.errors import LaunchError
+from launch.commands import attach
+from launch.run_folder import manifest
+from launch.run_folder.layout import RunDir
+from training import run
+from training.checkpoints import commit
+from training.loop.trainer import LowMemTrainer
 
 
 class Server(TrainerCallback):
@@ -42,7 +44,7 @@ class Server(TrainerCallback):
         os.kill(os.getpid(), signal.SIGSTOP)
         self.trainer.args.output_dir, self.trainer.state.global_step = str(folder), step
         self.trainer.verified = set()
-        checkpoint.clear_staging(folder)
+        commit.clear_staging(folder)
         found, _ = manifest.newest_valid(folder)
         if found:
             self.trainer.verified.add(found.name)
@@ -56,5 +58,5 @@ class Server(TrainerCallback):
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what training says goes into the log
-    start = direct.from_run_dir(RunDir(Path(sys.argv[1])), int(sys.argv[2]))
-    run.train(start, direct.open_run, [], lambda trainer: trainer.add_callback(Server(trainer, answers)))
+    start = attach.from_run_dir(RunDir(Path(sys.argv[1])), int(sys.argv[2]))
+    run.train(start, attach.open_run, [], lambda trainer: trainer.add_callback(Server(trainer, answers)))

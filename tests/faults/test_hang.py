@@ -58,8 +58,13 @@ def test_slow_saves_and_evaluations_are_no_hang(tmp_path):
     """Each takes longer than a step may."""
     sleep = "import time; time.sleep(6)"
     faults = {
-        "save": {"module": "training.checkpoint", "attribute": "describe", "do": sleep, "rank": 1},
-        "evaluation": {"module": "training.obey", "attribute": "Obey.between_batches", "do": sleep, "times": 2},
+        "save": {"module": "training.checkpoints.commit", "attribute": "describe", "do": sleep, "rank": 1},
+        "evaluation": {
+            "module": "training.control.stop_callback",
+            "attribute": "Obey.between_batches",
+            "do": sleep,
+            "times": 2,
+        },
     }
     training = {"num_train_epochs": 2, "save_steps": 5}
     with stopping.launched(tmp_path, faults=faults, launch={"hang_floor_s": 4}, training=training) as child:

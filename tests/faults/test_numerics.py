@@ -15,10 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from launch.schema import TokenizerSection
+from launch.schema.recipe import TokenizerSection
 from tests import builders
-from training import finite, tokenizer
-from training.batches import SampleOrder
+from training.data import tokenizer
+from training.data.batches import SampleOrder
+from training.loop import nan_guard
 
 BAD = "~"  # in no other row
 SEED = 23333
@@ -49,7 +50,7 @@ def base(folder: Path, kind: str) -> Path:
     else:
         weights["transformer.ln_f.bias"][0] = 10.0  # far from what is normalised
         weights["lm_head.weight"][bad, 0] = -1e6  # BAD is never expected: where it is the target the loss is 1e7
-    assert finite.all_finite(weights.values())
+    assert nan_guard.all_finite(weights.values())
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -95,10 +96,10 @@ def checkpoints(folder: Path) -> list[str]:
     for one in found:
         for file in one.rglob("*"):
             if file.suffix == ".safetensors":
-                assert finite.all_finite(load_file(file).values())
+                assert nan_guard.all_finite(load_file(file).values())
             elif file.name == "optimizer.pt":
                 states = torch.load(file, weights_only=True)["state"]
-                assert finite.all_finite(value for state in states.values() for value in state.values())
+                assert nan_guard.all_finite(value for state in states.values() for value in state.values())
     return [one.name for one in found]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from launch.rundir import RunDir
+from launch.run_folder.layout import RunDir
 from tests import builders, stopping
 
 TRAINING = {"num_train_epochs": 1, "save_steps": 2, "learning_rate": 1e-3}
@@ -27,7 +27,7 @@ def step_fault(when: str, words: str, rank: int | None) -> dict[str, Any]:
     """A micro-batch that does not fit; args[2] is the batch."""
     do = f"import torch\nraise torch.OutOfMemoryError({words!r})"
     return {
-        "module": "training.trainer",
+        "module": "training.loop.trainer",
         "attribute": "LowMemTrainer.training_step",
         "when": when,
         "rank": rank,
@@ -102,7 +102,7 @@ def test_by_tokens_a_smaller_budget_follows(tmp_path):
 def test_out_of_memory_in_an_evaluation_lowers_that_and_not_training(tmp_path):
     do = f"import torch\nraise torch.OutOfMemoryError({CUDA!r})"
     fault = {
-        "module": "training.trainer",
+        "module": "training.loop.trainer",
         "attribute": "target_loss_sum",
         "when": "args[0].shape[0] > 3 and not args[0].requires_grad",
         "rank": 0,
@@ -123,7 +123,7 @@ def test_out_of_memory_in_saving_does_not_touch_training(tmp_path):
     do = f"import torch\nraise torch.OutOfMemoryError({CUDA!r})"
     when = "args[0].state.global_step >= 4"
     fault = {
-        "module": "training.trainer",
+        "module": "training.loop.trainer",
         "attribute": "LowMemTrainer._save_checkpoint",
         "when": when,
         "rank": 1,

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from launch import tree
+from launch.base import processes
 from tests import builders, stopping
 
 KILL = "os.kill(os.getpid(), 9)"
@@ -42,7 +42,7 @@ def test_kill_minus_nine_of_the_launcher_of_one_rank_is_no_stop(tmp_path):
     training = {"num_train_epochs": 200, "save_steps": 50}
     with stopping.launched(tmp_path, ranks=1, training=training) as child:
         child.until("a checkpoint", child.committed)
-        tree.send(child.launcher().pid, signal.SIGKILL)
+        processes.send(child.launcher().pid, signal.SIGKILL)
         assert child.wait() == 0, child.said()
         assert child.said().count("restart 1 of 10") == 1
         assert len(child.run.attempts()) == 2
@@ -75,7 +75,7 @@ def test_three_restarts_without_a_new_checkpoint_are_the_last(tmp_path):
 
 @pytest.mark.shows("F51", "an exception while the model is built; marks counted")
 def test_a_crash_before_the_first_step_is_not_tried_again(tmp_path):
-    fault = {"module": "training.model", "attribute": "build", "rank": 0, "do": BOOM}
+    fault = {"module": "training.model.build", "attribute": "build", "rank": 0, "do": BOOM}
     with stopping.launched(tmp_path, faults={"boom": fault}) as child:
         assert child.wait() == 1, child.said()
         assert len(child.run.attempts()) == stopping.fired(tmp_path, "boom") == 1

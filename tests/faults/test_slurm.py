@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from launch.rundir import RunDir
+from launch.run_folder.layout import RunDir
 from tests import builders, slurm, stopping
 from tests.slurm import Node
 
@@ -21,14 +21,14 @@ TRAINING = {"num_train_epochs": 40, "save_steps": 1000}  # what is saved before 
 DONE = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "PREEMPTED", "NODE_FAIL")
 NO_WARNING = "--signal=B:CONT@1"  # in the place of the script's early signal one that changes nothing
 SLOW = {  # from its fifth step on the first life would take four minutes
-    "module": "training.obey",
+    "module": "training.control.stop_callback",
     "attribute": "Obey.on_step_end",
     "when": "'SLURM_RESTART_COUNT' not in os.environ and args[2].global_step >= 5",
     "rank": 0,
     "do": "import time; time.sleep(2)",
 }
 NAN = {
-    "module": "training.trainer",
+    "module": "training.loop.trainer",
     "attribute": "LowMemTrainer.training_step",
     "when": "args[0].state.global_step == 3",
     "rank": 0,

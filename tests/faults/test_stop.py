@@ -81,7 +81,7 @@ def test_a_signal_to_accelerate_saves_too(tmp_path, injected, ranks):
 @pytest.mark.shows("F9", "SIGINT twice, the second during a save of 60 s; the save left a mark")
 def test_the_same_signal_again_ends_it_at_once_and_keeps_the_old_checkpoints(tmp_path, injected):
     fault = {
-        "module": "training.checkpoint",
+        "module": "training.checkpoints.commit",
         "attribute": "commit",
         "do": "import time; time.sleep(60)",
         "when": "done > 1",
@@ -102,10 +102,10 @@ def test_the_same_signal_again_ends_it_at_once_and_keeps_the_old_checkpoints(tmp
 
 
 SECTIONS = {  # section -> what is slow there
-    "load": {"module": "training.model", "attribute": "build"},
-    "evaluation": {"module": "training.obey", "attribute": "Obey.between_batches"},
-    "save": {"module": "training.checkpoint", "attribute": "commit"},
-    "export": {"module": "training.export", "attribute": "_save"},
+    "load": {"module": "training.model.build", "attribute": "build"},
+    "evaluation": {"module": "training.control.stop_callback", "attribute": "Obey.between_batches"},
+    "save": {"module": "training.checkpoints.commit", "attribute": "commit"},
+    "export": {"module": "training.loop.export", "attribute": "_save"},
 }
 
 
@@ -152,7 +152,7 @@ def test_a_stop_while_rows_are_tokenised_leaves_nothing_half_made(tmp_path, inje
 
 @pytest.mark.shows("F10", "SIGTERM, then SIGKILL after 3 s, with a save of 60 s; the save left a mark")
 def test_a_grace_shorter_than_the_save_leaves_the_old_checkpoint(tmp_path):
-    fault = {"module": "training.checkpoint", "attribute": "commit", "do": "import time; time.sleep(60)"}
+    fault = {"module": "training.checkpoints.commit", "attribute": "commit", "do": "import time; time.sleep(60)"}
     fault["when"] = "args[2] > 10"
     with stopping.launched(tmp_path, faults={"slow": fault}) as child:
         trained(child)
@@ -329,7 +329,7 @@ def test_a_stop_while_the_plan_after_a_shortage_is_made_ends_at_once(tmp_path, n
     """Its steps have not been traced before, which takes a child of its own many seconds."""
     do = "import torch\nraise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 1.50 GiB.')"
     fault = {
-        "module": "training.trainer", "attribute": "LowMemTrainer.training_step", "rank": 0, "do": do,
+        "module": "training.loop.trainer", "attribute": "LowMemTrainer.training_step", "rank": 0, "do": do,
         "when": "args[0].state.global_step >= 2",
     }  # fmt: skip
     traces = {"LOWMEM_TRACES": str(tmp_path / "traces")}

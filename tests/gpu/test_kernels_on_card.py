@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from launch import architectures, probe
+from launch.probe import architectures, machine
 from tests import builders
-from training import arguments
+from training.loop import arguments
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 # Skips name what is missing: another card, or a package that the project does not depend on.
@@ -20,7 +20,7 @@ TF32_BITS = 10  # of mantissa
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_tf32_rounds_products_where_the_plan_says_on_and_only_there(asked):
-    cards = probe.machine().gpus[:1]
+    cards = machine.machine().gpus[:1]
     if not architectures.of(cards[0]).tf32:
         pytest.skip(f"{cards[0].name} has no TF32")
     recipe = builders.wish(training={"tf32": asked})

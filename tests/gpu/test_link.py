@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch import link_ranks, preflight, probe
+from launch.probe import link_ranks, link_test, machine
 from tests import builders
 
 COUNT = torch.cuda.device_count()
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(COUNT == 0, reason="no GPU that torch can use")
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 @pytest.mark.parametrize("world_size", range(1, max(1, COUNT) + 1))
 def test_a_real_all_reduce_on_cards_is_correct_and_measured(tmp_path, backend, world_size):
-    argv = [*preflight.COLLECTIVE, "--backend", backend, "--device", "cuda"]
+    argv = [*link_test.COLLECTIVE, "--backend", backend, "--device", "cuda"]
     environment = {**os.environ, "PYTHONPATH": str(builders.CODE)}
     limits = link_ranks.Limits(total_s=120.0, start_s=90.0, try_s=30.0)
     deadline = time.monotonic() + limits.total_s
@@ -37,8 +37,8 @@ def test_a_real_all_reduce_on_cards_is_correct_and_measured(tmp_path, backend, w
 
 @pytest.mark.skipif(COUNT < 2, reason="one card has no link")
 def test_the_search_finds_a_link_between_the_cards_of_this_machine(tmp_path):
-    found = preflight.link(probe.machine(), COUNT, tmp_path, os.environ)
-    assert found.backend is not None, preflight.lines(found)
+    found = link_test.link(machine.machine(), COUNT, tmp_path, os.environ)
+    assert found.backend is not None, link_test.lines(found)
     assert (found.bytes_per_s or 0) > 1e8
     assert sum(attempt.seconds for attempt in found.tries) < 60
 

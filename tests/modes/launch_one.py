@@ -8,12 +8,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 
-from launch import direct, probe, render, report, resume, rundir, sharding, supervise
 from launch.__main__ import main
-from launch.resolve import resolve
-from launch.rundir import CODE
-from launch.schema import Command, Plan, Recipe
-from launch.screen import Screen
+from launch.base.workspace import CODE
+from launch.data import token_cache
+from launch.plan.resolve import resolve
+from launch.predict import sharding
+from launch.probe import machine
+from launch.render import command as render_command
+from launch.render import write
+from launch.report import text
+from launch.run_folder import layout, resume
+from launch.schema.plan import Command, Plan
+from launch.schema.recipe import Recipe
+from launch.supervise import attempt as supervise_attempt
+from launch.supervise.screen import Screen
 
 SHIM = CODE / "tests" / "modes" / "fsdp_on_cpu.py"
 
@@ -37,20 +45,20 @@ def fsdp2(recipe_file: str, overrides: Sequence[str]) -> int:
     resolved = resolve(recipe_file, [*overrides, "--launch.mode=multi_cpu"])
     resolved = replace(resolved, plan=as_fsdp2(resolved.plan, resolved.recipe))
     recipe, plan, house = resolved.recipe, resolved.plan, resolved.house
-    tokens = rundir.token_cache(house.cache, recipe, plan.shape, plan.data_format)
+    tokens = token_cache.token_cache(house.cache, recipe, plan.shape, plan.data_format)
     start = resume.decide(house.runs, recipe, plan, tokens, "auto", datetime.now())
     print(start.line)
-    attempt = direct.write_run(start.run, recipe, resolved.machine, plan, house)
-    command = through_shim(render.command(plan, resolved.machine, start.run, attempt, house, os.environ))
-    screen = Screen(rundir.log_file(house.root, start.run))
-    result = supervise.run(resolved, start.run, attempt, lambda: command, screen)
-    supervise.write_outcome(result, attempt)
-    print("\n".join(report.result_lines(recipe, resolved.machine, plan, result, "")))
+    attempt = write.write_run(start.run, recipe, resolved.machine, plan, house)
+    command = through_shim(render_command.command(plan, resolved.machine, start.run, attempt, house, os.environ))
+    screen = Screen(layout.log_file(house.root, start.run))
+    result = supervise_attempt.run(resolved, start.run, attempt, lambda: command, screen)
+    supervise_attempt.write_outcome(result, attempt)
+    print("\n".join(text.result_lines(recipe, resolved.machine, plan, result, "")))
     return result.exit_code
 
 
 if __name__ == "__main__":
     mode, recipe_name, *words = sys.argv[1:]
-    if mode == "fsdp2" and not probe.machine().gpus:
+    if mode == "fsdp2" and not machine.machine().gpus:
         sys.exit(fsdp2(recipe_name, words))
     sys.exit(main(["run", recipe_name, f"--launch.mode={mode}", *words]))

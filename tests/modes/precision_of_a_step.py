@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from launch.rundir import House, RunDir, Start
+from launch.base.workspace import House
+from launch.run_folder.layout import RunDir, Start
 from tests.modes.fsdp_on_cpu import engage_fsdp
 from training import run as training_run
-from training.trainer import LowMemTrainer
+from training.loop.trainer import LowMemTrainer
 
 seen: dict[str, set[Any]] = {"layer inputs": set(), "products": set(), "logits": set(), "gradients": set()}
 

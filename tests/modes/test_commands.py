@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.schema import MODES
+from launch.schema.recipe import MODES
 from tests import builders
 
 FLAGS = [

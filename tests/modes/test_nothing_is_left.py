@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from launch import candidates, tree
-from launch.rundir import RunDir
-from launch.schema import MODES
+from launch.base import processes
+from launch.plan import candidates
+from launch.run_folder.layout import RunDir
+from launch.schema.recipe import MODES
 from tests import builders, orphans, stopping
 
 ON_CPUS = [mode for mode in MODES if mode not in candidates.GPU_MODES]
@@ -35,7 +36,7 @@ def ranks(run: RunDir) -> list[int]:
     """The processes of the run that train, not their launcher."""
     programs = ("train_low_mem.py", "fsdp_on_cpu.py")
     found = []
-    for process in tree.tagged(run.tag):
+    for process in processes.tagged(run.tag):
         words = process.cmdline()
         if not stopping.is_launcher(words) and any(word.endswith(programs) for word in words):
             found.append(process.pid)

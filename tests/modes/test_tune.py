@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from launch import calibration
-from launch.ledger import Ledger
-from launch.rundir import House
-from launch.schema import MemoryEstimate, Peak
+from launch.base.workspace import House
+from launch.predict.history import calibration
+from launch.predict.history.ledger import Ledger
+from launch.schema.plan import MemoryEstimate, Peak
 from tests import builders
 from tests.builders import launch
 

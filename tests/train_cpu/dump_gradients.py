@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from transformers import TrainerCallback
 
-from launch.rundir import House, RunDir, Start
+from launch.base.workspace import House
+from launch.run_folder.layout import RunDir, Start
 from training import run as training_run
-from training.trainer import LowMemTrainer
+from training.loop.trainer import LowMemTrainer
 
 steps: list[dict[str, Any]] = []
 reduces = 0

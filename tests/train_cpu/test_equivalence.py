@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests import builders
-from training.batches import FILLER_LENGTH, NumberedRows, SampleOrder
-from training.by_length import TokenBudget
+from training.data.batches import FILLER_LENGTH, NumberedRows, SampleOrder
+from training.data.length_batches import TokenBudget
 
 HERE = Path(__file__).parent
 CUTS = {

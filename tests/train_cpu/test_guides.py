@@ -84,8 +84,8 @@ def base(tmp_path_factory) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from launch.schema import TokenizerSection
-    from training import tokenizer
+    from launch.schema.recipe import TokenizerSection
+    from training.data import tokenizer
 
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("base") / "a model"

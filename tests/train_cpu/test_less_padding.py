@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch import samples
-from launch.rundir import RunDir
+from launch.run_folder import sample_audit
+from launch.run_folder.layout import RunDir
 from tests import builders, stopping
 
 ROWS, EPOCHS, STOP = 200, 3, 10  # step at which a run is stopped
@@ -55,8 +55,8 @@ def test_continued_on_two_ranks_it_gives_the_weights_of_an_uninterrupted_run(sto
     house, said = continued(stopped, tmp_path, *words)
     assert f"resuming from checkpoint-{STOP:06d}" in said
     run, other = (RunDir(builders.only_run(one)) for one in (house, tmp_path / "other"))
-    assert {step: sorted(rows) for step, rows in samples.taken(run).items()} == {
-        step: sorted(rows) for step, rows in samples.taken(other).items()
+    assert {step: sorted(rows) for step, rows in sample_audit.taken(run).items()} == {
+        step: sorted(rows) for step, rows in sample_audit.taken(other).items()
     }
     expected, found = builders.weights(tmp_path / "whole/model"), builders.weights(tmp_path / "model")
     for name, tensor in expected.items():
@@ -67,7 +67,7 @@ def test_continued_with_another_effective_batch_each_row_is_still_seen_once_an_e
     words = ("--training.per_device_train_batch_size=6", "--resume.allow=[effective_batch_size]")
     house, _ = continued(stopped, tmp_path, *words)
     newest = sorted((house / "runs/tiny").glob("*/plan.json"))[-1].parent
-    lines = samples.lines(RunDir(newest))
+    lines = sample_audit.lines(RunDir(newest))
     assert len(lines) == EPOCHS
     ending = f"each once, and so all of {ROWS} rows" if stopped[1] == "packing" else f"all of {ROWS} rows, each once"
     assert all(": all of " in line and line.endswith(ending) for line in lines), lines

@@ -14,7 +14,8 @@ import psutil
 import pytest
 import torch
 
-from launch import manifest, rundir
+from launch.base import files as base_files
+from launch.run_folder import manifest
 from tests import builders
 
 
@@ -173,9 +174,9 @@ def test_rows_that_changed_between_run_and_resume_are_refused(copied, tmp_path):
 def test_rows_that_another_version_tokenised_are_refused_with_that_reason(copied):
     house, recipe = copied
     (file,) = (house / "runs/tiny").glob("*/tokens.json")
-    used = rundir.read_json(file)
+    used = base_files.read_json(file)
     used["made_of"]["version"] -= 1
-    rundir.write_json(file, {**used, "folder": f"{used['folder']}0"})
+    base_files.write_json(file, {**used, "folder": f"{used['folder']}0"})
     changed = builders.launch(house, "run", recipe, "--dry-run")
     assert changed.returncode == 5
     assert "tokenised by another version of this program" in changed.stderr
@@ -190,7 +191,7 @@ def test_other_libraries_are_said_and_refused_where_they_read_the_files(copied):
         described = manifest.read(newest)
         described["versions"][package] = old
         described["seal"] = manifest.seal(described)
-        rundir.write_json(newest / manifest.FILE, described)
+        base_files.write_json(newest / manifest.FILE, described)
         done = builders.launch(house, "run", recipe, "--dry-run")
         assert done.returncode == code, done.stderr
         assert f"{package} {old} -> " in done.stdout + done.stderr

@@ -20,11 +20,12 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from launch import samples, steps
-from launch.rundir import RunDir
-from launch.schema import TokenizerSection
+from launch.run_folder import sample_audit
+from launch.run_folder import steps as run_folder_steps
+from launch.run_folder.layout import RunDir
+from launch.schema.recipe import TokenizerSection
 from tests import builders
-from training import tokenizer
+from training.data import tokenizer as data_tokenizer
 
 
 def trained(tmp_path, *words: str, **sections) -> subprocess.CompletedProcess[str]:
@@ -103,7 +104,7 @@ def padding_by_the_data(run: RunDir) -> float:
     tokens = Path(json.loads(run.tokens_file.read_text())["folder"]) / "train.arrow"
     lengths = [len(row) for row in datasets.Dataset.from_file(str(tokens))["input_ids"]]
     size = run.read_plan().strategy.per_device_train_batch_size
-    steady = [rows for step, rows in samples.taken(run).items() if step > steps.STEADY_FROM]
+    steady = [rows for step, rows in sample_audit.taken(run).items() if step > run_folder_steps.STEADY_FROM]
     batches = [[lengths[row] for row in rows[at : at + size]] for rows in steady for at in range(0, len(rows), size)]
     return 1 - sum(map(sum, batches)) / sum(max(batch) * len(batch) for batch in batches)
 
@@ -121,7 +122,7 @@ def test_a_run_is_compared_with_one_that_has_less_padding(finished, tmp_path):
     table = {line[:38].strip(): line[38:].split() for line in compared.stdout.splitlines() if line.startswith("  ")}
     for at, name in enumerate(("tiny", "grouped")):
         run = RunDir(builders.only_run(folder / "house", name))
-        steady = builders.events(run.root)[steps.STEADY_FROM :]
+        steady = builders.events(run.root)[run_folder_steps.STEADY_FROM :]
         assert len(steady) == 16
         rate = sum(step["tokens"] for step in steady) / sum(step["seconds"] for step in steady)
         assert float(table["non-padding tokens/s"][at].replace(",", "")) == pytest.approx(rate, abs=0.5)
@@ -176,7 +177,7 @@ def test_a_base_model_without_a_chat_template_is_trained_exported_and_asked_with
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=600, n_positions=64, n_embd=64, n_layer=2, n_head=2)
     GPT2LMHeadModel(config).save_pretrained(base)
-    made = tokenizer.train((row["prompt"] for row in builders.rows(50)), TokenizerSection(), 600)
+    made = data_tokenizer.train((row["prompt"] for row in builders.rows(50)), TokenizerSection(), 600)
     made.chat_template = None
     made.save_pretrained(base)
     rows = [{"messages": [{"role": role, "content": content} for role, content in talk]}] * 16

@@ -1,0 +1,43 @@
+"""Folders of this checkout, or of LOWMEM_ROOT: data, runs, logs, models and caches."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.base.errors import ConfigError
+from launch.base.text import HIDDEN
+
+CODE = Path(__file__).resolve().parents[2]  # the checkout: configs/, scripts/, train_low_mem.py
+
+
+@dataclass(frozen=True)
+class House:
+    """Where data/, runs/, logs/, model_save/ and the caches are: the checkout, or LOWMEM_ROOT."""
+
+    root: Path
+
+    @classmethod
+    def here(cls) -> House:
+        named = os.environ.get("LOWMEM_ROOT") or str(CODE)
+        if HIDDEN.search(named) or "\n" in named or "\t" in named:
+            raise ConfigError(f"LOWMEM_ROOT {named!r}: holds a control character; name another folder")
+        return cls(Path(named).resolve())
+
+    @property
+    def runs(self) -> Path:
+        return self.root / "runs"
+
+    @property
+    def cache(self) -> Path:
+        return self.root / ".cache"
+
+    @property
+    def traces(self) -> Path:
+        """Traced steps; they depend on no house, so several may share a folder."""
+        return Path(os.environ.get("LOWMEM_TRACES") or self.cache / "traces").resolve()
+
+    @property
+    def ledger_file(self) -> Path:
+        return self.cache / "ledger.sqlite"

@@ -1,0 +1,68 @@
+"""`python -m launch merge`: a LoRA adapter and its base become one ordinary model folder, written by a child."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from launch.base import environment, files
+from launch.base.errors import ConfigError, ResourceError
+from launch.base.text import size
+from launch.base.workspace import CODE
+from launch.predict import model_config
+from launch.probe import machine
+from launch.run_folder import layout
+
+ADAPTER = "adapter_config.json"
+
+
+def run(source: Path, out: Path) -> int:
+    """Merge what is in `source`, a run or an adapter, into `out`; the child's exit code."""
+    adapter = _adapter(source)
+    base = base_of(adapter)
+    model_config.check_adapter(adapter)
+    model_config.check_folder(base)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out}: found something there, expected a new or empty folder; give another one")
+    files.refuse_strangers(out)
+    weights_bytes = sum(path.stat().st_size for path in base.glob("*.safetensors"))
+    above = next(path for path in out.absolute().parents if path.exists())
+    for what, there in (
+        ("host RAM", machine.machine().host_available_bytes),
+        (f"room in {above}", shutil.disk_usage(above).free),
+    ):
+        if there < weights_bytes:
+            raise ResourceError(f"{base}: its weights are {size(weights_bytes)}, but there is {size(there)} {what}")
+    argv = [sys.executable, "-P", "-m", "training.children.merge", "--base", str(base), "--adapter", str(adapter)]
+    variables = environment.passed(os.environ) | {"PYTHONPATH": str(CODE), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run([*argv, "--out", str(out.absolute())], env=variables, check=False).returncode
+
+
+def _adapter(source: Path) -> Path:
+    """The adapter's folder: `source`, or where the run in `source` left its model."""
+    source = layout.left_in(source)
+    if (source / ADAPTER).is_file():
+        return source.absolute()
+    if (source / "adapter" / ADAPTER).is_file():
+        raise ConfigError(f"{source}: found the adapter merged already (a shape's weights are nowhere else)")
+    raise ResourceError(f"{source}: found no {ADAPTER}, expected a LoRA adapter, or the run that trained one")
+
+
+def base_of(adapter: Path) -> Path:
+    """The folder of the model that the adapter was trained on."""
+    file = adapter / ADAPTER
+    try:
+        named = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ResourceError(f"{file}: is not an adapter's configuration ({error}); copy the adapter again") from error
+    if not named:
+        raise ResourceError(
+            f"{file}: names no base model: it was trained on a shape's random weights, kept nowhere else"
+        )
+    if not (Path(named) / "config.json").is_file():
+        raise ResourceError(f"{file}: its base model is {named}, and no model is there; put it there, or mend the path")
+    return Path(named)

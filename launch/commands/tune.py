@@ -1,0 +1,247 @@
+"""Confirm the fastest candidates by short real trials, each a fresh `accelerate launch`, and remember what won.
+
+A trial takes steps of whole effective batches in which every micro-batch is as long as the longest row, then
+evaluates. What a step of the recipe's own rows takes of that is predicted, cut by cut: less of a small micro-batch is
+padding. At most MAX_TRIALS run and at most one may run out of memory: after it only what is predicted to take much
+less is tried. Without a prediction the batch is found by bisection.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from launch.base import environment, files
+from launch.base.errors import DoesNotFit, ResourceError, Stopped
+from launch.base.text import gib
+from launch.base.workspace import CODE
+from launch.plan import search
+from launch.plan.candidates import Given
+from launch.plan.resolve import Resolved, with_counts
+from launch.predict import estimate
+from launch.predict.estimate import describe
+from launch.predict.history import cache_keys
+from launch.predict.history.ledger import Ledger, Trial, Tuned
+from launch.render import command as render_command
+from launch.render import write
+from launch.run_folder import steps
+from launch.run_folder.layout import RunDir
+from launch.schema.plan import Plan, Strategy
+from launch.supervise import attempt as supervise_attempt
+from launch.supervise.screen import Screen
+
+MAX_TRIALS = 3
+STEPS = 3  # of a trial; the first finds no optimizer states
+MUCH_LESS = 0.8  # of the prediction of what ran out of memory
+AS_FAST = 1.1  # trials whose seconds differ by less are not told apart
+OUT_OF_MEMORY = (6, 12)  # exit codes: host RAM, VRAM
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a trial ended."""
+
+    ended: Literal["fits", "oom", "failed"]
+    step_s: float | None = None
+    peak_bytes: int | None = None  # of the device, or of the job's host RAM on CPUs
+    why: str = ""
+
+
+def tune(resolved: Resolved, given: Given, say: Say) -> Tuned:
+    """Run the trials and keep the fastest that fits. Raises DoesNotFit when none does."""
+    about = resolved.about
+    assert about is not None
+    ledger = Ledger(resolved.house.ledger_file, say)
+    place = resolved.house.cache / "trials" / f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
+    _sweep(place.parent)
+    try:
+        rows = _longest_rows(resolved, place, say)
+        about = with_counts(resolved.house, about)  # known now that the rows are tokenised
+        longest = about.question(resolved.plan.strategy).lengths  # a trial by tokens is cut as the run will be
+        resolved = replace(resolved, plan=replace(resolved.plan, lengths=longest))
+        trials = _Trials(resolved, rows, place, ledger, say, lambda one: estimate.share_of_longest(about, one))
+        candidates = search.ranked(about, given)
+        if candidates:
+            _confirm([(one.candidate, one.memory.device_bytes) for one in candidates], trials)
+        else:
+            say("no prediction: the batch is found by bisection")
+            _bisect(resolved.plan.strategy, trials)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    fits = [(strategy, outcome) for strategy, outcome in trials.done if outcome.ended == "fits"]
+    if not fits:
+        raise DoesNotFit("none of the trials fits: " + "; ".join(f"{describe(s)}: {o.why}" for s, o in trials.done))
+    fastest_s = min(outcome.step_s or math.inf for _, outcome in fits)
+    # in the order of prediction: what a few steps of a busy machine do not tell apart is decided by it
+    best, outcome = next(one for one in fits if (one[1].step_s or math.inf) <= fastest_s * AS_FAST)
+    assert outcome.step_s is not None
+    tuned = Tuned(
+        time=time.time(),
+        machine_key=cache_keys.machine_key(resolved.machine),
+        model_key=cache_keys.model_key(resolved.plan.shape),
+        recipe_key=cache_keys.recipe_key(resolved.recipe),
+        strategy=best,
+        why=f"fastest of {len(trials.done)} trial(s): {outcome.step_s:.3g} s a step",
+        step_s=outcome.step_s,
+    )
+    ledger.remember(tuned)
+    say(f"tuned: {describe(best)}, {tuned.why}; kept for later runs of this recipe here")
+    return tuned
+
+
+def _sweep(trials: Path) -> None:
+    """Remove what tunings that were killed have left."""
+    for left in trials.glob("*-*-*"):
+        if not psutil.pid_exists(int(left.name.rpartition("-")[2])):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+class _Trials:
+    """Runs trials one after another and keeps how each ended."""
+
+    def __init__(
+        self, resolved: Resolved, rows: Path, place: Path, ledger: Ledger, say: Say, share: Callable[[Strategy], float]
+    ) -> None:
+        self._resolved, self._rows, self._place, self._ledger, self._say = resolved, rows, place, ledger, say
+        self._share = share  # of the seconds of a trial, where rows are shorter than the longest
+        self.done: list[tuple[Strategy, Outcome]] = []
+
+    def run(self, strategy: Strategy) -> Outcome:
+        number = len(self.done) + 1
+        self._say(f"trial {number}: {describe(strategy)}")
+        outcome = self._outcome(strategy, number)
+        seconds = ""
+        if outcome.step_s:
+            seconds, share = f", {outcome.step_s:.3g} s a step", self._share(strategy)
+            if share < 1:
+                outcome = replace(outcome, step_s=share * outcome.step_s)
+                seconds += f" of the longest rows: {outcome.step_s:.3g} s of the recipe's own"
+        self.done.append((strategy, outcome))
+        size = f", peak {gib(outcome.peak_bytes)}" if outcome.peak_bytes else ""
+        self._say(f"         {outcome.ended}{seconds}{size}{f': {outcome.why}' if outcome.why else ''}")
+        self._ledger.record_trial(
+            Trial(
+                time=time.time(),
+                machine_key=cache_keys.machine_key(self._resolved.machine),
+                model_key=cache_keys.model_key(self._resolved.plan.shape),
+                recipe_key=cache_keys.recipe_key(self._resolved.recipe),
+                strategy=strategy,
+                ended=outcome.ended,
+                peak_bytes=outcome.peak_bytes,
+                step_s=outcome.step_s,
+            )
+        )
+        return outcome
+
+    def _outcome(self, strategy: Strategy, number: int) -> Outcome:
+        recipe = self._resolved.recipe
+        training = recipe.training.model_copy(
+            update={
+                "max_steps": STEPS,
+                "save_steps": STEPS + 1,
+                "eval_steps": STEPS,
+                "logging_steps": 1,
+                "warmup_steps": 0,
+            }
+        )
+        trial = recipe.model_copy(
+            update={
+                "name": f"trial{number}",
+                "training": training,
+                "output_dir": str(self._place / f"model{number}"),
+                "evaluation": recipe.evaluation.model_copy(update={"exact_match_rows": 0}),
+            }
+        )
+        plan: Plan = replace(self._resolved.plan, strategy=strategy, recipe_name=trial.name)
+        resolved = replace(self._resolved, recipe=trial, plan=plan)
+        run = RunDir.create(self._place / "runs", trial.name, datetime.now())
+        attempt = write.write_run(run, trial, resolved.machine, plan, resolved.house)
+        files.write_json(run.tokens_file, {"folder": str(self._rows)})
+        command = render_command.command(plan, resolved.machine, run, attempt, resolved.house, os.environ)
+        result = supervise_attempt.run(resolved, run, attempt, lambda: command, Screen(stream=io.StringIO()))
+        if result.failure is not None:
+            is_memory = result.exit_code in OUT_OF_MEMORY
+            if result.failure.kind == "stopped":
+                raise Stopped(f"tuning was {result.failure.cause}; nothing is kept", result.exit_code)
+            return Outcome("oom" if is_memory else "failed", why=result.failure.cause)
+        events = steps.events(attempt)
+        peak = max(event.vram_reserved_bytes for event in events) or result.host_peak_bytes
+        return Outcome("fits", min(event.seconds for event in events[1:]), peak)  # others only ever add to it
+
+
+def _confirm(candidates: Sequence[tuple[Strategy, int]], trials: _Trials) -> None:
+    """The fastest by prediction, then others that differ from what ran."""
+    limit = math.inf
+    failed = 0
+    for strategy, predicted in _different(candidates):
+        if len(trials.done) == MAX_TRIALS or failed:
+            break
+        if predicted <= limit:
+            failed += trials.run(strategy).ended != "fits"
+            if failed:
+                limit = MUCH_LESS * predicted
+    left = [strategy for strategy, predicted in candidates if predicted <= limit]
+    tried = {strategy for strategy, _ in trials.done}
+    for strategy in (one for one in left if one not in tried):
+        if len(trials.done) == MAX_TRIALS or not failed:
+            break
+        if trials.run(strategy).ended == "oom":  # a second one is not risked
+            break
+
+
+def _different(candidates: Sequence[tuple[Strategy, int]]) -> Iterator[tuple[Strategy, int]]:
+    """The fastest; then what is nearly as fast with half its micro-batch, or less; then the next in order."""
+    best = candidates[0]
+    yield best
+    smaller = [
+        one for one in candidates[1:] if 2 * one[0].per_device_train_batch_size <= best[0].per_device_train_batch_size
+    ]
+    if smaller:
+        yield smaller[0]
+    yield from (one for one in candidates[1:] if not smaller or one != smaller[0])
+
+
+def _bisect(asked: Strategy, trials: _Trials) -> None:
+    """The largest micro-batch that fits, of the divisors of what a rank trains in a step: ceil(log2 n) + 1 trials."""
+    per_rank = asked.per_device_train_batch_size * asked.gradient_accumulation_steps
+    sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
+    low, high = 0, len(sizes)  # sizes[:low] fit, sizes[high:] do not
+    while low < high:
+        middle = (low + high) // 2
+        size = sizes[middle]
+        cut = replace(asked, per_device_train_batch_size=size, gradient_accumulation_steps=per_rank // size)
+        if trials.run(cut).ended == "fits":
+            low = middle + 1
+        else:
+            high = middle
+
+
+def _longest_rows(resolved: Resolved, place: Path, say: Say) -> Path:
+    """A token cache of the longest rows alone, as many as a trial takes; the recipe's own rows are tokenised for it."""
+    recipe, plan, house = resolved.recipe, resolved.plan, resolved.house
+    run = RunDir.create(place / "runs", "tokens", datetime.now())
+    attempt = write.write_run(run, recipe, resolved.machine, plan, house)
+    if supervise_attempt.prepare(resolved, run, attempt, say).returncode != 0:
+        errors = attempt.rank_errors()
+        raise ResourceError(errors[0]["message"] if errors else "tokenising failed")
+    tokens = Path((files.read_json(run.tokens_file) or {})["folder"])
+    rows = plan.strategy.effective_batch_size * STEPS
+    argv = [sys.executable, "-P", "-m", "training.children.trial_rows", str(tokens), str(place / "rows"), str(rows)]
+    variables = {**environment.passed(os.environ), "PYTHONPATH": str(CODE)}
+    done = subprocess.run(argv, env=variables, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ResourceError(f"the longest rows cannot be read: {done.stderr.strip().splitlines()[-1]}")
+    return place / "rows"

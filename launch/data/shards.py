@@ -1,0 +1,270 @@
+"""The files behind data.train_file: one, or the shards of a corpus; how each is opened, and what is known of it."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import io
+import json
+import os
+import re
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from launch.base.errors import DataError
+
+FileType = Literal["parquet", "jsonl", "json", "text", "arrow", "webdataset"]
+
+SUFFIXES: dict[str, FileType] = {
+    ".parquet": "parquet",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".txt": "text",
+    ".arrow": "arrow",  # as datasets.save_to_disk writes it
+    ".tar": "webdataset",
+}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # of the types that are read by lines
+SAVED_SPLITS, SAVED_SPLIT = "dataset_dict.json", "state.json"  # datasets.save_to_disk's
+MAX_ROW_BYTES = 64 << 20  # of a line, of a member of a tar, of a row of a parquet file on average
+MEMBER = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # WebDataset: the key of a sample, and what of it this is
+TEXT_MEMBERS, JSON_MEMBER = ("txt", "text"), "json"
+ARROW_FILE = b"ARROW1"  # the first bytes of the random access format; the stream format has none
+UNIT_BYTES = 16 << 20  # 5 to 10 s of one CPU
+STREAM_PROCESSES = 2  # that tokenise while the ranks train
+ENDS_BYTES = 1 << 20  # of a shard, which stand for its content where reading all of it takes too long
+MOST_UNITS = 2048  # of a corpus
+RACY_S = 2.0  # a file this young may change once more within a tick of its time stamps
+MEMO_BYTES = 16 << 20  # a single smaller file is read again each time
+
+
+# ---- which files ---------------------------------------------------------------------------------------------------
+
+
+def of(path: Path) -> tuple[Path, ...]:
+    """The file itself, or the shards of a folder or of a pattern, in the order of their names.
+
+    Raises DataError where there is none."""
+    try:
+        is_folder, is_there = path.is_dir(), path.exists()
+    except OSError:  # a name that is too long: opening it will say so
+        return (path,)
+    if is_folder:
+        return _in_folder(path)
+    if not is_there and glob.has_magic(str(path)):
+        at = Path(path.anchor or ".")
+        matches = at.glob(str(path.relative_to(path.anchor)))
+        found = tuple(sorted(match for match in matches if match.name[0] not in "._" and match.is_file()))
+        if not found:
+            raise DataError(f"{path}: no file matches this pattern")
+        return found
+    return (path,)
+
+
+def _in_folder(folder: Path) -> tuple[Path, ...]:
+    if (folder / SAVED_SPLITS).exists():
+        splits = ", ".join(sorted(entry.name for entry in folder.iterdir() if entry.is_dir()))
+        raise DataError(f"{folder}: holds a data set for each of {splits}; give the folder of one of them")
+    if (folder / SAVED_SPLIT).exists():
+        try:
+            saved = json.loads((folder / SAVED_SPLIT).read_text(encoding="utf-8"))["_data_files"]
+            return tuple(folder / Path(file["filename"]).name for file in saved)
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{folder / SAVED_SPLIT}: does not name the data set's files ({error!r})") from error
+    try:
+        found = tuple(sorted(entry for entry in folder.iterdir() if _is_data(entry)))
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be listed: {error.strerror or error}") from error
+    if not found:
+        raise DataError(
+            f"{folder}: no data file lies in this folder (known: {', '.join(SUFFIXES)}); give a file, a folder of"
+            f" shards, or a pattern like '{folder}/**/*.parquet'"
+        )
+    return found
+
+
+def _is_data(path: Path) -> bool:
+    return path.is_file() and path.name[0] not in "._" and suffix(path) in SUFFIXES
+
+
+def suffix(path: Path) -> str:
+    """The ending that tells the type: of rows.jsonl.gz it is .jsonl."""
+    plain = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
+    return plain.suffix.lower()
+
+
+def opened(path: Path) -> BinaryIO:
+    """The file's bytes, unpacked while they are read."""
+    compression = COMPRESSIONS.get(path.suffix.lower())
+    if compression is None:
+        return path.open("rb")
+    import pyarrow as pa
+
+    # pyarrow's stream is a raw one in all but its declared type
+    return io.BufferedReader(pa.input_stream(str(path), compression=compression), 1 << 18)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def arrow_batches(path: Path) -> Iterator[tuple[Any, Iterator[Any]]]:
+    """(schema, record batches) of an Arrow file, stream or random access, mapped into memory."""
+    import pyarrow as pa
+
+    with pa.memory_map(str(path)) as mapped:
+        is_stream = mapped.read(len(ARROW_FILE)) != ARROW_FILE
+        mapped.seek(0)
+        if is_stream:
+            with pa.ipc.open_stream(mapped) as reader:
+                yield reader.schema, iter(reader)
+        else:
+            with pa.ipc.open_file(mapped) as reader:
+                yield reader.schema, (reader.get_batch(at) for at in range(reader.num_record_batches))
+
+
+def stored_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in of(path))
+
+
+def unit_bytes(path: Path) -> int:
+    """How much of it is one unit (training/data/units.py): a cache has not more files than can be mapped."""
+    return max(UNIT_BYTES, -(-stored_bytes(path) // MOST_UNITS))
+
+
+# ---- WebDataset ----------------------------------------------------------------------------------------------------
+
+
+def tar_samples(path: Path) -> Iterator[tuple[str, dict[str, Any] | DataError]]:
+    """(key, row) of a WebDataset shard, or why this sample is no row; those after it can be read all the same.
+
+    Members of one key follow each other. The object of its .json is the row, the content of its .txt the row's text;
+    of its other members the row has the names.
+    Python's tarfile takes an archive that is cut for one that is at its end: here it is an error."""
+    key = ""
+    members: dict[str, bytes] = {}
+    try:
+        with tarfile.open(path, "r:") as archive:
+            for member in archive:
+                archive.members = []  # type: ignore[attr-defined]  # its list, in no stub, keeps each one read: a shard has a million
+                matched = MEMBER.match(member.name)
+                if matched is None or not member.isfile():
+                    continue
+                if members and matched[1] != key:
+                    yield key, _tar_row(path, key, members)
+                    members = {}
+                key, part = matched[1], matched[2]
+                members[part] = _content(path, archive, member) if part in (*TEXT_MEMBERS, JSON_MEMBER) else b""
+            end = archive.offset
+        if members:
+            yield key, _tar_row(path, key, members)
+        with path.open("rb") as file:
+            file.seek(end)
+            if file.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE:
+                raise tarfile.ReadError("it has no end")
+    except (tarfile.TarError, EOFError) as error:
+        after = f" after sample {key}" if key else ""
+        raise DataError(f"{path}: is cut, damaged or no tar file{after} ({error}); write or copy it again") from error
+
+
+def _content(path: Path, archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    if member.size > MAX_ROW_BYTES:
+        raise DataError(f"{path}: {member.name} has {member.size:,} bytes, over {MAX_ROW_BYTES >> 20} MiB")
+    file = archive.extractfile(member)
+    assert file is not None  # isfile()
+    return file.read()
+
+
+def _tar_row(path: Path, key: str, members: dict[str, bytes]) -> dict[str, Any] | DataError:
+    texts = [part for part in TEXT_MEMBERS if part in members]
+    if not texts and JSON_MEMBER not in members:
+        return DataError(f"{path}:{key}: has {', '.join(sorted(members))}, but neither a .txt nor a .json")
+    row: dict[str, Any] = {}
+    others = {part: {"member": f"{key}.{part}"} for part in members if part not in (*TEXT_MEMBERS, JSON_MEMBER)}
+    if JSON_MEMBER in members:
+        try:
+            row = json.loads(members[JSON_MEMBER])
+        except (ValueError, RecursionError) as error:
+            return DataError(f"{path}:{key}.json: cannot be read as JSON ({error}); mend or remove the sample")
+        if not isinstance(row, dict):
+            return DataError(f"{path}:{key}.json: found {type(row).__name__}, expected an object")
+    for part in texts:
+        try:
+            row["text"] = members[part].decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            return DataError(f"{path}:{key}.{part}:{error.start}: this byte is not UTF-8; convert the text to UTF-8")
+    return others | row
+
+
+# ---- what is known of a file ---------------------------------------------------------------------------------------
+
+
+class Known:
+    """What was read of files before: their hashes, columns, rows. Holds while size, times and inode stay the same.
+
+    Without a file nothing is remembered."""
+
+    def __init__(self, file: Path | None = None, racy_s: float = RACY_S) -> None:
+        self._file, self._racy_s = file, racy_s
+        self._is_new = False
+        self._entries: dict[str, dict[str, Any]] = {}
+        if file is not None and file.exists():
+            with contextlib.suppress(ValueError):  # damaged: read all again
+                self._entries = json.loads(file.read_text(encoding="utf-8"))
+
+    def get(self, path: Path, what: str, read: Callable[[], Any]) -> Any:
+        """What `read` gives for this file, which is called only where it is not known."""
+        stamp, began = _stamp(path), time.time()
+        entry = self._entries.get(str(path), {})
+        if entry.get("stamp") == stamp and what in entry:
+            return entry[what]
+        value = read()
+        if _stamp(path) == stamp and began - max(stamp[1:3]) / 1e9 > self._racy_s:
+            kept = entry if entry.get("stamp") == stamp else {"stamp": stamp}
+            self._entries[str(path)] = {**kept, what: value}
+            self._is_new = True
+        return value
+
+    def keep(self) -> None:
+        """Write it down for later starts."""
+        if self._file is not None and self._is_new:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            aside = self._file.with_name(f".{self._file.name}.{os.getpid()}.tmp")
+            aside.write_text(json.dumps(self._entries), encoding="utf-8")
+            aside.replace(self._file)
+            self._is_new = False
+
+
+def _stamp(path: Path) -> list[int]:
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+
+def fingerprint(path: Path, known: Known) -> str:
+    """sha256 of a data file's bytes; of several shards, of their hashes in order: their names do not count."""
+    files = of(path)
+    if len(files) == 1 and files[0].stat().st_size < MEMO_BYTES:
+        return _sha256(files[0])
+    hashes = [known.get(file, "sha256", lambda file=file: _sha256(file)) for file in files]
+    known.keep()
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+
+
+def ends_fingerprint(path: Path) -> str:
+    """Of a corpus that is streamed: sha256 of each shard's size and its first and last MiB, in order.
+
+    A change that leaves these as they are is not seen."""
+    digest = hashlib.sha256()
+    for file in of(path):
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            digest.update(f"{size}\n".encode() + opened.read(ENDS_BYTES))
+            opened.seek(max(size - ENDS_BYTES, 0))
+            digest.update(opened.read(ENDS_BYTES))
+    return digest.hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,91 @@
+"""Everything that a plan is chosen with, and the checks of lengths, packing and chunks that need it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from launch.base.errors import ConfigError
+from launch.plan import candidates
+from launch.plan.candidates import CHUNKED
+from launch.predict import optimizers
+from launch.predict import parameters as predict_parameters
+from launch.predict.estimate import Subject
+from launch.schema.machine import Machine
+from launch.schema.plan import DataFormat, ModelShape
+from launch.schema.recipe import Recipe
+
+
+def model_shape(recipe: Recipe, config: dict[str, Any], parameters: predict_parameters.Shapes) -> ModelShape:
+    """The model of a recipe, counted."""
+    total, trainable, lora = predict_parameters.count(
+        parameters, recipe.model.freeze, recipe.lora, config["model_type"]
+    )
+    return ModelShape(recipe.model.shape or str(recipe.model.path), config, total, trainable, lora)
+
+
+def subject(
+    recipe: Recipe,
+    machine: Machine,
+    config: dict[str, Any],
+    parameters: predict_parameters.Shapes,
+    data_format: DataFormat,
+) -> Subject:
+    """What all candidates have in common. Raises ConfigError for what no candidate can be."""
+    model_type = config["model_type"]
+    _check_length(recipe, config)
+    _check_packing(recipe, model_type)
+    _check_chunks(recipe, model_type)
+    shape = model_shape(recipe, config, parameters)
+    whole = optimizers.model_state(
+        parameters,
+        recipe.model.freeze,
+        recipe.lora,
+        model_type,
+        recipe.training.optim,
+        recipe.model.dtype,
+        recipe.quantized(candidates.asked_precision(recipe)),
+    )
+    targets = _lora_targets(recipe, model_type, parameters)
+    return Subject(recipe, machine, shape, parameters, whole, data_format, targets)
+
+
+def _check_length(recipe: Recipe, config: dict[str, Any]) -> None:
+    positions = config.get("n_positions") or config.get("max_position_embeddings")
+    if config["model_type"] != "t5" and positions is not None and recipe.data.max_length > positions:
+        raise ConfigError(
+            f"data.max_length {recipe.data.max_length}, but the model has {positions} positions; lower it, or choose"
+            " another model"
+        )
+
+
+def _check_packing(recipe: Recipe, model_type: str) -> None:
+    if not recipe.data.packing:
+        return
+    if model_type == "t5":
+        raise ConfigError(
+            "data.packing: true, but the model is a T5: its encoder attends both ways and its decoder to all of the"
+            " encoder's output, and transformers keeps documents apart in neither; use data.group_by_length or"
+            " data.batch_by_tokens"
+        )
+    if recipe.training.extras.get("use_cache"):
+        raise ConfigError(
+            "training.use_cache: true, but transformers keeps packed documents apart only without a cache; leave it out"
+            " (training has no use for one)"
+        )
+
+
+def _check_chunks(recipe: Recipe, model_type: str) -> None:
+    asked = f"training.num_output_chunks: {recipe.training.num_output_chunks}"
+    if (recipe.training.num_output_chunks or 1) == 1:
+        return
+    if model_type not in CHUNKED:
+        raise ConfigError(f"{asked}, but the model is a {model_type}; logits in parts work for {', '.join(CHUNKED)}")
+    if recipe.training.compiles:
+        raise ConfigError(f"{asked} beside training.torch_compile, which would compile each part; leave one out")
+
+
+def _lora_targets(recipe: Recipe, model_type: str, shapes: predict_parameters.Shapes) -> tuple[str, ...]:
+    if recipe.lora is None:
+        return ()
+    targets = recipe.lora.target_modules or predict_parameters.LORA_TARGETS[model_type]
+    return tuple(target for target in targets if any(name.endswith(f".{target}.weight") for name in shapes))

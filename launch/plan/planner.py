@@ -1,0 +1,93 @@
+"""Which way to run a recipe on a machine: of all candidates the fastest that fits, and why the others do not.
+
+Pure, but for the traces it asks for: values in, a Plan out. A user's batch is obeyed where it fits; else it is split at
+the same effective batch, and the plan says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+
+from launch.base.errors import DoesNotFit
+from launch.plan import candidates, explain
+from launch.plan.candidates import AS_ASKED, Given
+from launch.plan.search import _search, _sorted
+from launch.plan.ways_to_fit import MAX_WAYS, _does_not_fit, _ways
+from launch.predict.estimate import Judged, Subject
+from launch.predict.oom_history import CLEARLY_BELOW
+from launch.schema.plan import Change, Plan, Rendezvous
+from launch.schema.recipe import LaunchSection
+
+
+def choose(about: Subject, changes: Sequence[Change] = (), given: Given = AS_ASKED, rows: int | None = None) -> Plan:
+    """The fastest candidate that fits. Raises DoesNotFit with the nearest misses, ConfigError for what cannot be."""
+    about = replace(about, link=given.link, exceeded=given.exceeded, assume_fits=given.assume_fits)
+    with about.asking():
+        return _chosen(about, changes, given, rows)
+
+
+def _chosen(about: Subject, changes: Sequence[Change], given: Given, rows: int | None) -> Plan:
+    recipe = about.recipe
+    possible, refusals = candidates.possible(about, given)
+    judged: list[tuple[Judged, str]] = []
+    chosen = _search(about, possible, given, judged)
+    softer = ({"below": CLEARLY_BELOW}, {"is_last": False}, {"fewer_is_less": True})
+    for change in softer if about.exceeded.ran_out else ():
+        exceeded = replace(about.exceeded, **change)
+        if chosen is None and exceeded != about.exceeded:
+            about = replace(about, exceeded=exceeded)
+            judged.clear()
+            chosen = _search(about, possible, given, judged)
+    if chosen is None:
+        ways = list(islice(_ways(about, given), MAX_WAYS)) if given.offers_ways else None
+        raise DoesNotFit(_does_not_fit(about, judged, refusals, ways))
+    lost = (
+        f"{one.candidate.mode} with {one.candidate.num_processes} process(es): {one.misses}"
+        for one, _ in judged
+        if one.misses and one.memory.peak is None
+    )
+    candidate = chosen.candidate
+    return Plan(
+        recipe_name=recipe.name,
+        strategy=candidate,
+        shape=about.shape,
+        data_format=about.data_format,
+        estimate=chosen.memory,
+        budget_bytes=chosen.budget_bytes,
+        rows=rows if rows is None else min(rows, recipe.data.max_train_samples or rows),
+        lora_targets=about.lora_targets,
+        why=explain.why(about, chosen, given),
+        switches=explain.switches(about, candidate, given),
+        changes=(*changes, *explain.changes(about, candidate, judged, given)),
+        rejected=(*refusals, *dict.fromkeys(lost)),
+        table=tuple(explain.table(_sorted(judged))) if chosen.memory.peak else (),
+        step_s=chosen.time.step_s if chosen.time else None,
+        lengths=about.question(candidate).lengths,
+        rendezvous=_rendezvous(recipe.launch),
+        link=given.link if candidate.device == "cuda" and candidate.processes_per_machine > 1 else None,
+        packing=recipe.data.packing,
+        by_tokens=recipe.data.batch_by_tokens,
+        padding=about.padding(candidate),
+        base_fingerprint=about.base_fingerprint,
+        allocator_fraction=_allocator_fraction(recipe.launch),
+    )
+
+
+def _allocator_fraction(launch: LaunchSection) -> float:
+    """A share that the recipe names binds the ranks too. The default binds planning only: what it leaves free is for a
+    prediction that is too low. Only planning can tell them apart: a run's recipe.json has every default in it."""
+    return launch.vram_fraction if "vram_fraction" in launch.model_fields_set else 1.0
+
+
+def _rendezvous(launch: LaunchSection) -> Rendezvous | None:
+    if launch.nodes == 1:
+        return None
+    assert launch.main_process_ip is not None  # the schema has checked it
+    return Rendezvous(
+        launch.machine_rank,
+        launch.main_process_ip,
+        launch.main_process_port,
+        launch.network_interface,
+        launch.join_timeout_s,
+    )

@@ -1,0 +1,49 @@
+"""What a recipe gives up where nothing else fits, as far as its `allow:` says. Unlike a plan, it changes the result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from launch.predict import parameters
+from launch.schema.plan import Change
+from launch.schema.recipe import LoraSection, QuantizationSection, Recipe
+
+KEYS = frozenset({"quantization.load_in_4bit", "lora.r", "lora.lora_alpha", "data.max_length"})
+LEAST_R = 4
+LEAST_LENGTH = 64
+LENGTH_SHARES = (0.75, 0.5, 0.375, 0.25)
+REASON = "nothing else fits, and allow: says so; this changes the result"
+
+
+def rungs(recipe: Recipe, model_type: str) -> Iterator[tuple[Recipe, tuple[Change, ...]]]:
+    """(recipe, what was given up) of each rung, with all of those before it: 4 bits, lower rank, shorter rows."""
+    given_up: dict[str, Change] = {}
+
+    def lower(update: dict[str, Any], *changes: tuple[str, Any, Any]) -> tuple[Recipe, tuple[Change, ...]]:
+        nonlocal recipe
+        recipe = recipe.model_copy(update=update)
+        for key, before, after in changes:
+            first = given_up[key].requested if key in given_up else str(before)
+            given_up[key] = Change(key, first, str(after), REASON)
+        return recipe, tuple(given_up.values())
+
+    adapter = recipe.lora
+    if "quantization" in recipe.allow and adapter and not recipe.quantization and model_type in parameters.LORA_TARGETS:
+        four_bit = QuantizationSection(load_in_4bit=True)
+        yield lower({"quantization": four_bit}, ("quantization.load_in_4bit", "false", "true"))
+    while "lora.r" in recipe.allow and adapter and adapter.r >= 2 * LEAST_R:
+        halved = LoraSection(**{**adapter.model_dump(), **_halved(adapter)})  # the same lora_alpha / r
+        alpha = ("lora.lora_alpha", adapter.lora_alpha, halved.lora_alpha)
+        yield lower({"lora": halved}, ("lora.r", adapter.r, halved.r), alpha)
+        adapter = halved
+    asked = recipe.data.max_length
+    for share in LENGTH_SHARES if "data.max_length" in recipe.allow else ():
+        shorter = int(asked * share) // 8 * 8
+        if shorter >= LEAST_LENGTH:
+            data = recipe.data.model_copy(update={"max_length": shorter})
+            yield lower({"data": data}, ("data.max_length", recipe.data.max_length, shorter))
+
+
+def _halved(adapter: LoraSection) -> dict[str, int]:
+    return {"r": adapter.r // 2, "lora_alpha": max(adapter.lora_alpha // 2, 1)}

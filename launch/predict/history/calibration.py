@@ -1,0 +1,154 @@
+"""Predicted beside measured: what past errors say about the next prediction, and the lines that people read. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+from launch.schema.machine import GIB, Device
+from launch.schema.plan import Plan
+from launch.schema.recipe import Mode, Precision
+
+Quantity = Literal["allocated_bytes", "reserved_bytes", "outside_bytes", "host_pss_bytes", "step_s"]
+WORDS: dict[Quantity, str] = {
+    "allocated_bytes": "allocated",
+    "reserved_bytes": "reserved",
+    "outside_bytes": "outside the allocator",
+    "host_pss_bytes": "host RAM",
+    "step_s": "seconds per step",
+}
+UNDER = 0.03  # an error from which a run counts as under-predicted
+EDGES = (-0.1, -0.03, -0.01, 0.01, 0.03, 0.1)  # of the histogram's bars
+BAR = 30  # characters of the longest one
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One side, predicted or measured, of a run: per rank on its device, host RAM of the whole job. None: not known."""
+
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    outside_bytes: int | None = None  # on the device, outside the allocator: context, NCCL
+    host_pss_bytes: int | None = None
+    step_s: float | None = None  # of an optimizer step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """An ended attempt, and what it was predicted to take beside what it took."""
+
+    time: float  # unix time
+    run_id: str
+    machine_key: str
+    model_key: str
+    recipe_key: str
+    device: Device
+    device_name: str
+    mode: Mode
+    num_processes: int
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    max_length: int
+    mixed_precision: Precision
+    gradient_checkpointing: bool
+    versions: Mapping[str, str]  # package -> version
+    predicted: Figures
+    measured: Figures
+
+
+@dataclass(frozen=True)
+class Margin:
+    """By which share of itself a prediction may be exceeded; below 0 where predictions were always too high."""
+
+    fraction: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a step in the steady state says about the plan it runs by."""
+
+    lines: tuple[str, ...]  # of what was predicted too low by more than UNDER
+    exceeded: float = 0.0  # share of the device's prediction
+    host_exceeded: float = 0.0  # and of the host's
+    over: str = ""  # which budget the plan will exceed, if it goes on like that
+    needs: Mapping[Literal["device", "host"], int] = field(default_factory=dict)  # bytes of each that it will exceed
+
+
+def compare(plan: Plan, measured: Mapping[str, int], host_budget_bytes: int) -> Comparison:
+    """A steady step's figures (AttemptDir.second_step_file) beside the plan's of a training step: no evaluation has
+    happened by then. The step's rows may be shorter than the longest: that it took less says nothing."""
+    estimate, budget = plan.estimate, plan.budget_bytes
+    allocated = estimate.step_allocated_bytes or estimate.allocated_bytes  # 0: an older version's plan
+    reserved = estimate.step_reserved_bytes or estimate.reserved_bytes
+    of_step = estimate.device_bytes - estimate.reserved_bytes + reserved
+    pairs = [
+        ("reserved", reserved, measured["reserved_bytes"], of_step, budget),
+        ("allocated", allocated, measured["allocated_bytes"], of_step, budget),
+        ("host RAM", estimate.host_bytes, measured["host_pss_bytes"], estimate.host_bytes, host_budget_bytes),
+    ]
+    lines, over = [], ""
+    needs: dict[Literal["device", "host"], int] = {}
+    shares = dict.fromkeys((name for name, *_ in pairs), 0.0)
+    for name, predicted, found, whole, limit in pairs:
+        if not predicted or not found or estimate.peak is None or found <= predicted * (1 + UNDER):
+            continue
+        shares[name] = found / predicted - 1
+        lines.append(f"step 2: {name} {found / GIB:.2f} GiB, predicted {predicted / GIB:.2f} ({shares[name]:+.1%})")
+        if whole * (1 + shares[name]) > limit:
+            over = f"{lines[-1]}; going on would exceed the budget of {limit / GIB:.2f} GiB"
+            of: Literal["device", "host"] = "host" if name == "host RAM" else "device"
+            needs[of] = max(needs.get(of, 0), int(whole * (1 + shares[name])))
+    return Comparison(tuple(lines), max(shares["reserved"], shares["allocated"]), shares["host RAM"], over, needs)
+
+
+def margin(here: Sequence[float], everywhere: Sequence[float], device: Device, prior: float, level: float) -> Margin:
+    """What to allow for above a prediction: from residuals of this machine, else of this kind of device, else `prior`.
+
+    The bound is split-conformal: the next residual, if it is like these, stays below it with probability `level`.
+    Source: Lei et al., Distribution-Free Predictive Inference for Regression, JASA 2018, section 2.2; Angelopoulos and
+    Bates, arXiv:2107.07511, section 1.
+    """
+    for residuals, where in ((here, "this machine"), (everywhere, f"every {device} machine in the ledger")):
+        bound = conformal_bound(residuals, level)
+        if bound is not None:
+            return Margin(bound, f"{level:.0%} bound of {len(residuals)} runs on {where}")
+    needed = math.ceil(round(level / (1 - level), 9))
+    return Margin(prior, f"assumed: {len(everywhere)} run(s) measured so far, a {level:.0%} bound needs {needed}")
+
+
+def conformal_bound(residuals: Sequence[float], level: float) -> float | None:
+    """The ceil((n + 1) * level)-th smallest of n residuals; None: n is too small for that level."""
+    assert 0 < level < 1
+    rank = math.ceil(round((len(residuals) + 1) * level, 9))  # 0.07 * 100 is 7.000000000000001
+    return sorted(residuals)[rank - 1] if rank <= len(residuals) else None
+
+
+def lines(quantity: Quantity, device: Device, runs: Sequence[tuple[str, float]]) -> Iterator[str]:
+    """(run_id, residual) of at least one run: figures, a histogram and the worst five."""
+    residuals = [residual for _, residual in runs]
+    sizes = sorted(map(abs, residuals))
+    p95 = sizes[math.ceil(0.95 * len(sizes)) - 1]
+    yield (
+        f"{WORDS[quantity]} on {device}: {len(runs)} run(s), error median {statistics.median(sizes):.1%},"
+        f" p95 {p95:.1%}, max {sizes[-1]:.1%}, bias {statistics.fmean(residuals):+.1%};"
+        f" {sum(residual > UNDER for residual in residuals)} under-predicted by more than {UNDER:.0%}"
+    )
+    yield from _histogram(residuals)
+    worst = sorted(runs, key=lambda run: -abs(run[1]))[:5]
+    yield f"  worst: {', '.join(f'{run_id} {residual:+.1%}' for run_id, residual in worst)}"
+
+
+def _histogram(residuals: Sequence[float]) -> Iterator[str]:
+    ends = [f"{edge:+.0%}" for edge in EDGES]
+    names = [f"below {ends[0]}", *(f"{low} to {high}" for low, high in pairwise(ends)), f"above {ends[-1]}"]
+    counts = Counter(bisect_right(EDGES, residual) for residual in residuals)
+    for index, name in enumerate(names):
+        bar = "#" * math.ceil(BAR * counts[index] / max(counts.values()))
+        yield f"  {name:>12} {counts[index]:>5} {bar}".rstrip()

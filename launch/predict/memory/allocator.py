@@ -1,0 +1,435 @@
+"""A replay of PyTorch's caching allocator: what a log of allocations and frees makes it reserve, and where it fails.
+
+Follows DeviceCachingAllocator in c10/cuda/CUDACachingAllocator.cpp of torch 2.11 to 2.13, native backend, one stream;
+"Source" names its functions. Compared byte for byte with the compiled allocator of torch 2.11.0 over a CUDA driver that
+only counts, on random logs under every setting; not compared with a GPU. Left out: several streams, graph captures and
+private pools. Assumed: the driver places a new segment above the older ones and refuses only when memory is used up.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+from operator import attrgetter
+
+from launch.predict.memory.allocator_config import INTERVALS, MIB, TORCH_DEFAULTS, AllocatorConfig
+
+Event = tuple[int, int]  # id of a block and its bytes; FREED in place of the bytes where it dies
+
+FREED = -1
+EMPTY_CACHE: Event = (-1, 0)  # no block: torch.cuda.empty_cache() is called
+BLOCK_BYTES = 512  # kMinBlockSize: every size is a multiple of it
+SMALL_BYTES = MIB  # kSmallSize: requests up to here share the small segments
+SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer
+MIN_LARGE_BYTES = 10 * MIB  # kMinLargeAlloc: requests from here have a segment of their own
+ROUND_LARGE_BYTES = 2 * MIB  # kRoundLarge, of such a segment
+ADDRESS_BITS = 64
+UNLIMITED_BYTES = 1 << 56
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a log did to the allocator; peaks as torch.cuda.max_memory_allocated and max_memory_reserved count them.
+
+    With one stream what is active is what is allocated. A log ends at the request that failed.
+    """
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    retries: int  # requests for which every cached segment was given back, as num_alloc_retries
+    failed_event: int | None = None  # index in the log
+    failed_bytes: int | None = None  # as requested
+
+    @property
+    def out_of_memory(self) -> bool:
+        return self.failed_event is not None
+
+
+def replay(
+    events: Iterable[Event],
+    config: AllocatorConfig = TORCH_DEFAULTS,
+    capacity_bytes: int | None = None,
+    device_bytes: int | None = None,
+) -> Replay:
+    """What the allocator reserves for a log, and the request that fails where the driver has only capacity_bytes.
+
+    device_bytes is the memory of the whole device, of which per_process_memory_fraction is a share and which bounds the
+    addresses of an expandable segment; capacity_bytes unless given. Requests of no bytes take nothing.
+    """
+    allocator = CachingAllocator(config, capacity_bytes, device_bytes)
+    live: dict[int, Block] = {}
+    for index, (block_id, size_bytes) in enumerate(events):
+        if (block_id, size_bytes) == EMPTY_CACHE:
+            allocator.empty_cache()
+        elif size_bytes > 0:
+            block = allocator.allocate(size_bytes)
+            if block is None:
+                return allocator.report(index, size_bytes)
+            assert block_id not in live, f"event {index}: block {block_id} lives already"
+            live[block_id] = block
+        elif size_bytes < 0 and block_id in live:
+            allocator.free(live.pop(block_id))
+    return allocator.report()
+
+
+def smallest_capacity(events: Sequence[Event], config: AllocatorConfig = TORCH_DEFAULTS) -> int:
+    """Bytes the driver must have for the log to pass, retries allowed, whatever fraction of them a process may use.
+
+    By bisection: with these bytes the log passes, with one step less (2 MiB, or 1 under an odd large_segment_size_mb)
+    it does not. Best fit may let it pass with still fewer all the same, by chance.
+    """
+    config = replace(config, per_process_memory_fraction=1.0)
+    step_bytes = gcd(ROUND_LARGE_BYTES, config.large_segment_bytes)  # segments and pages are multiples of it
+    fails, passes = 0, replay(events, config).peak_reserved_bytes // step_bytes
+    while replay(events, config, passes * step_bytes).out_of_memory:  # an expandable segment has fewer addresses now
+        fails, passes = passes, passes + passes // 8 + 1
+    while passes - fails > 1:
+        middle = (fails + passes) // 2
+        if replay(events, config, middle * step_bytes).out_of_memory:
+            fails = middle
+        else:
+            passes = middle
+    return passes * step_bytes
+
+
+class Block:
+    """A range of a segment: live, free, or addresses without memory in an expandable one."""
+
+    __slots__ = ("address", "allocated", "inserted_at", "mapped", "next", "pool", "previous", "size_bytes")
+
+    def __init__(self, pool: Pool, address: int, size_bytes: int, mapped: bool = True) -> None:
+        self.pool = pool
+        self.address = address
+        self.size_bytes = size_bytes
+        self.mapped = mapped
+        self.allocated = False
+        self.inserted_at = 0  # gc_count_base
+        self.previous: Block | None = None
+        self.next: Block | None = None
+
+    @property
+    def split(self) -> bool:
+        return self.previous is not None or self.next is not None
+
+    def link(self, previous: Block | None, following: Block | None) -> None:
+        """Takes its place between two neighbours."""
+        self.previous, self.next = previous, following
+        if previous is not None:
+            previous.next = self
+        if following is not None:
+            following.previous = self
+
+
+class Pool:
+    """The free blocks of one class of sizes: by size, then by address (BlockComparatorSize)."""
+
+    def __init__(self, small: bool, page_bytes: int) -> None:
+        self.small = small
+        self.page_bytes = page_bytes
+        self.keys: list[int] = []
+        self.blocks: dict[int, Block] = {}
+        self.unmapped: list[Block] = []
+        self.next_address = 0
+        self.searches = 0  # get_free_blocks_call_count
+
+    def insert(self, block: Block) -> None:
+        block.inserted_at = self.searches
+        key = block.size_bytes << ADDRESS_BITS | block.address
+        insort(self.keys, key)
+        self.blocks[key] = block
+
+    def remove(self, block: Block) -> None:
+        key = block.size_bytes << ADDRESS_BITS | block.address
+        del self.keys[bisect_left(self.keys, key)], self.blocks[key]
+
+    def at_least(self, size_bytes: int) -> int:
+        """Index in `keys` of the smallest block that holds so many bytes."""
+        return bisect_left(self.keys, size_bytes << ADDRESS_BITS)
+
+    def addresses(self, size_bytes: int) -> int:
+        """The start of a range of addresses above all earlier ones."""
+        start = self.next_address
+        self.next_address += size_bytes
+        return start
+
+    def insert_unmapped(self, block: Block) -> None:
+        insort(self.unmapped, block, key=attrgetter("address"))
+
+    def remove_unmapped(self, block: Block) -> None:
+        del self.unmapped[bisect_left(self.unmapped, block.address, key=attrgetter("address"))]
+
+
+def _merge_neighbours(block: Block) -> None:
+    """Source: try_merge_blocks."""
+    for other in (block.previous, block.next):
+        if other is None or other.allocated or other.mapped != block.mapped:
+            continue
+        if other.mapped:
+            block.pool.remove(other)
+        else:
+            block.pool.remove_unmapped(other)
+        block.size_bytes += other.size_bytes
+        if other is block.previous:
+            block.address = other.address
+            block.link(other.previous, block.next)
+        else:
+            block.link(block.previous, other.next)
+
+
+class CachingAllocator:
+    """DeviceCachingAllocator: two pools of blocks over a driver that has capacity_bytes."""
+
+    def __init__(
+        self, config: AllocatorConfig, capacity_bytes: int | None = None, device_bytes: int | None = None
+    ) -> None:
+        self.config = config
+        self.capacity_bytes = UNLIMITED_BYTES if capacity_bytes is None else capacity_bytes
+        self.device_bytes = self.capacity_bytes if device_bytes is None else device_bytes
+        share = config.per_process_memory_fraction
+        self.allowed_bytes = int(share * self.device_bytes) if share < 1.0 else None  # setMemoryFraction
+        self.collects = self.allowed_bytes is not None and config.garbage_collection_threshold > 0.0
+        self.max_split_bytes = config.max_split_size_bytes or UNLIMITED_BYTES
+        self.rounds = any(count > 1 for count in config.roundup_power2_divisions)
+        self.small = Pool(True, SMALL_SEGMENT_BYTES)
+        self.large = Pool(False, config.large_segment_bytes)
+        self.allocated_bytes = self.reserved_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
+        self.retries = 0
+
+    def report(self, failed_event: int | None = None, failed_bytes: int | None = None) -> Replay:
+        return Replay(self.peak_allocated_bytes, self.peak_reserved_bytes, self.retries, failed_event, failed_bytes)
+
+    def allocate(self, requested_bytes: int) -> Block | None:
+        """A block for a request of at least one byte, or None where torch raises OutOfMemoryError. Source: malloc."""
+        size_bytes = self.rounded(requested_bytes)
+        pool = self.small if size_bytes <= SMALL_BYTES else self.large
+        block = self._take_free(pool, size_bytes) or self._take_new(pool, size_bytes)
+        if block is None:
+            return None
+        rest_bytes = block.size_bytes - size_bytes
+        if rest_bytes and self._splits(pool, size_bytes, rest_bytes):
+            rest = Block(pool, block.address + size_bytes, rest_bytes)
+            rest.link(block, block.next)
+            block.size_bytes = size_bytes
+            pool.insert(rest)
+        block.allocated = True
+        self.allocated_bytes += block.size_bytes
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
+        return block
+
+    def free(self, block: Block) -> None:
+        """Back to its pool, joined with free neighbours. Source: free_block."""
+        self.allocated_bytes -= block.size_bytes
+        block.allocated = False
+        _merge_neighbours(block)
+        block.pool.insert(block)
+
+    def rounded(self, size_bytes: int) -> int:
+        """Source: round_size, roundup_power2_next_division."""
+        if self.rounds:
+            interval = min(max(size_bytes.bit_length() - MIB.bit_length(), 0), INTERVALS - 1)
+            divisions = self.config.roundup_power2_divisions[interval]
+            if divisions > 1 and size_bytes > BLOCK_BYTES * divisions:
+                step_bytes = (1 << (size_bytes.bit_length() - 1)) // divisions
+                return -(-size_bytes // step_bytes) * step_bytes
+        return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+    def segment_bytes(self, size_bytes: int) -> int:
+        """What the driver is asked for. Source: get_allocation_size."""
+        if size_bytes <= SMALL_BYTES:
+            return SMALL_SEGMENT_BYTES
+        if size_bytes < MIN_LARGE_BYTES:
+            return self.config.large_segment_bytes
+        return -(-size_bytes // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
+
+    def _splits(self, pool: Pool, size_bytes: int, rest_bytes: int) -> bool:
+        """Source: should_split."""
+        if pool.small or self.config.expandable_segments:
+            return rest_bytes >= BLOCK_BYTES
+        return size_bytes < self.max_split_bytes and rest_bytes > SMALL_BYTES
+
+    def _take_free(self, pool: Pool, size_bytes: int) -> Block | None:
+        """The best fit among the free blocks. Source: get_free_block."""
+        if self.collects:
+            pool.searches += 1
+        keys, index = pool.keys, pool.at_least(size_bytes)
+        if index == len(keys):
+            return None
+        block = pool.blocks[keys[index]]
+        if self.config.expandable_segments:  # a block before unmapped addresses counts as large as it can become
+            while index + 1 < len(keys):
+                larger = pool.blocks[keys[index + 1]]
+                if _expandable_bytes(larger) >= _expandable_bytes(block):
+                    break
+                index, block = index + 1, larger
+        if size_bytes < self.max_split_bytes:
+            if block.size_bytes >= self.max_split_bytes:
+                return None
+        elif block.size_bytes >= size_bytes + self.config.max_non_split_rounding_bytes:
+            return None
+        del pool.blocks[keys.pop(index)]
+        return block
+
+    def _take_new(self, pool: Pool, size_bytes: int) -> Block | None:
+        """Memory from the driver; where it has too little, cached segments go back to it first. Source: malloc."""
+        if self.collects:
+            self._collect_garbage()
+        block = self._ask_driver(pool, size_bytes)
+        if block is None and self._release_oversize(pool, size_bytes):
+            block = self._ask_driver(pool, size_bytes)
+        if block is None:
+            self.empty_cache()
+            self.retries += 1
+            block = self._ask_driver(pool, size_bytes)
+        return block
+
+    def _ask_driver(self, pool: Pool, size_bytes: int) -> Block | None:
+        """Source: alloc_block."""
+        segment_bytes = self.segment_bytes(size_bytes)
+        if self.allowed_bytes is not None and self.reserved_bytes + segment_bytes > self.allowed_bytes:
+            return None
+        if self.config.expandable_segments:
+            return self._expand(pool, size_bytes)
+        if not self._reserve(segment_bytes):
+            return None
+        return Block(pool, pool.addresses(segment_bytes), segment_bytes)
+
+    def _reserve(self, size_bytes: int) -> bool:
+        """cudaMalloc or cuMemCreate."""
+        if self.reserved_bytes + size_bytes > self.capacity_bytes:
+            return False
+        self.reserved_bytes += size_bytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        return True
+
+    def _collect_garbage(self) -> None:
+        """Gives back the large segments that were free the longest. Source: garbage_collect_cached_blocks."""
+        assert self.allowed_bytes is not None
+        threshold_bytes = int(self.config.garbage_collection_threshold * self.allowed_bytes)
+        target_bytes, pool = self.reserved_bytes - threshold_bytes, self.large
+        if target_bytes <= 0 or self.config.expandable_segments:
+            return
+        idle = [block for block in pool.blocks.values() if not block.split]
+        while target_bytes > 0 and idle:
+            age = sum(pool.searches - block.inserted_at for block in idle) / len(idle)
+            old = [block for block in idle if pool.searches - block.inserted_at >= age]
+            idle = [block for block in idle if pool.searches - block.inserted_at < age]
+            target_bytes -= sum(block.size_bytes for block in old)
+            for block in old:
+                self._release(block)
+
+    def _release_oversize(self, pool: Pool, size_bytes: int) -> bool:
+        """Gives back unsplittable blocks, one that is large enough or the largest. Source: release_available..."""
+        if self.config.max_split_size_bytes is None:
+            return False
+        wanted_bytes = max(size_bytes, self.max_split_bytes)
+        index = pool.at_least(wanted_bytes)
+        if index < len(pool.keys) and not self.config.expandable_segments:
+            self._release(pool.blocks[pool.keys[index]])
+            return True
+        released_bytes = 0
+        while not self.config.expandable_segments and pool.keys and released_bytes < wanted_bytes:
+            block = pool.blocks[pool.keys[-1]]
+            if block.size_bytes < self.max_split_bytes:
+                break
+            released_bytes += block.size_bytes
+            self._release(block)
+        return released_bytes >= wanted_bytes
+
+    def empty_cache(self) -> None:
+        """Gives every segment that nothing lives in back to the driver. Source: release_cached_blocks."""
+        self._release_cached(self.large)
+        self._release_cached(self.small)
+
+    def _release_cached(self, pool: Pool) -> None:
+        """Source: release_blocks."""
+        for block in [pool.blocks[key] for key in pool.keys]:
+            if self.config.expandable_segments:
+                self._unmap(block)
+            elif not block.split:
+                self._release(block)
+
+    def _release(self, block: Block) -> None:
+        block.pool.remove(block)
+        self.reserved_bytes -= block.size_bytes
+
+    def _expand(self, pool: Pool, size_bytes: int) -> Block | None:
+        """The lowest free range that can be made large enough. Source: try_allocate_expandable_block."""
+        block = self._expandable_block(pool, size_bytes)
+        if not block.mapped and not self._map(block, min(block.size_bytes, size_bytes)):
+            return None
+        while block.size_bytes < size_bytes:
+            following = block.next
+            assert following is not None
+            if not self._map(following, min(size_bytes - block.size_bytes, following.size_bytes)):
+                return None
+            block = following
+        pool.remove(block)
+        return block
+
+    def _expandable_block(self, pool: Pool, size_bytes: int) -> Block:
+        """Source: find_expandable_block."""
+        for block in pool.unmapped:
+            if block.previous is not None and not block.previous.allocated:
+                block = block.previous
+            if _free_bytes_from(block) >= size_bytes:
+                return block
+        pages = -(-(self.device_bytes + self.device_bytes // 8) // pool.page_bytes)  # ExpandableSegment
+        segment_bytes = max(pages, 1) * pool.page_bytes
+        block = Block(pool, pool.addresses(segment_bytes), segment_bytes, mapped=False)
+        pool.insert_unmapped(block)
+        return block
+
+    def _map(self, block: Block, size_bytes: int) -> bool:
+        """Gives the first pages of an unmapped block memory, all or none. Source: map_block."""
+        pool = block.pool
+        mapped_bytes = -(-size_bytes // pool.page_bytes) * pool.page_bytes
+        if not self._reserve(mapped_bytes):
+            return False
+        pool.remove_unmapped(block)
+        block.mapped = True
+        if mapped_bytes < block.size_bytes:
+            rest = Block(pool, block.address + mapped_bytes, block.size_bytes - mapped_bytes, mapped=False)
+            rest.link(block, block.next)
+            pool.insert_unmapped(rest)
+            block.size_bytes = mapped_bytes
+        _merge_neighbours(block)
+        pool.insert(block)
+        return True
+
+    def _unmap(self, block: Block) -> None:
+        """Takes the memory of the whole pages in a free block. Source: unmap_block."""
+        pool = block.pool
+        start = -(-block.address // pool.page_bytes) * pool.page_bytes
+        end = (block.address + block.size_bytes) // pool.page_bytes * pool.page_bytes
+        if start >= end:
+            return
+        pool.remove(block)
+        if start > block.address:
+            before = Block(pool, block.address, start - block.address)
+            before.link(block.previous, block)
+            pool.insert(before)
+        if block.address + block.size_bytes > end:
+            after = Block(pool, end, block.address + block.size_bytes - end)
+            after.link(block, block.next)
+            pool.insert(after)
+        block.address, block.size_bytes, block.mapped = start, end - start, False
+        self.reserved_bytes -= end - start
+        _merge_neighbours(block)
+        if block.split:  # else the whole segment is empty: release_expandable_segment
+            pool.insert_unmapped(block)
+
+
+def _expandable_bytes(block: Block) -> int:
+    following = block.next
+    return block.size_bytes + (following.size_bytes if following is not None and not following.mapped else 0)
+
+
+def _free_bytes_from(block: Block | None) -> int:
+    free_bytes = 0
+    while block is not None and not block.allocated:
+        free_bytes += block.size_bytes
+        block = block.next
+    return free_bytes

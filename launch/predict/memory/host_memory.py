@@ -1,0 +1,251 @@
+"""Host RAM of a whole job on one machine, by cause and phase: launcher, agent, ranks, data workers. Pure.
+
+What is summed is PSS, as rundir.job_pss_bytes reads it: a page of a mapped file counts once, however many map it.
+"Model" is what the device's allocator has handed out; what glibc keeps of freed blocks is a line of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from launch.data import shards
+from launch.predict.memory import malloc
+from launch.probe.import_memory import Imports
+from launch.schema.machine import MIB
+from launch.schema.plan import MemoryEstimate, ModelShape, Strategy
+from launch.schema.recipe import DTYPE_BYTES, DataSection, Recipe
+
+# The rest of this block was measured beside the imports, on runs whose model takes next to nothing.
+STARTED_BYTES = 30 * MIB  # tokenizer, Trainer, event files, a rank's first step
+PEFT_BYTES = 11 * MIB  # its import
+STARTED_MAPPED_BYTES = 12 * MIB  # code pages that the run touches and the imports have not
+GROUP_BYTES = 5 * MIB  # Gloo's process group and its buffers, DDP's or DeepSpeed's own objects
+WORKER_BYTES = 16 * MIB  # pages that a forked data worker writes to
+DEEPSPEED_BYTES = 20 * MIB  # its import: in each rank, and in accelerate launch, which reads its configuration
+DEEPSPEED_ENGINE_BYTES = 20 * MIB  # objects of a rank's engine that are no tensors
+LAUNCHED_BYTES = 7 * MIB  # recipe, plan and screen
+
+STREAM_BYTES_A_TOKEN = 2  # as a corpus is stored: plain text has 3 to 5, packed parquet a third of that
+SAMPLE_MAPPED_BYTES = 64 << 10  # a page fault maps up to 16 pages around it (fault_around_bytes)
+TOKEN_BYTES = 8  # of a row in the cache: an input id and a label, int32 each
+ORDER_BYTES = 8  # of a row in a rank: the sample numbers and their permutation, int32 each
+LENGTHS_BYTES = 16  # of a row while rows are grouped: source and target, int32 each, as columns and as one table
+PREPARE_SAMPLES = 1000  # tokenised at once (training/data/encode.py)
+PREPARE_TOKEN_BYTES = 200  # of a token there, as text, encoding and Python lists
+PACKING_BYTES = 96 * MIB  # a window of rows and the sequences made of it (training/data/packing.py)
+BROADCAST_BYTES = 250 * MIB  # DDP sends weights in buckets of this size, two at a time (torch reducer.cpp)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the prediction is about; bytes are those of one rank unless they say otherwise."""
+
+    recipe: Recipe
+    strategy: Strategy
+    shape: ModelShape
+    states: MemoryEstimate  # as sharding.per_rank gives it
+    step_bytes: int  # highest count of the device's allocator in a step
+    evaluation_bytes: int  # the same, in an evaluation
+    embedding_bytes: int  # of the input embedding in the weights' type
+    untouched_bytes: int = 0  # of the allocator's: never written, never in RAM (DeepSpeed's bucket above the gradients)
+    reduced_bytes: int = 0  # of gradients at once, by DeepSpeed
+    holes_bytes: int = 0  # what malloc keeps of a step's freed blocks (malloc.py)
+    converts: bool = False  # a local folder stores its weights in another type than they are loaded in
+    rows: int | None = None  # of the training file; None: not counted
+    cache_bytes: int | None = None  # of the tokenised rows; None: not there yet
+
+    @property
+    def ranks(self) -> int:
+        return self.strategy.processes_per_machine
+
+    @property
+    def built_bytes(self) -> int:
+        """Weights as the model is built, whole, on the host of each rank."""
+        parameters = self.shape.parameters * DTYPE_BYTES[self.recipe.model.dtype]
+        return parameters + self.shape.lora_parameters * DTYPE_BYTES["float32"]
+
+    @property
+    def untied_bytes(self) -> int:
+        """The output embedding, which exists for a moment before it is tied to the input's; not in a stored model."""
+        is_tied = self.shape.config.get("tie_word_embeddings", self.shape.config["model_type"] in ("gpt2", "t5"))
+        return self.embedding_bytes if is_tied and self.recipe.model.path is None else 0
+
+    @property
+    def mapped_weights_bytes(self) -> int:
+        """Frozen weights of a local folder: pages of its files, which all ranks share. Quantised, they are a rank's."""
+        if self.recipe.model.path is None or self.recipe.quantization is not None:
+            return 0
+        if self.strategy.device == "cuda" or self.strategy.engine == "deepspeed":
+            return 0
+        frozen = self.shape.parameters - (self.shape.trainable_parameters - self.shape.lora_parameters)
+        return frozen * DTYPE_BYTES[self.recipe.model.dtype]
+
+
+@dataclass(frozen=True)
+class HostEstimate:
+    """Bytes of all processes of the job on this machine, by phase and cause."""
+
+    by_phase: Mapping[str, Mapping[str, int]]
+
+    @property
+    def phase(self) -> str:
+        return max(self.by_phase, key=lambda name: sum(self.by_phase[name].values()))
+
+    @property
+    def by_cause(self) -> Mapping[str, int]:
+        return self.by_phase[self.phase]
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.by_cause.values())
+
+
+def estimate(job: Job, imports: Imports) -> HostEstimate:
+    """The phases of a run in their order. On GPUs the model is on the host only while it is built and saved."""
+    on_gpu = job.strategy.device == "cuda"
+    running = {**_processes(job, imports), **_data(job), **_offloaded(job)}
+    if job.recipe.data.streaming:
+        running["tokenising"] = shards.STREAM_PROCESSES * _tokenising_bytes(job.recipe.data, imports)
+        block_bytes = 4 * job.recipe.data.stream_unit_bytes
+        running["rows read"] = block_bytes // STREAM_BYTES_A_TOKEN * TOKEN_BYTES
+    held = job.states.weights_bytes + job.states.optimizer_bytes
+    if job.strategy.engine == "ddp":
+        held += job.states.gradients_bytes  # the buckets stay when the gradients are dropped
+    if job.strategy.engine == "deepspeed":  # so do its own
+        held = max(held, job.evaluation_bytes)
+    phases = {
+        "prepare": _preparing(job, imports),
+        "load": {**_processes(job, imports), **_loading(job)},
+        "train": {**running, **({} if on_gpu else _on_host(job, job.step_bytes))},
+        "evaluation": {**running, **({} if on_gpu else _on_host(job, max(job.evaluation_bytes, held)))},
+        "save": {**running, **({} if on_gpu else _on_host(job, held)), **_saving(job)},
+    }
+    if not job.recipe.evaluates:
+        del phases["evaluation"]
+    return HostEstimate(
+        {name: {cause: size for cause, size in parts.items() if size} for name, parts in phases.items()}
+    )
+
+
+def _processes(job: Job, imports: Imports) -> dict[str, int]:
+    strategy = job.strategy
+    deepspeed = DEEPSPEED_BYTES if strategy.engine == "deepspeed" else 0
+    engine = DEEPSPEED_ENGINE_BYTES if strategy.engine == "deepspeed" else 0
+    several = deepspeed + engine + (GROUP_BYTES if strategy.backend is not None else 0)
+    if strategy.engine == "deepspeed" and strategy.backend == "gloo":
+        # a copy of what Gloo reduces: mapped for a moment, or kept in the arenas of two of its threads
+        several += job.reduced_bytes * (1 if job.reduced_bytes >= malloc.MMAP_THRESHOLD_BYTES else 2)
+    peft = PEFT_BYTES if job.recipe.lora is not None else 0
+    return {
+        "launcher": imports.launcher_bytes + LAUNCHED_BYTES,
+        "agent": imports.agent_bytes + deepspeed,
+        "ranks' imports": job.ranks * (imports.rank_bytes + STARTED_BYTES + peft + several),
+        "libraries": imports.mapped_bytes + STARTED_MAPPED_BYTES,
+    }
+
+
+def tokenising_processes(data: DataSection, imports: Imports, cpu_count: int, budget_bytes: int) -> int:
+    """How many may tokenise side by side: one for each CPU, as far as the host has room for them."""
+    others = imports.launcher_bytes + LAUNCHED_BYTES + imports.prepare_bytes + imports.mapped_bytes
+    return max(min(cpu_count, (budget_bytes - others) // _tokenising_bytes(data, imports)), 1)
+
+
+def _tokenising_bytes(data: DataSection, imports: Imports) -> int:
+    window = PACKING_BYTES if data.packing else 0
+    return imports.prepare_bytes + PREPARE_SAMPLES * data.max_length * PREPARE_TOKEN_BYTES + window
+
+
+def _preparing(job: Job, imports: Imports) -> dict[str, int]:
+    """Tokenising, in a child that ends before the ranks start; with room for more of them, corpora have more."""
+    return {
+        "launcher": imports.launcher_bytes + LAUNCHED_BYTES,
+        "tokenising": _tokenising_bytes(job.recipe.data, imports),
+        "libraries": imports.mapped_bytes,
+    }
+
+
+def _loading(job: Job) -> dict[str, int]:
+    """Each rank builds the whole model on its host, then DDP on CPUs sends rank 0's to the others.
+
+    Weights of a local folder are mapped; one is read, once for all ranks, when it is converted, moved or trained.
+    """
+    strategy, is_mapped = job.strategy, job.recipe.model.path is not None
+    sent = 0
+    if strategy.engine == "ddp" and strategy.device == "cpu":
+        sent = min(job.built_bytes, 2 * BROADCAST_BYTES)
+    built = 0 if is_mapped and not job.converts else job.built_bytes
+    is_read = strategy.device == "cuda"
+    if is_mapped and job.recipe.quantization is not None:  # a tensor at a time, to where it trains
+        built, is_read = 0 if strategy.device == "cuda" else job.states.weights_bytes, True
+    return {
+        "weights": job.ranks * built,
+        "weights' files": job.built_bytes if is_mapped and is_read else 0,
+        "while building": job.ranks * max(job.untied_bytes, sent),
+    }
+
+
+def _on_host(job: Job, device_bytes: int) -> dict[str, int]:
+    """What ranks on CPUs hold of a model; frozen weights that are mapped count once."""
+    mapped = job.mapped_weights_bytes
+    return {
+        "model": job.ranks * max(device_bytes - job.untouched_bytes - mapped, 0),
+        "freed and kept by malloc": job.ranks * job.holes_bytes,
+        "weights' files": mapped,
+    }
+
+
+def _data(job: Job) -> dict[str, int]:
+    strategy, data = job.strategy, job.recipe.data
+    rows = min(job.rows or 0, data.max_train_samples or job.rows or 0)
+    cache = job.cache_bytes if job.cache_bytes is not None else rows * data.max_length * TOKEN_BYTES
+    steps = job.recipe.training.max_steps
+    read = rows if steps < 0 else min(rows, steps * strategy.effective_batch_size)
+    columns = 4 if job.shape.is_encoder_decoder else 3  # int64 tensors of a batch (training/data/batches.py)
+    batch = strategy.per_device_train_batch_size * data.max_length * columns * 8
+    ahead = job.recipe.training.extras.get("dataloader_prefetch_factor") or 2  # DataLoader's own
+    waiting = ahead * strategy.dataloader_num_workers
+    pinned = rounded_pinned(batch) if strategy.device == "cuda" else 0
+    of_lengths = LENGTHS_BYTES if data.group_by_length or data.batch_by_tokens else 0
+    return {
+        "order of samples": job.ranks * rows * (ORDER_BYTES + of_lengths),
+        "rows read": min(cache, read * SAMPLE_MAPPED_BYTES),
+        "data workers": job.ranks * (strategy.dataloader_num_workers * WORKER_BYTES + waiting * batch),
+        "pinned batches": job.ranks * pinned * (1 + waiting),
+    }
+
+
+def _offloaded(job: Job) -> dict[str, int]:
+    """States that DeepSpeed keeps on the host. On GPUs slices of weights and gradients are pinned, the rest is not.
+
+    Source: deepspeed 0.19.8 stage_1_and_2.py and stage3.py (pin_memory), torch CachingHostAllocator (powers of two).
+    Not measured on a GPU.
+    """
+    offloaded = job.states.offloaded_bytes
+    if not offloaded or job.strategy.device == "cpu":
+        return {"offloaded states": job.ranks * offloaded}
+    piece = math.ceil(job.shape.trainable_parameters / job.strategy.num_processes)
+    element_bytes = DTYPE_BYTES["float32"] if job.strategy.mixed_precision == "no" else 2
+    pinned = [4 * piece, 4 * piece] + [element_bytes * piece] * (2 if job.strategy.zero_stage == 3 else 0)
+    return {
+        "offloaded states": job.ranks * offloaded,
+        "rounding of pinned memory": job.ranks * sum(rounded_pinned(size) - size for size in pinned),
+    }
+
+
+def _saving(job: Job) -> dict[str, int]:
+    """Copies on the host while a checkpoint or the model is written. Tensors that are there are written from there."""
+    strategy = job.strategy
+    if strategy.zero_stage == 3 or strategy.engine == "fsdp2":  # rank 0 gathers, and builds the model once more
+        return {"gathered weights": job.built_bytes, "model to export": job.built_bytes + job.untied_bytes}
+    if strategy.device == "cpu":
+        return {}
+    is_adapter = job.recipe.lora is not None and job.recipe.model.path is not None
+    written = job.shape.lora_parameters * DTYPE_BYTES["float32"] if is_adapter else job.built_bytes
+    return {"weights to write": written}  # rank 0's; optimizer states go one tensor at a time
+
+
+def rounded_pinned(size: int) -> int:
+    """What torch's pinned-memory cache takes for a block. Source: torch 2.13 CachingHostAllocator.h, the default."""
+    return 1 << (size - 1).bit_length() if size else 0

@@ -1,0 +1,141 @@
+"""Memory that earlier attempts of a run exceeded: later plans stay clearly below it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from launch.base.text import gib
+from launch.schema.machine import Machine
+from launch.schema.plan import MemoryEstimate, Strategy
+from launch.schema.recipe import Recipe
+
+CLEARLY_BELOW = 0.95  # of what ran out of memory: the most that another plan may take of it
+
+MUCH_BELOW = 0.75  # the same for the last plan that a start makes
+
+TRAINING = ("first step", "step")
+
+WRITING = ("save", "export")  # a card then holds model states only: another micro-batch changes nothing
+
+
+@dataclass(frozen=True)
+class RanOut:
+    """An attempt that ended for want of memory, or whose second step took more than the budget has."""
+
+    of: Literal["device", "host"]
+    section: str  # that the ranks were in: load, step, evaluation, save...; tokenise: there were none yet
+    candidate: Strategy
+    # Of that memory, by the plan, as it is before errors of past predictions are added; of its model states, where a
+    # card ran out in writing them.
+    predicted_bytes: int
+    measured_bytes: int = 0  # that a second step showed it to need, which is more than the budget; 0: it ran out
+    limit_bytes: int = 0  # of that memory, on this machine; 0: an older version's
+    available_bytes: int = 0  # of it for the job: when it was planned or had ended, the more of both
+    is_own: bool = True  # the job took it, not others
+
+    @property
+    def rules(self) -> bool:
+        """Whether it says anything about plans."""
+        return self.is_own and self.section != "tokenise"
+
+    def counts(self, machine: Machine) -> bool:
+        """Whether it still does in another start: not where there is clearly more memory than there was."""
+        now = available_bytes(self.of, machine, self.candidate)
+        return self.rules and (not self.available_bytes or now * CLEARLY_BELOW <= self.available_bytes)
+
+    def rules_out(
+        self,
+        candidate: Strategy,
+        needed_bytes: int,
+        is_traced: bool,
+        states_bytes: int = 0,
+        fewer_is_less: bool = False,
+        is_last: bool = False,
+        below: float = CLEARLY_BELOW,
+    ) -> str | None:
+        """Why a candidate that needs so much would end in the same way; None where it takes clearly less."""
+        if self.of == "device" and self.section in WRITING:
+            if states_bytes < CLEARLY_BELOW * self.predicted_bytes:
+                return None
+            states = f"model states of {gib(states_bytes)}, and {gib(self.predicted_bytes)}"
+            return f"{states} ran out of memory in {self.section}"
+        if self.section == "evaluation" and self.candidate.per_device_eval_batch_size > 1:
+            if candidate.per_device_eval_batch_size < self.candidate.per_device_eval_batch_size:
+                return None
+            return f"evaluating {self.candidate.per_device_eval_batch_size} samples at once ran out of memory"
+        at_once = self.candidate.per_device_train_batch_size
+        if is_last and self.section in TRAINING and candidate.per_device_train_batch_size >= at_once > 1:
+            return (
+                f"{gib(needed_bytes)}, and the last plan of a start takes fewer samples than {at_once}, which ran out"
+            )
+        if not is_traced:  # states alone do not tell one cut from another
+            is_less = (
+                candidate.per_device_train_batch_size < self.candidate.per_device_train_batch_size
+                or candidate.gradient_checkpointing > self.candidate.gradient_checkpointing
+                or needed_bytes < below * self.predicted_bytes
+            )
+        else:
+            is_less = needed_bytes < below * self.predicted_bytes
+            is_less |= fewer_is_less and self._holds_more_samples(candidate)
+        if is_less:
+            return None
+        where = "host RAM" if self.of == "host" else "memory"
+        if self.measured_bytes:
+            took = f"took {gib(self.measured_bytes)} of {where}, which is too much"
+            return f"{gib(needed_bytes)}, and a plan of {gib(self.predicted_bytes)} {took}"
+        return f"{gib(needed_bytes)}, and a plan of {gib(self.predicted_bytes)} ran out of {where} in {self.section}"
+
+    def _holds_more_samples(self, candidate: Strategy) -> bool:
+        """Than the candidate does at once, which saves as much in other ways."""
+        failed = self.candidate
+        return (
+            self.of == "device"  # of host RAM samples are a small part
+            and candidate.mode == failed.mode
+            and candidate.per_device_train_batch_size < failed.per_device_train_batch_size
+            and candidate.gradient_checkpointing >= failed.gradient_checkpointing
+            and candidate.num_output_chunks >= failed.num_output_chunks
+        )
+
+
+@dataclass(frozen=True)
+class Exceeded:
+    """What attempts have shown: evidence that narrows the next choice."""
+
+    device: float = 0.0  # share by which a prediction was exceeded
+    host: float = 0.0
+    ran_out: tuple[RanOut, ...] = ()
+    # Fewer samples at once take less even where the sum says otherwise: what ran out was not counted right, and it may
+    # be what grows with them. For when nothing else is left.
+    fewer_is_less: bool = False
+    is_last: bool = False  # the next plan is the last of a start: it takes fewer samples at once
+    below: float = CLEARLY_BELOW  # share of what ran out that the next plan may take
+    spent: tuple[Recipe, ...] = ()  # of which a start has made all the plans that it makes
+
+    def rules_out(self, of: str, candidate: Strategy, needed_bytes: int, memory: MemoryEstimate) -> str | None:
+        """Why what was seen of that memory rules out a candidate that needs so much of it; None where it does not.
+
+        All bytes are without what is added for errors of predictions: those of one start are alike."""
+        is_traced, states_bytes = memory.peak is not None, memory.model_state_bytes
+        reasons = (
+            one.rules_out(
+                candidate, needed_bytes, is_traced, states_bytes, self.fewer_is_less, self.is_last, self.below
+            )
+            for one in self.ran_out
+            if one.of == of
+        )
+        return next((reason for reason in reasons if reason), None)
+
+    def for_plan(self, is_last: bool) -> Exceeded:
+        """The same for the next plan of a start; the last one takes much less."""
+        return replace(self, is_last=is_last, below=MUCH_BELOW if is_last else CLEARLY_BELOW)
+
+
+NOTHING_EXCEEDED = Exceeded()
+
+
+def available_bytes(of: str, machine: Machine, candidate: Strategy) -> int:
+    """What of a memory a job could use, as the machine was probed: of the card with the least, or of host RAM."""
+    if of == "device" and candidate.device == "cuda":
+        return min((gpu.free_bytes for gpu in machine.gpus[: candidate.processes_per_machine]), default=0)
+    return machine.host_available_bytes

@@ -1,0 +1,147 @@
+"""Bytes of weights, gradients and optimizer states, by optimizer and quantisation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from launch.base.errors import ConfigError
+from launch.base.text import nearest
+from launch.predict.parameters import LORA_TARGETS, Shape, Shapes, _total, trainable_shapes
+from launch.schema.plan import MemoryEstimate
+from launch.schema.recipe import DTYPE_BYTES, LoraSection, QuantizationSection
+
+LORA_BYTES = 4  # PEFT keeps adapters in float32 whatever the model's dtype (autocast_adapter_dtype)
+
+BNB_MIN_8BIT_SIZE = 4096  # elements; bitsandbytes 0.50 Optimizer2State: smaller tensors keep 32-bit states
+
+BNB_BLOCK_SIZE = 256  # elements per absmax value (float32)
+
+BNB_MAP_BYTES = 256 * 4  # one quantization map per state, shared by all tensors
+
+BNB_4BIT_BLOCK_SIZE = 64  # weights per scale: Params4bit
+
+BNB_4BIT_CODE_BYTES = 16 * 4  # the values of nf4 or fp4, a table for every weight
+
+KEPT_WHOLE = {"t5": ("wo",)}  # linear layers that are not quantised: T5ForConditionalGeneration._keep_in_fp32_modules
+
+OptimizerBytes = Callable[[str, Shape, int], int]  # (name, shape, bytes of an element) -> bytes of its states
+
+
+def _torch_states(num_states: int) -> OptimizerBytes:
+    """torch.optim: states are zeros_like(parameter), so in its dtype. The scalar step counters are left out."""
+    return lambda name, shape, element_bytes: num_states * math.prod(shape) * element_bytes
+
+
+def _adafactor(name: str, shape: Shape, element_bytes: int) -> int:
+    """transformers.Adafactor, beta1 None: a row and a column of float32 per matrix, float32 for each other element."""
+    if len(shape) < 2:
+        return 4 * math.prod(shape)
+    return 4 * (math.prod(shape[:-1]) + math.prod(shape[:-2]) * shape[-1])
+
+
+def _bnb_32bit(num_states: int) -> OptimizerBytes:
+    return lambda name, shape, element_bytes: num_states * math.prod(shape) * 4
+
+
+def _bnb_8bit(num_states: int) -> OptimizerBytes:
+    def state_bytes(name: str, shape: Shape, element_bytes: int) -> int:
+        size = math.prod(shape)
+        if size < BNB_MIN_8BIT_SIZE or _is_embedding(name):
+            return num_states * size * 4
+        return num_states * (size + 4 * math.ceil(size / BNB_BLOCK_SIZE))
+
+    return state_bytes
+
+
+def _is_embedding(name: str) -> bool:
+    """Whether the Trainer gives this parameter 32-bit states, as it does to every nn.Embedding."""
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    return module in ("shared", "wte", "wpe", "relative_attention_bias") or "embed" in module
+
+
+_8BIT = {"adamw_bnb_8bit": 2, "adamw_8bit": 2, "paged_adamw_8bit": 2, "lion_8bit": 1, "paged_lion_8bit": 1}
+
+_8BIT |= {"rmsprop_bnb_8bit": 1}
+
+_32BIT = {"paged_adamw_32bit": 2, "lion_32bit": 1, "paged_lion_32bit": 1, "rmsprop_bnb": 1, "rmsprop_bnb_32bit": 1}
+
+OPTIMIZERS: dict[str, OptimizerBytes] = {  # TrainingArguments.optim -> its states; only what a test has measured
+    "adamw_torch": _torch_states(2),
+    "adamw_torch_fused": _torch_states(2),
+    "adafactor": _adafactor,
+    "sgd": _torch_states(0),
+    "adagrad": _torch_states(1),
+    "rmsprop": _torch_states(1),
+    **{name: _bnb_8bit(num_states) for name, num_states in _8BIT.items()},
+    **{name: _bnb_32bit(num_states) for name, num_states in _32BIT.items()},
+}
+
+
+def _quantized_bytes(shapes: Shapes, section: QuantizationSection, model_type: str, element_bytes: int) -> int:
+    """Weights of which the linear layers that transformers would quantise have 4 bits. Without LoRA's."""
+    if model_type not in LORA_TARGETS:
+        raise ConfigError(
+            f"quantization: which layers of model_type {model_type!r} would have 4 bits is not known; known:"
+            f" {', '.join(sorted(LORA_TARGETS))}"
+        )
+    assert section.bnb_4bit_compute_dtype is not None
+    linear = set(LORA_TARGETS[model_type]) - set(KEPT_WHOLE.get(model_type, ()))
+    total = 0
+    for name, shape in shapes.items():
+        module, _, kind = name.rpartition(".")
+        if module.rpartition(".")[2] not in linear:
+            total += math.prod(shape) * element_bytes
+        elif kind == "weight":
+            total += _four_bit_bytes(math.prod(shape), section.bnb_4bit_use_double_quant)
+        else:  # a bias has the type of what it is added to
+            total += math.prod(shape) * DTYPE_BYTES[section.bnb_4bit_compute_dtype]
+    return total
+
+
+def _four_bit_bytes(size: int, double: bool) -> int:
+    """Two weights in a byte, a scale for each block; with double quantisation the scales have 8 bits, and scales."""
+    blocks = math.ceil(size / BNB_4BIT_BLOCK_SIZE)
+    nested_bytes = blocks + 4 * math.ceil(blocks / BNB_BLOCK_SIZE) + BNB_MAP_BYTES + 4  # the last: their mean
+    return math.ceil(size / 2) + BNB_4BIT_CODE_BYTES + (nested_bytes if double else 4 * blocks)
+
+
+def model_state(
+    shapes: Shapes,
+    freeze: Sequence[str],
+    lora: LoraSection | None,
+    model_type: str,
+    optim: str,
+    dtype: str,
+    quantization: QuantizationSection | None = None,
+) -> MemoryEstimate:
+    """Bytes of weights, gradients and optimizer states on each rank, where each rank holds a full copy.
+
+    `dtype` is recipe.model.dtype: autocast (bf16, fp16) adds nothing here. `quantization` is Recipe.quantized().
+    States of a paged optimizer count in full.
+    Not counted: momentum or centering asked for through optim_args.
+
+    Raises ConfigError for an optimizer whose states are not known exactly, and for layers that cannot be quantised.
+    """
+    if optim not in OPTIMIZERS:
+        raise ConfigError(
+            f"training.optim: the memory of {optim!r} is not known; known: {', '.join(OPTIMIZERS)}"
+            + "".join(f"; nearest: {near}" for near in nearest(optim, OPTIMIZERS))
+        )
+    trainable = trainable_shapes(shapes, freeze, lora, model_type)
+    element_bytes = DTYPE_BYTES[dtype]
+    trainable_bytes = element_bytes if lora is None else LORA_BYTES
+    state_bytes = OPTIMIZERS[optim]
+    optimizer_bytes = sum(state_bytes(name, shape, trainable_bytes) for name, shape in trainable.items())
+    if optim in _8BIT and any(
+        math.prod(shape) >= BNB_MIN_8BIT_SIZE and not _is_embedding(name) for name, shape in trainable.items()
+    ):
+        optimizer_bytes += _8BIT[optim] * BNB_MAP_BYTES
+    base_bytes = _total(shapes) * element_bytes
+    if quantization is not None:
+        base_bytes = _quantized_bytes(shapes, quantization, model_type, element_bytes)
+    return MemoryEstimate(
+        weights_bytes=base_bytes + (0 if lora is None else _total(trainable) * LORA_BYTES),
+        gradients_bytes=_total(trainable) * trainable_bytes,
+        optimizer_bytes=optimizer_bytes,
+    )

@@ -1,0 +1,320 @@
+"""What a model's parameters are, and what its states cost: counted from its Hugging Face config alone.
+
+Pure: no file, clock or environment. `Shapes` maps each parameter's name, as named_parameters() gives it, to its shape;
+a tied parameter is there once. Holds for transformers 5.23: tests/unit/predict/test_parameters.py compares with the
+real models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from launch.base.errors import ConfigError
+from launch.base.text import suggestion
+from launch.schema.recipe import LoraSection
+
+Shape = tuple[int, ...]
+Shapes = dict[str, Shape]
+
+_LLAMA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LORA_TARGETS: dict[str, tuple[str, ...]] = {  # every linear projection of attention and MLP
+    "t5": ("q", "k", "v", "o", "wi", "wi_0", "wi_1", "wo"),  # wi: relu; wi_0 and wi_1: gated
+    "gpt2": ("c_attn", "c_proj", "c_fc"),
+    "llama": _LLAMA_TARGETS,
+    "mistral": _LLAMA_TARGETS,
+    "qwen2": _LLAMA_TARGETS,
+    "qwen3": _LLAMA_TARGETS,
+}
+TIED: dict[str, dict[str, str]] = {  # name of a tied parameter -> the name named_parameters() gives it
+    "t5": {
+        "encoder.embed_tokens.weight": "shared.weight",
+        "decoder.embed_tokens.weight": "shared.weight",
+        "lm_head.weight": "shared.weight",
+    },
+    "gpt2": {"lm_head.weight": "transformer.wte.weight"},
+    **{kind: {"lm_head.weight": "model.embed_tokens.weight"} for kind in ("llama", "mistral", "qwen2", "qwen3")},
+}
+
+# The values transformers takes for a key that a config leaves out; only keys that decide names and shapes.
+_LLAMA_DEFAULTS = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "tie_word_embeddings": False,
+}
+_QWEN_DEFAULTS = _LLAMA_DEFAULTS | {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "t5": {
+        "vocab_size": 32128,
+        "d_model": 512,
+        "d_kv": 64,
+        "d_ff": 2048,
+        "num_layers": 6,
+        "num_decoder_layers": None,
+        "num_heads": 8,
+        "relative_attention_num_buckets": 32,
+        "feed_forward_proj": "relu",
+    },
+    "gpt2": {
+        "vocab_size": 50257,
+        "n_positions": 1024,
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_inner": None,
+        "add_cross_attention": False,
+        "tie_word_embeddings": True,
+    },
+    "llama": _LLAMA_DEFAULTS | {"attention_bias": False, "mlp_bias": False},
+    "mistral": _LLAMA_DEFAULTS | {"intermediate_size": 14336, "num_key_value_heads": 8},
+    "qwen2": _QWEN_DEFAULTS,
+    "qwen3": _QWEN_DEFAULTS | {"head_dim": 128, "attention_bias": False},
+}
+_ALIASES: dict[str, dict[str, str]] = {  # transformers' attribute_map: common name -> the type's own
+    "t5": {
+        "hidden_size": "d_model",
+        "num_attention_heads": "num_heads",
+        "num_hidden_layers": "num_layers",
+        "head_dim": "d_kv",
+    },
+    "gpt2": {
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
+}
+_TEXT_KEYS = {"feed_forward_proj"}
+
+
+# ---- names and shapes ----------------------------------------------------------------------------------------------
+
+
+def parameter_shapes(config: Mapping[str, Any]) -> Shapes:
+    """Every parameter of the model that AutoModel builds from `config`, in its order.
+
+    Raises ConfigError for an unknown model_type and for a size that is none.
+    """
+    model_type = config.get("model_type")
+    if model_type not in _DEFAULTS:
+        raise ConfigError(
+            f"model_type {model_type!r} cannot be counted from its config; known: {', '.join(sorted(_DEFAULTS))}. "
+            "A local folder with safetensors weights (model.path) works for any type: its names are read from the files"
+        )
+    values = _values(config, model_type)
+    if model_type == "t5":
+        return _t5(values)
+    if model_type == "gpt2":
+        return _gpt2(values)
+    return _llama(values, model_type)
+
+
+def _values(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
+    """The config's values over the defaults, each checked: sizes are whole numbers above 0, switches are booleans."""
+    aliases = _ALIASES.get(model_type, {})
+    given = dict(config) | {aliases[key]: value for key, value in config.items() if key in aliases}
+    values: dict[str, Any] = {}
+    for key, default in _DEFAULTS[model_type].items():
+        value = given.get(key, default)
+        if isinstance(default, bool):
+            right, expected = isinstance(value, bool), "true or false"
+        elif key in _TEXT_KEYS:
+            right, expected = isinstance(value, str), "a text"
+        else:
+            may_be_none = default is None or (key == "num_key_value_heads" and model_type != "mistral")
+            right = (value is None and may_be_none) or (type(value) is int and value > 0)
+            expected = "a whole number above 0"
+        if not right:
+            raise ConfigError(f"{model_type} config: {key} is {value!r}; it must be {expected}")
+        values[key] = value
+    if model_type == "t5" and values["num_decoder_layers"] is None:
+        values["num_decoder_layers"] = config.get("num_layers", _DEFAULTS["t5"]["num_layers"])  # no alias
+    return values
+
+
+def _heads_divide(width_key: str, width: int, heads_key: str, heads: int) -> int:
+    if width % heads:
+        raise ConfigError(
+            f"model config: {width_key} {width} is not a multiple of {heads_key} {heads}; change one of them"
+        )
+    return width // heads
+
+
+def _t5(values: dict[str, Any]) -> Shapes:
+    width, inner, feed_forward = values["d_model"], values["num_heads"] * values["d_kv"], values["d_ff"]
+    activation = values["feed_forward_proj"].split("-")
+    if len(activation) > 2 or (len(activation) == 2 and activation[0] != "gated"):
+        raise ConfigError(
+            f"t5 config: feed_forward_proj is {values['feed_forward_proj']!r}; "
+            "it must be an activation (relu) or gated-<activation> (gated-gelu)"
+        )
+    up_names = ("wi_0", "wi_1") if activation[0] == "gated" else ("wi",)
+    shapes: Shapes = {"shared.weight": (values["vocab_size"], width)}
+
+    def attention(prefix: str, name: str, has_bias_table: bool) -> None:
+        for projection in ("q", "k", "v"):
+            shapes[f"{prefix}.{name}.{projection}.weight"] = (inner, width)
+        shapes[f"{prefix}.{name}.o.weight"] = (width, inner)
+        if has_bias_table:
+            table = (values["relative_attention_num_buckets"], values["num_heads"])
+            shapes[f"{prefix}.{name}.relative_attention_bias.weight"] = table
+        shapes[f"{prefix}.layer_norm.weight"] = (width,)
+
+    for stack, num_layers in (("encoder", values["num_layers"]), ("decoder", values["num_decoder_layers"])):
+        for i in range(num_layers):
+            layer = f"{stack}.block.{i}.layer"
+            attention(f"{layer}.0", "SelfAttention", has_bias_table=i == 0)
+            if stack == "decoder":
+                attention(f"{layer}.1", "EncDecAttention", has_bias_table=False)
+            mlp = f"{layer}.{2 if stack == 'decoder' else 1}"
+            for name in up_names:
+                shapes[f"{mlp}.DenseReluDense.{name}.weight"] = (feed_forward, width)
+            shapes[f"{mlp}.DenseReluDense.wo.weight"] = (width, feed_forward)
+            shapes[f"{mlp}.layer_norm.weight"] = (width,)
+        shapes[f"{stack}.final_layer_norm.weight"] = (width,)
+    return shapes  # transformers 5 ties lm_head to shared whatever the config says
+
+
+def _gpt2(values: dict[str, Any]) -> Shapes:
+    width = values["n_embd"]
+    inner = 4 * width if values["n_inner"] is None else values["n_inner"]
+    _heads_divide("n_embd", width, "n_head", values["n_head"])
+    if values["add_cross_attention"]:
+        raise ConfigError("gpt2 config: add_cross_attention true is not supported; remove it")
+    shapes: Shapes = {
+        "transformer.wte.weight": (values["vocab_size"], width),
+        "transformer.wpe.weight": (values["n_positions"], width),
+    }
+
+    def with_bias(name: str, shape: Shape) -> None:
+        shapes[f"{name}.weight"] = shape
+        shapes[f"{name}.bias"] = shape[-1:]
+
+    for i in range(values["n_layer"]):
+        block = f"transformer.h.{i}"
+        with_bias(f"{block}.ln_1", (width,))
+        with_bias(f"{block}.attn.c_attn", (width, 3 * width))  # Conv1D: (in, out)
+        with_bias(f"{block}.attn.c_proj", (width, width))
+        with_bias(f"{block}.ln_2", (width,))
+        with_bias(f"{block}.mlp.c_fc", (width, inner))
+        with_bias(f"{block}.mlp.c_proj", (inner, width))
+    with_bias("transformer.ln_f", (width,))
+    if not values["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (values["vocab_size"], width)
+    return shapes
+
+
+def _llama(values: dict[str, Any], model_type: str) -> Shapes:
+    width, heads = values["hidden_size"], values["num_attention_heads"]
+    head_dim = values["head_dim"]
+    if head_dim is None or model_type == "llama":  # llama refuses such a config even where head_dim is given
+        quotient = _heads_divide("hidden_size", width, "num_attention_heads", heads)
+        head_dim = quotient if head_dim is None else head_dim
+    kv_heads = heads if values["num_key_value_heads"] is None else values["num_key_value_heads"]
+    _heads_divide("num_attention_heads", heads, "num_key_value_heads", kv_heads)
+    attention_bias, mlp_bias = values.get("attention_bias", False), values.get("mlp_bias", False)
+    inner, kv_inner, feed_forward = heads * head_dim, kv_heads * head_dim, values["intermediate_size"]
+    shapes: Shapes = {"model.embed_tokens.weight": (values["vocab_size"], width)}
+
+    def linear(name: str, num_out: int, num_in: int, bias: bool) -> None:
+        shapes[f"{name}.weight"] = (num_out, num_in)
+        if bias:
+            shapes[f"{name}.bias"] = (num_out,)
+
+    for i in range(values["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        qkv_bias = attention_bias or model_type == "qwen2"
+        linear(f"{layer}.self_attn.q_proj", inner, width, qkv_bias)
+        linear(f"{layer}.self_attn.k_proj", kv_inner, width, qkv_bias)
+        linear(f"{layer}.self_attn.v_proj", kv_inner, width, qkv_bias)
+        linear(f"{layer}.self_attn.o_proj", width, inner, attention_bias)
+        if model_type == "qwen3":
+            shapes[f"{layer}.self_attn.q_norm.weight"] = (head_dim,)
+            shapes[f"{layer}.self_attn.k_norm.weight"] = (head_dim,)
+        linear(f"{layer}.mlp.gate_proj", feed_forward, width, mlp_bias)
+        linear(f"{layer}.mlp.up_proj", feed_forward, width, mlp_bias)
+        linear(f"{layer}.mlp.down_proj", width, feed_forward, mlp_bias)
+        shapes[f"{layer}.input_layernorm.weight"] = (width,)
+        shapes[f"{layer}.post_attention_layernorm.weight"] = (width,)
+    shapes["model.norm.weight"] = (width,)
+    if not values["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (values["vocab_size"], width)
+    return shapes
+
+
+# ---- what trains ---------------------------------------------------------------------------------------------------
+
+
+def trainable_shapes(shapes: Shapes, freeze: Sequence[str], lora: LoraSection | None, model_type: str) -> Shapes:
+    """The parameters that get gradients: those `freeze` leaves, or with LoRA its own (x.lora_A.weight) and no others.
+
+    Raises ConfigError for an entry of `freeze` or of `lora.target_modules` that matches nothing.
+    """
+    frozen: set[str] = set()
+    for entry in freeze:
+        matched = {name for name in shapes if name == entry or name.startswith(f"{entry}.")}
+        if not matched:
+            modules = _modules(shapes)
+            raise ConfigError(f"model.freeze: {entry!r} matches no parameter; {suggestion(entry, modules)}")
+        frozen |= matched
+    if lora is not None:
+        return _lora_shapes(shapes, lora, model_type)
+    trainable = {name: shape for name, shape in shapes.items() if name not in frozen}
+    if not trainable:
+        raise ConfigError(f"model.freeze: {', '.join(freeze)} leave nothing to train; remove one")
+    return trainable
+
+
+def count(shapes: Shapes, freeze: Sequence[str], lora: LoraSection | None, model_type: str) -> tuple[int, int, int]:
+    """(parameters without LoRA's, trainable parameters, LoRA's parameters); the third is part of the second."""
+    trainable = _total(trainable_shapes(shapes, freeze, lora, model_type))
+    return _total(shapes), trainable, 0 if lora is None else trainable
+
+
+def _lora_shapes(shapes: Shapes, lora: LoraSection, model_type: str) -> Shapes:
+    targets = lora.target_modules or LORA_TARGETS.get(model_type)
+    if targets is None:
+        raise ConfigError(
+            f"lora.target_modules has no default for model_type {model_type!r}; name the modules, "
+            f"e.g. {list(_LLAMA_TARGETS)}; those of this model: {', '.join(_matrix_modules(shapes))}"
+        )
+    adapters: Shapes = {}
+    unmatched = set(targets)
+    for name, shape in shapes.items():
+        module = name.removesuffix(".weight")
+        hits = {target for target in targets if module == target or module.endswith(f".{target}")}
+        if module == name or not hits or len(shape) != 2:
+            continue
+        unmatched -= hits
+        # Conv1D and embeddings are (in, out), linears (out, in): no sum below depends on which is which
+        adapters[f"{module}.lora_A.weight"] = (lora.r, shape[1])
+        adapters[f"{module}.lora_B.weight"] = (shape[0], lora.r)
+    if lora.target_modules and unmatched:
+        entry = sorted(unmatched)[0]
+        raise ConfigError(
+            f"lora.target_modules: {entry!r} matches no linear layer; {suggestion(entry, _matrix_modules(shapes))}"
+        )
+    return adapters
+
+
+def _matrix_modules(shapes: Shapes) -> list[str]:
+    """Last names of the modules that hold a matrix: q_proj, down_proj, ..."""
+    matrices = (name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2)
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in matrices))
+
+
+def _modules(shapes: Shapes) -> list[str]:
+    prefixes = dict.fromkeys(
+        ".".join(parts[:depth]) for parts in (name.split(".") for name in shapes) for depth in range(1, len(parts))
+    )
+    return sorted(prefixes, key=lambda prefix: prefix.count("."))  # outermost first
+
+
+def _total(shapes: Shapes) -> int:
+    return sum(map(math.prod, shapes.values()))

@@ -1,0 +1,160 @@
+"""What a device computes and moves per second at its peak: configs/rates.yaml for cards, the ISA for CPUs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from launch.schema.machine import GIB, Gpu, Machine
+from launch.schema.plan import Strategy
+
+FILE = Path(__file__).resolve().parents[3] / "configs" / "rates.yaml"
+DTYPES = ("float32", "tfloat32", "bfloat16", "float16")
+
+# After the words of a row's name these make it another card's: a 3080 is no 3080 Ti.
+OTHER_CARDS = frozenset({"ti", "super", "xt", "xtx", "gre", "d", "ada", "nvl"})
+OTHER_CHIPS = frozenset({"laptop", "mobile", "max"})  # anywhere in a name: fewer units at lower clocks
+
+# FLOP per clock and core: two FMA units of the widest vectors. Source: Intel 64 and IA-32 Architectures Optimization
+# Reference Manual (AMX: 1024 bfloat16 operations per clock and core). The first flag that a CPU has counts.
+CPU_FLOAT32 = {"avx512f": 64, "avx2": 32, "avx": 16, "sve": 32, "asimd": 16}
+CPU_BFLOAT16 = {"amx_bf16": 1024, "avx512_bf16": 128}
+CPU_LEAST = 8  # SSE2
+CPU_HZ = 2.5e9  # assumed, of all cores under load
+# Two channels of DDR4-3200, 25.6 GB/s each (JEDEC). AdamW moved 52 GB/s in benchmarks/results/offload_optimizer.md.
+HOST_BYTES_PER_S = 51.2e9
+
+
+@dataclass(frozen=True)
+class Rates:
+    """A device's peak; what a training step gets of it is launch/predict/time/timing.py's business."""
+
+    name: str
+    flops_per_s: Mapping[str, float]  # by dtype; tfloat32 is float32 where training.tf32 allows it
+    bytes_per_s: float  # of its memory; a CPU's is shared by all ranks of a machine
+    link_bytes_per_s: float | None  # one direction of its own links to other cards; None: PCIe
+    source: str
+    is_assumed: bool
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of configs/rates.yaml."""
+
+    words: tuple[str, ...]
+    memory_gib: float
+    architecture: str
+    rates: Rates
+
+
+UNKNOWN = Rates(
+    name="unknown card",
+    flops_per_s={"float32": 10e12, "tfloat32": 20e12, "bfloat16": 20e12, "float16": 20e12},
+    bytes_per_s=300e9,
+    link_bytes_per_s=None,
+    source="assumed: no card of its architecture is known; a modest one",
+    is_assumed=True,
+)
+
+
+def of(machine: Machine, strategy: Strategy, cpu_flags: Collection[str] = ()) -> Rates:
+    """The peak of the slowest device a rank of this strategy gets; of a machine's whole CPU where it trains there."""
+    if strategy.device == "cpu":
+        return cpu(machine.cpu_count, cpu_flags)
+    return min((card(gpu) for gpu in machine.gpus[: strategy.processes_per_machine]), key=_speed)
+
+
+def card(gpu: Gpu) -> Rates:
+    """The row of this card, else the one of its architecture with the nearest memory, else a modest guess."""
+    named = _longest([(row, words) for row in table() for words in _names(gpu.name) if _is(row.words, words)])
+    if named:
+        return _nearest(named, gpu).rates
+    kin = [row for row in table() if row.architecture == gpu.architecture.partition(":")[0]]
+    if not kin:
+        return replace(UNKNOWN, name=gpu.name)
+    like = _nearest(kin, gpu).rates
+    return replace(like, name=gpu.name, source=f"assumed: like {like.name}, {like.source}", is_assumed=True)
+
+
+def cpu(cores: int, flags: Collection[str] = ()) -> Rates:
+    """The peak of this many cores; `flags` are those of /proc/cpuinfo, none: AVX2 is assumed."""
+    per_clock = next((CPU_FLOAT32[flag] for flag in CPU_FLOAT32 if flag in flags), CPU_LEAST)
+    if not flags:
+        per_clock = CPU_FLOAT32["avx2"]
+    half = next((CPU_BFLOAT16[flag] for flag in CPU_BFLOAT16 if flag in flags), 0) or per_clock
+    return Rates(
+        name=f"{cores} core(s)",
+        flops_per_s={"float32": per_clock * CPU_HZ * cores, "bfloat16": half * CPU_HZ * cores},
+        bytes_per_s=HOST_BYTES_PER_S,
+        link_bytes_per_s=None,
+        source=f"assumed: {per_clock} FLOP per clock and core at {CPU_HZ / 1e9} GHz, two channels of DDR4-3200",
+        is_assumed=True,
+    )
+
+
+@cache
+def table() -> tuple[Row, ...]:
+    """The rows of configs/rates.yaml."""
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    content = yaml.load(FILE.read_text(encoding="utf-8"), loader)
+    lines = [dict(zip(content["columns"], line, strict=True)) for line in content["cards"]]
+    return tuple(_row(line, content["sources"][line["source"]]) for line in lines)
+
+
+def _row(line: Mapping[str, object], source: str) -> Row:
+    numbers = {key: float(value) for key, value in line.items() if isinstance(value, int | float)}
+    link = numbers.get("link_gb_s")
+    return Row(
+        words=_words(str(line["name"])),
+        memory_gib=numbers["memory_gib"],
+        architecture=str(line["architecture"]),
+        rates=Rates(
+            name=str(line["name"]),
+            flops_per_s={dtype: numbers[dtype] * 1e12 for dtype in DTYPES if dtype in numbers},
+            bytes_per_s=numbers["gb_s"] * 1e9,
+            link_bytes_per_s=None if link is None else link * 1e9,
+            source=source,
+            is_assumed=source.startswith("assumed"),
+        ),
+    )
+
+
+def _words(name: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"[a-z0-9]+", name.lower()))
+
+
+def _names(name: str) -> list[tuple[str, ...]]:
+    """The words of a name; of each card in one that names several: Navi 31 [Radeon RX 7900 XT/7900 XTX/7900M]."""
+    first, *others = map(_words, name.split("/"))
+    return [first, *(words if "rx" in words else ("rx", *words) for words in others)]
+
+
+def _is(row: Sequence[str], name: Sequence[str]) -> bool:
+    """Whether the row's words stand in the name in one piece, and nothing in it says another card."""
+    if (OTHER_CHIPS & {*name}) - {*row}:
+        return False
+    spans = (at for at in range(len(name) - len(row) + 1) if tuple(name[at : at + len(row)]) == tuple(row))
+    return any(not OTHER_CARDS & {*name[at + len(row) : at + len(row) + 1]} for at in spans)
+
+
+def _longest(found: list[tuple[Row, tuple[str, ...]]]) -> list[Row]:
+    """Of the rows that fit one name the ones with the most words: A100 SXM4 before A100."""
+    best: dict[tuple[str, ...], int] = {}
+    for row, name in found:
+        best[name] = max(best.get(name, 0), len(row.words))
+    return [row for row, name in found if len(row.words) == best[name]]
+
+
+def _nearest(rows: Sequence[Row], gpu: Gpu) -> Row:
+    """By memory in whole GiB; the slower one where two are as near."""
+    size = round(gpu.total_bytes / GIB)
+    return min(rows, key=lambda row: (abs(row.memory_gib - size), _speed(row.rates)))
+
+
+def _speed(rates: Rates) -> float:
+    return max(rates.flops_per_s.values())

@@ -1,0 +1,267 @@
+"""Traces of training steps: asked of training.trace.server, kept by content, read as peaks at any micro-batch.
+
+What a trace depends on is its name: model, precision, length, optimizer..., the versions of the packages that run the
+step, and our own code. A trace that is there is read in a millisecond; one that is not takes a child some seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from launch.base.workspace import CODE
+from launch.predict.memory.allocator import EMPTY_CACHE, FREED, Event
+from launch.predict.sharding import BUCKET_ELEMENTS
+from launch.predict.time.timing import Affine, WorkCost
+from launch.predict.trace_client import TracingChild
+from launch.probe import packages
+from launch.schema.plan import Born, ModelShape, Peak, Strategy
+from launch.schema.recipe import Recipe
+
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
+# What no allocation of a step depends on.
+UNFELT = {
+    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "num_train_epochs",
+    "max_steps", "learning_rate", "learning_rate_scaling", "learning_rate_batch_size", "warmup_steps",
+    "lr_scheduler_type", "logging_steps", "save_steps",
+    "save_total_limit", "eval_steps", "seed", "dataloader_num_workers", "bf16", "fp16", "gradient_checkpointing",
+    "num_output_chunks", "tf32", "use_liger_kernel", "liger_kernel_config",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Question:
+    """One step to trace. Lengths are tokens of a padded row (of source and target)."""
+
+    strategy: Strategy
+    lengths: tuple[int, int]
+    is_padded: bool = True  # some row of a batch is shorter, so that masks are needed
+    architecture: str = ""  # of the GPU whose kernels run; "" on a CPU
+    fused_attention: bool = True  # of that GPU
+    documents: int = 0  # of a row, for flash_attn; 0: another attention
+
+    @property
+    def is_single(self) -> bool:
+        """One sample is traced for itself: copies that a larger batch needs are views there."""
+        return self.strategy.per_device_train_batch_size == 1
+
+    @property
+    def accumulates(self) -> bool:
+        return self.strategy.gradient_accumulation_steps > 1
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The peaks of one step as functions of its micro-batch, and the work of one micro-step."""
+
+    moments: tuple[Mapping[str, Any], ...]
+    work: WorkCost
+    file: Path
+
+    def peak(self, samples: int, eval_samples: int | None) -> Peak:
+        """The highest moment at so many samples a micro-batch; `eval_samples` None: nothing is evaluated."""
+        return max(self.peaks(samples, eval_samples).values(), key=lambda peak: peak.allocated_bytes)
+
+    def peaks(self, samples: int, eval_samples: int | None) -> dict[str, Peak]:
+        """The highest moment of each section that happens."""
+        found: dict[str, Peak] = {}
+        for moment in self.moments:
+            section = moment["section"]
+            count = eval_samples if section == "evaluation" else samples
+            if count is None:
+                continue
+            parts = {name: fixed + count * sample for name, (fixed, sample) in moment["parts"].items()}
+            peak = Peak(section, moment["op"], parts)
+            if section not in found or peak.allocated_bytes > found[section].allocated_bytes:
+                found[section] = peak
+        return found
+
+    def events(self, samples: int, eval_samples: int | None) -> list[Event]:
+        """Every allocation (block, bytes) and free (block, -1) of a step in the steady state and of the evaluation
+        after it, for an allocator to replay."""
+        log, found = self._log(), []
+        for number in log["events"]:
+            if number < 0:
+                found.append((~number, FREED))
+                continue
+            size_bytes = _size(log["blocks"][number], samples, eval_samples)
+            if size_bytes is None:
+                break
+            found.append((number, size_bytes))
+        return found
+
+    def run(self, samples: int, eval_samples: int | None, makes_states: bool) -> tuple[list[Event], list[Event]]:
+        """What a card's allocator goes through: (two steps; after them an evaluation, if there is one, and another
+        step, each with an emptied cache, as trainer.py empties it before and after an evaluation and before a save).
+
+        `makes_states`: the optimizer makes its states at the end of the first step, between blocks of that step, where
+        they keep whole segments from being given back. DeepSpeed makes them before."""
+        log = self._log()
+        blocks, events = log["blocks"], log["events"]
+        lasting = {number for number, block in enumerate(blocks) if block[2] in ("start", "state")}
+        end = next((at for at, number in enumerate(events) if number >= 0 and blocks[number][2] == "evaluation"), None)
+        step, evaluation = events[:end], [] if end is None or eval_samples is None else events[end:]
+        if any(~number in lasting for number in step if number < 0):  # the next step would not begin as this one
+            both = self.events(samples, eval_samples)
+            return both[: len(step)], [EMPTY_CACHE, *both[len(step) :]]
+
+        def sized(number: int, turn: int = 0) -> Event:
+            size_bytes = _size(blocks[number], samples, eval_samples)
+            assert size_bytes is not None
+            return (number if number in lasting else number + turn * len(blocks)), size_bytes
+
+        def once(turn: int, start: Sequence[int], late: Sequence[int] = ()) -> list[Event]:
+            """The step in its `turn`, its blocks with numbers of their own; before it `start` is born, `late` in it."""
+            found = [sized(number) for number in start]
+            for at, number in enumerate(step):
+                if at == log["update"]:
+                    found += [sized(number) for number in late]
+                if number >= 0 and number not in lasting:
+                    found.append(sized(number, turn))
+                elif number < 0:
+                    found.append((~number if ~number in lasting else ~number + turn * len(blocks), FREED))
+            return found if log["update"] < len(step) else [*found, *(sized(number) for number in late)]
+
+        def ended(turn: int) -> list[Event]:
+            """What of that turn lives on until the next one begins."""
+            freed = {~number for number in step if number < 0}
+            born = [number for number in step if number >= 0 and number not in lasting]
+            return [(number + turn * len(blocks), FREED) for number in born if number not in freed]
+
+        births = [number for number in step if number >= 0 and number in lasting]
+        late = [number for number in births if blocks[number][2] == "state"] if makes_states else []
+        begun = once(1, [number for number in births if number not in late], late)
+        begun += [*ended(1), *once(0, ())]
+        rest = [EMPTY_CACHE]
+        if evaluation:
+            rest += [sized(number) if number >= 0 else (~number, FREED) for number in evaluation]
+            rest += [EMPTY_CACHE]
+        return begun, [*rest, *ended(0), *once(2, ())]
+
+    def _log(self) -> dict[str, Any]:
+        return json.loads(self.file.with_suffix(".log").read_text(encoding="utf-8"))
+
+
+def _size(block: tuple[int, int, Born], samples: int, eval_samples: int | None) -> int | None:
+    """Bytes of a block (fixed, per sample, when it is born); None: of an evaluation that does not happen."""
+    fixed, sample, born = block
+    count = eval_samples if born == "evaluation" else samples
+    return None if count is None else fixed + count * sample
+
+
+class Traces:
+    """The traces of one recipe's model, from the cache or made now."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        shape: ModelShape,
+        lora_targets: Sequence[str],
+        folder: Path,
+        say: Any = lambda line: None,
+        child: TracingChild | None = None,
+    ) -> None:
+        self._recipe, self._shape, self._lora_targets = recipe, shape, tuple(lora_targets)
+        self._folder, self._say = folder, say
+        self._child = child or TracingChild(folder)
+        self._known: dict[str, Trace] = {}
+        self.failure: str | None = None  # why a step could not be traced: its candidates are judged by states alone
+
+    def of(self, recipe: Recipe, shape: ModelShape, lora_targets: Sequence[str]) -> Traces:
+        """The traces of another recipe, kept in the same place, made by the same child."""
+        return Traces(recipe, shape, lora_targets, self._folder, self._say, self._child)
+
+    def fetch(self, questions: Sequence[Question]) -> None:
+        """Have these traced, those that are not known yet. Close when there are no more."""
+        missing = {self._name(one): one for one in questions if self.get(one) is None}
+        if not missing or self.failure:
+            return
+        self._say(f"tracing a step of {self._shape.name} ({len(missing)} variant(s)): once, then known")
+        request = {
+            "recipe": self._recipe.model_dump(mode="json"),
+            "shape": asdict(self._shape),
+            "lora_targets": self._lora_targets,
+            "unused_packages": sorted(set.intersection(*(self._unused(one) for one in missing.values()))),
+            "questions": {name: asdict(one) | {"bucket_elements": BUCKET_ELEMENTS} for name, one in missing.items()},
+        }
+        self.failure = self._child.ask(request)
+
+    def close(self) -> None:
+        """No more questions for now: end the child that answers them."""
+        self._child.close()
+
+    def _unused(self, question: Question) -> set[str]:
+        return set(packages.unused(self._recipe, question.strategy))
+
+    def get(self, question: Question) -> Trace | None:
+        """The trace, if it is known."""
+        name = self._name(question)
+        if name not in self._known:
+            file = self._folder / f"{name}.json"
+            try:
+                content = json.loads(file.read_text(encoding="utf-8"))
+            except (FileNotFoundError, json.JSONDecodeError):
+                return None
+            self._known[name] = Trace(tuple(content["peaks"]), _work(content["work"]), file)
+        return self._known[name]
+
+    def _name(self, question: Question) -> str:
+        recipe, strategy = self._recipe, question.strategy
+        facts = {
+            "model": recipe.model.model_dump(mode="json", exclude={"shape", "path", "attn_implementation"}),
+            "config": dict(self._shape.config),
+            "lora": recipe.lora.model_dump(mode="json") if recipe.lora else None,
+            "lora_targets": self._lora_targets,
+            "quantization": recipe.quantization.model_dump(mode="json") if recipe.quantization else None,
+            "training": recipe.training.model_dump(mode="json", exclude=UNFELT),
+            "device": strategy.device,
+            "gpu": [question.architecture, question.fused_attention],
+            "engine": [strategy.engine, strategy.zero_stage, strategy.offloads, strategy.num_processes],
+            "mixed_precision": strategy.mixed_precision,
+            "attention": [strategy.attn_implementation, question.documents],
+            "gradient_checkpointing": strategy.gradient_checkpointing,
+            "num_output_chunks": strategy.num_output_chunks,
+            "bucket_elements": BUCKET_ELEMENTS,
+            "lengths": question.lengths,
+            "is_single": question.is_single,
+            "is_padded": question.is_padded,
+            "packing": recipe.data.packing,
+            "accumulates": question.accumulates,
+            "versions": _versions(),
+            "code": _code(),
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _work(found: Mapping[str, Any]) -> WorkCost:
+    return WorkCost(
+        matmul_flops={dtype: Affine(*parts) for dtype, parts in found["matmul_flops"].items()},
+        attention_flops={dtype: Affine(*parts) for dtype, parts in found["attention_flops"].items()},
+        bytes_moved=Affine(*found["bytes_moved"]),
+        num_kernels=Affine(found["num_kernels"]),
+        num_matmuls=Affine(found["num_matmuls"]),
+    )
+
+
+@cache
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+@cache
+def _code() -> str:
+    """What training/ does now: a trace of other code is another trace."""
+    files = sorted((CODE / "training").rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

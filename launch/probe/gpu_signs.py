@@ -1,0 +1,94 @@
+"""Signs of a graphics card that need no vendor's library: the PCI bus, device files, what drivers write into /sys."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.schema.machine import GIB
+
+SYSTEM_ROOT = "LOWMEM_SYSTEM_ROOT"  # another folder than / that holds dev, proc and sys; scripts/lib/bootstrap.sh too
+VENDORS = {"0x10de": "nvidia", "0x1002": "amd"}
+DISPLAY, ACCELERATOR = "0x03", "0x12"  # PCI classes; AMD's MI300 is of the second
+NVIDIA_FILES = ("nvidia[0-9]*", "nvidiactl", "nvhost-gpu", "nvgpu")  # the last two: Jetson
+# A BIOS gives the graphics of a Ryzen or an APU 0.5 to 4 GiB of the host's RAM as its own memory.
+BUILT_IN_BYTES = 4 * GIB
+PASSED_ON = "vfio-pci"  # the driver of a card that a virtual machine has
+
+
+@dataclass(frozen=True)
+class Card:
+    """A graphics card on the PCI bus."""
+
+    vendor: str
+    address: str
+    driver: str  # of the kernel; "" without one
+    vram_bytes: int | None  # as amdgpu writes it; None where nobody does
+
+    def __str__(self) -> str:
+        return f"PCI {self.address}, {f'driver {self.driver}' if self.driver else 'no driver'}"
+
+
+def system_root(environ: Mapping[str, str]) -> Path:
+    """The folder that holds this machine's dev, proc and sys."""
+    return Path(environ.get(SYSTEM_ROOT) or "/")
+
+
+def cards(root: Path, vendor: str) -> list[Card]:
+    """A vendor's graphics cards on the PCI bus, less those that a virtual machine has."""
+    found = []
+    for device in sorted(root.glob("sys/bus/pci/devices/*")):
+        kind, of = _read(device / "class"), VENDORS.get(_read(device / "vendor"))
+        if of != vendor or not kind.startswith((DISPLAY, ACCELERATOR) if of == "amd" else DISPLAY):
+            continue
+        driver = (device / "driver").resolve().name if (device / "driver").exists() else ""
+        size = _read(device / "mem_info_vram_total")
+        if driver != PASSED_ON:
+            found.append(Card(vendor, device.name, driver, int(size) if size.isdigit() else None))
+    return found
+
+
+def nvidia(root: Path) -> list[str]:
+    """Every sign of an NVIDIA card, in words."""
+    files = [f"/dev/{path.name}" for pattern in NVIDIA_FILES for path in sorted(root.glob(f"dev/{pattern}"))]
+    return [*map(str, cards(root, "nvidia")), *files]
+
+
+def amd(root: Path) -> tuple[list[str], list[str]]:
+    """(signs of AMD cards to train on, AMD graphics that count for none), in words.
+
+    /dev/kfd alone says nothing: amdgpu makes it on every laptop with a Ryzen. The size of the card's own memory does.
+    """
+    signs, passed_over = [], []
+    for card in cards(root, "amd"):
+        if card.vram_bytes is None:
+            passed_over.append(f"{card}: the size of its memory is not known")
+        elif card.vram_bytes <= BUILT_IN_BYTES:
+            size = f"{card.vram_bytes / GIB:.1f} GiB of memory of its own"
+            passed_over.append(f"{card}: {size}, as graphics built into a processor have")
+        else:
+            signs.append(f"{card}, {card.vram_bytes / GIB:.1f} GiB")
+    return signs, passed_over
+
+
+def amd_fix(root: Path) -> str:
+    """The one thing that lets this process see the AMD cards that are there."""
+    compute = root / "dev/kfd"
+    if not compute.exists():
+        return (
+            "/dev/kfd, ROCm's way to them, is not here: a container needs --device /dev/kfd --device /dev/dri;"
+            " elsewhere load the kernel's driver amdgpu"
+        )
+    if not os.access(compute, os.R_OK | os.W_OK):
+        return "you may not open /dev/kfd: sudo usermod -aG render,video $USER, then log in again"
+    return "install rocm-smi or amd-smi, which list the cards (Debian, Ubuntu, Fedora: the package rocm-smi)"
+
+
+def _read(file: Path) -> str:
+    """The text of a small file; "" where there is none, or it has just gone."""
+    try:
+        return file.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""

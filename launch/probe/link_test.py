@@ -1,0 +1,310 @@
+"""The link test: before several GPUs train, which transport carries an all-reduce between them, and what it costs.
+
+A search from the fastest to the surest; each try is a real all-reduce by children (training/children/link.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
+
+from launch.base import files, workspace
+from launch.base.errors import ResourceError
+from launch.probe import gpus, link_causes, link_ranks
+from launch.probe.link_causes import Env
+from launch.probe.link_ranks import Limits
+from launch.schema.machine import Link, LinkTry, Machine
+
+COLLECTIVE = (sys.executable, "-P", "-m", "training.children.link")
+CACHE_VERSION = 1  # raise when a try means something else
+FAILURE_KEPT_S = 24 * 3600.0
+KEPT_RESULTS = 16
+PACKAGES = ("torch", "nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+OBEYED = ("NCCL_", "RCCL_", "GLOO_")  # prefixes of what a user sets to choose a transport
+# accelerate refuses these cards unless both are set, and its launcher sets them. Source: check_cuda_p2p_ib_support
+RTX_40XX_DRIVER = (550, 40, 7)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A result in the cache, with the facts it holds for."""
+
+    time: float  # unix time
+    facts: Mapping[str, Any]
+    link: Link
+
+
+def link(
+    machine: Machine,
+    num_processes: int,
+    cache: Path,
+    environ: Mapping[str, str],
+    collective: Sequence[str] = COLLECTIVE,
+    device: Literal["cuda", "cpu"] = "cuda",
+    say: Callable[[str], None] = lambda line: None,
+    fresh: bool = False,
+    limits: Limits = Limits(),  # noqa: B008  a frozen value
+    shm: Path = Path("/dev/shm"),
+) -> Link:
+    """The fastest transport that works between the first `num_processes` GPUs, from the cache unless `fresh`.
+
+    NCCL's variables in `environ` are obeyed: they are in every try, and Link.env holds only what is added to them.
+    Raises ResourceError where there are fewer GPUs than processes.
+    """
+    if num_processes < 2:
+        return Link(None, {}, None, None, (), "one process: nothing to link")
+    if device == "cuda" and len(machine.gpus) < num_processes:
+        raise ResourceError(
+            f"{num_processes} processes on {len(machine.gpus)} GPU(s) ({machine.gpus_reason}); lower num_processes"
+        )
+    path, facts = cache / "link.json", _facts(machine, num_processes, environ, collective, device)
+    if not fresh and (kept := _kept(path, say).get(_key(facts))) and _is_valid(kept):
+        return kept.link
+    found = _Search(machine, num_processes, environ, collective, device, say, limits, shm).run()
+    if all(link_causes.BY_NAME[attempt.cause].lasting for attempt in found.tries):
+        _keep(path, facts, found, say)
+    _of_this_process[path, _key(facts)] = found
+    return found
+
+
+# Results of this process's own tests, those that are not kept for later starts too: a plan that is made again, hours
+# later perhaps, is for the link that the first one was for.
+_of_this_process: dict[tuple[Path, str], Link] = {}
+
+
+def known(
+    machine: Machine,
+    num_processes: int,
+    cache: Path,
+    environ: Mapping[str, str],
+    collective: Sequence[str] = COLLECTIVE,
+) -> Link | None:
+    """The result of this process's last test of these GPUs, else of an earlier start's, else None; tests nothing."""
+    path, facts = cache / "link.json", _facts(machine, num_processes, environ, collective, "cuda")
+    if tested := _of_this_process.get((path, _key(facts))):
+        return tested
+    kept = _kept(path, lambda line: None).get(_key(facts))
+    return kept.link if kept and _is_valid(kept) else None
+
+
+# ---- the search -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Search:
+    """One walk from NCCL as it is to one GPU."""
+
+    machine: Machine
+    num_processes: int
+    environ: Mapping[str, str]
+    collective: Sequence[str]
+    device: Literal["cuda", "cpu"]
+    say: Callable[[str], None]
+    limits: Limits
+    shm: Path
+
+    def __post_init__(self) -> None:
+        self.deadline = time.monotonic() + self.limits.total_s
+        self.start_s = 0.0  # the slowest so far
+        self.required = {key: value for key, value in _required(self.machine).items() if key not in self.environ}
+        self.tries: list[LinkTry] = []
+        self.skipped: list[str] = []
+
+    def run(self) -> Link:
+        worth: list[Env] = list(link_causes.LADDER)
+        considered: list[Env] = []  # as the ladder has them
+        tried: list[Env] = []  # as they were added to the user's environment
+        is_cold = True  # the first start may be the one that reads torch from a slow disk
+        while worth:
+            wanted, *rest = worth
+            considered.append(wanted)
+            added = {key: value for key, value in {**self.required, **wanted}.items() if key not in self.environ}
+            if added in tried:
+                self._say_repeated(wanted, added)
+            elif tried and self.deadline - time.monotonic() < 2 * (self.start_s + self.limits.try_s):
+                left = ", ".join(_name("nccl", env) for env in worth)
+                self._skip(f"{left}: no time for more than Gloo within {self.limits.total_s:g} s")
+                break
+            else:
+                tried.append(added)
+                result = self._try("nccl", added, self.deadline - self.limits.try_s)
+                cause = link_causes.BY_NAME[self.tries[-1].cause]
+                if result:
+                    return self._works(result)
+                if not cause.cards_work:
+                    return self._one_gpu(f"{cause.what}, which no other transport mends")
+                if is_cold and cause.name == "not_started":  # says nothing of this transport, nor of the next start
+                    is_cold, self.start_s = False, 0.0
+                    self.deadline += self.tries[-1].seconds
+                    considered.pop()
+                    tried.pop()
+                    continue
+                rest = [env for env in cause.worth if env not in considered]
+            worth = rest
+        result = self._try("gloo", self.required, self.deadline)
+        return self._works(result) if result else self._one_gpu("no transport works between the GPUs")
+
+    def _try(self, backend: Literal["nccl", "gloo"], added: Env, deadline: float) -> dict[str, Any] | None:
+        """Rank 0's result if it worked; the try itself goes to self.tries."""
+        self.say(f"link test: {_name(backend, added)}, {self.num_processes} processes")
+        began = time.monotonic()
+        argv = [*self.collective, "--backend", backend, "--device", self.device]
+        visible = gpus.visible_devices(self.machine, self.num_processes) if self.device == "cuda" else {}
+        environment = {
+            "NCCL_DEBUG": "WARN",  # without it NCCL does not say why
+            **self.environ,
+            **visible,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(workspace.CODE),
+            "PYTHONUNBUFFERED": "1",
+            **added,
+        }
+        ended = link_ranks.run(argv, environment, self.num_processes, self.limits, deadline, self.shm)
+        self.start_s = max(self.start_s, ended.start_s)
+        result = _result(ended.output, backend) if ended.how == "done" else None
+        name, said = "", ""
+        if result is None:
+            cause, said = link_causes.find(ended.output, ended.how)
+            name = cause.name
+        self.tries.append(LinkTry(backend, added, result is not None, time.monotonic() - began, said, name))
+        return result
+
+    def _skip(self, why: str) -> None:
+        self.skipped.append(why)
+        self.say(f"link test: skipped {why}")
+
+    def _say_repeated(self, wanted: Env, added: Env) -> None:
+        given = {**self.required, **self.environ}
+        already = " ".join(f"{key}={given[key]}" for key in wanted if key in given)
+        self._skip(f"{_name('nccl', wanted)}: with {already} set it is the same as {_name('nccl', added)}")
+
+    def _works(self, result: Mapping[str, Any]) -> Link:
+        last = self.tries[-1]
+        reason = f"{_name(last.backend, last.env)} works"
+        if self.required:
+            reason += " (accelerate wants P2P and InfiniBand off on RTX 40xx with a driver older than 550.40.07)"
+        rates = result["bus_bytes_per_s"], result["flops_per_s"]
+        return Link(last.backend, last.env, *rates, tuple(self.tries), reason, tuple(self.skipped))
+
+    def _one_gpu(self, reason: str) -> Link:
+        return Link(None, {}, None, None, tuple(self.tries), f"{reason}: one GPU", tuple(self.skipped))
+
+
+def _required(machine: Machine) -> Env:
+    """What accelerate insists on for these cards, whatever the backend."""
+    for gpu in machine.gpus:
+        driver = tuple(int(number) for number in re.findall(r"\d+", gpu.driver))
+        if gpu.vendor == "nvidia" and "RTX 40" in gpu.name and driver and driver < RTX_40XX_DRIVER:
+            return link_causes.NO_P2P_NO_IB
+    return {}
+
+
+def _result(output: str, backend: str) -> dict[str, Any] | None:
+    """Rank 0's JSON line, if it is about this backend."""
+    for line in output.splitlines():
+        if line.startswith('{"backend"'):
+            result = json.loads(line)
+            return result if result["backend"] == backend else None
+    return None
+
+
+def _name(backend: str, env: Env) -> str:
+    words = " ".join(f"{key}={value}" for key, value in sorted(env.items()))
+    return f"{backend.upper() if backend == 'nccl' else backend.title()} {f'with {words}' if words else 'as it is'}"
+
+
+# ---- the cache ------------------------------------------------------------------------------------------------------
+
+
+def _facts(
+    machine: Machine, num_processes: int, environ: Mapping[str, str], collective: Sequence[str], device: str
+) -> dict[str, Any]:
+    """Everything that a result depends on. The size of /dev/shm and the kernel's command line are what fixes change."""
+    return {
+        "version": CACHE_VERSION,
+        "collective": list(collective),
+        "device": device,
+        "gpus": [[gpu.index, gpu.name, gpu.driver, gpu.architecture] for gpu in machine.gpus[:num_processes]],
+        "num_processes": num_processes,
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "kernel": os.uname().release,
+        "kernel_command_line": _kernel_command_line(),
+        "shm_bytes": machine.shm_bytes,
+        "environment": {
+            key: value
+            for key, value in sorted(environ.items())
+            if key.startswith(OBEYED) and not key.startswith("NCCL_DEBUG")
+        },
+    }
+
+
+def _kernel_command_line() -> str:
+    """Where iommu=pt stands; "" in sandboxes that hide it."""
+    try:
+        return Path("/proc/cmdline").read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _key(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _kept(path: Path, say: Callable[[str], None]) -> dict[str, Kept]:
+    """What earlier tests found, oldest first; nothing when the file cannot be used, and that is said."""
+    try:
+        return TypeAdapter(dict[str, Kept]).validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (ValueError, OSError) as error:
+        say(f"link test: {path} cannot be read ({str(error).splitlines()[0]}); testing again")
+        return {}
+
+
+def _is_valid(kept: Kept) -> bool:
+    """A link that works stays; a failed search is believed for a day."""
+    return kept.link.backend is not None or 0 <= time.time() - kept.time < FAILURE_KEPT_S
+
+
+def _keep(path: Path, facts: Mapping[str, Any], found: Link, say: Callable[[str], None]) -> None:
+    key = _key(facts)
+    others = [(name, kept) for name, kept in _kept(path, lambda line: None).items() if name != key]
+    entries = dict([*others, (key, Kept(time.time(), facts, found))][-KEPT_RESULTS:])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_json(path, {name: asdict(kept) for name, kept in entries.items()})
+    except OSError as error:  # a full disk does not make the link worse
+        say(f"link test: the result is not kept: {path}: {error.strerror}")
+
+
+def lines(link: Link) -> list[str]:
+    """What was tried, what each said, what works at what speed, and one fix per problem."""
+    said = [f"link: {link.reason}" + (f", {link.bytes_per_s / 1e9:.2f} GB/s bus bandwidth" if link.bytes_per_s else "")]
+    if link.flops_per_s:
+        said.append(f"  one card: {link.flops_per_s / 1e12:.1f} TFLOP/s in half precision")
+    for attempt in link.tries:
+        ending = "works" if attempt.ok else f"failed: {attempt.said}"
+        said.append(f"  {_name(attempt.backend, attempt.env)} ({attempt.seconds:.1f} s) {ending}")
+    said += [f"  skipped {why}" for why in link.skipped]
+    for name in dict.fromkeys(attempt.cause for attempt in link.tries if not attempt.ok):
+        cause = link_causes.BY_NAME[name]
+        said.append(f"  problem: {cause.what}; fix: {cause.fix}")
+    return said

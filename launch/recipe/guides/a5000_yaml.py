@@ -1,0 +1,183 @@
+"""The YAML of the A5000 guide (sections model, data, training, lora, quantization, environment, logging) becomes the
+recipe lora_sft with overrides. Strictly: an unknown key is an error, and what a key means otherwise here is said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from launch.base.errors import ConfigError
+from launch.base.text import nearest
+from launch.base.workspace import CODE, House
+from launch.recipe import strict_yaml, training_arguments
+from launch.recipe.load import Override
+from launch.recipe.paths import PATH_KEYS
+from launch.recipe.strict_yaml import Keys, show, wrong
+from launch.schema.recipe import LoraSection, TrainingSection
+
+RECIPE = "lora_sft"
+_LENGTH: dict[str, str] = dict.fromkeys(("max_seq_length", "max_length"), "data.max_length")
+_LOGS: dict[str, str] = dict.fromkeys(("log_dir", "logging_dir"), "log_dir")
+KEYS: Mapping[str, Mapping[str, str]] = {  # section -> its key -> the recipe's
+    "model": {"torch_dtype": "model.dtype", "attn_implementation": "model.attn_implementation", **_LENGTH},
+    "data": {
+        "train_file": "data.train_file",
+        "validation_file": "data.validation_file",
+        "eval_file": "data.validation_file",
+        "max_train_samples": "data.max_train_samples",
+        "max_eval_samples": "data.max_validation_samples",
+        "max_bad_rows": "data.max_bad_rows",
+        **{f"{role}_column": f"data.{role}_column" for role in ("prompt", "response", "text", "messages")},
+        **_LENGTH,
+    },
+    "training": {"output_dir": "output_dir", **_LENGTH, **_LOGS},
+    "lora": {key: f"lora.{key}" for key in LoraSection.model_fields},
+    "quantization": {
+        "use_4bit": "quantization.load_in_4bit",
+        "load_in_4bit": "quantization.load_in_4bit",
+        "bnb_4bit_quant_type": "quantization.bnb_4bit_quant_type",
+        "bnb_4bit_compute_dtype": "quantization.bnb_4bit_compute_dtype",
+        "bnb_4bit_use_double_quant": "quantization.bnb_4bit_use_double_quant",
+        "use_nested_quant": "quantization.bnb_4bit_use_double_quant",
+    },
+    "environment": {"num_gpus": "launch.num_processes"},
+    "logging": _LOGS,
+}
+MODEL_NAMES = ("name_or_path", "model_name_or_path", "model_name")
+TAKES_TRAINING = ("training", "environment", "logging")  # sections with TrainingArguments' own names
+# Keys with one value that says what is done anyway, and why there is no other.
+FIXED: Mapping[tuple[str, str], tuple[Any, str]] = {
+    ("model", "trust_remote_code"): (False, "code that comes with a model is never run"),
+    ("lora", "bias"): ("none", "LoRA trains no biases here"),
+    ("lora", "task_type"): ("CAUSAL_LM", "the model says whether it is a decoder or a T5; leave it out"),
+    ("quantization", "use_8bit"): (False, "weights have 4 bits or 16; use use_4bit"),
+    ("quantization", "load_in_8bit"): (False, "weights have 4 bits or 16; use use_4bit"),
+    ("environment", "parallel_mode"): (
+        "data_parallel",
+        "several GPUs share out the rows, or model states (launch.mode)",
+    ),
+    ("environment", "tensor_parallel_size"): (1, "a layer is not split over GPUs; ZeRO and FSDP2 are (launch.mode)"),
+    ("training", "report_to"): ("tensorboard", "TensorBoard's files are the only tracker"),
+    ("logging", "report_to"): ("tensorboard", "TensorBoard's files are the only tracker"),
+    ("training", "metric_for_best_model"): ("eval_loss", "the held-out loss says which model is best"),
+    ("training", "greater_is_better"): (False, "the lowest held-out loss is best"),
+    ("training", "save_strategy"): ("steps", "checkpoints are counted in steps; use save_steps"),
+}
+NO_MODEL = (
+    "model.name_or_path is not set: the recipe's own shape, with random weights; name a folder of a downloaded model"
+)
+
+
+def translate(config: str) -> tuple[str, tuple[Override, ...], tuple[str, ...]]:
+    """(recipe, overrides, what differs from what it says) of the file as typed. Raises ConfigError."""
+    file = Path(config).expanduser()
+    if not file.exists() and not file.is_absolute() and (CODE / file).exists():
+        file = CODE / file  # the guide's path, typed in another folder
+    content, where = strict_yaml.read_yaml(file)
+    # paths of the shipped file are those of recipes, of another one those that a person would type
+    base = House.here().root if file.resolve().is_relative_to(CODE / "config") else Path.cwd()
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: found {show(content)}, expected the sections {', '.join(KEYS)}")
+    overrides: dict[str, Override] = {}
+    notes: list[str] = []
+    for section, keys in content.items():
+        place = where[(section,)]
+        if section not in KEYS:
+            raise wrong(place, (section,), "an unknown section", f"one of {', '.join(KEYS)}", _near(section, KEYS))
+        if not isinstance(keys, dict | None):
+            raise wrong(place, (section,), show(keys), "a section: keys below it")
+        for key, value in (keys or {}).items():
+            place = where[(section, key)]
+            for target, text, note in _translated(section, key, value, place):
+                if target in overrides:
+                    raise wrong(
+                        place, (section, key), f"{target} twice", "it once", f"also at {overrides[target].typed}"
+                    )
+                if target in PATH_KEYS and text is not None:
+                    text = str(base / Path(str(text)).expanduser())
+                made = Override(f"--{target}={_written(text)}")
+                made.typed = f"{place}: {section}.{key}"
+                overrides[target] = made
+                notes += [f"{place}: {section}.{key}: {note}"] if note else []
+    if not {"model.shape", "model.path"} & overrides.keys():
+        notes.append(f"{file}: {NO_MODEL}")
+    return RECIPE, tuple(overrides.values()), tuple(notes)
+
+
+def _translated(section: str, key: str, value: Any, place: str) -> Iterator[tuple[str, Any, str]]:
+    """(recipe key, value, what differs) of one key; none where it says what is done anyway."""
+    keys: Keys = (section, key)
+    if (section, key) in FIXED:
+        only, reason = FIXED[section, key]
+        if value != only and value != [only]:
+            raise wrong(place, keys, show(value), strict_yaml.plain(only), reason)
+    elif section == "model" and key in MODEL_NAMES:
+        if not isinstance(value, str) or not value:
+            raise wrong(place, keys, show(value), "a folder, or a name of configs/models")
+        is_shape = (CODE / "configs" / "models" / f"{value}.yaml").is_file() and not Path(value).is_dir()
+        note = "a shape of configs/models: random weights, which shows what fits; name a folder to fine-tune a model"
+        yield ("model.shape", value, note) if is_shape else ("model.path", value, "")
+    elif section == "lora" and key == "enabled":
+        if not isinstance(value, bool):
+            raise wrong(place, keys, show(value), "true or false")
+        if not value:
+            yield "lora", None, ""
+    elif key == "warmup_ratio" and section in TAKES_TRAINING:
+        if not isinstance(value, int | float) or not 0 <= value < 1:
+            raise wrong(place, keys, show(value), "a share of all steps: at least 0 and less than 1")
+        yield "training.warmup_steps", value, f"training.warmup_steps={value}, which below 1 is a share of all steps"
+    elif key in ("eval_strategy", "evaluation_strategy") and section in TAKES_TRAINING:
+        if value not in ("steps", "epoch", "no"):
+            raise wrong(place, keys, show(value), "steps, epoch or no")
+        if value == "no":
+            yield "data.validation_file", None, "data.validation_file=null: nothing is held out"
+    elif key in KEYS[section]:
+        target = KEYS[section][key]
+        yield target, value, "" if target.rpartition(".")[2] == key else f"{target}={strict_yaml.plain(value)}"
+    elif section in TAKES_TRAINING and _is_training(key):
+        yield f"training.{key}", value, ""
+    else:
+        raise wrong(place, keys, "an unknown key", f"a key of {section}", _hint(section, key))
+
+
+def _is_training(key: str) -> bool:
+    return key in TrainingSection.model_fields or (
+        key in training_arguments.installed() and training_arguments.instead(key) is None
+    )
+
+
+def _hint(section: str, key: str) -> str:
+    """Where the key belongs, or the nearest one that there is."""
+    instead = training_arguments.instead(key)
+    if section in TAKES_TRAINING and instead:
+        return instead
+    elsewhere = {name: one for one, names in _names().items() for name in names}
+    for name in (key, *nearest(key, _names()[section]), *nearest(key, elsewhere)):
+        if name in _names()[section]:
+            return f"did you mean {section}.{name}?"
+        if name in elsewhere:
+            return f"did you mean {elsewhere[name]}.{name}?"
+    return f"there are {', '.join(_names()[section])}"
+
+
+def _names() -> dict[str, list[str]]:
+    """Every section's keys; TrainingArguments' under training."""
+    found = {section: [*keys, *(key for one, key in FIXED if one == section)] for section, keys in KEYS.items()}
+    found["model"] += MODEL_NAMES
+    found["lora"].append("enabled")
+    found["training"] += [*TrainingSection.model_fields, "warmup_ratio", "eval_strategy"]
+    found["training"] += [key for key in training_arguments.installed() if training_arguments.instead(key) is None]
+    return found
+
+
+def _near(word: str, known: Mapping[str, Any]) -> str:
+    return "".join(f"did you mean {name}?" for name in nearest(word, known))
+
+
+def _written(value: Any) -> str:
+    """The value as a recipe's command line reads it back."""
+    if isinstance(value, str) and strict_yaml.parse_value(value, (), "") == value:
+        return value
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,73 @@
+"""Paths in recipes: made absolute, and replaced by what an earlier command left."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from launch.recipe import load
+from launch.schema.plan import Change
+from launch.schema.recipe import Recipe
+
+PATH_KEYS = (
+    "data.train_file",
+    "data.validation_file",
+    "model.path",
+    "model.path_if_there",
+    "tokenizer.path",
+    "tokenizer.path_if_there",
+    "output_dir",
+    "log_dir",
+)
+
+
+def _model_that_is_there(recipe: Recipe) -> tuple[Recipe, list[Change]]:
+    """model.path_if_there as model.path, where that folder holds a model and no other was named."""
+    section = recipe.model
+    folder = section.path_if_there
+    if folder is None or section.path is not None:
+        return recipe, []
+    if not (Path(folder) / "config.json").is_file():
+        reason = f"no model is in {folder} yet: training starts from random weights"
+        return recipe, [Change("model.path_if_there", folder, "none", reason)]
+    change = Change("model.shape", str(section.shape), folder, "the model of model.path_if_there is there")
+    chosen = section.model_copy(update={"path": folder, "shape": None})
+    return recipe.model_copy(update={"model": chosen}), [change]
+
+
+def _tokenizer_that_is_there(recipe: Recipe) -> tuple[Recipe, list[Change]]:
+    """tokenizer.path_if_there as tokenizer.path, where that folder exists and nothing else was named."""
+    section = recipe.tokenizer
+    named = section.path or recipe.model.path
+    if named or section.path_if_there is None or not Path(section.path_if_there).is_dir():
+        return recipe, []
+    chosen = section.model_copy(update={"path": section.path_if_there})
+    change = Change("tokenizer.path", "none", section.path_if_there, "the folder of tokenizer.path_if_there is there")
+    return recipe.model_copy(update={"tokenizer": chosen}), [change]
+
+
+def _absolute(override: str) -> str:
+    """A path typed on the command line is relative to where it was typed; the text is kept for messages."""
+    key, equals, value = override.partition("=")
+    if not equals or key.lstrip("-").replace("-", "_") not in PATH_KEYS or value in ("", "null", "~"):
+        return override
+    made = load.Override(f"{key}={_join(Path.cwd(), value)}")
+    made.typed = override.typed if isinstance(override, load.Override) and override.typed else override
+    return made
+
+
+def _rooted(recipe: Recipe, base: Path) -> Recipe:
+    """The recipe with every path absolute."""
+    raw = recipe.model_dump(exclude_unset=True)  # what was left open stays open to planning
+    for dotted in PATH_KEYS:
+        *parents, key = dotted.split(".")
+        section = raw
+        for parent in parents:
+            section = section.get(parent, {})
+        if section.get(key) is not None:
+            section[key] = _join(base, section[key])
+    return Recipe.model_validate(raw)
+
+
+def _join(base: Path, path: str) -> str:
+    return os.path.normpath(base / Path(path).expanduser())

@@ -1,0 +1,95 @@
+"""TrainingArguments' fields that a recipe does not type: which there are, what they take, which the launcher sets.
+
+Read from the source of the installed transformers, which is not imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from launch.recipe.strict_yaml import mend, show
+
+_MICRO_BATCH = "per_device_train_batch_size is fitted before the start and the effective batch is held"
+_CHECKPOINTS = "the launcher writes and finds its own checkpoints: --resume=auto, --resume=PATH, --resume=never"
+_PUBLISH = "publish the finished folder yourself: hf upload NAME FOLDER"
+OWNED = {  # TrainingArguments' fields that the launcher sets -> what to use instead
+    "output_dir": "use the top-level output_dir",
+    "deepspeed": "use launch.mode",
+    "fsdp": "use launch.mode",
+    "fsdp_config": "use launch.mode",
+    "local_rank": "ranks are numbered by accelerate; use launch.num_processes",
+    "ddp_backend": "use launch.mode=dual_gpu_nccl or dual_gpu_gloo",
+    "use_cpu": "use launch.mode=cpu",
+    "accelerator_config": "use launch.mode",
+    "parallelism_config": "use launch.mode",
+    "auto_find_batch_size": _MICRO_BATCH,
+    "resume_from_checkpoint": _CHECKPOINTS,
+    "enable_jit_checkpoint": "checkpoints are written every save_steps",
+    "metric_for_best_model": "the held-out loss says which model is best",
+    "greater_is_better": "the lowest held-out loss is best",
+    "overwrite_output_dir": _CHECKPOINTS,
+    "save_strategy": "checkpoints are counted in steps; use save_steps",
+    "ignore_data_skip": "a resumed run goes on with the next sample",
+    "train_sampling_strategy": "the order of samples comes from the seed; use data.group_by_length",
+    "length_column_name": "lengths are counted when the rows are tokenised; use data.group_by_length",
+    "dataloader_drop_last": "every sample counts, also the last few",
+    "activation_checkpointing": "use gradient_checkpointing",
+    "warmup_ratio": "use warmup_steps; below 1 it is a share of all steps",
+    "push_to_hub": _PUBLISH,
+    "report_to": "figures are in events.jsonl and report.html of the run folder",
+    "logging_dir": "logs are in the run folder and in logs/",
+    "disable_tqdm": "progress is one line per logging_steps",
+    "eval_strategy": "data.validation_file is evaluated every eval_steps, or once an epoch",
+    "evaluation_strategy": "data.validation_file is evaluated every eval_steps, or once an epoch",
+    "remove_unused_columns": "rows are tokenised before, and have no other columns",
+    "logging_nan_inf_filter": "a NaN ends the run",
+    "do_train": "use task",
+    "do_eval": "use data.validation_file",
+    "do_predict": "use evaluation.exact_match_rows",
+}
+_TYPES = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text", "list": "a [list]"}
+
+
+def instead(key: str) -> str | None:
+    """What to use instead of a field that the launcher sets; None: it does not."""
+    return OWNED.get(key) or (_PUBLISH if key.startswith("hub_") else None)
+
+
+@lru_cache(maxsize=1)
+def installed() -> Mapping[str, frozenset[str]]:
+    """TrainingArguments' fields -> the alternatives of their types, from the installed source; {}: not installed."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or not spec.submodule_search_locations:
+        return {}
+    source = Path(spec.submodule_search_locations[0], "training_args.py").read_text(encoding="utf-8")
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    fields: dict[str, frozenset[str]] = {}
+    for node in (node for one in classes if one.name == "TrainingArguments" for node in one.body):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            fields[node.target.id] = frozenset(_alternatives(node.annotation))
+    return fields
+
+
+def _alternatives(annotation: ast.expr) -> Iterator[str]:
+    if isinstance(annotation, ast.BinOp):
+        yield from _alternatives(annotation.left)
+        yield from _alternatives(annotation.right)
+    else:
+        yield ast.unparse(annotation.value if isinstance(annotation, ast.Subscript) else annotation)
+
+
+def wrong_type(key: str, value: Any) -> tuple[str, str, str] | None:
+    """Found, expected and what to do, where an installed field does not take this value."""
+    types = installed()[key]
+    known = types <= {*_TYPES, "dict", "None"}  # an enumeration or a Literal: TrainingArguments itself decides
+    if not known or (value is None and "None" in types) or type(value).__name__ in types:
+        return None
+    if type(value) is int and "float" in types:
+        return None
+    expected = " or ".join(text for name, text in _TYPES.items() if name in types) or "a mapping"
+    return show(value), expected, mend(value, expected)

@@ -1,0 +1,57 @@
+"""The Accelerate YAML of a plan."""
+
+from __future__ import annotations
+
+import yaml
+
+from launch.schema.plan import Plan
+
+DISTRIBUTED_TYPE = {"plain": "NO", "ddp": "MULTI_GPU", "deepspeed": "DEEPSPEED", "fsdp2": "FSDP"}
+
+
+def accelerate_config(plan: Plan, deepspeed_file: str) -> str:
+    """The Accelerate YAML. The same on CPUs: the entrypoint's use_cpu puts the ranks there (MULTI_CPU would start one
+    process). Batch, accumulation and clipping stand in the plan and, for DeepSpeed, in `deepspeed_file` alone."""
+    strategy, meeting = plan.strategy, plan.rendezvous
+    launched = strategy.engine != "plain"
+    config: dict[str, object] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": DISTRIBUTED_TYPE[strategy.engine],
+        "downcast_bf16": "no",
+        "enable_cpu_affinity": False,
+        "machine_rank": meeting.machine_rank if meeting else 0,
+        "main_training_function": "main",
+        "num_machines": strategy.num_machines,
+        "num_processes": strategy.num_processes,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": strategy.device == "cpu" and not launched,
+    }
+    if strategy.engine == "deepspeed":  # precision is in its own file
+        config["deepspeed_config"] = {
+            "deepspeed_config_file": deepspeed_file,
+            "zero3_init_flag": strategy.zero_stage == 3,
+        }
+        if strategy.num_machines > 1:
+            config["deepspeed_config"]["deepspeed_multinode_launcher"] = "standard"  # pdsh would leak the environment
+    else:
+        config["mixed_precision"] = strategy.mixed_precision
+    if strategy.engine == "fsdp2":
+        config["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",  # the classes are the model's _no_split_modules
+            "fsdp_reshard_after_forward": True,
+            "fsdp_offload_params": False,
+            "fsdp_cpu_ram_efficient_loading": False,
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",  # a full one would need all states in one rank's host RAM
+            "fsdp_activation_checkpointing": False,  # training.gradient_checkpointing does it
+        }
+    if launched:
+        config["main_process_port"] = meeting.main_process_port if meeting else 0  # 0: any free one
+    if meeting:
+        config["main_process_ip"] = meeting.main_process_ip
+    if strategy.device == "cuda":
+        config["gpu_ids"] = "all"  # of those the command makes visible
+    header = f"# {strategy.mode}, for {plan.recipe_name}: written by launch/render from its plan\n"
+    return header + yaml.safe_dump(config, sort_keys=True)

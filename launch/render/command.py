@@ -1,0 +1,67 @@
+"""A plan as the files and the command line that run it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+from launch.base.workspace import CODE, House
+from launch.predict.memory import malloc
+from launch.probe import architectures
+from launch.probe.gpus import visible_devices
+from launch.run_folder.layout import AttemptDir, RunDir
+from launch.schema.machine import Machine
+from launch.schema.plan import Command, Plan
+
+
+def _launcher(plan: Plan) -> tuple[str, ...]:
+    """Accelerate's launcher; several ranks of one machine meet on its loopback."""
+    if plan.strategy.engine != "plain" and plan.strategy.num_machines == 1:
+        return (str(CODE / "training" / "on_loopback.py"),)
+    return ("-m", "accelerate.commands.launch")
+
+
+def command(
+    plan: Plan, machine: Machine, run: RunDir, attempt: AttemptDir, house: House, environ: Mapping[str, str]
+) -> Command:
+    """What starts the ranks; env holds only what is added to the environment. The user's OMP_NUM_THREADS is obeyed."""
+    strategy = plan.strategy
+    per_machine = strategy.processes_per_machine
+    threads = environ.get("OMP_NUM_THREADS") or str(max(1, machine.cpu_count // per_machine))
+    added: dict[str, str] = dict(plan.link.env) if plan.link else {}
+    if strategy.device == "cuda":
+        wanted = architectures.environment(machine.gpus[:per_machine])
+        added |= visible_devices(machine, per_machine)
+        added |= {key: environ.get(key, value) for key, value in wanted.items()}
+    if strategy.device == "cpu":
+        added |= {key: environ.get(key, value) for key, value in malloc.SETTINGS.items()}
+        if strategy.engine == "deepspeed":
+            added["DS_ACCELERATOR"] = "cpu"
+    if strategy.backend == "gloo" and strategy.num_machines == 1:
+        added["GLOO_SOCKET_IFNAME"] = environ.get("GLOO_SOCKET_IFNAME", "lo")  # nobody else's business
+    if plan.rendezvous and plan.rendezvous.network_interface:
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        added |= dict.fromkeys(names, plan.rendezvous.network_interface)
+    return Command(
+        argv=(
+            sys.executable,
+            "-P",  # a module of the same name in the user's folder is not ours
+            *_launcher(plan),
+            "--config_file",
+            str(run.accelerate_file),
+            *(["--rdzv_conf", f"timeout={plan.rendezvous.join_timeout_s}"] if plan.rendezvous else []),
+            str(CODE / "train_low_mem.py"),
+            "--run-dir",
+            str(run.root),
+            "--attempt",
+            str(attempt.number),
+        ),
+        env={
+            "HF_HUB_OFFLINE": "1",
+            "LOWMEM_ROOT": str(house.root),
+            "OMP_NUM_THREADS": threads,
+            "PYTHONUNBUFFERED": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            **added,
+        },
+    )

@@ -1,0 +1,113 @@
+"""DeepSpeed files: written from a plan, or read from a user."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from launch.base import files, workspace
+from launch.base.errors import ConfigError, ResourceError
+from launch.predict.sharding import BUCKET_ELEMENTS
+from launch.schema.plan import Plan
+
+
+def deepspeed_config(plan: Plan, max_grad_norm: float) -> str:
+    """The DeepSpeed JSON, every value explicit. The optimizer is the recipe's own, also where its states are offloaded:
+    one class everywhere, so that a checkpoint of one stage can be taken on by another, and no op to compile."""
+    strategy = plan.strategy
+    zero: dict[str, object] = {
+        "stage": strategy.zero_stage,
+        "contiguous_gradients": True,
+        "overlap_comm": strategy.device == "cuda",
+        "reduce_bucket_size": BUCKET_ELEMENTS,
+    }
+    if strategy.zero_stage < 3:
+        zero["allgather_bucket_size"] = BUCKET_ELEMENTS
+    else:
+        zero["stage3_prefetch_bucket_size"] = BUCKET_ELEMENTS
+        zero["stage3_max_live_parameters"] = 2 * BUCKET_ELEMENTS
+        zero["stage3_gather_16bit_weights_on_model_save"] = True  # once, for the export; checkpoints are sharded
+    if strategy.offloads:
+        where = {"device": "cpu", "pin_memory": strategy.device == "cuda"}
+        zero["offload_optimizer"] = where
+        if strategy.zero_stage == 3:
+            zero["offload_param"] = where
+    config: dict[str, Any] = {
+        "train_batch_size": strategy.effective_batch_size,
+        "train_micro_batch_size_per_gpu": strategy.per_device_train_batch_size,
+        "gradient_accumulation_steps": strategy.gradient_accumulation_steps,
+        "gradient_clipping": max_grad_norm,
+        "bf16": {"enabled": strategy.mixed_precision == "bf16"},
+        "fp16": {"enabled": strategy.mixed_precision == "fp16"},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 1 << 60,  # the log is ours
+        "wall_clock_breakdown": False,
+    }
+    return json.dumps(config, indent=1) + "\n"
+
+
+OURS = (  # keys of a DeepSpeed file that the recipe decides
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "bf16",
+    "fp16",
+)
+
+
+def _found(path: str) -> Path:
+    """A DeepSpeed file as typed or, since our Accelerate files name theirs from the checkout, from there."""
+    return Path(path) if Path(path).exists() else workspace.CODE / path
+
+
+def read_deepspeed(path: Path) -> dict[str, Any]:
+    """A DeepSpeed file. Raises ResourceError, ConfigError."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ResourceError(f"deepspeed_config_file {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"deepspeed_config_file {path}: not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"deepspeed_config_file {path}: found {type(found).__name__}, expected an object")
+    return found
+
+
+def deepspeed_file(
+    plan: Plan, max_grad_norm: float, cache: Path, environ: Mapping[str, str], say: Callable[[str], None]
+) -> Path | None:
+    """The file that the ranks read: the user's own, where batch, precision and clipping are the recipe's.
+
+    Each value that is not the user's any more is said. Raises ConfigError for a section that would replace the recipe's
+    optimizer or schedule.
+    """
+    if plan.strategy.engine != "deepspeed":
+        return None
+    config = json.loads(deepspeed_config(plan, max_grad_norm))
+    path = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    theirs = read_deepspeed(_found(path)) if path else {}
+    for section in ("optimizer", "scheduler"):
+        if section in theirs:
+            raise ConfigError(
+                f"{path}: {section} is the recipe's (training.optim, training.learning_rate, ...); remove it"
+            )
+    for key, value in theirs.items():
+        if key not in OURS:
+            config[key] = value
+        elif value != config[key] and value != "auto" and not _is_auto(value):
+            say(f"{path}: {key} says {json.dumps(value)}, the recipe says {json.dumps(config[key])}, which runs")
+    text = json.dumps(config, indent=1) + "\n"
+    made = cache / "deepspeed" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    made.parent.mkdir(parents=True, exist_ok=True)
+    files.write_atomic(made, text)
+    return made
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("enabled") == "auto"

@@ -1,0 +1,266 @@
+"""Two runs as their folders tell them, and whether they are one comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from launch.base import files
+from launch.base import text as base_text
+from launch.base.errors import ConfigError, ResourceError
+from launch.base.text import suggestion
+from launch.base.workspace import House
+from launch.predict.history import cache_keys
+from launch.recipe import load
+from launch.run_folder import manifest
+from launch.run_folder import steps as run_folder_steps
+from launch.run_folder.layout import RunDir
+from launch.run_folder.resume import leaves
+from launch.schema.machine import Machine
+from launch.schema.plan import Plan, Strategy
+from launch.schema.recipe import Recipe
+from launch.schema.result import StepEvent
+
+NEARLY = 0.05  # by which tokens of a step may differ where one batch counts packed sequences and the other rows
+# Of a recipe: names, and what is told by the strategy that ran or by what the rows were made of.
+UNTOLD = frozenset(
+    {
+        "name",
+        "output_dir",
+        "log_dir",
+        "data.train_file",
+        "data.validation_file",
+        "tokenizer.path",
+        "launch.mode",
+        "launch.num_processes",
+        "training.bf16",
+        "training.fp16",
+        *(f"training.{field.name}" for field in fields(Strategy)),
+    }
+)
+MADE_OF = {  # words for the parts of rundir.token_identity()
+    "version": "how this version tokenises",
+    "train": "the content of data.train_file",
+    "columns": "the columns that are read",
+    "limits": "max_length or how many rows are read",
+    "task": "the task",
+    "encoder_decoder": "the kind of model",
+    "tokenizer": "the tokenizer",
+}
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two; its plan is that of the last attempt that trained."""
+
+    run: RunDir
+    recipe: Recipe
+    plan: Plan
+    machine: Machine | None  # None: not kept by an older version
+    made_of: Mapping[str, Any] | None  # rundir.token_identity(); None likewise
+    libraries: Mapping[str, str]
+    ending: str
+    continues: Mapping[str, Any] | None  # RunDir.continues_file
+    parts: tuple[run_folder_steps.Stretch, ...]
+    last_parts: tuple[
+        run_folder_steps.Stretch, ...
+    ]  # those that ran by this plan's strategy: speed and memory are theirs
+    host_peak_bytes: int
+
+    @cached_property
+    def steps(self) -> list[StepEvent]:
+        """Those that count."""
+        return [step for part in self.parts for step in part.counted]
+
+    @property
+    def is_packed(self) -> bool:
+        return self.recipe.data.packing
+
+    def missing(self) -> float:
+        """Samples of steps that were trained, but not written down before a kill, or whose run is gone."""
+        gaps = (after.samples_seen - after.samples - before.samples_seen for before, after in pairwise(self.steps))
+        return self.steps[0].samples_seen - self.steps[0].samples + sum(gaps)
+
+
+def find(house: House, word: str) -> RunDir:
+    """The run in a folder, one by its name (recipe-time, recipe/time), or a recipe's newest that has trained a step.
+
+    Raises ResourceError."""
+    for path in (Path(word).expanduser(), house.runs / word):
+        if (path / "plan.json").is_file():
+            return _trained([RunDir(path.resolve())], word)
+    known = [RunDir(path.parent) for path in sorted(house.runs.glob("*/*/plan.json"), reverse=True)]
+    place = Path(word).expanduser().resolve()
+    if named := [run for run in known if word in (run.run_id, run.root.parent.name) or place == run.root.parent]:
+        return _trained(named, word)
+    own = {path.stem for path in load.RECIPES.glob("*.yaml")}
+    if word in own:
+        raise ResourceError(f"{word}: this recipe has no run in {house.runs}; python -m launch run {word} makes one")
+    names = own | {run.root.parent.name for run in known} | {run.run_id for run in known}
+    raise ResourceError(
+        f"{word}: found no run, expected the name of a recipe that has run, a run's name (recipe-time) or its folder;"
+        f" {suggestion(word, sorted(names))}"
+    )
+
+
+def _trained(runs: Sequence[RunDir], word: str) -> RunDir:
+    for run in runs:
+        if any(run_folder_steps.events(attempt) for attempt in run.attempts()):
+            return run
+    raise ResourceError(
+        f"{word}: {runs[0].run_id} has no step in its events yet; wait for its first log, or run it again"
+    )
+
+
+def read(run: RunDir, say: run_folder_steps.Say = lambda line: None) -> Side:
+    """A run that has trained; `say` gets a line for damaged records. Raises ConfigError where another version wrote
+    it."""
+    parts = tuple(part for part in run_folder_steps.stretches(run, say=say) if part.counted)
+    last = parts[-1].attempt
+    outcome, seen = files.read_json(last.outcome_file) or {}, files.read_json(last.supervisor_file) or {}
+    machine, tokens = files.read_json(last.machine_file), files.read_json(run.tokens_file) or {}
+    saved = [folder for folder in manifest.committed(run.checkpoints) if (folder / manifest.FILE).exists()]
+    ending = f"at step {parts[-1].counted[-1].step:,} of {parts[-1].counted[-1].max_steps:,}"
+    if run.outcome():
+        ending = "finished"
+    elif seen.get("failure"):
+        ending += f" ({seen['failure']['cause']})"
+    try:
+        plan = last.read_plan()
+        return Side(
+            run=run,
+            recipe=run.read_recipe(),
+            plan=plan,
+            machine=TypeAdapter(Machine).validate_python(machine) if machine else None,
+            made_of=tokens.get("made_of"),
+            libraries=manifest.read(saved[-1]).get("versions", {}) if saved else {},
+            ending=ending,
+            continues=files.read_json(run.continues_file),
+            parts=parts,
+            last_parts=tuple(part for part in parts if part.attempt.read_plan().strategy == plan.strategy),
+            host_peak_bytes=max(
+                seen.get("host_peak_bytes", 0),
+                outcome.get("host_pss_bytes", 0),
+                *(step.host_pss_bytes for step in parts[-1].counted),
+            ),
+        )
+    except (ValidationError, FileNotFoundError) as error:
+        raise ConfigError(
+            f"{run.root}: its plan or its recipe was written by another version of lowmem"
+            f" ({str(error).splitlines()[0]}); run it again"
+        ) from error
+
+
+# ---- what differs --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that is not the same in both; `blocks`: figures would be of two different things."""
+
+    text: str
+    blocks: bool = False
+
+
+def differences(a: Side, b: Side) -> list[Difference]:
+    """All of them, first those that block."""
+    found = [*_of_model(a, b), *_of_data(a, b), *_of_batch(a, b), *_of_the_rest(a, b)]
+    return sorted(found, key=lambda one: not one.blocks)
+
+
+def _of_model(a: Side, b: Side) -> Iterator[Difference]:
+    shapes = a.plan.shape, b.plan.shape
+    if cache_keys.model_key(shapes[0]) != cache_keys.model_key(shapes[1]):
+        yield _differs("model", [f"{one.name} of {one.parameters:,} parameters" for one in shapes], blocks=True)
+        configs = [
+            leaves({key: one.config[key] for key in one.config if key not in cache_keys.UNTOLD}) for one in shapes
+        ]
+        yield from _by_key(configs, "config.")
+    trained = [f"{one.trainable_parameters:,} ({one.lora_parameters:,} of LoRA)" for one in shapes]
+    if trained[0] != trained[1]:
+        yield _differs("trained parameters", trained, blocks=True)
+
+
+def _of_data(a: Side, b: Side) -> Iterator[Difference]:
+    if a.made_of is None or b.made_of is None:
+        yield Difference("data: what the rows were made of was not kept by an older version", blocks=True)
+        return
+    made = [
+        {**one, "limits": [limit for limit in one["limits"] if limit != "packed"]} for one in (a.made_of, b.made_of)
+    ]
+    if other := [words for key, words in MADE_OF.items() if made[0][key] != made[1][key]]:
+        yield Difference(f"data: A and B differ in {', '.join(other)}", blocks=True)
+    held_out = [one["validation"] for one in made]
+    if held_out[0] != held_out[1]:
+        words = [f"sha256 {word[:12]}" if word else "none" for word in held_out]
+        yield _differs("held-out rows", words, blocks=None not in held_out)
+
+
+def _of_batch(a: Side, b: Side) -> Iterator[Difference]:
+    sizes = [side.plan.strategy.effective_batch_size for side in (a, b)]
+    if a.is_packed == b.is_packed:
+        if sizes[0] != sizes[1]:
+            yield _differs("effective batch", sizes, blocks=True)
+        return
+    tokens = [sum(step.tokens for step in side.steps) / len(side.steps) for side in (a, b)]
+    words = [
+        f"{size} {'packed sequences' if side.is_packed else 'rows'} of {mean:,.0f} tokens in all"
+        for side, size, mean in zip((a, b), sizes, tokens, strict=True)
+    ]
+    yield _differs("effective batch", words, blocks=abs(tokens[1] / tokens[0] - 1) > NEARLY)
+
+
+def _of_the_rest(a: Side, b: Side) -> Iterator[Difference]:
+    for name, side in (("A", a), ("B", b)):
+        if len(side.last_parts) < len(side.parts):
+            yield Difference(
+                f"{name} was planned again: speed and memory are of its last plan, losses of all its steps"
+            )
+        if missing := side.missing():
+            yield Difference(f"{name}: the steps of {missing:,.0f} samples are not written down, nor are their tokens")
+        if side.continues:
+            yield Difference(
+                f"{name} took over {side.continues['checkpoint']} at sample {side.continues['samples_seen']:,}"
+            )
+    machines = a.machine, b.machine
+    if (
+        machines[0] is None
+        or machines[1] is None
+        or cache_keys.machine_key(machines[0]) != cache_keys.machine_key(machines[1])
+    ):
+        yield _differs("machine", [_machine(one) for one in machines])
+    both = a.libraries.keys() & b.libraries.keys()
+    yield from _by_key([{name: side.libraries[name] for name in both} for side in (a, b)])
+    yield from _by_key([asdict(side.plan.strategy) for side in (a, b)])
+    asked = [leaves(side.recipe.model_dump()) for side in (a, b)]
+    yield from _by_key([{key: one[key] for key in one.keys() - UNTOLD} for one in asked])
+    seen = [f"{side.steps[-1].samples_seen:,}" for side in (a, b)]
+    if seen[0] != seen[1] and a.is_packed == b.is_packed:
+        yield _differs("samples trained", seen)
+
+
+def _by_key(values: Sequence[Mapping[str, Any]], prefix: str = "") -> Iterator[Difference]:
+    for key in sorted(values[0].keys() | values[1].keys()):
+        pair = [one.get(key) for one in values]
+        if pair[0] != pair[1]:
+            yield _differs(prefix + key, ["none" if value is None else value for value in pair])
+
+
+def _differs(what: str, pair: Sequence[object], blocks: bool = False) -> Difference:
+    return Difference(f"{what}: A {pair[0]}, B {pair[1]}", blocks)
+
+
+def _machine(machine: Machine | None) -> str:
+    if machine is None:
+        return "not kept by an older version"
+    cards = ", ".join(gpu.name for gpu in machine.gpus) or "no GPU"
+    return f"{machine.name} ({cards}; {machine.cpu_count} CPUs, {base_text.size(machine.host_limit_bytes)})"

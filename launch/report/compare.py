@@ -1,0 +1,291 @@
+"""`python -m launch compare A B`: two runs that are one comparison, as a table and as one HTML page."""
+
+from __future__ import annotations
+
+import html as markup
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from launch.base import files
+from launch.base import text as base_text
+from launch.base.errors import ConfigError
+from launch.base.text import shown
+from launch.base.workspace import House
+from launch.report import comparable, svg
+from launch.report import html as report_html
+from launch.report.comparable import Difference, Side
+from launch.run_folder import steps
+from launch.schema.result import StepEvent
+
+LAST_PART = 0.1  # of the samples, over which the training loss is averaged
+MOST_MEANS = 100  # points of a curve
+COLORS = ("#f59e0b", "#1d4ed8")  # of A and B
+WIDTHS = (4.5, 1.5)  # B is drawn over A: where they agree both are seen
+RULES = (
+    f"speed: of all steps that count but the first {steps.STEADY_FROM} of each start",
+    "seconds of a step: with its wait for data; without logs, evaluations and saves",
+    "wall time: from the first of those steps to the last step or evaluation of each start",
+)
+
+
+def run(house: House, first: str, second: str, anyway: bool) -> int:
+    """Print both, what differs and the table, and write the page; the exit code. Raises ConfigError where they are no
+    comparison, ResourceError where there is no such run."""
+    found = [comparable.find(house, word) for word in (first, second)]
+    if found[0].root == found[1].root:
+        raise ConfigError(f"{first} and {second} are the same run, {found[0].root}; give two")
+    a, b = (comparable.read(run, lambda line: print(shown(line))) for run in found)
+    differs = comparable.differences(a, b)
+    for line in [*heading(a, b, differs), *(f"differs: {one.text}" for one in differs)]:
+        print(shown(line))
+    if (blocking := [one.text for one in differs if one.blocks]) and not anyway:
+        raise ConfigError(
+            f"these two are no comparison: {'; '.join(blocking)}. Make them alike, or add --anyway to see all figures"
+        )
+    table = figures(a, b)
+    print(shown(as_text(table)))
+    for line in RULES:
+        print(line)
+    page = house.runs / f"compare-{a.run.run_id}-{b.run.run_id}.html"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    files.write_atomic(page, html(a, b, differs, table))
+    print(shown(f"page: {page}"))
+    return 0
+
+
+def heading(a: Side, b: Side, differs: Sequence[Difference]) -> Iterator[str]:
+    """Which runs these are, and what they have in common."""
+    for name, side in (("A", a), ("B", b)):
+        tokens = sum(step.tokens for step in side.steps)
+        yield (
+            f"{name}  {side.run.run_id}: {side.ending}; {len(side.steps):,} steps, {side.steps[-1].samples_seen:,}"
+            f" {'packed sequences' if side.is_packed else 'samples'}, {tokens:,.0f} non-padding tokens"
+        )
+    if not any(one.blocks for one in differs):
+        trained = f"{a.plan.shape.name} ({a.plan.shape.trainable_parameters:,} parameters trained)"
+        yield f"same: model {trained}, data" + (", effective batch" if a.is_packed == b.is_packed else "")
+
+
+# ---- the figures ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One quantity of A and B; None: there is none, as `missing` says."""
+
+    name: str
+    values: tuple[float | None, float | None]
+    text: Callable[[float], str]
+    has_ratio: bool = True
+    missing: str = "not recorded"
+
+    def cells(self) -> tuple[str, str, str]:
+        """A, B, B/A."""
+        a, b = self.values
+        ratio = f"{b / a:.3f}" if self.has_ratio and a and b is not None else ""
+        of_a, of_b = (self.missing if one is None else self.text(one) for one in self.values)
+        return of_a, of_b, ratio
+
+
+def figures(a: Side, b: Side) -> list[Figure]:
+    """The rows of the table."""
+    return [*_of_speed(a, b), *_of_memory(a, b), *_of_losses(a, b)]
+
+
+def _of_speed(a: Side, b: Side) -> Iterator[Figure]:
+    speeds = steps.speed(a.last_parts), steps.speed(b.last_parts)
+
+    def of(name: str, take: Callable[[steps.Speed], float | None], text: Callable[[float], str]) -> Figure:
+        first, second = (None if speed is None else take(speed) for speed in speeds)
+        missing = "too few steps" if None in speeds else Figure.missing  # an attempt's first do not count
+        return Figure(name, (first, second), text, has_ratio=text is not _share, missing=missing)
+
+    yield of("non-padding tokens/s", lambda speed: speed.tokens_per_s, _number)
+    yield of("padding, of the tokens computed", lambda speed: speed.padding, _share)
+    yield of("seconds per step, median", lambda speed: speed.step_s, "{:.4g}".format)
+    yield of("wall time: busy with steps", lambda speed: speed.busy, _share)
+    yield of("  waiting for data", lambda speed: speed.waiting, _share)
+    yield of("  evaluations", lambda speed: speed.evaluating, _share)
+    yield of("  saves, logs, steps that were lost", lambda speed: speed.rest, _share)
+
+
+def _of_memory(a: Side, b: Side) -> Iterator[Figure]:
+    def of(name: str, take: Callable[[Side], int], missing: str = "-") -> Figure:
+        return Figure(
+            name, (take(a) or None, take(b) or None), lambda count: base_text.size(int(count)), missing=missing
+        )
+
+    yield of("VRAM allocated, peak", _allocated, "no GPU")
+    if "cuda" in (a.plan.strategy.device, b.plan.strategy.device):
+        yield of("  predicted", lambda side: side.plan.estimate.allocated_bytes if _is_predicted(side) else 0)
+    yield of("VRAM reserved, peak", _reserved, "no GPU")
+    if "cuda" in (a.plan.strategy.device, b.plan.strategy.device):
+        yield of("  predicted", lambda side: side.plan.estimate.reserved_bytes if _is_predicted(side) else 0)
+    yield of("host RAM of the job (PSS), peak", lambda side: side.host_peak_bytes)
+    yield of("  predicted", lambda side: side.plan.estimate.host_bytes)
+
+
+def _allocated(side: Side) -> int:
+    return max(step.vram_allocated_bytes for part in side.last_parts for step in part.counted)
+
+
+def _reserved(side: Side) -> int:
+    return max(step.vram_reserved_bytes for part in side.last_parts for step in part.counted)
+
+
+def _is_predicted(side: Side) -> bool:
+    return side.plan.estimate.peak is not None and side.plan.strategy.device == "cuda"
+
+
+def _of_losses(a: Side, b: Side) -> Iterator[Figure]:
+    unit = _unit(a, b)
+    common = min(_seen(side, unit)[-1] for side in (a, b))
+    first, second = (_last_loss(side, unit, common) for side in (a, b))
+    since = (1 - LAST_PART) * common
+    yield Figure(f"training loss, {since:,.0f}-{common:,.0f} {unit}", (first, second), _loss, missing="no step there")
+    near = 1.0 if unit == "samples" else max(step.tokens for side in (a, b) for step in side.steps)
+    pairs = [(x, y) for x in _scores(a, unit) for y in _scores(b, unit) if abs(x[0] - y[0]) < near]
+    if pairs:
+        x, y = max(pairs, key=lambda pair: (min(pair[0][0], pair[1][0]), -abs(pair[0][0] - pair[1][0])))
+        at = f"{x[0]:,.0f}" if x[0] == y[0] else f"{x[0]:,.0f} and {y[0]:,.0f}"
+        yield Figure(f"held-out loss at {at} {unit}", (x[1], y[1]), _loss)
+    else:
+        yield Figure(f"held-out loss at equal {unit}", (None, None), _loss, missing="none")
+    if unit == "samples":
+        first, second = (sum(step.tokens for step in side.steps if step.samples_seen <= common) for side in (a, b))
+        yield Figure(f"non-padding tokens of {common:,.0f} samples", (first, second), _number)
+
+
+def _unit(a: Side, b: Side) -> str:
+    """What losses are compared at: tokens, where a sample is a row in one and a packed sequence in the other."""
+    return "samples" if a.is_packed == b.is_packed else "tokens"
+
+
+def _seen(side: Side, unit: str) -> list[float]:
+    """Samples, or non-padding tokens, after each step."""
+    return (
+        [step.samples_seen for step in side.steps] if unit == "samples" else [*accumulate(s.tokens for s in side.steps)]
+    )
+
+
+def _last_loss(side: Side, unit: str, common: float) -> float | None:
+    """Mean over the samples of the last part up to `common`, and over one step at least."""
+    up_to = [(step, at) for step, at in zip(side.steps, _seen(side, unit), strict=True) if at <= common]
+    last = [step for step, at in up_to if at > (1 - LAST_PART) * common] or [step for step, _ in up_to[-1:]]
+    return sum(step.loss * step.samples for step in last) / sum(step.samples for step in last) if last else None
+
+
+def _scores(side: Side, unit: str) -> list[tuple[float, float]]:
+    """(samples or tokens, held-out loss) of each evaluation."""
+    found, before = [], 0.0
+    for part in side.parts:
+        for one in part.evaluations:
+            tokens = before + sum(step.tokens for step in part.counted if step.step <= one.step)
+            found.append((one.samples_seen if unit == "samples" else tokens, one.loss))
+        before += sum(step.tokens for step in part.counted)
+    return found
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}"
+
+
+# ---- what people see -----------------------------------------------------------------------------------------------
+
+
+def as_text(table: Sequence[Figure]) -> str:
+    """The table for a terminal as wide as this one."""
+    drawn = Table(box=box.SIMPLE_HEAD)
+    drawn.add_column("")
+    for name in ("A", "B", "B/A"):
+        drawn.add_column(name, justify="right")
+    for figure in table:
+        drawn.add_row(*(Text(cell) for cell in (figure.name, *figure.cells())))
+    console = Console(width=shutil.get_terminal_size().columns)
+    with console.capture() as captured:
+        console.print(drawn)
+    return "\n".join(line.rstrip() for line in captured.get().strip("\n").splitlines())
+
+
+STYLE = """
+.dot{display:inline-block;width:.8rem;height:.8rem;border-radius:50%;margin-right:.4rem;vertical-align:-.05rem}
+ul{padding-left:1.2rem}li.bad{color:#8a1c1c}td.sub{padding-left:1.8rem;color:#52606d}p.note{font-size:.9rem;color:#52606d}
+"""
+
+
+def html(a: Side, b: Side, differs: Sequence[Difference], table: Sequence[Figure]) -> str:
+    """The comparison as one self-contained page."""
+    title = f"{a.run.run_id} and {b.run.run_id}"
+    head = list(heading(a, b, differs))
+    legend = "".join(
+        f'<p><span class="dot" style="background:{color}"></span>{_escaped(line)}</p>'
+        for color, line in zip(COLORS, head, strict=False)
+    )
+    same = "".join(f"<p>{_escaped(line)}</p>" for line in head[2:])
+    listed = "".join(f"<li{' class=bad' if one.blocks else ''}>{_escaped(one.text)}</li>" for one in differs)
+    rows = "".join(
+        f"<tr><td{' class=sub' if figure.name.startswith(' ') else ''}>{_escaped(figure.name.strip())}</td>"
+        + "".join(f"<td class=n>{_escaped(cell)}</td>" for cell in figure.cells())
+        + "</tr>"
+        for figure in table
+    )
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{_escaped(title)}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{report_html.STYLE}{STYLE}</style>'
+        f"<h1>A beside B</h1>{legend}{same}"
+        + (f"<h2>What differs</h2><ul>{listed}</ul>" if listed else "")
+        + "<h2>Figures</h2><table><tr><th></th><th class=n>A</th><th class=n>B</th><th class=n>B/A</th></tr>"
+        f'{rows}</table><p class="note">{"<br>".join(RULES)}</p>' + f"<h2>Curves</h2>{_curves(a, b)}" + "</html>\n"
+    )
+
+
+def _curves(a: Side, b: Side) -> str:
+    unit = _unit(a, b)
+    every = [max(1, len(side.steps) // MOST_MEANS) for side in (a, b)]
+    means = "" if every == [1, 1] else f", means over {every[0]} steps of A and {every[1]} of B"
+
+    def drawn(title: str, points: Sequence[list[tuple[float, float]]], from_zero: bool = False) -> str:
+        lines = [svg.Line(*given) for given in zip(points, COLORS, WIDTHS, strict=True)]
+        return svg.figure(title, lines, unit, from_zero)
+
+    losses = [
+        _means(side, unit, count, lambda some: sum(step.loss for step in some) / len(some))
+        for side, count in zip((a, b), every, strict=True)
+    ]
+    rates = [
+        _means(side, unit, count, lambda some: sum(step.tokens for step in some) / sum(step.seconds for step in some))
+        for side, count in zip((a, b), every, strict=True)
+    ]
+    return (
+        drawn(f"training loss{means}", losses)
+        + drawn("held-out loss", [_scores(side, unit) for side in (a, b)])
+        + drawn(f"non-padding tokens/s{means}", rates, from_zero=True)
+    )
+
+
+def _means(
+    side: Side, unit: str, count: int, mean: Callable[[Sequence[StepEvent]], float]
+) -> list[tuple[float, float]]:
+    """(samples or tokens after them, mean) of each `count` steps."""
+    seen = _seen(side, unit)
+    groups = [slice(at, at + count) for at in range(0, len(seen), count)]
+    return [(seen[group][-1], mean(side.steps[group])) for group in groups]
+
+
+def _escaped(text: str) -> str:
+    return markup.escape(shown(text))

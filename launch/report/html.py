@@ -1,0 +1,105 @@
+"""The HTML page of a run."""
+
+from __future__ import annotations
+
+import html as markup
+from collections.abc import Sequence
+
+from launch.base.text import size
+from launch.report import svg
+from launch.report.text import STATES, plan_lines, result_lines
+from launch.schema.machine import GIB, Machine
+from launch.schema.plan import Plan
+from launch.schema.recipe import Recipe
+from launch.schema.result import HeldOut, RunResult, StepEvent
+
+STYLE = """
+body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1b2733;background:#fff}
+h1{font-size:1.5rem;margin:0 0 .25rem}h2{font-size:1.1rem;margin:2rem 0 .5rem}
+.end{display:inline-block;padding:.1rem .6rem;border-radius:1rem;background:#e3f4e8;color:#14632d}
+.end.bad{background:#fbe6e6;color:#8a1c1c}
+table{border-collapse:collapse;width:100%}td,th{padding:.3rem .6rem;border-bottom:1px solid #e3e8ee;text-align:left}
+td.n{text-align:right;font-variant-numeric:tabular-nums}th.n{text-align:right}
+pre{background:#f5f7fa;padding:1rem;white-space:pre-wrap;font-size:.85rem;line-height:1.4;border-radius:.4rem}
+svg{width:100%;height:auto}figure{margin:0 0 1.5rem}figcaption{font-size:.9rem;color:#52606d}
+"""
+
+
+def html(
+    recipe: Recipe,
+    machine: Machine,
+    plan: Plan,
+    result: RunResult,
+    events: Sequence[StepEvent],
+    attempts: Sequence[tuple[str, str]] = (),
+    evaluations: Sequence[HeldOut] = (),
+) -> str:
+    """The run as one self-contained page: end, attempts (what ran, how it ended), figures, curves, plan."""
+    ended = "complete" if result.failure is None else result.failure.cause
+    summary = result.summary
+    rows = []
+    if summary:
+        estimate = plan.estimate
+        for name in (*STATES, "offloaded"):
+            predicted, found = getattr(estimate, f"{name}_bytes"), summary[f"{name}_bytes"]
+            if found is None and predicted:
+                rows.append((f"{name} per process", size(predicted), "not measured", ""))
+            elif found:
+                off = f"{found / predicted - 1:+.2%}" if predicted else ""
+                rows.append((f"{name} per process", size(predicted), size(found), off))
+        peaks = [("host RAM peak of the job (PSS)", estimate.host_bytes, result.host_peak_bytes)]
+        if summary["vram_allocated_bytes"]:
+            peaks.append(
+                (
+                    "VRAM peak, allocated",
+                    estimate.allocated_bytes if estimate.peak else 0,
+                    summary["vram_allocated_bytes"],
+                )
+            )
+            peaks.append(
+                ("VRAM peak, reserved", estimate.reserved_bytes if estimate.peak else 0, summary["vram_reserved_bytes"])
+            )
+        for name, predicted, found in peaks:
+            off = f"{found / predicted - 1:+.2%}" if predicted else ""
+            rows.append((name, size(predicted) if predicted else "not predicted", size(found), off))
+    table = "".join(
+        f"<tr><td>{name}</td><td class=n>{predicted}</td><td class=n>{found}</td><td class=n>{error}</td></tr>"
+        for name, predicted, found, error in rows
+    )
+    figures = "".join(
+        svg.figure(
+            title, [svg.Line([(event.step, getattr(event, field) * scale) for event in events])], "step", from_zero
+        )
+        for title, field, scale, from_zero in (
+            ("loss per optimizer step", "loss", 1.0, False),
+            ("learning rate", "learning_rate", 1.0, True),
+            ("seconds per step", "seconds", 1.0, True),
+            ("host RAM of the job, GiB", "host_pss_bytes", 1 / GIB, True),
+        )
+    )
+    held_out = svg.Line([(one.step, one.loss) for one in evaluations])
+    figures += svg.figure("loss on the held-out rows", [held_out], "step", False)
+    tried = "".join(
+        f"<tr><td>{number}</td><td>{markup.escape(ran)}</td><td>{markup.escape(how)}</td></tr>"
+        for number, (ran, how) in enumerate(attempts, 1)
+    )
+    plan_text = markup.escape("\n".join(plan_lines(recipe, machine, plan)))
+    result_text = markup.escape("\n".join(result_lines(recipe, machine, plan, result, ""))) if summary else ""
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{markup.escape(recipe.name)}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style>'
+        f"<h1>{markup.escape(recipe.name)}</h1>"
+        f'<p><span class="end{"" if result.failure is None else " bad"}">{markup.escape(ended)}</span> '
+        f"{markup.escape(result.run_dir)}</p>"
+        + (
+            "<h2>Predicted beside measured</h2><table><tr><th></th><th class=n>predicted</th><th class=n>measured</th>"
+            f"<th class=n>error</th></tr>{table}</table>"
+            if rows
+            else ""
+        )
+        + (f"<h2>Attempts</h2><table>{tried}</table>" if len(attempts) > 1 else "")
+        + (f"<h2>Curves</h2>{figures}" if figures else "")
+        + f"<h2>Plan</h2><pre>{plan_text}</pre>"
+        + (f"<h2>End</h2><pre>{result_text}</pre>" if result_text else "")
+        + "</html>\n"
+    )

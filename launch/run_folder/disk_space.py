@@ -1,0 +1,50 @@
+"""Room on the disk for the checkpoints of a run, asked for before anything is started."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from launch.base.errors import ResourceError
+from launch.run_folder import manifest
+from launch.run_folder.layout import RunDir
+from launch.schema.plan import Plan
+from launch.schema.recipe import Recipe
+
+MIN_KEPT = 2  # whatever the limit says: one checkpoint alone can be damaged, and there would be none
+MIB = 1 << 20
+
+
+def check(run: RunDir, recipe: Recipe, plan: Plan) -> list[str]:
+    """A line where more are kept than the limit says. Raises ResourceError where they will not fit.
+
+    While one is written, those to be kept are all there; those of an earlier attempt have their room already.
+    """
+    limit, size = recipe.training.save_total_limit, plan.checkpoint_bytes
+    kept = max(limit, MIN_KEPT) + recipe.training.load_best_model_at_end
+    free = _free_bytes(run.checkpoints)
+    there = min(len(manifest.ours(run.checkpoints)), kept)
+    need = (kept + 1 - there) * size
+    if need > free:
+        fits = free // size - 1 + there if size else 0
+        helps = f"--training.save_total_limit={fits}, or " if MIN_KEPT <= fits < kept else ""
+        raise ResourceError(
+            f"{run.checkpoints}: {kept} checkpoints of about {_mib(size)} are kept (training.save_total_limit {limit})"
+            f" while the next is written, which takes {_mib(need)} more; {_mib(free)} are free. Try {helps}LOWMEM_ROOT"
+            " on a larger disk, or make room"
+        )
+    if limit < MIN_KEPT:
+        return [
+            f"training.save_total_limit {limit}: the {MIN_KEPT} newest checkpoints that verify are kept all the same,"
+            " about " + _mib(MIN_KEPT * size) + "; one alone could be damaged, and the run lost"
+        ]
+    return []
+
+
+def _free_bytes(folder: Path) -> int:
+    found = os.statvfs(next(path for path in (folder, *folder.parents) if path.exists()))
+    return found.f_bavail * found.f_frsize
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:,.0f} MiB"

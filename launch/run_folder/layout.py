@@ -1,0 +1,277 @@
+"""Every path of a run, and how its files are written: aside, then renamed, so that a reader never sees half a file."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from launch.base import locks
+from launch.base.errors import ResourceError
+from launch.base.files import _damaged, read_json, write_atomic, write_json
+from launch.base.text import shown
+from launch.base.workspace import House
+from launch.data.token_cache import TOKENS_MADE_OF
+from launch.schema.machine import Machine
+from launch.schema.plan import Plan, Rendezvous
+from launch.schema.recipe import Recipe
+
+SAMPLES = "samples.i32"  # of a rank: step, number of rows, the rows, as little-endian int32
+
+
+class AttemptDir:
+    """One start of the ranks: runs/<recipe>/<time>/attempts/<number>."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.plan_file = root / "plan.json"
+        self.log_file = root / "log.txt"  # all that the launcher and the ranks print
+        self.train_log = root / "train.log"  # rank 0's own lines
+        self.machine_file = root / "machine.json"  # on which it was planned
+        self.events_file = root / "events.jsonl"
+        self.held_out_file = root / "held_out.jsonl"
+        self.outcome_file = root / "outcome.json"
+        self.supervisor_file = root / "supervisor.json"  # how the launcher saw it end
+        self.second_step_file = root / "second_step.json"  # what the first step in the steady state took
+
+    @property
+    def number(self) -> int:
+        return int(self.root.name)
+
+    def read_plan(self) -> Plan:
+        return TypeAdapter(Plan).validate_json(self.plan_file.read_bytes())
+
+    def rank(self, rank: int) -> Path:
+        """The folder of one rank's own files; made on first use."""
+        folder = self.root / "ranks" / str(rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def error_file(self, rank: int) -> Path:
+        return self.rank(rank) / "error.json"
+
+    def heartbeat_file(self, rank: int) -> Path:
+        return self.rank(rank) / "heartbeat.json"
+
+    def stacks_file(self, rank: int) -> Path:
+        return self.rank(rank) / "stacks.txt"
+
+    def samples_file(self, rank: int) -> Path:
+        return self.rank(rank) / SAMPLES
+
+    def leave_word(self, rank: int, error: BaseException) -> None:
+        """Write the cause where the supervisor looks: launchers turn every exit code into 1."""
+        word = {
+            "rank": rank,
+            "type": type(error).__name__,
+            "message": shown(str(error)),
+            "exit_code": getattr(error, "exit_code", None),  # of a LaunchError: the user's to mend
+            "fix": getattr(error, "fix", ""),
+            "traceback": shown("".join(traceback.format_exception(error))),
+            "time": time.time(),
+        }
+        write_json(self.error_file(rank), word)
+
+    def rank_errors(self) -> list[dict[str, Any]]:
+        """What failing ranks wrote, earliest first: the first is the root cause, the others follow from it."""
+        found = [error for path in self.root.glob("ranks/*/error.json") if (error := read_json(path))]
+        return sorted(found, key=lambda error: error["time"])
+
+
+class RunDir:
+    """One run: runs/<recipe>/<yyyymmdd-hhmmss>, the interface between the launcher, its ranks and the report."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.recipe_file = root / "recipe.json"
+        self.recipe_yaml = root / "recipe.yaml"
+        self.plan_file = root / "plan.json"
+        self.accelerate_file = root / "accelerate.yaml"
+        self.deepspeed_file = root / "deepspeed.json"
+        self.command_file = root / "command.sh"
+        self.report_file = root / "report.html"
+        self.lock_file = root / ".lock"
+        self.save_now_file = root / "save-now"  # touched by a person: commit a checkpoint and go on
+        self.evaluation_file = root / "evaluation.json"
+        self.checkpoints = root / "checkpoints"
+        self.tensorboard = root / "tensorboard"
+        self.tokens_file = root / "tokens.json"  # {"folder": where the tokenised rows are, "made_of": token_identity()}
+        self.evidence_file = root / "evidence.json"  # what ran out of memory so far (estimate.RanOut), a list
+        self.continues_file = root / "continues.json"  # {"checkpoint", "samples_seen", "group_size"}: an older run's
+
+    @classmethod
+    def create(cls, runs: Path, recipe_name: str, now: datetime) -> RunDir:
+        """A new folder named by the time; two starts in one second get a suffix."""
+        parent = runs / recipe_name
+        parent.mkdir(parents=True, exist_ok=True)
+        stamp = now.strftime("%Y%m%d-%H%M%S")
+        for suffix in ["", *(f"-{n}" for n in range(2, 1000))]:
+            try:
+                (parent / f"{stamp}{suffix}").mkdir()
+            except FileExistsError:
+                continue
+            run = cls(parent / f"{stamp}{suffix}")
+            run.checkpoints.mkdir()
+            return run
+        raise AssertionError("a thousand runs within a second")
+
+    @classmethod
+    def all(cls, runs: Path, recipe_name: str) -> list[RunDir]:
+        """The recipe's runs, the newest first."""
+        return [cls(path.parent) for path in sorted((runs / recipe_name).glob("*/plan.json"), reverse=True)]
+
+    @classmethod
+    def newest(cls, runs: Path, recipe_name: str) -> RunDir | None:
+        """The recipe's last run that has a checkpoint or is complete; else the last that takes another's over."""
+        found = cls.all(runs, recipe_name)
+        trained = (run for run in found if run.has_trained())
+        return next(trained, None) or next((run for run in found if run.continues_file.exists()), None)
+
+    def has_trained(self) -> bool:
+        """Whether it has a checkpoint of its own, or its model."""
+        return any(self.checkpoints.glob("checkpoint-[0-9]*")) or self.outcome() is not None
+
+    def writes_to(self, output_dir: str) -> bool:
+        """Whether its model belongs into that folder, or did before a folder above both was moved or renamed.
+
+        Raises CheckpointError where the run's recipe is damaged."""
+        recipe = read_json(self.recipe_file)
+        if recipe is None or not isinstance(recipe.get("output_dir"), str):
+            raise _damaged(self.recipe_file, ValueError("no key output_dir"))
+        own, asked = Path(recipe["output_dir"]), Path(output_dir)
+        return own.resolve() == asked.resolve() or (own.name == asked.name and not own.parent.exists())
+
+    def last_step(self) -> int:
+        """The newest step that a committed checkpoint holds; 0: none."""
+        names = (path.parent.name for path in self.checkpoints.glob("checkpoint-*/manifest.json"))
+        return max((int(name.rpartition("-")[2]) for name in names), default=0)
+
+    @property
+    def tag(self) -> str:
+        """LOWMEM_RUN in the environment of all its processes; two houses may have runs of one name and second."""
+        return str(self.root)
+
+    @property
+    def run_id(self) -> str:
+        return f"{self.root.parent.name}-{self.root.name}"
+
+    def attempt(self, number: int) -> AttemptDir:
+        return AttemptDir(self.root / "attempts" / f"{number:02d}")
+
+    def attempts(self) -> list[AttemptDir]:
+        return [AttemptDir(path) for path in sorted((self.root / "attempts").glob("[0-9]*"))]
+
+    def new_attempt(self) -> AttemptDir:
+        """The next attempt's folder, made now."""
+        existing = self.attempts()
+        attempt = self.attempt(existing[-1].number + 1 if existing else 1)
+        attempt.root.mkdir(parents=True)
+        return attempt
+
+    def outcome(self) -> dict[str, Any] | None:
+        """Rank 0's outcome if an attempt reached the last step, else None.
+
+        Only the last attempt can be complete: none follows a complete one. Raises CheckpointError where its file is
+        damaged."""
+        attempts = self.attempts()
+        outcome = read_json(attempts[-1].outcome_file) if attempts else None
+        if outcome is not None and not isinstance(outcome.get("complete"), bool):
+            raise _damaged(attempts[-1].outcome_file, ValueError("no key complete"))
+        return outcome if outcome and outcome["complete"] else None
+
+    def write_plan(self, recipe: Recipe, plan: Plan) -> None:
+        write_atomic(self.recipe_file, recipe.model_dump_json(indent=1) + "\n")
+        write_json(self.plan_file, asdict(plan))
+
+    def write_tokens(self, folder: Path) -> None:
+        """Which tokenised rows it trains, and what they were made of: their folder may be gone one day."""
+        write_json(self.tokens_file, {"folder": str(folder), "made_of": read_json(folder / TOKENS_MADE_OF)})
+
+    def read_recipe(self) -> Recipe:
+        try:
+            return Recipe.model_validate_json(self.recipe_file.read_bytes())
+        except (FileNotFoundError, ValidationError) as error:
+            raise _damaged(self.recipe_file, error) from error
+
+    def read_plan(self) -> Plan:
+        try:
+            return TypeAdapter(Plan).validate_json(self.plan_file.read_bytes())
+        except (FileNotFoundError, ValidationError) as error:
+            raise _damaged(self.plan_file, error) from error
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a rank is about to run. `run` and `attempt` are None until rank 0 has opened them for all."""
+
+    house: House
+    recipe: Recipe
+    plan: Plan
+    supervised: bool
+    machine: Machine | None = None
+    wish: str = "auto"  # of --resume
+    tokenising_processes: int = 1
+    run: RunDir | None = None
+    attempt: AttemptDir | None = None
+    deepspeed_file: Path | None = None
+
+
+def left_in(path: Path) -> Path:
+    """Where the run in `path` left its model, else `path` itself. Raises ResourceError where a run has not finished."""
+    run = RunDir(path)
+    if not run.plan_file.exists():
+        return path
+    if (outcome := run.outcome()) is None:
+        raise ResourceError(f"{path}: this run has not finished; give one of its checkpoints, or let it finish")
+    return Path(outcome["model_dir"])
+
+
+def kept_aside(folder: Path, run_id: str) -> list[str]:
+    """A line for a model of another run that stands where this one's will; export.py keeps it as <name>.previous."""
+    other = read_json(folder / "lowmem.json")
+    if other is None or other["run"] == run_id:
+        return []
+    return [f"{folder.name} holds the model of {other['run']}; it will be kept as {folder.name}.previous"]
+
+
+def log_file(root: Path, run: RunDir) -> Path:
+    """Where the guides tell people to look: logs/chat_trainer_<recipe>-<time>.log."""
+    return root / "logs" / f"chat_trainer_{run.run_id}.log"
+
+
+def log_files(root: Path, run: RunDir, recipe: Recipe) -> list[Path]:
+    """Every log of a run: its own, and the recipe's that all runs append to."""
+    return [log_file(root, run), *([Path(recipe.log_dir) / "training.log"] if recipe.log_dir else [])]
+
+
+def show_events(run: RunDir, recipe: Recipe) -> None:
+    """A name in the recipe's log_dir that leads to the run's TensorBoard events."""
+    if recipe.log_dir:
+        folder = Path(recipe.log_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            (folder / run.run_id).symlink_to(run.tensorboard, target_is_directory=True)
+
+
+def output_lock(house: House, recipe: Recipe) -> ExitStack:
+    """One run at a time per recipe and output folder."""
+    held = ExitStack()
+    name = Path(recipe.output_dir).name
+    held.enter_context(locks.lock(house.runs / recipe.name / f".lock-{name}", f"{recipe.name} ({recipe.output_dir})"))
+    return held
+
+
+def run_lock(run: RunDir) -> AbstractContextManager[None]:
+    """One start at a time in a run's folder, whatever recipe or output folder it was reached by."""
+    return locks.lock(run.lock_file, str(run.root))
+
+
+def own_run(runs: Path, recipe_name: str, meeting: Rendezvous, now: datetime) -> RunDir:
+    """Where a machine other than number 0 keeps its part of a run, apart from the runs that can be continued."""
+    return RunDir.create(runs / recipe_name, f"machine{meeting.machine_rank}", now)

@@ -1,0 +1,289 @@
+"""Where a start begins: a new run, the unfinished one, or nowhere because it is complete. Never silently from zero."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from launch.base import files as base_files
+from launch.base.errors import CheckpointError
+from launch.data import token_cache
+from launch.run_folder import manifest
+from launch.run_folder.layout import RunDir
+from launch.schema.plan import Plan
+from launch.schema.recipe import Allowed, Recipe
+
+# What may differ between a run and its continuation: it cuts or reports the same training, or places it elsewhere.
+FREE_KEYS = frozenset(
+    {
+        "output_dir",
+        "log_dir",
+        "launch",
+        "evaluation",
+        "resume",
+        "training.per_device_train_batch_size",
+        "training.per_device_eval_batch_size",
+        "training.gradient_accumulation_steps",
+        "training.gradient_checkpointing",
+        "training.num_output_chunks",
+        "model.attn_implementation",
+        "training.logging_steps",
+        "training.save_steps",
+        "training.save_total_limit",
+        "training.eval_steps",
+        "training.dataloader_num_workers",
+        "data.batch_by_tokens",
+        "data.train_file",  # the rows count, not their place: the token cache names their content
+        "data.validation_file",
+        "tokenizer.path",
+    }
+)
+# The word of resume.allow that lets a changed key, or a key of a changed section, pass; others are never let pass.
+WORDS: Mapping[str, Allowed] = {
+    "training.seed": "seed",
+    "data": "data",
+    "tokenizer": "data",
+    "model": "model",
+    "lora": "model",
+    "quantization": "model",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that differs between a run and what would continue it."""
+
+    text: str
+    word: Allowed | None  # of resume.allow; None: never
+
+
+@dataclass(frozen=True)
+class Start:
+    """The run folder to use and the line that says why."""
+
+    run: RunDir
+    line: str
+    complete: bool = False
+
+
+def decide(runs: Path, recipe: Recipe, plan: Plan, tokens: Path, wish: str, now: datetime) -> Start:
+    """wish: auto, never, or a path to a run or one of its checkpoints.
+
+    Raises CheckpointError when a run could be continued but what trains has changed.
+    """
+    manifest.key()  # a key that cannot be had is said before hours of training, not at the first save
+    if wish == "never":
+        return Start(RunDir.create(runs, recipe.name, now), "starting a new run (--resume never)")
+    if wish != "auto":
+        return _from_path(Path(wish).expanduser(), runs, recipe, plan, tokens, now)
+    begun, others = _of_this_output(runs, recipe)
+    if not begun:
+        return Start(RunDir.create(runs, recipe.name, now), "\n".join(["starting a new run", *_unfinished(others)]))
+    newest, changes = begun[0], _changes(begun[0], recipe, plan, tokens)
+    if changes and (same := _unchanged(begun[1:], recipe, plan, tokens)):
+        return _continued(same, None, (), runs, recipe, now)
+    if newest.outcome() and changes:
+        words = "; ".join(change.text for change in changes)
+        lines = [f"starting a new run: {newest.run_id} had {words}", *_unfinished([*begun[1:], *others])]
+        return Start(RunDir.create(runs, recipe.name, now), "\n".join(lines))
+    return _continued(newest, None, changes, runs, recipe, now)
+
+
+def _of_this_output(runs: Path, recipe: Recipe) -> tuple[list[RunDir], list[RunDir]]:
+    """(runs of the recipe's name that write to its output_dir, those that write elsewhere), the newest first.
+
+    Only such that can be continued or are complete. Raises CheckpointError where the newest is damaged; older ones
+    that are damaged are left out."""
+    own: list[RunDir] = []
+    others: list[RunDir] = []
+    for run in RunDir.all(runs, recipe.name):
+        try:
+            if run.has_trained() or run.continues_file.exists():
+                (own if run.writes_to(recipe.output_dir) else others).append(run)
+        except CheckpointError:
+            if not own and not others:
+                raise
+    # a dry run, or a start that ended before its first checkpoint, takes no run over
+    return ([run for run in own if run.has_trained()] or own), others
+
+
+def _unchanged(earlier: Sequence[RunDir], recipe: Recipe, plan: Plan, tokens: Path) -> RunDir | None:
+    """The first of these runs that is unfinished and trains the same; damaged ones are passed over."""
+    for run in earlier:
+        with suppress(CheckpointError):
+            if not run.outcome() and not _changes(run, recipe, plan, tokens):
+                return run
+    return None
+
+
+def _unfinished(earlier: Sequence[RunDir]) -> list[str]:
+    """A line for the newest of these runs that has not finished, with the words that continue it."""
+    for run in earlier:
+        with suppress(CheckpointError):
+            if not run.outcome():
+                folder = run.read_recipe().output_dir
+                return [
+                    f"{run.run_id} has not finished (step {run.last_step():,}, output_dir {folder});"
+                    f" --resume {shlex.quote(str(run.root))} continues it"
+                ]
+    return []
+
+
+def _from_path(path: Path, runs: Path, recipe: Recipe, plan: Plan, tokens: Path, now: datetime) -> Start:
+    is_checkpoint = path.name.startswith("checkpoint-")
+    run = RunDir(path.parent.parent if is_checkpoint else path)
+    if not run.plan_file.exists() or (is_checkpoint and not (path / manifest.FILE).exists()):
+        raise CheckpointError(
+            f"--resume {path}: found no run of ours there; give a folder runs/<recipe>/<time>, or one of its"
+            " checkpoints/checkpoint-<step>, or auto, or never"
+        )
+    return _continued(run, path if is_checkpoint else None, _changes(run, recipe, plan, tokens), runs, recipe, now)
+
+
+def _continued(
+    earlier: RunDir, checkpoint: Path | None, changes: Sequence[Change], runs: Path, recipe: Recipe, now: datetime
+) -> Start:
+    """The run itself where nothing has changed, or a new one that takes over its newest, or the given, checkpoint."""
+    allow = recipe.resume.allow
+    if checkpoint is None and not changes and earlier.outcome():
+        return Start(earlier, f"{earlier.run_id} is complete; --resume never starts over", complete=True)
+    if refused := [change for change in changes if change.word not in allow]:
+        raise CheckpointError(_refusal(earlier, refused))
+    is_same_run = checkpoint is None and not changes
+    source, lines = _source(earlier, checkpoint, allow, hashed=not is_same_run)
+    lines += _versions(source, recipe)
+    if is_same_run:
+        return Start(earlier, "\n".join([f"continuing {earlier.run_id}", *lines]))
+    reason = "; ".join(change.text for change in changes) or "--resume"
+    start = _take_over(source, runs, recipe, now, reason)
+    if any(change.word in ("data", "seed") for change in changes):
+        lines.append("the order of samples is another one: in this epoch some may come twice and others not at all")
+    return Start(start.run, "\n".join([start.line, *lines]))
+
+
+def _refusal(run: RunDir, refused: Sequence[Change]) -> str:
+    texts = "; ".join(change.text for change in refused)
+    words = sorted({change.word for change in refused if change.word})
+    can_be_allowed = all(change.word for change in refused)
+    return (
+        f"{run.root}: this unfinished run cannot be continued, what trains has changed ({texts}). Undo the change to"
+        + (f" continue it, continue all the same with --resume.allow=[{','.join(words)}]," if can_be_allowed else "")
+        + (
+            " or start over with --resume never"
+            if can_be_allowed
+            else " continue it, or start over with --resume never"
+        )
+    )
+
+
+def _source(run: RunDir, checkpoint: Path | None, allow: Sequence[Allowed], hashed: bool) -> tuple[Path, list[str]]:
+    """The checkpoint to go on from, and a line for each newer one that cannot be used. Raises CheckpointError.
+
+    Not `hashed`: its content is verified when it is loaded, and an older one taken then."""
+    if checkpoint is not None:
+        if problem := manifest.fault(checkpoint, hashed, allow):
+            raise CheckpointError(f"--resume {checkpoint}: {problem}")
+        return checkpoint, []
+    found, faults = manifest.newest_valid(run.checkpoints, allow, hashed)
+    continues = base_files.read_json(run.continues_file)
+    if found is None and not faults and continues:  # nothing of its own yet
+        found = Path(continues["checkpoint"])
+        if problem := manifest.fault(found, hashed, allow):
+            raise CheckpointError(f"{found}: {problem}")
+    if found is None:
+        words = "; ".join(faults) or "there is none"
+        raise CheckpointError(f"{run.checkpoints}: no checkpoint can be used ({words}); --resume never starts over")
+    return found, [f"not resuming from it: {fault}" for fault in faults]
+
+
+def _versions(source: Path, recipe: Recipe) -> list[str]:
+    """A line for the libraries that are not those that wrote the checkpoint.
+
+    Raises CheckpointError where one that reads its files is of another major.minor, unless that is allowed."""
+    changed = list(manifest.version_changes(manifest.read(source).get("versions", {})))
+    if not changed:
+        return []
+    words = "; ".join(text for text, _ in changed)
+    if any(is_deep for _, is_deep in changed) and "versions" not in recipe.resume.allow:
+        raise CheckpointError(
+            f"{source}: written with other libraries ({words}), which may read its files or train otherwise; install"
+            " those, or continue all the same with --resume.allow=versions"
+        )
+    return [f"{source.name} was written with other libraries: {words}"]
+
+
+def _take_over(source: Path, runs: Path, recipe: Recipe, now: datetime, reason: str) -> Start:
+    """A new run that goes on from another run's checkpoint, at the same sample."""
+    facts = manifest.read(source)
+    samples_seen = facts.get("samples_seen")
+    if samples_seen is None:
+        raise CheckpointError(f"{source}: its manifest does not say how many samples it has seen")
+    run = RunDir.create(runs, recipe.name, now)
+    content = {"checkpoint": str(source.resolve()), "samples_seen": samples_seen}
+    if "group_size" in facts:
+        content["group_size"] = facts["group_size"]
+    base_files.write_json(run.continues_file, content)
+    return Start(
+        run,
+        f"continuing {source.parent.parent.name}/{source.name} in a new run ({reason}): {samples_seen:,} samples are"
+        " done, the step counter and the learning-rate schedule are those of the new batch at that sample",
+    )
+
+
+def _changes(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: Path) -> list[Change]:
+    found = list(_differences(earlier, recipe, plan, tokens))
+    planned = earlier.read_plan()
+    before, now = planned.strategy.effective_batch_size, plan.strategy.effective_batch_size
+    if before != now:
+        found.append(Change(f"effective batch {before} -> {now}", "effective_batch_size"))
+    if planned.base_fingerprint != plan.base_fingerprint and recipe.lora and recipe.model.path:
+        found.append(Change("model.path: the weights that the adapter is trained for are not the same", "model"))
+    return found
+
+
+def _differences(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: Path) -> Iterator[Change]:
+    old, new = leaves(earlier.read_recipe().model_dump()), leaves(recipe.model_dump())
+    is_cut_otherwise = False  # which says already why the rows are others
+    for key in sorted(old.keys() | new.keys()):
+        section = key.split(".")[0]
+        free = key in FREE_KEYS or section in FREE_KEYS
+        if not free and old.get(key) != new.get(key):
+            yield Change(
+                f"{key} {_shown(old.get(key))} -> {_shown(new.get(key))}", WORDS.get(key) or WORDS.get(section)
+            )
+            is_cut_otherwise |= section in ("data", "tokenizer")
+    used = base_files.read_json(earlier.tokens_file)
+    if used and Path(used["folder"]).name != tokens.name and not is_cut_otherwise:
+        now = token_cache.token_identity(tokens.parent.parent, recipe, plan.shape, plan.data_format)
+        before = used.get("made_of") or {}  # None: an older version's
+        files = {
+            "train": recipe.data.train_file,
+            "validation": recipe.data.validation_file,
+            "tokenizer": "the tokenizer",
+        }
+        changed = [
+            str(file or f"data.{part}_file") for part, file in files.items() if before and before[part] != now[part]
+        ]
+        if before and before["version"] != now["version"] and not changed:
+            yield Change(
+                "the rows were tokenised by another version of this program, which may do it otherwise", "data"
+            )
+            return
+        which = ", ".join(changed) or "a file"
+        yield Change(f"the rows or the tokenizer are not the same: the content of {which} has changed", "data")
+
+
+def leaves(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, item in value.items():
+        found |= leaves(item, f"{prefix}{key}.") if isinstance(item, Mapping) else {f"{prefix}{key}": item}
+    return found
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value)

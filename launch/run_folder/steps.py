@@ -1,0 +1,141 @@
+"""The steps and evaluations of a run, as rank 0 wrote them, and how fast its steps were."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
+
+from launch.base import files
+from launch.run_folder import manifest
+from launch.run_folder.layout import AttemptDir, RunDir
+from launch.schema.result import HeldOut, StepEvent
+
+STEADY_FROM = 2  # steps of an attempt that are slower than the rest
+STEP = TypeAdapter(StepEvent)
+EVALUATION = TypeAdapter(HeldOut)
+Say = Callable[[str], None]
+Record = TypeVar("Record")
+
+
+def events(attempt: AttemptDir, say: Say = lambda line: None) -> list[StepEvent]:
+    """The steps that an attempt wrote. Damaged lines are left out, and `say` gets a line that counts them."""
+    return list(_records(attempt.events_file, STEP, say))
+
+
+def evaluations(attempt: AttemptDir, say: Say = lambda line: None) -> list[HeldOut]:
+    """The evaluations that an attempt wrote; damaged lines as in events()."""
+    return list(_records(attempt.held_out_file, EVALUATION, say))
+
+
+def _records(file: Path, record: TypeAdapter[Record], say: Say) -> Iterator[Record]:
+    """The records of a file of JSON lines. A last line that is being written, or that a kill has cut, is left out."""
+    texts: dict[Any, Any] = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # JSON has no such numbers
+    try:
+        complete = file.read_bytes().rpartition(b"\n")[0]
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        say(f"{file}: cannot be read ({error.strerror}); its records are missing from the report")
+        return
+    damaged = []
+    for number, line in enumerate(complete.split(b"\n") if complete else (), 1):
+        try:
+            fields = json.loads(line)
+            yield record.validate_python(
+                {key: texts.get(value, value) if isinstance(value, str) else value for key, value in fields.items()}
+            )
+        except (ValueError, AttributeError):  # no UTF-8, no JSON, no object, a field of another type
+            damaged.append(number)
+    if damaged:
+        say(f"{file}: {len(damaged)} damaged line(s), the first is line {damaged[0]}; missing from the report")
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What one attempt added to its run: of steps that a later attempt trained once more, the later ones count."""
+
+    attempt: AttemptDir
+    counted: tuple[StepEvent, ...]
+    steady: tuple[StepEvent, ...]  # of those, all but the attempt's first STEADY_FROM
+    evaluations: tuple[HeldOut, ...]
+    steady_since: float  # unix time
+    wall_s: float  # since then, to its last step or evaluation; with steps that do not count
+
+
+def stretches(run: RunDir, last_step: float = math.inf, say: Say = lambda line: None) -> list[Stretch]:
+    """The attempts of a run in their order, as far as they count; those of the run first that it goes on from."""
+    found: list[Stretch] = []
+    continues, limit = files.read_json(run.continues_file), last_step
+    for attempt in reversed(run.attempts()):
+        trained = events(attempt, say)
+        if not trained:
+            continue
+        scored = [one for one in evaluations(attempt, say) if one.step <= limit]
+        since = trained[min(STEADY_FROM, len(trained)) - 1].time
+        until = max(one.time for one in [*trained, *scored])
+        found.append(
+            Stretch(
+                attempt,
+                counted=tuple(step for step in trained if step.step <= limit),
+                steady=tuple(step for step in trained[STEADY_FROM:] if step.step <= limit),
+                evaluations=tuple(scored),
+                steady_since=since,
+                wall_s=until - since,
+            )
+        )
+        limit = min(limit, trained[0].step - 1)
+    if continues:  # its steps are counted by its own batch
+        checkpoint = Path(continues["checkpoint"])
+        found += reversed(stretches(RunDir(checkpoint.parent.parent), manifest.step_of(checkpoint), say))
+    return found[::-1]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast steady steps were. The wait for data is in a step's seconds; logs, evaluations and saves are not."""
+
+    steps: int
+    tokens_per_s: float  # that are not padding
+    padding: float | None  # share of the tokens computed; None: not recorded
+    step_s: float  # median
+    # shares of the wall time, which give 1; None: not recorded, or the clock was set back meanwhile
+    busy: float | None  # in steps that count, less the wait
+    waiting: float | None  # for data
+    evaluating: float | None
+    rest: float | None  # saves, logs, and steps that were lost and trained again
+
+
+def speed(parts: Sequence[Stretch]) -> Speed | None:
+    """None where no attempt came as far as a steady step."""
+    steady = [step for part in parts for step in part.steady]
+    seconds = sum(step.seconds for step in steady)
+    if not seconds:
+        return None
+    tokens = sum(step.tokens for step in steady)
+    computed = [step.computed_tokens for step in steady if step.computed_tokens is not None]
+    waits = [step.data_seconds for step in steady if step.data_seconds is not None]
+    waited_s = sum(waits) if len(waits) == len(steady) else None
+    scored = [one for part in parts if part.steady for one in part.evaluations if one.time > part.steady_since]
+    evaluating_s = sum(one.seconds for one in scored)
+    wall_s = sum(part.wall_s for part in parts if part.steady)
+
+    def share(part_s: float | None) -> float | None:
+        return None if part_s is None or wall_s < seconds else part_s / wall_s
+
+    return Speed(
+        steps=len(steady),
+        tokens_per_s=tokens / seconds,
+        padding=1 - tokens / sum(computed) if len(computed) == len(steady) else None,
+        step_s=statistics.median(step.seconds for step in steady),
+        busy=share(None if waited_s is None else seconds - waited_s),
+        waiting=share(waited_s),
+        evaluating=share(evaluating_s),
+        rest=share(wall_s - seconds - evaluating_s),
+    )

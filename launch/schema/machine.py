@@ -1,0 +1,74 @@
+"""The machine: GPUs, host memory, the link between GPUs. Frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+MIB = 1 << 20
+
+GIB = 1 << 30
+
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One accelerator as its vendor's library describes it."""
+
+    index: int
+    name: str
+    vendor: Literal["nvidia", "amd"]
+    total_bytes: int
+    free_bytes: int
+    architecture: str  # NVIDIA compute capability ("8.6") or AMD gfx name ("gfx1201"); "" when unknown
+    driver: str
+    reason: str  # where these values come from
+    uuid: str = ""  # names it in CUDA_VISIBLE_DEVICES where CUDA may count otherwise than NVML does
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run may use here; beside each fact the reason for it."""
+
+    name: str
+    gpus: tuple[Gpu, ...]
+    gpus_reason: str
+    host_limit_bytes: int  # the smallest of MemTotal, the cgroup chain, Slurm and the rlimits
+    host_limit_reason: str
+    host_available_bytes: int  # what is free under that limit now; page cache counts as free
+    host_available_reason: str
+    cpu_count: int
+    cpu_reason: str
+    shm_bytes: int
+    shm_reason: str
+    disk_free_bytes: int
+    disk_reason: str
+    gpus_obstacle: str = ""  # why cards that are here cannot be used, and the fix; "": they can, or there are none
+    cuda_driver: str = ""  # the newest CUDA that the NVIDIA driver serves ("12.4"); "" when unknown
+
+
+@dataclass(frozen=True)
+class LinkTry:
+    """One real all-reduce between the ranks, in one environment."""
+
+    backend: Literal["nccl", "gloo"]
+    env: Mapping[str, str]  # what was added to the user's environment
+    ok: bool
+    seconds: float
+    said: str  # the line of its output that explains a failure
+    cause: str = ""  # its name in link_causes.py; "" where the line is not known
+
+
+@dataclass(frozen=True)
+class Link:
+    """How the ranks of a run reach each other here, as tested."""
+
+    backend: Literal["nccl", "gloo"] | None  # None: no transport works, or there is one process: one GPU
+    env: Mapping[str, str]  # what every rank needs besides the user's environment
+    bytes_per_s: float | None  # bus bandwidth as nccl-tests defines it: bytes x 2(N-1)/N / seconds of an all-reduce
+    flops_per_s: float | None  # of the slowest card's half-precision matmul; None without a GPU
+    tries: tuple[LinkTry, ...]
+    reason: str
+    skipped: tuple[str, ...] = ()  # tries that were not made, and why

@@ -1,0 +1,139 @@
+"""What ran out of memory in the attempts of a run: kept in its folder, so that the next start knows it too."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from launch.base import files
+from launch.base.errors import CheckpointError
+from launch.base.text import gib
+from launch.predict import estimate, oom_history
+from launch.predict.history.calibration import Comparison
+from launch.predict.oom_history import Exceeded, RanOut, available_bytes
+from launch.probe import machine as probe_machine
+from launch.run_folder.layout import RunDir
+from launch.schema.machine import Machine
+from launch.schema.plan import Plan
+from launch.schema.result import Failure, RunResult
+from launch.supervise import heartbeats
+
+FILE = TypeAdapter(tuple[RanOut, ...])
+
+
+def of_attempt(run: RunDir, failure: Failure, plan: Plan, planned_on: Machine, result: RunResult) -> RanOut:
+    """The shortage in which the run's last attempt has just ended; `planned_on`: the machine when it was planned."""
+    of_host = failure.kind != "device_oom"
+    attempt = run.attempts()[-1]
+    beats = [beat for beat in heartbeats.read_all(attempt) if beat.section != "tokenise"]
+    section = max(beats, key=lambda beat: beat.monotonic_s).section if beats else "load"
+    if not attempt.log_file.exists():  # no rank was started
+        section = "tokenise"
+    memory = plan.estimate
+    predicted = memory.device_bytes - memory.margin_bytes
+    if of_host:
+        predicted = estimate.host_bytes(plan.strategy, memory)
+    elif section in oom_history.WRITING:
+        predicted = memory.model_state_bytes
+    one = RanOut("host" if of_host else "device", section, plan.strategy, predicted)
+    now, limit = probe_machine.machine(run_dir=run.root), planned_on.host_limit_bytes
+    if one.of == "device" and plan.strategy.device == "cuda":
+        limit = min(gpu.total_bytes for gpu in planned_on.gpus)
+    before, after = (available_bytes(one.of, machine, plan.strategy) for machine in (planned_on, now))
+    return replace(
+        one,
+        limit_bytes=limit,
+        available_bytes=max(before, after),
+        is_own=_is_own(one, before, after, result),
+    )
+
+
+def _is_own(one: RanOut, before: int, after: int, result: RunResult) -> bool:
+    """Whether the job took the memory, not others: they did where the plan fitted, less than it needs was left to the
+    job meanwhile or is now that it has ended, and they took more than the job did beyond its plan."""
+    left, beyond = after, 0
+    if one.of == "host":
+        beyond = max(result.host_peak_bytes - one.predicted_bytes, 0)
+        left = min(after, result.host_left_bytes or after)
+    fitted = 0 < one.predicted_bytes <= before
+    return not fitted or left >= one.predicted_bytes or beyond >= before - left
+
+
+def add(exceeded: Exceeded, one: RanOut, run: RunDir, host_peak_bytes: int = 0) -> Exceeded:
+    """With another shortage; written down. One that says nothing about plans is written down and changes nothing.
+
+    Where the job took more host RAM than was predicted, predictions are corrected by that share from now on."""
+    write(run, (*read(run), one))
+    if not one.rules:
+        return exceeded
+    host = exceeded.host
+    if one.of == "host" and one.predicted_bytes:
+        host = max(host, host_peak_bytes / one.predicted_bytes - 1)
+    return replace(exceeded, host=host, ran_out=(*exceeded.ran_out, one))
+
+
+def add_refuted(exceeded: Exceeded, compared: Comparison, plan: Plan, planned_on: Machine, run: RunDir) -> Exceeded:
+    """With a plan whose second step took more than there is; written down."""
+    memory = plan.estimate
+    predicted = {
+        "device": memory.device_bytes - memory.margin_bytes,
+        "host": estimate.host_bytes(plan.strategy, memory),
+    }
+    found = exceeded
+    for of, measured in compared.needs.items():
+        available = available_bytes(of, planned_on, plan.strategy)
+        limit = planned_on.host_limit_bytes
+        if of == "device" and plan.strategy.device == "cuda":
+            limit = min(gpu.total_bytes for gpu in planned_on.gpus)
+        one = RanOut(of, "step", plan.strategy, predicted[of], measured, limit, available)
+        found = add(found, one, run)
+    return replace(found, device=max(found.device, compared.exceeded), host=max(found.host, compared.host_exceeded))
+
+
+def read(run: RunDir) -> tuple[RanOut, ...]:
+    """Every shortage that was written down for a run; nothing where the file is not there or damaged, which costs
+    another attempt."""
+    try:
+        return FILE.validate_json(run.evidence_file.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return ()
+
+
+def write(run: RunDir, ran_out: tuple[RanOut, ...]) -> None:
+    files.write_atomic(run.evidence_file, FILE.dump_json(ran_out).decode())
+
+
+def of_unfinished(runs: Path, recipe_name: str, output_dir: str | None = None) -> Exceeded:
+    """Of the recipe's newest run, of those that write to that folder, where it is not complete."""
+    for run in RunDir.all(runs, recipe_name):
+        with suppress(CheckpointError):  # resume.decide() says so, where it is the run that goes on
+            if output_dir is not None and not run.writes_to(output_dir):
+                continue
+            if run.outcome():
+                return Exceeded()
+            return Exceeded(ran_out=read(run))
+    return Exceeded()
+
+
+def counting(exceeded: Exceeded, machine: Machine) -> Exceeded:
+    """What still counts of an earlier start's shortages, on the machine as it is now."""
+    ran_out = tuple(one for one in exceeded.ran_out if one.counts(machine))
+    return replace(exceeded, ran_out=ran_out)
+
+
+def words(exceeded: Exceeded, machine: Machine) -> str:
+    """The sentence of an error that names the shortages which rule plans out, and what overrides them."""
+    said = []
+    for one in exceeded.ran_out:
+        where = "host RAM" if one.of == "host" else "memory of the card"
+        now = available_bytes(one.of, machine, one.candidate)
+        took = f"took {gib(one.measured_bytes)}" if one.measured_bytes else "ran out"
+        then = f" with {gib(one.available_bytes)} of {gib(one.limit_bytes)} available" if one.limit_bytes else ""
+        said.append(f"{estimate.describe(one.candidate)} {took} of {where} in {one.section}{then}, now {gib(now)}")
+    return (
+        f"This counts what earlier attempts of this run have shown (evidence.json in its folder): {'; '.join(said)}."
+        " --assume-fits starts all the same, from the last checkpoint"
+    )

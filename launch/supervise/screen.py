@@ -1,0 +1,168 @@
+"""What a person sees while a run trains: a bar on a terminal, a line a log interval anywhere else."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import stat
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from launch.base.text import shown
+from launch.run_folder.layout import AttemptDir
+from launch.supervise import heartbeats
+
+STEP_LINE = re.compile(r"  step \d+/\d+  epoch \S+  ")
+SECTION_WORDS = {
+    "load": "loading the model",
+    "first step": "the first step",
+    "step": "training",
+    "evaluation": "evaluating",
+    "save": "saving",
+    "export": "writing the model",
+}
+
+
+class _Output:
+    """A stream that takes everything once nobody reads on: its pipe or terminal is closed, the disk behind it full.
+    Training and its log go on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except (OSError, ValueError):
+            self._give_up()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except (OSError, ValueError):
+            self._give_up()
+
+    def _give_up(self) -> None:
+        if self._stream is sys.__stdout__:  # what is left in its buffer would fail once more at the end
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for number in _same_device(self._stream.fileno()):
+                os.dup2(nowhere, number)
+        self._stream = io.StringIO()
+
+
+def _same_device(number: int) -> list[int]:
+    """The standard streams that lead where this one does; to a terminal that is gone, all of them."""
+    asked = os.fstat(number)
+    if not stat.S_ISCHR(asked.st_mode):
+        return [number]
+    found = [number]
+    with suppress(OSError):  # a closed stderr leads nowhere
+        found += [2] if os.fstat(2).st_rdev == asked.st_rdev else []
+    return found
+
+
+class Screen:
+    """Prints lines, and shows one attempt's progress between start() and stop()."""
+
+    def __init__(self, *log_files: Path, stream: TextIO | None = None) -> None:
+        output = _Output(stream or sys.stdout or io.StringIO())  # None: started with it closed
+        self._console = Console(file=cast(TextIO, output), highlight=False, soft_wrap=True)
+        self._logs: list[TextIO] = []
+        for file in log_files:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._logs.append(file.open("a", encoding="utf-8"))
+        self._live: Live | None = None
+
+    def say(self, line: str = "", log: bool = True) -> None:
+        """One line, above the bar if there is one, and in the log."""
+        self._print(line)
+        if log:
+            self._note(line)
+
+    def _print(self, line: str) -> None:
+        self._console.print(shown(line), markup=False)
+
+    def _note(self, line: str) -> None:
+        for log in list(self._logs):
+            try:
+                log.write(shown(line) + "\n")
+                log.flush()
+            except OSError as error:  # the attempt's folder has the ranks' own lines
+                self._logs.remove(log)
+                self._print(f"the log ends here, training goes on: {error.filename or 'log'}: {error.strerror}")
+
+    def start(self, attempt: AttemptDir) -> None:
+        self._attempt = attempt
+        self._lines = Tail(attempt.train_log)
+        self._figures = ""
+        if not self._console.is_terminal:
+            return
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
+        self._task = self._progress.add_task("starting", total=None)
+        self._live = Live(self._shown(), console=self._console, refresh_per_second=4, transient=False)
+        self._live.start()
+
+    def update(self) -> None:
+        """Read what the ranks have written since the last call."""
+        for line in self._lines.new_lines():
+            step = STEP_LINE.search(line)
+            if step:
+                self._figures = line[step.end() :]
+            if not (step and self._live):  # the bar shows the steps
+                self._print(line)
+            self._note(line)
+        beat = heartbeats.read(self._attempt.heartbeat_file(0))
+        if self._live and beat:
+            self._progress.update(
+                self._task,
+                description=SECTION_WORDS.get(beat.section, beat.section),
+                completed=beat.step or None,
+                total=beat.max_steps or None,
+            )
+            self._live.update(self._shown())
+
+    def stop(self) -> None:
+        self.update()
+        if self._live:
+            self._live.stop()
+            self._live = None
+
+    def _shown(self) -> Group:
+        return Group(self._progress, Text(self._figures, no_wrap=True, overflow="ellipsis"))
+
+
+class Tail:
+    """New whole lines of a file that another process appends to."""
+
+    def __init__(self, path: Path, from_start: bool = False) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if path.exists() and not from_start else 0
+
+    def new_lines(self) -> list[str]:
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        return whole.decode("utf-8", "replace").splitlines() if newline else []

@@ -1,0 +1,202 @@
+"""The ranks of one attempt, from their start until nothing of them is left: stop them, warn, find what hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import psutil
+
+from launch.base import files, processes
+from launch.probe import machine
+from launch.run_folder.layout import AttemptDir, RunDir
+from launch.schema.recipe import LaunchSection
+from launch.supervise import heartbeats, host_guard
+from launch.supervise.heartbeats import Beat, Progress
+from launch.supervise.screen import Screen
+from launch.supervise.stop_signals import Told
+
+PSS_INTERVAL_S = 1.0
+LOAD_GRACE_S = 10.0  # for ranks that have trained nothing yet
+STACKS_S = 2.0  # for stacks to be written
+HANG_GRACE_S = 10.0  # between SIGTERM and SIGKILL of ranks that hang
+ALONE_GRACE_S = 10.0  # for a launcher one of whose ranks has ended, and for its other ranks
+REPORT_S = 2.0  # for the launcher to say which rank ended how, once the ranks that were left are ended too
+STACKS_SIGNAL = signal.SIGQUIT
+
+
+@dataclass
+class Ended:
+    """How the ranks of an attempt ended, as seen from outside."""
+
+    returncode: int = 0  # of the launcher; negative: the signal that ended it
+    host_peak_bytes: int = 0
+    host_left_bytes: int = 0  # least of what the job had and what was free beside it; 0: not measured
+    is_refuted: bool = False  # the second step took more than was planned
+    hang: str = ""  # which rank was silent, where and how long
+    pressure: str = ""  # why the host's RAM was about to run out
+    ended_ranks: list[int] = field(default_factory=list)  # pids: left by a rank that had ended, and ended here
+    unkillable: list[int] = field(default_factory=list)
+
+
+class Watch:
+    """Watches a launcher and its ranks; `told` and the host say when to stop them, heartbeats when they hang."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        attempt: AttemptDir,
+        screen: Screen,
+        told: Told,
+        launch: LaunchSection,
+        host_limit_bytes: int,
+        check: Callable[[Mapping[str, int]], bool],
+    ) -> None:
+        self._run, self._attempt, self._screen, self._told = run, attempt, screen, told
+        self._launch, self._host_limit_bytes, self._check = launch, host_limit_bytes, check
+        self._ended = Ended()
+        self._signalled: set[int] = set()  # pids of ranks that know they are to stop
+        self._is_checked = False
+        self._measured_at = 0.0
+        self._stopping_since: float | None = None
+        self._hanging_since: float | None = None
+        self._alone_since: float | None = None
+        self._progress = Progress()
+
+    def until_end(self, child: subprocess.Popen[bytes]) -> Ended:
+        """Until the launcher and its ranks have ended, or nothing can end them."""
+        is_forced = False
+        self._screen.start(self._attempt)
+        try:
+            while not is_forced and not self._is_over(child):
+                self._screen.update()
+                now, beats = time.monotonic(), self._beats()
+                self._measure(now)
+                is_forced = (
+                    self._refuted()
+                    or self._stop(child, beats, now)
+                    or self._is_alone(child, beats, now)
+                    or self._hang(beats, now)
+                )
+                if line := self._progress.slow(beats, now):
+                    self._screen.say(line)
+        finally:
+            self._screen.stop()
+            left = processes.end_tree(self._run.tag)  # nothing outlives the attempt, however it ended
+        self._ended.unkillable = [process.pid for process in left]
+        if not left:
+            child.wait()
+            processes.reap()
+        self._ended.returncode = 1 if is_forced or child.returncode is None else child.returncode
+        return self._ended
+
+    def _beats(self) -> list[Beat]:
+        """Of the ranks that are there."""
+        return [beat for beat in heartbeats.read_all(self._attempt) if processes.is_alive(beat.pid)]
+
+    def _is_over(self, child: subprocess.Popen[bytes]) -> bool:
+        try:
+            child.wait(timeout=processes.POLL_S)
+        except subprocess.TimeoutExpired:
+            return False
+        if self._beats():  # a launcher of one rank dies from a signal; its rank saves first
+            time.sleep(processes.POLL_S)
+            return False
+        return True
+
+    def _measure(self, now: float) -> None:
+        if now - self._measured_at < PSS_INTERVAL_S:
+            return
+        self._measured_at = now
+        job, highest = processes.job_pss_bytes(os.getpid())
+        self._ended.host_peak_bytes = max(self._ended.host_peak_bytes, highest)
+        left = machine.host_available()[0] + job
+        self._ended.host_left_bytes = min(self._ended.host_left_bytes or left, left)
+        if not self._ended.pressure:
+            fraction = self._launch.host_stop_fraction
+            self._ended.pressure = host_guard.pressure(self._host_limit_bytes, fraction, job) or ""
+            if self._ended.pressure:
+                self._screen.say(f"saving and stopping: {self._ended.pressure}")
+
+    def _refuted(self) -> bool:
+        if self._is_checked or not (measured := files.read_json(self._attempt.second_step_file)):
+            return False
+        self._is_checked = True
+        self._ended.is_refuted = not self._check(measured)
+        return self._ended.is_refuted
+
+    def _stop(self, child: subprocess.Popen[bytes], beats: list[Beat], now: float) -> bool:
+        """Pass a stop or a wish on to the ranks, not to their launcher, which would end them; whether to kill."""
+        if self._told.save and beats:
+            self._told.save = False
+            processes.send(beats[0].pid, signal.SIGUSR2)
+        if self._told.stop is None and not self._ended.pressure:
+            return False
+        if self._stopping_since is None:
+            self._stopping_since = now
+            if self._told.stop is not None:
+                self._screen.say(f"{signal.Signals(self._told.stop).name}: the ranks save and stop; again: at once")
+        number = signal.SIGINT if self._told.stop == signal.SIGINT else signal.SIGTERM
+        for beat in beats:
+            if beat.pid not in self._signalled and processes.is_tagged(psutil.Process(beat.pid), self._run.tag):
+                self._signalled.add(beat.pid)
+                processes.send(beat.pid, number)
+        if not beats and not self._signalled and child.poll() is None:
+            child.terminate()
+        is_training = any(beat.section not in heartbeats.BEFORE_TRAINING for beat in beats)
+        return self._told.at_once or (not is_training and now - self._stopping_since > LOAD_GRACE_S)
+
+    def _hang(self, beats: list[Beat], now: float) -> bool:
+        """Find a rank that hangs, save all stacks, ask it to end; whether to kill."""
+        if self._alone_since is not None:  # who waits for a rank that has ended is silent
+            return False
+        if self._hanging_since is not None:
+            if now - self._hanging_since > STACKS_S:
+                for beat in beats:
+                    if beat.pid not in self._signalled:
+                        self._signalled.add(beat.pid)
+                        processes.send(beat.pid, signal.SIGTERM)
+            return now - self._hanging_since > STACKS_S + HANG_GRACE_S
+        silent = self._progress.silent(beats, now, self._launch.hang_floor_s)
+        if silent is None:
+            return False
+        self._ended.hang = silent
+        self._hanging_since = now
+        self._signalled.clear()
+        self._screen.say(f"{silent}; stacks of all ranks: {self._attempt.root}/ranks/*/stacks.txt")
+        for beat in beats:
+            processes.send(beat.pid, STACKS_SIGNAL)
+            processes.send(beat.pid, signal.SIGCONT)  # one that was stopped writes its stacks only now
+        return False
+
+    def _is_alone(self, child: subprocess.Popen[bytes], beats: list[Beat], now: float) -> bool:
+        """End the ranks that are left where one has ended and they have not followed; whether to kill the launcher.
+
+        In a collective of NCCL a rank takes no signal but SIGKILL, and torchrun's agent, which sends SIGTERM, waits for
+        it: killed with its ranks it would never say which of them ended first, and how."""
+        trained = [beat for beat in heartbeats.read_all(self._attempt) if beat.section != "tokenise"]
+        if child.poll() is not None or all(processes.is_alive(beat.pid) for beat in trained):
+            return False
+        self._alone_since = self._alone_since or now
+        if now - self._alone_since <= ALONE_GRACE_S:
+            return False
+        for beat in beats:
+            with suppress(psutil.NoSuchProcess):  # it has followed
+                if processes.is_tagged(psutil.Process(beat.pid), self._run.tag):
+                    self._end_rank(beat, now - self._alone_since)
+        return now - self._alone_since > ALONE_GRACE_S + REPORT_S
+
+    def _end_rank(self, beat: Beat, waited_s: float) -> None:
+        """SIGKILL, said once."""
+        if beat.pid not in self._ended.ended_ranks:
+            self._ended.ended_ranks.append(beat.pid)
+            self._screen.say(
+                f"rank {beat.rank} (process {beat.pid}, {beat.section}) is ended: another rank ended {waited_s:.0f} s"
+                " ago, and it did not follow"
+            )
+        processes.send(beat.pid, signal.SIGKILL)

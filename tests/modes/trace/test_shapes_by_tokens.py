@@ -1,0 +1,81 @@
+"""By tokens no micro-batch takes more than the plan says: of few long rows, of many short ones, traced and real."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from launch.schema.plan import Plan
+from launch.schema.recipe import Recipe
+from tests import real_steps
+from tests.modes.trace.test_trace import peak_bytes, wish
+from training.trace import recorder, step
+from training.trace.cuda_semantics import Target
+
+LONGEST, ROWS, PARTS = 64, 3, 8  # tokens of the longest row; of those in a micro-batch; micro-steps of a step
+SHAPES = [(ROWS, LONGEST), (4, 48), (6, 32), (12, 16), (ROWS * PARTS, LONGEST // PARTS)]
+SECTIONS = ("forward", "backward", "optimizer")
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2-tiny", {}),
+    "llama, eager": ("llama-tiny", {"model": {"attn_implementation": "eager"}}),
+    "llama, checkpointing, loss in chunks": (
+        "llama-tiny",
+        {"training": {"gradient_checkpointing": True, "num_output_chunks": 4}},
+    ),
+    "t5, autocast": ("t5-tiny", {"training": {"bf16": True}}),
+}
+
+
+def planned(name: str) -> tuple[Recipe, Plan]:
+    shape, sections = CASES[name]
+    training = {"per_device_train_batch_size": ROWS, "gradient_accumulation_steps": PARTS}
+    return wish(shape, **{**sections, "training": {**training, **sections.get("training", {})}})
+
+
+def traced(recipe: Recipe, plan: Plan, rows: int, length: int, target: Target | None = None) -> int:
+    log = step.whole_step(recipe, plan, (length, length), True, recorder.BATCH, target)
+    return max(peak_bytes(log, rows, section) for section in SECTIONS)
+
+
+@pytest.mark.parametrize("card", [pytest.param(None, marks=pytest.mark.campaign), "8.6"])
+@pytest.mark.parametrize("name", CASES)
+def test_between_the_longest_rows_and_the_most_none_is_higher(name, card, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe, plan = planned(name)
+    found = {shape: traced(recipe, plan, *shape, Target(card) if card else None) for shape in SHAPES}
+    ends = max(found[SHAPES[0]], found[SHAPES[-1]])
+    assert max(found.values()) <= ends * 1.001, found
+
+
+@pytest.mark.parametrize("name", ["llama, eager", "t5, autocast"])
+def test_real_steps_of_every_shape_stay_below_what_is_planned_for(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe, plan = planned(name)
+    bound = max(traced(recipe, plan, *shape) for shape in (SHAPES[0], SHAPES[-1]))
+    highest = 0
+    for rows, length in SHAPES[::2]:
+        real = _real_peak_bytes(recipe, plan, rows, length)
+        assert real <= bound * 1.002, (rows, length)
+        highest = max(highest, real)
+    assert highest >= bound * 0.99, "the bound is that of a shape that there is"
+
+
+def _real_peak_bytes(recipe: Recipe, plan: Plan, rows: int, length: int) -> int:
+    """The most that torch's allocator holds in two steps of micro-batches of so many rows, every allocation counted."""
+    strategy = replace(plan.strategy, per_device_train_batch_size=rows, gradient_accumulation_steps=2)
+    trainer = real_steps.trainer(recipe, replace(plan, strategy=strategy), length, True, steps=2)
+    network = trainer.model
+    held = {one.untyped_storage().data_ptr(): one.nbytes for one in (*network.parameters(), *network.buffers())}
+    without_onednn = torch.backends.mkldnn.flags(enabled=False)
+    with without_onednn, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        trainer.train()
+    live = highest = sum(held.values())
+    events = profiled.profiler.kineto_results.events()
+    for _, size in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
+        live += size
+        highest = max(highest, live)
+    return highest

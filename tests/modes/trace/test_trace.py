@@ -1,0 +1,296 @@
+"""A traced step against a real one: the same trainer, the same model, every byte of torch's allocator counted."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import TrainerCallback
+
+from launch.plan import context, planner
+from launch.predict import model_config
+from launch.predict.traces import Question, Traces
+from launch.schema.plan import DataFormat, ModelShape, Plan
+from launch.schema.recipe import Recipe
+from tests import builders, real_steps
+from tests.builders import CODE, machine
+from training.model import four_bit
+from training.trace import peaks, recorder, repeat_layers
+from training.trace import step as trace_step
+from training.trace.cuda_semantics import Target
+from training.trace.recorder import Log
+
+LENGTH = 48
+DATA = DataFormat("prompt_response", {"prompt": "prompt", "response": "response"}, "parquet", "given")
+
+
+def wish(shape: str, **sections: Any) -> tuple[Recipe, Plan]:
+    content = {
+        "name": "traced",
+        "task": "sft",
+        "model": {"shape": shape, **sections.pop("model", {})},
+        "data": {"train_file": "/data/train.parquet", "max_length": LENGTH, **sections.pop("data", {})},
+        "training": {"per_device_train_batch_size": 3, **sections.pop("training", {})},
+        "launch": {"mode": "cpu"},
+        "output_dir": "/out",
+        **sections,
+    }
+    recipe = Recipe.model_validate(content)
+    config, parameters = model_config.read(recipe.model, 512, root=CODE)
+    return recipe, planner.choose(context.subject(recipe, machine(gpus=0), config, parameters, DATA))
+
+
+def peak_bytes(log: Log, samples: int, section: str = "") -> int:
+    live = highest = 0
+    for event in log.events:
+        block = log.blocks[event.block]
+        size = block.fixed_bytes + samples * block.sample_bytes
+        live += size if event.birth else -size
+        if event.phase.startswith(section):
+            highest = max(highest, live)
+    return highest
+
+
+class Steps(TrainerCallback):
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        with record_function("step"):
+            pass
+
+
+def real_peak_bytes(recipe: Recipe, plan: Plan, padded: bool) -> int:
+    """The most that the allocator holds from the second step on, of a model with random weights on a random batch."""
+    trainer = real_steps.trainer(recipe, plan, LENGTH, padded, steps=3)
+    trainer.add_callback(Steps())
+    network = trainer.model
+    scales = [tensor for one in network.parameters() for tensor in four_bit.scales(one)]
+    there = (*network.parameters(), *network.buffers(), *scales)
+    held = {one.untyped_storage().data_ptr(): one.nbytes for one in there}
+    without_onednn = torch.backends.mkldnn.flags(enabled=False)  # it packs half-precision factors in buffers of its own
+    with without_onednn, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        trainer.train()
+    events = profiled.profiler.kineto_results.events()
+    second = sorted(event.start_ns() for event in events if event.name() == "step")[1]
+    live = highest = sum(held.values())
+    for at, size in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
+        live += size
+        if at >= second:
+            highest = max(highest, live)
+    return highest
+
+
+PACKED = {"packing": True}
+FOUR_BIT = {"lora": {"r": 4}, "quantization": {"load_in_4bit": True}}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2-tiny", {}),
+    "llama bf16 weights, checkpointing, two micro-steps": (
+        "llama-tiny",
+        {
+            "model": {"dtype": "bfloat16"},
+            "training": {"gradient_checkpointing": True, "gradient_accumulation_steps": 2},
+        },
+    ),
+    "llama, adafactor, eager": (
+        "llama-tiny",
+        {"model": {"attn_implementation": "eager"}, "training": {"optim": "adafactor"}},
+    ),
+    "llama LoRA under autocast": ("llama-tiny", {"lora": {"r": 4}, "training": {"bf16": True}}),
+    "llama, one sample, loop AdamW": (
+        "llama-tiny",
+        {"training": {"per_device_train_batch_size": 1, "optim": "adamw_torch"}},
+    ),
+    "t5, encoder frozen, three micro-steps": (
+        "t5-tiny",
+        {"model": {"freeze": ["shared", "encoder"]}, "training": {"gradient_accumulation_steps": 3}},
+    ),
+    "t5 LoRA": ("t5-tiny", {"lora": {"r": 4}}),
+    "llama, nothing padded": ("llama-tiny", {}),
+    "llama, loss in 8 chunks": ("llama-tiny", {"training": {"num_output_chunks": 8}}),
+    "gpt2 LoRA under autocast, checkpointing, two micro-steps, loss in 5 chunks": (
+        "gpt2-tiny",
+        {
+            "lora": {"r": 4},
+            "training": {
+                "bf16": True,
+                "gradient_checkpointing": True,
+                "gradient_accumulation_steps": 2,
+                "num_output_chunks": 5,
+            },
+        },
+    ),
+    "t5, loss in 7 chunks": ("t5-tiny", {"training": {"num_output_chunks": 7}}),
+    "llama, packed, two micro-steps": (
+        "llama-tiny",
+        {"data": PACKED, "training": {"gradient_accumulation_steps": 2}},
+    ),
+    "llama, packed, one sample, checkpointing": (
+        "llama-tiny",
+        {"data": PACKED, "training": {"per_device_train_batch_size": 1, "gradient_checkpointing": True}},
+    ),
+    "gpt2, packed, eager": ("gpt2-tiny", {"data": PACKED, "model": {"attn_implementation": "eager"}}),
+    "llama in 4 bits": ("llama-tiny", FOUR_BIT),
+    "llama in 4 bits under autocast, checkpointing, two micro-steps": (
+        "llama-tiny",
+        {
+            **FOUR_BIT,
+            "model": {"dtype": "bfloat16"},
+            "training": {"bf16": True, "gradient_checkpointing": True, "gradient_accumulation_steps": 2},
+        },
+    ),
+    "llama in 4 bits of float32 weights under autocast": ("llama-tiny", {**FOUR_BIT, "training": {"bf16": True}}),
+    "llama in 4 bits, computed in float32 under autocast, scales of 32 bits": (
+        "llama-tiny",
+        {
+            "lora": {"r": 4},
+            "quantization": {
+                "load_in_4bit": True,
+                "bnb_4bit_use_double_quant": False,
+                "bnb_4bit_compute_dtype": "float32",
+                "bnb_4bit_quant_type": "fp4",
+            },
+            "training": {"bf16": True},
+        },
+    ),
+    "gpt2 in 4 bits": ("gpt2-tiny", FOUR_BIT),
+    "t5 in 4 bits": ("t5-tiny", FOUR_BIT),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_traced_step_holds_what_the_real_one_holds(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shape, sections = CASES[name]
+    recipe, plan = wish(shape, **sections)
+    padded = recipe.data.packing or ("one sample" not in name and "nothing padded" not in name)
+    samples = plan.strategy.per_device_train_batch_size
+    log = trace_step.whole_step(recipe, plan, (LENGTH, LENGTH), padded, 1 if samples == 1 else recorder.BATCH)
+    traced = max(peak_bytes(log, samples, section) for section in ("forward", "backward", "optimizer"))
+    # a checkpoint keeps the state of the CPU's random numbers, 5,056 bytes: much of a tiny model, none of a card
+    rel = 0.01 if recipe.quantization and recipe.training.gradient_checkpointing else 0.002
+    assert traced == pytest.approx(real_peak_bytes(recipe, plan, padded), rel=rel)
+
+
+@pytest.mark.parametrize(
+    ("shape", "key", "sections"),
+    [
+        ("gpt2-small", "n_layer", {"training": {"optim": "adamw_torch", "gradient_accumulation_steps": 2}}),
+        ("qwen2-0.5b", "num_hidden_layers", {"training": {"gradient_checkpointing": True, "bf16": True}}),
+        ("llama-7b", "num_hidden_layers", {"lora": {"r": 8}, "model": {"dtype": "bfloat16"}}),
+        ("t5-chatlm-0.2b", "num_layers", {}),
+        ("qwen2-0.5b", "num_hidden_layers", {"training": {"num_output_chunks": 8}}),
+        ("llama-7b", "num_hidden_layers", {**FOUR_BIT, "training": {"bf16": True, "gradient_checkpointing": True}}),
+    ],
+)
+def test_a_deep_model_is_the_shallow_one_with_more_of_the_middle(shape, key, sections, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe, plan = wish_of_depth(shape, key, 7, **sections)
+    keys = trace_step.DEPTH_KEYS[plan.shape.config["model_type"]]
+    assert all(plan.shape.config[one] == 7 for one in keys)
+    extended = trace_step.whole_step(recipe, plan, (LENGTH, LENGTH), True, recorder.BATCH)
+    whole = trace_step.step(recipe, plan, (LENGTH, LENGTH))
+    assert len(extended.events) == len(whole.events)
+    for samples in (2, 5, 40, 1000):
+        for section in peaks.SECTIONS:
+            # but for the scalars of clip_grad_norm: one a parameter
+            assert peak_bytes(extended, samples, section) == pytest.approx(
+                peak_bytes(whole, samples, section), abs=4096
+            )
+    assert peaks.work(extended) == peaks.work(whole)
+
+
+def wish_of_depth(shape: str, key: str, layers: int, **sections: Any) -> tuple[Recipe, Plan]:
+    recipe, plan = wish("llama-tiny", **sections)
+    config, _ = model_config.read(recipe.model.model_copy(update={"shape": shape}), root=CODE)
+    config = {**config, **dict.fromkeys(trace_step.DEPTH_KEYS[config["model_type"]], layers)}
+    targets = context._lora_targets(recipe, config["model_type"], {f"x.{t}.weight": (1, 1) for t in "qkvo"})
+    if config["model_type"] == "llama":
+        targets = plan.lora_targets
+    return recipe, replace(plan, shape=ModelShape(shape, config, 0, 0), lora_targets=targets)
+
+
+def test_layers_that_differ_are_not_repeated(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe, plan = wish_of_depth("gpt2-small", "n_layer", 4)
+    log = trace_step.step(recipe, plan, (LENGTH, LENGTH))
+    odd = next(
+        event.block
+        for event in log.events
+        if event.birth and event.phase == "forward:0" and event.layer == (0, repeat_layers.MIDDLE)
+    )
+    log.blocks[odd].sample_bytes += 1
+    with pytest.raises(repeat_layers.NotUniform):
+        repeat_layers.deepen(log, 0, 9)
+
+
+def test_peaks_are_those_of_the_log_at_any_batch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe, plan = wish("t5-tiny")
+    log = trace_step.step(recipe, plan, (LENGTH, 32))
+    found = peaks.peaks(log)
+    for samples in (1, 2, 3, 8, 64, 1000):
+        for section in peaks.SECTIONS:
+            highest = max(
+                sum(fixed + samples * sample for fixed, sample in moment["parts"].values())
+                for moment in found
+                if moment["section"] == section
+            )
+            assert highest == peak_bytes(log, samples, section), (section, samples)
+
+
+def test_a_question_is_answered_once_and_read_again(tmp_path: Path, monkeypatch):
+    recipe, plan = wish("llama-tiny")
+    said: list[str] = []
+    traces = Traces(recipe, plan.shape, plan.lora_targets, tmp_path / "traces", said.append)
+    question = Question(plan.strategy, (LENGTH, LENGTH))
+    with closing(traces):
+        traces.fetch([question])
+    assert traces.failure is None
+    assert len(said) == 1
+    answer = traces.get(question)
+    assert answer is not None
+    log = json.loads(answer.file.with_suffix(".log").read_text())
+    assert len(answer.events(3, 9)) == len(log["events"])
+    again = Traces(recipe, plan.shape, plan.lora_targets, tmp_path / "traces", said.append)
+    again.fetch([question])
+    assert len(said) == 1
+    other = replace(plan.strategy, per_device_train_batch_size=7)
+    assert again.get(Question(other, (LENGTH, LENGTH))) is not None  # a trace holds for every batch
+    assert again.get(Question(replace(other, gradient_accumulation_steps=2), (LENGTH, LENGTH))) is None
+    assert again.get(Question(other, (LENGTH, LENGTH + 8))) is None
+
+
+def test_a_step_that_cannot_be_traced_is_said_and_judged_by_states(tmp_path):
+    recipe, plan = wish("llama-tiny")
+    broken = replace(plan.shape, config={**plan.shape.config, "hidden_act": "no such function"})
+    traces = Traces(recipe, broken, (), tmp_path / "traces")
+    with closing(traces):
+        traces.fetch([Question(plan.strategy, (LENGTH, LENGTH))])
+    assert traces.failure is not None
+    assert "no such function" in traces.failure
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_flash_attention_is_traced_as_pytorchs_own_flash_kernel_without_masks(packing):
+    """The package's kernel keeps what PyTorch's keeps, of the same rows in one; each token has positions of its own."""
+
+    def step(package: str | None, documents: int, padded: bool) -> tuple[int, dict]:
+        training = {"bf16": True, "per_device_train_batch_size": 4}
+        recipe = builders.wish(training=training, data={"packing": packing and package is None})
+        chosen = builders.plan(recipe, machine(1), no_flash_attn=package)
+        log = trace_step.step(recipe, chosen, (128, 128), padded, target=Target("8.6", documents=documents))
+        moments = [
+            {name: fixed + 8 * sample for name, (fixed, sample) in one["parts"].items()} for one in peaks.peaks(log)
+        ]
+        return max(sum(parts.values()) for parts in moments), peaks.work(log)
+
+    flash, flash_work = step(None, 4, True)
+    plain, plain_work = step("gone", 0, False)
+    positions = (8 - 1) * 2 * 128 * 16 * 4  # cosine and sine of each token, else of one row's, in float32
+    assert flash - plain == pytest.approx(positions, abs=16 << 10)
+    assert flash_work["attention_flops"] == plain_work["attention_flops"]
+    assert flash_work["matmul_flops"] == plain_work["matmul_flops"]

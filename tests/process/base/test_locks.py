@@ -1,0 +1,112 @@
+"""A lock names who holds it, and is taken over from the dead, with their children or without."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from launch.base import locks
+from launch.base.errors import LockHeld
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from launch import locks
+with locks.lock(Path(sys.argv[1]), "the run"):
+    if sys.argv[2:]:  # a forked child keeps the file open, as a data loader's worker does
+        if os.fork() == 0:
+            time.sleep(600)
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@contextmanager
+def holder(path: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """Another process that has the lock, in a session of its own."""
+    argv = [sys.executable, "-c", HOLD, str(path), *words]
+    child = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "held\n"
+        yield child
+    finally:
+        os.killpg(child.pid, 9)
+        child.wait()
+
+
+def test_a_second_start_is_refused_at_once_with_process_host_and_time(tmp_path):
+    with holder(tmp_path / "lock") as child:
+        began = time.monotonic()
+        with pytest.raises(LockHeld, match=rf"the run is in use by process {child.pid} on \S+ since \d{{4}}-"):
+            locks.lock(tmp_path / "lock", "the run").__enter__()
+        assert time.monotonic() - began < 2
+    with locks.lock(tmp_path / "lock", "the run"):
+        assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+    assert (tmp_path / "lock").read_text() == ""
+
+
+def test_a_killed_holders_child_that_has_the_file_open_does_not_keep_the_lock(tmp_path):
+    with holder(tmp_path / "lock", "forks") as child:
+        child.kill()
+        child.wait()
+        with locks.lock(tmp_path / "lock", "the run"), pytest.raises(LockHeld, match=f"process {os.getpid()} "):
+            locks.lock(tmp_path / "lock", "the run").__enter__()
+    with locks.lock(tmp_path / "lock", "the run"):
+        pass
+
+
+@pytest.mark.shows("F25", "locks of the dead, of a reused pid, of another host, of a container", code=9)
+@pytest.mark.parametrize(
+    ("changed", "is_taken_over"),
+    [
+        ({}, False),
+        ({"started": 1}, True),  # its pid is another process's by now
+        ({"pid": 2**22 + 1}, True),
+        ({"boot": "another"}, True),
+        ({"host": "another"}, False),
+        ({"host": "another", "boot": "another", "pid": 2**22 + 1}, False),  # not ours to judge
+        ({"namespace": "pid:[1]", "pid": 2**22 + 1}, False),  # a container's
+    ],
+)
+def test_a_holder_is_dead_only_where_that_is_proved(tmp_path, changed, is_taken_over):
+    """The kernel says that the file is locked; who did it is read from the file."""
+    path = tmp_path / "lock"
+    with holder(path):
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+        if is_taken_over:
+            with locks.lock(path, "the run"):
+                assert json.loads(path.read_text())["pid"] == os.getpid()
+        else:
+            with pytest.raises(LockHeld):
+                locks.lock(path, "the run").__enter__()
+
+
+def test_of_many_that_take_over_at_once_one_has_it(tmp_path):
+    code = """
+import sys, time
+from pathlib import Path
+from launch import locks
+from launch.errors import LockHeld
+try:
+    with locks.lock(Path(sys.argv[1]), "the run"):
+        print("held", flush=True)
+        time.sleep(4)
+except LockHeld as error:
+    print("refused")
+"""
+    with holder(tmp_path / "lock", "forks") as child:
+        child.kill()
+        child.wait()
+        argv = [sys.executable, "-c", code, str(tmp_path / "lock")]
+        others = [subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) for _ in range(6)]
+        said = sorted(other.communicate(timeout=60)[0].strip() for other in others)
+    assert said == ["held"] + ["refused"] * 5

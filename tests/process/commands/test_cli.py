@@ -1,0 +1,119 @@
+"""A mistake is one line and a documented exit code, before anything slow."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from launch.probe import import_memory
+from launch.probe.import_memory import ASSUMED
+from tests import builders
+
+
+def wrapper(house, *words: str) -> subprocess.CompletedProcess[str]:
+    """./train_sft_custom.sh as a user runs it, on this interpreter."""
+    argv = [str(builders.CODE / "train_sft_custom.sh"), *words]
+    return subprocess.run(
+        argv, env=builders.environment(house, PYTHON=sys.executable), capture_output=True, text=True, timeout=60
+    )
+
+
+def is_one_line(done: subprocess.CompletedProcess[str], exit_code: int) -> str:
+    assert done.returncode == exit_code, done.stdout + done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+@pytest.mark.parametrize("batch", ["0", "-1", "abc", "1e9", "1.5", "70000"])
+def test_a_batch_that_is_none_is_refused_in_one_line(tmp_path, batch):
+    began = time.monotonic()
+    said = is_one_line(wrapper(tmp_path, batch), 2)
+    assert f"batch size '{batch}' is not a whole number from 1 to 65536" in said
+    assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize(
+    ("words", "exit_code", "expected"),
+    [
+        (["--training.lerning_rate=1"], 2, "did you mean learning_rate"),
+        (["--bogus"], 2, "--bogus: no flag of its own"),
+        (["--tokenizer.path=/nowhere"], 3, "tokenizer.path: there is no folder /nowhere"),
+        (["--training.lr_scheduler_type=foo"], 2, "lr_scheduler_type"),
+        (["4", "--training.per_device_train_batch_size=7"], 2, "both given"),
+        (["--model.shape=t5-tny"], 2, "t5-tiny"),
+        (["--data.train_file=nowhere.parquet"], 4, "nowhere.parquet"),
+        (["--model.path=/nowhere"], 3, "no folder /nowhere"),
+        (["--resume", "/nowhere"], 5, "no run of ours there"),
+        (["--training.fp16=true"], 2, "no effect on a CPU"),
+        (["--output_dir=/etc"], 3, "holds files that no run of ours wrote"),
+        (["--training.deepspeed=ds.json"], 2, "deepspeed"),
+    ],
+)
+def test_a_wrong_word_is_one_line_that_names_it(tmp_path, words, exit_code, expected):
+    assert expected in is_one_line(wrapper(tmp_path, *words), exit_code)
+
+
+def test_a_column_that_is_missing_is_said_with_those_that_were_found(tmp_path):
+    recipe = builders.recipe(tmp_path, data={"prompt_column": "promt", "response_column": "response"})
+    began = time.monotonic()
+    said = is_one_line(builders.launch(tmp_path / "house", "run", str(recipe)), 4)
+    assert time.monotonic() - began < 5
+    assert "promt" in said
+    assert "prompt, response" in said
+
+
+def test_a_folder_that_holds_someone_elses_files_is_never_replaced(tmp_path):
+    recipe = builders.recipe(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/thesis.tex").write_text("years of work")
+    assert "thesis" not in is_one_line(builders.launch(tmp_path / "house", "run", str(recipe)), 3)
+    assert (tmp_path / "model/thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(("package", "version"), [("torch", "2.9.1+cu128"), ("transformers", "5.2.0")])
+def test_a_package_that_is_too_old_to_be_trusted_with_files_is_refused(tmp_path, package, version):
+    known = tmp_path / "old" / f"{package}-{version}.dist-info"
+    known.mkdir(parents=True)
+    (known / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    path = f"{tmp_path / 'old'}:{builders.CODE}"
+    recipe = builders.recipe(tmp_path)
+    said = is_one_line(builders.launch(tmp_path / "house", "run", str(recipe), PYTHONPATH=path), 3)
+    assert f"{package} {version} is installed, expected" in said
+
+
+def test_doctor_says_each_fact_with_its_reason(tmp_path):
+    done = builders.launch(tmp_path, "doctor")
+    assert done.returncode == 0
+    for word in ("GPUs:", "host memory limit:", "CPUs:", "/dev/shm:", "disk free:", "imports: a rank holds"):
+        assert word in done.stdout
+    measured = import_memory.known(tmp_path / ".cache", "cpu")
+    assert measured.reason == "measured here"
+    constants = (ASSUMED.rank_bytes, ASSUMED.agent_bytes, ASSUMED.launcher_bytes, ASSUMED.mapped_bytes)
+    assert (measured.rank_bytes, measured.agent_bytes, measured.launcher_bytes, measured.mapped_bytes) == pytest.approx(
+        constants, rel=0.1
+    )
+
+
+def test_a_run_is_planned_for_a_machine_one_does_not_have(tmp_path):
+    machine = str(builders.CODE / "configs/machines/2x3080-20g-16g.yaml")
+    done = builders.launch(tmp_path, "plan", "sft_fast", "20", "--machine", machine)
+    assert done.returncode == 0, done.stderr
+    assert "20 per device x 2 accumulation x 2 process(es) = 80 effective" in done.stdout
+    assert "187,692,288 parameters, 94,396,032 trained" in done.stdout
+
+
+def test_dry_run_writes_the_run_folder_and_prints_a_line_that_can_be_pasted(tmp_path):
+    done = wrapper(tmp_path, "20", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    run = builders.only_run(tmp_path, "sft_fast")
+    line = done.stdout.strip().splitlines()[-1]
+    assert str(run) in line
+    assert line in (run / "command.sh").read_text()
+    for name in ("recipe.yaml", "plan.json", "accelerate.yaml"):
+        assert (run / name).exists()
+    assert "per_device_train_batch_size: asked 16" not in done.stdout
+    assert "20 per device" in done.stdout

@@ -1,0 +1,160 @@
+"""A corpus is tokenised in units: the same files whatever the number of processes, and none twice after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pydantic import TypeAdapter
+
+from launch.base.errors import DataError, ResourceError
+from launch.data import token_cache
+from launch.schema.plan import DataFormat
+from launch.schema.recipe import TokenizerSection
+from tests import builders
+from training.data import tokenise_pool, tokenizer
+from training.data.batches import TokenRows
+from training.data.tokenise import Job
+
+pytestmark = pytest.mark.process
+
+TEXTS = [" ".join(f"{number * step}" for step in range(1, 3 + number % 40)) for number in range(1200)]
+UNIT_BYTES = 6_000
+
+
+@pytest.fixture(scope="module")
+def cut():
+    return tokenizer.train(iter(TEXTS[:50]), TokenizerSection(), 400)
+
+
+def job(folder: Path, source: Path, cut, **fields) -> Job:
+    folder.mkdir(parents=True)
+    cut.save_pretrained(folder / "tokenizer")
+    data_format = DataFormat("text", {"text": "text"}, "jsonl", "")
+    given = {"data_format": data_format, "task": "pretrain", "packing": True, "max_bad_rows": 0, **fields}
+    return Job(folder, "train", source, encoder_decoder=False, max_length=64, unit_bytes=UNIT_BYTES, **given)
+
+
+def corpus(folder: Path, bad: tuple[int, ...] = ()) -> Path:
+    """Two shards with TEXTS; the rows `bad` cannot be read."""
+    folder.mkdir()
+    for name, numbers in (("a", range(900)), ("b", range(900, 1200))):
+        rows = ["{" if number in bad else json.dumps({"text": TEXTS[number]}) for number in numbers]
+        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+def made(job: Job, processes: int, limit: int | None = None) -> dict[str, bytes]:
+    """The files of rows that so many processes make."""
+    said: list[str] = []
+    tokenise_pool.part(job, limit, processes, lambda rows: None, said.append)
+    assert bool(said) == (processes > 1), "whether there were children is not what was asked for"
+    return {path.name: path.read_bytes() for path in job.folder.glob("train*.arrow")}
+
+
+def test_the_files_are_the_same_whatever_the_number_of_processes(tmp_path, cut):
+    source = corpus(tmp_path / "corpus")
+    alone = made(job(tmp_path / "1", source, cut), 1)
+    assert len(alone) > 20
+    assert made(job(tmp_path / "3", source, cut), 3) == alone
+    rows = TokenRows(*token_cache.token_files(tmp_path / "3", "train"))
+    text = cut.decode([token for row in rows for token in row.input_ids.tolist()])
+    assert text == "".join(f"{text}<|end|>" for text in TEXTS)
+    assert sum(len(row.input_ids) >= 63 for row in rows) >= len(rows) - len(alone)
+
+
+def test_row_groups_of_parquet_are_shared_out_too(tmp_path, cut):
+    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "a.parquet", row_group_size=50, compression="none")
+    fields = {"data_format": DataFormat("text", {"text": "text"}, "parquet", ""), "packing": False}
+    alone = made(job(tmp_path / "1", tmp_path / "a.parquet", cut, **fields), 1)
+    assert len(alone) > 10
+    assert made(job(tmp_path / "2", tmp_path / "a.parquet", cut, **fields), 2) == alone
+
+
+def test_a_limit_holds_over_all_units(tmp_path, cut):
+    source = corpus(tmp_path / "corpus")
+    one = job(tmp_path / "1", source, cut, packing=False, task="sft")
+    counts, _ = tokenise_pool.part(one, 777, 4, lambda rows: None, print)
+    assert counts.samples == 777
+    assert len(TokenRows(*token_cache.token_files(one.folder, "train"))) == counts.rows
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_of_several_bad_rows_the_first_that_is_too_many_is_named(tmp_path, cut, processes):
+    source = corpus(tmp_path / "corpus", bad=(300, 800, 1000))
+    some = job(tmp_path / "some", source, cut, max_bad_rows=3)
+    counts, bad = tokenise_pool.part(some, None, processes, lambda rows: None, print)
+    assert (counts.bad, counts.samples) == (3, 1197)
+    assert "a.jsonl:301: " in bad.errors[0]
+    none = job(tmp_path / "none", source, cut)
+    with pytest.raises(DataError, match=r"a\.jsonl:301: not valid JSON"):
+        tokenise_pool.part(none, None, processes, lambda rows: None, print)
+    few = job(tmp_path / "few", source, cut, max_bad_rows=2)
+    with pytest.raises(DataError, match=r"b\.jsonl:101: .*; it is bad row 3, data\.max_bad_rows allows 2"):
+        tokenise_pool.part(few, None, processes, lambda rows: None, print)
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from pydantic import TypeAdapter
+from training import side_by_side
+from training.tokenise import Job
+job = TypeAdapter(Job).validate_json(Path(sys.argv[1]).read_bytes())
+side_by_side.part(job, None, 2, lambda rows: time.sleep(0.1), print)
+"""
+
+
+def start(job: Job) -> subprocess.Popen:
+    """A process that tokenises with two children, slowly; back when some units are there."""
+    job.write()
+    (job.folder / "job.json").rename(job.folder.with_suffix(".job"))
+    argv = [sys.executable, "-c", PARENT, str(job.folder.with_suffix(".job"))]
+    parent = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": str(builders.CODE)})
+    until = time.monotonic() + 120
+    while sum(job.done(unit) is not None for unit in range(len(job.units))) < 4:
+        assert parent.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return parent
+
+
+def test_a_killed_start_goes_on_from_the_units_that_were_finished(tmp_path, cut):
+    source = corpus(tmp_path / "corpus")
+    killed = job(tmp_path / "killed", source, cut)
+    parent = start(killed)
+    children = psutil.Process(parent.pid).children()
+    assert len(children) == 2
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    psutil.wait_procs(children, timeout=30)
+    assert not any(child.is_running() for child in children), "children outlived their parent"
+    there = {path: path.stat().st_mtime_ns for path in killed.folder.glob("train-*.arrow")}
+    assert 4 <= len(there) < len(killed.units)
+    again = TypeAdapter(Job).validate_python(vars(killed))
+    found = made(again, 2)
+    assert found == made(job(tmp_path / "whole", source, cut), 1)
+    assert {path: path.stat().st_mtime_ns for path in there} == there, "a finished unit was tokenised again"
+
+
+def test_a_child_that_is_killed_ends_its_parent_as_it_was_ended(tmp_path, cut):
+    parent = start(job(tmp_path / "job", corpus(tmp_path / "corpus"), cut))
+    psutil.Process(parent.pid).children()[0].send_signal(signal.SIGKILL)
+    assert parent.wait(timeout=60) == -signal.SIGKILL
+
+
+def test_a_disk_without_room_for_the_rest_is_said_at_once(tmp_path, cut):
+    one = job(tmp_path / "job", corpus(tmp_path / "corpus"), cut)
+    with (one.folder / "train-00001.arrow").open("wb") as file:
+        file.truncate(8 << 40)  # sparse
+    with pytest.raises(ResourceError, match=r"the tokens of .*corpus take about [\d,.]+ GiB more, .* GiB are free"):
+        tokenise_pool.part(one, None, 1, lambda rows: None, print)

@@ -1,0 +1,129 @@
+"""A token cache is verified when it is opened; one that is damaged is tokenised again, and said to be."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from launch.data import token_cache, token_hashes
+from launch.schema.plan import Plan
+from launch.schema.recipe import Recipe
+from tests import builders
+from training.data import prepare
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> tuple[Path, Recipe, Plan]:
+    """(cache folder, recipe, plan) of rows that have been tokenised."""
+    folder = tmp_path_factory.mktemp("made")
+    data = {"max_length": 64}
+    for key, count in (("train_file", 60), ("validation_file", 10)):
+        data[key] = str(builders.write_parquet(folder / f"{key}.parquet", builders.rows(count)))
+    recipe = builders.wish(data=data)
+    plan = builders.plan(recipe)
+    prepare.ensure(recipe, plan, folder / "cache", print)
+    return folder / "cache", recipe, plan
+
+
+@pytest.fixture
+def copied(made, tmp_path) -> tuple[Path, Recipe, Plan, Path]:
+    """(cache folder, recipe, plan, the folder of the rows) that a test may damage."""
+    cache, recipe, plan = made
+    shutil.copytree(cache, tmp_path / "cache")
+    return (
+        tmp_path / "cache",
+        recipe,
+        plan,
+        token_cache.token_cache(tmp_path / "cache", recipe, plan.shape, plan.data_format),
+    )
+
+
+def flip(path: Path, at: float) -> None:
+    """One bit."""
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * at)] ^= 4
+    path.write_bytes(content)
+
+
+def halve(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+DAMAGES = {
+    "half of train.arrow": (lambda folder: halve(folder / "train.arrow"), r"train\.arrow has \d+ bytes, expected \d+"),
+    "a bit of train.arrow": (lambda folder: flip(folder / "train.arrow", 0.6), r"train\.arrow was changed"),
+    "a bit of validation.arrow": (lambda folder: flip(folder / "validation.arrow", 0.6), r"validation\.arrow was ch"),
+    "a bit of counts.json": (lambda folder: flip(folder / "counts.json", 0.5), r"counts\.json was changed"),
+    "a bit of made_of.json": (lambda folder: flip(folder / "made_of.json", 0.5), r"made_of\.json was changed"),
+    "a bit of a tokenizer": (lambda folder: flip(folder / "tokenizer/tokenizer.json", 0.5), r"tokenizer\.json was ch"),
+    "half of the hashes": (lambda folder: halve(folder / "hashes.json"), r"hashes\.json is missing or cannot be read"),
+    "no hashes": (lambda folder: (folder / "hashes.json").unlink(), r"hashes\.json is missing or cannot be read"),
+    "no counts": (lambda folder: (folder / "counts.json").unlink(), r"counts\.json: No such file"),
+    "no rows": (lambda folder: (folder / "train.arrow").unlink(), r"train\.arrow: No such file"),
+    "rows of another": (
+        lambda folder: shutil.copy(folder / "train.arrow", folder / "train-00001.arrow"),
+        r"train-00001\.arrow was added",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_cache_is_tokenised_again_aloud(copied, made, name):
+    cache, recipe, plan, folder = copied
+    damage, words = DAMAGES[name]
+    damage(folder)
+    said: list[str] = []
+    assert prepare.ensure(recipe, plan, cache, said.append) == folder
+    (line,) = [line for line in said if "damaged" in line]
+    assert re.search(rf"damaged \(.*{words}.*\): tokenising again", line)
+    assert token_hashes.fault(folder) is None
+    whole = token_cache.token_cache(made[0], recipe, plan.shape, plan.data_format)
+    for part in ("train.arrow", "validation.arrow", "counts.json"):
+        assert (folder / part).read_bytes() == (whole / part).read_bytes()
+    assert not (folder / "train-00001.arrow").exists()
+
+
+def test_a_whole_cache_is_opened_as_it_is_and_in_silence(copied):
+    cache, recipe, plan, folder = copied
+    before = {path: path.stat().st_ino for path in folder.rglob("*")}
+    said: list[str] = []
+    assert prepare.ensure(recipe, plan, cache, said.append) == folder
+    assert said == []
+    assert {path: path.stat().st_ino for path in folder.rglob("*")} == before
+
+
+def test_any_bit_of_any_file_is_noticed(copied):
+    *_, folder = copied
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        for at in range(0, len(content), max(len(content) // 10, 1)):
+            if content[at : at + 1].isspace():
+                continue  # of hashes.json it means nothing
+            path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+            assert token_hashes.fault(folder), f"bit 0 of byte {at} of {path.name}"
+        path.write_bytes(content)
+    assert token_hashes.fault(folder) is None
+
+
+def test_damaged_counts_are_not_planned_with(copied):
+    *_, folder = copied
+    counts = token_hashes.counts(folder)
+    assert counts is not None
+    assert counts["train"]["rows"] == 60
+    flip(folder / "counts.json", 0.5)
+    assert token_hashes.counts(folder) is None
+
+
+def test_a_stop_ends_the_reading(copied):
+    *_, folder = copied
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        token_hashes.fault(folder, stop)

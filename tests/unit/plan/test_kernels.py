@@ -1,0 +1,236 @@
+"""Which kernels a plan chooses for a recipe, a card and its packages, and what it says of each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.base.errors import ConfigError, ResourceError
+from launch.probe import packages
+from launch.report import text
+from launch.schema.plan import Plan
+from tests.builders import gpu, machine, plan, wish
+
+pytestmark = pytest.mark.unit
+
+HALF = {"bf16": True}
+THERE, GONE = {"no_flash_attn": None}, {"no_flash_attn": "the package flash_attn is not installed"}
+
+
+def row(chosen: Plan, name: str) -> tuple[str, str]:
+    return next((one.runs, one.why) for one in chosen.switches if one.name == name)
+
+
+def attention(card: dict[str, Any] | None = None, given: dict[str, Any] = THERE, **sections: Any) -> tuple[str, str]:
+    """What a plan for one card says of its attention, which is what runs."""
+    recipe = wish(**{"training": HALF, **sections})
+    chosen = plan(recipe, machine(cards=(gpu(**card),) if card is not None else ()), **given)
+    runs, why = row(chosen, "attention")
+    assert chosen.strategy.attn_implementation == runs
+    return runs, why
+
+
+def test_flash_attn_is_taken_where_it_is_installed_and_can_run():
+    runs, why = attention({})
+    assert runs == "flash_attention_2"
+    assert why == "flash_attn is there; rows follow one another: no mask, no padding between them"
+
+
+@pytest.mark.parametrize(
+    ("card", "given", "sections", "words"),
+    [
+        ({}, GONE, {}, "the package flash_attn is not installed"),
+        ({}, {}, {}, "whether flash_attn is installed there is not known"),
+        (None, THERE, {}, "flash_attn has kernels for GPUs only"),
+        ({"architecture": "7.5"}, THERE, {"training": {"fp16": True}}, "no kernels for RTX 3080 (7.5)"),
+        ({"vendor": "amd", "architecture": "gfx1201"}, THERE, {}, "no kernels for RTX 3080 (gfx1201)"),
+        ({}, THERE, {"training": {}}, "computes in 16 bits only (training.bf16)"),
+        ({}, THERE, {"model": {"shape": "t5-tiny"}}, "transformers has no flash_attn for t5"),
+        ({}, THERE, {"training": {**HALF, "torch_compile": True}}, "torch.compile would compile anew"),
+    ],
+)
+def test_elsewhere_attention_is_pytorchs_and_the_plan_says_why(card, given, sections, words):
+    runs, why = attention(card, given, **sections)
+    assert runs == "sdpa"
+    assert why.startswith("PyTorch's own kernels; ")
+    assert words in why
+
+
+@pytest.mark.parametrize("card", [{}, {"vendor": "amd", "architecture": "gfx942:sramecc+:xnack-"}])
+@pytest.mark.parametrize(
+    "sections", [{}, {"training": {}, "model": {"dtype": "bfloat16"}}, {"training": {"fp16": True}}]
+)
+def test_16_bits_by_any_way_will_do(card, sections):
+    assert attention(card, **sections)[0] == "flash_attention_2"
+
+
+def test_named_it_is_obeyed_on_a_described_machine_and_refused_where_it_cannot_run():
+    named = {"model": {"attn_implementation": "flash_attention_2"}}
+    assert attention({}, {}, **named) == ("flash_attention_2", attention({}, THERE, **named)[1])
+    with pytest.raises(ResourceError, match=r"flash_attention_2, but the package flash_attn is not installed; leave"):
+        attention({}, GONE, **named)
+    with pytest.raises(ConfigError, match=r"flash_attention_2, but flash_attn computes in 16 bits only"):
+        attention({}, THERE, **named, training={})
+    with pytest.raises(ConfigError, match=r"flash_attention_2, but flash_attn has kernels for GPUs only"):
+        attention(None, THERE, **named)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+def test_another_that_is_named_is_obeyed(name):
+    runs, why = attention({}, model={"attn_implementation": name})
+    assert (runs, why.partition(";")[0]) == (name, "asked for")
+
+
+def test_rows_that_follow_one_another_are_hardly_padded():
+    from launch.predict.time import padding
+
+    counts = {"lengths": [[10, 10], [400, 400]] * 8, "rows": 16, "tokens": 16 * 205, "longest_input": 400}
+    recipe = wish(training=HALF)
+    share = {
+        attention: padding.of(counts, chosen.strategy, 8, recipe.data, (400, 400)).share
+        for attention, given in (("sdpa", GONE), ("flash_attention_2", THERE))
+        if (chosen := plan(recipe, machine(1), **given)).strategy.attn_implementation == attention
+    }
+    assert share["flash_attention_2"] < 0.01 < 0.4 < share["sdpa"]
+
+
+# ---- TF32
+
+
+def test_tf32_is_off_unless_asked_for_and_a_float32_plan_says_what_it_would_give():
+    a100 = replace(gpu(architecture="8.0", total_bytes=40 << 30, free_bytes=39 << 30), name="NVIDIA A100-SXM4-40GB")
+    runs, why = row(plan(wish(), machine(cards=(a100,))), "tf32")
+    assert runs == "off"
+    assert why == "not asked for; --training.tf32=true: products with 10 bits of mantissa, up to 8 x as fast"
+    assert "no faster than float32" in row(plan(wish(), machine(1)), "tf32")[1]
+    assert "tf32" not in [one.name for one in plan(wish(training=HALF), machine(1)).switches]
+    assert row(plan(wish(), machine(cards=(gpu(architecture="7.5"),))), "tf32") == ("off", "7.5 has none")
+    assert row(plan(wish(training={"tf32": False}), machine(1)), "tf32") == ("off", "asked for")
+    on = plan(wish(training={"tf32": True}), machine(1))
+    assert on.strategy.tf32
+    assert row(on, "tf32") == ("on", "asked for: float32 products have 10 bits of mantissa")
+    both = plan(wish(training={"tf32": True, **HALF}), machine(1))
+    assert row(both, "tf32")[1].endswith("under bf16 few are left")
+
+
+def test_tf32_on_a_cpu_is_refused():
+    with pytest.raises(ConfigError, match="a CPU has no TF32; drop it"):
+        plan(wish(training={"tf32": True}))
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_flag_is_as_the_plan_says_whatever_a_containers_variable_says(asked):
+    """As in NVIDIA's images; with TrainingArguments' own switch alone the variable wins."""
+    child = (
+        "import json, sys, torch; from training.loop import arguments; from tests.builders import machine, plan, wish\n"
+        f"recipe = wish(training={{'tf32': {asked}}}); chosen = plan(recipe, machine(1))\n"
+        "before = torch.backends.cuda.matmul.allow_tf32; arguments.of(recipe, chosen, 9, False, {})\n"
+        "print(json.dumps([before, torch.backends.cuda.matmul.allow_tf32]))"
+    )
+    code = str(Path(__file__).resolve().parents[3])
+    variables = {**os.environ, "PYTHONPATH": code, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+    done = subprocess.run([sys.executable, "-c", child], env=variables, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [True, asked]
+
+
+# ---- Liger
+
+
+def liger(recipe_sections: dict[str, Any], cards: int = 1, no_liger: str | None = None) -> Plan:
+    training = {"use_liger_kernel": True, **recipe_sections.pop("training", {})}
+    return plan(wish(training=training, **recipe_sections), machine(cards), no_liger=no_liger)
+
+
+def test_liger_is_on_where_it_can_run_and_the_plan_says_what_is_not_predicted():
+    chosen = liger({})
+    assert chosen.strategy.use_liger_kernel
+    runs, why = row(chosen, "liger")
+    assert runs == "on"
+    assert "predicted without its kernels" in why
+    assert row(plan(wish(), machine(1)), "liger") == ("off", "not asked for")
+
+
+@pytest.mark.parametrize(
+    ("sections", "cards", "no_liger", "error", "words"),
+    [
+        ({}, 0, None, ConfigError, "its kernels are for GPUs; leave it out"),
+        ({"model": {"shape": "gpt2-tiny"}}, 1, None, ConfigError, "the model is a gpt2; there are llama, mistral"),
+        ({}, 1, "liger_kernel is gone", ResourceError, "true, but liger_kernel is gone; or leave it out"),
+        (
+            {"training": {"liger_kernel_config": {"fused_linear_cross_entropy": True}}},
+            1,
+            None,
+            ConfigError,
+            "fused_linear_cross_entropy: true, but the loss is not the model's here",
+        ),
+    ],
+)
+def test_liger_that_cannot_run_is_refused_with_the_reason(sections, cards, no_liger, error, words):
+    with pytest.raises(error, match=words):
+        liger(dict(sections), cards, no_liger)
+
+
+# ---- the rows
+
+
+def test_every_row_is_on_the_screen_of_the_plan():
+    recipe = wish(training={**HALF, "gradient_checkpointing": True, "num_output_chunks": 4, "optim": "adamw_bnb_8bit"})
+    chosen = plan(recipe, machine(1))
+    said = "\n".join(text.plan_lines(recipe, machine(1), chosen))
+    for words in (
+        "  kernels    precision  bf16 autocast: training.bf16",
+        "             attention  sdpa: PyTorch's own kernels; whether flash_attn is installed there is not known",
+        "             liger      off: not asked for",
+        "             loss       logits in 4 parts: asked for",
+        "             optimizer  adamw_bnb_8bit: bitsandbytes: states of 8 bits where a tensor has 4,096 elements",
+        "             recompute  on: asked for",
+        "             compile    off: not asked for",
+    ):
+        assert words in said
+    assert row(plan(wish(training={"torch_compile": True}), no_compiler="no g++"), "compile") == ("off", "no g++")
+    old = plan(wish(training=HALF), machine(cards=(gpu(architecture="7.5"),)))
+    assert row(old, "precision") == ("fp16 autocast", "training.bf16, which the card lacks")
+
+
+def test_the_rows_are_kept_with_the_plan(tmp_path):
+    from launch.run_folder.layout import RunDir
+
+    chosen = plan(wish(), machine(1))
+    run = RunDir(tmp_path)
+    run.write_plan(wish(), chosen)
+    assert run.read_plan().switches == chosen.switches
+
+
+@pytest.mark.parametrize("optim", ["lion_32bit", "paged_adamw_8bit", "rmsprop_bnb"])
+def test_bitsandbytes_is_not_left_out_where_its_optimizer_runs(optim):
+    assert "bitsandbytes" not in packages.unused(wish(training={"optim": optim}), None)
+    assert "bitsandbytes" in packages.unused(wish(), None)
+
+
+@pytest.mark.parametrize(
+    ("package", "sections", "words"),
+    [
+        ("bitsandbytes", {"training": {"optim": "adamw_8bit"}}, "training.optim: adamw_8bit needs the package bitsand"),
+        (
+            "bitsandbytes",
+            {"lora": {}, "quantization": {"load_in_4bit": True}},
+            "quantization needs the package bitsand",
+        ),
+        ("peft", {"lora": {}}, "lora needs the package peft, which is not installed; pip install peft"),
+    ],
+)
+def test_a_package_that_the_recipe_needs_and_that_is_not_there_is_named(package, sections, words, monkeypatch):
+    recipe = wish(**sections)
+    packages.refuse_missing(recipe)
+    monkeypatch.setitem(sys.modules, package, None)  # how Python says that it is not installed
+    with pytest.raises(ResourceError, match=words):
+        packages.refuse_missing(recipe)
+    packages.refuse_missing(wish())

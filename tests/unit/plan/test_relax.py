@@ -1,0 +1,70 @@
+"""What allow: gives up, in which order, and that nothing is given up without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch.base.errors import DoesNotFit
+from launch.base.workspace import CODE
+from launch.plan import relax, resolve
+from tests.builders import wish
+
+LORA = {"r": 16, "lora_alpha": 32}
+
+
+def given_up(**sections):
+    recipe = wish(model={"shape": "llama-7b"}, **sections)
+    return [{change.key: change.effective for change in changes} for _, changes in relax.rungs(recipe, "llama")]
+
+
+def test_nothing_is_given_up_without_being_allowed():
+    assert given_up(lora=LORA) == []
+
+
+def test_each_rung_keeps_what_the_one_before_gave_up():
+    rungs = given_up(lora=LORA, data={"max_length": 256}, allow=["quantization", "lora.r", "data.max_length"])
+    assert rungs[0] == {"quantization.load_in_4bit": "true"}
+    assert rungs[1] == {**rungs[0], "lora.r": "8", "lora.lora_alpha": "16"}
+    assert rungs[2] == {**rungs[0], "lora.r": "4", "lora.lora_alpha": "8"}
+    assert [rung["data.max_length"] for rung in rungs[3:]] == ["192", "128", "96", "64"]
+
+
+def test_four_bits_need_an_adapter():
+    assert given_up(allow=["quantization"]) == []
+
+
+def test_a_change_names_what_was_asked_for_at_first():
+    recipe = wish(data={"max_length": 256}, allow=["data.max_length"])
+    *_, (last, changes) = relax.rungs(recipe, "t5")
+    assert last.data.max_length == 64
+    assert [(change.requested, change.effective) for change in changes] == [("256", "64")]
+
+
+@pytest.fixture
+def small_card(tmp_path: Path) -> Path:
+    text = (CODE / "configs" / "machines" / "a5000-16g.yaml").read_text(encoding="utf-8")
+    file = tmp_path / "card.yaml"
+    file.write_text(text.replace("free_gib: 15.5", "free_gib: 9.5"), encoding="utf-8")
+    return file
+
+
+ASKED = [
+    "--model.shape=llama-7b",
+    "--model.dtype=bfloat16",
+    "--training.bf16=true",
+    "--lora.r=16",
+    "--launch.mode=single_gpu",
+]
+
+
+def test_a_plan_gives_up_no_more_than_it_needs(small_card: Path):
+    with pytest.raises(DoesNotFit, match=r"quantization\.load_in_4bit=true"):
+        resolve.resolve("sft_fast", ASKED, small_card, trace=False)
+    allowed = "--allow=[quantization, data.max_length]"
+    resolved = resolve.resolve("sft_fast", [*ASKED, allowed], small_card, trace=False)
+    assert resolved.recipe.quantization is not None
+    assert [change.key for change in resolved.plan.changes if change.key in relax.KEYS] == ["quantization.load_in_4bit"]
+    with pytest.raises(DoesNotFit, match=r"Nor does it fit with all that allow: \[lora\.r\] gives up"):
+        resolve.resolve("sft_fast", [*ASKED, "--allow=[lora.r]"], small_card, trace=False)

@@ -1,0 +1,213 @@
+"""Host RAM of a job: who holds what in which phase, and what measured runs say about it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.base.errors import ResourceError
+from launch.predict.memory import malloc
+from launch.predict.memory.host_memory import Job, estimate, rounded_pinned
+from launch.probe import import_memory
+from launch.probe.import_memory import ASSUMED, Imports
+from launch.schema.machine import MIB
+from launch.schema.plan import MemoryEstimate, ModelShape, Strategy
+from launch.schema.recipe import Recipe
+
+IMPORTS = Imports(40 * MIB, 150 * MIB, 200 * MIB, 300 * MIB, 140 * MIB, "test")
+
+
+def strategy(mode: str = "cpu", ranks: int = 1, workers: int = 0) -> Strategy:
+    on_gpu = mode in ("single_gpu", "dual_gpu_nccl", "fsdp2")
+    several = ranks > 1 or mode.startswith("deepspeed")
+    backend = ("nccl" if on_gpu else "gloo") if several else None
+    values: dict[str, Any] = {"mode": mode, "device": "cuda" if on_gpu else "cpu", "num_processes": ranks}
+    return Strategy(
+        **values,
+        backend=backend,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=1,
+        per_device_eval_batch_size=8,
+        mixed_precision="no",
+        gradient_checkpointing=False,
+        dataloader_num_workers=workers,
+    )
+
+
+def job(chosen: Strategy, path: str | None = None, lora_parameters: int = 0, **known: Any) -> Job:
+    """A model of a hundred million float32 parameters, tied, whose embedding is a tenth of it."""
+    model = {"path": path} if path else {"shape": "gpt2-small"}
+    recipe = Recipe.model_validate(
+        {"name": "t", "task": "sft", "model": model, "data": {"train_file": "a.jsonl"}, "output_dir": "out"}
+    )
+    trainable = lora_parameters or 100_000_000
+    shape = ModelShape("m", {"model_type": "gpt2"}, 100_000_000, trainable, lora_parameters)
+    states = MemoryEstimate(400_000_000, 4 * trainable, 8 * trainable)
+    values = {"step_bytes": 2_000_000_000, "evaluation_bytes": 1_300_000_000, "embedding_bytes": 40_000_000, **known}
+    return Job(recipe, chosen, shape, values.pop("states", states), **values)
+
+
+def test_libraries_are_in_ram_once_however_many_ranks_map_them() -> None:
+    one, three = (estimate(job(strategy("multi_cpu", ranks)), IMPORTS).by_phase["train"] for ranks in (1, 3))
+    assert one["libraries"] == three["libraries"]
+    assert three["model"] == 3 * one["model"] == 3 * 2_000_000_000
+
+
+def test_a_step_is_the_peak_of_a_cpu_run_and_an_evaluation_where_it_holds_more() -> None:
+    assert estimate(job(strategy()), IMPORTS).phase == "train"
+    large = job(strategy(), evaluation_bytes=3_000_000_000)
+    assert estimate(large, IMPORTS).phase == "train"  # there are no held-out rows
+    data = large.recipe.data.model_copy(update={"validation_file": "v.jsonl"})
+    evaluates = replace(large, recipe=large.recipe.model_copy(update={"data": data}))
+    assert estimate(evaluates, IMPORTS).phase == "evaluation"
+
+
+def test_frozen_weights_of_a_folder_are_mapped_once_for_all_ranks() -> None:
+    ranks = job(strategy("multi_cpu", 2), path="/model", lora_parameters=1_000_000, step_bytes=500_000_000)
+    parts = estimate(ranks, IMPORTS).by_phase["train"]
+    assert parts["weights' files"] == 400_000_000
+    assert parts["model"] == 2 * 100_000_000
+
+
+def test_ddp_on_cpus_loads_with_one_more_copy_of_the_weights() -> None:
+    parts = estimate(job(strategy("multi_cpu", 2)), IMPORTS).by_phase["load"]
+    assert parts["weights"] == parts["while building"] == 2 * 400_000_000
+
+
+def test_an_output_embedding_is_there_before_it_is_tied() -> None:
+    assert estimate(job(strategy()), IMPORTS).by_phase["load"]["while building"] == 40_000_000
+    assert "while building" not in estimate(job(strategy(), path="/model"), IMPORTS).by_phase["load"]
+
+
+def test_a_run_on_a_gpu_has_its_model_on_the_host_while_it_loads_and_saves() -> None:
+    phases = estimate(job(strategy("single_gpu")), IMPORTS).by_phase
+    assert phases["load"]["weights"] == phases["save"]["weights to write"] == 400_000_000
+    assert "model" not in phases["train"]
+
+
+def test_gathered_weights_and_the_model_to_export_stand_on_the_host_together() -> None:
+    parts = estimate(job(strategy("fsdp2", 2)), IMPORTS).by_phase["save"]
+    assert (parts["gathered weights"], parts["model to export"]) == (400_000_000, 440_000_000)
+
+
+def test_offloaded_states_are_rounded_up_where_they_are_pinned() -> None:
+    states = MemoryEstimate(400_000_000, 0, 0, offloaded_bytes=1_600_000_000)
+    on_gpu = replace(strategy("deepspeed_zero2_offload"), device="cuda", backend="nccl")
+    rounding = 2 * ((1 << 29) - 400_000_000)  # of the float32 weights and of their gradients
+    assert estimate(job(on_gpu, states=states), IMPORTS).by_phase["train"]["rounding of pinned memory"] == rounding
+    on_cpu = estimate(job(strategy("deepspeed_zero2_offload"), states=states), IMPORTS).by_phase["train"]
+    assert on_cpu["offloaded states"] == 1_600_000_000
+    assert "rounding of pinned memory" not in on_cpu
+
+
+@pytest.mark.parametrize(("size", "taken"), [(0, 0), (1, 1), (4096, 4096), (4097, 8192), (33 << 30, 64 << 30)])
+def test_pinned_blocks_are_powers_of_two(size: int, taken: int) -> None:
+    assert rounded_pinned(size) == taken
+
+
+def test_memory_that_is_reserved_and_never_written_does_not_count() -> None:
+    all_written, not_all = (
+        estimate(job(strategy("deepspeed_zero2", 2), untouched_bytes=size), IMPORTS) for size in (0, 100 * MIB)
+    )
+    assert all_written.peak_bytes - not_all.peak_bytes == 2 * 100 * MIB
+
+
+def test_what_malloc_keeps_is_a_line_of_its_own_in_every_rank() -> None:
+    one = estimate(job(strategy(), holes_bytes=100 * MIB), IMPORTS).by_phase["train"]
+    assert one["freed and kept by malloc"] == 100 * MIB
+    two = estimate(job(strategy("multi_cpu", 2), holes_bytes=100 * MIB), IMPORTS).by_phase["train"]
+    assert two["freed and kept by malloc"] == 2 * one["freed and kept by malloc"]
+    assert "freed and kept by malloc" not in estimate(job(strategy()), IMPORTS).by_phase["train"]
+
+
+SMALL = 64 << 10
+TAKEN = SMALL + malloc.ALIGNED_BYTES
+
+
+held_bytes = partial(malloc.held_bytes, objects_bytes=0)
+
+
+def test_the_end_of_the_heap_is_reached_again() -> None:
+    assert held_bytes([(0, SMALL), (0, -1), (1, SMALL), (1, -1)]) == TAKEN
+    larger = 4 * SMALL
+    assert held_bytes([(0, SMALL), (0, -1), (1, larger), (1, -1)]) == larger + malloc.ALIGNED_BYTES
+
+
+def test_a_hole_between_others_serves_what_leaves_room_for_alignment() -> None:
+    before = [(0, SMALL), (1, SMALL), (0, -1)]
+    ends = [(1, -1), (2, -1)]
+    room = malloc.SLACK_BYTES - malloc.ALIGNED_BYTES
+    assert held_bytes([*before, (2, SMALL - room), *ends]) == 2 * TAKEN
+    assert held_bytes([*before, (2, SMALL), *ends]) == 3 * TAKEN
+
+
+def test_neighbours_that_are_freed_become_one_hole() -> None:
+    blocks = [(0, SMALL), (1, SMALL), (2, SMALL)]
+    both = [(0, -1), (1, -1), (3, 2 * SMALL), (2, -1), (3, -1)]
+    apart = [(0, -1), (2, -1), (3, 2 * SMALL), (1, -1), (3, -1)]
+    assert held_bytes([*blocks, *both]) == 3 * TAKEN
+    # the first and the last are no neighbours; the last reaches the heap's end, which grows by what is missing
+    assert held_bytes([*blocks, *apart]) == 2 * TAKEN + 2 * SMALL + malloc.ALIGNED_BYTES
+
+
+def test_a_block_of_32_mib_and_more_is_mapped_and_given_back() -> None:
+    two, three, huge = 2 * MIB, 3 * MIB, 40 * MIB
+    kept = held_bytes([(0, two), (1, SMALL), (0, -1), (2, three), (1, -1), (2, -1)])
+    assert kept == two + three + SMALL + 3 * malloc.ALIGNED_BYTES
+    assert held_bytes([(0, huge), (0, -1), (1, huge + 16), (1, -1)]) == huge + 16 + malloc.ALIGNED_BYTES
+
+
+def test_a_large_block_that_the_heap_has_room_for_takes_no_more() -> None:
+    small, huge = 30 * MIB, 40 * MIB
+    grown = [(0, small), (1, small), (2, small), (0, -1), (1, -1), (2, -1)]
+    assert held_bytes([*grown, (3, huge), (3, -1)]) == 3 * (small + malloc.ALIGNED_BYTES)
+    kept = [(0, small), (1, small), (2, small), (3, MIB), (0, -1), (1, -1), (2, -1)]  # a hole of three
+    ends = [(4, huge), (4, -1), (3, -1)]
+    assert held_bytes([*kept, *ends]) == 3 * small + MIB + 4 * malloc.ALIGNED_BYTES
+
+
+def test_objects_between_tensors_keep_their_holes_apart() -> None:
+    tensors = [(0, SMALL), (1, SMALL), (0, -1), (1, -1), (2, 2 * SMALL + malloc.ALIGNED_BYTES), (2, -1)]
+    assert held_bytes(tensors) == 2 * TAKEN
+    assert malloc.held_bytes(tensors, objects_bytes=2 * malloc.OBJECT_BYTES) > 3 * SMALL
+
+
+def test_of_a_mapped_block_only_what_is_written_is_in_ram() -> None:
+    assert held_bytes([(0, 40 * MIB), (0, -1)], written={40 * MIB: 3 * MIB}) == 3 * MIB
+
+
+def test_what_is_never_freed_is_there_once() -> None:
+    assert held_bytes([(0, 5 * MIB), (1, MIB), (1, -1)]) == 6 * MIB + 2 * malloc.ALIGNED_BYTES
+
+
+def test_only_rows_that_a_run_reads_come_into_ram() -> None:
+    rows = 10_000_000
+    few = job(strategy(), rows=rows, cache_bytes=4 << 30)
+    few = replace(
+        few, recipe=few.recipe.model_copy(update={"training": few.recipe.training.model_copy(update={"max_steps": 5})})
+    )
+    parts = estimate(few, IMPORTS).by_phase["train"]
+    assert parts["rows read"] == 5 * 4 * (64 << 10)
+    assert parts["order of samples"] == 8 * rows
+
+
+def test_imports_are_assumed_until_they_were_measured_on_this_device(tmp_path: Path) -> None:
+    assert import_memory.known(tmp_path, "cpu") == ASSUMED
+    assert import_memory.known(tmp_path, "cuda").rank_bytes > ASSUMED.rank_bytes
+    file = import_memory.kept_file(tmp_path, "cpu")
+    file.parent.mkdir()
+    file.write_text(json.dumps(vars(IMPORTS)))
+    assert import_memory.known(tmp_path, "cpu") == IMPORTS
+    assert import_memory.known(tmp_path, "cuda").rank_bytes > ASSUMED.rank_bytes
+
+
+def test_imports_that_fail_are_a_problem_with_the_childs_last_line(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(import_memory, "ROLES", ("no such role",))  # the real child ends with its own refusal
+    with pytest.raises(ResourceError, match=r"imports fails: .*invalid choice: 'no such role'"):
+        import_memory.measure(tmp_path, "cpu")
+    assert import_memory.known(tmp_path, "cpu") == ASSUMED

@@ -1,0 +1,168 @@
+"""What is known of each GPU architecture, and what the plan, the command and a start of others make of it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launch.base.errors import ConfigError
+from launch.base.workspace import House
+from launch.probe import architectures
+from launch.render import command as render_command
+from launch.report import text
+from launch.run_folder.layout import RunDir
+from launch.schema.machine import Gpu
+from launch.schema.plan import Command
+from tests.builders import gpu, machine, plan, wish
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+
+
+def radeon(gfx: str, index: int = 0) -> Gpu:
+    return replace(gpu(index, vendor="amd", architecture=gfx), name="Radeon")
+
+
+@pytest.mark.parametrize(
+    ("capability", "bf16", "fp16", "tf32"),
+    [
+        ("6.1", False, False, False),  # GTX 1080
+        ("7.0", False, True, False),  # V100
+        ("7.5", False, True, False),  # RTX 2080
+        ("8.0", True, True, True),
+        ("8.6", True, True, True),
+        ("9.0", True, True, True),
+        ("10.0", True, True, True),  # not below 8.0, as text would have it
+        ("12.0", True, True, True),
+    ],
+)
+def test_nvidia_gets_fp16_with_volta_and_bf16_and_tf32_with_ampere(capability, bf16, fp16, tf32):
+    facts = architectures.of(gpu(architecture=capability))
+    assert (facts.bf16, facts.fp16, facts.tf32, facts.attention) == (bf16, fp16, tf32, "fused")
+
+
+@pytest.mark.parametrize(
+    ("gfx", "bf16", "attention"),
+    [
+        ("gfx900", False, "math"),
+        ("gfx906:sramecc+:xnack-", False, "math"),
+        ("gfx908", True, "math"),
+        ("gfx90a:sramecc+:xnack-", True, "fused"),
+        ("gfx942", True, "fused"),
+        ("gfx1010", False, "math"),
+        ("gfx1030", False, "math"),
+        ("gfx1032", False, "math"),
+        ("gfx1100", True, "fused"),
+        ("gfx1101", True, "experimental"),
+        ("gfx1199", True, "math"),  # not made yet: AOTriton knows names, not families
+        ("gfx1200", True, "experimental"),
+        ("gfx1201", True, "fused"),
+        ("", True, "unknown"),
+        ("Navi 48", True, "unknown"),
+    ],
+)
+def test_amd_has_bf16_from_mi100_and_rdna_3_and_fused_attention_by_name(gfx, bf16, attention):
+    facts = architectures.of(radeon(gfx))
+    assert (facts.bf16, facts.attention) == (bf16, attention)
+
+
+def test_the_architecture_of_every_described_machine_is_known():
+    found = [
+        Gpu(
+            index=card["index"],
+            name=card["name"],
+            vendor=card["vendor"],
+            total_bytes=0,
+            free_bytes=0,
+            architecture=card["architecture"],
+            driver="",
+            reason="",
+        )
+        for path in (CONFIGS / "machines").glob("*.yaml")
+        for card in yaml.safe_load(path.read_text())["gpus"]
+    ]
+    assert found
+    assert [card.name for card in found if architectures.of(card) == architectures.UNKNOWN] == []
+
+
+@pytest.mark.parametrize(
+    ("card", "said"),
+    [
+        (gpu(architecture="7.5"), "no bf16 in the hardware of RTX 3080 (7.5)"),
+        (gpu(architecture="6.1"), "no bf16 in the hardware of RTX 3080 (6.1); its fp16 saves memory but no time"),
+        (radeon("gfx1030"), "no bf16 in the hardware of Radeon (gfx1030)"),
+    ],
+)
+def test_bf16_that_the_hardware_lacks_becomes_fp16_and_the_reason_is_printed(card, said):
+    recipe = wish(training={"bf16": True})
+    chosen = plan(recipe, machine(cards=(card,)))
+    assert chosen.strategy.mixed_precision == "fp16"
+    assert f"  changed    {said}" in text.plan_lines(recipe, machine(), chosen)
+
+
+def test_bf16_stays_on_an_r9700_and_nothing_is_said_to_change():
+    chosen = plan(wish(training={"bf16": True}), machine(cards=(radeon("gfx1201"),)))
+    assert (chosen.strategy.mixed_precision, chosen.changes) == ("bf16", ())
+
+
+def test_a_card_that_is_not_used_does_not_decide_the_precision():
+    cards = (gpu(0), gpu(1, architecture="7.5"))
+    recipe = wish(training={"bf16": True}, launch={"num_processes": 1})
+    assert plan(recipe, machine(cards=cards)).strategy.mixed_precision == "bf16"
+    assert plan(wish(training={"bf16": True}), machine(cards=cards)).strategy.mixed_precision == "fp16"
+
+
+@pytest.mark.parametrize("card", [gpu(architecture="7.5"), radeon("gfx1201")])
+def test_tf32_on_a_card_without_it_is_refused(card):
+    with pytest.raises(ConfigError, match=r"training.tf32: true, but .* has no TF32"):
+        plan(wish(training={"tf32": True}), machine(cards=(card,)))
+
+
+def test_tf32_on_ampere_is_taken():
+    assert plan(wish(training={"tf32": True}), machine(1)).strategy.device == "cuda"
+
+
+def command(card: Gpu, environ: dict[str, str]) -> Command:
+    on = machine(cards=(card,))
+    run = RunDir(Path("/house/runs/wish/1"))
+    return render_command.command(plan(on=on), on, run, run.attempt(1), House(Path("/house")), environ)
+
+
+def notes(*gfx: str) -> list[str]:
+    cards = tuple(radeon(name, index) for index, name in enumerate(gfx))
+    return [line for line in plan(on=machine(cards=cards)).why if line.startswith("attention")]
+
+
+def test_experimental_attention_is_allowed_by_the_command_and_the_plan_says_so():
+    assert command(radeon("gfx1200"), {}).env[architectures.ALLOW_EXPERIMENTAL] == "1"
+    (line,) = notes("gfx1200")
+    assert f"{architectures.ALLOW_EXPERIMENTAL}=1 allows" in line
+
+
+def test_the_variable_of_the_user_is_obeyed():
+    given = {architectures.ALLOW_EXPERIMENTAL: "0"}
+    assert command(radeon("gfx1200"), given).env[architectures.ALLOW_EXPERIMENTAL] == "0"
+
+
+@pytest.mark.parametrize("card", [radeon("gfx1201"), radeon("gfx1100"), radeon("gfx1030"), radeon(""), gpu()])
+def test_a_card_whose_kernels_are_not_experimental_gets_no_variable(card):
+    assert architectures.ALLOW_EXPERIMENTAL not in command(card, {}).env
+
+
+def test_attention_without_a_fused_kernel_is_said_once_per_kind_of_card():
+    (line,) = notes("gfx1030", "gfx1030")
+    assert "no fused kernel for gfx1030" in line
+    assert notes("gfx1201") == notes("") == []
+    assert len(notes("gfx1030", "gfx1200")) == 2
+
+
+def test_nothing_of_it_is_done_or_said_on_the_cpu():
+    on = machine(cards=(radeon("gfx1200"),))
+    chosen = plan(wish(launch={"mode": "cpu"}), on)
+    run = RunDir(Path("/house/runs/wish/1"))
+    made = render_command.command(chosen, on, run, run.attempt(1), House(Path("/house")), os.environ)
+    assert not any("attention" in line for line in chosen.why)
+    assert architectures.ALLOW_EXPERIMENTAL not in made.env

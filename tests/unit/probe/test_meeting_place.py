@@ -1,0 +1,48 @@
+"""Which interface leads to the meeting place, before anything starts. The rest runs on two hosts in tests/modes."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from launch.base.errors import ConfigError, NetworkError
+from launch.probe import network
+from tests.builders import plan, wish
+
+
+def located(ip: str, machine_rank: int = 0, **launch: object):
+    return network.located(
+        plan(wish(launch={"nodes": 2, "main_process_ip": ip, "machine_rank": machine_rank, **launch}))
+    )
+
+
+def test_a_single_machine_is_left_alone():
+    alone = plan()
+    assert network.located(alone) is alone
+
+
+@pytest.mark.parametrize("machine_rank", [0, 1])
+def test_the_interface_is_the_one_that_leads_there(machine_rank):
+    assert located("127.0.0.1", machine_rank).rendezvous.network_interface == "lo"
+
+
+def test_a_name_that_means_this_machine_everywhere_is_refused():
+    with pytest.raises(ConfigError, match=r"localhost is 127\.0\.0\.1 here"):
+        located("localhost")
+
+
+@pytest.mark.shows("F31", "a host name that does not resolve", code=11)
+def test_a_name_that_nobody_knows_is_a_network_error():
+    with pytest.raises(NetworkError, match=r"no such name: .*give the address as a number"):
+        located("no such name")
+
+
+@pytest.mark.shows("F26", "a socket that holds the port", code=11)
+def test_a_busy_port_is_a_network_error():
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        with pytest.raises(NetworkError, match="main_process_port"):
+            located("127.0.0.1", main_process_port=port)

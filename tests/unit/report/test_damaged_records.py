@@ -1,0 +1,87 @@
+"""A damaged record of an earlier attempt is left out of the report with a line that names its file; nothing fails."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from launch.base import files
+from launch.base.errors import CheckpointError
+from launch.commands.run import _attempt_row
+from launch.run_folder import steps
+from launch.run_folder.layout import AttemptDir, RunDir
+from launch.schema.result import HeldOut
+from tests.builders import plan
+from tests.unit.report.test_compare import START, step, write
+
+FAILURE = {"kind": "killed", "cause": "somebody killed it", "proof": "SIGKILL"}
+
+
+@pytest.fixture
+def attempt(tmp_path) -> AttemptDir:
+    found = RunDir(tmp_path / "run").new_attempt()
+    write(found.events_file, [step(n, START + n) for n in (1, 2)])
+    write(found.held_out_file, [HeldOut(n, 8 * n, 0.5, 3.0, START + n) for n in (1, 2)])
+    files.write_json(found.plan_file, asdict(plan()))
+    files.write_json(found.supervisor_file, {"exit_code": 1, "failure": FAILURE, "seconds": 1.5})
+    files.write_json(found.outcome_file, {"complete": False, "ended": "preempted"})
+    return found
+
+
+def flips(file: Path, every: int):
+    """The file with every so many-th of its bits flipped in turn, then as it was."""
+    content = file.read_bytes()
+    for bit in range(0, len(content) * 8, every):
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(changed)
+        yield bit
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("read", [steps.events, steps.evaluations])
+def test_a_flipped_bit_costs_the_records_of_its_line_and_is_said(attempt, read):
+    complete = read(attempt)
+    file = attempt.events_file if read is steps.events else attempt.held_out_file
+    for _ in flips(file, 7):
+        said: list[str] = []
+        found = read(attempt, said.append)
+        assert len(found) >= len(complete) - 2  # a newline that is lost joins two lines
+        assert len(found) == len(complete) or said or not file.read_bytes().endswith(b"\n")
+        assert all(f"{file}: " in line and "damaged line(s)" in line for line in said)
+    assert read(attempt) == complete
+
+
+def test_a_value_of_another_type_is_damage(attempt):
+    broken = json.loads(attempt.events_file.read_text().splitlines()[0]) | {"loss": ""}
+    attempt.events_file.write_text(json.dumps(broken) + "\n" + attempt.events_file.read_text())
+    said: list[str] = []
+    assert [one.step for one in steps.events(attempt, said.append)] == [1, 2]
+    assert said == [f"{attempt.events_file}: 1 damaged line(s), the first is line 1; missing from the report"]
+
+
+def test_the_row_of_an_attempt_is_made_of_what_can_be_read(attempt):
+    complete = _attempt_row(attempt, pytest.fail)
+    assert complete[1] == "somebody killed it (SIGKILL)"
+    for file, every in ((attempt.supervisor_file, 13), (attempt.outcome_file, 5), (attempt.plan_file, 4999)):
+        for _ in flips(file, every):
+            said: list[str] = []
+            ran, ending = _attempt_row(attempt, said.append)
+            assert (ran == "not readable") + (ending == "not readable") == len(said)
+            assert all(str(attempt.root) in line and "missing from the report" in line for line in said)
+    assert _attempt_row(attempt, pytest.fail) == complete
+
+
+def test_only_the_last_attempts_outcome_says_whether_a_run_is_complete(attempt):
+    run = RunDir(attempt.root.parent.parent)
+    complete = b'{"complete": true, "model_dir": "/out"}'
+    attempt.outcome_file.write_bytes(complete.replace(b'"complete"', b'"cnmplete"'))
+    with pytest.raises(CheckpointError, match=r"attempts/01/outcome\.json: missing or damaged"):
+        run.outcome()
+    run.new_attempt()  # which none follows that is complete
+    assert run.outcome() is None
+    run.attempts()[-1].outcome_file.write_bytes(complete)
+    assert run.outcome() == {"complete": True, "model_dir": "/out"}

@@ -1,0 +1,99 @@
+"""Which run a start goes on with: the newest unfinished one of its output folder that trains the same."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from launch.base import files
+from launch.base.errors import CheckpointError
+from launch.base.workspace import House
+from launch.render import write
+from launch.run_folder import resume
+from launch.run_folder.layout import RunDir
+from launch.schema.recipe import Recipe
+from tests.builders import machine, plan, wish
+
+NOW = datetime(2026, 11, 22)
+
+
+def recipe(out: Path, **training: float) -> Recipe:
+    return wish(output_dir=str(out), training={"learning_rate": 1e-3, **training})
+
+
+def trained(house: Path, asked: Recipe, day: int, is_complete: bool = False) -> RunDir:
+    """A run with a checkpoint that nobody could load, which names it in what decide() says."""
+    run = RunDir.create(house / "runs", asked.name, datetime(2026, 11, day))
+    attempt = write.write_run(run, asked, machine(), plan(asked), House(house))
+    (run.checkpoints / "checkpoint-000004").mkdir()
+    (run.checkpoints / "checkpoint-000004" / "manifest.json").write_text("{}")
+    files.write_json(attempt.outcome_file, {"complete": is_complete})
+    return run
+
+
+def decided(house: Path, asked: Recipe) -> resume.Start:
+    return resume.decide(house / "runs", asked, plan(asked), house / "tokens" / "x", "auto", NOW)
+
+
+def goes_on_with(run: RunDir):
+    return pytest.raises(CheckpointError, match=f"{run.checkpoints}: no checkpoint can be used")
+
+
+def test_an_unfinished_run_is_not_lost_behind_one_that_finished_in_another_folder(tmp_path):
+    first = trained(tmp_path, recipe(tmp_path / "a"), day=1)
+    trained(tmp_path, recipe(tmp_path / "b", learning_rate=2e-3), day=2, is_complete=True)
+    with goes_on_with(first):
+        decided(tmp_path, recipe(tmp_path / "a"))
+
+
+def test_an_unfinished_run_is_not_lost_behind_another_training_in_the_same_folder(tmp_path):
+    first = trained(tmp_path, recipe(tmp_path / "a"), day=1)
+    trained(tmp_path, recipe(tmp_path / "a", learning_rate=2e-3), day=2, is_complete=True)
+    with goes_on_with(first):
+        decided(tmp_path, recipe(tmp_path / "a"))
+
+
+def test_another_folder_starts_a_new_run_and_names_the_one_that_is_left(tmp_path):
+    first = trained(tmp_path, recipe(tmp_path / "a"), day=1)
+    start = decided(tmp_path, recipe(tmp_path / "b", learning_rate=2e-3))
+    assert start.run.root != first.root
+    assert start.line.splitlines() == [
+        "starting a new run",
+        f"{first.run_id} has not finished (step 4, output_dir {tmp_path}/a); --resume {first.root} continues it",
+    ]
+
+
+def test_a_run_that_finished_in_another_folder_is_not_this_one(tmp_path):
+    """The same training: its model is not in the folder that was asked for."""
+    trained(tmp_path, recipe(tmp_path / "a"), day=1, is_complete=True)
+    assert decided(tmp_path, recipe(tmp_path / "a")).complete
+    start = decided(tmp_path, recipe(tmp_path / "b"))
+    assert not start.complete
+    assert start.line == "starting a new run"
+
+
+def test_what_trains_otherwise_in_the_same_folder_is_refused_while_it_is_unfinished(tmp_path):
+    trained(tmp_path, recipe(tmp_path / "a"), day=1)
+    with pytest.raises(CheckpointError, match=r"cannot be continued, what trains has changed .*learning_rate"):
+        decided(tmp_path, recipe(tmp_path / "a", learning_rate=2e-3))
+
+
+def test_a_project_that_was_moved_goes_on(tmp_path):
+    first = trained(tmp_path, recipe(tmp_path / "gone" / "model"), day=1)
+    with goes_on_with(first):
+        decided(tmp_path, recipe(tmp_path / "here" / "model"))
+
+
+def test_a_damaged_recipe_is_refused_in_the_newest_run_and_passed_over_in_older_ones(tmp_path):
+    older = trained(tmp_path, recipe(tmp_path / "b"), day=1)
+    newest = trained(tmp_path, recipe(tmp_path / "a"), day=2)
+    older.recipe_file.write_text("{")
+    with goes_on_with(newest):
+        decided(tmp_path, recipe(tmp_path / "a"))
+    content = json.loads(newest.recipe_file.read_text())
+    newest.recipe_file.write_text(json.dumps(content)[:100])
+    with pytest.raises(CheckpointError, match=r"recipe\.json: missing or damaged"):
+        decided(tmp_path, recipe(tmp_path / "a"))

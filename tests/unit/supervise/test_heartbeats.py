@@ -1,0 +1,108 @@
+"""How long a rank may be silent."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from launch.run_folder.layout import AttemptDir
+from launch.supervise import heartbeats, host_guard
+from launch.supervise.heartbeats import Beat
+from training.control.heartbeat import Heartbeat, p99
+
+
+def beat(section: str = "step", p99_s: float = 0.1) -> Beat:
+    return Beat(rank=1, pid=1, section=section, step=7, max_steps=9, monotonic_s=0.0, p99_s=p99_s)
+
+
+@pytest.mark.parametrize(
+    ("found", "limit_s"),
+    [
+        (beat(), 60),
+        (beat(p99_s=20), 100),  # five times the longest usual pause
+        (beat("evaluation"), 300),
+        (beat("first step"), 1800),  # torch.compile, kernels that are built
+        (beat("save", p99_s=500), 2500),
+    ],
+)
+def test_the_limit_is_the_sections_floor_or_five_times_what_is_usual(found, limit_s):
+    assert found.limit_s(floor_s=60) == limit_s
+
+
+def test_a_process_that_stands_still_gets_no_more_than_a_step_does_whatever_it_was_at():
+    with subprocess.Popen(["sleep", "600"]) as child:
+        saving = dataclasses.replace(beat("save"), pid=child.pid)
+        assert saving.limit_s(floor_s=60) == 1800
+        child.send_signal(signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        assert saving.limit_s(floor_s=60) == 60
+        child.kill()
+
+
+def test_a_rank_writes_what_the_supervisor_reads(tmp_path):
+    file = tmp_path / "3" / "heartbeat.json"
+    file.parent.mkdir()
+    assert heartbeats.read(file) is None
+    writing = Heartbeat(file)
+    writing.beat("load")
+    writing.beat("step", 12, 40)
+    writing.beat("step", 13, 40)  # within half a second: not written
+    found = heartbeats.read(file)
+    assert found is not None
+    assert (found.rank, found.section, found.step, found.max_steps) == (3, "step", 12, 40)
+    assert time.monotonic() - found.monotonic_s < 5
+    with writing:
+        pass
+    found = heartbeats.read(file)
+    assert found is not None
+    assert found.step == 13
+
+
+def test_a_beat_of_another_boot_or_half_written_says_nothing(tmp_path):
+    file = tmp_path / "0" / "heartbeat.json"
+    file.parent.mkdir()
+    Heartbeat(file).beat("step", 1, 2)
+    whole = file.read_text()
+    file.write_text(whole[:40])
+    assert heartbeats.read(file) is None
+    file.write_text(whole.replace('"boot": "', '"boot": "x'))
+    assert heartbeats.read(file) is None
+
+
+def test_p99_is_the_largest_of_few_and_passes_over_one_of_many():
+    assert p99(()) == 0
+    assert p99((1.0, 9.0, 2.0)) == 9
+    assert p99((*[1.0] * 199, 50.0)) == 1
+
+
+def test_the_section_of_a_failure_is_that_of_the_first_rank_that_left_word_else_of_the_first_that_fell_silent(tmp_path):
+    attempt = AttemptDir(tmp_path)
+    assert heartbeats.section_of_the_first(heartbeats.read_all(attempt), []) == ""
+    Heartbeat(attempt.heartbeat_file(0)).beat("evaluation", 4, 9)
+    Heartbeat(attempt.heartbeat_file(1)).beat("step", 4, 9)
+    beats = heartbeats.read_all(attempt)
+    assert heartbeats.section_of_the_first(beats, []) == "evaluation"
+    assert heartbeats.section_of_the_first(beats, [{"rank": 1}, {"rank": 0}]) == "step"
+    assert heartbeats.section_of_the_first(beats, [{"rank": 7}]) == "evaluation"  # it is another machine's
+
+
+def test_every_section_that_a_rank_names_has_a_limit():
+    assert {"load", "tokenise", "first step", "step", "evaluation", "save", "export"} == set(heartbeats.FLOORS)
+
+
+def test_host_pressure_is_told_by_what_is_left_by_the_job_and_by_stalls(tmp_path):
+    root = tmp_path
+    (root / "proc/pressure").mkdir(parents=True)
+    (root / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 20 kB\n")
+    (root / "proc/pressure/memory").write_text("some avg10=90.00\nfull avg10=10.00 avg60=0.00\n")
+    limit = 1000 * 1024
+    assert "is left" in (host_guard.pressure(limit, 0.97, 0, root) or "")
+    assert host_guard.pressure(limit, 0.99, 0, root) is None
+    assert "the job takes" in (host_guard.pressure(limit, 0.99, limit, root) or "")
+    (root / "proc/pressure/memory").write_text("some avg10=90.00\nfull avg10=61.50 avg60=0.00\n")
+    assert "61.50 %" in (host_guard.pressure(limit, 0.99, 0, root) or "")

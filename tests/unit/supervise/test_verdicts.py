@@ -1,0 +1,177 @@
+"""Each log in tests/data/logs has the verdict of its folder, and no pattern is there without a log that needs it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launch.base import errors
+from launch.schema.result import Evidence, Failure
+from launch.supervise import attempt, failures
+from launch.supervise.failure_patterns import PATTERNS
+
+LOGS = Path(__file__).parents[2] / "data" / "logs"
+CODES = {
+    "device_oom": 12,
+    "host_oom": 6,
+    "gpu_broken": 3,
+    "gpu_busy": 3,
+    "gpu_unsupported": 3,
+    "gpu_resources": 3,
+    "driver": 3,
+    "shm": 3,
+    "limit": 3,
+    "library": 3,
+    "data": 4,
+    "configuration": 2,
+    "disk": 10,
+    "StorageError": 10,
+    "port": 11,
+    "join": 11,
+    "nccl": 11,
+    "network": 11,
+    "collective_timeout": 11,
+    "killed": 1,
+    "signal": 1,
+}
+FAILED = sorted(path for path in LOGS.glob("*/*.txt") if path.parent.name != "innocent")
+INNOCENT = sorted(LOGS.glob("innocent/*.txt"))
+BOOM = {"rank": 0, "type": "ValueError", "message": "boom", "exit_code": None, "time": 1.0}
+# Something that a reader can do: a key of a recipe, a flag, a variable, a command.
+DOABLE = re.compile(
+    r"(training|tokenizer|data|model|launch)\.\w+|--[\w.]+|\b[A-Z_]{6,}\b|`[^`]+`|https://|log\.txt|again"
+)
+
+
+def read(path: Path) -> tuple[str, str]:
+    """The line that proves it, and the log without the two lines that we put before it."""
+    source, proof, text = path.read_text(encoding="utf-8").split("\n", 2)
+    assert source.startswith("# "), path
+    assert proof.startswith("# proof: "), path
+    return proof.removeprefix("# proof: "), text
+
+
+def evidence(log: str = "", **fields) -> Evidence:
+    nothing = Evidence(1, (), log, oom_kills=0, host_limit_bytes=3 << 30, host_peak_bytes=2 << 30, completed=False)
+    return replace(nothing, **fields)
+
+
+def verdict(found: Evidence) -> Failure:
+    failure = failures.classify(found)
+    assert failure is not None
+    return failure
+
+
+def name(path: Path) -> str:
+    return f"{path.parent.name}/{path.stem}"
+
+
+@pytest.mark.parametrize("path", FAILED, ids=name)
+def test_a_log_has_the_verdict_of_its_folder_with_its_proof_and_something_to_do(path):
+    proof, log = read(path)
+    failure = verdict(evidence(log))
+    assert (failure.kind, failure.exit_code) == (path.parent.name, CODES[path.parent.name])
+    assert proof in failure.proof
+    assert failure.proof in log or failure.kind == "killed"
+    assert DOABLE.search(failure.fix), failure.fix
+    assert failures.classify(evidence(log, completed=True)) is None
+
+
+@pytest.mark.parametrize("path", FAILED, ids=name)
+def test_an_exception_that_a_rank_left_as_its_word_has_the_verdict_of_the_log_it_came_from(path):
+    proof, log = read(path)
+    line = next(line for line in log.splitlines() if proof in line)
+    exception = re.match(r"(?:\[rank\d+\]: *)?(?:\w+\.)*(\w*(?:Error|Exception|ArrowInvalid))(?:: (.*))?$", line)
+    if exception is None or path.parent.name in (
+        "signal",
+        "killed",
+        "StorageError",
+    ):  # a library's, the launcher's line
+        assert path.parent.name != "library" and (path.parent.name != "data" or "Assertion" in line)
+        return
+    word = {**BOOM, "type": exception[1], "message": exception[2] or "", "traceback": log}
+    assert verdict(evidence(log, rank_errors=(word,))).kind == path.parent.name
+
+
+@pytest.mark.parametrize("path", INNOCENT, ids=name)
+def test_a_log_that_only_talks_of_failures_is_not_taken_for_one(path):
+    _, log = read(path)
+    assert verdict(evidence(log)).kind == "unknown"
+    assert verdict(evidence(log, rank_errors=(BOOM,))).kind == "crash"
+    assert failures.classify(evidence(log, completed=True)) is None
+    for path in FAILED[::7]:
+        proof, failed = read(path)
+        failure = verdict(evidence(f"{log}\n{failed}"))
+        assert (failure.kind, proof in failure.proof) == (path.parent.name, True)
+
+
+def test_there_are_logs_of_every_kind_and_a_kind_for_every_log():
+    assert {path.parent.name for path in FAILED} == set(CODES)
+    assert {(pattern.kind, pattern.exit_code) for pattern in PATTERNS} <= set(CODES.items())
+    assert set(CODES.values()) - {1} <= {kind.exit_code for kind in errors.LaunchError.__subclasses__()} | {3, 6, 12}
+    assert len(FAILED) >= 60
+    assert len(INNOCENT) >= 15
+
+
+LINES = [(i, line) for i, pattern in enumerate(PATTERNS) for line in pattern.lines]
+
+
+@pytest.mark.parametrize(("at", "line"), LINES, ids=[f"{PATTERNS[i].kind}-{n}" for n, (i, _) in enumerate(LINES)])
+def test_without_any_one_line_of_the_patterns_a_log_is_misjudged(at, line, monkeypatch):
+    pattern = PATTERNS[at]
+    without = replace(pattern, lines=tuple(other for other in pattern.lines if other != line))
+    # a mutation of the product, to see that its logs notice; nobody else has use for a table of their own
+    monkeypatch.setattr(failures, "PATTERNS", (*PATTERNS[:at], without, *PATTERNS[at + 1 :]))
+    logs = [read(path) for path in FAILED if path.parent.name == pattern.kind]
+    found = [(verdict(evidence(log)), proof) for proof, log in logs]
+    assert any(failure.kind != pattern.kind or proof not in failure.proof for failure, proof in found)
+
+
+def test_a_pattern_that_were_a_consequence_or_a_root_instead_would_be_noticed():
+    """One rank runs out of GPU memory and all others lose it: in their words, in any order, and in the log."""
+    (memory,) = [read(path) for path in FAILED if path.stem == "torch-cuda"]
+    oom = {**BOOM, "rank": 1, "type": "OutOfMemoryError", "message": memory[1].partition(": ")[2]}
+    for kind in ("network", "nccl", "collective_timeout"):
+        for path in (path for path in FAILED if path.parent.name == kind):
+            proof, log = read(path)
+            lost = {**BOOM, "type": "RuntimeError", "message": proof}
+            for words in ((lost, oom), (oom, lost)):
+                assert verdict(evidence(log, rank_errors=words)).kind == "device_oom", path
+            assert verdict(evidence(log + memory[1], rank_errors=(lost,))).kind == "device_oom", path
+            assert verdict(evidence(log, rank_errors=(BOOM, lost))).kind in ("crash", "signal"), path
+
+
+def test_the_cause_that_an_exception_was_raised_from_is_found():
+    chain = (
+        "Traceback (most recent call last):\n  File x\n    write()\nOSError: [Errno 28] No space left on device\n\n"
+        "The above exception was the direct cause of the following exception:\n\nRuntimeError: boom\n"
+    )
+    assert verdict(evidence(rank_errors=({**BOOM, "traceback": chain},))).kind == "disk"
+
+
+def test_where_gpu_memory_runs_out_the_last_step_says_how_near_it_was():
+    (_, log) = read(LOGS / "device_oom" / "torch-cuda.txt")
+    failure = verdict(evidence(log, vram_reserved_bytes=15 << 30, vram_total_bytes=16 << 30))
+    assert "15.00 of 16.00 GiB were reserved by the last step" in failure.cause
+    assert "GiB" not in verdict(evidence(log)).cause
+
+
+def test_a_signal_is_explained_and_beats_what_the_other_ranks_lost():
+    (_, log) = read(LOGS / "signal" / "torchrun-sigsegv.txt")
+    assert "Connection reset by peer" in log
+    lost = {**BOOM, "message": "Connection reset by peer"}
+    for words in ((), (lost,)):
+        failure = verdict(evidence(log, rank_errors=words))
+        assert failure.kind == "signal"
+        assert "SIGSEGV: native code touched memory that is not its own" in failure.cause
+
+
+def test_the_last_whole_line_of_the_events_gives_the_gpu_memory(tmp_path):
+    events = tmp_path / "events.jsonl"
+    assert attempt.last_vram(events) == {}
+    whole = '{"step": %d, "vram_reserved_bytes": %d, "vram_total_bytes": 90}'
+    events.write_text("\n".join([whole % (1, 70), whole % (2, 80), (whole % (3, 85))[:30]]))
+    assert attempt.last_vram(events) == {"vram_reserved_bytes": 80, "vram_total_bytes": 90}

@@ -1,0 +1,236 @@
+"""A checkpoint is the one its sealed manifest describes, or it is not used; rotation never leaves less than two."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from launch.base.errors import ResourceError, StorageError
+from launch.run_folder import manifest
+from training.checkpoints import commit
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path_factory, monkeypatch) -> Path:
+    folder = tmp_path_factory.mktemp("state")
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder))
+    return folder
+
+
+def committed(checkpoints: Path, step: int) -> Path:
+    staged = checkpoints / f"tmp-{step}"
+    (staged / "shard").mkdir(parents=True)
+    (staged / "model.safetensors").write_bytes(b"weights" * 100)
+    (staged / "shard/optimizer.pt").write_bytes(b"state" * 50)
+    (staged / commit.NOT_KEPT).write_bytes(b"pickle")
+    files = commit.describe(staged, list(commit.listing(staged)))
+    return commit.commit(staged, checkpoints, step, {"samples_seen": step * 8}, files)
+
+
+def names(checkpoints: Path) -> list[str]:
+    return sorted(path.name for path in checkpoints.iterdir() if path.is_dir())
+
+
+def test_a_committed_checkpoint_verifies_and_holds_no_pickled_arguments(tmp_path):
+    folder = committed(tmp_path, 500)
+    assert folder.name == "checkpoint-000500"
+    assert manifest.fault(folder) is None
+    described = manifest.read(folder)
+    assert described["samples_seen"] == 4000
+    assert {"torch", "transformers"} <= described["versions"].keys()
+    assert sorted(described["files"]) == ["model.safetensors", "shard/optimizer.pt"]
+    assert names(tmp_path) == ["checkpoint-000500"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "shard/optimizer.pt", manifest.FILE])
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_any_damage_is_found_and_the_file_named(tmp_path, name, damage):
+    older, newest = committed(tmp_path, 10), committed(tmp_path, 20)
+    path = newest / name
+    content = bytearray(path.read_bytes())
+    if damage == "flip":
+        content[-30] ^= 1  # in the manifest: a digit of the seal
+        path.write_bytes(content)
+    elif damage == "cut":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        path.unlink()
+    found, faults = manifest.newest_valid(tmp_path)
+    assert found == older
+    assert len(faults) == 1
+    assert name in faults[0]
+
+
+@pytest.mark.parametrize("key", ["samples_seen", "world_size", "files"])
+def test_a_manifest_that_somebody_has_changed_is_refused_though_all_files_are_whole(tmp_path, key):
+    folder = committed(tmp_path, 1)
+    described = manifest.read(folder)
+    (folder / "shard/optimizer.pt").write_bytes(b"pickle" * 9)
+    (folder / "shard/optimizer.pt").chmod(0o600)
+    if key == "files":
+        described["files"] |= commit.describe(folder, ["shard/optimizer.pt"])
+    else:
+        described[key] = 0
+    (folder / manifest.FILE).write_text(json.dumps(described))
+    assert "does not have the seal of your key" in manifest.fault(folder)
+
+
+def test_a_run_from_elsewhere_is_refused_with_both_ways_out_and_the_copied_key_opens_it(tmp_path, state, monkeypatch):
+    folder = committed(tmp_path, 1)
+    elsewhere = tmp_path / "elsewhere"
+    monkeypatch.setenv("XDG_STATE_HOME", str(elsewhere))
+    fault = manifest.fault(folder)
+    assert f"copy {elsewhere}/lowmem/checkpoint.key from there" in fault
+    assert "--resume.allow=seal" in fault
+    assert manifest.fault(folder, allow=["seal"]) is None
+    manifest.key_file().write_bytes((state / "lowmem/checkpoint.key").read_bytes())
+    assert manifest.fault(folder) is None
+
+
+def test_the_key_is_made_once_and_is_nobody_elses(tmp_path, state):
+    first = manifest.key()
+    assert manifest.key() == first
+    assert len(first) == manifest.KEY_BYTES
+    assert [path.name for path in (state / "lowmem").iterdir()] == ["checkpoint.key"]
+    assert manifest.key_file().stat().st_mode & 0o777 == 0o600
+    manifest.key_file().chmod(0o640)
+    with pytest.raises(ResourceError, match="must be yours alone"):
+        manifest.key()
+
+
+@pytest.mark.shows("F22", "owner, group write or symbolic link on each file and folder", code=5)
+@pytest.mark.parametrize("where", ["", "shard", "model.safetensors"])
+@pytest.mark.parametrize("harm", ["writable", "owner", "link"])
+def test_what_others_could_have_changed_is_refused(tmp_path, where, harm):
+    older, folder = committed(tmp_path, 1), committed(tmp_path, 2)
+    path = folder / where
+    if harm == "writable":
+        path.chmod(path.stat().st_mode | 0o020)
+    elif harm == "owner":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a file away")
+        os.chown(path, 12345, -1)
+    else:
+        path.rename(tmp_path / "aside")
+        path.symlink_to(tmp_path / "aside")
+    found, faults = manifest.newest_valid(tmp_path)
+    assert found == older
+    assert len(faults) == 1
+    expected = {"writable": "can be written to by others", "owner": "belongs to user 12345", "link": "symbolic link"}
+    assert expected[harm] in faults[0]
+
+
+def test_a_file_that_would_be_loaded_too_is_refused_and_a_note_is_not(tmp_path):
+    folder = committed(tmp_path, 1)
+    (folder / "note.txt").write_text("my best one")
+    assert manifest.fault(folder) is None
+    (folder / "rng_state_1.pth").write_bytes(b"")
+    assert "rng_state_1.pth is not one of the files of that checkpoint" in manifest.fault(folder)
+
+
+def test_an_open_umask_does_not_make_a_checkpoint_that_is_refused(tmp_path):
+    before = os.umask(0)
+    try:
+        folder = committed(tmp_path, 1)
+    finally:
+        os.umask(before)
+    assert manifest.fault(folder) is None
+    assert not any(path.stat().st_mode & 0o022 for path in [folder, *folder.rglob("*")])
+
+
+def test_a_folder_without_a_manifest_or_with_half_of_one_is_no_checkpoint(tmp_path):
+    good = committed(tmp_path, 1)
+    (tmp_path / "checkpoint-000002").mkdir()
+    broken = committed(tmp_path, 3)
+    (broken / manifest.FILE).write_text('{"files": ')
+    found, faults = manifest.newest_valid(tmp_path)
+    assert found == good
+    assert ["was not finished" in faults[1], "cannot be read" in faults[0]] == [True, True]
+
+
+@pytest.mark.shows("F23", "F24", "folders dated in the year 2096, and a user's own checkpoint-best")
+def test_rotation_goes_by_step_and_touches_nobody_elses_folder(tmp_path):
+    for step in (900, 1000, 10_000, 2_000_000):
+        committed(tmp_path, step)
+    for step in (900, 10_000):
+        os.utime(tmp_path / manifest.name(step), (4e9, 4e9))  # the clock was ahead when these were written
+    (tmp_path / "checkpoint-best").mkdir()
+    (tmp_path / "checkpoint-000007").mkdir()
+    commit.rotate(tmp_path, 2, set())
+    assert names(tmp_path) == ["checkpoint-000007", "checkpoint-010000", "checkpoint-2000000", "checkpoint-best"]
+    (tmp_path / "checkpoint-000900").mkdir()  # a copy that the user has put back
+    committed(tmp_path, 3_000_000)
+    commit.rotate(tmp_path, 2, set())
+    assert "checkpoint-000900" in names(tmp_path)
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(1, [4, 5]), (2, [4, 5]), (3, [3, 4, 5]), (9, [1, 2, 3, 4, 5])])
+def test_as_many_as_the_limit_says_and_never_fewer_than_two_are_kept(tmp_path, keep, kept):
+    for step in range(1, 6):
+        committed(tmp_path, step)
+    commit.rotate(tmp_path, keep, {manifest.name(5)})
+    assert names(tmp_path) == [manifest.name(step) for step in kept]
+
+
+@pytest.mark.parametrize(("best", "kept"), [(1, [1, 4, 5]), (3, [3, 4, 5]), (5, [4, 5])])
+def test_the_best_one_stays_beside_them(tmp_path, best, kept):
+    for step in range(1, 6):
+        committed(tmp_path, step)
+    commit.rotate(tmp_path, 2, set(), manifest.name(best))
+    assert names(tmp_path) == [manifest.name(step) for step in kept]
+
+
+@pytest.mark.parametrize("damaged", [{4}, {5}, {4, 5}, {2, 4, 5}, {1, 2, 3, 4}])
+def test_a_damaged_checkpoint_is_none_of_the_two_that_stay(tmp_path, damaged):
+    for step in range(1, 6):
+        folder = committed(tmp_path, step)
+        if step in damaged:
+            content = bytearray((folder / "model.safetensors").read_bytes())
+            content[5] ^= 4
+            (folder / "model.safetensors").write_bytes(content)
+    commit.rotate(tmp_path, 2, set())
+    good = {path.name for path in manifest.committed(tmp_path) if manifest.fault(path) is None}
+    expected = sorted(set(range(1, 6)) - damaged)[-2:]
+    assert good == {manifest.name(step) for step in expected}
+
+
+def test_a_folder_of_that_name_that_is_not_ours_is_never_replaced(tmp_path):
+    (tmp_path / "checkpoint-000005").mkdir()
+    (tmp_path / "checkpoint-000005/mine").touch()
+    with pytest.raises(StorageError, match="no save of ours made it"):
+        committed(tmp_path, 5)
+    assert (tmp_path / "checkpoint-000005/mine").exists()
+
+
+def test_what_a_killed_save_left_is_cleared_and_nothing_else(tmp_path):
+    committed(tmp_path, 1)
+    for name in ("tmp-checkpoint-000002/checkpoint-2", "tmp-trash-checkpoint-000001", "tmp-mine"):
+        (tmp_path / name).mkdir(parents=True)
+    commit.clear_staging(tmp_path)
+    assert names(tmp_path) == ["checkpoint-000001", "tmp-mine"]
+
+
+def test_files_are_dealt_evenly_and_each_once():
+    files = {"a": 100, "b": 60, "c": 50, "d": 1, "e": 0}
+    hands = commit.deal(files, 2)
+    assert sorted(name for hand in hands for name in hand) == list("abcde")
+    assert abs(sum(files[name] for name in hands[0]) - sum(files[name] for name in hands[1])) <= 60
+    assert commit.deal({}, 3) == [[], [], []]
+
+
+def test_a_save_that_cannot_fit_is_refused_before_it_starts(tmp_path):
+    commit.check_room(tmp_path, 0)
+    with pytest.raises(StorageError, match="it needs"):
+        commit.check_room(tmp_path, commit.free_bytes(tmp_path) * 2)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+def test_what_the_disk_refused_is_told_from_other_errors(number):
+    assert os.strerror(number) in commit.storage_problem(OSError(number, os.strerror(number), "/x/model.pt"))
+    torchs = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534")
+    assert "unexpected pos" in commit.storage_problem(torchs)
+    assert commit.storage_problem(RuntimeError("CUDA out of memory")) is None

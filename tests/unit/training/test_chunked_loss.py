@@ -1,0 +1,66 @@
+"""A loss whose logits are made in parts is the loss, with its gradients; generation still finds logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from launch.data.rows import IGNORED
+from launch.plan.candidates import CHUNKED
+from training.model.chunked_loss import ChunkedHead, target_loss_sum
+
+SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
+CONFIGS = {
+    "gpt2": {"vocab_size": 97, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64},
+    "t5": {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+}
+
+
+def network(kind: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **CONFIGS.get(kind, {**SMALL, "num_key_value_heads": 2}))
+    family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    return family.from_config(config).eval()  # no dropout
+
+
+def batch(kind: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    random = torch.Generator().manual_seed(1)
+    ids, labels = torch.randint(5, 97, (2, 3, 23), generator=random).unbind()
+    labels[:, :4] = IGNORED
+    return (
+        {"input_ids": ids, "decoder_input_ids": labels.clamp(min=0)} if kind == "t5" else {"input_ids": ids}
+    ), labels
+
+
+@pytest.mark.parametrize("chunks", [2, 8, 64])
+@pytest.mark.parametrize("kind", CHUNKED)
+def test_the_sum_and_every_gradient_are_those_of_the_whole(kind: str, chunks: int) -> None:
+    inputs, labels = batch(kind)
+    whole = network(kind)
+    expected = target_loss_sum(whole(**inputs).logits, labels, shift=kind != "t5")
+    expected.backward()
+    parted = network(kind)
+    head = ChunkedHead(parted, chunks, shift=kind != "t5")
+    with head.given(labels):
+        found = parted(**inputs).logits
+    found.backward()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    for (name, one), other in zip(whole.named_parameters(), parted.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-4, atol=1e-5, msg=name)
+    with torch.no_grad(), head.given(labels):
+        torch.testing.assert_close(parted(**inputs).logits, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(parted(**inputs).logits, whole(**inputs).logits)
+
+
+def test_no_more_than_one_chunk_of_logits_is_there() -> None:
+    parted, (inputs, labels) = network("llama"), batch("llama")
+    head = ChunkedHead(parted, 8, shift=True)
+    widest: list[int] = []
+    parted.lm_head.register_forward_hook(lambda module, given, found: widest.append(found.numel()))
+    with (
+        head.given(labels),
+        torch.autograd.graph.saved_tensors_hooks(lambda kept: widest.append(kept.numel()) or kept, lambda kept: kept),
+    ):
+        parted(**inputs).logits.backward()
+    assert max(widest) < labels.numel() * 97  # the logits of all positions

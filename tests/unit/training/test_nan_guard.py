@@ -1,0 +1,79 @@
+"""What is not finite is seen, whatever it hides in; what is extraordinary is told from what is usual."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from launch.base import files
+from launch.base.errors import NonFinite
+from training.data.batches import SampleOrder
+from training.loop import nan_guard
+
+
+def test_a_loss_that_is_not_finite_gives_gradients_that_are_not_and_any_other_loss_is_untouched():
+    weight = torch.tensor([1.0, 2.0], requires_grad=True)
+    masked = torch.where(torch.tensor([True, False]), weight, -math.inf)
+    nan_guard.poisoned(-masked[1] + weight[0]).backward()  # infinite, with a gradient of 1 by itself
+    assert weight.grad is not None
+    assert weight.grad.isnan().any()
+    other = torch.tensor(0.1, requires_grad=True)
+    assert nan_guard.poisoned(other) == other
+    nan_guard.poisoned(other).backward()
+    assert other.grad == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("at", [0, 1, 4096, -1])
+def test_one_bad_number_among_many_is_found_wherever_it_stands(dtype, bad, at):
+    tensors = [torch.rand(3, 5), torch.empty(0), torch.arange(4), torch.rand(10_001, dtype=torch.float32).to(dtype)]
+    assert nan_guard.all_finite(tensors)
+    tensors[-1][at] = bad
+    assert not nan_guard.all_finite(tensors)
+
+
+def test_the_rows_of_a_step_are_those_that_its_micro_batches_take():
+    for start in (0, 37, 61):
+        for rank in range(2):
+            order = SampleOrder(53, 3, 2, 2, rank, seed=7, start=start)
+            epoch = start // 53
+            order.set_epoch(epoch)
+            taken = list(order)
+            for step in range(order.first_step(epoch)[0], order.steps_per_epoch):
+                rows = [micro for micro in taken[step * 2 : step * 2 + 2] if micro is not None]
+                number = epoch * order.steps_per_epoch + step + 1
+                assert order.rows_of(number, range(len(rows))) == [row for micro in rows for row in micro]
+                assert order.rows_of(number, [0]) == rows[0]
+
+
+def test_a_spike_is_told_from_the_median_once_enough_steps_are_known():
+    spikes = nan_guard.Spikes()
+    for value in (1.0, 2.0, 3.0) * 3:
+        spikes.remember(value)
+    assert spikes.ratio(1e9) == 0
+    spikes.remember(2.0)
+    spikes.remember(math.nan)
+    assert spikes.ratio(2000.0) == 1000
+
+
+def test_what_is_not_finite_is_text_in_a_json_file(tmp_path):
+    files.write_json(tmp_path / "a.json", {"loss": math.nan, "norms": (math.inf, 1.5), "inner": {"x": -math.inf}})
+    text = (tmp_path / "a.json").read_text()
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    assert json.loads(text, parse_constant=refuse) == {"loss": "nan", "norms": ["inf", 1.5], "inner": {"x": "-inf"}}
+
+
+def test_a_model_with_one_infinite_weight_is_not_exported():
+    network = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3))
+    nan_guard.check_export(network, step=7)
+    with torch.no_grad():
+        network[1].bias[2] = math.inf
+    with pytest.raises(NonFinite, match=r"step 7: not finite, so no model is written: 1\.bias"):
+        nan_guard.check_export(network, step=7)

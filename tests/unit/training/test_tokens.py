@@ -1,0 +1,184 @@
+"""Rows become token ids: the loss on the response alone, the end token learned, cut by tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jinja2
+import pytest
+
+from launch.base.errors import DataError, ResourceError
+from launch.data import rows as data_rows
+from launch.data.rows import Message, samples
+from launch.schema.plan import DataFormat
+from launch.schema.recipe import TokenizerSection
+from training.data import batches, encode, tokenizer
+
+TEXTS = ["two 二 three 三", "the end of a sentence", "日期 2024-03-05"]
+
+
+@pytest.fixture(scope="module")
+def cut():
+    return tokenizer.train(iter(TEXTS * 5), TokenizerSection(split="character"), 600)
+
+
+def encoder(cut, **fields) -> encode.Encoder:
+    return encode.Encoder(**{"tokenizer": cut, "encoder_decoder": False, "task": "sft", "max_length": 64, **fields})
+
+
+def turns(*contents: str) -> list[Message]:
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+
+
+@pytest.mark.parametrize("split", ["word", "character"])
+def test_a_trained_tokenizer_keeps_every_character(split):
+    made = tokenizer.train(iter(TEXTS), TokenizerSection(split=split), 400)
+    text = "a\tb\r\n 𝄞 ﷽ e\u0301 \u200d 训练 ~ " + "".join(map(chr, range(0x4E00, 0x4E20)))
+    assert made.decode(made(text, add_special_tokens=False)["input_ids"]) == text
+
+
+def test_character_tokens_never_join_two_characters(cut):
+    assert len(cut("end二三", add_special_tokens=False)["input_ids"]) == 5
+
+
+def test_only_the_answer_and_the_end_token_are_targets(cut):
+    ((row,),) = encoder(cut).encode([turns("two", "二")])
+    assert cut.decode(row["input_ids"]) == "<|user|>two<|assistant|>二<|end|>"
+    assert cut.decode([label for label in row["labels"] if label != data_rows.IGNORED]) == "二<|end|>"
+
+
+def test_each_answer_of_a_conversation_is_a_target_and_no_question_is(cut):
+    ((row,),) = encoder(cut).encode([turns("two", "二", "three", "三")])
+    assert cut.decode([label for label in row["labels"] if label != data_rows.IGNORED]) == "二<|end|>三<|end|>"
+    assert len(row["labels"]) == len(row["input_ids"])
+
+
+def test_an_answer_that_is_cut_does_not_learn_to_stop_there(cut):
+    ((row,),) = encoder(cut, max_length=8).encode([turns("two", "the end of a sentence")])
+    assert len(row["input_ids"]) == 8
+    assert cut.eos_token_id not in row["labels"]
+
+
+def test_a_prompt_that_fills_the_length_and_an_empty_answer_leave_no_row(cut):
+    assert encoder(cut, max_length=8).encode([turns("two three two", "二")]) == [[]]
+    assert encoder(cut).encode([turns("two", "")]) == [[]]
+
+
+def test_t5_reads_the_prompt_and_answers_with_the_end_token(cut):
+    ((row,),) = encoder(cut, encoder_decoder=True).encode([turns("two", "二")])
+    assert cut.decode(row["input_ids"]) == "two<|end|>"
+    assert cut.decode(row["labels"]) == "二<|end|>"
+
+
+def test_pretraining_learns_every_token_of_a_text_in_pieces(cut):
+    (rows,) = encoder(cut, task="pretrain", max_length=10).encode(["the end of a sentence"])
+    assert [len(row["input_ids"]) for row in rows] == [10, 10, 2]
+    assert rows[-1]["input_ids"][-1] == cut.eos_token_id
+    assert all(row["labels"][0] == data_rows.IGNORED and row["labels"][1:] == row["input_ids"][1:] for row in rows)
+
+
+def test_a_folder_without_an_end_token_is_refused(tmp_path, cut):
+    cut.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["eos_token"] = None
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ResourceError, match="no eos_token"):
+        tokenizer.load(tmp_path)
+
+
+@pytest.fixture
+def without_template(tmp_path, cut):
+    """The tokenizer that training loads of a base model's folder, which brings no chat_template."""
+    cut.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    return tokenizer.load(tmp_path)
+
+
+def test_a_folder_without_a_chat_template_is_trained_with_one_line_a_turn(without_template):
+    talk = turns("two", "二", "three", "三")
+    ((row,),) = encoder(without_template).encode([[{"role": "system", "content": "end"}, *talk]])
+    assert without_template.decode(row["input_ids"]) == "end\ntwo\n二<|end|>\nthree\n三<|end|>"
+    targets = [label for label in row["labels"] if label != data_rows.IGNORED]
+    assert without_template.decode(targets) == "二<|end|>三<|end|>"
+
+
+def test_the_prompt_of_an_answer_is_the_beginning_of_what_was_trained(without_template):
+    talk = turns("two", "二", "three", "三")
+    ((row,),) = encoder(without_template).encode([talk])
+    for i in (1, 3):
+        prompt = without_template.apply_chat_template(talk[:i], tokenize=False, add_generation_prompt=True)
+        assert prompt.endswith("\n")
+        assert without_template.decode(row["input_ids"]).startswith(prompt + talk[i]["content"] + "<|end|>")
+
+
+@pytest.mark.parametrize("trim_blocks", [False, True])
+@pytest.mark.parametrize("lstrip_blocks", [False, True])
+def test_the_plain_template_renders_alike_whatever_a_program_trims(trim_blocks, lstrip_blocks):
+    template = jinja2.Environment(trim_blocks=trim_blocks, lstrip_blocks=lstrip_blocks).from_string(
+        tokenizer.PLAIN_TEMPLATE
+    )
+    said = template.render(messages=turns("a", "b", "c"), eos_token="</s>", add_generation_prompt=True)
+    assert said == "a\nb</s>\nc\n"
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ResourceError, match="no tokenizer can be loaded"):
+        tokenizer.load(tmp_path)
+
+
+def write(folder: Path, rows: list[str]) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return path
+
+
+FORMAT = DataFormat("prompt_response", {"prompt": "q", "response": "a"}, "jsonl", "")
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ('{"q": "x", "a": ', "rows.jsonl:2: not valid JSON"),
+        ('{"q": "x"}', "rows.jsonl:2: column 'a': found no such key"),
+        ('{"q": "x", "a": null}', "rows.jsonl:2: column 'a': found null"),
+        ('{"q": "x", "a": 7}', "rows.jsonl:2: column 'a': found int"),
+        ("[1]", "rows.jsonl:2: found list"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(tmp_path, bad, words):
+    path = write(tmp_path, ['{"q": "x", "a": "y"}', bad])
+    with pytest.raises(DataError, match=words):
+        list(samples(path, FORMAT))
+
+
+def test_bytes_that_are_no_utf8_are_named_by_file_and_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"q": "x", "a": "y"}\n{"q": "caf\xe9", "a": "y"}\n')
+    with pytest.raises(DataError, match=r"rows.jsonl:2:10: this byte of the line is not UTF-8"):
+        list(samples(path, FORMAT))
+
+
+def test_sharegpt_names_and_oasst_pairs_become_messages(tmp_path):
+    talk = '{"conversations": [{"from": "human", "value": "two"}, {"from": "gpt", "value": "二"}]}'
+    path = write(tmp_path, [talk])
+    shape = DataFormat("messages", {"messages": "conversations"}, "jsonl", "")
+    assert list(samples(path, shape)) == [turns("two", "二")]
+    rows = [("prompter", "two"), ("assistant", "二"), ("assistant", "again"), ("prompter", "three")]
+    path = write(tmp_path, [json.dumps({"role": role, "text": text}) for role, text in rows])
+    shape = DataFormat("oasst", {"text": "text", "role": "role"}, "jsonl", "")
+    assert list(samples(path, shape)) == [turns("two", "二")]
+
+
+def test_the_cache_is_mapped_row_by_row_as_it_was_written(tmp_path, cut):
+    path = tmp_path / "train.arrow"
+    source = (turns(f"{i} two", "二" * (i % 5 + 1)) for i in range(2500))
+    counts = encode.write_cache(source, encoder(cut), path, 2300, lambda rows: None, None)
+    assert (counts.samples, counts.rows, counts.dropped) == (2300, 2300, 0)
+    rows = batches.TokenRows(path)
+    assert len(rows) == 2300
+    for index in (0, 999, 1000, 2299):
+        ids, labels, *_ = rows[index]
+        assert cut.decode(ids.tolist()) == f"<|user|>{index} two<|assistant|>{'二' * (index % 5 + 1)}<|end|>"
+        assert len(ids) == len(labels)
+    assert rows.__getitems__([]) == []

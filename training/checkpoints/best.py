@@ -1,0 +1,34 @@
+"""training.load_best_model_at_end: the weights of the step with the lowest held-out loss, instead of the last one's.
+
+Which step that is stands in trainer_state.json of every checkpoint, so a run that goes on knows it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from transformers import Trainer, TrainerState
+
+from launch.run_folder import manifest
+
+logger = logging.getLogger("lowmem")
+
+
+def checkpoint_name(state: TrainerState) -> str | None:
+    """The checkpoint that is kept for its held-out loss."""
+    return manifest.name(state.best_global_step) if state.best_global_step else None
+
+
+def take(trainer: Trainer, checkpoints: Path) -> None:
+    """Put the best weights in place of the last ones, on every rank."""
+    state = trainer.state
+    name = checkpoint_name(state)
+    if name is None or state.best_global_step == state.global_step:
+        return
+    problem = manifest.fault(checkpoints / name)
+    if problem:
+        logger.warning("the model is the last step's: %s had the lowest held-out loss, but %s", name, problem)
+        state.best_global_step = state.best_metric = None
+        return
+    Trainer._load_from_checkpoint(trainer, str(checkpoints / name), trainer.model)
+    logger.info("the model is step %d's: lowest held-out loss %.4f", state.best_global_step, state.best_metric)

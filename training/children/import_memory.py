@@ -1,0 +1,61 @@
+"""Measure the memory of a process before it has work: `python -m training.children.import_memory ROLE`.
+
+Imports what that process imports and prints a line of JSON: private bytes, and bytes of mapped files, which are shared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+
+ROLES = {
+    "launcher": ("launch.plan.resolve", "launch.supervise.attempt", "launch.supervise.screen", "pyarrow.parquet"),
+    "agent": ("accelerate.commands.launch", "torch.distributed.run"),
+    "prepare": ("training.data.prepare", "training.data.tokenise_pool", "tokenizers"),
+    "rank": ("training.run", "torch.utils.tensorboard"),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("role", choices=ROLES)
+    parser.add_argument("--without", nargs="*", default=[], help="packages that the run leaves out")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the rank computes")
+    arguments = parser.parse_args()
+    for package in arguments.without:
+        sys.modules.setdefault(package, None)  # type: ignore[arg-type]  to Python: not installed
+    for module in ROLES[arguments.role]:
+        importlib.import_module(module)
+    if arguments.role == "rank":
+        _first_step(arguments.device)
+    print(json.dumps(held()))
+    return 0
+
+
+def _first_step(device: str) -> None:
+    """What the first step brings in: threads, kernels' pages, and on a GPU the context."""
+    import torch
+
+    layer = torch.nn.Linear(64, 64, device=device)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    torch.nn.functional.cross_entropy(
+        layer(torch.ones(64, 64, device=device)), torch.ones(64, device=device).long()
+    ).backward()
+    optimizer.step()
+
+
+def held() -> dict[str, int]:
+    """Bytes of this process. Shared memory of a driver, which is its own, counts as private."""
+    sizes = {}
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
+        key, _, size = line.partition(":")
+        sizes[key] = int(size.split()[0]) * 1024
+    mapped = sizes["Rss"] - sizes["Anonymous"] - sizes.get("Pss_Shmem", 0)
+    return {"private_bytes": sizes["Rss"] - mapped, "mapped_bytes": mapped}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

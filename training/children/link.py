@@ -1,0 +1,132 @@
+"""One rank of the link test: a checked all-reduce, then timed ones, over the backend that the command line names.
+
+Started by launch/probe/link_test.py once a rank, in the environment whose transport is to be tested. Prints READY when
+torch and the device are there, so that a slow start is not taken for a link that hangs; rank 0 ends with a JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.cuda import nccl
+
+READY = "link test: ready"  # preflight.py looks for this line
+BUFFER_BYTES = 64 << 20  # above DDP's bucket of 25 MiB: what bounds it is bandwidth, not latency
+MEASURE_S = 1.0
+MAX_REPEATS = 5
+MATMUL_SIZE = 4096
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", choices=("nccl", "gloo"), required=True)
+    parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
+    parser.add_argument("--rank", type=int, required=True, help="also the number of the rank's visible GPU")
+    parser.add_argument("--world-size", type=int, required=True)
+    parser.add_argument("--store", required=True, help="absolute path of a file not there yet, one for all ranks")
+    parser.add_argument("--timeout-s", type=float, required=True, help="of each collective")
+    given = parser.parse_args()
+    device = torch.device("cpu")
+    if given.device == "cuda":
+        device = torch.device("cuda", given.rank)
+        torch.cuda.init()  # says what is wrong with driver or build, where set_device names an attribute
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)  # makes the context: the slow part of a first start
+    else:
+        torch.set_num_threads(1)
+    print(READY, flush=True)
+    dist.init_process_group(
+        given.backend,
+        init_method=Path(given.store).as_uri(),
+        rank=given.rank,
+        world_size=given.world_size,
+        timeout=timedelta(seconds=given.timeout_s),
+    )
+    bus_bytes_per_s = measure(device, given.rank, given.world_size)
+    slowest = torch.tensor(matmul_flops_per_s(device) if given.device == "cuda" else 0.0, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MIN)
+    result = {
+        "backend": dist.get_backend(),
+        "world_size": dist.get_world_size(),
+        "bus_bytes_per_s": bus_bytes_per_s,
+        "nccl": ".".join(map(str, nccl.version())) if given.backend == "nccl" else None,
+        "flops_per_s": slowest.item() or None,
+    }
+    dist.destroy_process_group()
+    if given.rank == 0:
+        print(json.dumps(result), flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # the destructors of a driver or of NCCL may hang, and the test is over
+
+
+def measure(device: torch.device, rank: int, world_size: int) -> float:
+    """Bus bandwidth, the slowest rank's: the bytes that each card must send and receive, per second.
+
+    Source: nccl-tests, doc/PERFORMANCE.md. A sum over the buffer is checked before and after: some links lose data.
+    """
+    expected = world_size * (world_size + 1) / 2
+    for size in (1024, BUFFER_BYTES // 4):  # float32; small messages take another path through NCCL than large ones
+        buffer = torch.full((size,), rank + 1.0, device=device)
+        seconds = timed_all_reduce(buffer, device)
+        smallest, largest = buffer.min().item(), buffer.max().item()
+        if smallest != expected or largest != expected:
+            raise SystemExit(
+                f"link test: all-reduce of {size} values gave {smallest:g} to {largest:g}, expected {expected:g}"
+            )
+    repeats = max(1, min(MAX_REPEATS, int(MEASURE_S / agreed_max(seconds, device))))
+    buffer.fill_(1.0)
+    best = min(agreed_max(timed_all_reduce(buffer, device), device) for _ in range(repeats))
+    if buffer.min().item() != buffer.max().item() or buffer[0].item() != float(world_size) ** repeats:
+        raise SystemExit(
+            f"link test: all-reduce gave {buffer.min().item():g} to {buffer.max().item():g} after {repeats} rounds,"
+            f" expected {float(world_size) ** repeats:g}"
+        )
+    # A world of one moves nothing between cards: its bus bandwidth is 0 by definition
+    return BUFFER_BYTES * 2 * (world_size - 1) / world_size / best
+
+
+def timed_all_reduce(buffer: torch.Tensor, device: torch.device) -> float:
+    """Seconds of one all-reduce in place."""
+    synchronize(device)
+    began = time.perf_counter()
+    dist.all_reduce(buffer)
+    synchronize(device)
+    return time.perf_counter() - began
+
+
+def agreed_max(seconds: float, device: torch.device) -> float:
+    """The slowest rank's time, so that all ranks decide alike."""
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def matmul_flops_per_s(device: torch.device) -> float:
+    """What a card computes on a large half-precision matmul; a real step reaches a part of it."""
+    dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    left, right = (torch.ones(MATMUL_SIZE, MATMUL_SIZE, dtype=dtype, device=device) for _ in range(2))
+    best = float("inf")
+    for _ in range(5):  # the first ones warm up
+        synchronize(device)
+        began = time.perf_counter()
+        torch.mm(left, right)
+        synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return 2 * MATMUL_SIZE**3 / best
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    main()

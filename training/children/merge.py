@@ -1,0 +1,73 @@
+"""A LoRA adapter merged into its base, as one ordinary folder: a child of `python -m launch merge`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from launch.base import files, processes
+from launch.base.errors import LaunchError, ResourceError, StorageError
+from launch.base.text import shown
+
+
+def merge(base: Path, adapter: Path, out: Path) -> None:
+    """Write `out` aside and rename it. The weights keep the base's dtype; the sum of both is rounded once."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    from training.data import tokenizer
+    from training.model import build
+
+    config = build.folder_config(base)
+    family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    try:
+        whole = family.from_pretrained(
+            base, dtype="auto", local_files_only=True, trust_remote_code=False, use_safetensors=True
+        )
+        adapted = PeftModel.from_pretrained(whole, adapter, local_files_only=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ResourceError(f"{adapter} on {base}: cannot be loaded ({str(error).splitlines()[0]})") from error
+    try:
+        merged = adapted.merge_and_unload(safe_merge=True)
+    except ValueError as error:  # what is not finite
+        raise ResourceError(f"{adapter}: {str(error).splitlines()[0]}; take another checkpoint") from error
+    aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        aside.mkdir(parents=True)
+        merged.save_pretrained(aside)
+        has_tokenizer = (adapter / "tokenizer_config.json").is_file()
+        tokenizer.load(adapter if has_tokenizer else base).save_pretrained(aside)
+        files.write_json(aside / "lowmem.json", {"run": f"merge of {adapter}", "base": str(base)})
+        files.sync_all(aside)
+        if out.exists():
+            out.rmdir()  # empty, as was checked before the start
+        aside.rename(out)
+    except OSError as error:
+        raise StorageError(f"{error.filename or out}: {error.strerror}; make room, or give another --out") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("base", "adapter", "out"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    arguments = parser.parse_args()
+    processes.settle_process()
+    try:
+        merge(arguments.base, arguments.adapter, arguments.out)
+    except LaunchError as error:
+        print(f"error: {shown(str(error))}", file=sys.stderr)
+        return error.exit_code
+    quantization = (files.read_json(arguments.adapter / "lowmem.json") or {}).get("quantization")
+    if quantization:
+        print("the adapter was trained on weights of 4 bits; it is merged into the whole ones")
+    print(f"merged into {shown(str(arguments.out))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

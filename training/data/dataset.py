@@ -1,0 +1,72 @@
+"""What a run trains on, as one rank sees it: the rows, the order in which they come, and what feeds a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from transformers import TrainerCallback, TrainingArguments
+
+from launch.base import files as base_files
+from launch.data import token_cache
+from launch.run_folder.layout import AttemptDir, RunDir, Start
+from launch.schema.plan import MULTIPLE
+from training.data import streaming
+from training.data.batches import NumberedRows, SampleOrder, TokenRows
+from training.data.length_batches import TokenBudget
+
+
+class Samples(NamedTuple):
+    """Of training."""
+
+    rows: NumberedRows | streaming.StreamRows
+    order: SampleOrder
+    feeders: list[TrainerCallback]  # of a stream, on rank 0
+
+
+def of(
+    start: Start, run: RunDir, attempt: AttemptDir, args: TrainingArguments, tokens: Path, goes_on: Callable[[], None]
+) -> Samples:
+    """The samples of this rank, from where the run goes on; `goes_on` is called while a stream is waited for."""
+    recipe, plan = start.recipe, start.plan
+    continues = base_files.read_json(run.continues_file) or {}
+    place = (
+        args.per_device_train_batch_size,
+        args.gradient_accumulation_steps,
+        args.world_size,
+        args.process_index,
+        args.seed,
+    )
+    begin = continues.get("samples_seen", 0)
+    if recipe.data.streaming:
+        job, counts = streaming.job(recipe, plan, attempt.root), tokens / streaming.COUNTS
+        stream = streaming.StreamRows(job, counts, args.seed, number(start, tokens), goes_on)
+        positions = streaming.StreamOrder(len(stream), *place, start=begin)
+        is_first = args.process_index == 0
+        return Samples(stream, positions, [streaming.Feeder(job, counts, positions, args.seed)] if is_first else [])
+    rows = NumberedRows(*token_cache.token_files(tokens, "train"))
+    # as many tokens as a micro-batch of the longest rows has: what the plan was made for
+    budget = TokenBudget(rows.lengths, *plan.micro_batch_tokens, MULTIPLE[plan.strategy.device])
+    order = SampleOrder(
+        len(rows),
+        *place,
+        start=begin,
+        lengths=rows.lengths if recipe.data.group_by_length else None,
+        group_size=continues.get("group_size"),
+        budget=budget if recipe.data.batch_by_tokens else None,
+    )
+    return Samples(rows, order, [])
+
+
+def number(start: Start, tokens: Path) -> int:
+    """What an epoch's batches are cut from; of a stream, which has no end, all that the run takes."""
+    if start.recipe.data.streaming:
+        return start.recipe.training.max_steps * start.plan.strategy.effective_batch_size
+    return len(NumberedRows(*token_cache.token_files(tokens, "train")))
+
+
+def held_out(tokens: Path) -> TokenRows | None:
+    """The rows to evaluate on, if there are any."""
+    files = token_cache.token_files(tokens, "validation")
+    return TokenRows(*files) if files else None

@@ -1,0 +1,220 @@
+"""Tokenise a run's data once: `python -m training.data.prepare --run-dir DIR`, before any rank starts."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launch.base import files
+from launch.base import processes as base_processes
+from launch.base.errors import DataError, LaunchError
+from launch.data import token_cache, token_hashes
+from launch.run_folder.layout import RunDir
+from launch.schema.plan import Plan
+from launch.schema.recipe import Recipe
+from training.control.heartbeat import Heartbeat
+from training.control.stop_word import Control, Halted
+
+if TYPE_CHECKING:
+    from training.data.tokenise import Job
+
+STAGING = ".parts"  # the end of the name of a folder that is not finished
+TOKENIZER_CHARACTERS = 64 << 20  # of a streamed corpus, from its beginning
+ABANDONED_S = 7 * 86400.0
+
+
+def ensure(
+    recipe: Recipe,
+    plan: Plan,
+    cache: Path,
+    say: Callable[[str], None],
+    goes_on: Callable[[], None] = lambda: None,
+    processes: int = 1,
+) -> Path:
+    """The folder with the tokenised rows, tokenizer/ and counts.json; made once, under a lock, and once more where its
+    hashes say that it is damaged.
+
+    `goes_on` is called every thousand rows. What a start has tokenised that was killed is not tokenised again."""
+    identity = token_cache.token_identity(cache, recipe, plan.shape, plan.data_format)
+    folder = token_cache.token_folder(cache, identity)
+    if folder.exists() and not token_hashes.fault(folder, goes_on):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # verified again: another start may have made it meanwhile
+        fault = token_hashes.fault(folder, goes_on) if folder.exists() else None
+        if fault:
+            say(f"the tokenised rows in {folder} are damaged ({fault}): tokenising again")
+        if fault or not folder.exists():
+            _clear_abandoned(folder.parent)
+            staging = folder.with_name(f".{folder.name}{STAGING}")
+            staging.mkdir(exist_ok=True)
+            try:
+                _write(recipe, plan, identity, staging, say, goes_on, processes)
+            except LaunchError:
+                shutil.rmtree(staging)
+                raise
+            shutil.rmtree(folder, ignore_errors=True)
+            staging.rename(folder)
+    return folder
+
+
+def _clear_abandoned(folder: Path) -> None:
+    """Remove what was begun and not finished for long: of data that has changed since, say."""
+    for staging in folder.glob(f".*{STAGING}"):
+        if time.time() - staging.stat().st_mtime < ABANDONED_S:
+            continue
+        name = staging.name.removeprefix(".").removesuffix(STAGING)
+        with (folder / f"{name}.lock").open("w") as lock, suppress(BlockingIOError):  # where somebody is at it
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(staging)
+
+
+def _write(
+    recipe: Recipe,
+    plan: Plan,
+    identity: dict[str, Any],
+    folder: Path,
+    say: Callable[[str], None],
+    goes_on: Callable[[], None],
+    processes: int,
+) -> None:
+    # what these import takes a second, and most starts find their rows tokenised
+    from training.data import tokenise, tokenizer
+
+    source = recipe.data
+    if not (folder / tokenise.TOKENIZER).exists():
+        aside = folder / f"{tokenise.TOKENIZER}.tmp"
+        _tokenizer(recipe, plan, say).save_pretrained(aside)
+        aside.rename(folder / tokenise.TOKENIZER)
+    counts: dict[str, Any] = {}
+    if not source.streaming:
+        job = tokenise.job(recipe, plan, folder, "train")
+        counts["train"] = _part(job, source.max_train_samples, say, goes_on, processes)
+    if source.validation_file:
+        job = tokenise.job(recipe, plan, folder, "validation")
+        counts["validation"] = _part(job, source.max_validation_samples, say, goes_on, processes)
+    vocabulary = len(tokenizer.load(folder / tokenise.TOKENIZER))
+    for left in [*folder.glob("*.tmp"), *folder.glob("*.json")]:
+        left.unlink()
+    files.write_json(folder / token_cache.TOKENS_MADE_OF, identity)
+    files.sync_all(folder)
+    files.write_json(folder / token_cache.TOKENS_READY, {**counts, "vocabulary": vocabulary})
+    token_hashes.write(folder, goes_on)
+
+
+def _tokenizer(recipe: Recipe, plan: Plan, say: Callable[[str], None]) -> Any:
+    """The tokenizer of the recipe's folder, or one that is trained now."""
+    from launch.data import rows as data_rows
+    from training.data import tokenizer
+
+    source, section = recipe.data, recipe.tokenizer
+    train_file, local = Path(source.train_file), section.path or recipe.model.path
+    if local:
+        return tokenizer.load(Path(local))
+    size = section.vocab_size or plan.shape.config["vocab_size"]
+    say(f"training a tokenizer of at most {size:,} tokens on {train_file.name}")
+    samples = data_rows.samples(train_file, plan.data_format, data_rows.BadRows(source.max_bad_rows))
+    texts = map(data_rows.text_of, samples)
+    return tokenizer.train(_first(texts) if source.streaming else texts, section, size)
+
+
+def _first(texts: Iterator[str]) -> Iterator[str]:
+    """Of a corpus that is streamed as many texts as a tokenizer is trained on."""
+    characters = 0
+    for text in texts:
+        yield text
+        characters += len(text)
+        if characters >= TOKENIZER_CHARACTERS:
+            return
+
+
+def _part(
+    job: Job, limit: int | None, say: Callable[[str], None], goes_on: Callable[[], None], processes: int
+) -> dict[str, Any]:
+    """Tokenise what is not there yet of a part; its counts, which data.CacheCounts names."""
+    from training.data import tokenise_pool
+
+    name = job.source.name
+    with _progress(f"tokenising {name}", goes_on) as advance:
+        total, bad = tokenise_pool.part(job, limit, processes, advance, say)
+    if not total.rows:
+        raise DataError(
+            f"{job.source}: 0 rows with something to learn ({total.samples:,} read, {total.dropped:,} without a target"
+            f" within max_length {job.max_length}); check the columns and data.max_length"
+        )
+    counts = asdict(total)
+    say(summary(name, counts, job.max_length))
+    if bad.count:
+        say(f"{name}: {bad.count:,} bad rows left out (data.max_bad_rows {bad.limit}); first {bad.errors[0]}")
+    return counts
+
+
+def summary(name: str, counts: dict[str, Any], max_length: int) -> str:
+    """One line on a tokenised file."""
+    mean = counts["tokens"] / counts["rows"]
+    line = f"{name}: {counts['rows']:,} rows, {mean:.0f} tokens on average, longest {counts['longest']}"
+    if counts["documents"]:
+        each = counts["documents"] / counts["rows"]
+        line = f"{name}: {counts['documents']:,} rows in {counts['rows']:,} sequences, {each:.1f} in each on average, "
+        line += f"{mean / max_length:.1%} full"
+    if counts["truncated"]:
+        line += f", {counts['truncated']:,} cut at max_length {max_length}"
+    if counts["dropped"]:
+        line += f", {counts['dropped']:,} left out (nothing to learn from)"
+        if counts["dropped"] > counts["samples"] / 2:
+            line += "; more than half: is data.max_length long enough, are these the right columns?"
+    return line
+
+
+def _progress(title: str, goes_on: Callable[[], None]) -> Any:
+    from tqdm import tqdm
+
+    class Advance(tqdm):
+        def __call__(self, rows: int) -> None:
+            self.update(rows)
+            goes_on()
+
+    return Advance(desc=title, unit=" rows", file=sys.stderr, disable=not sys.stderr.isatty(), leave=False)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--cache", type=Path, required=True)
+    parser.add_argument("--processes", type=int, default=1)
+    arguments = parser.parse_args()
+    base_processes.settle_process()
+    run = RunDir(arguments.run_dir)
+    heartbeat = Heartbeat(run.attempt(arguments.attempt).heartbeat_file(0))
+    heartbeat.beat("tokenise")
+    try:
+        Control().listen()
+        recipe, plan = run.read_recipe(), run.read_plan()
+        say = partial(print, flush=True)
+        folder = ensure(recipe, plan, arguments.cache, say, heartbeat.again, arguments.processes)
+    except Halted as halted:
+        return halted.word.exit_code
+    except LaunchError as error:
+        run.attempt(arguments.attempt).leave_word(0, error)
+        return error.exit_code
+    except BaseException as error:
+        run.attempt(arguments.attempt).leave_word(0, error)
+        raise
+    run.write_tokens(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

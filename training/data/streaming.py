@@ -1,0 +1,254 @@
+"""A corpus whose tokens are never on the disk all at once: units are tokenised a little ahead of the step that trains
+them, once for all ranks, and dropped behind it.
+
+A position counts the packed sequences since the start of the run. What is at a position depends on the files and the
+seed alone: an epoch takes the units (training/data/units.py) in an order that the seed decides, and the sequences of
+BLOCK_UNITS units in turn at random. So batches are cut from it as from any order, and a run that goes on needs no more
+than the number of sequences that it has trained. How many a unit gives is remembered beside the tokenizer: no unit is
+tokenised again to be counted.
+"""
+
+from __future__ import annotations
+
+import selectors
+import shutil
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from torch.utils.data import Dataset
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from launch.base import files
+from launch.base.errors import DataError
+from launch.data import shards
+from launch.schema.plan import Plan
+from launch.schema.recipe import Recipe
+from training.data import tokenise
+from training.data.batches import NOTHING, Row, SampleOrder, TokenRows
+from training.data.tokenise import TOKENIZER, Job
+from training.data.tokenise_pool import Child
+
+BLOCK_UNITS = 4  # DataSection.stream_unit_bytes knows it
+POLL_S = 0.02
+WINDOW, FAILED = "stream", "failed.json"
+COUNTS, COUNT_BYTES = "units.u32", 4  # beside the tokenizer: of each unit one more than its sequences, little-endian
+Found = TypeVar("Found")
+
+
+def job(recipe: Recipe, plan: Plan, attempt: Path) -> Job:
+    """What the units are made into: files in the attempt's folder, which all ranks see."""
+    return tokenise.job(recipe, plan, attempt / WINDOW, "train")
+
+
+class Layout:
+    """Which unit and row of it is at a position, as far as the units have been counted."""
+
+    def __init__(self, counts: Path, num_units: int, seed: int) -> None:
+        self._counts, self._num_units, self._seed = counts, num_units, seed
+        self._rows: dict[int, int] = {}
+        self._ends: list[int] = []  # of the blocks: the position after each
+        self._epoch_order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
+
+    def rows_of(self, unit: int) -> int | None:
+        """How many sequences a unit gives; None: it has not been counted."""
+        if unit not in self._rows and (rows := _counted(self._counts, unit)) is not None:
+            self._rows[unit] = rows
+        return self._rows.get(unit)
+
+    def units(self, block: int) -> list[int]:
+        """The units of a block; the last block of an epoch may have fewer."""
+        epoch, at = divmod(block, -(-self._num_units // BLOCK_UNITS))
+        if self._epoch_order[0] != epoch:
+            random = np.random.default_rng([self._seed, epoch])
+            self._epoch_order = epoch, random.permutation(self._num_units)
+        return self._epoch_order[1][at * BLOCK_UNITS : (at + 1) * BLOCK_UNITS].tolist()
+
+    def block(self, position: int) -> int | None:
+        """The block that holds a position; None while it is not known which."""
+        while not self._ends or self._ends[-1] <= position:
+            block = len(self._ends)
+            if block == -(-self._num_units // BLOCK_UNITS) and not self._ends[-1]:
+                raise DataError("the corpus has 0 rows with something to learn")
+            counts = [self.rows_of(unit) for unit in self.units(block)]
+            if None in counts:
+                return None
+            self._ends.append(sum(count or 0 for count in counts) + (self._ends[-1] if self._ends else 0))
+        return bisect_right(self._ends, position)
+
+    @property
+    def known_blocks(self) -> int:
+        return len(self._ends)
+
+    def begin(self, block: int) -> int:
+        return self._ends[block - 1] if block else 0
+
+
+def _counted(counts: Path, unit: int) -> int | None:
+    try:
+        with counts.open("rb") as file:
+            file.seek(COUNT_BYTES * unit)
+            found = int.from_bytes(file.read(COUNT_BYTES), "little")
+    except FileNotFoundError:
+        return None
+    return found - 1 if found else None  # what has never been written reads as 0
+
+
+class StreamRows(Dataset):
+    """The sequences by their positions, for a rank: those that are not there yet are waited for."""
+
+    def __init__(self, job: Job, counts: Path, seed: int, num_samples: int, goes_on: Callable[[], None]) -> None:
+        """`goes_on` is called while a sequence is waited for."""
+        self._job, self._seed, self._num_samples, self._goes_on = job, seed, num_samples, goes_on
+        self._layout = Layout(counts, len(job.units), seed)
+        self._block: tuple[int, np.ndarray, dict[int, TokenRows]] = (-1, np.empty((0, 2), dtype=np.int64), {})
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> Row:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int] | None) -> list[Row]:
+        if indices is None:
+            return NOTHING
+        return [self._row(index)._replace(number=index) for index in indices]
+
+    def _row(self, position: int) -> Row:
+        block = self._waited(lambda: self._layout.block(position))
+        if self._block[0] != block:
+            self._block = block, self._places(block), {}
+        unit, row = self._block[1][position - self._layout.begin(block)].tolist()
+        if unit not in self._block[2]:
+            file = self._job.rows_file(unit)
+            self._block[2][unit] = self._waited(lambda: TokenRows(file) if file.exists() else None)
+        return self._block[2][unit][row]
+
+    def _places(self, block: int) -> np.ndarray:
+        """(unit, row) of each sequence of a block, shuffled."""
+        of_units = [(unit, self._layout.rows_of(unit) or 0) for unit in self._layout.units(block)]
+        places = [np.stack([np.full(rows, unit), np.arange(rows)], axis=1) for unit, rows in of_units]
+        return np.random.default_rng([self._seed, block, 1]).permutation(np.concatenate(places))
+
+    def _waited(self, ready: Callable[[], Found | None]) -> Found:
+        while (found := ready()) is None:
+            if failed := files.read_json(self._job.folder / FAILED):
+                raise DataError(failed["error"])
+            self._goes_on()
+            time.sleep(POLL_S)
+        return found
+
+
+class StreamOrder(SampleOrder):
+    """Positions in their order, all in one epoch: the stream is shuffled already."""
+
+    def _order(self, epoch: int) -> Any:
+        return _Positions(self.samples)
+
+
+class _Positions:
+    """0, 1, 2, ...: as an array would give them, and none is held."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        return np.arange(*part.indices(self._count))
+
+
+class Feeder(TrainerCallback):
+    """On rank 0: has units tokenised for the block that is trained and the next one, and drops those behind.
+
+    When a step has ended every rank has its sequences: what lies before is needed no more."""
+
+    def __init__(self, job: Job, counts: Path, order: SampleOrder, seed: int) -> None:
+        self._job, self._counts, self._order = job, counts, order
+        self._layout = Layout(counts, len(job.units), seed)
+        self._position = 0
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._feed, name="feeder", daemon=True)  # children end with it
+        self._bad: dict[int, int] = {}  # rows that were left out, by unit, since this start
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        self._position = self._order.samples_seen(state.global_step)
+        for left in self._job.folder.parent.parent.glob(f"*/{WINDOW}"):  # of attempts that were killed
+            shutil.rmtree(left)
+        self._counts.touch()
+        self._job.folder.mkdir()
+        shutil.copytree(self._counts.parent / TOKENIZER, self._job.folder / TOKENIZER)
+        self._job.write()
+        self._thread.start()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        self._position = self._order.samples_seen(state.global_step)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        self._is_over.set()
+        self._thread.join()
+        shutil.rmtree(self._job.folder)
+
+    def _feed(self) -> None:
+        try:
+            self._deal()
+        except Exception as error:  # whatever it is: ranks that wait for rows would wait for ever; they end with it
+            files.write_json(self._job.folder / FAILED, {"error": str(error)})
+            if not isinstance(error, DataError):
+                raise
+
+    def _deal(self) -> None:
+        with ExitStack() as held, selectors.DefaultSelector() as selector:
+            busy: dict[Child, int | None] = {}
+            for _ in range(min(shards.STREAM_PROCESSES, len(self._job.units))):
+                child = Child(self._job.folder)
+                held.callback(child.end)
+                selector.register(child.stdout, selectors.EVENT_READ, child)
+                busy[child] = None
+            while not self._is_over.is_set():
+                wanted = self._wanted()
+                missing = [
+                    unit
+                    for unit in wanted
+                    if unit not in busy.values() and not (self._job.rows_file(unit).exists() and self._job.done(unit))
+                ]
+                for child in [child for child, unit in busy.items() if unit is None][: len(missing)]:
+                    busy[child] = missing.pop(0)
+                    child.give(busy[child])
+                for key, _ in selector.select(timeout=POLL_S):
+                    for words in key.data.said():
+                        if "unit" in words:
+                            busy[key.data] = None
+                            self._finished(words["unit"])
+
+    def _wanted(self) -> list[int]:
+        """The units of this block and the next, in their order; all others are dropped."""
+        block = self._layout.block(self._position)
+        block = self._layout.known_blocks if block is None else block
+        wanted = list(dict.fromkeys([*self._layout.units(block), *self._layout.units(block + 1)]))
+        for file in self._job.folder.glob(f"{self._job.part}*.arrow"):
+            name = file.stem.rpartition("-")[2]
+            if name.isdigit() and int(name) not in wanted:
+                file.unlink()
+        return wanted
+
+    def _finished(self, unit: int) -> None:
+        found = self._job.failed(unit) or self._job.done(unit)
+        assert found is not None
+        if "error" in found:
+            raise DataError(found["error"])
+        with self._counts.open("r+b") as file:
+            file.seek(COUNT_BYTES * unit)
+            file.write((found["counts"]["rows"] + 1).to_bytes(COUNT_BYTES, "little"))
+        self._bad[unit] = len(found["bad"])
+        if sum(self._bad.values()) > self._job.max_bad_rows:
+            raise DataError(f"{found['bad'][-1]}; data.max_bad_rows allows {self._job.max_bad_rows}")

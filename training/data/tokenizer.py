@@ -1,0 +1,74 @@
+"""The tokenizer: from a local folder, or trained from the run's own data as byte-level BPE."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from launch.base.errors import ResourceError
+from launch.schema.recipe import TokenizerSection
+
+PAD, END, USER, ASSISTANT, SYSTEM = SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+
+CHAT_TEMPLATE = (  # of a trained tokenizer: one token a role, END after each answer
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}<|assistant|>{{ message['content'] }}<|end|>"
+    "{% else %}<|{{ message['role'] }}|>{{ message['content'] }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+PLAIN_TEMPLATE = (  # for a folder that brings none: a line a turn, the end token after each answer
+    # The newlines are expressions: transformers renders with trim_blocks, which removes one that follows a block.
+    "{% for message in messages %}"
+    "{% if not loop.first %}{{ '\\n' }}{% endif %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '\\n' }}{% endif %}"
+)
+
+
+def load(folder: Path) -> PreTrainedTokenizerBase:
+    """The folder's tokenizer, with the pad token and chat template that training needs.
+
+    Raises ResourceError when the folder holds no tokenizer, or one without an end token.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(" :")
+        raise ResourceError(
+            f"{folder}: no tokenizer can be loaded from this folder ({reason}); name one with --tokenizer.path=FOLDER"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ResourceError(f"{folder}: the tokenizer has no eos_token; a model could never learn where to stop")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = PLAIN_TEMPLATE
+    return tokenizer
+
+
+def train(texts: Iterator[str], section: TokenizerSection, vocab_size: int) -> PreTrainedTokenizerBase:
+    """A byte-level BPE of at most `vocab_size` tokens; every Unicode text survives encoding and decoding.
+
+    With split "character" merges never cross a character, so a token is a character or a byte of a rare one.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=section.split == "word")
+    if section.split == "character":
+        isolate = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([isolate, byte_level])
+    else:
+        tokenizer.pre_tokenizer = byte_level
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # sorted: the same ids every time
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer=trainer)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END)
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped

@@ -1,0 +1,317 @@
+"""What a rank tells the outside while it trains: events, log lines, and a bar when nobody else draws."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from launch.base import files as base_files
+from launch.base import processes
+from launch.base.text import shown
+from launch.run_folder.layout import AttemptDir
+from launch.schema.result import HeldOut, StepEvent
+from training.engines.setup import local_bytes
+
+logger = logging.getLogger("lowmem")
+
+STEADY_STEP = 2  # the first step finds no optimizer states
+COUNTED = ("tokens", "computed_tokens", "samples")
+PSS_INTERVAL_S = 2.0  # reading smaps_rollup costs milliseconds a GiB
+
+
+class HostMemory:
+    """PSS of the whole job (launcher, ranks, data workers), read at most every PSS_INTERVAL_S seconds."""
+
+    def __init__(self) -> None:
+        root = os.environ.get("LOWMEM_ROOT_PID") or (os.getppid() if "WORLD_SIZE" in os.environ else os.getpid())
+        self._root = int(root)
+        self._read_at = -PSS_INTERVAL_S
+        self.bytes = 0
+        self.peak_bytes = 0
+
+    def read(self) -> int:
+        if time.monotonic() - self._read_at >= PSS_INTERVAL_S:
+            self._read_at = time.monotonic()
+            self.bytes, highest = processes.job_pss_bytes(self._root)
+            self.peak_bytes = max(self.peak_bytes, highest)
+        return self.bytes
+
+    def highest(self) -> int:
+        """The most that the job can have held so far, read now."""
+        self._read_at = -PSS_INTERVAL_S
+        self.read()
+        return self.peak_bytes
+
+
+class StepMeter:
+    """Collects one rank's losses, token counts and rows; sums them over ranks when they are written, not at each step.
+
+    The rows go into `samples_file` of this rank: step, number, rows, as int32."""
+
+    def __init__(self, samples_file: Path | None = None) -> None:
+        self._file = samples_file.open("ab") if samples_file else None
+        self._rows: list[np.ndarray] = []
+        self._loss: torch.Tensor | None = None
+        self._counts = np.zeros(len(COUNTED), dtype=np.int64)
+        self.waited_s = 0.0
+        self.steps: list[dict[str, Any]] = []
+
+    def add(
+        self, loss: torch.Tensor, tokens: int, computed_tokens: int, samples: int, rows: np.ndarray | None = None
+    ) -> None:
+        """One micro-batch; `loss` is its share of the step's mean loss, times the number of ranks."""
+        if rows is not None:
+            self._rows.append(rows)
+        self._loss = loss if self._loss is None else self._loss + loss
+        self._counts += (tokens, computed_tokens, samples)
+
+    def close_step(self, **facts: Any) -> None:
+        assert self._loss is not None, "an optimizer step without a micro-batch"
+        self.steps.append({"loss": self._loss, "counts": self._counts.tolist(), "data_seconds": self.waited_s, **facts})
+        self._loss, self.waited_s = None, 0.0
+        self._counts[:] = 0
+        if self._file:
+            rows = np.concatenate([np.empty(0, dtype="<i4"), *self._rows])
+            self._file.write(np.concatenate([[facts["step"], len(rows)], rows]).astype("<i4").tobytes())
+            self._rows = []
+
+    def keep_rows(self, synced: bool) -> None:
+        """Hand the rows of the steps so far to the kernel, or to the disk: a checkpoint must not know more of them."""
+        if self._file:
+            self._file.flush()
+            if synced:
+                os.fsync(self._file.fileno())
+
+    def drain(self, device: torch.device) -> list[dict[str, Any]]:
+        """The steps since the last call, summed over ranks. All ranks call it at the same step."""
+        steps, self.steps = self.steps, []
+        if not steps:
+            return []
+        counts = [step.pop("counts") for step in steps]
+        losses = torch.stack([step["loss"].float() for step in steps]).double().to(device)
+        table = torch.cat([losses[:, None], torch.tensor(counts, dtype=torch.float64, device=device)], dim=1)
+        world_size = 1
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(table)
+            world_size = torch.distributed.get_world_size()
+        for step, (loss, *summed) in zip(steps, table.tolist(), strict=True):
+            step.update(zip(COUNTED, map(int, summed), strict=True), loss=loss / world_size)
+        return steps
+
+
+class Reporter(TrainerCallback):
+    """Writes events.jsonl and the log from rank 0."""
+
+    def __init__(
+        self,
+        attempt: AttemptDir,
+        rank: int,
+        meter: StepMeter,
+        order: Any,
+        device: torch.device,
+        draw: bool,
+        check_loss: Callable[[int, float], None],
+    ) -> None:
+        self._check_loss = check_loss
+        self._rank, self._meter, self._order, self._device = rank, meter, order, device
+        files = (attempt.events_file, attempt.held_out_file) if rank == 0 else ()
+        self._events, self._held_out = [file.open("a", encoding="utf-8") for file in files] or (None, None)
+        self.host = HostMemory()
+        self._bar = _Bar() if draw and rank == 0 else None
+        self._step_began = 0.0
+        self._learning_rate = 0.0
+        self.gradients_bytes = 0
+        self.last_event: StepEvent | None = None
+        self._steps = 0
+        self._attempt = attempt
+        self._is_refused = False
+
+    def _write_second_step(self) -> None:
+        """For the launcher to compare with the plan. Collective."""
+        allocated, reserved, _ = vram_peaks(self._device)
+        if self._rank == 0:
+            free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0
+            found = {"allocated_bytes": allocated, "reserved_bytes": reserved, "free_bytes": free}
+            base_files.write_json(self._attempt.second_step_file, {**found, "host_pss_bytes": self.host.highest()})
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._step_began = time.monotonic()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not self._steps:  # an attempt's first: what came before it was its start
+            self._step_began, self._meter.waited_s = time.monotonic(), 0.0
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._learning_rate = float(kwargs["optimizer"].param_groups[0]["lr"])
+        if not self.gradients_bytes:
+            gradients = (parameter.grad for parameter in kwargs["model"].parameters() if parameter.grad is not None)
+            self.gradients_bytes = sum(map(local_bytes, gradients))
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        now = time.monotonic()
+        self._meter.close_step(
+            step=state.global_step,
+            epoch=state.epoch,
+            seconds=now - self._step_began,
+            learning_rate=self._learning_rate,
+            time=time.time(),
+        )
+        self._steps += 1
+        if self._steps == STEADY_STEP:
+            self._write_second_step()
+            now = time.monotonic()
+        self._step_began = now
+        if self._bar:
+            self._bar.advance(state.global_step, state.max_steps)
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
+    ) -> None:
+        if "loss" in logs:
+            self.flush(state.max_steps, logs.get("grad_norm"))
+            self._step_began = time.monotonic()  # a log's time is no step's; nor is an evaluation's or a save's
+        elif "eval_loss" in logs and self._rank == 0:
+            logger.info(
+                "step %d/%d  held-out loss %.4f  perplexity %.2f  (%.1f s)",
+                state.global_step,
+                state.max_steps,
+                logs["eval_loss"],
+                logs["eval_perplexity"],
+                logs["eval_runtime"],
+            )
+            done = HeldOut(
+                step=state.global_step,
+                samples_seen=self._order.samples_seen(state.global_step),
+                loss=logs["eval_loss"],
+                seconds=logs["eval_runtime"],
+                time=time.time(),
+            )
+            self._write(self._held_out, [done])
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._step_began = time.monotonic()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._step_began = time.monotonic()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.flush(state.max_steps, None)
+        if self._bar:
+            self._bar.close()
+
+    def flush(self, max_steps: int, grad_norm: float | None) -> None:
+        """Write the steps since the last flush; every rank calls it at the same step."""
+        self._meter.keep_rows(synced=False)
+        steps = self._meter.drain(self._device)
+        vram = vram_peaks(self._device)
+        if self._events is None or not steps:
+            return
+        events = [
+            StepEvent(
+                max_steps=max_steps,
+                samples_seen=self._order.samples_seen(step["step"]),
+                grad_norm=float(grad_norm) if grad_norm is not None and step is steps[-1] else None,
+                vram_allocated_bytes=vram[0],
+                vram_reserved_bytes=vram[1],
+                vram_total_bytes=vram[2],
+                host_pss_bytes=self.host.read(),
+                **step,
+            )
+            for step in steps
+        ]
+        self._write(self._events, events)
+        for event in events:
+            self._check_loss(event.step, event.loss)
+        self.last_event = events[-1]
+        means = {key: sum(step[key] for step in steps) / len(steps) for key in ("loss", "seconds", "tokens", "samples")}
+        shown = replace(self.last_event, **means)
+        if self._bar:
+            self._bar.show(shown)
+        logger.info("%s", shown.line())
+
+    def _write(self, file: IO[str] | None, figures: Sequence[StepEvent | HeldOut]) -> None:
+        """Figures that the disk refuses are lost, and that is said once; training goes on."""
+        assert file is not None
+        try:
+            file.write("".join(base_files.to_json(asdict(one)) + "\n" for one in figures))
+            file.flush()
+        except OSError as error:
+            if not self._is_refused:
+                logger.warning("%s: %s; figures are lost", Path(file.name).name, error.strerror)
+            self._is_refused = True
+
+
+def vram_peaks(device: torch.device) -> tuple[int, int, int]:
+    """(allocated, reserved, total) bytes, the largest over ranks; zeros without a GPU. Collective."""
+    if device.type != "cuda":
+        return 0, 0, 0
+    peaks = torch.tensor(
+        [
+            torch.cuda.max_memory_allocated(device),
+            torch.cuda.max_memory_reserved(device),
+            torch.cuda.get_device_properties(device).total_memory,
+        ],
+        device=device,
+    )
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(peaks, op=torch.distributed.ReduceOp.MAX)
+    allocated, reserved, total = peaks.tolist()
+    return allocated, reserved, total
+
+
+class _Bar:
+    """The bar of a direct start on a terminal; under the launcher the launcher draws."""
+
+    def __init__(self) -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(unit="step", dynamic_ncols=True, file=sys.stderr)
+
+    def advance(self, step: int, max_steps: int) -> None:
+        self._bar.total = max_steps
+        self._bar.update(step - self._bar.n)
+
+    def show(self, event: StepEvent) -> None:
+        self._bar.set_postfix_str(event.metrics())
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _Shown(logging.Formatter):
+    """A line as it may stand in a log."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return shown(super().format(record))
+
+
+def start_logging(files: list[Path], rank: int) -> None:
+    """Rank 0 logs to its standard output and to `files`; other ranks only warn, on standard error."""
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.propagate = False
+    plain = _Shown("%(asctime)s  %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout if rank == 0 else sys.stderr)]
+    for path in files if rank == 0 else []:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(path, encoding="utf-8"))
+    for handler in handlers:
+        handler.setFormatter(plain)
+        logger.addHandler(handler)

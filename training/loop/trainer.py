@@ -1,0 +1,322 @@
+"""transformers.Trainer with our order of samples, a loss normalised by target tokens, and whole checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput
+
+from launch.base import files as base_files
+from launch.data.rows import IGNORED
+from launch.run_folder import manifest
+from launch.schema.plan import Strategy
+from training.checkpoints import best, commit, convert
+from training.control.stop_callback import Obey
+from training.control.stop_word import Halted
+from training.data.batches import Collator, EpochLoader, SampleOrder, TokenRows, end_what_cannot_send
+from training.engines import setup
+from training.loop import nan_guard
+from training.loop.callbacks import StepMeter
+from training.model.chunked_loss import ChunkedHead, target_loss_sum
+
+logger = logging.getLogger("lowmem")
+
+# accelerate calls the CPU of a rank cpu:0, and Trainer loads an optimizer there; torch 2.11 knows only "cpu".
+torch.serialization.register_package(
+    100, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
+)
+
+
+def empty_cache() -> None:
+    """Give what the allocator has cached back to the driver. The prediction counts on it between a step and an
+    evaluation (launch/predict/estimate.py)."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+class LowMemTrainer(Trainer):
+    """Trainer, except: an optimizer step covers exactly the next effective batch of a fixed order; the
+    gradient is of the mean over the target tokens of the step on all ranks; a checkpoint is whole or not there."""
+
+    def __init__(
+        self,
+        *,
+        order: SampleOrder,
+        meter: StepMeter,
+        keep_checkpoints: int,
+        facts: dict[str, Any],
+        watch: nan_guard.Watch | None = None,  # None: no numbers, as in a trace
+        obey: Obey | None = None,
+        strategy: Strategy | None = None,
+        output_chunks: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        """`facts` go into each checkpoint's manifest; without a `strategy` nothing is saved."""
+        self.order, self.meter, self.watch, self.obey = order, meter, watch, obey
+        self._keep_checkpoints, self._facts = keep_checkpoints, facts
+        self.verified: set[str] = set()  # names of checkpoints that this process has committed or verified
+        self.is_converted = False  # the checkpoint to resume from was, by convert.py
+        self.save_s = 0.0
+        self._strategy = strategy
+        super().__init__(compute_loss_func=self._loss, **kwargs)
+        self._shift = not self.model.config.is_encoder_decoder
+        self._head = ChunkedHead(self.model, output_chunks, self._shift) if output_chunks > 1 else None
+        if watch is not None:
+            watch.trainer = self
+
+    def _wrap_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """Under DDP a gradient is a view of the bucket that is reduced: one copy of the gradients less."""
+        wrapped = super()._wrap_model(model, *args, **kwargs)
+        setup.refuse_data_parallel(wrapped)
+        if self.accelerator.ddp_handler is not None:
+            self.accelerator.ddp_handler.gradient_as_bucket_view = True
+        return wrapped
+
+    def _loss(
+        self, outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        loss = self._loss_sum(outputs.logits, labels) / num_items_in_batch
+        if self.watch is not None:
+            self.watch.add(loss)
+        return nan_guard.poisoned(loss)
+
+    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        with self._head.given(inputs["labels"]) if self._head else nullcontext():
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """`logits`: the sum itself, where a chunked head has made it."""
+        return logits if self._head else target_loss_sum(logits, labels, self._shift)
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+        """The norm over all ranks, looked at before the optimizer steps. DeepSpeed has stepped by now (finite.py)."""
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if self.watch is None or self.is_deepspeed_enabled:
+            return norm
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        if not self.watch.check_step(float(norm)):
+            self.optimizer.zero_grad(set_to_none=True)  # the step finds no gradients: weights and moments stay
+        return norm
+
+    def _loader(self, rows: TokenRows, batches: Any, workers: int) -> EpochLoader:
+        collator = self.data_collator
+        assert isinstance(collator, Collator)
+        return EpochLoader(
+            rows,
+            batch_sampler=batches,
+            collate_fn=collator,
+            num_workers=workers,
+            pin_memory=self.args.device.type == "cuda" and self.args.dataloader_pin_memory,
+            persistent_workers=workers > 0 and self.args.dataloader_persistent_workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor if workers else None,
+            worker_init_fn=end_what_cannot_send,
+        )
+
+    def _prepare_input(self, data: Any) -> Any:
+        """To a GPU without waiting: batches stand in pinned memory, and the kernels that read them come after."""
+        if isinstance(data, torch.Tensor) and self.args.device.type == "cuda":
+            return data.to(self.args.device, non_blocking=True)
+        return super()._prepare_input(data)
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Not prepared by Accelerate, which would pad the last batch with repeated samples: the order is per rank."""
+        return self._loader(self.train_dataset, self.order, self.args.dataloader_num_workers)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """This rank's share of the held-out rows; as many batches on every rank."""
+        rows = eval_dataset if eval_dataset is not None else self.eval_dataset
+        width = self.args.per_device_eval_batch_size * self.args.world_size
+        order = list(range(len(rows)))
+        if self.order.lengths is not None or self.order.budget is not None:
+            order = rows.lengths().sum(axis=1).argsort(kind="stable").tolist()
+        batches = [
+            order[at : at + width][self.args.process_index :: self.args.world_size] for at in range(0, len(rows), width)
+        ]
+        return self._loader(rows, batches, 0)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], torch.Tensor | int | None]:
+        """Trainer's own; how long a step waits for its data is noted."""
+        began = time.monotonic()
+        batches = super().get_batch_samples(*args, **kwargs)
+        self.meter.waited_s += time.monotonic() - began
+        return batches
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
+        return super()._get_num_items_in_batch([batch for batch in batch_samples if batch], device)
+
+    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.obey:
+            self.obey.micro_batch()
+        if not inputs:  # the step needs fewer micro-batches than Trainer counts
+            return torch.zeros((), device=self.args.device)
+        rows = inputs.pop("sample_ids", None)
+        tokens, samples = inputs.pop("num_tokens", 0), inputs.pop("num_samples", 0)
+        if "attention_mask" in inputs:
+            with_target = (inputs["labels"] != IGNORED).any(dim=1)
+            tokens = (inputs["attention_mask"] * with_target[:, None]).sum()
+            samples = with_target.sum()
+        computed = inputs["input_ids"].numel()
+        if "decoder_input_ids" in inputs:
+            tokens = tokens + (inputs["labels"] != IGNORED).sum()
+            computed += inputs["labels"].numel()
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        self.meter.add(loss, int(tokens), computed, int(samples), rows)
+        return loss
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Nothing where the ranks were told to stop meanwhile."""
+        empty_cache()  # an evaluation has other sizes than a step: what is cached of one is of no use to the other
+        try:
+            return super().evaluate(*args, **kwargs)
+        except Halted:
+            assert self.obey is not None
+            self.obey.cut_evaluation(self.state, self.control)
+            return {}
+        finally:
+            empty_cache()
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Whether the held-out loss has never been so low; such a step's checkpoint is written and kept (best.py)."""
+        is_best = bool(metrics) and super()._determine_best_metric(metrics, trial)
+        if is_best and not self.control.should_save:
+            self.control.should_save = True
+            if self.obey:
+                self.obey.begin_save()
+        return is_best
+
+    def evaluation_loop(
+        self, dataloader: DataLoader, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> EvalLoopOutput:
+        """Mean loss over all target tokens of the held-out rows, and its perplexity."""
+        model = self.model_wrapped  # the wrapper gathers what the ranks hold in parts
+        model.eval()
+        totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        sums = []
+        for inputs in dataloader:
+            if self.obey:
+                self.obey.between_batches()
+            batch = self._prepare_inputs(inputs)
+            labels = batch.pop("labels")
+            # what compiles for a minute saves seconds here
+            eagerly = torch.compiler.set_stance("force_eager") if self.args.torch_compile else nullcontext()
+            with torch.no_grad(), eagerly, self.compute_loss_context_manager():
+                with self._head.given(labels) if self._head else nullcontext():
+                    logits = model(**batch).logits
+                sums.append(self._loss_sum(logits, labels))
+                totals[0] += sums[-1]
+                del logits  # else they stay while the next batch's are made
+            totals[1] += (labels != IGNORED).sum()
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(totals)
+        loss = (totals[0] / totals[1]).item()
+        metrics = {
+            f"{metric_key_prefix}_loss": loss,
+            f"{metric_key_prefix}_perplexity": math.inf if loss >= 700 else math.exp(loss),
+        }
+        if self.watch is not None:
+            self.watch.check_evaluation(loss, sums, dataloader.batch_sampler)
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        """The weights of a checkpoint of this engine; converted ones come with their states, later."""
+        if not self.is_converted:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
+    ) -> tuple[torch.nn.Module, DataLoader]:
+        """Trainer's own, which also loads optimizer and schedule."""
+        if not self.is_converted:
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        folder = Path(resume_from_checkpoint)
+        without = convert.load(self, self._strategy, folder)
+        convert.load_schedule(self, torch.load(folder / "scheduler.pt", weights_only=True))
+        if without and self.args.should_save:
+            logger.warning("no optimizer state for %s and %d more: it starts anew there", without[0], len(without) - 1)
+        return prepared
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The model's part of a checkpoint; DeepSpeed's own files hold the weights already, in every rank's share."""
+        if not self.is_deepspeed_enabled:
+            super().save_model(output_dir, _internal_call)
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """Trainer's own files, written aside by all ranks and hashed by all; committed and rotated by rank 0."""
+        if self.watch is not None:
+            self.watch.check_checkpoint()
+        began = time.monotonic()
+        step = self.state.global_step
+        checkpoints = Path(self.args.output_dir)
+        if manifest.name(step) in self.verified:  # just resumed from, or saved a moment ago: nothing has changed
+            return
+        save = commit.Save(checkpoints, step, self.args.process_index, self.args.world_size)
+        empty_cache()  # a step's cached blocks are no use to what gathers weights
+        parent = super()  # the class's own, which a function inside cannot name
+
+        def begin() -> None:
+            self.meter.keep_rows(synced=True)
+            if save.rank:
+                return
+            commit.check_room(checkpoints, self._facts.get("checkpoint_bytes", 0))
+            for folder in ("", *setup.CHECKPOINT_FOLDERS[self._strategy.engine]):
+                (save.staged / folder).mkdir(parents=True, exist_ok=True)
+
+        def write() -> None:
+            self.args.output_dir = str(save.staging)
+            try:
+                parent._save_checkpoint(model, trial)
+            finally:
+                self.args.output_dir = str(checkpoints)
+
+        def finish() -> None:
+            facts = {**self._facts, "samples_seen": self.order.samples_seen(step)}
+            if self._strategy.engine in ("plain", "ddp"):
+                facts["optimizer_parameters"] = convert.optimizer_names(self)
+            files = {relative: entry for part in described for relative, entry in part.items()}
+            commit.commit(save.staged, checkpoints, step, facts, files)
+            commit.clear_staging(checkpoints)  # also what was converted, which every rank has read by now
+
+        save.on_all(begin)
+        save.on_all(write)
+        listing = save.on_first(partial(commit.listing, save.staged))
+        mine = commit.deal(listing, save.world_size)[save.rank]
+        described = save.on_all(partial(commit.describe, save.staged, mine))
+        save.on_first(finish)
+        self.verified.add(manifest.name(step))
+        kept = best.checkpoint_name(self.state)
+        save.on_first(partial(commit.rotate, checkpoints, self._keep_checkpoints, self.verified, kept))
+        self.save_s += time.monotonic() - began
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """DeepSpeed's part without its barriers in the way of an error, its `latest` and its Python script."""
+        if not self.is_deepspeed_enabled:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        engine = self.model_wrapped
+        writer = commit.DelayedWrites(engine.checkpoint_engine)
+        copies, engine._copy_recovery_script = engine._copy_recovery_script, _leave_out
+        engine.checkpoint_engine = writer
+        try:
+            is_adapter = hasattr(self.model, "peft_config")
+            engine.save_checkpoint(output_dir, save_latest=False, exclude_frozen_parameters=is_adapter)
+        finally:
+            engine.checkpoint_engine, engine._copy_recovery_script = writer.writer, copies
+        writer.check()
+        if self.args.should_save:
+            self.model.config.save_pretrained(output_dir)
+            base_files.write_atomic(Path(output_dir) / "latest", f"global_step{engine.global_steps}")
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+
+def _leave_out(folder: str) -> None:
+    """A checkpoint holds no program."""

@@ -1,0 +1,155 @@
+"""The model that trains: built from a named shape or loaded from a local folder, then frozen in part or given LoRA."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from launch.base.errors import ConfigError, ResourceError
+from launch.schema.plan import ModelShape
+from launch.schema.recipe import AttnImplementation, LoraSection, ModelSection, QuantizationSection
+from training.model import four_bit
+
+
+def build(
+    section: ModelSection,
+    shape: ModelShape,
+    lora: LoraSection | None,
+    lora_targets: tuple[str, ...],
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    quantization: QuantizationSection | None = None,
+    device: torch.device | None = None,
+    attention: AttnImplementation = "sdpa",
+) -> torch.nn.Module:
+    """The model on the CPU, in training mode's initial state; the same weights on every rank for the same seed.
+
+    A folder that is quantised (Recipe.quantized()) is loaded to `device`, a tensor at a time."""
+    torch.manual_seed(seed)
+    if section.path is None:
+        model = _from_shape(section, shape, quantization, attention)
+    else:
+        model = _from_folder(section, quantization, device or torch.device("cpu"), attention)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > vocabulary:
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer):,} tokens, the model's vocabulary {vocabulary:,}; choose a model shape"
+            " with a larger vocab_size, or a tokenizer of at most that many tokens"
+        )
+    _set_special_tokens(model, tokenizer)
+    return _prepared(model, section, lora, lora_targets)
+
+
+def folder_config(folder: str | Path) -> PreTrainedConfig:
+    """The configuration of a model folder. Raises ResourceError for a type that transformers does not have."""
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        said = str(error).strip().splitlines()[0]
+        raise ResourceError(
+            f"{folder}/config.json: transformers {transformers.__version__} cannot read it ({said}); code that comes"
+            " with a model is never run: use a model_type that transformers has itself"
+        ) from error
+
+
+def without_weights(
+    section: ModelSection,
+    shape: ModelShape,
+    lora: LoraSection | None,
+    lora_targets: tuple[str, ...],
+    quantization: QuantizationSection | None = None,
+    attention: AttnImplementation = "sdpa",
+) -> torch.nn.Module:
+    """The same model on the meta device: parameters have a shape and a type, and no values."""
+    with torch.device("meta"):
+        model = _from_shape(section, shape, quantization)
+        model.config._attn_implementation = attention  # made with it, transformers would look for a card
+        return _prepared(model, section, lora, lora_targets)
+
+
+def _prepared(
+    model: PreTrainedModel, section: ModelSection, lora: LoraSection | None, lora_targets: tuple[str, ...]
+) -> torch.nn.Module:
+    model.config.use_cache = False  # generation turns it on for itself
+    for name, parameter in model.named_parameters():
+        if any(name == prefix or name.startswith(prefix + ".") for prefix in section.freeze):
+            parameter.requires_grad_(False)
+    return _with_lora(model, lora, lora_targets) if lora else model
+
+
+def _from_shape(
+    section: ModelSection,
+    shape: ModelShape,
+    quantization: QuantizationSection | None = None,
+    attention: AttnImplementation = "sdpa",
+) -> PreTrainedModel:
+    config = AutoConfig.for_model(**shape.config)
+    family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = family.from_config(
+        config, dtype=getattr(torch, section.dtype), attn_implementation=attention, trust_remote_code=False
+    )
+    if quantization is not None:
+        four_bit.quantize(model, quantization)
+    return model
+
+
+def _from_folder(
+    section: ModelSection,
+    quantization: QuantizationSection | None,
+    device: torch.device,
+    attention: AttnImplementation = "sdpa",
+) -> PreTrainedModel:
+    assert section.path is not None
+    config = folder_config(section.path)
+    family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    in_4_bits = (
+        {"quantization_config": four_bit.config(quantization), "device_map": {"": device}} if quantization else {}
+    )
+    try:
+        model = family.from_pretrained(
+            section.path,
+            dtype=getattr(torch, section.dtype),
+            attn_implementation=attention,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            **in_4_bits,
+        )
+    except (OSError, ValueError) as error:
+        raise ResourceError(f"{section.path}: the model cannot be loaded ({str(error).splitlines()[0]})") from error
+    if quantization is not None:
+        four_bit.settle(model)
+    return model
+
+
+def _set_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    for config in (model.config, model.generation_config):
+        config.pad_token_id = tokenizer.pad_token_id
+        config.eos_token_id = tokenizer.eos_token_id
+        config.bos_token_id = tokenizer.bos_token_id
+        if model.config.is_encoder_decoder:
+            start = model.config.decoder_start_token_id
+            config.decoder_start_token_id = tokenizer.pad_token_id if start is None else start
+
+
+def _with_lora(model: PreTrainedModel, lora: LoraSection, targets: tuple[str, ...]) -> torch.nn.Module:
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    config = LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.lora_alpha,
+        lora_dropout=lora.lora_dropout,
+        target_modules=list(targets),
+        task_type=TaskType.SEQ_2_SEQ_LM if model.config.is_encoder_decoder else TaskType.CAUSAL_LM,
+    )
+    return get_peft_model(model, config)

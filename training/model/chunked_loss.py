@@ -1,0 +1,65 @@
+"""The loss in chunks of positions: logits of one at a time, and once more in backward. The same sum, less memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from launch.data.rows import IGNORED
+
+
+class ChunkedHead:
+    """In place of a model's output projection: while it is given labels, it gives the summed loss instead of logits.
+
+    It stands inside the model, where an engine's hooks and autocast hold. For models that return its output as it is
+    (launch.candidates.CHUNKED)."""
+
+    def __init__(self, network: torch.nn.Module, chunks: int, shift: bool) -> None:
+        head = network.get_output_embeddings()
+        self._project, self._chunks, self._shift = head.forward, chunks, shift
+        self._labels: torch.Tensor | None = None
+        head.forward = self._forward
+
+    @contextmanager
+    def given(self, labels: torch.Tensor) -> Iterator[None]:
+        """Within it the model's logits are the summed loss of these targets, (batch, seq), in fp32."""
+        self._labels = _next_tokens(labels) if self._shift else labels
+        try:
+            yield
+        finally:
+            self._labels = None
+
+    def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._labels is None:
+            return self._project(hidden)
+        size = math.ceil(hidden.size(1) / self._chunks)
+        parts = zip(hidden.split(size, dim=1), self._labels.split(size, dim=1), strict=True)
+        if torch.is_grad_enabled():
+            sums = [checkpoint(self._sum, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+        else:
+            sums = [self._sum(*part) for part in parts]
+        return torch.stack(sums).sum()
+
+    def _sum(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return target_loss_sum(self._project(hidden), labels)
+
+
+def target_loss_sum(logits: torch.Tensor, labels: torch.Tensor, shift: bool = False) -> torch.Tensor:
+    """Summed cross-entropy over the targets, in fp32. logits (batch, seq, vocabulary), labels (batch, seq)."""
+    if shift:
+        labels = _next_tokens(labels)
+    return functional.cross_entropy(
+        logits.float().reshape(-1, logits.size(-1)), labels.reshape(-1), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+def _next_tokens(labels: torch.Tensor) -> torch.Tensor:
+    """What each position predicts, (batch, seq)."""
+    following = labels.roll(-1, dims=1)
+    following[:, -1] = IGNORED
+    return following

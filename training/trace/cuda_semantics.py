@@ -1,0 +1,413 @@
+"""Fake tensors on the CPU behave as on a CUDA card: attention kernel, dropout, autocast, optimizer loops.
+
+A tensor labelled cuda needs a card as soon as autograd meets it, so the label stays cpu, and what PyTorch does
+otherwise on CUDA is put in its place: kernels of its dispatcher, registered in Python for the CPU's keys, and a few
+names in torch, transformers and accelerate. All of it is taken back on exit.
+
+Sources, in aten/src/ATen of PyTorch 2.11 to 2.13: native/transformers/cuda/sdp_utils.cpp,
+native/transformers/attention.cpp, native/Dropout.cpp, native/SoftMax.cpp, autocast_mode.h.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch._refs
+from accelerate import accelerator
+from torch._subclasses.fake_impls import op_implementations_dict
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils
+from transformers import modeling_flash_attention_utils as flash_utils
+from transformers.utils import import_utils
+
+aten = torch.ops.aten
+AUTOCAST = torch._C.DispatchKey.AutocastCPU
+HALF = (torch.float16, torch.bfloat16)
+CUDNN = 91900  # of a torch that does not tell: what the CUDA 13 build of torch 2.11 brings (9.19.0)
+
+Kernel = Literal["cudnn", "flash", "efficient", "math"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """The card that a trace stands for."""
+
+    architecture: str  # compute capability, 8.6, or gfx name
+    fused_attention: bool = True  # of an AMD card: whether PyTorch has fused kernels for it and may use them
+    cudnn: int = CUDNN
+    documents: int = 0  # of a row, where flash_attn's kernel of unequal lengths takes them
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """None: an AMD card."""
+        match = re.fullmatch(r"(\d+)\.(\d+)", self.architecture)
+        return (int(match[1]), int(match[2])) if match else None
+
+
+@contextmanager
+def cuda_semantics(target: Target, fp16: bool = False) -> Iterator[None]:
+    """CPU-labelled tensors take the target's code paths inside.
+
+    fp16: mixed precision asked for as bf16 (accelerate refuses fp16 on a CPU) is fp16: its kernels differ.
+    The scaler of gradients is not there; on a card it holds three scalars."""
+    with ExitStack() as stack:
+        library = torch.library.Library("aten", "IMPL")
+        stack.callback(library._destroy)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "Overriding a previously registered kernel": meant
+            library.impl("scaled_dot_product_attention", attention(target), "AutogradCPU")
+            library.impl("dropout", _dropout, "AutogradCPU")
+            library.impl("softmax.int", _softmax(aten._softmax.default), "AutogradCPU")
+            library.impl("log_softmax.int", _softmax(aten._log_softmax.default), "AutogradCPU")
+            _autocast_as_cuda(library)
+        types = [torch.Tensor, torch.nn.Parameter, FakeTensor]
+        devices = [*_foreach_utils._get_foreach_kernels_supported_devices(), "cpu"]
+        for owner, name, value in (
+            # Of a fake tensor, transformers would keep a mask that masks nothing, and an optimizer loop in Python.
+            (import_utils, "is_fake_tensor", lambda tensor: False),
+            (torch_optimizer, "_foreach_supported_types", types),
+            (_foreach_utils, "_foreach_supported_types", types),
+            (torch_optimizer, "_get_foreach_kernels_supported_devices", lambda: devices),
+            (flash_utils, "_lazy_imports", lambda *args, **kwargs: (None, _flash_attn_varlen, None, None, None)),
+            (flash_utils, "_loaded_implementation", None),
+            *([(accelerator, "get_mixed_precision_context_manager", _autocast_fp16)] if fp16 else []),
+        ):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        of_torch = op_implementations_dict[aten.native_layer_norm.default]
+        stack.callback(op_implementations_dict.__setitem__, aten.native_layer_norm.default, of_torch)
+        op_implementations_dict[aten.native_layer_norm.default] = _native_layer_norm
+        FakeTensorMode.cache_clear()  # of results of the other kind
+        stack.callback(FakeTensorMode.cache_clear)
+        yield
+
+
+def _autocast_fp16(native_amp: bool = False, autocast_kwargs: Any = None) -> Any:
+    return torch.autocast("cpu", dtype=torch.float16, enabled=native_amp)
+
+
+# ---- attention
+
+
+@dataclass(frozen=True)
+class Call:
+    """What scaled_dot_product_attention is called with. query (batch, heads, seq, width), key and value alike."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @property
+    def requires_grad(self) -> bool:
+        return torch.is_grad_enabled() and any(x.requires_grad for x in (self.query, self.key, self.value))
+
+
+def attention(target: Target) -> Callable[..., torch.Tensor]:
+    """scaled_dot_product_attention of attention.cpp, with the kernel that this card gets."""
+
+    def scaled_dot_product_attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        kernel = choose(target, call)
+        mask = _additive(attn_mask, query.dtype, -65504.0 if kernel == "cudnn" else -math.inf)
+        if kernel == "cudnn":
+            return aten._scaled_dot_product_cudnn_attention(
+                query, key, value, mask, call.requires_grad, dropout_p, is_causal, False, scale=scale
+            )[0]
+        if kernel == "flash":
+            width = query.shape[-1]
+            scale = scale if scale is not None else 1 / math.sqrt(width)
+            padded = [_multiple_of(8, tensor) for tensor in (query, key, value)]
+            out = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
+            return out if out.shape[-1] == width else out[..., :width]
+        if kernel == "efficient":
+            if mask is not None:
+                mask = _aligned(mask).expand(*query.shape[:3], key.shape[2])
+            return aten._scaled_dot_product_efficient_attention(
+                query, key, value, mask, call.requires_grad, dropout_p, is_causal, scale=scale
+            )[0]
+        return _math(replace(call, mask=mask))
+
+    return scaled_dot_product_attention
+
+
+def _flash_attn_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """flash_attn.flash_attn_varlen_func, (tokens, heads, width), of rows that are all as long as the longest: PyTorch's
+    kernel is made of the same source and keeps the same for backward."""
+    rows = [_multiple_of(8, x.unflatten(0, (-1, max_seqlen_q)).transpose(1, 2)) for x in (q, k, v)]
+    scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(q.shape[-1])
+    out = aten._scaled_dot_product_flash_attention(*rows, dropout_p, causal, False, scale=scale)[0]
+    return out[..., : q.shape[-1]].transpose(1, 2).flatten(0, 1)
+
+
+def choose(target: Target, call: Call) -> Kernel:
+    """select_sdp_backend: the first kernel in the card's order that takes this call."""
+    tensors = (call.query, call.key, call.value)
+    if len({tensor.dtype for tensor in tensors}) > 1 or any(tensor.dim() != 4 for tensor in tensors):
+        return "math"
+    rows = [*tensors, call.mask] if call.mask is not None else tensors
+    if any(tensor.stride(-1) != 1 for tensor in rows) or not all(tensor.shape[-2] for tensor in tensors):
+        return "math"
+    if not _heads_fit(call):
+        return "math"
+    if _prefers_cudnn(target) and _takes_cudnn(target, call):
+        return "cudnn"
+    if _takes_flash(target, call):
+        return "flash"
+    return "efficient" if _takes_efficient(target, call) else "math"
+
+
+def _heads_fit(call: Call) -> bool:
+    """check_batch_size_and_num_heads_dense."""
+    query, key, value = call.query, call.key, call.value
+    if not query.shape[0] == key.shape[0] == value.shape[0] or key.shape[1] != value.shape[1]:
+        return False
+    return query.shape[1] % key.shape[1] == 0 if call.enable_gqa else query.shape[1] == key.shape[1]
+
+
+def _prefers_cudnn(target: Target) -> bool:
+    """check_prefer_cudnn_attention: cuDNN stands first on Hopper and on Blackwell's data centre cards."""
+    if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
+        return False
+    return target.cudnn > 91500 and target.capability in ((9, 0), (10, 0), (10, 3))
+
+
+def _takes_cudnn(target: Target, call: Call) -> bool:
+    """can_use_cudnn_attention, of a card that prefers it."""
+    widest = 256 if target.capability == (9, 0) else 128
+    widths = (call.query.shape[-1], call.value.shape[-1])
+    if call.query.dtype not in HALF or any(width > widest or width % 8 for width in widths):
+        return False
+    if call.mask is not None and (call.mask.requires_grad or call.mask.dim() not in (2, 4)):
+        return False
+    if call.key.shape[2] == 1 or (call.dropout_p > 0 and call.query.shape[2] == 1):
+        return False
+    return (call.dropout_p * 16).is_integer()
+
+
+def _takes_flash(target: Target, call: Call) -> bool:
+    """can_use_flash_attention."""
+    query, key = call.query, call.key
+    width = query.shape[-1]
+    widest = 512 if target.capability is None and not target.architecture.startswith("gfx11") else 256
+    if call.mask is not None or query.dtype not in HALF or width > widest:
+        return False
+    if not width == key.shape[-1] == call.value.shape[-1] or (call.is_causal and query.shape[-2] != key.shape[-2]):
+        return False
+    if target.capability is None:
+        return target.fused_attention
+    if not (8, 0) <= target.capability <= (12, 1):
+        return False
+    has_little_shared_memory = (8, 6) <= target.capability <= (8, 9) or target.capability >= (12, 0)
+    if has_little_shared_memory and call.requires_grad:
+        return width <= 192 or (call.dropout_p == 0 and width > 224)
+    return True
+
+
+def _takes_efficient(target: Target, call: Call) -> bool:
+    """can_use_mem_efficient_attention. Up to 2.13 it has no grouped queries (pytorch/pytorch pull 191085)."""
+    query, mask = call.query, call.mask
+    half = query.dtype in HALF
+    widths = (query.shape[-1], call.value.shape[-1])
+    if query.dtype not in (*HALF, torch.float32) or widths[0] != call.key.shape[-1]:
+        return False
+    if query.shape[1] != call.key.shape[1]:
+        return False
+    if target.capability is None:  # AOTriton: a mask is boolean or of the query's type
+        widest = 256 if target.architecture.startswith("gfx11") else 512
+        fits = widths[0] == widths[1] <= widest and widths[0] % (8 if half else 4) == 0
+        return target.fused_attention and fits and (mask is None or mask.dtype in (torch.bool, query.dtype))
+    if not (5, 0) <= target.capability <= (12, 1):
+        return False
+    if query.dtype == torch.bfloat16 and target.capability < (8, 0):
+        return False
+    alignment = 4 if target.capability >= (8, 0) else 1  # minimum_gemm_alignment
+    if target.capability >= (8, 0) or (target.capability >= (7, 0) and half):
+        alignment = max(alignment, 8 if half else 4)
+    return all(width % alignment == 0 for width in widths)
+
+
+def _additive(mask: torch.Tensor | None, dtype: torch.dtype, masked: float) -> torch.Tensor | None:
+    """convert_boolean_attn_mask: what a boolean mask leaves out is added as `masked`."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.where(mask, 0.0, torch.scalar_tensor(masked, dtype=dtype, device=mask.device))
+
+
+def _multiple_of(width: int, tensor: torch.Tensor) -> torch.Tensor:
+    missing = -tensor.shape[-1] % width
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _aligned(mask: torch.Tensor) -> torch.Tensor:
+    """preprocess_mask: rows begin at multiples of 8 elements; where they do not, padded, and the padding cut off."""
+    if mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1]):
+        return mask
+    length = mask.shape[-1]
+    return torch.nn.functional.pad(mask, (0, 8 - length % 8))[..., :length]
+
+
+def _math(call: Call) -> torch.Tensor:
+    """_scaled_dot_product_attention_math, mask additive. ATen's own adds the mask to a fake tensor out of place, to a
+    real one in place."""
+    tensors = (call.query, call.key, call.value)
+    query, key, value = (tensor.float() if tensor.dtype in HALF else tensor for tensor in tensors)
+    mask, root = call.mask, math.sqrt(call.scale if call.scale is not None else 1 / math.sqrt(query.shape[-1]))
+    query = query * root
+    if call.is_causal:
+        allowed = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        mask = _additive(allowed, query.dtype, -math.inf)
+    if call.enable_gqa and key.shape[1] != query.shape[1]:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scores = query @ (key.transpose(-2, -1) * root)
+    if mask is not None:
+        scores.add_(mask)
+    scores = torch._safe_softmax(scores, -1)
+    if call.dropout_p > 0:
+        scores = torch.dropout(scores, call.dropout_p, True)
+    return (scores @ value).to(call.query.dtype)
+
+
+# ---- dropout, softmax, layer norm
+
+
+def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """is_fused_kernel_acceptable holds on CUDA: the mask that backward needs has one byte per element."""
+    if not train or p == 0 or not tensor.numel():
+        return tensor
+    return torch.native_dropout(tensor, p, True)[0] if p < 1 else tensor * 0
+
+
+def _softmax(kernel: Any) -> Callable[..., torch.Tensor]:
+    """On CUDA the fp32 softmax of fp16 scores needs no fp32 copy of them; that of bf16 scores does."""
+
+    def softmax(tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if tensor.dtype == torch.float16 and dtype == torch.float32:
+            return kernel(tensor, dim, True)
+        return kernel(tensor if dtype is None else tensor.to(dtype), dim, False)
+
+    return softmax
+
+
+def _native_layer_norm(
+    fake_mode: FakeTensorMode, operator: Any, tensor: torch.Tensor, normalized_shape: list[int], *args: Any
+) -> tuple[torch.Tensor, ...]:
+    """On CUDA mean and deviation are fp32, on the CPU of the input's type."""
+    axis = tensor.dim() - len(normalized_shape)
+    shape = (*tensor.shape[:axis], *[1] * len(normalized_shape))
+    with fake_mode:
+        out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        return (out, *(torch.empty(shape, dtype=torch.float32, device=tensor.device) for _ in range(2)))
+
+
+# ---- autocast
+
+# AT_FORALL_FP32: their arguments are fp32. Without those on images and with packed sequences, which no text model has.
+FP32 = (
+    *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh"),
+    *("tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm"),
+    *("rms_norm", "group_norm", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss"),
+    *("nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss"),
+    *("margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss"),
+    *("binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp"),
+    *("frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim"),
+)
+# AT_FORALL_FP32_SET_OPT_DTYPE: they compute in fp32 unless a dtype is given.
+FP32_OUT = (
+    *("prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum"),
+    *("linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList"),
+)
+# AT_FORALL_PROMOTE: one fp32 argument makes all fp32.
+PROMOTE = (
+    *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot"),
+    "scatter_add",
+)
+
+
+def _autocast_as_cuda(library: torch.library.Library) -> None:
+    """Give the CPU's autocast the lists of CUDA's. Both compute the same products in half precision, but for a few that
+    are made of those."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    for name in torch._C._dispatch_get_all_op_names():
+        is_of_cpu = name.startswith("aten::") and has_kernel(name, "AutocastCPU")
+        if is_of_cpu and not has_kernel(name, "AutocastCUDA"):
+            library.impl(name.removeprefix("aten::"), torch.library.fallthrough_kernel, "AutocastCPU")
+    for names, policy in ((FP32, _in_fp32), (FP32_OUT, _out_in_fp32), (PROMOTE, _promoted)):
+        for name in names:
+            if has_kernel(f"aten::{name}", "AutocastCUDA"):  # rms_norm: not in 2.11
+                packet, _, overload = name.partition(".")
+                operator = getattr(getattr(aten, packet), overload or "default")
+                library.impl(name, policy(operator), "AutocastCPU")
+
+
+def _without_autocast(operator: Any, args: Any, kwargs: Any) -> Any:
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(AUTOCAST)):
+        return operator(*args, **kwargs)
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype in HALF else value
+
+
+def _in_fp32(operator: Any) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return _without_autocast(operator, map(_wide, args), {name: _wide(value) for name, value in kwargs.items()})
+
+    return run
+
+
+def _out_in_fp32(operator: Any) -> Callable[..., Any]:
+    position = [argument.name for argument in operator._schema.arguments].index("dtype")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = kwargs.get("dtype", args[position] if len(args) > position else None)
+        if given is None and args[0].is_floating_point() and args[0].dtype != torch.float64:
+            args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
+        return _without_autocast(operator, args, kwargs)
+
+    return run
+
+
+def _promoted(operator: Any) -> Callable[..., Any]:
+    run_wide = _in_fp32(operator)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        is_wide = any(isinstance(value, torch.Tensor) and value.dtype == torch.float32 for value in args)
+        return run_wide(*args, **kwargs) if is_wide else _without_autocast(operator, args, kwargs)
+
+    return run
