@@ -17,7 +17,7 @@ from launch.schema.plan import Command, Plan
 def _launcher(plan: Plan) -> tuple[str, ...]:
     """Accelerate's launcher; several ranks of one machine meet on its loopback."""
     if plan.strategy.engine != "plain" and plan.strategy.num_machines == 1:
-        return (str(CODE / "training" / "on_loopback.py"),)
+        return (str(CODE / "training" / "children" / "on_loopback.py"),)
     return ("-m", "accelerate.commands.launch")
 
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.process
 VARIABLES = tuple(compile_caches.FOLDERS)
 STRANGER = 12345
 SETTLED = (
-    "import json, os, tempfile; from launch import compile_caches; compile_caches.settle();"
+    "import json, os, tempfile; from launch.base import compile_caches; compile_caches.settle();"
     " print(json.dumps({**os.environ, 'gettempdir': tempfile.gettempdir()}))"
 )
 ENTRIES = {

@@ -19,7 +19,7 @@ from launch.base.errors import LockHeld
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from launch import locks
+from launch.base import locks
 with locks.lock(Path(sys.argv[1]), "the run"):
     if sys.argv[2:]:  # a forked child keeps the file open, as a data loader's worker does
         if os.fork() == 0:
@@ -94,8 +94,8 @@ def test_of_many_that_take_over_at_once_one_has_it(tmp_path):
     code = """
 import sys, time
 from pathlib import Path
-from launch import locks
-from launch.errors import LockHeld
+from launch.base import locks
+from launch.base.errors import LockHeld
 try:
     with locks.lock(Path(sys.argv[1]), "the run"):
         print("held", flush=True)

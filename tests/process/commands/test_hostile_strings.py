@@ -20,7 +20,7 @@ from launch.base.text import HIDDEN, visible
 from launch.recipe import strict_yaml
 from launch.render import command as render_command
 from launch.render import write
-from launch.report import html
+from launch.report.html import html as report_page
 from launch.run_folder import layout
 from launch.schema.plan import Rendezvous
 from launch.schema.result import Failure, RunResult
@@ -272,7 +272,7 @@ def test_what_is_rendered_holds_every_string_as_text(tmp_path, monkeypatch):
         assert subprocess.run(["sh", "-n", str(run.command_file)], capture_output=True).returncode == 0
         failure = Failure("x", 1, text, text, text)
         page = Tags()
-        page.feed(html.html(recipe, machine, plan, RunResult(str(run.root), 1, failure, 1.0, 0), []))
+        page.feed(report_page(recipe, machine, plan, RunResult(str(run.root), 1, failure, 1.0, 0), []))
         page.close()
         assert page.found <= {
             *(

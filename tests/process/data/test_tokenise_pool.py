@@ -107,10 +107,10 @@ PARENT = """
 import sys, time
 from pathlib import Path
 from pydantic import TypeAdapter
-from training import side_by_side
-from training.tokenise import Job
+from training.data import tokenise_pool
+from training.data.tokenise import Job
 job = TypeAdapter(Job).validate_json(Path(sys.argv[1]).read_bytes())
-side_by_side.part(job, None, 2, lambda rows: time.sleep(0.1), print)
+tokenise_pool.part(job, None, 2, lambda rows: time.sleep(0.1), print)
 """
 
 

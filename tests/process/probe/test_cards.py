@@ -17,7 +17,7 @@ pytestmark = pytest.mark.process
 
 PRINT = """
 import json, os
-from launch import gpu_signs, gpus
+from launch.probe import gpu_signs, gpus
 found = gpus.find(os.environ, gpu_signs.system_root(os.environ))
 print(json.dumps([[gpu.index for gpu in found.gpus], found.obstacle, found.reason, found.cuda_driver]))
 """

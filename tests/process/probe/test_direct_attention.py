@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from launch.probe import gpus
-from tests import builders
+from tests import builders, cards
 
 CARD = {
     "card0": {
@@ -22,8 +22,9 @@ CARD = {
 }
 CODE = """
 import os, sys
-from launch import direct, seed_cli
-direct.from_request(seed_cli.translate(sys.argv[1:]))
+from launch.commands import attach
+from launch.recipe.guides import chatlm_flags
+attach.from_request(chatlm_flags.translate(sys.argv[1:]))
 print("variable", os.environ.get("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"))
 """
 
@@ -41,6 +42,8 @@ def start(tmp_path, *flags: str, **extra: str) -> str:
     program.chmod(0o755)
     train = builders.write_parquet(tmp_path / "train.parquet", builders.rows(24))
     environment = builders.environment(tmp_path / "house", **extra)
+    site = cards.torch(tmp_path / "site", "2.13.0+rocm7.2", hip="7.2", architectures="gfx1100 gfx1200 gfx1201")
+    environment["PYTHONPATH"] = f"{site}{os.pathsep}{environment['PYTHONPATH']}"
     environment["PATH"] = f"{tmp_path}{os.pathsep}{environment['PATH']}"
     model = ["--use_fast_config=True", "--model.shape=llama-tiny", "--training.bf16=false"]
     data = [f"--train_file={train}", "--data.validation_file=null"]

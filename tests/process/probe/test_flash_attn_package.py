@@ -17,7 +17,8 @@ NOTES_IMPORT = "import os; open(os.environ['LOWMEM_NOTES'], 'a').write('imported
 
 def asked(folder: Path) -> str:
     """What a launcher says that finds packages in this folder too."""
-    child = "from pathlib import Path; from launch.probe import packages; print(packages.no_flash_attn(Path('cache')))"
+    child = "from pathlib import Path; from launch.probe import import_memory"
+    child += "; print(import_memory.no_flash_attn(Path('cache')))"
     variables = {**os.environ, "PYTHONPATH": f"{CODE}{os.pathsep}{folder}", "LOWMEM_NOTES": str(folder / "notes")}
     done = subprocess.run(
         [sys.executable, "-P", "-c", child], env=variables, cwd=folder, capture_output=True, text=True, timeout=120

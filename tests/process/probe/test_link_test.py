@@ -286,9 +286,9 @@ def test_a_launcher_that_is_stopped_leaves_no_rank_and_caches_nothing(world, num
     code = """
 import os, sys
 from pathlib import Path
-from launch import preflight
+from launch.probe import link_test
 from tests.builders import machine
-preflight.link(machine(2), 2, Path(sys.argv[1]), os.environ, sys.argv[2:])
+link_test.link(machine(2), 2, Path(sys.argv[1]), os.environ, sys.argv[2:])
 """
     argv = [sys.executable, "-c", code, str(world.cache), *FAKE]
     launcher = subprocess.Popen(argv, env=world.environ({"*": "hang"}), cwd=CODE, stderr=subprocess.PIPE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,16 +11,20 @@ from pathlib import Path
 import pytest
 
 from launch.probe import gpus
-from tests import builders
+from tests import builders, cards
 
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES")
 CODE = f"""
 import json, os, sys
-from launch import direct, seed_cli
-start = direct.from_request(seed_cli.translate(sys.argv[1:]))
+sys.path.insert(0, SITE)  # of a build of torch for the cards; what starts the rank needs the real one
+from launch.commands import attach
+from launch.recipe.guides import chatlm_flags
+start = attach.from_request(chatlm_flags.translate(sys.argv[1:]))
 seen = {{name: os.environ.get(name) for name in {VARIABLES}}}
 print("\\n" + json.dumps(seen | {{"mode": start.plan.strategy.mode, "torch": "torch" in sys.modules}}))
 """
+ROCM = ("2.13.0+rocm7.2", "", "7.2", "gfx1100 gfx1200 gfx1201")
+CUDA = ("2.13.0+cu130", "13.0", "", cards.CU130)
 LAUNCHERS = {
     "python": [],
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"],
@@ -39,10 +42,13 @@ def _no_other_card():
         pytest.skip("a GPU is here and goes first")
 
 
-def start(tmp_path: Path, launcher: str, *flags: str, **extra: str) -> tuple[str, dict[str, str]]:
+def start(
+    tmp_path: Path, launcher: str, *flags: str, build: tuple[str, ...] = ROCM, **extra: str
+) -> tuple[str, dict[str, str]]:
     """What a rank printed, and the variables that it had when torch might be imported."""
     script = tmp_path / "rank.py"
-    script.write_text(CODE)
+    site = cards.torch(tmp_path / "site", *build)
+    script.write_text(f"SITE = {str(site)!r}\n{CODE}")
     train = builders.write_parquet(tmp_path / "train.parquet", builders.rows(24))
     environment = builders.environment(tmp_path / "house", **extra)
     model = ["--use_fast_config=True", "--model.shape=llama-tiny", "--training.bf16=false"]
@@ -55,7 +61,7 @@ def start(tmp_path: Path, launcher: str, *flags: str, **extra: str) -> tuple[str
 
 def two_amd_cards(tmp_path: Path) -> str:
     """A PATH whose rocm-smi lists two cards; the second has more free memory."""
-    cards = {
+    listed = {
         f"card{index}": {
             "VRAM Total Memory (B)": str(16 << 30),
             "VRAM Total Used Memory (B)": str(used),
@@ -64,7 +70,7 @@ def two_amd_cards(tmp_path: Path) -> str:
         }
         for index, used in enumerate((3 << 30, 1 << 20))
     }
-    (tmp_path / "gpus.json").write_text(json.dumps(cards))
+    (tmp_path / "gpus.json").write_text(json.dumps(listed))
     program = tmp_path / "rocm-smi"
     program.write_text(f"#!/bin/sh\ncat '{tmp_path / 'gpus.json'}'\n")
     program.chmod(0o755)
@@ -89,11 +95,7 @@ def test_on_the_cpu_no_gpu_is_hidden(tmp_path):
     assert "one process uses" not in said
 
 
-def test_nvidia_cards_are_hidden_by_the_number_that_nvml_gives_them(tmp_path):
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no C compiler to build the fake libnvidia-ml.so.1 with")
-    source = builders.CODE / "tests" / "data" / "fake_nvml.c"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / "libnvidia-ml.so.1", source], check=True)
-    _, seen = start(tmp_path, "python", LD_LIBRARY_PATH=str(tmp_path), CUDA_VISIBLE_DEVICES="GPU-22,GPU-00")
-    assert (seen["CUDA_VISIBLE_DEVICES"], seen["CUDA_DEVICE_ORDER"]) == ("2", "PCI_BUS_ID")
+def test_nvidia_cards_are_hidden_by_what_nvml_calls_the_one_that_is_used(tmp_path):
+    driver = str(cards.nvml(tmp_path))
+    _, seen = start(tmp_path, "python", build=CUDA, LD_LIBRARY_PATH=driver, CUDA_VISIBLE_DEVICES="GPU-22,GPU-00")
+    assert (seen["CUDA_VISIBLE_DEVICES"], seen["CUDA_DEVICE_ORDER"]) == ("GPU-2222", "PCI_BUS_ID")  # a card that may not be opened shifts numbers

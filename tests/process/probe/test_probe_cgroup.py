@@ -88,7 +88,7 @@ def test_a_child_in_a_cgroup_reports_that_cgroups_limit(run_inside, cgroup):
 def test_memory_a_child_holds_is_not_available_and_page_cache_is(run_inside, tmp_path):
     (tmp_path / "file").write_bytes(bytes(64 << 20))
     code = f"""
-from launch import probe
+from launch.probe import machine as probe
 before, _ = probe.host_available()
 data = open({str(tmp_path / "file")!r}, "rb")
 os = __import__("os"); os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -107,7 +107,7 @@ print(before - cached, cached - after, "cannot be reclaimed" in reason)
 def test_a_real_oom_kill_is_counted(run_inside):
     code = """
 import subprocess, sys
-from launch import probe
+from launch.probe import machine as probe
 before = probe.oom_kills()
 eater = subprocess.run([sys.executable, "-c", "held = b'x' * (1 << 30)"])
 print(eater.returncode, probe.oom_kills() - before)
@@ -127,7 +127,7 @@ def test_the_affinity_of_the_child_bounds_its_cpus():
     code = """
 import os
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-from launch import probe
+from launch.probe import machine as probe
 print(*probe.cpus(env={}))
 """
     assert run_python(code) == "1 sched_getaffinity"
@@ -150,7 +150,7 @@ print(*{name.partition(".")[0] for name in sys.modules} & {"torch", "numpy", "py
 
 PRINT_GPUS = """
 import os
-from launch import gpus
+from launch.probe import gpus
 found, reason = gpus.usable(os.environ)
 print(*found, reason, sep="\\n")
 """
@@ -193,7 +193,7 @@ def amdsmi_get_gpu_asic_info(handle):
     return {"market_name": "AMD Radeon AI PRO R9700", "asic_serial": "0xA5", "target_graphics_version": "gfx1201"}
 """)
     code = """
-from launch import gpus
+from launch.probe import gpus
 (uuid, gpu), = gpus._amd({})[0]
 print(uuid, gpu.name, gpu.total_bytes >> 20, gpu.free_bytes >> 20, gpu.architecture, gpu.driver, sep="|")
 """
