@@ -58,6 +58,11 @@ def main(argv: list[str], request: Callable[[], Request] | None = None) -> int:
             parser.add_argument("--attempt", type=int, required=True)
             arguments = parser.parse_args(argv)
             start = attach.from_run_dir(RunDir(arguments.run_dir), arguments.attempt)
+            if start.run and start.run.outcome():
+                print(
+                    f"{start.run.root} is complete: nothing to train; the recipe's line with --resume never starts over"
+                )
+                return 0
             opened.append(start.attempt)
             Heartbeat(start.attempt.heartbeat_file(rank)).beat("load")
             stacks = start.attempt.stacks_file(rank).open("a", encoding="utf-8")

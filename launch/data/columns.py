@@ -202,6 +202,8 @@ def _flags(found: Found) -> str:
     """The flags that name the likeliest columns of a file in no known format."""
     texts = [name for name, holds in found.columns.items() if holds == "string"]
     lists = [name for name, holds in found.columns.items() if holds == "messages"]
+    if len(lists) > 1:
+        return "of several columns with messages one is read: write the turns of each row into one"
     if lists:
         return f"add --data.messages_column={lists[0]}"
     if len(texts) == 1:

@@ -317,6 +317,11 @@ def _messages(row: dict[str, Any], column: str, where: Place) -> list[Message]:
         content = turn.get("content") if "content" in turn else turn.get("value")
         if not isinstance(role, str) or not isinstance(content, str):
             raise DataError(f"{where}: column '{column}': a message needs text in role and content (or from and value)")
+        if role.lower() in untrained.TOOL_ROLES:
+            raise DataError(
+                f"{where}: column '{column}': a message of role {role!r} is not trained yet, expected system, user and"
+                " assistant; leave such rows out, by --data.max_bad_rows=N where they are few"
+            )
         messages.append(
             {"role": ROLE_NAMES.get(role, _text(role, column, where)), "content": _text(content, column, where)}
         )

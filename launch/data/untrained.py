@@ -14,6 +14,7 @@ MESSAGE_KEYS = frozenset({"role", "content", "from", "value"})
 PREFERENCES = "is for another kind of training (preference pairs, as DPO and ORPO use them)"
 LABELS = "is for another kind of training (KTO, classification)"
 NOT_YET = "is not trained yet"
+TOOL_ROLES = frozenset({"function_call", "tool_call", "observation", "function", "tool", "tool_response"})
 FILES = (  # endings of a WebDataset's members
     *("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"),
     *("wav", "flac", "mp3", "ogg", "opus", "m4a"),
@@ -90,9 +91,7 @@ def refusal(place: str, names: Sequence[Name]) -> DataError:
         reasons.setdefault(reason, []).append(word)
     found = "; ".join(f"{', '.join(words)} {reason}" for reason, words in reasons.items())
     flags = ",".join(dict.fromkeys(key or column for column, key in names))
-    answers = [column for column, key in names if key is None and KEYS[_plain(column)] in (PREFERENCES, LABELS)]
-    named = f"; to train on one of them, name it: --data.response_column={answers[0]}" if answers else ""
     return DataError(
         f"{place}: has content that would be dropped: {found}. To train on the rest of each row, add"
-        f" --data.ignore_columns=[{flags}]{named}"
+        f" --data.ignore_columns=[{flags}]"
     )

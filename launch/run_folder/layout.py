@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from launch.base import locks
-from launch.base.errors import ResourceError
+from launch.base.errors import CheckpointError, ResourceError
 from launch.base.files import _damaged, read_json, write_atomic, write_json
 from launch.base.text import shown
 from launch.base.workspace import House
@@ -182,7 +182,12 @@ class RunDir:
         attempts = self.attempts()
         outcome = read_json(attempts[-1].outcome_file) if attempts else None
         if outcome is not None and not isinstance(outcome.get("complete"), bool):
-            raise _damaged(attempts[-1].outcome_file, ValueError("no key complete"))
+            newest = max(self.checkpoints.glob("checkpoint-[0-9]*"), default=None)
+            go_on = f" --resume={newest} goes on from there;" if newest else ""
+            raise CheckpointError(
+                f"{attempts[-1].outcome_file}: damaged (complete is neither true nor false);{go_on} --resume never"
+                " starts over"
+            )
         return outcome if outcome and outcome["complete"] else None
 
     def write_plan(self, recipe: Recipe, plan: Plan) -> None:

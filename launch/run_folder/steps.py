@@ -18,6 +18,7 @@ from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.result import HeldOut, StepEvent
 
 STEADY_FROM = 2  # steps of an attempt that are slower than the rest
+MOST_DIGITS = 20
 STEP = TypeAdapter(StepEvent)
 EVALUATION = TypeAdapter(HeldOut)
 Say = Callable[[str], None]
@@ -47,14 +48,21 @@ def _records(file: Path, record: TypeAdapter[Record], say: Say) -> Iterator[Reco
     damaged = []
     for number, line in enumerate(complete.split(b"\n") if complete else (), 1):
         try:
-            fields = json.loads(line)
+            fields = json.loads(line, parse_int=_int)
             yield record.validate_python(
                 {key: texts.get(value, value) if isinstance(value, str) else value for key, value in fields.items()}
             )
-        except (ValueError, AttributeError):  # no UTF-8, no JSON, no object, a field of another type
+        except (ValueError, AttributeError, RecursionError):  # no UTF-8, no JSON, no object, another type, too deep
             damaged.append(number)
     if damaged:
         say(f"{file}: {len(damaged)} damaged line(s), the first is line {damaged[0]}; missing from the report")
+
+
+def _int(digits: str) -> int:
+    """A number of a record; none has more digits than 64 bits hold."""
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
 
 
 @dataclass(frozen=True)

@@ -143,9 +143,10 @@ class Watch:
                 self._screen.say(f"{signal.Signals(self._told.stop).name}: the ranks save and stop; again: at once")
         number = signal.SIGINT if self._told.stop == signal.SIGINT else signal.SIGTERM
         for beat in beats:
-            if beat.pid not in self._signalled and processes.is_tagged(psutil.Process(beat.pid), self._run.tag):
-                self._signalled.add(beat.pid)
-                processes.send(beat.pid, number)
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                if beat.pid not in self._signalled and processes.is_tagged(psutil.Process(beat.pid), self._run.tag):
+                    self._signalled.add(beat.pid)
+                    processes.send(beat.pid, number)
         if not beats and not self._signalled and child.poll() is None:
             child.terminate()
         is_training = any(beat.section not in heartbeats.BEFORE_TRAINING for beat in beats)

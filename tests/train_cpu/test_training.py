@@ -201,14 +201,22 @@ def test_a_base_model_without_a_chat_template_is_trained_exported_and_asked_with
     assert (chat.returncode, chat.stdout) == (0, "two\n"), chat.stderr
 
 
-def test_the_pasted_dry_run_line_trains(tmp_path):
+def test_the_pasted_dry_run_line_trains_and_once_its_run_is_complete_no_more(tmp_path):
     recipe = builders.recipe(tmp_path, training={"max_steps": 3, "save_steps": 100})
     dry = builders.launch(tmp_path / "house", "run", str(recipe), "--dry-run")
     assert dry.returncode == 0, dry.stderr
     line = dry.stdout.strip().splitlines()[-1]
-    done = subprocess.run(["bash", "-c", line], cwd="/", env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "model/config.json").exists()
+
+    def paste() -> str:
+        shell = {"cwd": "/", "env": {"PATH": "/usr/bin:/bin"}, "capture_output": True, "text": True}
+        done = subprocess.run(["bash", "-c", line], **shell)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    paste()
+    trained = (tmp_path / "model/model.safetensors").read_bytes()
+    assert "is complete: nothing to train" in paste()
+    assert (tmp_path / "model/model.safetensors").read_bytes() == trained
 
 
 def test_a_t5_with_its_encoder_frozen_trains_only_the_decoder_and_loads_as_an_ordinary_folder(tmp_path):

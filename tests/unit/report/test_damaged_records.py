@@ -55,6 +55,23 @@ def test_a_flipped_bit_costs_the_records_of_its_line_and_is_said(attempt, read):
     assert read(attempt) == complete
 
 
+@pytest.mark.parametrize("line", ["[" * 5000, '{"step": ' + "9" * 400 + "}"], ids=["deep", "a number of 400 digits"])
+def test_a_line_that_no_record_can_be_is_damage(attempt, line):
+    complete = steps.events(attempt)
+    attempt.events_file.write_text(f"{line}\n{attempt.events_file.read_text()}")
+    said: list[str] = []
+    assert steps.events(attempt, said.append) == complete
+    assert said == [f"{attempt.events_file}: 1 damaged line(s), the first is line 1; missing from the report"]
+
+
+def test_a_damaged_outcome_names_the_checkpoint_to_go_on_from(attempt):
+    run = RunDir(attempt.root.parent.parent)
+    (run.checkpoints / "checkpoint-000002").mkdir(parents=True)
+    files.write_json(attempt.outcome_file, {"complete": "q"})
+    with pytest.raises(CheckpointError, match=r"--resume=.*checkpoint-000002 goes on from there"):
+        run.outcome()
+
+
 def test_a_value_of_another_type_is_damage(attempt):
     broken = json.loads(attempt.events_file.read_text().splitlines()[0]) | {"loss": ""}
     attempt.events_file.write_text(json.dumps(broken) + "\n" + attempt.events_file.read_text())
@@ -79,7 +96,7 @@ def test_only_the_last_attempts_outcome_says_whether_a_run_is_complete(attempt):
     run = RunDir(attempt.root.parent.parent)
     complete = b'{"complete": true, "model_dir": "/out"}'
     attempt.outcome_file.write_bytes(complete.replace(b'"complete"', b'"cnmplete"'))
-    with pytest.raises(CheckpointError, match=r"attempts/01/outcome\.json: missing or damaged"):
+    with pytest.raises(CheckpointError, match=r"attempts/01/outcome\.json: damaged"):
         run.outcome()
     run.new_attempt()  # which none follows that is complete
     assert run.outcome() is None
