@@ -13,7 +13,8 @@ from launch.schema.recipe import DTYPE_BYTES, ModelSection, Recipe
 # ZeRO trains flat slices of all parameters joined together and FSDP2 rows of each: only an optimizer that treats every
 # element alike gives the same result there. Adafactor keeps rows and columns, bitsandbytes blocks and whole embeddings.
 ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
-MASTER_BYTES = 4  # DeepSpeed trains a float32 copy of the weights, also where they are float32 already
+# DeepSpeed trains a float32 copy of the weights, also where they are float32 already; FSDP2 under autocast float32 ones
+MASTER_BYTES = 4
 
 
 def refusal(recipe: Recipe, strategy: Strategy) -> str | None:
@@ -68,15 +69,24 @@ def per_rank(
     ranks = strategy.num_processes
     if strategy.engine in ("plain", "ddp"):
         return whole
+    trainable = parameters.trainable_shapes(shapes, recipe.model.freeze, recipe.lora, model_type)
+    trained = sum(math.prod(shape) for shape in trainable.values())
     if strategy.engine == "fsdp2":
+        if strategy.mixed_precision != "no" and not recipe.lora:  # Accelerate makes trained weights float32
+            added = trained * (MASTER_BYTES - DTYPE_BYTES[recipe.model.dtype])
+            state_bytes = optimizers.OPTIMIZERS[recipe.training.optim]("", (trained,), MASTER_BYTES)
+            whole = replace(
+                whole,
+                weights_bytes=whole.weights_bytes + added,
+                gradients_bytes=trained * MASTER_BYTES,
+                optimizer_bytes=state_bytes,
+            )
         return replace(
             whole,
             weights_bytes=math.ceil(whole.weights_bytes / ranks),
             gradients_bytes=math.ceil(whole.gradients_bytes / ranks),
             optimizer_bytes=math.ceil(whole.optimizer_bytes / ranks),
         )
-    trainable = parameters.trainable_shapes(shapes, recipe.model.freeze, recipe.lora, model_type)
-    trained = sum(math.prod(shape) for shape in trainable.values())
     adapters = trained if recipe.lora else 0
     element_bytes = _deepspeed_element_bytes(recipe.model, strategy)
     weights = (sum(math.prod(shape) for shape in shapes.values()) + adapters) * element_bytes

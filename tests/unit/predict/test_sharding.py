@@ -40,6 +40,12 @@ def test_deepspeed_in_bf16_holds_the_weights_in_bf16_and_a_float32_copy():
     assert found == {"weights": 2 * P, "gradients": P, "optimizer": 6 * P, "offloaded": 0}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fsdp2_under_autocast_trains_float32_weights_whatever_they_were_loaded_as(dtype):
+    found = states("fsdp2", training={"bf16": True}, model={"dtype": dtype})
+    assert found == {"weights": 2 * P, "gradients": 2 * P, "optimizer": 4 * P, "offloaded": 0}
+
+
 def test_lora_shares_out_the_adapters_states_only():
     whole = plan(wish(launch={"mode": "deepspeed_zero2"}, lora={"r": 4}), machine(2))
     adapters = whole.shape.lora_parameters
