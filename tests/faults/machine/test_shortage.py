@@ -190,7 +190,7 @@ def test_rows_that_change_while_a_run_trains_do_not_reach_it_and_are_refused_aft
 def test_a_launcher_killed_between_any_two_of_its_files_leaves_nothing_that_stops_the_next(tmp_path):
     recipe = str(builders.recipe(tmp_path, training={"max_steps": 2, "save_steps": 2, "warmup_steps": 0}))
     house, kill = tmp_path / "house", "os.kill(os.getpid(), 9)"
-    fault = {"module": "launch.run_folder.layout", "attribute": "write_atomic", "do": kill}
+    fault = {"module": "launch.base.files", "attribute": "write_atomic", "do": kill}
     for number in range(100):
         faults = stopping.injecting(tmp_path, **{f"killed{number}": {**fault, "when": f"call == {number}"}})
         done = builders.launch(house, "run", recipe, "--dry-run", **faults)
