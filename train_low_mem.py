@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""What every rank runs: --run-dir under our launcher, `train` and the guides' flags under accelerate or torchrun."""
+"""What every rank runs: --run-dir under our launcher, `train` and the guides' flags under
+accelerate or torchrun."""
 
 from __future__ import annotations
 
@@ -37,11 +38,12 @@ def main(argv: list[str], request: Callable[[], Request] | None = None) -> int:
     control = Control()
     control.listen()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is ever downloaded
-    # Threads that spin lose their core to a busy neighbour: 600 ms a step, asleep 86; alone 26.8 and 27.5 (2 cores).
+    # Threads that spin lose their core to a busy neighbour: 600 ms a step, asleep 86; alone 26.8
+    # and 27.5 (2 cores).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if {"WORLD_SIZE", "LOWMEM_SUPERVISED", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys():
-        # torchrun passes signals on before it dies; accelerate's launcher of one process dies of them, and so does
-        # either of what it does not know: then this rank saves first
+        # torchrun passes signals on before it dies; accelerate's launcher of one process dies of
+        # them, and so does either of what it does not know: then this rank saves first
         passes_on = {"WORLD_SIZE", "LOWMEM_SUPERVISED"} <= os.environ.keys()
         die_with_launcher(signal.SIGKILL if passes_on else signal.SIGTERM)
     opened: list[AttemptDir] = []  # filled as soon as there is an attempt to leave word in
@@ -60,13 +62,15 @@ def main(argv: list[str], request: Callable[[], Request] | None = None) -> int:
             start = attach.from_run_dir(RunDir(arguments.run_dir), arguments.attempt)
             if start.run and start.run.outcome():
                 print(
-                    f"{start.run.root} is complete: nothing to train; the recipe's line with --resume never starts over"
+                    f"{start.run.root} is complete: nothing to train; the recipe's line with"
+                    " --resume never starts over"
                 )
                 return 0
             opened.append(start.attempt)
             Heartbeat(start.attempt.heartbeat_file(rank)).beat("load")
             stacks = start.attempt.stacks_file(rank).open("a", encoding="utf-8")
-            faulthandler.register(signal.SIGQUIT, file=stacks, all_threads=True)  # the supervisor asks when it hangs
+            # the supervisor asks when it hangs
+            faulthandler.register(signal.SIGQUIT, file=stacks, all_threads=True)
         for package in packages.unused(start.recipe, start.plan.strategy):
             sys.modules.setdefault(package, None)  # type: ignore[arg-type]  to Python: not installed
         from training import run  # torch comes in here: a wrong flag has been answered by now
@@ -79,13 +83,19 @@ def main(argv: list[str], request: Callable[[], Request] | None = None) -> int:
         for attempt in opened:
             attempt.leave_word(rank, Stopped(str(halted), code))
             if rank == 0 and not attempt.outcome_file.exists():
-                write_json(attempt.outcome_file, {"complete": False, "ended": "preempted", "checkpoint": None})
+                write_json(
+                    attempt.outcome_file,
+                    {"complete": False, "ended": "preempted", "checkpoint": None},
+                )
         return code
     except LaunchError as error:
         for attempt in opened:
             attempt.leave_word(rank, error)
-        # the first rank that ends takes all others with it; what every rank finds, a slower rank 0 is to say
-        if rank == 0 or ("LOWMEM_SUPERVISED" not in os.environ and control.is_left_alone(RANK_0_SPEAKS_S)):
+        # the first rank that ends takes all others with it; what every rank finds, a slower rank 0
+        # is to say
+        if rank == 0 or (
+            "LOWMEM_SUPERVISED" not in os.environ and control.is_left_alone(RANK_0_SPEAKS_S)
+        ):
             print(f"error: {shown(str(error))}", file=sys.stderr)
         return error.exit_code
     except BaseException as error:
@@ -96,8 +106,9 @@ def main(argv: list[str], request: Callable[[], Request] | None = None) -> int:
 
 
 def leave(code: int) -> None:
-    """End this rank now. The interpreter's own way out ends in SIGABRT now and then, where a library's thread is still
-    there: "terminate called without an active exception", after all work is done."""
+    """End this rank now. The interpreter's own way out ends in SIGABRT now and then, where a
+    library's thread is still there: "terminate called without an active exception", after all work
+    is done."""
     for child in multiprocessing.active_children():  # data loaders' workers
         child.terminate()
         child.join(timeout=1)

@@ -1,4 +1,5 @@
-"""The loop that a Trainer is measured against: the same batches, loss, clipping, optimizer and schedule, nothing else.
+"""The loop that a Trainer is measured against: the same batches, loss, clipping, optimizer and
+schedule, nothing else.
 
     python -m benchmarks.bare_loop ASKED.json
 
@@ -21,7 +22,9 @@ from training.data.batches import Collator, SampleOrder, TokenRows
 from training.model.chunked_loss import target_loss_sum
 
 
-def batches_of(tokens: str, pad_token_id: int, batch: int, steps: int, seed: int) -> list[dict[str, torch.Tensor]]:
+def batches_of(
+    tokens: str, pad_token_id: int, batch: int, steps: int, seed: int
+) -> list[dict[str, torch.Tensor]]:
     """The batches of a run of ours with this seed."""
     rows, collate = TokenRows(Path(tokens)), Collator(pad_token_id)
     order = SampleOrder(len(rows), batch, 1, 1, 0, seed)
@@ -31,13 +34,19 @@ def batches_of(tokens: str, pad_token_id: int, batch: int, steps: int, seed: int
 def main(asked: dict[str, Any]) -> None:
     model = AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32).train()
     model.config.use_cache = False  # as Trainer has it
-    batches = batches_of(asked["tokens"], model.config.pad_token_id, asked["batch"], asked["steps"], asked["seed"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=asked["learning_rate"], weight_decay=0.0, fused=True)
+    batches = batches_of(
+        asked["tokens"], model.config.pad_token_id, asked["batch"], asked["steps"], asked["seed"]
+    )
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=asked["learning_rate"], weight_decay=0.0, fused=True
+    )
     schedule = get_linear_schedule_with_warmup(optimizer, 0, asked["steps"])
     losses, times = [], []
     for batch in batches:
         labels = batch.pop("labels")
-        loss = target_loss_sum(model(**batch).logits, labels, shift=True) / (labels != IGNORED).sum()
+        loss = (
+            target_loss_sum(model(**batch).logits, labels, shift=True) / (labels != IGNORED).sum()
+        )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), asked["max_grad_norm"])
         optimizer.step()

@@ -1,7 +1,9 @@
-"""One short training inside whatever memory limit its process has: what the searchers of batch_search.py try.
+"""One short training inside whatever memory limit its process has: what the searchers of
+batch_search.py try.
 
-`ours RECIPE BATCH` is our launcher and trainer with the batch forced, `plain RECIPE BATCH` transformers.Trainer on the
-same model and rows in this process. The last line printed is JSON: seconds of a step and its samples, or the failure.
+`ours RECIPE BATCH` is our launcher and trainer with the batch forced, `plain RECIPE BATCH`
+transformers.Trainer on the same model and rows in this process. The last line printed is JSON:
+seconds of a step and its samples, or the failure.
 """
 
 from __future__ import annotations
@@ -55,19 +57,34 @@ def ours(recipe_file: str, batch: int) -> None:
     command = render_command.command(plan, resolved.machine, run, attempt, house, os.environ)
     with contextlib.redirect_stdout(io.StringIO()):
         result = supervise_attempt.run(
-            replace(resolved, plan=plan), run, attempt, lambda: command, Screen(layout.log_file(house.root, run))
+            replace(resolved, plan=plan),
+            run,
+            attempt,
+            lambda: command,
+            Screen(layout.log_file(house.root, run)),
         )
     if result.failure is not None:
         say(failure=result.failure.kind)
         return
-    events = [json.loads(line) for line in attempt.events_file.read_text(encoding="utf-8").splitlines()]
-    say(step_s=statistics.median(event["seconds"] for event in events[1:]), samples=strategy.effective_batch_size)
+    events = [
+        json.loads(line) for line in attempt.events_file.read_text(encoding="utf-8").splitlines()
+    ]
+    say(
+        step_s=statistics.median(event["seconds"] for event in events[1:]),
+        samples=strategy.effective_batch_size,
+    )
 
 
 def plain(recipe_file: str, batch: int) -> None:
     """Train with transformers.Trainer; the effective batch is cut as far as it can be, not held."""
     import pyarrow.parquet as pq
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
 
     recipe = yaml.safe_load(Path(recipe_file).read_text(encoding="utf-8"))
     length, asked = recipe["data"]["max_length"], recipe["training"]["per_device_train_batch_size"]

@@ -12,7 +12,8 @@ CHARACTERS = np.arange(0x4E00, 0x4E00 + 400, dtype="<u4")
 
 
 def write_rows(path: Path, count: int) -> None:
-    """prompt and response columns, 10,000 rows in memory at a time; the first rows are the same for any count."""
+    """prompt and response columns, 10,000 rows in memory at a time; the first rows are the same for
+    any count."""
     rng = np.random.default_rng(7)
     schema = pa.schema([("prompt", pa.string()), ("response", pa.string())])
     with pq.ParquetWriter(path, schema, use_dictionary=False, compression="zstd") as writer:

@@ -1,8 +1,10 @@
-"""train_low_mem.py with every byte of the CPU allocator counted (allocator.c is preloaded); for cpu_memory.py.
+"""train_low_mem.py with every byte of the CPU allocator counted (allocator.c is preloaded); for
+cpu_memory.py.
 
-Writes allocator-<rank>.json into the attempt's folder: for each section of the run (load, each optimizer step,
-evaluation, save) the bytes held when it began and the most held within it. Weights that the model still reads from a
-mapped file are added: the allocator never sees them, and each becomes private memory when it is updated.
+Writes allocator-<rank>.json into the attempt's folder: for each section of the run (load, each
+optimizer step, evaluation, save) the bytes held when it began and the most held within it. Weights
+that the model still reads from a mapped file are added: the allocator never sees them, and each
+becomes private memory when it is updated.
 """
 
 from __future__ import annotations
@@ -30,17 +32,22 @@ networks: list[torch.nn.Module] = []  # the model, once it is built
 
 
 def mapped_bytes() -> int:
-    """Bytes of the model's tensors that the allocator does not hold: still in the file they were loaded from."""
+    """Bytes of the model's tensors that the allocator does not hold: still in the file they were
+    loaded from."""
     tensors = [one for network in networks for one in (*network.parameters(), *network.buffers())]
     local = [one.to_local() if hasattr(one, "to_local") else one for one in tensors]
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in local}
-    return sum(size for pointer, size in storages.items() if pointer and not counter.lowmem_holds(pointer))
+    return sum(
+        size for pointer, size in storages.items() if pointer and not counter.lowmem_holds(pointer)
+    )
 
 
 def mark(name: str) -> None:
     """Close the section that runs and begin another."""
     now, mapped = ctypes.c_int64(), mapped_bytes()
-    sections[-1]["peak_bytes"] = counter.lowmem_mark(ctypes.byref(now)) + (mapped if len(sections) > 1 else 0)
+    sections[-1]["peak_bytes"] = counter.lowmem_mark(ctypes.byref(now)) + (
+        mapped if len(sections) > 1 else 0
+    )
     sections.append({"name": name, "begin_bytes": now.value + mapped})
 
 
@@ -84,5 +91,7 @@ if __name__ == "__main__":
     attempt = Path(sys.argv[sys.argv.index("--run-dir") + 1]) / "attempts" / "01"
     status = train_low_mem.main(sys.argv[1:])
     mark("")
-    (attempt / f"allocator-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(sections[:-1]))
+    (attempt / f"allocator-{os.environ.get('RANK', '0')}.json").write_text(
+        json.dumps(sections[:-1])
+    )
     sys.exit(status)

@@ -1,9 +1,11 @@
-"""Predicted beside measured memory of real runs on CPUs: every byte of torch's allocator, and the job's host RAM.
+"""Predicted beside measured memory of real runs on CPUs: every byte of torch's allocator, and the
+job's host RAM.
 
-Each configuration is trained by train_low_mem.py under our launcher: some steps, an evaluation, an export. A preloaded
-counter (allocator.c) sees each allocation of each rank in every thread; the peak of the steps from the second on is
-compared with the plan's, that of the evaluation with the trace's. Host RAM is what the report shows. FSDP2 runs through
-the shim of tests/modes. A quarter of the rows is shorter than the rest: batches are padded.
+Each configuration is trained by train_low_mem.py under our launcher: some steps, an evaluation, an
+export. A preloaded counter (allocator.c) sees each allocation of each rank in every thread; the
+peak of the steps from the second on is compared with the plan's, that of the evaluation with the
+trace's. Host RAM is what the report shows. FSDP2 runs through the shim of tests/modes. A quarter of
+the rows is shorter than the rest: batches are padded.
 """
 
 from __future__ import annotations
@@ -42,7 +44,14 @@ from tests.modes.launch_one import as_fsdp2
 
 LENGTH = 256
 WORDS = ("red", "blue", "green", "stone")
-GPT2 = {"model_type": "gpt2", "vocab_size": 4096, "n_positions": 512, "n_embd": 256, "n_layer": 6, "n_head": 4}
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 4096,
+    "n_positions": 512,
+    "n_embd": 256,
+    "n_layer": 6,
+    "n_head": 4,
+}
 WIDE = {**GPT2, "n_embd": 512, "vocab_size": 512}
 QWEN = {
     "model_type": "qwen2",
@@ -111,26 +120,61 @@ CASES = (
     Case("gpt2, autocast", GPT2, training=AUTOCAST),
     Case("gpt2, bf16 weights", GPT2, model=HALF),
     Case("gpt2, bf16 weights, accumulation 2", GPT2, model=HALF, training=accumulating(2)),
-    Case("gpt2, checkpointing, accumulation 2", GPT2, training={**CHECKPOINTING, **accumulating(2)}),
+    Case(
+        "gpt2, checkpointing, accumulation 2", GPT2, training={**CHECKPOINTING, **accumulating(2)}
+    ),
     Case("gpt2, optimizer is the peak", WIDE, 1, {"optim": "adamw_torch"}, length=32),
     Case("qwen2", QWEN),
     Case("qwen2, one sample", QWEN, 1),
     Case("qwen2, nothing padded", QWEN, padded=False),
     Case("qwen2, checkpointing", QWEN, training=CHECKPOINTING),
-    Case("qwen2, autocast, accumulation 3", QWEN, training={**AUTOCAST, **accumulating(3)}, length=192),
+    Case(
+        "qwen2, autocast, accumulation 3",
+        QWEN,
+        training={**AUTOCAST, **accumulating(3)},
+        length=192,
+    ),
     Case("qwen2, bf16 weights, Adafactor", QWEN, model=HALF, training={"optim": "adafactor"}),
-    Case("qwen2, eager, checkpointing, autocast", QWEN, 3, model=EAGER, training={**CHECKPOINTING, **AUTOCAST}),
+    Case(
+        "qwen2, eager, checkpointing, autocast",
+        QWEN,
+        3,
+        model=EAGER,
+        training={**CHECKPOINTING, **AUTOCAST},
+    ),
     Case("llama, LoRA", LLAMA, lora={"r": 16}),
     Case("llama, LoRA, checkpointing", LLAMA, lora={"r": 16}, training=CHECKPOINTING),
-    Case("llama, LoRA with dropout, bf16 weights", LLAMA, lora={"r": 16, "lora_dropout": 0.05}, model=HALF),
-    Case("llama, LoRA, autocast, accumulation 2", LLAMA, lora={"r": 8}, training={**AUTOCAST, **accumulating(2)}),
+    Case(
+        "llama, LoRA with dropout, bf16 weights",
+        LLAMA,
+        lora={"r": 16, "lora_dropout": 0.05},
+        model=HALF,
+    ),
+    Case(
+        "llama, LoRA, autocast, accumulation 2",
+        LLAMA,
+        lora={"r": 8},
+        training={**AUTOCAST, **accumulating(2)},
+    ),
     Case("llama, no clipping", LLAMA, training={"max_grad_norm": 0}),
-    Case("llama, Adafactor, checkpointing", LLAMA, 8, {"optim": "adafactor", **CHECKPOINTING}, length=128),
+    Case(
+        "llama, Adafactor, checkpointing",
+        LLAMA,
+        8,
+        {"optim": "adafactor", **CHECKPOINTING},
+        length=128,
+    ),
     Case("llama, SGD", LLAMA, training={"optim": "sgd"}),
     Case("t5", T5, length=128),
     Case("t5, checkpointing", T5, training=CHECKPOINTING, length=128),
     Case("t5, autocast, accumulation 2", T5, training={**AUTOCAST, **accumulating(2)}, length=128),
-    Case("t5, encoder frozen, autocast", T5, training=AUTOCAST, model={"freeze": ["shared", "encoder"]}, length=128),
+    Case(
+        "t5, encoder frozen, autocast",
+        T5,
+        training=AUTOCAST,
+        model={"freeze": ["shared", "encoder"]},
+        length=128,
+    ),
     Case("t5, LoRA", T5, lora={"r": 8}, length=128),
     Case("t5, eager", T5, model=EAGER, length=128),
     Case("qwen2, DDP", QWEN, mode="multi_cpu", ranks=2),
@@ -142,7 +186,7 @@ CASES = (
     Case("qwen2, ZeRO-2", QWEN, mode="deepspeed_zero2", ranks=2),
     Case("gpt2, wide, ZeRO-2", WIDE, 1, mode="deepspeed_zero2", ranks=2),
     Case("gpt2, ZeRO-3", GPT2, mode="deepspeed_zero3", ranks=2),
-)  # fmt: skip
+)
 
 
 def write_data(folder: Path, case: Case) -> Path:
@@ -204,7 +248,12 @@ def measured(case: Case, folder: Path, counter: Path) -> dict[str, Any]:
     attempt = counted(resolved, counter)
     plain = started(case, folder, recipe_file)
     ranks = [json.loads(file.read_text()) for file in sorted(attempt.root.glob("allocator-*.json"))]
-    steps = [one for rank in ranks for one in rank if one["name"].startswith("step ") and one["name"] != "step 1"]
+    steps = [
+        one
+        for rank in ranks
+        for one in rank
+        if one["name"].startswith("step ") and one["name"] != "step 1"
+    ]
     evaluations = [one for rank in ranks for one in rank if one["name"] == "evaluation"]
     about = resolved.about
     assert about is not None
@@ -216,7 +265,9 @@ def measured(case: Case, folder: Path, counter: Path) -> dict[str, Any]:
     assert trace is not None, about.traces and about.traces.failure
     peaks = trace.peaks(case.batch, min(strategy.per_device_eval_batch_size, 3 * case.batch))
     judged = estimate.judge(about, strategy)
-    trained = max(peak.allocated_bytes for section, peak in peaks.items() if section != "evaluation")
+    trained = max(
+        peak.allocated_bytes for section, peak in peaks.items() if section != "evaluation"
+    )
     return {
         "case": case.name,
         "predicted_bytes": trained,
@@ -237,9 +288,15 @@ def counted(resolved: Resolved, counter: Path) -> AttemptDir:
     run = resume.decide(house.runs, resolved.recipe, plan, tokens, "never", datetime.now()).run
     attempt = write.write_run(run, resolved.recipe, resolved.machine, plan, house)
     command = render_command.command(plan, resolved.machine, run, attempt, house, os.environ)
-    instead = {str(recording.CODE / "train_low_mem.py"): str(recording.CODE / "benchmarks" / "counted_rank.py")}
+    instead = {
+        str(recording.CODE / "train_low_mem.py"): str(
+            recording.CODE / "benchmarks" / "counted_rank.py"
+        )
+    }
     added = {"PYTHONPATH": str(recording.CODE), "LD_PRELOAD": str(counter)}
-    command = Command(tuple(instead.get(word, word) for word in command.argv), {**command.env, **added})
+    command = Command(
+        tuple(instead.get(word, word) for word in command.argv), {**command.env, **added}
+    )
     with contextlib.redirect_stdout(io.StringIO()):
         result = supervise_attempt.run(
             resolved, run, attempt, lambda: command, Screen(layout.log_file(house.root, run))
@@ -250,7 +307,14 @@ def counted(resolved: Resolved, counter: Path) -> AttemptDir:
 
 def started(case: Case, folder: Path, recipe_file: Path) -> dict[str, Any]:
     """What the launcher has seen of the same, started as users start it, tokenised already."""
-    argv = [sys.executable, "-m", "tests.modes.launch_one", case.mode, str(recipe_file), "--name=plain"]
+    argv = [
+        sys.executable,
+        "-m",
+        "tests.modes.launch_one",
+        case.mode,
+        str(recipe_file),
+        "--name=plain",
+    ]
     env = {**recording.environment(folder), "LOWMEM_TRACES": os.environ["LOWMEM_TRACES"]}
     done = subprocess.run(argv, env=env, cwd=recording.CODE, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -261,7 +325,10 @@ def started(case: Case, folder: Path, recipe_file: Path) -> dict[str, Any]:
 def build_counter(folder: Path) -> Path:
     target = folder / "allocator.so"
     source = recording.CODE / "benchmarks" / "allocator.c"
-    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(target), str(source), "-ldl", "-lpthread"], check=True)
+    subprocess.run(
+        ["cc", "-O2", "-shared", "-fPIC", "-o", str(target), str(source), "-ldl", "-lpthread"],
+        check=True,
+    )
     return target
 
 
@@ -274,10 +341,21 @@ def text(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         line = [row["case"]]
         for what in ("", "evaluation_", "host_"):
-            line += [f"{row[f'{what}{side}_bytes'] / (1 << 20):.1f}" for side in ("predicted", "measured")]
+            line += [
+                f"{row[f'{what}{side}_bytes'] / (1 << 20):.1f}"
+                for side in ("predicted", "measured")
+            ]
             line.append(f"{off(row, what):+.3%}" if what != "host_" else f"{off(row, what):+.1%}")
         lines.append(line)
-    head = ["case", "step, predicted MiB", "measured", "error", "evaluation, predicted", "measured", "error"]
+    head = [
+        "case",
+        "step, predicted MiB",
+        "measured",
+        "error",
+        "evaluation, predicted",
+        "measured",
+        "error",
+    ]
     head += ["host RAM, predicted", "measured", "error"]
     summary = []
     for what, words in (
@@ -286,13 +364,24 @@ def text(rows: Sequence[Mapping[str, Any]]) -> str:
         ("host_", "host RAM of the job"),
     ):
         sizes = [abs(off(row, what)) for row in rows]
-        summary.append(f"{words}: median |error| {statistics.median(sizes):.3%}, max {max(sizes):.3%}")
-    return f"{len(rows)} configurations. " + "; ".join(summary) + ".\n\n" + recording.table(head, lines)
+        summary.append(
+            f"{words}: median |error| {statistics.median(sizes):.3%}, max {max(sizes):.3%}"
+        )
+    return (
+        f"{len(rows)} configurations. "
+        + "; ".join(summary)
+        + ".\n\n"
+        + recording.table(head, lines)
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose name holds this; nothing is recorded")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", help="cases whose name holds this; nothing is recorded"
+    )
     arguments = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as place:
@@ -304,7 +393,8 @@ def main() -> None:
             rows.append(measured(case, folder, counter))
             row = rows[-1]
             print(
-                f"{case.name}: {off(row, ''):+.3%}, {off(row, 'evaluation_'):+.3%}, {off(row, 'host_'):+.1%}",
+                f"{case.name}: {off(row, ''):+.3%}, {off(row, 'evaluation_'):+.3%},"
+                f" {off(row, 'host_'):+.1%}",
                 flush=True,
             )
             shutil.rmtree(folder)

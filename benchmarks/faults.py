@@ -1,7 +1,9 @@
-"""Every fault of the list below, as the tests that inject it have seen it: the table of docs/faults.md.
+"""Every fault of the list below, as the tests that inject it have seen it: the table of
+docs/faults.md.
 
-Runs the tests that say which faults they show (`pytest -m shows`, about an hour on two cores), or reads what they left
-(`--log FILE`, one JSON line a test: tests/fault_log.py), and writes the table between its marks.
+Runs the tests that say which faults they show (`pytest -m shows`, about an hour on two cores), or
+reads what they left (`--log FILE`, one JSON line a test: tests/fault_log.py), and writes the table
+between its marks.
 """
 
 from __future__ import annotations
@@ -81,7 +83,9 @@ WORST = ("failed", "skipped", "passed")
 def run(log: Path) -> int:
     """pytest's exit code; the lines go to `log`."""
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "shows"]
-    return subprocess.run(argv, cwd=recording.CODE, env={**os.environ, "LOWMEM_FAULT_LOG": str(log)}).returncode
+    return subprocess.run(
+        argv, cwd=recording.CODE, env={**os.environ, "LOWMEM_FAULT_LOG": str(log)}
+    ).returncode
 
 
 def read(log: Path) -> list[dict[str, Any]]:
@@ -92,13 +96,21 @@ def read(log: Path) -> list[dict[str, Any]]:
 
 def table(lines: list[dict[str, Any]]) -> str:
     outcomes = [line["outcome"] for line in lines]
-    counts = ", ".join(f"{outcomes.count(word)} {word}" for word in reversed(WORST) if word in outcomes)
+    counts = ", ".join(
+        f"{outcomes.count(word)} {word}" for word in reversed(WORST) if word in outcomes
+    )
     rows = [
-        f"{date.today()}, {recording.machine()}: {counts} of {len(lines)} tests; {_versions()}. Exit codes are those of"
-        " each test's runs, 0 where they went on to their end. Steps lost were trained and had to be, or will have to,"
-        " be trained again. Seconds are from the fault to the end of the attempt that it hit: median, worst.",
+        (
+            f"{date.today()}, {recording.machine()}: {counts} of {len(lines)} tests; {_versions()}."
+            " Exit codes are those of each test's runs, 0 where they went on to their end. Steps"
+            " lost were trained and had to be, or will have to, be trained again. Seconds are from"
+            " the fault to the end of the attempt that it hit: median, worst."
+        ),
         "",
-        "| | fault | what was done, how it is known to have happened | verdict | exit codes | steps lost | s | tests |",
+        (
+            "| | fault | what was done, how it is known to have happened | verdict | exit codes |"
+            " steps lost | s | tests |"
+        ),
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for number, words in FAULTS.items():
@@ -123,7 +135,11 @@ def _cells(number: str, lines: list[dict[str, Any]]) -> str:
         ", ".join(map(str, codes)) or "-",
         f"at most {max(lost)}" if lost else "-",
         f"{seconds[len(seconds) // 2]:g}, {seconds[-1]:g}" if seconds else "-",
-        f"{passed} passed" if worst == "passed" else f"**{worst}**: {passed} of {len(lines)} passed",
+        (
+            f"{passed} passed"
+            if worst == "passed"
+            else f"**{worst}**: {passed} of {len(lines)} passed"
+        ),
     )
     return " | ".join(cells)
 
@@ -133,8 +149,12 @@ def _versions() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--log", type=Path, help="write the table from what tests have left there; runs nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--log", type=Path, help="write the table from what tests have left there; runs nothing"
+    )
     arguments = parser.parse_args()
     code = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -144,7 +164,9 @@ def main() -> int:
         lines = read(log)
     page = recording.CODE / "docs" / "faults.md"
     head, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    page.write_text(f"{head}{BEGIN}\n\n{table(lines)}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    page.write_text(
+        f"{head}{BEGIN}\n\n{table(lines)}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8"
+    )
     return code
 
 

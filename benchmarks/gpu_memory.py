@@ -1,8 +1,10 @@
-"""Predicted beside measured memory of real runs on one GPU, and the batch chosen beside the largest that fits.
+"""Predicted beside measured memory of real runs on one GPU, and the batch chosen beside the largest
+that fits.
 
-Each case trains some steps under our launcher; the second step's figures (allocated, reserved, outside the allocator)
-are put beside the plan's. Then the largest micro-batch is searched by real runs, and every verdict "fits" below it has
-to hold. Without a GPU the result says that nothing was run.
+Each case trains some steps under our launcher; the second step's figures (allocated, reserved,
+outside the allocator) are put beside the plan's. Then the largest micro-batch is searched by real
+runs, and every verdict "fits" below it has to hold. Without a GPU the result says that nothing was
+run.
 """
 
 from __future__ import annotations
@@ -24,7 +26,11 @@ from benchmarks import recording
 
 LENGTH = 512
 FOUR_BIT = {"load_in_4bit": True}
-HALF, AUTOCAST, CHECKPOINTING = {"dtype": "bfloat16"}, {"bf16": True}, {"gradient_checkpointing": True}
+HALF, AUTOCAST, CHECKPOINTING = (
+    {"dtype": "bfloat16"},
+    {"bf16": True},
+    {"gradient_checkpointing": True},
+)
 
 
 @dataclass(frozen=True)
@@ -46,14 +52,34 @@ CASES = (
     Case("gpt2-small, loop of kernels", "gpt2-small", 8, {"optim": "adamw_torch"}),
     Case("gpt2-medium, checkpointing, autocast", "gpt2-medium", 8, {**AUTOCAST, **CHECKPOINTING}),
     Case("qwen2-0.5b, bf16 weights", "qwen2-0.5b", 4, model=HALF),
-    Case("qwen2-0.5b, autocast, accumulation", "qwen2-0.5b", 4, {**AUTOCAST, "gradient_accumulation_steps": 2}),
+    Case(
+        "qwen2-0.5b, autocast, accumulation",
+        "qwen2-0.5b",
+        4,
+        {**AUTOCAST, "gradient_accumulation_steps": 2},
+    ),
     Case("qwen2-0.5b, eager", "qwen2-0.5b", 4, AUTOCAST, {"attn_implementation": "eager"}),
     Case("t5-chatlm-0.2b, autocast", "t5-chatlm-0.2b", 8, AUTOCAST),
     Case("minigpt-medium, autocast", "minigpt-medium", 16, AUTOCAST),
     Case("llama-7b, LoRA", "llama-7b", 2, AUTOCAST, HALF, {"r": 16}),
-    Case("llama-7b, LoRA, checkpointing", "llama-7b", 4, {**AUTOCAST, **CHECKPOINTING}, HALF, {"r": 16}),
-    Case("llama-7b, QLoRA, checkpointing", "llama-7b", 4, {**AUTOCAST, **CHECKPOINTING}, HALF, {"r": 16}, FOUR_BIT),
-)  # fmt: skip
+    Case(
+        "llama-7b, LoRA, checkpointing",
+        "llama-7b",
+        4,
+        {**AUTOCAST, **CHECKPOINTING},
+        HALF,
+        {"r": 16},
+    ),
+    Case(
+        "llama-7b, QLoRA, checkpointing",
+        "llama-7b",
+        4,
+        {**AUTOCAST, **CHECKPOINTING},
+        HALF,
+        {"r": 16},
+        FOUR_BIT,
+    ),
+)
 
 
 def recipe(folder: Path, case: Case) -> Path:
@@ -61,7 +87,10 @@ def recipe(folder: Path, case: Case) -> Path:
 
     rng = random.Random(0)
     words = ["red", "blue", "green", "stone", "river"]
-    rows = [{"prompt": f"{n}", "response": " ".join(rng.choices(words, k=3 * LENGTH))} for n in range(256)]
+    rows = [
+        {"prompt": f"{n}", "response": " ".join(rng.choices(words, k=3 * LENGTH))}
+        for n in range(256)
+    ]
     write_parquet(folder / "train.parquet", rows)
     content: dict[str, Any] = {
         "name": "case",
@@ -88,7 +117,8 @@ def recipe(folder: Path, case: Case) -> Path:
 
 
 def run(folder: Path, case: Case, batch: int) -> dict[str, Any] | None:
-    """Train with this micro-batch; the plan's and the second step's figures, or None: out of memory."""
+    """Train with this micro-batch; the plan's and the second step's figures, or None: out of
+    memory."""
     from launch.data import token_cache
     from launch.plan.resolve import resolve
     from launch.render import command as render_command
@@ -98,7 +128,9 @@ def run(folder: Path, case: Case, batch: int) -> dict[str, Any] | None:
     from launch.supervise.screen import Screen
 
     os.environ["LOWMEM_ROOT"] = str(folder)
-    resolved = resolve(str(recipe(folder, case)), [f"--training.per_device_train_batch_size={batch}"])
+    resolved = resolve(
+        str(recipe(folder, case)), [f"--training.per_device_train_batch_size={batch}"]
+    )
     plan, house = resolved.plan, resolved.house
     tokens = token_cache.token_cache(house.cache, resolved.recipe, plan.shape, plan.data_format)
     from datetime import datetime
@@ -107,7 +139,9 @@ def run(folder: Path, case: Case, batch: int) -> dict[str, Any] | None:
     attempt = write.write_run(start.run, resolved.recipe, resolved.machine, plan, house)
     command = render_command.command(plan, resolved.machine, start.run, attempt, house, os.environ)
     with Path(os.devnull).open("w") as nowhere:
-        result = supervise_attempt.run(resolved, start.run, attempt, lambda: command, Screen(stream=nowhere))
+        result = supervise_attempt.run(
+            resolved, start.run, attempt, lambda: command, Screen(stream=nowhere)
+        )
     if result.exit_code == 12:
         return None
     assert result.failure is None, result.failure
@@ -117,13 +151,17 @@ def run(folder: Path, case: Case, batch: int) -> dict[str, Any] | None:
         "batch": batch,
         "allocated": [plan.estimate.step_allocated_bytes, measured["allocated_bytes"]],
         "reserved": [plan.estimate.step_reserved_bytes, measured["reserved_bytes"]],
-        "outside": [plan.estimate.outside_bytes, gpu.free_bytes - measured["free_bytes"] - measured["reserved_bytes"]],
+        "outside": [
+            plan.estimate.outside_bytes,
+            gpu.free_bytes - measured["free_bytes"] - measured["reserved_bytes"],
+        ],
         "seconds": result.summary["train_seconds"] / result.summary["step"],
     }
 
 
 def largest(folder: Path, case: Case) -> tuple[int, int, int]:
-    """(largest micro-batch that is predicted to fit, largest that runs, verdicts "fits" that ran out of memory)."""
+    """(largest micro-batch that is predicted to fit, largest that runs, verdicts "fits" that ran
+    out of memory)."""
     from launch.base.errors import DoesNotFit
 
     predicted, true, wrong = 0, 0, 0
@@ -147,7 +185,10 @@ def main() -> None:
 
     machine = probe_machine.machine()
     if not machine.gpus:
-        text = f"Not run: {machine.gpus_reason}. {len(CASES)} cases are written and have never been measured.\n"
+        text = (
+            f"Not run: {machine.gpus_reason}. {len(CASES)} cases are written and have never been"
+            " measured.\n"
+        )
         recording.write("gpu_memory", {"run": False, "cases": [case.name for case in CASES]}, text)
         sys.exit(0)
     rows = []
@@ -159,7 +200,9 @@ def main() -> None:
             found = run(folder, case, case.batch)
             assert found is not None, f"{case.name}: out of memory at its own batch"
             predicted, true, wrong = largest(folder, case)
-            rows.append({"case": case.name, **found, "predicted": predicted, "true": true, "wrong": wrong})
+            rows.append(
+                {"case": case.name, **found, "predicted": predicted, "true": true, "wrong": wrong}
+            )
             print(case.name, percent(found["allocated"]), percent(found["reserved"]), flush=True)
     lines = [
         [
@@ -174,10 +217,18 @@ def main() -> None:
     ]
     sizes = sorted(abs(row["allocated"][0] / row["allocated"][1] - 1) for row in rows)
     text = (
-        f"allocated: median |error| {statistics.median(sizes):.2%}, max {sizes[-1]:.2%}; verdicts that ran out of"
-        f" memory: {sum(row['wrong'] for row in rows)}.\n\n"
+        f"allocated: median |error| {statistics.median(sizes):.2%}, max {sizes[-1]:.2%}; verdicts"
+        f" that ran out of memory: {sum(row['wrong'] for row in rows)}.\n\n"
         + recording.table(
-            ["case", "allocated", "reserved", "outside, predicted", "measured", "largest batch, predicted", "true"],
+            [
+                "case",
+                "allocated",
+                "reserved",
+                "outside, predicted",
+                "measured",
+                "largest batch, predicted",
+                "true",
+            ],
             lines,
         )
     )

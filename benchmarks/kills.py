@@ -1,7 +1,8 @@
 """Runs that are killed at random moments until they end, each with the weights of one that was not.
 
-Half of the kills wait for a save to begin. The ranks are forks of one process that has imported what they need, so a
-start costs two seconds; a start is otherwise that of train_low_mem.py, from a plan in a run folder."""
+Half of the kills wait for a save to begin. The ranks are forks of one process that has imported
+what they need, so a start costs two seconds; a start is otherwise that of train_low_mem.py, from a
+plan in a run folder."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from launch.data import token_cache
 from launch.run_folder import manifest
 from launch.run_folder.layout import RunDir
 
-RANKS = {"cpu": 1, "multi_cpu": 2, "deepspeed_zero1": 2, "deepspeed_zero2": 2, "deepspeed_zero3": 2}  # by mode
+# by mode
+RANKS = {"cpu": 1, "multi_cpu": 2, "deepspeed_zero1": 2, "deepspeed_zero2": 2, "deepspeed_zero3": 2}
 KILLS_OF_A_RUN = 12  # then it is left to end
 LIMIT_S = 180.0  # of one start
 SERVER = """
@@ -54,7 +56,8 @@ for line in sys.stdin:
                 os._exit(code)
         pids.append(pid)
     print(json.dumps(pids), flush=True)
-    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    print(json.dumps(codes), flush=True)
 """
 
 
@@ -65,7 +68,8 @@ class Outcome:
     runs: int = 0
     kills: int = 0
     in_saves: int = 0  # kills while something was staged
-    lost: list[str] = field(default_factory=list)  # a verified checkpoint that was not there any more
+    # a verified checkpoint that was not there any more
+    lost: list[str] = field(default_factory=list)
     late: list[str] = field(default_factory=list)  # more steps lost than lie between two saves
     differing: list[str] = field(default_factory=list)  # weights or rows of a finished run
     errors: list[str] = field(default_factory=list)
@@ -131,7 +135,9 @@ def prepare(house: Path, mode: str) -> RunDir:
     from tests import builders
 
     training = {"save_steps": 5, "max_steps": 60, "per_device_train_batch_size": 8 // RANKS[mode]}
-    recipe = builders.recipe(house, launch={"num_processes": RANKS[mode], "mode": mode}, training=training)
+    recipe = builders.recipe(
+        house, launch={"num_processes": RANKS[mode], "mode": mode}, training=training
+    )
     done = builders.launch(house, "run", str(recipe), "--dry-run")
     assert done.returncode == 0, done.stderr
     run = RunDir(builders.only_run(house))
@@ -148,7 +154,11 @@ def fresh(run: RunDir, house: Path) -> None:
 
 
 def good_steps(run: RunDir) -> list[int]:
-    return [manifest.step_of(path) for path in manifest.committed(run.checkpoints) if manifest.fault(path) is None]
+    return [
+        manifest.step_of(path)
+        for path in manifest.committed(run.checkpoints)
+        if manifest.fault(path) is None
+    ]
 
 
 def weights(house: Path) -> str:
@@ -175,7 +185,8 @@ def wait_for_save(run: RunDir, rng: random.Random, is_running: Sequence[int], sa
 
 
 def alive(pids: Sequence[int]) -> bool:
-    """Whether all of them run; an ended child of the server is a zombie until it has been waited for."""
+    """Whether all of them run; an ended child of the server is a zombie until it has been waited
+    for."""
     for pid in pids:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -237,7 +248,9 @@ def campaign(folder: Path, count: int, seed: int, mode: str = "multi_cpu") -> Ou
                     seen.lost.append(f"{where}: {before} before, {after} after")
                 if (done := last_step(run)) - (after[-1] if after else 0) > save_steps:
                     seen.late.append(f"{where}: step {done} was done, {after} is there")
-            if codes == [0] * RANKS[mode] and (weights(house) != expected or sample_audit.lines(run) != rows):
+            if codes == [0] * RANKS[mode] and (
+                weights(house) != expected or sample_audit.lines(run) != rows
+            ):
                 seen.differing.append(f"seed {seed}, run {seen.runs}: {sample_audit.lines(run)}")
             if seen.errors:
                 break
@@ -258,12 +271,18 @@ def main() -> int:
         seen = campaign(Path(folder), arguments.count, arguments.seed, arguments.mode)
     seconds = round(time.monotonic() - began)
     rows = [
-        (f"runs ({arguments.mode}, {RANKS[arguments.mode]} rank(s), 60 steps, a save every 5)", seen.runs),
+        (
+            f"runs ({arguments.mode}, {RANKS[arguments.mode]} rank(s), 60 steps, a save every 5)",
+            seen.runs,
+        ),
         ("kill -9 of all ranks", seen.kills),
         ("of these during a save", seen.in_saves),
         ("verified checkpoints lost", len(seen.lost)),
         ("kills that cost more than the steps between two saves", len(seen.late)),
-        ("runs that ended with other weights or rows than one that was not killed", len(seen.differing)),
+        (
+            "runs that ended with other weights or rows than one that was not killed",
+            len(seen.differing),
+        ),
         ("starts that failed", len(seen.errors)),
         ("seconds", seconds),
     ]

@@ -1,9 +1,10 @@
 """The plain script that others compare with, as one rank runs it under accelerate launch.
 
-Each rank reads the parquet file into a Python list of {prompt, response}; the collator tokenises each micro-batch; the
-same model trains with transformers.Trainer as it is. With --save-steps it saves, and goes on from the newest. Rank 0
-appends the number and the time of each optimizer step, and how many of its own tokens were no padding, to --steps-file.
-A model folder may be a T5's; --pad-to-max-length pads every row to it, as the guides' scripts do.
+Each rank reads the parquet file into a Python list of {prompt, response}; the collator tokenises
+each micro-batch; the same model trains with transformers.Trainer as it is. With --save-steps it
+saves, and goes on from the newest. Rank 0 appends the number and the time of each optimizer step,
+and how many of its own tokens were no padding, to --steps-file. A model folder may be a T5's;
+--pad-to-max-length pads every row to it, as the guides' scripts do.
 """
 
 from __future__ import annotations
@@ -33,14 +34,23 @@ from benchmarks.recording import CODE
 
 
 def collate(
-    rows: list[dict[str, str]], tokenizer: Any, max_length: int, is_t5: bool = False, pads_all: bool = False
+    rows: list[dict[str, str]],
+    tokenizer: Any,
+    max_length: int,
+    is_t5: bool = False,
+    pads_all: bool = False,
 ) -> dict[str, torch.Tensor]:
     """input_ids, attention_mask, labels (batch, seq); the prompt is not a target."""
     inputs, labels = [], []
     for row in rows:
-        after = [*tokenizer(row["response"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        after = [
+            *tokenizer(row["response"], add_special_tokens=False)["input_ids"],
+            tokenizer.eos_token_id,
+        ]
         if is_t5:
-            before = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"][: max_length - 1]
+            before = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"][
+                : max_length - 1
+            ]
             inputs.append([*before, tokenizer.eos_token_id])
             labels.append(after[:max_length])
             continue
@@ -66,7 +76,9 @@ class Counting(Trainer):
 
     tokens = 0
 
-    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(
+        self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         mask = inputs.get("attention_mask")  # none: all rows in one sequence, without padding
         self.tokens += inputs["input_ids"].numel() if mask is None else int(mask.sum())
         if self.model.config.is_encoder_decoder:
@@ -75,22 +87,29 @@ class Counting(Trainer):
 
 
 class StepTimes(TrainerCallback):
-    """The number of each optimizer step, the unix time at its end and the tokens so far, a line each."""
+    """The number of each optimizer step, the unix time at its end and the tokens so far, a line
+    each."""
 
     trainer: Counting
 
     def __init__(self, file: Path) -> None:
         self.file = file.open("a", encoding="utf-8", buffering=1)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, *rest: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, *rest: Any, **kwargs: Any
+    ) -> None:
         if args.process_index == 0:
             said = {"step": state.global_step, "time": time.time(), "tokens": self.trainer.tokens}
             self.file.write(json.dumps(said) + "\n")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=Path, required=True, help="parquet with the columns prompt, response")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rows", type=Path, required=True, help="parquet with the columns prompt, response"
+    )
     parser.add_argument("--tokenizer", type=Path, required=True)
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--shape", help="a name in configs/models/")
@@ -113,7 +132,9 @@ def main() -> None:
         family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         network = family.from_pretrained(arguments.model)
     else:
-        shape = yaml.safe_load((CODE / "configs" / "models" / f"{arguments.shape}.yaml").read_text(encoding="utf-8"))
+        shape = yaml.safe_load(
+            (CODE / "configs" / "models" / f"{arguments.shape}.yaml").read_text(encoding="utf-8")
+        )
         network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape))
     is_t5 = network.config.is_encoder_decoder
     output = arguments.steps_file.parent / "list_in_ram"
@@ -139,11 +160,15 @@ def main() -> None:
             remove_unused_columns=False,
         ),
         train_dataset=rows,
-        data_collator=lambda batch: collate(batch, tokenizer, arguments.max_length, is_t5, arguments.pad_to_max_length),
+        data_collator=lambda batch: collate(
+            batch, tokenizer, arguments.max_length, is_t5, arguments.pad_to_max_length
+        ),
         callbacks=[times],
     )
     assert trainer.args.world_size == arguments.ranks
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(output)) if output.is_dir() else None)
+    trainer.train(
+        resume_from_checkpoint=get_last_checkpoint(str(output)) if output.is_dir() else None
+    )
 
 
 if __name__ == "__main__":

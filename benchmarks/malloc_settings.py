@@ -1,7 +1,9 @@
-"""RAM and seconds of a training step on a CPU, by glibc's malloc as it comes and by launch/predict/memory/malloc.py.
+"""RAM and seconds of a training step on a CPU, by glibc's malloc as it comes and by
+launch/predict/memory/malloc.py.
 
-Each size is trained for some steps in fresh processes, the two alternating. RAM is the process' high-water mark.
-Seconds are of the processor, user and system: beside others the clock on the wall says little. Ratios are of medians.
+Each size is trained for some steps in fresh processes, the two alternating. RAM is the process'
+high-water mark. Seconds are of the processor, user and system: beside others the clock on the wall
+says little. Ratios are of medians.
 """
 
 from __future__ import annotations
@@ -17,9 +19,27 @@ from benchmarks import recording
 from launch.predict.memory import malloc
 
 SIZES = {
-    "2 M parameters, batch 16": {"n_embd": 128, "n_layer": 6, "n_head": 4, "vocab_size": 4096, "batch": 16},
-    "6 M parameters, batch 4": {"n_embd": 256, "n_layer": 6, "n_head": 4, "vocab_size": 4096, "batch": 4},
-    "49 M parameters, batch 2": {"n_embd": 768, "n_layer": 6, "n_head": 12, "vocab_size": 8192, "batch": 2},
+    "2 M parameters, batch 16": {
+        "n_embd": 128,
+        "n_layer": 6,
+        "n_head": 4,
+        "vocab_size": 4096,
+        "batch": 16,
+    },
+    "6 M parameters, batch 4": {
+        "n_embd": 256,
+        "n_layer": 6,
+        "n_head": 4,
+        "vocab_size": 4096,
+        "batch": 4,
+    },
+    "49 M parameters, batch 2": {
+        "n_embd": 768,
+        "n_layer": 6,
+        "n_head": 12,
+        "vocab_size": 8192,
+        "batch": 2,
+    },
 }
 CHILD = """
 import json, resource, sys, torch
@@ -45,24 +65,34 @@ print(json.dumps({"cpu_s": seconds / steps, "highest_bytes": after.ru_maxrss << 
 
 def trained(size: dict[str, int], steps: int, settings: dict[str, str]) -> dict[str, float]:
     argv = [sys.executable, "-c", CHILD, json.dumps(size), str(steps)]
-    child = subprocess.run(argv, check=True, capture_output=True, text=True, env={**os.environ, **settings})
+    child = subprocess.run(
+        argv, check=True, capture_output=True, text=True, env={**os.environ, **settings}
+    )
     return json.loads(child.stdout)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12)
     arguments = parser.parse_args()
     found = []
     for name, size in SIZES.items():
         rounds = [
-            {"as it comes": trained(size, arguments.steps, {}), "set": trained(size, arguments.steps, malloc.SETTINGS)}
+            {
+                "as it comes": trained(size, arguments.steps, {}),
+                "set": trained(size, arguments.steps, malloc.SETTINGS),
+            }
             for _ in range(arguments.rounds)
         ]
         row: dict[str, float | str] = {"size": name}
         for what in ("highest_bytes", "cpu_s"):
-            plain, ours = (statistics.median(one[way][what] for one in rounds) for way in ("as it comes", "set"))
+            plain, ours = (
+                statistics.median(one[way][what] for one in rounds)
+                for way in ("as it comes", "set")
+            )
             row |= {f"{what}_plain": plain, f"{what}_set": ours, f"{what}_ratio": ours / plain}
         found.append(row)
         print(row, flush=True)
@@ -76,7 +106,15 @@ def main() -> None:
         ]
         for row in found
     ]
-    head = ["model", "as it comes, MiB", "set", "ratio", "as it comes, ms of processor a step", "set", "ratio"]
+    head = [
+        "model",
+        "as it comes, MiB",
+        "set",
+        "ratio",
+        "as it comes, ms of processor a step",
+        "set",
+        "ratio",
+    ]
     recording.write("malloc_settings", {"rows": found}, recording.table(head, rows))
 
 

@@ -1,8 +1,9 @@
 """Estimators of a training step's memory side by side, each beside what the step really held.
 
-A case is trained as in cpu_memory.py, and the most that torch's CPU allocator held in a step from the second on is what
-every estimator (peer_estimates.py) is compared with. Each answers in a child of its own, imports included. Ours is
-asked twice: with nothing known, and again. One that raises has its error in the table instead of a figure.
+A case is trained as in cpu_memory.py, and the most that torch's CPU allocator held in a step from
+the second on is what every estimator (peer_estimates.py) is compared with. Each answers in a child
+of its own, imports included. Ours is asked twice: with nothing known, and again. One that raises
+has its error in the table instead of a figure.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ COLUMNS = {  # -> the estimator that is asked; "ours, known": the second time
 }
 CHILD_TIMEOUT_S = 300
 NOTES = """
-Seconds in the second table are the processor's, of the whole child. MemTracker: torch.distributed._tools, two bare
-steps of the same model on fake tensors. States + activations: exact states and the formula of Korthikanti et al. 2022
-(arXiv:2205.05198), by which attention keeps its scores; the fused attention of these runs does not. accelerate:
-`estimate-memory`, training with Adam. DeepSpeed: estimate_zero{2,3}_model_states_mem_needs on one GPU without offload.
+Seconds in the second table are the processor's, of the whole child. MemTracker:
+torch.distributed._tools, two bare steps of the same model on fake tensors. States + activations:
+exact states and the formula of Korthikanti et al. 2022 (arXiv:2205.05198), by which attention keeps
+its scores; the fused attention of these runs does not. accelerate: `estimate-memory`, training with
+Adam. DeepSpeed: estimate_zero{2,3}_model_states_mem_needs on one GPU without offload.
 The last three count model states only and know neither batch nor LoRA.
 """
 
@@ -55,8 +57,14 @@ def asked(estimator: str, folder: Path) -> dict[str, Any]:
     """What an estimator says of the case in `folder`, or its error; and the seconds it took."""
     argv = [sys.executable, "-m", "benchmarks.peer_estimates", estimator, str(folder)]
     env = {**recording.environment(folder), "LOWMEM_TRACES": str(folder / "traces_of_peers")}
-    load, used, began = os.getloadavg()[0], resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    done = subprocess.run(argv, env=env, cwd=recording.CODE, capture_output=True, text=True, timeout=CHILD_TIMEOUT_S)
+    load, used, began = (
+        os.getloadavg()[0],
+        resource.getrusage(resource.RUSAGE_CHILDREN),
+        time.monotonic(),
+    )
+    done = subprocess.run(
+        argv, env=env, cwd=recording.CODE, capture_output=True, text=True, timeout=CHILD_TIMEOUT_S
+    )
     wall_s, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
     seconds = {"wall_s": round(wall_s, 2), "cpu_s": round(cpu_s, 2), "load_before": round(load, 2)}
@@ -85,16 +93,24 @@ def text(rows: Sequence[Mapping[str, Any]]) -> str:
         return f"{said}, {answer['cpu_s']:.1f} s"
 
     lines = [
-        [one["case"], f"{one['measured_bytes'] / (1 << 20):.1f}", *(cell(one["answers"][name]) for name in COLUMNS)]
+        [
+            one["case"],
+            f"{one['measured_bytes'] / (1 << 20):.1f}",
+            *(cell(one["answers"][name]) for name in COLUMNS),
+        ]
         for one in rows
     ]
     summary = []
     for name in COLUMNS:
         answers = [one["answers"][name] for one in rows]
         sizes = [abs(one["error_share"]) for one in answers if "bytes" in one]
-        seconds = [statistics.median(one[clock] for one in answers) for clock in ("wall_s", "cpu_s")]
+        seconds = [
+            statistics.median(one[clock] for one in answers) for clock in ("wall_s", "cpu_s")
+        ]
         shares = [f"{statistics.median(sizes):.2%}", f"{max(sizes):.2%}"] if sizes else ["-", "-"]
-        summary.append([name, *shares, *(f"{one:.1f}" for one in seconds), f"{len(sizes)} of {len(answers)}"])
+        summary.append(
+            [name, *shares, *(f"{one:.1f}" for one in seconds), f"{len(sizes)} of {len(answers)}"]
+        )
     errors = dict.fromkeys(
         f"{name} raises on {one['case']}: `{one['answers'][name]['error']}`"
         for one in rows
@@ -102,9 +118,15 @@ def text(rows: Sequence[Mapping[str, Any]]) -> str:
         if "error" in one["answers"][name]
     )
     busiest = max(answer["load_before"] for one in rows for answer in one["answers"].values())
-    shared = f"\nThe machine was shared: load up to {busiest} before a child, wall seconds are too long.\n"
+    shared = (
+        f"\nThe machine was shared: load up to {busiest} before a child, wall seconds are too"
+        " long.\n"
+    )
     return (
-        recording.table(["estimator", "median abs. error", "max", "wall s, median", "processor s", "answers"], summary)
+        recording.table(
+            ["estimator", "median abs. error", "max", "wall s, median", "processor s", "answers"],
+            summary,
+        )
         + "\n"
         + recording.table(["case", "measured MiB", *COLUMNS], lines)
         + "".join(f"\n{one}\n" for one in errors)
@@ -114,7 +136,9 @@ def text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", help="the case of this name; nothing is recorded")
     arguments = parser.parse_args()
     wanted = [arguments.only] if arguments.only else CASES

@@ -1,10 +1,12 @@
-"""Every launch mode that runs on CPUs: trained, compared with one plain process, resumed, exported. `make modes`.
+"""Every launch mode that runs on CPUs: trained, compared with one plain process, resumed, exported.
+`make modes`.
 
-Each mode is a real `accelerate launch` of 20 steps at one effective batch of 8 in fp32, cut differently by each number
-of ranks, on 45 rows: the last step of an epoch is smaller. Then its last checkpoint and its outcome are taken away, as
-a kill would, and the same line runs again. The model folder is read by plain transformers. FSDP2 runs through the shim
-of tests/modes. The figures go to benchmarks/results/modes.json and, as a table, to docs/modes.md between its marks; the
-rows of modes that need a GPU come from benchmarks/results/modes-gpu.json, which --gpu writes.
+Each mode is a real `accelerate launch` of 20 steps at one effective batch of 8 in fp32, cut
+differently by each number of ranks, on 45 rows: the last step of an epoch is smaller. Then its last
+checkpoint and its outcome are taken away, as a kill would, and the same line runs again. The model
+folder is read by plain transformers. FSDP2 runs through the shim of tests/modes. The figures go to
+benchmarks/results/modes.json and, as a table, to docs/modes.md between its marks; the rows of modes
+that need a GPU come from benchmarks/results/modes-gpu.json, which --gpu writes.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ STEPS, SAVE_STEPS, EFFECTIVE_BATCH = 20, 10, 8
 LOSS_TOLERANCE = 1e-5  # relative, at every step; float32 rounding carried over 20 steps
 WEIGHT_TOLERANCE = 2e-5  # absolute; Adam moves a weight by up to the learning rate, 1e-3, a step
 FAMILIES = ("llama-tiny", "t5-tiny")
-LOADED = "llama-tiny"  # its LoRA cases start from a local folder, which ZeRO-3 reads in shards; the others from a shape
+# its LoRA cases start from a local folder, which ZeRO-3 reads in shards; the others from a shape
+LOADED = "llama-tiny"
 STATES_TOLERANCE = 0.02  # of the predicted bytes of weights and optimizer states on a rank
 STATES = ("weights", "optimizer", "offloaded")
 PROMISES = ("runs", "fits", "equal", "resumes", "exports")
@@ -63,7 +66,13 @@ BF16_RUNS = (
     ("deepspeed_zero2", 2),
     ("deepspeed_zero3", 2),
 )
-QUICK_RUNS = (("cpu", 1), ("deepspeed_zero1", 1), ("deepspeed_zero2_offload", 2), ("deepspeed_zero3", 2), ("fsdp2", 2))
+QUICK_RUNS = (
+    ("cpu", 1),
+    ("deepspeed_zero1", 1),
+    ("deepspeed_zero2_offload", 2),
+    ("deepspeed_zero3", 2),
+    ("fsdp2", 2),
+)
 GPU_RUNS = (
     ("single_gpu", 1),
     ("deepspeed_zero2", 1),
@@ -145,20 +154,29 @@ def pretrain(folder: Path, mode: str) -> None:
 
 
 def launch(folder: Path, case: Case) -> tuple[Path, float]:
-    """Run the case's line; (its run folder, wall seconds). Raises RuntimeError with what it said."""
+    """Run the case's line; (its run folder, wall seconds). Raises RuntimeError with what it
+    said."""
     argv = [sys.executable, "-m", "tests.modes.launch_one", case.mode, str(recipe(folder, case))]
     env = {**recording.environment(folder / "house"), "OMP_NUM_THREADS": "1"}
     began = time.monotonic()
-    done = subprocess.run(argv, env=env, cwd=recording.CODE, capture_output=True, text=True, timeout=TIME_LIMIT_S)
+    done = subprocess.run(
+        argv, env=env, cwd=recording.CODE, capture_output=True, text=True, timeout=TIME_LIMIT_S
+    )
     if done.returncode != 0:
-        raise RuntimeError(f"{case.name}: exit {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+        raise RuntimeError(
+            f"{case.name}: exit {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+        )
     (run,) = (path.parent for path in (folder / "house" / "runs" / case.name).glob("*/plan.json"))
     return run, time.monotonic() - began
 
 
 def losses(run: Path, attempt: int) -> dict[int, dict[str, Any]]:
     """step -> event of one attempt."""
-    lines = (run / "attempts" / f"{attempt:02d}" / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (
+        (run / "attempts" / f"{attempt:02d}" / "events.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
     return {event["step"]: event for event in map(json.loads, lines)}
 
 
@@ -170,23 +188,33 @@ def read_model(folder: Path) -> dict[str, Any]:
     AutoTokenizer.from_pretrained(folder)
     if (folder / "adapter_config.json").exists():
         return load_file(folder / "adapter_model.safetensors")
-    family = AutoModelForSeq2SeqLM if AutoConfig.from_pretrained(folder).is_encoder_decoder else AutoModelForCausalLM
+    family = (
+        AutoModelForSeq2SeqLM
+        if AutoConfig.from_pretrained(folder).is_encoder_decoder
+        else AutoModelForCausalLM
+    )
     return family.from_pretrained(folder).state_dict()
 
 
 def measure(folder: Path, case: Case, plain: dict[str, Any]) -> dict[str, Any]:
-    """Train, compare, cut short, resume, compare again. `plain` holds the one process's figures, or is filled."""
+    """Train, compare, cut short, resume, compare again. `plain` holds the one process's figures, or
+    is filled."""
     run, wall_s = launch(folder, case)
     first = losses(run, 1)
     assert sorted(first) == list(range(1, STEPS + 1)), f"{case.name}: steps {sorted(first)}"
     model = read_model(folder / "models" / case.name)
-    states = {"predicted": read(run / "plan.json")["estimate"], "measured": read(run / "attempts/01/outcome.json")}
+    states = {
+        "predicted": read(run / "plan.json")["estimate"],
+        "measured": read(run / "attempts/01/outcome.json"),
+    }
     shutil.rmtree(run / "checkpoints" / f"checkpoint-{STEPS:06d}")
     (run / "attempts" / "01" / "outcome.json").unlink()
     shutil.rmtree(folder / "models" / case.name)
     launch(folder, case)
     second = losses(run, 2)
-    assert sorted(second) == list(range(SAVE_STEPS + 1, STEPS + 1)), f"{case.name} resumed: steps {sorted(second)}"
+    assert sorted(second) == list(range(SAVE_STEPS + 1, STEPS + 1)), (
+        f"{case.name} resumed: steps {sorted(second)}"
+    )
     resumed = read_model(folder / "models" / case.name)
     reference = plain.setdefault("events", first), plain.setdefault("model", model)
     return {
@@ -202,27 +230,40 @@ def measure(folder: Path, case: Case, plain: dict[str, Any]) -> dict[str, Any]:
         "optimizer_prediction_error": _off(states, "optimizer_bytes"),
         "offloaded_prediction_error": _off(states, "offloaded_bytes"),
         "samples_seen": first[STEPS]["samples_seen"],
-        "seconds_per_step": statistics.median(event["seconds"] for event in list(first.values())[2:]),
+        "seconds_per_step": statistics.median(
+            event["seconds"] for event in list(first.values())[2:]
+        ),
         "wall_s": wall_s,
     }
 
 
 def bf16_beside_float32() -> dict[str, Any]:
-    """How far every step's loss under bf16 is from one plain process's in float32 and in bf16, by mode and family."""
+    """How far every step's loss under bf16 is from one plain process's in float32 and in bf16, by
+    mode and family."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         write_rows(folder)
         for family in FAMILIES:
-            cases = [Case("cpu", 1, family, False), *(Case(*run, family, False, bf16=True) for run in BF16_RUNS)]
+            cases = [
+                Case("cpu", 1, family, False),
+                *(Case(*run, family, False, bf16=True) for run in BF16_RUNS),
+            ]
             found = {case: losses(launch(folder, case)[0], 1) for case in cases}
-            plain = {precision: found[case] for precision, case in zip(("float32", "bf16"), cases, strict=False)}
+            plain = {
+                precision: found[case]
+                for precision, case in zip(("float32", "bf16"), cases, strict=False)
+            }
             for case in cases[1:]:
                 error = {
-                    precision: max(abs(found[case][at]["loss"] / events[at]["loss"] - 1) for at in events)
+                    precision: max(
+                        abs(found[case][at]["loss"] / events[at]["loss"] - 1) for at in events
+                    )
                     for precision, events in plain.items()
                 }
-                rows.append({"mode": case.mode, "ranks": case.ranks, "family": family, "loss_error": error})
+                rows.append(
+                    {"mode": case.mode, "ranks": case.ranks, "family": family, "loss_error": error}
+                )
                 print(f"{case.name}: {error}", flush=True)
     return {"date": str(date.today()), "command": recording.command("modes"), "rows": rows}
 
@@ -250,7 +291,10 @@ def verdicts(row: dict[str, Any]) -> dict[str, bool]:
         "runs": True,
         "fits": max(abs(row[f"{name}_prediction_error"]) for name in STATES) <= STATES_TOLERANCE,
         "equal": row["loss_error"] <= LOSS_TOLERANCE,
-        "resumes": row["resumed_loss_error"] <= LOSS_TOLERANCE and row["resumed_weight_error"] <= WEIGHT_TOLERANCE,
+        "resumes": (
+            row["resumed_loss_error"] <= LOSS_TOLERANCE
+            and row["resumed_weight_error"] <= WEIGHT_TOLERANCE
+        ),
         "exports": row["export_error"] <= WEIGHT_TOLERANCE,
     }
 
@@ -258,29 +302,46 @@ def verdicts(row: dict[str, Any]) -> dict[str, bool]:
 def table(results: dict[str, Any] | None, gpu: dict[str, Any] | None) -> str:
     """The rows of docs/modes.md: one a mode and number of ranks, the worst of its cases."""
     said = [
-        f"{where} rows: " + (f"{found['date']}, {found['machine']}; {_versions(found)}." if found else "not yet run.")
+        f"{where} rows: "
+        + (f"{found['date']}, {found['machine']}; {_versions(found)}." if found else "not yet run.")
         for where, found in (("CPU", results), ("GPU", gpu))
     ]
     lines = [
         " ".join(said),
         "",
-        "| mode | ranks | where | runs | fits | equal (worst loss error) | resumes | exports | s/step: llama, t5 |",
+        (
+            "| mode | ranks | where | runs | fits | equal (worst loss error) | resumes | exports |"
+            " s/step: llama, t5 |"
+        ),
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for where, source, runs in (("CPU, Gloo", results, CPU_RUNS), ("GPU", gpu, GPU_RUNS)):
         for mode, ranks in runs:
-            rows = [row for row in (source or {"rows": []})["rows"] if (row["mode"], row["ranks"]) == (mode, ranks)]
-            place = "CPU, Gloo, test shim" if mode == "fsdp2" and where != "GPU" else "CPU" if mode == "cpu" else where
+            rows = [
+                row
+                for row in (source or {"rows": []})["rows"]
+                if (row["mode"], row["ranks"]) == (mode, ranks)
+            ]
+            place = (
+                "CPU, Gloo, test shim"
+                if mode == "fsdp2" and where != "GPU"
+                else "CPU"
+                if mode == "cpu"
+                else where
+            )
             lines.append(f"| {mode} | {ranks} | {place} | {_cells(rows)} |")
     ended = (results or {}).get("endings")
     lines += [
         "",
         *_bf16_lines((results or {}).get("bf16")),
         "",
-        f"Orphans: after {ended['passed']} of {ended['of']} endings (each CPU mode: success, a killed rank, Ctrl-C,"
-        f" SIGTERM, SIGKILL of the launcher) nothing of the run was alive or listening 5 s later ({ended['date']})."
-        if ended
-        else "Orphans: not yet run.",
+        (
+            f"Orphans: after {ended['passed']} of {ended['of']} endings (each CPU mode: success, a"
+            " killed rank, Ctrl-C, SIGTERM, SIGKILL of the launcher) nothing of the run was alive"
+            f" or listening 5 s later ({ended['date']})."
+            if ended
+            else "Orphans: not yet run."
+        ),
     ]
     return "\n".join(lines)
 
@@ -289,13 +350,16 @@ def _bf16_lines(found: dict[str, Any] | None) -> list[str]:
     if not found:
         return ["bf16 beside float32: not yet run."]
     return [
-        f"bf16 beside float32 (CPU, {found['date']}): the largest relative difference of a loss, over {STEPS} steps"
-        " of llama-tiny and t5-tiny, from one process",
+        (
+            f"bf16 beside float32 (CPU, {found['date']}): the largest relative difference of a"
+            f" loss, over {STEPS} steps of llama-tiny and t5-tiny, from one process"
+        ),
         "",
         "| mode under bf16 | ranks | in float32: llama, t5 | in bf16: llama, t5 |",
         "| --- | --- | --- | --- |",
         *(
-            f"| {mode} | {ranks} | {_errors(found['rows'], mode, 'float32')} | {_errors(found['rows'], mode, 'bf16')} |"
+            f"| {mode} | {ranks} | {_errors(found['rows'], mode, 'float32')} |"
+            f" {_errors(found['rows'], mode, 'bf16')} |"
             for mode, ranks in BF16_RUNS
         ),
     ]
@@ -313,8 +377,12 @@ def _cells(rows: list[dict[str, Any]]) -> str:
     good = [row for row in rows if "failed" not in row]
     if good:
         cells[2] += f" ({max(row['loss_error'] for row in good):.1e})"
-    paces = [[row["seconds_per_step"] for row in good if row["family"] == family] for family in FAMILIES]
-    return " | ".join([*cells, ", ".join(f"{statistics.median(pace):.3f}" if pace else "-" for pace in paces)])
+    paces = [
+        [row["seconds_per_step"] for row in good if row["family"] == family] for family in FAMILIES
+    ]
+    return " | ".join(
+        [*cells, ", ".join(f"{statistics.median(pace):.3f}" if pace else "-" for pace in paces)]
+    )
 
 
 def _versions(results: dict[str, Any]) -> str:
@@ -322,16 +390,33 @@ def _versions(results: dict[str, Any]) -> str:
 
 
 def endings() -> dict[str, Any]:
-    """How many ways of ending a run, over all modes, leave neither a process nor a listening port 5 s later."""
-    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/modes/test_nothing_is_left.py"]
+    """How many ways of ending a run, over all modes, leave neither a process nor a listening port 5
+    s later."""
+    argv = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/modes/test_nothing_is_left.py",
+    ]
     done = subprocess.run(argv, cwd=recording.CODE, capture_output=True, text=True)
     print(done.stdout[-3000:])
-    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error)", done.stdout)}
-    return {"date": str(date.today()), "passed": counts.get("passed", 0), "of": sum(counts.values())}
+    counts = {
+        word: int(number)
+        for number, word in re.findall(r"(\d+) (passed|failed|error)", done.stdout)
+    }
+    return {
+        "date": str(date.today()),
+        "passed": counts.get("passed", 0),
+        "of": sum(counts.values()),
+    }
 
 
 def add_to_results(part: dict[str, Any]) -> dict[str, Any]:
-    """Put a part of the figures into those of the CPU's campaign, and into the page; all of them."""
+    """Put a part of the figures into those of the CPU's campaign, and into the page; all of
+    them."""
     path = recording.RESULTS / "modes.json"
     results = {**read(path), **part}
     path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -342,10 +427,14 @@ def add_to_results(part: dict[str, Any]) -> dict[str, Any]:
 def write_doc() -> None:
     """Put the table of the recorded figures between the marks of docs/modes.md."""
     files = (recording.RESULTS / name for name in ("modes.json", "modes-gpu.json"))
-    cpu, gpu = (json.loads(file.read_text(encoding="utf-8")) if file.exists() else None for file in files)
+    cpu, gpu = (
+        json.loads(file.read_text(encoding="utf-8")) if file.exists() else None for file in files
+    )
     page = recording.CODE / "docs" / "modes.md"
     head, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    page.write_text(f"{head}{BEGIN}\n\n{table(cpu, gpu)}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    page.write_text(
+        f"{head}{BEGIN}\n\n{table(cpu, gpu)}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8"
+    )
 
 
 def possible(runs: Sequence[tuple[str, int]], on_gpu: bool) -> list[tuple[str, int]]:
@@ -389,17 +478,36 @@ def measured(runs: Sequence[tuple[str, int]], spread: bool, only: str) -> list[d
                 rows.append(row)
                 kept = verdicts(row)
                 shown = " ".join(name if kept[name] else name.upper() + "-NOT" for name in kept)
-                print(f"{case.name}: {shown}; loss error {row.get('loss_error', math.nan):.1e}", flush=True)
+                print(
+                    f"{case.name}: {shown}; loss error {row.get('loss_error', math.nan):.1e}",
+                    flush=True,
+                )
     return rows
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one model a mode, and one mode an engine; writes nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one model a mode, and one mode an engine; writes nothing",
+    )
     parser.add_argument("--only", default="", help="cases whose name contains this; writes nothing")
-    parser.add_argument("--gpu", action="store_true", help="the modes that need GPUs, as far as there are cards")
-    parser.add_argument("--bf16", action="store_true", help="only losses under bf16 beside float32's, into the figures")
-    parser.add_argument("--endings", action="store_true", help="only what is left after each ending, into the figures")
+    parser.add_argument(
+        "--gpu", action="store_true", help="the modes that need GPUs, as far as there are cards"
+    )
+    parser.add_argument(
+        "--bf16",
+        action="store_true",
+        help="only losses under bf16 beside float32's, into the figures",
+    )
+    parser.add_argument(
+        "--endings",
+        action="store_true",
+        help="only what is left after each ending, into the figures",
+    )
     arguments = parser.parse_args()
     if arguments.bf16:
         add_to_results({"bf16": bf16_beside_float32()})
@@ -415,7 +523,11 @@ def main() -> int:
         "machine": recording.machine(),
         "versions": {name: version for name in PACKAGES if (version := recording.installed(name))},
         "command": recording.command("modes"),
-        "tolerances": {"loss": LOSS_TOLERANCE, "weights": WEIGHT_TOLERANCE, "states": STATES_TOLERANCE},
+        "tolerances": {
+            "loss": LOSS_TOLERANCE,
+            "weights": WEIGHT_TOLERANCE,
+            "states": STATES_TOLERANCE,
+        },
         "rows": rows,
     }
     if not (arguments.quick or arguments.only):

@@ -1,6 +1,8 @@
-"""Tokens that are no padding, per second of training on real text, with less and less padding. On CPUs.
+"""Tokens that are no padding, per second of training on real text, with less and less padding. On
+CPUs.
 
-    A  plain: transformers.Trainer as the guides set it up, 16 rows x 2 (benchmarks/list_in_ram.py): a decoder's rows
+    A  plain: transformers.Trainer as the guides set it up, 16 rows x 2 (benchmarks/list_in_ram.py):
+    a decoder's rows
        padded to max_length, the T5's to the longest of a micro-batch
     B  ours, 16 x 2, rows at random, padded to the longest of a micro-batch
     C  ours, 16 x 2, data.group_by_length
@@ -8,10 +10,11 @@
     E  ours, 16 x 2, data.batch_by_tokens: the rows of B's steps, sorted and cut in two
     F  ours, 4 x 8, data.batch_by_tokens: the same rows in up to eight micro-batches
 
-One model and tokenizer for all ways of a case; a step trains 32 rows in each. The ways take turns, round after round.
-The first steps of a run are left out. Seconds are those between the ends of steps, so that reading and padding rows
-count. All ways obey OMP_NUM_THREADS: one thread is disturbed least by others. Needs LOWMEM_REAL_DATA, a folder with
-gsm8k_train.jsonl and chatlm_sft_train_3k.parquet.
+One model and tokenizer for all ways of a case; a step trains 32 rows in each. The ways take turns,
+round after round. The first steps of a run are left out. Seconds are those between the ends of
+steps, so that reading and padding rows count. All ways obey OMP_NUM_THREADS: one thread is
+disturbed least by others. Needs LOWMEM_REAL_DATA, a folder with gsm8k_train.jsonl and
+chatlm_sft_train_3k.parquet.
 """
 
 from __future__ import annotations
@@ -85,8 +88,25 @@ class Case:
 
 
 CASES = (
-    Case("gsm8k, decoder, 512", "gsm8k_train.jsonl", ("question", "answer"), DECODER, 512, "ABCDEF", 3.0),
-    Case("Chinese chat, T5, 512", "chatlm_sft_train_3k.parquet", ("prompt", "response"), T5, 512, "ABCEF", 1.8, False),
+    Case(
+        "gsm8k, decoder, 512",
+        "gsm8k_train.jsonl",
+        ("question", "answer"),
+        DECODER,
+        512,
+        "ABCDEF",
+        3.0,
+    ),
+    Case(
+        "Chinese chat, T5, 512",
+        "chatlm_sft_train_3k.parquet",
+        ("prompt", "response"),
+        T5,
+        512,
+        "ABCEF",
+        1.8,
+        False,
+    ),
 )
 
 
@@ -94,12 +114,16 @@ def real_data() -> Path:
     """The folder with real text; who has none is told."""
     folder = os.environ.get("LOWMEM_REAL_DATA")
     if not folder:
-        sys.exit(f"LOWMEM_REAL_DATA is not set: a folder with {' and '.join(sorted({case.file for case in CASES}))}")
+        sys.exit(
+            "LOWMEM_REAL_DATA is not set: a folder with"
+            f" {' and '.join(sorted({case.file for case in CASES}))}"
+        )
     return Path(folder)
 
 
 def made(case: Case, data: Path, folder: Path, seed: int = SEED) -> tuple[Path, Path]:
-    """(rows as parquet with prompt and response, model folder with weights at random and a tokenizer of those rows)."""
+    """(rows as parquet with prompt and response, model folder with weights at random and a
+    tokenizer of those rows)."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -110,7 +134,9 @@ def made(case: Case, data: Path, folder: Path, seed: int = SEED) -> tuple[Path, 
     if source.suffix == ".parquet":
         table = pq.read_table(source)
     else:
-        table = pa.Table.from_pylist([json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()])
+        table = pa.Table.from_pylist(
+            [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
+        )
     table = table.select(list(case.columns)).rename_columns(["prompt", "response"])
     folder.mkdir()
     pq.write_table(table, folder / "rows.parquet")
@@ -121,7 +147,11 @@ def made(case: Case, data: Path, folder: Path, seed: int = SEED) -> tuple[Path, 
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model = family.from_config(config)
     for one in (model.config, model.generation_config):
-        one.pad_token_id, one.eos_token_id, one.bos_token_id = cut.pad_token_id, cut.eos_token_id, cut.bos_token_id
+        one.pad_token_id, one.eos_token_id, one.bos_token_id = (
+            cut.pad_token_id,
+            cut.eos_token_id,
+            cut.bos_token_id,
+        )
     model.save_pretrained(folder / "model")
     cut.save_pretrained(folder / "model")
     return folder / "rows.parquet", folder / "model"
@@ -130,7 +160,15 @@ def made(case: Case, data: Path, folder: Path, seed: int = SEED) -> tuple[Path, 
 def plain(case: Case, rows: Path, model: Path, steps: int, folder: Path) -> tuple[float, float]:
     """(tokens a second, tokens a step) of way A."""
     file = folder / "steps.jsonl"
-    argv = [sys.executable, "-m", "benchmarks.list_in_ram", "--rows", str(rows), "--tokenizer", str(model)]
+    argv = [
+        sys.executable,
+        "-m",
+        "benchmarks.list_in_ram",
+        "--rows",
+        str(rows),
+        "--tokenizer",
+        str(model),
+    ]
     argv += ["--model", str(model), "--max-length", str(case.max_length), "--ranks", "1"]
     argv += ["--batch", str(BATCH), "--accumulation", str(ACCUMULATION)]
     argv += ["--steps", str(steps), "--seed", str(SEED), "--steps-file", str(file)]
@@ -152,7 +190,8 @@ def ours(
     folder: Path,
     house: Path,
 ) -> tuple[float, float]:
-    """(tokens a second, tokens a step) of a way of ours, started by our launcher; `cut`: batch and accumulation."""
+    """(tokens a second, tokens a step) of a way of ours, started by our launcher; `cut`: batch and
+    accumulation."""
     training = {
         "per_device_train_batch_size": cut[0],
         "gradient_accumulation_steps": cut[1],
@@ -160,7 +199,9 @@ def ours(
         "learning_rate": 1e-3,
         "seed": SEED,
     }
-    attempt = trainings.run(trainings.sft("padding", model, rows, case.max_length, data, training), folder, house)
+    attempt = trainings.run(
+        trainings.sft("padding", model, rows, case.max_length, data, training), folder, house
+    )
     said = events(attempt)
     assert len(said) == steps
     tokens = sum(event.tokens for event in said[WARM_UP:])
@@ -202,18 +243,28 @@ def measured(case: Case, data: Path, steps: int, rounds: int, place: Path) -> di
             else:
                 cut, keys = ways[way]
                 rate, tokens = ours(case, rows, model, cut, steps, keys, folder, place / "house")
-            print(f"{case.name}  {way}  {rate:9,.0f} tokens/s  {tokens:7,.0f} tokens a step  load {load}", flush=True)
-            found[way].append({"tokens_per_s": round(rate, 1), "tokens_a_step": round(tokens, 1), "load": load})
+            print(
+                f"{case.name}  {way}  {rate:9,.0f} tokens/s  {tokens:7,.0f} tokens a step  load"
+                f" {load}",
+                flush=True,
+            )
+            found[way].append(
+                {"tokens_per_s": round(rate, 1), "tokens_a_step": round(tokens, 1), "load": load}
+            )
     return {"case": case.name, "goal": case.goal, "packed_sequences_a_step": packs, "ways": found}
 
 
 def text_of(cases: list[dict[str, Any]], steps: int) -> str:
     rows = []
     for case in cases:
-        medians = {way: statistics.median(one["tokens_per_s"] for one in runs) for way, runs in case["ways"].items()}
+        medians = {
+            way: statistics.median(one["tokens_per_s"] for one in runs)
+            for way, runs in case["ways"].items()
+        }
         for way, runs in case["ways"].items():
             ratios = [
-                one["tokens_per_s"] / base["tokens_per_s"] for one, base in zip(runs, case["ways"]["A"], strict=True)
+                one["tokens_per_s"] / base["tokens_per_s"]
+                for one, base in zip(runs, case["ways"]["A"], strict=True)
             ]
             rows.append(
                 [
@@ -226,20 +277,32 @@ def text_of(cases: list[dict[str, Any]], steps: int) -> str:
                 ]
             )
     goals = "; ".join(f"{case['case']}: at least {case['goal']}" for case in cases)
-    head = ["case", "way", "tokens of text a step", "tokens of text a second", "over A, round by round", "load before"]
+    head = [
+        "case",
+        "way",
+        "tokens of text a step",
+        "tokens of text a second",
+        "over A, round by round",
+        "load before",
+    ]
     return (
-        f"{BATCH * ACCUMULATION} rows a step, or as many packed sequences as hold about as many tokens; {steps} steps,"
-        f" the first {WARM_UP} left out. A pads the decoder's rows to max_length, the T5's to the longest of 16."
-        f" Medians. Goals of the best way over A: {goals}.\n\n" + recording.table(head, rows)
+        f"{BATCH * ACCUMULATION} rows a step, or as many packed sequences as hold about as many"
+        f" tokens; {steps} steps, the first {WARM_UP} left out. A pads the decoder's rows to"
+        " max_length, the T5's to the longest of 16. Medians. Goals of the best way over A:"
+        f" {goals}.\n\n" + recording.table(head, rows)
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=9, help="optimizer steps of each run")
     parser.add_argument("--ways", default="ABCDEF", help="only these; A is always run")
-    parser.add_argument("--case", type=int, action="append", choices=range(len(CASES)), help="only this one")
+    parser.add_argument(
+        "--case", type=int, action="append", choices=range(len(CASES)), help="only this one"
+    )
     arguments = parser.parse_args()
     data = real_data()
     cases = []

@@ -1,7 +1,9 @@
-"""One estimator's answer for one case: python -m benchmarks.peer_estimates NAME FOLDER; a child of memory_peers.py.
+"""One estimator's answer for one case: python -m benchmarks.peer_estimates NAME FOLDER; a child of
+memory_peers.py.
 
-FOLDER holds recipe.yaml and model/config.json as cpu_memory.py writes them. Prints {"bytes": the peak of a step}; an
-estimator that raises ends this process with its own error. Imports stand in the functions: a child pays for its own.
+FOLDER holds recipe.yaml and model/config.json as cpu_memory.py writes them. Prints {"bytes": the
+peak of a step}; an estimator that raises ends this process with its own error. Imports stand in the
+functions: a child pays for its own.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ def ours(folder: Path) -> int:
     from launch.predict.traces import Traces
 
     resolved = resolve(str(folder / "recipe.yaml"), [], trace=False)
-    about, strategy, length = resolved.about, resolved.plan.strategy, resolved.recipe.data.max_length
+    about, strategy, length = (
+        resolved.about,
+        resolved.plan.strategy,
+        resolved.recipe.data.max_length,
+    )
     assert about is not None
     traces = Traces(resolved.recipe, about.shape, about.lora_targets, resolved.house.traces)
     about = replace(about, lengths=(length, length), traces=traces)
@@ -36,7 +42,8 @@ def ours(folder: Path) -> int:
 
 
 def accelerate(folder: Path) -> int:
-    """`accelerate estimate-memory`, its column "Training using Adam": its own steps, but for asking the hub.
+    """`accelerate estimate-memory`, its column "Training using Adam": its own steps, but for asking
+    the hub.
 
     It knows neither LoRA nor batches. bf16: its row of half precision."""
     from accelerate import init_empty_weights
@@ -49,7 +56,13 @@ def accelerate(folder: Path) -> int:
     with init_empty_weights():
         network = AutoModel.from_config(config, dtype="float32")
     total, _ = calculate_maximum_sizes(network)
-    return int(max(estimate_training_usage(total, "bfloat16" if _element_bytes(recipe) == 2 else "float32").values()))
+    return int(
+        max(
+            estimate_training_usage(
+                total, "bfloat16" if _element_bytes(recipe) == 2 else "float32"
+            ).values()
+        )
+    )
 
 
 def zero2(folder: Path) -> int:
@@ -57,7 +70,9 @@ def zero2(folder: Path) -> int:
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
     parameters = [one.numel() for one in _on_meta(folder).parameters()]
-    _, device_bytes = estimate_zero2_model_states_mem_needs(sum(parameters), 1, 1, cpu_offload=False)
+    _, device_bytes = estimate_zero2_model_states_mem_needs(
+        sum(parameters), 1, 1, cpu_offload=False
+    )
     return device_bytes
 
 
@@ -66,7 +81,9 @@ def zero3(folder: Path) -> int:
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 
     network = _on_meta(folder)
-    largest = max(sum(one.numel() for one in module.parameters(recurse=False)) for module in network.modules())
+    largest = max(
+        sum(one.numel() for one in module.parameters(recurse=False)) for module in network.modules()
+    )
     total = sum(one.numel() for one in network.parameters())
     _, device_bytes, _ = estimate_zero3_model_states_mem_needs(
         total, largest, 1, 1, cpu_offload=False, cpu_offload_params=False
@@ -77,30 +94,44 @@ def zero3(folder: Path) -> int:
 def formula(folder: Path) -> int:
     """States, counted exactly, and the activations of a transformer of h wide layers with a heads.
 
-    Source: Korthikanti et al. 2022 (arXiv:2205.05198): sbh (34 + 5 a s / h) bytes a layer in half precision, 4 s b v of
-    logits, 2 s b h a layer where all is recomputed, and then one layer at a time. Twice the layers' bytes in float32.
-    T5's decoder layers count as the others."""
+    Source: Korthikanti et al. 2022 (arXiv:2205.05198): sbh (34 + 5 a s / h) bytes a layer in half
+    precision, 4 s b v of logits, 2 s b h a layer where all is recomputed, and then one layer at a
+    time. Twice the layers' bytes in float32. T5's decoder layers count as the others."""
     from launch.plan.resolve import resolve
 
     resolved = resolve(str(folder / "recipe.yaml"), [], trace=False)
     shape, strategy = resolved.plan.shape, resolved.plan.strategy
-    config, b, s = shape.config, strategy.per_device_train_batch_size, resolved.recipe.data.max_length
+    config, b, s = (
+        shape.config,
+        strategy.per_device_train_batch_size,
+        resolved.recipe.data.max_length,
+    )
 
     def size(*names: str) -> int:
         return next(config[name] for name in names if name in config)
 
-    h, a = size("hidden_size", "n_embd", "d_model"), size("num_attention_heads", "n_head", "num_heads")
-    num_layers = size("num_hidden_layers", "n_layer", "num_layers") + config.get("num_decoder_layers", 0)
+    h, a = (
+        size("hidden_size", "n_embd", "d_model"),
+        size("num_attention_heads", "n_head", "num_heads"),
+    )
+    num_layers = size("num_hidden_layers", "n_layer", "num_layers") + config.get(
+        "num_decoder_layers", 0
+    )
     layer_bytes = s * b * h * 34 + 5 * a * s * s * b
     layers_bytes = num_layers * layer_bytes
     if strategy.gradient_checkpointing:
         layers_bytes = num_layers * 2 * s * b * h + layer_bytes
     scale = _element_bytes(_recipe(folder)) // 2
-    return resolved.plan.estimate.model_state_bytes + layers_bytes * scale + 4 * s * b * config["vocab_size"]
+    return (
+        resolved.plan.estimate.model_state_bytes
+        + layers_bytes * scale
+        + 4 * s * b * config["vocab_size"]
+    )
 
 
 def mem_tracker(folder: Path) -> int:
-    """torch's MemTracker over the second of two bare steps on fake tensors: the same model, batch and optimizer."""
+    """torch's MemTracker over the second of two bare steps on fake tensors: the same model, batch
+    and optimizer."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
@@ -117,7 +148,10 @@ def mem_tracker(folder: Path) -> int:
         trained = [one for one in network.parameters() if one.requires_grad]
         optimizer = torch.optim.AdamW(trained, fused=True)
         size = (training["per_device_train_batch_size"], length)
-        batch = {name: torch.zeros(size, dtype=torch.int64) for name in ("input_ids", "attention_mask", "labels")}
+        batch = {
+            name: torch.zeros(size, dtype=torch.int64)
+            for name in ("input_ids", "attention_mask", "labels")
+        }
         tracker = MemTracker()
         tracker.track_external(network, optimizer, *batch.values())
         with tracker:
@@ -159,11 +193,15 @@ def _on_meta(folder: Path, recipe: dict[str, Any] | None = None) -> Any:
             return network
         from peft import LoraConfig, get_peft_model
 
-        return get_peft_model(network, LoraConfig(**recipe["lora"], target_modules="all-linear", task_type="CAUSAL_LM"))
+        return get_peft_model(
+            network,
+            LoraConfig(**recipe["lora"], target_modules="all-linear", task_type="CAUSAL_LM"),
+        )
 
 
 def _fill_with_fakes(network: Any) -> None:
-    """Tensors on the CPU in place of those on the meta device, under a FakeTensorMode; ties are kept."""
+    """Tensors on the CPU in place of those on the meta device, under a FakeTensorMode; ties are
+    kept."""
     import torch
 
     known: dict[int, torch.Tensor] = {}
@@ -175,7 +213,9 @@ def _fill_with_fakes(network: Any) -> None:
                 if id(one) not in known:
                     fake = torch.empty(one.shape, dtype=one.dtype)
                     is_buffer = held is module._buffers
-                    known[id(one)] = fake if is_buffer else torch.nn.Parameter(fake, one.requires_grad)
+                    known[id(one)] = (
+                        fake if is_buffer else torch.nn.Parameter(fake, one.requires_grad)
+                    )
                 held[name] = known[id(one)]
 
 

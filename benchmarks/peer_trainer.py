@@ -1,10 +1,12 @@
-"""A peer as its users write it, started by accelerate launch: transformers.Trainer, or TRL's SFTTrainer.
+"""A peer as its users write it, started by accelerate launch: transformers.Trainer, or TRL's
+SFTTrainer.
 
     python -m benchmarks.peer_trainer ASKED.json
 
-Both read rows that are tokenised already (TRL takes them as they are), so that all train on the same tokens. After each
-optimizer step a line {step, time, tokens} goes to steps.jsonl; the losses that were logged go to losses.json, and the
-model to trained/. What is asked, and where: benchmarks/trainings.py.
+Both read rows that are tokenised already (TRL takes them as they are), so that all train on the
+same tokens. After each optimizer step a line {step, time, tokens} goes to steps.jsonl; the losses
+that were logged go to losses.json, and the model to trained/. What is asked, and where:
+benchmarks/trainings.py.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from benchmarks.list_in_ram import Counting, StepTimes
 def made(asked: dict[str, Any]) -> Counting:
     """The trainer that was asked for."""
     rows = datasets.Dataset.from_file(asked["tokens"])
-    rows = rows.select_columns([name for name in ("input_ids", "labels") if name in rows.column_names])
+    rows = rows.select_columns(
+        [name for name in ("input_ids", "labels") if name in rows.column_names]
+    )
     if asked["order"] is not None:
         rows = rows.select(asked["order"])
     tokenizer = AutoTokenizer.from_pretrained(asked["model"])
@@ -39,11 +43,17 @@ def made(asked: dict[str, Any]) -> Counting:
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model = family.from_pretrained(asked["model"], dtype=torch.float32)
     if asked["sft"] is None:
-        collator = DataCollatorForSeq2Seq(tokenizer, model=model if config.is_encoder_decoder else None)
-        return Counting(
-            model=model, args=TrainingArguments(**asked["arguments"]), train_dataset=rows, data_collator=collator
+        collator = DataCollatorForSeq2Seq(
+            tokenizer, model=model if config.is_encoder_decoder else None
         )
-    from trl import SFTConfig, SFTTrainer  # no package of ours: benchmarks/peers.py says how to get it
+        return Counting(
+            model=model,
+            args=TrainingArguments(**asked["arguments"]),
+            train_dataset=rows,
+            data_collator=collator,
+        )
+    # no package of ours: benchmarks/peers.py says how to get it
+    from trl import SFTConfig, SFTTrainer
 
     class CountingSFT(Counting, SFTTrainer):
         pass

@@ -1,8 +1,10 @@
-"""Seconds of `python -m launch plan` on one core: with its steps traced before (warm), and with nothing known (cold).
+"""Seconds of `python -m launch plan` on one core: with its steps traced before (warm), and with
+nothing known (cold).
 
-One recipe per model family on described machines, each plan a process of its own, from start to end. The first of each
-fills the traces and the page cache and is left out. A plan that finds nothing that fits counts: it answers too. Where
-other processes share the core, processor seconds are what the plan itself takes; wall seconds are shown beside them.
+One recipe per model family on described machines, each plan a process of its own, from start to
+end. The first of each fills the traces and the page cache and is left out. A plan that finds
+nothing that fits counts: it answers too. Where other processes share the core, processor seconds
+are what the plan itself takes; wall seconds are shown beside them.
 """
 
 from __future__ import annotations
@@ -46,8 +48,14 @@ def plan(words: Sequence[str], machine: str, house: Path, traces: Path) -> dict[
     file = recording.CODE / "configs" / "machines" / f"{machine}.yaml"
     argv = [sys.executable, "-m", "launch", "plan", "sft_fast", *words, "--machine", str(file)]
     env = {**recording.environment(house), "LOWMEM_TRACES": str(traces)}
-    load, used, began = os.getloadavg()[0], resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    done = subprocess.run(argv, env=env, cwd=recording.CODE, capture_output=True, text=True, timeout=PLAN_TIMEOUT_S)
+    load, used, began = (
+        os.getloadavg()[0],
+        resource.getrusage(resource.RUSAGE_CHILDREN),
+        time.monotonic(),
+    )
+    done = subprocess.run(
+        argv, env=env, cwd=recording.CODE, capture_output=True, text=True, timeout=PLAN_TIMEOUT_S
+    )
     wall_s, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
     seconds = {"wall_s": round(wall_s, 3), "cpu_s": round(cpu_s, 3), "load_before": round(load, 2)}
@@ -58,7 +66,11 @@ def plan(words: Sequence[str], machine: str, house: Path, traces: Path) -> dict[
 
 def said(output: str) -> str:
     """Batch and mode of a printed plan."""
-    lines = {line[:11].strip(): line[11:].strip() for line in output.splitlines() if line.startswith("  ")}
+    lines = {
+        line[:11].strip(): line[11:].strip()
+        for line in output.splitlines()
+        if line.startswith("  ")
+    }
     return f"{lines['mode'].split(',')[0]}, {lines['batch'].split(' per device')[0]} per device"
 
 
@@ -93,7 +105,8 @@ def text(rows: Sequence[Mapping[str, Any]]) -> str:
             cells += [f"{wall_s:.2f}", f"{cpu_s:.2f}"]
             if wall_s > goal_s:
                 missed.append(
-                    f"{row['recipe']} on {row['machine']}, {way}: {wall_s:.2f} s ({cpu_s:.2f} s of processor)"
+                    f"{row['recipe']} on {row['machine']}, {way}: {wall_s:.2f} s ({cpu_s:.2f} s of"
+                    " processor)"
                 )
         lines.append([row["recipe"], row["machine"], row["warm"][0]["says"], *cells])
     repetitions = [one for row in rows for one in (*row["warm"], *row["cold"])]
@@ -101,15 +114,33 @@ def text(rows: Sequence[Mapping[str, Any]]) -> str:
     goals = f"Goals: warm {WARM_GOAL_S} s, cold {COLD_GOAL_S:.0f} s. "
     goals += f"Missed by the clock: {'; '.join(missed)}." if missed else "All are met."
     if busiest > recording.QUIET_LOAD:
-        most = {way: max(one["cpu_s"] for row in rows for one in row[way]) for way in ("warm", "cold")}
-        goals += f"\n\nThe machine was shared: load up to {busiest} before a plan, which then has a part of its core. A"
-        goals += f" plan took at most {most['warm']:.2f} s of a processor warm and {most['cold']:.2f} s cold."
-    head = ["recipe", "machine", "says", "warm, wall s", "processor s", "cold, wall s", "processor s"]
+        most = {
+            way: max(one["cpu_s"] for row in rows for one in row[way]) for way in ("warm", "cold")
+        }
+        goals += (
+            f"\n\nThe machine was shared: load up to {busiest} before a plan, which then has a part"
+            " of its core. A"
+        )
+        goals += (
+            f" plan took at most {most['warm']:.2f} s of a processor warm and {most['cold']:.2f} s"
+            " cold."
+        )
+    head = [
+        "recipe",
+        "machine",
+        "says",
+        "warm, wall s",
+        "processor s",
+        "cold, wall s",
+        "processor s",
+    ]
     return goals + "\n\n" + recording.table(head, lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--warm", type=int, default=5)
     parser.add_argument("--cold", type=int, default=2)
     parser.add_argument("--core", type=int, default=0)
@@ -122,7 +153,11 @@ def main() -> None:
                 rows.append(case(name, machine, Path(place), (arguments.warm, arguments.cold)))
                 print(json.dumps(rows[-1]), flush=True)
     os.sched_setaffinity(0, cores)
-    recording.write("plan_time", {"goals_s": {"warm": WARM_GOAL_S, "cold": COLD_GOAL_S}, "rows": rows}, text(rows))
+    recording.write(
+        "plan_time",
+        {"goals_s": {"warm": WARM_GOAL_S, "cold": COLD_GOAL_S}, "rows": rows},
+        text(rows),
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""What models are worth that were trained by us and by plain Trainer: the same start, steps and samples, three seeds.
+"""What models are worth that were trained by us and by plain Trainer: the same start, steps and
+samples, three seeds.
 
-    sample task: the share of 500 held-out prompts answered exactly (quick start's model, data and schedule)
-    gsm8k, a decoder: held-out loss; ours cuts each step's rows by tokens, and packs them
+    sample task: the share of 500 held-out prompts answered exactly (quick start's model, data and
+    schedule) gsm8k, a decoder: held-out loss; ours cuts each step's rows by tokens, and packs them
     Chinese chat, a T5: held-out loss; ours cuts each step's rows by tokens
 
-A seed sets the first weights and the order of the samples, which differs between the two: plain Trainer draws at random
-as it does. The finished model folders are scored by one piece of code. Each epoch has every row once; packed sequences
-hold about as many tokens a step as rows do otherwise. Needs LOWMEM_REAL_DATA.
+A seed sets the first weights and the order of the samples, which differs between the two: plain
+Trainer draws at random as it does. The finished model folders are scored by one piece of code. Each
+epoch has every row once; packed sequences hold about as many tokens a step as rows do otherwise.
+Needs LOWMEM_REAL_DATA.
 """
 
 from __future__ import annotations
@@ -31,7 +33,14 @@ from benchmarks import padding, recording, trainings
 from benchmarks.trainings import OPTIMIZER
 
 DECODER = {**padding.DECODER, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3}
-T5 = {**padding.T5, "d_model": 128, "d_ff": 384, "d_kv": 32, "num_layers": 2, "num_decoder_layers": 2}
+T5 = {
+    **padding.T5,
+    "d_model": 128,
+    "d_ff": 384,
+    "d_kv": 32,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+}
 PLAIN = "plain Trainer"
 MINI_CHAT = recording.CODE / "configs/models/mini-chat.yaml"
 WAYS = {
@@ -58,7 +67,9 @@ class Task:
 
 def config_of(file: Path) -> dict[str, Any]:
     return {
-        key: value for key, value in yaml.safe_load(file.read_text(encoding="utf-8")).items() if key != "vocab_size"
+        key: value
+        for key, value in yaml.safe_load(file.read_text(encoding="utf-8")).items()
+        if key != "vocab_size"
     }
 
 
@@ -66,10 +77,20 @@ def tasks(scale: float) -> list[Task]:
     """`scale`: of the rows that are trained on."""
     columns = ("prompt", "response")
     sample = padding.Case(
-        "sample task", "sample.parquet", columns, config_of(MINI_CHAT), 128, vocabulary=512, split="character"
+        "sample task",
+        "sample.parquet",
+        columns,
+        config_of(MINI_CHAT),
+        128,
+        vocabulary=512,
+        split="character",
     )
-    gsm8k = padding.Case("gsm8k", "gsm8k_train.jsonl", ("question", "answer"), DECODER, 512, vocabulary=2048)
-    chat = padding.Case("Chinese chat", "chatlm_sft_train_3k.parquet", columns, T5, 256, vocabulary=2048)
+    gsm8k = padding.Case(
+        "gsm8k", "gsm8k_train.jsonl", ("question", "answer"), DECODER, 512, vocabulary=2048
+    )
+    chat = padding.Case(
+        "Chinese chat", "chatlm_sft_train_3k.parquet", columns, T5, 256, vocabulary=2048
+    )
     by_tokens, packed, plain = WAYS
     slow = {"learning_rate": 2e-3, "warmup_steps": 20}
     return [
@@ -92,8 +113,12 @@ def tasks(scale: float) -> list[Task]:
 def sample_data(folder: Path) -> None:
     """Training and held-out rows of the sample data in one file."""
     script = recording.CODE / "scripts" / "make_sample_data.py"
-    subprocess.run([sys.executable, str(script), "--out-dir", str(folder)], check=True, capture_output=True)
-    parts = [pq.read_table(folder / f"sft_train_small_{part}.parquet") for part in ("train", "valid")]
+    subprocess.run(
+        [sys.executable, str(script), "--out-dir", str(folder)], check=True, capture_output=True
+    )
+    parts = [
+        pq.read_table(folder / f"sft_train_small_{part}.parquet") for part in ("train", "valid")
+    ]
     pq.write_table(pa.concat_tables(parts), folder / "sample.parquet")
 
 
@@ -102,12 +127,16 @@ def name_of(way: str) -> str:
     return f"quality-{list(WAYS).index(way)}"
 
 
-def trained(task: Task, way: str, seed: int, model: Path, rows: Path, packs: int, folder: Path, house: Path) -> Path:
+def trained(
+    task: Task, way: str, seed: int, model: Path, rows: Path, packs: int, folder: Path, house: Path
+) -> Path:
     """The folder of a trained model."""
     folder.mkdir()
     given = {**OPTIMIZER, **task.training, "num_train_epochs": task.epochs, "seed": seed}
     parts = task.parts if WAYS[way].get("batch_by_tokens") else 1
-    given["per_device_train_batch_size"] = packs if WAYS[way].get("packing") else task.batch // parts
+    given["per_device_train_batch_size"] = (
+        packs if WAYS[way].get("packing") else task.batch // parts
+    )
     given["gradient_accumulation_steps"] = parts
     if way == PLAIN:
         tokens = trainings.tokens_of(trainings.attempt_of(name_of(task.ways[0]), house))
@@ -134,7 +163,10 @@ def score(task: Task, model: Path, held_out: Sequence[Mapping[str, str]]) -> flo
     family = AutoModelForSeq2SeqLM if is_t5 else AutoModelForCausalLM
     network, cut = family.from_pretrained(model).eval(), AutoTokenizer.from_pretrained(model)
     talks = [
-        [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["response"]}]
+        [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": row["response"]},
+        ]
         for row in held_out
     ]
     if task.exact_match:
@@ -167,7 +199,9 @@ def measured(task: Task, data: Path, seeds: Sequence[int], place: Path) -> dict[
         assert task.rows + task.held_out <= len(table)
         packs = padding.packs_of(rows, model, task.source, task.batch)
         for way in task.ways:
-            folder = trained(task, way, seed, model, rows, packs, place / f"{way} {seed}", place / "house")
+            folder = trained(
+                task, way, seed, model, rows, packs, place / f"{way} {seed}", place / "house"
+            )
             found[way].append(round(score(task, folder, held_out), 5))
             print(f"{task.source.name}  seed {seed}  {way}  {found[way][-1]}", flush=True)
     return {
@@ -180,13 +214,17 @@ def measured(task: Task, data: Path, seeds: Sequence[int], place: Path) -> dict[
 
 
 def verdict(task: Mapping[str, Any], way: str) -> dict[str, Any]:
-    """How much better than plain Trainer, in the mean over the seeds, and how far seeds spread; `holds`: not worse by
-    more than that."""
+    """How much better than plain Trainer, in the mean over the seeds, and how far seeds spread;
+    `holds`: not worse by more than that."""
     mine, plain = task["scores"][way], task["scores"][PLAIN]
     sign = 1 if task["score"] == "exact match" else -1
     better = [sign * (a - b) for a, b in zip(mine, plain, strict=True)]
     spread = max(max(one) - min(one) for one in (mine, plain))
-    return {"better": statistics.fmean(better), "spread": spread, "holds": statistics.fmean(better) >= -spread}
+    return {
+        "better": statistics.fmean(better),
+        "spread": spread,
+        "holds": statistics.fmean(better) >= -spread,
+    }
 
 
 def text_of(found: Sequence[Mapping[str, Any]]) -> str:
@@ -204,15 +242,34 @@ def text_of(found: Sequence[Mapping[str, Any]]) -> str:
                     ("yes" if told["holds"] else "no") if way != PLAIN else "",
                 ]
             )
-    about = "; ".join(f"{task['task']}: {task['rows']:,} rows, {task['epochs']} epoch(s)" for task in found)
-    head = ["task", "way", "mean", "a seed each", "better than plain Trainer by (spread of the seeds)", "no worse"]
-    return f"{about}. No worse: the mean is not worse by more than the seeds spread.\n\n" + recording.table(head, rows)
+    about = "; ".join(
+        f"{task['task']}: {task['rows']:,} rows, {task['epochs']} epoch(s)" for task in found
+    )
+    head = [
+        "task",
+        "way",
+        "mean",
+        "a seed each",
+        "better than plain Trainer by (spread of the seeds)",
+        "no worse",
+    ]
+    return (
+        f"{about}. No worse: the mean is not worse by more than the seeds spread.\n\n"
+        + recording.table(head, rows)
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--scale", type=float, default=1.0, help="of the rows; less than 1 only to try this benchmark")
+    parser.add_argument(
+        "--scale",
+        type=float,
+        default=1.0,
+        help="of the rows; less than 1 only to try this benchmark",
+    )
     arguments = parser.parse_args()
     data = padding.real_data()
     found = []
@@ -222,7 +279,12 @@ def main() -> None:
                 sample_data(Path(place))
             source = Path(place) if task.exact_match else data
             found.append(measured(task, source, range(1, arguments.seeds + 1), Path(place)))
-    told = {f"{task['task']}, {way}": verdict(task, way) for task in found for way in task["scores"] if way != PLAIN}
+    told = {
+        f"{task['task']}, {way}": verdict(task, way)
+        for task in found
+        for way in task["scores"]
+        if way != PLAIN
+    }
     recording.write("quality", {"tasks": found, "verdicts": told}, text_of(found))
     print(json.dumps(told, indent=1))
 

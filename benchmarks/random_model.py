@@ -1,4 +1,5 @@
-"""A model folder with random weights, and a tokenizer of a few words: python -m benchmarks.random_model CONFIG DIR."""
+"""A model folder with random weights, and a tokenizer of a few words: python -m
+benchmarks.random_model CONFIG DIR."""
 
 from __future__ import annotations
 
@@ -7,7 +8,12 @@ import sys
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedTokenizerFast,
+)
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} {% endfor %}"
@@ -30,7 +36,11 @@ def main(content: str, folder: Path) -> None:
         ["red blue green stone user assistant :"], trainers.WordLevelTrainer(special_tokens=special)
     )
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", bos_token="<bos>"
+        tokenizer_object=made,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        bos_token="<bos>",
     )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "tokenizer")

@@ -17,14 +17,21 @@ PSS_SAMPLING_S = 0.5  # reading smaps_rollup costs milliseconds a GiB
 Samples = list[tuple[float, float]]  # (unix time, RssAnon in MB) of one rank
 
 
-def watched(argv: Sequence[str], env: Mapping[str, str], log: Path) -> list[list[tuple[float, float]]]:
-    """Run a child to its end; (unix time, RssAnon in MB) of each of its 2 ranks, every SAMPLING_S."""
+def watched(
+    argv: Sequence[str], env: Mapping[str, str], log: Path
+) -> list[list[tuple[float, float]]]:
+    """Run a child to its end; (unix time, RssAnon in MB) of each of its 2 ranks, every
+    SAMPLING_S."""
     ranks: dict[int, list[tuple[float, float]]] = {}
     with log.open("wb") as file:
-        child = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
+        child = subprocess.Popen(
+            argv, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+        )
         while child.poll() is None:
             if len(ranks) < 2:
-                ranks |= {process.pid: [] for process in _ranks(child.pid) if process.pid not in ranks}
+                ranks |= {
+                    process.pid: [] for process in _ranks(child.pid) if process.pid not in ranks
+                }
             for pid, samples in ranks.items():
                 samples.extend(_rss_anon(pid))
             time.sleep(SAMPLING_S)
@@ -37,7 +44,9 @@ class Seen(NamedTuple):
     """A launch at one moment."""
 
     time: float  # unix time
-    peak_bytes: int  # resident so far at the most, of the process with the highest peak, its rank: exact, not sampled
+    # resident so far at the most, of the process with the highest peak, its rank: exact, not
+    # sampled
+    peak_bytes: int
     job_bytes: int  # PSS of all its processes now; between two readings the last one
 
 
@@ -46,12 +55,19 @@ def tree(argv: Sequence[str], env: Mapping[str, str], log: Path) -> list[Seen]:
     seen: list[Seen] = []
     job_bytes, read_at, pids = 0, 0.0, [0]
     with log.open("wb") as file:
-        child = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
+        child = subprocess.Popen(
+            argv, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+        )
         while child.poll() is None:
             if (now := time.monotonic()) - read_at >= PSS_SAMPLING_S:
-                pids = [child.pid, *(one.pid for one in psutil.Process(child.pid).children(recursive=True))]
+                pids = [
+                    child.pid,
+                    *(one.pid for one in psutil.Process(child.pid).children(recursive=True)),
+                ]
                 job_bytes, read_at = sum(_bytes(pid, "smaps_rollup", "Pss:") for pid in pids), now
-            seen.append(Seen(time.time(), max(_bytes(pid, "status", "VmHWM:") for pid in pids), job_bytes))
+            seen.append(
+                Seen(time.time(), max(_bytes(pid, "status", "VmHWM:") for pid in pids), job_bytes)
+            )
             time.sleep(SAMPLING_S)
     assert child.returncode == 0, recording.said(log)
     return seen
@@ -83,5 +99,7 @@ def _rss_anon(pid: int) -> list[tuple[float, float]]:
     except (FileNotFoundError, ProcessLookupError):
         return []
     return [
-        (time.time(), int(line.split()[1]) * 1.024e-3) for line in status.splitlines() if line.startswith("RssAnon")
+        (time.time(), int(line.split()[1]) * 1.024e-3)
+        for line in status.splitlines()
+        if line.startswith("RssAnon")
     ]

@@ -1,4 +1,5 @@
-"""What every benchmark records beside its figures: where they were taken, with what, and how busy the machine was."""
+"""What every benchmark records beside its figures: where they were taken, with what, and how busy
+the machine was."""
 
 from __future__ import annotations
 
@@ -26,16 +27,22 @@ QUIET_WAIT_S = 60.0
 def machine() -> str:
     """CPU, cores, RAM and GPUs in words; no host name."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    cpu = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
     ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     from launch.probe import machine as probe_machine
 
     cards = "".join(f", {gpu.name}" for gpu in probe_machine.machine().gpus)
-    return f"{cpu}, {len(os.sched_getaffinity(0))} cores, {ram_bytes / (1 << 30):.1f} GiB RAM{cards}"
+    return (
+        f"{cpu}, {len(os.sched_getaffinity(0))} cores, {ram_bytes / (1 << 30):.1f} GiB RAM{cards}"
+    )
 
 
 def command(module: str) -> str:
-    """The command line that was typed; of a whole path the last part, since where it lies is this machine's own."""
+    """The command line that was typed; of a whole path the last part, since where it lies is this
+    machine's own."""
     words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
     return " ".join(["python", "-m", f"benchmarks.{module}", *words])
 
@@ -51,7 +58,9 @@ def installed(package: str) -> str | None:
 def environment(house: Path) -> dict[str, str]:
     """The environment of a launch whose runs, logs and caches go under `house`."""
     house.mkdir(parents=True, exist_ok=True)
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "LOWMEM_"))}
+    inherited = {
+        key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "LOWMEM_"))
+    }
     return {**inherited, "PYTHONPATH": str(CODE), "LOWMEM_ROOT": str(house), "HF_HUB_OFFLINE": "1"}
 
 
@@ -64,7 +73,8 @@ def quiet() -> float:
 
 
 def _busy_s() -> float:
-    """CPU seconds of all processes since the machine started, and those that its host kept from it."""
+    """CPU seconds of all processes since the machine started, and those that its host kept from
+    it."""
     fields = Path("/proc/stat").read_text(encoding="utf-8").split("\n", 1)[0].split()[1:9]
     user, nice, system, _, _, interrupt, soft_interrupt, stolen = map(int, fields)
     return (user + nice + system + interrupt + soft_interrupt + stolen) / os.sysconf("SC_CLK_TCK")
@@ -85,7 +95,9 @@ def timed(argv: Sequence[str], env: Mapping[str, str], log: Path, wait: bool = T
     load = quiet() if wait else round(os.getloadavg()[0], 2)
     used, busy, began = resource.getrusage(resource.RUSAGE_CHILDREN), _busy_s(), time.monotonic()
     with log.open("wb") as file:
-        done = subprocess.run(argv, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
+        done = subprocess.run(
+            argv, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+        )
     wall_s = time.monotonic() - began
     assert done.returncode == 0, said(log)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -96,7 +108,10 @@ def timed(argv: Sequence[str], env: Mapping[str, str], log: Path, wait: bool = T
 
 def said(log: Path) -> str:
     """What a failed child printed, and the newest log of the ranks in the house beside it."""
-    logs = sorted((log.parent / "house/runs").glob("*/*/attempts/*/log.txt"), key=lambda path: path.stat().st_mtime)
+    logs = sorted(
+        (log.parent / "house/runs").glob("*/*/attempts/*/log.txt"),
+        key=lambda path: path.stat().st_mtime,
+    )
     return "\n".join(path.read_text(encoding="utf-8") for path in [log, *logs[-1:]])
 
 
@@ -106,17 +121,23 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def write(name: str, measured: Mapping[str, Any], text: str, module: str | None = None) -> None:
-    """results/<name>.json and .md: the circumstances, then the figures; of the benchmark `module`, or of that name."""
+    """results/<name>.json and .md: the circumstances, then the figures; of the benchmark `module`,
+    or of that name."""
     about = {
         "date": date.today().isoformat(),
         "machine": machine(),
-        "versions": {"python": platform.python_version(), **{name: installed(name) for name in PACKAGES}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: installed(name) for name in PACKAGES},
+        },
         "command": command(module or name),
     }
     RESULTS.mkdir(exist_ok=True)
     content = json.dumps({**about, **measured}, ensure_ascii=False, indent=1)
     (RESULTS / f"{name}.json").write_text(content + "\n", encoding="utf-8")
     versions = ", ".join(f"{key} {value}" for key, value in about["versions"].items())
-    head = f"# {name}\n\n{about['date']}, {about['machine']}; {versions}\n\n`{about['command']}`\n\n"
+    head = (
+        f"# {name}\n\n{about['date']}, {about['machine']}; {versions}\n\n`{about['command']}`\n\n"
+    )
     (RESULTS / f"{name}.md").write_text(head + text, encoding="utf-8")
     print("\n" + text)

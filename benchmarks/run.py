@@ -1,4 +1,5 @@
-"""Run every benchmark, one after another: `python -m benchmarks.run`. Figures go to benchmarks/results."""
+"""Run every benchmark, one after another: `python -m benchmarks.run`. Figures go to
+benchmarks/results."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """What checkpoints cost of a run's wall time, at the default interval between two.
 
-A run saves oftener than the default, so that there are several saves to time; its own steps and its own saves, in the
-same run, give the share at the default: seconds of a save / seconds of save_steps steps and a save. A save is all of
-it: room, writing, hashing, fsync, manifest, rename, rotation. Beside it what writing the same bytes costs without any
-of that: one file of the checkpoint's size, not synced, in the same folder, after the run."""
+A run saves oftener than the default, so that there are several saves to time; its own steps and its
+own saves, in the same run, give the share at the default: seconds of a save / seconds of save_steps
+steps and a save. A save is all of it: room, writing, hashing, fsync, manifest, rename, rotation.
+Beside it what writing the same bytes costs without any of that: one file of the checkpoint's size,
+not synced, in the same folder, after the run."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from launch.schema.recipe import TrainingSection
 
 GOAL = 0.035
 SAVES = 4
-# (shape, mode, ranks, batch, steps between two saves); the last has 1.4 GiB of states for steps of two rows
+# (shape, mode, ranks, batch, steps between two saves); the last has 1.4 GiB of states for steps of
+# two rows
 CASES = (
     ("mini-chat", "multi_cpu", 2, 16, 20),
     ("mini-chat", "deepspeed_zero2", 2, 16, 20),
@@ -33,12 +35,18 @@ CASES = (
 )
 
 
-def measure(folder: Path, shape: str, mode: str, ranks: int, batch: int, every: int) -> dict[str, Any]:
+def measure(
+    folder: Path, shape: str, mode: str, ranks: int, batch: int, every: int
+) -> dict[str, Any]:
     """One run: seconds of a step and of a save, and what a checkpoint weighs."""
     path = launch_overhead.recipe(folder, SAVES * every)
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     content["model"]["shape"] = shape
-    content["training"] |= {"save_steps": every, "logging_steps": 1, "per_device_train_batch_size": batch // ranks}
+    content["training"] |= {
+        "save_steps": every,
+        "logging_steps": 1,
+        "per_device_train_batch_size": batch // ranks,
+    }
     content["launch"] = {"mode": mode, "num_processes": ranks}
     path.write_text(yaml.safe_dump(content), encoding="utf-8")
     argv = [sys.executable, "-m", "launch", "run", str(path), "--data.validation_file=null"]
@@ -48,7 +56,10 @@ def measure(folder: Path, shape: str, mode: str, ranks: int, batch: int, every: 
     assert done.returncode == 0, done.stdout + done.stderr
     (attempt,) = (folder / "house/runs/overhead").glob("*/attempts/01")
     outcome = json.loads((attempt / "outcome.json").read_text(encoding="utf-8"))
-    events = [json.loads(line) for line in (attempt / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    events = [
+        json.loads(line)
+        for line in (attempt / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     step_s = statistics.median(event["seconds"] for event in events[2:])
     newest = manifest.committed(attempt.parent.parent / "checkpoints")[-1]
     size = sum(entry["bytes"] for entry in manifest.read(newest)["files"].values())
@@ -87,7 +98,16 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             found.append(measure(Path(folder), *case))
             print(found[-1], flush=True)
-    head = ("model", "mode", "ranks", "checkpoint", "save", "bare write", "step", "share at save_steps 500")
+    head = (
+        "model",
+        "mode",
+        "ranks",
+        "checkpoint",
+        "save",
+        "bare write",
+        "step",
+        "share at save_steps 500",
+    )
     rows = [
         (
             one["shape"],

@@ -1,7 +1,9 @@
-"""SIGTERM at random moments to the launcher, accelerate, one rank or both: is a checkpoint committed, does all end?
+"""SIGTERM at random moments to the launcher, accelerate, one rank or both: is a checkpoint
+committed, does all end?
 
-Each run is a real two-rank launch of a tiny model, stopped between its first second and some seconds of training, ranks
-up to 5 s apart (tests/stopping.py draws, from a seed). `--count 100` repeats; and what it costs the ranks to agree.
+Each run is a real two-rank launch of a tiny model, stopped between its first second and some
+seconds of training, ranks up to 5 s apart (tests/stopping.py draws, from a seed). `--count 100`
+repeats; and what it costs the ranks to agree.
 """
 
 from __future__ import annotations
@@ -60,8 +62,17 @@ def agreement() -> dict[str, float]:
     """Microseconds that two ranks take to agree on a word over Gloo, on this machine."""
     argv = [sys.executable, "-m", "benchmarks.stops", "--agree"]
     port = str(FIRST_PORT + os.getpid() % 1000)
-    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    ranks = [subprocess.Popen(argv, env={**env, "RANK": str(i)}, stdout=subprocess.PIPE, text=True) for i in (0, 1)]
+    env = {
+        **os.environ,
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(argv, env={**env, "RANK": str(i)}, stdout=subprocess.PIPE, text=True)
+        for i in (0, 1)
+    ]
     said = [rank.communicate(timeout=120)[0] for rank in ranks]
     return json.loads(said[0])
 
@@ -80,7 +91,14 @@ def _agree() -> None:
         control.agree()
         taken.append(time.perf_counter() - began)
     taken.sort()
-    print(json.dumps({"median_us": 1e6 * statistics.median(taken), "p99_us": 1e6 * taken[AGREEMENTS * 99 // 100]}))
+    print(
+        json.dumps(
+            {
+                "median_us": 1e6 * statistics.median(taken),
+                "p99_us": 1e6 * taken[AGREEMENTS * 99 // 100],
+            }
+        )
+    )
     distributed.destroy_process_group()
 
 
@@ -105,14 +123,25 @@ def main() -> int:
             "ended with 75, said to be preempted",
             f"{sum(r['code'] == 75 and r['ended'] == 'preempted' for r in runs)} of {len(runs)}",
         ),
-        ("stopped while training: last step committed", f"{sum(r['committed'] for r in training)} of {len(training)}"),
+        (
+            "stopped while training: last step committed",
+            f"{sum(r['committed'] for r in training)} of {len(training)}",
+        ),
         ("lost a committed checkpoint", sum(r["lost"] for r in runs)),
         ("hung (more than 120 s)", sum(r["code"] is None for r in runs)),
         ("left a process, a port or shared memory", sum(r["orphans"] > 0 for r in runs)),
-        ("seconds from the signal to the end: median, worst", f"{statistics.median(seconds)}, {seconds[-1]}"),
-        ("cost of agreeing at a step, two ranks: median, p99", f"{cost['median_us']:.0f} us, {cost['p99_us']:.0f} us"),
+        (
+            "seconds from the signal to the end: median, worst",
+            f"{statistics.median(seconds)}, {seconds[-1]}",
+        ),
+        (
+            "cost of agreeing at a step, two ranks: median, p99",
+            f"{cost['median_us']:.0f} us, {cost['p99_us']:.0f} us",
+        ),
     ]
-    recording.write("stops", {"runs": runs, "agreement": cost}, recording.table(("what", "found"), rows))
+    recording.write(
+        "stops", {"runs": runs, "agreement": cost}, recording.table(("what", "found"), rows)
+    )
     return 0 if all(r["code"] == 75 and not r["lost"] and not r["orphans"] for r in runs) else 1
 
 

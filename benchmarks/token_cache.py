@@ -1,4 +1,5 @@
-"""Seconds that verifying a token cache takes when it is opened: `python -m benchmarks.token_cache [GIB]`."""
+"""Seconds that verifying a token cache takes when it is opened: `python -m benchmarks.token_cache
+[GIB]`."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ def main(gib: float) -> None:
                 seconds.append(time.perf_counter() - began)
                 cpu_seconds.append(time.process_time() - cpu_began)
             print(
-                f"{what}: {min(seconds) / gib:.2f} s a GiB, {min(cpu_seconds) / gib:.2f} s of CPU, the best of {TIMES}"
-                f" (load {os.getloadavg()[0]:.1f})"
+                f"{what}: {min(seconds) / gib:.2f} s a GiB, {min(cpu_seconds) / gib:.2f} s of CPU,"
+                f" the best of {TIMES} (load {os.getloadavg()[0]:.1f})"
             )
 
 

@@ -1,10 +1,12 @@
-"""Seconds of a step of ours over those of a bare loop of the same step (benchmarks/bare_loop.py). On CPUs.
+"""Seconds of a step of ours over those of a bare loop of the same step (benchmarks/bare_loop.py).
+On CPUs.
 
-A model of 1 M parameters trains on the sample data with the batch of the quick start, and with a quarter of it: small
-enough that what a trainer does beside the step is seen. transformers.Trainer as it is stands between the two
-(benchmarks/peer_trainer.py). All see the same rows in the same order, so their losses have to agree; one thread each;
-turns, round after round; the first steps are left out. Seconds are those from the end of a step to the end of the last:
-data, events and logs count.
+A model of 1 M parameters trains on the sample data with the batch of the quick start, and with a
+quarter of it: small enough that what a trainer does beside the step is seen. transformers.Trainer
+as it is stands between the two (benchmarks/peer_trainer.py). All see the same rows in the same
+order, so their losses have to agree; one thread each; turns, round after round; the first steps are
+left out. Seconds are those from the end of a step to the end of the last: data, events and logs
+count.
 """
 
 from __future__ import annotations
@@ -66,9 +68,15 @@ class Job:
 
 
 def other(way: str, job: Job, folder: Path) -> tuple[list[float], list[float]]:
-    """(ends of steps as unix times, means of the losses of each stretch) of the bare loop or of plain Trainer."""
+    """(ends of steps as unix times, means of the losses of each stretch) of the bare loop or of
+    plain Trainer."""
     if way == "bare loop":
-        asked = {"model": str(job.model), "tokens": str(job.tokens), "batch": job.batch, "steps": job.steps}
+        asked = {
+            "model": str(job.model),
+            "tokens": str(job.tokens),
+            "batch": job.batch,
+            "steps": job.steps,
+        }
         asked |= {"seed": SEED, "times_file": str(folder / "times.json"), **OPTIMIZER}
         (folder / "asked.json").write_text(json.dumps(asked), encoding="utf-8")
         argv = [sys.executable, "-m", "benchmarks.bare_loop", str(folder / "asked.json")]
@@ -76,7 +84,9 @@ def other(way: str, job: Job, folder: Path) -> tuple[list[float], list[float]]:
         arguments = {"per_device_train_batch_size": job.batch, "max_steps": job.steps, "seed": SEED}
         arguments |= {"logging_steps": LOGGING_STEPS, **OPTIMIZER}
         argv = trainings.peer(folder, job.model, job.tokens, arguments, job.order)
-    recording.timed(argv, {**recording.environment(job.house), **ONE_THREAD}, folder / "log.txt", wait=False)
+    recording.timed(
+        argv, {**recording.environment(job.house), **ONE_THREAD}, folder / "log.txt", wait=False
+    )
     if way == "bare loop":
         found = json.loads((folder / "times.json").read_text(encoding="utf-8"))
         return found["times"], means(found["losses"])
@@ -86,7 +96,9 @@ def other(way: str, job: Job, folder: Path) -> tuple[list[float], list[float]]:
 def means(losses: Sequence[float]) -> list[float]:
     """Of each whole stretch of LOGGING_STEPS, as they are logged."""
     whole = len(losses) // LOGGING_STEPS * LOGGING_STEPS
-    return [statistics.fmean(losses[at : at + LOGGING_STEPS]) for at in range(0, whole, LOGGING_STEPS)]
+    return [
+        statistics.fmean(losses[at : at + LOGGING_STEPS]) for at in range(0, whole, LOGGING_STEPS)
+    ]
 
 
 def repetition(way: str, job: Job, folder: Path) -> dict[str, Any]:
@@ -107,13 +119,22 @@ def job_of(batch: int, steps: int, rows: Path, model: Path, place: Path) -> Job:
     """Its plan and its tokens are made once, so that no repetition makes them."""
     from training.data.batches import SampleOrder, TokenRows
 
-    training = {**OPTIMIZER, "per_device_train_batch_size": batch, "logging_steps": LOGGING_STEPS, "seed": SEED}
-    content = trainings.sft("overhead", model, rows, SAMPLE.max_length, {}, {**training, "max_steps": steps})
+    training = {
+        **OPTIMIZER,
+        "per_device_train_batch_size": batch,
+        "logging_steps": LOGGING_STEPS,
+        "seed": SEED,
+    }
+    content = trainings.sft(
+        "overhead", model, rows, SAMPLE.max_length, {}, {**training, "max_steps": steps}
+    )
     warm = {**content, "training": {**content["training"], "max_steps": 2}}
     tokens = trainings.tokens_of(trainings.run(warm, place, place / "house", ONE_THREAD))
     order = SampleOrder(len(TokenRows(tokens)), batch, 1, 1, 0, SEED)
     numbers = [row for step in range(1, steps + 1) for row in order.rows_of(step, [0])]
-    assert len(numbers) == steps * batch, f"an epoch of {order.samples} rows has no {steps} whole steps"
+    assert len(numbers) == steps * batch, (
+        f"an epoch of {order.samples} rows has no {steps} whole steps"
+    )
     return Job(batch, steps, model, tokens, numbers, content, place / "house")
 
 
@@ -146,29 +167,48 @@ def text_of(jobs: Sequence[Mapping[str, Any]], steps: int) -> str:
                     " / ".join(f"{one['load']:.1f}" for one in runs),
                 ]
             )
-    head = ["rows a step", "way", "ms a step, median", "over the bare loop", "ms over it, median", "load before"]
+    head = [
+        "rows a step",
+        "way",
+        "ms a step, median",
+        "over the bare loop",
+        "ms over it, median",
+        "load before",
+    ]
     return (
-        f"1.1 M parameters, {steps} steps, the first {WARM_UP} left out, {len(bare)} rounds. Goal: at most {GOAL} with"
-        f" the quick start's {BATCHES[0]} rows. Means of {LOGGING_STEPS} losses are at most"
-        f" {max(job['apart'] for job in jobs):.1e} apart (relative).\n\n" + recording.table(head, rows)
+        f"1.1 M parameters, {steps} steps, the first {WARM_UP} left out, {len(bare)} rounds. Goal:"
+        f" at most {GOAL} with the quick start's {BATCHES[0]} rows. Means of {LOGGING_STEPS} losses"
+        f" are at most {max(job['apart'] for job in jobs):.1e} apart (relative).\n\n"
+        + recording.table(head, rows)
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--steps", type=int, default=150, help="optimizer steps of each run, 50 or more; an epoch has 156 whole ones"
+        "--steps",
+        type=int,
+        default=150,
+        help="optimizer steps of each run, 50 or more; an epoch has 156 whole ones",
     )
     arguments = parser.parse_args()
     script = recording.CODE / "scripts" / "make_sample_data.py"
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        subprocess.run([sys.executable, str(script), "--out-dir", str(place / "data")], check=True, capture_output=True)
+        subprocess.run(
+            [sys.executable, str(script), "--out-dir", str(place / "data")],
+            check=True,
+            capture_output=True,
+        )
         rows, model = padding.made(SAMPLE, place / "data", place / "made")
         jobs = [job_of(batch, arguments.steps, rows, model, place) for batch in BATCHES]
         found = [measured(job, arguments.rounds, place) for job in jobs]
-    recording.write("trainer_overhead", {"goal": GOAL, "jobs": found}, text_of(found, arguments.steps))
+    recording.write(
+        "trainer_overhead", {"goal": GOAL, "jobs": found}, text_of(found, arguments.steps)
+    )
 
 
 if __name__ == "__main__":

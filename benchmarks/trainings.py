@@ -1,4 +1,5 @@
-"""Trainings that benchmarks start: ours by its launcher, a peer (benchmarks/peer_trainer.py) by accelerate launch."""
+"""Trainings that benchmarks start: ours by its launcher, a peer (benchmarks/peer_trainer.py) by
+accelerate launch."""
 
 from __future__ import annotations
 
@@ -15,10 +16,16 @@ from launch.base import files
 from launch.run_folder.layout import AttemptDir, RunDir
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-OPTIMIZER = {"learning_rate": 1e-3, "lr_scheduler_type": "linear", "optim": "adamw_torch_fused", "max_grad_norm": 1.0}
+OPTIMIZER = {
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "linear",
+    "optim": "adamw_torch_fused",
+    "max_grad_norm": 1.0,
+}
 Content = dict[str, Any]  # of a recipe
 
-# ---- ours ----------------------------------------------------------------------------------------------------------
+# ---- ours
+# ---------------------------------------------------------------------------
 
 
 def sft(
@@ -30,7 +37,8 @@ def sft(
     training: Mapping[str, Any],
     mode: str = "cpu",
 ) -> Content:
-    """A recipe that trains a model folder on a file of rows; it logs and saves at its end, unless told otherwise."""
+    """A recipe that trains a model folder on a file of rows; it logs and saves at its end, unless
+    told otherwise."""
     steps = training.get("max_steps", 1 << 20)
     return {
         "name": name,
@@ -43,9 +51,12 @@ def sft(
 
 
 def argv(content: Content, folder: Path) -> list[str]:
-    """The line that starts it from the beginning; its recipe lies in `folder`, and the model it makes in trained/."""
+    """The line that starts it from the beginning; its recipe lies in `folder`, and the model it
+    makes in trained/."""
     path = folder / f"{content['name']}.yaml"
-    path.write_text(yaml.safe_dump({"output_dir": str(folder / "trained"), **content}), encoding="utf-8")
+    path.write_text(
+        yaml.safe_dump({"output_dir": str(folder / "trained"), **content}), encoding="utf-8"
+    )
     return [sys.executable, "-m", "launch", "run", str(path), "--resume", "never"]
 
 
@@ -71,7 +82,8 @@ def tokens_of(attempt: AttemptDir) -> Path:
     return Path(said["folder"]) / "train.arrow"
 
 
-# ---- a peer --------------------------------------------------------------------------------------------------------
+# ---- a peer
+# ---------------------------------------------------------------------------
 
 
 def peer(
@@ -83,10 +95,11 @@ def peer(
     sft: Mapping[str, Any] | None = None,
     on_gpu: bool = False,
 ) -> list[str]:
-    """The line that starts it. It writes steps.jsonl and losses.json into `folder`, and its model into trained/.
+    """The line that starts it. It writes steps.jsonl and losses.json into `folder`, and its model
+    into trained/.
 
-    `arguments`: TrainingArguments' beside those below. `order`: its rows in turn, instead of an order of its own.
-    `sft`: what SFTConfig is given besides; none: transformers.Trainer trains."""
+    `arguments`: TrainingArguments' beside those below. `order`: its rows in turn, instead of an
+    order of its own. `sft`: what SFTConfig is given besides; none: transformers.Trainer trains."""
     asked = {
         "model": str(model),
         "tokens": str(tokens),
@@ -113,7 +126,10 @@ def peer(
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
     """What a peer wrote at the end of each step: step, time, tokens so far."""
-    return [json.loads(line) for line in (folder / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / "steps.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def losses_of(folder: Path) -> list[float]:

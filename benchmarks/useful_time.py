@@ -1,13 +1,16 @@
-"""What faults leave of the time: a fault a minute, ours beside a plain `accelerate launch`, each in a restart loop.
+"""What faults leave of the time: a fault a minute, ours beside a plain `accelerate launch`, each in
+a restart loop.
 
-Both train the same model on the same rows at the same time, two ranks, each pair on its own half of the CPUs, a save
-every I seconds. A fault, at the same moment to both, kills one rank or everything that was started (--kinds; stop: one
-rank stands still), and the loop of a shell starts what has ended again. The plain one is benchmarks/list_in_ram.py:
-transformers.Trainer with its own checkpoints, gone on from the newest.
+Both train the same model on the same rows at the same time, two ranks, each pair on its own half of
+the CPUs, a save every I seconds. A fault, at the same moment to both, kills one rank or everything
+that was started (--kinds; stop: one rank stands still), and the loop of a shell starts what has
+ended again. The plain one is benchmarks/list_in_ram.py: transformers.Trainer with its own
+checkpoints, gone on from the newest.
 
-Useful are the steps that were kept, at the median pace between two saves, over the wall time from the first step on.
-The model is 1 - s/I - (I/2 + d + r)/M: s seconds of a save, I between two saves, d from a fault to the end of the last
-rank, r from there to the next new step, M between faults; all of the same run.
+Useful are the steps that were kept, at the median pace between two saves, over the wall time from
+the first step on. The model is 1 - s/I - (I/2 + d + r)/M: s seconds of a save, I between two saves,
+d from a fault to the end of the last rank, r from there to the next new step, M between faults; all
+of the same run.
 """
 
 from __future__ import annotations
@@ -100,7 +103,8 @@ class Arm:
         return [found[rank] for rank in sorted(found)]
 
     def steps(self) -> list[dict[str, Any]]:
-        """{step, time} of every step that rank 0 has told, in time's order; a killed rank may leave half a line."""
+        """{step, time} of every step that rank 0 has told, in time's order; a killed rank may leave
+        half a line."""
         found = []
         for file in [
             *self.folder.glob("house/runs/overhead/*/attempts/*/events.jsonl"),
@@ -140,19 +144,39 @@ def recipe(folder: Path, save_steps: int, hang_floor_s: float) -> Path:
 
 
 def arms(folder: Path, save_steps: int, hang_floor_s: float) -> list[Arm]:
-    """Ours and the plain one; ours has tokenised once, and leaves the other its tokenizer and its configuration."""
+    """Ours and the plain one; ours has tokenised once, and leaves the other its tokenizer and its
+    configuration."""
     for name in ("ours", "plain"):
         (folder / name).mkdir()
     path = recipe(folder / "ours", save_steps, hang_floor_s)
-    env = {**recording.environment(folder / "ours" / "house"), "XDG_STATE_HOME": str(folder / "state")}
+    env = {
+        **recording.environment(folder / "ours" / "house"),
+        "XDG_STATE_HOME": str(folder / "state"),
+    }
     ours = [sys.executable, "-m", "launch", "run", str(path)]
-    subprocess.run([*ours, "--training.max_steps=2", "--name=first"], env=env, check=True, capture_output=True)
+    subprocess.run(
+        [*ours, "--training.max_steps=2", "--name=first"], env=env, check=True, capture_output=True
+    )
     (config,) = (folder / "ours/house/runs").glob("*/*/accelerate.yaml")
     (tokenizer,) = (folder / "ours/house/.cache/tokens").glob("*/tokenizer")
     plain = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     plain += ["-m", "benchmarks.list_in_ram", "--tokenizer", str(tokenizer), "--shape", "mini-chat"]
-    plain += ["--rows", yaml.safe_load(path.read_text(encoding="utf-8"))["data"]["train_file"], "--max-length", "128"]
-    plain += ["--batch", str(BATCH), "--steps", "1000000", "--seed", "1", "--save-steps", str(save_steps)]
+    plain += [
+        "--rows",
+        yaml.safe_load(path.read_text(encoding="utf-8"))["data"]["train_file"],
+        "--max-length",
+        "128",
+    ]
+    plain += [
+        "--batch",
+        str(BATCH),
+        "--steps",
+        "1000000",
+        "--seed",
+        "1",
+        "--save-steps",
+        str(save_steps),
+    ]
     plain += ["--steps-file", str(folder / "plain" / "times.jsonl")]
     cpus = sorted(os.sched_getaffinity(0))
     half = max(1, len(cpus) // 2)
@@ -170,7 +194,8 @@ def arms(folder: Path, save_steps: int, hang_floor_s: float) -> list[Arm]:
 
 
 def torment(found: list[Arm], minutes: float, every_s: float, kinds: list[str], seed: int) -> None:
-    """Both trained for so long from now, with a fault to both every `every_s` seconds, give or take a third."""
+    """Both trained for so long from now, with a fault to both every `every_s` seconds, give or take
+    a third."""
     until = time.time() + 60 * minutes
     loops = [threading.Thread(target=arm.loop, args=(until,)) for arm in found]
     for loop in loops:
@@ -182,10 +207,14 @@ def torment(found: list[Arm], minutes: float, every_s: float, kinds: list[str], 
         faults = [threading.Thread(target=arm.fault, args=(kind, which, until)) for arm in found]
         for fault in faults:
             fault.start()
-        while any(fault.is_alive() for fault in faults) and time.time() < began + every_s * (number + 0.6):
+        while any(fault.is_alive() for fault in faults) and time.time() < began + every_s * (
+            number + 0.6
+        ):
             time.sleep(POLL_S)
         print(
-            f"{number}  {KINDS[kind]}; steps kept: {', '.join(f'{arm.name} {kept(arm)}' for arm in found)}", flush=True
+            f"{number}  {KINDS[kind]}; steps kept:"
+            f" {', '.join(f'{arm.name} {kept(arm)}' for arm in found)}",
+            flush=True,
         )
     for loop in loops:
         loop.join()
@@ -212,7 +241,9 @@ def measured(arm: Arm, save_steps: int, until: float) -> dict[str, Any]:
             continue
         detection.append(fault["ended"] - fault["time"])
         restart.append(new[0] - fault["ended"])
-        fault["steps_lost"] = before - min(step["step"] for step in steps if step["time"] == new[0]) + 1
+        fault["steps_lost"] = (
+            before - min(step["step"] for step in steps if step["time"] == new[0]) + 1
+        )
     interval_s = save_steps * pace + save_s
     between_s = wall_s / max(len(arm.faults), 1)
     useful = kept(arm) * pace / wall_s
@@ -226,7 +257,9 @@ def measured(arm: Arm, save_steps: int, until: float) -> dict[str, Any]:
         "s_s": round(save_s, 4),
         "d_s": round(d, 3),
         "r_s": round(r, 3),
-        "r_p95_s": round(statistics.quantiles(restart, n=20)[-1], 3) if len(restart) > 1 else math.nan,
+        "r_p95_s": (
+            round(statistics.quantiles(restart, n=20)[-1], 3) if len(restart) > 1 else math.nan
+        ),
         "M_s": round(between_s, 2),
         "pace_s": round(pace, 4),
         "steps_kept": kept(arm),
@@ -237,12 +270,16 @@ def measured(arm: Arm, save_steps: int, until: float) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--every-s", type=float, default=60, help="seconds between two faults")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["rank", "all"])
     parser.add_argument("--save-steps", type=int, default=100)
-    parser.add_argument("--hang-floor-s", type=float, default=10, help="launch.hang_floor_s of ours")
+    parser.add_argument(
+        "--hang-floor-s", type=float, default=10, help="launch.hang_floor_s of ours"
+    )
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -253,7 +290,10 @@ def main() -> int:
         until = time.time()
         figures = {arm.name: measured(arm, arguments.save_steps, until) for arm in found}
         for arm in found:
-            print(f"-- {arm.name}\n" + (arm.folder / "log.txt").read_text(encoding="utf-8", errors="replace")[-1500:])
+            print(
+                f"-- {arm.name}\n"
+                + (arm.folder / "log.txt").read_text(encoding="utf-8", errors="replace")[-1500:]
+            )
     head = (
         "",
         "useful",
@@ -286,7 +326,9 @@ def main() -> int:
     kinds = ", ".join(KINDS[kind] for kind in arguments.kinds)
     text = f"{len(found[0].faults)} faults in {arguments.minutes:g} minutes, in turn: {kinds}."
     text += f" Goal: {GOAL} of the model.\n\n"
-    recording.write("useful_time", {"load_before": load, **figures}, text + recording.table(head, rows))
+    recording.write(
+        "useful_time", {"load_before": load, **figures}, text + recording.table(head, rows)
+    )
     return 0 if figures["ours"]["of_the_model"] >= GOAL else 1
 
 

@@ -1,5 +1,6 @@
-"""The A6000 guide's import: `from config.training_config import get_medium_config`. The values are those of the recipes
-minigpt_medium and minigpt_large in configs/recipes; change them there, or on a command line."""
+"""The A6000 guide's import: `from config.training_config import get_medium_config`. The values are
+those of the recipes minigpt_medium and minigpt_large in configs/recipes; change them there, or on a
+command line."""
 
 from __future__ import annotations
 
@@ -7,11 +8,13 @@ import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a program that is started elsewhere
+# for a program that is started elsewhere
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from launch.base import interpreter
 
-if sys.argv[:1] == ["-c"]:  # the guide's line; a program of the user's decides for itself which Python runs it
+# the guide's line; a program of the user's decides for itself which Python runs it
+if sys.argv[:1] == ["-c"]:
     interpreter.go_on_with_packages()
 
 from launch.base.workspace import CODE
@@ -21,7 +24,8 @@ from launch.recipe import load
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """What scripts/train.py --mode pretrain asks for; what runs on a machine is printed when it starts."""
+    """What scripts/train.py --mode pretrain asks for; what runs on a machine is printed when it
+    starts."""
 
     name: str
     model: str

@@ -1,4 +1,5 @@
-"""python -m launch plan | run | tune | report | compare | samples | merge | doctor; errors become exit codes here."""
+"""python -m launch plan | run | tune | report | compare | samples | merge | doctor; errors become
+exit codes here."""
 
 from __future__ import annotations
 
@@ -46,13 +47,17 @@ AUTO = "auto"
 BATCH_KEY = "per_device_train_batch_size"
 STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES}
 PATH_ERRORS = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP}
-EPILOG = """any key of the recipe can be set: --training.learning_rate=3e-5 --model.shape=t5-tiny --lora.r=8
-exit codes: 0 complete; 2 configuration; 3 resources; 4 data; 5 no usable checkpoint; 6 out of host RAM; 7 hang;
-            8 numbers that are not finite; 9 run in use; 10 storage; 11 network; 12 out of GPU memory; 75 and 130
-            (Ctrl-C) stopped: run again"""
+EPILOG = """any key of the recipe can be set:
+            --training.learning_rate=3e-5 --model.shape=t5-tiny --lora.r=8
+exit codes: 0 complete; 2 configuration; 3 resources; 4 data; 5 no usable checkpoint;
+            6 out of host RAM; 7 hang; 8 numbers that are not finite; 9 run in use; 10 storage;
+            11 network; 12 out of GPU memory; 75 and 130 (Ctrl-C) stopped: run again"""
 
 
-SWITCHES = {"--assume-fits": "--launch.assume_fits=true", "--exact-batch": "--launch.exact_batch=true"}
+SWITCHES = {
+    "--assume-fits": "--launch.assume_fits=true",
+    "--exact-batch": "--launch.exact_batch=true",
+}
 
 
 def main(argv: list[str]) -> int:
@@ -77,7 +82,10 @@ def main(argv: list[str]) -> int:
             return ResourceError.exit_code
         if error.errno not in STORAGE_ERRORS:
             raise
-        print(f"error: {error.filename or 'a write'}: {error.strerror}; make room there", file=sys.stderr)
+        print(
+            f"error: {error.filename or 'a write'}: {error.strerror}; make room there",
+            file=sys.stderr,
+        )
         return StorageError.exit_code
 
 
@@ -94,14 +102,20 @@ class _Parser(argparse.ArgumentParser):
 
 def _dispatch(argv: list[str]) -> int:
     parser = _Parser(
-        prog="python -m launch", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m launch",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
     examine = commands.add_parser(
-        "doctor", help="say what this machine offers, test the link between its GPUs, name what is wrong"
+        "doctor",
+        help="say what this machine offers, test the link between its GPUs, name what is wrong",
     )
     examine.add_argument(
-        "--machine", type=Path, help="a described machine (configs/machines/*.yaml) instead of this one"
+        "--machine",
+        type=Path,
+        help="a described machine (configs/machines/*.yaml) instead of this one",
     )
     known = {
         "plan": "say what would run, and why",
@@ -110,43 +124,80 @@ def _dispatch(argv: list[str]) -> int:
     }
     for name, words in known.items():
         command = commands.add_parser(
-            name, help=words, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+            name,
+            help=words,
+            epilog=EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
         command.add_argument("recipe", help="a name in configs/recipes/, or a file")
         if name == "tune":
-            command.add_argument("--forget", action="store_true", help="forget what was found, and do not tune")
+            command.add_argument(
+                "--forget", action="store_true", help="forget what was found, and do not tune"
+            )
             continue
-        command.add_argument("batch", nargs="?", help="per_device_train_batch_size, or auto: tuned, at once if need be")
+        command.add_argument(
+            "batch",
+            nargs="?",
+            help="per_device_train_batch_size, or auto: tuned, at once if need be",
+        )
         if name == "plan":
-            command.add_argument("--machine", type=Path, help="plan for a described machine (configs/machines/*.yaml)")
+            command.add_argument(
+                "--machine",
+                type=Path,
+                help="plan for a described machine (configs/machines/*.yaml)",
+            )
         else:
-            command.add_argument("--dry-run", action="store_true", help="everything but the last call")
+            command.add_argument(
+                "--dry-run", action="store_true", help="everything but the last call"
+            )
             command.add_argument(
                 "--from-environment",
                 action="store_true",
                 help=f"{', '.join(gpt2_variables.NAMES)} set keys of the recipe",
             )
             command.add_argument(
-                "--resume", default="auto", help="auto (default), never, or a run or checkpoint folder"
+                "--resume",
+                default="auto",
+                help="auto (default), never, or a run or checkpoint folder",
             )
-    merged = commands.add_parser("merge", help="merge a LoRA adapter into its base: one ordinary model folder")
+    merged = commands.add_parser(
+        "merge", help="merge a LoRA adapter into its base: one ordinary model folder"
+    )
     merged.add_argument("source", type=Path, help="an adapter's folder, or a run's")
     merged.add_argument("--out", type=Path, required=True, help="a new folder")
     said = commands.add_parser("report", help="what runs so far say about the predictions")
-    said.add_argument("--calibration", action="store_true", required=True, help="predicted beside measured, all runs")
-    compared = commands.add_parser("compare", help="two runs side by side: speed, memory, losses; a table and a page")
-    compared.add_argument("first", metavar="A", help="a recipe (its newest run), a run's name, or its folder")
+    said.add_argument(
+        "--calibration",
+        action="store_true",
+        required=True,
+        help="predicted beside measured, all runs",
+    )
+    compared = commands.add_parser(
+        "compare", help="two runs side by side: speed, memory, losses; a table and a page"
+    )
+    compared.add_argument(
+        "first", metavar="A", help="a recipe (its newest run), a run's name, or its folder"
+    )
     compared.add_argument("second", metavar="B", help="likewise")
-    compared.add_argument("--anyway", action="store_true", help="also where model, data or effective batch differ")
+    compared.add_argument(
+        "--anyway", action="store_true", help="also where model, data or effective batch differ"
+    )
     seen = commands.add_parser("samples", help="show that a run has trained each row once an epoch")
     seen.add_argument("run", type=Path, help="a folder runs/<recipe>/<time>")
     argv = [SWITCHES.get(word, word) for word in argv]
-    overrides = [word for word in argv if word.startswith("--") and word.partition("=")[0] not in FLAGS]
+    overrides = [
+        word for word in argv if word.startswith("--") and word.partition("=")[0] not in FLAGS
+    ]
     for word in overrides:
         if "=" not in word:
-            raise ConfigError(f"{word}: no flag of its own; a key of the recipe is set as {word}=VALUE, see --help")
+            raise ConfigError(
+                f"{word}: no flag of its own; a key of the recipe is set as {word}=VALUE, see"
+                " --help"
+            )
     arguments = parser.parse_args([word for word in argv if word not in overrides])
-    if arguments.command not in ("compare", "samples", "report"):  # the others start children that import torch
+    # the others start children that import torch
+    if arguments.command not in ("compare", "samples", "report"):
         compile_caches.settle()
     if arguments.command == "doctor":
         if overrides:
@@ -160,7 +211,9 @@ def _dispatch(argv: list[str]) -> int:
             raise ConfigError(f"compare: unknown flag {overrides[0]}")
         from launch.report import compare  # rich's tables
 
-        return compare.run(workspace.House.here(), arguments.first, arguments.second, arguments.anyway)
+        return compare.run(
+            workspace.House.here(), arguments.first, arguments.second, arguments.anyway
+        )
     if arguments.command == "samples":
         if overrides:
             raise ConfigError(f"samples: unknown flag {overrides[0]}")
@@ -182,7 +235,9 @@ def _dispatch(argv: list[str]) -> int:
             _say(f"{word.typed}: {word.removeprefix('--')}")
         overrides = [*typed, *overrides]
     batch = getattr(arguments, "batch", None)
-    named = [word for word in overrides if word.partition("=")[0].replace("-", "_").endswith(BATCH_KEY)]
+    named = [
+        word for word in overrides if word.partition("=")[0].replace("-", "_").endswith(BATCH_KEY)
+    ]
     if batch is not None and named:
         other = getattr(named[0], "typed", "") or f"--training.{BATCH_KEY}"
         raise ConfigError(f"batch {batch} and {other} are both given; keep one")
@@ -197,9 +252,17 @@ def _dispatch(argv: list[str]) -> int:
         print(shown("\n".join(text.plan_lines(resolved.recipe, resolved.machine, resolved.plan))))
         return 0
     if arguments.command == "tune":
-        return _tune(arguments.recipe, overrides, replace(given, wants_tuned=False), arguments.forget)
+        return _tune(
+            arguments.recipe, overrides, replace(given, wants_tuned=False), arguments.forget
+        )
     if batch == AUTO and not arguments.dry_run:
-        _tune(arguments.recipe, overrides, replace(given, wants_tuned=False), forget=False, again=False)
+        _tune(
+            arguments.recipe,
+            overrides,
+            replace(given, wants_tuned=False),
+            forget=False,
+            again=False,
+        )
 
     def decide(test_link: bool, exceeded: Exceeded) -> Resolved:
         known = replace(given, exceeded=exceeded)
@@ -220,7 +283,9 @@ def _tune(recipe: str, overrides: list[str], given: Given, forget: bool, again: 
     say = partial(_say, flush=True)  # into a file too, while it goes on
     # any cut may win, so all are traced by one child, and none of the asked one's own
     with stop_signals.signals():
-        resolved = resolve(recipe, overrides, given=replace(given, free_batch=True), say=say, test_link=True)
+        resolved = resolve(
+            recipe, overrides, given=replace(given, free_batch=True), say=say, test_link=True
+        )
     of = (
         cache_keys.machine_key(resolved.machine),
         cache_keys.model_key(resolved.plan.shape),
@@ -228,7 +293,11 @@ def _tune(recipe: str, overrides: list[str], given: Given, forget: bool, again: 
     )
     ledger = Ledger(resolved.house.ledger_file, print)
     if forget:
-        print("forgotten" if ledger.forget(*of) else "nothing was tuned for this machine, model and recipe")
+        print(
+            "forgotten"
+            if ledger.forget(*of)
+            else "nothing was tuned for this machine, model and recipe"
+        )
     elif again or ledger.recall(*of) is None:
         with stop_signals.signals():  # between trials, which have their own
             tune.tune(resolved, given, say)

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Talk to a trained model: chat.py FOLDER asks and answers line by line; chat.py FOLDER "question" answers once."""
+"""Talk to a trained model: chat.py FOLDER asks and answers line by line; chat.py FOLDER "question"
+answers once."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-# E402: what is imported below is ours, and lies in the folder above; `interpreter` needs the standard library only, the
-# rest may need packages that this Python lacks, so that another one has to go on first.
+# E402: what is imported below is ours, and lies in the folder above; `interpreter` needs the
+# standard library only, the rest may need packages that this Python lacks, so that another one has
+# to go on first.
 from launch.base import interpreter
 
 interpreter.go_on_with_packages()
@@ -27,12 +29,15 @@ from launch.schema.recipe import QuantizationSection  # noqa: E402
 
 def _with_model(folder: Path) -> Path:
     if not any((folder / name).is_file() for name in ("config.json", merge.ADAPTER)):
-        raise ResourceError(f"{folder}: no model here; give the folder that the run printed, or a run folder")
+        raise ResourceError(
+            f"{folder}: no model here; give the folder that the run printed, or a run folder"
+        )
     return folder
 
 
 def load(folder: Path):  # noqa: ANN201  torch is imported late, so its types cannot be named here
-    """(model, tokenizer) of a folder that a run wrote; the base of an adapter as it was trained on, in 4 bits too."""
+    """(model, tokenizer) of a folder that a run wrote; the base of an adapter as it was trained on,
+    in 4 bits too."""
     is_adapter = (folder / merge.ADAPTER).is_file()
     base = merge.base_of(folder) if is_adapter else folder
     if is_adapter:
@@ -47,7 +52,9 @@ def load(folder: Path):  # noqa: ANN201  torch is imported late, so its types ca
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     in_4_bits = {}
-    if is_adapter and (quantization := (read_json(folder / "lowmem.json") or {}).get("quantization")):
+    if is_adapter and (
+        quantization := (read_json(folder / "lowmem.json") or {}).get("quantization")
+    ):
         config = four_bit.config(QuantizationSection.model_validate(quantization))
         in_4_bits = {"quantization_config": config, "device_map": {"": device}}
     config = folder_config(base)
@@ -61,14 +68,18 @@ def load(folder: Path):  # noqa: ANN201  torch is imported late, so its types ca
 
             model = PeftModel.from_pretrained(model, folder, local_files_only=True)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ResourceError(f"{folder}: cannot be loaded ({str(error).strip().splitlines()[0]})") from error
+        raise ResourceError(
+            f"{folder}: cannot be loaded ({str(error).strip().splitlines()[0]})"
+        ) from error
     return model.to(device).eval(), tokenizer.load(folder)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="the model's folder, or a run's")
-    parser.add_argument("question", nargs="*", help="asked once; left out: read from standard input, line by line")
+    parser.add_argument(
+        "question", nargs="*", help="asked once; left out: read from standard input, line by line"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=128)
     arguments = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is ever downloaded
@@ -81,7 +92,9 @@ def main() -> int:
     from training.loop.evaluate import answer
 
     def reply(question: str) -> str:
-        return answer(model, cut, [[{"role": "user", "content": question}]], arguments.max_new_tokens)[0]
+        return answer(
+            model, cut, [[{"role": "user", "content": question}]], arguments.max_new_tokens
+        )[0]
 
     if arguments.question:
         print(visible(reply(" ".join(arguments.question))))

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Write the sample SFT data: short Chinese and English tasks, each with one right answer.
 
-Every row is written by this file, so the data needs no download and has no other licence than this repository's.
-A kind of task is a function that lists all of its rows; a part of the data is a draw from those lists.
+Every row is written by this file, so the data needs no download and has no other licence than this
+repository's. A kind of task is a function that lists all of its rows; a part of the data is a draw
+from those lists.
 """
 
 from __future__ import annotations
@@ -23,15 +24,24 @@ Row = tuple[str, str]  # prompt, response
 
 TRAIN_FILE = "sft_train_small_train.parquet"
 VALID_FILE = "sft_train_small_valid.parquet"
-SAMPLE_KEY = b"lowmem_sample"  # in the schema's metadata: tells a reader that this is the sample, not the user's data
+# in the schema's metadata: tells a reader that this is the sample, not the user's data
+SAMPLE_KEY = b"lowmem_sample"
 
 CHINESE_DIGITS = "零一二三四五六七八九"
 ENGLISH_ONES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-ENGLISH_TEENS = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()  # noqa: SIM905
+_TEENS = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
+ENGLISH_TEENS = _TEENS.split()
 ENGLISH_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
-MONTHS = "January February March April May June July August September October November December".split()  # noqa: SIM905
+_MONTHS = "January February March April May June July August September October November December"
+MONTHS = _MONTHS.split()
 DAYS = [date(1950, 1, 1) + timedelta(days=offset) for offset in range(36525)]  # 1950..2049
-ENGLISH_UNITS = (("km", "m", 1000), ("kg", "g", 1000), ("L", "mL", 1000), ("m", "cm", 100), ("cm", "mm", 10))
+ENGLISH_UNITS = (
+    ("km", "m", 1000),
+    ("kg", "g", 1000),
+    ("L", "mL", 1000),
+    ("m", "cm", 100),
+    ("cm", "mm", 10),
+)
 CHINESE_UNITS = (
     ("千米", "米", 1000),
     ("千克", "克", 1000),
@@ -138,17 +148,25 @@ KINDS: tuple[Callable[[], Iterator[Row]], ...] = (*NUMERALS, *DATES, *UNITS_AND_
 
 
 def draw(train_rows: int, valid_rows: int, seed: int) -> tuple[list[Row], list[Row]]:
-    """Draw both parts, with equal shares of every kind as far as its rows go. Raises: ValueError on bad row counts."""
+    """Draw both parts, with equal shares of every kind as far as its rows go. Raises: ValueError on
+    bad row counts."""
     kinds = [list(kind()) for kind in KINDS]
     num_distinct = sum(map(len, kinds))
     missing = train_rows + valid_rows
     if train_rows < 1 or valid_rows < 1:
-        raise ValueError(f"--train-rows {train_rows} and --valid-rows {valid_rows} must both be at least 1")
+        raise ValueError(
+            f"--train-rows {train_rows} and --valid-rows {valid_rows} must both be at least 1"
+        )
     if missing > num_distinct:
-        raise ValueError(f"{missing} rows are too many: only {num_distinct} distinct ones exist; lower --train-rows")
+        raise ValueError(
+            f"{missing} rows are too many: only {num_distinct} distinct ones exist; lower"
+            " --train-rows"
+        )
     rng = random.Random(seed)
     rows: list[Row] = []
-    for position, kind in enumerate(sorted(kinds, key=len)):  # small kinds first: what they lack, larger ones give
+    for position, kind in enumerate(
+        sorted(kinds, key=len)
+    ):  # small kinds first: what they lack, larger ones give
         share = min(len(kind), missing // (len(kinds) - position))
         rows += rng.sample(kind, share)
         missing -= share
@@ -159,7 +177,8 @@ def draw(train_rows: int, valid_rows: int, seed: int) -> tuple[list[Row], list[R
 
 
 def write_part(path: Path, rows: list[Row], is_sample: bool = True) -> Path:
-    """Write one parquet file aside, then rename it: a reader sees the old file or the new one, never half of one."""
+    """Write one parquet file aside, then rename it: a reader sees the old file or the new one,
+    never half of one."""
     metadata = {SAMPLE_KEY: b"1"} if is_sample else None
     schema = pa.schema([("prompt", pa.string()), ("response", pa.string())], metadata=metadata)
     prompts, responses = zip(*rows, strict=True)
@@ -173,19 +192,30 @@ def write_part(path: Path, rows: list[Row], is_sample: bool = True) -> Path:
 
 
 def write(out_dir: Path, train_rows: int, valid_rows: int, seed: int) -> tuple[Path, Path]:
-    """Write both parts into `out_dir` and return their paths. Raises: ValueError on row counts that cannot be met."""
+    """Write both parts into `out_dir` and return their paths. Raises: ValueError on row counts that
+    cannot be met."""
     train, valid = draw(train_rows, valid_rows, seed)
     out_dir.mkdir(parents=True, exist_ok=True)
     return write_part(out_dir / TRAIN_FILE, train), write_part(out_dir / VALID_FILE, valid)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     root = Path(__file__).resolve().parent.parent
-    parser.add_argument("--out-dir", type=Path, default=root / "data", help="folder to write (default: %(default)s)")
-    parser.add_argument("--train-rows", type=int, default=5000, help=f"rows of {TRAIN_FILE} (default: %(default)s)")
-    parser.add_argument("--valid-rows", type=int, default=500, help=f"rows of {VALID_FILE} (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=23333, help="same seed, same rows (default: %(default)s)")
+    parser.add_argument(
+        "--out-dir", type=Path, default=root / "data", help="folder to write (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--train-rows", type=int, default=5000, help=f"rows of {TRAIN_FILE} (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--valid-rows", type=int, default=500, help=f"rows of {VALID_FILE} (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=23333, help="same seed, same rows (default: %(default)s)"
+    )
     args = parser.parse_args(argv)
     try:
         paths = write(args.out_dir, args.train_rows, args.valid_rows, args.seed)

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Draw a small training file and a validation file from a large one, as the guide for a host of 16 GB does.
+"""Draw a small training file and a validation file from a large one, as the guide for a host of 16
+GB does.
 
     prepare_small_sft_data.py --input big.jsonl --num_samples 5000 --valid_ratio 0.1
 
-writes data/sft_train_small_train.parquet and data/sft_train_small_valid.parquet (--output data/sft_train_small.parquet)
-with the columns prompt and response, which sft_fast reads. Any file that training reads will do; its columns are found
-by name, or named. It is read once, row by row; rows without an answer, and rows that are there twice, are left out.
+writes data/sft_train_small_train.parquet and data/sft_train_small_valid.parquet (--output
+data/sft_train_small.parquet) with the columns prompt and response, which sft_fast reads. Any file
+that training reads will do; its columns are found by name, or named. It is read once, row by row;
+rows without an answer, and rows that are there twice, are left out.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parent.parent)  # instead of scripts/, whose names are nobody's modules
+# instead of scripts/, whose names are nobody's modules
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-# E402: what is imported below is ours, and lies in the folder above; `interpreter` needs the standard library only, the
-# rest may need packages that this Python lacks, so that another one has to go on first.
+# E402: what is imported below is ours, and lies in the folder above; `interpreter` needs the
+# standard library only, the rest may need packages that this Python lacks, so that another one has
+# to go on first.
 from launch.base import interpreter  # noqa: E402
 
 interpreter.go_on_with_packages()
@@ -38,17 +42,21 @@ Row = tuple[str, str]  # prompt, response
 
 
 def pair(sample: Sample) -> Row | None:
-    """The last answer of a conversation and all that was said before it; None where there is no answer."""
+    """The last answer of a conversation and all that was said before it; None where there is no
+    answer."""
     if isinstance(sample, str):
         return None
-    last = max((i for i, message in enumerate(sample) if message["role"] == "assistant"), default=None)
+    last = max(
+        (i for i, message in enumerate(sample) if message["role"] == "assistant"), default=None
+    )
     if last is None or not sample[last]["content"].strip():
         return None
     return "\n".join(message["content"] for message in sample[:last]), sample[last]["content"]
 
 
 def draw(rows: Iterator[Row], count: int, rng: random.Random) -> tuple[list[Row], int]:
-    """(`count` of the rows, each as likely as any other, in a random order; how many there were)."""
+    """(`count` of the rows, each as likely as any other, in a random order; how many there
+    were)."""
     drawn: list[Row] = []
     number = 0
     for number, row in enumerate(rows, 1):
@@ -61,7 +69,8 @@ def draw(rows: Iterator[Row], count: int, rng: random.Random) -> tuple[list[Row]
 
 
 def split(rows: list[Row], num_samples: int, valid_ratio: float) -> tuple[list[Row], list[Row]]:
-    """(training, validation): as many as asked for, or in that proportion of fewer; neither is empty."""
+    """(training, validation): as many as asked for, or in that proportion of fewer; neither is
+    empty."""
     wanted = max(1, round(num_samples * valid_ratio))
     if len(rows) < num_samples + wanted:
         wanted = min(max(1, round(len(rows) * valid_ratio / (1 + valid_ratio))), len(rows) - 1)
@@ -89,24 +98,40 @@ def prepare(arguments: argparse.Namespace) -> Iterator[str]:
     """Write both files; what was done, in lines."""
     if arguments.num_samples < 1 or not 0 < arguments.valid_ratio < 1:
         found = f"{arguments.num_samples} and {arguments.valid_ratio}"
-        raise ConfigError(f"--num_samples and --valid_ratio: found {found}, expected at least 1, and between 0 and 1")
+        raise ConfigError(
+            f"--num_samples and --valid_ratio: found {found}, expected at least 1, and between 0"
+            " and 1"
+        )
     if arguments.output.suffix != ".parquet":
         raise ConfigError(f"--output {arguments.output}: expected a name that ends in .parquet")
     stem = arguments.output.with_suffix("")
     parts = [stem.with_name(f"{stem.name}_{part}.parquet") for part in ("train", "valid")]
     for path in parts:
         if path.exists() and path.samefile(arguments.input):
-            raise ConfigError(f"--input {path}: would be replaced by what is drawn from it; give another --output")
+            raise ConfigError(
+                f"--input {path}: would be replaced by what is drawn from it; give another --output"
+            )
         if path.exists() and not arguments.overwrite and not is_sample(path):
             raise ConfigError(
-                f"{path}: is there, and is not the sample data; add --overwrite, or give another --output"
+                f"{path}: is there, and is not the sample data; add --overwrite, or give another"
+                " --output"
             )
-    named = {key: getattr(arguments, key) for key in ("prompt_column", "response_column", "messages_column")}
-    named["ignore_columns"] = [name for name in arguments.ignore_columns.strip("[]").split(",") if name]
-    section = DataSection(train_file=str(arguments.input), max_bad_rows=arguments.max_bad_rows, **named)
+    named = {
+        key: getattr(arguments, key)
+        for key in ("prompt_column", "response_column", "messages_column")
+    }
+    named["ignore_columns"] = [
+        name for name in arguments.ignore_columns.strip("[]").split(",") if name
+    ]
+    section = DataSection(
+        train_file=str(arguments.input), max_bad_rows=arguments.max_bad_rows, **named
+    )
     data_format = columns.detect(section, Path.cwd())
     if data_format.kind == "text":
-        raise DataError(f"{arguments.input}: {data_format.reason}; SFT needs a prompt and a response: name the columns")
+        raise DataError(
+            f"{arguments.input}: {data_format.reason}; SFT needs a prompt and a response: name the"
+            " columns"
+        )
     bad = BadRows(arguments.max_bad_rows)
     read = without = 0
 
@@ -122,34 +147,53 @@ def prepare(arguments: argparse.Namespace) -> Iterator[str]:
     wanted = arguments.num_samples + max(1, round(arguments.num_samples * arguments.valid_ratio))
     rows, number = draw(distinct(pairs()), wanted, random.Random(arguments.seed))
     if len(rows) < 2:
-        raise DataError(f"{arguments.input}: found {len(rows)} different rows with an answer, expected 2 or more")
+        raise DataError(
+            f"{arguments.input}: found {len(rows)} different rows with an answer, expected 2 or"
+            " more"
+        )
     yield f"{arguments.input}: {read:,} rows read ({data_format.reason})"
-    for count, reason in ((without, "without an answer"), (read - without - number, "there twice"), (bad.count, "bad")):
+    for count, reason in (
+        (without, "without an answer"),
+        (read - without - number, "there twice"),
+        (bad.count, "bad"),
+    ):
         if count:
             yield f"  {count:,} left out: {reason}"
     if len(rows) < wanted:
         yield f"  asked for {wanted:,} rows, there are {len(rows):,}"
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    for path, part in zip(parts, split(rows, arguments.num_samples, arguments.valid_ratio), strict=True):
+    for path, part in zip(
+        parts, split(rows, arguments.num_samples, arguments.valid_ratio), strict=True
+    ):
         write_part(path, part, is_sample=False)
         yield f"{len(part):,} rows -> {path}"
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     root = Path(__file__).resolve().parent.parent
     parser.add_argument("--input", type=Path, required=True, help="parquet, JSONL or JSON")
     parser.add_argument("--output", type=Path, default=root / "data" / "sft_train_small.parquet")
-    parser.add_argument("--num_samples", "--num-samples", type=int, default=5000, help="training rows (5000)")
-    parser.add_argument("--valid_ratio", "--valid-ratio", type=float, default=0.1, help="of that, beside them (0.1)")
+    parser.add_argument(
+        "--num_samples", "--num-samples", type=int, default=5000, help="training rows (5000)"
+    )
+    parser.add_argument(
+        "--valid_ratio", "--valid-ratio", type=float, default=0.1, help="of that, beside them (0.1)"
+    )
     parser.add_argument("--seed", type=int, default=42, help="the same seed, the same rows")
     for name in ("prompt", "response", "messages"):
         flags = [f"--{name}_column", f"--{name}-column", f"--data.{name}_column"]
         parser.add_argument(*flags, help="left out: found by name")
     flags = ["--ignore_columns", "--ignore-columns", "--data.ignore_columns"]
     parser.add_argument(*flags, default="", help="columns that are left out on purpose: a,b")
-    parser.add_argument("--max_bad_rows", "--max-bad-rows", type=int, default=0, help="left out and counted (0)")
-    parser.add_argument("--overwrite", action="store_true", help="replace files that are not the sample data")
+    parser.add_argument(
+        "--max_bad_rows", "--max-bad-rows", type=int, default=0, help="left out and counted (0)"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace files that are not the sample data"
+    )
     try:
         for line in prepare(parser.parse_args(argv)):
             print(shown(line))

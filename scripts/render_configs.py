@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 CODE = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(CODE))  # run as a script: launch/ is beside scripts/, so it is imported after this line
+# run as a script: launch/ is beside scripts/, so it is imported after this line
+sys.path.insert(0, str(CODE))
 
 from launch.plan import candidates, context, planner  # noqa: E402
 from launch.predict import model_config  # noqa: E402
@@ -21,7 +22,9 @@ from launch.schema.plan import DataFormat, Plan  # noqa: E402
 from launch.schema.recipe import MODES, Mode, Recipe  # noqa: E402
 
 GPU_MACHINE, CPU_MACHINE = "2x3080-20g-16g", "cpu"
-DATA = DataFormat("prompt_response", {"prompt": "prompt", "response": "response"}, "parquet", "described")
+DATA = DataFormat(
+    "prompt_response", {"prompt": "prompt", "response": "response"}, "parquet", "described"
+)
 
 
 def planned(machine_name: str, overrides: Sequence[str]) -> tuple[Machine, Recipe, Plan]:
@@ -29,12 +32,18 @@ def planned(machine_name: str, overrides: Sequence[str]) -> tuple[Machine, Recip
     machine = probe_machine.described(CODE / "configs" / "machines" / f"{machine_name}.yaml")
     recipe, changes = load.load("sft_fast", overrides, bool(machine.gpus))
     config, parameter_shapes = model_config.read(recipe.model, root=CODE)
-    return machine, recipe, planner.choose(context.subject(recipe, machine, config, parameter_shapes, DATA), changes)
+    return (
+        machine,
+        recipe,
+        planner.choose(context.subject(recipe, machine, config, parameter_shapes, DATA), changes),
+    )
 
 
 def files(mode: Mode) -> dict[str, str]:
     """Path below the checkout -> content, of one mode."""
-    _, recipe, plan = planned(CPU_MACHINE if mode in candidates.CPU_MODES else GPU_MACHINE, [f"--launch.mode={mode}"])
+    _, recipe, plan = planned(
+        CPU_MACHINE if mode in candidates.CPU_MODES else GPU_MACHINE, [f"--launch.mode={mode}"]
+    )
     deepspeed = f"configs/deepspeed/{mode.removeprefix('deepspeed_')}.json"
     made = {f"configs/accelerate/{mode}.yaml": accelerate.accelerate_config(plan, deepspeed)}
     if plan.strategy.engine == "deepspeed":

@@ -4,8 +4,9 @@
     train.py --mode pretrain|sft --config medium|large
     train.py --config config/training_config.yaml [--resume]
 
---dry-run: say what would run. --resume (by default as far as there is something), --resume never, --resume PATH.
-Any key of a recipe can be set: --data.train_file=my.jsonl --training.learning_rate=1e-4
+--dry-run: say what would run. --resume (by default as far as there is something), --resume never,
+--resume PATH. Any key of a recipe can be set: --data.train_file=my.jsonl
+--training.learning_rate=1e-4
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import os
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parent.parent)  # instead of scripts/, whose names are nobody's modules
+# instead of scripts/, whose names are nobody's modules
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-# E402: what is imported below is ours, and lies in the folder above; `interpreter` needs the standard library only, the
-# rest may need packages that this Python lacks, so that another one has to go on first.
+# E402: what is imported below is ours, and lies in the folder above; `interpreter` needs the
+# standard library only, the rest may need packages that this Python lacks, so that another one has
+# to go on first.
 from launch.base import interpreter  # noqa: E402
 
 interpreter.go_on_with_packages()

@@ -25,16 +25,33 @@ from launch.schema.recipe import Recipe
 CODE = Path(__file__).resolve().parent.parent
 TRACES = {"LOWMEM_TRACES": str(CODE / ".cache" / "traces-of-tests")}
 exit_codes: list[int] = []  # of the launches of the test that runs now
-WORDS = [*"一二三山水火风", "red", "blue", "green", "stone", "river", "cloud", "lamp", "paper", "seven"]
+WORDS = [
+    *"一二三山水火风",
+    "red",
+    "blue",
+    "green",
+    "stone",
+    "river",
+    "cloud",
+    "lamp",
+    "paper",
+    "seven",
+]
 
 
 def rows(count: int, seed: int = 0) -> list[dict[str, str]]:
-    """Prompts and responses of very different lengths; the response can be learned from the prompt."""
+    """Prompts and responses of very different lengths; the response can be learned from the
+    prompt."""
     rng = random.Random(seed)
     found = []
     for i in range(count):
         words = rng.choices(WORDS, k=rng.randint(1, 12))
-        found.append({"prompt": f"{i}: {' '.join(words)}", "response": " ".join(reversed(words[: rng.randint(1, 8)]))})
+        found.append(
+            {
+                "prompt": f"{i}: {' '.join(words)}",
+                "response": " ".join(reversed(words[: rng.randint(1, 8)])),
+            }
+        )
     return found
 
 
@@ -44,7 +61,9 @@ def write_parquet(path: Path, data: Sequence[dict[str, Any]]) -> Path:
     return path
 
 
-def recipe(folder: Path, shape: str = "llama-tiny", count: int = 45, **sections: dict[str, Any]) -> Path:
+def recipe(
+    folder: Path, shape: str = "llama-tiny", count: int = 45, **sections: dict[str, Any]
+) -> Path:
     """A recipe file with its data beside it: a few steps of a tiny model on `count` rows."""
     write_parquet(folder / "train.parquet", rows(count))
     write_parquet(folder / "valid.parquet", rows(10, seed=1))
@@ -68,7 +87,9 @@ def recipe(folder: Path, shape: str = "llama-tiny", count: int = 45, **sections:
         "output_dir": str(folder / "model"),
     }
     for name, section in sections.items():
-        content[name] = {**content.get(name, {}), **section} if isinstance(section, dict) else section
+        content[name] = (
+            {**content.get(name, {}), **section} if isinstance(section, dict) else section
+        )
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(content, allow_unicode=True), encoding="utf-8")
     return path
@@ -77,15 +98,25 @@ def recipe(folder: Path, shape: str = "llama-tiny", count: int = 45, **sections:
 def environment(house: Path, **extra: str) -> dict[str, str]:
     """The environment of a launch whose runs, logs and caches go under `house`."""
     house.mkdir(parents=True, exist_ok=True)
-    ours = ("SLURM_", "LOWMEM_", *compile_caches.FOLDERS)  # those torch has set in the tests' own process
+    # those torch has set in the tests' own process
+    ours = ("SLURM_", "LOWMEM_", *compile_caches.FOLDERS)
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
-    return {**inherited, "PYTHONPATH": str(CODE), "LOWMEM_ROOT": str(house), "HF_HUB_OFFLINE": "1", **TRACES, **extra}
+    return {
+        **inherited,
+        "PYTHONPATH": str(CODE),
+        "LOWMEM_ROOT": str(house),
+        "HF_HUB_OFFLINE": "1",
+        **TRACES,
+        **extra,
+    }
 
 
 def launch(house: Path, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
     """`python -m launch ...` to its end."""
     argv = [sys.executable, "-m", "launch", *words]
-    done = subprocess.run(argv, env=environment(house, **extra), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        argv, env=environment(house, **extra), capture_output=True, text=True, timeout=300
+    )
     exit_codes.append(done.returncode)
     return done
 
@@ -93,7 +124,14 @@ def launch(house: Path, *words: str, **extra: str) -> subprocess.CompletedProces
 def accelerate(house: Path, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
     """`accelerate launch ...` to its end, from the house."""
     argv = [sys.executable, "-m", "accelerate.commands.launch", *words]
-    return subprocess.run(argv, env=environment(house, **extra), capture_output=True, text=True, timeout=300, cwd=house)
+    return subprocess.run(
+        argv,
+        env=environment(house, **extra),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=house,
+    )
 
 
 def events(run: Path) -> list[dict[str, Any]]:
@@ -119,7 +157,13 @@ def weights(folder: Path) -> dict[str, Any]:
 
 def gpu(index: int = 0, **fields: Any) -> Gpu:
     """A card with 20 GiB, as the first system's."""
-    given = {"vendor": "nvidia", "architecture": "8.6", "total_bytes": 20 * GIB, "free_bytes": 19 * GIB, **fields}
+    given = {
+        "vendor": "nvidia",
+        "architecture": "8.6",
+        "total_bytes": 20 * GIB,
+        "free_bytes": 19 * GIB,
+        **fields,
+    }
     return Gpu(index=index, name="RTX 3080", driver="550", reason="described", **given)
 
 
@@ -154,11 +198,15 @@ def wish(**sections: Any) -> Recipe:
         "output_dir": "/out",
     }
     for name, section in sections.items():
-        content[name] = {**content.get(name, {}), **section} if isinstance(section, dict) else section
+        content[name] = (
+            {**content.get(name, {}), **section} if isinstance(section, dict) else section
+        )
     return Recipe.model_validate(content)
 
 
-DATA_FORMAT = DataFormat("prompt_response", {"prompt": "prompt", "response": "response"}, "parquet", "described")
+DATA_FORMAT = DataFormat(
+    "prompt_response", {"prompt": "prompt", "response": "response"}, "parquet", "described"
+)
 
 
 def plan(recipe: Recipe | None = None, on: Machine | None = None, **given: Any) -> Plan:
@@ -166,5 +214,6 @@ def plan(recipe: Recipe | None = None, on: Machine | None = None, **given: Any) 
     recipe = recipe or wish()
     config, parameter_shapes = model_config.read(recipe.model, root=CODE)
     return planner.choose(
-        context.subject(recipe, on or machine(), config, parameter_shapes, DATA_FORMAT), given=candidates.Given(**given)
+        context.subject(recipe, on or machine(), config, parameter_shapes, DATA_FORMAT),
+        given=candidates.Given(**given),
     )

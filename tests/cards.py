@@ -1,5 +1,5 @@
-"""Machines with cards that are not here: a libnvidia-ml.so.1 made of tests/data/fake_nvml.c, folders of /sys and /dev,
-builds of torch that say what they are and cannot be imported."""
+"""Machines with cards that are not here: a libnvidia-ml.so.1 made of tests/data/fake_nvml.c,
+folders of /sys and /dev, builds of torch that say what they are and cannot be imported."""
 
 from __future__ import annotations
 
@@ -21,11 +21,15 @@ def nvml(folder: Path) -> Path:
     if compiler is None:
         pytest.skip("no C compiler to build the fake libnvidia-ml.so.1 with")
     library = folder / "libnvidia-ml.so.1"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, CODE / "tests/data/fake_nvml.c"], check=True)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-o", library, CODE / "tests/data/fake_nvml.c"], check=True
+    )
     return folder
 
 
-def device(root: Path, vendor: str, kind: str, driver: str = "", vram_gib: float | None = None) -> Path:
+def device(
+    root: Path, vendor: str, kind: str, driver: str = "", vram_gib: float | None = None
+) -> Path:
     """Put a device on the PCI bus of a root."""
     bus = root / "sys/bus/pci"
     number = len(list(bus.glob("devices/*")))
@@ -48,8 +52,11 @@ def file(root: Path, path: str, text: str = "") -> Path:
     return root
 
 
-def torch(folder: Path, version: str, cuda: str = "", hip: str = "", architectures: str = "") -> Path:
-    """A folder for PYTHONPATH with a package torch as installed builds look from outside; to import it fails."""
+def torch(
+    folder: Path, version: str, cuda: str = "", hip: str = "", architectures: str = ""
+) -> Path:
+    """A folder for PYTHONPATH with a package torch as installed builds look from outside; to import
+    it fails."""
     package = folder / "torch"
     (package / "lib").mkdir(parents=True)
     (package / "__init__.py").write_text("raise SystemExit('torch was imported')\n")
@@ -57,5 +64,7 @@ def torch(folder: Path, version: str, cuda: str = "", hip: str = "", architectur
     lines += [f"cuda: Optional[str] = {cuda or None!r}", f"hip: Optional[str] = {hip or None!r}"]
     (package / "version.py").write_text("\n".join(lines) + "\n")
     before = b"\x7fELF\0_sm_\0sm_words in a message\0gfx\0"
-    (package / "lib" / "libtorch_python.so").write_bytes(before + architectures.encode() + b"\0more\0")
+    (package / "lib" / "libtorch_python.so").write_bytes(
+        before + architectures.encode() + b"\0more\0"
+    )
     return folder

@@ -1,4 +1,5 @@
-"""The folder of a test is its marker; tests on real data are deselected, visibly, where there is none."""
+"""The folder of a test is its marker; tests on real data are deselected, visibly, where there is
+none."""
 
 from __future__ import annotations
 
@@ -12,9 +13,13 @@ import pytest
 from tests import builders, fault_log
 
 # A traced step depends on no test's house: what one test has traced, the next one reads.
-os.environ["LOWMEM_TRACES"] = str(Path(__file__).resolve().parent.parent / ".cache" / "traces-of-tests")
+os.environ["LOWMEM_TRACES"] = str(
+    Path(__file__).resolve().parent.parent / ".cache" / "traces-of-tests"
+)
 # Nor does the key that seals checkpoints; the user's own is left alone.
-os.environ["XDG_STATE_HOME"] = str(Path(__file__).resolve().parent.parent / ".cache" / "state-of-tests")
+os.environ["XDG_STATE_HOME"] = str(
+    Path(__file__).resolve().parent.parent / ".cache" / "state-of-tests"
+)
 FOLDERS = ("unit", "process", "train_cpu", "modes", "faults", "gpu")
 
 
@@ -32,7 +37,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """A test that shows faults leaves its line where fault_log.FILE asks for them."""
     report = yield
     if report.when == "setup":

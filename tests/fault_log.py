@@ -1,10 +1,12 @@
 """What a test that injects a fault has seen, one JSON line a test, for the table of docs/faults.md.
 
-@pytest.mark.shows("F4", "kill -9 of a rank; the mark that it left is counted")  # the numbers, how it is known to fire
+@pytest.mark.shows("F4", "kill -9 of a rank; the mark that it left is counted")  # the numbers, how
+it is known to fire
 
-The verdict, the exit code and the steps that were lost are read from the runs that the test has left in its folder.
-`code` and `kind` stand beside the numbers where a test asserts them of something that is no run; `injected()` notes
-when the fault is done, where no mark of tests/faults/inject does.
+The verdict, the exit code and the steps that were lost are read from the runs that the test has
+left in its folder. `code` and `kind` stand beside the numbers where a test asserts them of
+something that is no run; `injected()` notes when the fault is done, where no mark of
+tests/faults/inject does.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def write(file: Path, item: pytest.Item, mark: pytest.Mark, report: pytest.TestR
         "proof": proof,
         "test": item.nodeid,
         "outcome": report.outcome,
-        "kinds": sorted({end["failure"]["kind"] for end in ends if end["failure"]} | _given(mark, "kind")),
+        "kinds": sorted(
+            {end["failure"]["kind"] for end in ends if end["failure"]} | _given(mark, "kind")
+        ),
         "codes": sorted({*_codes(runs), *builders.exit_codes, *_given(mark, "code")}),
         "lost_steps": max((_lost(run) for run in runs), default=None),
         "detect_s": _detect_s(folder, item, runs),
@@ -68,7 +72,11 @@ def _lost(run: RunDir) -> int:
     """Steps that were trained, and again by a later attempt, or will have to be."""
     trained = [steps for attempt in run.attempts() if (steps := _steps(attempt))]
     again = sum(max(0, first[-1] - second[0] + 1) for first, second in pairwise(trained))
-    kept = [manifest.step_of(path) for path in manifest.committed(run.checkpoints) if manifest.fault(path) is None]
+    kept = [
+        manifest.step_of(path)
+        for path in manifest.committed(run.checkpoints)
+        if manifest.fault(path) is None
+    ]
     return again + (max(0, trained[-1][-1] - max(kept, default=0)) if trained else 0)
 
 

@@ -1,7 +1,9 @@
-"""flash_attn's two functions in plain PyTorch, given to transformers where it looks for the package's own.
+"""flash_attn's two functions in plain PyTorch, given to transformers where it looks for the
+package's own.
 
-There is no build of the package for CPUs. What it computes is in its interface's docstrings; everything around it, from
-the collator to transformers' flash_attention_forward, is what runs on a card."""
+There is no build of the package for CPUs. What it computes is in its interface's docstrings;
+everything around it, from the collator to transformers' flash_attention_forward, is what runs on a
+card."""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from transformers import modeling_flash_attention_utils as utils
 calls: list[list[int]] = []  # the lengths of the documents of each call
 
 
-# Its parameters are flash_attn's own, here and in training/trace/cuda_semantics.py: transformers passes them by name.
+# Its parameters are flash_attn's own, here and in training/trace/cuda_semantics.py: transformers
+# passes them by name.
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -50,7 +53,8 @@ def flash_attn_varlen_func(
 
 @contextmanager
 def there() -> Iterator[list[list[int]]]:
-    """Within it models whose attention is flash_attention_2 run on the CPU. Gives the lengths of each call."""
+    """Within it models whose attention is flash_attention_2 run on the CPU. Gives the lengths of
+    each call."""
     found = utils._lazy_imports, utils._loaded_implementation
     calls.clear()
     utils._lazy_imports = lambda *args, **kwargs: (None, flash_attn_varlen_func, None, None, None)

@@ -1,12 +1,14 @@
-"""Two machines on one: network namespaces joined by a cable that can be cut. Needs root and `ip` (Debian: iproute2).
+"""Two machines on one: network namespaces joined by a cable that can be cut. Needs root and `ip`
+(Debian: iproute2).
 
     with hosts.pair() as (a, b):
         b.popen(["python", "server.py"])
         a.run(["python", "client.py", b.address], timeout=10)
         b.cut()
 
-Only the network is apart: files, /dev/shm, the pid space and the host name are shared, so Gloo must be told the
-interface (GLOO_SOCKET_IFNAME, which run and popen set) or it takes 127.0.0.1 for the other side.
+Only the network is apart: files, /dev/shm, the pid space and the host name are shared, so Gloo must
+be told the interface (GLOO_SOCKET_IFNAME, which run and popen set) or it takes 127.0.0.1 for the
+other side.
 """
 
 from __future__ import annotations
@@ -37,16 +39,27 @@ class Host:
     interface: str
     address: str
 
-    def popen(self, argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[Any]:
-        """Start a program on this host; env (default os.environ) gets the interface for Gloo, unless it names one."""
+    def popen(
+        self, argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[Any]:
+        """Start a program on this host; env (default os.environ) gets the interface for Gloo,
+        unless it names one."""
         environment = {"GLOO_SOCKET_IFNAME": self.interface, **(os.environ if env is None else env)}
-        return subprocess.Popen(["ip", "netns", "exec", self.name, *argv], env=environment, **options)
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.name, *argv], env=environment, **options
+        )
 
     def run(
-        self, argv: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = 60, **options: Any
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        timeout: float = 60,
+        **options: Any,
     ) -> subprocess.CompletedProcess[str]:
         """Run a program on this host to its end, its output captured as text."""
-        child = self.popen(argv, env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+        child = self.popen(
+            argv, env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+        )
         try:
             out, err = child.communicate(timeout=timeout)
         except BaseException:
@@ -56,7 +69,8 @@ class Host:
         return subprocess.CompletedProcess(argv, child.returncode, out, err)
 
     def cut(self) -> None:
-        """Pull the cable on this side: packets are lost both ways, open connections stay open and hear nothing."""
+        """Pull the cable on this side: packets are lost both ways, open connections stay open and
+        hear nothing."""
         _ip("-n", self.name, "link", "set", self.interface, "down")
 
     def heal(self) -> None:
@@ -73,19 +87,26 @@ def missing() -> str:
     if shutil.which("ip") is None:
         return "no `ip`: apt-get install --no-install-recommends iproute2"
     tried = subprocess.run(["unshare", "--net", "--mount", "true"], capture_output=True, text=True)
-    return "" if tried.returncode == 0 else f"no network namespaces: {tried.stderr.strip()} (root may make them)"
+    return (
+        ""
+        if tried.returncode == 0
+        else f"no network namespaces: {tried.stderr.strip()} (root may make them)"
+    )
 
 
 @contextmanager
 def pair() -> Iterator[tuple[Host, Host]]:
-    """Two hosts with a cable between them. At the end their processes are killed and both are gone, however it ends;
-    what a killed test process left is removed first."""
+    """Two hosts with a cable between them. At the end their processes are killed and both are gone,
+    however it ends; what a killed test process left is removed first."""
     for name in _names():
         if (match := TAG.match(name)) and not Path(f"/proc/{int(match[1], 16)}").exists():
             _remove(name)
     number = next(_numbers)
     tag = f"{os.getpid():x}-{number}"  # an interface's name has 15 characters at most
-    first, second = (Host(f"lowmem-{tag}-{i}", f"lm{tag}{'ab'[i]}", f"10.213.{number % 256}.{i + 1}") for i in (0, 1))
+    first, second = (
+        Host(f"lowmem-{tag}-{i}", f"lm{tag}{'ab'[i]}", f"10.213.{number % 256}.{i + 1}")
+        for i in (0, 1)
+    )
     with ExitStack() as undo:
         for host in (first, second):
             _ip("netns", "add", host.name)
@@ -111,7 +132,8 @@ def _pids(name: str) -> list[int]:
 
 
 def _remove(name: str) -> None:
-    """Kill what runs in a namespace, then delete it; its interface goes with it, and the other end of the cable."""
+    """Kill what runs in a namespace, then delete it; its interface goes with it, and the other end
+    of the cable."""
     deadline = time.monotonic() + STOP_S
     while pids := _pids(name):
         for pid in pids:

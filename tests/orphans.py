@@ -1,4 +1,5 @@
-"""What a run left behind: processes that carry its tag or descend from the test, and the TCP ports they hold.
+"""What a run left behind: processes that carry its tag or descend from the test, and the TCP ports
+they hold.
 
 before = orphans.snapshot()
 ...the run, to its end...
@@ -20,7 +21,8 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What was there before: processes as (pid, start time), and listening ports as (address, port, pid)."""
+    """What was there before: processes as (pid, start time), and listening ports as (address, port,
+    pid)."""
 
     processes: frozenset[tuple[int, float]]
     ports: frozenset[tuple[str, int, int]]
@@ -42,8 +44,8 @@ def snapshot() -> Snapshot:
 def left(before: Snapshot, tag: str, within_s: float = 5.0) -> list[Orphan]:
     """What of the run is still there after so long; returns at once when there is nothing.
 
-    Of the run are: processes tagged with LOWMEM_RUN=tag, and new descendants of this process; of the ports, those
-    that these listen on. Another program that starts meanwhile is not accused.
+    Of the run are: processes tagged with LOWMEM_RUN=tag, and new descendants of this process; of
+    the ports, those that these listen on. Another program that starts meanwhile is not accused.
     """
     deadline = time.monotonic() + within_s
     while (found := _left(before, tag)) and time.monotonic() < deadline:
@@ -52,19 +54,29 @@ def left(before: Snapshot, tag: str, within_s: float = 5.0) -> list[Orphan]:
 
 
 def _left(before: Snapshot, tag: str) -> list[Orphan]:
-    ours = {process.pid for process in [*base_processes.tagged(tag), *psutil.Process().children(recursive=True)]}
+    ours = {
+        process.pid
+        for process in [*base_processes.tagged(tag), *psutil.Process().children(recursive=True)]
+    }
     found = [
         Orphan(pid, words)
         for (pid, born), words in _processes().items()
         if pid in ours and (pid, born) not in before.processes
     ]
     pids = {orphan.pid for orphan in found}
-    new = [(pid, f"listens on {address}:{port}") for address, port, pid in _ports() - before.ports if pid in pids]
-    return sorted([*found, *(Orphan(*pair) for pair in new)], key=lambda orphan: (orphan.pid, orphan.what))
+    new = [
+        (pid, f"listens on {address}:{port}")
+        for address, port, pid in _ports() - before.ports
+        if pid in pids
+    ]
+    return sorted(
+        [*found, *(Orphan(*pair) for pair in new)], key=lambda orphan: (orphan.pid, orphan.what)
+    )
 
 
 def _processes() -> dict[tuple[int, float], str]:
-    """The command line of every process that is no zombie, by pid and start time: a pid may be used again."""
+    """The command line of every process that is no zombie, by pid and start time: a pid may be used
+    again."""
     found = {}
     for process in psutil.process_iter():
         try:
@@ -76,7 +88,8 @@ def _processes() -> dict[tuple[int, float], str]:
 
 
 def _ports() -> set[tuple[str, int, int]]:
-    """Every TCP port that a process of this machine listens on, in this process's network namespace."""
+    """Every TCP port that a process of this machine listens on, in this process's network
+    namespace."""
     return {
         (found.laddr.ip, found.laddr.port, found.pid)
         for found in psutil.net_connections(kind="tcp")

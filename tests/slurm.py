@@ -1,11 +1,13 @@
-"""A real Slurm of one node, for as long as tests run: munged, slurmctld, slurmd on ports and in a folder of their own.
+"""A real Slurm of one node, for as long as tests run: munged, slurmctld, slurmd on ports and in a
+folder of their own.
 
     with slurm.node(folder) as node:
         job = node.submit(environment, "--time=2", "script.sbatch", "python", "train.py")
         node.until(job, "COMPLETED", within_s=60)
 
-It needs no systemd, no cgroup and no root. Jobs of the partition `urgent` preempt those of `main`, which go back into
-the queue, and those of `lent`, which get their --signal two minutes before. Its two GPUs are no GPUs.
+It needs no systemd, no cgroup and no root. Jobs of the partition `urgent` preempt those of `main`,
+which go back into the queue, and those of `lent`, which get their --signal two minutes before. Its
+two GPUs are no GPUs.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ DAEMONS = ("munged", "slurmctld", "slurmd")
 SYSTEM_PATH = "/usr/sbin:/sbin"  # where Debian puts them, and where a user's PATH may not lead
 START_S = 30.0
 STOP_S = 60.0  # KillWait, and what a save takes
-CREDENTIAL_S = 5  # the least that Slurm takes; a requeued job waits for so long (120 s where nothing is said)
+# the least that Slurm takes; a requeued job waits for so long (120 s where nothing is said)
+CREDENTIAL_S = 5
 CONFIGURATION = """
 ClusterName=lowmem-test
 SlurmctldHost={host}(127.0.0.1)
@@ -126,7 +129,8 @@ def waited(true: Callable[[], object], within_s: float) -> bool:
 
 @contextmanager
 def node(folder: Path) -> Iterator[Node]:
-    """Start it; at the end its jobs are cancelled, and every process that it has started is gone."""
+    """Start it; at the end its jobs are cancelled, and every process that it has started is
+    gone."""
     (folder / "state").mkdir(parents=True)
     (folder / "spool").mkdir()
     key = folder / "munge.key"
@@ -165,7 +169,10 @@ def node(folder: Path) -> Iterator[Node]:
 def _is_idle(node: Node) -> bool:
     words = ("sinfo", "--noheader", "--partition=main", "--format=%T")
     variables = {**os.environ, "SLURM_CONF": str(node.configuration)}
-    return subprocess.run(words, env=variables, capture_output=True, text=True).stdout.strip() == "idle"
+    return (
+        subprocess.run(words, env=variables, capture_output=True, text=True).stdout.strip()
+        == "idle"
+    )
 
 
 def _start(folder: Path, name: str, *words: str) -> subprocess.Popen[bytes]:
@@ -174,7 +181,13 @@ def _start(folder: Path, name: str, *words: str) -> subprocess.Popen[bytes]:
     with (folder / f"{name}.out").open("wb") as out:
         argv = [str(_where(name)), *words]
         return subprocess.Popen(
-            argv, env=variables, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=folder, start_new_session=True
+            argv,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            cwd=folder,
+            start_new_session=True,
         )
 
 
@@ -191,12 +204,15 @@ def _end(folder: Path, daemons: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _ours(folder: Path) -> list[psutil.Process]:
-    """The daemons, their children that watch over a job (they have overwritten their environment), and the jobs."""
+    """The daemons, their children that watch over a job (they have overwritten their environment),
+    and the jobs."""
     configuration = str(folder / "slurm.conf")
     found = []
     for process in psutil.process_iter():
         try:
-            is_ours = process.environ().get("SLURM_CONF") == configuration or process.cwd() == str(folder)
+            is_ours = process.environ().get("SLURM_CONF") == configuration or process.cwd() == str(
+                folder
+            )
             if is_ours and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
@@ -215,4 +231,6 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _said(folder: Path) -> str:
-    return "\n".join(f"{path.name}:\n{path.read_text(errors='replace')}" for path in sorted(folder.glob("*.out")))
+    return "\n".join(
+        f"{path.name}:\n{path.read_text(errors='replace')}" for path in sorted(folder.glob("*.out"))
+    )

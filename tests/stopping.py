@@ -25,13 +25,18 @@ RUN = (sys.executable, "-m", "launch", "run")
 
 def is_launcher(words: list[str]) -> bool:
     """Whether a command line is accelerate's, started by its name or kept to the loopback."""
-    return "accelerate.commands.launch" in words or any(word.endswith("on_loopback.py") for word in words)
+    return "accelerate.commands.launch" in words or any(
+        word.endswith("on_loopback.py") for word in words
+    )
 
 
 class Child:
-    """`python -m launch run` of a tiny recipe, or another line that trains it, and its run folder."""
+    """`python -m launch run` of a tiny recipe, or another line that trains it, and its run
+    folder."""
 
-    def __init__(self, folder: Path, argv: tuple[str, ...], house: Path, out: Path, **extra: str) -> None:
+    def __init__(
+        self, folder: Path, argv: tuple[str, ...], house: Path, out: Path, **extra: str
+    ) -> None:
         self.house, self.out, self.tag = house, out, extra.get("LOWMEM_RUN")
         self.before = orphans.snapshot()
         self.shm = set(Path("/dev/shm").iterdir())
@@ -64,13 +69,18 @@ class Child:
                     return value
             except (ValueError, FileNotFoundError):
                 pass  # there is no run folder yet
-            assert self.process.poll() is None, f"ended with {self.process.returncode} before {what}:\n{self.said()}"
+            assert self.process.poll() is None, (
+                f"ended with {self.process.returncode} before {what}:\n{self.said()}"
+            )
             assert time.monotonic() < deadline, f"never {what}:\n{self.said()}"
             time.sleep(0.02)
 
     def committed(self) -> list[int]:
         """Steps of the checkpoints that are there."""
-        return sorted(int(path.parent.name[11:]) for path in self.run.checkpoints.glob("checkpoint-*/manifest.json"))
+        return sorted(
+            int(path.parent.name[11:])
+            for path in self.run.checkpoints.glob("checkpoint-*/manifest.json")
+        )
 
     def ranks(self, number: int = 2) -> list[psutil.Process]:
         """The processes that train, by rank, of the newest attempt."""
@@ -79,7 +89,11 @@ class Child:
             attempt = self.run.attempts()[-1]
             files = sorted(attempt.root.glob("ranks/*/heartbeat.json"))
             beats = [json.loads(file.read_text()) for file in files]
-            pids = [beat["pid"] for beat in beats if beat["section"] != "tokenise" and processes.is_alive(beat["pid"])]
+            pids = [
+                beat["pid"]
+                for beat in beats
+                if beat["section"] != "tokenise" and processes.is_alive(beat["pid"])
+            ]
             return [psutil.Process(pid) for pid in pids] if len(pids) == number else None
 
         return self.until("ranks", found)
@@ -103,11 +117,16 @@ class Child:
         return self.process.wait(timeout=within_s)
 
     def left(self, within_s: float = 5) -> list[object]:
-        """Processes, ports and shared memory of the run that outlived it; ended then, so that one failure stays one."""
+        """Processes, ports and shared memory of the run that outlived it; ended then, so that one
+        failure stays one."""
         found: list[object] = list(orphans.left(self.before, self.tag or self.run.tag, within_s))
         for orphan in found:
             processes.send(orphan.pid, signal.SIGKILL)  # type: ignore[attr-defined]
-        return found + [path for path in sorted(set(Path("/dev/shm").iterdir()) - self.shm) if not _is_used(path)]
+        return found + [
+            path
+            for path in sorted(set(Path("/dev/shm").iterdir()) - self.shm)
+            if not _is_used(path)
+        ]
 
     def outcome(self) -> dict[str, Any]:
         return json.loads(self.run.attempts()[-1].outcome_file.read_text())
@@ -117,7 +136,10 @@ def _is_used(path: Path) -> bool:
     """Whether a process that runs has it open: another test's."""
     for process in psutil.process_iter():
         try:
-            if any(entry.path == str(path) for entry in [*process.memory_maps(grouped=True), *process.open_files()]):
+            if any(
+                entry.path == str(path)
+                for entry in [*process.memory_maps(grouped=True), *process.open_files()]
+            ):
                 return True
         except psutil.Error:
             continue
@@ -128,7 +150,11 @@ def injecting(folder: Path, **faults: dict[str, Any]) -> dict[str, str]:
     """The environment in which ranks do these (tests/faults/inject)."""
     (folder / "marks").mkdir(exist_ok=True)
     path = f"{builders.CODE}:{builders.CODE / 'tests/faults/inject'}"
-    return {"PYTHONPATH": path, "LOWMEM_FAULTS": json.dumps(faults), "LOWMEM_FAULT_MARKS": str(folder / "marks")}
+    return {
+        "PYTHONPATH": path,
+        "LOWMEM_FAULTS": json.dumps(faults),
+        "LOWMEM_FAULT_MARKS": str(folder / "marks"),
+    }
 
 
 def fired(folder: Path, fault: str) -> int:
@@ -165,7 +191,13 @@ def launched(
     recipe = builders.recipe(folder, **sections)
     environment = {**(extra or {}), **(injecting(folder, **faults) if faults else {})}
     with ended(
-        Child(folder, (*RUN, str(recipe), *words), folder / house, folder / f"{house}.out", **environment)
+        Child(
+            folder,
+            (*RUN, str(recipe), *words),
+            folder / house,
+            folder / f"{house}.out",
+            **environment,
+        )
     ) as child:
         yield child
 
@@ -186,7 +218,8 @@ def ended(child: Child) -> Iterator[Child]:
 
 
 def stop_at_random(child: Child, rng: random.Random) -> tuple[str, float]:
-    """SIGTERM before the first step or, mostly, behind it, to whom chance says, ranks up to 5 s apart.
+    """SIGTERM before the first step or, mostly, behind it, to whom chance says, ranks up to 5 s
+    apart.
 
     (what was done, in words; when, on the monotonic clock)"""
     child.until("a run folder", lambda: child.run)
@@ -215,5 +248,7 @@ def stop_at_random(child: Child, rng: random.Random) -> tuple[str, float]:
         for i, rank in enumerate(chosen):
             time.sleep(skew_s if i else 0)
             processes.send(rank.pid, signal.SIGTERM)
-    words = f"{to} {delay_s:.1f} s after the {since}" + (f", {skew_s:.1f} s apart" if to == "both ranks" else "")
+    words = f"{to} {delay_s:.1f} s after the {since}" + (
+        f", {skew_s:.1f} s apart" if to == "both ranks" else ""
+    )
     return words, began

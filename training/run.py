@@ -1,4 +1,5 @@
-"""One attempt of a run on one rank, top to bottom: world, data, model, trainer, resume, train, export, outcome."""
+"""One attempt of a run on one rank, top to bottom: world, data, model, trainer, resume, train,
+export, outcome."""
 
 from __future__ import annotations
 
@@ -61,10 +62,12 @@ def train(
     watch: Callable[[LowMemTrainer], None] = lambda trainer: None,
     control: Control | None = None,
 ) -> None:
-    """Run the attempt on this rank. Rank 0 leaves the model in recipe.output_dir and the outcome in the attempt.
+    """Run the attempt on this rank. Rank 0 leaves the model in recipe.output_dir and the outcome in
+    the attempt.
 
-    `open_run` gives rank 0 the folders of the run and the attempt; `opened` receives the attempt once it is known;
-    `watch` the trainer before it trains. Raises Halted where the ranks were told to stop.
+    `open_run` gives rank 0 the folders of the run and the attempt; `opened` receives the attempt
+    once it is known; `watch` the trainer before it trains. Raises Halted where the ranks were told
+    to stop.
     """
     control = control or Control()
     tokens = _tokens(start)
@@ -74,7 +77,9 @@ def train(
     try:
         args = arguments.of(start.recipe, start.plan, num_samples, held_out is not None, engine)
     except ValueError as error:
-        raise ConfigError(f"training: transformers refuses these values: {' '.join(str(error).split())}") from error
+        raise ConfigError(
+            f"training: transformers refuses these values: {' '.join(str(error).split())}"
+        ) from error
     running = setup.check(start.plan.strategy, args)
     setup.check_agreement(_what_trains(start))
     setup.connect(start.plan.strategy)
@@ -105,7 +110,8 @@ def train(
 
 
 def _what_trains(start: Start) -> dict[str, Any]:
-    """The leaves of recipe and strategy that all ranks have in common; where a machine stands is its own."""
+    """The leaves of recipe and strategy that all ranks have in common; where a machine stands is
+    its own."""
     own = {"machine_rank", "network_interface", "dataloader_num_workers"}
     parts = {**start.recipe.model_dump(), "strategy": asdict(start.plan.strategy)}
     return {
@@ -117,24 +123,28 @@ def _what_trains(start: Start) -> dict[str, Any]:
 
 
 def _check_shared(attempt: AttemptDir) -> None:
-    """Raises ResourceError on a machine that cannot see rank 0's folder: its part of a checkpoint would be lost."""
+    """Raises ResourceError on a machine that cannot see rank 0's folder: its part of a checkpoint
+    would be lost."""
     until = time.monotonic() + SHARED_FOLDER_S
     while not attempt.root.is_dir():
         if time.monotonic() > until:
             raise ResourceError(
-                f"{socket.gethostname()} does not see {attempt.root}, where machine 0 keeps the run; put LOWMEM_ROOT"
-                " on a file system that all machines share"
+                f"{socket.gethostname()} does not see {attempt.root}, where machine 0 keeps the"
+                " run; put LOWMEM_ROOT on a file system that all machines share"
             )
         time.sleep(0.5)
 
 
 def _tokens(start: Start) -> Path:
-    """The folder of the tokenised rows; verified, or made, here when no launcher has done so before."""
+    """The folder of the tokenised rows; verified, or made, here when no launcher has done so
+    before."""
     known = files.read_json(start.run.tokens_file) if start.run else None
     folder = Path(known["folder"]) if known else None
     if folder and folder.exists() and (start.supervised or not token_hashes.fault(folder)):
         return folder
-    return prepare.ensure(start.recipe, start.plan, start.house.cache, print, processes=start.tokenising_processes)
+    return prepare.ensure(
+        start.recipe, start.plan, start.house.cache, print, processes=start.tokenising_processes
+    )
 
 
 @dataclass(frozen=True)
@@ -151,14 +161,20 @@ class Parts:
 
 
 def _hold_to_free_memory(plan: Plan, device: torch.device) -> None:
-    """This rank's allocator takes no more than is free now: who shares the card is not the one who runs out."""
+    """This rank's allocator takes no more than is free now: who shares the card is not the one who
+    runs out."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     share = plan.allocator_fraction * free_bytes / total_bytes
     torch.cuda.set_per_process_memory_fraction(share, device)
 
 
 def _build(
-    start: Start, run: RunDir, attempt: AttemptDir, args: TrainingArguments, tokens: Path, control: Control
+    start: Start,
+    run: RunDir,
+    attempt: AttemptDir,
+    args: TrainingArguments,
+    tokens: Path,
+    control: Control,
 ) -> Parts:
     recipe, plan, rank = start.recipe, start.plan, args.process_index
     own = start.attempt or attempt  # of a machine: each launcher watches its own ranks
@@ -170,7 +186,9 @@ def _build(
     meter = StepMeter(attempt.samples_file(rank))
     draw = not start.supervised and sys.stderr.isatty()
     asked_rate = recipe.training.learning_rate
-    watch = nan_guard.Watch(order, attempt.root, recipe.numerics.skip_spikes_above, args.fp16, asked_rate)
+    watch = nan_guard.Watch(
+        order, attempt.root, recipe.numerics.skip_spikes_above, args.fp16, asked_rate
+    )
     reporter = Reporter(attempt, rank, meter, order, args.device, draw, watch.check_loss)
     obey = Obey(control, heartbeat, Watch(run) if rank == 0 else None)
     cut = data_tokenizer.load(tokens / "tokenizer")
@@ -204,7 +222,8 @@ def _build(
             "effective_batch_size": order.effective_batch_size,
             **({"group_size": order.group_size} if recipe.data.group_by_length else {}),
             "rows": len(rows),
-            "tokens": tokens.name,  # the fingerprint of the data: of its content and of how it is cut
+            # the fingerprint of the data: of its content and of how it is cut
+            "tokens": tokens.name,
             "recipe": hashlib.sha256(recipe.model_dump_json().encode()).hexdigest(),
             "checkpoint_bytes": plan.checkpoint_bytes,  # predicted
         },
@@ -245,13 +264,17 @@ def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> No
         trainer.is_converted = resume.is_converted
     with parts.control.held(), parts.heartbeat:
         metrics = _trained(parts, start.recipe, pairs, scores, resume.folder if resume else None)
-        is_complete = trainer.state.global_step >= trainer.state.max_steps and not parts.control.agreed
+        is_complete = (
+            trainer.state.global_step >= trainer.state.max_steps and not parts.control.agreed
+        )
         outcome = {
             **_measured(start.plan.strategy, parts),
             **scores,
             "complete": is_complete,
             "ended": "complete" if is_complete else "preempted",
-            "checkpoint": next((folder.name for folder in reversed(manifest.committed(run.checkpoints))), None),
+            "checkpoint": next(
+                (folder.name for folder in reversed(manifest.committed(run.checkpoints))), None
+            ),
             "resumed_from": resume.checkpoint if resume else None,
             "train_seconds": metrics.get("train_runtime"),
             "save_seconds": trainer.save_s,
@@ -264,10 +287,21 @@ def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> No
         network = trainer.accelerator.unwrap_model(trainer.model)
         if state is not None:
             network = _whole_model(start, parts.tokenizer, state)
-        held = export.write(network, trainer, parts.tokenizer, start.recipe, start.plan, run.run_id, parts.control.held)
+        held = export.write(
+            network,
+            trainer,
+            parts.tokenizer,
+            start.recipe,
+            start.plan,
+            run.run_id,
+            parts.control.held,
+        )
         logger.info("model: %s (%s)", start.recipe.output_dir, held)
     for folder in _outcome_folders(start, attempt, args):
-        took = {"seconds": time.monotonic() - began, "host_pss_bytes": parts.reporter.host.highest()}
+        took = {
+            "seconds": time.monotonic() - began,
+            "host_pss_bytes": parts.reporter.host.highest(),
+        }
         files.write_json(folder.outcome_file, {**outcome, **took})
 
 
@@ -291,19 +325,30 @@ def _trained(
     return metrics
 
 
-def _outcome_folders(start: Start, attempt: AttemptDir, args: TrainingArguments) -> list[AttemptDir]:
-    """Where this rank says how it ended: rank 0 in the run's attempt, another machine's first rank in its own."""
+def _outcome_folders(
+    start: Start, attempt: AttemptDir, args: TrainingArguments
+) -> list[AttemptDir]:
+    """Where this rank says how it ended: rank 0 in the run's attempt, another machine's first rank
+    in its own."""
     if args.process_index == 0:
         return [attempt]
     is_other_machines = start.attempt is not None and start.attempt.root != attempt.root
-    return [start.attempt] if start.attempt and is_other_machines and args.local_process_index == 0 else []
+    return (
+        [start.attempt]
+        if start.attempt and is_other_machines and args.local_process_index == 0
+        else []
+    )
 
 
-def _whole_model(start: Start, cut: PreTrainedTokenizerBase, state: dict[str, torch.Tensor]) -> torch.nn.Module:
+def _whole_model(
+    start: Start, cut: PreTrainedTokenizerBase, state: dict[str, torch.Tensor]
+) -> torch.nn.Module:
     """The model again on this rank's host, with the weights that the ranks held in parts."""
     recipe, plan = start.recipe, start.plan
     with setup.whole_weights(plan.strategy):
-        network = build.build(recipe.model, plan.shape, recipe.lora, plan.lora_targets, cut, recipe.training.seed)
+        network = build.build(
+            recipe.model, plan.shape, recipe.lora, plan.lora_targets, cut, recipe.training.seed
+        )
     network.load_state_dict(state)
     return network
 
@@ -311,8 +356,16 @@ def _whole_model(start: Start, cut: PreTrainedTokenizerBase, state: dict[str, to
 class _ScoreBefore(TrainerCallback):
     """Answers before the first step; by then the model is on its device, whole or in shards."""
 
-    def __init__(self, parts: Parts, recipe: Recipe, pairs: Pairs, scores: dict[str, Any], file: Path) -> None:
-        self._parts, self._recipe, self._pairs, self._scores, self._file = parts, recipe, pairs, scores, file
+    def __init__(
+        self, parts: Parts, recipe: Recipe, pairs: Pairs, scores: dict[str, Any], file: Path
+    ) -> None:
+        self._parts, self._recipe, self._pairs, self._scores, self._file = (
+            parts,
+            recipe,
+            pairs,
+            scores,
+            file,
+        )
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -325,7 +378,8 @@ class _ScoreBefore(TrainerCallback):
 
 
 def _measured(strategy: Strategy, parts: Parts) -> dict[str, Any]:
-    """Step, losses and bytes at the end of training; before the export, which may merge adapters away."""
+    """Step, losses and bytes at the end of training; before the export, which may merge adapters
+    away."""
     trainer, event = parts.trainer, parts.reporter.last_event
     return {
         "step": trainer.state.global_step,
@@ -347,10 +401,14 @@ def _say(args: TrainingArguments, line: str) -> None:
 
 
 def _score(parts: Parts, recipe: Recipe, pairs: Pairs, when: str, scores: dict[str, Any]) -> None:
-    """Answer, compare, and note it. As many rows at once as an evaluation was planned for, whose logits are more than
-    the keys and values that answers are made with."""
+    """Answer, compare, and note it. As many rows at once as an evaluation was planned for, whose
+    logits are more than the keys and values that answers are made with."""
     trainer, limit = parts.trainer, recipe.evaluation.max_new_tokens
-    device, between, batch = trainer.args.device, parts.obey.between_batches, trainer.args.per_device_eval_batch_size
+    device, between, batch = (
+        trainer.args.device,
+        parts.obey.between_batches,
+        trainer.args.per_device_eval_batch_size,
+    )
     empty_cache()
     found = evaluate.scores(trainer.model, parts.tokenizer, pairs, limit, device, between, batch)
     empty_cache()
@@ -367,10 +425,13 @@ def _score(parts: Parts, recipe: Recipe, pairs: Pairs, when: str, scores: dict[s
 def _check_counts(network: torch.nn.Module, plan: Plan) -> None:
     """What was planned for is what was built: an estimate for another model would be worthless."""
     total = sum(map(setup.numel, network.parameters()))
-    trainable = sum(setup.numel(parameter) for parameter in network.parameters() if parameter.requires_grad)
+    trainable = sum(
+        setup.numel(parameter) for parameter in network.parameters() if parameter.requires_grad
+    )
     planned = plan.shape.parameters + plan.shape.lora_parameters
     assert (total, trainable) == (planned, plan.shape.trainable_parameters), (
-        f"planned {planned:,} parameters, {plan.shape.trainable_parameters:,} trainable; built {total:,}, {trainable:,}"
+        f"planned {planned:,} parameters, {plan.shape.trainable_parameters:,} trainable; built"
+        f" {total:,}, {trainable:,}"
     )
     attention = network.config._attn_implementation
     assert attention == plan.strategy.attn_implementation, (
@@ -383,11 +444,14 @@ def _questions(recipe: Recipe, plan: Plan) -> Pairs:
     if not recipe.evaluation.exact_match_rows or recipe.data.validation_file is None:
         return []
     source, limit = recipe.data, recipe.evaluation.exact_match_rows
-    return evaluate.questions(Path(source.validation_file), plan.data_format, limit, source.max_bad_rows)
+    return evaluate.questions(
+        Path(source.validation_file), plan.data_format, limit, source.max_bad_rows
+    )
 
 
 def _agreed(args: TrainingArguments, decide: Callable[[], Any]) -> Any:
-    """What rank 0 decides, on every rank; a user's mistake that it finds is raised on every rank."""
+    """What rank 0 decides, on every rank; a user's mistake that it finds is raised on every
+    rank."""
     decision: list[Any] = [None]
     if args.process_index == 0:
         try:
@@ -403,7 +467,8 @@ def _agreed(args: TrainingArguments, decide: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True)
 class _Resume:
-    """What a start goes on from: its folder as Trainer reads it, and the checkpoint that it was made from."""
+    """What a start goes on from: its folder as Trainer reads it, and the checkpoint that it was
+    made from."""
 
     folder: str
     checkpoint: str
@@ -411,7 +476,8 @@ class _Resume:
 
 
 def _resume_point(start: Start, run: RunDir, parts: Parts) -> _Resume | None:
-    """The newest checkpoint that verifies. Raises CheckpointError when there are some and none does."""
+    """The newest checkpoint that verifies. Raises CheckpointError when there are some and none
+    does."""
     allow = start.recipe.resume.allow
     commit.clear_staging(run.checkpoints)
     found, faults = manifest.newest_valid(run.checkpoints, allow)
@@ -419,7 +485,8 @@ def _resume_point(start: Start, run: RunDir, parts: Parts) -> _Resume | None:
         logger.warning("not resuming from it: %s", fault)
     if found is None and faults:
         raise CheckpointError(
-            f"{run.checkpoints}: no checkpoint can be used ({'; '.join(faults)}); --resume never starts over"
+            f"{run.checkpoints}: no checkpoint can be used ({'; '.join(faults)}); --resume never"
+            " starts over"
         )
     continues = files.read_json(run.continues_file)
     if found is None and continues:
@@ -432,7 +499,10 @@ def _resume_point(start: Start, run: RunDir, parts: Parts) -> _Resume | None:
     facts, strategy = manifest.read(found), start.plan.strategy
     logger.info("resuming from %s: %s samples seen", found.name, f"{facts['samples_seen']:,}")
     if facts["world_size"] != strategy.num_processes:
-        logger.info("the number of ranks was %d: random states, as of dropout, start anew", facts["world_size"])
+        logger.info(
+            "the number of ranks was %d: random states, as of dropout, start anew",
+            facts["world_size"],
+        )
     if not convert.is_needed(facts, strategy):
         return _Resume(str(found), str(found), False)
     logger.info(
@@ -442,4 +512,8 @@ def _resume_point(start: Start, run: RunDir, parts: Parts) -> _Resume | None:
         strategy.mode,
         strategy.num_processes,
     )
-    return _Resume(str(commit.converted(found, partial(convert.write, found, facts, parts.trainer))), str(found), True)
+    return _Resume(
+        str(commit.converted(found, partial(convert.write, found, facts, parts.trainer))),
+        str(found),
+        True,
+    )

@@ -1,4 +1,5 @@
-"""What can be wrong, as the user reads it: one line on stderr and a documented exit code, never a traceback."""
+"""What can be wrong, as the user reads it: one line on stderr and a documented exit code, never a
+traceback."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import signal
 
 
 class LaunchError(Exception):
-    """A mistake or a shortage the user can mend; the message says what was found, what was expected, what to do."""
+    """A mistake or a shortage the user can mend; the message says what was found, what was
+    expected, what to do."""
 
     exit_code = 1
 
@@ -40,7 +42,8 @@ class CheckpointError(LaunchError):
 
 
 class NonFinite(LaunchError):
-    """A loss, a gradient or a weight is NaN or infinite, or the gradients stay far above all before."""
+    """A loss, a gradient or a weight is NaN or infinite, or the gradients stay far above all
+    before."""
 
     exit_code = 8
 
@@ -76,7 +79,8 @@ class Stopped(LaunchError):
 
 
 class Interrupted(BaseException):
-    """A stop signal while nothing runs yet; no Exception, so that nobody takes it for an answer to what was tried."""
+    """A stop signal while nothing runs yet; no Exception, so that nobody takes it for an answer to
+    what was tried."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name} while no rank ran")

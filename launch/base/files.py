@@ -1,4 +1,5 @@
-"""Files that are written aside, synced and renamed, and folders that are refused where another user may write."""
+"""Files that are written aside, synced and renamed, and folders that are refused where another user
+may write."""
 
 from __future__ import annotations
 
@@ -33,13 +34,15 @@ def sync(path: Path) -> None:
 
 
 def sync_all(folder: Path) -> None:
-    """sync() everything in it: else, after a power cut, the word that it is whole may outlast what it speaks of."""
+    """sync() everything in it: else, after a power cut, the word that it is whole may outlast what
+    it speaks of."""
     for path in [*folder.rglob("*"), folder]:
         sync(path)
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """JSON text that every reader takes: NaN and infinities, which JSON has no numbers for, as "nan", "inf", "-inf"."""
+    """JSON text that every reader takes: NaN and infinities, which JSON has no numbers for, as
+    "nan", "inf", "-inf"."""
     return json.dumps(_in_json(value), ensure_ascii=False, indent=indent, allow_nan=False)
 
 
@@ -56,7 +59,8 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The file's object, or None when there is no such file. Raises CheckpointError where it is damaged."""
+    """The file's object, or None when there is no such file. Raises CheckpointError where it is
+    damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -67,13 +71,14 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"{path}: missing or damaged ({str(error).splitlines()[0]}); put a whole copy of it back, or start over with"
-        " --resume never"
+        f"{path}: missing or damaged ({str(error).splitlines()[0]}); put a whole copy of it back,"
+        " or start over with --resume never"
     )
 
 
 def refuse_strangers(path: Path) -> None:
-    """Raises ResourceError for a name that somebody else has put into a folder where anybody may write, as /tmp is."""
+    """Raises ResourceError for a name that somebody else has put into a folder where anybody may
+    write, as /tmp is."""
     for place in (path, *path.parents):
         try:
             found, above = place.lstat(), place.parent.stat()
@@ -81,24 +86,34 @@ def refuse_strangers(path: Path) -> None:
             continue
         if above.st_mode & stat.S_IWOTH and found.st_uid not in (os.geteuid(), above.st_uid):
             raise ResourceError(
-                f"{place}: belongs to user {found.st_uid}, in a folder where anybody may write; choose another name"
+                f"{place}: belongs to user {found.st_uid}, in a folder where anybody may write;"
+                " choose another name"
             )
 
 
 def check_output(folder: Path) -> None:
-    """The model's folder is replaced as a whole at the end, so it must be ours or empty, and writable.
+    """The model's folder is replaced as a whole at the end, so it must be ours or empty, and
+    writable.
 
     Raises ResourceError.
     """
     refuse_strangers(folder)
     if folder.is_symlink():
-        raise ResourceError(f"output_dir {folder}: is a symbolic link, to {folder.resolve()}; give that folder itself")
+        raise ResourceError(
+            f"output_dir {folder}: is a symbolic link, to {folder.resolve()}; give that folder"
+            " itself"
+        )
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "lowmem.json").exists():
-        raise ResourceError(f"output_dir {folder}: holds files that no run of ours wrote; choose another folder")
+        raise ResourceError(
+            f"output_dir {folder}: holds files that no run of ours wrote; choose another folder"
+        )
     if folder.exists() and not folder.is_dir():
         raise ResourceError(f"output_dir {folder}: is a file; choose another folder")
     for ending in ("tmp", "old"):  # export.py's
         refuse_strangers(folder.with_name(f".{folder.name}.{ending}"))
     parent = next(path for path in folder.parents if path.exists())
-    if not os.access(parent, os.W_OK) or not os.statvfs(parent).f_blocks:  # /proc and its like hold no files
-        raise ResourceError(f"output_dir {folder}: {parent} cannot be written to; choose another folder")
+    # /proc and its like hold no files
+    if not os.access(parent, os.W_OK) or not os.statvfs(parent).f_blocks:
+        raise ResourceError(
+            f"output_dir {folder}: {parent} cannot be written to; choose another folder"
+        )

@@ -1,5 +1,5 @@
-"""The Python that runs us: another one where this one lacks the packages, UTF-8 where the locale is not. Standard
-library only, because it is imported first."""
+"""The Python that runs us: another one where this one lacks the packages, UTF-8 where the locale is
+not. Standard library only, because it is imported first."""
 
 from __future__ import annotations
 
@@ -23,20 +23,28 @@ BOOTSTRAP = 'ROOT="$1"; shift; source "$ROOT/scripts/lib/bootstrap.sh"; exec "$P
 
 
 def go_on_with_packages() -> None:
-    """Run the same command line with .venv's Python, made first if need be, where this Python lacks a package."""
+    """Run the same command line with .venv's Python, made first if need be, where this Python lacks
+    a package."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if not missing:
         return
     root = str(Path(__file__).resolve().parents[2])
     if os.environ.get("LOWMEM_IN_VENV") == root or len(sys.orig_argv) < 2:
         raise ImportError(f"{sys.executable} lacks {', '.join(missing)}; install requirements.txt")
-    print(f"lowmem: {sys.executable} lacks {', '.join(missing)}; going on with .venv", file=sys.stderr, flush=True)
+    print(
+        f"lowmem: {sys.executable} lacks {', '.join(missing)}; going on with .venv",
+        file=sys.stderr,
+        flush=True,
+    )
     os.environ["LOWMEM_IN_VENV"] = root
-    os.execvp("bash", ["bash", "-euo", "pipefail", "-c", BOOTSTRAP, "bash", root, *sys.orig_argv[1:]])
+    os.execvp(
+        "bash", ["bash", "-euo", "pipefail", "-c", BOOTSTRAP, "bash", root, *sys.orig_argv[1:]]
+    )
 
 
 def go_on_in_utf8() -> None:
-    """Run the same command line in UTF-8 mode where a locale cannot name every file; Python's own way out."""
+    """Run the same command line in UTF-8 mode where a locale cannot name every file; Python's own
+    way out."""
     if sys.getfilesystemencoding() != "utf-8":
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

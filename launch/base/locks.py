@@ -1,4 +1,5 @@
-"""One start at a time: a lock that names its holder, and that a dead holder's leftovers cannot keep."""
+"""One start at a time: a lock that names its holder, and that a dead holder's leftovers cannot
+keep."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from typing import Any
 from launch.base import processes
 from launch.base.errors import LockHeld
 
-LEFTOVER_S = 1.0  # for a forked worker of a dead holder, which has the lock's file open too, to end by itself
+# for a forked worker of a dead holder, which has the lock's file open too, to end by itself
+LEFTOVER_S = 1.0
 RETRY_S = 0.05
 
 
@@ -23,8 +25,9 @@ RETRY_S = 0.05
 def lock(path: Path, what: str) -> Iterator[None]:
     """Hold `path` for this process; the kernel lets go when the process ends, however it ends.
 
-    Where it does not, because a child of the dead holder has the file open, or the file system has forgotten nothing,
-    the lock is taken over once its holder is proved dead. Raises LockHeld naming the process that has it.
+    Where it does not, because a child of the dead holder has the file open, or the file system has
+    forgotten nothing, the lock is taken over once its holder is proved dead. Raises LockHeld naming
+    the process that has it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = _taken(path, what)
@@ -46,7 +49,9 @@ def _taken(path: Path, what: str) -> int:
             holder = _holder(file)
             os.close(file)
             if not _is_dead(holder):
-                raise LockHeld(f"{what} is in use by {_words(holder)}; wait for it, or stop it") from error
+                raise LockHeld(
+                    f"{what} is in use by {_words(holder)}; wait for it, or stop it"
+                ) from error
             if time.monotonic() > until:
                 return _replace(path, what)
             time.sleep(RETRY_S)
@@ -99,7 +104,8 @@ def _holder(file: int) -> dict[str, Any]:
 
 
 def _is_dead(holder: dict[str, Any]) -> bool:
-    """Proved to be: it was of this machine, and that boot is over, or its pid is nobody's or another's by now."""
+    """Proved to be: it was of this machine, and that boot is over, or its pid is nobody's or
+    another's by now."""
     if holder.get("host") != socket.gethostname():
         return False
     if holder["boot"] != processes.boot_id():
@@ -110,9 +116,15 @@ def _is_dead(holder: dict[str, Any]) -> bool:
 
 
 def _started(pid: int) -> int | None:
-    """A process's start, in clock ticks since boot: with its pid it is one process alone. None: it is gone."""
+    """A process's start, in clock ticks since boot: with its pid it is one process alone. None: it
+    is gone."""
     try:
-        words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        words = (
+            Path(f"/proc/{pid}/stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+            .split()
+        )
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if words[0] in "ZX" else int(words[19])

@@ -1,4 +1,5 @@
-"""The processes of a run, found by the tag in their environment: launchers put ranks into sessions of their own."""
+"""The processes of a run, found by the tag in their environment: launchers put ranks into sessions
+of their own."""
 
 from __future__ import annotations
 
@@ -25,13 +26,20 @@ def adopt() -> None:
 
 
 def tagged(tag: str) -> list[psutil.Process]:
-    """Every process that carries the run's tag in its environment, wherever it stands in the process tree."""
-    return [process for process in psutil.process_iter() if process.pid != os.getpid() and is_tagged(process, tag)]
+    """Every process that carries the run's tag in its environment, wherever it stands in the
+    process tree."""
+    return [
+        process
+        for process in psutil.process_iter()
+        if process.pid != os.getpid() and is_tagged(process, tag)
+    ]
 
 
 def is_tagged(process: psutil.Process, tag: str) -> bool:
     try:
-        return process.environ().get("LOWMEM_RUN") == tag and process.status() != psutil.STATUS_ZOMBIE
+        return (
+            process.environ().get("LOWMEM_RUN") == tag and process.status() != psutil.STATUS_ZOMBIE
+        )
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False  # gone meanwhile, or another user's
 
@@ -49,7 +57,8 @@ def end_tree(tag: str) -> list[psutil.Process]:
 
 
 def reap() -> None:
-    """Take note of the ends of adopted orphans; no child whose end somebody waits for may be there."""
+    """Take note of the ends of adopted orphans; no child whose end somebody waits for may be
+    there."""
     while True:
         try:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
@@ -90,13 +99,14 @@ HIGHEST = re.compile(r"VmHWM:\s+(\d+) kB")
 
 
 def die_with_launcher(number: int = signal.SIGKILL) -> None:
-    """From now on the kernel sends this process a signal when its parent dies: no rank outlives its launcher."""
+    """From now on the kernel sends this process a signal when its parent dies: no rank outlives its
+    launcher."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def settle_process() -> None:
-    """From now on what this process and its children write is its user's alone, no crash writes memory to disk, and a
-    character that a terminal's encoding lacks is written out."""
+    """From now on what this process and its children write is its user's alone, no crash writes
+    memory to disk, and a character that a terminal's encoding lacks is written out."""
     os.umask(0o077)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     for stream in (sys.stdout, sys.stderr):
@@ -110,12 +120,14 @@ def boot_id() -> str:
 
 
 def job_pss_bytes(root_pid: int) -> tuple[int, int]:
-    """(PSS of a process and its descendants now, the most that it can have been), as if no other job ran here.
+    """(PSS of a process and its descendants now, the most that it can have been), as if no other
+    job ran here.
 
-    Pages of a process's own count for it, those it shares once for the job: beside other jobs that map the same
-    libraries their PSS would be less, by what those count. The second figure adds what each process had more at its
-    highest (VmHWM) than it has now, so that no peak between two reads is lost: of several ranks that peak apart it is
-    an upper bound. Processes that end meanwhile are left out.
+    Pages of a process's own count for it, those it shares once for the job: beside other jobs that
+    map the same libraries their PSS would be less, by what those count. The second figure adds what
+    each process had more at its highest (VmHWM) than it has now, so that no peak between two reads
+    is lost: of several ranks that peak apart it is an upper bound. Processes that end meanwhile are
+    left out.
     """
     import psutil  # 20 ms that planning need not pay
 
@@ -128,7 +140,9 @@ def job_pss_bytes(root_pid: int) -> tuple[int, int]:
     for process in processes:
         try:
             memory = process.memory_full_info()
-            highest = HIGHEST.search(Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8"))
+            highest = HIGHEST.search(
+                Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
+            )
         except (psutil.NoSuchProcess, psutil.AccessDenied, FileNotFoundError, ProcessLookupError):
             continue
         own += memory.uss

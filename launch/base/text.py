@@ -1,4 +1,5 @@
-"""Text for people: without secrets and control characters, with the nearest known name, sizes in GiB."""
+"""Text for people: without secrets and control characters, with the nearest known name, sizes in
+GiB."""
 
 from __future__ import annotations
 
@@ -11,10 +12,12 @@ from pathlib import Path
 
 from launch.schema.machine import GIB
 
-# What a terminal obeys or hides: control characters but tab and newline, halves of characters, changes of direction
+# What a terminal obeys or hides: control characters but tab and newline, halves of characters,
+# changes of direction
 HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 
-# Names of variables and keys whose values are secrets, and values that are secrets wherever they stand
+# Names of variables and keys whose values are secrets, and values that are secrets wherever they
+# stand
 SECRET_NAME = re.compile(
     r"(?i)(^|[_-])(token|secrets?|password|passwd|credentials?|jwt|(api|access|private|secret)[_-]?key)([_-]|$)"
 )
@@ -28,17 +31,23 @@ LEAST_SECRET = 8  # characters; a shorter value of such a name stands in too man
 
 
 def visible(text: str) -> str:
-    """The text as it may be shown anywhere: what would act on a terminal, or not be seen, is written out."""
+    """The text as it may be shown anywhere: what would act on a terminal, or not be seen, is
+    written out."""
     return HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 @functools.cache
 def _known() -> re.Pattern[str] | None:
-    """The secrets that this process was given: in its environment, and as the token that hf stores."""
+    """The secrets that this process was given: in its environment, and as the token that hf
+    stores."""
     values = {value for name, value in os.environ.items() if SECRET_NAME.search(name)}
     home = os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser()
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        values.add(Path(os.environ.get("HF_TOKEN_PATH") or Path(home) / "token").read_text(encoding="utf-8").strip())
+        values.add(
+            Path(os.environ.get("HF_TOKEN_PATH") or Path(home) / "token")
+            .read_text(encoding="utf-8")
+            .strip()
+        )
     long = sorted((value for value in values if len(value) >= LEAST_SECRET), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, long))) if long else None
 
@@ -57,7 +66,8 @@ def shown(text: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
-    """The known names most like a word that is none of them, best first, upper and lower case aside."""
+    """The known names most like a word that is none of them, best first, upper and lower case
+    aside."""
     import difflib  # 5 ms, which only a mistake costs
 
     names = {name.lower(): name for name in known}
@@ -72,7 +82,9 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB" if size >= GIB // 100 or not size else f"{size / (1 << 20):.1f} MiB"
+    return (
+        f"{size / GIB:.2f} GiB" if size >= GIB // 100 or not size else f"{size / (1 << 20):.1f} MiB"
+    )
 
 
 def size(count: int) -> str:

@@ -22,7 +22,9 @@ class House:
     def here(cls) -> House:
         named = os.environ.get("LOWMEM_ROOT") or str(CODE)
         if HIDDEN.search(named) or "\n" in named or "\t" in named:
-            raise ConfigError(f"LOWMEM_ROOT {named!r}: holds a control character; name another folder")
+            raise ConfigError(
+                f"LOWMEM_ROOT {named!r}: holds a control character; name another folder"
+            )
         return cls(Path(named).resolve())
 
     @property

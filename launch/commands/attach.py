@@ -1,4 +1,5 @@
-"""A start that is not ours: accelerate launch or torchrun has made the ranks and each asks here what to run."""
+"""A start that is not ours: accelerate launch or torchrun has made the ranks and each asks here
+what to run."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def from_request(request: Request) -> Start:
             os.environ.update(gpus.visible_devices(resolved.machine, 1))
     if is_first:
         lines = text.plan_lines(resolved.recipe, resolved.machine, resolved.plan)
-        lines += foreign_launcher.unused(os.environ, resolved.plan, resolved.recipe.training.max_grad_norm)
+        lines += foreign_launcher.unused(
+            os.environ, resolved.plan, resolved.recipe.training.max_grad_norm
+        )
         print(shown("\n".join(lines)), flush=True)
     return Start(
         house=resolved.house,
@@ -63,13 +66,18 @@ def from_request(request: Request) -> Start:
         wish=request.resume,
         tokenising_processes=tokenising_processes(resolved),
         deepspeed_file=deepspeed.deepspeed_file(
-            resolved.plan, resolved.recipe.training.max_grad_norm, resolved.house.cache, os.environ, say
+            resolved.plan,
+            resolved.recipe.training.max_grad_norm,
+            resolved.house.cache,
+            os.environ,
+            say,
         ),
     )
 
 
 def open_run(start: Start, tokens: Path, held: ExitStack) -> tuple[str, str] | None:
-    """On rank 0: the folders of the run and of the attempt, locked until `held` closes; None when it is complete."""
+    """On rank 0: the folders of the run and of the attempt, locked until `held` closes; None when
+    it is complete."""
     if start.run and start.attempt:
         if not start.supervised:
             held.enter_context(output_lock(start.house, start.recipe))
@@ -78,7 +86,9 @@ def open_run(start: Start, tokens: Path, held: ExitStack) -> tuple[str, str] | N
         return str(start.run.root), str(start.attempt.root)
     assert start.machine is not None
     held.enter_context(output_lock(start.house, start.recipe))
-    decided = resume.decide(start.house.runs, start.recipe, start.plan, tokens, start.wish, datetime.now())
+    decided = resume.decide(
+        start.house.runs, start.recipe, start.plan, tokens, start.wish, datetime.now()
+    )
     aside = layout.kept_aside(Path(start.recipe.output_dir), decided.run.run_id)
     print(shown("\n".join([decided.line, *aside])), flush=True)
     if decided.complete:
@@ -92,8 +102,9 @@ def open_run(start: Start, tokens: Path, held: ExitStack) -> tuple[str, str] | N
 
 
 def _ranks_that_were_asked_for(cpu: bool) -> None:
-    """accelerate launch --cpu starts one process whatever --num_processes says: start the ranks that were asked for,
-    or say that it cannot be done. accelerate leaves MASTER_ADDR in the environment exactly in that case."""
+    """accelerate launch --cpu starts one process whatever --num_processes says: start the ranks
+    that were asked for, or say that it cannot be done. accelerate leaves MASTER_ADDR in the
+    environment exactly in that case."""
     if "WORLD_SIZE" in os.environ or "MASTER_ADDR" not in os.environ:
         return
     number = foreign_launcher.flag(foreign_launcher.words_of(_launcher()), "num_processes")
@@ -103,7 +114,10 @@ def _ranks_that_were_asked_for(cpu: bool) -> None:
             "accelerate launch started one process although more were asked for; add --multi_gpu"
             " (it works on a machine without GPUs too: this entrypoint puts the ranks on the CPU)"
         )
-    print(f"accelerate launch --cpu starts one process whatever --num_processes says: starting {asked} with torchrun")
+    print(
+        "accelerate launch --cpu starts one process whatever --num_processes says: starting"
+        f" {asked} with torchrun"
+    )
     sys.stdout.flush()
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(asked)]
     for key in ("MASTER_ADDR", "MASTER_PORT"):

@@ -1,5 +1,5 @@
-"""What this machine offers, whether its GPUs reach each other, what a job's processes import, and what is wrong with
-it: one fix per problem."""
+"""What this machine offers, whether its GPUs reach each other, what a job's processes import, and
+what is wrong with it: one fix per problem."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ class Problem:
         return f"{'problem' if self.stops else 'note'}: {self.what}; fix: {self.fix}"
 
 
-def examine(cache: Path, run_dir: Path, environ: Mapping[str, str], say: Callable[[str], None]) -> bool:
+def examine(
+    cache: Path, run_dir: Path, environ: Mapping[str, str], say: Callable[[str], None]
+) -> bool:
     """Say everything about this machine; True if nothing stops training."""
     machine = probe_machine.machine(run_dir=run_dir)
     for line in probe_machine.describe(machine):
@@ -47,7 +49,9 @@ def examine(cache: Path, run_dir: Path, environ: Mapping[str, str], say: Callabl
     elif stops:
         say("link: not tested: see the problem below first")
     else:
-        link = link_test.link(machine, len(machine.gpus), cache, environment.passed(environ), say=say, fresh=True)
+        link = link_test.link(
+            machine, len(machine.gpus), cache, environment.passed(environ), say=say, fresh=True
+        )
         for line in link_test.lines(link):
             say(line)
         stops = is_blocked(link)
@@ -59,8 +63,9 @@ def examine(cache: Path, run_dir: Path, environ: Mapping[str, str], say: Callabl
             stops = True
         else:
             say(
-                f"imports: a rank holds {_gib(held.rank_bytes)}, accelerate {_gib(held.agent_bytes)}, libraries once"
-                f" {_gib(held.mapped_bytes)} of host RAM; plans count with that"
+                f"imports: a rank holds {_gib(held.rank_bytes)}, accelerate"
+                f" {_gib(held.agent_bytes)}, libraries once {_gib(held.mapped_bytes)} of host RAM;"
+                " plans count with that"
             )
     for problem in found:
         say(str(problem))
@@ -72,39 +77,60 @@ def problems(machine: Machine) -> list[Problem]:
     found: list[Problem] = []
     if machine.gpus_obstacle:
         what, _, fix = machine.gpus_obstacle.rpartition("; fix: ")
-        found.append(Problem(what, f"{fix}; to train on the CPU on purpose add --launch.mode=cpu", stops=True))
+        found.append(
+            Problem(
+                what, f"{fix}; to train on the CPU on purpose add --launch.mode=cpu", stops=True
+            )
+        )
     shm_wanted = max(SHM_BYTES, SHM_BYTES_PER_RANK * len(machine.gpus))
     if len(machine.gpus) > 1 and machine.shm_bytes < shm_wanted:
         found.append(
             Problem(
-                f"/dev/shm has {_gib(machine.shm_bytes)}, {len(machine.gpus)} ranks want {_gib(shm_wanted)}",
+                f"/dev/shm has {_gib(machine.shm_bytes)}, {len(machine.gpus)} ranks want"
+                f" {_gib(shm_wanted)}",
                 link_causes.BY_NAME["shm_too_small"].fix,
             )
         )
     if machine.disk_free_bytes < LOW_DISK_BYTES:
         stops = machine.disk_free_bytes < MIN_DISK_BYTES
         said = f"{_gib(machine.disk_free_bytes)} of disk are {machine.disk_reason}"
-        found.append(Problem(said, "free some, or set LOWMEM_ROOT to a folder on a larger disk", stops))
+        found.append(
+            Problem(said, "free some, or set LOWMEM_ROOT to a folder on a larger disk", stops)
+        )
     if machine.host_available_bytes < MIN_HOST_BYTES:
-        said = f"{_gib(machine.host_available_bytes)} of host memory are available ({machine.host_available_reason})"
+        said = (
+            f"{_gib(machine.host_available_bytes)} of host memory are available"
+            f" ({machine.host_available_reason})"
+        )
         found.append(Problem(said, "end other programs, or raise that limit", stops=True))
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if open_files < MIN_OPEN_FILES:
         found.append(
-            Problem(f"a process may open {open_files} files, data loaders want {MIN_OPEN_FILES}", "ulimit -n 4096")
+            Problem(
+                f"a process may open {open_files} files, data loaders want {MIN_OPEN_FILES}",
+                "ulimit -n 4096",
+            )
         )
     return found
 
 
 def is_blocked(link: Link) -> bool:
     """No choice of transport mends it: training on one GPU fails as the test did."""
-    return any(not link_causes.BY_NAME[attempt.cause].cards_work for attempt in link.tries if not attempt.ok)
+    return any(
+        not link_causes.BY_NAME[attempt.cause].cards_work
+        for attempt in link.tries
+        if not attempt.ok
+    )
 
 
 def _torch_problems(machine: Machine) -> list[Problem]:
     build = torch_build.installed()
     if build is None:
-        return [Problem("torch is not installed", "python -m pip install -r requirements.txt", stops=True)]
+        return [
+            Problem(
+                "torch is not installed", "python -m pip install -r requirements.txt", stops=True
+            )
+        ]
     said = torch_build.refusal(build, machine.gpus, machine.cuda_driver, os.environ)
     what, _, fix = said.partition("; fix: ")
     return [Problem(what, fix, stops=True)] if said else []
@@ -115,7 +141,9 @@ def import_problem(error: ResourceError) -> Problem:
     cause, _ = link_causes.find(str(error), "failed")
     if cause.name in ("driver", "card_busy"):
         return Problem(str(error), cause.fix, stops=True)
-    return Problem(str(error), "install the packages anew: make clean, then start again", stops=True)
+    return Problem(
+        str(error), "install the packages anew: make clean, then start again", stops=True
+    )
 
 
 def _gib(size: int) -> str:

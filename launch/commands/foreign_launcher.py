@@ -1,4 +1,5 @@
-"""What a launcher that is not ours has decided before the ranks ask: how many, on which machines, with which engine."""
+"""What a launcher that is not ours has decided before the ranks ask: how many, on which machines,
+with which engine."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ GLOO_VARIABLE = "ACCELERATE_USE_GLOO"  # the guides' own; Accelerate has none
 
 
 def given(environ: Mapping[str, str], launcher: Path, force_cpu: bool) -> Given:
-    """The fixed part of a plan, from a rank's environment and the command line of the process above it."""
+    """The fixed part of a plan, from a rank's environment and the command line of the process above
+    it."""
     named = _mode_of_config_file(words_of(launcher))
     world = int(environ.get("WORLD_SIZE", "1"))
     return Given(
@@ -52,10 +54,13 @@ def _mode_of_config_file(words: list[str]) -> str | None:
 
 
 def _sharding_mode(environ: Mapping[str, str]) -> Mode | None:
-    """The mode of the DeepSpeed or FSDP2 configuration that Accelerate has put into the environment."""
+    """The mode of the DeepSpeed or FSDP2 configuration that Accelerate has put into the
+    environment."""
     if environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         if environ.get("FSDP_VERSION", "1") != "2":
-            raise ConfigError("the Accelerate file starts FSDP version 1; set fsdp_version: 2 in its fsdp_config")
+            raise ConfigError(
+                "the Accelerate file starts FSDP version 1; set fsdp_version: 2 in its fsdp_config"
+            )
         return "fsdp2"
     if environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() != "true":
         return None
@@ -71,10 +76,15 @@ def _sharding_mode(environ: Mapping[str, str]) -> Mode | None:
         offload_param = environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none")
     for mode in MODES:
         name = f"deepspeed_zero{stage}" + ("_offload" if offload == "cpu" else "")
-        if mode == name and offload in ("none", "cpu") and (offload == offload_param or stage not in (3, "3")):
+        if (
+            mode == name
+            and offload in ("none", "cpu")
+            and (offload == offload_param or stage not in (3, "3"))
+        ):
             return mode
     raise ConfigError(
-        f"DeepSpeed was started with stage {stage}, offload_optimizer {offload}, offload_param {offload_param}; there"
+        f"DeepSpeed was started with stage {stage}, offload_optimizer {offload}, offload_param"
+        f" {offload_param}; there"
         + " are "
         + ", ".join(mode for mode in MODES if mode.startswith("deepspeed"))
         + " (files of theirs: configs/accelerate, configs/deepspeed)"
@@ -82,21 +92,32 @@ def _sharding_mode(environ: Mapping[str, str]) -> Mode | None:
 
 
 def unused(environ: Mapping[str, str], plan: Plan, max_grad_norm: float) -> list[str]:
-    """A line for each value that was given to accelerate and does not run: the recipe decides it."""
+    """A line for each value that was given to accelerate and does not run: the recipe decides
+    it."""
     strategy = plan.strategy
     decided = {
-        "mixed_precision": ("ACCELERATE_MIXED_PRECISION", strategy.mixed_precision, "training.bf16, training.fp16"),
+        "mixed_precision": (
+            "ACCELERATE_MIXED_PRECISION",
+            strategy.mixed_precision,
+            "training.bf16, training.fp16",
+        ),
         "gradient_accumulation_steps": (
             "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
             str(strategy.gradient_accumulation_steps),
             "training.gradient_accumulation_steps",
         ),
-        "gradient_clipping": ("ACCELERATE_GRADIENT_CLIPPING", str(max_grad_norm), "training.max_grad_norm"),
+        "gradient_clipping": (
+            "ACCELERATE_GRADIENT_CLIPPING",
+            str(max_grad_norm),
+            "training.max_grad_norm",
+        ),
     }
     found = []
     for name, (variable, runs, key) in decided.items():
         asked = environ.get(variable, runs)
         defaults = {"mixed_precision": "no", "gradient_accumulation_steps": "1"}
         if asked not in (runs, defaults.get(name), "auto"):
-            found.append(f"accelerate was given {name} {asked}; the recipe says {runs}, which runs ({key})")
+            found.append(
+                f"accelerate was given {name} {asked}; the recipe says {runs}, which runs ({key})"
+            )
     return found

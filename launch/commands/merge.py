@@ -1,4 +1,5 @@
-"""`python -m launch merge`: a LoRA adapter and its base become one ordinary model folder, written by a child."""
+"""`python -m launch merge`: a LoRA adapter and its base become one ordinary model folder, written
+by a child."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def run(source: Path, out: Path) -> int:
     model_config.check_adapter(adapter)
     model_config.check_folder(base)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {out}: found something there, expected a new or empty folder; give another one")
+        raise ConfigError(
+            f"--out {out}: found something there, expected a new or empty folder; give another one"
+        )
     files.refuse_strangers(out)
     weights_bytes = sum(path.stat().st_size for path in base.glob("*.safetensors"))
     above = next(path for path in out.absolute().parents if path.exists())
@@ -36,10 +39,23 @@ def run(source: Path, out: Path) -> int:
         (f"room in {above}", shutil.disk_usage(above).free),
     ):
         if there < weights_bytes:
-            raise ResourceError(f"{base}: its weights are {size(weights_bytes)}, but there is {size(there)} {what}")
-    argv = [sys.executable, "-P", "-m", "training.children.merge", "--base", str(base), "--adapter", str(adapter)]
+            raise ResourceError(
+                f"{base}: its weights are {size(weights_bytes)}, but there is {size(there)} {what}"
+            )
+    argv = [
+        sys.executable,
+        "-P",
+        "-m",
+        "training.children.merge",
+        "--base",
+        str(base),
+        "--adapter",
+        str(adapter),
+    ]
     variables = environment.passed(os.environ) | {"PYTHONPATH": str(CODE), "HF_HUB_OFFLINE": "1"}
-    return subprocess.run([*argv, "--out", str(out.absolute())], env=variables, check=False).returncode
+    return subprocess.run(
+        [*argv, "--out", str(out.absolute())], env=variables, check=False
+    ).returncode
 
 
 def _adapter(source: Path) -> Path:
@@ -48,8 +64,12 @@ def _adapter(source: Path) -> Path:
     if (source / ADAPTER).is_file():
         return source.absolute()
     if (source / "adapter" / ADAPTER).is_file():
-        raise ConfigError(f"{source}: found the adapter merged already (a shape's weights are nowhere else)")
-    raise ResourceError(f"{source}: found no {ADAPTER}, expected a LoRA adapter, or the run that trained one")
+        raise ConfigError(
+            f"{source}: found the adapter merged already (a shape's weights are nowhere else)"
+        )
+    raise ResourceError(
+        f"{source}: found no {ADAPTER}, expected a LoRA adapter, or the run that trained one"
+    )
 
 
 def base_of(adapter: Path) -> Path:
@@ -58,11 +78,17 @@ def base_of(adapter: Path) -> Path:
     try:
         named = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (ValueError, AttributeError, RecursionError) as error:
-        raise ResourceError(f"{file}: is not an adapter's configuration ({error}); copy the adapter again") from error
+        raise ResourceError(
+            f"{file}: is not an adapter's configuration ({error}); copy the adapter again"
+        ) from error
     if not named:
         raise ResourceError(
-            f"{file}: names no base model: it was trained on a shape's random weights, kept nowhere else"
+            f"{file}: names no base model: it was trained on a shape's random weights, kept nowhere"
+            " else"
         )
     if not (Path(named) / "config.json").is_file():
-        raise ResourceError(f"{file}: its base model is {named}, and no model is there; put it there, or mend the path")
+        raise ResourceError(
+            f"{file}: its base model is {named}, and no model is there; put it there, or mend the"
+            " path"
+        )
     return Path(named)

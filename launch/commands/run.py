@@ -1,4 +1,5 @@
-"""A start from its plan to its report: open the run, tokenise, plan again with what is known then, supervise."""
+"""A start from its plan to its report: open the run, tokenise, plan again with what is known then,
+supervise."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ from launch.supervise.screen import Screen
 from launch.supervise.stop_signals import Told
 
 MAX_PLANS = 3  # of one start; each is made with more evidence than the one before
-Decide = Callable[[bool, Exceeded], Resolved]  # (test the link, by how much predictions were exceeded) -> a plan
+# (test the link, by how much predictions were exceeded) -> a plan
+Decide = Callable[[bool, Exceeded], Resolved]
 
 
 def run(decide: Decide, wish: str, dry_run: bool) -> int:
@@ -45,14 +47,19 @@ def run(decide: Decide, wish: str, dry_run: bool) -> int:
         resolved = decide(True, Exceeded())
         house, meeting = resolved.house, resolved.plan.rendezvous
         exceeded = Exceeded()
-        if wish != "never" and not resolved.recipe.launch.assume_fits:  # what earlier starts of the run have shown
-            known = oom_record.of_unfinished(house.runs, resolved.recipe.name, resolved.recipe.output_dir)
+        # what earlier starts of the run have shown
+        if wish != "never" and not resolved.recipe.launch.assume_fits:
+            known = oom_record.of_unfinished(
+                house.runs, resolved.recipe.name, resolved.recipe.output_dir
+            )
             exceeded = oom_record.counting(known, resolved.machine)
         if exceeded.ran_out:
             try:
                 resolved = decide(False, exceeded)
             except DoesNotFit as error:
-                raise DoesNotFit(f"{error}. {oom_record.words(exceeded, resolved.machine)}") from error
+                raise DoesNotFit(
+                    f"{error}. {oom_record.words(exceeded, resolved.machine)}"
+                ) from error
         recipe = resolved.recipe
         is_first = meeting is None or meeting.machine_rank == 0
         if meeting is not None and not is_first:
@@ -62,17 +69,22 @@ def run(decide: Decide, wish: str, dry_run: bool) -> int:
             )
         else:
             held.enter_context(layout.output_lock(house, recipe))
-            tokens = token_cache.token_cache(house.cache, recipe, resolved.plan.shape, resolved.plan.data_format)
+            tokens = token_cache.token_cache(
+                house.cache, recipe, resolved.plan.shape, resolved.plan.data_format
+            )
             start = resume.decide(house.runs, recipe, resolved.plan, tokens, wish, datetime.now())
         if not start.complete:
             held.enter_context(layout.run_lock(start.run))
-            if exceeded.ran_out and not start.run.evidence_file.exists():  # a run that takes another's over
+            # a run that takes another's over
+            if exceeded.ran_out and not start.run.evidence_file.exists():
                 oom_record.write(start.run, exceeded.ran_out)
         screen = Screen(*layout.log_files(house.root, start.run, recipe))
         for line in text.plan_lines(recipe, resolved.machine, resolved.plan):
             screen.say(line)
         screen.say(start.line)
-        for line in layout.kept_aside(Path(recipe.output_dir), start.run.run_id) if is_first else ():
+        for line in (
+            layout.kept_aside(Path(recipe.output_dir), start.run.run_id) if is_first else ()
+        ):
             screen.say(line)
         if start.complete:
             screen.say(f"chat with it: {chat_command(recipe.output_dir)}")
@@ -92,17 +104,22 @@ def run(decide: Decide, wish: str, dry_run: bool) -> int:
         run, recipe, plan = layout.RunDir(Path(result.run_dir)), resolved.recipe, resolved.plan
         events = [event for one in run.attempts() for event in steps.events(one, screen.say)]
         _remember(resolved, run, result, events, screen)
-        for line in text.result_lines(recipe, resolved.machine, plan, result, chat_command(recipe.output_dir)):
+        for line in text.result_lines(
+            recipe, resolved.machine, plan, result, chat_command(recipe.output_dir)
+        ):
             screen.say(line)
         ended = [_attempt_row(one, screen.say) for one in run.attempts()]
-        held_out = [one for attempt in run.attempts() for one in steps.evaluations(attempt, screen.say)]
+        held_out = [
+            one for attempt in run.attempts() for one in steps.evaluations(attempt, screen.say)
+        ]
         page = html.html(recipe, resolved.machine, plan, result, events, ended, held_out)
         files.write_atomic(run.report_file, page)
     return result.exit_code
 
 
 def _end_s(time_limit_s: float | None, began: float, environ: Mapping[str, str]) -> float | None:
-    """When the run must be over, on the monotonic clock: the recipe's limit from `began`, or the end of Slurm's job."""
+    """When the run must be over, on the monotonic clock: the recipe's limit from `began`, or the
+    end of Slurm's job."""
     ends = [] if time_limit_s is None else [began + time_limit_s]
     if slurm := environ.get("SLURM_JOB_END_TIME"):  # seconds since 1970
         ends.append(time.monotonic() + float(slurm) - time.time())
@@ -121,8 +138,9 @@ def _attempts(
 ) -> tuple[Resolved, RunResult]:
     """Attempts until one ends well, or fails in a way that no further one would mend.
 
-    A plan that its second step refutes is made again, with what is known by then, and so is one that ran out of memory;
-    a failure that may pass is followed by another attempt. Each goes on from the last checkpoint."""
+    A plan that its second step refutes is made again, with what is known by then, and so is one
+    that ran out of memory; a failure that may pass is followed by another attempt. Each goes on
+    from the last checkpoint."""
     plans, history = 1, restarts.History()
     while True:
         began = run.last_step()
@@ -132,7 +150,9 @@ def _attempts(
         if result.plan_again:
             plans += 1
             screen.say(f"stopped to plan again: {compared[0].over}")
-            exceeded = oom_record.add_refuted(exceeded, compared[0], resolved.plan, resolved.machine, run)
+            exceeded = oom_record.add_refuted(
+                exceeded, compared[0], resolved.plan, resolved.machine, run
+            )
             exceeded = exceeded.for_plan(is_last=plans == MAX_PLANS)
             try:
                 resolved = decide(False, exceeded)
@@ -150,7 +170,9 @@ def _attempts(
         reached, committed = result.last_step, run.last_step()
         shortage = None
         if result.failure.kind in restarts.MEMORY:
-            shortage = oom_record.of_attempt(run, result.failure, resolved.plan, resolved.machine, result)
+            shortage = oom_record.of_attempt(
+                run, result.failure, resolved.plan, resolved.machine, result
+            )
         following = restarts.decide(
             result.failure,
             history,
@@ -165,7 +187,10 @@ def _attempts(
             screen.say(following.why)
         if following.action == "stop" or not _waited(following.wait_s, heard):
             if shortage is not None and shortage.section == "tokenise":
-                fix = "it was tokenising, not training: give it more memory; the same line again keeps finished parts"
+                fix = (
+                    "it was tokenising, not training: give it more memory; the same line again"
+                    " keeps finished parts"
+                )
                 result = replace(result, failure=replace(result.failure, fix=fix))
             return resolved, result
         if shortage is not None:
@@ -173,23 +198,37 @@ def _attempts(
             if shortage.section == "tokenise":  # which no plan changes
                 continue
             if not shortage.is_own:
-                screen.say("the job kept to its plan, others took the memory: planned again for what is left")
+                screen.say(
+                    "the job kept to its plan, others took the memory: planned again for what is"
+                    " left"
+                )
             plans += shortage.rules
             exceeded = exceeded.for_plan(is_last=plans == MAX_PLANS)
             if plans > MAX_PLANS:
-                screen.say(f"{MAX_PLANS} plans took more memory than there is: this start makes no further one")
+                screen.say(
+                    f"{MAX_PLANS} plans took more memory than there is: this start makes no"
+                    " further one"
+                )
                 exceeded = replace(exceeded, spent=(*exceeded.spent, resolved.recipe))
             try:
-                again = _planned_again(resolved, decide, exceeded, result.failure, reached, committed, screen)
+                again = _planned_again(
+                    resolved, decide, exceeded, result.failure, reached, committed, screen
+                )
             except Interrupted:
                 return resolved, _stopped(result, heard)
             if again is None:
                 fix = 'see the line "no other plan" above: it says what would fit'
                 if not shortage.is_own:
-                    fix = "others hold the memory: run the same line again to continue, when they have ended"
+                    fix = (
+                        "others hold the memory: run the same line again to continue, when they"
+                        " have ended"
+                    )
                 return resolved, replace(result, failure=replace(result.failure, fix=fix))
             if again.recipe != resolved.recipe:  # it trains something else now
-                run, plans = layout.RunDir.create(again.house.runs, again.recipe.name, datetime.now()), 1
+                run, plans = (
+                    layout.RunDir.create(again.house.runs, again.recipe.name, datetime.now()),
+                    1,
+                )
                 held.enter_context(layout.run_lock(run))
                 oom_record.write(run, exceeded.ran_out)
                 screen.say(f"starting over in {run.run_id}: what was given up changes the result")
@@ -205,7 +244,8 @@ def _planned_again(
     committed: int,
     screen: Screen,
 ) -> Resolved | None:
-    """A plan that takes clearly less of what ran out, with the line that says so; None where there is none."""
+    """A plan that takes clearly less of what ran out, with the line that says so; None where there
+    is none."""
     screen.say(f"out of memory at step {reached}: {failure.cause} ({failure.proof})")
     try:
         again = decide(False, exceeded)
@@ -214,7 +254,8 @@ def _planned_again(
         return None
     source = f"from step {committed}" if committed else "from the beginning"
     screen.say(
-        f"planned again, {source}: {again.plan.strategy.mode} with {again.plan.strategy.num_processes} process(es)"
+        f"planned again, {source}: {again.plan.strategy.mode} with"
+        f" {again.plan.strategy.num_processes} process(es)"
     )
     changes = [change for change in again.plan.changes if change not in resolved.plan.changes]
     for line in (*text.change_lines(changes), *text.planned_lines(again.plan)):
@@ -264,9 +305,11 @@ def _attempt(
     compared: list[calibration.Comparison] = []
 
     def ready() -> Command:
-        """Once the rows are tokenised their lengths are known: what was planned for max_length is planned again."""
+        """Once the rows are tokenised their lengths are known: what was planned for max_length is
+        planned again."""
         nonlocal resolved
-        again = decide(False, exceeded) if attempt.number == 1 else resolved  # a run that goes on keeps its own
+        # a run that goes on keeps its own
+        again = decide(False, exceeded) if attempt.number == 1 else resolved
         if sum(again.plan.lengths) < sum(resolved.plan.lengths):
             resolved = again
             write.write_plan(run, again.recipe, again.machine, again.plan, again.house, attempt)
@@ -291,11 +334,14 @@ def _attempt(
 
 
 def _command(resolved: Resolved, run: layout.RunDir, attempt: AttemptDir) -> Command:
-    return command.command(resolved.plan, resolved.machine, run, attempt, resolved.house, os.environ)
+    return command.command(
+        resolved.plan, resolved.machine, run, attempt, resolved.house, os.environ
+    )
 
 
 def _attempt_row(attempt: AttemptDir, say: Callable[[str], None]) -> tuple[str, str]:
-    """(what an attempt ran, how it ended) for the report; `say` gets a line for a file that cannot be read."""
+    """(what an attempt ran, how it ended) for the report; `say` gets a line for a file that cannot
+    be read."""
     ran = ending = "not readable"
     try:
         is_there = attempt.plan_file.exists()  # an older version kept only the run's last plan
@@ -305,7 +351,10 @@ def _attempt_row(attempt: AttemptDir, say: Callable[[str], None]) -> tuple[str, 
     try:
         ending = _ending(attempt)
     except (CheckpointError, KeyError, TypeError, OSError):
-        say(f"{attempt.root}: its end is missing from the report, supervisor.json or outcome.json is damaged")
+        say(
+            f"{attempt.root}: its end is missing from the report, supervisor.json or outcome.json"
+            " is damaged"
+        )
     return ran, ending
 
 
@@ -313,11 +362,21 @@ def _ending(attempt: AttemptDir) -> str:
     end, outcome = files.read_json(attempt.supervisor_file), files.read_json(attempt.outcome_file)
     if end and end["failure"]:
         return f"{end['failure']['cause']} ({end['failure']['proof']})"
-    return "complete" if outcome and outcome["complete"] else "ended to plan again" if end else "cut short"
+    return (
+        "complete"
+        if outcome and outcome["complete"]
+        else "ended to plan again"
+        if end
+        else "cut short"
+    )
 
 
 def _remember(
-    resolved: Resolved, run: layout.RunDir, result: RunResult, events: Sequence[StepEvent], screen: Screen
+    resolved: Resolved,
+    run: layout.RunDir,
+    result: RunResult,
+    events: Sequence[StepEvent],
+    screen: Screen,
 ) -> None:
     """The run's figures beside their predictions, in the ledger that later plans read."""
     plan, recipe, machine = resolved.plan, resolved.recipe, resolved.machine
@@ -327,8 +386,12 @@ def _remember(
     seconds = [event.seconds for event in events[steps.STEADY_FROM :]]
     on_gpu = strategy.device == "cuda"
     allocated, reserved = memory.allocated_bytes, memory.reserved_bytes
-    # what is measured are the last attempt's peaks up to its last step: an evaluation after that is not in them
-    if not any(evaluation.step < summary["step"] for evaluation in steps.evaluations(run.attempts()[-1], screen.say)):
+    # what is measured are the last attempt's peaks up to its last step: an evaluation after that is
+    # not in them
+    if not any(
+        evaluation.step < summary["step"]
+        for evaluation in steps.evaluations(run.attempts()[-1], screen.say)
+    ):
         allocated, reserved = memory.step_allocated_bytes, memory.step_reserved_bytes
     Ledger(resolved.house.ledger_file, screen.say).record(
         Measurement(
@@ -346,7 +409,9 @@ def _remember(
             max_length=max(plan.lengths),
             mixed_precision=strategy.mixed_precision,
             gradient_checkpointing=strategy.gradient_checkpointing,
-            versions={package: version(package) for package in ("torch", "transformers", "accelerate")},
+            versions={
+                package: version(package) for package in ("torch", "transformers", "accelerate")
+            },
             predicted=Figures(
                 allocated_bytes=allocated if on_gpu else None,
                 reserved_bytes=reserved if on_gpu else None,
@@ -366,5 +431,6 @@ def _remember(
 def chat_command(model: str) -> str:
     """A line that can be pasted, to talk with a model."""
     return (
-        f"{shlex.quote(sys.executable)} {shlex.quote(str(workspace.CODE / 'scripts' / 'chat.py'))} {shlex.quote(model)}"
+        f"{shlex.quote(sys.executable)} {shlex.quote(str(workspace.CODE / 'scripts' / 'chat.py'))}"
+        f" {shlex.quote(model)}"
     )

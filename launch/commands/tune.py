@@ -1,9 +1,11 @@
-"""Confirm the fastest candidates by short real trials, each a fresh `accelerate launch`, and remember what won.
+"""Confirm the fastest candidates by short real trials, each a fresh `accelerate launch`, and
+remember what won.
 
-A trial takes steps of whole effective batches in which every micro-batch is as long as the longest row, then
-evaluates. What a step of the recipe's own rows takes of that is predicted, cut by cut: less of a small micro-batch is
-padding. At most MAX_TRIALS run and at most one may run out of memory: after it only what is predicted to take much
-less is tried. Without a prediction the batch is found by bisection.
+A trial takes steps of whole effective batches in which every micro-batch is as long as the longest
+row, then evaluates. What a step of the recipe's own rows takes of that is predicted, cut by cut:
+less of a small micro-batch is padding. At most MAX_TRIALS run and at most one may run out of
+memory: after it only what is predicted to take much less is tried. Without a prediction the batch
+is found by bisection.
 """
 
 from __future__ import annotations
@@ -70,9 +72,12 @@ def tune(resolved: Resolved, given: Given, say: Say) -> Tuned:
     try:
         rows = _longest_rows(resolved, place, say)
         about = with_counts(resolved.house, about)  # known now that the rows are tokenised
-        longest = about.question(resolved.plan.strategy).lengths  # a trial by tokens is cut as the run will be
+        # a trial by tokens is cut as the run will be
+        longest = about.question(resolved.plan.strategy).lengths
         resolved = replace(resolved, plan=replace(resolved.plan, lengths=longest))
-        trials = _Trials(resolved, rows, place, ledger, say, lambda one: estimate.share_of_longest(about, one))
+        trials = _Trials(
+            resolved, rows, place, ledger, say, lambda one: estimate.share_of_longest(about, one)
+        )
         candidates = search.ranked(about, given)
         if candidates:
             _confirm([(one.candidate, one.memory.device_bytes) for one in candidates], trials)
@@ -83,9 +88,13 @@ def tune(resolved: Resolved, given: Given, say: Say) -> Tuned:
         shutil.rmtree(place, ignore_errors=True)
     fits = [(strategy, outcome) for strategy, outcome in trials.done if outcome.ended == "fits"]
     if not fits:
-        raise DoesNotFit("none of the trials fits: " + "; ".join(f"{describe(s)}: {o.why}" for s, o in trials.done))
+        raise DoesNotFit(
+            "none of the trials fits: "
+            + "; ".join(f"{describe(s)}: {o.why}" for s, o in trials.done)
+        )
     fastest_s = min(outcome.step_s or math.inf for _, outcome in fits)
-    # in the order of prediction: what a few steps of a busy machine do not tell apart is decided by it
+    # in the order of prediction: what a few steps of a busy machine do not tell apart is decided by
+    # it
     best, outcome = next(one for one in fits if (one[1].step_s or math.inf) <= fastest_s * AS_FAST)
     assert outcome.step_s is not None
     tuned = Tuned(
@@ -113,9 +122,21 @@ class _Trials:
     """Runs trials one after another and keeps how each ended."""
 
     def __init__(
-        self, resolved: Resolved, rows: Path, place: Path, ledger: Ledger, say: Say, share: Callable[[Strategy], float]
+        self,
+        resolved: Resolved,
+        rows: Path,
+        place: Path,
+        ledger: Ledger,
+        say: Say,
+        share: Callable[[Strategy], float],
     ) -> None:
-        self._resolved, self._rows, self._place, self._ledger, self._say = resolved, rows, place, ledger, say
+        self._resolved, self._rows, self._place, self._ledger, self._say = (
+            resolved,
+            rows,
+            place,
+            ledger,
+            say,
+        )
         self._share = share  # of the seconds of a trial, where rows are shorter than the longest
         self.done: list[tuple[Strategy, Outcome]] = []
 
@@ -131,7 +152,9 @@ class _Trials:
                 seconds += f" of the longest rows: {outcome.step_s:.3g} s of the recipe's own"
         self.done.append((strategy, outcome))
         size = f", peak {gib(outcome.peak_bytes)}" if outcome.peak_bytes else ""
-        self._say(f"         {outcome.ended}{seconds}{size}{f': {outcome.why}' if outcome.why else ''}")
+        self._say(
+            f"         {outcome.ended}{seconds}{size}{f': {outcome.why}' if outcome.why else ''}"
+        )
         self._ledger.record_trial(
             Trial(
                 time=time.time(),
@@ -170,16 +193,23 @@ class _Trials:
         run = RunDir.create(self._place / "runs", trial.name, datetime.now())
         attempt = write.write_run(run, trial, resolved.machine, plan, resolved.house)
         files.write_json(run.tokens_file, {"folder": str(self._rows)})
-        command = render_command.command(plan, resolved.machine, run, attempt, resolved.house, os.environ)
-        result = supervise_attempt.run(resolved, run, attempt, lambda: command, Screen(stream=io.StringIO()))
+        command = render_command.command(
+            plan, resolved.machine, run, attempt, resolved.house, os.environ
+        )
+        result = supervise_attempt.run(
+            resolved, run, attempt, lambda: command, Screen(stream=io.StringIO())
+        )
         if result.failure is not None:
             is_memory = result.exit_code in OUT_OF_MEMORY
             if result.failure.kind == "stopped":
-                raise Stopped(f"tuning was {result.failure.cause}; nothing is kept", result.exit_code)
+                raise Stopped(
+                    f"tuning was {result.failure.cause}; nothing is kept", result.exit_code
+                )
             return Outcome("oom" if is_memory else "failed", why=result.failure.cause)
         events = steps.events(attempt)
         peak = max(event.vram_reserved_bytes for event in events) or result.host_peak_bytes
-        return Outcome("fits", min(event.seconds for event in events[1:]), peak)  # others only ever add to it
+        # others only ever add to it
+        return Outcome("fits", min(event.seconds for event in events[1:]), peak)
 
 
 def _confirm(candidates: Sequence[tuple[Strategy, int]], trials: _Trials) -> None:
@@ -203,11 +233,14 @@ def _confirm(candidates: Sequence[tuple[Strategy, int]], trials: _Trials) -> Non
 
 
 def _different(candidates: Sequence[tuple[Strategy, int]]) -> Iterator[tuple[Strategy, int]]:
-    """The fastest; then what is nearly as fast with half its micro-batch, or less; then the next in order."""
+    """The fastest; then what is nearly as fast with half its micro-batch, or less; then the next in
+    order."""
     best = candidates[0]
     yield best
     smaller = [
-        one for one in candidates[1:] if 2 * one[0].per_device_train_batch_size <= best[0].per_device_train_batch_size
+        one
+        for one in candidates[1:]
+        if 2 * one[0].per_device_train_batch_size <= best[0].per_device_train_batch_size
     ]
     if smaller:
         yield smaller[0]
@@ -215,14 +248,17 @@ def _different(candidates: Sequence[tuple[Strategy, int]]) -> Iterator[tuple[Str
 
 
 def _bisect(asked: Strategy, trials: _Trials) -> None:
-    """The largest micro-batch that fits, of the divisors of what a rank trains in a step: ceil(log2 n) + 1 trials."""
+    """The largest micro-batch that fits, of the divisors of what a rank trains in a step: ceil(log2
+    n) + 1 trials."""
     per_rank = asked.per_device_train_batch_size * asked.gradient_accumulation_steps
     sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
     low, high = 0, len(sizes)  # sizes[:low] fit, sizes[high:] do not
     while low < high:
         middle = (low + high) // 2
         size = sizes[middle]
-        cut = replace(asked, per_device_train_batch_size=size, gradient_accumulation_steps=per_rank // size)
+        cut = replace(
+            asked, per_device_train_batch_size=size, gradient_accumulation_steps=per_rank // size
+        )
         if trials.run(cut).ended == "fits":
             low = middle + 1
         else:
@@ -230,7 +266,8 @@ def _bisect(asked: Strategy, trials: _Trials) -> None:
 
 
 def _longest_rows(resolved: Resolved, place: Path, say: Say) -> Path:
-    """A token cache of the longest rows alone, as many as a trial takes; the recipe's own rows are tokenised for it."""
+    """A token cache of the longest rows alone, as many as a trial takes; the recipe's own rows are
+    tokenised for it."""
     recipe, plan, house = resolved.recipe, resolved.plan, resolved.house
     run = RunDir.create(place / "runs", "tokens", datetime.now())
     attempt = write.write_run(run, recipe, resolved.machine, plan, house)
@@ -239,9 +276,19 @@ def _longest_rows(resolved: Resolved, place: Path, say: Say) -> Path:
         raise ResourceError(errors[0]["message"] if errors else "tokenising failed")
     tokens = Path((files.read_json(run.tokens_file) or {})["folder"])
     rows = plan.strategy.effective_batch_size * STEPS
-    argv = [sys.executable, "-P", "-m", "training.children.trial_rows", str(tokens), str(place / "rows"), str(rows)]
+    argv = [
+        sys.executable,
+        "-P",
+        "-m",
+        "training.children.trial_rows",
+        str(tokens),
+        str(place / "rows"),
+        str(rows),
+    ]
     variables = {**environment.passed(os.environ), "PYTHONPATH": str(CODE)}
     done = subprocess.run(argv, env=variables, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise ResourceError(f"the longest rows cannot be read: {done.stderr.strip().splitlines()[-1]}")
+        raise ResourceError(
+            f"the longest rows cannot be read: {done.stderr.strip().splitlines()[-1]}"
+        )
     return place / "rows"

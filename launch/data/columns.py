@@ -1,4 +1,5 @@
-"""Which columns of the data make a sample, and whether both files read the same way, before anything slow starts."""
+"""Which columns of the data make a sample, and whether both files read the same way, before
+anything slow starts."""
 
 from __future__ import annotations
 
@@ -18,26 +19,37 @@ from launch.schema.recipe import DataSection
 
 Kind = Literal["prompt_response", "messages", "text", "oasst"]
 
-COUNTED_BYTES = 256 << 20  # rows of a larger text file are not counted: reading it takes longer than planning may
+# rows of a larger text file are not counted: reading it takes longer than planning may
+COUNTED_BYTES = 256 << 20
 
-KNOWN: tuple[tuple[str, Kind, dict[str, str], str | None], ...] = (  # (name, kind, role -> column, optional column)
+# (name, kind, role -> column, optional column)
+KNOWN: tuple[tuple[str, Kind, dict[str, str], str | None], ...] = (
     ("messages", "messages", {"messages": "messages"}, None),
     ("conversations", "messages", {"messages": "conversations"}, None),
-    ("alpaca", "prompt_response", {"prompt": "instruction", "response": "output"}, "input"),  # without input: belle
+    # without input: belle
+    ("alpaca", "prompt_response", {"prompt": "instruction", "response": "output"}, "input"),
     ("firefly", "prompt_response", {"prompt": "input", "response": "target"}, None),
-    ("dolly", "prompt_response", {"prompt": "instruction", "context": "context", "response": "response"}, None),
+    (
+        "dolly",
+        "prompt_response",
+        {"prompt": "instruction", "context": "context", "response": "response"},
+        None,
+    ),
     ("oasst", "oasst", {"text": "text", "role": "role"}, None),
     ("prompt/response", "prompt_response", {"prompt": "prompt", "response": "response"}, None),
     ("input/output", "prompt_response", {"prompt": "input", "response": "output"}, None),
     ("text", "text", {"text": "text"}, None),
 )
-ANSWER_NAMES = ("answer", "response", "output", "completion", "target", "reply", "chosen", "label")  # for hints only
+# for hints only
+ANSWER_NAMES = ("answer", "response", "output", "completion", "target", "reply", "chosen", "label")
 
 
 def detect(data: DataSection, base: Path, known: Known | None = None) -> DataFormat:
-    """Which columns of the training file make a sample; its other shards and the validation file must read the same.
+    """Which columns of the training file make a sample; its other shards and the validation file
+    must read the same.
 
-    Relative paths start at `base`. Raises DataError (a file cannot be used) and ConfigError (half a pair of columns).
+    Relative paths start at `base`. Raises DataError (a file cannot be used) and ConfigError (half a
+    pair of columns).
     """
     explicit, known = _explicit(data), known or Known()
     first, *others = shards.of(base / data.train_file)
@@ -46,10 +58,20 @@ def detect(data: DataSection, base: Path, known: Known | None = None) -> DataFor
     training = _format(files[0], explicit, data.ignore_columns, "data.train_file")
     for shard in others:
         files.append(_read(shard, data.max_bad_rows, known, is_corpus))
-        _same(training, _format(files[-1], explicit, data.ignore_columns, "data.train_file"), first, shard)
+        _same(
+            training,
+            _format(files[-1], explicit, data.ignore_columns, "data.train_file"),
+            first,
+            shard,
+        )
     for shard in shards.of(base / data.validation_file) if data.validation_file is not None else ():
         files.append(_read(shard, data.max_bad_rows, known, is_corpus))
-        _same(training, _format(files[-1], explicit, data.ignore_columns, "data.validation_file"), first, shard)
+        _same(
+            training,
+            _format(files[-1], explicit, data.ignore_columns, "data.validation_file"),
+            first,
+            shard,
+        )
     known.keep()
     return replace(training, notes=tuple(_notes(files, training)))
 
@@ -61,7 +83,12 @@ def _read(path: Path, max_bad_rows: int, known: Known, is_corpus: bool) -> Found
 
     def read() -> list[Any]:
         found = sniff.read(path)
-        return [found.file_type, dict(found.columns), list(found.untrained), list(found.message_keys)]
+        return [
+            found.file_type,
+            dict(found.columns),
+            list(found.untrained),
+            list(found.message_keys),
+        ]
 
     return Found(path, *known.get(path, "content", read))
 
@@ -96,7 +123,8 @@ def _row_count(path: Path) -> int | None:
         return sum(bool(line.removeprefix(b"\xef\xbb\xbf").strip()) for line in stream)
 
 
-# ---- formats -------------------------------------------------------------------------------------------------------
+# ---- formats
+# ---------------------------------------------------------------------------
 
 
 def _explicit(data: DataSection) -> tuple[Kind, dict[str, str]] | None:
@@ -105,37 +133,57 @@ def _explicit(data: DataSection) -> tuple[Kind, dict[str, str]] | None:
         given, missing = "prompt_column", "response_column"
         if data.prompt_column is None:
             given, missing = missing, given
-        raise ConfigError(f"data.{given} is given but data.{missing} is not; add --data.{missing}=<column>")
+        raise ConfigError(
+            f"data.{given} is given but data.{missing} is not; add --data.{missing}=<column>"
+        )
     choices: list[tuple[Kind, dict[str, str]]] = []
     if data.prompt_column is not None and data.response_column is not None:
-        choices.append(("prompt_response", {"prompt": data.prompt_column, "response": data.response_column}))
+        choices.append(
+            ("prompt_response", {"prompt": data.prompt_column, "response": data.response_column})
+        )
     if data.messages_column is not None:
         choices.append(("messages", {"messages": data.messages_column}))
     if data.text_column is not None:
         choices.append(("text", {"text": data.text_column}))
     if len(choices) > 1:
         keys = " and ".join(f"data.{role}_column" for _, columns in choices for role in columns)
-        raise ConfigError(f"{keys} are given together, but a sample has one format; keep those of one")
+        raise ConfigError(
+            f"{keys} are given together, but a sample has one format; keep those of one"
+        )
     if data.prompt_column is not None and data.prompt_column == data.response_column:
         raise ConfigError(
-            f"data.prompt_column and data.response_column are both {data.prompt_column!r}; name two columns"
+            f"data.prompt_column and data.response_column are both {data.prompt_column!r}; name two"
+            " columns"
         )
     for role, column in choices[0][1].items() if choices else ():
         if column in data.ignore_columns:
-            raise ConfigError(f"data.{role}_column and data.ignore_columns both name {column!r}; read it or ignore it")
+            raise ConfigError(
+                f"data.{role}_column and data.ignore_columns both name {column!r}; read it or"
+                " ignore it"
+            )
     return choices[0] if choices else None
 
 
-def _format(found: Found, explicit: tuple[Kind, dict[str, str]] | None, ignored: Sequence[str], key: str) -> DataFormat:
-    found = replace(found, columns={name: holds for name, holds in found.columns.items() if name not in ignored})
+def _format(
+    found: Found, explicit: tuple[Kind, dict[str, str]] | None, ignored: Sequence[str], key: str
+) -> DataFormat:
+    found = replace(
+        found, columns={name: holds for name, holds in found.columns.items() if name not in ignored}
+    )
     kind, columns, reason = _chosen(found, explicit, ignored, key)
     _refuse_untrained(found, columns, ignored)
     for role, column in columns.items():
         expected = "messages" if role == "messages" else "string"
         holds = found.columns[column]
         if holds != expected and not (role == "context" and holds.startswith(("null", "nothing"))):
-            wanted = "text" if expected == "string" else "a list of {role, content} or of {from, value}, all text"
-            raise DataError(f"{found.path}: column {column!r} holds {holds}; the {role} must be {wanted}")
+            wanted = (
+                "text"
+                if expected == "string"
+                else "a list of {role, content} or of {from, value}, all text"
+            )
+            raise DataError(
+                f"{found.path}: column {column!r} holds {holds}; the {role} must be {wanted}"
+            )
     return DataFormat(kind, columns, found.file_type, reason, tuple(ignored))
 
 
@@ -155,10 +203,20 @@ def _notes(files: Sequence[Found], data_format: DataFormat) -> Iterator[str]:
     """Lines of the plan on what is not read."""
     used, ignored = set(data_format.columns.values()), data_format.ignored
     messages = data_format.columns.get("messages")
-    keys = dict.fromkeys(key for found in files for column, key in found.message_keys if column == messages)
+    keys = dict.fromkeys(
+        key for found in files for column, key in found.message_keys if column == messages
+    )
     there = [*dict.fromkeys(name for found in files for name in found.columns)]
-    others = [name for name in there if name not in used and name not in ignored and not untrained.is_column(name)]
-    others += [f"{messages}.{key}" for key in keys if key not in ignored and key.lower() not in untrained.KEYS]
+    others = [
+        name
+        for name in there
+        if name not in used and name not in ignored and not untrained.is_column(name)
+    ]
+    others += [
+        f"{messages}.{key}"
+        for key in keys
+        if key not in ignored and key.lower() not in untrained.KEYS
+    ]
     if others:
         yield f"columns that are not read: {_shortened(others)}"
     if ignored:
@@ -177,14 +235,19 @@ def _chosen(
             if column not in found.columns:
                 hint = "".join(f"; nearest: {near}" for near in nearest(column, found.columns))
                 raise DataError(
-                    f"{found.path}: has no column {column!r} (data.{role}_column); found columns {_listed(found)}{hint}"
+                    f"{found.path}: has no column {column!r} (data.{role}_column); found columns"
+                    f" {_listed(found)}{hint}"
                 )
         return kind, dict(columns), f"the recipe names {', '.join(columns.values())}"
     for name, kind, known, optional in KNOWN:
         if all(column in found.columns for column in known.values()):
             columns = dict(known)
             if optional in found.columns:
-                columns = {"prompt": known["prompt"], "context": optional, "response": known["response"]}
+                columns = {
+                    "prompt": known["prompt"],
+                    "context": optional,
+                    "response": known["response"],
+                }
             elif optional is not None:
                 name = "belle"
             return kind, columns, f"{name}: {key} has the columns {', '.join(columns.values())}"
@@ -192,9 +255,10 @@ def _chosen(
     if any(not untrained.is_column(name) for name in texts):
         _refuse_untrained(found, {}, ignored)
     raise DataError(
-        f"{found.path}: its columns are of no known format; found columns {_listed(found)}; {_flags(found)}. "
-        "Known: messages, conversations, instruction/input/output, instruction/output, input/target, "
-        "instruction/context/response, text/role, prompt/response, input/output, text"
+        f"{found.path}: its columns are of no known format; found columns {_listed(found)};"
+        f" {_flags(found)}. Known: messages, conversations, instruction/input/output,"
+        " instruction/output, input/target, instruction/context/response, text/role,"
+        " prompt/response, input/output, text"
     )
 
 
@@ -216,7 +280,8 @@ def _flags(found: Found) -> str:
 
 
 def _same(training: DataFormat, validation: DataFormat, train_path: Path, path: Path) -> None:
-    """One format reads both files, so they must agree; only a context may be absent from JSON rows."""
+    """One format reads both files, so they must agree; only a context may be absent from JSON
+    rows."""
     if training.file_type != validation.file_type:
         raise DataError(
             f"{path}: is read as {validation.file_type}, {train_path} as {training.file_type}; "

@@ -1,4 +1,5 @@
-"""From a data file to samples: rows, conversations, texts; a row that is none is named by file and line, or counted."""
+"""From a data file to samples: rows, conversations, texts; a row that is none is named by file and
+line, or counted."""
 
 from __future__ import annotations
 
@@ -17,11 +18,18 @@ from launch.schema.plan import DataFormat
 Message = dict[str, str]
 Sample = list[Message] | str  # a conversation, or a text
 
-ROLE_NAMES = {"human": "user", "prompter": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+ROLE_NAMES = {
+    "human": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+}
 
 
 class BadRows:
-    """Rows that cannot be read: left out and counted up to `limit` (data.max_bad_rows), one more ends the reading."""
+    """Rows that cannot be read: left out and counted up to `limit` (data.max_bad_rows), one more
+    ends the reading."""
 
     def __init__(self, limit: int = 0) -> None:
         self.limit = limit
@@ -36,12 +44,15 @@ class BadRows:
         if self.count > self.limit:
             if not self.limit:
                 raise error
-            raise DataError(f"{error}; it is bad row {self.count}, data.max_bad_rows allows {self.limit}") from error
+            raise DataError(
+                f"{error}; it is bad row {self.count}, data.max_bad_rows allows {self.limit}"
+            ) from error
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A file, or the rows of it that begin in a range of bytes (lines), row groups (parquet) or batches (Arrow)."""
+    """A file, or the rows of it that begin in a range of bytes (lines), row groups (parquet) or
+    batches (Arrow)."""
 
     path: Path
     start: int = 0
@@ -50,7 +61,8 @@ class Slice:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row is, as an error names it: counting the lines before a slice can wait until there is one."""
+    """Where a row is, as an error names it: counting the lines before a slice can wait until there
+    is one."""
 
     of: Slice
     number: int | str  # from 1 in the slice; of a WebDataset the sample's key
@@ -69,7 +81,8 @@ def _lines_before(of: Slice) -> int:
             left -= len(chunk)
             count += chunk.count(b"\n")
             last = chunk[-1:]
-    return count + (last != b"\n")  # a line that begins before the slice and ends in it belongs to the one before
+    # a line that begins before the slice and ends in it belongs to the one before
+    return count + (last != b"\n")
 
 
 Rows = Iterator[tuple[Place, dict[str, Any]]]
@@ -78,7 +91,8 @@ Rows = Iterator[tuple[Place, dict[str, Any]]]
 def read_rows(of: Slice, data_format: DataFormat, bad: BadRows) -> Rows:
     """(place, columns) of the rows of a slice, one batch in memory at a time.
 
-    Of a table they are the columns of the format, and those that may carry content which it would drop."""
+    Of a table they are the columns of the format, and those that may carry content which it would
+    drop."""
     file_type = data_format.file_type
     if file_type == "parquet":
         yield from _parquet_rows(of, data_format)
@@ -95,7 +109,12 @@ def read_rows(of: Slice, data_format: DataFormat, bad: BadRows) -> Rows:
             if isinstance(row, dict):
                 yield Place(of, number), row
             else:
-                bad.add(DataError(f"{of.path}: element {number}: found {type(row).__name__}, expected an object"))
+                bad.add(
+                    DataError(
+                        f"{of.path}: element {number}: found {type(row).__name__}, expected an"
+                        " object"
+                    )
+                )
     else:
         for number, raw in _lines(of):
             place = Place(of, number, is_line=True)
@@ -120,9 +139,12 @@ def _parquet_rows(of: Slice, data_format: DataFormat) -> Rows:
 
     number, path = 0, of.path
     try:
-        with pq.ParquetFile(path, pre_buffer=False) as file:  # the buffer would keep every row group that was read
+        # the buffer would keep every row group that was read
+        with pq.ParquetFile(path, pre_buffer=False) as file:
             columns = _columns_to_read(file.schema_arrow.names, data_format)
-            groups = [file.metadata.row_group(at) for at in range(file.metadata.num_row_groups)][: of.end]
+            groups = [file.metadata.row_group(at) for at in range(file.metadata.num_row_groups)][
+                : of.end
+            ]
             number = sum(group.num_rows for group in groups[: of.start])
             for at, group in enumerate(groups[of.start :], start=of.start):
                 chunks = [group.column(i) for i in range(group.num_columns)]
@@ -130,8 +152,9 @@ def _parquet_rows(of: Slice, data_format: DataFormat) -> Rows:
                 unpacked = sum(chunk.total_uncompressed_size for chunk in read)
                 if unpacked > MAX_ROW_BYTES * max(group.num_rows, 1):
                     raise DataError(
-                        f"{path}: row group {at + 1} unpacks to {unpacked:,} bytes for {group.num_rows:,} rows, over"
-                        f" {MAX_ROW_BYTES >> 20} MiB a row; is it damaged? Write shorter rows"
+                        f"{path}: row group {at + 1} unpacks to {unpacked:,} bytes for"
+                        f" {group.num_rows:,} rows, over {MAX_ROW_BYTES >> 20} MiB a row; is it"
+                        " damaged? Write shorter rows"
                     )
             wanted = list(range(of.start, len(groups)))
             for batch in file.iter_batches(batch_size=1000, row_groups=wanted, columns=columns):
@@ -143,7 +166,8 @@ def _parquet_rows(of: Slice, data_format: DataFormat) -> Rows:
 
 
 def _arrow_rows(of: Slice, data_format: DataFormat) -> Rows:
-    """Rows of shards that datasets.save_to_disk has written; only what is read of them is in memory."""
+    """Rows of shards that datasets.save_to_disk has written; only what is read of them is in
+    memory."""
     import pyarrow as pa
 
     number = 0
@@ -174,10 +198,13 @@ def _array(path: Path) -> list[Any]:
     except OSError as error:  # packed, and cut
         raise DataError(_cut(path, 0, error)) from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: byte {error.start} is not UTF-8; convert the file to UTF-8") from error
+        raise DataError(
+            f"{path}: byte {error.start} is not UTF-8; convert the file to UTF-8"
+        ) from error
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{path}:{error.lineno}: not valid JSON ({error.msg} at character {error.colno}); mend the file"
+            f"{path}:{error.lineno}: not valid JSON ({error.msg} at character {error.colno}); mend"
+            " the file"
         ) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read as JSON ({error}); mend the file") from error
@@ -191,12 +218,15 @@ def _lines(of: Slice) -> Iterator[tuple[int, bytes]]:
             at = of.start
             if at:
                 file.seek(at - 1)
-                at += len(file.readline(MAX_ROW_BYTES)) - 1  # what begins before belongs to the slice before
+                # what begins before belongs to the slice before
+                at += len(file.readline(MAX_ROW_BYTES)) - 1
             while (of.end is None or at < of.end) and (raw := file.readline(MAX_ROW_BYTES)):
                 number, at = number + 1, at + len(raw)
                 if len(raw) == MAX_ROW_BYTES and not raw.endswith(b"\n"):
                     place = Place(of, number, is_line=True)
-                    raise DataError(f"{place}: longer than {MAX_ROW_BYTES >> 20} MiB; write one row a line")
+                    raise DataError(
+                        f"{place}: longer than {MAX_ROW_BYTES >> 20} MiB; write one row a line"
+                    )
                 yield number, raw
     except OSError as error:  # packed, and cut
         raise DataError(_cut(of.path, number, error)) from error
@@ -219,10 +249,14 @@ def _row(place: Place, raw: bytes, file_type: str) -> dict[str, Any] | None:
         row = json.loads(line, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{place}: not valid JSON ({error.msg} at character {error.pos}); mend or remove the line"
+            f"{place}: not valid JSON ({error.msg} at character {error.pos}); mend or remove the"
+            " line"
         ) from error
-    except (ValueError, RecursionError) as error:  # a key twice, a number of 5,000 digits, brackets 100,000 deep
-        raise DataError(f"{place}: cannot be read as JSON ({error}); mend or remove the line") from error
+    except (ValueError, RecursionError) as error:
+        # a key twice, a number of 5,000 digits, brackets 100,000 deep
+        raise DataError(
+            f"{place}: cannot be read as JSON ({error}); mend or remove the line"
+        ) from error
     if not isinstance(row, dict):
         raise DataError(f"{place}: found {type(row).__name__}, expected one JSON object a line")
     return row
@@ -237,8 +271,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def samples(path: Path, data_format: DataFormat, bad: BadRows | None = None) -> Iterator[Sample]:
-    """The rows of a file, or of all its shards, as conversations or texts; `bad` (none allowed by default) counts what
-    is neither."""
+    """The rows of a file, or of all its shards, as conversations or texts; `bad` (none allowed by
+    default) counts what is neither."""
     bad = bad or BadRows()
     for shard in shards.of(path):
         yield from samples_of(Slice(shard), data_format, bad)
@@ -261,13 +295,16 @@ def samples_of(of: Slice, data_format: DataFormat, bad: BadRows) -> Iterator[Sam
 
 
 def _without_loss(rows: Rows, data_format: DataFormat) -> Rows:
-    """The rows. One with content that the format would drop ends the reading, however many bad rows are allowed."""
+    """The rows. One with content that the format would drop ends the reading, however many bad rows
+    are allowed."""
     ignored, messages = data_format.ignored, data_format.columns.get("messages")
     passed = {*data_format.columns.values(), *ignored}
     for place, row in rows:
         names: list[untrained.Name] = [(column, None) for column in untrained.columns(row, passed)]
         if messages is not None:
-            names += [(messages, key) for key in dict.fromkeys(untrained.keys(row.get(messages), ignored))]
+            names += [
+                (messages, key) for key in dict.fromkeys(untrained.keys(row.get(messages), ignored))
+            ]
         if names:
             raise untrained.refusal(str(place), names)
         yield place, row
@@ -289,8 +326,16 @@ def _sample(row: dict[str, Any], data_format: DataFormat, where: Place) -> Sampl
 def _string(row: dict[str, Any], column: str, where: Place) -> str:
     value = row.get(column)
     if not isinstance(value, str):
-        found = "no such key" if column not in row else "null" if value is None else type(value).__name__
-        raise DataError(f"{where}: column '{column}': found {found}, expected text; mend or remove the row")
+        found = (
+            "no such key"
+            if column not in row
+            else "null"
+            if value is None
+            else type(value).__name__
+        )
+        raise DataError(
+            f"{where}: column '{column}': found {found}, expected text; mend or remove the row"
+        )
     return _text(value, column, where)
 
 
@@ -301,7 +346,8 @@ def _text(value: str, column: str, where: Place) -> str:
             value.encode()
         except UnicodeEncodeError as error:
             raise DataError(
-                f"{where}: column '{column}': found half a character (a surrogate) at {error.start}; mend the row"
+                f"{where}: column '{column}': found half a character (a surrogate) at"
+                f" {error.start}; mend the row"
             ) from error
     return value
 
@@ -309,21 +355,30 @@ def _text(value: str, column: str, where: Place) -> str:
 def _messages(row: dict[str, Any], column: str, where: Place) -> list[Message]:
     turns = row.get(column)
     if not isinstance(turns, list) or not turns:
-        raise DataError(f"{where}: column '{column}': found {type(turns).__name__}, expected a list of messages")
+        raise DataError(
+            f"{where}: column '{column}': found {type(turns).__name__}, expected a list of messages"
+        )
     messages = []
     for turn in turns:
         turn = turn if isinstance(turn, dict) else {}
         role = turn.get("role") or turn.get("from")
         content = turn.get("content") if "content" in turn else turn.get("value")
         if not isinstance(role, str) or not isinstance(content, str):
-            raise DataError(f"{where}: column '{column}': a message needs text in role and content (or from and value)")
+            raise DataError(
+                f"{where}: column '{column}': a message needs text in role and content (or from and"
+                " value)"
+            )
         if role.lower() in untrained.TOOL_ROLES:
             raise DataError(
-                f"{where}: column '{column}': a message of role {role!r} is not trained yet, expected system, user and"
-                " assistant; leave such rows out, by --data.max_bad_rows=N where they are few"
+                f"{where}: column '{column}': a message of role {role!r} is not trained yet,"
+                " expected system, user and assistant; leave such rows out, by"
+                " --data.max_bad_rows=N where they are few"
             )
         messages.append(
-            {"role": ROLE_NAMES.get(role, _text(role, column, where)), "content": _text(content, column, where)}
+            {
+                "role": ROLE_NAMES.get(role, _text(role, column, where)),
+                "content": _text(content, column, where),
+            }
         )
     return messages
 
@@ -347,7 +402,9 @@ def _paired_turns(rows: Rows, text: str, role: str, bad: BadRows) -> Iterator[li
 
 def text_of(sample: Sample) -> str:
     """All the text of a sample; a tokenizer is trained on it."""
-    return sample if isinstance(sample, str) else "\n".join(message["content"] for message in sample)
+    return (
+        sample if isinstance(sample, str) else "\n".join(message["content"] for message in sample)
+    )
 
 
 IGNORED = -100  # label of a token that is not a target, torch's own default

@@ -1,4 +1,5 @@
-"""The files behind data.train_file: one, or the shards of a corpus; how each is opened, and what is known of it."""
+"""The files behind data.train_file: one, or the shards of a corpus; how each is opened, and what is
+known of it."""
 
 from __future__ import annotations
 
@@ -31,18 +32,21 @@ SUFFIXES: dict[str, FileType] = {
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # of the types that are read by lines
 SAVED_SPLITS, SAVED_SPLIT = "dataset_dict.json", "state.json"  # datasets.save_to_disk's
 MAX_ROW_BYTES = 64 << 20  # of a line, of a member of a tar, of a row of a parquet file on average
-MEMBER = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # WebDataset: the key of a sample, and what of it this is
+# WebDataset: the key of a sample, and what of it this is
+MEMBER = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 TEXT_MEMBERS, JSON_MEMBER = ("txt", "text"), "json"
 ARROW_FILE = b"ARROW1"  # the first bytes of the random access format; the stream format has none
 UNIT_BYTES = 16 << 20  # 5 to 10 s of one CPU
 STREAM_PROCESSES = 2  # that tokenise while the ranks train
-ENDS_BYTES = 1 << 20  # of a shard, which stand for its content where reading all of it takes too long
+# of a shard, which stand for its content where reading all of it takes too long
+ENDS_BYTES = 1 << 20
 MOST_UNITS = 2048  # of a corpus
 RACY_S = 2.0  # a file this young may change once more within a tick of its time stamps
 MEMO_BYTES = 16 << 20  # a single smaller file is read again each time
 
 
-# ---- which files ---------------------------------------------------------------------------------------------------
+# ---- which files
+# ---------------------------------------------------------------------------
 
 
 def of(path: Path) -> tuple[Path, ...]:
@@ -58,7 +62,9 @@ def of(path: Path) -> tuple[Path, ...]:
     if not is_there and glob.has_magic(str(path)):
         at = Path(path.anchor or ".")
         matches = at.glob(str(path.relative_to(path.anchor)))
-        found = tuple(sorted(match for match in matches if match.name[0] not in "._" and match.is_file()))
+        found = tuple(
+            sorted(match for match in matches if match.name[0] not in "._" and match.is_file())
+        )
         if not found:
             raise DataError(f"{path}: no file matches this pattern")
         return found
@@ -68,21 +74,25 @@ def of(path: Path) -> tuple[Path, ...]:
 def _in_folder(folder: Path) -> tuple[Path, ...]:
     if (folder / SAVED_SPLITS).exists():
         splits = ", ".join(sorted(entry.name for entry in folder.iterdir() if entry.is_dir()))
-        raise DataError(f"{folder}: holds a data set for each of {splits}; give the folder of one of them")
+        raise DataError(
+            f"{folder}: holds a data set for each of {splits}; give the folder of one of them"
+        )
     if (folder / SAVED_SPLIT).exists():
         try:
             saved = json.loads((folder / SAVED_SPLIT).read_text(encoding="utf-8"))["_data_files"]
             return tuple(folder / Path(file["filename"]).name for file in saved)
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{folder / SAVED_SPLIT}: does not name the data set's files ({error!r})") from error
+            raise DataError(
+                f"{folder / SAVED_SPLIT}: does not name the data set's files ({error!r})"
+            ) from error
     try:
         found = tuple(sorted(entry for entry in folder.iterdir() if _is_data(entry)))
     except OSError as error:
         raise DataError(f"{folder}: cannot be listed: {error.strerror or error}") from error
     if not found:
         raise DataError(
-            f"{folder}: no data file lies in this folder (known: {', '.join(SUFFIXES)}); give a file, a folder of"
-            f" shards, or a pattern like '{folder}/**/*.parquet'"
+            f"{folder}: no data file lies in this folder (known: {', '.join(SUFFIXES)}); give a"
+            f" file, a folder of shards, or a pattern like '{folder}/**/*.parquet'"
         )
     return found
 
@@ -121,7 +131,10 @@ def arrow_batches(path: Path) -> Iterator[tuple[Any, Iterator[Any]]]:
                 yield reader.schema, iter(reader)
         else:
             with pa.ipc.open_file(mapped) as reader:
-                yield reader.schema, (reader.get_batch(at) for at in range(reader.num_record_batches))
+                yield (
+                    reader.schema,
+                    (reader.get_batch(at) for at in range(reader.num_record_batches)),
+                )
 
 
 def stored_bytes(path: Path) -> int:
@@ -129,19 +142,23 @@ def stored_bytes(path: Path) -> int:
 
 
 def unit_bytes(path: Path) -> int:
-    """How much of it is one unit (training/data/units.py): a cache has not more files than can be mapped."""
+    """How much of it is one unit (training/data/units.py): a cache has not more files than can be
+    mapped."""
     return max(UNIT_BYTES, -(-stored_bytes(path) // MOST_UNITS))
 
 
-# ---- WebDataset ----------------------------------------------------------------------------------------------------
+# ---- WebDataset
+# ---------------------------------------------------------------------------
 
 
 def tar_samples(path: Path) -> Iterator[tuple[str, dict[str, Any] | DataError]]:
-    """(key, row) of a WebDataset shard, or why this sample is no row; those after it can be read all the same.
+    """(key, row) of a WebDataset shard, or why this sample is no row; those after it can be read
+    all the same.
 
-    Members of one key follow each other. The object of its .json is the row, the content of its .txt the row's text;
-    of its other members the row has the names.
-    Python's tarfile takes an archive that is cut for one that is at its end: here it is an error."""
+    Members of one key follow each other. The object of its .json is the row, the content of its
+    .txt the row's text; of its other members the row has the names.
+    Python's tarfile takes an archive that is cut for one that is at its end: here it is an
+    error."""
     key = ""
     members: dict[str, bytes] = {}
     try:
@@ -155,7 +172,9 @@ def tar_samples(path: Path) -> Iterator[tuple[str, dict[str, Any] | DataError]]:
                     yield key, _tar_row(path, key, members)
                     members = {}
                 key, part = matched[1], matched[2]
-                members[part] = _content(path, archive, member) if part in (*TEXT_MEMBERS, JSON_MEMBER) else b""
+                members[part] = (
+                    _content(path, archive, member) if part in (*TEXT_MEMBERS, JSON_MEMBER) else b""
+                )
             end = archive.offset
         if members:
             yield key, _tar_row(path, key, members)
@@ -165,12 +184,16 @@ def tar_samples(path: Path) -> Iterator[tuple[str, dict[str, Any] | DataError]]:
                 raise tarfile.ReadError("it has no end")
     except (tarfile.TarError, EOFError) as error:
         after = f" after sample {key}" if key else ""
-        raise DataError(f"{path}: is cut, damaged or no tar file{after} ({error}); write or copy it again") from error
+        raise DataError(
+            f"{path}: is cut, damaged or no tar file{after} ({error}); write or copy it again"
+        ) from error
 
 
 def _content(path: Path, archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     if member.size > MAX_ROW_BYTES:
-        raise DataError(f"{path}: {member.name} has {member.size:,} bytes, over {MAX_ROW_BYTES >> 20} MiB")
+        raise DataError(
+            f"{path}: {member.name} has {member.size:,} bytes, over {MAX_ROW_BYTES >> 20} MiB"
+        )
     file = archive.extractfile(member)
     assert file is not None  # isfile()
     return file.read()
@@ -179,29 +202,42 @@ def _content(path: Path, archive: tarfile.TarFile, member: tarfile.TarInfo) -> b
 def _tar_row(path: Path, key: str, members: dict[str, bytes]) -> dict[str, Any] | DataError:
     texts = [part for part in TEXT_MEMBERS if part in members]
     if not texts and JSON_MEMBER not in members:
-        return DataError(f"{path}:{key}: has {', '.join(sorted(members))}, but neither a .txt nor a .json")
+        return DataError(
+            f"{path}:{key}: has {', '.join(sorted(members))}, but neither a .txt nor a .json"
+        )
     row: dict[str, Any] = {}
-    others = {part: {"member": f"{key}.{part}"} for part in members if part not in (*TEXT_MEMBERS, JSON_MEMBER)}
+    others = {
+        part: {"member": f"{key}.{part}"}
+        for part in members
+        if part not in (*TEXT_MEMBERS, JSON_MEMBER)
+    }
     if JSON_MEMBER in members:
         try:
             row = json.loads(members[JSON_MEMBER])
         except (ValueError, RecursionError) as error:
-            return DataError(f"{path}:{key}.json: cannot be read as JSON ({error}); mend or remove the sample")
+            return DataError(
+                f"{path}:{key}.json: cannot be read as JSON ({error}); mend or remove the sample"
+            )
         if not isinstance(row, dict):
             return DataError(f"{path}:{key}.json: found {type(row).__name__}, expected an object")
     for part in texts:
         try:
             row["text"] = members[part].decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            return DataError(f"{path}:{key}.{part}:{error.start}: this byte is not UTF-8; convert the text to UTF-8")
+            return DataError(
+                f"{path}:{key}.{part}:{error.start}: this byte is not UTF-8; convert the text to"
+                " UTF-8"
+            )
     return others | row
 
 
-# ---- what is known of a file ---------------------------------------------------------------------------------------
+# ---- what is known of a file
+# ---------------------------------------------------------------------------
 
 
 class Known:
-    """What was read of files before: their hashes, columns, rows. Holds while size, times and inode stay the same.
+    """What was read of files before: their hashes, columns, rows. Holds while size, times and inode
+    stay the same.
 
     Without a file nothing is remembered."""
 
@@ -242,7 +278,8 @@ def _stamp(path: Path) -> list[int]:
 
 
 def fingerprint(path: Path, known: Known) -> str:
-    """sha256 of a data file's bytes; of several shards, of their hashes in order: their names do not count."""
+    """sha256 of a data file's bytes; of several shards, of their hashes in order: their names do
+    not count."""
     files = of(path)
     if len(files) == 1 and files[0].stat().st_size < MEMO_BYTES:
         return _sha256(files[0])
@@ -252,7 +289,8 @@ def fingerprint(path: Path, known: Known) -> str:
 
 
 def ends_fingerprint(path: Path) -> str:
-    """Of a corpus that is streamed: sha256 of each shard's size and its first and last MiB, in order.
+    """Of a corpus that is streamed: sha256 of each shard's size and its first and last MiB, in
+    order.
 
     A change that leaves these as they are is not seen."""
     digest = hashlib.sha256()

@@ -1,4 +1,5 @@
-"""The columns of a data file and what they hold, told by its schema or first rows; columns.py chooses among them."""
+"""The columns of a data file and what they hold, told by its schema or first rows; columns.py
+chooses among them."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class _Spare:
 
 @dataclass(frozen=True)
 class Found:
-    """A file's columns: name -> "string", "messages", or what else they hold, in words ("int64", "null in line 3")."""
+    """A file's columns: name -> "string", "messages", or what else they hold, in words ("int64",
+    "null in line 3")."""
 
     path: Path
     file_type: FileType
@@ -48,7 +50,8 @@ class Found:
 
 
 def read(path: Path, max_bad_rows: int = 0) -> Found:
-    """The columns of one file, told by the rows that can be read. Raises DataError where it has none."""
+    """The columns of one file, told by the rows that can be read. Raises DataError where it has
+    none."""
     try:
         file_type = file_type_of(path)
         if path.stat().st_size == 0:
@@ -56,7 +59,10 @@ def read(path: Path, max_bad_rows: int = 0) -> Found:
         if file_type in ("parquet", "arrow"):
             num_rows, columns = table(path, file_type)
             if num_rows == 0:
-                raise DataError(f"{path}: 0 rows: the file has columns ({', '.join(columns) or 'none'}) but no data")
+                raise DataError(
+                    f"{path}: 0 rows: the file has columns ({', '.join(columns) or 'none'}) but no"
+                    " data"
+                )
             return Found(path, file_type, columns, *_content_of(_table_rows(path, file_type)))
         if file_type == "text":
             if not any(_lines(path, _Spare(max_bad_rows))):
@@ -65,18 +71,24 @@ def read(path: Path, max_bad_rows: int = 0) -> Found:
         if file_type == "webdataset":
             rows = list(_tar_rows(path, _Spare(max_bad_rows)))
         else:
-            rows = list(_array_rows(path) if file_type == "json" else _line_rows(path, _Spare(max_bad_rows)))
+            rows = list(
+                _array_rows(path) if file_type == "json" else _line_rows(path, _Spare(max_bad_rows))
+            )
     except OSError as error:
-        what = error.strerror or f"{error}; write or copy it again"  # the system's own word, or a decompressor's
+        # the system's own word, or a decompressor's
+        what = error.strerror or f"{error}; write or copy it again"
         raise DataError(f"{path}: cannot be read: {what}") from error
     if not rows:
-        why = {"json": "the array is empty", "webdataset": "no sample is in it"}.get(file_type, "every line is blank")
+        why = {"json": "the array is empty", "webdataset": "no sample is in it"}.get(
+            file_type, "every line is blank"
+        )
         raise DataError(f"{path}: 0 rows: {why}")
     return Found(path, file_type, _columns_of(rows, max_bad_rows), *_content_of(rows))
 
 
 def file_type_of(path: Path) -> FileType:
-    """By the ending, once it is sure that a file is there. A .json file that is not one array is read as lines."""
+    """By the ending, once it is sure that a file is there. A .json file that is not one array is
+    read as lines."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -88,7 +100,10 @@ def file_type_of(path: Path) -> FileType:
         raise DataError(f"{path}: is {what}; give a file")
     file_type = SUFFIXES.get(shards.suffix(path))
     if file_type is None:
-        raise DataError(f"{path}: {path.suffix or 'no ending'} is not a known file type; known: {', '.join(SUFFIXES)}")
+        raise DataError(
+            f"{path}: {path.suffix or 'no ending'} is not a known file type; known:"
+            f" {', '.join(SUFFIXES)}"
+        )
     if path.suffix.lower() in shards.COMPRESSIONS and file_type not in ("jsonl", "json", "text"):
         raise DataError(f"{path}: a {file_type} file is not read from {path.suffix}; unpack it")
     return "jsonl" if file_type == "json" and not _is_array(path) else file_type
@@ -105,10 +120,15 @@ def _neighbours(path: Path) -> str:
     if not names:
         return f"; there is no data file in {folder}"
     close = nearest(path.name, names, 3)
-    return f"; nearest in that folder: {', '.join(close)}" if close else f"; in that folder: {', '.join(names[:8])}"
+    return (
+        f"; nearest in that folder: {', '.join(close)}"
+        if close
+        else f"; in that folder: {', '.join(names[:8])}"
+    )
 
 
-# ---- parquet and Arrow ---------------------------------------------------------------------------------------------
+# ---- parquet and Arrow
+# ---------------------------------------------------------------------------
 
 
 def table(path: Path, file_type: FileType) -> tuple[int, dict[str, str]]:
@@ -125,10 +145,14 @@ def table(path: Path, file_type: FileType) -> tuple[int, dict[str, str]]:
                 num_rows, schema = file.metadata.num_rows, file.schema_arrow
     except (pa.ArrowException, OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(f"{path}: is cut, damaged or no {file_type} file ({reason}); write or copy it again") from error
+        raise DataError(
+            f"{path}: is cut, damaged or no {file_type} file ({reason}); write or copy it again"
+        ) from error
     columns: dict[str, str] = {}
     for column in schema:
-        columns[column.name] = "two columns of this name" if column.name in columns else _arrow_kind(column.type)
+        columns[column.name] = (
+            "two columns of this name" if column.name in columns else _arrow_kind(column.type)
+        )
     return num_rows, columns
 
 
@@ -139,13 +163,19 @@ def _table_rows(path: Path, file_type: FileType) -> list[tuple[str, Mapping[str,
 
     def wanted(schema: Any) -> list[str]:
         return [
-            column.name for column in schema if data_untrained.is_column(column.name) or _has_other_keys(column.type)
+            column.name
+            for column in schema
+            if data_untrained.is_column(column.name) or _has_other_keys(column.type)
         ]
 
     try:
         if file_type == "arrow":
             with shards.arrow_batches(path) as (schema, batches):
-                first = (batch.select(wanted(schema)) for batch in batches if wanted(schema) and batch.num_rows)
+                first = (
+                    batch.select(wanted(schema))
+                    for batch in batches
+                    if wanted(schema) and batch.num_rows
+                )
                 rows = next((batch.slice(0, SAMPLE_ROWS).to_pylist() for batch in first), [])
         else:
             # pages are read as they are needed: a row group of pictures may be larger than memory
@@ -155,7 +185,9 @@ def _table_rows(path: Path, file_type: FileType) -> list[tuple[str, Mapping[str,
                 rows = next((batch.to_pylist() for batch in first), [])
     except (pa.ArrowException, OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(f"{path}: its first rows cannot be read ({reason}); write or copy it again") from error
+        raise DataError(
+            f"{path}: its first rows cannot be read ({reason}); write or copy it again"
+        ) from error
     return [(f"row {number}", row) for number, row in enumerate(rows, 1)]
 
 
@@ -172,19 +204,30 @@ def _arrow_kind(arrow_type: Any) -> str:
     def is_text(candidate: Any) -> bool:
         if types.is_dictionary(candidate):
             candidate = candidate.value_type
-        return types.is_string(candidate) or types.is_large_string(candidate) or types.is_string_view(candidate)
+        return (
+            types.is_string(candidate)
+            or types.is_large_string(candidate)
+            or types.is_string_view(candidate)
+        )
 
     if is_text(arrow_type):
         return "string"
-    is_list = types.is_list(arrow_type) or types.is_large_list(arrow_type) or types.is_fixed_size_list(arrow_type)
+    is_list = (
+        types.is_list(arrow_type)
+        or types.is_large_list(arrow_type)
+        or types.is_fixed_size_list(arrow_type)
+    )
     if is_list and types.is_struct(arrow_type.value_type):
         parts = {part.name: part.type for part in arrow_type.value_type}
-        if any(all(name in parts and is_text(parts[name]) for name in pair) for pair in MESSAGE_KEYS):
+        if any(
+            all(name in parts and is_text(parts[name]) for name in pair) for pair in MESSAGE_KEYS
+        ):
             return "messages"
     return str(arrow_type)
 
 
-# ---- JSON and text -------------------------------------------------------------------------------------------------
+# ---- JSON and text
+# ---------------------------------------------------------------------------
 
 
 def _is_array(path: Path) -> bool:
@@ -202,7 +245,9 @@ def _lines(path: Path, spare: _Spare) -> Iterator[tuple[int, str]]:
         while raw := stream.readline(MAX_ROW_BYTES):
             number += 1
             if len(raw) == MAX_ROW_BYTES and not raw.endswith(b"\n"):
-                raise DataError(f"{path}:{number}: longer than {MAX_ROW_BYTES >> 20} MiB; write one row a line")
+                raise DataError(
+                    f"{path}:{number}: longer than {MAX_ROW_BYTES >> 20} MiB; write one row a line"
+                )
             offset = 3 if number == 1 and raw.startswith(b"\xef\xbb\xbf") else 0
             try:
                 text = raw[offset:].decode("utf-8").strip()
@@ -256,7 +301,9 @@ def _line_row(text: str, where: str, in_json_file: bool) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:  # a number of 5,000 digits, brackets 100,000 deep
         raise DataError(f"{where}: cannot be read as JSON ({error}); mend the line") from error
     if isinstance(row, list) and not in_json_file:
-        raise DataError(f"{where}: holds a list; a file that is one array of objects must end in .json")
+        raise DataError(
+            f"{where}: holds a list; a file that is one array of objects must end in .json"
+        )
     return _object(row, where)
 
 
@@ -280,15 +327,19 @@ def _array_rows(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
             except json.JSONDecodeError as error:
                 if at_end or limit >= MAX_ROW_BYTES:
                     raise DataError(
-                        f"{path}:{error.lineno}: is not JSON ({error.msg} at character {error.colno}); mend the file"
+                        f"{path}:{error.lineno}: is not JSON ({error.msg} at character"
+                        f" {error.colno}); mend the file"
                     ) from error
                 limit *= 4
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{path}: cannot be read as JSON ({error}); mend the file") from error
+                raise DataError(
+                    f"{path}: cannot be read as JSON ({error}); mend the file"
+                ) from error
 
 
 def _decoded_elements(path: Path, text: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """Up to SAMPLE_ROWS elements. Raises JSONDecodeError where the first ones are malformed, or not yet read whole."""
+    """Up to SAMPLE_ROWS elements. Raises JSONDecodeError where the first ones are malformed, or not
+    yet read whole."""
     decoder = json.JSONDecoder()
     rows: list[tuple[str, Mapping[str, Any]]] = []
 
@@ -314,12 +365,15 @@ def _decoded_elements(path: Path, text: str) -> list[tuple[str, Mapping[str, Any
 
 def _object(row: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(row, dict):
-        raise DataError(f'{where}: holds {_json_kind(row)}; each row must be an object, e.g. {{"text": "..."}}')
+        raise DataError(
+            f'{where}: holds {_json_kind(row)}; each row must be an object, e.g. {{"text": "..."}}'
+        )
     return row
 
 
 def _columns_of(rows: Sequence[tuple[str, Mapping[str, Any]]], max_bad_rows: int) -> dict[str, str]:
-    """What each key holds: one word where all but so many rows agree, else the row that is out of line, worst first."""
+    """What each key holds: one word where all but so many rows agree, else the row that is out of
+    line, worst first."""
     columns: dict[str, str] = {}
     for column in dict.fromkeys(key for _, row in rows for key in row):
         places: dict[str, str] = {}  # what is held -> the first row that does
@@ -351,7 +405,9 @@ def _content_of(
         for column, turns in row.items():
             for turn in turns if isinstance(turns, list) else ():
                 if isinstance(turn, dict):
-                    keys |= dict.fromkeys((column, key) for key in turn.keys() - data_untrained.MESSAGE_KEYS)
+                    keys |= dict.fromkeys(
+                        (column, key) for key in turn.keys() - data_untrained.MESSAGE_KEYS
+                    )
             for key in data_untrained.keys(turns):
                 content.setdefault((column, key), number)
     return [(*name, number) for name, number in content.items()], sorted(keys)
@@ -367,7 +423,13 @@ def _json_kind(value: Any) -> str:
     if isinstance(value, int | float):
         return "a number"
     if isinstance(value, list):
-        return "messages" if value and all(map(_is_message, value)) else "a list" if value else "an empty list"
+        return (
+            "messages"
+            if value and all(map(_is_message, value))
+            else "a list"
+            if value
+            else "an empty list"
+        )
     return "an object"
 
 

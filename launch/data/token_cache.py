@@ -16,7 +16,8 @@ TOKEN_CACHE_VERSION = 2  # raise when training/ tokenises the same input to othe
 
 TOKENS_MADE_OF = "made_of.json"  # of a token cache: token_identity()
 
-TOKENS_READY = "counts.json"  # of a token cache: what its rows are; its folder is renamed when all is written
+# of a token cache: what its rows are; its folder is renamed when all is written
+TOKENS_READY = "counts.json"
 
 
 def folder_fingerprint(folder: Path) -> str:
@@ -28,31 +29,47 @@ def folder_fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def token_identity(cache: Path, recipe: Recipe, shape: ModelShape, data_format: DataFormat) -> dict[str, Any]:
-    """Everything that decides the bytes of a run's tokenised rows. Reads files that the cache does not know yet."""
+def token_identity(
+    cache: Path, recipe: Recipe, shape: ModelShape, data_format: DataFormat
+) -> dict[str, Any]:
+    """Everything that decides the bytes of a run's tokenised rows. Reads files that the cache does
+    not know yet."""
     data, known = recipe.data, known_files(cache)
     files = [Path(file) for file in (data.train_file, data.validation_file) if file]
     # rows of one unit are not packed with those of another
-    units = [shards.unit_bytes(file) for file in files if shards.stored_bytes(file) > shards.UNIT_BYTES]
+    units = [
+        shards.unit_bytes(file) for file in files if shards.stored_bytes(file) > shards.UNIT_BYTES
+    ]
     tokenizer_path = recipe.tokenizer.path or recipe.model.path
     return {
         "version": TOKEN_CACHE_VERSION,
-        "train": shards.ends_fingerprint(Path(data.train_file))
-        if data.streaming
-        else shards.fingerprint(Path(data.train_file), known),
-        "validation": shards.fingerprint(Path(data.validation_file), known) if data.validation_file else None,
-        "columns": [data_format.kind, data_format.file_type, dict(data_format.columns)]
-        + ([sorted(data_format.ignored)] if data_format.ignored else []),  # where later rows may hold more than they
-        "limits": [data.max_length, data.max_train_samples, data.max_validation_samples]
-        + ([data.max_bad_rows] if data.max_bad_rows else [])
-        + (["packed"] if data.packing else [])
-        + ([["streaming", data.stream_unit_bytes]] if data.streaming else [])
-        + [["units", size] for size in units if data.packing],
+        "train": (
+            shards.ends_fingerprint(Path(data.train_file))
+            if data.streaming
+            else shards.fingerprint(Path(data.train_file), known)
+        ),
+        "validation": (
+            shards.fingerprint(Path(data.validation_file), known) if data.validation_file else None
+        ),
+        "columns": (
+            [data_format.kind, data_format.file_type, dict(data_format.columns)]
+            # where later rows may hold more than they
+            + ([sorted(data_format.ignored)] if data_format.ignored else [])
+        ),
+        "limits": (
+            [data.max_length, data.max_train_samples, data.max_validation_samples]
+            + ([data.max_bad_rows] if data.max_bad_rows else [])
+            + (["packed"] if data.packing else [])
+            + ([["streaming", data.stream_unit_bytes]] if data.streaming else [])
+            + [["units", size] for size in units if data.packing]
+        ),
         "task": recipe.task,
         "encoder_decoder": shape.is_encoder_decoder,
-        "tokenizer": folder_fingerprint(Path(tokenizer_path))
-        if tokenizer_path
-        else [recipe.tokenizer.split, recipe.tokenizer.vocab_size or shape.config["vocab_size"]],
+        "tokenizer": (
+            folder_fingerprint(Path(tokenizer_path))
+            if tokenizer_path
+            else [recipe.tokenizer.split, recipe.tokenizer.vocab_size or shape.config["vocab_size"]]
+        ),
     }
 
 
@@ -62,7 +79,8 @@ def token_cache(cache: Path, recipe: Recipe, shape: ModelShape, data_format: Dat
 
 
 def token_files(folder: Path, part: str) -> list[Path]:
-    """The tokenised rows of a part, "train" or "validation", in their order: one file, or one of each unit."""
+    """The tokenised rows of a part, "train" or "validation", in their order: one file, or one of
+    each unit."""
     alone = folder / f"{part}.arrow"
     return [alone] if alone.exists() else sorted(folder.glob(f"{part}-*.arrow"))
 

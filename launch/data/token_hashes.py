@@ -1,4 +1,5 @@
-"""Hashes of a token cache: a flipped bit or half a file would be trained on, so its files are verified when opened."""
+"""Hashes of a token cache: a flipped bit or half a file would be trained on, so its files are
+verified when opened."""
 
 from __future__ import annotations
 
@@ -47,12 +48,17 @@ def fault(folder: Path, goes_on: Callable[[], None] = lambda: None) -> str | Non
         digests = _digests([folder / name for name in files], goes_on)
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
-    changed = [name for (name, (_, expected)), digest in zip(files.items(), digests, strict=True) if digest != expected]
+    changed = [
+        name
+        for (name, (_, expected)), digest in zip(files.items(), digests, strict=True)
+        if digest != expected
+    ]
     return f"{changed[0]} was changed after it was written" if changed else None
 
 
 def counts(folder: Path) -> dict[str, Any] | None:
-    """What the rows of a token cache are, for planning; None where it is not there, or this part of it is damaged."""
+    """What the rows of a token cache are, for planning; None where it is not there, or this part of
+    it is damaged."""
     files = _read(folder)
     if files is None:
         return None
@@ -60,14 +66,21 @@ def counts(folder: Path) -> dict[str, Any] | None:
         content = (folder / token_cache.TOKENS_READY).read_bytes()
     except OSError:
         return None
-    return json.loads(content) if hashlib.sha256(content).hexdigest() == files[token_cache.TOKENS_READY][1] else None
+    return (
+        json.loads(content)
+        if hashlib.sha256(content).hexdigest() == files[token_cache.TOKENS_READY][1]
+        else None
+    )
 
 
 def _read(folder: Path) -> dict[str, tuple[int, str]] | None:
     """{relative path: (bytes, sha256)}; None where there is no such file, or it is damaged."""
     try:
         described = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in described["files"].items()}
+        files = {
+            str(name): (int(entry["bytes"]), str(entry["sha256"]))
+            for name, entry in described["files"].items()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return files if token_cache.TOKENS_READY in files else None

@@ -1,4 +1,5 @@
-"""Columns and keys of messages that carry content which is not trained: refused by name, or left out on purpose.
+"""Columns and keys of messages that carry content which is not trained: refused by name, or left
+out on purpose.
 
 Both sides read it: the launcher for the first rows, the tokeniser for every row.
 """
@@ -14,7 +15,9 @@ MESSAGE_KEYS = frozenset({"role", "content", "from", "value"})
 PREFERENCES = "is for another kind of training (preference pairs, as DPO and ORPO use them)"
 LABELS = "is for another kind of training (KTO, classification)"
 NOT_YET = "is not trained yet"
-TOOL_ROLES = frozenset({"function_call", "tool_call", "observation", "function", "tool", "tool_response"})
+TOOL_ROLES = frozenset(
+    {"function_call", "tool_call", "observation", "function", "tool", "tool_response"}
+)
 FILES = (  # endings of a WebDataset's members
     *("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"),
     *("wav", "flac", "mp3", "ogg", "opus", "m4a"),
@@ -50,7 +53,8 @@ def _plain(name: str) -> str:
 
 
 def columns(row: Mapping[str, Any], passed: Collection[str] = ()) -> Iterator[str]:
-    """Columns of a row whose content would be dropped, but for those `passed`, which are read or ignored."""
+    """Columns of a row whose content would be dropped, but for those `passed`, which are read or
+    ignored."""
     for column, value in row.items():
         if is_column(column) and column not in passed and not is_empty(value):
             yield column
@@ -73,7 +77,8 @@ def _is_answer(turn: Mapping[str, Any]) -> bool:
 
 
 def is_empty(value: Any, depth: int = DEPTH) -> bool:
-    """True for a value without content: null, NaN, "", [], {}, or nothing but such values. False and 0 are content."""
+    """True for a value without content: null, NaN, "", [], {}, or nothing but such values. False
+    and 0 are content."""
     if isinstance(value, str):
         return value.strip() in EMPTY_JSON
     if isinstance(value, Mapping | list | tuple):
@@ -86,12 +91,16 @@ def refusal(place: str, names: Sequence[Name]) -> DataError:
     """The error for content of these names in the row at `place`."""
     reasons: dict[str, list[str]] = {}
     for column, key in names:
-        word = f"column {column!r}" if key is None else f"key {key!r} of a message in column {column!r}"
+        word = (
+            f"column {column!r}"
+            if key is None
+            else f"key {key!r} of a message in column {column!r}"
+        )
         reason = KEYS[_plain(key or column)]
         reasons.setdefault(reason, []).append(word)
     found = "; ".join(f"{', '.join(words)} {reason}" for reason, words in reasons.items())
     flags = ",".join(dict.fromkeys(key or column for column, key in names))
     return DataError(
-        f"{place}: has content that would be dropped: {found}. To train on the rest of each row, add"
-        f" --data.ignore_columns=[{flags}]"
+        f"{place}: has content that would be dropped: {found}. To train on the rest of each row,"
+        f" add --data.ignore_columns=[{flags}]"
     )

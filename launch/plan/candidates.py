@@ -1,4 +1,5 @@
-"""Every way to run a recipe on a machine: modes and ranks, cuts of the batch, and the waves in which they are tried."""
+"""Every way to run a recipe on a machine: modes and ranks, cuts of the batch, and the waves in
+which they are tried."""
 
 from __future__ import annotations
 
@@ -16,15 +17,18 @@ from launch.schema.machine import Gpu, Link, Machine
 from launch.schema.plan import Strategy as Candidate
 from launch.schema.recipe import LaunchSection, Mode, Precision, Recipe
 
-MAX_EVAL_BATCH = 64  # samples; the guides' 3x the training batch is a ceiling, and logits are the larger part of it
+# samples; the guides' 3x the training batch is a ceiling, and logits are the larger part of it
+MAX_EVAL_BATCH = 64
 OUTPUT_CHUNKS = 8  # where the plan decides, as many as torchtune's default
-CHUNKED = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "t5")  # their forward returns what the output projection gives
+# their forward returns what the output projection gives
+CHUNKED = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "t5")
 
 CPU_MODES = ("cpu", "multi_cpu")
 ONE_PROCESS = ("cpu", "single_gpu")
 SEVERAL_PROCESSES = ("multi_cpu", "dual_gpu_nccl", "dual_gpu_gloo")
 GPU_MODES = ("single_gpu", "dual_gpu_nccl", "dual_gpu_gloo")
-# Fastest first where the states fit: each row holds less on the cards than the one before and moves more bytes.
+# Fastest first where the states fit: each row holds less on the cards than the one before and moves
+# more bytes.
 SHARDED: tuple[Mode, ...] = ("deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3")
 OFFLOADED: tuple[Mode, ...] = ("deepspeed_zero2_offload", "deepspeed_zero3_offload")
 
@@ -41,7 +45,8 @@ class Given:
     link: Link | None = None  # what the test of this machine's GPUs found
     has_deepspeed: bool = True  # the package is installed
     no_compiler: str | None = None  # why torch.compile cannot work here
-    no_flash_attn: str | None = ""  # why that package cannot be used; "": the machine's packages are not known
+    # why that package cannot be used; "": the machine's packages are not known
+    no_flash_attn: str | None = ""
     no_liger: str | None = None
     exceeded: Exceeded = NOTHING_EXCEEDED  # by which an attempt of this run has refuted its plan
     free_batch: bool = False  # any cut of the effective batch will do
@@ -61,7 +66,10 @@ def possible(about: Subject, given: Given) -> tuple[list[Candidate], list[str]]:
         refused = sharding.refusal(about.recipe, candidate) or _unavailable(candidate, given)
         if not refused and candidate.num_output_chunks > 1 and _holds_head_in_parts(candidate):
             chunks = f"training.num_output_chunks {candidate.num_output_chunks}"
-            refused = f"{candidate.mode} holds the output weights in parts, which {chunks} cannot use; leave one out"
+            refused = (
+                f"{candidate.mode} holds the output weights in parts, which {chunks} cannot use;"
+                " leave one out"
+            )
         if refused and candidate.mode in (about.recipe.launch.mode, given.mode):
             raise ConfigError(f"launch.mode {refused}")
         if refused:
@@ -80,7 +88,8 @@ def _as_asked(about: Subject, given: Given) -> Iterator[Candidate]:
     on_gpu = bool(machine.gpus) and not given.force_cpu and launch.mode not in CPU_MODES
     if launch.mode in GPU_MODES and not on_gpu:
         raise ResourceError(
-            f"launch.mode {launch.mode} needs a GPU, found none ({machine.gpus_reason}); use cpu or multi_cpu"
+            f"launch.mode {launch.mode} needs a GPU, found none ({machine.gpus_reason}); use cpu or"
+            " multi_cpu"
         )
     for mode, num_processes, instead_of in _ways_to_start(launch, machine, given, on_gpu):
         several = num_processes > 1 or mode.startswith("deepspeed")
@@ -94,14 +103,17 @@ def _as_asked(about: Subject, given: Given) -> Iterator[Candidate]:
             num_machines=max(launch.nodes, given.num_machines),
             backend=("gloo" if gloo else "nccl") if several else None,
             per_device_train_batch_size=training.per_device_train_batch_size,
-            gradient_accumulation_steps=training.gradient_accumulation_steps * (instead_of // num_processes),
+            gradient_accumulation_steps=training.gradient_accumulation_steps
+            * (instead_of // num_processes),
             per_device_eval_batch_size=training.per_device_eval_batch_size
             or _eval_batch(training.per_device_train_batch_size),
             mixed_precision=precision,
             gradient_checkpointing=training.gradient_checkpointing,
             num_output_chunks=training.num_output_chunks or 1,
             torch_compile=training.compiles and given.no_compiler is None,
-            attn_implementation=kernels.attention(recipe, config, gpus, precision, given.no_flash_attn),
+            attn_implementation=kernels.attention(
+                recipe, config, gpus, precision, given.no_flash_attn
+            ),
             tf32=kernels.tf32(recipe, gpus),
             use_liger_kernel=kernels.liger(recipe, config["model_type"], gpus, given.no_liger),
             dataloader_num_workers=workers(recipe, machine, num_processes // launch.nodes, on_gpu),
@@ -119,20 +131,25 @@ def _ways_to_start(
     asked = given.num_processes or launch.num_processes
     if on_gpu and asked is not None and asked > per_node * launch.nodes and given.num_machines == 1:
         raise ConfigError(
-            f"launch.num_processes {asked}, but there are {per_node * launch.nodes} GPU(s): {machine.gpus_reason}"
+            f"launch.num_processes {asked}, but there are {per_node * launch.nodes} GPU(s):"
+            f" {machine.gpus_reason}"
         )
     if given.num_processes and launch.num_processes not in (None, given.num_processes):
         raise ConfigError(
-            f"launch.num_processes {launch.num_processes}, but {given.num_processes} rank(s) were started; leave the"
-            " key out, or start as many"
+            f"launch.num_processes {launch.num_processes}, but {given.num_processes} rank(s) were"
+            " started; leave the key out, or start as many"
         )
     if given.mode and launch.mode not in ("auto", given.mode):
-        raise ConfigError(f"launch.mode {launch.mode}, but the ranks were started as {given.mode}; make them the same")
+        raise ConfigError(
+            f"launch.mode {launch.mode}, but the ranks were started as {given.mode}; make them the"
+            " same"
+        )
     mode = given.mode or launch.mode
     if mode == "auto":
         yield from _automatic(asked, per_node, launch.nodes, on_gpu, given)
         return
-    least = launch.nodes if launch.nodes > 1 or on_gpu else 2  # ranks; two show on a CPU what sharing out means
+    # ranks; two show on a CPU what sharing out means
+    least = launch.nodes if launch.nodes > 1 or on_gpu else 2
     count = asked or (1 if mode in ONE_PROCESS else max(per_node * launch.nodes, least))
     if mode in ONE_PROCESS and launch.nodes > 1:
         raise ConfigError(f"launch.mode {mode} is one process, launch.nodes says {launch.nodes}")
@@ -140,8 +157,12 @@ def _ways_to_start(
         raise ConfigError(f"launch.mode {mode} is one process, launch.num_processes says {count}")
     if mode in SEVERAL_PROCESSES and count == 1:
         if asked:
-            raise ConfigError(f"launch.mode {mode} needs two processes or more, launch.num_processes says 1")
-        raise ResourceError(f"launch.mode {mode} needs two GPUs or more, there is {per_node}; use single_gpu")
+            raise ConfigError(
+                f"launch.mode {mode} needs two processes or more, launch.num_processes says 1"
+            )
+        raise ResourceError(
+            f"launch.mode {mode} needs two GPUs or more, there is {per_node}; use single_gpu"
+        )
     if mode == "dual_gpu_nccl" and given.force_gloo:
         yield "dual_gpu_gloo", count, count
     else:
@@ -151,7 +172,8 @@ def _ways_to_start(
 def _automatic(
     asked: int | None, per_node: int, nodes: int, on_gpu: bool, given: Given
 ) -> Iterator[tuple[Mode, int, int]]:
-    """What `launch.mode: auto` may mean. Where ranks are running already, their number and engine are fixed."""
+    """What `launch.mode: auto` may mean. Where ranks are running already, their number and engine
+    are fixed."""
     if not on_gpu:
         count = asked or nodes
         on_cpu: Mode = "multi_cpu" if count > 1 else "cpu"
@@ -186,12 +208,18 @@ def _unavailable(candidate: Candidate, given: Given) -> str | None:
     if link.backend is None:
         return f"{candidate.mode} cannot run: {link.reason}; `python -m launch doctor` says why"
     if candidate.backend == "nccl" and link.backend == "gloo":
-        return f"{candidate.mode} cannot run: NCCL does not work between these GPUs ({link.reason}); use dual_gpu_gloo"
+        return (
+            f"{candidate.mode} cannot run: NCCL does not work between these GPUs ({link.reason});"
+            " use dual_gpu_gloo"
+        )
     return None
 
 
-def wanted(about: Subject, possible: Sequence[Candidate], given: Given) -> Iterator[list[Candidate]]:
-    """The waves of candidates: what tuning has found first, any cut of the batch where none was asked for."""
+def wanted(
+    about: Subject, possible: Sequence[Candidate], given: Given
+) -> Iterator[list[Candidate]]:
+    """The waves of candidates: what tuning has found first, any cut of the batch where none was
+    asked for."""
     if given.tuned is not None:
         tuned = given.tuned
         yield [
@@ -214,7 +242,8 @@ def wanted(about: Subject, possible: Sequence[Candidate], given: Given) -> Itera
 
 
 def free_waves(about: Subject, possible: Sequence[Candidate]) -> Iterator[list[Candidate]]:
-    """Every cut of the effective batch: of whole copies first, then of those shared out or offloaded."""
+    """Every cut of the effective batch: of whole copies first, then of those shared out or
+    offloaded."""
     whole = [one for one in possible if one.is_whole]
     others = [one for one in possible if one not in whole]
     yield [cut for one in whole for cut in cuts(about, one, any_size=True)]
@@ -222,10 +251,12 @@ def free_waves(about: Subject, possible: Sequence[Candidate]) -> Iterator[list[C
 
 
 def _waves(about: Subject, possible: Sequence[Candidate]) -> Iterator[list[Candidate]]:
-    """What is tried, in order: as it was asked for, then whole copies in smaller pieces, then shared out or offloaded.
+    """What is tried, in order: as it was asked for, then whole copies in smaller pieces, then
+    shared out or offloaded.
 
-    What an earlier wave settles is not traced for a later one. Under mixed precision whole copies come first: they keep
-    float32 weights and autocast, DeepSpeed and FSDP2 compute everything in 16 bits."""
+    What an earlier wave settles is not traced for a later one. Under mixed precision whole copies
+    come first: they keep float32 weights and autocast, DeepSpeed and FSDP2 compute everything in 16
+    bits."""
     whole = [one for one in possible if one.is_whole]
     shared = [one for one in possible if one not in whole and not one.offloads]
     offloaded = [one for one in possible if one.offloads]
@@ -246,16 +277,23 @@ def _waves(about: Subject, possible: Sequence[Candidate]) -> Iterator[list[Candi
 
 
 def shared_cuts(about: Subject, possible: Sequence[Candidate], given: Given) -> list[Candidate]:
-    """Copies shared out in smaller pieces, none of a single sample; nothing where tuning or a free batch decides."""
+    """Copies shared out in smaller pieces, none of a single sample; nothing where tuning or a free
+    batch decides."""
     if given.tuned is not None or given.free_batch or about.traces is None:
         return []
     shared = [one for one in possible if not one.is_whole and not one.offloads]
-    return [cut for one in shared for cut in (one, *cuts(about, one)) if cut.per_device_train_batch_size > 1]
+    return [
+        cut
+        for one in shared
+        for cut in (one, *cuts(about, one))
+        if cut.per_device_train_batch_size > 1
+    ]
 
 
 def cuts(about: Subject, candidate: Candidate, any_size: bool = False) -> Iterator[Candidate]:
-    """The same effective batch in smaller micro-batches (`any_size`: in all), with and without checkpointing, with the
-    loss whole and in chunks, where that was left open; the largest first."""
+    """The same effective batch in smaller micro-batches (`any_size`: in all), with and without
+    checkpointing, with the loss whole and in chunks, where that was left open; the largest
+    first."""
     recipe = about.recipe
     asked = candidate.per_device_train_batch_size
     per_rank = asked * candidate.gradient_accumulation_steps
@@ -267,11 +305,14 @@ def cuts(about: Subject, candidate: Candidate, any_size: bool = False) -> Iterat
             candidate,
             per_device_train_batch_size=micro_batch,
             gradient_accumulation_steps=per_rank // micro_batch,
-            per_device_eval_batch_size=recipe.training.per_device_eval_batch_size or _eval_batch(micro_batch),
+            per_device_eval_batch_size=recipe.training.per_device_eval_batch_size
+            or _eval_batch(micro_batch),
         )
         if micro_batch != asked or any_size:
             yield cut
-        checkpoints = (False, True) if may_checkpoint and not cut.gradient_checkpointing else (False,)
+        checkpoints = (
+            (False, True) if may_checkpoint and not cut.gradient_checkpointing else (False,)
+        )
         chunks = (1, OUTPUT_CHUNKS) if _may_chunk(about, cut) else (cut.num_output_chunks,)
         for checkpointed, chunked in itertools.product(checkpoints, chunks):
             other = replace(cut, gradient_checkpointing=cut.gradient_checkpointing or checkpointed)
@@ -306,22 +347,27 @@ def asked_precision(recipe: Recipe) -> Precision:
 def _precision(recipe: Recipe, gpus: Sequence[Gpu]) -> Precision:
     training = recipe.training
     if training.fp16 and not gpus:
-        raise ConfigError("training.fp16: true has no effect on a CPU (it would train in fp32); use bf16 or neither")
+        raise ConfigError(
+            "training.fp16: true has no effect on a CPU (it would train in fp32); use bf16 or"
+            " neither"
+        )
     found = asked_precision(recipe)
     without_bf16 = architectures.without_bf16(gpus) if training.bf16 else ""
     if without_bf16:
         found = "fp16"
-    if found == "fp16" and recipe.model.dtype == "bfloat16" and recipe.lora is None:  # adapters are float32
+    # adapters are float32
+    if found == "fp16" and recipe.model.dtype == "bfloat16" and recipe.lora is None:
         card = f" ({without_bf16})" if without_bf16 else ""
         raise ConfigError(
-            f"model.dtype: bfloat16 beside fp16 autocast{card}, whose loss scaler takes no bfloat16 gradients; leave"
-            " model.dtype out, or use bf16 on a card that has it"
+            f"model.dtype: bfloat16 beside fp16 autocast{card}, whose loss scaler takes no bfloat16"
+            " gradients; leave model.dtype out, or use bf16 on a card that has it"
         )
     return found
 
 
 def workers(recipe: Recipe, machine: Machine, num_processes: int, on_gpu: bool) -> int:
-    """Data workers of a rank: the recipe's, else as many as its share of the CPUs feeds a GPU with."""
+    """Data workers of a rank: the recipe's, else as many as its share of the CPUs feeds a GPU
+    with."""
     if recipe.training.dataloader_num_workers is not None:
         return recipe.training.dataloader_num_workers
     return max(0, min(4, machine.cpu_count // num_processes - 1)) if on_gpu else 0

@@ -1,4 +1,5 @@
-"""Everything that a plan is chosen with, and the checks of lengths, packing and chunks that need it."""
+"""Everything that a plan is chosen with, and the checks of lengths, packing and chunks that need
+it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from launch.schema.plan import DataFormat, ModelShape
 from launch.schema.recipe import Recipe
 
 
-def model_shape(recipe: Recipe, config: dict[str, Any], parameters: predict_parameters.Shapes) -> ModelShape:
+def model_shape(
+    recipe: Recipe, config: dict[str, Any], parameters: predict_parameters.Shapes
+) -> ModelShape:
     """The model of a recipe, counted."""
     total, trainable, lora = predict_parameters.count(
         parameters, recipe.model.freeze, recipe.lora, config["model_type"]
@@ -51,10 +54,14 @@ def subject(
 
 def _check_length(recipe: Recipe, config: dict[str, Any]) -> None:
     positions = config.get("n_positions") or config.get("max_position_embeddings")
-    if config["model_type"] != "t5" and positions is not None and recipe.data.max_length > positions:
+    if (
+        config["model_type"] != "t5"
+        and positions is not None
+        and recipe.data.max_length > positions
+    ):
         raise ConfigError(
-            f"data.max_length {recipe.data.max_length}, but the model has {positions} positions; lower it, or choose"
-            " another model"
+            f"data.max_length {recipe.data.max_length}, but the model has {positions} positions;"
+            " lower it, or choose another model"
         )
 
 
@@ -63,14 +70,14 @@ def _check_packing(recipe: Recipe, model_type: str) -> None:
         return
     if model_type == "t5":
         raise ConfigError(
-            "data.packing: true, but the model is a T5: its encoder attends both ways and its decoder to all of the"
-            " encoder's output, and transformers keeps documents apart in neither; use data.group_by_length or"
-            " data.batch_by_tokens"
+            "data.packing: true, but the model is a T5: its encoder attends both ways and its"
+            " decoder to all of the encoder's output, and transformers keeps documents apart in"
+            " neither; use data.group_by_length or data.batch_by_tokens"
         )
     if recipe.training.extras.get("use_cache"):
         raise ConfigError(
-            "training.use_cache: true, but transformers keeps packed documents apart only without a cache; leave it out"
-            " (training has no use for one)"
+            "training.use_cache: true, but transformers keeps packed documents apart only without a"
+            " cache; leave it out (training has no use for one)"
         )
 
 
@@ -79,13 +86,22 @@ def _check_chunks(recipe: Recipe, model_type: str) -> None:
     if (recipe.training.num_output_chunks or 1) == 1:
         return
     if model_type not in CHUNKED:
-        raise ConfigError(f"{asked}, but the model is a {model_type}; logits in parts work for {', '.join(CHUNKED)}")
+        raise ConfigError(
+            f"{asked}, but the model is a {model_type}; logits in parts work for"
+            f" {', '.join(CHUNKED)}"
+        )
     if recipe.training.compiles:
-        raise ConfigError(f"{asked} beside training.torch_compile, which would compile each part; leave one out")
+        raise ConfigError(
+            f"{asked} beside training.torch_compile, which would compile each part; leave one out"
+        )
 
 
-def _lora_targets(recipe: Recipe, model_type: str, shapes: predict_parameters.Shapes) -> tuple[str, ...]:
+def _lora_targets(
+    recipe: Recipe, model_type: str, shapes: predict_parameters.Shapes
+) -> tuple[str, ...]:
     if recipe.lora is None:
         return ()
     targets = recipe.lora.target_modules or predict_parameters.LORA_TARGETS[model_type]
-    return tuple(target for target in targets if any(name.endswith(f".{target}.weight") for name in shapes))
+    return tuple(
+        target for target in targets if any(name.endswith(f".{target}.weight") for name in shapes)
+    )

@@ -1,4 +1,5 @@
-"""What a plan says of itself: why it is as it is, and every value that differs from what was asked for."""
+"""What a plan says of itself: why it is as it is, and every value that differs from what was asked
+for."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def switches(about: Subject, candidate: Candidate, given: Given) -> tuple[Switch
     return tuple(kernels.switches(about.recipe, about.shape.config, candidate, gpus, *words))
 
 
-def changes(about: Subject, candidate: Candidate, judged: Sequence[tuple[Judged, str]], given: Given) -> list[Change]:
+def changes(
+    about: Subject, candidate: Candidate, judged: Sequence[tuple[Judged, str]], given: Given
+) -> list[Change]:
     """Each value that is not the recipe's, with the reason."""
     return [
         *_precision_changes(about.recipe, about.machine, candidate),
@@ -45,19 +48,32 @@ def changes(about: Subject, candidate: Candidate, judged: Sequence[tuple[Judged,
 
 def _where(recipe: Recipe, machine: Machine, candidate: Candidate, given: Given) -> Iterator[str]:
     if candidate.device == "cpu":
-        cause = "asked for" if given.force_cpu or recipe.launch.mode in ("cpu", "multi_cpu") else machine.gpus_reason
+        cause = (
+            "asked for"
+            if given.force_cpu or recipe.launch.mode in ("cpu", "multi_cpu")
+            else machine.gpus_reason
+        )
         yield f"device cpu: {cause}"
         if candidate.processes_per_machine > machine.cpu_count:
-            yield f"{candidate.processes_per_machine} processes share {machine.cpu_count} CPU(s): slower than one each"
+            yield (
+                f"{candidate.processes_per_machine} processes share {machine.cpu_count} CPU(s):"
+                " slower than one each"
+            )
     else:
         yield f"{candidate.num_processes} GPU(s): {machine.gpus_reason}"
         yield from architectures.attention_notes(machine.gpus[: candidate.num_processes])
     if candidate.num_machines > 1 and recipe.launch.nodes > 1:
         launch = recipe.launch
         meet = f"{launch.main_process_ip}:{launch.main_process_port}"
-        yield f"{launch.nodes} machines, this one is number {launch.machine_rank}; they meet at {meet}"
+        yield (
+            f"{launch.nodes} machines, this one is number {launch.machine_rank}; they meet at"
+            f" {meet}"
+        )
     if candidate.offloads:
-        yield "optimizer states in host RAM, updated there by the same optimizer: slower, and no compiled op is needed"
+        yield (
+            "optimizer states in host RAM, updated there by the same optimizer: slower, and no"
+            " compiled op is needed"
+        )
     if given.assume_fits:
         yield "launch.assume_fits: what is predicted was not compared with what there is"
     if given.force_gloo and candidate.num_processes == 1:
@@ -67,12 +83,18 @@ def _where(recipe: Recipe, machine: Machine, candidate: Candidate, given: Given)
     if quantized := recipe.quantized(candidate.mixed_precision):
         double = ", their scales in 8" if quantized.bnb_4bit_use_double_quant else ""
         yield (
-            f"quantization: linear weights in 4 bits ({quantized.bnb_4bit_quant_type}){double}, computed in"
-            f" {quantized.bnb_4bit_compute_dtype}; the rest keeps model.dtype {recipe.model.dtype}"
+            f"quantization: linear weights in 4 bits ({quantized.bnb_4bit_quant_type}){double},"
+            f" computed in {quantized.bnb_4bit_compute_dtype}; the rest keeps model.dtype"
+            f" {recipe.model.dtype}"
         )
-    usual = candidates.workers(recipe, machine, candidate.processes_per_machine, candidate.device == "cuda")
+    usual = candidates.workers(
+        recipe, machine, candidate.processes_per_machine, candidate.device == "cuda"
+    )
     if candidate.dataloader_num_workers < usual:
-        yield f"data workers {candidate.dataloader_num_workers} instead of {usual}: host RAM has no room for more"
+        yield (
+            f"data workers {candidate.dataloader_num_workers} instead of {usual}: host RAM has no"
+            " room for more"
+        )
     elif recipe.training.dataloader_num_workers is None:
         yield f"data workers {candidate.dataloader_num_workers}: " + (
             "the rows are mapped and padding them is cheap; workers would take cores from training"
@@ -92,7 +114,8 @@ def _link_why(about: Subject, candidate: Candidate) -> Iterator[str]:
     yield f"link: {link.reason}"
 
     tokens = candidate.effective_batch_size * about.recipe.data.max_length
-    backward = shape.parameters + shape.trainable_parameters  # activations' gradients, weights' gradients
+    # activations' gradients, weights' gradients
+    backward = shape.parameters + shape.trainable_parameters
     again = shape.parameters if candidate.gradient_checkpointing else 0
     step_flops = 2.0 * tokens * (shape.parameters + backward + again)
     cost = cost_line(link, about.whole.gradients_bytes, step_flops, candidate.num_processes)
@@ -119,8 +142,13 @@ def _rate_changes(recipe: Recipe, candidate: Candidate) -> Iterator[Change]:
     training, batch = recipe.training, candidate.effective_batch_size
     rate = training.learning_rate_at(batch)
     if rate != training.learning_rate:
-        how = {"linear": "in proportion to", "sqrt": "with the square root of"}[training.learning_rate_scaling]
-        reason = f"{how} the effective batch, {batch} instead of {training.learning_rate_batch_size}, as asked for"
+        how = {"linear": "in proportion to", "sqrt": "with the square root of"}[
+            training.learning_rate_scaling
+        ]
+        reason = (
+            f"{how} the effective batch, {batch} instead of {training.learning_rate_batch_size}, as"
+            " asked for"
+        )
         yield Change("training.learning_rate", f"{training.learning_rate:g}", f"{rate:g}", reason)
 
 
@@ -133,32 +161,54 @@ def _compile_changes(recipe: Recipe, candidate: Candidate, given: Given) -> Iter
 def _batch_changes(
     about: Subject, candidate: Candidate, judged: Sequence[tuple[Judged, str]], given: Given
 ) -> list[Change]:
-    """Said where the batch is cut in another way than it was asked for: the effective batch is held."""
-    training, held = about.recipe.training, f"the effective batch stays {candidate.effective_batch_size}"
+    """Said where the batch is cut in another way than it was asked for: the effective batch is
+    held."""
+    training, held = (
+        about.recipe.training,
+        f"the effective batch stays {candidate.effective_batch_size}",
+    )
     found: list[Change] = []
     asked, runs = training.per_device_train_batch_size, candidate.per_device_train_batch_size
-    reasons = [one.misses for one, _ in judged if one.misses and one.candidate.per_device_train_batch_size == asked]
-    missed = f"{asked} samples at once need {reasons[0]}" if reasons else "the fastest by prediction"
-    tuned = given.tuned and replace(given.tuned, per_device_eval_batch_size=candidate.per_device_eval_batch_size)
-    if tuned == replace(candidate, dataloader_num_workers=tuned.dataloader_num_workers if tuned else 0):
+    reasons = [
+        one.misses
+        for one, _ in judged
+        if one.misses and one.candidate.per_device_train_batch_size == asked
+    ]
+    missed = (
+        f"{asked} samples at once need {reasons[0]}" if reasons else "the fastest by prediction"
+    )
+    tuned = given.tuned and replace(
+        given.tuned, per_device_eval_batch_size=candidate.per_device_eval_batch_size
+    )
+    if tuned == replace(
+        candidate, dataloader_num_workers=tuned.dataloader_num_workers if tuned else 0
+    ):
         missed = "tuned: the fastest of real trials on this machine"
     if asked != runs:
         reason = f"{missed}; {held}"
         found.append(Change("training.per_device_train_batch_size", str(asked), str(runs), reason))
     elif training.gradient_accumulation_steps != candidate.gradient_accumulation_steps:
         instead = candidate.gradient_accumulation_steps // training.gradient_accumulation_steps
-        reason = f"{candidate.num_processes} process instead of {candidate.num_processes * instead}: {held}"
+        reason = (
+            f"{candidate.num_processes} process instead of {candidate.num_processes * instead}:"
+            f" {held}"
+        )
     else:
         reason = ""
     if training.gradient_accumulation_steps != candidate.gradient_accumulation_steps:
-        steps = str(training.gradient_accumulation_steps), str(candidate.gradient_accumulation_steps)
+        steps = (
+            str(training.gradient_accumulation_steps),
+            str(candidate.gradient_accumulation_steps),
+        )
         found.append(Change("training.gradient_accumulation_steps", *steps, reason))
     if candidate.gradient_checkpointing and not training.gradient_checkpointing:
         reason = f"{missed}; recomputing activations changes no result"
         found.append(Change("training.gradient_checkpointing", "false", "true", reason))
     if candidate.num_output_chunks > (training.num_output_chunks or 1):
         reason = f"{missed}; the loss is the same sum, its logits made in parts"
-        found.append(Change("training.num_output_chunks", "1", str(candidate.num_output_chunks), reason))
+        found.append(
+            Change("training.num_output_chunks", "1", str(candidate.num_output_chunks), reason)
+        )
     wanted = training.per_device_eval_batch_size
     if wanted is not None and wanted != candidate.per_device_eval_batch_size:
         runs_eval = str(candidate.per_device_eval_batch_size)
@@ -174,24 +224,29 @@ def table(judged: Sequence[tuple[Judged, str]]) -> list[str]:
         seconds = f"{one.time.step_s:.3g}" if one.time else "?"
         rows.append((describe(one.candidate), gib(one.memory.allocated_bytes), seconds, verdict))
     widths = [max(len(row[at]) for row in rows) for at in range(3)]
-    return [f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip() for row in rows]
+    return [
+        f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip()
+        for row in rows
+    ]
 
 
 def all_reduce_s(link: Link, gradient_bytes: int, num_processes: int) -> float:
     """Seconds of one all-reduce of the gradients over a link that works.
 
-    bytes_per_s is bus bandwidth: bytes x 2(N-1)/N / seconds. It hardly depends on N, so N may differ from the test's.
+    bytes_per_s is bus bandwidth: bytes x 2(N-1)/N / seconds. It hardly depends on N, so N may
+    differ from the test's.
     """
     assert link.bytes_per_s
     return gradient_bytes * 2 * (num_processes - 1) / num_processes / link.bytes_per_s
 
 
 def cost_line(link: Link, gradient_bytes: int, step_flops: float, num_processes: int) -> str | None:
-    """What the all-reduce costs per optimizer step, and whether one card would be faster; None without a link.
+    """What the all-reduce costs per optimizer step, and whether one card would be faster; None
+    without a link.
 
-    `step_flops` are those of the whole effective batch. Compute is taken at the card's matmul speed, which a real step
-    does not reach, and nothing of the all-reduce as hidden behind the backward pass: the verdict is against several
-    cards where it is close.
+    `step_flops` are those of the whole effective batch. Compute is taken at the card's matmul
+    speed, which a real step does not reach, and nothing of the all-reduce as hidden behind the
+    backward pass: the verdict is against several cards where it is close.
     """
     if link.backend is None or not link.bytes_per_s or num_processes < 2:
         return None
@@ -207,8 +262,9 @@ def cost_line(link: Link, gradient_bytes: int, step_flops: float, num_processes:
     if together_s <= alone_s:
         return said
     return (
-        f"{said}; at matmul speed {num_processes} cards then need {_seconds(together_s)} per step and one card"
-        f" {_seconds(alone_s)}: one is faster (--launch.num_processes=1), or a larger effective batch"
+        f"{said}; at matmul speed {num_processes} cards then need {_seconds(together_s)} per step"
+        f" and one card {_seconds(alone_s)}: one is faster (--launch.num_processes=1), or a larger"
+        " effective batch"
     )
 
 

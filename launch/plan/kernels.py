@@ -1,8 +1,10 @@
-"""Which kernels a step runs, by what was asked for, the model, the cards and the packages; and a line on each. Pure.
+"""Which kernels a step runs, by what was asked for, the model, the cards and the packages; and a
+line on each. Pure.
 
-What was asked for by name and cannot work is refused. What was left open is chosen where it computes the same function:
-the package flash_attn. TF32 rounds float32 products to 10 bits of mantissa, so it is on only where it is asked for:
-TrainingArguments would turn it on beside torch.compile, and containers do by TORCH_ALLOW_TF32_CUBLAS_OVERRIDE."""
+What was asked for by name and cannot work is refused. What was left open is chosen where it
+computes the same function: the package flash_attn. TF32 rounds float32 products to 10 bits of
+mantissa, so it is on only where it is asked for: TrainingArguments would turn it on beside
+torch.compile, and containers do by TORCH_ALLOW_TF32_CUBLAS_OVERRIDE."""
 
 from __future__ import annotations
 
@@ -17,13 +19,21 @@ from launch.schema.plan import Strategy, Switch
 from launch.schema.recipe import LIGER_LOSSES, AttnImplementation, Precision, Recipe
 
 FLASH = "flash_attention_2"
-FLASH_FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")  # _supports_flash_attn in transformers
+# _supports_flash_attn in transformers
+FLASH_FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 FLASH_WIDEST = 256  # numbers of a head: flash_attn's README
 WORTH_ROUNDING = 1.5  # peak of TF32 over float32's: 8 on an A100, 1 on a GeForce RTX 30
-LIGER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # of MODEL_TYPE_TO_APPLY_LIGER_FN in liger_kernel 0.8
+# of MODEL_TYPE_TO_APPLY_LIGER_FN in liger_kernel 0.8
+LIGER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 OF_OPTIMIZERS = (  # a word of its name -> what it does
-    ("8bit", "bitsandbytes: states of 8 bits where a tensor has 4,096 elements, of embeddings and smaller ones 32"),
+    (
+        "8bit",
+        (
+            "bitsandbytes: states of 8 bits where a tensor has 4,096 elements, of embeddings and"
+            " smaller ones 32"
+        ),
+    ),
     ("paged", "bitsandbytes: states of 32 bits, moved to host RAM where VRAM is short"),
     ("fused", "weights and states of many tensors updated in one kernel"),
     ("adamw_torch", "many tensors at once, a kernel for each operation"),
@@ -34,24 +44,36 @@ OF_OPTIMIZERS = (  # a word of its name -> what it does
 
 
 def attention(
-    recipe: Recipe, config: Mapping[str, Any], gpus: Sequence[Gpu], precision: Precision, no_package: str | None
+    recipe: Recipe,
+    config: Mapping[str, Any],
+    gpus: Sequence[Gpu],
+    precision: Precision,
+    no_package: str | None,
 ) -> AttnImplementation:
-    """The implementation that was asked for, else flash_attn's where it can run, else PyTorch's. `gpus`: none on a CPU.
+    """The implementation that was asked for, else flash_attn's where it can run, else PyTorch's.
+    `gpus`: none on a CPU.
 
-    `no_package`: why flash_attn cannot be used; "": nothing is known of the machine's packages. Raises ConfigError and
-    ResourceError for one that cannot run."""
+    `no_package`: why flash_attn cannot be used; "": nothing is known of the machine's packages.
+    Raises ConfigError and ResourceError for one that cannot run."""
     asked = recipe.model.attn_implementation
     if asked not in (None, FLASH):
         return asked
     reason = no_flash(recipe, config, gpus, precision, no_package)
     if asked == FLASH and reason:
         kind = ConfigError if reason != no_package else ResourceError
-        raise kind(f"model.attn_implementation: {FLASH}, but {reason}; leave it out: what can run is chosen then")
+        raise kind(
+            f"model.attn_implementation: {FLASH}, but {reason}; leave it out: what can run is"
+            " chosen then"
+        )
     return FLASH if asked == FLASH or reason is None else "sdpa"
 
 
 def no_flash(
-    recipe: Recipe, config: Mapping[str, Any], gpus: Sequence[Gpu], precision: Precision, no_package: str | None
+    recipe: Recipe,
+    config: Mapping[str, Any],
+    gpus: Sequence[Gpu],
+    precision: Precision,
+    no_package: str | None,
 ) -> str | None:
     """Why attention is not flash_attn's; None where it is, or would be."""
     lacking = [gpu for gpu in gpus if not architectures.of(gpu).flash_attn]
@@ -75,8 +97,12 @@ def no_flash(
 
 
 def _head_width(config: Mapping[str, Any]) -> int:
-    heads = config.get("num_attention_heads") or config.get("n_head") or config.get("num_heads") or 1
-    return config.get("head_dim") or (config.get("hidden_size") or config.get("n_embd") or 0) // heads
+    heads = (
+        config.get("num_attention_heads") or config.get("n_head") or config.get("num_heads") or 1
+    )
+    return (
+        config.get("head_dim") or (config.get("hidden_size") or config.get("n_embd") or 0) // heads
+    )
 
 
 def tf32(recipe: Recipe, gpus: Sequence[Gpu]) -> bool:
@@ -87,26 +113,35 @@ def tf32(recipe: Recipe, gpus: Sequence[Gpu]) -> bool:
         raise ConfigError("training.tf32: true, but a CPU has no TF32; drop it")
     if without := [gpu for gpu in gpus if not architectures.of(gpu).tf32]:
         raise ConfigError(
-            f"training.tf32: true, but {without[0].name} ({without[0].architecture}) has no TF32; drop it"
+            f"training.tf32: true, but {without[0].name} ({without[0].architecture}) has no TF32;"
+            " drop it"
         )
     return True
 
 
 def liger(recipe: Recipe, model_type: str, gpus: Sequence[Gpu], no_package: str | None) -> bool:
-    """Whether Liger's norms, rotary embedding and SwiGLU replace transformers'. Raises where they cannot."""
+    """Whether Liger's norms, rotary embedding and SwiGLU replace transformers'. Raises where they
+    cannot."""
     extras = recipe.training.extras
-    if losses := [name for name in LIGER_LOSSES if (extras.get("liger_kernel_config") or {}).get(name)]:
+    if losses := [
+        name for name in LIGER_LOSSES if (extras.get("liger_kernel_config") or {}).get(name)
+    ]:
         raise ConfigError(
-            f"training.liger_kernel_config: {losses[0]}: true, but the loss is not the model's here; leave it out:"
-            " training.num_output_chunks makes the logits in parts, with the same sum"
+            f"training.liger_kernel_config: {losses[0]}: true, but the loss is not the model's"
+            " here; leave it out: training.num_output_chunks makes the logits in parts, with the"
+            " same sum"
         )
     if not extras.get("use_liger_kernel"):
         return False
     if not gpus:
-        raise ConfigError("training.use_liger_kernel: true, but its kernels are for GPUs; leave it out")
+        raise ConfigError(
+            "training.use_liger_kernel: true, but its kernels are for GPUs; leave it out"
+        )
     if model_type not in LIGER_FAMILIES:
         known = ", ".join(LIGER_FAMILIES)
-        raise ConfigError(f"training.use_liger_kernel: true, but the model is a {model_type}; there are {known}")
+        raise ConfigError(
+            f"training.use_liger_kernel: true, but the model is a {model_type}; there are {known}"
+        )
     if no_package:
         raise ResourceError(f"training.use_liger_kernel: true, but {no_package}; or leave it out")
     return True
@@ -123,28 +158,44 @@ def switches(
     no_flash_attn: str | None,
     no_compiler: str | None,
 ) -> Iterator[Switch]:
-    """A row for each switch of the chosen strategy; its effect is measured in tests/modes/trace/test_switches.py."""
+    """A row for each switch of the chosen strategy; its effect is measured in
+    tests/modes/trace/test_switches.py."""
     training = recipe.training
     yield Switch("precision", precision(recipe, chosen), _why_precision(recipe, chosen))
-    if gpus and (chosen.tf32 or (chosen.mixed_precision == "no" and recipe.model.dtype == "float32")):
+    if gpus and (
+        chosen.tf32 or (chosen.mixed_precision == "no" and recipe.model.dtype == "float32")
+    ):
         yield Switch("tf32", _on(chosen.tf32), _why_tf32(recipe, chosen, gpus))
-    yield Switch("attention", chosen.attn_implementation, _why_attention(recipe, config, chosen, gpus, no_flash_attn))
+    yield Switch(
+        "attention",
+        chosen.attn_implementation,
+        _why_attention(recipe, config, chosen, gpus, no_flash_attn),
+    )
     if gpus:
         why = "asked for; memory and seconds are predicted without its kernels, the loss stays ours"
-        yield Switch("liger", _on(chosen.use_liger_kernel), why if chosen.use_liger_kernel else "not asked for")
+        yield Switch(
+            "liger",
+            _on(chosen.use_liger_kernel),
+            why if chosen.use_liger_kernel else "not asked for",
+        )
     chunks = chosen.num_output_chunks
     logits = f"logits in {chunks} parts" if chunks > 1 else "logits whole"
     of_loss = _by(training.num_output_chunks is not None, chunks > 1, "parts are not needed")
     yield Switch("loss", logits, of_loss)
-    of_optimizer = next((words for name, words in OF_OPTIMIZERS if name in training.optim), "asked for")
+    of_optimizer = next(
+        (words for name, words in OF_OPTIMIZERS if name in training.optim), "asked for"
+    )
     yield Switch("optimizer", training.optim, of_optimizer)
     is_asked = "gradient_checkpointing" in training.model_fields_set
     by = _by(
-        is_asked and training.gradient_checkpointing == chosen.gradient_checkpointing, chosen.gradient_checkpointing
+        is_asked and training.gradient_checkpointing == chosen.gradient_checkpointing,
+        chosen.gradient_checkpointing,
     )
     yield Switch("recompute", _on(chosen.gradient_checkpointing), by)
     if chosen.torch_compile:
-        why = "asked for: training steps, not evaluations; its own memory and speed are not predicted"
+        why = (
+            "asked for: training steps, not evaluations; its own memory and speed are not predicted"
+        )
     else:
         why = no_compiler if training.compiles and no_compiler else "not asked for"
     yield Switch("compile", _on(chosen.torch_compile), why)
@@ -154,7 +205,10 @@ def precision(recipe: Recipe, chosen: Strategy) -> str:
     """What products are computed in, and where that is decided."""
     if chosen.mixed_precision == "no":
         return recipe.model.dtype
-    return f"{chosen.mixed_precision} {'weights, float32 copies' if chosen.engine == 'deepspeed' else 'autocast'}"
+    return (
+        f"{chosen.mixed_precision}"
+        f" {'weights, float32 copies' if chosen.engine == 'deepspeed' else 'autocast'}"
+    )
 
 
 def _on(value: bool) -> str:
@@ -169,10 +223,13 @@ def _why_precision(recipe: Recipe, chosen: Strategy) -> str:
     if chosen.mixed_precision == "no":
         return "model.dtype; neither training.bf16 nor fp16 is on"
     asked = "bf16" if recipe.training.bf16 else "fp16"
-    why = f"training.{asked}" + ("" if asked == chosen.mixed_precision else ", which the card lacks")
+    why = f"training.{asked}" + (
+        "" if asked == chosen.mixed_precision else ", which the card lacks"
+    )
     if chosen.engine == "fsdp2":
         why += (
-            f"; ranks exchange weights in {chosen.mixed_precision}: unlike DDP, norms and embeddings are rounded to it"
+            f"; ranks exchange weights in {chosen.mixed_precision}: unlike DDP, norms and"
+            " embeddings are rounded to it"
         )
     return why
 
@@ -192,11 +249,18 @@ def _why_tf32(recipe: Recipe, chosen: Strategy, gpus: Sequence[Gpu]) -> str:
     times = peak.get("tfloat32", peak["float32"]) / peak["float32"]
     if times < WORTH_ROUNDING:
         return "not asked for; this card's tensor cores compute it no faster than float32"
-    return f"not asked for; --training.tf32=true: products with 10 bits of mantissa, up to {times:.0f} x as fast"
+    return (
+        f"not asked for; --training.tf32=true: products with 10 bits of mantissa, up to {times:.0f}"
+        " x as fast"
+    )
 
 
 def _why_attention(
-    recipe: Recipe, config: Mapping[str, Any], chosen: Strategy, gpus: Sequence[Gpu], no_package: str | None
+    recipe: Recipe,
+    config: Mapping[str, Any],
+    chosen: Strategy,
+    gpus: Sequence[Gpu],
+    no_package: str | None,
 ) -> str:
     if chosen.attn_implementation == FLASH:
         source = "asked for" if recipe.model.attn_implementation else "flash_attn is there"
@@ -205,4 +269,7 @@ def _why_attention(
         return "asked for; a layer holds its scores, batch x heads x length^2"
     if recipe.model.attn_implementation:
         return "asked for"
-    return f"PyTorch's own kernels; {no_flash(recipe, config, gpus, chosen.mixed_precision, no_package)}"
+    return (
+        "PyTorch's own kernels;"
+        f" {no_flash(recipe, config, gpus, chosen.mixed_precision, no_package)}"
+    )

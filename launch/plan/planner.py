@@ -1,7 +1,8 @@
-"""Which way to run a recipe on a machine: of all candidates the fastest that fits, and why the others do not.
+"""Which way to run a recipe on a machine: of all candidates the fastest that fits, and why the
+others do not.
 
-Pure, but for the traces it asks for: values in, a Plan out. A user's batch is obeyed where it fits; else it is split at
-the same effective batch, and the plan says so."""
+Pure, but for the traces it asks for: values in, a Plan out. A user's batch is obeyed where it fits;
+else it is split at the same effective batch, and the plan says so."""
 
 from __future__ import annotations
 
@@ -20,8 +21,11 @@ from launch.schema.plan import Change, Plan, Rendezvous
 from launch.schema.recipe import LaunchSection
 
 
-def choose(about: Subject, changes: Sequence[Change] = (), given: Given = AS_ASKED, rows: int | None = None) -> Plan:
-    """The fastest candidate that fits. Raises DoesNotFit with the nearest misses, ConfigError for what cannot be."""
+def choose(
+    about: Subject, changes: Sequence[Change] = (), given: Given = AS_ASKED, rows: int | None = None
+) -> Plan:
+    """The fastest candidate that fits. Raises DoesNotFit with the nearest misses, ConfigError for
+    what cannot be."""
     about = replace(about, link=given.link, exceeded=given.exceeded, assume_fits=given.assume_fits)
     with about.asking():
         return _chosen(about, changes, given, rows)
@@ -65,7 +69,11 @@ def _chosen(about: Subject, changes: Sequence[Change], given: Given, rows: int |
         step_s=chosen.time.step_s if chosen.time else None,
         lengths=about.question(candidate).lengths,
         rendezvous=_rendezvous(recipe.launch),
-        link=given.link if candidate.device == "cuda" and candidate.processes_per_machine > 1 else None,
+        link=(
+            given.link
+            if candidate.device == "cuda" and candidate.processes_per_machine > 1
+            else None
+        ),
         packing=recipe.data.packing,
         by_tokens=recipe.data.batch_by_tokens,
         padding=about.padding(candidate),
@@ -75,8 +83,9 @@ def _chosen(about: Subject, changes: Sequence[Change], given: Given, rows: int |
 
 
 def _allocator_fraction(launch: LaunchSection) -> float:
-    """A share that the recipe names binds the ranks too. The default binds planning only: what it leaves free is for a
-    prediction that is too low. Only planning can tell them apart: a run's recipe.json has every default in it."""
+    """A share that the recipe names binds the ranks too. The default binds planning only: what it
+    leaves free is for a prediction that is too low. Only planning can tell them apart: a run's
+    recipe.json has every default in it."""
     return launch.vram_fraction if "vram_fraction" in launch.model_fields_set else 1.0
 
 

@@ -1,4 +1,5 @@
-"""What a recipe gives up where nothing else fits, as far as its `allow:` says. Unlike a plan, it changes the result."""
+"""What a recipe gives up where nothing else fits, as far as its `allow:` says. Unlike a plan, it
+changes the result."""
 
 from __future__ import annotations
 
@@ -17,10 +18,13 @@ REASON = "nothing else fits, and allow: says so; this changes the result"
 
 
 def rungs(recipe: Recipe, model_type: str) -> Iterator[tuple[Recipe, tuple[Change, ...]]]:
-    """(recipe, what was given up) of each rung, with all of those before it: 4 bits, lower rank, shorter rows."""
+    """(recipe, what was given up) of each rung, with all of those before it: 4 bits, lower rank,
+    shorter rows."""
     given_up: dict[str, Change] = {}
 
-    def lower(update: dict[str, Any], *changes: tuple[str, Any, Any]) -> tuple[Recipe, tuple[Change, ...]]:
+    def lower(
+        update: dict[str, Any], *changes: tuple[str, Any, Any]
+    ) -> tuple[Recipe, tuple[Change, ...]]:
         nonlocal recipe
         recipe = recipe.model_copy(update=update)
         for key, before, after in changes:
@@ -29,11 +33,17 @@ def rungs(recipe: Recipe, model_type: str) -> Iterator[tuple[Recipe, tuple[Chang
         return recipe, tuple(given_up.values())
 
     adapter = recipe.lora
-    if "quantization" in recipe.allow and adapter and not recipe.quantization and model_type in parameters.LORA_TARGETS:
+    if (
+        "quantization" in recipe.allow
+        and adapter
+        and not recipe.quantization
+        and model_type in parameters.LORA_TARGETS
+    ):
         four_bit = QuantizationSection(load_in_4bit=True)
         yield lower({"quantization": four_bit}, ("quantization.load_in_4bit", "false", "true"))
     while "lora.r" in recipe.allow and adapter and adapter.r >= 2 * LEAST_R:
-        halved = LoraSection(**{**adapter.model_dump(), **_halved(adapter)})  # the same lora_alpha / r
+        # the same lora_alpha / r
+        halved = LoraSection(**{**adapter.model_dump(), **_halved(adapter)})
         alpha = ("lora.lora_alpha", adapter.lora_alpha, halved.lora_alpha)
         yield lower({"lora": halved}, ("lora.r", adapter.r, halved.r), alpha)
         adapter = halved

@@ -1,4 +1,5 @@
-"""From what was typed to a recipe and a plan: the one path that plan, run and the guides' direct start all take."""
+"""From what was typed to a recipe and a plan: the one path that plan, run and the guides' direct
+start all take."""
 
 from __future__ import annotations
 
@@ -54,11 +55,16 @@ def resolve(
     test_link: bool = False,
     trace: bool = True,
 ) -> Resolved:
-    """Read, probe, count and plan; imports no torch. Writes nothing but traces, and sample data that a recipe names.
+    """Read, probe, count and plan; imports no torch. Writes nothing but traces, and sample data
+    that a recipe names.
 
     `trace` False: the plan counts model states alone, as where many ranks start at once."""
     house = House.here()
-    machine = probe_machine.described(machine_file) if machine_file else probe_machine.machine(run_dir=house.root)
+    machine = (
+        probe_machine.described(machine_file)
+        if machine_file
+        else probe_machine.machine(run_dir=house.root)
+    )
     if given.num_processes == 1:
         machine = _with_one_gpu(machine)
     if machine_file is None:
@@ -76,25 +82,38 @@ def resolve(
     if recipe.log_dir:
         files.refuse_strangers(Path(recipe.log_dir))
     if recipe.tokenizer.path and not Path(recipe.tokenizer.path).is_dir():
-        raise ResourceError(f"tokenizer.path: there is no folder {recipe.tokenizer.path}; give one, or leave it out")
+        raise ResourceError(
+            f"tokenizer.path: there is no folder {recipe.tokenizer.path}; give one, or leave it out"
+        )
     config, parameter_shapes = model_config.read(recipe.model, root=CODE)
     cut = Path(recipe.tokenizer.path or recipe.model.path or "")
-    if machine_file is None and cut.parts and not any(file for form in TOKENIZER_FILES for file in cut.glob(form)):
+    if (
+        machine_file is None
+        and cut.parts
+        and not any(file for form in TOKENIZER_FILES for file in cut.glob(form))
+    ):
         raise ResourceError(
-            f"{cut}: found no tokenizer.json or its like; name a tokenizer with --tokenizer.path=FOLDER"
+            f"{cut}: found no tokenizer.json or its like; name a tokenizer with"
+            " --tokenizer.path=FOLDER"
         )
     _write_sample_data(recipe, house, say)
     known = token_cache.known_files(house.cache)
     data_format = columns.detect(recipe.data, house.root, known)
     rows = None if recipe.data.streaming else columns.row_count(Path(recipe.data.train_file), known)
-    given = replace(given, has_deepspeed=machine_file is not None or find_spec("deepspeed") is not None)
+    given = replace(
+        given, has_deepspeed=machine_file is not None or find_spec("deepspeed") is not None
+    )
     if recipe.training.compiles and machine_file is None:
-        given = replace(given, no_compiler=packages.no_compiler(has_gpu, environment.passed(os.environ)))
+        given = replace(
+            given, no_compiler=packages.no_compiler(has_gpu, environment.passed(os.environ))
+        )
     if machine_file is None:
         packages.refuse_missing(recipe)
     if machine_file is None and has_gpu:
         flash = (
-            None if recipe.model.attn_implementation in ("sdpa", "eager") else import_memory.no_flash_attn(house.cache)
+            None
+            if recipe.model.attn_implementation in ("sdpa", "eager")
+            else import_memory.no_flash_attn(house.cache)
         )
         liger = packages.no_liger(environment.passed(os.environ))
         given = replace(given, no_flash_attn=flash, no_liger=liger)
@@ -103,7 +122,11 @@ def resolve(
 
     def planned(recipe: Recipe, changes: Sequence[Change]) -> Resolved:
         about = context.subject(recipe, machine, config, parameter_shapes, data_format)
-        base = model_config.weights_fingerprint(Path(recipe.model.path)) if recipe.lora and recipe.model.path else None
+        base = (
+            model_config.weights_fingerprint(Path(recipe.model.path))
+            if recipe.lora and recipe.model.path
+            else None
+        )
         about = replace(with_counts(house, about), rows=rows, base_fingerprint=base)
         device = "cuda" if has_gpu else "cpu"
         if trace:
@@ -111,13 +134,20 @@ def resolve(
                 about,
                 traces=Traces(recipe, about.shape, about.lora_targets, house.traces, say),
                 imports=import_memory.known(house.cache, device),
-                allocator=AllocatorConfig.parse(_allocator_settings(os.environ)) if has_gpu else TORCH_DEFAULTS,
+                allocator=(
+                    AllocatorConfig.parse(_allocator_settings(os.environ))
+                    if has_gpu
+                    else TORCH_DEFAULTS
+                ),
                 usual=_usual(house, machine, device, say),
             )
         wants_tuned = given.wants_tuned and machine_file is None and house.ledger_file.exists()
         tuned = _tuned(house, about, say) if wants_tuned else None
-        known = replace(given, tuned=tuned, assume_fits=recipe.launch.assume_fits, offers_ways=not recipe.allow)
-        with suppress(DoesNotFit):  # what ran out once is planned within the budgets, where that can be
+        known = replace(
+            given, tuned=tuned, assume_fits=recipe.launch.assume_fits, offers_ways=not recipe.allow
+        )
+        # what ran out once is planned within the budgets, where that can be
+        with suppress(DoesNotFit):
             if known.assume_fits and given.exceeded.ran_out:
                 plan = planner.choose(about, changes, replace(known, assume_fits=False), rows)
                 return Resolved(house, recipe, machine, plan, about)
@@ -126,8 +156,9 @@ def resolve(
     try:
         if recipe in given.exceeded.spent:
             raise DoesNotFit(
-                f"{recipe.name}: all plans of this start took more memory than there is, each less than the one"
-                " before; the same line again tries a smaller one, from the last checkpoint if there is one"
+                f"{recipe.name}: all plans of this start took more memory than there is, each less"
+                " than the one before; the same line again tries a smaller one, from the last"
+                " checkpoint if there is one"
             )
         return planned(recipe, changes)
     except DoesNotFit as refusal:
@@ -138,9 +169,10 @@ def resolve(
             with suppress(DoesNotFit):  # the next one gives up more
                 if gentler not in given.exceeded.spent:
                     return planned(gentler, (*changes, *given_up))
+        relaxed = ", ".join(f"{change.key} {change.effective}" for change in given_up)
         raise DoesNotFit(
             f"{refusal}. Nor does it fit with all that allow: [{', '.join(recipe.allow)}] gives up"
-            f" ({', '.join(f'{change.key} {change.effective}' for change in given_up) or 'nothing here'})"
+            f" ({relaxed or 'nothing here'})"
         ) from refusal
 
 
@@ -160,7 +192,9 @@ def _with_one_gpu(machine: Machine) -> Machine:
 def _refuse_cards(recipe: Recipe, machine: Machine, given: Given) -> None:
     """Raises ResourceError for cards that are here and cannot be used: nobody asked for the CPU."""
     if machine.gpus_obstacle and not machine.gpus:
-        raise ResourceError(f"{machine.gpus_obstacle}; or train on the CPU on purpose: --launch.mode=cpu")
+        raise ResourceError(
+            f"{machine.gpus_obstacle}; or train on the CPU on purpose: --launch.mode=cpu"
+        )
     launch = recipe.launch
     asked = 1 if launch.mode == "single_gpu" else given.num_processes or launch.num_processes
     count = asked // max(launch.nodes, given.num_machines) if asked else len(machine.gpus)
@@ -174,14 +208,17 @@ def _allocator_settings(environ: Mapping[str, str]) -> str:
 
 
 def _usual(house: House, machine: Machine, device: Device, say: Callable[[str], None]) -> float:
-    """By which share of itself a prediction has to be exceeded here to be a surprise; 0 while too few runs tell."""
+    """By which share of itself a prediction has to be exceeded here to be a surprise; 0 while too
+    few runs tell."""
     if not house.ledger_file.exists():
         return 0.0
     from launch.predict.history.cache_keys import machine_key
     from launch.predict.history.ledger import Ledger
 
     ledger = Ledger(house.ledger_file, say)
-    return max(ledger.margin("reserved_bytes", device, machine_key(machine), prior=0.0).fraction, 0.0)
+    return max(
+        ledger.margin("reserved_bytes", device, machine_key(machine), prior=0.0).fraction, 0.0
+    )
 
 
 def _tuned(house: House, about: Subject, say: Callable[[str], None]) -> Strategy | None:
@@ -189,16 +226,22 @@ def _tuned(house: House, about: Subject, say: Callable[[str], None]) -> Strategy
     from launch.predict.history import cache_keys
     from launch.predict.history.ledger import Ledger
 
-    of = cache_keys.machine_key(about.machine), cache_keys.model_key(about.shape), cache_keys.recipe_key(about.recipe)
+    of = (
+        cache_keys.machine_key(about.machine),
+        cache_keys.model_key(about.shape),
+        cache_keys.recipe_key(about.recipe),
+    )
     found = Ledger(house.ledger_file, say).recall(*of)
     return found.strategy if found else None
 
 
 def with_counts(house: House, about: Subject) -> Subject:
-    """The subject with what is known of its tokenised rows; as it is where none have been tokenised yet."""
+    """The subject with what is known of its tokenised rows; as it is where none have been tokenised
+    yet."""
     tokens = token_cache.token_cache(house.cache, about.recipe, about.shape, about.data_format)
     counts = token_hashes.counts(tokens)
-    if counts is None or "train" not in counts:  # not tokenised yet, or damaged: they will be again; streamed
+    # not tokenised yet, or damaged: they will be again; streamed
+    if counts is None or "train" not in counts:
         return about
     parts = [part for part in counts.values() if isinstance(part, dict)]
     if not all("shortest_input" in part for part in parts):  # written by an older version
@@ -218,13 +261,21 @@ def tokenising_processes(resolved: Resolved) -> int:
     device = resolved.plan.strategy.device
     budget = host_budget_bytes(resolved.recipe, resolved.machine)
     held = import_memory.known(resolved.house.cache, device)
-    return host_memory.tokenising_processes(resolved.recipe.data, held, resolved.machine.cpu_count, budget)
+    return host_memory.tokenising_processes(
+        resolved.recipe.data, held, resolved.machine.cpu_count, budget
+    )
 
 
 def _link(
-    recipe: Recipe, machine: Machine, given: Given, house: House, say: Callable[[str], None], test: bool
+    recipe: Recipe,
+    machine: Machine,
+    given: Given,
+    house: House,
+    say: Callable[[str], None],
+    test: bool,
 ) -> Link | None:
-    """What carries an all-reduce between this machine's GPUs: as known, or tested now. None: it does not matter."""
+    """What carries an all-reduce between this machine's GPUs: as known, or tested now. None: it
+    does not matter."""
     launch = recipe.launch
     count = (launch.num_processes or len(machine.gpus) * launch.nodes) // launch.nodes
     settled = given.num_processes is not None or given.force_gloo or launch.mode == "dual_gpu_gloo"

@@ -28,8 +28,8 @@ def _behind(one: Judged, chosen: Judged) -> str:
 def _search(
     about: Subject, possible: Sequence[Candidate], given: Given, judged: list[tuple[Judged, str]]
 ) -> Judged | None:
-    """What the first wave with one that fits chooses; where whole copies fit in much slower pieces only, the faster of
-    that and of copies shared out."""
+    """What the first wave with one that fits chooses; where whole copies fit in much slower pieces
+    only, the faster of that and of copies shared out."""
     for wave in candidates.wanted(about, possible, given):
         chosen = _fastest(about, wave, judged, given.free_batch)
         if chosen is not None:
@@ -45,26 +45,38 @@ def _search(
     best = other if other is not None and other.seconds * AS_FAST < chosen.seconds else chosen
     known = [*judged, *others]
     judged[:] = [
-        (one, words if one.misses else "chosen" if one is best else _behind(one, best)) for one, words in known
+        (one, words if one.misses else "chosen" if one is best else _behind(one, best))
+        for one, words in known
     ]
     return best
 
 
 def _fastest(
-    about: Subject, wanted: Sequence[Candidate], judged: list[tuple[Judged, str]], is_free: bool = False
+    about: Subject,
+    wanted: Sequence[Candidate],
+    judged: list[tuple[Judged, str]],
+    is_free: bool = False,
 ) -> Judged | None:
     """The fastest of these that fits; all are added to `judged` with why they won or lost.
 
-    Where no time is predicted the order given counts. The allocator is replayed for those that may win only. Of those
-    as fast as can be told apart the first of the order given wins, which is nearest to what was asked for; where any
-    batch will do (`is_free`), one without checkpointing and chunks."""
-    lost = {at: found for at, one in enumerate(wanted) if (found := estimate.hopeless(about, _evaluated(about, one)))}
+    Where no time is predicted the order given counts. The allocator is replayed for those that may
+    win only. Of those as fast as can be told apart the first of the order given wins, which is
+    nearest to what was asked for; where any batch will do (`is_free`), one without checkpointing
+    and chunks."""
+    lost = {
+        at: found
+        for at, one in enumerate(wanted)
+        if (found := estimate.hopeless(about, _evaluated(about, one)))
+    }
     about.fetch(one for at, one in enumerate(wanted) if at not in lost)
     rough = [
-        lost.get(at) or estimate.judge(about, _with_fewer_workers(about, _evaluated(about, one)), exact=False)
+        lost.get(at)
+        or estimate.judge(about, _with_fewer_workers(about, _evaluated(about, one)), exact=False)
         for at, one in enumerate(wanted)
     ]
-    order = sorted(range(len(rough)), key=lambda at: (rough[at].time is None, rough[at].seconds, at))
+    order = sorted(
+        range(len(rough)), key=lambda at: (rough[at].time is None, rough[at].seconds, at)
+    )
     fitting = [at for at in order if rough[at].misses is None]
     if fitting:
         near = [at for at in fitting if rough[at].seconds <= rough[fitting[0]].seconds * AS_FAST]
@@ -93,8 +105,8 @@ def _is_indirect(candidate: Candidate) -> bool:
 
 
 def _evaluated(about: Subject, candidate: Candidate) -> Candidate:
-    """The candidate with an evaluation batch that takes no more than training does; one that was asked for, no more
-    than fits. Evaluation does not decide the weights, so it gives way first."""
+    """The candidate with an evaluation batch that takes no more than training does; one that was
+    asked for, no more than fits. Evaluation does not decide the weights, so it gives way first."""
     count = candidate.per_device_eval_batch_size
     for one in about.exceeded.ran_out:
         if one.section == "evaluation":
@@ -113,19 +125,24 @@ def _evaluated(about: Subject, candidate: Candidate) -> Candidate:
 
 
 def _with_fewer_workers(about: Subject, candidate: Candidate) -> Candidate:
-    """The candidate with as many data workers as host RAM has room for, where their number was left to planning."""
+    """The candidate with as many data workers as host RAM has room for, where their number was left
+    to planning."""
     if about.recipe.training.dataloader_num_workers is not None:
         return candidate
     fewer = candidate
     while fewer.dataloader_num_workers:
-        if estimate.misses_host(about, fewer, estimate.judge(about, fewer, exact=False).memory) is None:
+        if (
+            estimate.misses_host(about, fewer, estimate.judge(about, fewer, exact=False).memory)
+            is None
+        ):
             return fewer
         fewer = replace(fewer, dataloader_num_workers=fewer.dataloader_num_workers - 1)
     return fewer
 
 
 def ranked(about: Subject, given: Given) -> list[Judged]:
-    """Every way to cut the effective batch that fits, the fastest first; empty where nothing was traced."""
+    """Every way to cut the effective batch that fits, the fastest first; empty where nothing was
+    traced."""
     about = replace(about, link=given.link)
     possible, _ = candidates.possible(about, given)
     if about.traces is None:
@@ -140,7 +157,8 @@ def ranked(about: Subject, given: Given) -> list[Judged]:
 
 
 def _sorted(judged: Sequence[tuple[Judged, str]]) -> list[tuple[Judged, str]]:
-    """The chosen one first, then the nearest: what fits by time, what does not by bytes; no more than people read."""
+    """The chosen one first, then the nearest: what fits by time, what does not by bytes; no more
+    than people read."""
     ranked = sorted(
         judged,
         key=lambda one: (

@@ -20,39 +20,60 @@ MAX_WAYS = 3  # offered where nothing fits; each may have to be traced
 
 
 def _does_not_fit(
-    about: Subject, judged: Sequence[tuple[Judged, str]], refusals: Sequence[str], ways: Sequence[str] | None
+    about: Subject,
+    judged: Sequence[tuple[Judged, str]],
+    refusals: Sequence[str],
+    ways: Sequence[str] | None,
 ) -> str:
     shape, whole, recipe = about.shape, about.whole, about.recipe
-    advice = f". This would fit: {'; '.join(ways)}" if ways else ". Use a smaller model (--model.shape=...)"
+    advice = (
+        f". This would fit: {'; '.join(ways)}"
+        if ways
+        else ". Use a smaller model (--model.shape=...)"
+    )
     by_miss: dict[str | None, Judged] = {}  # of those that miss alike the first
     for one, _ in sorted(judged, key=lambda one: one[0].excess):
         by_miss.setdefault(one.misses, one)
     nearest = [f"{describe(one.candidate)}: {words}" for words, one in by_miss.items()][:3]
     exact = " with launch.exact_batch" if recipe.launch.exact_batch else ""
     return (
-        f"{recipe.name}: {shape.name} ({shape.parameters:,} parameters, {shape.trainable_parameters:,} trained) needs"
-        f" {gib(whole.weights_bytes)} weights + {gib(whole.gradients_bytes)} gradients +"
-        f" {gib(whole.optimizer_bytes)} optimizer before any activation. Nothing fits{exact}. Nearest:"
+        f"{recipe.name}: {shape.name} ({shape.parameters:,} parameters,"
+        f" {shape.trainable_parameters:,} trained) needs {gib(whole.weights_bytes)} weights +"
+        f" {gib(whole.gradients_bytes)} gradients + {gib(whole.optimizer_bytes)} optimizer before"
+        f" any activation. Nothing fits{exact}. Nearest:"
         f" {'; '.join([*nearest, *refusals])}{'' if ways is None else advice}"
     )
 
 
 def _ways(about: Subject, given: Given) -> Iterator[str]:
-    """Flags with which a candidate fits, its bytes beside them; only what was computed to fit is offered."""
+    """Flags with which a candidate fits, its bytes beside them; only what was computed to fit is
+    offered."""
     recipe = about.recipe
     launch, model = recipe.launch, recipe.model
     places = [("", launch)]
     if launch.mode != "auto" and given.num_processes is None:
         places.append(("--launch.mode=auto ", launch.model_copy(update={"mode": "auto"})))
     free = [gpu.free_bytes for gpu in about.machine.gpus]
-    is_uneven = launch.num_processes is None and len(free) > 1 and min(free) < CLEARLY_BELOW * max(free)
-    if ((launch.num_processes or 1) > 1 or is_uneven) and launch.nodes == 1 and given.num_processes is None:
+    is_uneven = (
+        launch.num_processes is None and len(free) > 1 and min(free) < CLEARLY_BELOW * max(free)
+    )
+    if (
+        ((launch.num_processes or 1) > 1 or is_uneven)
+        and launch.nodes == 1
+        and given.num_processes is None
+    ):
         alone = launch.model_copy(update={"mode": "auto", "num_processes": 1})
         places.append(("--launch.mode=auto --launch.num_processes=1 ", alone))
     if launch.exact_batch:
-        places.append(("--launch.exact_batch=false ", launch.model_copy(update={"exact_batch": False})))
+        places.append(
+            ("--launch.exact_batch=false ", launch.model_copy(update={"exact_batch": False}))
+        )
     half = model.model_copy(update={"dtype": "bfloat16"})
-    models = [("", model), ("--model.dtype=bfloat16 ", half)] if model.dtype == "float32" else [("", model)]
+    models = (
+        [("", model), ("--model.dtype=bfloat16 ", half)]
+        if model.dtype == "float32"
+        else [("", model)]
+    )
     lora_flag = "" if recipe.lora else "--lora.r=16 "
     adapters: list[tuple[str, LoraSection | None, QuantizationSection | None]]
     adapters = [("", recipe.lora, recipe.quantization)]
@@ -60,7 +81,13 @@ def _ways(about: Subject, given: Given) -> Iterator[str]:
         adapters.append((lora_flag, LoraSection(), None))
     if recipe.quantization is None and about.shape.config["model_type"] in parameters.LORA_TARGETS:
         four_bit = QuantizationSection(load_in_4bit=True)
-        adapters.append((f"{lora_flag}--quantization.load_in_4bit=true ", recipe.lora or LoraSection(), four_bit))
+        adapters.append(
+            (
+                f"{lora_flag}--quantization.load_in_4bit=true ",
+                recipe.lora or LoraSection(),
+                four_bit,
+            )
+        )
     offered = set()
     for states, section, lora, quantization, place_flag, place in (
         (adapter_flags + model_flag, section, lora, quantization, place_flag, place)
@@ -68,11 +95,14 @@ def _ways(about: Subject, given: Given) -> Iterator[str]:
         for model_flag, section in models
         for place_flag, place in places
     ):
-        if not states + place_flag or states in offered:  # as it was typed; or it fits without another place
+        # as it was typed; or it fits without another place
+        if not states + place_flag or states in offered:
             continue
         update = {"model": section, "lora": lora, "quantization": quantization, "launch": place}
         variant = recipe.model_copy(update=update)
-        other = subject(variant, about.machine, dict(about.shape.config), about.parameters, about.data_format)
+        other = subject(
+            variant, about.machine, dict(about.shape.config), about.parameters, about.data_format
+        )
         traces = about.traces and about.traces.of(variant, other.shape, other.lora_targets)
         differs = {"whole": other.whole, "lora_targets": other.lora_targets, "traces": traces}
         other = replace(about, recipe=variant, shape=other.shape, **differs)
@@ -81,9 +111,18 @@ def _ways(about: Subject, given: Given) -> Iterator[str]:
         except (ConfigError, ResourceError):  # this machine cannot start it: no way out
             continue
         # of each the most frugal cut; a batch of one with its checkpointing settled has none
-        frugal = possible if traces is None else [[one, *candidates.cuts(other, one)][-1] for one in possible]
+        frugal = (
+            possible
+            if traces is None
+            else [[one, *candidates.cuts(other, one)][-1] for one in possible]
+        )
         whole = [one for one in frugal if one.is_whole]
-        chosen = _fastest(other, whole, []) or _fastest(other, [one for one in frugal if one not in whole], [])
+        chosen = _fastest(other, whole, []) or _fastest(
+            other, [one for one in frugal if one not in whole], []
+        )
         if chosen is not None:
             offered.add(states)
-            yield f"{states + place_flag}".strip() + f" ({chosen.candidate.mode}, {gib(chosen.memory.device_bytes)})"
+            yield (
+                f"{states + place_flag}".strip()
+                + f" ({chosen.candidate.mode}, {gib(chosen.memory.device_bytes)})"
+            )

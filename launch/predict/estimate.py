@@ -1,7 +1,9 @@
-"""What one candidate would take: bytes on the device and on the host, seconds per step. Values in, values out.
+"""What one candidate would take: bytes on the device and on the host, seconds per step. Values in,
+values out.
 
-The step's peak comes from its trace, what the allocator keeps on top of it from a replay, the rest from constants with
-a source. A candidate whose step was not traced is judged by its model states alone, and the plan says so.
+The step's peak comes from its trace, what the allocator keeps on top of it from a replay, the rest
+from constants with a source. A candidate whose step was not traced is judged by its model states
+alone, and the plan says so.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from launch.schema.plan import MULTIPLE, DataFormat, MemoryEstimate, ModelShape,
 from launch.schema.recipe import DTYPE_BYTES, Recipe
 
 USUAL_DOCUMENT = 128  # tokens, assumed while none have been counted
-# Outside the allocator. A context after one kernel, with lazy loading (CUDA 11.7 and later): assumed, unmeasured here.
+# Outside the allocator. A context after one kernel, with lazy loading (CUDA 11.7 and later):
+# assumed, unmeasured here.
 CONTEXT_BYTES = {"nvidia": 512 << 20, "amd": 768 << 20}
 # A communicator of two ranks, and of more: github.com/NVIDIA/nccl issue 964, A100.
 NCCL_BYTES, NCCL_MORE_BYTES = 544 << 20, 688 << 20
@@ -59,7 +62,8 @@ class Subject:
     base_fingerprint: str | None = None  # of the weights that an adapter is trained for
     rows: int | None = None  # of the training file
     cache_bytes: int | None = None  # of the tokenised rows; None: not there yet
-    counts: Mapping[str, Any] | None = None  # of the tokenised training file, as tokenising wrote them
+    # of the tokenised training file, as tokenising wrote them
+    counts: Mapping[str, Any] | None = None
     usual: float = 0.0  # share by which past predictions were exceeded, at the level wanted
     exceeded: Exceeded = NOTHING_EXCEEDED  # and that of this very run
     assume_fits: bool = False  # budgets do not count, only what ran out
@@ -76,7 +80,12 @@ class Subject:
         card = self.machine.gpus[0]
         is_fused = architectures.of(card).attention != "math"
         return Question(
-            candidate, (source, target), is_padded, card.architecture, is_fused, self._documents(candidate, source)
+            candidate,
+            (source, target),
+            is_padded,
+            card.architecture,
+            is_fused,
+            self._documents(candidate, source),
         )
 
     def _documents(self, candidate: Strategy, length: int) -> int:
@@ -85,28 +94,41 @@ class Subject:
             return 0
         if not self.recipe.data.packing:
             return 1
-        mean = self.counts["documents"] / self.counts["rows"] if self.counts else length / USUAL_DOCUMENT
+        mean = (
+            self.counts["documents"] / self.counts["rows"]
+            if self.counts
+            else length / USUAL_DOCUMENT
+        )
         return 1 << max(math.ceil(mean) - 1, 0).bit_length()
 
     def shapes(self, candidate: Strategy) -> list[tuple[Question, int]]:
-        """(step, rows of its micro-batch) of all that the highest peak may be of: the longest rows. By tokens also the
-        most rows that such a budget can hold, which are a whole step's.
+        """(step, rows of its micro-batch) of all that the highest peak may be of: the longest rows.
+        By tokens also the most rows that such a budget can hold, which are a whole step's.
 
-        Between the two no part of a peak is higher than at one of them: at so many padded tokens what grows with them
-        is the same, attention's squares fall with the length, what a row takes by itself grows with the rows."""
+        Between the two no part of a peak is higher than at one of them: at so many padded tokens
+        what grows with them is the same, attention's squares fall with the length, what a row takes
+        by itself grows with the rows."""
         asked, rows = self.question(candidate), candidate.per_device_train_batch_size
         parts = candidate.gradient_accumulation_steps
         if not self.recipe.data.batch_by_tokens or parts == 1:
             return [(asked, rows)]
         multiple = MULTIPLE[candidate.device]
-        shorter = tuple(max(length // parts // multiple * multiple, LEAST_LENGTH) for length in asked.lengths)
-        most = min(rows * length // short for length, short in zip(asked.lengths, shorter, strict=True))
+        shorter = tuple(
+            max(length // parts // multiple * multiple, LEAST_LENGTH) for length in asked.lengths
+        )
+        most = min(
+            rows * length // short for length, short in zip(asked.lengths, shorter, strict=True)
+        )
         most = max(min(most, rows * parts), 1)
         short = replace(asked, lengths=shorter, is_padded=True)
-        return [(asked, rows), (replace(short, strategy=replace(candidate, per_device_train_batch_size=most)), most)]
+        return [
+            (asked, rows),
+            (replace(short, strategy=replace(candidate, per_device_train_batch_size=most)), most),
+        ]
 
     def fetch(self, candidates: Iterable[Strategy]) -> None:
-        """Have the steps of these candidates traced, of the longest rows, as far as they are not known."""
+        """Have the steps of these candidates traced, of the longest rows, as far as they are not
+        known."""
         self.fetch_steps(self.question(candidate) for candidate in candidates)
 
     def fetch_steps(self, questions: Iterable[Question]) -> None:
@@ -129,15 +151,19 @@ class Subject:
         if self.counts is None:
             return None
         lengths = self.question(candidate).lengths
-        return time_padding.of(self.counts, candidate, MULTIPLE[candidate.device], self.recipe.data, lengths)
+        return time_padding.of(
+            self.counts, candidate, MULTIPLE[candidate.device], self.recipe.data, lengths
+        )
 
     def mean_cut(self, candidate: Strategy) -> Cut | None:
-        """What a step holds on average, in rows as long as the longest; None until the rows are tokenised, and where
-        they are packed and fill it."""
+        """What a step holds on average, in rows as long as the longest; None until the rows are
+        tokenised, and where they are packed and fill it."""
         if self.counts is None or self.recipe.data.packing:
             return None
         lengths = self.question(candidate).lengths
-        return time_padding.mean_cut(self.counts, candidate, MULTIPLE[candidate.device], self.recipe.data, lengths)
+        return time_padding.mean_cut(
+            self.counts, candidate, MULTIPLE[candidate.device], self.recipe.data, lengths
+        )
 
 
 @dataclass(frozen=True)
@@ -157,8 +183,8 @@ class Judged:
 
 
 def hopeless(subject: Subject, candidate: Strategy) -> Judged | None:
-    """The candidate judged by what no trace changes, where that alone exceeds a budget: model states on the device; on
-    the host what processes import, build and save."""
+    """The candidate judged by what no trace changes, where that alone exceeds a budget: model
+    states on the device; on the host what processes import, build and save."""
     memory = _states(subject, candidate)
     if subject.traces is not None:
         fewest = candidate
@@ -170,8 +196,8 @@ def hopeless(subject: Subject, candidate: Strategy) -> Judged | None:
 
 
 def judge(subject: Subject, candidate: Strategy, exact: bool = True) -> Judged:
-    """Predict one candidate and compare it with both budgets; `exact` replays the allocator, and traces what else than
-    the longest rows the highest peak may be of, which takes longer."""
+    """Predict one candidate and compare it with both budgets; `exact` replays the allocator, and
+    traces what else than the longest rows the highest peak may be of, which takes longer."""
     states = _states(subject, candidate)
     trace = subject.trace(candidate)
     steps = [(subject.question(candidate), candidate.per_device_train_batch_size)]
@@ -184,15 +210,20 @@ def judge(subject: Subject, candidate: Strategy, exact: bool = True) -> Judged:
         return _judged(subject, candidate, states, None)
     memories = [_with_peak(subject, candidate, states, found, rows, exact) for found, rows in known]
     memory = max(memories, key=lambda one: (one.device_bytes, one.host_bytes))
-    return _judged(subject, candidate, memory, _time(subject, candidate, trace, subject.mean_cut(candidate)))
+    return _judged(
+        subject, candidate, memory, _time(subject, candidate, trace, subject.mean_cut(candidate))
+    )
 
 
 def share_of_longest(subject: Subject, candidate: Strategy) -> float:
-    """Predicted seconds of a step over those of one whose rows are all as long as the longest; 1 where not known."""
+    """Predicted seconds of a step over those of one whose rows are all as long as the longest; 1
+    where not known."""
     trace, cut = subject.trace(candidate), subject.mean_cut(candidate)
     if trace is None or cut is None:
         return 1.0
-    return _time(subject, candidate, trace, cut).step_s / _time(subject, candidate, trace, None).step_s
+    return (
+        _time(subject, candidate, trace, cut).step_s / _time(subject, candidate, trace, None).step_s
+    )
 
 
 def _time(subject: Subject, candidate: Strategy, trace: Trace, cut: Cut | None) -> TimeEstimate:
@@ -201,23 +232,40 @@ def _time(subject: Subject, candidate: Strategy, trace: Trace, cut: Cut | None) 
     return timing.estimate(work, candidate, subject.shape, subject.whole, speed, subject.link, cut)
 
 
-def _judged(subject: Subject, candidate: Strategy, memory: MemoryEstimate, time: TimeEstimate | None) -> Judged:
+def _judged(
+    subject: Subject, candidate: Strategy, memory: MemoryEstimate, time: TimeEstimate | None
+) -> Judged:
     budget = budget_bytes(subject.recipe, subject.machine, candidate)
-    of_host = host_bytes(candidate, memory) / max(host_budget_bytes(subject.recipe, subject.machine), 1)
+    of_host = host_bytes(candidate, memory) / max(
+        host_budget_bytes(subject.recipe, subject.machine), 1
+    )
     excess = max(memory.device_bytes / max(budget, 1), of_host)
-    return Judged(candidate, memory, time, budget, _misses(subject, candidate, memory, budget), excess)
+    return Judged(
+        candidate, memory, time, budget, _misses(subject, candidate, memory, budget), excess
+    )
 
 
 def _states(subject: Subject, candidate: Strategy) -> MemoryEstimate:
     model_type = subject.shape.config["model_type"]
-    return sharding.per_rank(subject.whole, subject.parameters, subject.recipe, candidate, model_type)
+    return sharding.per_rank(
+        subject.whole, subject.parameters, subject.recipe, candidate, model_type
+    )
 
 
 def _with_peak(
-    subject: Subject, candidate: Strategy, states: MemoryEstimate, trace: Trace, samples: int, exact: bool
+    subject: Subject,
+    candidate: Strategy,
+    states: MemoryEstimate,
+    trace: Trace,
+    samples: int,
+    exact: bool,
 ) -> MemoryEstimate:
     counts = samples, _eval_samples(subject, candidate)
-    memory = replace(states, peak=trace.peak(*counts), step_allocated_bytes=trace.peak(samples, None).allocated_bytes)
+    memory = replace(
+        states,
+        peak=trace.peak(*counts),
+        step_allocated_bytes=trace.peak(samples, None).allocated_bytes,
+    )
     memory = _with_host(subject, candidate, memory, trace, samples, exact)
     if candidate.device == "cpu":
         return memory
@@ -230,12 +278,17 @@ def _with_peak(
         begun, rest = trace.run(*counts, makes_states=candidate.engine != "deepspeed")
         of_step = _reserved_bytes(begun, subject.allocator, room)
         reserved = _reserved_bytes([*begun, *rest], subject.allocator, room)
-    memory = replace(memory, fragmentation_bytes=max(reserved - memory.allocated_bytes, 0), outside_bytes=outside)
+    memory = replace(
+        memory, fragmentation_bytes=max(reserved - memory.allocated_bytes, 0), outside_bytes=outside
+    )
     memory = replace(memory, step_reserved_bytes=max(of_step, memory.step_allocated_bytes))
     free = min(gpu.free_bytes for gpu in subject.machine.gpus[: candidate.processes_per_machine])
-    kept = int(free * (1 - subject.recipe.launch.vram_fraction))  # the error bar is part of what planning leaves free
+    # the error bar is part of what planning leaves free
+    kept = int(free * (1 - subject.recipe.launch.vram_fraction))
     margin = max(
-        int(subject.usual * memory.reserved_bytes) - kept, int(subject.exceeded.device * memory.reserved_bytes), 0
+        int(subject.usual * memory.reserved_bytes) - kept,
+        int(subject.exceeded.device * memory.reserved_bytes),
+        0,
     )
     return replace(memory, margin_bytes=margin)
 
@@ -248,8 +301,9 @@ def _eval_samples(subject: Subject, candidate: Strategy) -> int | None:
 def _reserved_bytes(
     events: Sequence[memory_allocator.Event], config: memory_allocator.AllocatorConfig, room: int
 ) -> int:
-    """What the allocator reserves for these events. Where it would like more than there is room for, it gives cached
-    blocks back and tries again: what it has then, or, where that does not help either, what it would like."""
+    """What the allocator reserves for these events. Where it would like more than there is room
+    for, it gives cached blocks back and tries again: what it has then, or, where that does not help
+    either, what it would like."""
     free = memory_allocator.replay(events, config)
     if free.peak_reserved_bytes <= room:
         return free.peak_reserved_bytes
@@ -258,15 +312,29 @@ def _reserved_bytes(
 
 
 def _with_host(
-    subject: Subject, candidate: Strategy, memory: MemoryEstimate, trace: Trace | None, samples: int, exact: bool
+    subject: Subject,
+    candidate: Strategy,
+    memory: MemoryEstimate,
+    trace: Trace | None,
+    samples: int,
+    exact: bool,
 ) -> MemoryEstimate:
     """With what the job takes of the host; without a trace, all but what a step takes on CPUs."""
     counts = samples, _eval_samples(subject, candidate)
-    sizes = {section: peak.allocated_bytes for section, peak in trace.peaks(*counts).items()} if trace else {}
+    sizes = (
+        {section: peak.allocated_bytes for section, peak in trace.peaks(*counts).items()}
+        if trace
+        else {}
+    )
     # also where nothing is evaluated: what an engine holds beside the states is known from it
-    evaluated = trace.peaks(samples, candidate.per_device_eval_batch_size).get("evaluation") if trace else None
+    evaluated = (
+        trace.peaks(samples, candidate.per_device_eval_batch_size).get("evaluation")
+        if trace
+        else None
+    )
     written = {}
-    if candidate.engine == "deepspeed":  # its bucket is as large as asked for, and filled as far as there are gradients
+    # its bucket is as large as asked for, and filled as far as there are gradients
+    if candidate.engine == "deepspeed":
         element_bytes = 4 if candidate.mixed_precision == "no" else 2
         filled = min(subject.shape.trainable_parameters, sharding.BUCKET_ELEMENTS)
         written[sharding.BUCKET_ELEMENTS * element_bytes] = filled * element_bytes
@@ -281,7 +349,9 @@ def _with_host(
         strategy=candidate,
         shape=subject.shape,
         states=memory,
-        step_bytes=max((size for section, size in sizes.items() if section != "evaluation"), default=0),
+        step_bytes=max(
+            (size for section, size in sizes.items() if section != "evaluation"), default=0
+        ),
         evaluation_bytes=evaluated.allocated_bytes if evaluated else 0,
         embedding_bytes=math.prod(first) * DTYPE_BYTES[subject.recipe.model.dtype],
         untouched_bytes=untouched,
@@ -295,14 +365,16 @@ def _with_host(
 
 
 def _update(whole: MemoryEstimate) -> WorkCost:
-    """The optimizer step: norm, clipping and update read and write gradients, weights and states in a few kernels."""
+    """The optimizer step: norm, clipping and update read and write gradients, weights and states in
+    a few kernels."""
     trained = whole.gradients_bytes
     moved = 2 * whole.optimizer_bytes + 2 * trained + 4 * trained
     return WorkCost(matmul_flops={}, bytes_moved=Affine(float(moved)), num_kernels=Affine(20.0))
 
 
 def budget_bytes(recipe: Recipe, machine: Machine, candidate: Strategy) -> int:
-    """What one rank may use of its device: a share of the smallest card's free memory, or its part of the host's."""
+    """What one rank may use of its device: a share of the smallest card's free memory, or its part
+    of the host's."""
     if candidate.device == "cuda":
         free = min(gpu.free_bytes for gpu in machine.gpus[: candidate.processes_per_machine])
         return int(free * recipe.launch.vram_fraction)
@@ -311,14 +383,19 @@ def budget_bytes(recipe: Recipe, machine: Machine, candidate: Strategy) -> int:
 
 def host_budget_bytes(recipe: Recipe, machine: Machine) -> int:
     reserve = int(recipe.launch.host_reserve_gib * GIB)
-    if "host_reserve_gib" not in recipe.launch.model_fields_set:  # a small container is not all reserve
+    # a small container is not all reserve
+    if "host_reserve_gib" not in recipe.launch.model_fields_set:
         reserve = min(reserve, machine.host_limit_bytes // 8)
     return max(machine.host_available_bytes - reserve, 0)
 
 
-def _misses(subject: Subject, candidate: Strategy, memory: MemoryEstimate, budget: int) -> str | None:
+def _misses(
+    subject: Subject, candidate: Strategy, memory: MemoryEstimate, budget: int
+) -> str | None:
     """Which budget is exceeded, with numbers; None when it fits."""
-    ruled_out = subject.exceeded.rules_out("device", candidate, memory.device_bytes - memory.margin_bytes, memory)
+    ruled_out = subject.exceeded.rules_out(
+        "device", candidate, memory.device_bytes - memory.margin_bytes, memory
+    )
     if ruled_out:
         return ruled_out
     if memory.device_bytes > budget and not subject.assume_fits:
@@ -344,7 +421,8 @@ def misses_host(subject: Subject, candidate: Strategy, memory: MemoryEstimate) -
 
 
 def host_bytes(candidate: Strategy, memory: MemoryEstimate) -> int:
-    """What the job takes of a machine's RAM; where nothing better is known, what its ranks hold of the states there."""
+    """What the job takes of a machine's RAM; where nothing better is known, what its ranks hold of
+    the states there."""
     if memory.host_bytes:
         return memory.host_bytes
     of_rank = memory.offloaded_bytes + (memory.device_bytes if candidate.device == "cpu" else 0)
@@ -353,7 +431,12 @@ def host_bytes(candidate: Strategy, memory: MemoryEstimate) -> int:
 
 def describe(candidate: Strategy) -> str:
     """A candidate in a few words: mode, ranks, batch, checkpointing."""
-    words = f"{candidate.mode} x{candidate.num_processes}, batch {candidate.per_device_train_batch_size}"
+    words = (
+        f"{candidate.mode} x{candidate.num_processes}, batch"
+        f" {candidate.per_device_train_batch_size}"
+    )
     words += f" x {candidate.gradient_accumulation_steps}"
     words += ", checkpointing" if candidate.gradient_checkpointing else ""
-    return words + (f", loss in {candidate.num_output_chunks} chunks" if candidate.num_output_chunks > 1 else "")
+    return words + (
+        f", loss in {candidate.num_output_chunks} chunks" if candidate.num_output_chunks > 1 else ""
+    )

@@ -1,4 +1,5 @@
-"""A model's shape from configs/models/<name>.yaml or from a local Hugging Face folder, read without torch.
+"""A model's shape from configs/models/<name>.yaml or from a local Hugging Face folder, read without
+torch.
 
 Of weights only the safetensors headers are read. Nothing a folder names is executed or downloaded.
 """
@@ -37,7 +38,17 @@ TRAINER_FILES = {
     "scheduler.pt",
     "scaler.pt",
 }  # and rng_state*.pth
-DTYPE_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16}
+DTYPE_BITS = {
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+}
 DTYPE_BITS |= {"I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64}
 
 
@@ -51,13 +62,19 @@ class Tensor:
     end: int
 
 
-def load(model: ModelSection, lora: LoraSection | None, vocab_size: int | None = None, *, root: Path) -> ModelShape:
-    """The shape of the model a recipe names, counted. `vocab_size`: the vocabulary really used, where it is another.
+def load(
+    model: ModelSection, lora: LoraSection | None, vocab_size: int | None = None, *, root: Path
+) -> ModelShape:
+    """The shape of the model a recipe names, counted. `vocab_size`: the vocabulary really used,
+    where it is another.
 
-    Raises ConfigError (an unknown shape, a size that is none) and ResourceError (a folder that cannot be loaded).
+    Raises ConfigError (an unknown shape, a size that is none) and ResourceError (a folder that
+    cannot be loaded).
     """
     config, shapes = read(model, vocab_size, root=root)
-    parameters, trainable, lora_parameters = predict_parameters.count(shapes, model.freeze, lora, config["model_type"])
+    parameters, trainable, lora_parameters = predict_parameters.count(
+        shapes, model.freeze, lora, config["model_type"]
+    )
     name = model.shape or Path(model.path or "").name
     return ModelShape(name, config, parameters, trainable, lora_parameters)
 
@@ -65,7 +82,8 @@ def load(model: ModelSection, lora: LoraSection | None, vocab_size: int | None =
 def read(
     model: ModelSection, vocab_size: int | None = None, *, root: Path
 ) -> tuple[dict[str, Any], predict_parameters.Shapes]:
-    """(config, name and shape of every parameter): what predict.model_state() needs besides the recipe."""
+    """(config, name and shape of every parameter): what predict.model_state() needs besides the
+    recipe."""
     changes = {} if vocab_size is None else {"vocab_size": vocab_size}
     if model.shape is not None:
         config = _named_config(model.shape, root / "configs" / "models") | changes
@@ -79,8 +97,9 @@ def read(
     if model_type not in predict_parameters.LORA_TARGETS:
         if vocab_size not in (None, config.get("vocab_size")):
             raise ConfigError(
-                f"{folder}: the vocabulary of model_type {model_type!r} stays as it is ({config.get('vocab_size')}), "
-                f"but the tokenizer has {vocab_size}; give the folder's own tokenizer as tokenizer.path"
+                f"{folder}: the vocabulary of model_type {model_type!r} stays as it is"
+                f" ({config.get('vocab_size')}), but the tokenizer has {vocab_size}; give the"
+                " folder's own tokenizer as tokenizer.path"
             )
         return config, {name: tensor.shape for name, tensor in tensors.items()}
     untied = _untied(tensors, config, folder)
@@ -89,32 +108,41 @@ def read(
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a model folder that brings code, weights that are pickles, or weights that are damaged or missing.
+    """Refuse a model folder that brings code, weights that are pickles, or weights that are damaged
+    or missing.
 
-    Raises ResourceError. Whoever opens a folder asks this first; training asks read(), which checks the same."""
+    Raises ResourceError. Whoever opens a folder asks this first; training asks read(), which checks
+    the same."""
     _folder_config(folder)
     if _tensors(folder) is None:
-        raise ResourceError(f"{folder}: has a config.json, but no weights beside it; copy the model again")
+        raise ResourceError(
+            f"{folder}: has a config.json, but no weights beside it; copy the model again"
+        )
 
 
 def check_adapter(folder: Path) -> None:
-    """Refuse a LoRA adapter without safetensors: peft would open a pickle in their place. Raises ResourceError."""
+    """Refuse a LoRA adapter without safetensors: peft would open a pickle in their place. Raises
+    ResourceError."""
     if (folder / ADAPTER_WEIGHTS).is_file():
         _header(folder / ADAPTER_WEIGHTS)
         return
     others = sorted(path.name for path in folder.glob("adapter_model.*"))
     found = f"its weights are {others[0]}" if others else "it has no weights"
-    raise ResourceError(f"{folder}: {found}; expected {ADAPTER_WEIGHTS}, for only safetensors are read")
+    raise ResourceError(
+        f"{folder}: {found}; expected {ADAPTER_WEIGHTS}, for only safetensors are read"
+    )
 
 
-# ---- config --------------------------------------------------------------------------------------------------------
+# ---- config
+# ---------------------------------------------------------------------------
 
 
 def _named_config(name: str, folder: Path) -> dict[str, Any]:
     names = sorted(file.stem for file in folder.glob("*.yaml"))
     if name not in names:
         raise ConfigError(
-            f"model.shape: there is no {name!r} in {folder}; {suggestion(name, names)}; all: {', '.join(names)}"
+            f"model.shape: there is no {name!r} in {folder}; {suggestion(name, names)}; all:"
+            f" {', '.join(names)}"
         )
     file = folder / f"{name}.yaml"
     try:
@@ -131,19 +159,28 @@ def _folder_config(folder: Path) -> dict[str, Any]:
         raise ResourceError(f"model.path: {folder} cannot be opened: {error.strerror}") from error
     if kind == "nothing":
         siblings = (
-            sorted(path.name for path in folder.parent.iterdir() if path.is_dir()) if folder.parent.is_dir() else []
+            sorted(path.name for path in folder.parent.iterdir() if path.is_dir())
+            if folder.parent.is_dir()
+            else []
         )
         hint = f"; {suggestion(folder.name, siblings)}" if siblings else ""
         raise ResourceError(
-            f"model.path: there is no folder {folder}{hint}. It is a folder on this machine; nothing is downloaded: "
-            "fetch a model first, e.g. hf download <owner>/<model> --local-dir <folder>"
+            f"model.path: there is no folder {folder}{hint}. It is a folder on this machine;"
+            " nothing is downloaded: fetch a model first, e.g. hf download <owner>/<model>"
+            " --local-dir <folder>"
         )
     if kind == "file":
-        raise ResourceError(f"model.path: {folder} is a file; give the folder that holds config.json and the weights")
+        raise ResourceError(
+            f"model.path: {folder} is a file; give the folder that holds config.json and the"
+            " weights"
+        )
     file = folder / "config.json"
     if not file.is_file():
         if (folder / "adapter_config.json").is_file():
-            fix = "it is a LoRA adapter; give the folder of its base model, or merge the adapter into it"
+            fix = (
+                "it is a LoRA adapter; give the folder of its base model, or merge the adapter"
+                " into it"
+            )
         else:
             fix = "give a folder written by save_pretrained()"
         raise ResourceError(f"{folder}: has no config.json; {fix}")
@@ -154,7 +191,9 @@ def _json(file: Path) -> Any:
     try:
         size = file.stat().st_size
         if size > MAX_CONFIG_BYTES:
-            raise ResourceError(f"{file}: has {size:,} bytes, more than a config can have; copy the model again")
+            raise ResourceError(
+                f"{file}: has {size:,} bytes, more than a config can have; copy the model again"
+            )
         return json.loads(file.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ResourceError(f"{file}: is not JSON ({error}); copy the model again") from error
@@ -169,33 +208,46 @@ def _checked(config: Any, file: Path, error: type[LaunchError]) -> dict[str, Any
     if not isinstance(config.get("model_type"), str):
         raise error(f"{file}: has no model_type; add it, e.g. model_type: llama")
     if "quantization_config" in config:
-        raise error(f"{file}: quantization_config: quantized weights cannot be trained; use the original weights")
+        raise error(
+            f"{file}: quantization_config: quantized weights cannot be trained; use the original"
+            " weights"
+        )
     _refuse_code(config, file, error)
     return config
 
 
 def _refuse_code(config: Mapping[str, Any], file: Path, error: type[LaunchError]) -> None:
-    """Keys that make transformers import code of the folder's, or of a repository that the folder names."""
+    """Keys that make transformers import code of the folder's, or of a repository that the folder
+    names."""
     for key, value in config.items():
         if key == "auto_map":
             raise error(
-                f"{file}: auto_map asks for code that comes with the model (trust_remote_code), which is never run; "
-                "use a model type that transformers has itself, and remove auto_map"
+                f"{file}: auto_map asks for code that comes with the model (trust_remote_code),"
+                " which is never run; use a model type that transformers has itself, and remove"
+                " auto_map"
             )
         if str(key).startswith("_") and not str(key).startswith(HARMLESS_PRIVATE_KEYS):
-            raise error(f"{file}: the private key {key!r} would override transformers' own; remove it")
+            raise error(
+                f"{file}: the private key {key!r} would override transformers' own; remove it"
+            )
         named = value.values() if isinstance(value, dict) else [value]
-        if "implementation" in str(key) and any("/" in name for name in named if isinstance(name, str)):
-            raise error(f"{file}: {key} {value!r} would download code; remove it, or write sdpa or eager")
+        if "implementation" in str(key) and any(
+            "/" in name for name in named if isinstance(name, str)
+        ):
+            raise error(
+                f"{file}: {key} {value!r} would download code; remove it, or write sdpa or eager"
+            )
         if isinstance(value, dict):
             _refuse_code(value, file, error)
 
 
-# ---- weights -------------------------------------------------------------------------------------------------------
+# ---- weights
+# ---------------------------------------------------------------------------
 
 
 def _tensors(folder: Path) -> dict[str, Tensor] | None:
-    """Every tensor of the folder's weights; None where there are none. transformers looks in the same order."""
+    """Every tensor of the folder's weights; None where there are none. transformers looks in the
+    same order."""
     single, index = folder / "model.safetensors", folder / INDEX_NAME
     if single.is_file():
         return _header(single)
@@ -208,19 +260,22 @@ def _tensors(folder: Path) -> dict[str, Tensor] | None:
     others = [
         name
         for name in found
-        if Path(name).suffix in OTHER_WEIGHTS and name not in TRAINER_FILES and not name.startswith("rng_state")
+        if Path(name).suffix in OTHER_WEIGHTS
+        and name not in TRAINER_FILES
+        and not name.startswith("rng_state")
     ]
     if others:
         raise ResourceError(
-            f"{folder}: its weights are {others[0]}; only safetensors are read (pickles run code). Convert them where "
-            "you trust them: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+            f"{folder}: its weights are {others[0]}; only safetensors are read (pickles run code)."
+            " Convert them where you trust them:"
+            " AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
         )
     return None
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """sha256 over each weight file's name, size and SAMPLES parts of its bytes: the weights of another training differ
-    in nearly every part, and a model of 14 GB is not read whole."""
+    """sha256 over each weight file's name, size and SAMPLES parts of its bytes: the weights of
+    another training differ in nearly every part, and a model of 14 GB is not read whole."""
     digest = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")):
         size = file.stat().st_size
@@ -241,19 +296,26 @@ def _sharded(folder: Path, index: Path) -> dict[str, Tensor]:
     headers: dict[str, dict[str, Tensor]] = {}
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not shard or Path(shard).name != shard:
-            raise ResourceError(f"{index}: {name} is in {shard!r}, which is no file name in this folder")
+            raise ResourceError(
+                f"{index}: {name} is in {shard!r}, which is no file name in this folder"
+            )
         if shard not in headers:
             if not (folder / shard).is_file():
-                raise ResourceError(f"{index}: names {shard}, which is not in the folder; copy the missing shard")
+                raise ResourceError(
+                    f"{index}: names {shard}, which is not in the folder; copy the missing shard"
+                )
             headers[shard] = _header(folder / shard)
         if name not in headers[shard]:
-            raise ResourceError(f"{index}: says that {shard} holds {name}, but it does not; copy the model again")
+            raise ResourceError(
+                f"{index}: says that {shard} holds {name}, but it does not; copy the model again"
+            )
         tensors[name] = headers[shard][name]
     return tensors
 
 
 def _header(file: Path) -> dict[str, Tensor]:
-    """The tensors of one safetensors file: 8 bytes of length, a JSON header, the data with nothing between or after."""
+    """The tensors of one safetensors file: 8 bytes of length, a JSON header, the data with nothing
+    between or after."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)
@@ -262,11 +324,14 @@ def _header(file: Path) -> dict[str, Tensor]:
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if len(prefix) < 8 or length > size - 8:
             raise ResourceError(
-                f"{file}: is cut or no safetensors file: its header should have {length:,} bytes, the whole file has "
-                f"{size:,}; copy it again"
+                f"{file}: is cut or no safetensors file: its header should have {length:,} bytes,"
+                f" the whole file has {size:,}; copy it again"
             )
         if length > MAX_HEADER_BYTES:
-            raise ResourceError(f"{file}: its header has {length:,} bytes; no safetensors file has that; copy it again")
+            raise ResourceError(
+                f"{file}: its header has {length:,} bytes; no safetensors file has that; copy it"
+                " again"
+            )
         raw = stream.read(length)
     try:
         header = json.loads(raw)
@@ -279,11 +344,14 @@ def _header(file: Path) -> dict[str, Tensor]:
     spans = sorted((tensor.start, tensor.end) for tensor in tensors.values())
     if spans[-1][1] > size:
         raise ResourceError(
-            f"{file}: is cut: its header promises {spans[-1][1]:,} bytes, it has {size:,}; copy it again"
+            f"{file}: is cut: its header promises {spans[-1][1]:,} bytes, it has {size:,}; copy it"
+            " again"
         )
     ends = [8 + length, *(end for _, end in spans)]
     if [start for start, _ in spans] != ends[:-1] or ends[-1] != size:
-        raise ResourceError(f"{file}: its header does not describe the {size:,} bytes it has; copy it again")
+        raise ResourceError(
+            f"{file}: its header does not describe the {size:,} bytes it has; copy it again"
+        )
     return tensors
 
 
@@ -298,9 +366,11 @@ def _tensor(entry: Mapping[str, Any], file: Path, data_start: int) -> Tensor:
 
 
 def _untied(tensors: dict[str, Tensor], config: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Check that the weights are the config's model; returns the parameters that its ties name but the file unties.
+    """Check that the weights are the config's model; returns the parameters that its ties name but
+    the file unties.
 
-    transformers keeps a tied pair apart where the file holds both and they differ (google/flan-t5 does).
+    transformers keeps a tied pair apart where the file holds both and they differ (google/flan-t5
+    does).
     """
     model_type = config["model_type"]
     expected = predict_parameters.parameter_shapes(config)
@@ -309,21 +379,27 @@ def _untied(tensors: dict[str, Tensor], config: Mapping[str, Any], folder: Path)
             prefix + name if name not in expected and prefix + name in expected else name: tensor
             for name, tensor in tensors.items()
         }
-    ties = {name: source for name, source in predict_parameters.TIED[model_type].items() if name not in expected}
+    ties = {
+        name: source
+        for name, source in predict_parameters.TIED[model_type].items()
+        if name not in expected
+    }
     for name, source in ties.items():
         if source not in tensors and name in tensors:
             tensors[source] = tensors[name]
     missing = [name for name in expected if name not in tensors]
     if missing:
         raise ResourceError(
-            f"{folder}: its weights lack {len(missing)} of the {len(expected)} parameters config.json describes, "
-            f"e.g. {missing[0]}; the two do not belong together: copy the model again"
+            f"{folder}: its weights lack {len(missing)} of the {len(expected)} parameters"
+            f" config.json describes, e.g. {missing[0]}; the two do not belong together: copy the"
+            " model again"
         )
     for name, shape in expected.items():
         if tensors[name].shape != shape:
             raise ResourceError(
-                f"{folder}: {name} has shape {list(tensors[name].shape)} in {tensors[name].file.name}, "
-                f"{list(shape)} by config.json; the two do not belong together: copy the model again"
+                f"{folder}: {name} has shape {list(tensors[name].shape)} in"
+                f" {tensors[name].file.name}, {list(shape)} by config.json; the two do not belong"
+                " together: copy the model again"
             )
     return {
         name: source

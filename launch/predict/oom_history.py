@@ -16,22 +16,27 @@ MUCH_BELOW = 0.75  # the same for the last plan that a start makes
 
 TRAINING = ("first step", "step")
 
-WRITING = ("save", "export")  # a card then holds model states only: another micro-batch changes nothing
+# a card then holds model states only: another micro-batch changes nothing
+WRITING = ("save", "export")
 
 
 @dataclass(frozen=True)
 class RanOut:
-    """An attempt that ended for want of memory, or whose second step took more than the budget has."""
+    """An attempt that ended for want of memory, or whose second step took more than the budget
+    has."""
 
     of: Literal["device", "host"]
-    section: str  # that the ranks were in: load, step, evaluation, save...; tokenise: there were none yet
+    # that the ranks were in: load, step, evaluation, save...; tokenise: there were none yet
+    section: str
     candidate: Strategy
-    # Of that memory, by the plan, as it is before errors of past predictions are added; of its model states, where a
-    # card ran out in writing them.
+    # Of that memory, by the plan, as it is before errors of past predictions are added; of its
+    # model states, where a card ran out in writing them.
     predicted_bytes: int
-    measured_bytes: int = 0  # that a second step showed it to need, which is more than the budget; 0: it ran out
+    # that a second step showed it to need, which is more than the budget; 0: it ran out
+    measured_bytes: int = 0
     limit_bytes: int = 0  # of that memory, on this machine; 0: an older version's
-    available_bytes: int = 0  # of it for the job: when it was planned or had ended, the more of both
+    # of it for the job: when it was planned or had ended, the more of both
+    available_bytes: int = 0
     is_own: bool = True  # the job took it, not others
 
     @property
@@ -40,9 +45,12 @@ class RanOut:
         return self.is_own and self.section != "tokenise"
 
     def counts(self, machine: Machine) -> bool:
-        """Whether it still does in another start: not where there is clearly more memory than there was."""
+        """Whether it still does in another start: not where there is clearly more memory than there
+        was."""
         now = available_bytes(self.of, machine, self.candidate)
-        return self.rules and (not self.available_bytes or now * CLEARLY_BELOW <= self.available_bytes)
+        return self.rules and (
+            not self.available_bytes or now * CLEARLY_BELOW <= self.available_bytes
+        )
 
     def rules_out(
         self,
@@ -54,7 +62,8 @@ class RanOut:
         is_last: bool = False,
         below: float = CLEARLY_BELOW,
     ) -> str | None:
-        """Why a candidate that needs so much would end in the same way; None where it takes clearly less."""
+        """Why a candidate that needs so much would end in the same way; None where it takes clearly
+        less."""
         if self.of == "device" and self.section in WRITING:
             if states_bytes < CLEARLY_BELOW * self.predicted_bytes:
                 return None
@@ -63,11 +72,19 @@ class RanOut:
         if self.section == "evaluation" and self.candidate.per_device_eval_batch_size > 1:
             if candidate.per_device_eval_batch_size < self.candidate.per_device_eval_batch_size:
                 return None
-            return f"evaluating {self.candidate.per_device_eval_batch_size} samples at once ran out of memory"
-        at_once = self.candidate.per_device_train_batch_size
-        if is_last and self.section in TRAINING and candidate.per_device_train_batch_size >= at_once > 1:
             return (
-                f"{gib(needed_bytes)}, and the last plan of a start takes fewer samples than {at_once}, which ran out"
+                f"evaluating {self.candidate.per_device_eval_batch_size} samples at once ran out of"
+                " memory"
+            )
+        at_once = self.candidate.per_device_train_batch_size
+        if (
+            is_last
+            and self.section in TRAINING
+            and candidate.per_device_train_batch_size >= at_once > 1
+        ):
+            return (
+                f"{gib(needed_bytes)}, and the last plan of a start takes fewer samples than"
+                f" {at_once}, which ran out"
             )
         if not is_traced:  # states alone do not tell one cut from another
             is_less = (
@@ -84,7 +101,10 @@ class RanOut:
         if self.measured_bytes:
             took = f"took {gib(self.measured_bytes)} of {where}, which is too much"
             return f"{gib(needed_bytes)}, and a plan of {gib(self.predicted_bytes)} {took}"
-        return f"{gib(needed_bytes)}, and a plan of {gib(self.predicted_bytes)} ran out of {where} in {self.section}"
+        return (
+            f"{gib(needed_bytes)}, and a plan of {gib(self.predicted_bytes)} ran out of {where} in"
+            f" {self.section}"
+        )
 
     def _holds_more_samples(self, candidate: Strategy) -> bool:
         """Than the candidate does at once, which saves as much in other ways."""
@@ -105,21 +125,31 @@ class Exceeded:
     device: float = 0.0  # share by which a prediction was exceeded
     host: float = 0.0
     ran_out: tuple[RanOut, ...] = ()
-    # Fewer samples at once take less even where the sum says otherwise: what ran out was not counted right, and it may
-    # be what grows with them. For when nothing else is left.
+    # Fewer samples at once take less even where the sum says otherwise: what ran out was not
+    # counted right, and it may be what grows with them. For when nothing else is left.
     fewer_is_less: bool = False
     is_last: bool = False  # the next plan is the last of a start: it takes fewer samples at once
     below: float = CLEARLY_BELOW  # share of what ran out that the next plan may take
     spent: tuple[Recipe, ...] = ()  # of which a start has made all the plans that it makes
 
-    def rules_out(self, of: str, candidate: Strategy, needed_bytes: int, memory: MemoryEstimate) -> str | None:
-        """Why what was seen of that memory rules out a candidate that needs so much of it; None where it does not.
+    def rules_out(
+        self, of: str, candidate: Strategy, needed_bytes: int, memory: MemoryEstimate
+    ) -> str | None:
+        """Why what was seen of that memory rules out a candidate that needs so much of it; None
+        where it does not.
 
-        All bytes are without what is added for errors of predictions: those of one start are alike."""
+        All bytes are without what is added for errors of predictions: those of one start are
+        alike."""
         is_traced, states_bytes = memory.peak is not None, memory.model_state_bytes
         reasons = (
             one.rules_out(
-                candidate, needed_bytes, is_traced, states_bytes, self.fewer_is_less, self.is_last, self.below
+                candidate,
+                needed_bytes,
+                is_traced,
+                states_bytes,
+                self.fewer_is_less,
+                self.is_last,
+                self.below,
             )
             for one in self.ran_out
             if one.of == of
@@ -135,7 +165,10 @@ NOTHING_EXCEEDED = Exceeded()
 
 
 def available_bytes(of: str, machine: Machine, candidate: Strategy) -> int:
-    """What of a memory a job could use, as the machine was probed: of the card with the least, or of host RAM."""
+    """What of a memory a job could use, as the machine was probed: of the card with the least, or
+    of host RAM."""
     if of == "device" and candidate.device == "cuda":
-        return min((gpu.free_bytes for gpu in machine.gpus[: candidate.processes_per_machine]), default=0)
+        return min(
+            (gpu.free_bytes for gpu in machine.gpus[: candidate.processes_per_machine]), default=0
+        )
     return machine.host_available_bytes

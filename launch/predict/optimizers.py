@@ -13,7 +13,8 @@ from launch.schema.recipe import DTYPE_BYTES, LoraSection, QuantizationSection
 
 LORA_BYTES = 4  # PEFT keeps adapters in float32 whatever the model's dtype (autocast_adapter_dtype)
 
-BNB_MIN_8BIT_SIZE = 4096  # elements; bitsandbytes 0.50 Optimizer2State: smaller tensors keep 32-bit states
+# elements; bitsandbytes 0.50 Optimizer2State: smaller tensors keep 32-bit states
+BNB_MIN_8BIT_SIZE = 4096
 
 BNB_BLOCK_SIZE = 256  # elements per absmax value (float32)
 
@@ -23,18 +24,22 @@ BNB_4BIT_BLOCK_SIZE = 64  # weights per scale: Params4bit
 
 BNB_4BIT_CODE_BYTES = 16 * 4  # the values of nf4 or fp4, a table for every weight
 
-KEPT_WHOLE = {"t5": ("wo",)}  # linear layers that are not quantised: T5ForConditionalGeneration._keep_in_fp32_modules
+# linear layers that are not quantised: T5ForConditionalGeneration._keep_in_fp32_modules
+KEPT_WHOLE = {"t5": ("wo",)}
 
-OptimizerBytes = Callable[[str, Shape, int], int]  # (name, shape, bytes of an element) -> bytes of its states
+# (name, shape, bytes of an element) -> bytes of its states
+OptimizerBytes = Callable[[str, Shape, int], int]
 
 
 def _torch_states(num_states: int) -> OptimizerBytes:
-    """torch.optim: states are zeros_like(parameter), so in its dtype. The scalar step counters are left out."""
+    """torch.optim: states are zeros_like(parameter), so in its dtype. The scalar step counters are
+    left out."""
     return lambda name, shape, element_bytes: num_states * math.prod(shape) * element_bytes
 
 
 def _adafactor(name: str, shape: Shape, element_bytes: int) -> int:
-    """transformers.Adafactor, beta1 None: a row and a column of float32 per matrix, float32 for each other element."""
+    """transformers.Adafactor, beta1 None: a row and a column of float32 per matrix, float32 for
+    each other element."""
     if len(shape) < 2:
         return 4 * math.prod(shape)
     return 4 * (math.prod(shape[:-1]) + math.prod(shape[:-2]) * shape[-1])
@@ -60,13 +65,26 @@ def _is_embedding(name: str) -> bool:
     return module in ("shared", "wte", "wpe", "relative_attention_bias") or "embed" in module
 
 
-_8BIT = {"adamw_bnb_8bit": 2, "adamw_8bit": 2, "paged_adamw_8bit": 2, "lion_8bit": 1, "paged_lion_8bit": 1}
+_8BIT = {
+    "adamw_bnb_8bit": 2,
+    "adamw_8bit": 2,
+    "paged_adamw_8bit": 2,
+    "lion_8bit": 1,
+    "paged_lion_8bit": 1,
+}
 
 _8BIT |= {"rmsprop_bnb_8bit": 1}
 
-_32BIT = {"paged_adamw_32bit": 2, "lion_32bit": 1, "paged_lion_32bit": 1, "rmsprop_bnb": 1, "rmsprop_bnb_32bit": 1}
+_32BIT = {
+    "paged_adamw_32bit": 2,
+    "lion_32bit": 1,
+    "paged_lion_32bit": 1,
+    "rmsprop_bnb": 1,
+    "rmsprop_bnb_32bit": 1,
+}
 
-OPTIMIZERS: dict[str, OptimizerBytes] = {  # TrainingArguments.optim -> its states; only what a test has measured
+# TrainingArguments.optim -> its states; only what a test has measured
+OPTIMIZERS: dict[str, OptimizerBytes] = {
     "adamw_torch": _torch_states(2),
     "adamw_torch_fused": _torch_states(2),
     "adafactor": _adafactor,
@@ -78,12 +96,15 @@ OPTIMIZERS: dict[str, OptimizerBytes] = {  # TrainingArguments.optim -> its stat
 }
 
 
-def _quantized_bytes(shapes: Shapes, section: QuantizationSection, model_type: str, element_bytes: int) -> int:
-    """Weights of which the linear layers that transformers would quantise have 4 bits. Without LoRA's."""
+def _quantized_bytes(
+    shapes: Shapes, section: QuantizationSection, model_type: str, element_bytes: int
+) -> int:
+    """Weights of which the linear layers that transformers would quantise have 4 bits. Without
+    LoRA's."""
     if model_type not in LORA_TARGETS:
         raise ConfigError(
-            f"quantization: which layers of model_type {model_type!r} would have 4 bits is not known; known:"
-            f" {', '.join(sorted(LORA_TARGETS))}"
+            f"quantization: which layers of model_type {model_type!r} would have 4 bits is not"
+            f" known; known: {', '.join(sorted(LORA_TARGETS))}"
         )
     assert section.bnb_4bit_compute_dtype is not None
     linear = set(LORA_TARGETS[model_type]) - set(KEPT_WHOLE.get(model_type, ()))
@@ -100,9 +121,11 @@ def _quantized_bytes(shapes: Shapes, section: QuantizationSection, model_type: s
 
 
 def _four_bit_bytes(size: int, double: bool) -> int:
-    """Two weights in a byte, a scale for each block; with double quantisation the scales have 8 bits, and scales."""
+    """Two weights in a byte, a scale for each block; with double quantisation the scales have 8
+    bits, and scales."""
     blocks = math.ceil(size / BNB_4BIT_BLOCK_SIZE)
-    nested_bytes = blocks + 4 * math.ceil(blocks / BNB_BLOCK_SIZE) + BNB_MAP_BYTES + 4  # the last: their mean
+    # the last: their mean
+    nested_bytes = blocks + 4 * math.ceil(blocks / BNB_BLOCK_SIZE) + BNB_MAP_BYTES + 4
     return math.ceil(size / 2) + BNB_4BIT_CODE_BYTES + (nested_bytes if double else 4 * blocks)
 
 
@@ -115,13 +138,15 @@ def model_state(
     dtype: str,
     quantization: QuantizationSection | None = None,
 ) -> MemoryEstimate:
-    """Bytes of weights, gradients and optimizer states on each rank, where each rank holds a full copy.
+    """Bytes of weights, gradients and optimizer states on each rank, where each rank holds a full
+    copy.
 
-    `dtype` is recipe.model.dtype: autocast (bf16, fp16) adds nothing here. `quantization` is Recipe.quantized().
-    States of a paged optimizer count in full.
+    `dtype` is recipe.model.dtype: autocast (bf16, fp16) adds nothing here. `quantization` is
+    Recipe.quantized(). States of a paged optimizer count in full.
     Not counted: momentum or centering asked for through optim_args.
 
-    Raises ConfigError for an optimizer whose states are not known exactly, and for layers that cannot be quantised.
+    Raises ConfigError for an optimizer whose states are not known exactly, and for layers that
+    cannot be quantised.
     """
     if optim not in OPTIMIZERS:
         raise ConfigError(
@@ -132,9 +157,12 @@ def model_state(
     element_bytes = DTYPE_BYTES[dtype]
     trainable_bytes = element_bytes if lora is None else LORA_BYTES
     state_bytes = OPTIMIZERS[optim]
-    optimizer_bytes = sum(state_bytes(name, shape, trainable_bytes) for name, shape in trainable.items())
+    optimizer_bytes = sum(
+        state_bytes(name, shape, trainable_bytes) for name, shape in trainable.items()
+    )
     if optim in _8BIT and any(
-        math.prod(shape) >= BNB_MIN_8BIT_SIZE and not _is_embedding(name) for name, shape in trainable.items()
+        math.prod(shape) >= BNB_MIN_8BIT_SIZE and not _is_embedding(name)
+        for name, shape in trainable.items()
     ):
         optimizer_bytes += _8BIT[optim] * BNB_MAP_BYTES
     base_bytes = _total(shapes) * element_bytes

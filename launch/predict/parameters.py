@@ -1,8 +1,9 @@
-"""What a model's parameters are, and what its states cost: counted from its Hugging Face config alone.
+"""What a model's parameters are, and what its states cost: counted from its Hugging Face config
+alone.
 
-Pure: no file, clock or environment. `Shapes` maps each parameter's name, as named_parameters() gives it, to its shape;
-a tied parameter is there once. Holds for transformers 5.23: tests/unit/predict/test_parameters.py compares with the
-real models.
+Pure: no file, clock or environment. `Shapes` maps each parameter's name, as named_parameters()
+gives it, to its shape; a tied parameter is there once. Holds for transformers 5.23:
+tests/unit/predict/test_parameters.py compares with the real models.
 """
 
 from __future__ import annotations
@@ -27,17 +28,22 @@ LORA_TARGETS: dict[str, tuple[str, ...]] = {  # every linear projection of atten
     "qwen2": _LLAMA_TARGETS,
     "qwen3": _LLAMA_TARGETS,
 }
-TIED: dict[str, dict[str, str]] = {  # name of a tied parameter -> the name named_parameters() gives it
+# name of a tied parameter -> the name named_parameters() gives it
+TIED: dict[str, dict[str, str]] = {
     "t5": {
         "encoder.embed_tokens.weight": "shared.weight",
         "decoder.embed_tokens.weight": "shared.weight",
         "lm_head.weight": "shared.weight",
     },
     "gpt2": {"lm_head.weight": "transformer.wte.weight"},
-    **{kind: {"lm_head.weight": "model.embed_tokens.weight"} for kind in ("llama", "mistral", "qwen2", "qwen3")},
+    **{
+        kind: {"lm_head.weight": "model.embed_tokens.weight"}
+        for kind in ("llama", "mistral", "qwen2", "qwen3")
+    },
 }
 
-# The values transformers takes for a key that a config leaves out; only keys that decide names and shapes.
+# The values transformers takes for a key that a config leaves out; only keys that decide names and
+# shapes.
 _LLAMA_DEFAULTS = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -48,7 +54,11 @@ _LLAMA_DEFAULTS = {
     "head_dim": None,
     "tie_word_embeddings": False,
 }
-_QWEN_DEFAULTS = _LLAMA_DEFAULTS | {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32}
+_QWEN_DEFAULTS = _LLAMA_DEFAULTS | {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "t5": {
         "vocab_size": 32128,
@@ -76,7 +86,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": _QWEN_DEFAULTS,
     "qwen3": _QWEN_DEFAULTS | {"head_dim": 128, "attention_bias": False},
 }
-_ALIASES: dict[str, dict[str, str]] = {  # transformers' attribute_map: common name -> the type's own
+# transformers' attribute_map: common name -> the type's own
+_ALIASES: dict[str, dict[str, str]] = {
     "t5": {
         "hidden_size": "d_model",
         "num_attention_heads": "num_heads",
@@ -93,7 +104,8 @@ _ALIASES: dict[str, dict[str, str]] = {  # transformers' attribute_map: common n
 _TEXT_KEYS = {"feed_forward_proj"}
 
 
-# ---- names and shapes ----------------------------------------------------------------------------------------------
+# ---- names and shapes
+# ---------------------------------------------------------------------------
 
 
 def parameter_shapes(config: Mapping[str, Any]) -> Shapes:
@@ -104,8 +116,9 @@ def parameter_shapes(config: Mapping[str, Any]) -> Shapes:
     model_type = config.get("model_type")
     if model_type not in _DEFAULTS:
         raise ConfigError(
-            f"model_type {model_type!r} cannot be counted from its config; known: {', '.join(sorted(_DEFAULTS))}. "
-            "A local folder with safetensors weights (model.path) works for any type: its names are read from the files"
+            f"model_type {model_type!r} cannot be counted from its config; known:"
+            f" {', '.join(sorted(_DEFAULTS))}. A local folder with safetensors weights (model.path)"
+            " works for any type: its names are read from the files"
         )
     values = _values(config, model_type)
     if model_type == "t5":
@@ -116,7 +129,8 @@ def parameter_shapes(config: Mapping[str, Any]) -> Shapes:
 
 
 def _values(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """The config's values over the defaults, each checked: sizes are whole numbers above 0, switches are booleans."""
+    """The config's values over the defaults, each checked: sizes are whole numbers above 0,
+    switches are booleans."""
     aliases = _ALIASES.get(model_type, {})
     given = dict(config) | {aliases[key]: value for key, value in config.items() if key in aliases}
     values: dict[str, Any] = {}
@@ -127,27 +141,35 @@ def _values(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
         elif key in _TEXT_KEYS:
             right, expected = isinstance(value, str), "a text"
         else:
-            may_be_none = default is None or (key == "num_key_value_heads" and model_type != "mistral")
+            may_be_none = default is None or (
+                key == "num_key_value_heads" and model_type != "mistral"
+            )
             right = (value is None and may_be_none) or (type(value) is int and value > 0)
             expected = "a whole number above 0"
         if not right:
             raise ConfigError(f"{model_type} config: {key} is {value!r}; it must be {expected}")
         values[key] = value
     if model_type == "t5" and values["num_decoder_layers"] is None:
-        values["num_decoder_layers"] = config.get("num_layers", _DEFAULTS["t5"]["num_layers"])  # no alias
+        # no alias
+        values["num_decoder_layers"] = config.get("num_layers", _DEFAULTS["t5"]["num_layers"])
     return values
 
 
 def _heads_divide(width_key: str, width: int, heads_key: str, heads: int) -> int:
     if width % heads:
         raise ConfigError(
-            f"model config: {width_key} {width} is not a multiple of {heads_key} {heads}; change one of them"
+            f"model config: {width_key} {width} is not a multiple of {heads_key} {heads}; change"
+            " one of them"
         )
     return width // heads
 
 
 def _t5(values: dict[str, Any]) -> Shapes:
-    width, inner, feed_forward = values["d_model"], values["num_heads"] * values["d_kv"], values["d_ff"]
+    width, inner, feed_forward = (
+        values["d_model"],
+        values["num_heads"] * values["d_kv"],
+        values["d_ff"],
+    )
     activation = values["feed_forward_proj"].split("-")
     if len(activation) > 2 or (len(activation) == 2 and activation[0] != "gated"):
         raise ConfigError(
@@ -166,7 +188,10 @@ def _t5(values: dict[str, Any]) -> Shapes:
             shapes[f"{prefix}.{name}.relative_attention_bias.weight"] = table
         shapes[f"{prefix}.layer_norm.weight"] = (width,)
 
-    for stack, num_layers in (("encoder", values["num_layers"]), ("decoder", values["num_decoder_layers"])):
+    for stack, num_layers in (
+        ("encoder", values["num_layers"]),
+        ("decoder", values["num_decoder_layers"]),
+    ):
         for i in range(num_layers):
             layer = f"{stack}.block.{i}.layer"
             attention(f"{layer}.0", "SelfAttention", has_bias_table=i == 0)
@@ -213,13 +238,18 @@ def _gpt2(values: dict[str, Any]) -> Shapes:
 def _llama(values: dict[str, Any], model_type: str) -> Shapes:
     width, heads = values["hidden_size"], values["num_attention_heads"]
     head_dim = values["head_dim"]
-    if head_dim is None or model_type == "llama":  # llama refuses such a config even where head_dim is given
+    # llama refuses such a config even where head_dim is given
+    if head_dim is None or model_type == "llama":
         quotient = _heads_divide("hidden_size", width, "num_attention_heads", heads)
         head_dim = quotient if head_dim is None else head_dim
     kv_heads = heads if values["num_key_value_heads"] is None else values["num_key_value_heads"]
     _heads_divide("num_attention_heads", heads, "num_key_value_heads", kv_heads)
     attention_bias, mlp_bias = values.get("attention_bias", False), values.get("mlp_bias", False)
-    inner, kv_inner, feed_forward = heads * head_dim, kv_heads * head_dim, values["intermediate_size"]
+    inner, kv_inner, feed_forward = (
+        heads * head_dim,
+        kv_heads * head_dim,
+        values["intermediate_size"],
+    )
     shapes: Shapes = {"model.embed_tokens.weight": (values["vocab_size"], width)}
 
     def linear(name: str, num_out: int, num_in: int, bias: bool) -> None:
@@ -248,11 +278,15 @@ def _llama(values: dict[str, Any], model_type: str) -> Shapes:
     return shapes
 
 
-# ---- what trains ---------------------------------------------------------------------------------------------------
+# ---- what trains
+# ---------------------------------------------------------------------------
 
 
-def trainable_shapes(shapes: Shapes, freeze: Sequence[str], lora: LoraSection | None, model_type: str) -> Shapes:
-    """The parameters that get gradients: those `freeze` leaves, or with LoRA its own (x.lora_A.weight) and no others.
+def trainable_shapes(
+    shapes: Shapes, freeze: Sequence[str], lora: LoraSection | None, model_type: str
+) -> Shapes:
+    """The parameters that get gradients: those `freeze` leaves, or with LoRA its own
+    (x.lora_A.weight) and no others.
 
     Raises ConfigError for an entry of `freeze` or of `lora.target_modules` that matches nothing.
     """
@@ -261,7 +295,9 @@ def trainable_shapes(shapes: Shapes, freeze: Sequence[str], lora: LoraSection | 
         matched = {name for name in shapes if name == entry or name.startswith(f"{entry}.")}
         if not matched:
             modules = _modules(shapes)
-            raise ConfigError(f"model.freeze: {entry!r} matches no parameter; {suggestion(entry, modules)}")
+            raise ConfigError(
+                f"model.freeze: {entry!r} matches no parameter; {suggestion(entry, modules)}"
+            )
         frozen |= matched
     if lora is not None:
         return _lora_shapes(shapes, lora, model_type)
@@ -271,8 +307,11 @@ def trainable_shapes(shapes: Shapes, freeze: Sequence[str], lora: LoraSection | 
     return trainable
 
 
-def count(shapes: Shapes, freeze: Sequence[str], lora: LoraSection | None, model_type: str) -> tuple[int, int, int]:
-    """(parameters without LoRA's, trainable parameters, LoRA's parameters); the third is part of the second."""
+def count(
+    shapes: Shapes, freeze: Sequence[str], lora: LoraSection | None, model_type: str
+) -> tuple[int, int, int]:
+    """(parameters without LoRA's, trainable parameters, LoRA's parameters); the third is part of
+    the second."""
     trainable = _total(trainable_shapes(shapes, freeze, lora, model_type))
     return _total(shapes), trainable, 0 if lora is None else trainable
 
@@ -281,8 +320,9 @@ def _lora_shapes(shapes: Shapes, lora: LoraSection, model_type: str) -> Shapes:
     targets = lora.target_modules or LORA_TARGETS.get(model_type)
     if targets is None:
         raise ConfigError(
-            f"lora.target_modules has no default for model_type {model_type!r}; name the modules, "
-            f"e.g. {list(_LLAMA_TARGETS)}; those of this model: {', '.join(_matrix_modules(shapes))}"
+            f"lora.target_modules has no default for model_type {model_type!r}; name the modules,"
+            f" e.g. {list(_LLAMA_TARGETS)}; those of this model:"
+            f" {', '.join(_matrix_modules(shapes))}"
         )
     adapters: Shapes = {}
     unmatched = set(targets)
@@ -292,13 +332,15 @@ def _lora_shapes(shapes: Shapes, lora: LoraSection, model_type: str) -> Shapes:
         if module == name or not hits or len(shape) != 2:
             continue
         unmatched -= hits
-        # Conv1D and embeddings are (in, out), linears (out, in): no sum below depends on which is which
+        # Conv1D and embeddings are (in, out), linears (out, in): no sum below depends on which is
+        # which
         adapters[f"{module}.lora_A.weight"] = (lora.r, shape[1])
         adapters[f"{module}.lora_B.weight"] = (shape[0], lora.r)
     if lora.target_modules and unmatched:
         entry = sorted(unmatched)[0]
         raise ConfigError(
-            f"lora.target_modules: {entry!r} matches no linear layer; {suggestion(entry, _matrix_modules(shapes))}"
+            f"lora.target_modules: {entry!r} matches no linear layer;"
+            f" {suggestion(entry, _matrix_modules(shapes))}"
         )
     return adapters
 
@@ -311,7 +353,9 @@ def _matrix_modules(shapes: Shapes) -> list[str]:
 
 def _modules(shapes: Shapes) -> list[str]:
     prefixes = dict.fromkeys(
-        ".".join(parts[:depth]) for parts in (name.split(".") for name in shapes) for depth in range(1, len(parts))
+        ".".join(parts[:depth])
+        for parts in (name.split(".") for name in shapes)
+        for depth in range(1, len(parts))
     )
     return sorted(prefixes, key=lambda prefix: prefix.count("."))  # outermost first
 

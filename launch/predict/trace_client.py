@@ -32,8 +32,10 @@ class TracingChild:
         self._says: BinaryIO | None = None
 
     def ask(self, request: Mapping[str, Any]) -> str | None:
-        """Have the request's questions answered by files in the folder; why that could not be, or None."""
-        if request["unused_packages"] != self._left_out:  # what is imported once cannot be left out any more
+        """Have the request's questions answered by files in the folder; why that could not be, or
+        None."""
+        # what is imported once cannot be left out any more
+        if request["unused_packages"] != self._left_out:
             self.close()
         if self._process is None:
             self._start()
@@ -69,13 +71,19 @@ class TracingChild:
         self._place = tempfile.TemporaryDirectory(dir=self._folder)
         self._says = (Path(self._place.name) / "stderr").open("w+b")  # as long as the child lives
         inherited = environment.passed(os.environ)
-        variables = {key: value for key, value in inherited.items() if not key.startswith("ACCELERATE_")}
+        variables = {
+            key: value for key, value in inherited.items() if not key.startswith("ACCELERATE_")
+        }
         variables |= {"PYTHONPATH": str(CODE), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "training.trace.server", str(self._folder)],
-            env=variables, cwd=self._place.name, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._says,
+            env=variables,
+            cwd=self._place.name,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._says,
             preexec_fn=die_with_launcher,
-        )  # fmt: skip
+        )
 
     def _failure(self) -> str:
         """The last line of a child that has ended by itself."""

@@ -1,7 +1,9 @@
-"""Traces of training steps: asked of training.trace.server, kept by content, read as peaks at any micro-batch.
+"""Traces of training steps: asked of training.trace.server, kept by content, read as peaks at any
+micro-batch.
 
-What a trace depends on is its name: model, precision, length, optimizer..., the versions of the packages that run the
-step, and our own code. A trace that is there is read in a millisecond; one that is not takes a child some seconds.
+What a trace depends on is its name: model, precision, length, optimizer..., the versions of the
+packages that run the step, and our own code. A trace that is there is read in a millisecond; one
+that is not takes a child some seconds.
 """
 
 from __future__ import annotations
@@ -27,12 +29,30 @@ from launch.schema.recipe import Recipe
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
 # What no allocation of a step depends on.
 UNFELT = {
-    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "num_train_epochs",
-    "max_steps", "learning_rate", "learning_rate_scaling", "learning_rate_batch_size", "warmup_steps",
-    "lr_scheduler_type", "logging_steps", "save_steps",
-    "save_total_limit", "eval_steps", "seed", "dataloader_num_workers", "bf16", "fp16", "gradient_checkpointing",
-    "num_output_chunks", "tf32", "use_liger_kernel", "liger_kernel_config",
-}  # fmt: skip
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "num_train_epochs",
+    "max_steps",
+    "learning_rate",
+    "learning_rate_scaling",
+    "learning_rate_batch_size",
+    "warmup_steps",
+    "lr_scheduler_type",
+    "logging_steps",
+    "save_steps",
+    "save_total_limit",
+    "eval_steps",
+    "seed",
+    "dataloader_num_workers",
+    "bf16",
+    "fp16",
+    "gradient_checkpointing",
+    "num_output_chunks",
+    "tf32",
+    "use_liger_kernel",
+    "liger_kernel_config",
+}
 
 
 @dataclass(frozen=True)
@@ -65,8 +85,11 @@ class Trace:
     file: Path
 
     def peak(self, samples: int, eval_samples: int | None) -> Peak:
-        """The highest moment at so many samples a micro-batch; `eval_samples` None: nothing is evaluated."""
-        return max(self.peaks(samples, eval_samples).values(), key=lambda peak: peak.allocated_bytes)
+        """The highest moment at so many samples a micro-batch; `eval_samples` None: nothing is
+        evaluated."""
+        return max(
+            self.peaks(samples, eval_samples).values(), key=lambda peak: peak.allocated_bytes
+        )
 
     def peaks(self, samples: int, eval_samples: int | None) -> dict[str, Peak]:
         """The highest moment of each section that happens."""
@@ -76,15 +99,17 @@ class Trace:
             count = eval_samples if section == "evaluation" else samples
             if count is None:
                 continue
-            parts = {name: fixed + count * sample for name, (fixed, sample) in moment["parts"].items()}
+            parts = {
+                name: fixed + count * sample for name, (fixed, sample) in moment["parts"].items()
+            }
             peak = Peak(section, moment["op"], parts)
             if section not in found or peak.allocated_bytes > found[section].allocated_bytes:
                 found[section] = peak
         return found
 
     def events(self, samples: int, eval_samples: int | None) -> list[Event]:
-        """Every allocation (block, bytes) and free (block, -1) of a step in the steady state and of the evaluation
-        after it, for an allocator to replay."""
+        """Every allocation (block, bytes) and free (block, -1) of a step in the steady state and of
+        the evaluation after it, for an allocator to replay."""
         log, found = self._log(), []
         for number in log["events"]:
             if number < 0:
@@ -96,18 +121,30 @@ class Trace:
             found.append((number, size_bytes))
         return found
 
-    def run(self, samples: int, eval_samples: int | None, makes_states: bool) -> tuple[list[Event], list[Event]]:
-        """What a card's allocator goes through: (two steps; after them an evaluation, if there is one, and another
-        step, each with an emptied cache, as trainer.py empties it before and after an evaluation and before a save).
+    def run(
+        self, samples: int, eval_samples: int | None, makes_states: bool
+    ) -> tuple[list[Event], list[Event]]:
+        """What a card's allocator goes through: (two steps; after them an evaluation, if there is
+        one, and another step, each with an emptied cache, as trainer.py empties it before and after
+        an evaluation and before a save).
 
-        `makes_states`: the optimizer makes its states at the end of the first step, between blocks of that step, where
-        they keep whole segments from being given back. DeepSpeed makes them before."""
+        `makes_states`: the optimizer makes its states at the end of the first step, between blocks
+        of that step, where they keep whole segments from being given back. DeepSpeed makes them
+        before."""
         log = self._log()
         blocks, events = log["blocks"], log["events"]
         lasting = {number for number, block in enumerate(blocks) if block[2] in ("start", "state")}
-        end = next((at for at, number in enumerate(events) if number >= 0 and blocks[number][2] == "evaluation"), None)
+        end = next(
+            (
+                at
+                for at, number in enumerate(events)
+                if number >= 0 and blocks[number][2] == "evaluation"
+            ),
+            None,
+        )
         step, evaluation = events[:end], [] if end is None or eval_samples is None else events[end:]
-        if any(~number in lasting for number in step if number < 0):  # the next step would not begin as this one
+        # the next step would not begin as this one
+        if any(~number in lasting for number in step if number < 0):
             both = self.events(samples, eval_samples)
             return both[: len(step)], [EMPTY_CACHE, *both[len(step) :]]
 
@@ -117,7 +154,8 @@ class Trace:
             return (number if number in lasting else number + turn * len(blocks)), size_bytes
 
         def once(turn: int, start: Sequence[int], late: Sequence[int] = ()) -> list[Event]:
-            """The step in its `turn`, its blocks with numbers of their own; before it `start` is born, `late` in it."""
+            """The step in its `turn`, its blocks with numbers of their own; before it `start` is
+            born, `late` in it."""
             found = [sized(number) for number in start]
             for at, number in enumerate(step):
                 if at == log["update"]:
@@ -125,8 +163,14 @@ class Trace:
                 if number >= 0 and number not in lasting:
                     found.append(sized(number, turn))
                 elif number < 0:
-                    found.append((~number if ~number in lasting else ~number + turn * len(blocks), FREED))
-            return found if log["update"] < len(step) else [*found, *(sized(number) for number in late)]
+                    found.append(
+                        (~number if ~number in lasting else ~number + turn * len(blocks), FREED)
+                    )
+            return (
+                found
+                if log["update"] < len(step)
+                else [*found, *(sized(number) for number in late)]
+            )
 
         def ended(turn: int) -> list[Event]:
             """What of that turn lives on until the next one begins."""
@@ -149,7 +193,8 @@ class Trace:
 
 
 def _size(block: tuple[int, int, Born], samples: int, eval_samples: int | None) -> int | None:
-    """Bytes of a block (fixed, per sample, when it is born); None: of an evaluation that does not happen."""
+    """Bytes of a block (fixed, per sample, when it is born); None: of an evaluation that does not
+    happen."""
     fixed, sample, born = block
     count = eval_samples if born == "evaluation" else samples
     return None if count is None else fixed + count * sample
@@ -171,7 +216,8 @@ class Traces:
         self._folder, self._say = folder, say
         self._child = child or TracingChild(folder)
         self._known: dict[str, Trace] = {}
-        self.failure: str | None = None  # why a step could not be traced: its candidates are judged by states alone
+        # why a step could not be traced: its candidates are judged by states alone
+        self.failure: str | None = None
 
     def of(self, recipe: Recipe, shape: ModelShape, lora_targets: Sequence[str]) -> Traces:
         """The traces of another recipe, kept in the same place, made by the same child."""
@@ -182,13 +228,20 @@ class Traces:
         missing = {self._name(one): one for one in questions if self.get(one) is None}
         if not missing or self.failure:
             return
-        self._say(f"tracing a step of {self._shape.name} ({len(missing)} variant(s)): once, then known")
+        self._say(
+            f"tracing a step of {self._shape.name} ({len(missing)} variant(s)): once, then known"
+        )
         request = {
             "recipe": self._recipe.model_dump(mode="json"),
             "shape": asdict(self._shape),
             "lora_targets": self._lora_targets,
-            "unused_packages": sorted(set.intersection(*(self._unused(one) for one in missing.values()))),
-            "questions": {name: asdict(one) | {"bucket_elements": BUCKET_ELEMENTS} for name, one in missing.items()},
+            "unused_packages": sorted(
+                set.intersection(*(self._unused(one) for one in missing.values()))
+            ),
+            "questions": {
+                name: asdict(one) | {"bucket_elements": BUCKET_ELEMENTS}
+                for name, one in missing.items()
+            },
         }
         self.failure = self._child.ask(request)
 
@@ -214,15 +267,24 @@ class Traces:
     def _name(self, question: Question) -> str:
         recipe, strategy = self._recipe, question.strategy
         facts = {
-            "model": recipe.model.model_dump(mode="json", exclude={"shape", "path", "attn_implementation"}),
+            "model": recipe.model.model_dump(
+                mode="json", exclude={"shape", "path", "attn_implementation"}
+            ),
             "config": dict(self._shape.config),
             "lora": recipe.lora.model_dump(mode="json") if recipe.lora else None,
             "lora_targets": self._lora_targets,
-            "quantization": recipe.quantization.model_dump(mode="json") if recipe.quantization else None,
+            "quantization": (
+                recipe.quantization.model_dump(mode="json") if recipe.quantization else None
+            ),
             "training": recipe.training.model_dump(mode="json", exclude=UNFELT),
             "device": strategy.device,
             "gpu": [question.architecture, question.fused_attention],
-            "engine": [strategy.engine, strategy.zero_stage, strategy.offloads, strategy.num_processes],
+            "engine": [
+                strategy.engine,
+                strategy.zero_stage,
+                strategy.offloads,
+                strategy.num_processes,
+            ],
             "mixed_precision": strategy.mixed_precision,
             "attention": [strategy.attn_implementation, question.documents],
             "gradient_checkpointing": strategy.gradient_checkpointing,
@@ -242,7 +304,9 @@ class Traces:
 def _work(found: Mapping[str, Any]) -> WorkCost:
     return WorkCost(
         matmul_flops={dtype: Affine(*parts) for dtype, parts in found["matmul_flops"].items()},
-        attention_flops={dtype: Affine(*parts) for dtype, parts in found["attention_flops"].items()},
+        attention_flops={
+            dtype: Affine(*parts) for dtype, parts in found["attention_flops"].items()
+        },
         bytes_moved=Affine(*found["bytes_moved"]),
         num_kernels=Affine(found["num_kernels"]),
         num_matmuls=Affine(found["num_matmuls"]),

@@ -1,12 +1,15 @@
-"""What each GPU architecture computes with: bf16, fp16, TF32, fused attention. Pure facts, no torch.
+"""What each GPU architecture computes with: bf16, fp16, TF32, fused attention. Pure facts, no
+torch.
 
-Sources. NVIDIA: CUDA C++ Programming Guide, "Arithmetic Instructions" (tensor cores for fp16 from 7.0, bf16 and TF32
-from 8.0). AMD bf16: HIP documentation, "Hardware features" (none in RDNA 1 and 2); XLA's has_bf16_dtype_support (MI100
-and newer, gfx11, gfx12); gpuopen.com/learn/wmma_on_rdna3. torch.cuda.is_bf16_supported() is no help: under ROCm it is
-True for every card up to torch 2.13. Fused attention: PyTorch's sdp_utils.cpp asks AOTriton whether it has kernels for
-the gfx name and whether it calls them experimental; the answers are in AOTriton's v3src/util.cc, here those of 0.12b,
-which torch 2.13 builds with (pytorch/pytorch pull 184288). The package flash_attn: its README (Ampere and newer; MI200,
-MI300 and MI350 by composable kernels; its Triton kernels for others have to be asked for, and are left out here).
+Sources. NVIDIA: CUDA C++ Programming Guide, "Arithmetic Instructions" (tensor cores for fp16 from
+7.0, bf16 and TF32 from 8.0). AMD bf16: HIP documentation, "Hardware features" (none in RDNA 1 and
+2); XLA's has_bf16_dtype_support (MI100 and newer, gfx11, gfx12); gpuopen.com/learn/wmma_on_rdna3.
+torch.cuda.is_bf16_supported() is no help: under ROCm it is True for every card up to torch 2.13.
+Fused attention: PyTorch's sdp_utils.cpp asks AOTriton whether it has kernels for the gfx name and
+whether it calls them experimental; the answers are in AOTriton's v3src/util.cc, here those of
+0.12b, which torch 2.13 builds with (pytorch/pytorch pull 184288). The package flash_attn: its
+README (Ampere and newer; MI200, MI300 and MI350 by composable kernels; its Triton kernels for
+others have to be asked for, and are left out here).
 """
 
 from __future__ import annotations
@@ -30,15 +33,18 @@ class Architecture:
     bf16: bool
     fp16: bool  # faster than fp32
     tf32: bool  # as transformers sees it: no AMD card
-    attention: Attention  # math: the scores of a layer, batch x heads x length^2, are held in memory
+    # math: the scores of a layer, batch x heads x length^2, are held in memory
+    attention: Attention
     flash_attn: bool = False  # the package of that name has kernels for it
 
 
 # From the newest: the first row whose compute capability is not above the card's.
 NVIDIA: tuple[tuple[tuple[int, int], Architecture], ...] = (
-    ((8, 0), Architecture(bf16=True, fp16=True, tf32=True, attention="fused", flash_attn=True)),  # Ampere
+    # Ampere
+    ((8, 0), Architecture(bf16=True, fp16=True, tf32=True, attention="fused", flash_attn=True)),
     ((7, 0), Architecture(bf16=False, fp16=True, tf32=False, attention="fused")),  # Volta, Turing
-    ((0, 0), Architecture(bf16=False, fp16=False, tf32=False, attention="fused")),  # Pascal: fp16 at 1/64 on 6.1
+    # Pascal: fp16 at 1/64 on 6.1
+    ((0, 0), Architecture(bf16=False, fp16=False, tf32=False, attention="fused")),
 )
 
 _OLD = Architecture(bf16=False, fp16=True, tf32=False, attention="math")
@@ -66,7 +72,12 @@ AMD: dict[str, Architecture] = {
     "gfx1201": _FUSED,  # RX 9070, Radeon AI PRO R9700; official since AOTriton 0.10b
 }
 # gfx names that no AOTriton knows: RDNA 1 and 2 (gfx10), and what came before gfx908
-_FAMILIES: tuple[tuple[str, Architecture], ...] = (("gfx11", _MATH), ("gfx12", _MATH), ("gfx94", _MATH), ("gfx", _OLD))
+_FAMILIES: tuple[tuple[str, Architecture], ...] = (
+    ("gfx11", _MATH),
+    ("gfx12", _MATH),
+    ("gfx94", _MATH),
+    ("gfx", _OLD),
+)
 
 # Of a card that does not tell: it gets what it was asked for, and nothing is said of its attention.
 UNKNOWN = Architecture(bf16=True, fp16=True, tf32=True, attention="unknown", flash_attn=True)
@@ -80,27 +91,34 @@ def of(gpu: Gpu) -> Architecture:
         capability = int(match[1]), int(match[2])
         return next(facts for least, facts in NVIDIA if capability >= least)
     gfx = gpu.architecture.partition(":")[0]  # gfx90a:sramecc+:xnack-
-    return AMD.get(gfx) or next((facts for prefix, facts in _FAMILIES if gfx.startswith(prefix)), UNKNOWN)
+    return AMD.get(gfx) or next(
+        (facts for prefix, facts in _FAMILIES if gfx.startswith(prefix)), UNKNOWN
+    )
 
 
 def environment(gpus: Sequence[Gpu]) -> dict[str, str]:
     """The variables that ranks on these cards need to get PyTorch's fused attention."""
-    return {ALLOW_EXPERIMENTAL: "1"} if any(of(gpu).attention == "experimental" for gpu in gpus) else {}
+    return (
+        {ALLOW_EXPERIMENTAL: "1"}
+        if any(of(gpu).attention == "experimental" for gpu in gpus)
+        else {}
+    )
 
 
 def attention_notes(gpus: Sequence[Gpu]) -> Iterator[str]:
-    """A line per kind of card whose attention needs a word: allowed with a variable, or without a fused kernel."""
+    """A line per kind of card whose attention needs a word: allowed with a variable, or without a
+    fused kernel."""
     for name in dict.fromkeys(gpu.architecture for gpu in gpus):
         facts = next(of(gpu) for gpu in gpus if gpu.architecture == name)
         if facts.attention == "experimental":
             yield (
-                f"attention: PyTorch calls its fused kernels for {name} experimental; {ALLOW_EXPERIMENTAL}=1 allows"
-                " them, unless you set that variable yourself"
+                f"attention: PyTorch calls its fused kernels for {name} experimental;"
+                f" {ALLOW_EXPERIMENTAL}=1 allows them, unless you set that variable yourself"
             )
         elif facts.attention == "math":
             yield (
-                f"attention: PyTorch has no fused kernel for {name}; every layer holds its scores in memory"
-                " (batch x heads x length^2)"
+                f"attention: PyTorch has no fused kernel for {name}; every layer holds its scores"
+                " in memory (batch x heads x length^2)"
             )
 
 

@@ -1,4 +1,5 @@
-"""Signs of a graphics card that need no vendor's library: the PCI bus, device files, what drivers write into /sys."""
+"""Signs of a graphics card that need no vendor's library: the PCI bus, device files, what drivers
+write into /sys."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from pathlib import Path
 
 from launch.schema.machine import GIB
 
-SYSTEM_ROOT = "LOWMEM_SYSTEM_ROOT"  # another folder than / that holds dev, proc and sys; scripts/lib/bootstrap.sh too
+# another folder than / that holds dev, proc and sys; scripts/lib/bootstrap.sh too
+SYSTEM_ROOT = "LOWMEM_SYSTEM_ROOT"
 VENDORS = {"0x10de": "nvidia", "0x1002": "amd"}
 DISPLAY, ACCELERATOR = "0x03", "0x12"  # PCI classes; AMD's MI300 is of the second
 NVIDIA_FILES = ("nvidia[0-9]*", "nvidiactl", "nvhost-gpu", "nvgpu")  # the last two: Jetson
@@ -52,14 +54,19 @@ def cards(root: Path, vendor: str) -> list[Card]:
 
 def nvidia(root: Path) -> list[str]:
     """Every sign of an NVIDIA card, in words."""
-    files = [f"/dev/{path.name}" for pattern in NVIDIA_FILES for path in sorted(root.glob(f"dev/{pattern}"))]
+    files = [
+        f"/dev/{path.name}"
+        for pattern in NVIDIA_FILES
+        for path in sorted(root.glob(f"dev/{pattern}"))
+    ]
     return [*map(str, cards(root, "nvidia")), *files]
 
 
 def amd(root: Path) -> tuple[list[str], list[str]]:
     """(signs of AMD cards to train on, AMD graphics that count for none), in words.
 
-    /dev/kfd alone says nothing: amdgpu makes it on every laptop with a Ryzen. The size of the card's own memory does.
+    /dev/kfd alone says nothing: amdgpu makes it on every laptop with a Ryzen. The size of the
+    card's own memory does.
     """
     signs, passed_over = [], []
     for card in cards(root, "amd"):
@@ -78,12 +85,15 @@ def amd_fix(root: Path) -> str:
     compute = root / "dev/kfd"
     if not compute.exists():
         return (
-            "/dev/kfd, ROCm's way to them, is not here: a container needs --device /dev/kfd --device /dev/dri;"
-            " elsewhere load the kernel's driver amdgpu"
+            "/dev/kfd, ROCm's way to them, is not here: a container needs --device /dev/kfd"
+            " --device /dev/dri; elsewhere load the kernel's driver amdgpu"
         )
     if not os.access(compute, os.R_OK | os.W_OK):
         return "you may not open /dev/kfd: sudo usermod -aG render,video $USER, then log in again"
-    return "install rocm-smi or amd-smi, which list the cards (Debian, Ubuntu, Fedora: the package rocm-smi)"
+    return (
+        "install rocm-smi or amd-smi, which list the cards (Debian, Ubuntu, Fedora: the package"
+        " rocm-smi)"
+    )
 
 
 def _read(file: Path) -> str:

@@ -1,4 +1,5 @@
-"""The GPUs a run may use: as NVML, amdsmi, rocm-smi or amd-smi lists them, less those that the environment hides."""
+"""The GPUs a run may use: as NVML, amdsmi, rocm-smi or amd-smi lists them, less those that the
+environment hides."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from typing import Any, TypeVar
 from launch.probe import gpu_signs
 from launch.schema.machine import GIB, Gpu, Machine
 
-MIN_VRAM_BYTES = 2 * GIB  # below it: the graphics of a Ryzen or an APU, which rocm-smi lists beside the real card
+# below it: the graphics of a Ryzen or an APU, which rocm-smi lists beside the real card
+MIN_VRAM_BYTES = 2 * GIB
 VENDOR_TOOL_TIMEOUT_S = 5.0
 
 ALL_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -24,21 +26,41 @@ HIDES = re.compile(r"\s*(-\d.*|NoDevFiles|none|void)?\s*")  # values that hide e
 # Numbers of NVML's errors. Source: nvml.h, nvmlReturn_t
 NOT_SUPPORTED, LIBRARY_NOT_FOUND = 3, 12
 FIXES = {
-    4: "you may not open /dev/nvidia*: a Slurm job asks for cards with --gres=gpu:1; elsewhere see its owner and mode",
-    9: "load the driver (sudo modprobe nvidia), or install the one for this kernel; a container needs --gpus all",
-    15: "restart the machine; if it repeats, see the card's power and seat, or leave it out (CUDA_VISIBLE_DEVICES)",
-    18: "restart the machine: the driver was updated while the old one is loaded (a container: start it anew)",
-    999: "start the container anew (a reload of systemd on its host takes the cards away), or restart the machine",
+    4: (
+        "you may not open /dev/nvidia*: a Slurm job asks for cards with --gres=gpu:1; elsewhere see"
+        " its owner and mode"
+    ),
+    9: (
+        "load the driver (sudo modprobe nvidia), or install the one for this kernel; a container"
+        " needs --gpus all"
+    ),
+    15: (
+        "restart the machine; if it repeats, see the card's power and seat, or leave it out"
+        " (CUDA_VISIBLE_DEVICES)"
+    ),
+    18: (
+        "restart the machine: the driver was updated while the old one is loaded (a container:"
+        " start it anew)"
+    ),
+    999: (
+        "start the container anew (a reload of systemd on its host takes the cards away), or"
+        " restart the machine"
+    ),
 }
 FIX = "see what nvidia-smi says, and restart the machine"
 UNIFIED = (
-    "it shares the host's RAM (unified memory, as GB10 and Jetson have), for which lowmem has no figures yet; fix: use"
-    " a card with memory of its own"
+    "it shares the host's RAM (unified memory, as GB10 and Jetson have), for which lowmem has no"
+    " figures yet; fix: use a card with memory of its own"
 )
-SIZE_UNKNOWN = "fix: update ROCm (amd-smi of a newer one knows it), or set HIP_VISIBLE_DEVICES to other cards"
+SIZE_UNKNOWN = (
+    "fix: update ROCm (amd-smi of a newer one knows it), or set HIP_VISIBLE_DEVICES to other cards"
+)
 NO_LIBRARY_FIX = "install the NVIDIA driver; a container needs --gpus all"
 NO_LIBCUDA = "NVML lists cards, but libcuda.so.1, the driver's part that computes, is not here"
-COMPUTE_FIX = "fix: a container needs NVIDIA_DRIVER_CAPABILITIES=compute,utility; elsewhere install the driver again"
+COMPUTE_FIX = (
+    "fix: a container needs NVIDIA_DRIVER_CAPABILITIES=compute,utility; elsewhere install the"
+    " driver again"
+)
 
 Parsed = TypeVar("Parsed")
 Listed = list[tuple[str, Gpu]]  # (uuid, or "" when unknown; GPU) in the vendor's order
@@ -50,31 +72,37 @@ class Found:
 
     gpus: tuple[Gpu, ...]
     reason: str
-    obstacle: str = ""  # with its fix; "": there is no card, the cards work, or a variable hides them
+    # with its fix; "": there is no card, the cards work, or a variable hides them
+    obstacle: str = ""
     cuda_driver: str = ""  # the newest CUDA that the NVIDIA driver serves
 
 
 def usable(env: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str]:
-    """The GPUs a child with this environment can use, in the order it will number them, and why these."""
+    """The GPUs a child with this environment can use, in the order it will number them, and why
+    these."""
     found = find(env, gpu_signs.system_root(env))
     return found.gpus, found.reason
 
 
 def find(env: Mapping[str, str], root: Path = Path("/")) -> Found:
-    """The GPUs of the machine whose dev and sys are below `root`, less those that the environment hides."""
+    """The GPUs of the machine whose dev and sys are below `root`, less those that the environment
+    hides."""
     nvidia = _nvidia()
     listed, reason = nvidia.listed, nvidia.reason
     variables = ["CUDA_VISIBLE_DEVICES"]
     if not listed:
         listed, amd_reason = _amd(env)
         reason = amd_reason if listed else f"{reason}; {amd_reason}"
-        # ROCR's list is numbered anew by HIP, which reads CUDA's variable where its own is not set. Source: ROCm docs
+        # ROCR's list is numbered anew by HIP, which reads CUDA's variable where its own is not set.
+        # Source: ROCm docs
         hip = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in env else "CUDA_VISIBLE_DEVICES"
         variables = ["ROCR_VISIBLE_DEVICES", hip]
     reasons = [reason]
     nvidia_names = {gpu.name for _, gpu in listed if gpu.vendor == "nvidia"}
     if len(nvidia_names) > 1 and env.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        reasons.append("they differ: set CUDA_DEVICE_ORDER=PCI_BUS_ID, or CUDA numbers the fastest first")
+        reasons.append(
+            "they differ: set CUDA_DEVICE_ORDER=PCI_BUS_ID, or CUDA numbers the fastest first"
+        )
     obstacles = [] if nvidia.listed else [*nvidia.obstacles, *_nvidia_signs(nvidia, root)]
     for variable in variables:
         if variable in env:
@@ -89,18 +117,26 @@ def find(env: Mapping[str, str], root: Path = Path("/")) -> Found:
     small = [gpu for _, gpu in listed if gpu.total_bytes < MIN_VRAM_BYTES]
     for gpu in small:
         if gpu.total_bytes:
-            reasons.append(f"GPU {gpu.index} ({gpu.name}, {gpu.total_bytes / GIB:.1f} GiB) is too small to train on")
+            reasons.append(
+                f"GPU {gpu.index} ({gpu.name}, {gpu.total_bytes / GIB:.1f} GiB) is too small to"
+                " train on"
+            )
         else:
-            reasons.append(f"GPU {gpu.index} ({gpu.name}): {gpu.reason} does not say how much memory it has")
+            reasons.append(
+                f"GPU {gpu.index} ({gpu.name}): {gpu.reason} does not say how much memory it has"
+            )
             obstacles.append(f"{reasons[-1]}; {SIZE_UNKNOWN}")
     found = tuple(gpu for _, gpu in listed if gpu not in small)
     if not found and not nvidia.listed:
         signs, passed_over = gpu_signs.amd(root)
         reasons += passed_over
         obstacles += [
-            f"an AMD card is here ({sign}) and cannot be asked; fix: {gpu_signs.amd_fix(root)}" for sign in signs
+            f"an AMD card is here ({sign}) and cannot be asked; fix: {gpu_signs.amd_fix(root)}"
+            for sign in signs
         ]
-    is_hidden = any(variable in env and HIDES.fullmatch(env[variable]) for variable in ALL_VARIABLES)
+    is_hidden = any(
+        variable in env and HIDES.fullmatch(env[variable]) for variable in ALL_VARIABLES
+    )
     obstacle = "" if found or is_hidden or not obstacles else obstacles[0]
     return Found(found, "; ".join(reasons), obstacle, nvidia.cuda_driver)
 
@@ -109,11 +145,13 @@ def _names_none(variable: str, value: str, count: int) -> str:
     """The obstacle of a variable that leaves no card and was not meant to."""
     if "MIG-" in value:
         return (
-            f"{variable}={value} names a part of a card (MIG), which lowmem cannot plan for yet; fix: name whole cards"
-            f" by number or by GPU-..., and switch MIG off on them (sudo nvidia-smi -i NUMBER -mig 0)"
+            f"{variable}={value} names a part of a card (MIG), which lowmem cannot plan for yet;"
+            " fix: name whole cards by number or by GPU-..., and switch MIG off on them (sudo"
+            " nvidia-smi -i NUMBER -mig 0)"
         )
     return (
-        f"{variable}={value} leaves none of the {count} GPU(s) that are listed; fix: unset it, or name cards that"
+        f"{variable}={value} leaves none of the {count} GPU(s) that are listed; fix: unset it, or"
+        " name cards that"
         f' nvidia-smi or rocm-smi lists; {variable}="" trains on the CPU'
     )
 
@@ -123,16 +161,21 @@ def _nvidia_signs(asked: _Nvidia, root: Path) -> list[str]:
     signs = gpu_signs.nvidia(root)
     fix = "install nvidia-ml-py" if "nvidia-ml-py" in asked.reason else NO_LIBRARY_FIX
     return (
-        [f"an NVIDIA card is here ({', '.join(signs)}) and cannot be asked ({asked.reason}); fix: {fix}"]
+        [
+            f"an NVIDIA card is here ({', '.join(signs)}) and cannot be asked ({asked.reason});"
+            f" fix: {fix}"
+        ]
         if signs
         else []
     )
 
 
 def visible(listed: Listed, value: str) -> tuple[Listed, str]:
-    """What CUDA_VISIBLE_DEVICES or its AMD kin leaves, in its order: indices, or UUIDs which may be abbreviated.
+    """What CUDA_VISIBLE_DEVICES or its AMD kin leaves, in its order: indices, or UUIDs which may be
+    abbreviated.
 
-    The list ends at the first entry that is no GPU. Source: CUDA C++ Programming Guide, CUDA environment variables.
+    The list ends at the first entry that is no GPU. Source: CUDA C++ Programming Guide, CUDA
+    environment variables.
     """
     chosen: Listed = []
     for entry in (text.strip() for text in value.split(",")):
@@ -166,7 +209,9 @@ def _nvidia() -> _Nvidia:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:  # no driver, or one that does not fit its library
         is_absent = _code(error) == LIBRARY_NOT_FOUND
-        return _Nvidia([], f"NVML: {error}", () if is_absent else (_trouble("NVML cannot be asked", error),))
+        return _Nvidia(
+            [], f"NVML: {error}", () if is_absent else (_trouble("NVML cannot be asked", error),)
+        )
     listed: Listed = []
     problems, obstacles, count, cuda_driver = [], [], 0, ""
     try:
@@ -180,7 +225,8 @@ def _nvidia() -> _Nvidia:
                 memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
                 major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
                 uuid = pynvml.nvmlDeviceGetUUID(handle)
-            except pynvml.NVMLError as error:  # fallen off the bus, or not ours under Slurm: the others still work
+            except pynvml.NVMLError as error:
+                # fallen off the bus, or not ours under Slurm: the others still work
                 problems.append(f"GPU {index}: {error}")
                 of = name if name == f"GPU {index}" else f"GPU {index} ({name})"
                 if _code(error) == NOT_SUPPORTED:
@@ -189,7 +235,12 @@ def _nvidia() -> _Nvidia:
                     obstacles.append(_trouble(of, error))
                 continue
             sizes, capability = (int(memory.total), int(memory.free)), f"{major}.{minor}"
-            listed.append((uuid, Gpu(index, name, "nvidia", *sizes, capability, driver, f"NVML device {index}")))
+            listed.append(
+                (
+                    uuid,
+                    Gpu(index, name, "nvidia", *sizes, capability, driver, f"NVML device {index}"),
+                )
+            )
         cuda_driver = _cuda_driver(pynvml)
     except pynvml.NVMLError as error:
         problems.append(str(error))
@@ -200,13 +251,21 @@ def _nvidia() -> _Nvidia:
         listed = [(uuid, replace(gpu, uuid=uuid)) for uuid, gpu in listed]
     if cuda_driver == NO_LIBCUDA:
         problems.append(NO_LIBCUDA)
-        return _Nvidia([], "; ".join([f"NVML lists {len(listed)}", *problems]), (f"{NO_LIBCUDA}; {COMPUTE_FIX}",))
-    return _Nvidia(listed, "; ".join([f"NVML lists {len(listed)}", *problems]), tuple(obstacles), cuda_driver)
+        return _Nvidia(
+            [],
+            "; ".join([f"NVML lists {len(listed)}", *problems]),
+            (f"{NO_LIBCUDA}; {COMPUTE_FIX}",),
+        )
+    return _Nvidia(
+        listed, "; ".join([f"NVML lists {len(listed)}", *problems]), tuple(obstacles), cuda_driver
+    )
 
 
 def _cuda_driver(pynvml: Any) -> str:
-    """The newest CUDA that the driver's libcuda serves; "" where the driver does not say, NO_LIBCUDA without one."""
-    ask = getattr(pynvml, "nvmlSystemGetCudaDriverVersion_v2", None)  # an nvidia-ml-py of the user's may be older
+    """The newest CUDA that the driver's libcuda serves; "" where the driver does not say,
+    NO_LIBCUDA without one."""
+    # an nvidia-ml-py of the user's may be older
+    ask = getattr(pynvml, "nvmlSystemGetCudaDriverVersion_v2", None)
     if ask is None:
         return ""
     try:
@@ -229,7 +288,8 @@ def _trouble(subject: str, error: Exception) -> str:
 
 
 def _amd(env: Mapping[str, str]) -> tuple[Listed, str]:
-    """From the first that lists a GPU: the amdsmi library, rocm-smi, amd-smi (newer ROCm has no rocm-smi)."""
+    """From the first that lists a GPU: the amdsmi library, rocm-smi, amd-smi (newer ROCm has no
+    rocm-smi)."""
     reasons = []
     for ask in (_amdsmi, rocm_smi, amd_smi):
         listed, reason = ask(env)
@@ -244,12 +304,16 @@ def _amdsmi(env: Mapping[str, str]) -> tuple[Listed, str]:
         import amdsmi  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
         return [], ""
-    except (ImportError, OSError, KeyError, AttributeError) as error:  # what its import raises without libamd_smi.so
+    except (ImportError, OSError, KeyError, AttributeError) as error:
+        # what its import raises without libamd_smi.so
         return [], f"amdsmi: {error!r}"
     try:
         amdsmi.amdsmi_init()
         try:
-            listed = [_amdsmi_gpu(amdsmi, *pair) for pair in enumerate(amdsmi.amdsmi_get_processor_handles())]
+            listed = [
+                _amdsmi_gpu(amdsmi, *pair)
+                for pair in enumerate(amdsmi.amdsmi_get_processor_handles())
+            ]
         finally:
             amdsmi.amdsmi_shut_down()
     except amdsmi.AmdSmiException as error:
@@ -264,12 +328,24 @@ def _amdsmi_gpu(amdsmi: Any, index: int, handle: object) -> tuple[str, Gpu]:
     driver = str(amdsmi.amdsmi_get_gpu_driver_info(handle)["driver_version"])
     name, architecture = str(asic["market_name"]), str(asic.get("target_graphics_version", ""))
     sizes = total_bytes, total_bytes - used_bytes
-    return _amd_uuid(str(asic["asic_serial"])), Gpu(index, name, "amd", *sizes, architecture, driver, f"amdsmi {index}")
+    return _amd_uuid(str(asic["asic_serial"])), Gpu(
+        index, name, "amd", *sizes, architecture, driver, f"amdsmi {index}"
+    )
 
 
-def rocm_smi(env: Mapping[str, str], timeout_s: float = VENDOR_TOOL_TIMEOUT_S) -> tuple[Listed, str]:
-    """What the rocm-smi on env's PATH lists; without it, or when it hangs or prints nonsense, nothing and why."""
-    asked = ["--showproductname", "--showmeminfo", "vram", "--showdriverversion", "--showuniqueid", "--json"]
+def rocm_smi(
+    env: Mapping[str, str], timeout_s: float = VENDOR_TOOL_TIMEOUT_S
+) -> tuple[Listed, str]:
+    """What the rocm-smi on env's PATH lists; without it, or when it hangs or prints nonsense,
+    nothing and why."""
+    asked = [
+        "--showproductname",
+        "--showmeminfo",
+        "vram",
+        "--showdriverversion",
+        "--showuniqueid",
+        "--json",
+    ]
     try:
         program, listed = _ask("rocm-smi", asked, env, timeout_s, parse_rocm_smi)
     except _NoAnswer as error:
@@ -278,10 +354,15 @@ def rocm_smi(env: Mapping[str, str], timeout_s: float = VENDOR_TOOL_TIMEOUT_S) -
 
 
 def amd_smi(env: Mapping[str, str], timeout_s: float = VENDOR_TOOL_TIMEOUT_S) -> tuple[Listed, str]:
-    """What the amd-smi on env's PATH lists; without it, or when it hangs or prints nonsense, nothing and why."""
+    """What the amd-smi on env's PATH lists; without it, or when it hangs or prints nonsense,
+    nothing and why."""
     try:
-        program, static = _ask("amd-smi", ["static", "--asic", "--driver", "--json"], env, timeout_s, _amd_smi_rows)
-        _, metric = _ask("amd-smi", ["metric", "--mem-usage", "--json"], env, timeout_s, _amd_smi_rows)
+        program, static = _ask(
+            "amd-smi", ["static", "--asic", "--driver", "--json"], env, timeout_s, _amd_smi_rows
+        )
+        _, metric = _ask(
+            "amd-smi", ["metric", "--mem-usage", "--json"], env, timeout_s, _amd_smi_rows
+        )
     except _NoAnswer as error:
         return [], str(error)
     listed = _amd_smi_gpus(static, metric)
@@ -293,9 +374,14 @@ class _NoAnswer(Exception):
 
 
 def _ask(
-    tool: str, asked: Sequence[str], env: Mapping[str, str], timeout_s: float, parse: Callable[[str], Parsed]
+    tool: str,
+    asked: Sequence[str],
+    env: Mapping[str, str],
+    timeout_s: float,
+    parse: Callable[[str], Parsed],
 ) -> tuple[str, Parsed]:
-    """(path of the tool, what parse makes of its output). Raises _NoAnswer, also where parse raises ValueError."""
+    """(path of the tool, what parse makes of its output). Raises _NoAnswer, also where parse raises
+    ValueError."""
     program = shutil.which(tool, path=env.get("PATH", ""))
     if program is None:
         raise _NoAnswer(f"no {tool} on PATH")
@@ -316,23 +402,34 @@ def _ask(
     except subprocess.TimeoutExpired as error:
         child.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(timeout=1)  # stuck inside the driver it dies later, and we do not wait for that
+            # stuck inside the driver it dies later, and we do not wait for that
+            child.wait(timeout=1)
         raise _NoAnswer(f"{program} did not answer within {timeout_s:g} s") from error
     try:
         return program, parse(out)
     except ValueError as error:
-        said = next((line.strip()[:120] for line in f"{err}\n{out}".split("\n") if line.strip()), "nothing")
+        said = next(
+            (line.strip()[:120] for line in f"{err}\n{out}".split("\n") if line.strip()), "nothing"
+        )
         raise _NoAnswer(
-            f"{program} exited with {child.returncode} and printed no list of GPUs ({error}): {said}"
+            f"{program} exited with {child.returncode} and printed no list of GPUs ({error}):"
+            f" {said}"
         ) from error
 
 
 def parse_rocm_smi(text: str) -> Listed:
-    """The GPUs in what `rocm-smi --json` prints, as ROCm 3 to 7 spell it. Raises ValueError where there is no list."""
-    document, _ = json.JSONDecoder().raw_decode(text[max(text.find("{"), 0) :])  # warnings are printed before it
-    if not isinstance(document, dict) or not all(isinstance(card, dict) for card in document.values()):
+    """The GPUs in what `rocm-smi --json` prints, as ROCm 3 to 7 spell it. Raises ValueError where
+    there is no list."""
+    # warnings are printed before it
+    document, _ = json.JSONDecoder().raw_decode(text[max(text.find("{"), 0) :])
+    if not isinstance(document, dict) or not all(
+        isinstance(card, dict) for card in document.values()
+    ):
         raise ValueError("expected an object of objects")
-    spelled = {key: {name.lower(): str(value) for name, value in card.items()} for key, card in document.items()}
+    spelled = {
+        key: {name.lower(): str(value) for name, value in card.items()}
+        for key, card in document.items()
+    }
     listed: Listed = []
     for key, card in spelled.items():
         if not (match := re.fullmatch(r"card(\d+)", key)):
@@ -341,7 +438,9 @@ def parse_rocm_smi(text: str) -> Listed:
         known = total.isdigit() and used.isdigit()  # "N/A" otherwise
         sizes = (int(total), int(total) - int(used)) if known else (0, 0)
         name = _first(card, "card series", "device name", "card model") or key
-        driver = _first(card, "driver version") or _first(spelled.get("system", {}), "driver version")
+        driver = _first(card, "driver version") or _first(
+            spelled.get("system", {}), "driver version"
+        )
         gfx = _first(card, "gfx version", "gfx ver", "target graphics version")
         gpu = Gpu(int(match[1]), name, "amd", *sizes, gfx, driver, f"rocm-smi {key}")
         listed.append((_amd_uuid(_first(card, "unique id")), gpu))
@@ -349,8 +448,8 @@ def parse_rocm_smi(text: str) -> Listed:
 
 
 def parse_amd_smi(static: str, metric: str) -> Listed:
-    """The GPUs in what `amd-smi static --asic --driver --json` and `amd-smi metric --mem-usage --json` print, as ROCm
-    6 and 7 do. Raises ValueError where there is no list."""
+    """The GPUs in what `amd-smi static --asic --driver --json` and `amd-smi metric --mem-usage
+    --json` print, as ROCm 6 and 7 do. Raises ValueError where there is no list."""
     return _amd_smi_gpus(_amd_smi_rows(static), _amd_smi_rows(metric))
 
 
@@ -359,12 +458,16 @@ def _amd_smi_rows(text: str) -> dict[int, Mapping[str, Any]]:
     start = re.search(r"^[\[{]", text, re.MULTILINE)  # Python's warnings are printed before it
     document, _ = json.JSONDecoder().raw_decode(text[start.start() if start else 0 :])
     rows = document.get("gpu_data") if isinstance(document, dict) else document
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and isinstance(row.get("gpu"), int) for row in rows):
+    if not isinstance(rows, list) or not all(
+        isinstance(row, dict) and isinstance(row.get("gpu"), int) for row in rows
+    ):
         raise ValueError("expected a list of objects that have a gpu")
     return {row["gpu"]: row for row in rows}
 
 
-def _amd_smi_gpus(static: Mapping[int, Mapping[str, Any]], metric: Mapping[int, Mapping[str, Any]]) -> Listed:
+def _amd_smi_gpus(
+    static: Mapping[int, Mapping[str, Any]], metric: Mapping[int, Mapping[str, Any]]
+) -> Listed:
     listed: Listed = []
     for index, row in static.items():
         asic, usage = _part(row, "asic"), _part(metric.get(index, {}), "mem_usage")
@@ -373,7 +476,10 @@ def _amd_smi_gpus(static: Mapping[int, Mapping[str, Any]], metric: Mapping[int, 
         if isinstance(total, int) and isinstance(used, int):  # "N/A" otherwise
             sizes = total << 20, (total - used) << 20  # what it calls MB is MiB
         name = _first(asic, "market_name") or f"GPU {index}"
-        gfx, driver = _first(asic, "target_graphics_version"), _first(_part(row, "driver"), "version")
+        gfx, driver = (
+            _first(asic, "target_graphics_version"),
+            _first(_part(row, "driver"), "version"),
+        )
         gpu = Gpu(index, name, "amd", *sizes, gfx, driver, f"amd-smi GPU {index}")
         listed.append((_amd_uuid(_first(asic, "asic_serial")), gpu))
     return listed
@@ -384,20 +490,29 @@ def _part(row: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _first(card: Mapping[str, Any], *names: str) -> str:
-    return next((str(card[name]).strip() for name in names if card.get(name, "N/A") not in ("N/A", "")), "")
+    return next(
+        (str(card[name]).strip() for name in names if card.get(name, "N/A") not in ("N/A", "")), ""
+    )
 
 
 def _amd_uuid(serial: str) -> str:
-    """The 64-bit unique id as ROCR_VISIBLE_DEVICES wants it; cards without one are addressed by index only."""
-    return f"GPU-{serial.lower().removeprefix('0x').zfill(16)}" if serial.lower().startswith("0x") else ""
+    """The 64-bit unique id as ROCR_VISIBLE_DEVICES wants it; cards without one are addressed by
+    index only."""
+    return (
+        f"GPU-{serial.lower().removeprefix('0x').zfill(16)}"
+        if serial.lower().startswith("0x")
+        else ""
+    )
 
 
 def visible_devices(machine: Machine, num_processes: int) -> dict[str, str]:
-    """The variables that leave a run its first `num_processes` GPUs, one per rank and in their order."""
+    """The variables that leave a run its first `num_processes` GPUs, one per rank and in their
+    order."""
     chosen = machine.gpus[:num_processes]
     indices = ",".join(gpu.uuid or str(gpu.index) for gpu in chosen)
     if chosen[0].vendor == "amd":
-        # HIP reads this before CUDA_VISIBLE_DEVICES, and counts what ROCR_VISIBLE_DEVICES leaves, as gpus.py does.
-        # RCCL has no names of its own: it reads NCCL_*.
+        # HIP reads this before CUDA_VISIBLE_DEVICES, and counts what ROCR_VISIBLE_DEVICES leaves,
+        # as gpus.py does. RCCL has no names of its own: it reads NCCL_*.
         return {"HIP_VISIBLE_DEVICES": indices}
-    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": indices}  # NVML counts in this order
+    # NVML counts in this order
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": indices}

@@ -1,4 +1,5 @@
-"""What the processes of a job hold once they are imported: constants, or what `doctor` has measured on this machine.
+"""What the processes of a job hold once they are imported: constants, or what `doctor` has measured
+on this machine.
 
 Without the packages that few runs use; host_memory.py adds those."""
 
@@ -20,7 +21,16 @@ from launch.base.errors import ResourceError
 from launch.probe import packages
 from launch.schema.machine import MIB, Device
 
-PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tensorboard", "peft", "bitsandbytes", "pyarrow")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "tensorboard",
+    "peft",
+    "bitsandbytes",
+    "pyarrow",
+)
 ROLES = ("launcher", "agent", "prepare", "rank")
 CHILD_TIMEOUT_S = 120
 OLDEST_FLASH_ATTN = (2, 3, 3)  # transformers takes no older one
@@ -36,7 +46,8 @@ def known(cache: Path, device: Device) -> Imports:
 
 
 def measure(cache: Path, device: Device) -> Imports:
-    """Measured now, in one child per role, some seconds in all, and kept. Raises ResourceError where a child fails."""
+    """Measured now, in one child per role, some seconds in all, and kept. Raises ResourceError
+    where a child fails."""
     children = {role: _child(role, device) for role in ROLES}
     private = {f"{role}_bytes": child["private_bytes"] for role, child in children.items()}
     mapped = max(child["mapped_bytes"] for child in children.values())
@@ -49,7 +60,8 @@ def measure(cache: Path, device: Device) -> Imports:
 def no_flash_attn(cache: Path) -> str | None:
     """Why attention cannot be the package flash_attn's here; None where it can.
 
-    One built for another torch is installed and cannot be imported: that is tried in a child, once per version."""
+    One built for another torch is installed and cannot be imported: that is tried in a child, once
+    per version."""
     try:
         found = version("flash-attn")
     except PackageNotFoundError:
@@ -57,13 +69,17 @@ def no_flash_attn(cache: Path) -> str | None:
     if tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < OLDEST_FLASH_ATTN:
         return f"flash_attn {found} is older than {'.'.join(map(str, OLDEST_FLASH_ATTN))}"
     identity = json.dumps([found, _version("torch"), sys.version, sys.prefix])
-    kept = cache / "imports" / f"flash-attn-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.json"
+    kept = (
+        cache / "imports" / f"flash-attn-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.json"
+    )
     known = files.read_json(kept)
     if known is None:
         known = {"failure": _import_failure("flash_attn")}
         kept.parent.mkdir(parents=True, exist_ok=True)
         files.write_json(kept, known)
-    return f"flash_attn {found} cannot be imported ({known['failure']})" if known["failure"] else None
+    return (
+        f"flash_attn {found} cannot be imported ({known['failure']})" if known["failure"] else None
+    )
 
 
 def _import_failure(package: str) -> str:
@@ -71,7 +87,11 @@ def _import_failure(package: str) -> str:
     argv = [sys.executable, "-P", "-c", f"import {package}"]
     try:
         done = subprocess.run(
-            argv, env=environment.passed(os.environ), capture_output=True, text=True, timeout=CHILD_TIMEOUT_S
+            argv,
+            env=environment.passed(os.environ),
+            capture_output=True,
+            text=True,
+            timeout=CHILD_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
         return f"not done after {CHILD_TIMEOUT_S} s"
@@ -91,20 +111,33 @@ def _child(role: str, device: Device) -> dict[str, int]:
         "--without",
         *packages.OPTIONAL,
     ]
-    variables = {**environment.passed(os.environ), "PYTHONPATH": str(workspace.CODE), "HF_HUB_OFFLINE": "1"}
+    variables = {
+        **environment.passed(os.environ),
+        "PYTHONPATH": str(workspace.CODE),
+        "HF_HUB_OFFLINE": "1",
+    }
     try:
-        done = subprocess.run(argv, env=variables, capture_output=True, text=True, timeout=CHILD_TIMEOUT_S)
+        done = subprocess.run(
+            argv, env=variables, capture_output=True, text=True, timeout=CHILD_TIMEOUT_S
+        )
     except subprocess.TimeoutExpired:
-        raise ResourceError(f"what a {role} imports is not there after {CHILD_TIMEOUT_S} s") from None
+        raise ResourceError(
+            f"what a {role} imports is not there after {CHILD_TIMEOUT_S} s"
+        ) from None
     if done.returncode:
-        raise ResourceError(f"what a {role} imports fails: {_reason(done.stderr) or f'exit code {done.returncode}'}")
+        raise ResourceError(
+            f"what a {role} imports fails: {_reason(done.stderr) or f'exit code {done.returncode}'}"
+        )
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def _reason(stderr: str) -> str:
-    """The line that names the exception; CUDA's and HIP's go on with advice that says nothing of the cause."""
+    """The line that names the exception; CUDA's and HIP's go on with advice that says nothing of
+    the cause."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    named = [line for line in lines if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Warning)?: ", line)]
+    named = [
+        line for line in lines if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Warning)?: ", line)
+    ]
     errors = [line for line in named if re.match(r"[\w.]*(Error|Exception): ", line)]
     return (errors or named or lines or [""])[-1]
 
@@ -115,7 +148,9 @@ def kept_file(cache: Path, device: Device) -> Path:
         [[package, _version(package)] for package in PACKAGES],
         [sys.version, platform.machine(), platform.node(), device],
     ]
-    return cache / "imports" / f"{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:24]}.json"
+    return (
+        cache / "imports" / f"{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:24]}.json"
+    )
 
 
 def _version(package: str) -> str:
@@ -127,7 +162,8 @@ def _version(package: str) -> str:
 
 @dataclass(frozen=True)
 class Imports:
-    """What each process of a job holds before there is a model: private bytes each, mapped bytes once for all."""
+    """What each process of a job holds before there is a model: private bytes each, mapped bytes
+    once for all."""
 
     launcher_bytes: int
     agent_bytes: int  # of accelerate launch, which imports torch too
@@ -137,7 +173,10 @@ class Imports:
     reason: str
 
 
-# Measured on Linux, Python 3.11, torch 2.13 (CPU), transformers 5.23; a rank without peft, bitsandbytes, deepspeed.
-ASSUMED = Imports(35 * MIB, 151 * MIB, 182 * MIB, 309 * MIB, 140 * MIB, "constants of torch 2.13 on a CPU")
+# Measured on Linux, Python 3.11, torch 2.13 (CPU), transformers 5.23; a rank without peft,
+# bitsandbytes, deepspeed.
+ASSUMED = Imports(
+    35 * MIB, 151 * MIB, 182 * MIB, 309 * MIB, 140 * MIB, "constants of torch 2.13 on a CPU"
+)
 
 ASSUMED_CUDA_BYTES = 300 * MIB  # host side of a context: not measured by us

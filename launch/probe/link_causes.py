@@ -1,4 +1,5 @@
-"""Why a link test fails, by the lines that NCCL, RCCL, Gloo, torch and the driver print, and what to try next. Pure."""
+"""Why a link test fails, by the lines that NCCL, RCCL, Gloo, torch and the driver print, and what
+to try next. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ NO_P2P: Env = {"NCCL_P2P_DISABLE": "1"}
 NO_SHM: Env = {"NCCL_SHM_DISABLE": "1"}
 SOCKETS_ONLY: Env = {**NO_P2P, **NO_SHM}
 NO_P2P_NO_IB: Env = {**NO_P2P, "NCCL_IB_DISABLE": "1"}
-LADDER = (AS_IS, NO_CUMEM_HOST, NO_P2P, NO_SHM, SOCKETS_ONLY)  # NCCL, fastest first; Gloo and one GPU come after it
+# NCCL, fastest first; Gloo and one GPU come after it
+LADDER = (AS_IS, NO_CUMEM_HOST, NO_P2P, NO_SHM, SOCKETS_ONLY)
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ufffd]")
 SAID_CHARACTERS = 240
@@ -37,22 +39,28 @@ CAUSES = (
     Cause(
         "driver",
         re.compile(
-            r"driver on your system is too old|CUDA driver version is insufficient|Found no NVIDIA driver"
-            r"|Torch not compiled with CUDA enabled|no (CUDA|ROCm)-capable device is detected|No HIP GPUs are available"
+            r"driver on your system is too old|CUDA driver version is insufficient|Found no NVIDIA"
+            r" driver"
+            r"|Torch not compiled with CUDA enabled|no (CUDA|ROCm)-capable device is detected|No"
+            r" HIP GPUs are available"
             r"|No CUDA GPUs are available|no kernel image is available"
         ),
         "torch cannot use the GPUs with this driver",
-        "see what nvidia-smi or rocm-smi says and mend or update the driver, or install the build of torch that fits"
-        " it: docs/cards.md",
+        "see what nvidia-smi or rocm-smi says and mend or update the driver, or install the build"
+        " of torch that fits it: docs/cards.md",
         worth=(),
         cards_work=False,
         lasting=False,  # a driver that has been mended is asked again
     ),
     Cause(
         "card_busy",
-        re.compile(r"device\(s\) is/are busy or unavailable|(CUDA|HIP) out of memory|(CUDA|HIP) error: out of memory"),
+        re.compile(
+            r"device\(s\) is/are busy or unavailable|(CUDA|HIP) out of memory|(CUDA|HIP) error: out"
+            r" of memory"
+        ),
         "another program holds a GPU",
-        "end it (nvidia-smi or rocm-smi lists them), or leave that GPU out with CUDA_VISIBLE_DEVICES",
+        "end it (nvidia-smi or rocm-smi lists them), or leave that GPU out with"
+        " CUDA_VISIBLE_DEVICES",
         worth=(),
         cards_work=False,
         lasting=False,
@@ -75,30 +83,37 @@ CAUSES = (
         "rtx_40xx",
         re.compile(r"RTX 4000 series doesn't support faster communication"),
         "RTX 40xx cards on an old driver have neither P2P nor InfiniBand between them",
-        "update the GPU driver to 550.40.07 or newer; until then both are switched off for your runs",
+        "update the GPU driver to 550.40.07 or newer; until then both are switched off for your"
+        " runs",
         worth=(NO_P2P_NO_IB, {**NO_P2P_NO_IB, **NO_SHM}),
     ),
     Cause(
         "shm_too_small",
         re.compile(
-            r"posix_fallocate failed|failed to extend /dev/shm|Error while creating shared memory segment"
+            r"posix_fallocate failed|failed to extend /dev/shm|Error while creating shared memory"
+            r" segment"
             r"|insufficient shared memory|(unable to|Unable to).{0,60}shared memory|\(SIGBUS\)"
         ),
         "/dev/shm is too small or full",
-        "enlarge /dev/shm: docker run --shm-size=1g (or --ipc=host); elsewhere mount -o remount,size=1g /dev/shm",
+        "enlarge /dev/shm: docker run --shm-size=1g (or --ipc=host); elsewhere mount -o"
+        " remount,size=1g /dev/shm",
         worth=(NO_SHM, SOCKETS_ONLY),
     ),
     Cause(
         "cumem_host",
-        re.compile(r"Error while attaching to shared memory segment"),  # usually "/dev/shm/nccl-<rubbish> (size 0)"
-        "the ranks disagree on cuMem host memory (NVIDIA/nccl#2190: NUMA in containers and odd memory layouts)",
-        "none needed while NCCL_CUMEM_HOST_ENABLE=0 works; in docker --cap-add SYS_NICE can mend the cause",
+        # usually "/dev/shm/nccl-<rubbish> (size 0)"
+        re.compile(r"Error while attaching to shared memory segment"),
+        "the ranks disagree on cuMem host memory (NVIDIA/nccl#2190: NUMA in containers and odd"
+        " memory layouts)",
+        "none needed while NCCL_CUMEM_HOST_ENABLE=0 works; in docker --cap-add SYS_NICE can mend"
+        " the cause",
         worth=(NO_CUMEM_HOST, NO_SHM, SOCKETS_ONLY),
     ),
     Cause(
         "p2p_refused",
         re.compile(
-            r"failed to open CUDA IPC handle|peer access is not supported|cuMemImportFromShareableHandle"
+            r"failed to open CUDA IPC handle|peer access is not"
+            r" supported|cuMemImportFromShareableHandle"
             r"|transport/p2p\.cc:\d+ NCCL WARN"
         ),
         "the cards cannot read each other's memory",
@@ -109,19 +124,26 @@ CAUSES = (
         "wrong_sum",
         re.compile(r"link test: all-reduce .*gave .* expected"),
         "the link loses data: sums over the cards are wrong",
-        "switch off the IOMMU or PCIe ACS in the BIOS or with iommu=pt on the kernel's command line",
+        "switch off the IOMMU or PCIe ACS in the BIOS or with iommu=pt on the kernel's command"
+        " line",
         worth=(NO_P2P, SOCKETS_ONLY),
     ),
     Cause(
         "socket_interface",
-        re.compile(r"no socket interface found|neither AF_INET\(2\) nor AF_INET6|NCCL_SOCKET_IFNAME interface found"),
+        re.compile(
+            r"no socket interface found|neither AF_INET\(2\) nor AF_INET6|NCCL_SOCKET_IFNAME"
+            r" interface found"
+        ),
         "NCCL finds no network interface for its first contact",
         "unset NCCL_SOCKET_IFNAME, or set it to an interface that `ip addr` lists",
         worth=(),
     ),
     Cause(
         "gloo_address",
-        re.compile(r"connectFullMesh failed|Unable to find address for|makeDeviceForHostname|bind: Cannot assign"),
+        re.compile(
+            r"connectFullMesh failed|Unable to find address for|makeDeviceForHostname|bind: Cannot"
+            r" assign"
+        ),
         "Gloo finds no address of this machine that its ranks can reach",
         "export GLOO_SOCKET_IFNAME=lo",
         worth=(),
@@ -129,14 +151,17 @@ CAUSES = (
     Cause(
         "hang",
         None,
-        "the ranks started and then waited for each other for ever, most often P2P through an IOMMU or PCIe ACS",
-        "switch off the IOMMU or PCIe ACS in the BIOS or with iommu=pt on the kernel's command line",
+        "the ranks started and then waited for each other for ever, most often P2P through an IOMMU"
+        " or PCIe ACS",
+        "switch off the IOMMU or PCIe ACS in the BIOS or with iommu=pt on the kernel's command"
+        " line",
         worth=(NO_P2P, SOCKETS_ONLY),
     ),
     Cause(
         "not_started",
         None,
-        "the ranks did not get as far as their GPU: a slow disk, a busy machine, or a driver that hangs",
+        "the ranks did not get as far as their GPU: a slow disk, a busy machine, or a driver that"
+        " hangs",
         "run `python -m launch doctor` when the machine is idle",
         worth=LADDER,
         lasting=False,
@@ -151,22 +176,30 @@ CAUSES = (
         lasting=False,
     ),
 )
-UNKNOWN = Cause("", None, "not a failure known here", "search the web for the line above", worth=LADDER)
+UNKNOWN = Cause(
+    "", None, "not a failure known here", "search the web for the line above", worth=LADDER
+)
 BY_NAME = {cause.name: cause for cause in (*CAUSES, UNKNOWN)}
 
 
 def find(output: str, how: str) -> tuple[Cause, str]:
-    """The cause and the line that shows it, from all ranks' output, or else from how they ended (Ended.how)."""
+    """The cause and the line that shows it, from all ranks' output, or else from how they ended
+    (Ended.how)."""
     if how == "stuck":
         return BY_NAME[how], BY_NAME[how].what
     lines = [CONTROL.sub("", line).strip() for line in output.splitlines()]
-    lines = [line for line in lines if not line.startswith("raise ")]  # of a traceback: the message follows
+    # of a traceback: the message follows
+    lines = [line for line in lines if not line.startswith("raise ")]
     for cause in CAUSES:
         for line in lines:
             if cause.regex and cause.regex.search(line):
                 return cause, line[:SAID_CHARACTERS]
     if how in BY_NAME:
         return BY_NAME[how], BY_NAME[how].what
-    errors = [line for line in lines if re.search(r"error|warn|fail|refused|expected", line, re.IGNORECASE)]
+    errors = [
+        line
+        for line in lines
+        if re.search(r"error|warn|fail|refused|expected", line, re.IGNORECASE)
+    ]
     worded = [line for line in lines if re.search(r"[a-zA-Z]", line)]
     return UNKNOWN, (errors or worded or ["it said nothing"])[-1][:SAID_CHARACTERS]

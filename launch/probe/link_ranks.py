@@ -1,4 +1,5 @@
-"""The children of one try of the link test: start a rank each, wait within limits, leave nothing behind."""
+"""The children of one try of the link test: start a rank each, wait within limits, leave nothing
+behind."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from typing import Literal
 
 from launch.base import processes
 
-READY = "link test: ready"  # a rank's line when torch and its device are there (training/children/link.py)
+# a rank's line when torch and its device are there (training/children/link.py)
+READY = "link test: ready"
 POLL_S = 0.02
 LAST_WORDS_S = 0.5  # the other ranks' time to say why, after the first has failed
 KILL_S = 5.0  # a process that SIGKILL has not ended by then is stuck in a driver
@@ -26,7 +28,8 @@ class Limits:
     """How long the link test may take, in seconds."""
 
     total_s: float = 56.0
-    start_s: float = 25.0  # of one try, until all ranks are ready: a first import of torch from a slow disk
+    # of one try, until all ranks are ready: a first import of torch from a slow disk
+    start_s: float = 25.0
     try_s: float = 10.0  # of one try, from then on
 
 
@@ -40,9 +43,15 @@ class Ended:
 
 
 def run(
-    argv: Sequence[str], environment: Mapping[str, str], world_size: int, limits: Limits, deadline: float, shm: Path
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    world_size: int,
+    limits: Limits,
+    deadline: float,
+    shm: Path,
 ) -> Ended:
-    """Run argv once per rank, until all have ended, one has failed, or time is up. `deadline` is of time.monotonic().
+    """Run argv once per rank, until all have ended, one has failed, or time is up. `deadline` is of
+    time.monotonic().
 
     Afterwards no rank runs, and what NCCL left in `shm` is removed: the next try may need the room.
     """
@@ -61,11 +70,15 @@ def run(
         finally:
             stuck = _kill(ranks)
             remove_unmapped(_segments(shm) - before)
-        output = "\n".join([_read(folder, rank) for rank in range(world_size)] + [line for line in signals if line])
+        output = "\n".join(
+            [_read(folder, rank) for rank in range(world_size)] + [line for line in signals if line]
+        )
     return Ended("stuck" if stuck else how, output, start_s)
 
 
-def _start(words: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+def _start(
+    words: Sequence[str], environment: Mapping[str, str], log: Path
+) -> subprocess.Popen[bytes]:
     with log.open("wb") as file:
         return subprocess.Popen(
             words,
@@ -74,7 +87,8 @@ def _start(words: Sequence[str], environment: Mapping[str, str], log: Path) -> s
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C on the terminal is for us, and killpg reaches what a rank starts
+            # Ctrl-C on the terminal is for us, and killpg reaches what a rank starts
+            start_new_session=True,
             preexec_fn=processes.die_with_launcher,
         )
 
@@ -120,14 +134,17 @@ def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int]:
 def _signal_line(rank: int, returncode: int | None) -> str:
     if returncode is None or returncode >= 0:
         return ""
-    return f"rank {rank} failed: killed by signal {-returncode} ({signal.Signals(-returncode).name})"
+    return (
+        f"rank {rank} failed: killed by signal {-returncode} ({signal.Signals(-returncode).name})"
+    )
 
 
 def _read(folder: Path, rank: int) -> str:
     return (folder / f"{rank}.txt").read_text(encoding="utf-8", errors="replace")
 
 
-# ---- what a killed rank leaves in /dev/shm ---------------------------------------------------------------------------
+# ---- what a killed rank leaves in /dev/shm
+# ---------------------------------------------------------------------------
 
 
 def _segments(shm: Path) -> set[Path]:
@@ -135,7 +152,8 @@ def _segments(shm: Path) -> set[Path]:
 
 
 def remove_unmapped(new: set[Path]) -> None:
-    """Unlink the segments that are this user's and that no process has mapped: those of a run beside this one stay."""
+    """Unlink the segments that are this user's and that no process has mapped: those of a run
+    beside this one stay."""
     new = {path for path in new if _owner(path) == os.getuid()}
     if not new:
         return

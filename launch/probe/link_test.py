@@ -1,6 +1,8 @@
-"""The link test: before several GPUs train, which transport carries an all-reduce between them, and what it costs.
+"""The link test: before several GPUs train, which transport carries an all-reduce between them, and
+what it costs.
 
-A search from the fastest to the surest; each try is a real all-reduce by children (training/children/link.py).
+A search from the fastest to the surest; each try is a real all-reduce by children
+(training/children/link.py).
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ FAILURE_KEPT_S = 24 * 3600.0
 KEPT_RESULTS = 16
 PACKAGES = ("torch", "nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 OBEYED = ("NCCL_", "RCCL_", "GLOO_")  # prefixes of what a user sets to choose a transport
-# accelerate refuses these cards unless both are set, and its launcher sets them. Source: check_cuda_p2p_ib_support
+# accelerate refuses these cards unless both are set, and its launcher sets them. Source:
+# check_cuda_p2p_ib_support
 RTX_40XX_DRIVER = (550, 40, 7)
 
 
@@ -57,16 +60,18 @@ def link(
     limits: Limits = Limits(),  # noqa: B008  a frozen value
     shm: Path = Path("/dev/shm"),
 ) -> Link:
-    """The fastest transport that works between the first `num_processes` GPUs, from the cache unless `fresh`.
+    """The fastest transport that works between the first `num_processes` GPUs, from the cache
+    unless `fresh`.
 
-    NCCL's variables in `environ` are obeyed: they are in every try, and Link.env holds only what is added to them.
-    Raises ResourceError where there are fewer GPUs than processes.
+    NCCL's variables in `environ` are obeyed: they are in every try, and Link.env holds only what is
+    added to them. Raises ResourceError where there are fewer GPUs than processes.
     """
     if num_processes < 2:
         return Link(None, {}, None, None, (), "one process: nothing to link")
     if device == "cuda" and len(machine.gpus) < num_processes:
         raise ResourceError(
-            f"{num_processes} processes on {len(machine.gpus)} GPU(s) ({machine.gpus_reason}); lower num_processes"
+            f"{num_processes} processes on {len(machine.gpus)} GPU(s) ({machine.gpus_reason});"
+            " lower num_processes"
         )
     path, facts = cache / "link.json", _facts(machine, num_processes, environ, collective, device)
     if not fresh and (kept := _kept(path, say).get(_key(facts))) and _is_valid(kept):
@@ -78,8 +83,8 @@ def link(
     return found
 
 
-# Results of this process's own tests, those that are not kept for later starts too: a plan that is made again, hours
-# later perhaps, is for the link that the first one was for.
+# Results of this process's own tests, those that are not kept for later starts too: a plan that is
+# made again, hours later perhaps, is for the link that the first one was for.
 _of_this_process: dict[tuple[Path, str], Link] = {}
 
 
@@ -90,7 +95,8 @@ def known(
     environ: Mapping[str, str],
     collective: Sequence[str] = COLLECTIVE,
 ) -> Link | None:
-    """The result of this process's last test of these GPUs, else of an earlier start's, else None; tests nothing."""
+    """The result of this process's last test of these GPUs, else of an earlier start's, else None;
+    tests nothing."""
     path, facts = cache / "link.json", _facts(machine, num_processes, environ, collective, "cuda")
     if tested := _of_this_process.get((path, _key(facts))):
         return tested
@@ -98,7 +104,8 @@ def known(
     return kept.link if kept and _is_valid(kept) else None
 
 
-# ---- the search -----------------------------------------------------------------------------------------------------
+# ---- the search
+# ---------------------------------------------------------------------------
 
 
 @dataclass
@@ -117,7 +124,9 @@ class _Search:
     def __post_init__(self) -> None:
         self.deadline = time.monotonic() + self.limits.total_s
         self.start_s = 0.0  # the slowest so far
-        self.required = {key: value for key, value in _required(self.machine).items() if key not in self.environ}
+        self.required = {
+            key: value for key, value in _required(self.machine).items() if key not in self.environ
+        }
         self.tries: list[LinkTry] = []
         self.skipped: list[str] = []
 
@@ -129,10 +138,16 @@ class _Search:
         while worth:
             wanted, *rest = worth
             considered.append(wanted)
-            added = {key: value for key, value in {**self.required, **wanted}.items() if key not in self.environ}
+            added = {
+                key: value
+                for key, value in {**self.required, **wanted}.items()
+                if key not in self.environ
+            }
             if added in tried:
                 self._say_repeated(wanted, added)
-            elif tried and self.deadline - time.monotonic() < 2 * (self.start_s + self.limits.try_s):
+            elif tried and self.deadline - time.monotonic() < 2 * (
+                self.start_s + self.limits.try_s
+            ):
                 left = ", ".join(_name("nccl", env) for env in worth)
                 self._skip(f"{left}: no time for more than Gloo within {self.limits.total_s:g} s")
                 break
@@ -144,7 +159,8 @@ class _Search:
                     return self._works(result)
                 if not cause.cards_work:
                     return self._one_gpu(f"{cause.what}, which no other transport mends")
-                if is_cold and cause.name == "not_started":  # says nothing of this transport, nor of the next start
+                # says nothing of this transport, nor of the next start
+                if is_cold and cause.name == "not_started":
                     is_cold, self.start_s = False, 0.0
                     self.deadline += self.tries[-1].seconds
                     considered.pop()
@@ -153,14 +169,20 @@ class _Search:
                 rest = [env for env in cause.worth if env not in considered]
             worth = rest
         result = self._try("gloo", self.required, self.deadline)
-        return self._works(result) if result else self._one_gpu("no transport works between the GPUs")
+        return (
+            self._works(result) if result else self._one_gpu("no transport works between the GPUs")
+        )
 
-    def _try(self, backend: Literal["nccl", "gloo"], added: Env, deadline: float) -> dict[str, Any] | None:
+    def _try(
+        self, backend: Literal["nccl", "gloo"], added: Env, deadline: float
+    ) -> dict[str, Any] | None:
         """Rank 0's result if it worked; the try itself goes to self.tries."""
         self.say(f"link test: {_name(backend, added)}, {self.num_processes} processes")
         began = time.monotonic()
         argv = [*self.collective, "--backend", backend, "--device", self.device]
-        visible = gpus.visible_devices(self.machine, self.num_processes) if self.device == "cuda" else {}
+        visible = (
+            gpus.visible_devices(self.machine, self.num_processes) if self.device == "cuda" else {}
+        )
         environment = {
             "NCCL_DEBUG": "WARN",  # without it NCCL does not say why
             **self.environ,
@@ -170,14 +192,18 @@ class _Search:
             "PYTHONUNBUFFERED": "1",
             **added,
         }
-        ended = link_ranks.run(argv, environment, self.num_processes, self.limits, deadline, self.shm)
+        ended = link_ranks.run(
+            argv, environment, self.num_processes, self.limits, deadline, self.shm
+        )
         self.start_s = max(self.start_s, ended.start_s)
         result = _result(ended.output, backend) if ended.how == "done" else None
         name, said = "", ""
         if result is None:
             cause, said = link_causes.find(ended.output, ended.how)
             name = cause.name
-        self.tries.append(LinkTry(backend, added, result is not None, time.monotonic() - began, said, name))
+        self.tries.append(
+            LinkTry(backend, added, result is not None, time.monotonic() - began, said, name)
+        )
         return result
 
     def _skip(self, why: str) -> None:
@@ -187,18 +213,25 @@ class _Search:
     def _say_repeated(self, wanted: Env, added: Env) -> None:
         given = {**self.required, **self.environ}
         already = " ".join(f"{key}={given[key]}" for key in wanted if key in given)
-        self._skip(f"{_name('nccl', wanted)}: with {already} set it is the same as {_name('nccl', added)}")
+        self._skip(
+            f"{_name('nccl', wanted)}: with {already} set it is the same as {_name('nccl', added)}"
+        )
 
     def _works(self, result: Mapping[str, Any]) -> Link:
         last = self.tries[-1]
         reason = f"{_name(last.backend, last.env)} works"
         if self.required:
-            reason += " (accelerate wants P2P and InfiniBand off on RTX 40xx with a driver older than 550.40.07)"
+            reason += (
+                " (accelerate wants P2P and InfiniBand off on RTX 40xx with a driver older than"
+                " 550.40.07)"
+            )
         rates = result["bus_bytes_per_s"], result["flops_per_s"]
         return Link(last.backend, last.env, *rates, tuple(self.tries), reason, tuple(self.skipped))
 
     def _one_gpu(self, reason: str) -> Link:
-        return Link(None, {}, None, None, tuple(self.tries), f"{reason}: one GPU", tuple(self.skipped))
+        return Link(
+            None, {}, None, None, tuple(self.tries), f"{reason}: one GPU", tuple(self.skipped)
+        )
 
 
 def _required(machine: Machine) -> Env:
@@ -221,21 +254,33 @@ def _result(output: str, backend: str) -> dict[str, Any] | None:
 
 def _name(backend: str, env: Env) -> str:
     words = " ".join(f"{key}={value}" for key, value in sorted(env.items()))
-    return f"{backend.upper() if backend == 'nccl' else backend.title()} {f'with {words}' if words else 'as it is'}"
+    return (
+        f"{backend.upper() if backend == 'nccl' else backend.title()}"
+        f" {f'with {words}' if words else 'as it is'}"
+    )
 
 
-# ---- the cache ------------------------------------------------------------------------------------------------------
+# ---- the cache
+# ---------------------------------------------------------------------------
 
 
 def _facts(
-    machine: Machine, num_processes: int, environ: Mapping[str, str], collective: Sequence[str], device: str
+    machine: Machine,
+    num_processes: int,
+    environ: Mapping[str, str],
+    collective: Sequence[str],
+    device: str,
 ) -> dict[str, Any]:
-    """Everything that a result depends on. The size of /dev/shm and the kernel's command line are what fixes change."""
+    """Everything that a result depends on. The size of /dev/shm and the kernel's command line are
+    what fixes change."""
     return {
         "version": CACHE_VERSION,
         "collective": list(collective),
         "device": device,
-        "gpus": [[gpu.index, gpu.name, gpu.driver, gpu.architecture] for gpu in machine.gpus[:num_processes]],
+        "gpus": [
+            [gpu.index, gpu.name, gpu.driver, gpu.architecture]
+            for gpu in machine.gpus[:num_processes]
+        ],
         "num_processes": num_processes,
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
         "kernel": os.uname().release,
@@ -269,7 +314,8 @@ def _key(facts: Mapping[str, Any]) -> str:
 
 
 def _kept(path: Path, say: Callable[[str], None]) -> dict[str, Kept]:
-    """What earlier tests found, oldest first; nothing when the file cannot be used, and that is said."""
+    """What earlier tests found, oldest first; nothing when the file cannot be used, and that is
+    said."""
     try:
         return TypeAdapter(dict[str, Kept]).validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -297,7 +343,10 @@ def _keep(path: Path, facts: Mapping[str, Any], found: Link, say: Callable[[str]
 
 def lines(link: Link) -> list[str]:
     """What was tried, what each said, what works at what speed, and one fix per problem."""
-    said = [f"link: {link.reason}" + (f", {link.bytes_per_s / 1e9:.2f} GB/s bus bandwidth" if link.bytes_per_s else "")]
+    said = [
+        f"link: {link.reason}"
+        + (f", {link.bytes_per_s / 1e9:.2f} GB/s bus bandwidth" if link.bytes_per_s else "")
+    ]
     if link.flops_per_s:
         said.append(f"  one card: {link.flops_per_s / 1e12:.1f} TFLOP/s in half precision")
     for attempt in link.tries:

@@ -1,4 +1,5 @@
-"""What this machine has and what a run may use of it: host memory, CPUs, /dev/shm, disk, a reason beside each.
+"""What this machine has and what a run may use of it: host memory, CPUs, /dev/shm, disk, a reason
+beside each.
 
 GPUs are in gpus.py.
 """
@@ -16,14 +17,18 @@ from typing import TYPE_CHECKING, Any
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.text import nearest
 
-if TYPE_CHECKING:  # at run time where a noun is built: schema brings pydantic, 100 ms that oom_kills() need not pay
+# at run time where a noun is built: schema brings pydantic, 100 ms that oom_kills() need not pay
+if TYPE_CHECKING:
     from launch.schema.machine import Machine
 
 GIB = 1 << 30
-UNLIMITED = 1 << 60  # v1 writes "no limit" as LONG_MAX rounded down to a page, which depends on the page size
-SLURM_UNITS = {"": 1 << 20, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}  # sbatch(1): megabytes
+# v1 writes "no limit" as LONG_MAX rounded down to a page, which depends on the page size
+UNLIMITED = 1 << 60
+# sbatch(1): megabytes
+SLURM_UNITS = {"": 1 << 20, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 CAP_FILES = {1: ("memory.limit_in_bytes",), 2: ("memory.max", "memory.high")}
-# What cannot be dropped under pressure, so not page cache. Source: kernel docs, cgroup-v2.rst and cgroup-v1/memory.rst
+# What cannot be dropped under pressure, so not page cache. Source: kernel docs, cgroup-v2.rst and
+# cgroup-v1/memory.rst
 UNRECLAIMABLE = {
     1: ("total_rss", "total_shmem"),
     2: ("anon", "shmem", "slab_unreclaimable", "kernel_stack", "pagetables", "sock"),
@@ -32,8 +37,11 @@ UNRECLAIMABLE = {
 Cap = tuple[int, str]  # bytes, where they come from
 
 
-def machine(root: Path = Path("/"), env: Mapping[str, str] | None = None, run_dir: Path = Path()) -> Machine:
-    """This machine. `root` holds proc, sys and dev; `env` defaults to os.environ; the disk is that of `run_dir`."""
+def machine(
+    root: Path = Path("/"), env: Mapping[str, str] | None = None, run_dir: Path = Path()
+) -> Machine:
+    """This machine. `root` holds proc, sys and dev; `env` defaults to os.environ; the disk is that
+    of `run_dir`."""
     from launch.probe import gpu_signs, gpus
     from launch.schema.machine import Machine
 
@@ -43,7 +51,9 @@ def machine(root: Path = Path("/"), env: Mapping[str, str] | None = None, run_di
     signs = gpu_signs.system_root(env) if root == Path("/") else root
     found = gpus.find(env, signs)
     # in its fields' order: each value, then its reason
-    return Machine(os.uname().nodename, found.gpus, found.reason, *host, found.obstacle, found.cuda_driver)
+    return Machine(
+        os.uname().nodename, found.gpus, found.reason, *host, found.obstacle, found.cuda_driver
+    )
 
 
 def describe(machine: Machine) -> list[str]:
@@ -51,25 +61,31 @@ def describe(machine: Machine) -> list[str]:
     return [
         f"machine: {machine.name}",
         *(
-            f"GPU {gpu.index}: {gpu.name}, {_gib(gpu.free_bytes)} free of {_gib(gpu.total_bytes)}, "
-            f"{gpu.architecture or 'unknown architecture'}, driver {gpu.driver or 'unknown'} ({gpu.reason})"
+            f"GPU {gpu.index}: {gpu.name}, {_gib(gpu.free_bytes)} free of {_gib(gpu.total_bytes)},"
+            f" {gpu.architecture or 'unknown architecture'}, driver {gpu.driver or 'unknown'}"
+            f" ({gpu.reason})"
             for gpu in machine.gpus
         ),
         f"GPUs: {len(machine.gpus)} ({machine.gpus_reason})"
         + (f", the driver serves CUDA up to {machine.cuda_driver}" if machine.cuda_driver else ""),
         f"host memory limit: {_gib(machine.host_limit_bytes)} ({machine.host_limit_reason})",
-        f"host memory available: {_gib(machine.host_available_bytes)} ({machine.host_available_reason})",
+        (
+            f"host memory available: {_gib(machine.host_available_bytes)}"
+            f" ({machine.host_available_reason})"
+        ),
         f"CPUs: {machine.cpu_count} ({machine.cpu_reason})",
         f"/dev/shm: {_gib(machine.shm_bytes)} ({machine.shm_reason})",
         f"disk free: {_gib(machine.disk_free_bytes)} ({machine.disk_reason})",
     ]
 
 
-# ---- host memory, CPUs, disk ----------------------------------------------------------------------------------------
+# ---- host memory, CPUs, disk
+# ---------------------------------------------------------------------------
 
 
 def host_limits(root: Path = Path("/"), env: Mapping[str, str] | None = None) -> list[Cap]:
-    """Every cap on this process's host memory: MemTotal, the cgroup chain, Slurm, the rlimits. The smallest binds."""
+    """Every cap on this process's host memory: MemTotal, the cgroup chain, Slurm, the rlimits. The
+    smallest binds."""
     caps = [(_meminfo(root)["MemTotal"], "MemTotal in /proc/meminfo")]
     caps += [(cap, f"{folder}/{name}") for cap, _, folder, name in _cgroup_caps(root)]
     caps += [*_slurm_caps(os.environ if env is None else env), *_rlimit_caps()]
@@ -83,7 +99,11 @@ def host_available(root: Path = Path("/"), env: Mapping[str, str] | None = None)
     for cap, version, folder, name in _cgroup_caps(root):
         use = _counters(root, f"{folder}/memory.stat")
         used = sum(use.get(key, 0) for key in UNRECLAIMABLE[version])
-        said = f"{_gib(used)} in use that cannot be reclaimed" if use else "nothing: its memory.stat cannot be read"
+        said = (
+            f"{_gib(used)} in use that cannot be reclaimed"
+            if use
+            else "nothing: its memory.stat cannot be read"
+        )
         free.append((max(0, cap - used), f"{folder}/{name} = {_gib(cap)} less {said}"))
     caps = [*_slurm_caps(os.environ if env is None else env), *_rlimit_caps()]
     free += [(cap, f"{where} = {_gib(cap)}") for cap, where in caps]
@@ -91,9 +111,12 @@ def host_available(root: Path = Path("/"), env: Mapping[str, str] | None = None)
 
 
 def oom_kills(root: Path = Path("/")) -> int:
-    """The oom_kill counter of the nearest cgroup that has one, 0 without any. v2 counts descendants, v1 does not."""
+    """The oom_kill counter of the nearest cgroup that has one, 0 without any. v2 counts
+    descendants, v1 does not."""
     for version, folder in _cgroups(root, "memory"):
-        counters = _counters(root, f"{folder}/{'memory.events' if version == 2 else 'memory.oom_control'}")
+        counters = _counters(
+            root, f"{folder}/{'memory.events' if version == 2 else 'memory.oom_control'}"
+        )
         if "oom_kill" in counters:
             return counters["oom_kill"]
     return 0
@@ -108,7 +131,12 @@ def cpus(root: Path = Path("/"), env: Mapping[str, str] | None = None) -> tuple[
         quota, *rest = (_read(root, f"{folder}/{name}") or "max").split()
         period = rest[0] if rest else _read(root, f"{folder}/cpu.cfs_period_us") or "100000"
         if quota.isdigit():  # neither "max" nor -1
-            caps.append((max(1, math.ceil(int(quota) / int(period))), f"{folder}/{name} = {quota} of {period} us"))
+            caps.append(
+                (
+                    max(1, math.ceil(int(quota) / int(period))),
+                    f"{folder}/{name} = {quota} of {period} us",
+                )
+            )
     for variable in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"):
         if count := _slurm_count(env, variable):
             caps.append((count, variable))
@@ -116,9 +144,11 @@ def cpus(root: Path = Path("/"), env: Mapping[str, str] | None = None) -> tuple[
 
 
 def _cgroups(root: Path, controller: str) -> list[tuple[int, str]]:
-    """(version, folder) of this process's own cgroup, then of each ancestor that can be seen; both versions if hybrid.
+    """(version, folder) of this process's own cgroup, then of each ancestor that can be seen; both
+    versions if hybrid.
 
-    A container sees only a part of the tree, mounted elsewhere: mountinfo says which part (its root field) and where.
+    A container sees only a part of the tree, mounted elsewhere: mountinfo says which part (its root
+    field) and where.
     """
     mounts: dict[int, list[tuple[PurePosixPath, PurePosixPath]]] = {1: [], 2: []}
     for line in (_read(root, "/proc/self/mountinfo") or "").splitlines():
@@ -134,13 +164,21 @@ def _cgroups(root: Path, controller: str) -> list[tuple[int, str]]:
         if version == 1 and controller not in controllers.split(","):
             continue
         path = PurePosixPath(own)
-        inside = [mount for mount in mounts[version] if path.is_relative_to(mount[0]) and ".." not in path.parts]
+        inside = [
+            mount
+            for mount in mounts[version]
+            if path.is_relative_to(mount[0]) and ".." not in path.parts
+        ]
         if inside:
             chains = [(point / path.relative_to(part), point) for part, point in inside]
-        else:  # our cgroup lies outside what is mounted here: its mount point is the nearest folder there is
+        else:
+            # our cgroup lies outside what is mounted here: its mount point is the nearest folder
+            # there is
             chains = [(point, point) for _, point in mounts[version][:1]]
         for folder, point in chains:
-            found += [(version, str(up)) for up in (folder, *folder.parents) if up.is_relative_to(point)]
+            found += [
+                (version, str(up)) for up in (folder, *folder.parents) if up.is_relative_to(point)
+            ]
     return found
 
 
@@ -154,10 +192,14 @@ def _cgroup_caps(root: Path) -> Iterator[tuple[int, int, str, str]]:
 
 
 def _slurm_caps(env: Mapping[str, str]) -> Iterator[Cap]:
-    """Slurm's memory limits for this node; it may enforce them by summing RSS, without a cgroup. 0 is no limit."""
+    """Slurm's memory limits for this node; it may enforce them by summing RSS, without a cgroup. 0
+    is no limit."""
     if node := _slurm_bytes(env, "SLURM_MEM_PER_NODE"):
         yield node, "SLURM_MEM_PER_NODE"
-    for size, count in (("SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE"), ("SLURM_MEM_PER_GPU", "SLURM_GPUS_ON_NODE")):
+    for size, count in (
+        ("SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE"),
+        ("SLURM_MEM_PER_GPU", "SLURM_GPUS_ON_NODE"),
+    ):
         if cap := _slurm_bytes(env, size) * _slurm_count(env, count):
             yield cap, f"{size} x {count}"
 
@@ -166,7 +208,8 @@ def _slurm_bytes(env: Mapping[str, str], variable: str) -> int:
     match = re.fullmatch(r"(\d+)([KMGT]?)B?", env.get(variable, "0").strip().upper())
     if match is None:
         raise ConfigError(
-            f'{variable}="{env[variable]}" is not a size; expected a number of MB, or one with K, M, G or T'
+            f'{variable}="{env[variable]}" is not a size; expected a number of MB, or one with K,'
+            " M, G or T"
         )
     return int(match[1]) * SLURM_UNITS[match[2]]
 
@@ -179,7 +222,10 @@ def _slurm_count(env: Mapping[str, str], variable: str) -> int:
 
 
 def _rlimit_caps() -> list[Cap]:
-    soft = {name: resource.getrlimit(getattr(resource, name))[0] for name in ("RLIMIT_AS", "RLIMIT_DATA")}
+    soft = {
+        name: resource.getrlimit(getattr(resource, name))[0]
+        for name in ("RLIMIT_AS", "RLIMIT_DATA")
+    }
     return [(cap, name) for name, cap in soft.items() if cap != resource.RLIM_INFINITY]
 
 
@@ -188,7 +234,10 @@ def _meminfo(root: Path) -> dict[str, int]:
     sizes = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1:] == ["kB"]}
     for key in ("MemTotal", "MemAvailable"):
         if key not in sizes:
-            raise ResourceError(f"/proc/meminfo has no {key}; host memory can be planned on Linux 3.14 or newer only")
+            raise ResourceError(
+                f"/proc/meminfo has no {key}; host memory can be planned on Linux 3.14 or newer"
+                " only"
+            )
     return sizes
 
 
@@ -201,13 +250,16 @@ def _shm(root: Path) -> Cap:
 
 
 def _disk(run_dir: Path) -> Cap:
-    folder = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.exists())
+    folder = next(
+        path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.exists()
+    )
     stat = os.statvfs(folder)
     return stat.f_bavail * stat.f_frsize, f"free to this user at {folder}"
 
 
 def _read(root: Path, path: str) -> str | None:
-    """A file below root, None where it cannot be read: kernels and containers leave out most of them."""
+    """A file below root, None where it cannot be read: kernels and containers leave out most of
+    them."""
     try:
         return (root / path.lstrip("/")).read_text(errors="surrogateescape").strip()
     except OSError:
@@ -220,7 +272,8 @@ def _counters(root: Path, path: str) -> dict[str, int]:
 
 
 def _unescaped(text: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)  # mountinfo writes a space as \040
+    # mountinfo writes a space as \040
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def _size(cap: Cap) -> int:
@@ -231,11 +284,13 @@ def _gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB"
 
 
-# ---- a machine one does not have ------------------------------------------------------------------------------------
+# ---- a machine one does not have
+# ---------------------------------------------------------------------------
 
 
 def described(path: Path) -> Machine:
-    """The machine a file like those in configs/machines/ describes; its keys are Machine's and Gpu's, sizes in GiB."""
+    """The machine a file like those in configs/machines/ describes; its keys are Machine's and
+    Gpu's, sizes in GiB."""
     import yaml
 
     from launch.schema.machine import Gpu, Machine
@@ -247,42 +302,66 @@ def described(path: Path) -> Machine:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
     facts = _checked(path, values, Machine)
-    parts = [_checked(path, gpu, Gpu, f"gpus[{index}].") for index, gpu in enumerate(facts.pop("gpus"))]
+    parts = [
+        _checked(path, gpu, Gpu, f"gpus[{index}].") for index, gpu in enumerate(facts.pop("gpus"))
+    ]
     for index, part in enumerate(parts):
         if part["free_bytes"] > part["total_bytes"]:
             total = part["total_bytes"] / GIB
             raise ConfigError(
-                f"{path}: gpus[{index}].free_gib is more than its total_gib {total:g}; expected at most that"
+                f"{path}: gpus[{index}].free_gib is more than its total_gib {total:g}; expected at"
+                " most that"
             )
     return Machine(gpus=tuple(Gpu(**part) for part in parts), **facts)
 
 
 def _checked(path: Path, values: object, noun: type, prefix: str = "") -> dict[str, Any]:
-    """The values by field name, sizes in bytes; ConfigError for the first key that is unknown, missing or wrong."""
+    """The values by field name, sizes in bytes; ConfigError for the first key that is unknown,
+    missing or wrong."""
     import dataclasses
     import typing
 
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: {prefix.rstrip('.') or 'the file'} is not a mapping of keys to values")
-    fields = {name.replace("_bytes", "_gib"): (name, hint) for name, hint in typing.get_type_hints(noun).items()}
+        raise ConfigError(
+            f"{path}: {prefix.rstrip('.') or 'the file'} is not a mapping of keys to values"
+        )
+    fields = {
+        name.replace("_bytes", "_gib"): (name, hint)
+        for name, hint in typing.get_type_hints(noun).items()
+    }
     for key in map(str, values):
         if key not in fields:
-            near = "".join(f"; did you mean {name}?" for name in nearest(key, fields.keys() - values.keys()))
+            near = "".join(
+                f"; did you mean {name}?" for name in nearest(key, fields.keys() - values.keys())
+            )
             raise ConfigError(f"{path}: unknown key {prefix}{key}{near}")
     facts = {}
-    optional = {field.name for field in dataclasses.fields(noun) if field.default is not dataclasses.MISSING}
+    optional = {
+        field.name for field in dataclasses.fields(noun) if field.default is not dataclasses.MISSING
+    }
     for key, (name, hint) in fields.items():
         if key not in values and name in optional:
             continue
         if key not in values:
             raise ConfigError(f"{path}: missing key {prefix}{key}")
         value = values[key]
-        number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < UNLIMITED
+        number = (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and 0 <= value < UNLIMITED
+        )
         if key.endswith("_gib"):
-            expected, good, value = "a size in GiB such as 19.6", number, int(value * GIB) if number else value
+            expected, good, value = (
+                "a size in GiB such as 19.6",
+                number,
+                int(value * GIB) if number else value,
+            )
         elif hint is int:
             least = 1 if key == "cpu_count" else 0
-            expected, good = f"a whole number, at least {least}", number and isinstance(value, int) and value >= least
+            expected, good = (
+                f"a whole number, at least {least}",
+                number and isinstance(value, int) and value >= least,
+            )
         elif key == "gpus":
             expected, good = "a list, [] for none", isinstance(value, list)
         elif hint is str:

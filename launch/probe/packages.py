@@ -14,7 +14,8 @@ from launch.base.errors import ResourceError
 from launch.schema.plan import Strategy
 from launch.schema.recipe import Recipe
 
-# Below these a file that somebody else made can run code, or corrupt memory (CVE-2026-24747; CVE-2026-4372, -1839)
+# Below these a file that somebody else made can run code, or corrupt memory (CVE-2026-24747;
+# CVE-2026-4372, -1839)
 OLDEST = {"torch": (2, 10), "transformers": (5, 3)}
 
 OPTIONAL = ("peft", "bitsandbytes", "deepspeed")
@@ -31,14 +32,15 @@ def refuse_old() -> None:
         if numbers < oldest:
             wanted = ".".join(map(str, oldest))
             raise ResourceError(
-                f"{package} {found} is installed, expected {wanted} or newer: older ones run code that a checkpoint or"
-                f" a model folder brings; pip install '{package}>={wanted}'"
+                f"{package} {found} is installed, expected {wanted} or newer: older ones run code"
+                f" that a checkpoint or a model folder brings; pip install '{package}>={wanted}'"
             )
 
 
 def no_compiler(on_gpu: bool, environ: Mapping[str, str]) -> str | None:
-    """Why torch.compile's inductor cannot build its kernels here; None where it can. Source: torch 2.13
-    _inductor/cpp_builder.py (g++, or CXX; Python's headers), triton's runtime/build.py (CC, gcc or clang)."""
+    """Why torch.compile's inductor cannot build its kernels here; None where it can. Source: torch
+    2.13 _inductor/cpp_builder.py (g++, or CXX; Python's headers), triton's runtime/build.py (CC,
+    gcc or clang)."""
     if on_gpu and find_spec("triton") is None:
         return "the package triton is not installed"
     wanted = [environ.get("CC"), "gcc", "clang"] if on_gpu else [environ.get("CXX") or "g++"]
@@ -63,7 +65,9 @@ def refuse_missing(recipe: Recipe) -> None:
         "bitsandbytes": "quantization" if recipe.quantization else _bitsandbytes_key(recipe),
     }.items():
         if key and find_spec(package) is None:
-            raise ResourceError(f"{key} needs the package {package}, which is not installed; pip install {package}")
+            raise ResourceError(
+                f"{key} needs the package {package}, which is not installed; pip install {package}"
+            )
 
 
 def _bitsandbytes_key(recipe: Recipe) -> str:
@@ -73,9 +77,11 @@ def _bitsandbytes_key(recipe: Recipe) -> str:
 
 
 def unused(recipe: Recipe, strategy: Strategy | None) -> list[str]:
-    """Packages that transformers and accelerate import wherever they are installed, and this run does not use.
+    """Packages that transformers and accelerate import wherever they are installed, and this run
+    does not use.
 
-    `strategy` None: whatever runs without DeepSpeed. What they cost a rank at its start: benchmarks/start_up.py.
+    `strategy` None: whatever runs without DeepSpeed. What they cost a rank at its start:
+    benchmarks/start_up.py.
     """
     uses_bitsandbytes = bool(_bitsandbytes_key(recipe)) or recipe.quantization is not None
     is_used = (

@@ -1,9 +1,11 @@
-"""The installed build of torch, read without importing it: can it compute on this machine's cards, and which one can.
+"""The installed build of torch, read without importing it: can it compute on this machine's cards,
+and which one can.
 
-A card needs kernels of its own architecture, and a driver that serves the build's CUDA. Sources: CUDA C++ Programming
-Guide, "Binary Compatibility" (code for 8.0 runs on 8.6 and 8.9, not on 9.0); torch/cuda/__init__.py, DEVICE_REQUIREMENT
-(Jetson's own capabilities run their own code only); NVIDIA's "CUDA Compatibility" (since CUDA 11 a driver of the same
-major version serves every minor one, except for PTX, which a driver older than the build cannot compile).
+A card needs kernels of its own architecture, and a driver that serves the build's CUDA. Sources:
+CUDA C++ Programming Guide, "Binary Compatibility" (code for 8.0 runs on 8.6 and 8.9, not on 9.0);
+torch/cuda/__init__.py, DEVICE_REQUIREMENT (Jetson's own capabilities run their own code only);
+NVIDIA's "CUDA Compatibility" (since CUDA 11 a driver of the same major version serves every minor
+one, except for PTX, which a driver older than the build cannot compile).
 """
 
 from __future__ import annotations
@@ -27,11 +29,14 @@ CODE = Path(__file__).resolve().parent.parent
 ROCM, ROCM_FOLDER = "rocm", "rocm7.2"  # in LOWMEM_TORCH; in PyTorch's index, for torch 2.13
 # A build's architectures stand in this file, as torch.cuda.get_arch_list() would return them.
 LIBRARY = Path("lib", "libtorch_python.so")
-NAMES = re.compile(rb"\0((?:(?:sm|compute)_\d+[af]?|gfx[0-9a-f]+)(?: (?:(?:sm|compute)_\d+[af]?|gfx[0-9a-f]+))*)\0")
+NAMES = re.compile(
+    rb"\0((?:(?:sm|compute)_\d+[af]?|gfx[0-9a-f]+)(?: (?:(?:sm|compute)_\d+[af]?|gfx[0-9a-f]+))*)\0"
+)
 JETSON = ((5, 3), (6, 2), (7, 2), (8, 7), (10, 1))
 
-# What LOWMEM_TORCH names -> the architectures of torch 2.13's build, by platform.machine(). Source: torch 2.13's
-# torch/cuda/__init__.py, PYTORCH_RELEASES_CODE_CC; those of cu130 on x86_64 measured with torch.cuda.get_arch_list()
+# What LOWMEM_TORCH names -> the architectures of torch 2.13's build, by platform.machine(). Source:
+# torch 2.13's torch/cuda/__init__.py, PYTORCH_RELEASES_CODE_CC; those of cu130 on x86_64 measured
+# with torch.cuda.get_arch_list()
 CUDA_BUILDS: dict[str, dict[str, str]] = {
     "cu130": {
         "x86_64": "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120",
@@ -43,9 +48,11 @@ CUDA_BUILDS: dict[str, dict[str, str]] = {
     },
 }
 OLDEST_DRIVER = {13: "580", 12: "525"}  # CUDA's major version -> the oldest driver that serves it
-# The gfx names of torch 2.13's rocm7.2 build. Source: pytorch release/2.13, .ci/docker/manywheel/build.sh
+# The gfx names of torch 2.13's rocm7.2 build. Source: pytorch release/2.13,
+# .ci/docker/manywheel/build.sh
 ROCM_BUILD = (
-    "gfx900 gfx906 gfx908 gfx90a gfx942 gfx950 gfx1030 gfx1100 gfx1101 gfx1102 gfx1103 gfx1150 gfx1151 gfx1200 gfx1201"
+    "gfx900 gfx906 gfx908 gfx90a gfx942 gfx950 gfx1030 gfx1100 gfx1101 gfx1102 gfx1103 gfx1150"
+    " gfx1151 gfx1200 gfx1201"
 )
 OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"  # ROCm's: a card runs as another of its generation
 CAUSE = "torch {version} cannot use {card}: {why}; fix: {fix}"
@@ -77,10 +84,16 @@ def read(folder: Path) -> TorchBuild | None:
     words: dict[str, object] = {}
     for line in tree.body:
         targets = (
-            line.targets if isinstance(line, ast.Assign) else [line.target] if isinstance(line, ast.AnnAssign) else []
+            line.targets
+            if isinstance(line, ast.Assign)
+            else [line.target]
+            if isinstance(line, ast.AnnAssign)
+            else []
         )
         if isinstance(line, ast.Assign | ast.AnnAssign) and isinstance(line.value, ast.Constant):
-            words |= {target.id: line.value.value for target in targets if isinstance(target, ast.Name)}
+            words |= {
+                target.id: line.value.value for target in targets if isinstance(target, ast.Name)
+            }
     version, cuda, hip = (str(words.get(name) or "") for name in ("__version__", "cuda", "hip"))
     names = _architectures(folder / LIBRARY) if cuda or hip else ()
     return TorchBuild(version, cuda, hip, names) if version else None
@@ -89,7 +102,10 @@ def read(folder: Path) -> TorchBuild | None:
 def _architectures(library: Path) -> tuple[str, ...]:
     """The names in the file; () where there are none, or no file."""
     try:
-        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        with (
+            library.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
             for first in (b"\0sm_", b"\0compute_", b"\0gfx"):
                 start = content.find(first)
                 while start >= 0:
@@ -101,13 +117,16 @@ def _architectures(library: Path) -> tuple[str, ...]:
     return ()
 
 
-# ---- which build a card needs ---------------------------------------------------------------------------------------
+# ---- which build a card needs
+# ---------------------------------------------------------------------------
 
 
 def serves(architectures: Sequence[str], gpu: Gpu, compiles_ptx: bool = True) -> bool:
-    """Whether code for these architectures runs on a card; True where the card does not say what it is.
+    """Whether code for these architectures runs on a card; True where the card does not say what it
+    is.
 
-    `compiles_ptx`: the driver is as new as the build, so that it can compile what is there as PTX only."""
+    `compiles_ptx`: the driver is as new as the build, so that it can compile what is there as PTX
+    only."""
     if gpu.vendor == "amd":
         name = gpu.architecture.partition(":")[0]
         return not name.startswith("gfx") or name in architectures
@@ -120,7 +139,11 @@ def serves(architectures: Sequence[str], gpu: Gpu, compiles_ptx: bool = True) ->
         code = int(parts[2]), int(parts[3])
         is_own = card == code or ({card, code} == {(10, 1), (11, 0)})
         if is_own or (
-            parts[4] != "a" and parts[1] == "sm" and card[0] == code[0] and card > code and card not in JETSON
+            parts[4] != "a"
+            and parts[1] == "sm"
+            and card[0] == code[0]
+            and card > code
+            and card not in JETSON
         ):
             return True
         if parts[1] == "compute" and not parts[4] and compiles_ptx and card >= code:
@@ -128,20 +151,30 @@ def serves(architectures: Sequence[str], gpu: Gpu, compiles_ptx: bool = True) ->
     return False
 
 
-def refusal(build: TorchBuild | None, gpus: Sequence[Gpu], cuda_driver: str, environ: Mapping[str, str]) -> str:
-    """Why this build cannot compute on these cards, and the line that installs one which can; "" where it can."""
+def refusal(
+    build: TorchBuild | None, gpus: Sequence[Gpu], cuda_driver: str, environ: Mapping[str, str]
+) -> str:
+    """Why this build cannot compute on these cards, and the line that installs one which can; ""
+    where it can."""
     if build is None or not gpus:
         return ""
     for gpu in gpus:
-        why = _amd_trouble(build, gpu, environ) if gpu.vendor == "amd" else _nvidia_trouble(build, gpu, cuda_driver)
+        why = (
+            _amd_trouble(build, gpu, environ)
+            if gpu.vendor == "amd"
+            else _nvidia_trouble(build, gpu, cuda_driver)
+        )
         if why:
             card = f"{gpu.name} (GPU {gpu.index}, {gpu.architecture or 'architecture unknown'})"
-            return CAUSE.format(version=build.version, card=card, why=why, fix=_fix(build, gpus, gpu, cuda_driver))
+            return CAUSE.format(
+                version=build.version, card=card, why=why, fix=_fix(build, gpus, gpu, cuda_driver)
+            )
     return ""
 
 
 def refuse(machine: Machine, gpus: Sequence[Gpu]) -> None:
-    """Raises ResourceError where the installed torch cannot compute on these cards of this machine."""
+    """Raises ResourceError where the installed torch cannot compute on these cards of this
+    machine."""
     if said := refusal(installed(), gpus, machine.cuda_driver, os.environ):
         raise ResourceError(said)
 
@@ -152,7 +185,10 @@ def _nvidia_trouble(build: TorchBuild, gpu: Gpu, cuda_driver: str) -> str:
     built, driver = _numbers(build.cuda), _numbers(cuda_driver)
     if driver and built[:1] > driver[:1]:
         wanted = f" ({OLDEST_DRIVER[built[0]]} or newer)" if built[0] in OLDEST_DRIVER else ""
-        return f"driver {gpu.driver} serves CUDA up to {cuda_driver}, this build needs {built[0]}.x{wanted}"
+        return (
+            f"driver {gpu.driver} serves CUDA up to {cuda_driver}, this build needs"
+            f" {built[0]}.x{wanted}"
+        )
     is_new = not driver or driver >= built
     if build.architectures and not serves(build.architectures, gpu, is_new):
         return f"it has kernels for {' '.join(build.architectures)}"
@@ -168,19 +204,20 @@ def _amd_trouble(build: TorchBuild, gpu: Gpu, environ: Mapping[str, str]) -> str
 
 
 def _fix(build: TorchBuild, gpus: Sequence[Gpu], gpu: Gpu, cuda_driver: str) -> str:
-    """The line that installs the right build; where no build serves the card, what else there is."""
+    """The line that installs the right build; where no build serves the card, what else there
+    is."""
     name = best(gpus, cuda_driver)
     if name and name != installed_name(build):
         return install_line(name, build)
     if gpu.vendor == "amd":
         return (
-            f"no published build has kernels for it; if you know that those of a relative run on it, set {OVERRIDE}"
-            " (10.3.0 is gfx1030); or train on the CPU: --launch.mode=cpu"
+            "no published build has kernels for it; if you know that those of a relative run on"
+            f" it, set {OVERRIDE} (10.3.0 is gfx1030); or train on the CPU: --launch.mode=cpu"
         )
     if len(gpus) > 1 and best([gpu], cuda_driver):
         return (
-            "no one build serves all of these cards; leave some out with CUDA_VISIBLE_DEVICES, and for"
-            f" {gpu.name} alone: {install_line(best([gpu], cuda_driver), build)}"
+            "no one build serves all of these cards; leave some out with CUDA_VISIBLE_DEVICES, and"
+            f" for {gpu.name} alone: {install_line(best([gpu], cuda_driver), build)}"
         )
     newer = best(gpus, "")
     if newer and _numbers(cuda_driver):
@@ -190,13 +227,16 @@ def _fix(build: TorchBuild, gpus: Sequence[Gpu], gpu: Gpu, cuda_driver: str) -> 
 
 
 def best(gpus: Sequence[Gpu], cuda_driver: str) -> str:
-    """The word of LOWMEM_TORCH for a build that serves all of these cards with this driver; "" where there is none."""
+    """The word of LOWMEM_TORCH for a build that serves all of these cards with this driver; ""
+    where there is none."""
     if gpus[0].vendor == "amd":
         return ROCM if all(serves(ROCM_BUILD.split(), gpu) for gpu in gpus) else ""
     driver = _numbers(cuda_driver)
     for name, by_machine in CUDA_BUILDS.items():
         names = by_machine.get(platform.machine(), "").split()
-        if (not driver or driver[0] >= _numbers(_cuda_of(name))[0]) and all(serves(names, gpu) for gpu in gpus):
+        if (not driver or driver[0] >= _numbers(_cuda_of(name))[0]) and all(
+            serves(names, gpu) for gpu in gpus
+        ):
             return name
     return ""
 
@@ -209,12 +249,16 @@ def installed_name(build: TorchBuild) -> str:
 
 
 def install_line(name: str, build: TorchBuild) -> str:
-    """A line to paste that puts another build in place of this one, into .venv or into the user's own Python."""
+    """A line to paste that puts another build in place of this one, into .venv or into the user's
+    own Python."""
     if is_own_venv():
         return f"LOWMEM_TORCH={name} {shlex.quote(str(CODE / 'scripts' / 'install.sh'))}"
     word = ROCM_FOLDER if name == ROCM else name
     wanted = f"torch=={build.version.partition('+')[0]}+{word}"
-    return f"{shlex.quote(sys.executable)} -m pip install {wanted} --index-url https://download.pytorch.org/whl/{word}"
+    return (
+        f"{shlex.quote(sys.executable)} -m pip install {wanted} --index-url"
+        f" https://download.pytorch.org/whl/{word}"
+    )
 
 
 def is_own_venv() -> bool:

@@ -1,7 +1,8 @@
-"""YAML and `--section.key=value` become one Recipe, or one line per mistake that says where it is and what to do.
+"""YAML and `--section.key=value` become one Recipe, or one line per mistake that says where it is
+and what to do.
 
-A recipe file may hold, beside Recipe's own keys, `without_gpu:`, a partial recipe that is laid over the file where
-there is no GPU and the user named no model.
+A recipe file may hold, beside Recipe's own keys, `without_gpu:`, a partial recipe that is laid over
+the file where there is no GPU and the user named no model.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from launch.schema.recipe import Recipe
 RECIPES = Path(__file__).resolve().parents[2] / "configs" / "recipes"
 MAX_PROBLEMS = 5  # lines of one message; a file with more mistakes is read again anyway
 OVERRIDE_FORM = "--section.key=value, as in --training.learning_rate=1e-4"
-NO_GPU = "no GPU here: the small default model; name one with --model.shape=NAME or --model.path=FOLDER"
+NO_GPU = (
+    "no GPU here: the small default model; name one with --model.shape=NAME or --model.path=FOLDER"
+)
 
 SECTIONS: dict[str, type[BaseModel]] = {
     "model": schema_recipe.ModelSection,
@@ -41,7 +44,8 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "evaluation": schema_recipe.EvaluationSection,
 }
 
-BELONGING = {  # a source, or a choice that is switched on -> the keys that mean nothing beside another one
+# a source, or a choice that is switched on -> the keys that mean nothing beside another one
+BELONGING = {
     ("model", "shape"): ("path", "path_if_there", "freeze"),
     ("model", "path"): ("shape", "path_if_there", "freeze"),
     ("data", "train_file"): ("validation_file",),
@@ -52,15 +56,20 @@ REPLACED = {
     "data": "these are held-out rows of the recipe's own data, which you replaced",
     "data.batch_by_tokens": "data.packing leaves nothing for it to do",
 }
-NEEDS_HELD_OUT = {("evaluation", "exact_match_rows"): 0, ("training", "eval_steps"): None}  # -> what runs without
+# -> what runs without
+NEEDS_HELD_OUT = {("evaluation", "exact_match_rows"): 0, ("training", "eval_steps"): None}
 NOTHING_HELD_OUT = "no rows are held out to evaluate on; name some with --data.validation_file=FILE"
 
 
-# ---- the way in ----------------------------------------------------------------------------------------------------
+# ---- the way in
+# ---------------------------------------------------------------------------
 
 
-def load(name_or_path: str, overrides: Sequence[str] = (), has_gpu: bool = True) -> tuple[Recipe, tuple[Change, ...]]:
-    """The recipe of that name or file with the overrides, and what was replaced in it. Raises ConfigError."""
+def load(
+    name_or_path: str, overrides: Sequence[str] = (), has_gpu: bool = True
+) -> tuple[Recipe, tuple[Change, ...]]:
+    """The recipe of that name or file with the overrides, and what was replaced in it. Raises
+    ConfigError."""
     path = _find(name_or_path)
     file = str(path)
     base, top = _read(path), _overrides(overrides)
@@ -69,18 +78,28 @@ def load(name_or_path: str, overrides: Sequence[str] = (), has_gpu: bool = True)
         small = _over(base, partial)
         _refuse([problem for problem in _problems(small, file) if problem[0] in partial.where])
         if not has_gpu and "model" not in top.data:
-            changes += [change for change in _replaced(base, partial) if tuple(change.key.split(".")) not in top.where]
+            changes += [
+                change
+                for change in _replaced(base, partial)
+                if tuple(change.key.split(".")) not in top.where
+            ]
             changes += _dropped(base, small, {"model": NO_GPU})
             base = small
     final = _over(base, top)
-    changes += [change for change in _dropped(base, final, REPLACED) if change.key not in ("model.shape", "model.path")]
+    changes += [
+        change
+        for change in _dropped(base, final, REPLACED)
+        if change.key not in ("model.shape", "model.path")
+    ]
     _refuse(_problems(final, file))
     recipe = _recipe(final)
     if recipe.data.validation_file is None:
         for (section, key), nothing in NEEDS_HELD_OUT.items():
             value = getattr(getattr(recipe, section), key)
             if value and (section, key) in top.where:
-                changes.append(Change(f"{section}.{key}", plain(value), plain(nothing), NOTHING_HELD_OUT))
+                changes.append(
+                    Change(f"{section}.{key}", plain(value), plain(nothing), NOTHING_HELD_OUT)
+                )
     return recipe, tuple(changes)
 
 
@@ -103,8 +122,8 @@ def _find(name_or_path: str) -> Path:
     if name_or_path not in names:
         near = "".join(f"; did you mean {name}?" for name in nearest(name_or_path, names))
         raise ConfigError(
-            f"recipe {show(name_or_path)}: found no such recipe, expected one of {', '.join(names)} or a path to a"
-            f" .yaml file{near}"
+            f"recipe {show(name_or_path)}: found no such recipe, expected one of {', '.join(names)}"
+            f" or a path to a .yaml file{near}"
         )
     return RECIPES / f"{name_or_path}.yaml"
 
@@ -122,11 +141,13 @@ def _recipe(layer: _Layer) -> Recipe:
     return Recipe.model_validate_json(json.dumps(layer.data), strict=True)
 
 
-# ---- layers: the file, its without_gpu, the user's overrides -------------------------------------------------------
+# ---- layers: the file, its without_gpu, the user's overrides
+# -------------------------------------------------------
 
 
 class Override(str):
-    """`section.key=value`; `typed` is what the user wrote where that was another name (seed_cli.py)."""
+    """`section.key=value`; `typed` is what the user wrote where that was another name
+    (seed_cli.py)."""
 
     typed: str = ""
 
@@ -148,21 +169,29 @@ class _Layer:
 
 
 def _over(base: _Layer, top: _Layer) -> _Layer:
-    """`top` laid over `base`, key by key; another source (BELONGING) leaves nothing of what belonged to the first."""
+    """`top` laid over `base`, key by key; another source (BELONGING) leaves nothing of what
+    belonged to the first."""
     data = dict(base.data)
     for key, value in top.data.items():
         below = data.get(key)
         if not isinstance(value, dict) or below is None:
             data[key] = value
-        elif isinstance(below, dict):  # anything else is a mistake in the file, which validation reports
+        elif isinstance(below, dict):
+            # anything else is a mistake in the file, which validation reports
             data[key] = {**below, **value}
     for (section, key), belonging in BELONGING.items():
         before, given = base.data.get(section), top.data.get(section)
         if not isinstance(before, dict) or not isinstance(given, dict):
             continue
         if given.get(key) and given[key] != before.get(key):
-            data[section] = {k: v for k, v in data[section].items() if k in given or k not in belonging}
-    kept = {keys: place for keys, place in base.where.items() if len(keys) < 3 or keys[:2] not in top.where}
+            data[section] = {
+                k: v for k, v in data[section].items() if k in given or k not in belonging
+            }
+    kept = {
+        keys: place
+        for keys, place in base.where.items()
+        if len(keys) < 3 or keys[:2] not in top.where
+    }
     return _Layer(data, {**kept, **top.where})
 
 
@@ -186,10 +215,14 @@ def _overrides(texts: Sequence[str]) -> _Layer:
     for text in texts:
         name, equals, value = text.removeprefix("--").partition("=")
         section, dot, key = name.replace("-", "_").partition(".")
-        place = f"--{name}=..." if SECRET_NAME.search(name) or holds_secret(value) else show(text)[1:-1]
+        place = (
+            f"--{name}=..." if SECRET_NAME.search(name) or holds_secret(value) else show(text)[1:-1]
+        )
         if isinstance(text, Override) and text.typed:
             place = show(text.typed)[1:-1]
-        if not equals or not re.fullmatch(r"[a-z]\w*(\.[a-z]\w*)?", section + dot + key, re.ASCII | re.IGNORECASE):
+        if not equals or not re.fullmatch(
+            r"[a-z]\w*(\.[a-z]\w*)?", section + dot + key, re.ASCII | re.IGNORECASE
+        ):
             found = "no '='" if not equals else f"the key {show(name)}"
             raise ConfigError(f"override {place}: found {found}, expected {OVERRIDE_FORM}")
         keys: Keys = (section, key) if key else (section,)
@@ -209,8 +242,17 @@ def _without_gpu(base: _Layer) -> _Layer | None:
         return None
     data = base.data.pop("without_gpu")
     if not isinstance(data, dict):
-        raise wrong(base.where[("without_gpu",)], ("without_gpu",), show(data), "a part of a recipe", "delete it")
-    return _Layer(data, {keys[1:]: place for keys, place in base.where.items() if keys[:1] == ("without_gpu",)})
+        raise wrong(
+            base.where[("without_gpu",)],
+            ("without_gpu",),
+            show(data),
+            "a part of a recipe",
+            "delete it",
+        )
+    return _Layer(
+        data,
+        {keys[1:]: place for keys, place in base.where.items() if keys[:1] == ("without_gpu",)},
+    )
 
 
 def _replaced(base: _Layer, partial: _Layer) -> Iterator[Change]:
@@ -226,21 +268,32 @@ def _replaced(base: _Layer, partial: _Layer) -> Iterator[Change]:
                 yield Change(f"{section}.{key}", plain(before), plain(value), NO_GPU)
 
 
-# ---- one line per mistake ------------------------------------------------------------------------------------------
+# ---- one line per mistake
+# ---------------------------------------------------------------------------
 
 
 def _unknown(keys: Keys) -> tuple[str, str]:
     """What was expected instead of an unknown key, and the nearest name."""
     *sections, name = map(str, keys)
-    own = [*SECTIONS[sections[0]].model_fields] if sections else [*Recipe.model_fields, "without_gpu"]
+    own = (
+        [*SECTIONS[sections[0]].model_fields] if sections else [*Recipe.model_fields, "without_gpu"]
+    )
     if sections == ["training"]:
-        own += [key for key in training_arguments.installed() if training_arguments.instead(key) is None]
-    elsewhere = {key: f"{section}.{key}" for section, model in SECTIONS.items() for key in model.model_fields}
+        own += [
+            key for key in training_arguments.installed() if training_arguments.instead(key) is None
+        ]
+    elsewhere = {
+        key: f"{section}.{key}" for section, model in SECTIONS.items() for key in model.model_fields
+    }
     if name in elsewhere:
         near = [elsewhere[name]]
     else:
         near = nearest(name, own) or [elsewhere[key] for key in nearest(name, elsewhere)]
-    expected = "a field of TrainingArguments" if sections == ["training"] else f"a key of {dotted(keys[:-1])}"
+    expected = (
+        "a field of TrainingArguments"
+        if sections == ["training"]
+        else f"a key of {dotted(keys[:-1])}"
+    )
     if near:
         return expected, f"did you mean {near[0]}?"
     return expected, "delete it" if sections == ["training"] else f"there are {', '.join(own)}"
@@ -262,7 +315,10 @@ def _problems(layer: _Layer, file: str) -> list[tuple[Keys, ConfigError]]:
     problems: list[tuple[Keys, ConfigError]] = []
 
     def place(keys: Keys) -> str:
-        return next((layer.where[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in layer.where), file)
+        return next(
+            (layer.where[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in layer.where),
+            file,
+        )
 
     try:
         _recipe(layer)
@@ -273,32 +329,44 @@ def _problems(layer: _Layer, file: str) -> list[tuple[Keys, ConfigError]]:
     training = layer.data.get("training")
     for key, value in training.items() if isinstance(training, dict) else ():
         keys = ("training", key)
-        if key not in schema_recipe.TrainingSection.model_fields and (mistake := _training_mistake(key, value)):
+        if key not in schema_recipe.TrainingSection.model_fields and (
+            mistake := _training_mistake(key, value)
+        ):
             problems.append((keys, wrong(place(keys), keys, *mistake)))
     for keys, text in _texts(layer.data):
         if holds_secret(text):
             found, do = "what looks like a secret", "delete it; it would stand in files of the run"
             problems = [(other, problem) for other, problem in problems if other != keys]
-            problems.append((keys, wrong(place(keys), keys, found, "a value that anybody may read", do)))
+            problems.append(
+                (keys, wrong(place(keys), keys, found, "a value that anybody may read", do))
+            )
     output_dir = layer.data.get("output_dir")
     if isinstance(output_dir, str):
         parts = Path(output_dir).parts
         if not parts or ".." in parts or any(len(part.encode()) > 255 for part in parts):
             expected = "a folder without .. and with names of at most 255 bytes"
             keys = ("output_dir",)
-            problems.append((keys, wrong(place(keys), keys, show(output_dir), expected, "write the folder itself")))
+            problems.append(
+                (
+                    keys,
+                    wrong(place(keys), keys, show(output_dir), expected, "write the folder itself"),
+                )
+            )
     return problems
 
 
 def _between(one: ErrorDetails, layer: _Layer) -> str:
-    """The places of the keys that a mistake between several of them names, as far as they were written."""
+    """The places of the keys that a mistake between several of them names, as far as they were
+    written."""
     words = re.findall(r"[a-z]\w*(?:\.[a-z]\w*)?", str(one.get("ctx", {}).get("error", "")))
     named = [(*one["loc"][:1], word) if one["loc"] else tuple(word.split(".")) for word in words]
     return " and ".join(
         dict.fromkeys(
             layer.where[keys]
             for keys in named
-            if len(keys) == 2 and keys in layer.where and keys[1] in (layer.data.get(str(keys[0])) or ())
+            if len(keys) == 2
+            and keys in layer.where
+            and keys[1] in (layer.data.get(str(keys[0])) or ())
         )
     )
 
@@ -321,24 +389,41 @@ def _schema_problem(one: ErrorDetails, place: str, file: str) -> ConfigError:
     if kind == "value_error":
         return ConfigError(f"{place}: {f'{dotted(keys)}: ' if keys else ''}{context['error']}")
     if kind == "missing":
-        return wrong(file, keys, "nothing", "a value", f"write it into the file or give --{dotted(keys)}=VALUE")
+        return wrong(
+            file,
+            keys,
+            "nothing",
+            "a value",
+            f"write it into the file or give --{dotted(keys)}=VALUE",
+        )
     if kind == "extra_forbidden":
         return wrong(place, keys, "an unknown key", *_unknown(keys))
-    bounds = [f"{word} {context[bound]:.15g}" for bound, word in _BOUNDS.items() if bound in context]
+    bounds = [
+        f"{word} {context[bound]:.15g}" for bound, word in _BOUNDS.items() if bound in context
+    ]
     expected = context.get("expected") or context.get("pattern") or " and ".join(bounds)
     expected = expected or _EXPECTED.get(kind) or one["msg"]
     return wrong(place, keys, show(one["input"]), expected, mend(one["input"], expected))
 
 
 def _training_mistake(key: str, value: Any) -> tuple[str, str, str] | None:
-    """Found, expected and what to do about a key of `training:` that Recipe does not know itself."""
+    """Found, expected and what to do about a key of `training:` that Recipe does not know
+    itself."""
     instead = training_arguments.instead(key)
     if instead and (key, value) != ("save_strategy", "steps"):
         return "a field that the launcher sets", "it left out", instead
     if SECRET_NAME.search(key):
-        return "a key for a secret", "none", "delete it: nothing is uploaded, and it would stand in files of the run"
+        return (
+            "a key for a secret",
+            "none",
+            "delete it: nothing is uploaded, and it would stand in files of the run",
+        )
     if not training_arguments.installed():
-        return "an extra field", "an installed transformers to check it with", "install the requirements"
+        return (
+            "an extra field",
+            "an installed transformers to check it with",
+            "install the requirements",
+        )
     if key not in training_arguments.installed():
         return ("an unknown key", *_unknown(("training", key)))
     return training_arguments.wrong_type(key, value)

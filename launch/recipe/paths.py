@@ -30,29 +30,44 @@ def _model_that_is_there(recipe: Recipe) -> tuple[Recipe, list[Change]]:
     if not (Path(folder) / "config.json").is_file():
         reason = f"no model is in {folder} yet: training starts from random weights"
         return recipe, [Change("model.path_if_there", folder, "none", reason)]
-    change = Change("model.shape", str(section.shape), folder, "the model of model.path_if_there is there")
+    change = Change(
+        "model.shape", str(section.shape), folder, "the model of model.path_if_there is there"
+    )
     chosen = section.model_copy(update={"path": folder, "shape": None})
     return recipe.model_copy(update={"model": chosen}), [change]
 
 
 def _tokenizer_that_is_there(recipe: Recipe) -> tuple[Recipe, list[Change]]:
-    """tokenizer.path_if_there as tokenizer.path, where that folder exists and nothing else was named."""
+    """tokenizer.path_if_there as tokenizer.path, where that folder exists and nothing else was
+    named."""
     section = recipe.tokenizer
     named = section.path or recipe.model.path
     if named or section.path_if_there is None or not Path(section.path_if_there).is_dir():
         return recipe, []
     chosen = section.model_copy(update={"path": section.path_if_there})
-    change = Change("tokenizer.path", "none", section.path_if_there, "the folder of tokenizer.path_if_there is there")
+    change = Change(
+        "tokenizer.path",
+        "none",
+        section.path_if_there,
+        "the folder of tokenizer.path_if_there is there",
+    )
     return recipe.model_copy(update={"tokenizer": chosen}), [change]
 
 
 def _absolute(override: str) -> str:
-    """A path typed on the command line is relative to where it was typed; the text is kept for messages."""
+    """A path typed on the command line is relative to where it was typed; the text is kept for
+    messages."""
     key, equals, value = override.partition("=")
-    if not equals or key.lstrip("-").replace("-", "_") not in PATH_KEYS or value in ("", "null", "~"):
+    if (
+        not equals
+        or key.lstrip("-").replace("-", "_") not in PATH_KEYS
+        or value in ("", "null", "~")
+    ):
         return override
     made = load.Override(f"{key}={_join(Path.cwd(), value)}")
-    made.typed = override.typed if isinstance(override, load.Override) and override.typed else override
+    made.typed = (
+        override.typed if isinstance(override, load.Override) and override.typed else override
+    )
     return made
 
 

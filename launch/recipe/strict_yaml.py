@@ -1,6 +1,8 @@
-"""YAML as recipes are written: plain values of the core schema, each key once, and the place of every one of them.
+"""YAML as recipes are written: plain values of the core schema, each key once, and the place of
+every one of them.
 
-Anchors, tags, second documents, control characters and numbers that are not finite are refused, each in one line.
+Anchors, tags, second documents, control characters and numbers that are not finite are refused,
+each in one line.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ MAX_VALUES = 1000  # of a recipe file; the largest of configs/recipes has 40
 
 Keys = tuple[str | int, ...]
 
-# YAML 1.2's core schema: 1e-4 is a float; no, yes, 12:30:00 and 2024-01-01 are text; 017 is 17 and 0o17 is 15
+# YAML 1.2's core schema: 1e-4 is a float; no, yes, 12:30:00 and 2024-01-01 are text; 017 is 17 and
+# 0o17 is 15
 _CORE = {
     "null": re.compile(r"(?:~|null|Null|NULL|)\Z"),
     "bool": re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z"),
@@ -31,40 +34,59 @@ _CORE = {
         r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"
     ),
 }
-# Characters that end a line or hide in one, lone surrogates among them; a file may hold line ends between its values
+# Characters that end a line or hide in one, lone surrogates among them; a file may hold line ends
+# between its values
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
 _CONTROL_IN_FILE = re.compile(CONTROL.pattern.replace("\x00-\x1f", "\x00-\x09\x0b\x0c\x0e-\x1f"))
-_Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # only its events are used: no tag is ever constructed
+# only its events are used: no tag is ever constructed
+_Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-# ---- reading -------------------------------------------------------------------------------------------------------
+# ---- reading
+# ---------------------------------------------------------------------------
 
 
 def read_yaml(path: Path) -> tuple[Any, dict[Keys, str]]:
-    """The value in a YAML file, None where it is empty, and the place of each of its keys. Raises ConfigError."""
+    """The value in a YAML file, None where it is empty, and the place of each of its keys. Raises
+    ConfigError."""
     name = str(path)
     if bad := CONTROL.search(name):
-        raise ConfigError(f"recipe {show(name)}: found the control character {bad[0]!r} in its name; rename the file")
+        raise ConfigError(
+            f"recipe {show(name)}: found the control character {bad[0]!r} in its name; rename the"
+            " file"
+        )
     try:
         if not path.is_file():
-            raise ConfigError(f"{name}: found no such file, expected a recipe in YAML; check the path")
+            raise ConfigError(
+                f"{name}: found no such file, expected a recipe in YAML; check the path"
+            )
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"{name}: found {error.strerror}, expected a readable recipe; check the path") from None
+        raise ConfigError(
+            f"{name}: found {error.strerror}, expected a readable recipe; check the path"
+        ) from None
     if len(raw) > MAX_BYTES:
-        raise ConfigError(f"{name}: found more than {MAX_BYTES:,} bytes, expected a recipe; is this a data file?")
-    reader = _Reader(_text_of(raw.removeprefix(b"\xef\xbb\xbf"), name), lambda line: f"{name}:{line}")
+        raise ConfigError(
+            f"{name}: found more than {MAX_BYTES:,} bytes, expected a recipe; is this a data file?"
+        )
+    reader = _Reader(
+        _text_of(raw.removeprefix(b"\xef\xbb\xbf"), name), lambda line: f"{name}:{line}"
+    )
     return reader.document(), reader.where
 
 
 def parse_value(text: str, keys: Keys, place: str) -> Any:
-    """A value of the command line. A flow list or a quoted text is YAML; all else is one plain scalar, so that paths
-    need no quotes."""
+    """A value of the command line. A flow list or a quoted text is YAML; all else is one plain
+    scalar, so that paths need no quotes."""
     if bad := CONTROL.search(text):
-        raise wrong(place, keys, f"the control character {bad[0]!r}", "text on one line", "delete it")
+        raise wrong(
+            place, keys, f"the control character {bad[0]!r}", "text on one line", "delete it"
+        )
     if text.startswith("{"):
-        raise wrong(place, keys, "a mapping", "a single value or a [list]", "write it into a recipe file")
+        raise wrong(
+            place, keys, "a mapping", "a single value or a [list]", "write it into a recipe file"
+        )
     if text[:1] in ("[", '"', "'"):
         return _Reader(text, lambda _: place).document(keys)
     try:
@@ -78,17 +100,22 @@ def _text_of(raw: bytes, name: str) -> str:
         text = raw.decode()
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{name}:{line}: found bytes that are not UTF-8, expected text; save it as UTF-8") from None
+        raise ConfigError(
+            f"{name}:{line}: found bytes that are not UTF-8, expected text; save it as UTF-8"
+        ) from None
     if bad := _CONTROL_IN_FILE.search(text):
         place = f"{name}:{text.count(chr(10), 0, bad.start()) + 1}"
         if bad[0] == "\t":
             raise ConfigError(f"{place}: found a tab, expected spaces; replace it with spaces")
-        raise ConfigError(f"{place}: found the control character {bad[0]!r}, expected text; delete it")
+        raise ConfigError(
+            f"{place}: found the control character {bad[0]!r}, expected text; delete it"
+        )
     return text
 
 
 def _resolve(text: str) -> Any:
-    """The value of a plain scalar. Raises ValueError for a number that is not finite or absurdly long."""
+    """The value of a plain scalar. Raises ValueError for a number that is not finite or absurdly
+    long."""
     if _CORE["null"].match(text):
         return None
     if _CORE["bool"].match(text):
@@ -120,31 +147,46 @@ class _Reader:
             if isinstance(start, yaml.StreamEndEvent):
                 return None
             if start.version or start.tags:
-                raise ConfigError(f"{self.place(1)}: found a % directive, expected none; delete the line")
+                raise ConfigError(
+                    f"{self.place(1)}: found a % directive, expected none; delete the line"
+                )
             value = self.value(next(self.events), keys)
             next(self.events)  # the document ends
             if not isinstance(extra := next(self.events), yaml.StreamEndEvent):
                 line = extra.start_mark.line + 1
-                raise ConfigError(f"{self.place(line)}: found a second document, expected one; delete this ---")
+                raise ConfigError(
+                    f"{self.place(line)}: found a second document, expected one; delete this ---"
+                )
             return value
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             problem = getattr(error, "problem", None) or str(error)
             raise ConfigError(
-                f"{self.place(mark.line + 1 if mark else 1)}: found broken YAML ({show(problem)[1:-1]}), expected"
-                " YAML; check the indentation, colons, brackets and quotes here and one line above"
+                f"{self.place(mark.line + 1 if mark else 1)}: found broken YAML"
+                f" ({show(problem)[1:-1]}), expected YAML; check the indentation, colons, brackets"
+                " and quotes here and one line above"
             ) from None
 
     def value(self, event: Any, keys: Keys) -> Any:
         place = self.where[keys] = self.where.get(keys) or self.place(event.start_mark.line + 1)
         if isinstance(event, yaml.AliasEvent) or event.anchor:
-            raise wrong(place, keys, "an anchor or alias (& or *)", "a value", "write it out, or quote it")
+            raise wrong(
+                place, keys, "an anchor or alias (& or *)", "a value", "write it out, or quote it"
+            )
         if event.tag is not None:
-            raise wrong(place, keys, f"the tag {show(event.tag)}", "a value without one", "delete the tag")
+            raise wrong(
+                place, keys, f"the tag {show(event.tag)}", "a value without one", "delete the tag"
+            )
         if len(keys) > MAX_DEPTH:
             raise wrong(place, keys[:3], f"more than {MAX_DEPTH} levels", "fewer", "flatten it")
         if len(self.where) > MAX_VALUES:
-            raise wrong(place, keys[:3], f"more than {MAX_VALUES} values", "a recipe", "is this a data file?")
+            raise wrong(
+                place,
+                keys[:3],
+                f"more than {MAX_VALUES} values",
+                "a recipe",
+                "is this a data file?",
+            )
         if isinstance(event, yaml.MappingStartEvent):
             return dict(self.items(keys))
         if isinstance(event, yaml.SequenceStartEvent):
@@ -158,28 +200,41 @@ class _Reader:
         while not isinstance(event := next(self.events), yaml.MappingEndEvent):
             place = self.place(event.start_mark.line + 1)
             if not isinstance(event, yaml.ScalarEvent) or event.anchor or event.tag is not None:
-                raise wrong(place, keys, "a key that is not a plain word", "key: value", "name the key")
+                raise wrong(
+                    place, keys, "a key that is not a plain word", "key: value", "name the key"
+                )
             key = self.scalar(event, keys, place)
             if not isinstance(key, str):
                 raise wrong(place, keys, f"the key {show(key)}", "a word", "name the key")
             inner = (*keys, key)
             if inner in self.where:
-                raise wrong(place, inner, "the key twice", "it once", f"also at {self.where[inner]}; delete one")
+                raise wrong(
+                    place,
+                    inner,
+                    "the key twice",
+                    "it once",
+                    f"also at {self.where[inner]}; delete one",
+                )
             self.where[inner] = place
             yield key, self.value(next(self.events), inner)
 
     def scalar(self, event: Any, keys: Keys, place: str) -> Any:
         if bad := CONTROL.search(event.value):
-            raise wrong(place, keys, f"the control character {bad[0]!r}", "text on one line", "delete it")
+            raise wrong(
+                place, keys, f"the control character {bad[0]!r}", "text on one line", "delete it"
+            )
         if not event.implicit[0]:  # in quotes, or a block of text
             return event.value
         try:
             return _resolve(event.value)
         except ValueError as error:
-            raise wrong(place, keys, str(error), "a finite number", "write one, or quotes if it is text") from None
+            raise wrong(
+                place, keys, str(error), "a finite number", "write one, or quotes if it is text"
+            ) from None
 
 
-# ---- writing -------------------------------------------------------------------------------------------------------
+# ---- writing
+# ---------------------------------------------------------------------------
 
 
 class _Dumper(yaml.SafeDumper):
@@ -200,11 +255,14 @@ def dump(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
 
 
-# ---- the words of a mistake ----------------------------------------------------------------------------------------
+# ---- the words of a mistake
+# ---------------------------------------------------------------------------
 
 
 def wrong(place: str, keys: Keys, found: str, expected: str, do: str = "") -> ConfigError:
-    return ConfigError(f"{place}: {dotted(keys)}: found {found}, expected {expected}" + (f"; {do}" if do else ""))
+    return ConfigError(
+        f"{place}: {dotted(keys)}: found {found}, expected {expected}" + (f"; {do}" if do else "")
+    )
 
 
 def show(value: Any) -> str:
@@ -214,7 +272,13 @@ def show(value: Any) -> str:
 
 
 def plain(value: Any) -> str:
-    return value if isinstance(value, str) else "null" if value is None else json.dumps(value, ensure_ascii=False)
+    return (
+        value
+        if isinstance(value, str)
+        else "null"
+        if value is None
+        else json.dumps(value, ensure_ascii=False)
+    )
 
 
 def dotted(keys: Keys) -> str:
@@ -222,11 +286,16 @@ def dotted(keys: Keys) -> str:
 
 
 def mend(value: Any, expected: str) -> str:
-    """What to do when a value has another type than the expected one; "" where there is nothing to advise."""
+    """What to do when a value has another type than the expected one; "" where there is nothing to
+    advise."""
     if isinstance(value, str):
         if "number" in expected and _CORE["float"].match(value) and re.search("[0-9]", value):
             return "drop the quotes"
-        return "write true or false" if value.lower() in ("yes", "no", "on", "off", "true", "false") else ""
+        return (
+            "write true or false"
+            if value.lower() in ("yes", "no", "on", "off", "true", "false")
+            else ""
+        )
     if isinstance(value, float) and expected == "a whole number":
         return f"write {int(value)}" if value.is_integer() else "round it"
     return "put it in quotes" if expected == "text" and value is not None else ""

@@ -1,4 +1,5 @@
-"""TrainingArguments' fields that a recipe does not type: which there are, what they take, which the launcher sets.
+"""TrainingArguments' fields that a recipe does not type: which there are, what they take, which the
+launcher sets.
 
 Read from the source of the installed transformers, which is not imported.
 """
@@ -14,8 +15,13 @@ from typing import Any
 
 from launch.recipe.strict_yaml import mend, show
 
-_MICRO_BATCH = "per_device_train_batch_size is fitted before the start and the effective batch is held"
-_CHECKPOINTS = "the launcher writes and finds its own checkpoints: --resume=auto, --resume=PATH, --resume=never"
+_MICRO_BATCH = (
+    "per_device_train_batch_size is fitted before the start and the effective batch is held"
+)
+_CHECKPOINTS = (
+    "the launcher writes and finds its own checkpoints: --resume=auto, --resume=PATH,"
+    " --resume=never"
+)
 _PUBLISH = "publish the finished folder yourself: hf upload NAME FOLDER"
 OWNED = {  # TrainingArguments' fields that the launcher sets -> what to use instead
     "output_dir": "use the top-level output_dir",
@@ -36,7 +42,9 @@ OWNED = {  # TrainingArguments' fields that the launcher sets -> what to use ins
     "save_strategy": "checkpoints are counted in steps; use save_steps",
     "ignore_data_skip": "a resumed run goes on with the next sample",
     "train_sampling_strategy": "the order of samples comes from the seed; use data.group_by_length",
-    "length_column_name": "lengths are counted when the rows are tokenised; use data.group_by_length",
+    "length_column_name": (
+        "lengths are counted when the rows are tokenised; use data.group_by_length"
+    ),
     "dataloader_drop_last": "every sample counts, also the last few",
     "activation_checkpointing": "use gradient_checkpointing",
     "warmup_ratio": "use warmup_steps; below 1 it is a share of all steps",
@@ -52,7 +60,13 @@ OWNED = {  # TrainingArguments' fields that the launcher sets -> what to use ins
     "do_eval": "use data.validation_file",
     "do_predict": "use evaluation.exact_match_rows",
 }
-_TYPES = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text", "list": "a [list]"}
+_TYPES = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "list": "a [list]",
+}
 
 
 def instead(key: str) -> str | None:
@@ -62,11 +76,14 @@ def instead(key: str) -> str | None:
 
 @lru_cache(maxsize=1)
 def installed() -> Mapping[str, frozenset[str]]:
-    """TrainingArguments' fields -> the alternatives of their types, from the installed source; {}: not installed."""
+    """TrainingArguments' fields -> the alternatives of their types, from the installed source; {}:
+    not installed."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or not spec.submodule_search_locations:
         return {}
-    source = Path(spec.submodule_search_locations[0], "training_args.py").read_text(encoding="utf-8")
+    source = Path(spec.submodule_search_locations[0], "training_args.py").read_text(
+        encoding="utf-8"
+    )
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
     fields: dict[str, frozenset[str]] = {}
     for node in (node for one in classes if one.name == "TrainingArguments" for node in one.body):
@@ -86,7 +103,8 @@ def _alternatives(annotation: ast.expr) -> Iterator[str]:
 def wrong_type(key: str, value: Any) -> tuple[str, str, str] | None:
     """Found, expected and what to do, where an installed field does not take this value."""
     types = installed()[key]
-    known = types <= {*_TYPES, "dict", "None"}  # an enumeration or a Literal: TrainingArguments itself decides
+    # an enumeration or a Literal: TrainingArguments itself decides
+    known = types <= {*_TYPES, "dict", "None"}
     if not known or (value is None and "None" in types) or type(value).__name__ in types:
         return None
     if type(value) is int and "float" in types:

@@ -10,8 +10,9 @@ DISTRIBUTED_TYPE = {"plain": "NO", "ddp": "MULTI_GPU", "deepspeed": "DEEPSPEED",
 
 
 def accelerate_config(plan: Plan, deepspeed_file: str) -> str:
-    """The Accelerate YAML. The same on CPUs: the entrypoint's use_cpu puts the ranks there (MULTI_CPU would start one
-    process). Batch, accumulation and clipping stand in the plan and, for DeepSpeed, in `deepspeed_file` alone."""
+    """The Accelerate YAML. The same on CPUs: the entrypoint's use_cpu puts the ranks there
+    (MULTI_CPU would start one process). Batch, accumulation and clipping stand in the plan and, for
+    DeepSpeed, in `deepspeed_file` alone."""
     strategy, meeting = plan.strategy, plan.rendezvous
     launched = strategy.engine != "plain"
     config: dict[str, object] = {
@@ -34,17 +35,20 @@ def accelerate_config(plan: Plan, deepspeed_file: str) -> str:
             "zero3_init_flag": strategy.zero_stage == 3,
         }
         if strategy.num_machines > 1:
-            config["deepspeed_config"]["deepspeed_multinode_launcher"] = "standard"  # pdsh would leak the environment
+            # pdsh would leak the environment
+            config["deepspeed_config"]["deepspeed_multinode_launcher"] = "standard"
     else:
         config["mixed_precision"] = strategy.mixed_precision
     if strategy.engine == "fsdp2":
         config["fsdp_config"] = {
             "fsdp_version": 2,
-            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",  # the classes are the model's _no_split_modules
+            # the classes are the model's _no_split_modules
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_reshard_after_forward": True,
             "fsdp_offload_params": False,
             "fsdp_cpu_ram_efficient_loading": False,
-            "fsdp_state_dict_type": "SHARDED_STATE_DICT",  # a full one would need all states in one rank's host RAM
+            # a full one would need all states in one rank's host RAM
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
             "fsdp_activation_checkpointing": False,  # training.gradient_checkpointing does it
         }
     if launched:

@@ -22,9 +22,15 @@ def _launcher(plan: Plan) -> tuple[str, ...]:
 
 
 def command(
-    plan: Plan, machine: Machine, run: RunDir, attempt: AttemptDir, house: House, environ: Mapping[str, str]
+    plan: Plan,
+    machine: Machine,
+    run: RunDir,
+    attempt: AttemptDir,
+    house: House,
+    environ: Mapping[str, str],
 ) -> Command:
-    """What starts the ranks; env holds only what is added to the environment. The user's OMP_NUM_THREADS is obeyed."""
+    """What starts the ranks; env holds only what is added to the environment. The user's
+    OMP_NUM_THREADS is obeyed."""
     strategy = plan.strategy
     per_machine = strategy.processes_per_machine
     threads = environ.get("OMP_NUM_THREADS") or str(max(1, machine.cpu_count // per_machine))
@@ -38,7 +44,8 @@ def command(
         if strategy.engine == "deepspeed":
             added["DS_ACCELERATOR"] = "cpu"
     if strategy.backend == "gloo" and strategy.num_machines == 1:
-        added["GLOO_SOCKET_IFNAME"] = environ.get("GLOO_SOCKET_IFNAME", "lo")  # nobody else's business
+        # nobody else's business
+        added["GLOO_SOCKET_IFNAME"] = environ.get("GLOO_SOCKET_IFNAME", "lo")
     if plan.rendezvous and plan.rendezvous.network_interface:
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         added |= dict.fromkeys(names, plan.rendezvous.network_interface)
@@ -49,7 +56,11 @@ def command(
             *_launcher(plan),
             "--config_file",
             str(run.accelerate_file),
-            *(["--rdzv_conf", f"timeout={plan.rendezvous.join_timeout_s}"] if plan.rendezvous else []),
+            *(
+                ["--rdzv_conf", f"timeout={plan.rendezvous.join_timeout_s}"]
+                if plan.rendezvous
+                else []
+            ),
             str(CODE / "train_low_mem.py"),
             "--run-dir",
             str(run.root),

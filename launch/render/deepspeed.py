@@ -15,8 +15,9 @@ from launch.schema.plan import Plan
 
 
 def deepspeed_config(plan: Plan, max_grad_norm: float) -> str:
-    """The DeepSpeed JSON, every value explicit. The optimizer is the recipe's own, also where its states are offloaded:
-    one class everywhere, so that a checkpoint of one stage can be taken on by another, and no op to compile."""
+    """The DeepSpeed JSON, every value explicit. The optimizer is the recipe's own, also where its
+    states are offloaded: one class everywhere, so that a checkpoint of one stage can be taken on by
+    another, and no op to compile."""
     strategy = plan.strategy
     zero: dict[str, object] = {
         "stage": strategy.zero_stage,
@@ -29,7 +30,8 @@ def deepspeed_config(plan: Plan, max_grad_norm: float) -> str:
     else:
         zero["stage3_prefetch_bucket_size"] = BUCKET_ELEMENTS
         zero["stage3_max_live_parameters"] = 2 * BUCKET_ELEMENTS
-        zero["stage3_gather_16bit_weights_on_model_save"] = True  # once, for the export; checkpoints are sharded
+        # once, for the export; checkpoints are sharded
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
     if strategy.offloads:
         where = {"device": "cpu", "pin_memory": strategy.device == "cuda"}
         zero["offload_optimizer"] = where
@@ -62,7 +64,8 @@ OURS = (  # keys of a DeepSpeed file that the recipe decides
 
 
 def _found(path: str) -> Path:
-    """A DeepSpeed file as typed or, since our Accelerate files name theirs from the checkout, from there."""
+    """A DeepSpeed file as typed or, since our Accelerate files name theirs from the checkout, from
+    there."""
     return Path(path) if Path(path).exists() else workspace.CODE / path
 
 
@@ -75,17 +78,24 @@ def read_deepspeed(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"deepspeed_config_file {path}: not JSON ({error})") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"deepspeed_config_file {path}: found {type(found).__name__}, expected an object")
+        raise ConfigError(
+            f"deepspeed_config_file {path}: found {type(found).__name__}, expected an object"
+        )
     return found
 
 
 def deepspeed_file(
-    plan: Plan, max_grad_norm: float, cache: Path, environ: Mapping[str, str], say: Callable[[str], None]
+    plan: Plan,
+    max_grad_norm: float,
+    cache: Path,
+    environ: Mapping[str, str],
+    say: Callable[[str], None],
 ) -> Path | None:
-    """The file that the ranks read: the user's own, where batch, precision and clipping are the recipe's.
+    """The file that the ranks read: the user's own, where batch, precision and clipping are the
+    recipe's.
 
-    Each value that is not the user's any more is said. Raises ConfigError for a section that would replace the recipe's
-    optimizer or schedule.
+    Each value that is not the user's any more is said. Raises ConfigError for a section that would
+    replace the recipe's optimizer or schedule.
     """
     if plan.strategy.engine != "deepspeed":
         return None
@@ -95,13 +105,17 @@ def deepspeed_file(
     for section in ("optimizer", "scheduler"):
         if section in theirs:
             raise ConfigError(
-                f"{path}: {section} is the recipe's (training.optim, training.learning_rate, ...); remove it"
+                f"{path}: {section} is the recipe's (training.optim, training.learning_rate, ...);"
+                " remove it"
             )
     for key, value in theirs.items():
         if key not in OURS:
             config[key] = value
         elif value != config[key] and value != "auto" and not _is_auto(value):
-            say(f"{path}: {key} says {json.dumps(value)}, the recipe says {json.dumps(config[key])}, which runs")
+            say(
+                f"{path}: {key} says {json.dumps(value)}, the recipe says"
+                f" {json.dumps(config[key])}, which runs"
+            )
     text = json.dumps(config, indent=1) + "\n"
     made = cache / "deepspeed" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
     made.parent.mkdir(parents=True, exist_ok=True)

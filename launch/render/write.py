@@ -16,21 +16,31 @@ from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 
 
-def write_run(run: RunDir, recipe: Recipe, machine: Machine, plan: Plan, house: House) -> AttemptDir:
+def write_run(
+    run: RunDir, recipe: Recipe, machine: Machine, plan: Plan, house: House
+) -> AttemptDir:
     """Render a plan into its run folder, with a new attempt."""
     attempt = run.new_attempt()
     write_plan(run, recipe, machine, plan, house, attempt)
     return attempt
 
 
-def write_plan(run: RunDir, recipe: Recipe, machine: Machine, plan: Plan, house: House, attempt: AttemptDir) -> None:
+def write_plan(
+    run: RunDir, recipe: Recipe, machine: Machine, plan: Plan, house: House, attempt: AttemptDir
+) -> None:
     """The plan's files, in place of those that are there."""
     run.write_plan(recipe, plan)
     files.write_json(attempt.plan_file, asdict(plan))  # the run's own is that of its last attempt
     files.write_json(attempt.machine_file, asdict(machine))
     files.write_atomic(run.recipe_yaml, load.dump(recipe))
-    files.write_atomic(run.accelerate_file, accelerate.accelerate_config(plan, str(run.deepspeed_file)))
+    files.write_atomic(
+        run.accelerate_file, accelerate.accelerate_config(plan, str(run.deepspeed_file))
+    )
     if plan.strategy.engine == "deepspeed":
-        files.write_atomic(run.deepspeed_file, deepspeed.deepspeed_config(plan, recipe.training.max_grad_norm))
+        files.write_atomic(
+            run.deepspeed_file, deepspeed.deepspeed_config(plan, recipe.training.max_grad_norm)
+        )
     command = render_command.command(plan, machine, run, attempt, house, os.environ)
-    files.write_atomic(run.command_file, f"#!/bin/sh\n# attempt {attempt.number} of {run.run_id}\n{command}\n")
+    files.write_atomic(
+        run.command_file, f"#!/bin/sh\n# attempt {attempt.number} of {run.run_id}\n{command}\n"
+    )

@@ -27,7 +27,8 @@ from launch.schema.plan import Plan, Strategy
 from launch.schema.recipe import Recipe
 from launch.schema.result import StepEvent
 
-NEARLY = 0.05  # by which tokens of a step may differ where one batch counts packed sequences and the other rows
+# by which tokens of a step may differ where one batch counts packed sequences and the other rows
+NEARLY = 0.05
 # Of a recipe: names, and what is told by the strategy that ran or by what the rows were made of.
 UNTOLD = frozenset(
     {
@@ -55,7 +56,8 @@ MADE_OF = {  # words for the parts of rundir.token_identity()
 }
 
 
-# ---- reading -------------------------------------------------------------------------------------------------------
+# ---- reading
+# ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,18 @@ class Side:
         return self.recipe.data.packing
 
     def missing(self) -> float:
-        """Samples of steps that were trained, but not written down before a kill, or whose run is gone."""
-        gaps = (after.samples_seen - after.samples - before.samples_seen for before, after in pairwise(self.steps))
+        """Samples of steps that were trained, but not written down before a kill, or whose run is
+        gone."""
+        gaps = (
+            after.samples_seen - after.samples - before.samples_seen
+            for before, after in pairwise(self.steps)
+        )
         return self.steps[0].samples_seen - self.steps[0].samples + sum(gaps)
 
 
 def find(house: House, word: str) -> RunDir:
-    """The run in a folder, one by its name (recipe-time, recipe/time), or a recipe's newest that has trained a step.
+    """The run in a folder, one by its name (recipe-time, recipe/time), or a recipe's newest that
+    has trained a step.
 
     Raises ResourceError."""
     for path in (Path(word).expanduser(), house.runs / word):
@@ -100,15 +107,21 @@ def find(house: House, word: str) -> RunDir:
             return _trained([RunDir(path.resolve())], word)
     known = [RunDir(path.parent) for path in sorted(house.runs.glob("*/*/plan.json"), reverse=True)]
     place = Path(word).expanduser().resolve()
-    if named := [run for run in known if word in (run.run_id, run.root.parent.name) or place == run.root.parent]:
+    if named := [
+        run
+        for run in known
+        if word in (run.run_id, run.root.parent.name) or place == run.root.parent
+    ]:
         return _trained(named, word)
     own = {path.stem for path in load.RECIPES.glob("*.yaml")}
     if word in own:
-        raise ResourceError(f"{word}: this recipe has no run in {house.runs}; python -m launch run {word} makes one")
+        raise ResourceError(
+            f"{word}: this recipe has no run in {house.runs}; python -m launch run {word} makes one"
+        )
     names = own | {run.root.parent.name for run in known} | {run.run_id for run in known}
     raise ResourceError(
-        f"{word}: found no run, expected the name of a recipe that has run, a run's name (recipe-time) or its folder;"
-        f" {suggestion(word, sorted(names))}"
+        f"{word}: found no run, expected the name of a recipe that has run, a run's name"
+        f" (recipe-time) or its folder; {suggestion(word, sorted(names))}"
     )
 
 
@@ -117,18 +130,26 @@ def _trained(runs: Sequence[RunDir], word: str) -> RunDir:
         if any(run_folder_steps.events(attempt) for attempt in run.attempts()):
             return run
     raise ResourceError(
-        f"{word}: {runs[0].run_id} has no step in its events yet; wait for its first log, or run it again"
+        f"{word}: {runs[0].run_id} has no step in its events yet; wait for its first log, or run it"
+        " again"
     )
 
 
 def read(run: RunDir, say: run_folder_steps.Say = lambda line: None) -> Side:
-    """A run that has trained; `say` gets a line for damaged records. Raises ConfigError where another version wrote
-    it."""
+    """A run that has trained; `say` gets a line for damaged records. Raises ConfigError where
+    another version wrote it."""
     parts = tuple(part for part in run_folder_steps.stretches(run, say=say) if part.counted)
     last = parts[-1].attempt
-    outcome, seen = files.read_json(last.outcome_file) or {}, files.read_json(last.supervisor_file) or {}
+    outcome, seen = (
+        files.read_json(last.outcome_file) or {},
+        files.read_json(last.supervisor_file) or {},
+    )
     machine, tokens = files.read_json(last.machine_file), files.read_json(run.tokens_file) or {}
-    saved = [folder for folder in manifest.committed(run.checkpoints) if (folder / manifest.FILE).exists()]
+    saved = [
+        folder
+        for folder in manifest.committed(run.checkpoints)
+        if (folder / manifest.FILE).exists()
+    ]
     ending = f"at step {parts[-1].counted[-1].step:,} of {parts[-1].counted[-1].max_steps:,}"
     if run.outcome():
         ending = "finished"
@@ -146,7 +167,9 @@ def read(run: RunDir, say: run_folder_steps.Say = lambda line: None) -> Side:
             ending=ending,
             continues=files.read_json(run.continues_file),
             parts=parts,
-            last_parts=tuple(part for part in parts if part.attempt.read_plan().strategy == plan.strategy),
+            last_parts=tuple(
+                part for part in parts if part.attempt.read_plan().strategy == plan.strategy
+            ),
             host_peak_bytes=max(
                 seen.get("host_peak_bytes", 0),
                 outcome.get("host_pss_bytes", 0),
@@ -160,12 +183,14 @@ def read(run: RunDir, say: run_folder_steps.Say = lambda line: None) -> Side:
         ) from error
 
 
-# ---- what differs --------------------------------------------------------------------------------------------------
+# ---- what differs
+# ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that is not the same in both; `blocks`: figures would be of two different things."""
+    """One thing that is not the same in both; `blocks`: figures would be of two different
+    things."""
 
     text: str
     blocks: bool = False
@@ -180,9 +205,12 @@ def differences(a: Side, b: Side) -> list[Difference]:
 def _of_model(a: Side, b: Side) -> Iterator[Difference]:
     shapes = a.plan.shape, b.plan.shape
     if cache_keys.model_key(shapes[0]) != cache_keys.model_key(shapes[1]):
-        yield _differs("model", [f"{one.name} of {one.parameters:,} parameters" for one in shapes], blocks=True)
+        yield _differs(
+            "model", [f"{one.name} of {one.parameters:,} parameters" for one in shapes], blocks=True
+        )
         configs = [
-            leaves({key: one.config[key] for key in one.config if key not in cache_keys.UNTOLD}) for one in shapes
+            leaves({key: one.config[key] for key in one.config if key not in cache_keys.UNTOLD})
+            for one in shapes
         ]
         yield from _by_key(configs, "config.")
     trained = [f"{one.trainable_parameters:,} ({one.lora_parameters:,} of LoRA)" for one in shapes]
@@ -192,10 +220,13 @@ def _of_model(a: Side, b: Side) -> Iterator[Difference]:
 
 def _of_data(a: Side, b: Side) -> Iterator[Difference]:
     if a.made_of is None or b.made_of is None:
-        yield Difference("data: what the rows were made of was not kept by an older version", blocks=True)
+        yield Difference(
+            "data: what the rows were made of was not kept by an older version", blocks=True
+        )
         return
     made = [
-        {**one, "limits": [limit for limit in one["limits"] if limit != "packed"]} for one in (a.made_of, b.made_of)
+        {**one, "limits": [limit for limit in one["limits"] if limit != "packed"]}
+        for one in (a.made_of, b.made_of)
     ]
     if other := [words for key, words in MADE_OF.items() if made[0][key] != made[1][key]]:
         yield Difference(f"data: A and B differ in {', '.join(other)}", blocks=True)
@@ -223,13 +254,18 @@ def _of_the_rest(a: Side, b: Side) -> Iterator[Difference]:
     for name, side in (("A", a), ("B", b)):
         if len(side.last_parts) < len(side.parts):
             yield Difference(
-                f"{name} was planned again: speed and memory are of its last plan, losses of all its steps"
+                f"{name} was planned again: speed and memory are of its last plan, losses of all"
+                " its steps"
             )
         if missing := side.missing():
-            yield Difference(f"{name}: the steps of {missing:,.0f} samples are not written down, nor are their tokens")
+            yield Difference(
+                f"{name}: the steps of {missing:,.0f} samples are not written down, nor are their"
+                " tokens"
+            )
         if side.continues:
             yield Difference(
-                f"{name} took over {side.continues['checkpoint']} at sample {side.continues['samples_seen']:,}"
+                f"{name} took over {side.continues['checkpoint']} at sample"
+                f" {side.continues['samples_seen']:,}"
             )
     machines = a.machine, b.machine
     if (
@@ -263,4 +299,7 @@ def _machine(machine: Machine | None) -> str:
     if machine is None:
         return "not kept by an older version"
     cards = ", ".join(gpu.name for gpu in machine.gpus) or "no GPU"
-    return f"{machine.name} ({cards}; {machine.cpu_count} CPUs, {base_text.size(machine.host_limit_bytes)})"
+    return (
+        f"{machine.name} ({cards}; {machine.cpu_count} CPUs,"
+        f" {base_text.size(machine.host_limit_bytes)})"
+    )

@@ -1,4 +1,5 @@
-"""`python -m launch compare A B`: two runs that are one comparison, as a table and as one HTML page."""
+"""`python -m launch compare A B`: two runs that are one comparison, as a table and as one HTML
+page."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ RULES = (
 
 
 def run(house: House, first: str, second: str, anyway: bool) -> int:
-    """Print both, what differs and the table, and write the page; the exit code. Raises ConfigError where they are no
-    comparison, ResourceError where there is no such run."""
+    """Print both, what differs and the table, and write the page; the exit code. Raises ConfigError
+    where they are no comparison, ResourceError where there is no such run."""
     found = [comparable.find(house, word) for word in (first, second)]
     if found[0].root == found[1].root:
         raise ConfigError(f"{first} and {second} are the same run, {found[0].root}; give two")
@@ -47,7 +48,8 @@ def run(house: House, first: str, second: str, anyway: bool) -> int:
         print(shown(line))
     if (blocking := [one.text for one in differs if one.blocks]) and not anyway:
         raise ConfigError(
-            f"these two are no comparison: {'; '.join(blocking)}. Make them alike, or add --anyway to see all figures"
+            f"these two are no comparison: {'; '.join(blocking)}. Make them alike, or add --anyway"
+            " to see all figures"
         )
     table = figures(a, b)
     print(shown(as_text(table)))
@@ -65,15 +67,20 @@ def heading(a: Side, b: Side, differs: Sequence[Difference]) -> Iterator[str]:
     for name, side in (("A", a), ("B", b)):
         tokens = sum(step.tokens for step in side.steps)
         yield (
-            f"{name}  {side.run.run_id}: {side.ending}; {len(side.steps):,} steps, {side.steps[-1].samples_seen:,}"
-            f" {'packed sequences' if side.is_packed else 'samples'}, {tokens:,.0f} non-padding tokens"
+            f"{name}  {side.run.run_id}: {side.ending}; {len(side.steps):,} steps,"
+            f" {side.steps[-1].samples_seen:,}"
+            f" {'packed sequences' if side.is_packed else 'samples'}, {tokens:,.0f} non-padding"
+            " tokens"
         )
     if not any(one.blocks for one in differs):
         trained = f"{a.plan.shape.name} ({a.plan.shape.trainable_parameters:,} parameters trained)"
-        yield f"same: model {trained}, data" + (", effective batch" if a.is_packed == b.is_packed else "")
+        yield f"same: model {trained}, data" + (
+            ", effective batch" if a.is_packed == b.is_packed else ""
+        )
 
 
-# ---- the figures ---------------------------------------------------------------------------------------------------
+# ---- the figures
+# ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -102,9 +109,12 @@ def figures(a: Side, b: Side) -> list[Figure]:
 def _of_speed(a: Side, b: Side) -> Iterator[Figure]:
     speeds = steps.speed(a.last_parts), steps.speed(b.last_parts)
 
-    def of(name: str, take: Callable[[steps.Speed], float | None], text: Callable[[float], str]) -> Figure:
+    def of(
+        name: str, take: Callable[[steps.Speed], float | None], text: Callable[[float], str]
+    ) -> Figure:
         first, second = (None if speed is None else take(speed) for speed in speeds)
-        missing = "too few steps" if None in speeds else Figure.missing  # an attempt's first do not count
+        # an attempt's first do not count
+        missing = "too few steps" if None in speeds else Figure.missing
         return Figure(name, (first, second), text, has_ratio=text is not _share, missing=missing)
 
     yield of("non-padding tokens/s", lambda speed: speed.tokens_per_s, _number)
@@ -119,15 +129,24 @@ def _of_speed(a: Side, b: Side) -> Iterator[Figure]:
 def _of_memory(a: Side, b: Side) -> Iterator[Figure]:
     def of(name: str, take: Callable[[Side], int], missing: str = "-") -> Figure:
         return Figure(
-            name, (take(a) or None, take(b) or None), lambda count: base_text.size(int(count)), missing=missing
+            name,
+            (take(a) or None, take(b) or None),
+            lambda count: base_text.size(int(count)),
+            missing=missing,
         )
 
     yield of("VRAM allocated, peak", _allocated, "no GPU")
     if "cuda" in (a.plan.strategy.device, b.plan.strategy.device):
-        yield of("  predicted", lambda side: side.plan.estimate.allocated_bytes if _is_predicted(side) else 0)
+        yield of(
+            "  predicted",
+            lambda side: side.plan.estimate.allocated_bytes if _is_predicted(side) else 0,
+        )
     yield of("VRAM reserved, peak", _reserved, "no GPU")
     if "cuda" in (a.plan.strategy.device, b.plan.strategy.device):
-        yield of("  predicted", lambda side: side.plan.estimate.reserved_bytes if _is_predicted(side) else 0)
+        yield of(
+            "  predicted",
+            lambda side: side.plan.estimate.reserved_bytes if _is_predicted(side) else 0,
+        )
     yield of("host RAM of the job (PSS), peak", lambda side: side.host_peak_bytes)
     yield of("  predicted", lambda side: side.plan.estimate.host_bytes)
 
@@ -149,37 +168,58 @@ def _of_losses(a: Side, b: Side) -> Iterator[Figure]:
     common = min(_seen(side, unit)[-1] for side in (a, b))
     first, second = (_last_loss(side, unit, common) for side in (a, b))
     since = (1 - LAST_PART) * common
-    yield Figure(f"training loss, {since:,.0f}-{common:,.0f} {unit}", (first, second), _loss, missing="no step there")
+    yield Figure(
+        f"training loss, {since:,.0f}-{common:,.0f} {unit}",
+        (first, second),
+        _loss,
+        missing="no step there",
+    )
     near = 1.0 if unit == "samples" else max(step.tokens for side in (a, b) for step in side.steps)
     pairs = [(x, y) for x in _scores(a, unit) for y in _scores(b, unit) if abs(x[0] - y[0]) < near]
     if pairs:
-        x, y = max(pairs, key=lambda pair: (min(pair[0][0], pair[1][0]), -abs(pair[0][0] - pair[1][0])))
+        x, y = max(
+            pairs, key=lambda pair: (min(pair[0][0], pair[1][0]), -abs(pair[0][0] - pair[1][0]))
+        )
         at = f"{x[0]:,.0f}" if x[0] == y[0] else f"{x[0]:,.0f} and {y[0]:,.0f}"
         yield Figure(f"held-out loss at {at} {unit}", (x[1], y[1]), _loss)
     else:
         yield Figure(f"held-out loss at equal {unit}", (None, None), _loss, missing="none")
     if unit == "samples":
-        first, second = (sum(step.tokens for step in side.steps if step.samples_seen <= common) for side in (a, b))
+        first, second = (
+            sum(step.tokens for step in side.steps if step.samples_seen <= common)
+            for side in (a, b)
+        )
         yield Figure(f"non-padding tokens of {common:,.0f} samples", (first, second), _number)
 
 
 def _unit(a: Side, b: Side) -> str:
-    """What losses are compared at: tokens, where a sample is a row in one and a packed sequence in the other."""
+    """What losses are compared at: tokens, where a sample is a row in one and a packed sequence in
+    the other."""
     return "samples" if a.is_packed == b.is_packed else "tokens"
 
 
 def _seen(side: Side, unit: str) -> list[float]:
     """Samples, or non-padding tokens, after each step."""
     return (
-        [step.samples_seen for step in side.steps] if unit == "samples" else [*accumulate(s.tokens for s in side.steps)]
+        [step.samples_seen for step in side.steps]
+        if unit == "samples"
+        else [*accumulate(s.tokens for s in side.steps)]
     )
 
 
 def _last_loss(side: Side, unit: str, common: float) -> float | None:
     """Mean over the samples of the last part up to `common`, and over one step at least."""
-    up_to = [(step, at) for step, at in zip(side.steps, _seen(side, unit), strict=True) if at <= common]
-    last = [step for step, at in up_to if at > (1 - LAST_PART) * common] or [step for step, _ in up_to[-1:]]
-    return sum(step.loss * step.samples for step in last) / sum(step.samples for step in last) if last else None
+    up_to = [
+        (step, at) for step, at in zip(side.steps, _seen(side, unit), strict=True) if at <= common
+    ]
+    last = [step for step, at in up_to if at > (1 - LAST_PART) * common] or [
+        step for step, _ in up_to[-1:]
+    ]
+    return (
+        sum(step.loss * step.samples for step in last) / sum(step.samples for step in last)
+        if last
+        else None
+    )
 
 
 def _scores(side: Side, unit: str) -> list[tuple[float, float]]:
@@ -205,7 +245,8 @@ def _loss(value: float) -> str:
     return f"{value:.4f}"
 
 
-# ---- what people see -----------------------------------------------------------------------------------------------
+# ---- what people see
+# ---------------------------------------------------------------------------
 
 
 def as_text(table: Sequence[Figure]) -> str:
@@ -237,20 +278,27 @@ def html(a: Side, b: Side, differs: Sequence[Difference], table: Sequence[Figure
         for color, line in zip(COLORS, head, strict=False)
     )
     same = "".join(f"<p>{_escaped(line)}</p>" for line in head[2:])
-    listed = "".join(f"<li{' class=bad' if one.blocks else ''}>{_escaped(one.text)}</li>" for one in differs)
+    listed = "".join(
+        f"<li{' class=bad' if one.blocks else ''}>{_escaped(one.text)}</li>" for one in differs
+    )
     rows = "".join(
-        f"<tr><td{' class=sub' if figure.name.startswith(' ') else ''}>{_escaped(figure.name.strip())}</td>"
+        f"<tr><td{' class=sub' if figure.name.startswith(' ') else ''}>"
+        f"{_escaped(figure.name.strip())}</td>"
         + "".join(f"<td class=n>{_escaped(cell)}</td>" for cell in figure.cells())
         + "</tr>"
         for figure in table
     )
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{_escaped(title)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{report_html.STYLE}{STYLE}</style>'
-        f"<h1>A beside B</h1>{legend}{same}"
+        '<!doctype html><html lang="en"><meta'
+        f' charset="utf-8"><title>{_escaped(title)}</title><meta name="viewport"'
+        f' content="width=device-width"><style>{report_html.STYLE}{STYLE}</style><h1>A beside'
+        f" B</h1>{legend}{same}"
         + (f"<h2>What differs</h2><ul>{listed}</ul>" if listed else "")
-        + "<h2>Figures</h2><table><tr><th></th><th class=n>A</th><th class=n>B</th><th class=n>B/A</th></tr>"
-        f'{rows}</table><p class="note">{"<br>".join(RULES)}</p>' + f"<h2>Curves</h2>{_curves(a, b)}" + "</html>\n"
+        + "<h2>Figures</h2><table><tr><th></th><th class=n>A</th><th class=n>B</th><th"
+        " class=n>B/A</th></tr>"
+        f'{rows}</table><p class="note">{"<br>".join(RULES)}</p>'
+        + f"<h2>Curves</h2>{_curves(a, b)}"
+        + "</html>\n"
     )
 
 
@@ -259,7 +307,9 @@ def _curves(a: Side, b: Side) -> str:
     every = [max(1, len(side.steps) // MOST_MEANS) for side in (a, b)]
     means = "" if every == [1, 1] else f", means over {every[0]} steps of A and {every[1]} of B"
 
-    def drawn(title: str, points: Sequence[list[tuple[float, float]]], from_zero: bool = False) -> str:
+    def drawn(
+        title: str, points: Sequence[list[tuple[float, float]]], from_zero: bool = False
+    ) -> str:
         lines = [svg.Line(*given) for given in zip(points, COLORS, WIDTHS, strict=True)]
         return svg.figure(title, lines, unit, from_zero)
 
@@ -268,7 +318,12 @@ def _curves(a: Side, b: Side) -> str:
         for side, count in zip((a, b), every, strict=True)
     ]
     rates = [
-        _means(side, unit, count, lambda some: sum(step.tokens for step in some) / sum(step.seconds for step in some))
+        _means(
+            side,
+            unit,
+            count,
+            lambda some: sum(step.tokens for step in some) / sum(step.seconds for step in some),
+        )
         for side, count in zip((a, b), every, strict=True)
     ]
     return (

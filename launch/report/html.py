@@ -14,11 +14,13 @@ from launch.schema.recipe import Recipe
 from launch.schema.result import HeldOut, RunResult, StepEvent
 
 STYLE = """
-body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1b2733;background:#fff}
+body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;
+  color:#1b2733;background:#fff}
 h1{font-size:1.5rem;margin:0 0 .25rem}h2{font-size:1.1rem;margin:2rem 0 .5rem}
 .end{display:inline-block;padding:.1rem .6rem;border-radius:1rem;background:#e3f4e8;color:#14632d}
 .end.bad{background:#fbe6e6;color:#8a1c1c}
-table{border-collapse:collapse;width:100%}td,th{padding:.3rem .6rem;border-bottom:1px solid #e3e8ee;text-align:left}
+table{border-collapse:collapse;width:100%}
+td,th{padding:.3rem .6rem;border-bottom:1px solid #e3e8ee;text-align:left}
 td.n{text-align:right;font-variant-numeric:tabular-nums}th.n{text-align:right}
 pre{background:#f5f7fa;padding:1rem;white-space:pre-wrap;font-size:.85rem;line-height:1.4;border-radius:.4rem}
 svg{width:100%;height:auto}figure{margin:0 0 1.5rem}figcaption{font-size:.9rem;color:#52606d}
@@ -34,7 +36,8 @@ def html(
     attempts: Sequence[tuple[str, str]] = (),
     evaluations: Sequence[HeldOut] = (),
 ) -> str:
-    """The run as one self-contained page: end, attempts (what ran, how it ended), figures, curves, plan."""
+    """The run as one self-contained page: end, attempts (what ran, how it ended), figures, curves,
+    plan."""
     ended = "complete" if result.failure is None else result.failure.cause
     summary = result.summary
     rows = []
@@ -57,18 +60,26 @@ def html(
                 )
             )
             peaks.append(
-                ("VRAM peak, reserved", estimate.reserved_bytes if estimate.peak else 0, summary["vram_reserved_bytes"])
+                (
+                    "VRAM peak, reserved",
+                    estimate.reserved_bytes if estimate.peak else 0,
+                    summary["vram_reserved_bytes"],
+                )
             )
         for name, predicted, found in peaks:
             off = f"{found / predicted - 1:+.2%}" if predicted else ""
             rows.append((name, size(predicted) if predicted else "not predicted", size(found), off))
     table = "".join(
-        f"<tr><td>{name}</td><td class=n>{predicted}</td><td class=n>{found}</td><td class=n>{error}</td></tr>"
+        f"<tr><td>{name}</td><td class=n>{predicted}</td><td class=n>{found}</td><td"
+        f" class=n>{error}</td></tr>"
         for name, predicted, found, error in rows
     )
     figures = "".join(
         svg.figure(
-            title, [svg.Line([(event.step, getattr(event, field) * scale) for event in events])], "step", from_zero
+            title,
+            [svg.Line([(event.step, getattr(event, field) * scale) for event in events])],
+            "step",
+            from_zero,
         )
         for title, field, scale, from_zero in (
             ("loss per optimizer step", "loss", 1.0, False),
@@ -84,16 +95,18 @@ def html(
         for number, (ran, how) in enumerate(attempts, 1)
     )
     plan_text = markup.escape("\n".join(plan_lines(recipe, machine, plan)))
-    result_text = markup.escape("\n".join(result_lines(recipe, machine, plan, result, ""))) if summary else ""
+    result_text = (
+        markup.escape("\n".join(result_lines(recipe, machine, plan, result, ""))) if summary else ""
+    )
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{markup.escape(recipe.name)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style>'
-        f"<h1>{markup.escape(recipe.name)}</h1>"
-        f'<p><span class="end{"" if result.failure is None else " bad"}">{markup.escape(ended)}</span> '
-        f"{markup.escape(result.run_dir)}</p>"
+        '<!doctype html><html lang="en"><meta'
+        f' charset="utf-8"><title>{markup.escape(recipe.name)}</title><meta name="viewport"'
+        f' content="width=device-width"><style>{STYLE}</style><h1>{markup.escape(recipe.name)}</h1>'
+        f'<p><span class="end{"" if result.failure is None else " bad"}">'
+        f"{markup.escape(ended)}</span> {markup.escape(result.run_dir)}</p>"
         + (
-            "<h2>Predicted beside measured</h2><table><tr><th></th><th class=n>predicted</th><th class=n>measured</th>"
-            f"<th class=n>error</th></tr>{table}</table>"
+            "<h2>Predicted beside measured</h2><table><tr><th></th><th class=n>predicted</th><th"
+            f" class=n>measured</th><th class=n>error</th></tr>{table}</table>"
             if rows
             else ""
         )

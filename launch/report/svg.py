@@ -21,7 +21,8 @@ class Line:
 
 
 def figure(title: str, lines: Sequence[Line], unit: str, from_zero: bool) -> str:
-    """The lines with their axes' ends written out; "" where none has two finite points. `unit`: what x counts."""
+    """The lines with their axes' ends written out; "" where none has two finite points. `unit`:
+    what x counts."""
     drawn = [(line, kept) for line in lines if len(kept := _kept(line.points)) > 1]
     if not drawn:
         return ""
@@ -32,23 +33,24 @@ def figure(title: str, lines: Sequence[Line], unit: str, from_zero: bool) -> str
     right, base = WIDTH - RIGHT, HEIGHT - BOTTOM
 
     def path(kept: Sequence[tuple[float, float]]) -> str:
+        wide, high = (right - LEFT) / span_x, (base - TOP) / span_y
         return " ".join(
-            f"{LEFT + (x - x0) / span_x * (right - LEFT):.1f},{TOP + (y1 - y) / span_y * (base - TOP):.1f}"
-            for x, y in kept
+            f"{LEFT + (x - x0) * wide:.1f},{TOP + (y1 - y) * high:.1f}" for x, y in kept
         )
 
     polylines = "".join(
-        f'<polyline points="{path(kept)}" fill="none" stroke="{line.color}" stroke-width="{line.width}"'
-        ' stroke-linejoin="round"/>'
+        f'<polyline points="{path(kept)}" fill="none" stroke="{line.color}"'
+        f' stroke-width="{line.width}" stroke-linejoin="round"/>'
         for line, kept in drawn
     )
     return (
-        f'<figure><figcaption>{markup.escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
-        f'<path d="M{LEFT} {TOP}V{base}H{right}" fill="none" stroke="#9aa5b1"/>{polylines}'
-        f'<g font-size="12" fill="#52606d" text-anchor="end"><text x="{LEFT - 6}" y="{TOP + 6}">{_number(y1)}</text>'
-        f'<text x="{LEFT - 6}" y="{base}">{_number(y0)}</text></g>'
-        f'<g font-size="12" fill="#52606d"><text x="{LEFT}" y="{HEIGHT - 6}">{unit} {x0:,.0f}</text>'
-        f'<text x="{right}" y="{HEIGHT - 6}" text-anchor="end">{unit} {x1:,.0f}</text></g></svg></figure>'
+        f'<figure><figcaption>{markup.escape(title)}</figcaption><svg viewBox="0 0 {WIDTH}'
+        f' {HEIGHT}" role="img"><path d="M{LEFT} {TOP}V{base}H{right}" fill="none"'
+        f' stroke="#9aa5b1"/>{polylines}<g font-size="12" fill="#52606d" text-anchor="end"><text'
+        f' x="{LEFT - 6}" y="{TOP + 6}">{_number(y1)}</text><text x="{LEFT - 6}"'
+        f' y="{base}">{_number(y0)}</text></g><g font-size="12" fill="#52606d"><text x="{LEFT}"'
+        f' y="{HEIGHT - 6}">{unit} {x0:,.0f}</text><text x="{right}" y="{HEIGHT - 6}"'
+        f' text-anchor="end">{unit} {x1:,.0f}</text></g></svg></figure>'
     )
 
 

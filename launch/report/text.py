@@ -33,15 +33,27 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
         yield f"             {line}"
     yield from _batch_lines(plan)
     samples = plan.samples
-    length = f"{training.max_steps} steps" if training.max_steps > 0 else f"{training.num_train_epochs:g} epochs"
+    length = (
+        f"{training.max_steps} steps"
+        if training.max_steps > 0
+        else f"{training.num_train_epochs:g} epochs"
+    )
     if samples is not None and training.max_steps < 0:
         length += f" of {-(-samples // strategy.effective_batch_size):,} steps"
     rate = training.learning_rate_at(strategy.effective_batch_size)
     epoch_steps = -(-samples // strategy.effective_batch_size) if samples else 0
-    steps = training.max_steps if training.max_steps > 0 else math.ceil(training.num_train_epochs * epoch_steps)
+    steps = (
+        training.max_steps
+        if training.max_steps > 0
+        else math.ceil(training.num_train_epochs * epoch_steps)
+    )
     warmup = f"{training.warmup_steps:g}"
     if 0 < training.warmup_steps < 1:  # a share, as transformers rounds it
-        warmup += f" of all steps: {math.ceil(training.warmup_steps * steps)}" if steps else " of all steps"
+        warmup += (
+            f" of all steps: {math.ceil(training.warmup_steps * steps)}"
+            if steps
+            else " of all steps"
+        )
     warms_up = training.lr_scheduler_type != "constant"
     yield (
         f"  schedule   {length}, learning rate {rate:g} {training.lr_scheduler_type},"
@@ -49,11 +61,13 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
     )
     if training.warmup_steps and not warms_up:
         yield (
-            f"             training.warmup_steps {training.warmup_steps:g} has no effect: constant has no warm-up,"
-            " constant_with_warmup has"
+            f"             training.warmup_steps {training.warmup_steps:g} has no effect: constant"
+            " has no warm-up, constant_with_warmup has"
         )
     elif 0 < steps <= training.warmup_steps:
-        yield f"             warm-up takes all of the {steps} steps: the rate never reaches {rate:g}"
+        yield (
+            f"             warm-up takes all of the {steps} steps: the rate never reaches {rate:g}"
+        )
     if samples is not None and samples < strategy.effective_batch_size:
         kind = "packed sequences" if plan.packing else "rows"
         yield f"             the effective batch holds all {samples:,} {kind}: one step an epoch"
@@ -70,7 +84,9 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
     for line in plan.rejected:
         yield f"  rejected   {line}"
     if len(plan.table) > 2:
-        for head, line in zip(["  compared   ", *[" " * 13] * len(plan.table)], plan.table, strict=False):
+        for head, line in zip(
+            ["  compared   ", *[" " * 13] * len(plan.table)], plan.table, strict=False
+        ):
             yield head + line
 
 
@@ -80,7 +96,9 @@ def change_lines(changes: Sequence[Change]) -> Iterator[str]:
         yield f"  changed    {reason}"
         for change in changes:
             if change.reason == reason:
-                yield f"             {change.key}: asked {change.requested}, runs {change.effective}"
+                yield (
+                    f"             {change.key}: asked {change.requested}, runs {change.effective}"
+                )
 
 
 def planned_lines(plan: Plan) -> Iterator[str]:
@@ -100,8 +118,9 @@ def rows_lines(plan: Plan) -> Iterator[str]:
 def _batch_lines(plan: Plan) -> Iterator[str]:
     strategy = plan.strategy
     yield (
-        f"  batch      {strategy.per_device_train_batch_size} per device x {strategy.gradient_accumulation_steps}"
-        f" accumulation x {strategy.num_processes} process(es) = {strategy.effective_batch_size} effective"
+        f"  batch      {strategy.per_device_train_batch_size} per device x"
+        f" {strategy.gradient_accumulation_steps} accumulation x {strategy.num_processes}"
+        f" process(es) = {strategy.effective_batch_size} effective"
     )
     if plan.by_tokens:
         yield from _by_tokens_lines(plan)
@@ -110,7 +129,10 @@ def _batch_lines(plan: Plan) -> Iterator[str]:
         held = f"of at most {_length(plan)} tokens"
         if plan.padding:
             each = count / plan.padding.samples
-            held = f"with about {plan.padding.rows * each:,.0f} rows and {plan.padding.tokens * each:,.0f} tokens"
+            held = (
+                f"with about {plan.padding.rows * each:,.0f} rows and"
+                f" {plan.padding.tokens * each:,.0f} tokens"
+            )
         yield f"             a step covers {count} packed sequences {held}, instead of {count} rows"
 
 
@@ -118,21 +140,24 @@ def _by_tokens_lines(plan: Plan) -> Iterator[str]:
     """What data.batch_by_tokens makes of a batch: its rows vary, its tokens are bounded."""
     strategy = plan.strategy
     if strategy.gradient_accumulation_steps == 1:
-        yield "             data.batch_by_tokens changes nothing: all rows of a step are one micro-batch"
+        yield (
+            "             data.batch_by_tokens changes nothing: all rows of a step are one"
+            " micro-batch"
+        )
         return
     source, target = (f"{tokens:,} tokens" for tokens in plan.micro_batch_tokens)
     most = f"{source} of source and {target} of target" if plan.shape.is_encoder_decoder else source
     rows = strategy.per_device_train_batch_size
     yield (
-        f"             by tokens: a micro-batch has at most {most}, padding included, as {rows} of the longest rows"
-        f" ({_length(plan)}) have"
+        f"             by tokens: a micro-batch has at most {most}, padding included, as {rows} of"
+        f" the longest rows ({_length(plan)}) have"
     )
     if plan.padding and plan.padding.micro_steps:
         micro_steps = plan.padding.micro_steps
         each = strategy.effective_batch_size / strategy.num_processes / micro_steps
         yield (
-            f"             {micro_steps:.1f} micro-steps a step on average, of {each:.1f} rows each, instead of"
-            f" {strategy.gradient_accumulation_steps}"
+            f"             {micro_steps:.1f} micro-steps a step on average, of {each:.1f} rows"
+            f" each, instead of {strategy.gradient_accumulation_steps}"
         )
 
 
@@ -148,30 +173,52 @@ def padding_lines(plan: Plan) -> Iterator[str]:
         words += f"; {padding.at_random:.0%} if rows came at random"
         if padding.in_quarters is not None and padding.share - padding.in_quarters > WORTH_A_WORD:
             cut = plan.strategy
-            finer = f"{cut.per_device_train_batch_size // 4} x {cut.gradient_accumulation_steps * 4}"
-            words += f"; {padding.in_quarters:.0%} if micro-batches were {finer}, the same step in smaller pieces"
+            finer = (
+                f"{cut.per_device_train_batch_size // 4} x {cut.gradient_accumulation_steps * 4}"
+            )
+            words += (
+                f"; {padding.in_quarters:.0%} if micro-batches were {finer}, the same step in"
+                " smaller pieces"
+            )
     elif padding.order == "by_length":
         words += f"; {padding.at_random:.0%} if rows were not grouped by length"
     elif padding.by_tokens is not None and padding.share - padding.by_tokens > WORTH_A_WORD:
-        words += f"; --data.batch_by_tokens=true leaves {padding.by_tokens:.0%}, and trains the same steps"
+        words += (
+            f"; --data.batch_by_tokens=true leaves {padding.by_tokens:.0%}, and trains the same"
+            " steps"
+        )
         if padding.by_tokens - padding.by_length > WORTH_A_WORD:
-            words += f"; with steps of one length, --data.group_by_length=true, {padding.by_length:.0%}"
+            words += (
+                f"; with steps of one length, --data.group_by_length=true, {padding.by_length:.0%}"
+            )
     elif padding.share - padding.by_length > WORTH_A_WORD:
-        words += f"; --data.group_by_length=true leaves {padding.by_length:.0%}, in steps of one length"
+        words += (
+            f"; --data.group_by_length=true leaves {padding.by_length:.0%}, in steps of one length"
+        )
     yield words
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:
     estimate, peak = plan.estimate, plan.estimate.peak
     if peak is None:
-        yield f"  memory     model states {_states(estimate)} per process, budget {size(plan.budget_bytes)}"
-        yield "             activations are not predicted: a batch that is too large fails when it runs"
+        yield (
+            f"  memory     model states {_states(estimate)} per process, budget"
+            f" {size(plan.budget_bytes)}"
+        )
+        yield (
+            "             activations are not predicted: a batch that is too large fails when it"
+            " runs"
+        )
     else:
         varies = plan.by_tokens and plan.strategy.gradient_accumulation_steps > 1
-        held = f"{plan.micro_batch_tokens[0]:,} tokens at once" if varies else f"rows of {_length(plan)} tokens"
+        held = (
+            f"{plan.micro_batch_tokens[0]:,} tokens at once"
+            if varies
+            else f"rows of {_length(plan)} tokens"
+        )
         yield (
-            f"  memory     {size(estimate.device_bytes)} per process of {size(plan.budget_bytes)}: peak"
-            f" {size(peak.allocated_bytes)} in {peak.section} ({peak.op}), {held}"
+            f"  memory     {size(estimate.device_bytes)} per process of {size(plan.budget_bytes)}:"
+            f" peak {size(peak.allocated_bytes)} in {peak.section} ({peak.op}), {held}"
         )
         yield f"             {_parts(peak.parts)}"
         above = {
@@ -185,17 +232,24 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
     if estimate.offloaded_bytes:
         yield f"             {size(estimate.offloaded_bytes)} of states in host RAM"
     if estimate.host:
-        yield f"  host RAM   {size(estimate.host_bytes)} in {estimate.host_phase}: {_parts(estimate.host)}"
+        yield (
+            f"  host RAM   {size(estimate.host_bytes)} in {estimate.host_phase}:"
+            f" {_parts(estimate.host)}"
+        )
         if (plan.strategy.device, plan.strategy.mixed_precision) == ("cpu", "bf16"):
             yield (
-                "             not counted: oneDNN's bf16 kernels, 1 to 4 MiB for each new shape of a micro-batch"
-                " (0.7 GiB after 60 steps were seen)"
+                "             not counted: oneDNN's bf16 kernels, 1 to 4 MiB for each new shape of"
+                " a micro-batch (0.7 GiB after 60 steps were seen)"
             )
 
 
 def _length(plan: Plan) -> str:
     source, target = plan.lengths
-    return f"{source:,}" if source == target or not plan.shape.is_encoder_decoder else f"{source:,} and {target:,}"
+    return (
+        f"{source:,}"
+        if source == target or not plan.shape.is_encoder_decoder
+        else f"{source:,} and {target:,}"
+    )
 
 
 def _parts(parts: Mapping[str, int]) -> str:
@@ -210,18 +264,26 @@ def _states(estimate: MemoryEstimate | Mapping[str, Any]) -> str:
     held = asdict(estimate) if isinstance(estimate, MemoryEstimate) else estimate
     parts = {name: held[f"{name}_bytes"] for name in STATES}
     known = {name: value for name, value in parts.items() if value is not None}
-    words = ", ".join(f"{name} {size(known[name]) if name in known else 'not measured'}" for name in STATES)
+    words = ", ".join(
+        f"{name} {size(known[name]) if name in known else 'not measured'}" for name in STATES
+    )
     offloaded = f" + {size(held['offloaded_bytes'])} in host RAM" if held["offloaded_bytes"] else ""
     return f"{size(sum(known.values()))} ({words}){offloaded}"
 
 
-def result_lines(recipe: Recipe, machine: Machine, plan: Plan, result: RunResult, chat: str) -> list[str]:
+def result_lines(
+    recipe: Recipe, machine: Machine, plan: Plan, result: RunResult, chat: str
+) -> list[str]:
     """How the run ended, and what was predicted beside what was measured."""
     if result.failure:
         failure = result.failure
         return [
             f"error: {failure.cause}",
-            *([f"  where  in {failure.section} at step {result.last_step}"] if failure.section else []),
+            *(
+                [f"  where  in {failure.section} at step {result.last_step}"]
+                if failure.section
+                else []
+            ),
             f"  proof  {failure.proof}",
             f"  fix    {failure.fix}",
             *([f"  note   {result.note}"] if result.note else []),
@@ -230,22 +292,35 @@ def result_lines(recipe: Recipe, machine: Machine, plan: Plan, result: RunResult
     return list(_success_lines(recipe, machine, plan, result, chat))
 
 
-def _success_lines(recipe: Recipe, machine: Machine, plan: Plan, result: RunResult, chat: str) -> Iterator[str]:
+def _success_lines(
+    recipe: Recipe, machine: Machine, plan: Plan, result: RunResult, chat: str
+) -> Iterator[str]:
     summary = result.summary
-    yield f"done: {summary['step']:,} steps in {summary['train_seconds']:.0f} s ({result.seconds:.0f} s in all)"
+    yield (
+        f"done: {summary['step']:,} steps in {summary['train_seconds']:.0f} s ({result.seconds:.0f}"
+        " s in all)"
+    )
     of_step = summary.get("exported_step")
-    yield f"  model      {summary['model_dir']}" + (f" (step {of_step:,}: lowest held-out loss)" if of_step else "")
+    yield f"  model      {summary['model_dir']}" + (
+        f" (step {of_step:,}: lowest held-out loss)" if of_step else ""
+    )
     if summary.get("exact_match_after") is not None:
-        before = summary.get("exact_match_before")  # None: continued from another run, whose first weights are gone
+        # None: continued from another run, whose first weights are gone
+        before = summary.get("exact_match_before")
         said = f"{100 * before:.1f} % before, " if before is not None else ""
-        yield f"  answers    exact match {said}{100 * summary['exact_match_after']:.1f} % after, on held-out rows"
+        yield (
+            f"  answers    exact match {said}{100 * summary['exact_match_after']:.1f} % after, on"
+            " held-out rows"
+        )
     if summary.get("bleu_after") is not None:
         before = summary.get("bleu_before")
         said = f"{100 * before:.1f} before, " if before is not None else ""
         yield f"             BLEU {said}{100 * summary['bleu_after']:.1f} after"
     losses = {"on the last step": summary["loss"], "on the held-out rows": summary["eval_loss"]}
     if of_step:
-        losses[f"on them at step {of_step:,}, whose weights these are"] = summary.get("exported_eval_loss")
+        losses[f"on them at step {of_step:,}, whose weights these are"] = summary.get(
+            "exported_eval_loss"
+        )
     known = [f"{value:.4f} {where}" for where, value in losses.items() if value is not None]
     if known:  # another machine than number 0 has none
         yield f"  loss       {', '.join(known)}"
@@ -259,7 +334,10 @@ def _success_lines(recipe: Recipe, machine: Machine, plan: Plan, result: RunResu
             f"             VRAM peak {size(summary['vram_allocated_bytes'])} allocated,"
             f" {size(summary['vram_reserved_bytes'])} reserved"
         )
-    yield f"             host RAM peak {size(result.host_peak_bytes)} of {size(machine.host_limit_bytes)}"
+    yield (
+        f"             host RAM peak {size(result.host_peak_bytes)} of"
+        f" {size(machine.host_limit_bytes)}"
+    )
     if result.note:
         yield f"  note       {result.note}"
     if chat:

@@ -11,14 +11,16 @@ from launch.run_folder.layout import RunDir
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 
-MIN_KEPT = 2  # whatever the limit says: one checkpoint alone can be damaged, and there would be none
+# whatever the limit says: one checkpoint alone can be damaged, and there would be none
+MIN_KEPT = 2
 MIB = 1 << 20
 
 
 def check(run: RunDir, recipe: Recipe, plan: Plan) -> list[str]:
     """A line where more are kept than the limit says. Raises ResourceError where they will not fit.
 
-    While one is written, those to be kept are all there; those of an earlier attempt have their room already.
+    While one is written, those to be kept are all there; those of an earlier attempt have their
+    room already.
     """
     limit, size = recipe.training.save_total_limit, plan.checkpoint_bytes
     kept = max(limit, MIN_KEPT) + recipe.training.load_best_model_at_end
@@ -29,14 +31,17 @@ def check(run: RunDir, recipe: Recipe, plan: Plan) -> list[str]:
         fits = free // size - 1 + there if size else 0
         helps = f"--training.save_total_limit={fits}, or " if MIN_KEPT <= fits < kept else ""
         raise ResourceError(
-            f"{run.checkpoints}: {kept} checkpoints of about {_mib(size)} are kept (training.save_total_limit {limit})"
-            f" while the next is written, which takes {_mib(need)} more; {_mib(free)} are free. Try {helps}LOWMEM_ROOT"
-            " on a larger disk, or make room"
+            f"{run.checkpoints}: {kept} checkpoints of about {_mib(size)} are kept"
+            f" (training.save_total_limit {limit}) while the next is written, which takes"
+            f" {_mib(need)} more; {_mib(free)} are free. Try {helps}LOWMEM_ROOT on a larger disk,"
+            " or make room"
         )
     if limit < MIN_KEPT:
         return [
-            f"training.save_total_limit {limit}: the {MIN_KEPT} newest checkpoints that verify are kept all the same,"
-            " about " + _mib(MIN_KEPT * size) + "; one alone could be damaged, and the run lost"
+            f"training.save_total_limit {limit}: the {MIN_KEPT} newest checkpoints that verify are"
+            " kept all the same, about "
+            + _mib(MIN_KEPT * size)
+            + "; one alone could be damaged, and the run lost"
         ]
     return []
 

@@ -1,4 +1,5 @@
-"""Every path of a run, and how its files are written: aside, then renamed, so that a reader never sees half a file."""
+"""Every path of a run, and how its files are written: aside, then renamed, so that a reader never
+sees half a file."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class AttemptDir:
         self.held_out_file = root / "held_out.jsonl"
         self.outcome_file = root / "outcome.json"
         self.supervisor_file = root / "supervisor.json"  # how the launcher saw it end
-        self.second_step_file = root / "second_step.json"  # what the first step in the steady state took
+        # what the first step in the steady state took
+        self.second_step_file = root / "second_step.json"
 
     @property
     def number(self) -> int:
@@ -79,13 +81,17 @@ class AttemptDir:
         write_json(self.error_file(rank), word)
 
     def rank_errors(self) -> list[dict[str, Any]]:
-        """What failing ranks wrote, earliest first: the first is the root cause, the others follow from it."""
-        found = [error for path in self.root.glob("ranks/*/error.json") if (error := read_json(path))]
+        """What failing ranks wrote, earliest first: the first is the root cause, the others follow
+        from it."""
+        found = [
+            error for path in self.root.glob("ranks/*/error.json") if (error := read_json(path))
+        ]
         return sorted(found, key=lambda error: error["time"])
 
 
 class RunDir:
-    """One run: runs/<recipe>/<yyyymmdd-hhmmss>, the interface between the launcher, its ranks and the report."""
+    """One run: runs/<recipe>/<yyyymmdd-hhmmss>, the interface between the launcher, its ranks and
+    the report."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -101,9 +107,12 @@ class RunDir:
         self.evaluation_file = root / "evaluation.json"
         self.checkpoints = root / "checkpoints"
         self.tensorboard = root / "tensorboard"
-        self.tokens_file = root / "tokens.json"  # {"folder": where the tokenised rows are, "made_of": token_identity()}
-        self.evidence_file = root / "evidence.json"  # what ran out of memory so far (estimate.RanOut), a list
-        self.continues_file = root / "continues.json"  # {"checkpoint", "samples_seen", "group_size"}: an older run's
+        # {"folder": where the tokenised rows are, "made_of": token_identity()}
+        self.tokens_file = root / "tokens.json"
+        # what ran out of memory so far (estimate.RanOut), a list
+        self.evidence_file = root / "evidence.json"
+        # {"checkpoint", "samples_seen", "group_size"}: an older run's
+        self.continues_file = root / "continues.json"
 
     @classmethod
     def create(cls, runs: Path, recipe_name: str, now: datetime) -> RunDir:
@@ -124,28 +133,37 @@ class RunDir:
     @classmethod
     def all(cls, runs: Path, recipe_name: str) -> list[RunDir]:
         """The recipe's runs, the newest first."""
-        return [cls(path.parent) for path in sorted((runs / recipe_name).glob("*/plan.json"), reverse=True)]
+        return [
+            cls(path.parent)
+            for path in sorted((runs / recipe_name).glob("*/plan.json"), reverse=True)
+        ]
 
     @classmethod
     def newest(cls, runs: Path, recipe_name: str) -> RunDir | None:
-        """The recipe's last run that has a checkpoint or is complete; else the last that takes another's over."""
+        """The recipe's last run that has a checkpoint or is complete; else the last that takes
+        another's over."""
         found = cls.all(runs, recipe_name)
         trained = (run for run in found if run.has_trained())
-        return next(trained, None) or next((run for run in found if run.continues_file.exists()), None)
+        return next(trained, None) or next(
+            (run for run in found if run.continues_file.exists()), None
+        )
 
     def has_trained(self) -> bool:
         """Whether it has a checkpoint of its own, or its model."""
         return any(self.checkpoints.glob("checkpoint-[0-9]*")) or self.outcome() is not None
 
     def writes_to(self, output_dir: str) -> bool:
-        """Whether its model belongs into that folder, or did before a folder above both was moved or renamed.
+        """Whether its model belongs into that folder, or did before a folder above both was moved
+        or renamed.
 
         Raises CheckpointError where the run's recipe is damaged."""
         recipe = read_json(self.recipe_file)
         if recipe is None or not isinstance(recipe.get("output_dir"), str):
             raise _damaged(self.recipe_file, ValueError("no key output_dir"))
         own, asked = Path(recipe["output_dir"]), Path(output_dir)
-        return own.resolve() == asked.resolve() or (own.name == asked.name and not own.parent.exists())
+        return own.resolve() == asked.resolve() or (
+            own.name == asked.name and not own.parent.exists()
+        )
 
     def last_step(self) -> int:
         """The newest step that a committed checkpoint holds; 0: none."""
@@ -154,7 +172,8 @@ class RunDir:
 
     @property
     def tag(self) -> str:
-        """LOWMEM_RUN in the environment of all its processes; two houses may have runs of one name and second."""
+        """LOWMEM_RUN in the environment of all its processes; two houses may have runs of one name
+        and second."""
         return str(self.root)
 
     @property
@@ -177,16 +196,16 @@ class RunDir:
     def outcome(self) -> dict[str, Any] | None:
         """Rank 0's outcome if an attempt reached the last step, else None.
 
-        Only the last attempt can be complete: none follows a complete one. Raises CheckpointError where its file is
-        damaged."""
+        Only the last attempt can be complete: none follows a complete one. Raises CheckpointError
+        where its file is damaged."""
         attempts = self.attempts()
         outcome = read_json(attempts[-1].outcome_file) if attempts else None
         if outcome is not None and not isinstance(outcome.get("complete"), bool):
             newest = max(self.checkpoints.glob("checkpoint-[0-9]*"), default=None)
             go_on = f" --resume={newest} goes on from there;" if newest else ""
             raise CheckpointError(
-                f"{attempts[-1].outcome_file}: damaged (complete is neither true nor false);{go_on} --resume never"
-                " starts over"
+                f"{attempts[-1].outcome_file}: damaged (complete is neither true nor false);{go_on}"
+                " --resume never starts over"
             )
         return outcome if outcome and outcome["complete"] else None
 
@@ -195,8 +214,11 @@ class RunDir:
         write_json(self.plan_file, asdict(plan))
 
     def write_tokens(self, folder: Path) -> None:
-        """Which tokenised rows it trains, and what they were made of: their folder may be gone one day."""
-        write_json(self.tokens_file, {"folder": str(folder), "made_of": read_json(folder / TOKENS_MADE_OF)})
+        """Which tokenised rows it trains, and what they were made of: their folder may be gone one
+        day."""
+        write_json(
+            self.tokens_file, {"folder": str(folder), "made_of": read_json(folder / TOKENS_MADE_OF)}
+        )
 
     def read_recipe(self) -> Recipe:
         try:
@@ -213,7 +235,8 @@ class RunDir:
 
 @dataclass(frozen=True)
 class Start:
-    """What a rank is about to run. `run` and `attempt` are None until rank 0 has opened them for all."""
+    """What a rank is about to run. `run` and `attempt` are None until rank 0 has opened them for
+    all."""
 
     house: House
     recipe: Recipe
@@ -228,21 +251,28 @@ class Start:
 
 
 def left_in(path: Path) -> Path:
-    """Where the run in `path` left its model, else `path` itself. Raises ResourceError where a run has not finished."""
+    """Where the run in `path` left its model, else `path` itself. Raises ResourceError where a run
+    has not finished."""
     run = RunDir(path)
     if not run.plan_file.exists():
         return path
     if (outcome := run.outcome()) is None:
-        raise ResourceError(f"{path}: this run has not finished; give one of its checkpoints, or let it finish")
+        raise ResourceError(
+            f"{path}: this run has not finished; give one of its checkpoints, or let it finish"
+        )
     return Path(outcome["model_dir"])
 
 
 def kept_aside(folder: Path, run_id: str) -> list[str]:
-    """A line for a model of another run that stands where this one's will; export.py keeps it as <name>.previous."""
+    """A line for a model of another run that stands where this one's will; export.py keeps it as
+    <name>.previous."""
     other = read_json(folder / "lowmem.json")
     if other is None or other["run"] == run_id:
         return []
-    return [f"{folder.name} holds the model of {other['run']}; it will be kept as {folder.name}.previous"]
+    return [
+        f"{folder.name} holds the model of {other['run']}; it will be kept as"
+        f" {folder.name}.previous"
+    ]
 
 
 def log_file(root: Path, run: RunDir) -> Path:
@@ -252,7 +282,10 @@ def log_file(root: Path, run: RunDir) -> Path:
 
 def log_files(root: Path, run: RunDir, recipe: Recipe) -> list[Path]:
     """Every log of a run: its own, and the recipe's that all runs append to."""
-    return [log_file(root, run), *([Path(recipe.log_dir) / "training.log"] if recipe.log_dir else [])]
+    return [
+        log_file(root, run),
+        *([Path(recipe.log_dir) / "training.log"] if recipe.log_dir else []),
+    ]
 
 
 def show_events(run: RunDir, recipe: Recipe) -> None:
@@ -268,7 +301,11 @@ def output_lock(house: House, recipe: Recipe) -> ExitStack:
     """One run at a time per recipe and output folder."""
     held = ExitStack()
     name = Path(recipe.output_dir).name
-    held.enter_context(locks.lock(house.runs / recipe.name / f".lock-{name}", f"{recipe.name} ({recipe.output_dir})"))
+    held.enter_context(
+        locks.lock(
+            house.runs / recipe.name / f".lock-{name}", f"{recipe.name} ({recipe.output_dir})"
+        )
+    )
     return held
 
 
@@ -278,5 +315,6 @@ def run_lock(run: RunDir) -> AbstractContextManager[None]:
 
 
 def own_run(runs: Path, recipe_name: str, meeting: Rendezvous, now: datetime) -> RunDir:
-    """Where a machine other than number 0 keeps its part of a run, apart from the runs that can be continued."""
+    """Where a machine other than number 0 keeps its part of a run, apart from the runs that can be
+    continued."""
     return RunDir.create(runs / recipe_name, f"machine{meeting.machine_rank}", now)

@@ -1,4 +1,5 @@
-"""What a checkpoint says of itself: files and hashes, sealed with the user's key; its faults; which are ours."""
+"""What a checkpoint says of itself: files and hashes, sealed with the user's key; its faults; which
+are ours."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ COMMITS = "commits.json"  # beside the checkpoints: those that we have committed
 NAME = re.compile(r"^checkpoint-\d{6,}$")
 KEY_BYTES = 32
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-# What transformers, Accelerate and DeepSpeed look for in a checkpoint by name or pattern, and then load.
+# What transformers, Accelerate and DeepSpeed look for in a checkpoint by name or pattern, and then
+# load.
 LOADED = re.compile(r"\.(pt|pth|bin|pkl|safetensors|distcp|metadata|json)$|^latest$")
 HASHING_THREADS = 4  # sha256 of one file is one core's work
 
@@ -46,7 +48,8 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# ---- the seal -------------------------------------------------------------------------------------------------------
+# ---- the seal
+# ---------------------------------------------------------------------------
 
 
 def key_file() -> Path:
@@ -65,13 +68,17 @@ def key() -> bytes:
         content = path.read_bytes()
     except OSError as error:
         raise ResourceError(
-            f"{path}: {error.strerror}; the key that seals checkpoints is kept there, set XDG_STATE_HOME to a folder of"
-            " your own that can be written to"
+            f"{path}: {error.strerror}; the key that seals checkpoints is kept there, set"
+            " XDG_STATE_HOME to a folder of your own that can be written to"
         ) from error
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise ResourceError(f"{path}: the key that seals checkpoints must be yours alone; chmod 600, or remove it")
+        raise ResourceError(
+            f"{path}: the key that seals checkpoints must be yours alone; chmod 600, or remove it"
+        )
     if len(content) != KEY_BYTES:
-        raise ResourceError(f"{path}: found {len(content)} bytes, expected {KEY_BYTES}; remove it to make a new key")
+        raise ResourceError(
+            f"{path}: found {len(content)} bytes, expected {KEY_BYTES}; remove it to make a new key"
+        )
     return content
 
 
@@ -93,20 +100,27 @@ def _make_key(path: Path) -> None:
 
 def seal(described: Mapping[str, Any]) -> str:
     """HMAC-SHA256 of a manifest, without its seal, under the user's key."""
-    text = json.dumps({field: value for field, value in described.items() if field != "seal"}, sort_keys=True)
+    text = json.dumps(
+        {field: value for field, value in described.items() if field != "seal"}, sort_keys=True
+    )
     return hmac.new(key(), text.encode(), "sha256").hexdigest()
 
 
-# ---- what is wrong with one -----------------------------------------------------------------------------------------
+# ---- what is wrong with one
+# ---------------------------------------------------------------------------
 
 
 def fault(folder: Path, hashed: bool = True, allow: Collection[str] = ()) -> str | None:
-    """What is wrong with a checkpoint, or None: every file is the one that its sealed manifest describes.
+    """What is wrong with a checkpoint, or None: every file is the one that its sealed manifest
+    describes.
 
     Not `hashed`: sizes instead of content. `allow` "seal": one that was sealed elsewhere may do."""
     try:
         described = read(folder)
-        files = {relative: (entry["bytes"], entry["sha256"]) for relative, entry in described["files"].items()}
+        files = {
+            relative: (entry["bytes"], entry["sha256"])
+            for relative, entry in described["files"].items()
+        }
         sealed, checks_modes = str(described.get("seal", "")), described.get("keeps_modes", True)
     except FileNotFoundError:
         return f"{folder.name} has no {FILE}: it was not finished"
@@ -114,9 +128,10 @@ def fault(folder: Path, hashed: bool = True, allow: Collection[str] = ()) -> str
         return f"{folder.name}/{FILE} cannot be read"
     if "seal" not in allow and not hmac.compare_digest(sealed, seal(described)):
         return (
-            f"{folder.name}/{FILE} does not have the seal of your key: it was changed, or written by another user or"
-            f" machine. Checkpoints hold pickles, which can run code: only if you trust where it comes from, copy"
-            f" {key_file()} from there, or add --resume.allow=seal"
+            f"{folder.name}/{FILE} does not have the seal of your key: it was changed, or written"
+            " by another user or machine. Checkpoints hold pickles, which can run code: only if"
+            f" you trust where it comes from, copy {key_file()} from there, or add"
+            " --resume.allow=seal"
         )
     if problem := _untrusted(folder, files, checks_modes):
         return problem
@@ -125,20 +140,28 @@ def fault(folder: Path, hashed: bool = True, allow: Collection[str] = ()) -> str
         if not path.is_file():
             return f"{folder.name}/{relative} is missing"
         if path.stat().st_size != expected_bytes:
-            return f"{folder.name}/{relative} has {path.stat().st_size:,} bytes, expected {expected_bytes:,}"
+            return (
+                f"{folder.name}/{relative} has {path.stat().st_size:,} bytes, expected"
+                f" {expected_bytes:,}"
+            )
     if not hashed:
         return None
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
         try:
-            digests = dict(zip(files, pool.map(sha256, (folder / relative for relative in files)), strict=True))
+            digests = dict(
+                zip(files, pool.map(sha256, (folder / relative for relative in files)), strict=True)
+            )
         except OSError as error:
             return f"{folder.name}/{error.filename or ''}: {error.strerror}"
-    changed = next((relative for relative, digest in digests.items() if digest != files[relative][1]), None)
+    changed = next(
+        (relative for relative, digest in digests.items() if digest != files[relative][1]), None
+    )
     return f"{folder.name}/{changed} was changed after it was written" if changed else None
 
 
 def _untrusted(folder: Path, files: Collection[str], checks_modes: bool) -> str | None:
-    """Somebody else could have put, or could still put, something into it that resuming would load."""
+    """Somebody else could have put, or could still put, something into it that resuming would
+    load."""
     for path in (folder, *sorted(folder.rglob("*"))):
         found, shown = path.lstat(), path.relative_to(folder.parent)
         if stat.S_ISLNK(found.st_mode):
@@ -150,11 +173,16 @@ def _untrusted(folder: Path, files: Collection[str], checks_modes: bool) -> str 
         if stat.S_ISREG(found.st_mode):
             relative = str(path.relative_to(folder))
             if relative not in files and relative != FILE and LOADED.search(path.name):
-                return f"{shown} is not one of the files of that checkpoint, and may be loaded with it; remove it"
+                return (
+                    f"{shown} is not one of the files of that checkpoint, and may be loaded with"
+                    " it; remove it"
+                )
     return None
 
 
-def newest_valid(checkpoints: Path, allow: Collection[str] = (), hashed: bool = True) -> tuple[Path | None, list[str]]:
+def newest_valid(
+    checkpoints: Path, allow: Collection[str] = (), hashed: bool = True
+) -> tuple[Path | None, list[str]]:
     """The checkpoint to resume from, and what was wrong with each newer one."""
     faults = []
     for folder in reversed(committed(checkpoints)):
@@ -167,14 +195,18 @@ def newest_valid(checkpoints: Path, allow: Collection[str] = (), hashed: bool = 
 
 def committed(checkpoints: Path) -> list[Path]:
     """Folders named as our checkpoints are, oldest step first."""
-    return sorted((path for path in checkpoints.glob("checkpoint-*") if NAME.match(path.name)), key=step_of)
+    return sorted(
+        (path for path in checkpoints.glob("checkpoint-*") if NAME.match(path.name)), key=step_of
+    )
 
 
-# ---- the list of our commits ----------------------------------------------------------------------------------------
+# ---- the list of our commits
+# ---------------------------------------------------------------------------
 
 
 def _listed(checkpoints: Path) -> dict[str, str]:
-    """Folder names and their seals; a list that is damaged is put aside, and nothing that it named is removed."""
+    """Folder names and their seals; a list that is damaged is put aside, and nothing that it named
+    is removed."""
     file = checkpoints / COMMITS
     try:
         return base_files.read_json(file) or {}
@@ -185,26 +217,32 @@ def _listed(checkpoints: Path) -> dict[str, str]:
 
 
 def ours(checkpoints: Path) -> list[Path]:
-    """The committed checkpoints that the list names, oldest step first: what rotation may remove."""
+    """The committed checkpoints that the list names, oldest step first: what rotation may
+    remove."""
     listed = _listed(checkpoints)
     return [folder for folder in committed(checkpoints) if folder.name in listed]
 
 
 def list_commit(checkpoints: Path, folder_name: str, sealed: str) -> None:
-    """Before the rename that makes it visible: a checkpoint that is not listed would never be removed."""
+    """Before the rename that makes it visible: a checkpoint that is not listed would never be
+    removed."""
     listed = _listed(checkpoints)
     base_files.write_json(checkpoints / COMMITS, {**listed, folder_name: sealed})
 
 
 def strike_commit(checkpoints: Path, folder_name: str) -> None:
     listed = _listed(checkpoints)
-    base_files.write_json(checkpoints / COMMITS, {key: value for key, value in listed.items() if key != folder_name})
+    base_files.write_json(
+        checkpoints / COMMITS, {key: value for key, value in listed.items() if key != folder_name}
+    )
 
 
-# ---- libraries ------------------------------------------------------------------------------------------------------
+# ---- libraries
+# ---------------------------------------------------------------------------
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft")
-WRITE_FILES = ("torch", "transformers", "deepspeed")  # another major.minor of these may read a file differently
+# another major.minor of these may read a file differently
+WRITE_FILES = ("torch", "transformers", "deepspeed")
 
 
 def versions() -> dict[str, str]:
@@ -220,10 +258,13 @@ def versions() -> dict[str, str]:
 
 
 def version_changes(then: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
-    """(package was X, is Y; whether it may read files differently) for each that is not what it was."""
+    """(package was X, is Y; whether it may read files differently) for each that is not what it
+    was."""
     now = versions()
     for package, old in then.items():
         new = now.get(package)
         if new != old:
-            is_deep = package in WRITE_FILES and (new is None or new.split(".")[:2] != old.split(".")[:2])
+            is_deep = package in WRITE_FILES and (
+                new is None or new.split(".")[:2] != old.split(".")[:2]
+            )
             yield f"{package} {old} -> {new or 'not installed'}", is_deep

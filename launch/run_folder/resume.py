@@ -1,4 +1,5 @@
-"""Where a start begins: a new run, the unfinished one, or nowhere because it is complete. Never silently from zero."""
+"""Where a start begins: a new run, the unfinished one, or nowhere because it is complete. Never
+silently from zero."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from launch.run_folder.layout import RunDir
 from launch.schema.plan import Plan
 from launch.schema.recipe import Allowed, Recipe
 
-# What may differ between a run and its continuation: it cuts or reports the same training, or places it elsewhere.
+# What may differ between a run and its continuation: it cuts or reports the same training, or
+# places it elsewhere.
 FREE_KEYS = frozenset(
     {
         "output_dir",
@@ -43,7 +45,8 @@ FREE_KEYS = frozenset(
         "tokenizer.path",
     }
 )
-# The word of resume.allow that lets a changed key, or a key of a changed section, pass; others are never let pass.
+# The word of resume.allow that lets a changed key, or a key of a changed section, pass; others are
+# never let pass.
 WORDS: Mapping[str, Allowed] = {
     "training.seed": "seed",
     "data": "data",
@@ -76,29 +79,37 @@ def decide(runs: Path, recipe: Recipe, plan: Plan, tokens: Path, wish: str, now:
 
     Raises CheckpointError when a run could be continued but what trains has changed.
     """
-    manifest.key()  # a key that cannot be had is said before hours of training, not at the first save
+    # a key that cannot be had is said before hours of training, not at the first save
+    manifest.key()
     if wish == "never":
         return Start(RunDir.create(runs, recipe.name, now), "starting a new run (--resume never)")
     if wish != "auto":
         return _from_path(Path(wish).expanduser(), runs, recipe, plan, tokens, now)
     begun, others = _of_this_output(runs, recipe)
     if not begun:
-        return Start(RunDir.create(runs, recipe.name, now), "\n".join(["starting a new run", *_unfinished(others)]))
+        return Start(
+            RunDir.create(runs, recipe.name, now),
+            "\n".join(["starting a new run", *_unfinished(others)]),
+        )
     newest, changes = begun[0], _changes(begun[0], recipe, plan, tokens)
     if changes and (same := _unchanged(begun[1:], recipe, plan, tokens)):
         return _continued(same, None, (), runs, recipe, now)
     if newest.outcome() and changes:
         words = "; ".join(change.text for change in changes)
-        lines = [f"starting a new run: {newest.run_id} had {words}", *_unfinished([*begun[1:], *others])]
+        lines = [
+            f"starting a new run: {newest.run_id} had {words}",
+            *_unfinished([*begun[1:], *others]),
+        ]
         return Start(RunDir.create(runs, recipe.name, now), "\n".join(lines))
     return _continued(newest, None, changes, runs, recipe, now)
 
 
 def _of_this_output(runs: Path, recipe: Recipe) -> tuple[list[RunDir], list[RunDir]]:
-    """(runs of the recipe's name that write to its output_dir, those that write elsewhere), the newest first.
+    """(runs of the recipe's name that write to its output_dir, those that write elsewhere), the
+    newest first.
 
-    Only such that can be continued or are complete. Raises CheckpointError where the newest is damaged; older ones
-    that are damaged are left out."""
+    Only such that can be continued or are complete. Raises CheckpointError where the newest is
+    damaged; older ones that are damaged are left out."""
     own: list[RunDir] = []
     others: list[RunDir] = []
     for run in RunDir.all(runs, recipe.name):
@@ -112,8 +123,11 @@ def _of_this_output(runs: Path, recipe: Recipe) -> tuple[list[RunDir], list[RunD
     return ([run for run in own if run.has_trained()] or own), others
 
 
-def _unchanged(earlier: Sequence[RunDir], recipe: Recipe, plan: Plan, tokens: Path) -> RunDir | None:
-    """The first of these runs that is unfinished and trains the same; damaged ones are passed over."""
+def _unchanged(
+    earlier: Sequence[RunDir], recipe: Recipe, plan: Plan, tokens: Path
+) -> RunDir | None:
+    """The first of these runs that is unfinished and trains the same; damaged ones are passed
+    over."""
     for run in earlier:
         with suppress(CheckpointError):
             if not run.outcome() and not _changes(run, recipe, plan, tokens):
@@ -122,36 +136,49 @@ def _unchanged(earlier: Sequence[RunDir], recipe: Recipe, plan: Plan, tokens: Pa
 
 
 def _unfinished(earlier: Sequence[RunDir]) -> list[str]:
-    """A line for the newest of these runs that has not finished, with the words that continue it."""
+    """A line for the newest of these runs that has not finished, with the words that continue
+    it."""
     for run in earlier:
         with suppress(CheckpointError):
             if not run.outcome():
                 folder = run.read_recipe().output_dir
                 return [
-                    f"{run.run_id} has not finished (step {run.last_step():,}, output_dir {folder});"
-                    f" --resume {shlex.quote(str(run.root))} continues it"
+                    f"{run.run_id} has not finished (step {run.last_step():,}, output_dir"
+                    f" {folder}); --resume {shlex.quote(str(run.root))} continues it"
                 ]
     return []
 
 
-def _from_path(path: Path, runs: Path, recipe: Recipe, plan: Plan, tokens: Path, now: datetime) -> Start:
+def _from_path(
+    path: Path, runs: Path, recipe: Recipe, plan: Plan, tokens: Path, now: datetime
+) -> Start:
     is_checkpoint = path.name.startswith("checkpoint-")
     run = RunDir(path.parent.parent if is_checkpoint else path)
     if not run.plan_file.exists() or (is_checkpoint and not (path / manifest.FILE).exists()):
         raise CheckpointError(
-            f"--resume {path}: found no run of ours there; give a folder runs/<recipe>/<time>, or one of its"
-            " checkpoints/checkpoint-<step>, or auto, or never"
+            f"--resume {path}: found no run of ours there; give a folder runs/<recipe>/<time>, or"
+            " one of its checkpoints/checkpoint-<step>, or auto, or never"
         )
-    return _continued(run, path if is_checkpoint else None, _changes(run, recipe, plan, tokens), runs, recipe, now)
+    return _continued(
+        run, path if is_checkpoint else None, _changes(run, recipe, plan, tokens), runs, recipe, now
+    )
 
 
 def _continued(
-    earlier: RunDir, checkpoint: Path | None, changes: Sequence[Change], runs: Path, recipe: Recipe, now: datetime
+    earlier: RunDir,
+    checkpoint: Path | None,
+    changes: Sequence[Change],
+    runs: Path,
+    recipe: Recipe,
+    now: datetime,
 ) -> Start:
-    """The run itself where nothing has changed, or a new one that takes over its newest, or the given, checkpoint."""
+    """The run itself where nothing has changed, or a new one that takes over its newest, or the
+    given, checkpoint."""
     allow = recipe.resume.allow
     if checkpoint is None and not changes and earlier.outcome():
-        return Start(earlier, f"{earlier.run_id} is complete; --resume never starts over", complete=True)
+        return Start(
+            earlier, f"{earlier.run_id} is complete; --resume never starts over", complete=True
+        )
     if refused := [change for change in changes if change.word not in allow]:
         raise CheckpointError(_refusal(earlier, refused))
     is_same_run = checkpoint is None and not changes
@@ -162,7 +189,10 @@ def _continued(
     reason = "; ".join(change.text for change in changes) or "--resume"
     start = _take_over(source, runs, recipe, now, reason)
     if any(change.word in ("data", "seed") for change in changes):
-        lines.append("the order of samples is another one: in this epoch some may come twice and others not at all")
+        lines.append(
+            "the order of samples is another one: in this epoch some may come twice and others not"
+            " at all"
+        )
     return Start(start.run, "\n".join([start.line, *lines]))
 
 
@@ -171,8 +201,13 @@ def _refusal(run: RunDir, refused: Sequence[Change]) -> str:
     words = sorted({change.word for change in refused if change.word})
     can_be_allowed = all(change.word for change in refused)
     return (
-        f"{run.root}: this unfinished run cannot be continued, what trains has changed ({texts}). Undo the change to"
-        + (f" continue it, continue all the same with --resume.allow=[{','.join(words)}]," if can_be_allowed else "")
+        f"{run.root}: this unfinished run cannot be continued, what trains has changed ({texts})."
+        " Undo the change to"
+        + (
+            f" continue it, continue all the same with --resume.allow=[{','.join(words)}],"
+            if can_be_allowed
+            else ""
+        )
         + (
             " or start over with --resume never"
             if can_be_allowed
@@ -181,8 +216,11 @@ def _refusal(run: RunDir, refused: Sequence[Change]) -> str:
     )
 
 
-def _source(run: RunDir, checkpoint: Path | None, allow: Sequence[Allowed], hashed: bool) -> tuple[Path, list[str]]:
-    """The checkpoint to go on from, and a line for each newer one that cannot be used. Raises CheckpointError.
+def _source(
+    run: RunDir, checkpoint: Path | None, allow: Sequence[Allowed], hashed: bool
+) -> tuple[Path, list[str]]:
+    """The checkpoint to go on from, and a line for each newer one that cannot be used. Raises
+    CheckpointError.
 
     Not `hashed`: its content is verified when it is loaded, and an older one taken then."""
     if checkpoint is not None:
@@ -197,22 +235,25 @@ def _source(run: RunDir, checkpoint: Path | None, allow: Sequence[Allowed], hash
             raise CheckpointError(f"{found}: {problem}")
     if found is None:
         words = "; ".join(faults) or "there is none"
-        raise CheckpointError(f"{run.checkpoints}: no checkpoint can be used ({words}); --resume never starts over")
+        raise CheckpointError(
+            f"{run.checkpoints}: no checkpoint can be used ({words}); --resume never starts over"
+        )
     return found, [f"not resuming from it: {fault}" for fault in faults]
 
 
 def _versions(source: Path, recipe: Recipe) -> list[str]:
     """A line for the libraries that are not those that wrote the checkpoint.
 
-    Raises CheckpointError where one that reads its files is of another major.minor, unless that is allowed."""
+    Raises CheckpointError where one that reads its files is of another major.minor, unless that is
+    allowed."""
     changed = list(manifest.version_changes(manifest.read(source).get("versions", {})))
     if not changed:
         return []
     words = "; ".join(text for text, _ in changed)
     if any(is_deep for _, is_deep in changed) and "versions" not in recipe.resume.allow:
         raise CheckpointError(
-            f"{source}: written with other libraries ({words}), which may read its files or train otherwise; install"
-            " those, or continue all the same with --resume.allow=versions"
+            f"{source}: written with other libraries ({words}), which may read its files or train"
+            " otherwise; install those, or continue all the same with --resume.allow=versions"
         )
     return [f"{source.name} was written with other libraries: {words}"]
 
@@ -230,8 +271,9 @@ def _take_over(source: Path, runs: Path, recipe: Recipe, now: datetime, reason: 
     base_files.write_json(run.continues_file, content)
     return Start(
         run,
-        f"continuing {source.parent.parent.name}/{source.name} in a new run ({reason}): {samples_seen:,} samples are"
-        " done, the step counter and the learning-rate schedule are those of the new batch at that sample",
+        f"continuing {source.parent.parent.name}/{source.name} in a new run ({reason}):"
+        f" {samples_seen:,} samples are done, the step counter and the learning-rate schedule are"
+        " those of the new batch at that sample",
     )
 
 
@@ -242,7 +284,11 @@ def _changes(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: Path) -> list[
     if before != now:
         found.append(Change(f"effective batch {before} -> {now}", "effective_batch_size"))
     if planned.base_fingerprint != plan.base_fingerprint and recipe.lora and recipe.model.path:
-        found.append(Change("model.path: the weights that the adapter is trained for are not the same", "model"))
+        found.append(
+            Change(
+                "model.path: the weights that the adapter is trained for are not the same", "model"
+            )
+        )
     return found
 
 
@@ -254,7 +300,8 @@ def _differences(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: Path) -> I
         free = key in FREE_KEYS or section in FREE_KEYS
         if not free and old.get(key) != new.get(key):
             yield Change(
-                f"{key} {_shown(old.get(key))} -> {_shown(new.get(key))}", WORDS.get(key) or WORDS.get(section)
+                f"{key} {_shown(old.get(key))} -> {_shown(new.get(key))}",
+                WORDS.get(key) or WORDS.get(section),
             )
             is_cut_otherwise |= section in ("data", "tokenizer")
     used = base_files.read_json(earlier.tokens_file)
@@ -267,21 +314,32 @@ def _differences(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: Path) -> I
             "tokenizer": "the tokenizer",
         }
         changed = [
-            str(file or f"data.{part}_file") for part, file in files.items() if before and before[part] != now[part]
+            str(file or f"data.{part}_file")
+            for part, file in files.items()
+            if before and before[part] != now[part]
         ]
         if before and before["version"] != now["version"] and not changed:
             yield Change(
-                "the rows were tokenised by another version of this program, which may do it otherwise", "data"
+                "the rows were tokenised by another version of this program, which may do it"
+                " otherwise",
+                "data",
             )
             return
         which = ", ".join(changed) or "a file"
-        yield Change(f"the rows or the tokenizer are not the same: the content of {which} has changed", "data")
+        yield Change(
+            f"the rows or the tokenizer are not the same: the content of {which} has changed",
+            "data",
+        )
 
 
 def leaves(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, item in value.items():
-        found |= leaves(item, f"{prefix}{key}.") if isinstance(item, Mapping) else {f"{prefix}{key}": item}
+        found |= (
+            leaves(item, f"{prefix}{key}.")
+            if isinstance(item, Mapping)
+            else {f"{prefix}{key}": item}
+        )
     return found
 
 

@@ -1,4 +1,5 @@
-"""Which rows a run has trained, in which step: read from what its ranks wrote, and held against its epochs."""
+"""Which rows a run has trained, in which step: read from what its ranks wrote, and held against its
+epochs."""
 
 from __future__ import annotations
 
@@ -17,12 +18,14 @@ from launch.run_folder.layout import AttemptDir, RunDir
 
 
 def lines(run: RunDir) -> list[str]:
-    """How often each row was trained in each epoch. Raises CheckpointError when it is not once in each whole one."""
+    """How often each row was trained in each epoch. Raises CheckpointError when it is not once in
+    each whole one."""
     used = files.read_json(run.tokens_file)
     counts = files.read_json(Path(used["folder"]) / token_cache.TOKENS_READY) if used else None
     if used is None or counts is None:
         raise ConfigError(
-            f"{run.root}: found no run of ours with its tokenised rows; give a folder runs/<recipe>/<time>"
+            f"{run.root}: found no run of ours with its tokenised rows; give a folder"
+            " runs/<recipe>/<time>"
         )
     if "train" not in counts:
         return _of_a_stream(run)
@@ -38,27 +41,40 @@ def lines(run: RunDir) -> list[str]:
         twice = [row for row, times in found.items() if times > 1]
         outside = [row for row in found if not 0 <= row < rows]
         if twice or outside:
-            wrong = f"row {twice[0]} {found[twice[0]]} times" if twice else f"row {outside[0]}, which there is not"
-            raise CheckpointError(f"{run.root}: epoch {epoch} has {wrong} ({len(twice)} of {rows} rows more than once)")
+            wrong = (
+                f"row {twice[0]} {found[twice[0]]} times"
+                if twice
+                else f"row {outside[0]}, which there is not"
+            )
+            raise CheckpointError(
+                f"{run.root}: epoch {epoch} has {wrong} ({len(twice)} of {rows} rows more than"
+                " once)"
+            )
         is_whole = len(found) == rows
         line = f"epoch {epoch}: {'all' if is_whole else len(found)} of {rows:,} {kind}, each once"
         if documents is not None:
             held = sum(len(documents[row]) for row in found)
-            line += f", and so {'all' if is_whole else held} of {counts['train']['documents']:,} rows"
+            line += (
+                f", and so {'all' if is_whole else held} of {counts['train']['documents']:,} rows"
+            )
         said.append(line)
     return said or ["no step has been recorded"]
 
 
 def _of_a_stream(run: RunDir) -> list[str]:
-    """A stream's sequences are counted from the start of the run: each step takes those that follow."""
+    """A stream's sequences are counted from the start of the run: each step takes those that
+    follow."""
     order = sorted(row for rows in taken(run).values() for row in rows)
     if order != list(range(len(order))):
-        raise CheckpointError(f"{run.root}: of the first {len(order):,} sequences some are missing or came twice")
+        raise CheckpointError(
+            f"{run.root}: of the first {len(order):,} sequences some are missing or came twice"
+        )
     return [f"stream: the first {len(order):,} packed sequences, each once"]
 
 
 def _documents(tokens: Path, count: int) -> Any:
-    """The numbers of the documents in each packed sequence. Raises CheckpointError when they are not 0..count-1."""
+    """The numbers of the documents in each packed sequence. Raises CheckpointError when they are
+    not 0..count-1."""
     import pyarrow as pa
 
     column, numbers = [], []
@@ -66,15 +82,20 @@ def _documents(tokens: Path, count: int) -> Any:
         with pa.memory_map(str(path)) as file:
             chunks = pa.ipc.open_stream(file).read_all().column("documents")
             before = len(numbers)  # each file counts its own
-            numbers += sorted(before + number for chunk in chunks.chunks for number in chunk.flatten().to_pylist())
+            numbers += sorted(
+                before + number for chunk in chunks.chunks for number in chunk.flatten().to_pylist()
+            )
             column += [range(len(held)) for held in chunks.to_pylist()]
     if numbers != list(range(count)):
-        raise CheckpointError(f"{tokens}: its packed sequences do not hold {count:,} rows, each once")
+        raise CheckpointError(
+            f"{tokens}: its packed sequences do not hold {count:,} rows, each once"
+        )
     return column
 
 
 def taken(run: RunDir) -> dict[int, list[int]]:
-    """The rows of each optimizer step that counts: a resumed attempt drops what came after its checkpoint."""
+    """The rows of each optimizer step that counts: a resumed attempt drops what came after its
+    checkpoint."""
     found: dict[int, list[int]] = {}
     continues = files.read_json(run.continues_file)
     done = 0
@@ -82,8 +103,12 @@ def taken(run: RunDir) -> dict[int, list[int]]:
         checkpoint = Path(continues["checkpoint"])
         earlier = taken(RunDir(checkpoint.parent.parent))
         last = manifest.step_of(checkpoint)
-        done = -sum(step <= last for step in earlier)  # its steps are counted by its own batch: they come first
-        found = {done + i: earlier[step] for i, step in enumerate(sorted(step for step in earlier if step <= last), 1)}
+        # its steps are counted by its own batch: they come first
+        done = -sum(step <= last for step in earlier)
+        found = {
+            done + i: earlier[step]
+            for i, step in enumerate(sorted(step for step in earlier if step <= last), 1)
+        }
     for attempt in run.attempts():
         steps = _of_attempt(attempt)
         if steps:

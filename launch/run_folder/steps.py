@@ -26,7 +26,8 @@ Record = TypeVar("Record")
 
 
 def events(attempt: AttemptDir, say: Say = lambda line: None) -> list[StepEvent]:
-    """The steps that an attempt wrote. Damaged lines are left out, and `say` gets a line that counts them."""
+    """The steps that an attempt wrote. Damaged lines are left out, and `say` gets a line that
+    counts them."""
     return list(_records(attempt.events_file, STEP, say))
 
 
@@ -36,8 +37,10 @@ def evaluations(attempt: AttemptDir, say: Say = lambda line: None) -> list[HeldO
 
 
 def _records(file: Path, record: TypeAdapter[Record], say: Say) -> Iterator[Record]:
-    """The records of a file of JSON lines. A last line that is being written, or that a kill has cut, is left out."""
-    texts: dict[Any, Any] = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # JSON has no such numbers
+    """The records of a file of JSON lines. A last line that is being written, or that a kill has
+    cut, is left out."""
+    # JSON has no such numbers
+    texts: dict[Any, Any] = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
     try:
         complete = file.read_bytes().rpartition(b"\n")[0]
     except FileNotFoundError:
@@ -50,12 +53,19 @@ def _records(file: Path, record: TypeAdapter[Record], say: Say) -> Iterator[Reco
         try:
             fields = json.loads(line, parse_int=_int)
             yield record.validate_python(
-                {key: texts.get(value, value) if isinstance(value, str) else value for key, value in fields.items()}
+                {
+                    key: texts.get(value, value) if isinstance(value, str) else value
+                    for key, value in fields.items()
+                }
             )
-        except (ValueError, AttributeError, RecursionError):  # no UTF-8, no JSON, no object, another type, too deep
+        except (ValueError, AttributeError, RecursionError):
+            # no UTF-8, no JSON, no object, another type, too deep
             damaged.append(number)
     if damaged:
-        say(f"{file}: {len(damaged)} damaged line(s), the first is line {damaged[0]}; missing from the report")
+        say(
+            f"{file}: {len(damaged)} damaged line(s), the first is line {damaged[0]}; missing from"
+            " the report"
+        )
 
 
 def _int(digits: str) -> int:
@@ -67,7 +77,8 @@ def _int(digits: str) -> int:
 
 @dataclass(frozen=True)
 class Stretch:
-    """What one attempt added to its run: of steps that a later attempt trained once more, the later ones count."""
+    """What one attempt added to its run: of steps that a later attempt trained once more, the later
+    ones count."""
 
     attempt: AttemptDir
     counted: tuple[StepEvent, ...]
@@ -77,8 +88,11 @@ class Stretch:
     wall_s: float  # since then, to its last step or evaluation; with steps that do not count
 
 
-def stretches(run: RunDir, last_step: float = math.inf, say: Say = lambda line: None) -> list[Stretch]:
-    """The attempts of a run in their order, as far as they count; those of the run first that it goes on from."""
+def stretches(
+    run: RunDir, last_step: float = math.inf, say: Say = lambda line: None
+) -> list[Stretch]:
+    """The attempts of a run in their order, as far as they count; those of the run first that it
+    goes on from."""
     found: list[Stretch] = []
     continues, limit = files.read_json(run.continues_file), last_step
     for attempt in reversed(run.attempts()):
@@ -101,13 +115,16 @@ def stretches(run: RunDir, last_step: float = math.inf, say: Say = lambda line: 
         limit = min(limit, trained[0].step - 1)
     if continues:  # its steps are counted by its own batch
         checkpoint = Path(continues["checkpoint"])
-        found += reversed(stretches(RunDir(checkpoint.parent.parent), manifest.step_of(checkpoint), say))
+        found += reversed(
+            stretches(RunDir(checkpoint.parent.parent), manifest.step_of(checkpoint), say)
+        )
     return found[::-1]
 
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast steady steps were. The wait for data is in a step's seconds; logs, evaluations and saves are not."""
+    """How fast steady steps were. The wait for data is in a step's seconds; logs, evaluations and
+    saves are not."""
 
     steps: int
     tokens_per_s: float  # that are not padding
@@ -130,7 +147,13 @@ def speed(parts: Sequence[Stretch]) -> Speed | None:
     computed = [step.computed_tokens for step in steady if step.computed_tokens is not None]
     waits = [step.data_seconds for step in steady if step.data_seconds is not None]
     waited_s = sum(waits) if len(waits) == len(steady) else None
-    scored = [one for part in parts if part.steady for one in part.evaluations if one.time > part.steady_since]
+    scored = [
+        one
+        for part in parts
+        if part.steady
+        for one in part.evaluations
+        if one.time > part.steady_since
+    ]
     evaluating_s = sum(one.seconds for one in scored)
     wall_s = sum(part.wall_s for part in parts if part.steady)
 

@@ -22,7 +22,8 @@ class Gpu:
     vendor: Literal["nvidia", "amd"]
     total_bytes: int
     free_bytes: int
-    architecture: str  # NVIDIA compute capability ("8.6") or AMD gfx name ("gfx1201"); "" when unknown
+    # NVIDIA compute capability ("8.6") or AMD gfx name ("gfx1201"); "" when unknown
+    architecture: str
     driver: str
     reason: str  # where these values come from
     uuid: str = ""  # names it in CUDA_VISIBLE_DEVICES where CUDA may count otherwise than NVML does
@@ -45,7 +46,8 @@ class Machine:
     shm_reason: str
     disk_free_bytes: int
     disk_reason: str
-    gpus_obstacle: str = ""  # why cards that are here cannot be used, and the fix; "": they can, or there are none
+    # why cards that are here cannot be used, and the fix; "": they can, or there are none
+    gpus_obstacle: str = ""
     cuda_driver: str = ""  # the newest CUDA that the NVIDIA driver serves ("12.4"); "" when unknown
 
 
@@ -65,9 +67,11 @@ class LinkTry:
 class Link:
     """How the ranks of a run reach each other here, as tested."""
 
-    backend: Literal["nccl", "gloo"] | None  # None: no transport works, or there is one process: one GPU
+    # None: no transport works, or there is one process: one GPU
+    backend: Literal["nccl", "gloo"] | None
     env: Mapping[str, str]  # what every rank needs besides the user's environment
-    bytes_per_s: float | None  # bus bandwidth as nccl-tests defines it: bytes x 2(N-1)/N / seconds of an all-reduce
+    # bus bandwidth as nccl-tests defines it: bytes x 2(N-1)/N / seconds of an all-reduce
+    bytes_per_s: float | None
     flops_per_s: float | None  # of the slowest card's half-precision matmul; None without a GPU
     tries: tuple[LinkTry, ...]
     reason: str

@@ -1,4 +1,5 @@
-"""The nouns. Everything may import this module; it imports nothing of ours and touches no file, clock or process."""
+"""The nouns. Everything may import this module; it imports nothing of ours and touches no file,
+clock or process."""
 
 from __future__ import annotations
 
@@ -14,12 +15,14 @@ Engine = Literal["plain", "ddp", "deepspeed", "fsdp2"]
 MULTIPLE: dict[Device, int] = {"cpu": 1, "cuda": 8}  # to which the collator pads a batch's length
 
 
-# ---- the plan: what will run, and why ------------------------------------------------------------------------------
+# ---- the plan: what will run, and why
+# ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model's Hugging Face config and what counting its parameters gives (no weights, no torch)."""
+    """A model's Hugging Face config and what counting its parameters gives (no weights, no
+    torch)."""
 
     name: str
     config: Mapping[str, Any]  # the keys of config.json, model_type among them
@@ -37,7 +40,8 @@ class DataFormat:
     """Which columns of the file make a sample."""
 
     kind: Literal["prompt_response", "messages", "text", "oasst"]
-    columns: Mapping[str, str]  # role -> column name; roles: prompt, context, response, messages, text, role
+    # role -> column name; roles: prompt, context, response, messages, text, role
+    columns: Mapping[str, str]
     file_type: Literal["parquet", "jsonl", "json", "text", "arrow", "webdataset"]
     reason: str
     ignored: tuple[str, ...] = ()  # data.ignore_columns
@@ -59,7 +63,8 @@ class Strategy:
     gradient_checkpointing: bool
     dataloader_num_workers: int
     num_machines: int = 1
-    num_output_chunks: int = 1  # logits of so many parts of the positions are made one after another
+    # logits of so many parts of the positions are made one after another
+    num_output_chunks: int = 1
     torch_compile: bool = False
     attn_implementation: AttnImplementation = "sdpa"
     tf32: bool = False  # products of float32 are rounded to 10 bits of mantissa
@@ -67,7 +72,9 @@ class Strategy:
 
     @property
     def effective_batch_size(self) -> int:
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.num_processes
+        return (
+            self.per_device_train_batch_size * self.gradient_accumulation_steps * self.num_processes
+        )
 
     @property
     def processes_per_machine(self) -> int:
@@ -75,7 +82,8 @@ class Strategy:
 
     @property
     def engine(self) -> Engine:
-        """Who holds the model's states: each rank all of them (plain, ddp), or all ranks together."""
+        """Who holds the model's states: each rank all of them (plain, ddp), or all ranks
+        together."""
         if self.mode == "fsdp2":
             return "fsdp2"
         if self.mode.startswith("deepspeed"):
@@ -89,17 +97,19 @@ class Strategy:
 
     @property
     def zero_stage(self) -> int:
-        """1: optimizer states are shared out; 2: and gradients; 3: and weights. 0: not DeepSpeed."""
+        """1: optimizer states are shared out; 2: and gradients; 3: and weights. 0: not
+        DeepSpeed."""
         return int(self.mode.removeprefix("deepspeed_zero")[0]) if self.engine == "deepspeed" else 0
 
     @property
     def offloads(self) -> bool:
-        """Optimizer states stand in host RAM and are updated there; under ZeRO-3 the weights' home is there too."""
+        """Optimizer states stand in host RAM and are updated there; under ZeRO-3 the weights' home
+        is there too."""
         return self.mode.endswith("_offload")
 
 
-# When a block of a traced step is born: before the step (the optimizer's states apart), in it, or in
-# the evaluation after it.
+# When a block of a traced step is born: before the step (the optimizer's states apart), in it, or
+# in the evaluation after it.
 Born = Literal["start", "state", "step", "evaluation"]
 
 
@@ -109,7 +119,8 @@ class Peak:
 
     section: str  # load, forward, backward, optimizer, evaluation
     op: str
-    parts: Mapping[str, int]  # bytes by kind: weights, gradients, optimizer, activations, logits, temporaries...
+    # bytes by kind: weights, gradients, optimizer, activations, logits, temporaries...
+    parts: Mapping[str, int]
 
     @property
     def allocated_bytes(self) -> int:
@@ -128,9 +139,11 @@ class MemoryEstimate:
     fragmentation_bytes: int = 0  # what the allocator reserves above what is allocated
     outside_bytes: int = 0  # outside the allocator: context, communicators
     margin_bytes: int = 0  # by which past predictions were exceeded
-    host: Mapping[str, int] = field(default_factory=dict)  # of the job on this machine, by cause; {}: not predicted
+    # of the job on this machine, by cause; {}: not predicted
+    host: Mapping[str, int] = field(default_factory=dict)
     host_phase: str = ""
-    step_allocated_bytes: int = 0  # peaks of a training step, without an evaluation; 0: not predicted
+    # peaks of a training step, without an evaluation; 0: not predicted
+    step_allocated_bytes: int = 0
     step_reserved_bytes: int = 0
 
     @property
@@ -188,7 +201,8 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Padding:
-    """What an epoch's tokenised rows are, and how much a step computes besides them; shares are of all it computes."""
+    """What an epoch's tokenised rows are, and how much a step computes besides them; shares are of
+    all it computes."""
 
     order: Literal["random", "by_length", "packed"]
     share: float
@@ -198,7 +212,8 @@ class Padding:
     rows: int
     tokens: int
     by_tokens: float | None = None  # were a step's rows cut by tokens; None: an older version's
-    micro_steps: float | None = None  # of an optimizer step on average, where its rows are cut by tokens
+    # of an optimizer step on average, where its rows are cut by tokens
+    micro_steps: float | None = None
     in_quarters: float | None = None  # were they cut into micro-batches of a quarter's tokens
 
 
@@ -220,13 +235,15 @@ class Plan:
     rejected: tuple[str, ...] = ()
     table: tuple[str, ...] = ()  # the candidates that were compared, as lines
     step_s: float | None = None  # predicted seconds of an optimizer step
-    lengths: tuple[int, int] = (0, 0)  # tokens of the longest source and target that was planned for
+    # tokens of the longest source and target that was planned for
+    lengths: tuple[int, int] = (0, 0)
     rendezvous: Rendezvous | None = None  # None: one machine
     link: Link | None = None  # between the ranks; None: not tested
     packing: bool = False  # what a batch counts are packed sequences
     by_tokens: bool = False  # a step's rows are cut by tokens: data.batch_by_tokens
     padding: Padding | None = None  # None: the rows have not been tokenised yet
-    base_fingerprint: str | None = None  # of the weights that an adapter is trained for: no checkpoint holds them
+    # of the weights that an adapter is trained for: no checkpoint holds them
+    base_fingerprint: str | None = None
     allocator_fraction: float = 1.0  # of a card's free memory, all that a rank's allocator may take
 
     @property
@@ -240,11 +257,15 @@ class Plan:
     def micro_batch_tokens(self) -> tuple[int, int]:
         """Padded tokens of source and of target that a micro-batch of the longest rows has."""
         source, target = self.lengths
-        return self.strategy.per_device_train_batch_size * source, self.strategy.per_device_train_batch_size * target
+        return (
+            self.strategy.per_device_train_batch_size * source,
+            self.strategy.per_device_train_batch_size * target,
+        )
 
     @property
     def checkpoint_bytes(self) -> int:
-        """About what a checkpoint takes on the disk: the weights that are trained, or all of them, and the states."""
+        """About what a checkpoint takes on the disk: the weights that are trained, or all of them,
+        and the states."""
         strategy, states, shape = self.strategy, self.estimate, self.shape
         ranks = strategy.num_processes if strategy.engine in ("deepspeed", "fsdp2") else 1
         optimizer_bytes = states.optimizer_bytes * ranks
@@ -253,17 +274,22 @@ class Plan:
         if shape.lora_parameters:
             return 4 * shape.lora_parameters + optimizer_bytes
         if strategy.engine == "deepspeed":  # whole in rank 0's file, or every rank's part of them
-            return (4 if strategy.mixed_precision == "no" else 2) * shape.parameters + optimizer_bytes
+            return (
+                4 if strategy.mixed_precision == "no" else 2
+            ) * shape.parameters + optimizer_bytes
         return states.weights_bytes * ranks + optimizer_bytes
 
 
 @dataclass(frozen=True)
 class Command:
-    """A child process: argv and the variables it adds to the environment. str() can be pasted into a shell."""
+    """A child process: argv and the variables it adds to the environment. str() can be pasted into
+    a shell."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         assignments = [f"{key}={shlex.quote(value)}" for key, value in sorted(self.env.items())]
-        return " ".join([*(["env", *assignments] if assignments else []), *map(shlex.quote, self.argv)])
+        return " ".join(
+            [*(["env", *assignments] if assignments else []), *map(shlex.quote, self.argv)]
+        )

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 Mode = Literal[
     "cpu",
@@ -36,7 +44,8 @@ Schedule = Literal[
     "warmup_stable_decay",
 ]
 
-# seal: a checkpoint that was sealed with another key; versions: another major.minor of a library that writes its files.
+# seal: a checkpoint that was sealed with another key; versions: another major.minor of a library
+# that writes its files.
 Allowed = Literal["data", "model", "seed", "effective_batch_size", "versions", "seal"]
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -58,7 +67,8 @@ class ModelSection(Section):
     shape: str | None = None
     path: str | None = None
     path_if_there: str | None = None  # used instead of the shape, when the folder holds a model
-    freeze: tuple[str, ...] = ()  # module names whose parameters are not trained, e.g. [shared, encoder]
+    # module names whose parameters are not trained, e.g. [shared, encoder]
+    freeze: tuple[str, ...] = ()
     dtype: Dtype = "float32"  # of the weights in memory; training.bf16 is the autocast on top of it
     attn_implementation: AttnImplementation | None = (
         None  # eager keeps every score: length x length per head; None: planned
@@ -68,7 +78,8 @@ class ModelSection(Section):
     def one_source(self) -> ModelSection:
         if (self.shape is None) == (self.path is None):
             raise ValueError(
-                "give exactly one of model.shape (a name in configs/models/) and model.path (a local folder)"
+                "give exactly one of model.shape (a name in configs/models/) and model.path (a"
+                " local folder)"
             )
         return self
 
@@ -77,7 +88,8 @@ class TokenizerSection(Section):
     """A tokenizer folder, or how to train a byte-level BPE from the data at first start."""
 
     path: str | None = None  # a local folder
-    path_if_there: str | None = None  # used instead of training one, when the folder exists (and path is not given)
+    # used instead of training one, when the folder exists (and path is not given)
+    path_if_there: str | None = None
     vocab_size: PositiveInt | None = None  # of a trained tokenizer; default: the model shape's
     split: Literal["word", "character"] = "word"  # character: merges never cross a character
 
@@ -92,16 +104,19 @@ class LoraSection(Section):
 
 
 class QuantizationSection(Section):
-    """transformers' BitsAndBytesConfig, in its own words: weights of 4 bits, frozen under LoRA (QLoRA)."""
+    """transformers' BitsAndBytesConfig, in its own words: weights of 4 bits, frozen under LoRA
+    (QLoRA)."""
 
     load_in_4bit: bool  # false is the same as no section
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
     bnb_4bit_use_double_quant: bool = True
-    bnb_4bit_compute_dtype: Dtype | None = None  # default: the precision of training, else model.dtype
+    # default: the precision of training, else model.dtype
+    bnb_4bit_compute_dtype: Dtype | None = None
 
 
 class DataSection(Section):
-    """Where the rows are and which columns to read; columns are found by name unless they are given here."""
+    """Where the rows are and which columns to read; columns are found by name unless they are given
+    here."""
 
     train_file: str  # a file, a folder of shards, or a pattern of them
     validation_file: str | None = None  # likewise
@@ -109,25 +124,38 @@ class DataSection(Section):
     response_column: str | None = None
     text_column: str | None = None
     messages_column: str | None = None
-    ignore_columns: tuple[str, ...] = ()  # columns, or keys of messages, whose content is left out on purpose
-    max_length: int = Field(default=512, ge=8, le=1 << 20)  # tokens: of the whole sequence (decoder), of each side (T5)
+    # columns, or keys of messages, whose content is left out on purpose
+    ignore_columns: tuple[str, ...] = ()
+    # tokens: of the whole sequence (decoder), of each side (T5)
+    max_length: int = Field(default=512, ge=8, le=1 << 20)
     max_train_samples: PositiveInt | None = None
     max_validation_samples: PositiveInt | None = None
-    max_bad_rows: int = Field(default=0, ge=0)  # of each of the two, left out and counted; one more is an error
-    packing: bool = False  # several rows in one sequence of max_length, each with positions and attention of its own
-    streaming: bool = False  # tokenise while training, and keep a few tokens ahead only: pretraining, packed, max_steps
+    # of each of the two, left out and counted; one more is an error
+    max_bad_rows: int = Field(default=0, ge=0)
+    # several rows in one sequence of max_length, each with positions and attention of its own
+    packing: bool = False
+    # tokenise while training, and keep a few tokens ahead only: pretraining, packed, max_steps
+    streaming: bool = False
     shuffle_buffer_mib: float | None = Field(
         default=None, gt=0, le=65_536, allow_inf_nan=False
     )  # of a stream; None: 16
-    group_by_length: bool = False  # rows of about one length in an optimizer step; every row once an epoch
-    # A step's rows in micro-batches of rows of about one length: as many as take no more padded tokens than
-    # per_device_train_batch_size of the longest do. Marian's mini-batch-fit, OpenNMT's batch_type tokens.
+    # rows of about one length in an optimizer step; every row once an epoch
+    group_by_length: bool = False
+    # A step's rows in micro-batches of rows of about one length: as many as take no more padded
+    # tokens than per_device_train_batch_size of the longest do. Marian's mini-batch-fit, OpenNMT's
+    # batch_type tokens.
     batch_by_tokens: bool = False
 
     @field_validator("ignore_columns", mode="before")
     @classmethod
     def one_column_or_several(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+        return (
+            (value,)
+            if isinstance(value, str)
+            else tuple(value)
+            if isinstance(value, list)
+            else value
+        )
 
     @property
     def stream_unit_bytes(self) -> int:
@@ -137,14 +165,19 @@ class DataSection(Section):
     @model_validator(mode="after")
     def buffer_of_a_stream(self) -> DataSection:
         if self.shuffle_buffer_mib is not None and not self.streaming:
-            raise ValueError("shuffle_buffer_mib is for data.streaming: true; other rows are shuffled over all of them")
+            raise ValueError(
+                "shuffle_buffer_mib is for data.streaming: true; other rows are shuffled over all"
+                " of them"
+            )
         return self
 
     @model_validator(mode="after")
     def one_way_to_less_padding(self) -> DataSection:
         for key in ("group_by_length", "batch_by_tokens"):
             if self.packing and getattr(self, key):
-                raise ValueError(f"packing leaves nothing for {key} to do; set one of the two to false")
+                raise ValueError(
+                    f"packing leaves nothing for {key} to do; set one of the two to false"
+                )
         return self
 
 
@@ -154,22 +187,25 @@ COMPILE_KEYS = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 
 
 class TrainingSection(BaseModel):
-    """TrainingArguments' own names. The ones planning needs are typed here; the others are checked against the
-    fields of the installed transformers (training_fields.py) and kept as extras."""
+    """TrainingArguments' own names. The ones planning needs are typed here; the others are checked
+    against the fields of the installed transformers (training_fields.py) and kept as extras."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     per_device_train_batch_size: int = Field(default=8, ge=1, le=65_536)
-    per_device_eval_batch_size: int | None = Field(default=None, ge=1, le=65_536)  # None: 3x the training, <= 64
+    # None: 3x the training, <= 64
+    per_device_eval_batch_size: int | None = Field(default=None, ge=1, le=65_536)
     gradient_accumulation_steps: int = Field(default=1, ge=1, le=65_536)
     num_train_epochs: float = Field(default=3.0, gt=0, le=100_000, allow_inf_nan=False)
     max_steps: int = Field(default=-1, ge=-1)
     learning_rate: float = Field(default=5e-5, gt=0, le=10, allow_inf_nan=False)
-    warmup_steps: float = Field(default=0, ge=0, allow_inf_nan=False)  # below 1: a share of all steps
+    # below 1: a share of all steps
+    warmup_steps: float = Field(default=0, ge=0, allow_inf_nan=False)
     learning_rate_scaling: Literal["none", "linear", "sqrt"] = (
         "none"  # with the effective batch, where another one runs
     )
-    learning_rate_batch_size: int | None = Field(default=None, ge=1)  # the effective batch that learning_rate is for
+    # the effective batch that learning_rate is for
+    learning_rate_batch_size: int | None = Field(default=None, ge=1)
     lr_scheduler_type: Schedule = "linear"
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     max_grad_norm: float = Field(default=1.0, ge=0, allow_inf_nan=False)
@@ -177,12 +213,15 @@ class TrainingSection(BaseModel):
     bf16: bool = False
     fp16: bool = False
     gradient_checkpointing: bool = False
-    num_output_chunks: int | None = Field(default=None, ge=1, le=1024)  # of the positions, for the loss; None: planned
+    # of the positions, for the loss; None: planned
+    num_output_chunks: int | None = Field(default=None, ge=1, le=1024)
     logging_steps: int = Field(default=10, ge=1)
     save_steps: int = Field(default=500, ge=1)
-    save_total_limit: int = Field(default=3, ge=1)  # the two newest good checkpoints are always kept
+    # the two newest good checkpoints are always kept
+    save_total_limit: int = Field(default=3, ge=1)
     eval_steps: int | None = Field(default=None, ge=1)  # default: once an epoch
-    load_best_model_at_end: bool = False  # the lowest held-out loss decides; its checkpoint is kept beside the others
+    # the lowest held-out loss decides; its checkpoint is kept beside the others
+    load_best_model_at_end: bool = False
     seed: int = Field(default=23333, ge=0, lt=1 << 32)
     dataloader_num_workers: int | None = Field(default=None, ge=0, le=64)  # default: planned
 
@@ -190,7 +229,9 @@ class TrainingSection(BaseModel):
     @classmethod
     def trains_something(cls, value: int) -> int:
         if value == 0:
-            raise ValueError("0 trains nothing; give a positive number, or -1 to train num_train_epochs")
+            raise ValueError(
+                "0 trains nothing; give a positive number, or -1 to train num_train_epochs"
+            )
         return value
 
     @model_validator(mode="after")
@@ -203,29 +244,40 @@ class TrainingSection(BaseModel):
     def scaling_has_a_batch(self) -> TrainingSection:
         if (self.learning_rate_scaling == "none") != (self.learning_rate_batch_size is None):
             raise ValueError(
-                f"learning_rate_scaling is {self.learning_rate_scaling} and learning_rate_batch_size"
-                f" {self.learning_rate_batch_size or 'not given'}; set both: how the rate grows with the effective"
-                " batch, and the effective batch that learning_rate is for"
+                f"learning_rate_scaling is {self.learning_rate_scaling} and"
+                f" learning_rate_batch_size {self.learning_rate_batch_size or 'not given'}; set"
+                " both: how the rate grows with the effective batch, and the effective batch that"
+                " learning_rate is for"
             )
         return self
 
     @model_validator(mode="after")
     def schedule_has_its_numbers(self) -> TrainingSection:
-        """Source: get_cosine_with_min_lr_schedule_with_warmup, get_wsd_schedule of transformers 5.23."""
-        needs = {"cosine_with_min_lr": ("min_lr", "min_lr_rate"), "warmup_stable_decay": ("num_decay_steps",)}
+        """Source: get_cosine_with_min_lr_schedule_with_warmup, get_wsd_schedule of transformers
+        5.23."""
+        needs = {
+            "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
+            "warmup_stable_decay": ("num_decay_steps",),
+        }
         asked = needs.get(self.lr_scheduler_type, ())
         given = self.extras.get("lr_scheduler_kwargs") or {}
-        if asked and not (isinstance(given, dict) and any(given.get(key) is not None for key in asked)):
+        if asked and not (
+            isinstance(given, dict) and any(given.get(key) is not None for key in asked)
+        ):
             raise ValueError(
-                f"lr_scheduler_type {self.lr_scheduler_type} needs {' or '.join(asked)}; write lr_scheduler_kwargs:"
-                f" {{{asked[-1]}: ...}} under training: in a recipe file"
+                f"lr_scheduler_type {self.lr_scheduler_type} needs {' or '.join(asked)}; write"
+                f" lr_scheduler_kwargs: {{{asked[-1]}: ...}} under training: in a recipe file"
             )
         return self
 
     def learning_rate_at(self, effective_batch_size: int) -> float:
-        """The peak rate: as asked for, or scaled as asked for (linear: arXiv:1706.02677; sqrt: arXiv:2205.10287)."""
+        """The peak rate: as asked for, or scaled as asked for (linear: arXiv:1706.02677; sqrt:
+        arXiv:2205.10287)."""
         ratio = effective_batch_size / (self.learning_rate_batch_size or effective_batch_size)
-        return self.learning_rate * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.learning_rate_scaling]
+        return (
+            self.learning_rate
+            * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.learning_rate_scaling]
+        )
 
     @property
     def extras(self) -> dict[str, Any]:
@@ -242,41 +294,69 @@ class LaunchSection(Section):
 
     mode: Literal["auto", Mode] = "auto"
     num_processes: int | None = Field(default=None, ge=1, le=1024)  # of all nodes together
-    nodes: int = Field(default=1, ge=1, le=256)  # the same command runs on each, with its own machine_rank
+    # the same command runs on each, with its own machine_rank
+    nodes: int = Field(default=1, ge=1, le=256)
     machine_rank: int = Field(default=0, ge=0)
-    main_process_ip: str | None = None  # of the node with machine_rank 0, as the other nodes reach it
-    main_process_port: int = Field(default=29500, ge=1024, le=65_535)  # with several nodes; else any free one is taken
-    network_interface: str | None = None  # between the nodes, e.g. eth1; default: the one that leads to that address
+    # of the node with machine_rank 0, as the other nodes reach it
+    main_process_ip: str | None = None
+    # with several nodes; else any free one is taken
+    main_process_port: int = Field(default=29500, ge=1024, le=65_535)
+    # between the nodes, e.g. eth1; default: the one that leads to that address
+    network_interface: str | None = None
     join_timeout_s: PositiveInt = 300  # for all nodes to be there
-    vram_fraction: float = Field(default=0.95, gt=0, le=1)  # share of the free VRAM that planning may use
-    assume_fits: bool = False  # start as asked, whatever was predicted; what runs out then is planned again
-    on_oom: Literal["replan", "fail"] = "replan"  # out of memory: plan again with the effective batch held, or stop
-    exact_batch: bool = False  # refuse the run where the batch does not fit, instead of splitting it
-    pass_env: tuple[str, ...] = ()  # names of variables that ranks get besides those of launch/base/environment.py
-    host_reserve_gib: float = Field(default=2.0, ge=0, allow_inf_nan=False)  # host RAM left to the rest of the machine
-    max_restarts: int = Field(default=10, ge=0)  # after killed or hanging ranks, lost connections, crashes; 0: never
-    hang_floor_s: float = Field(default=60, gt=0, allow_inf_nan=False)  # a step may take this long, whatever is usual
-    time_limit_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # save and stop before; Slurm's too
-    host_stop_fraction: float = Field(default=0.97, ge=0, le=1)  # of the host's RAM; above: save, stop; 0: never
+    # share of the free VRAM that planning may use
+    vram_fraction: float = Field(default=0.95, gt=0, le=1)
+    # start as asked, whatever was predicted; what runs out then is planned again
+    assume_fits: bool = False
+    # out of memory: plan again with the effective batch held, or stop
+    on_oom: Literal["replan", "fail"] = "replan"
+    # refuse the run where the batch does not fit, instead of splitting it
+    exact_batch: bool = False
+    # names of variables that ranks get besides those of launch/base/environment.py
+    pass_env: tuple[str, ...] = ()
+    # host RAM left to the rest of the machine
+    host_reserve_gib: float = Field(default=2.0, ge=0, allow_inf_nan=False)
+    # after killed or hanging ranks, lost connections, crashes; 0: never
+    max_restarts: int = Field(default=10, ge=0)
+    # a step may take this long, whatever is usual
+    hang_floor_s: float = Field(default=60, gt=0, allow_inf_nan=False)
+    # save and stop before; Slurm's too
+    time_limit_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    # of the host's RAM; above: save, stop; 0: never
+    host_stop_fraction: float = Field(default=0.97, ge=0, le=1)
 
     @model_validator(mode="after")
     def nodes_can_meet(self) -> LaunchSection:
         if self.nodes == 1:
-            given = {key for key in ("machine_rank", "main_process_ip", "network_interface") if getattr(self, key)}
+            given = {
+                key
+                for key in ("machine_rank", "main_process_ip", "network_interface")
+                if getattr(self, key)
+            }
             if given:
-                raise ValueError(f"{', '.join(sorted(given))}: only for several machines; set launch.nodes too")
+                raise ValueError(
+                    f"{', '.join(sorted(given))}: only for several machines; set launch.nodes too"
+                )
             return self
         if self.machine_rank >= self.nodes:
-            raise ValueError(f"machine_rank {self.machine_rank}, but nodes count from 0 to {self.nodes - 1}")
+            raise ValueError(
+                f"machine_rank {self.machine_rank}, but nodes count from 0 to {self.nodes - 1}"
+            )
         if self.main_process_ip is None:
-            raise ValueError(f"nodes {self.nodes} needs main_process_ip, the address of the node with machine_rank 0")
+            raise ValueError(
+                f"nodes {self.nodes} needs main_process_ip, the address of the node with"
+                " machine_rank 0"
+            )
         if self.num_processes is not None and self.num_processes % self.nodes:
-            raise ValueError(f"num_processes {self.num_processes} cannot be shared evenly by {self.nodes} nodes")
+            raise ValueError(
+                f"num_processes {self.num_processes} cannot be shared evenly by {self.nodes} nodes"
+            )
         return self
 
 
 class NumericsSection(Section):
-    """What is done about numbers that are finite and yet too large; what is not finite always ends the run."""
+    """What is done about numbers that are finite and yet too large; what is not finite always ends
+    the run."""
 
     skip_spikes_above: float | None = Field(
         default=None, gt=1, allow_inf_nan=False
@@ -291,13 +371,20 @@ class ResumeSection(Section):
     @field_validator("allow", mode="before")
     @classmethod
     def one_word_or_several(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+        return (
+            (value,)
+            if isinstance(value, str)
+            else tuple(value)
+            if isinstance(value, list)
+            else value
+        )
 
 
 class EvaluationSection(Section):
     """What is measured besides the loss on the validation file."""
 
-    exact_match_rows: int = Field(default=0, ge=0)  # held-out rows answered before and after training; 0 is none
+    # held-out rows answered before and after training; 0 is none
+    exact_match_rows: int = Field(default=0, ge=0)
     max_new_tokens: int = Field(default=64, ge=1, le=4096)
 
 
@@ -305,7 +392,8 @@ Concession = Literal["quantization", "lora.r", "data.max_length"]
 
 
 class Recipe(Section):
-    """A whole run as the user wants it, resolved: file, overrides and the machine's defaults already merged."""
+    """A whole run as the user wants it, resolved: file, overrides and the machine's defaults
+    already merged."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     task: Literal["sft", "pretrain"]
@@ -318,16 +406,19 @@ class Recipe(Section):
     launch: LaunchSection = LaunchSection()
     numerics: NumericsSection = NumericsSection()
     evaluation: EvaluationSection = EvaluationSection()
-    allow: tuple[Concession, ...] = ()  # what may be given up where nothing else fits; it changes the result
+    # what may be given up where nothing else fits; it changes the result
+    allow: tuple[Concession, ...] = ()
     resume: ResumeSection = ResumeSection()
     output_dir: str
-    log_dir: str | None = None  # a folder that also gets training.log, and TensorBoard's events of each run
+    # a folder that also gets training.log, and TensorBoard's events of each run
+    log_dir: str | None = None
 
     @model_validator(mode="after")
     def best_of_held_out_rows(self) -> Recipe:
         if self.training.load_best_model_at_end and self.data.validation_file is None:
             raise ValueError(
-                "training.load_best_model_at_end needs data.validation_file: held-out rows say what is best"
+                "training.load_best_model_at_end needs data.validation_file: held-out rows say what"
+                " is best"
             )
         return self
 
@@ -339,7 +430,10 @@ class Recipe(Section):
         if self.task != "pretrain":
             wrong.append("task: pretrain (rows for SFT fit the disk)")
         if not self.data.packing:
-            wrong.append("data.packing: true (the longest row is not known before: full sequences are planned for)")
+            wrong.append(
+                "data.packing: true (the longest row is not known before: full sequences are"
+                " planned for)"
+            )
         if self.training.max_steps < 0:
             wrong.append("training.max_steps (how many an epoch has is not known before)")
         if self.data.max_train_samples is not None:
@@ -352,11 +446,16 @@ class Recipe(Section):
 
     @field_validator("quantization")
     @classmethod
-    def of_frozen_weights(cls, value: QuantizationSection | None, info: ValidationInfo) -> QuantizationSection | None:
+    def of_frozen_weights(
+        cls, value: QuantizationSection | None, info: ValidationInfo
+    ) -> QuantizationSection | None:
         if value is None or not value.load_in_4bit:
             return None
-        if info.data.get("lora", value) is None:  # a lora section with a mistake in it is not there at all
-            raise ValueError("4-bit weights cannot be trained; add LoRA (--lora.r=16), or leave load_in_4bit out")
+        # a lora section with a mistake in it is not there at all
+        if info.data.get("lora", value) is None:
+            raise ValueError(
+                "4-bit weights cannot be trained; add LoRA (--lora.r=16), or leave load_in_4bit out"
+            )
         return value
 
     @property
@@ -365,7 +464,8 @@ class Recipe(Section):
         return self.data.validation_file is not None
 
     def quantized(self, precision: Precision) -> QuantizationSection | None:
-        """The quantization with its compute dtype decided: that of what autocast gives the layers."""
+        """The quantization with its compute dtype decided: that of what autocast gives the
+        layers."""
         if self.quantization is None:
             return None
         given = {"bf16": "bfloat16", "fp16": "float16", "no": self.model.dtype}[precision]

@@ -12,8 +12,8 @@ from launch.schema.machine import GIB
 
 @dataclass(frozen=True)
 class StepEvent:
-    """One optimizer step as rank 0 writes it to events.jsonl; counts are of all ranks, `tokens` those that are not
-    padding."""
+    """One optimizer step as rank 0 writes it to events.jsonl; counts are of all ranks, `tokens`
+    those that are not padding."""
 
     step: int
     max_steps: int
@@ -31,10 +31,12 @@ class StepEvent:
     host_pss_bytes: int  # of the whole job, now
     time: float  # unix time
     computed_tokens: int | None = None  # padding included; None: an older version's step
-    data_seconds: float | None = None  # of `seconds`: until rank 0 had its batches, and all ranks knew of theirs
+    # of `seconds`: until rank 0 had its batches, and all ranks knew of theirs
+    data_seconds: float | None = None
 
     def line(self) -> str:
-        """The line in every log; loss, tokens, samples and seconds may be means over the steps since the last one."""
+        """The line in every log; loss, tokens, samples and seconds may be means over the steps
+        since the last one."""
         return f"step {self.step}/{self.max_steps}  epoch {self.epoch:.2f}  {self.metrics()}"
 
     def metrics(self) -> str:
@@ -43,8 +45,8 @@ class StepEvent:
         vram = ""
         if self.vram_total_bytes:
             vram = (
-                f"  VRAM {self.vram_allocated_bytes / GIB:.2f} GiB (reserved {self.vram_reserved_bytes / GIB:.2f}"
-                f" of {self.vram_total_bytes / GIB:.1f})"
+                f"  VRAM {self.vram_allocated_bytes / GIB:.2f} GiB (reserved"
+                f" {self.vram_reserved_bytes / GIB:.2f} of {self.vram_total_bytes / GIB:.1f})"
             )
         return (
             f"loss {self.loss:.4f}  lr {self.learning_rate:.3e}  {self.seconds:.3f} s/step"
@@ -78,8 +80,10 @@ class Evidence:
     stopped_by: int | None = None  # signal number that the user sent to the supervisor
     preempted: Mapping[str, Any] | None = None  # rank 0's outcome, where the ranks agreed to stop
     hang: str = ""  # which rank was silent, where and how long
-    pressure: str = ""  # why the host's RAM was about to run out, where the ranks were stopped for it
-    ended_ranks: tuple[int, ...] = ()  # pids of ranks that the supervisor ended, since another had ended before them
+    # why the host's RAM was about to run out, where the ranks were stopped for it
+    pressure: str = ""
+    # pids of ranks that the supervisor ended, since another had ended before them
+    ended_ranks: tuple[int, ...] = ()
     vram_reserved_bytes: int = 0  # of the fullest rank, by the last step that was logged
     vram_total_bytes: int = 0  # 0: no GPU, or no step
 
@@ -93,7 +97,8 @@ class Failure:
     cause: str
     proof: str
     fix: str
-    section: str = ""  # the heartbeat's, in which the rank was that failed first: load, step, evaluation, ...
+    # the heartbeat's, in which the rank was that failed first: load, step, evaluation, ...
+    section: str = ""
 
 
 @dataclass(frozen=True)
@@ -109,5 +114,6 @@ class RunResult:
     plan_again: bool = False  # stopped because its second step took more than was predicted
     note: str = ""  # what else a reader should know
     last_step: int = 0  # that a rank reached
-    host_left_bytes: int = 0  # least that the job and what was free took together while it was watched; 0: not watched
+    # least that the job and what was free took together while it was watched; 0: not watched
+    host_left_bytes: int = 0
     unkillable: tuple[int, ...] = ()  # processes of the run that are still there

@@ -1,4 +1,5 @@
-"""One attempt at a run, from the lock to the report: prepare, start the ranks, watch them, say how it ended."""
+"""One attempt at a run, from the lock to the report: prepare, start the ranks, watch them, say how
+it ended."""
 
 from __future__ import annotations
 
@@ -31,14 +32,19 @@ from launch.supervise.watch import Ended, Watch
 
 LOG_TAIL_BYTES = 64 << 10
 TOKENISE_GRACE_S = 5.0  # to remove what is half written
-# What launchers tell their ranks. Left over from one around us, or exported by hand, it would make ours start something
-# else: ACCELERATE_USE_CPU drops DeepSpeed, RANK and WORLD_SIZE another number of ranks.
+# What launchers tell their ranks. Left over from one around us, or exported by hand, it would make
+# ours start something else: ACCELERATE_USE_CPU drops DeepSpeed, RANK and WORLD_SIZE another number
+# of ranks.
 LAUNCHERS_OWN = re.compile(
     r"(ACCELERATE|FSDP|TORCHELASTIC)_|((LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT))$"
 )
-# torchrun's agent, which accelerate starts several ranks with: it passes signals on to them, also Slurm's early one,
-# which would end it, and leaves it to us how long their checkpoint may take. accelerate has no flag for either.
-AGENTS_OWN = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "PET_SHUTDOWN_TIMEOUT": "86400"}
+# torchrun's agent, which accelerate starts several ranks with: it passes signals on to them, also
+# Slurm's early one, which would end it, and leaves it to us how long their checkpoint may take.
+# accelerate has no flag for either.
+AGENTS_OWN = {
+    "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+    "PET_SHUTDOWN_TIMEOUT": "86400",
+}
 
 
 def run(
@@ -53,9 +59,9 @@ def run(
 ) -> RunResult:
     """Run the attempt to its end: tokenise, ask what `ready` starts, watch it.
 
-    `check` is given what the second step took; where it says False the ranks are ended, and the result, which is no
-    failure, asks to plan again. `heard` collects signals for several attempts; `end_s` is when they must be over, on
-    the monotonic clock."""
+    `check` is given what the second step took; where it says False the ranks are ended, and the
+    result, which is no failure, asks to plan again. `heard` collects signals for several attempts;
+    `end_s` is when they must be over, on the monotonic clock."""
     began = time.monotonic()
     oom_kills = machine.oom_kills()
     processes.adopt()
@@ -64,7 +70,13 @@ def run(
         ended = prepare(resolved, rundir_, attempt, screen.say, heard)
         if ended.returncode == 0 and heard.stop is None:
             watch = Watch(
-                rundir_, attempt, screen, heard, resolved.recipe.launch, resolved.machine.host_limit_bytes, check
+                rundir_,
+                attempt,
+                screen,
+                heard,
+                resolved.recipe.launch,
+                resolved.machine.host_limit_bytes,
+                check,
             )
             with suppress(Interrupted):  # `heard` has the stop, which the result names
                 command = ready()
@@ -92,16 +104,24 @@ def run(
     beats = heartbeats.read_all(attempt)
     failure = None if ended.is_refuted else failures.classify(evidence)
     if failure is not None:
-        failure = replace(failure, section=heartbeats.section_of_the_first(beats, evidence.rank_errors))
-    if outcome is None and failure is not None and failure.kind == "stopped":  # before there was a rank to say so
-        files.write_json(attempt.outcome_file, {"complete": False, "ended": "preempted", "checkpoint": None})
+        failure = replace(
+            failure, section=heartbeats.section_of_the_first(beats, evidence.rank_errors)
+        )
+    # before there was a rank to say so
+    if outcome is None and failure is not None and failure.kind == "stopped":
+        files.write_json(
+            attempt.outcome_file, {"complete": False, "ended": "preempted", "checkpoint": None}
+        )
     notes = []
     if ended.unkillable:
-        notes.append(f"not even SIGKILL ended process {', '.join(map(str, ended.unkillable))}: restart the machine")
+        notes.append(
+            f"not even SIGKILL ended process {', '.join(map(str, ended.unkillable))}: restart the"
+            " machine"
+        )
     if failure is None and ended.returncode and not ended.is_refuted:
         notes.append(
-            f"the launcher ended with {ended.returncode} while closing down, after the model was written:"
-            f" {attempt.log_file}"
+            f"the launcher ended with {ended.returncode} while closing down, after the model was"
+            f" written: {attempt.log_file}"
         )
     return RunResult(
         run_dir=str(rundir_.root),
@@ -144,10 +164,14 @@ def _start(
 
 
 def prepare(
-    resolved: Resolved, run: RunDir, attempt: AttemptDir, say: Callable[[str], None], heard: Told | None = None
+    resolved: Resolved,
+    run: RunDir,
+    attempt: AttemptDir,
+    say: Callable[[str], None],
+    heard: Told | None = None,
 ) -> Ended:
-    """Tokenise in a child, unless the rows are there already and undamaged. A stop ends the child, and so does its
-    silence."""
+    """Tokenise in a child, unless the rows are there already and undamaged. A stop ends the child,
+    and so does its silence."""
     known = files.read_json(run.tokens_file)
     folder = Path(known["folder"]) if known else Path()
     if not known or not folder.exists():
@@ -168,7 +192,11 @@ def prepare(
     said_file = attempt.root / "tokenise.log"
     with said_file.open("wb") as file:
         child = subprocess.Popen(
-            argv, env=inherited | added, stdout=file, start_new_session=True, preexec_fn=processes.die_with_launcher
+            argv,
+            env=inherited | added,
+            stdout=file,
+            start_new_session=True,
+            preexec_fn=processes.die_with_launcher,
         )
     lines = Tail(said_file, from_start=True)
     until, hang, progress = None, "", Progress()
@@ -180,7 +208,10 @@ def prepare(
         if child.returncode is not None:
             return Ended(child.returncode, hang=hang)
         beats = heartbeats.read_all(attempt)
-        if not hang and (hang := progress.silent(beats, time.monotonic(), resolved.recipe.launch.hang_floor_s) or ""):
+        if not hang and (
+            hang := progress.silent(beats, time.monotonic(), resolved.recipe.launch.hang_floor_s)
+            or ""
+        ):
             say(hang)
             child.kill()
         if heard is not None and heard.stop is not None:
@@ -197,7 +228,8 @@ def _raise_stop(heard: Told | None) -> None:
 
 
 def last_vram(events: Path) -> dict[str, int]:
-    """The GPU memory of the last step that was logged; the rank may have died while it wrote another."""
+    """The GPU memory of the last step that was logged; the rank may have died while it wrote
+    another."""
     names = ("vram_reserved_bytes", "vram_total_bytes")
     for line in reversed(_tail(events).splitlines()):
         with suppress(ValueError, KeyError, TypeError):

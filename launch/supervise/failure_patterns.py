@@ -1,4 +1,5 @@
-"""The lines by which Python, torch, CUDA, HIP, NCCL and the kernel name a cause, and one fix for each. Pure."""
+"""The lines by which Python, torch, CUDA, HIP, NCCL and the kernel name a cause, and one fix for
+each. Pure."""
 
 from __future__ import annotations
 
@@ -6,9 +7,12 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-SMALLER = "halve training.per_device_train_batch_size and double training.gradient_accumulation_steps"
+SMALLER = (
+    "halve training.per_device_train_batch_size and double training.gradient_accumulation_steps"
+)
 AGAIN = "run the same line again"
-# What stands before an exception at the end of a traceback: the rank as torchrun writes it, the exception's module.
+# What stands before an exception at the end of a traceback: the rank as torchrun writes it, the
+# exception's module.
 EXCEPTION = r"^(\[(rank|default)?\d+\]:\s*)?([A-Za-z_]\w*\.)*"
 
 
@@ -16,7 +20,8 @@ EXCEPTION = r"^(\[(rank|default)?\d+\]:\s*)?([A-Za-z_]\w*\.)*"
 class Pattern:
     """Lines that name a cause, wherever a rank or a library wrote them.
 
-    A consequence is what is left to the others after one has failed: it is a cause only where nothing else is."""
+    A consequence is what is left to the others after one has failed: it is a cause only where
+    nothing else is."""
 
     kind: str
     exit_code: int
@@ -27,28 +32,44 @@ class Pattern:
 
     def find(self, text: str) -> str | None:
         """The first line of the text that one of ours ends in."""
-        ends = [found.end() for line in self.lines if (found := re.search(line, text, re.MULTILINE))]
-        return text[: min(ends)].rpartition("\n")[2] + text[min(ends) :].partition("\n")[0] if ends else None
+        ends = [
+            found.end() for line in self.lines if (found := re.search(line, text, re.MULTILINE))
+        ]
+        return (
+            text[: min(ends)].rpartition("\n")[2] + text[min(ends) :].partition("\n")[0]
+            if ends
+            else None
+        )
 
 
-# The first that a text has is its cause: special words before general ones, the card's own before what follows.
+# The first that a text has is its cause: special words before general ones, the card's own before
+# what follows.
 PATTERNS = (
     Pattern(
         "gpu_broken",
         3,
         "a GPU, its memory or its driver failed",
-        "run `python -m launch doctor` and see `dmesg`; if it repeats, restart the machine, and then leave that card"
-        " out with CUDA_VISIBLE_DEVICES",
+        "run `python -m launch doctor` and see `dmesg`; if it repeats, restart the machine, and"
+        " then leave that card out with CUDA_VISIBLE_DEVICES",
         (
             r"uncorrectable ECC error|ECCUncorrectable|ECC_UNCORRECTABLE",
             r"NVRM: Xid \(PCI",
             r"fallen off the bus|GPU is lost",
             r"HSA_STATUS_ERROR_(?!OUT_OF_RESOURCES|INVALID_ISA)\w+:",
             r"Memory access fault by GPU node",
-            r"hipErrorIllegalAddress|HIP error: (an illegal memory access|unspecified launch failure)",
-            r"CUDA error: (an illegal memory access was|misaligned address|an illegal instruction was)",
+            (
+                r"hipErrorIllegalAddress|HIP error: (an illegal memory access|unspecified launch"
+                r" failure)"
+            ),
+            (
+                r"CUDA error: (an illegal memory access was|misaligned address|an illegal"
+                r" instruction was)"
+            ),
             r"CUDA error: (unspecified launch failure|unknown error|hardware stack error)",
-            r"(Cuda|HIP) failure \d* ?'(an illegal memory access was|unspecified launch failure|unknown error)",
+            (
+                r"(Cuda|HIP) failure \d* ?'(an illegal memory access was|unspecified launch"
+                r" failure|unknown error)"
+            ),
         ),
     ),
     Pattern(
@@ -60,7 +81,10 @@ PATTERNS = (
         (
             r"CUDA driver version is insufficient|cudaErrorInsufficientDriver",
             r"driver on your system is too old",
-            r"Found no NVIDIA driver|No (CUDA|HIP) GPUs are available|no (CUDA|ROCm)-capable device is detected",
+            (
+                r"Found no NVIDIA driver|No (CUDA|HIP) GPUs are available|no (CUDA|ROCm)-capable"
+                r" device is detected"
+            ),
             r"Torch not compiled with CUDA enabled",
             r"Failed to initialize NVML: Driver/library version mismatch",
         ),
@@ -69,15 +93,16 @@ PATTERNS = (
         "gpu_busy",
         3,
         "another program holds a GPU",
-        "end it (`nvidia-smi` or `rocm-smi` lists them), or leave that GPU out with CUDA_VISIBLE_DEVICES",
+        "end it (`nvidia-smi` or `rocm-smi` lists them), or leave that GPU out with"
+        " CUDA_VISIBLE_DEVICES",
         (r"device\(s\) is/are busy or unavailable",),
     ),
     Pattern(
         "gpu_unsupported",
         3,
         "this build of torch has no kernels for the GPU",
-        "install the build of torch that serves the card (docs/cards.md); a Radeon may run as a listed one of its"
-        " generation, e.g. gfx1032 with HSA_OVERRIDE_GFX_VERSION=10.3.0",
+        "install the build of torch that serves the card (docs/cards.md); a Radeon may run as a"
+        " listed one of its generation, e.g. gfx1032 with HSA_OVERRIDE_GFX_VERSION=10.3.0",
         (
             r"(CUDA|HIP) error: (invalid device function|no kernel image is available)",
             r"Error no kernel image is available .* at line \d+ in file",
@@ -88,22 +113,29 @@ PATTERNS = (
         "gpu_resources",
         3,
         "the ROCm runtime could not get a resource: GPU memory, a thread or a queue",
-        f"where the proof says that little memory is free, {SMALLER}; else see `ulimit -u` and dmesg",
+        f"where the proof says that little memory is free, {SMALLER}; else see `ulimit -u` and"
+        " dmesg",
         (r"HSA_STATUS_ERROR_OUT_OF_RESOURCES",),
     ),
     Pattern(
         "data",
         4,
         "the data holds what the model or its reader cannot take",
-        "see that tokenizer.vocab_size (or the tokenizer of tokenizer.path) fits the model, and that data.train_file is"
-        " a whole file in UTF-8",
+        "see that tokenizer.vocab_size (or the tokenizer of tokenizer.path) fits the model, and"
+        " that data.train_file is a whole file in UTF-8",
         (
-            r"Assertion `?(srcIndex < srcSelectDimSize|t >= 0 && t < n_classes|ind >=? ?0 && ind < \w+)",
+            (
+                r"Assertion `?(srcIndex < srcSelectDimSize|t >= 0 && t < n_classes|ind >=? ?0 &&"
+                r" ind < \w+)"
+            ),
             rf"{EXCEPTION}IndexError: index out of range in self",
             rf"{EXCEPTION}IndexError: Target -?\d+ is out of bounds",
             rf"{EXCEPTION}UnicodeDecodeError: ",
             rf"{EXCEPTION}JSONDecodeError: |{EXCEPTION}ArrowInvalid: JSON parse error",
-            rf"{EXCEPTION}ArrowInvalid: (Parquet magic bytes not found|Could not open Parquet|CSV parse error)",
+            (
+                rf"{EXCEPTION}ArrowInvalid: (Parquet magic bytes not found|Could not open"
+                r" Parquet|CSV parse error)"
+            ),
             r"device-side assert triggered",
         ),
     ),
@@ -111,8 +143,14 @@ PATTERNS = (
         "host_oom",
         6,
         "the host has no room for more pinned memory",
-        "see `ulimit -l` (make it unlimited); or train without offload: name another mode with launch.mode",
-        (r"return \S+\.pin_memory\(\)[\s\S]{0,300}?CUDA error: (out of memory|invalid argument|OS call)",),
+        "see `ulimit -l` (make it unlimited); or train without offload: name another mode with"
+        " launch.mode",
+        (
+            (
+                r"return \S+\.pin_memory\(\)[\s\S]{0,300}?CUDA error: (out of memory|invalid"
+                r" argument|OS call)"
+            ),
+        ),
     ),
     Pattern(
         "device_oom",
@@ -133,20 +171,24 @@ PATTERNS = (
         "shm",
         3,
         "/dev/shm is too small, full or cannot be written",
-        "enlarge it: docker run --shm-size=1g (or --ipc=host), elsewhere `mount -o remount,size=1g /dev/shm`; or train"
-        " with --training.dataloader_num_workers=0",
+        "enlarge it: docker run --shm-size=1g (or --ipc=host), elsewhere `mount -o remount,size=1g"
+        " /dev/shm`; or train with --training.dataloader_num_workers=0",
         (
             r"is killed by signal: Bus error|Unexpected bus error encountered in worker",
             r"unable to (allocate|resize|mmap).{0,40}shared memory",
             r"unable to open shared memory object .*: (No space left|Permission denied|Read-only)",
-            r"SemLock\([\s\S]{0,300}?(No space left on device|Read-only file system|Permission denied)",
+            (
+                r"SemLock\([\s\S]{0,300}?(No space left on device|Read-only file system|Permission"
+                r" denied)"
+            ),
             r"Error while creating shared memory segment|failed to extend /dev/shm",
         ),
     ),
     Pattern(
         "killed",
         1,
-        "somebody killed a data loader's worker with SIGKILL; the kernel's out-of-memory counter did not grow",
+        "somebody killed a data loader's worker with SIGKILL; the kernel's out-of-memory counter"
+        " did not grow",
         f"{AGAIN} to continue",
         (r"DataLoader worker \(pid \d+\) is killed by signal: Killed",),
     ),
@@ -154,8 +196,8 @@ PATTERNS = (
         "limit",
         3,
         "the system allows this user no more threads, processes or open files",
-        "raise the limit: `ulimit -u` (processes and threads), `ulimit -n` (open files), a container's --pids-limit; or"
-        " train with --training.dataloader_num_workers=0",
+        "raise the limit: `ulimit -u` (processes and threads), `ulimit -n` (open files), a"
+        " container's --pids-limit; or train with --training.dataloader_num_workers=0",
         (
             r"can't start new thread",
             r"pthread_create failed|libgomp: Thread creation failed",
@@ -182,14 +224,16 @@ PATTERNS = (
         "disk",
         10,
         "the disk refused a write",
-        f"free space where runs/ and model_save/ are (`df -h`, `df -i`, `quota`, `ulimit -f`), then {AGAIN}",
+        "free space where runs/ and model_save/ are (`df -h`, `df -i`, `quota`, `ulimit -f`), then"
+        f" {AGAIN}",
         (
             r"No space left on device",
             r"Disk quota exceeded",
             r"File too large",
             r"Read-only file system",
             rf"{EXCEPTION}OSError: \[Errno 5\] Input/output error",
-            r"inline_container\.cc:\d+\] \. unexpected pos|PytorchStreamWriter failed writing file",  # torch.save
+            # torch.save
+            r"inline_container\.cc:\d+\] \. unexpected pos|PytorchStreamWriter failed writing file",
         ),
     ),
     Pattern(
@@ -206,8 +250,9 @@ PATTERNS = (
         "join",
         11,
         "the machines did not all join in time",
-        "start the same line on every machine, each with its launch.machine_rank, and see that launch.main_process_port"
-        " of machine 0 is reachable; launch.join_timeout_s says how long is waited",
+        "start the same line on every machine, each with its launch.machine_rank, and see that"
+        " launch.main_process_port of machine 0 is reachable; launch.join_timeout_s says how long"
+        " is waited",
         (
             r"DistStoreError: Timed out .* clients joined",
             r"client socket has timed out .* trying to connect to",
@@ -218,16 +263,22 @@ PATTERNS = (
         "configuration",
         2,
         "the recipe asks for what is not installed here, or for values that do not go together",
-        "see the proof: change that key of the recipe, or install what it names (`python -m launch doctor` shows what"
-        " is there); launch.mode and training.optim choose other ways",
+        "see the proof: change that key of the recipe, or install what it names (`python -m launch"
+        " doctor` shows what is there); launch.mode and training.optim choose other ways",
         (
             r"Attempted to use bitsandbytes native library functionality",
-            r"undefined symbol: c(adam|quantize|get)\w*|has no attribute 'c(adam|quantize|get_)\w+'",
+            (
+                r"undefined symbol: c(adam|quantize|get)\w*|has no attribute"
+                r" 'c(adam|quantize|get_)\w+'"
+            ),
             r"FlashAttention\d? has been toggled on, but it cannot be used",
             r"Check batch related parameters",
             r"validation errors? for DeepSpeed\w*Config",
             r"CUDA_HOME (does not exist|environment variable is not set)",
-            r"DeepSpeed JIT builder for|Unable to JIT load|Ninja is required to load C\+\+ extensions",
+            (
+                r"DeepSpeed JIT builder for|Unable to JIT load|Ninja is required to load C\+\+"
+                r" extensions"
+            ),
             r"\" not implemented for '\w+'",
         ),
     ),
@@ -235,8 +286,9 @@ PATTERNS = (
         "library",
         3,
         "a library is missing, or is not the one that others were built for",
-        "install the pinned versions again: `pip install --force-reinstall -r requirements.txt`, and unset"
-        " LD_LIBRARY_PATH; GLIBC comes with the system: there take a wheel built for an older one",
+        "install the pinned versions again: `pip install --force-reinstall -r requirements.txt`,"
+        " and unset LD_LIBRARY_PATH; GLIBC comes with the system: there take a wheel built for an"
+        " older one",
         (
             r"cannot open shared object file: No such file or directory$",
             r"version `(GLIBC|GLIBCXX|CXXABI)_[\d.]+' not found",
@@ -262,8 +314,8 @@ PATTERNS = (
         "nccl",
         11,
         "NCCL or RCCL, the link between the GPUs, failed",
-        "run `python -m launch doctor`, which tries the link and names what works; NCCL_DEBUG=WARN shows more, and"
-        " --launch.mode=dual_gpu_gloo goes without it",
+        "run `python -m launch doctor`, which tries the link and names what works; NCCL_DEBUG=WARN"
+        " shows more, and --launch.mode=dual_gpu_gloo goes without it",
         (
             r"ncclUnhandledCudaError|unhandled cuda error",
             r"ncclSystemError|unhandled system error",
@@ -276,8 +328,8 @@ PATTERNS = (
         "collective_timeout",
         11,
         "a rank did not come to a collective operation in time",
-        "see ranks/*/stacks.txt and which rank is behind; where a rank is only slow (evaluation, a save), raise"
-        " training.ddp_timeout",
+        "see ranks/*/stacks.txt and which rank is behind; where a rank is only slow (evaluation, a"
+        " save), raise training.ddp_timeout",
         (
             r"Watchdog caught collective operation timeout",
             r"wait timeout after \d+ms, keys",
@@ -295,7 +347,10 @@ PATTERNS = (
             r"Connection refused",
             r"Connection (was )?(closed|reset) by (remote )?peer",
             r"Timed out waiting .*ms for (recv|send)|Timed out waiting \d+ms",
-            r"DistNetworkError: Broken pipe|(sendBytes|recvValue|recvBytes) failed|failed to recv, got 0 bytes",
+            (
+                r"DistNetworkError: Broken pipe|(sendBytes|recvValue|recvBytes) failed|failed to"
+                r" recv, got 0 bytes"
+            ),
         ),
         "consequence",
     ),

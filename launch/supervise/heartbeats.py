@@ -1,4 +1,5 @@
-"""What the ranks' heartbeats say: whether one has been silent for longer than it ever was, or than is allowed."""
+"""What the ranks' heartbeats say: whether one has been silent for longer than it ever was, or than
+is allowed."""
 
 from __future__ import annotations
 
@@ -15,9 +16,18 @@ from launch.base import processes
 from launch.run_folder.layout import AttemptDir
 
 PACE = 5  # times the longest pause that a rank usually makes in a section
-FLOORS = {"step": 1, "evaluation": 5, "first step": 30, "load": 30, "tokenise": 30, "save": 30, "export": 30}
+FLOORS = {
+    "step": 1,
+    "evaluation": 5,
+    "first step": 30,
+    "load": 30,
+    "tokenise": 30,
+    "save": 30,
+    "export": 30,
+}
 BEFORE_TRAINING = ("load", "tokenise")
-SPARED = 2.5  # times the limit, for ranks that still compute: one that gets a tenth of a CPU is slow, not stuck
+# times the limit, for ranks that still compute: one that gets a tenth of a CPU is slow, not stuck
+SPARED = 2.5
 IDLE = 0.02  # CPU seconds a second: below it a rank computes nothing
 SLOW_WINDOW_S = 10.0
 SLOW_FACTOR = 3.0
@@ -36,17 +46,20 @@ class Beat:
     p99_s: float
 
     def limit_s(self, floor_s: float) -> float:
-        """How long it may be silent; `floor_s` is launch.hang_floor_s, and all that a stopped process gets."""
+        """How long it may be silent; `floor_s` is launch.hang_floor_s, and all that a stopped
+        process gets."""
         floors = 1 if self.is_stopped() else FLOORS[self.section]
         return max(floors * floor_s, PACE * self.p99_s)
 
     def is_stopped(self) -> bool:
-        """Whether its process stands still because of a signal or a debugger, however busy its section is."""
+        """Whether its process stands still because of a signal or a debugger, however busy its
+        section is."""
         return processes.status(self.pid) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 def read(file: Path) -> Beat | None:
-    """The beat in a file; None where there is none, or it is being written, or it is another machine's."""
+    """The beat in a file; None where there is none, or it is being written, or it is another
+    machine's."""
     try:
         words = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -63,7 +76,8 @@ def read_all(attempt: AttemptDir) -> list[Beat]:
 
 
 def section_of_the_first(beats: Sequence[Beat], errors: Sequence[Mapping[str, Any]]) -> str:
-    """The section in which an attempt failed: of the rank that left word first, else of the one silent for longest.
+    """The section in which an attempt failed: of the rank that left word first, else of the one
+    silent for longest.
 
     `errors` are the ranks', earliest first; "" where no rank of this machine had begun."""
     told = {error["rank"] for error in errors[:1]}
@@ -75,8 +89,10 @@ class Progress:
     """What ranks did between two looks: CPU time, steps."""
 
     def __init__(self) -> None:
-        self._cpu: dict[int, tuple[float, float]] = {}  # pid -> (its beat, CPU seconds when that was first seen)
-        self._window: tuple[float, int, dict[int, float]] | None = None  # (since, step, CPU seconds by rank)
+        # pid -> (its beat, CPU seconds when that was first seen)
+        self._cpu: dict[int, tuple[float, float]] = {}
+        # (since, step, CPU seconds by rank)
+        self._window: tuple[float, int, dict[int, float]] | None = None
         self._paces: list[float] = []  # seconds a step, of past windows
         self._is_slow = False
         self._is_waiting = False
@@ -84,7 +100,8 @@ class Progress:
     def silent(self, beats: list[Beat], now: float, floor_s: float) -> str | None:
         """The verdict on the rank that has been silent longest, if it is one that hangs.
 
-        While every rank of ours still computes, and none is stopped, it has SPARED times as long."""
+        While every rank of ours still computes, and none is stopped, it has SPARED times as
+        long."""
         for beat in beats:
             if self._cpu.get(beat.pid, (None,))[0] != beat.monotonic_s:
                 self._cpu[beat.pid] = (beat.monotonic_s, processes.cpu_s(beat.pid))
@@ -94,20 +111,22 @@ class Progress:
         worst = max(overdue, key=lambda beat: now - beat.monotonic_s)
         age = now - worst.monotonic_s
         computes = any(
-            processes.cpu_s(beat.pid) - self._cpu[beat.pid][1] > IDLE * (now - beat.monotonic_s) for beat in beats
+            processes.cpu_s(beat.pid) - self._cpu[beat.pid][1] > IDLE * (now - beat.monotonic_s)
+            for beat in beats
         )
         stopped = [beat for beat in beats if beat.is_stopped()]
         if computes and not stopped and age < SPARED * worst.limit_s(floor_s):
             return None
         worst = stopped[0] if stopped else worst
         return (
-            f"rank {worst.rank} (process {worst.pid}, {processes.status(worst.pid)}) hangs: no sign of life for"
-            f" {now - worst.monotonic_s:.0f} s in {worst.section} after step {worst.step}, allowed are"
-            f" {worst.limit_s(floor_s):.0f} s"
+            f"rank {worst.rank} (process {worst.pid}, {processes.status(worst.pid)}) hangs: no sign"
+            f" of life for {now - worst.monotonic_s:.0f} s in {worst.section} after step"
+            f" {worst.step}, allowed are {worst.limit_s(floor_s):.0f} s"
         )
 
     def slow(self, beats: list[Beat], now: float) -> str | None:
-        """A line, once, when steps take several times as long as they did; it is no reason to stop."""
+        """A line, once, when steps take several times as long as they did; it is no reason to
+        stop."""
         if not beats:
             self._window = None
             return None
@@ -131,6 +150,10 @@ class Progress:
             return None
         self._is_slow = True
         shares = ", ".join(
-            f"rank {rank} {100 * (used[rank] - before.get(rank, 0)) / (now - since):.0f} %" for rank in used
+            f"rank {rank} {100 * (used[rank] - before.get(rank, 0)) / (now - since):.0f} %"
+            for rank in used
         )
-        return f"slow: a step takes {pace:.2g} s, {usual:.2g} s before; CPU that the ranks get: {shares}"
+        return (
+            f"slow: a step takes {pace:.2g} s, {usual:.2g} s before; CPU that the ranks get:"
+            f" {shares}"
+        )

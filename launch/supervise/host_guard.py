@@ -1,4 +1,5 @@
-"""Whether the host's RAM is about to run out: asked every second, so that ranks save before the kernel kills one."""
+"""Whether the host's RAM is about to run out: asked every second, so that ranks save before the
+kernel kills one."""
 
 from __future__ import annotations
 
@@ -12,21 +13,31 @@ STALLED_PERCENT = 50.0  # of ten seconds in which every process of the machine w
 PRESSURE = re.compile(r"^full avg10=([\d.]+)", re.MULTILINE)
 
 
-def pressure(limit_bytes: int, fraction: float, job_bytes: int, root: Path = Path("/")) -> str | None:
-    """Why a run should stop now, None where it need not. `fraction`: launch.host_stop_fraction of the limit; 0: never.
+def pressure(
+    limit_bytes: int, fraction: float, job_bytes: int, root: Path = Path("/")
+) -> str | None:
+    """Why a run should stop now, None where it need not. `fraction`: launch.host_stop_fraction of
+    the limit; 0: never.
 
-    Page cache counts as free. `job_bytes` is the job's PSS: some limits (Slurm's, an rlimit) show no use."""
+    Page cache counts as free. `job_bytes` is the job's PSS: some limits (Slurm's, an rlimit) show
+    no use."""
     if not fraction:
         return None
     free, why = machine.host_available(root)
     if free < (1 - fraction) * limit_bytes:
         return f"{free / GIB:.2f} GiB of host RAM is left ({why})"
     if job_bytes > fraction * limit_bytes:
-        return f"the job takes {job_bytes / GIB:.2f} GiB of a host limit of {limit_bytes / GIB:.2f} GiB"
+        return (
+            f"the job takes {job_bytes / GIB:.2f} GiB of a host limit of"
+            f" {limit_bytes / GIB:.2f} GiB"
+        )
     try:
         stalled = PRESSURE.search((root / "proc/pressure/memory").read_text(encoding="ascii"))
     except OSError:  # a kernel without it
         return None
     if stalled and float(stalled[1]) > STALLED_PERCENT:
-        return f"every process waited for memory in {stalled[1]} % of the last 10 s (/proc/pressure/memory)"
+        return (
+            f"every process waited for memory in {stalled[1]} % of the last 10 s"
+            " (/proc/pressure/memory)"
+        )
     return None

@@ -1,4 +1,5 @@
-"""What ran out of memory in the attempts of a run: kept in its folder, so that the next start knows it too."""
+"""What ran out of memory in the attempts of a run: kept in its folder, so that the next start knows
+it too."""
 
 from __future__ import annotations
 
@@ -24,8 +25,11 @@ from launch.supervise import heartbeats
 FILE = TypeAdapter(tuple[RanOut, ...])
 
 
-def of_attempt(run: RunDir, failure: Failure, plan: Plan, planned_on: Machine, result: RunResult) -> RanOut:
-    """The shortage in which the run's last attempt has just ended; `planned_on`: the machine when it was planned."""
+def of_attempt(
+    run: RunDir, failure: Failure, plan: Plan, planned_on: Machine, result: RunResult
+) -> RanOut:
+    """The shortage in which the run's last attempt has just ended; `planned_on`: the machine when
+    it was planned."""
     of_host = failure.kind != "device_oom"
     attempt = run.attempts()[-1]
     beats = [beat for beat in heartbeats.read_all(attempt) if beat.section != "tokenise"]
@@ -42,7 +46,9 @@ def of_attempt(run: RunDir, failure: Failure, plan: Plan, planned_on: Machine, r
     now, limit = probe_machine.machine(run_dir=run.root), planned_on.host_limit_bytes
     if one.of == "device" and plan.strategy.device == "cuda":
         limit = min(gpu.total_bytes for gpu in planned_on.gpus)
-    before, after = (available_bytes(one.of, machine, plan.strategy) for machine in (planned_on, now))
+    before, after = (
+        available_bytes(one.of, machine, plan.strategy) for machine in (planned_on, now)
+    )
     return replace(
         one,
         limit_bytes=limit,
@@ -52,8 +58,9 @@ def of_attempt(run: RunDir, failure: Failure, plan: Plan, planned_on: Machine, r
 
 
 def _is_own(one: RanOut, before: int, after: int, result: RunResult) -> bool:
-    """Whether the job took the memory, not others: they did where the plan fitted, less than it needs was left to the
-    job meanwhile or is now that it has ended, and they took more than the job did beyond its plan."""
+    """Whether the job took the memory, not others: they did where the plan fitted, less than it
+    needs was left to the job meanwhile or is now that it has ended, and they took more than the job
+    did beyond its plan."""
     left, beyond = after, 0
     if one.of == "host":
         beyond = max(result.host_peak_bytes - one.predicted_bytes, 0)
@@ -63,9 +70,11 @@ def _is_own(one: RanOut, before: int, after: int, result: RunResult) -> bool:
 
 
 def add(exceeded: Exceeded, one: RanOut, run: RunDir, host_peak_bytes: int = 0) -> Exceeded:
-    """With another shortage; written down. One that says nothing about plans is written down and changes nothing.
+    """With another shortage; written down. One that says nothing about plans is written down and
+    changes nothing.
 
-    Where the job took more host RAM than was predicted, predictions are corrected by that share from now on."""
+    Where the job took more host RAM than was predicted, predictions are corrected by that share
+    from now on."""
     write(run, (*read(run), one))
     if not one.rules:
         return exceeded
@@ -75,7 +84,9 @@ def add(exceeded: Exceeded, one: RanOut, run: RunDir, host_peak_bytes: int = 0) 
     return replace(exceeded, host=host, ran_out=(*exceeded.ran_out, one))
 
 
-def add_refuted(exceeded: Exceeded, compared: Comparison, plan: Plan, planned_on: Machine, run: RunDir) -> Exceeded:
+def add_refuted(
+    exceeded: Exceeded, compared: Comparison, plan: Plan, planned_on: Machine, run: RunDir
+) -> Exceeded:
     """With a plan whose second step took more than there is; written down."""
     memory = plan.estimate
     predicted = {
@@ -90,12 +101,16 @@ def add_refuted(exceeded: Exceeded, compared: Comparison, plan: Plan, planned_on
             limit = min(gpu.total_bytes for gpu in planned_on.gpus)
         one = RanOut(of, "step", plan.strategy, predicted[of], measured, limit, available)
         found = add(found, one, run)
-    return replace(found, device=max(found.device, compared.exceeded), host=max(found.host, compared.host_exceeded))
+    return replace(
+        found,
+        device=max(found.device, compared.exceeded),
+        host=max(found.host, compared.host_exceeded),
+    )
 
 
 def read(run: RunDir) -> tuple[RanOut, ...]:
-    """Every shortage that was written down for a run; nothing where the file is not there or damaged, which costs
-    another attempt."""
+    """Every shortage that was written down for a run; nothing where the file is not there or
+    damaged, which costs another attempt."""
     try:
         return FILE.validate_json(run.evidence_file.read_bytes())
     except (FileNotFoundError, ValueError):
@@ -125,15 +140,23 @@ def counting(exceeded: Exceeded, machine: Machine) -> Exceeded:
 
 
 def words(exceeded: Exceeded, machine: Machine) -> str:
-    """The sentence of an error that names the shortages which rule plans out, and what overrides them."""
+    """The sentence of an error that names the shortages which rule plans out, and what overrides
+    them."""
     said = []
     for one in exceeded.ran_out:
         where = "host RAM" if one.of == "host" else "memory of the card"
         now = available_bytes(one.of, machine, one.candidate)
         took = f"took {gib(one.measured_bytes)}" if one.measured_bytes else "ran out"
-        then = f" with {gib(one.available_bytes)} of {gib(one.limit_bytes)} available" if one.limit_bytes else ""
-        said.append(f"{estimate.describe(one.candidate)} {took} of {where} in {one.section}{then}, now {gib(now)}")
+        then = (
+            f" with {gib(one.available_bytes)} of {gib(one.limit_bytes)} available"
+            if one.limit_bytes
+            else ""
+        )
+        said.append(
+            f"{estimate.describe(one.candidate)} {took} of {where} in {one.section}{then}, now"
+            f" {gib(now)}"
+        )
     return (
-        f"This counts what earlier attempts of this run have shown (evidence.json in its folder): {'; '.join(said)}."
-        " --assume-fits starts all the same, from the last checkpoint"
+        "This counts what earlier attempts of this run have shown (evidence.json in its folder):"
+        f" {'; '.join(said)}. --assume-fits starts all the same, from the last checkpoint"
     )

@@ -7,10 +7,12 @@ from typing import Literal
 
 from launch.schema.result import Failure
 
-# Kinds that may pass by themselves: a kill, a link that failed once, a port whose holder ends. A configuration, data, a
-# full disk, a shortage of memory, a number that is not finite and a machine that never joined come again.
+# Kinds that may pass by themselves: a kill, a link that failed once, a port whose holder ends. A
+# configuration, data, a full disk, a shortage of memory, a number that is not finite and a machine
+# that never joined come again.
 PASSING = frozenset({"killed", "hang", "network", "nccl", "collective_timeout", "port"})
-# Of these, such that ended an attempt which had trained: a card or native code that worked so long often does again.
+# Of these, such that ended an attempt which had trained: a card or native code that worked so long
+# often does again.
 AFTER_PROGRESS = frozenset({"crash", "unknown", "signal", "gpu_broken"})
 NO_PROGRESS = 3  # restarts in a row that committed no new step
 MEMORY = frozenset({"device_oom", "host_oom", "host_pressure"})  # another plan may take less
@@ -32,7 +34,8 @@ class History:
 
     restarts: int = 0
     in_vain: int = 0  # restarts since the last newly committed step
-    ends: list[tuple[str, int]] = field(default_factory=list)  # (kind, last step) of each failed attempt
+    # (kind, last step) of each failed attempt
+    ends: list[tuple[str, int]] = field(default_factory=list)
 
 
 def decide(
@@ -47,10 +50,11 @@ def decide(
 ) -> Next:
     """What follows a failed attempt, which is then part of `history`.
 
-    The attempt began at the committed step `began` and reached step `reached`; `committed` is the newest step that a
-    checkpoint holds now (0: none), `limit` is launch.max_restarts, `replans` whether launch.on_oom says so. Plans after
-    a shortage of memory are not counted here: each takes less than the one before. `is_plans_fault` is False for a
-    shortage that others caused, or tokenising: it may pass."""
+    The attempt began at the committed step `began` and reached step `reached`; `committed` is the
+    newest step that a checkpoint holds now (0: none), `limit` is launch.max_restarts, `replans`
+    whether launch.on_oom says so. Plans after a shortage of memory are not counted here: each takes
+    less than the one before. `is_plans_fault` is False for a shortage that others caused, or
+    tokenising: it may pass."""
     has_new = committed > began
     history.in_vain = 0 if has_new else history.in_vain
     is_memory = failure.kind in MEMORY
@@ -61,10 +65,17 @@ def decide(
     end = (failure.kind, reached)
     is_poison = end in history.ends and reached > 0
     history.ends.append(end)
-    if failure.kind not in PASSING and not is_memory and not (failure.kind in AFTER_PROGRESS and reached > began):
+    if (
+        failure.kind not in PASSING
+        and not is_memory
+        and not (failure.kind in AFTER_PROGRESS and reached > began)
+    ):
         return Next("stop")
     if is_poison:
-        return Next("stop", f"step {reached} ended in the same failure before ({failure.kind}): no further restart")
+        return Next(
+            "stop",
+            f"step {reached} ended in the same failure before ({failure.kind}): no further restart",
+        )
     if history.in_vain >= NO_PROGRESS:
         return Next("stop", f"{NO_PROGRESS} restarts committed no new step: no further one")
     if history.restarts >= limit:
@@ -73,4 +84,8 @@ def decide(
     history.restarts += 1
     history.in_vain += 1
     source = f"from step {committed}" if committed else "from the beginning"
-    return Next("again", f"restart {history.restarts} of {limit} in {wait_s:.0f} s, {source}: {failure.cause}", wait_s)
+    return Next(
+        "again",
+        f"restart {history.restarts} of {limit} in {wait_s:.0f} s, {source}: {failure.cause}",
+        wait_s,
+    )

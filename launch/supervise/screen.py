@@ -1,4 +1,5 @@
-"""What a person sees while a run trains: a bar on a terminal, a line a log interval anywhere else."""
+"""What a person sees while a run trains: a bar on a terminal, a line a log interval anywhere
+else."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ from typing import Any, TextIO, cast
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from launch.base.text import shown
@@ -32,8 +40,8 @@ SECTION_WORDS = {
 
 
 class _Output:
-    """A stream that takes everything once nobody reads on: its pipe or terminal is closed, the disk behind it full.
-    Training and its log go on."""
+    """A stream that takes everything once nobody reads on: its pipe or terminal is closed, the disk
+    behind it full. Training and its log go on."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -55,7 +63,8 @@ class _Output:
             self._give_up()
 
     def _give_up(self) -> None:
-        if self._stream is sys.__stdout__:  # what is left in its buffer would fail once more at the end
+        # what is left in its buffer would fail once more at the end
+        if self._stream is sys.__stdout__:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             for number in _same_device(self._stream.fileno()):
                 os.dup2(nowhere, number)
@@ -63,7 +72,8 @@ class _Output:
 
 
 def _same_device(number: int) -> list[int]:
-    """The standard streams that lead where this one does; to a terminal that is gone, all of them."""
+    """The standard streams that lead where this one does; to a terminal that is gone, all of
+    them."""
     asked = os.fstat(number)
     if not stat.S_ISCHR(asked.st_mode):
         return [number]
@@ -101,7 +111,10 @@ class Screen:
                 log.flush()
             except OSError as error:  # the attempt's folder has the ranks' own lines
                 self._logs.remove(log)
-                self._print(f"the log ends here, training goes on: {error.filename or 'log'}: {error.strerror}")
+                self._print(
+                    f"the log ends here, training goes on: {error.filename or 'log'}:"
+                    f" {error.strerror}"
+                )
 
     def start(self, attempt: AttemptDir) -> None:
         self._attempt = attempt
@@ -119,7 +132,9 @@ class Screen:
             console=self._console,
         )
         self._task = self._progress.add_task("starting", total=None)
-        self._live = Live(self._shown(), console=self._console, refresh_per_second=4, transient=False)
+        self._live = Live(
+            self._shown(), console=self._console, refresh_per_second=4, transient=False
+        )
         self._live.start()
 
     def update(self) -> None:

@@ -17,11 +17,13 @@ Result = TypeVar("Result")
 
 ECHO_S = 1.0  # timeout(1) sends a signal twice; later, the same one again is impatience
 AGAIN_S = 0.1  # between two tries to end what a stop interrupts
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # SIGUSR1: Slurm's early warning
+# SIGUSR1: Slurm's early warning
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Told:
-    """What signals have told this process. Until collect() a stop ends it at once (Interrupted): nothing runs yet."""
+    """What signals have told this process. Until collect() a stop ends it at once (Interrupted):
+    nothing runs yet."""
 
     def __init__(self) -> None:
         self.stop: int | None = None  # the first one's number
@@ -36,7 +38,8 @@ class Told:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def interrupting(self, work: Callable[P, Result]) -> Callable[P, Result]:
-        """The same function, which a stop ends at once (Interrupted), even one that came before it was called."""
+        """The same function, which a stop ends at once (Interrupted), even one that came before it
+        was called."""
 
         def interruptible(*args: P.args, **kwargs: P.kwargs) -> Result:
             self._raises = True
@@ -64,10 +67,11 @@ class Told:
             self.interrupt(number, frame)
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Raise Interrupted, unless that is under way; asked again and again (SIGALRM) until collect().
+        """Raise Interrupted, unless that is under way; asked again and again (SIGALRM) until
+        collect().
 
-        An exception that comes while Python runs what it runs beside the program (logging's hook after a fork, a
-        destructor) is printed and lost."""
+        An exception that comes while Python runs what it runs beside the program (logging's hook
+        after a fork, a destructor) is printed and lost."""
         beside = frame is not None and frame.f_globals.get("__name__") == "logging"
         if self._raises and self.stop is not None and not beside and not _is_under_way():
             raise Interrupted(self.stop)
@@ -83,7 +87,8 @@ def _is_under_way() -> bool:
 
 @contextmanager
 def signals() -> Iterator[Told]:
-    """Signals are collected instead of dying from them; SIGHUP that nohup has switched off stays off."""
+    """Signals are collected instead of dying from them; SIGHUP that nohup has switched off stays
+    off."""
     told = Told()
     numbers = [*STOPS, signal.SIGUSR2]
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:

@@ -1,4 +1,5 @@
-"""The ranks of one attempt, from their start until nothing of them is left: stop them, warn, find what hangs."""
+"""The ranks of one attempt, from their start until nothing of them is left: stop them, warn, find
+what hangs."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ LOAD_GRACE_S = 10.0  # for ranks that have trained nothing yet
 STACKS_S = 2.0  # for stacks to be written
 HANG_GRACE_S = 10.0  # between SIGTERM and SIGKILL of ranks that hang
 ALONE_GRACE_S = 10.0  # for a launcher one of whose ranks has ended, and for its other ranks
-REPORT_S = 2.0  # for the launcher to say which rank ended how, once the ranks that were left are ended too
+# for the launcher to say which rank ended how, once the ranks that were left are ended too
+REPORT_S = 2.0
 STACKS_SIGNAL = signal.SIGQUIT
 
 
@@ -36,16 +38,19 @@ class Ended:
 
     returncode: int = 0  # of the launcher; negative: the signal that ended it
     host_peak_bytes: int = 0
-    host_left_bytes: int = 0  # least of what the job had and what was free beside it; 0: not measured
+    # least of what the job had and what was free beside it; 0: not measured
+    host_left_bytes: int = 0
     is_refuted: bool = False  # the second step took more than was planned
     hang: str = ""  # which rank was silent, where and how long
     pressure: str = ""  # why the host's RAM was about to run out
-    ended_ranks: list[int] = field(default_factory=list)  # pids: left by a rank that had ended, and ended here
+    # pids: left by a rank that had ended, and ended here
+    ended_ranks: list[int] = field(default_factory=list)
     unkillable: list[int] = field(default_factory=list)
 
 
 class Watch:
-    """Watches a launcher and its ranks; `told` and the host say when to stop them, heartbeats when they hang."""
+    """Watches a launcher and its ranks; `told` and the host say when to stop them, heartbeats when
+    they hang."""
 
     def __init__(
         self,
@@ -87,7 +92,8 @@ class Watch:
                     self._screen.say(line)
         finally:
             self._screen.stop()
-            left = processes.end_tree(self._run.tag)  # nothing outlives the attempt, however it ended
+            # nothing outlives the attempt, however it ended
+            left = processes.end_tree(self._run.tag)
         self._ended.unkillable = [process.pid for process in left]
         if not left:
             child.wait()
@@ -131,7 +137,8 @@ class Watch:
         return self._ended.is_refuted
 
     def _stop(self, child: subprocess.Popen[bytes], beats: list[Beat], now: float) -> bool:
-        """Pass a stop or a wish on to the ranks, not to their launcher, which would end them; whether to kill."""
+        """Pass a stop or a wish on to the ranks, not to their launcher, which would end them;
+        whether to kill."""
         if self._told.save and beats:
             self._told.save = False
             processes.send(beats[0].pid, signal.SIGUSR2)
@@ -140,11 +147,16 @@ class Watch:
         if self._stopping_since is None:
             self._stopping_since = now
             if self._told.stop is not None:
-                self._screen.say(f"{signal.Signals(self._told.stop).name}: the ranks save and stop; again: at once")
+                self._screen.say(
+                    f"{signal.Signals(self._told.stop).name}: the ranks save and stop; again: at"
+                    " once"
+                )
         number = signal.SIGINT if self._told.stop == signal.SIGINT else signal.SIGTERM
         for beat in beats:
             with suppress(psutil.NoSuchProcess):  # it has just ended
-                if beat.pid not in self._signalled and processes.is_tagged(psutil.Process(beat.pid), self._run.tag):
+                if beat.pid not in self._signalled and processes.is_tagged(
+                    psutil.Process(beat.pid), self._run.tag
+                ):
                     self._signalled.add(beat.pid)
                     processes.send(beat.pid, number)
         if not beats and not self._signalled and child.poll() is None:
@@ -172,15 +184,20 @@ class Watch:
         self._screen.say(f"{silent}; stacks of all ranks: {self._attempt.root}/ranks/*/stacks.txt")
         for beat in beats:
             processes.send(beat.pid, STACKS_SIGNAL)
-            processes.send(beat.pid, signal.SIGCONT)  # one that was stopped writes its stacks only now
+            # one that was stopped writes its stacks only now
+            processes.send(beat.pid, signal.SIGCONT)
         return False
 
     def _is_alone(self, child: subprocess.Popen[bytes], beats: list[Beat], now: float) -> bool:
-        """End the ranks that are left where one has ended and they have not followed; whether to kill the launcher.
+        """End the ranks that are left where one has ended and they have not followed; whether to
+        kill the launcher.
 
-        In a collective of NCCL a rank takes no signal but SIGKILL, and torchrun's agent, which sends SIGTERM, waits for
-        it: killed with its ranks it would never say which of them ended first, and how."""
-        trained = [beat for beat in heartbeats.read_all(self._attempt) if beat.section != "tokenise"]
+        In a collective of NCCL a rank takes no signal but SIGKILL, and torchrun's agent, which
+        sends SIGTERM, waits for it: killed with its ranks it would never say which of them ended
+        first, and how."""
+        trained = [
+            beat for beat in heartbeats.read_all(self._attempt) if beat.section != "tokenise"
+        ]
         if child.poll() is not None or all(processes.is_alive(beat.pid) for beat in trained):
             return False
         self._alone_since = self._alone_since or now
@@ -197,7 +214,7 @@ class Watch:
         if beat.pid not in self._ended.ended_ranks:
             self._ended.ended_ranks.append(beat.pid)
             self._screen.say(
-                f"rank {beat.rank} (process {beat.pid}, {beat.section}) is ended: another rank ended {waited_s:.0f} s"
-                " ago, and it did not follow"
+                f"rank {beat.rank} (process {beat.pid}, {beat.section}) is ended: another rank"
+                f" ended {waited_s:.0f} s ago, and it did not follow"
             )
         processes.send(beat.pid, signal.SIGKILL)

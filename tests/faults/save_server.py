@@ -1,8 +1,10 @@
-"""A rank that has trained a few steps and then saves as often as it is asked to, each time in a forked copy of itself.
+"""A rank that has trained a few steps and then saves as often as it is asked to, each time in a
+forked copy of itself.
 
-On each line of standard input, "<folder of checkpoints> <step>", a child takes that folder as its run's, stops itself
-until somebody has traced it, and saves. Standard output answers "<pid of the child>", then, when it has ended,
-"<wait status>". Whoever starts this sets OMP_NUM_THREADS=1: threads do not survive a fork."""
+On each line of standard input, "<folder of checkpoints> <step>", a child takes that folder as its
+run's, stops itself until somebody has traced it, and saves. Standard output answers "<pid of the
+child>", then, when it has ended, "<wait status>". Whoever starts this sets OMP_NUM_THREADS=1:
+threads do not survive a fork."""
 
 from __future__ import annotations
 
@@ -59,4 +61,6 @@ if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what training says goes into the log
     start = attach.from_run_dir(RunDir(Path(sys.argv[1])), int(sys.argv[2]))
-    run.train(start, attach.open_run, [], lambda trainer: trainer.add_callback(Server(trainer, answers)))
+    run.train(
+        start, attach.open_run, [], lambda trainer: trainer.add_callback(Server(trainer, answers))
+    )

@@ -1,4 +1,5 @@
-"""A rank that hangs is found by its heartbeat, its stacks are kept, and the run goes on; a slow one is only named."""
+"""A rank that hangs is found by its heartbeat, its stacks are kept, and the run goes on; a slow one
+is only named."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from tests import stopping
 
 @pytest.mark.shows("F27", "SIGSTOP to one rank; its state is read: stopped")
 @pytest.mark.parametrize("goes_on", [True, pytest.param(False, marks=pytest.mark.fast_faults)])
-def test_a_stopped_rank_is_found_its_stacks_are_saved_and_the_run_is_started_again(tmp_path, injected, goes_on):
+def test_a_stopped_rank_is_found_its_stacks_are_saved_and_the_run_is_started_again(
+    tmp_path, injected, goes_on
+):
     launch = {"hang_floor_s": 4, "max_restarts": 10 if goes_on else 0}
     with stopping.launched(tmp_path, launch=launch) as child:
         child.until("two checkpoints", lambda: len(child.committed()) >= 2)
@@ -25,7 +28,10 @@ def test_a_stopped_rank_is_found_its_stacks_are_saved_and_the_run_is_started_aga
         assert f"rank 1 (process {rank.pid}, stopped) hangs" in child.said()
         first = child.run.attempt(1)
         if goes_on:
-            child.until("a second attempt", lambda: len(child.run.attempts()) == 2 and child.section() == "step")
+            child.until(
+                "a second attempt",
+                lambda: len(child.run.attempts()) == 2 and child.section() == "step",
+            )
             assert "restart 1 of 10 in 1 s, from step" in child.said()
             child.process.send_signal(signal.SIGTERM)
             assert child.wait() == 75, child.said()
@@ -45,20 +51,32 @@ def test_a_stopped_process_that_tokenises_is_found_and_started_again(tmp_path, i
         (tokenising,) = child.ranks(1)
         tokenising.send_signal(signal.SIGSTOP)
         injected()
-        child.until("the verdict", lambda: f"rank 0 (process {tokenising.pid}, stopped) hangs" in child.said())
-        child.until("a second attempt", lambda: len(child.run.attempts()) == 2 and child.section() == "step")
+        child.until(
+            "the verdict",
+            lambda: f"rank 0 (process {tokenising.pid}, stopped) hangs" in child.said(),
+        )
+        child.until(
+            "a second attempt", lambda: len(child.run.attempts()) == 2 and child.section() == "step"
+        )
         assert "restart 1 of " in child.said()
         child.process.send_signal(signal.SIGTERM)
         assert child.wait() == 75, child.said()
         assert child.left() == []
 
 
-@pytest.mark.shows("F20", "F53", "6 s in each save of one rank and in each evaluation; marks counted")
+@pytest.mark.shows(
+    "F20", "F53", "6 s in each save of one rank and in each evaluation; marks counted"
+)
 def test_slow_saves_and_evaluations_are_no_hang(tmp_path):
     """Each takes longer than a step may."""
     sleep = "import time; time.sleep(6)"
     faults = {
-        "save": {"module": "training.checkpoints.commit", "attribute": "describe", "do": sleep, "rank": 1},
+        "save": {
+            "module": "training.checkpoints.commit",
+            "attribute": "describe",
+            "do": sleep,
+            "rank": 1,
+        },
         "evaluation": {
             "module": "training.control.stop_callback",
             "attribute": "Obey.between_batches",
@@ -67,7 +85,9 @@ def test_slow_saves_and_evaluations_are_no_hang(tmp_path):
         },
     }
     training = {"num_train_epochs": 2, "save_steps": 5}
-    with stopping.launched(tmp_path, faults=faults, launch={"hang_floor_s": 4}, training=training) as child:
+    with stopping.launched(
+        tmp_path, faults=faults, launch={"hang_floor_s": 4}, training=training
+    ) as child:
         assert child.wait() == 0, child.said()
         assert stopping.fired(tmp_path, "save") == 3
         assert stopping.fired(tmp_path, "evaluation") == 2
@@ -97,7 +117,9 @@ def tenth_of_a_cpu():
 @pytest.mark.shows("F28", "a cgroup of a tenth of a CPU for one rank; the pace of its steps drops")
 def test_a_rank_with_a_tenth_of_a_cpu_is_named_and_not_ended(tmp_path, tenth_of_a_cpu):
     with stopping.launched(
-        tmp_path, launch={"hang_floor_s": 8}, training={"save_steps": 100_000, "eval_steps": 100_000}
+        tmp_path,
+        launch={"hang_floor_s": 8},
+        training={"save_steps": 100_000, "eval_steps": 100_000},
     ) as child:
         child.until("steps", lambda: child.section() == "step")
         time.sleep(45)  # to know its pace
@@ -124,12 +146,15 @@ def frozen(tmp_path):
     os.system(f"fsfreeze -u {folder}; umount -l {folder}")
 
 
-@pytest.mark.shows("F29", "a write into a frozen ext4; a mark, and SIGKILL leaves the process there")
+@pytest.mark.shows(
+    "F29", "a write into a frozen ext4; a mark, and SIGKILL leaves the process there"
+)
 def test_a_process_that_nothing_can_end_is_named_and_the_supervisor_ends(tmp_path, frozen):
     folder, freeze = frozen
     write = f"open({str(folder / 'file')!r}, 'w').write('x' * 9999)"
     fault = stopping.at_step(
-        "args[2].global_step if os.path.exists(os.environ['LOWMEM_FAULT_MARKS'] + '/go') else -1", write
+        "args[2].global_step if os.path.exists(os.environ['LOWMEM_FAULT_MARKS'] + '/go') else -1",
+        write,
     )
     launch = {"hang_floor_s": 4, "max_restarts": 3}
     with stopping.launched(tmp_path, faults={"stuck": fault}, launch=launch) as child:
@@ -140,4 +165,5 @@ def test_a_process_that_nothing_can_end_is_named_and_the_supervisor_ends(tmp_pat
         child.until("it is stuck", lambda: stopping.fired(tmp_path, "stuck"))
         assert child.wait(within_s=90) == 7, child.said()
         assert f"not even SIGKILL ended process {rank.pid}" in child.said()
-        assert len(child.run.attempts()) == 1  # beside a process that still holds the run's memory none is started
+        # beside a process that still holds the run's memory none is started
+        assert len(child.run.attempts()) == 1

@@ -1,4 +1,5 @@
-"""A run that is out of memory is planned again with the effective batch held, and ends with the model."""
+"""A run that is out of memory is planned again with the effective batch held, and ends with the
+model."""
 
 from __future__ import annotations
 
@@ -38,13 +39,20 @@ def step_fault(when: str, words: str, rank: int | None) -> dict[str, Any]:
 def long_rows(folder: Path, count: int) -> dict[str, Any]:
     """The data section of rows that are all longer than its max_length."""
     rows = [{"prompt": f"row {i}", "response": " ".join(builders.WORDS * 40)} for i in range(count)]
-    return {"max_length": 256, "train_file": str(builders.write_parquet(folder / "long.parquet", rows))}
+    return {
+        "max_length": 256,
+        "train_file": str(builders.write_parquet(folder / "long.parquet", rows)),
+    }
 
 
 def batches(run: RunDir) -> list[tuple[int, int, int]]:
     """(micro-batch, accumulation, evaluation batch) of each attempt."""
     plans = [json.loads(attempt.plan_file.read_text()) for attempt in run.attempts()]
-    keys = ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size")
+    keys = (
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "per_device_eval_batch_size",
+    )
     return [tuple(plan["strategy"][key] for key in keys) for plan in plans]
 
 
@@ -56,7 +64,10 @@ def losses(run: Path) -> dict[int, float]:
 def uninterrupted(tmp_path: Path) -> dict[int, float]:
     """The losses of the same run where nothing is short."""
     with stopping.launched(
-        tmp_path, house="whole", words=(f"--output_dir={tmp_path / 'whole_model'}",), training=TRAINING
+        tmp_path,
+        house="whole",
+        words=(f"--output_dir={tmp_path / 'whole_model'}",),
+        training=TRAINING,
     ) as child:
         assert child.wait() == 0, child.said()
         return losses(child.run.root)
@@ -66,8 +77,11 @@ def uninterrupted(tmp_path: Path) -> dict[int, float]:
 def test_a_rank_that_alone_is_out_of_memory_hangs_nobody_and_smaller_pieces_train_the_same(
     tmp_path, uninterrupted, words
 ):
-    """On one of two ranks, after the first checkpoint, as long as a micro-batch has more than two samples."""
-    fault = step_fault("args[2]['labels'].shape[0] > 2 and args[0].state.global_step >= 3", words, rank=1)
+    """On one of two ranks, after the first checkpoint, as long as a micro-batch has more than two
+    samples."""
+    fault = step_fault(
+        "args[2]['labels'].shape[0] > 2 and args[0].state.global_step >= 3", words, rank=1
+    )
     with stopping.launched(tmp_path, faults={"oom": fault}, training=TRAINING) as child:
         assert child.wait(within_s=200) == 0, child.said()
         found = batches(child.run)
@@ -94,7 +108,10 @@ def test_by_tokens_a_smaller_budget_follows(tmp_path):
         assert found[-1][0] <= 2, "no smaller budget"
         assert all(micro * accumulation == 8 for micro, accumulation, _ in found)
         assert stopping.fired(tmp_path, "oom") == len(found) - 1
-        assert "has at most 64 tokens, padding included, as 4 of the longest rows (16) have" in child.said()
+        assert (
+            "has at most 64 tokens, padding included, as 4 of the longest rows (16) have"
+            in child.said()
+        )
         assert f"has at most {16 * found[-1][0]} tokens, padding included" in child.said()
         assert len(losses(child.run.root)) == 3  # of 45 rows, 16 a step
 
@@ -109,7 +126,9 @@ def test_out_of_memory_in_an_evaluation_lowers_that_and_not_training(tmp_path):
         "do": do,
     }
     with stopping.launched(
-        tmp_path, faults={"oom": fault}, training={**TRAINING, "eval_steps": 3, "per_device_eval_batch_size": 5}
+        tmp_path,
+        faults={"oom": fault},
+        training={**TRAINING, "eval_steps": 3, "per_device_eval_batch_size": 5},
     ) as child:
         assert child.wait(within_s=200) == 0, child.said()
         found = batches(child.run)
@@ -119,7 +138,8 @@ def test_out_of_memory_in_an_evaluation_lowers_that_and_not_training(tmp_path):
 
 
 def test_out_of_memory_in_saving_does_not_touch_training(tmp_path):
-    """No other cut of the batch would change what a save takes, and on CPUs nothing holds fewer states: it says so."""
+    """No other cut of the batch would change what a save takes, and on CPUs nothing holds fewer
+    states: it says so."""
     do = f"import torch\nraise torch.OutOfMemoryError({CUDA!r})"
     when = "args[0].state.global_step >= 4"
     fault = {
@@ -146,7 +166,10 @@ def test_where_nothing_smaller_is_left_the_run_ends_with_its_cause(tmp_path):
         assert "no other plan" in child.said()
         assert 'fix    see the line "no other plan" above' in child.said()
         assert len(found) == len(set(found)) == 3, "a start makes three plans, each of them once"
-        assert "3 plans took more memory than there is: this start makes no further one" in child.said()
+        assert (
+            "3 plans took more memory than there is: this start makes no further one"
+            in child.said()
+        )
         assert child.left() == []
 
 
@@ -194,7 +217,8 @@ def cgroup() -> Iterator[Path]:
 
 @pytest.fixture
 def large(tmp_path: Path) -> tuple[str, RunDir, int]:
-    """A batch that takes much of the host, trained with enough: its command line, that run, its predicted bytes."""
+    """A batch that takes much of the host, trained with enough: its command line, that run, its
+    predicted bytes."""
     recipe = builders.recipe(
         tmp_path,
         training={"num_train_epochs": 1, "save_steps": 2, "per_device_train_batch_size": 128},
@@ -210,13 +234,20 @@ def large(tmp_path: Path) -> tuple[str, RunDir, int]:
 
 def within(house: Path, line: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", "-c", line], env=builders.environment(house), capture_output=True, text=True, timeout=300
+        ["bash", "-c", line],
+        env=builders.environment(house),
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
 
 
-@pytest.mark.shows("F11", "a batch forced on a cgroup of 0.8 of its prediction; the kernel's oom_kill counter grew")
+@pytest.mark.shows(
+    "F11", "a batch forced on a cgroup of 0.8 of its prediction; the kernel's oom_kill counter grew"
+)
 def test_the_kernels_kill_in_a_cgroup_too_small_is_planned_again_within_it(tmp_path, cgroup, large):
-    """The batch is forced on a cgroup that cannot hold it; without the guard, so that it is the kernel who says so."""
+    """The batch is forced on a cgroup that cannot hold it; without the guard, so that it is the
+    kernel who says so."""
     words, whole, needed_bytes = large
     (cgroup / "memory.limit_in_bytes").write_text(str(int(needed_bytes * 0.8)))
     done = within(tmp_path / "house", f'echo $$ > "{cgroup}/cgroup.procs"; {words} --assume-fits')
@@ -225,33 +256,45 @@ def test_the_kernels_kill_in_a_cgroup_too_small_is_planned_again_within_it(tmp_p
     assert int(kills["oom_kill"]) >= 1
     assert "the cgroup's oom_kill counter grew by" in done.stdout
     assert "the effective batch stays 128" in done.stdout
-    assert losses(builders.only_run(tmp_path / "house")) == pytest.approx(losses(whole.root), rel=1e-5)
+    assert losses(builders.only_run(tmp_path / "house")) == pytest.approx(
+        losses(whole.root), rel=1e-5
+    )
 
 
 @pytest.mark.shows("F12", "ulimit -v below what a batch takes; the allocator's own words")
 def test_an_allocator_that_an_rlimit_refuses_is_planned_again(tmp_path, large):
     """RLIMIT_AS: malloc itself fails, in the rank."""
     words, whole, needed_bytes = large
-    done = within(tmp_path / "house", f"ulimit -v {(needed_bytes >> 10) + (1 << 20)}; {words} --assume-fits")
+    done = within(
+        tmp_path / "house", f"ulimit -v {(needed_bytes >> 10) + (1 << 20)}; {words} --assume-fits"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the host ran out of memory" in done.stdout
     assert "the effective batch stays 128" in done.stdout
-    assert losses(builders.only_run(tmp_path / "house")) == pytest.approx(losses(whole.root), rel=1e-5)
+    assert losses(builders.only_run(tmp_path / "house")) == pytest.approx(
+        losses(whole.root), rel=1e-5
+    )
 
 
-HOG = "import os, time; [os.fork() for _ in range(3)]; held = b'x' * (200 << 20); time.sleep(600)"  # 8 processes
+# 8 processes
+HOG = "import os, time; [os.fork() for _ in range(3)]; held = b'x' * (200 << 20); time.sleep(600)"
 
 
 def test_what_another_process_took_does_not_keep_the_run_from_going_on(tmp_path, cgroup):
-    """Processes that are smaller than a rank, which the kernel therefore ends, take most of the cgroup, and end."""
+    """Processes that are smaller than a rank, which the kernel therefore ends, take most of the
+    cgroup, and end."""
     (cgroup / "memory.limit_in_bytes").write_text(str(2 << 30))
     launch = {"num_processes": 1, "host_reserve_gib": 0.0, "host_stop_fraction": 0.0}
     recipe = builders.recipe(tmp_path, training=stopping.ENDLESS, launch=launch)
     inside = f'echo $$ > "{cgroup}/cgroup.procs"; exec "{sys.executable}"'
     argv = ("bash", "-c", f'{inside} -m launch run "{recipe}"')
-    with stopping.ended(stopping.Child(tmp_path, argv, tmp_path / "house", tmp_path / "out")) as child:
+    with stopping.ended(
+        stopping.Child(tmp_path, argv, tmp_path / "house", tmp_path / "out")
+    ) as child:
         child.until("a checkpoint", child.committed, within_s=300)
-        with subprocess.Popen(["bash", "-c", f'{inside} -c "{HOG}"'], start_new_session=True) as hog:
+        with subprocess.Popen(
+            ["bash", "-c", f'{inside} -c "{HOG}"'], start_new_session=True
+        ) as hog:
             try:
                 assert child.wait(within_s=300) == 6, child.said()
             finally:
@@ -265,12 +308,15 @@ def test_what_another_process_took_does_not_keep_the_run_from_going_on(tmp_path,
     again = within(tmp_path / "house", f'{inside} -m launch run "{recipe}" --dry-run')
     assert again.returncode == 0, again.stderr
     assert "continuing tiny-" in again.stdout
-    child.run.evidence_file.write_text(json.dumps([seen | {"is_own": True}]))  # as if it had been the job
+    # as if it had been the job
+    child.run.evidence_file.write_text(json.dumps([seen | {"is_own": True}]))
     flags = "--dry-run --allow=[lora.r]"  # there is none: no other recipe is planned, to be offered
     refused = within(tmp_path / "house", f'{inside} -m launch run "{recipe}" {flags}')
     assert refused.returncode == 3
     assert "ran out of host RAM in" in refused.stderr
     assert "--assume-fits starts all the same, from the last checkpoint" in refused.stderr
-    assumed = within(tmp_path / "house", f'{inside} -m launch run "{recipe}" --dry-run --assume-fits')
+    assumed = within(
+        tmp_path / "house", f'{inside} -m launch run "{recipe}" --dry-run --assume-fits'
+    )
     assert assumed.returncode == 0, assumed.stderr
     assert "continuing tiny-" in assumed.stdout

@@ -1,4 +1,5 @@
-"""A failure that may pass is followed by another attempt from the last checkpoint; one that comes again is not."""
+"""A failure that may pass is followed by another attempt from the last checkpoint; one that comes
+again is not."""
 
 from __future__ import annotations
 
@@ -21,23 +22,36 @@ BOOM = "raise RuntimeError('boom')"
 def test_kill_minus_nine_of_a_rank_restarts_and_the_end_is_that_of_an_uninterrupted_run(tmp_path):
     training = {"num_train_epochs": 5, "save_steps": 4}
     with stopping.launched(
-        tmp_path, house="whole", words=(f"--output_dir={tmp_path / 'whole_model'}",), training=training
+        tmp_path,
+        house="whole",
+        words=(f"--output_dir={tmp_path / 'whole_model'}",),
+        training=training,
     ) as child:
         assert child.wait() == 0, child.said()
     fault = stopping.at_step("10", KILL, times=1)
-    with stopping.launched(tmp_path, house="killed", faults={"kill": fault}, training=training) as child:
+    with stopping.launched(
+        tmp_path, house="killed", faults={"kill": fault}, training=training
+    ) as child:
         assert child.wait() == 0, child.said()
         said = child.said()
         assert stopping.fired(tmp_path, "kill") == 1
-        assert said.count("restart 1 of 10 in 1 s, from step 8: somebody killed a process of the run") == 1
+        assert (
+            said.count("restart 1 of 10 in 1 s, from step 8: somebody killed a process of the run")
+            == 1
+        )
         assert "resuming from checkpoint-000008" in said
         assert len(child.run.attempts()) == 2
         assert child.left() == []
-    expected, found = builders.weights(tmp_path / "whole_model"), builders.weights(tmp_path / "model")
+    expected, found = (
+        builders.weights(tmp_path / "whole_model"),
+        builders.weights(tmp_path / "model"),
+    )
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
 
 
-@pytest.mark.shows("F5", "kill -9 of accelerate, whose one rank saves and ends; it was alive before")
+@pytest.mark.shows(
+    "F5", "kill -9 of accelerate, whose one rank saves and ends; it was alive before"
+)
 def test_kill_minus_nine_of_the_launcher_of_one_rank_is_no_stop(tmp_path):
     training = {"num_train_epochs": 200, "save_steps": 50}
     with stopping.launched(tmp_path, ranks=1, training=training) as child:
@@ -84,19 +98,25 @@ def test_a_crash_before_the_first_step_is_not_tried_again(tmp_path):
 
 def test_max_restarts_0_means_never_and_a_stop_ends_the_wait_for_a_restart(tmp_path):
     fault = stopping.at_step("7", KILL)
-    with stopping.launched(tmp_path / "never", faults={"kill": fault}, launch={"max_restarts": 0}) as child:
+    with stopping.launched(
+        tmp_path / "never", faults={"kill": fault}, launch={"max_restarts": 0}
+    ) as child:
         assert child.wait() == 1, child.said()
         assert len(child.run.attempts()) == 1
-    with stopping.launched(tmp_path / "stopped", faults={"kill": fault}, training={"save_steps": 1000}) as child:
+    with stopping.launched(
+        tmp_path / "stopped", faults={"kill": fault}, training={"save_steps": 1000}
+    ) as child:
         child.until("a restart", lambda: "restart 1 of 10 in 1 s" in child.said())
         child.process.send_signal(signal.SIGTERM)
         began = time.monotonic()
-        assert child.wait() in (1, 75), child.said()  # of the failure, or of the next attempt that is stopped
+        # of the failure, or of the next attempt that is stopped
+        assert child.wait() in (1, 75), child.said()
         assert time.monotonic() - began < 30
         assert child.left() == []
 
 
-# As a rank waits in a collective of NCCL: inside a library, where no signal's handler of Python ever runs.
+# As a rank waits in a collective of NCCL: inside a library, where no signal's handler of Python
+# ever runs.
 DEAF = """
 import ctypes
 lock, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
@@ -107,9 +127,13 @@ libc.pthread_mutex_lock(lock)
 
 @pytest.mark.fast_faults
 @pytest.mark.shows(
-    "F4", "kill -9 of one rank while the other waits inside a library; it was alive before, and left a mark"
+    "F4",
+    "kill -9 of one rank while the other waits inside a library; it was alive before, and left a"
+    " mark",
 )
-def test_kill_minus_nine_of_a_rank_is_named_where_the_other_takes_no_signal_and_the_run_goes_on(tmp_path, injected):
+def test_kill_minus_nine_of_a_rank_is_named_where_the_other_takes_no_signal_and_the_run_goes_on(
+    tmp_path, injected
+):
     training = {"num_train_epochs": 5, "save_steps": 4}
     deaf = stopping.at_step("6", DEAF, rank=0, times=1)
     with stopping.launched(tmp_path, faults={"deaf": deaf}, training=training) as child:
@@ -120,7 +144,10 @@ def test_kill_minus_nine_of_a_rank_is_named_where_the_other_takes_no_signal_and_
         assert child.wait(240) == 0, child.said()
         said, first, second = child.said(), *child.run.attempts()
         assert f"rank 0 (process {waits.pid}, step) is ended: another rank ended" in said
-        assert said.count("restart 1 of 10 in 1 s, from step 4: somebody killed a process of the run") == 1
+        assert (
+            said.count("restart 1 of 10 in 1 s, from step 4: somebody killed a process of the run")
+            == 1
+        )
         failure = json.loads(first.supervisor_file.read_text())["failure"]
         assert failure["kind"] == "killed"
         assert failure["proof"] == f"the launcher reports SIGKILL for rank 1 (process {killed.pid})"

@@ -1,4 +1,5 @@
-"""A real Slurm of one node ends, stops and moves jobs of configs/slurm/train.sbatch: nothing is lost, none circles."""
+"""A real Slurm of one node ends, stops and moves jobs of configs/slurm/train.sbatch: nothing is
+lost, none circles."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ from tests.slurm import Node
 
 SCRIPT = str(builders.CODE / "configs/slurm/train.sbatch")
 LAST_STEP = 120  # 40 epochs of 45 rows in batches of 16
-TRAINING = {"num_train_epochs": 40, "save_steps": 1000}  # what is saved before the last step, a signal has asked for
+# what is saved before the last step, a signal has asked for
+TRAINING = {"num_train_epochs": 40, "save_steps": 1000}
 DONE = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "PREEMPTED", "NODE_FAIL")
-NO_WARNING = "--signal=B:CONT@1"  # in the place of the script's early signal one that changes nothing
+# in the place of the script's early signal one that changes nothing
+NO_WARNING = "--signal=B:CONT@1"
 SLOW = {  # from its fifth step on the first life would take four minutes
     "module": "training.control.stop_callback",
     "attribute": "Obey.on_step_end",
@@ -68,11 +71,17 @@ class Job:
     """A job that trains the recipe of the test's folder, and its run."""
 
     def __init__(
-        self, node: Node, folder: Path, *options: str, faults: dict[str, Any] | None = None, **training: float
+        self,
+        node: Node,
+        folder: Path,
+        *options: str,
+        faults: dict[str, Any] | None = None,
+        **training: float,
     ) -> None:
         line = (sys.executable, "-m", "launch", "run", str(recipe(folder, **training)))
         self.node, self.folder = node, folder
-        self.marks = folder if faults else folder.with_name(f"{folder.name}-pace")  # a pace is no fault of the test's
+        # a pace is no fault of the test's
+        self.marks = folder if faults else folder.with_name(f"{folder.name}-pace")
         self.marks.mkdir(exist_ok=True)
         inject = stopping.injecting(self.marks, **(faults or {"slow": SLOW}))
         environment = builders.environment(folder / "house", **inject)
@@ -88,7 +97,9 @@ class Job:
         return file.read_text(encoding="utf-8") if file.exists() else ""  # it is Slurm who makes it
 
     def until(self, what: str, true: Callable[[], object], within_s: float = 180) -> None:
-        assert slurm.waited(true, within_s), f"never {what}: {self.node.job(self.number)}\n{self.said()}"
+        assert slurm.waited(true, within_s), (
+            f"never {what}: {self.node.job(self.number)}\n{self.said()}"
+        )
 
     def trains(self) -> None:
         """Wait until its slow steps have begun."""
@@ -96,7 +107,10 @@ class Job:
 
     def saved(self) -> list[int]:
         """Steps of the checkpoints that are there."""
-        return sorted(int(path.parent.name[11:]) for path in self.run.checkpoints.glob("checkpoint-*/manifest.json"))
+        return sorted(
+            int(path.parent.name[11:])
+            for path in self.run.checkpoints.glob("checkpoint-*/manifest.json")
+        )
 
     def ended(self) -> tuple[str, str, str]:
         """(state, exit code:signal, how often it was requeued), once Slurm is done with it."""
@@ -104,7 +118,8 @@ class Job:
         return end["JobState"], end["ExitCode"], end["Restarts"]
 
     def check_resumed(self, unstopped: dict[str, torch.Tensor]) -> None:
-        """It came back once, into its run folder, and ended there with the weights of a run that was not stopped."""
+        """It came back once, into its run folder, and ended there with the weights of a run that
+        was not stopped."""
         assert self.ended() == ("COMPLETED", "0:0", "1"), self.said()
         attempts = self.run.attempts()
         assert len(attempts) == 2
@@ -122,8 +137,12 @@ class Job:
         assert steps == list(range(1, LAST_STEP + 1))
 
 
-@pytest.mark.shows("F50", "Slurm's early signal before a time limit of 3 minutes; the launcher names SIGUSR1")
-def test_the_early_signal_saves_and_the_job_goes_on_in_its_next_life(node, tmp_path, injected, unstopped):
+@pytest.mark.shows(
+    "F50", "Slurm's early signal before a time limit of 3 minutes; the launcher names SIGUSR1"
+)
+def test_the_early_signal_saves_and_the_job_goes_on_in_its_next_life(
+    node, tmp_path, injected, unstopped
+):
     job = Job(node, tmp_path, "--time=3", "--signal=B:USR1@60")
     job.until("warned", lambda: "SIGUSR1: the ranks save" in job.said())
     injected()
@@ -134,9 +153,13 @@ def test_the_early_signal_saves_and_the_job_goes_on_in_its_next_life(node, tmp_p
 
 
 @pytest.mark.shows(
-    "F50", "a time limit of 2 minutes without an early signal; the launcher says that the time is nearly up"
+    "F50",
+    "a time limit of 2 minutes without an early signal; the launcher says that the time is"
+    " nearly up",
 )
-def test_without_an_early_signal_the_launcher_itself_stops_before_the_limit(node, tmp_path, injected, unstopped):
+def test_without_an_early_signal_the_launcher_itself_stops_before_the_limit(
+    node, tmp_path, injected, unstopped
+):
     job = Job(node, tmp_path, "--time=2", NO_WARNING)
     job.until("nearly over", lambda: "the time is nearly up: saving" in job.said())
     injected()
@@ -146,8 +169,12 @@ def test_without_an_early_signal_the_launcher_itself_stops_before_the_limit(node
     assert "TIME LIMIT" not in job.said()
 
 
-@pytest.mark.shows("F50", "an administrator's shorter time limit, which nobody was told of; Slurm says TIME LIMIT")
-def test_at_a_limit_that_came_earlier_than_was_said_sigterm_saves(node, tmp_path, injected, unstopped):
+@pytest.mark.shows(
+    "F50", "an administrator's shorter time limit, which nobody was told of; Slurm says TIME LIMIT"
+)
+def test_at_a_limit_that_came_earlier_than_was_said_sigterm_saves(
+    node, tmp_path, injected, unstopped
+):
     job = Job(node, tmp_path, "--time=30", NO_WARNING)
     job.trains()
     node.ask("scontrol", "update", f"JobId={job.number}", "TimeLimit=1")
@@ -167,9 +194,14 @@ HOW = {  # a job goes back into the queue -> (its partition, what its output say
 }
 
 
-@pytest.mark.shows("F50", "scontrol requeue; a job of higher priority, with and without a grace time; Slurm says which")
+@pytest.mark.shows(
+    "F50",
+    "scontrol requeue; a job of higher priority, with and without a grace time; Slurm says which",
+)
 @pytest.mark.parametrize("how", HOW)
-def test_a_job_that_slurm_sends_back_into_the_queue_saves_and_comes_back_once(node, tmp_path, injected, how, unstopped):
+def test_a_job_that_slurm_sends_back_into_the_queue_saves_and_comes_back_once(
+    node, tmp_path, injected, how, unstopped
+):
     partition, words = HOW[how]
     job = Job(node, tmp_path, "--time=30", f"--partition={partition}")
     job.trains()
@@ -184,7 +216,9 @@ def test_a_job_that_slurm_sends_back_into_the_queue_saves_and_comes_back_once(no
     assert words in job.said()
 
 
-@pytest.mark.shows("F50", "a node that goes down; Slurm says NODE FAILURE, and kills without a warning")
+@pytest.mark.shows(
+    "F50", "a node that goes down; Slurm says NODE FAILURE, and kills without a warning"
+)
 def test_after_a_node_failure_the_last_checkpoint_goes_on(node, tmp_path, unstopped):
     job = Job(node, tmp_path, "--time=30", save_steps=4)
     job.trains()
@@ -213,7 +247,9 @@ def test_a_cancelled_job_saves_and_stays_cancelled(node, tmp_path, injected):
     assert job.saved() == [outcome["step"]]
 
 
-@pytest.mark.shows("F50", "weights that are NaN from the fourth step on; the exit code is the job's")
+@pytest.mark.shows(
+    "F50", "weights that are NaN from the fourth step on; the exit code is the job's"
+)
 def test_a_run_that_fails_is_a_failed_job_with_its_exit_code(node, tmp_path):
     job = Job(node, tmp_path, "--time=30", faults={"nan": NAN})
     assert job.ended() == ("FAILED", "8:0", "0"), job.said()
@@ -223,7 +259,9 @@ def test_a_run_that_fails_is_a_failed_job_with_its_exit_code(node, tmp_path):
 @pytest.mark.shows("F50", "a line that always ends with 75; the lives are counted", code=75)
 def test_a_job_that_always_stops_ends_after_as_many_lives_as_were_asked_for(node, tmp_path):
     environment = builders.environment(tmp_path / "house", MAX_REQUEUES="2")
-    number = node.submit(environment, f"--chdir={tmp_path}", SCRIPT, "bash", "-c", "echo a life; exit 75")
+    number = node.submit(
+        environment, f"--chdir={tmp_path}", SCRIPT, "bash", "-c", "echo a life; exit 75"
+    )
     end = node.until(number, *DONE, within_s=120)
     assert (end["JobState"], end["ExitCode"], end["Restarts"]) == ("FAILED", "75:0", "2")
     said = (tmp_path / f"lowmem-{number}.out").read_text(encoding="utf-8")
@@ -231,13 +269,23 @@ def test_a_job_that_always_stops_ends_after_as_many_lives_as_were_asked_for(node
     assert "requeued 2 times before" in said
 
 
-@pytest.mark.shows("F50", "one task of an array ends with 75; the lives of each are counted", code=75)
+@pytest.mark.shows(
+    "F50", "one task of an array ends with 75; the lives of each are counted", code=75
+)
 def test_of_an_array_only_the_stopped_task_comes_back(node, tmp_path):
     """The job number of the last task that starts is that of the whole array."""
     code = "exit $((SLURM_JOB_ID == SLURM_ARRAY_JOB_ID && ${SLURM_RESTART_COUNT:-0} == 0 ? 75 : 0))"
     line = f"echo a life of $SLURM_ARRAY_TASK_ID; {code}"
-    options = ("--array=0-1", "--cpus-per-task=1", "--gpus-per-node=1", f"--chdir={tmp_path}", "--output=%a.out")
+    options = (
+        "--array=0-1",
+        "--cpus-per-task=1",
+        "--gpus-per-node=1",
+        f"--chdir={tmp_path}",
+        "--output=%a.out",
+    )
     node.submit(builders.environment(tmp_path / "house"), *options, SCRIPT, "bash", "-c", line)
-    assert slurm.waited(lambda: not node.ask("squeue", "--noheader"), within_s=120), node.ask("squeue")
+    assert slurm.waited(lambda: not node.ask("squeue", "--noheader"), within_s=120), node.ask(
+        "squeue"
+    )
     lives = [(tmp_path / f"{task}.out").read_text().count(f"a life of {task}\n") for task in (0, 1)]
     assert sorted(lives) == [1, 2]

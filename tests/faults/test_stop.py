@@ -1,4 +1,5 @@
-"""However a run is told to stop, all ranks end after the same step, with one checkpoint, and nothing is left."""
+"""However a run is told to stop, all ranks end after the same step, with one checkpoint, and
+nothing is left."""
 
 from __future__ import annotations
 
@@ -34,10 +35,16 @@ def check_stopped(child: Child, before: int, exit_code: int = 75) -> None:
     assert child.left() == []
 
 
-@pytest.mark.shows("F6", "F9", "SIGINT, SIGTERM, SIGHUP, SIGUSR1 to the launcher; the signal is named in what it says")
+@pytest.mark.shows(
+    "F6",
+    "F9",
+    "SIGINT, SIGTERM, SIGHUP, SIGUSR1 to the launcher; the signal is named in what it says",
+)
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.fast_faults)])
-def test_a_stop_signal_to_the_launcher_saves_and_the_same_line_continues(tmp_path, injected, name, ranks):
+def test_a_stop_signal_to_the_launcher_saves_and_the_same_line_continues(
+    tmp_path, injected, name, ranks
+):
     with stopping.launched(tmp_path, ranks) as child:
         before = trained(child)
         child.process.send_signal(getattr(signal, name))
@@ -49,11 +56,13 @@ def test_a_stop_signal_to_the_launcher_saves_and_the_same_line_continues(tmp_pat
 
 
 @pytest.mark.shows(
-    "F7", "SIGTERM at a random moment to launcher, accelerate or ranks apart; the outcome says preempted"
+    "F7",
+    "SIGTERM at a random moment to launcher, accelerate or ranks apart; the outcome says preempted",
 )
 @pytest.mark.parametrize("draw", range(8))
 def test_sigterm_at_a_random_moment_to_launcher_agent_or_ranks_apart(tmp_path, injected, draw):
-    """The campaign of which benchmarks.stops runs a hundred; each draw can be repeated by its number."""
+    """The campaign of which benchmarks.stops runs a hundred; each draw can be repeated by its
+    number."""
     rng = random.Random(SEED + draw)
     with stopping.launched(tmp_path) as child:
         stopping.stop_at_random(child, rng)
@@ -109,7 +118,9 @@ SECTIONS = {  # section -> what is slow there
 }
 
 
-@pytest.mark.shows("F8", "SIGTERM while loading, evaluating, saving, exporting; the section left a mark")
+@pytest.mark.shows(
+    "F8", "SIGTERM while loading, evaluating, saving, exporting; the section left a mark"
+)
 @pytest.mark.parametrize(
     "section", ["load", "evaluation", pytest.param("save", marks=pytest.mark.fast_faults), "export"]
 )
@@ -124,7 +135,8 @@ def test_a_stop_is_obeyed_in_every_section(tmp_path, injected, section):
         assert child.wait() == 75, child.said()
         assert time.monotonic() - began < 20
         assert child.left() == []
-        expected = {"load": [], "evaluation": [5, 6], "save": [5], "export": [5, 10, 12]}  # an epoch has 6 steps
+        # an epoch has 6 steps
+        expected = {"load": [], "evaluation": [5, 6], "save": [5], "export": [5, 10, 12]}
         assert child.committed() == expected[section]
         assert not (tmp_path / "model").exists()
     if section == "export":
@@ -135,7 +147,9 @@ def test_a_stop_is_obeyed_in_every_section(tmp_path, injected, section):
         assert (tmp_path / "model/config.json").exists()
 
 
-@pytest.mark.shows("F8", "SIGTERM while 100,000 rows are tokenised; the section is read from the heartbeat")
+@pytest.mark.shows(
+    "F8", "SIGTERM while 100,000 rows are tokenised; the section is read from the heartbeat"
+)
 def test_a_stop_while_rows_are_tokenised_leaves_nothing_half_made(tmp_path, injected):
     with stopping.launched(tmp_path, count=100_000) as child:
         child.until("tokenising", lambda: child.section() == "tokenise")
@@ -150,9 +164,15 @@ def test_a_stop_while_rows_are_tokenised_leaves_nothing_half_made(tmp_path, inje
         assert not list(tokens.glob(".*"))
 
 
-@pytest.mark.shows("F10", "SIGTERM, then SIGKILL after 3 s, with a save of 60 s; the save left a mark")
+@pytest.mark.shows(
+    "F10", "SIGTERM, then SIGKILL after 3 s, with a save of 60 s; the save left a mark"
+)
 def test_a_grace_shorter_than_the_save_leaves_the_old_checkpoint(tmp_path):
-    fault = {"module": "training.checkpoints.commit", "attribute": "commit", "do": "import time; time.sleep(60)"}
+    fault = {
+        "module": "training.checkpoints.commit",
+        "attribute": "commit",
+        "do": "import time; time.sleep(60)",
+    }
     fault["when"] = "args[2] > 10"
     with stopping.launched(tmp_path, faults={"slow": fault}) as child:
         trained(child)
@@ -163,8 +183,11 @@ def test_a_grace_shorter_than_the_save_leaves_the_old_checkpoint(tmp_path):
         assert child.left() == []
         assert stopping.fired(tmp_path, "slow") == 1
         assert child.committed() == [5, 10]
-    again = builders.launch(tmp_path / "house", "run", str(tmp_path / "tiny.yaml"), "--training.max_steps=12")
-    assert again.returncode == 5  # another number of steps is another run: refused, and nothing is lost
+    again = builders.launch(
+        tmp_path / "house", "run", str(tmp_path / "tiny.yaml"), "--training.max_steps=12"
+    )
+    # another number of steps is another run: refused, and nothing is lost
+    assert again.returncode == 5
 
 
 def test_a_wish_for_a_checkpoint_is_granted_and_training_goes_on(tmp_path):
@@ -209,10 +232,14 @@ STARTS = {  # how ranks are started without our launcher -> (argv, ranks)
 
 
 @pytest.mark.shows(
-    "F6", "F7", "SIGTERM, SIGUSR1 to accelerate, torchrun, python or one rank; the outcome says preempted"
+    "F6",
+    "F7",
+    "SIGTERM, SIGUSR1 to accelerate, torchrun, python or one rank; the outcome says preempted",
 )
 @pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize(("to", "name"), [("launcher", "SIGTERM"), ("launcher", "SIGUSR1"), ("rank", "SIGTERM")])
+@pytest.mark.parametrize(
+    ("to", "name"), [("launcher", "SIGTERM"), ("launcher", "SIGUSR1"), ("rank", "SIGTERM")]
+)
 def test_without_our_launcher_a_signal_saves_too(tmp_path, injected, start, to, name):
     before, ranks = STARTS[start]
     with stopping.ended(direct(tmp_path, before)) as child:
@@ -234,7 +261,11 @@ def direct(folder: Path, launcher: tuple[str, ...]) -> Child:
     """The guides' line on a tiny model, with a tag by which what is left is found."""
     train = builders.write_parquet(folder / "train.parquet", builders.rows(45))
     flags = ["train", "--is_finetune=True", "--use_fast_config=True", "--batch_size_per_gpu=3"]
-    flags += ["--model.shape=llama-tiny", "--training.num_train_epochs=20000", "--training.save_steps=5"]
+    flags += [
+        "--model.shape=llama-tiny",
+        "--training.num_train_epochs=20000",
+        "--training.save_steps=5",
+    ]
     flags += ["--training.bf16=false", "--data.validation_file=null", f"--train_file={train}"]
     argv = (sys.executable, *launcher, str(builders.CODE / "train_low_mem.py"), *flags)
     tag = f"direct-{folder.name}"
@@ -261,7 +292,11 @@ def test_a_second_start_is_refused_while_the_first_runs(tmp_path):
         took = time.monotonic() - began
         other = f"--resume={child.run.root}"
         third = builders.launch(
-            tmp_path / "house", "run", str(tmp_path / "tiny.yaml"), other, f"--output_dir={tmp_path}/b"
+            tmp_path / "house",
+            "run",
+            str(tmp_path / "tiny.yaml"),
+            other,
+            f"--output_dir={tmp_path}/b",
         )
         child.process.send_signal(signal.SIGINT)
         assert child.wait() == 130
@@ -276,15 +311,21 @@ def test_before_the_host_runs_out_of_ram_the_ranks_save_and_stop(tmp_path):
     """The limit is set below what the job takes once it trains."""
     with stopping.launched(tmp_path, launch={"host_stop_fraction": 0.0001}) as child:
         assert child.wait() == 6, child.said()
-        assert "saving and stopping: the job takes" in child.said() or "of host RAM is left" in child.said()
+        assert (
+            "saving and stopping: the job takes" in child.said()
+            or "of host RAM is left" in child.said()
+        )
         assert "the ranks were stopped before the host ran out of RAM" in child.said()
         assert child.left() == []
 
 
 @pytest.mark.fast_faults
-@pytest.mark.shows("F11", "a cgroup of 1.5 GiB, 4 GiB taken at step 3; the kernel's oom_kill counter grew")
+@pytest.mark.shows(
+    "F11", "a cgroup of 1.5 GiB, 4 GiB taken at step 3; the kernel's oom_kill counter grew"
+)
 def test_a_real_kernel_oom_kill_is_named_with_the_limit(tmp_path):
-    """A cgroup of its own, in which a rank suddenly takes more than there is: the kernel kills it."""
+    """A cgroup of its own, in which a rank suddenly takes more than there is: the kernel kills
+    it."""
     group = Path("/sys/fs/cgroup/memory") / f"lowmem-test-{time.monotonic_ns()}"
     try:
         group.mkdir()
@@ -297,7 +338,9 @@ def test_a_real_kernel_oom_kill_is_named_with_the_limit(tmp_path):
         line = f'echo $$ > "{group}/cgroup.procs"; exec "{sys.executable}" -m launch run "{recipe}"'
         done = subprocess.run(
             ["bash", "-c", line],
-            env=builders.environment(tmp_path / "house", **stopping.injecting(tmp_path, eater=fault)),
+            env=builders.environment(
+                tmp_path / "house", **stopping.injecting(tmp_path, eater=fault)
+            ),
             capture_output=True,
             text=True,
             timeout=120,
@@ -316,7 +359,8 @@ def test_a_real_kernel_oom_kill_is_named_with_the_limit(tmp_path):
 
 
 def ends_soon(child: Child, number: int, within_s: float = 30) -> None:
-    """2 s where no other test runs beside it; that nothing was planned or started after it shows the same."""
+    """2 s where no other test runs beside it; that nothing was planned or started after it shows
+    the same."""
     began = time.monotonic()
     child.process.send_signal(number)
     assert child.wait() == (130 if number == signal.SIGINT else 75), child.said()
@@ -327,15 +371,25 @@ def ends_soon(child: Child, number: int, within_s: float = 30) -> None:
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
 def test_a_stop_while_the_plan_after_a_shortage_is_made_ends_at_once(tmp_path, number):
     """Its steps have not been traced before, which takes a child of its own many seconds."""
-    do = "import torch\nraise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 1.50 GiB.')"
+    do = (
+        "import torch\nraise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 1.50"
+        " GiB.')"
+    )
     fault = {
-        "module": "training.loop.trainer", "attribute": "LowMemTrainer.training_step", "rank": 0, "do": do,
+        "module": "training.loop.trainer",
+        "attribute": "LowMemTrainer.training_step",
+        "rank": 0,
+        "do": do,
         "when": "args[0].state.global_step >= 2",
-    }  # fmt: skip
+    }
     traces = {"LOWMEM_TRACES": str(tmp_path / "traces")}
-    with stopping.launched(tmp_path, 1, faults={"oom": fault}, extra=traces, training={"save_steps": 2}) as child:
+    with stopping.launched(
+        tmp_path, 1, faults={"oom": fault}, extra=traces, training={"save_steps": 2}
+    ) as child:
         child.until(
-            "a shortage", lambda: "tracing a step of" in child.said().partition("out of memory at step")[2], 400
+            "a shortage",
+            lambda: "tracing a step of" in child.said().partition("out of memory at step")[2],
+            400,
         )
         ends_soon(child, number)
         assert "planned again, from" not in child.said()
@@ -361,14 +415,21 @@ def test_a_stop_while_the_plan_after_tokenising_is_made_starts_no_rank(tmp_path)
 
 @pytest.mark.parametrize(
     ("command", "number"),
-    [("run", signal.SIGTERM), ("run", signal.SIGINT), ("plan", signal.SIGTERM), ("tune", signal.SIGINT)],
+    [
+        ("run", signal.SIGTERM),
+        ("run", signal.SIGINT),
+        ("plan", signal.SIGTERM),
+        ("tune", signal.SIGINT),
+    ],
 )
 def test_a_stop_while_the_first_plan_is_made_ends_at_once(tmp_path, command, number):
     recipe = builders.recipe(tmp_path)
     argv = (sys.executable, "-m", "launch", command, str(recipe))
     traces = tmp_path / "traces"
     extra = {"LOWMEM_TRACES": str(traces), "LOWMEM_RUN": f"planned-{command}-{number}"}
-    with stopping.ended(Child(tmp_path, argv, tmp_path / "house", tmp_path / "out", **extra)) as child:
+    with stopping.ended(
+        Child(tmp_path, argv, tmp_path / "house", tmp_path / "out", **extra)
+    ) as child:
         child.until("a trace", lambda: traces.exists() and list(traces.glob("*/stderr")))
         ends_soon(child, number)
         assert "Traceback" not in child.said()

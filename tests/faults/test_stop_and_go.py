@@ -25,5 +25,8 @@ def test_stopped_by_a_signal_and_continued_the_weights_are_those_of_an_uninterru
     again = builders.launch(tmp_path / "house", "run", str(tmp_path / "tiny.yaml"))
     assert again.returncode == 0, again.stdout
     assert f"resuming from checkpoint-{stopped_at:06d}" in again.stdout
-    expected, found = builders.weights(tmp_path / "whole_model"), builders.weights(tmp_path / "model")
+    expected, found = (
+        builders.weights(tmp_path / "whole_model"),
+        builders.weights(tmp_path / "model"),
+    )
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())

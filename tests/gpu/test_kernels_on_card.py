@@ -1,4 +1,5 @@
-"""On a card: TF32 rounds where it is on and only there; flash_attn and Liger give the losses of PyTorch's kernels."""
+"""On a card: TF32 rounds where it is on and only there; flash_attn and Liger give the losses of
+PyTorch's kernels."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def losses(folder: Path, **sections: Any) -> tuple[list[float], str]:
     recipe = builders.recipe(folder, training=training, launch={"num_processes": 1}, **sections)
     done = builders.launch(folder / "house", "run", str(recipe))
     assert done.returncode == 0, done.stderr + done.stdout
-    return [event["loss"] for event in builders.events(builders.only_run(folder / "house"))], done.stdout
+    return [
+        event["loss"] for event in builders.events(builders.only_run(folder / "house"))
+    ], done.stdout
 
 
 @pytest.mark.skipif(find_spec("flash_attn") is None, reason="needs the package flash_attn")

@@ -45,7 +45,9 @@ def test_the_search_finds_a_link_between_the_cards_of_this_machine(tmp_path):
 
 def test_doctor_ends_with_0_on_a_machine_that_trains(tmp_path):
     argv = [sys.executable, "-m", "launch", "doctor"]
-    done = subprocess.run(argv, env=builders.environment(tmp_path), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        argv, env=builders.environment(tmp_path), capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "link: " in done.stdout
     assert ("not tested" in done.stdout) is (COUNT < 2)

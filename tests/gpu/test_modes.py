@@ -1,4 +1,5 @@
-"""Every mode that the cards here allow, by the campaign that writes the GPU rows of docs/modes.md."""
+"""Every mode that the cards here allow, by the campaign that writes the GPU rows of
+docs/modes.md."""
 
 from __future__ import annotations
 

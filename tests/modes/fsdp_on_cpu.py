@@ -1,7 +1,8 @@
 """train_low_mem.py with Accelerate's FSDP2 engaged on a CPU, for tests only.
 
-Accelerate leaves FSDP out on CPUs and trains plain DDP. Calling the CPU process group a MULTI_GPU one makes it take its
-real FSDP2 path: sharding, checkpoints, gathering are Accelerate's and torch's own."""
+Accelerate leaves FSDP out on CPUs and trains plain DDP. Calling the CPU process group a MULTI_GPU
+one makes it take its real FSDP2 path: sharding, checkpoints, gathering are Accelerate's and torch's
+own."""
 
 from __future__ import annotations
 

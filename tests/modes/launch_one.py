@@ -1,4 +1,5 @@
-"""`python -m launch run` for one mode, on CPUs; FSDP2, which the product refuses there, through its shim."""
+"""`python -m launch run` for one mode, on CPUs; FSDP2, which the product refuses there, through its
+shim."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ SHIM = CODE / "tests" / "modes" / "fsdp_on_cpu.py"
 def as_fsdp2(plan: Plan, recipe: Recipe) -> Plan:
     """A plan for ranks with a full copy each, with the states shared out."""
     strategy = replace(plan.strategy, mode="fsdp2")
-    estimate = sharding.per_rank(plan.estimate, {}, recipe, strategy, plan.shape.config["model_type"])
+    estimate = sharding.per_rank(
+        plan.estimate, {}, recipe, strategy, plan.shape.config["model_type"]
+    )
     return replace(plan, strategy=strategy, estimate=estimate)
 
 
@@ -49,7 +52,9 @@ def fsdp2(recipe_file: str, overrides: Sequence[str]) -> int:
     start = resume.decide(house.runs, recipe, plan, tokens, "auto", datetime.now())
     print(start.line)
     attempt = write.write_run(start.run, recipe, resolved.machine, plan, house)
-    command = through_shim(render_command.command(plan, resolved.machine, start.run, attempt, house, os.environ))
+    command = through_shim(
+        render_command.command(plan, resolved.machine, start.run, attempt, house, os.environ)
+    )
     screen = Screen(layout.log_file(house.root, start.run))
     result = supervise_attempt.run(resolved, start.run, attempt, lambda: command, screen)
     supervise_attempt.write_outcome(result, attempt)

@@ -1,5 +1,6 @@
-"""A program for test_fsdp2_autocast.py: trains a rendered run on two ranks, by DDP or by FSDP2's shim, and writes in
-which precision the layers and the gradients were. argv: run folder, mode, output file."""
+"""A program for test_fsdp2_autocast.py: trains a rendered run on two ranks, by DDP or by FSDP2's
+shim, and writes in which precision the layers and the gradients were. argv: run folder, mode,
+output file."""
 
 import sys
 from dataclasses import replace
@@ -15,7 +16,12 @@ from tests.modes.fsdp_on_cpu import engage_fsdp
 from training import run as training_run
 from training.loop.trainer import LowMemTrainer
 
-seen: dict[str, set[Any]] = {"layer inputs": set(), "products": set(), "logits": set(), "gradients": set()}
+seen: dict[str, set[Any]] = {
+    "layer inputs": set(),
+    "products": set(),
+    "logits": set(),
+    "gradients": set(),
+}
 
 
 def enter_layer(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -40,7 +46,9 @@ class Gradients(TrainerCallback):
         gradients = [one.grad for one in self.trainer.model.parameters() if one.grad is not None]
         local = [one.to_local() if hasattr(one, "to_local") else one for one in gradients]
         finer = any((one != one.bfloat16().float()).any() for one in local)
-        seen["gradients"] |= {("finer than bf16" if finer else "bf16", str(one.dtype)) for one in local}
+        seen["gradients"] |= {
+            ("finer than bf16" if finer else "bf16", str(one.dtype)) for one in local
+        }
 
 
 def watch(trainer: LowMemTrainer) -> None:

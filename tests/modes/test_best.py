@@ -1,4 +1,5 @@
-"""training.load_best_model_at_end: the model is that of the lowest held-out loss, also in a run that was killed."""
+"""training.load_best_model_at_end: the model is that of the lowest held-out loss, also in a run
+that was killed."""
 
 from __future__ import annotations
 
@@ -26,16 +27,26 @@ TRAINING = {
 def held_out(run: Path) -> dict[int, float]:
     """Step -> held-out loss, as the attempts' logs have it."""
     text = "".join(path.read_text() for path in sorted(run.glob("attempts/*/train.log")))
-    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+)/\d+  held-out loss ([\d.]+)", text)}
+    return {
+        int(step): float(loss)
+        for step, loss in re.findall(r"step (\d+)/\d+  held-out loss ([\d.]+)", text)
+    }
 
 
 @pytest.mark.parametrize(("lora", "ranks"), [(None, 2), ({"r": 16, "lora_alpha": 256}, 1)])
 def test_the_exported_weights_are_those_of_the_lowest_held_out_loss(tmp_path, lora, ranks):
-    recipe = str(builders.recipe(tmp_path, count=16, training=TRAINING, **({"lora": lora} if lora else {})))
-    if lora:  # learns nothing by heart so soon: what is held out has words that training makes ever less likely
+    recipe = str(
+        builders.recipe(tmp_path, count=16, training=TRAINING, **({"lora": lora} if lora else {}))
+    )
+    # learns nothing by heart so soon: what is held out has words that training makes ever less
+    # likely
+    if lora:
         odd = [{"prompt": f"{i}: red", "response": "ζψ" * (i + 1)} for i in range(8)]
         builders.write_parquet(tmp_path / "valid.parquet", odd)
-    cut = [f"--launch.num_processes={ranks}", f"--training.per_device_train_batch_size={8 // ranks}"]
+    cut = [
+        f"--launch.num_processes={ranks}",
+        f"--training.per_device_train_batch_size={8 // ranks}",
+    ]
     done = builders.launch(tmp_path / "house", "run", recipe, *cut)
     assert done.returncode == 0, done.stderr + done.stdout
     run = builders.only_run(tmp_path / "house")
@@ -69,7 +80,9 @@ def test_a_run_that_was_killed_after_its_best_step_still_knows_it(tmp_path):
     assert "resuming from checkpoint-0000" in done.stdout
     found = builders.weights(tmp_path / "again")
     assert all(torch.equal(tensor, found[key]) for key, tensor in expected.items())
-    (outcome,) = (json.loads(path.read_text()) for path in (tmp_path / "house/runs").rglob("outcome.json"))
+    (outcome,) = (
+        json.loads(path.read_text()) for path in (tmp_path / "house/runs").rglob("outcome.json")
+    )
     assert outcome["exported_step"] == step
 
 

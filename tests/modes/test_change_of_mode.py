@@ -18,13 +18,20 @@ STEPS, SAVED = 8, 4
 def start(folder: Path, mode: str, ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
     """The recipe at an effective batch of 6 in this mode, to its end."""
     argv = [sys.executable, "-m", "tests.modes.launch_one", mode, str(folder / "tiny.yaml")]
-    argv += [f"--launch.num_processes={ranks}", f"--training.per_device_train_batch_size={6 // ranks}", *words]
+    argv += [
+        f"--launch.num_processes={ranks}",
+        f"--training.per_device_train_batch_size={6 // ranks}",
+        *words,
+    ]
     env = builders.environment(folder / "h", OMP_NUM_THREADS="1")
-    return subprocess.run(argv, env=env, cwd=builders.CODE, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        argv, env=env, cwd=builders.CODE, capture_output=True, text=True, timeout=120
+    )
 
 
 def cut_short(folder: Path, mode: str, ranks: int, **sections: Any) -> list[float]:
-    """Train, then take the last checkpoint and the outcome away, as a kill would; the losses after the one before."""
+    """Train, then take the last checkpoint and the outcome away, as a kill would; the losses after
+    the one before."""
     builders.recipe(folder, training={"max_steps": STEPS, "save_steps": SAVED}, **sections)
     done = start(folder, mode, ranks)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -37,7 +44,8 @@ def cut_short(folder: Path, mode: str, ranks: int, **sections: Any) -> list[floa
 
 
 def goes_on(folder: Path, after: tuple[str, int], expected: list[float]) -> str:
-    """Continue it so; the losses are those expected, and each row was trained once an epoch. What it said."""
+    """Continue it so; the losses are those expected, and each row was trained once an epoch. What
+    it said."""
     done = start(folder, *after)
     assert done.returncode == 0, done.stdout + done.stderr
     run = builders.only_run(folder / "h")
@@ -55,7 +63,9 @@ def goes_on(folder: Path, after: tuple[str, int], expected: list[float]) -> str:
     [
         pytest.param(("multi_cpu", 2), ("cpu", 1), marks=pytest.mark.campaign),
         pytest.param(("deepspeed_zero1", 2), ("deepspeed_zero2", 2), marks=pytest.mark.campaign),
-        pytest.param(("deepspeed_zero2", 2), ("deepspeed_zero2_offload", 2), marks=pytest.mark.campaign),
+        pytest.param(
+            ("deepspeed_zero2", 2), ("deepspeed_zero2_offload", 2), marks=pytest.mark.campaign
+        ),
         (("deepspeed_zero3", 2), ("deepspeed_zero3_offload", 2)),
     ],
 )
@@ -80,7 +90,9 @@ def test_it_goes_on_in_another_mode_of_its_family(tmp_path, before, after):
         (("deepspeed_zero2", 2), ("fsdp2", 2)),
     ],
 )
-def test_its_optimizer_states_are_carried_to_another_engine_or_number_of_ranks(tmp_path, before, after):
+def test_its_optimizer_states_are_carried_to_another_engine_or_number_of_ranks(
+    tmp_path, before, after
+):
     said = goes_on(tmp_path, after, cut_short(tmp_path, *before))
     assert ("converting it from" in said) == (before[0] != "fsdp2" or after[0] != "fsdp2")
     assert not list(builders.only_run(tmp_path / "h").glob("checkpoints/tmp-*"))

@@ -1,4 +1,5 @@
-"""The guides' commands, and every file of configs/accelerate by hand: one training, and each rank says what it runs."""
+"""The guides' commands, and every file of configs/accelerate by hand: one training, and each rank
+says what it runs."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ GLOO = re.compile(r"rank (\d) of 2 on \S+: cpu:0, backend gloo \(torch.distribut
 def run(argv: list[str], house: Path, **extra: str) -> subprocess.CompletedProcess[str]:
     """A command to its end, from the checkout."""
     env = builders.environment(house, PYTHON=sys.executable, **extra)
-    return subprocess.run(argv, env=env, cwd=builders.CODE, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        argv, env=env, cwd=builders.CODE, capture_output=True, text=True, timeout=120
+    )
 
 
 def accelerate(*words: str) -> list[str]:
@@ -45,7 +48,10 @@ def test_the_four_commands_of_the_guide_are_one_training_over_gloo(tmp_path):
     ours = [f"--data.train_file={train}", "--launch.num_processes=2", *FLAGS]
     theirs = [*accelerate("--multi_gpu", "--num_processes", "2"), f"--train_file={train}", *FLAGS]
     commands = {
-        "quick": (["./quick_start_sft_fast.sh", *ours, "--training.per_device_train_batch_size=8"], {}),
+        "quick": (
+            ["./quick_start_sft_fast.sh", *ours, "--training.per_device_train_batch_size=8"],
+            {},
+        ),
         "custom": (["./train_sft_custom.sh", "8", *ours], {}),
         "accelerate": ([*theirs, "--batch_size_per_gpu=8"], {}),
         "gloo": ([*theirs, "--batch_size_per_gpu=8"], {"ACCELERATE_USE_GLOO": "1"}),
@@ -67,7 +73,9 @@ def test_the_four_commands_of_the_guide_are_one_training_over_gloo(tmp_path):
 def plain(tmp_path_factory) -> tuple[Path, list[float]]:
     """The rows, and the losses of one process on them at an effective batch of 8."""
     folder = tmp_path_factory.mktemp("plain")
-    recipe = builders.recipe(folder, count=48, training={"max_steps": 3, "warmup_steps": 100, "learning_rate": 5e-5})
+    recipe = builders.recipe(
+        folder, count=48, training={"max_steps": 3, "warmup_steps": 100, "learning_rate": 5e-5}
+    )
     done = builders.launch(folder / "h", "run", str(recipe), "--data.validation_file=null")
     assert done.returncode == 0, done.stdout + done.stderr
     events = builders.events(builders.only_run(folder / "h"))
@@ -80,7 +88,10 @@ def test_each_file_of_configs_trains_without_our_launcher(tmp_path, plain, mode)
     train, expected = plain
     ranks = 1 if mode in ("cpu", "single_gpu") else 2
     argv = accelerate("--config_file", f"configs/accelerate/{mode}.yaml")
-    done = run([*argv, f"--train_file={train}", f"--batch_size_per_gpu={8 // ranks}", *FLAGS], tmp_path / "h")
+    done = run(
+        [*argv, f"--train_file={train}", f"--batch_size_per_gpu={8 // ranks}", *FLAGS],
+        tmp_path / "h",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     if ranks == 2:
         assert set(GLOO.findall(done.stdout)) == {"0", "1"}, done.stdout
@@ -108,10 +119,19 @@ def test_torchrun_takes_the_mode_of_the_recipe(tmp_path, plain):
 
 
 @pytest.mark.parametrize("mode", ["auto", "deepspeed_zero2"])
-@pytest.mark.parametrize("starter", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]])
+@pytest.mark.parametrize(
+    "starter", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]]
+)
 def test_one_rank_trains_however_it_is_started(tmp_path, plain, starter, mode):
     train, expected = plain
-    words = [*starter, "train_low_mem.py", *GUIDES, *FLAGS, f"--launch.mode={mode}", "--batch_size_per_gpu=8"]
+    words = [
+        *starter,
+        "train_low_mem.py",
+        *GUIDES,
+        *FLAGS,
+        f"--launch.mode={mode}",
+        "--batch_size_per_gpu=8",
+    ]
     done = run([sys.executable, *words, f"--train_file={train}"], tmp_path / "h")
     assert done.returncode == 0, done.stdout + done.stderr
     assert losses(tmp_path / "h") == pytest.approx(expected, rel=1e-5)
@@ -120,10 +140,15 @@ def test_one_rank_trains_however_it_is_started(tmp_path, plain, starter, mode):
 def test_a_wrong_key_in_a_deepspeed_file_is_one_line(tmp_path, plain):
     file = tmp_path / "own.json"
     file.write_text('{"zero_optimization": {"stage": 2, "nonsense": 3}}')
-    argv = accelerate("--use_deepspeed", "--deepspeed_config_file", str(file), "--num_processes", "1")
+    argv = accelerate(
+        "--use_deepspeed", "--deepspeed_config_file", str(file), "--num_processes", "1"
+    )
     done = run([*argv, f"--train_file={plain[0]}", *FLAGS], tmp_path / "h")
     assert done.returncode != 0
-    assert "error: the DeepSpeed file's zero_optimization: nonsense: Extra inputs are not permitted" in done.stderr
+    assert (
+        "error: the DeepSpeed file's zero_optimization: nonsense: Extra inputs are not permitted"
+        in done.stderr
+    )
 
 
 def test_the_file_of_fsdp2_is_refused_without_gpus_with_the_reason(tmp_path):
@@ -136,12 +161,20 @@ def test_the_file_of_fsdp2_is_refused_without_gpus_with_the_reason(tmp_path):
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_what_every_rank_finds_is_said_once_whichever_ends_first(tmp_path, slow):
-    train = ["train_low_mem.py", "train", "--is_finetune=True", f"--train_file={tmp_path}/none.parquet", *FLAGS]
+    train = [
+        "train_low_mem.py",
+        "train",
+        "--is_finetune=True",
+        f"--train_file={tmp_path}/none.parquet",
+        *FLAGS,
+    ]
     late = f'[ "$RANK" != {slow} ] || sleep 4; exec "$@"'
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"]
     done = run([*torchrun, "bash", "-c", late, "bash", sys.executable, *train], tmp_path / "h")
     assert done.returncode != 0
-    assert re.findall("(?m)^error: .*none.parquet", done.stderr) and done.stderr.count("error: ") == 1, done.stderr
+    assert (
+        re.findall("(?m)^error: .*none.parquet", done.stderr) and done.stderr.count("error: ") == 1
+    ), done.stderr
     assert "to continue" not in done.stderr, done.stderr
 
 
@@ -151,12 +184,19 @@ def test_a_hostile_default_configuration_of_accelerate_changes_nothing_and_is_no
     default = tmp_path / "hf/accelerate/default_config.yaml"
     default.parent.mkdir(parents=True)
     hostile = (
-        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 7\n"
-        "dynamo_config: {dynamo_backend: INDUCTOR}\nfsdp_config: {fsdp_version: 1}\nuse_cpu: false\n"
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision:"
+        " bf16\nnum_processes: 7\ndynamo_config: {dynamo_backend: INDUCTOR}\nfsdp_config:"
+        " {fsdp_version: 1}\nuse_cpu: false\n"
     )
     default.write_text(hostile)
     theirs = [*accelerate("--multi_gpu", "--num_processes", "2"), f"--train_file={train}", *FLAGS]
-    ours = ["./train_sft_custom.sh", "8", f"--data.train_file={train}", "--launch.num_processes=2", *FLAGS]
+    ours = [
+        "./train_sft_custom.sh",
+        "8",
+        f"--data.train_file={train}",
+        "--launch.num_processes=2",
+        *FLAGS,
+    ]
     found = []
     for name, argv in (("theirs", [*theirs, "--batch_size_per_gpu=8"]), ("ours", ours)):
         for home, extra in (

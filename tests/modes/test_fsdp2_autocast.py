@@ -23,15 +23,33 @@ BY_ACCELERATE = {  # what accelerate launch sets for configs/accelerate/fsdp2.ya
 
 @pytest.mark.parametrize("mode", ["multi_cpu", "fsdp2"])
 def test_products_are_in_bf16_and_all_else_in_float32(tmp_path, mode):
-    training = {"bf16": True, "max_steps": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.0}
+    training = {
+        "bf16": True,
+        "max_steps": 2,
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 0.0,
+    }
     recipe = builders.recipe(tmp_path, "llama-tiny", training=training, data={"max_length": 64})
-    dry = builders.launch(tmp_path / "h", "run", str(recipe), "--dry-run", "--launch.mode=multi_cpu")
+    dry = builders.launch(
+        tmp_path / "h", "run", str(recipe), "--dry-run", "--launch.mode=multi_cpu"
+    )
     assert dry.returncode == 0, dry.stderr
     run = builders.only_run(tmp_path / "h")
     words = [str(PROGRAM), str(run), mode, str(tmp_path / "seen.pt")]
-    env = builders.environment(tmp_path / "h", OMP_NUM_THREADS="1", **(BY_ACCELERATE if mode == "fsdp2" else {}))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run([*torchrun, *words], env=env, cwd=builders.CODE, capture_output=True, text=True, timeout=240)
+    env = builders.environment(
+        tmp_path / "h", OMP_NUM_THREADS="1", **(BY_ACCELERATE if mode == "fsdp2" else {})
+    )
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+    ]
+    done = subprocess.run(
+        [*torchrun, *words], env=env, cwd=builders.CODE, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr
 
     assert torch.load(tmp_path / "seen.pt") == {

@@ -1,4 +1,5 @@
-"""Two machines (network namespaces joined by a cable) train as one; when they cannot, each says why in time."""
+"""Two machines (network namespaces joined by a cable) train as one; when they cannot, each says why
+in time."""
 
 from __future__ import annotations
 
@@ -12,14 +13,27 @@ import pytest
 
 from tests import builders, hosts
 
-# Without namespaces a developer's run shows a skip; where CI is set the tests run, and fail, so that nothing is hidden.
-pytestmark = pytest.mark.skipif(bool(hosts.missing()) and "CI" not in os.environ, reason=hosts.missing())
+# Without namespaces a developer's run shows a skip; where CI is set the tests run, and fail, so
+# that nothing is hidden.
+pytestmark = pytest.mark.skipif(
+    bool(hosts.missing()) and "CI" not in os.environ, reason=hosts.missing()
+)
 JOIN_S = 8
 
 
-def start(host: hosts.Host, house: Path, recipe: Path, rank: int, first: str, *words: str) -> subprocess.Popen[str]:
+def start(
+    host: hosts.Host, house: Path, recipe: Path, rank: int, first: str, *words: str
+) -> subprocess.Popen[str]:
     """`python -m launch run` on one of two machines."""
-    argv = [sys.executable, "-m", "launch", "run", str(recipe), "--launch.nodes=2", f"--launch.machine_rank={rank}"]
+    argv = [
+        sys.executable,
+        "-m",
+        "launch",
+        "run",
+        str(recipe),
+        "--launch.nodes=2",
+        f"--launch.machine_rank={rank}",
+    ]
     argv += [f"--launch.main_process_ip={first}", f"--launch.join_timeout_s={JOIN_S}", *words]
     env = builders.environment(house)
     env.pop("GLOO_SOCKET_IFNAME", None)
@@ -34,14 +48,18 @@ def ended(child: subprocess.Popen[str], timeout: float) -> tuple[int, str]:
 
 @pytest.fixture
 def recipe(tmp_path) -> Path:
-    return builders.recipe(tmp_path, training={"per_device_train_batch_size": 4, "ddp_timeout": JOIN_S})
+    return builders.recipe(
+        tmp_path, training={"per_device_train_batch_size": 4, "ddp_timeout": JOIN_S}
+    )
 
 
 def losses(house: Path) -> list[float]:
     return [event["loss"] for event in builders.events(builders.only_run(house))]
 
 
-@pytest.mark.parametrize("mode", [pytest.param("multi_cpu", marks=pytest.mark.campaign), "deepspeed_zero2"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("multi_cpu", marks=pytest.mark.campaign), "deepspeed_zero2"]
+)
 def test_two_machines_give_the_losses_of_two_ranks_on_one(tmp_path, recipe, mode):
     word = f"--launch.mode={mode}"
     alone = builders.launch(tmp_path / "one", "run", str(recipe), "--launch.num_processes=2", word)
@@ -83,8 +101,12 @@ def test_a_machine_that_never_joins_is_named_within_the_timeout(tmp_path, recipe
 @pytest.mark.shows("F31", "an interface or address that the machine does not have")
 def test_a_wrong_interface_or_address_is_named_before_anything_starts(tmp_path, recipe):
     with hosts.pair() as (a, b):
-        wrong = ended(start(a, tmp_path / "h", recipe, 0, a.address, "--launch.network_interface=lo"), 30)
-        unknown = ended(start(b, tmp_path / "h", recipe, 1, a.address, "--launch.network_interface=eth7"), 30)
+        wrong = ended(
+            start(a, tmp_path / "h", recipe, 0, a.address, "--launch.network_interface=lo"), 30
+        )
+        unknown = ended(
+            start(b, tmp_path / "h", recipe, 1, a.address, "--launch.network_interface=eth7"), 30
+        )
         foreign = ended(start(a, tmp_path / "h", recipe, 0, b.address), 30)
         nowhere = ended(start(b, tmp_path / "h", recipe, 1, "203.0.113.9"), 30)
     assert wrong[0] == 2 and f"is reached over {a.interface}" in wrong[1]
@@ -100,7 +122,10 @@ def test_a_cut_link_ends_both_machines_in_a_named_error_within_the_timeout(tmp_p
         first = start(a, tmp_path / "h", recipe, 0, a.address, *words)
         second = start(b, tmp_path / "h", recipe, 1, a.address, *words)
         deadline = time.monotonic() + 60
-        while not list((tmp_path / "h/runs/tiny").glob("*/attempts/01/events.jsonl")) and time.monotonic() < deadline:
+        while (
+            not list((tmp_path / "h/runs/tiny").glob("*/attempts/01/events.jsonl"))
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.2)
         b.cut()
         began = time.monotonic()

@@ -19,7 +19,13 @@ from tests import builders, orphans, stopping
 
 ON_CPUS = [mode for mode in MODES if mode not in candidates.GPU_MODES]
 ENDINGS = ("success", "a rank is killed", "SIGINT", "SIGTERM", "SIGKILL")
-CODES = {"success": 0, "a rank is killed": 1, "SIGINT": 130, "SIGTERM": 75, "SIGKILL": -signal.SIGKILL}
+CODES = {
+    "success": 0,
+    "a rank is killed": 1,
+    "SIGINT": 130,
+    "SIGTERM": 75,
+    "SIGKILL": -signal.SIGKILL,
+}
 
 
 def wait_for(what: str, found, child: subprocess.Popen[bytes]):
@@ -45,11 +51,17 @@ def ranks(run: RunDir) -> list[int]:
 
 def quickly(mode: str, ending: str) -> bool:
     """Whether a case is in the quick set: every ending of one mode, the hardest of three others."""
-    return mode == "multi_cpu" or (ending == "SIGKILL" and mode in ("cpu", "deepspeed_zero2_offload", "fsdp2"))
+    return mode == "multi_cpu" or (
+        ending == "SIGKILL" and mode in ("cpu", "deepspeed_zero2_offload", "fsdp2")
+    )
 
 
 @pytest.mark.shows(
-    "F4", "F5", "F6", "F9", "every CPU mode: a rank killed, SIGINT, SIGTERM, SIGKILL; what is left is counted"
+    "F4",
+    "F5",
+    "F6",
+    "F9",
+    "every CPU mode: a rank killed, SIGINT, SIGTERM, SIGKILL; what is left is counted",
 )
 @pytest.mark.parametrize(
     ("mode", "ending"),
@@ -62,14 +74,20 @@ def quickly(mode: str, ending: str) -> bool:
 def test_nothing_is_left(tmp_path, mode, ending):
     epochs = 2 if ending == "success" else 100_000
     batch = 8 if mode == "cpu" else 4
-    training = {"num_train_epochs": epochs, "per_device_train_batch_size": batch, "save_steps": 1000}
+    training = {
+        "num_train_epochs": epochs,
+        "per_device_train_batch_size": batch,
+        "save_steps": 1000,
+    }
     recipe = builders.recipe(tmp_path, training=training, launch={"max_restarts": 0})
     before = orphans.snapshot()
     argv = [sys.executable, "-m", "tests.modes.launch_one", mode, str(recipe)]
     child = subprocess.Popen(
         argv, env=builders.environment(tmp_path / "h"), cwd=builders.CODE, stdout=subprocess.DEVNULL
     )
-    folder: Path = wait_for("began", lambda: list((tmp_path / "h/runs/tiny").glob("*/plan.json")), child)[0].parent
+    folder: Path = wait_for(
+        "began", lambda: list((tmp_path / "h/runs/tiny").glob("*/plan.json")), child
+    )[0].parent
     run = RunDir(folder)
     if ending != "success":
         events = run.attempt(1).events_file

@@ -1,4 +1,5 @@
-"""data.streaming: a run that keeps a few units of its corpus trains the same steps, on any ranks, killed or not."""
+"""data.streaming: a run that keeps a few units of its corpus trains the same steps, on any ranks,
+killed or not."""
 
 from __future__ import annotations
 
@@ -56,8 +57,12 @@ def test_a_stream_gives_the_same_steps_to_any_ranks_and_after_a_kill(tmp_path):
     counts = torch.frombuffer(bytearray(tokens.read_bytes()), dtype=torch.int32) - 1
     assert len(counts) > 12, "too few units for several blocks"
     assert 2 * counts.sum() < 8 * STEPS, "it was to see the corpus more than twice"
-    assert not list((tmp_path / "alone").glob("**/train*.arrow")), "tokens of the corpus are left on the disk"
-    shown = builders.launch(tmp_path / "alone", "samples", str(builders.only_run(tmp_path / "alone")))
+    assert not list((tmp_path / "alone").glob("**/train*.arrow")), (
+        "tokens of the corpus are left on the disk"
+    )
+    shown = builders.launch(
+        tmp_path / "alone", "samples", str(builders.only_run(tmp_path / "alone"))
+    )
     assert shown.stdout.strip() == f"stream: the first {8 * STEPS:,} packed sequences, each once"
 
     together = [*words, "--launch.num_processes=2", "--training.per_device_train_batch_size=2"]
@@ -68,7 +73,9 @@ def test_a_stream_gives_the_same_steps_to_any_ranks_and_after_a_kill(tmp_path):
     torch.testing.assert_close(
         torch.tensor(list(found.values())), torch.tensor(list(expected.values())), rtol=1e-4, atol=0
     )
-    taken = [builders.only_run(tmp_path / house) / "attempts/01/ranks" for house in ("alone", "two")]
+    taken = [
+        builders.only_run(tmp_path / house) / "attempts/01/ranks" for house in ("alone", "two")
+    ]
     assert all((taken[1] / rank / "samples.i32").stat().st_size for rank in "01")
 
     kill_after(tmp_path / "killed", words, step=90)
@@ -76,9 +83,14 @@ def test_a_stream_gives_the_same_steps_to_any_ranks_and_after_a_kill(tmp_path):
     assert again.returncode == 0, again.stderr + again.stdout
     assert "resuming from checkpoint-0000" in again.stdout
     assert losses(tmp_path / "killed") == expected
-    whole, resumed = builders.weights(tmp_path / "alone_model"), builders.weights(tmp_path / "model")
+    whole, resumed = (
+        builders.weights(tmp_path / "alone_model"),
+        builders.weights(tmp_path / "model"),
+    )
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
-    assert not list((tmp_path / "killed").glob("**/train*.arrow")), "tokens of the corpus are left on the disk"
+    assert not list((tmp_path / "killed").glob("**/train*.arrow")), (
+        "tokens of the corpus are left on the disk"
+    )
 
 
 def test_a_row_that_cannot_be_read_ends_a_streamed_run_with_its_place(tmp_path):

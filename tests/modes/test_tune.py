@@ -28,14 +28,22 @@ def test_trials_confirm_the_fastest_and_later_runs_use_it(tmp_path):
     assert 1 <= len(trials) <= 3
     assert all(int(batch) * int(steps) == 8 for batch, steps in trials)
     assert tuned.stdout.count("fits, ") == len(trials)
-    best = re.search(r"^tuned: cpu x1, batch (\d+) x (\d+).*: ([\d.]+) s a step", tuned.stdout, re.MULTILINE)
+    best = re.search(
+        r"^tuned: cpu x1, batch (\d+) x (\d+).*: ([\d.]+) s a step", tuned.stdout, re.MULTILINE
+    )
     assert best is not None
-    seconds = re.findall(r"fits, ([\d.]+) s a step of the longest rows: ([\d.]+) s of the recipe's own", tuned.stdout)
+    seconds = re.findall(
+        r"fits, ([\d.]+) s a step of the longest rows: ([\d.]+) s of the recipe's own", tuned.stdout
+    )
     assert best[3] in [own for _, own in seconds]
-    assert all(float(own) < float(longest) for longest, own in seconds)  # these rows differ in length
+    # these rows differ in length
+    assert all(float(own) < float(longest) for longest, own in seconds)
     ran = launch(tmp_path, "run", str(recipe))
     assert ran.returncode == 0, ran.stderr
-    assert f"  batch      {best[1]} per device x {best[2]} accumulation x 1 process(es) = 8 effective" in ran.stdout
+    assert (
+        f"  batch      {best[1]} per device x {best[2]} accumulation x 1 process(es) = 8 effective"
+        in ran.stdout
+    )
     if best[1] != "2":
         assert "tuned: the fastest of real trials on this machine" in ran.stdout
     asked = launch(tmp_path, "plan", str(recipe), "2")
@@ -66,13 +74,18 @@ def test_an_ended_run_is_in_the_ledger_and_the_report_shows_its_error(tmp_path):
     with sqlite3.connect(House(tmp_path).ledger_file) as db:
         db.row_factory = sqlite3.Row
         (row,) = db.execute("SELECT * FROM measurements").fetchall()
-    assert row["predicted_host_pss_bytes"] == pytest.approx(row["measured_host_pss_bytes"], rel=0.35)  # a busy machine
+    # a busy machine
+    assert row["predicted_host_pss_bytes"] == pytest.approx(
+        row["measured_host_pss_bytes"], rel=0.35
+    )
     (second_step,) = (tmp_path / "runs").glob("tiny/*/attempts/01/second_step.json")
     assert json.loads(second_step.read_text())["host_pss_bytes"] > 0
 
 
 def estimated(allocated: int, host: int) -> MemoryEstimate:
-    return MemoryEstimate(1, 1, 1, peak=Peak("backward", "mm", {"activations": allocated}), host={"model": host})
+    return MemoryEstimate(
+        1, 1, 1, peak=Peak("backward", "mm", {"activations": allocated}), host={"model": host}
+    )
 
 
 def test_a_step_that_took_more_than_predicted_is_said_and_refutes_a_plan_without_room():
@@ -93,4 +106,8 @@ def test_a_step_that_took_more_than_predicted_is_said_and_refutes_a_plan_without
 
 
 def test_the_ledger_is_where_the_house_keeps_it(tmp_path):
-    assert Ledger(House(tmp_path).ledger_file, print).calibration_lines()[0].startswith("calibration: nothing")
+    assert (
+        Ledger(House(tmp_path).ledger_file, print)
+        .calibration_lines()[0]
+        .startswith("calibration: nothing")
+    )

@@ -1,5 +1,6 @@
-"""A program for test_equivalence.py: trains a recipe's plan on however many ranks it finds, and writes what each
-optimizer step did: gradient before clipping, all-reduces. argv: run folder, output file, run folder, output file..."""
+"""A program for test_equivalence.py: trains a recipe's plan on however many ranks it finds, and
+writes what each optimizer step did: gradient before clipping, all-reduces. argv: run folder, output
+file, run folder, output file..."""
 
 import sys
 from pathlib import Path
@@ -45,8 +46,12 @@ def main(run: RunDir, output: Path) -> None:
     attempt = run.attempts()[-1]
     start = Start(House.here(), run.read_recipe(), run.read_plan(), True, run=run, attempt=attempt)
     folders = str(run.root), str(attempt.root)
-    training_run.train(start, lambda *_: folders, [], watch=lambda trainer: trainer.add_callback(Watch(trainer)))
-    torch.save({"gradients": torch.stack([step["gradient"] for step in steps]), "reduces": reduces}, output)
+    training_run.train(
+        start, lambda *_: folders, [], watch=lambda trainer: trainer.add_callback(Watch(trainer))
+    )
+    torch.save(
+        {"gradients": torch.stack([step["gradient"] for step in steps]), "reduces": reduces}, output
+    )
 
 
 for folder, output in zip(sys.argv[1::2], sys.argv[2::2], strict=True):

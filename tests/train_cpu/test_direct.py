@@ -1,4 +1,5 @@
-"""The guides' own lines: the ranks that were asked for, on the backend that was asked for, or an error."""
+"""The guides' own lines: the ranks that were asked for, on the backend that was asked for, or an
+error."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def outcome(done: subprocess.CompletedProcess[str]) -> str:
 
 def test_accelerate_multi_gpu_trains_two_ranks_on_a_machine_without_gpus(tmp_path, flags):
     said = outcome(
-        builders.accelerate(tmp_path / "h", "--multi_gpu", "--num_processes", "2", *flags, ACCELERATE_USE_GLOO="1")
+        builders.accelerate(
+            tmp_path / "h", "--multi_gpu", "--num_processes", "2", *flags, ACCELERATE_USE_GLOO="1"
+        )
     )
     assert len(re.findall(r"rank [01] of 2 on .*backend gloo \(torch.distributed\)", said)) == 2
     assert "3 per device x 2 accumulation x 2 process(es) = 12 effective" in said
@@ -59,7 +62,9 @@ def test_accelerate_cpu_gives_the_ranks_that_were_asked_for_not_one(tmp_path, fl
 
 def test_an_unknown_flag_is_one_line_before_torch_is_loaded(tmp_path):
     argv = [sys.executable, "-X", "importtime", SCRIPT, "train", "--batch_sze_per_gpu=20"]
-    done = subprocess.run(argv, env=builders.environment(tmp_path / "h"), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        argv, env=builders.environment(tmp_path / "h"), capture_output=True, text=True, timeout=60
+    )
     lines = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     assert done.returncode == 2
     assert len(lines) == 1

@@ -26,19 +26,30 @@ LONGEST = 64  # tokens: data.max_length, for which these runs are planned
 
 
 def rendered(folder: Path, shape: str, cut: tuple[int, int, int], by_tokens: bool) -> Path:
-    """A run folder that --dry-run made; 45 rows of unequal lengths at effective batch 8: an epoch's last step has 5."""
+    """A run folder that --dry-run made; 45 rows of unequal lengths at effective batch 8: an epoch's
+    last step has 5."""
     micro, accumulation, ranks = cut
-    training = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation, "max_steps": 8}
+    training = {
+        "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": accumulation,
+        "max_steps": 8,
+    }
     data = {"max_length": LONGEST, "batch_by_tokens": by_tokens}
     recipe = builders.recipe(folder, shape, training={**training, "max_grad_norm": 0.0}, data=data)
-    dry = builders.launch(folder / "house", "run", str(recipe), "--dry-run", f"--launch.num_processes={ranks}")
+    dry = builders.launch(
+        folder / "house", "run", str(recipe), "--dry-run", f"--launch.num_processes={ranks}"
+    )
     assert dry.returncode == 0, dry.stderr
     return builders.only_run(folder / "house")
 
 
 def train(folder: Path, runs: dict[str, Path], ranks: int) -> dict[str, dict[str, torch.Tensor]]:
     """What each step of each run did, all runs in one program on so many ranks."""
-    starter = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    starter = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        if ranks > 1
+        else []
+    )
     outputs = {name: folder / f"{name.replace(' ', '-')}.pt" for name in runs}
     words = [str(word) for name in runs for word in (runs[name], outputs[name])]
     done = subprocess.run(
@@ -52,7 +63,9 @@ def train(folder: Path, runs: dict[str, Path], ranks: int) -> dict[str, dict[str
     steps = {name: torch.load(output) for name, output in outputs.items()}
     for name, run in runs.items():
         events = builders.events(run)
-        steps[name]["losses"] = torch.tensor([event["loss"] for event in events], dtype=torch.float64)
+        steps[name]["losses"] = torch.tensor(
+            [event["loss"] for event in events], dtype=torch.float64
+        )
         for counted in ("samples_seen", "tokens", "computed_tokens", "data_seconds", "seconds"):
             steps[name][counted] = [event[counted] for event in events]
     return steps
@@ -61,18 +74,27 @@ def train(folder: Path, runs: dict[str, Path], ranks: int) -> dict[str, dict[str
 def tokens_by_the_data(
     cache: Path, cut: tuple[int, int, int], by_tokens: bool, step: int, sides: slice
 ) -> tuple[int, int]:
-    """(tokens, tokens with padding) that the ranks compute in an optimizer step; `sides`: input, and labels of a T5."""
+    """(tokens, tokens with padding) that the ranks compute in an optimizer step; `sides`: input,
+    and labels of a T5."""
     rows = NumberedRows(cache)
     lengths = rows.lengths()[:, sides]
     budget = TokenBudget(rows.lengths, cut[0] * LONGEST, cut[0] * LONGEST) if by_tokens else None
-    orders = [SampleOrder(len(rows), *cut, rank, seed=23333, budget=budget) for rank in range(cut[2])]
+    orders = [
+        SampleOrder(len(rows), *cut, rank, seed=23333, budget=budget) for rank in range(cut[2])
+    ]
     real = computed = 0
     if by_tokens:
-        assert not any(order.rows_of(step, [cut[1] - 1]) for order in orders), "as many micro-steps as by rows"
+        assert not any(order.rows_of(step, [cut[1] - 1]) for order in orders), (
+            "as many micro-steps as by rows"
+        )
     for micro in range(cut[1]):
         taken = [order.rows_of(step, [micro]) for order in orders]
         if any(taken):
-            computed += sum(int(lengths[of_rank].max(axis=0).sum()) * len(of_rank) for of_rank in taken if of_rank)
+            computed += sum(
+                int(lengths[of_rank].max(axis=0).sum()) * len(of_rank)
+                for of_rank in taken
+                if of_rank
+            )
             computed += sum(FILLER_LENGTH * lengths.shape[1] for of_rank in taken if not of_rank)
             real += sum(int(lengths[of_rank].sum()) for of_rank in taken if of_rank)
     return real, computed
@@ -97,13 +119,23 @@ def test_loss_and_gradient_do_not_depend_on_how_the_batch_is_cut(tmp_path, shape
         counted = zip(steps["tokens"], steps["computed_tokens"], strict=True)
         sides = slice(0, 2) if shape.startswith("t5") else slice(0, 1)
         assert list(counted) == [
-            tokens_by_the_data(cache, CUTS[name], name.endswith("by tokens"), step, sides) for step in range(1, 9)
+            tokens_by_the_data(cache, CUTS[name], name.endswith("by tokens"), step, sides)
+            for step in range(1, 9)
         ], name
-        assert all(0 <= wait < whole for wait, whole in zip(steps["data_seconds"], steps["seconds"], strict=True))
-        torch.testing.assert_close(steps["losses"], reference["losses"], rtol=1e-5, atol=0, msg=lambda m, n=name: n + m)
+        assert all(
+            0 <= wait < whole
+            for wait, whole in zip(steps["data_seconds"], steps["seconds"], strict=True)
+        )
+        torch.testing.assert_close(
+            steps["losses"], reference["losses"], rtol=1e-5, atol=0, msg=lambda m, n=name: n + m
+        )
         # the first gradient comes from equal weights; later ones also carry how rounding moved them
-        first = (steps["gradients"][0] - reference["gradients"][0]).norm() / reference["gradients"][0].norm()
+        first = (steps["gradients"][0] - reference["gradients"][0]).norm() / reference["gradients"][
+            0
+        ].norm()
         assert first < 1e-5, name
-        error = (steps["gradients"] - reference["gradients"]).norm(dim=1) / reference["gradients"].norm(dim=1)
+        error = (steps["gradients"] - reference["gradients"]).norm(dim=1) / reference[
+            "gradients"
+        ].norm(dim=1)
         assert error.max() < 1e-4, name
         assert steps["reduces"] == (8 if "ranks" in name else 0), name

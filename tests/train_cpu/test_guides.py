@@ -1,4 +1,5 @@
-"""The lines of the guides for the A5000, the A6000 and the AMD card, word for word, on a tiny model: real launches."""
+"""The lines of the guides for the A5000, the A6000 and the AMD card, word for word, on a tiny
+model: real launches."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node=2"]
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
     return path
 
 
@@ -27,20 +30,40 @@ def run(folder: Path, *argv: str, **env: str) -> str:
     """What a line says that is typed in a folder that is not the checkout."""
     folder.mkdir(parents=True, exist_ok=True)
     variables = builders.environment(folder / "house", PYTHON=sys.executable, **env)
-    done = subprocess.run(argv, env=variables, cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        argv, env=variables, cwd=folder, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def texts(folder: Path) -> Path:
-    return write_jsonl(folder / "rows.jsonl", [{"text": row["prompt"]} for row in builders.rows(48)])
+    return write_jsonl(
+        folder / "rows.jsonl", [{"text": row["prompt"]} for row in builders.rows(48)]
+    )
 
 
 def test_the_amd_guides_wrapper_trains_as_its_variables_say(tmp_path):
     tiny = ["--model.shape=llama-tiny", f"--data.train_file={texts(tmp_path)}"]
-    variables = {"BATCH_SIZE": "6", "GRADIENT_ACCUM": "4", "NUM_WORKERS": "1", "MAX_LENGTH": "8", "EPOCHS": "1"}
-    checkpointing = {"ENABLE_GRAD_CKPT": "--gradient_checkpointing", "ENABLE_FP16": "", "OUTPUT_DIR": "out model"}
-    said = run(tmp_path, str(builders.CODE / "run_single_gpu_optimized.sh"), *tiny, **variables, **checkpointing)
+    variables = {
+        "BATCH_SIZE": "6",
+        "GRADIENT_ACCUM": "4",
+        "NUM_WORKERS": "1",
+        "MAX_LENGTH": "8",
+        "EPOCHS": "1",
+    }
+    checkpointing = {
+        "ENABLE_GRAD_CKPT": "--gradient_checkpointing",
+        "ENABLE_FP16": "",
+        "OUTPUT_DIR": "out model",
+    }
+    said = run(
+        tmp_path,
+        str(builders.CODE / "run_single_gpu_optimized.sh"),
+        *tiny,
+        **variables,
+        **checkpointing,
+    )
     assert "BATCH_SIZE=6: training.per_device_train_batch_size=6" in said
     assert "6 per device x 4 accumulation x 1 process(es) = 24 effective" in said
     run_dir = builders.only_run(tmp_path / "house", "single_gpu_optimized")
@@ -52,8 +75,17 @@ def test_the_amd_guides_wrapper_trains_as_its_variables_say(tmp_path):
 
 
 def test_the_a6000_guides_torchrun_line_is_one_training_of_two_ranks(tmp_path):
-    words = ["--mode", "pretrain", "--model.shape=llama-tiny", f"--data.train_file={texts(tmp_path)}"]
-    cut = ["--training.per_device_train_batch_size=3", "--training.max_steps=2", "--data.max_length=8"]
+    words = [
+        "--mode",
+        "pretrain",
+        "--model.shape=llama-tiny",
+        f"--data.train_file={texts(tmp_path)}",
+    ]
+    cut = [
+        "--training.per_device_train_batch_size=3",
+        "--training.max_steps=2",
+        "--data.max_length=8",
+    ]
     workers = ["--training.dataloader_num_workers=1", "--training.logging_steps=1"]
     said = run(tmp_path, sys.executable, *TORCHRUN, TRAIN, *words, *cut, *workers)
     assert len(re.findall(r"rank [01] of 2 on .*backend gloo \(torch.distributed\)", said)) == 2
@@ -69,7 +101,8 @@ def test_the_a6000_guides_torchrun_line_is_one_training_of_two_ranks(tmp_path):
 CONFIG = """\
 model: {name_or_path: BASE}
 data: {train_file: rows.jsonl, max_seq_length: 24}
-training: {per_device_train_batch_size: 4, gradient_accumulation_steps: 3, max_steps: 4, learning_rate: 1e-2,
+training: {per_device_train_batch_size: 4, gradient_accumulation_steps: 3, max_steps: 4,
+           learning_rate: 1e-2,
   optim: paged_adamw_8bit, eval_strategy: 'no', warmup_ratio: 0.1, output_dir: results/model}
 lora: {r: 4, lora_alpha: 8}
 quantization: {use_4bit: false}
@@ -90,7 +123,11 @@ def base(tmp_path_factory) -> Path:
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("base") / "a model"
     config = LlamaConfig(
-        vocab_size=600, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+        vocab_size=600,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     made = tokenizer.train((row["prompt"] for row in builders.rows(50)), TokenizerSection(), 600)
@@ -103,21 +140,32 @@ def adapted(tmp_path_factory, base) -> tuple[Path, str]:
     """(folder, what was said) of the A5000 guide's line, typed in it."""
     folder = tmp_path_factory.mktemp("adapted")
     talks = [
-        [{"from": speaker, "value": row[part]} for row in builders.rows(2, seed) for speaker, part in PARTS]
+        [
+            {"from": speaker, "value": row[part]}
+            for row in builders.rows(2, seed)
+            for speaker, part in PARTS
+        ]
         for seed in range(24)
     ]
     write_jsonl(folder / "rows.jsonl", [{"conversations": talk} for talk in talks])
     (folder / "config").mkdir()
     (folder / "config/training_config.yaml").write_text(CONFIG.replace("BASE", f'"{base}"'))
-    return folder, run(folder, sys.executable, TRAIN, "--config", "config/training_config.yaml", "--resume")
+    return folder, run(
+        folder, sys.executable, TRAIN, "--config", "config/training_config.yaml", "--resume"
+    )
 
 
 def test_the_a5000_guides_line_trains_an_adapter_and_leaves_the_guides_log(adapted):
     folder, said = adapted
     assert "training.warmup_ratio: training.warmup_steps=0.1" in said
     assert "4 per device x 3 accumulation x 1 process(es) = 12 effective" in said
-    assert len(re.findall(r"  step \d/4  epoch", (folder / "results/logs/training.log").read_text())) == 4
-    assert [path.name for path in (folder / "results/model").glob("*.safetensors")] == ["adapter_model.safetensors"]
+    assert (
+        len(re.findall(r"  step \d/4  epoch", (folder / "results/logs/training.log").read_text()))
+        == 4
+    )
+    assert [path.name for path in (folder / "results/model").glob("*.safetensors")] == [
+        "adapter_model.safetensors"
+    ]
 
 
 @pytest.mark.modes
@@ -163,10 +211,17 @@ PARTS = (("human", "prompt"), ("gpt", "response"))
 def test_before_and_after_of_the_amd_guide_are_one_training(tmp_path):
     found = {}
     for name in ("run_single_gpu", "run_single_gpu_optimized"):
-        words = [f"--data.train_file={texts(tmp_path)}", "--data.validation_file=null", "--training.logging_steps=1"]
+        words = [
+            f"--data.train_file={texts(tmp_path)}",
+            "--data.validation_file=null",
+            "--training.logging_steps=1",
+        ]
         run(tmp_path / name, str(builders.CODE / f"{name}.sh"), *words, EPOCHS="3")
         recipe = name.removeprefix("run_")
-        found[name] = [event["loss"] for event in builders.events(builders.only_run(tmp_path / name / "house", recipe))]
+        found[name] = [
+            event["loss"]
+            for event in builders.events(builders.only_run(tmp_path / name / "house", recipe))
+        ]
     before, after = found.values()
     assert len(before) == 3
     assert before == pytest.approx(after, rel=1e-5)
@@ -176,11 +231,15 @@ def test_before_and_after_of_the_amd_guide_are_one_training(tmp_path):
 def test_sft_of_the_a6000_guide_starts_from_what_pretraining_left(tmp_path):
     train = texts(tmp_path)
     common = ["--training.max_steps=2", "--data.validation_file=null"]
-    said = run(tmp_path, sys.executable, TRAIN, "--mode", "sft", f"--data.train_file={train}", "--dry-run")
+    said = run(
+        tmp_path, sys.executable, TRAIN, "--mode", "sft", f"--data.train_file={train}", "--dry-run"
+    )
     assert "training starts from random weights" in said
     run(tmp_path, sys.executable, TRAIN, "--mode=pretrain", f"--data.train_file={train}", *common)
     pairs = write_jsonl(tmp_path / "pairs.jsonl", [{"input": "1 + 1", "output": "2"}] * 8)
-    said = run(tmp_path, sys.executable, TRAIN, "--mode", "sft", f"--data.train_file={pairs}", *common)
+    said = run(
+        tmp_path, sys.executable, TRAIN, "--mode", "sft", f"--data.train_file={pairs}", *common
+    )
     assert f"runs {tmp_path / 'house/model_save/minigpt_medium'}" in said
     assert (tmp_path / "house/model_save/minigpt_medium_sft/config.json").exists()
 
@@ -196,6 +255,8 @@ def test_a_dry_run_of_the_a6000_guide_prints_the_plan_and_trains_nothing(tmp_pat
 
 def test_the_guides_import_prints_the_configuration():
     code = "from config.training_config import get_medium_config; get_medium_config()"
-    done = subprocess.run([sys.executable, "-c", code], cwd=builders.CODE, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=builders.CODE, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert re.search(r"^parameters +58491392$", done.stdout, re.MULTILINE)

@@ -1,4 +1,5 @@
-"""Less padding, and still: the same steps however they are cut, resumed at the same sample, each row once an epoch."""
+"""Less padding, and still: the same steps however they are cut, resumed at the same sample, each
+row once an epoch."""
 
 from __future__ import annotations
 
@@ -21,17 +22,21 @@ TRAINING = {
     "max_grad_norm": 0.0,
     "learning_rate": 1e-4,
 }
-RARELY = pytest.param("group_by_length", marks=pytest.mark.campaign)  # of what packing and by tokens order as well
+# of what packing and by tokens order as well
+RARELY = pytest.param("group_by_length", marks=pytest.mark.campaign)
 pytestmark = pytest.mark.modes
 
 
 @pytest.fixture(scope="module", params=[RARELY, "packing", "batch_by_tokens"])
 def stopped(request, tmp_path_factory) -> tuple[Path, str]:
-    """(folder with the recipe, its model and the house of a run stopped at a step, what the data section says)."""
+    """(folder with the recipe, its model and the house of a run stopped at a step, what the data
+    section says)."""
     folder = tmp_path_factory.mktemp("stopped")
     stop = stopping.at_step(str(STOP), "os.kill(os.getpid(), 15)", rank=0, times=1)
     data = {request.param: True}
-    with stopping.launched(folder, 1, faults={"stop": stop}, data=data, training=TRAINING, count=ROWS) as child:
+    with stopping.launched(
+        folder, 1, faults={"stop": stop}, data=data, training=TRAINING, count=ROWS
+    ) as child:
         assert child.wait() == 75, child.said()
         assert stopping.fired(folder, "stop") == 1
         assert child.committed() == [STOP]
@@ -48,7 +53,9 @@ def continued(stopped: tuple[Path, str], tmp_path: Path, *words: str) -> tuple[P
 
 
 def test_continued_on_two_ranks_it_gives_the_weights_of_an_uninterrupted_run(stopped, tmp_path):
-    recipe = builders.recipe(tmp_path / "whole", data={stopped[1]: True}, training=TRAINING, count=ROWS)
+    recipe = builders.recipe(
+        tmp_path / "whole", data={stopped[1]: True}, training=TRAINING, count=ROWS
+    )
     whole = builders.launch(tmp_path / "other", "run", str(recipe))
     assert whole.returncode == 0, whole.stderr
     words = ("--launch.num_processes=2", "--training.per_device_train_batch_size=2")
@@ -58,23 +65,33 @@ def test_continued_on_two_ranks_it_gives_the_weights_of_an_uninterrupted_run(sto
     assert {step: sorted(rows) for step, rows in sample_audit.taken(run).items()} == {
         step: sorted(rows) for step, rows in sample_audit.taken(other).items()
     }
-    expected, found = builders.weights(tmp_path / "whole/model"), builders.weights(tmp_path / "model")
+    expected, found = (
+        builders.weights(tmp_path / "whole/model"),
+        builders.weights(tmp_path / "model"),
+    )
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-6, msg=name)
 
 
-def test_continued_with_another_effective_batch_each_row_is_still_seen_once_an_epoch(stopped, tmp_path):
+def test_continued_with_another_effective_batch_each_row_is_still_seen_once_an_epoch(
+    stopped, tmp_path
+):
     words = ("--training.per_device_train_batch_size=6", "--resume.allow=[effective_batch_size]")
     house, _ = continued(stopped, tmp_path, *words)
     newest = sorted((house / "runs/tiny").glob("*/plan.json"))[-1].parent
     lines = sample_audit.lines(RunDir(newest))
     assert len(lines) == EPOCHS
-    ending = f"each once, and so all of {ROWS} rows" if stopped[1] == "packing" else f"all of {ROWS} rows, each once"
+    ending = (
+        f"each once, and so all of {ROWS} rows"
+        if stopped[1] == "packing"
+        else f"all of {ROWS} rows, each once"
+    )
     assert all(": all of " in line and line.endswith(ending) for line in lines), lines
 
 
 @pytest.mark.parametrize(
-    "mode", ["multi_cpu", "deepspeed_zero2", pytest.param("deepspeed_zero3", marks=pytest.mark.campaign)]
+    "mode",
+    ["multi_cpu", "deepspeed_zero2", pytest.param("deepspeed_zero3", marks=pytest.mark.campaign)],
 )
 def test_by_tokens_every_engine_takes_the_steps_of_fixed_micro_batches(mode, tmp_path):
     training = {**TRAINING, "num_train_epochs": 1, "max_grad_norm": 1.0}
@@ -83,14 +100,21 @@ def test_by_tokens_every_engine_takes_the_steps_of_fixed_micro_batches(mode, tmp
     fixed = builders.launch(tmp_path / "fixed", *words)
     assert fixed.returncode == 0, fixed.stderr
     words += [f"--launch.mode={mode}", "--launch.num_processes=2", "--data.batch_by_tokens=true"]
-    words += ["--training.per_device_train_batch_size=1", "--training.gradient_accumulation_steps=4"]
+    words += [
+        "--training.per_device_train_batch_size=1",
+        "--training.gradient_accumulation_steps=4",
+    ]
     found = builders.launch(tmp_path / "house", *words)
     assert found.returncode == 0, found.stdout + found.stderr
     assert "micro-steps a step on average" in found.stdout
-    ours, theirs = (builders.events(builders.only_run(tmp_path / house)) for house in ("house", "fixed"))
+    ours, theirs = (
+        builders.events(builders.only_run(tmp_path / house)) for house in ("house", "fixed")
+    )
     assert len(ours) == len(theirs) == ROWS // 8
     for step, other in zip(ours, theirs, strict=True):
         assert (step["tokens"], step["samples_seen"]) == (other["tokens"], other["samples_seen"])
         assert step["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
-    assert sum(step["computed_tokens"] for step in ours) < sum(step["computed_tokens"] for step in theirs)
+    assert sum(step["computed_tokens"] for step in ours) < sum(
+        step["computed_tokens"] for step in theirs
+    )

@@ -14,14 +14,19 @@ from tests import builders
 
 @pytest.mark.modes
 def test_nothing_of_a_run_listens_beyond_the_loopback(tmp_path):
-    recipe = builders.recipe(tmp_path, training={"num_train_epochs": 6}, launch={"num_processes": 2})
+    recipe = builders.recipe(
+        tmp_path, training={"num_train_epochs": 6}, launch={"num_processes": 2}
+    )
     argv = [sys.executable, "-m", "launch", "run", str(recipe)]
     seen: set[tuple[str, int]] = set()
     with subprocess.Popen(
         argv, env=builders.environment(tmp_path / "house"), stdout=subprocess.PIPE, text=True
     ) as child:
         while child.poll() is None:
-            ours = {child.pid, *(one.pid for one in psutil.Process(child.pid).children(recursive=True))}
+            ours = {
+                child.pid,
+                *(one.pid for one in psutil.Process(child.pid).children(recursive=True)),
+            }
             for socket in psutil.net_connections("inet"):
                 if socket.status == psutil.CONN_LISTEN and socket.pid in ours:
                     seen.add((socket.laddr.ip, socket.laddr.port))

@@ -19,11 +19,20 @@ def test_two_gloo_ranks_lower_the_loss_of_a_t5_on_the_chinese_parquet(tmp_path, 
     done = builders.accelerate(
         tmp_path / "h",
         *("--multi_gpu", "--num_processes", "2", str(builders.CODE / "train_low_mem.py"), "train"),
-        *("--is_finetune=True", "--use_fast_config=True", "--batch_size_per_gpu=8", "--max_seq_len=128"),
+        *(
+            "--is_finetune=True",
+            "--use_fast_config=True",
+            "--batch_size_per_gpu=8",
+            "--max_seq_len=128",
+        ),
         f"--train_file={real_data / 'chatlm_sft_train_3k.parquet'}",
         f"--validation_file={real_data / 'chatlm_sft_valid_1k.parquet'}",
         *("--model.shape=t5-tiny", "--model.freeze=[shared, encoder]", "--training.max_steps=40"),
-        *("--training.learning_rate=5e-3", "--training.warmup_steps=5", "--data.max_validation_samples=100"),
+        *(
+            "--training.learning_rate=5e-3",
+            "--training.warmup_steps=5",
+            "--data.max_validation_samples=100",
+        ),
         ACCELERATE_USE_GLOO="1",
     )
     assert done.returncode == 0, done.stderr
@@ -34,9 +43,16 @@ def test_two_gloo_ranks_lower_the_loss_of_a_t5_on_the_chinese_parquet(tmp_path, 
     assert falls(steps) < 0.97
 
 
-def test_a_small_decoder_with_lora_lowers_its_loss_on_gsm8k_with_the_columns_the_user_names(tmp_path, real_data):
-    """The decoder first reads the questions (pretraining), then LoRA learns to answer on top of it."""
-    file = {"train_file": str(real_data / "gsm8k_train.jsonl"), "validation_file": None, "max_length": 128}
+def test_a_small_decoder_with_lora_lowers_its_loss_on_gsm8k_with_the_columns_the_user_names(
+    tmp_path, real_data
+):
+    """The decoder first reads the questions (pretraining), then LoRA learns to answer on top of
+    it."""
+    file = {
+        "train_file": str(real_data / "gsm8k_train.jsonl"),
+        "validation_file": None,
+        "max_length": 128,
+    }
     limit = {"max_train_samples": 300}
     base = builders.recipe(
         tmp_path / "base",
@@ -60,10 +76,16 @@ def test_a_small_decoder_with_lora_lowers_its_loss_on_gsm8k_with_the_columns_the
     assert (tmp_path / "lora/model/adapter_model.safetensors").exists()
 
 
-def test_without_the_columns_the_error_names_them_and_the_flags_before_any_model_is_built(tmp_path, real_data):
+def test_without_the_columns_the_error_names_them_and_the_flags_before_any_model_is_built(
+    tmp_path, real_data
+):
     files = {"train_file": str(real_data / "gsm8k_train.jsonl"), "validation_file": None}
     done = builders.launch(tmp_path / "h", "run", str(builders.recipe(tmp_path, data=files)))
     assert done.returncode == 4
     assert done.stderr.count("\n") == 1
-    for words in ("question, answer", "--data.prompt_column=question", "--data.response_column=answer"):
+    for words in (
+        "question, answer",
+        "--data.prompt_column=question",
+        "--data.response_column=answer",
+    ):
         assert words in done.stderr

@@ -45,12 +45,24 @@ def kill_after(house: Path, words: list[str], step: int) -> None:
     psutil.wait_procs(family, timeout=10)
 
 
-@pytest.mark.shows("F1", "F18", "kill -9 of the whole tree, and one bit of the newest checkpoint flipped")
-@pytest.mark.parametrize(("ranks", "is_damaged"), [(1, True), pytest.param(2, False, marks=pytest.mark.faults)])
-def test_kill_minus_nine_and_the_same_line_again_give_the_uninterrupted_weights(tmp_path, ranks, is_damaged):
-    """With one rank the newest checkpoint is damaged as well: the one before it serves as well as any."""
+@pytest.mark.shows(
+    "F1", "F18", "kill -9 of the whole tree, and one bit of the newest checkpoint flipped"
+)
+@pytest.mark.parametrize(
+    ("ranks", "is_damaged"), [(1, True), pytest.param(2, False, marks=pytest.mark.faults)]
+)
+def test_kill_minus_nine_and_the_same_line_again_give_the_uninterrupted_weights(
+    tmp_path, ranks, is_damaged
+):
+    """With one rank the newest checkpoint is damaged as well: the one before it serves as well as
+    any."""
     recipe = builders.recipe(
-        tmp_path, training={"num_train_epochs": 8, "per_device_train_batch_size": 8 // ranks, "save_steps": 5}
+        tmp_path,
+        training={
+            "num_train_epochs": 8,
+            "per_device_train_batch_size": 8 // ranks,
+            "save_steps": 5,
+        },
     )
     words = ["run", str(recipe), f"--launch.num_processes={ranks}"]
     whole = builders.launch(tmp_path / "whole", *words, f"--output_dir={tmp_path / 'whole_model'}")
@@ -63,16 +75,27 @@ def test_kill_minus_nine_and_the_same_line_again_give_the_uninterrupted_weights(
         (newest / "model.safetensors").write_bytes(content)
     again = builders.launch(tmp_path / "killed", *words)
     assert again.returncode == 0, again.stderr + again.stdout
-    assert (f"{newest.name}/model.safetensors was changed after it was written" in again.stdout) == is_damaged
+    assert (
+        f"{newest.name}/model.safetensors was changed after it was written" in again.stdout
+    ) == is_damaged
     assert (f"resuming from {newest.name}" in again.stdout) != is_damaged
     assert "resuming from checkpoint-0000" in again.stdout
-    expected, found = builders.weights(tmp_path / "whole_model"), builders.weights(tmp_path / "model")
+    expected, found = (
+        builders.weights(tmp_path / "whole_model"),
+        builders.weights(tmp_path / "model"),
+    )
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
         assert torch.equal(tensor, found[name]), name
-    shown = builders.launch(tmp_path / "killed", "samples", str(builders.only_run(tmp_path / "killed")))
-    assert shown.stdout.splitlines() == [f"epoch {epoch}: all of 45 rows, each once" for epoch in range(1, 9)]
-    last = {event["step"]: event for event in builders.events(builders.only_run(tmp_path / "killed"))}
+    shown = builders.launch(
+        tmp_path / "killed", "samples", str(builders.only_run(tmp_path / "killed"))
+    )
+    assert shown.stdout.splitlines() == [
+        f"epoch {epoch}: all of 45 rows, each once" for epoch in range(1, 9)
+    ]
+    last = {
+        event["step"]: event for event in builders.events(builders.only_run(tmp_path / "killed"))
+    }
     for event in builders.events(builders.only_run(tmp_path / "whole")):
         assert last[event["step"]]["loss"] == event["loss"]
         assert last[event["step"]]["samples_seen"] == event["samples_seen"]
@@ -86,16 +109,22 @@ def test_a_complete_run_says_so_and_resume_never_starts_over_with_another_learni
     assert second.returncode == 0
     assert "is complete; --resume never starts over" in second.stdout
     assert len(list((tmp_path / "house/runs/tiny").glob("*/plan.json"))) == 1
-    third = builders.launch(tmp_path / "house", "run", recipe, "--resume", "never", "--training.learning_rate=2e-3")
+    third = builders.launch(
+        tmp_path / "house", "run", recipe, "--resume", "never", "--training.learning_rate=2e-3"
+    )
     assert third.returncode == 0
     assert "starting a new run" in third.stdout
     assert len(list((tmp_path / "house/runs/tiny").glob("*/attempts/01/outcome.json"))) == 2
-    assert any(not torch.equal(first[name], tensor) for name, tensor in builders.weights(tmp_path / "model").items())
+    assert any(
+        not torch.equal(first[name], tensor)
+        for name, tensor in builders.weights(tmp_path / "model").items()
+    )
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory) -> tuple[Path, str]:
-    """(house, recipe) of a run killed at step 13 or a little later; tests work on copies of the house."""
+    """(house, recipe) of a run killed at step 13 or a little later; tests work on copies of the
+    house."""
     folder = tmp_path_factory.mktemp("killed")
     recipe = str(builders.recipe(folder, training={"num_train_epochs": 8, "save_steps": 5}))
     kill_after(folder / "house", ["run", recipe], step=13)
@@ -110,7 +139,8 @@ def copied(killed, tmp_path) -> tuple[Path, str]:
 
 @pytest.mark.shows("F44", "another effective batch; refused, and continued where allowed")
 def test_another_batch_continues_at_the_same_sample(copied):
-    """Where it is allowed: stop, change the batch, start again; no sample is skipped or repeated."""
+    """Where it is allowed: stop, change the batch, start again; no sample is skipped or
+    repeated."""
     house, recipe = copied
     refused = builders.launch(house, "run", recipe, "12")
     assert refused.returncode == 5
@@ -129,7 +159,9 @@ def test_another_batch_continues_at_the_same_sample(copied):
     assert steps[-1]["samples_seen"] == 8 * 45
     shown = builders.launch(house, "samples", str(continued.parent))
     assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.splitlines() == [f"epoch {epoch}: all of 45 rows, each once" for epoch in range(1, 9)]
+    assert shown.stdout.splitlines() == [
+        f"epoch {epoch}: all of 45 rows, each once" for epoch in range(1, 9)
+    ]
 
 
 def test_a_run_whose_learning_rate_changed_is_refused_with_the_difference(copied):
@@ -149,9 +181,15 @@ def test_a_run_whose_learning_rate_changed_is_refused_with_the_difference(copied
         ("--model.dtype=bfloat16", "model.dtype float32 -> bfloat16"),
     ],
 )
-def test_what_changes_the_training_is_refused_with_the_difference_and_the_word_that_allows_it(copied, override, shown):
+def test_what_changes_the_training_is_refused_with_the_difference_and_the_word_that_allows_it(
+    copied, override, shown
+):
     house, recipe = copied
-    word = override.partition(".")[2].partition("=")[0] if "seed" in override else override[2:].partition(".")[0]
+    word = (
+        override.partition(".")[2].partition("=")[0]
+        if "seed" in override
+        else override[2:].partition(".")[0]
+    )
     changed = builders.launch(house, "run", recipe, override)
     assert changed.returncode == 5
     assert changed.stderr.count("\n") == 1
@@ -195,7 +233,10 @@ def test_other_libraries_are_said_and_refused_where_they_read_the_files(copied):
         done = builders.launch(house, "run", recipe, "--dry-run")
         assert done.returncode == code, done.stderr
         assert f"{package} {old} -> " in done.stdout + done.stderr
-    assert builders.launch(house, "run", recipe, "--dry-run", "--resume.allow=versions").returncode == 0
+    assert (
+        builders.launch(house, "run", recipe, "--dry-run", "--resume.allow=versions").returncode
+        == 0
+    )
 
 
 @pytest.mark.shows("F19", "a file of every checkpoint removed; named", code=5)
@@ -210,7 +251,10 @@ def test_a_run_without_one_good_checkpoint_is_refused_and_never_started_over(cop
 
 
 @pytest.mark.shows(
-    "F17", "F18", "F19", "each file of a real checkpoint cut, one bit flipped, removed; the file is named"
+    "F17",
+    "F18",
+    "F19",
+    "each file of a real checkpoint cut, one bit flipped, removed; the file is named",
 )
 def test_any_damage_to_any_file_of_a_real_checkpoint_is_found(copied):
     house, _ = copied

@@ -29,14 +29,17 @@ from training.data import tokenizer as data_tokenizer
 
 
 def trained(tmp_path, *words: str, **sections) -> subprocess.CompletedProcess[str]:
-    done = builders.launch(tmp_path / "house", "run", str(builders.recipe(tmp_path, **sections)), *words)
+    done = builders.launch(
+        tmp_path / "house", "run", str(builders.recipe(tmp_path, **sections)), *words
+    )
     assert done.returncode == 0, done.stderr + done.stdout
     return done
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, str]:
-    """(folder, what was printed) of one run of three epochs; its rows include two that teach nothing."""
+    """(folder, what was printed) of one run of three epochs; its rows include two that teach
+    nothing."""
     folder = tmp_path_factory.mktemp("finished")
     training = {"num_train_epochs": 3, "save_steps": 7, "warmup_steps": 4}  # an epoch has 6 steps
     recipe = builders.recipe(folder, training=training)
@@ -59,7 +62,9 @@ def test_a_run_and_a_chat_leave_no_folder_of_compiled_code_at_a_name_that_others
     assert (own / "inductor").is_dir()
 
 
-def test_the_schedule_is_in_the_log_and_a_checkpoint_is_written_every_save_steps_across_epochs(finished):
+def test_the_schedule_is_in_the_log_and_a_checkpoint_is_written_every_save_steps_across_epochs(
+    finished,
+):
     folder, _ = finished
     run = builders.only_run(folder / "house")
     rates = [event["learning_rate"] for event in builders.events(run)]
@@ -68,7 +73,15 @@ def test_the_schedule_is_in_the_log_and_a_checkpoint_is_written_every_save_steps
     saved = sorted(path.name for path in run.glob("checkpoints/checkpoint-*"))
     assert saved == ["checkpoint-000007", "checkpoint-000014", "checkpoint-000018"]
     log = next((folder / "house/logs").glob("chat_trainer_tiny-*.log")).read_text()
-    for words in ("loss ", "lr 1.000e-03", "s/step", "samples/s", "tokens/s", "held-out loss", "plan for tiny"):
+    for words in (
+        "loss ",
+        "lr 1.000e-03",
+        "s/step",
+        "samples/s",
+        "tokens/s",
+        "held-out loss",
+        "plan for tiny",
+    ):
         assert words in log
     assert list(run.glob("tensorboard/events.out.tfevents.*"))
     assert "<svg" in (run / "report.html").read_text()
@@ -94,7 +107,8 @@ def test_what_was_measured_equals_what_was_predicted_for_model_states(finished):
     estimate = json.loads((run / "plan.json").read_text())["estimate"]
     for name in ("weights_bytes", "gradients_bytes"):
         assert outcome[name] == estimate[name]
-    assert outcome["optimizer_bytes"] == pytest.approx(estimate["optimizer_bytes"], abs=4 * 100)  # scalar step counters
+    # scalar step counters
+    assert outcome["optimizer_bytes"] == pytest.approx(estimate["optimizer_bytes"], abs=4 * 100)
     assert math.isfinite(outcome["loss"])
     assert outcome["host_pss_bytes"] > 100 << 20
 
@@ -104,32 +118,54 @@ def padding_by_the_data(run: RunDir) -> float:
     tokens = Path(json.loads(run.tokens_file.read_text())["folder"]) / "train.arrow"
     lengths = [len(row) for row in datasets.Dataset.from_file(str(tokens))["input_ids"]]
     size = run.read_plan().strategy.per_device_train_batch_size
-    steady = [rows for step, rows in sample_audit.taken(run).items() if step > run_folder_steps.STEADY_FROM]
-    batches = [[lengths[row] for row in rows[at : at + size]] for rows in steady for at in range(0, len(rows), size)]
+    steady = [
+        rows
+        for step, rows in sample_audit.taken(run).items()
+        if step > run_folder_steps.STEADY_FROM
+    ]
+    batches = [
+        [lengths[row] for row in rows[at : at + size]]
+        for rows in steady
+        for at in range(0, len(rows), size)
+    ]
     return 1 - sum(map(sum, batches)) / sum(max(batch) * len(batch) for batch in batches)
 
 
 def test_a_run_is_compared_with_one_that_has_less_padding(finished, tmp_path):
     folder, _ = finished
     words = ["--name=grouped", "--data.group_by_length=true", f"--output_dir={tmp_path / 'model'}"]
-    words += ["--training.per_device_train_batch_size=2", "--training.gradient_accumulation_steps=4"]
+    words += [
+        "--training.per_device_train_batch_size=2",
+        "--training.gradient_accumulation_steps=4",
+    ]
     done = builders.launch(folder / "house", "run", str(folder / "tiny.yaml"), *words)
     assert done.returncode == 0, done.stderr + done.stdout
     compared = builders.launch(folder / "house", "compare", "tiny", "grouped")
     assert compared.returncode == 0, compared.stderr
     assert "differs: data.group_by_length: A False, B True\n" in compared.stdout
     assert "effective batch\n" in compared.stdout
-    table = {line[:38].strip(): line[38:].split() for line in compared.stdout.splitlines() if line.startswith("  ")}
+    table = {
+        line[:38].strip(): line[38:].split()
+        for line in compared.stdout.splitlines()
+        if line.startswith("  ")
+    }
     for at, name in enumerate(("tiny", "grouped")):
         run = RunDir(builders.only_run(folder / "house", name))
         steady = builders.events(run.root)[run_folder_steps.STEADY_FROM :]
         assert len(steady) == 16
         rate = sum(step["tokens"] for step in steady) / sum(step["seconds"] for step in steady)
-        assert float(table["non-padding tokens/s"][at].replace(",", "")) == pytest.approx(rate, abs=0.5)
+        assert float(table["non-padding tokens/s"][at].replace(",", "")) == pytest.approx(
+            rate, abs=0.5
+        )
         assert float(table["padding, of the tokens computed"][at][:-1]) == pytest.approx(
             100 * padding_by_the_data(run), abs=0.05
         )
-        shares = ("wall time: busy with steps", "waiting for data", "evaluations", "saves, logs, steps that were lost")
+        shares = (
+            "wall time: busy with steps",
+            "waiting for data",
+            "evaluations",
+            "saves, logs, steps that were lost",
+        )
         assert sum(float(table[share][at][:-1]) for share in shares) == pytest.approx(100, abs=0.2)
         held_out = json.loads((run.attempts()[-1].outcome_file).read_text())["eval_loss"]
         assert table["held-out loss at 135 samples"][at] == f"{held_out:.4f}"
@@ -151,7 +187,10 @@ def test_a_flipped_bit_in_the_tokenised_rows_is_not_trained_on(tmp_path):
     cache.write_bytes(content)
     done = trained(tmp_path, "--resume", "never", **sections)
     assert "train.arrow was changed after it was written): tokenising again" in done.stdout
-    assert all(torch.equal(tensor, before[name]) for name, tensor in builders.weights(tmp_path / "model").items())
+    assert all(
+        torch.equal(tensor, before[name])
+        for name, tensor in builders.weights(tmp_path / "model").items()
+    )
 
 
 def test_lora_on_a_local_folder_leaves_an_adapter_and_touches_no_base_weight(finished, tmp_path):
@@ -172,16 +211,31 @@ def test_lora_on_a_local_folder_leaves_an_adapter_and_touches_no_base_weight(fin
     assert chat.returncode == 0, chat.stderr
 
 
-def test_a_base_model_without_a_chat_template_is_trained_exported_and_asked_with_one_line_a_turn(tmp_path):
-    base, talk = tmp_path / "base", [("user", "1+1?"), ("assistant", "two"), ("user", "2+1?"), ("assistant", "three")]
+def test_a_base_model_without_a_chat_template_is_trained_exported_and_asked_with_one_line_a_turn(
+    tmp_path,
+):
+    base, talk = (
+        tmp_path / "base",
+        [
+            ("user", "1+1?"),
+            ("assistant", "two"),
+            ("user", "2+1?"),
+            ("assistant", "three"),
+        ],
+    )
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=600, n_positions=64, n_embd=64, n_layer=2, n_head=2)
     GPT2LMHeadModel(config).save_pretrained(base)
-    made = data_tokenizer.train((row["prompt"] for row in builders.rows(50)), TokenizerSection(), 600)
+    made = data_tokenizer.train(
+        (row["prompt"] for row in builders.rows(50)), TokenizerSection(), 600
+    )
     made.chat_template = None
     made.save_pretrained(base)
     rows = [{"messages": [{"role": role, "content": content} for role, content in talk]}] * 16
-    section = {"train_file": str(builders.write_parquet(tmp_path / "talks.parquet", rows)), "validation_file": None}
+    section = {
+        "train_file": str(builders.write_parquet(tmp_path / "talks.parquet", rows)),
+        "validation_file": None,
+    }
     training = {"max_steps": 40, "learning_rate": 5e-3, "save_steps": 100}
     model = {"shape": None, "path": str(base)}
     trained(tmp_path, data=section, training=training, model=model)
@@ -190,7 +244,10 @@ def test_a_base_model_without_a_chat_template_is_trained_exported_and_asked_with
     exported = AutoTokenizer.from_pretrained(tmp_path / "model")
     row = datasets.Dataset.from_file(str(cache))[0]
     assert exported.decode(row["input_ids"]) == lines
-    assert exported.decode([label for label in row["labels"] if label != -100]) == "two<|end|>three<|end|>"
+    assert (
+        exported.decode([label for label in row["labels"] if label != -100])
+        == "two<|end|>three<|end|>"
+    )
     assert exported.apply_chat_template(rows[0]["messages"], tokenize=False) == lines
     chat = subprocess.run(
         [sys.executable, str(builders.CODE / "scripts/chat.py"), str(tmp_path / "model"), "1+1?"],
@@ -219,7 +276,9 @@ def test_the_pasted_dry_run_line_trains_and_once_its_run_is_complete_no_more(tmp
     assert (tmp_path / "model/model.safetensors").read_bytes() == trained
 
 
-def test_a_t5_with_its_encoder_frozen_trains_only_the_decoder_and_loads_as_an_ordinary_folder(tmp_path):
+def test_a_t5_with_its_encoder_frozen_trains_only_the_decoder_and_loads_as_an_ordinary_folder(
+    tmp_path,
+):
     section = {"shape": "t5-tiny", "freeze": ["shared", "encoder"]}
     done = trained(tmp_path, model=section, training={"max_steps": 4, "warmup_steps": 0})
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model")
@@ -227,17 +286,29 @@ def test_a_t5_with_its_encoder_frozen_trains_only_the_decoder_and_loads_as_an_or
     assert tokenizer.decode(tokenizer("山 blue")["input_ids"]) == "山 blue"
     torch.manual_seed(23333)
     before = AutoModelForSeq2SeqLM.from_config(model.config).state_dict()
-    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    changed = {
+        name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])
+    }
     assert changed
-    assert all(name.startswith("decoder.block") or name == "decoder.final_layer_norm.weight" for name in changed)
+    assert all(
+        name.startswith("decoder.block") or name == "decoder.final_layer_norm.weight"
+        for name in changed
+    )
     assert "361,472 parameters" in done.stdout
 
 
 def test_pretraining_on_text_lowers_the_held_out_loss(tmp_path):
-    lines = "".join(f"the {word} is {word}\n" for word in ("stone", "river", "lamp") for _ in range(60))
+    lines = "".join(
+        f"the {word} is {word}\n" for word in ("stone", "river", "lamp") for _ in range(60)
+    )
     (tmp_path / "corpus.txt").write_text(lines)
-    files = {"train_file": str(tmp_path / "corpus.txt"), "validation_file": str(tmp_path / "corpus.txt")}
-    trained(tmp_path, task="pretrain", data=files, training={"max_steps": 30, "learning_rate": 5e-3})
+    files = {
+        "train_file": str(tmp_path / "corpus.txt"),
+        "validation_file": str(tmp_path / "corpus.txt"),
+    }
+    trained(
+        tmp_path, task="pretrain", data=files, training={"max_steps": 30, "learning_rate": 5e-3}
+    )
     steps = builders.events(builders.only_run(tmp_path / "house"))
     assert steps[-1]["loss"] < 0.6 * steps[0]["loss"]
     AutoModelForCausalLM.from_pretrained(tmp_path / "model")

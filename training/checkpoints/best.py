@@ -1,6 +1,8 @@
-"""training.load_best_model_at_end: the weights of the step with the lowest held-out loss, instead of the last one's.
+"""training.load_best_model_at_end: the weights of the step with the lowest held-out loss, instead
+of the last one's.
 
-Which step that is stands in trainer_state.json of every checkpoint, so a run that goes on knows it."""
+Which step that is stands in trainer_state.json of every checkpoint, so a run that goes on knows
+it."""
 
 from __future__ import annotations
 
@@ -27,8 +29,14 @@ def take(trainer: Trainer, checkpoints: Path) -> None:
         return
     problem = manifest.fault(checkpoints / name)
     if problem:
-        logger.warning("the model is the last step's: %s had the lowest held-out loss, but %s", name, problem)
+        logger.warning(
+            "the model is the last step's: %s had the lowest held-out loss, but %s", name, problem
+        )
         state.best_global_step = state.best_metric = None
         return
     Trainer._load_from_checkpoint(trainer, str(checkpoints / name), trainer.model)
-    logger.info("the model is step %d's: lowest held-out loss %.4f", state.best_global_step, state.best_metric)
+    logger.info(
+        "the model is step %d's: lowest held-out loss %.4f",
+        state.best_global_step,
+        state.best_metric,
+    )

@@ -1,6 +1,8 @@
-"""Checkpoints, whole or not there: written aside by all ranks, hashed, synced, sealed, renamed; then rotated by step.
+"""Checkpoints, whole or not there: written aside by all ranks, hashed, synced, sealed, renamed;
+then rotated by step.
 
-What fails on one rank fails on all of them, with the same error; nothing of the unfinished checkpoint stays."""
+What fails on one rank fails on all of them, with the same error; nothing of the unfinished
+checkpoint stays."""
 
 from __future__ import annotations
 
@@ -27,16 +29,20 @@ STAGING = "tmp-"  # with a checkpoint's name behind it: not finished
 TRASH = "tmp-trash-"  # being removed
 CONVERTED = "tmp-converted-"  # for this start only
 OURS = re.compile(rf"^({STAGING}|{TRASH}|{CONVERTED})checkpoint-\d{{6,}}$")
-NOT_KEPT = "training_args.bin"  # a pickle of the arguments, tokens included; nothing of ours reads it
+# a pickle of the arguments, tokens included; nothing of ours reads it
+NOT_KEPT = "training_args.bin"
 MIN_VERIFIED = 2  # so many good checkpoints are kept whatever the limit says: one can be damaged
 ROOM_FACTOR = 1.1  # of the last checkpoint's size must be free before a save
-# How the writers of torch, safetensors and tokenizers, which are not Python, say that a write failed.
+# How the writers of torch, safetensors and tokenizers, which are not Python, say that a write
+# failed.
 WRITE_FAILED = re.compile(
-    r"PytorchStreamWriter|inline_container|iostream error|unexpected pos|write\(\): fd|\(os error \d+\)"
+    r"PytorchStreamWriter|inline_container|iostream error|unexpected pos|write\(\): fd|\(os error"
+    r" \d+\)"
 )
 
 
-# ---- all ranks together ---------------------------------------------------------------------------------------------
+# ---- all ranks together
+# ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,8 @@ class Save:
         return self.staging / f"checkpoint-{self.step}"
 
     def on_all(self, do: Callable[[], Any]) -> list[Any]:
-        """What `do` returns on each rank: it succeeds on all of them, or raises on all of them. Collective.
+        """What `do` returns on each rank: it succeeds on all of them, or raises on all of them.
+        Collective.
 
         Raises StorageError for a write that failed on any rank.
         """
@@ -68,14 +75,21 @@ class Save:
             result = do()
         except Exception as error:  # noqa: BLE001  it is raised again, here and on the other ranks
             failed = error
-        words = None if failed is None else (storage_problem(failed), f"{type(failed).__name__}: {failed}")
+        words = (
+            None
+            if failed is None
+            else (storage_problem(failed), f"{type(failed).__name__}: {failed}")
+        )
         found = self._gather((result, words))
         if not any(words for _, words in found):
             return [result for result, _ in found]
         if self.rank == 0:
-            shutil.rmtree(self.staging, ignore_errors=True)  # what cannot be removed now is cleared at the next start
+            # what cannot be removed now is cleared at the next start
+            shutil.rmtree(self.staging, ignore_errors=True)
         self._gather(None)  # the room is there again before anybody writes what happened
-        rank, (problem, text) = next((rank, words) for rank, (_, words) in enumerate(found) if words)
+        rank, (problem, text) = next(
+            (rank, words) for rank, (_, words) in enumerate(found) if words
+        )
         if problem is not None:
             raise StorageError(self._unwritten(rank, problem)) from failed
         if failed is not None:
@@ -88,7 +102,10 @@ class Save:
 
     def _unwritten(self, rank: int, problem: str) -> str:
         try:
-            kept = ", ".join(folder.name for folder in manifest.committed(self.checkpoints)) or "none yet"
+            kept = (
+                ", ".join(folder.name for folder in manifest.committed(self.checkpoints))
+                or "none yet"
+            )
             free = f"{free_bytes(self.checkpoints):,} bytes are free"
         except OSError as error:
             kept, free = "what is there cannot be read", str(error.strerror)
@@ -96,8 +113,8 @@ class Save:
         if limit != resource.RLIM_INFINITY:
             free += f"; no file may be larger than {limit:,} bytes (ulimit -f)"
         return (
-            f"{self.checkpoints}: the checkpoint of step {self.step} could not be written (rank {rank}: {problem};"
-            f" {free}). Kept: {kept}. Make room, or mend the disk, and run the"
+            f"{self.checkpoints}: the checkpoint of step {self.step} could not be written (rank"
+            f" {rank}: {problem}; {free}). Kept: {kept}. Make room, or mend the disk, and run the"
             " same line again to continue; fewer are kept with --training.save_total_limit"
         )
 
@@ -116,7 +133,8 @@ def _nothing() -> None:
 
 def storage_problem(error: BaseException) -> str | None:
     """What a disk has refused, in words; None for an error that is not a disk's."""
-    inner = getattr(error, "failures", None)  # torch.distributed.checkpoint's: {rank: (exception, traceback)}
+    # torch.distributed.checkpoint's: {rank: (exception, traceback)}
+    inner = getattr(error, "failures", None)
     for one in [wrapped[0] for wrapped in inner.values()] if inner else [error]:
         if isinstance(one, StorageError):
             return str(one)
@@ -129,7 +147,8 @@ def storage_problem(error: BaseException) -> str | None:
 
 
 class DelayedWrites:
-    """DeepSpeed's writer, whose failures wait: between its writes it has barriers, which every rank must reach."""
+    """DeepSpeed's writer, whose failures wait: between its writes it has barriers, which every rank
+    must reach."""
 
     def __init__(self, writer: Any) -> None:
         self.writer, self.failed = writer, None
@@ -154,7 +173,8 @@ class DelayedWrites:
             raise self.failed
 
 
-# ---- room -----------------------------------------------------------------------------------------------------------
+# ---- room
+# ---------------------------------------------------------------------------
 
 
 def free_bytes(folder: Path) -> int:
@@ -167,7 +187,8 @@ def size_bytes(folder: Path) -> int:
 
 
 def check_room(checkpoints: Path, predicted_bytes: int) -> None:
-    """Raises StorageError where the next checkpoint will not fit: as large as the last, or as predicted."""
+    """Raises StorageError where the next checkpoint will not fit: as large as the last, or as
+    predicted."""
     kept = [folder for folder in manifest.ours(checkpoints) if (folder / manifest.FILE).exists()]
     expected = size_bytes(kept[-1]) if kept else predicted_bytes
     need, free = int(expected * ROOM_FACTOR), free_bytes(checkpoints)
@@ -175,7 +196,8 @@ def check_room(checkpoints: Path, predicted_bytes: int) -> None:
         raise StorageError(f"No space left on device: it needs {need:,} bytes")
 
 
-# ---- commit ---------------------------------------------------------------------------------------------------------
+# ---- commit
+# ---------------------------------------------------------------------------
 
 
 def listing(staged: Path) -> dict[str, int]:
@@ -197,11 +219,15 @@ def deal(files: Mapping[str, int], ranks: int) -> list[list[str]]:
 
 
 def describe(staged: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    """{file: bytes, sha256}, with each file on the disk: hashed from memory while the disk writes."""
+    """{file: bytes, sha256}, with each file on the disk: hashed from memory while the disk
+    writes."""
     with ThreadPoolExecutor(1) as pool:
         synced = [pool.submit(base_files.sync, staged / relative) for relative in names]
         found = {
-            relative: {"bytes": (staged / relative).stat().st_size, "sha256": manifest.sha256(staged / relative)}
+            relative: {
+                "bytes": (staged / relative).stat().st_size,
+                "sha256": manifest.sha256(staged / relative),
+            }
             for relative in names
         }
         for one in synced:
@@ -210,25 +236,40 @@ def describe(staged: Path, names: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def commit(
-    staged: Path, checkpoints: Path, step: int, facts: Mapping[str, Any], files: Mapping[str, dict[str, Any]]
+    staged: Path,
+    checkpoints: Path,
+    step: int,
+    facts: Mapping[str, Any],
+    files: Mapping[str, dict[str, Any]],
 ) -> Path:
-    """Turn the folder that all ranks have finished writing into checkpoints/checkpoint-<step>; one process calls it.
+    """Turn the folder that all ranks have finished writing into checkpoints/checkpoint-<step>; one
+    process calls it.
 
-    After the rename the checkpoint is complete on disk; before it, nothing by that name exists. Raises StorageError
-    where somebody else's folder has the name.
+    After the rename the checkpoint is complete on disk; before it, nothing by that name exists.
+    Raises StorageError where somebody else's folder has the name.
     """
     final = checkpoints / manifest.name(step)
     if final.exists() and final not in manifest.ours(checkpoints):
-        raise StorageError(f"{final.name} is there already and no save of ours made it; move it away")
+        raise StorageError(
+            f"{final.name} is there already and no save of ours made it; move it away"
+        )
     folders = [*(path for path in staged.rglob("*") if path.is_dir()), staged]
-    described = {**facts, "step": step, "versions": manifest.versions(), "files": dict(sorted(files.items()))}
-    described["keeps_modes"] = _close_to_others([*(staged / relative for relative in files), *folders])
+    described = {
+        **facts,
+        "step": step,
+        "versions": manifest.versions(),
+        "files": dict(sorted(files.items())),
+    }
+    described["keeps_modes"] = _close_to_others(
+        [*(staged / relative for relative in files), *folders]
+    )
     described["seal"] = manifest.seal(described)
     base_files.write_json(staged / manifest.FILE, described)
     _close_to_others([staged / manifest.FILE])
     for folder in folders:
         base_files.sync(folder)
-    if final.exists():  # only a rejected one can stand here: resume would have continued behind a good one
+    # only a rejected one can stand here: resume would have continued behind a good one
+    if final.exists():
         discard(final)
     manifest.list_commit(checkpoints, final.name, described["seal"])
     staged.rename(final)
@@ -245,15 +286,16 @@ def _close_to_others(paths: list[Path]) -> bool:
     return not any(path.stat().st_mode & manifest.WRITABLE_BY_OTHERS for path in paths)
 
 
-# ---- rotation -------------------------------------------------------------------------------------------------------
+# ---- rotation
+# ---------------------------------------------------------------------------
 
 
 def rotate(checkpoints: Path, keep: int, verified: set[str], best: str | None = None) -> None:
-    """Remove the oldest of our checkpoints beyond `keep`, and never so many that fewer than two verified ones remain;
-    nor the `best`, which counts for none of them.
+    """Remove the oldest of our checkpoints beyond `keep`, and never so many that fewer than two
+    verified ones remain; nor the `best`, which counts for none of them.
 
-    `verified`: names that this process has committed or hashed; others are hashed only when the last two good ones
-    depend on them. A damaged checkpoint counts for nothing.
+    `verified`: names that this process has committed or hashed; others are hashed only when the
+    last two good ones depend on them. A damaged checkpoint counts for nothing.
     """
     good, checked, spare = 0, 0, []
     for folder in reversed(manifest.ours(checkpoints)):
@@ -288,11 +330,13 @@ def clear_staging(checkpoints: Path) -> None:
             shutil.rmtree(folder)
 
 
-# ---- for another engine, or another effective batch ------------------------------------------------------------------
+# ---- for another engine, or another effective batch
+# ---------------------------------------------------------------------------
 
 
 def converted(source: Path, write: Callable[[Path], None]) -> Path:
-    """A folder that Trainer resumes from, with what `write` puts there instead of the engine's own files."""
+    """A folder that Trainer resumes from, with what `write` puts there instead of the engine's own
+    files."""
     folder = source.with_name(f"{CONVERTED}{source.name}")
     folder.mkdir()
     write(folder)
@@ -303,10 +347,11 @@ def converted(source: Path, write: Callable[[Path], None]) -> Path:
 
 
 def rebase(source: Path, checkpoints: Path, order: Any) -> Path:
-    """Make a checkpoint that counts steps of another effective batch from `source`, at the same sample.
+    """Make a checkpoint that counts steps of another effective batch from `source`, at the same
+    sample.
 
-    Weights, optimizer and random state are the source's; step and schedule are moved to where `order` (a SampleOrder
-    whose start is the source's samples_seen) stands.
+    Weights, optimizer and random state are the source's; step and schedule are moved to where
+    `order` (a SampleOrder whose start is the source's samples_seen) stands.
     """
     epoch, offset = divmod(order.start, order.samples)
     step = epoch * order.steps_per_epoch + order.first_step(epoch)[0]
@@ -323,7 +368,11 @@ def rebase(source: Path, checkpoints: Path, order: Any) -> Path:
     schedule = torch.load(source / "scheduler.pt", weights_only=True)
     schedule.update(last_epoch=step, _step_count=step + 1)
     torch.save(schedule, staged / "scheduler.pt")
-    facts = {key: value for key, value in described.items() if key not in {"files", "step", "seal", "versions"}}
+    facts = {
+        key: value
+        for key, value in described.items()
+        if key not in {"files", "step", "seal", "versions"}
+    }
     facts.update(effective_batch_size=order.effective_batch_size, rebased_from=str(source))
     return commit(staged, checkpoints, step, facts, describe(staged, list(listing(staged))))
 

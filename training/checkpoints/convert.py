@@ -1,7 +1,9 @@
-"""A checkpoint of one engine or number of ranks, for another: its trained weights and optimizer states by name.
+"""A checkpoint of one engine or number of ranks, for another: its trained weights and optimizer
+states by name.
 
-Only what is trained is carried: frozen weights are those that the model was built with. Rank 0 takes the files apart
-into one safetensors file, `<state>/<parameter>`, and every rank takes its part of it."""
+Only what is trained is carried: frozen weights are those that the model was built with. Rank 0
+takes the files apart into one safetensors file, `<state>/<parameter>`, and every rank takes its
+part of it."""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from launch.schema.plan import Strategy
 
 FILE = "states.safetensors"
 WEIGHT = "weight"
-States = dict[str, torch.Tensor]  # "<state>/<parameter>"; a state is weight, exp_avg, ..., or step, which is a scalar
+# "<state>/<parameter>"; a state is weight, exp_avg, ..., or step, which is a scalar
+States = dict[str, torch.Tensor]
 ADAPTER = ".default."  # PEFT's name of the adapter, which it leaves out of its files
 
 
@@ -38,16 +41,18 @@ def is_needed(described: Mapping[str, Any], strategy: Strategy) -> bool:
 
 
 def write(source: Path, described: Mapping[str, Any], trainer: Trainer, folder: Path) -> None:
-    """The states of a checkpoint that has been verified, in `folder`. Raises CheckpointError when they are others."""
+    """The states of a checkpoint that has been verified, in `folder`. Raises CheckpointError when
+    they are others."""
     shapes = {name: getattr(one, "ds_shape", one.shape) for name, one in trained(trainer)}
-    states = {"plain": _plain, "ddp": _plain, "deepspeed": _zero, "fsdp2": _fsdp2}[described["engine"]](
-        source, described, shapes
-    )
+    states = {"plain": _plain, "ddp": _plain, "deepspeed": _zero, "fsdp2": _fsdp2}[
+        described["engine"]
+    ](source, described, shapes)
     missing = [name for name in shapes if f"{WEIGHT}/{name}" not in states]
     if missing:
         raise CheckpointError(
-            f"{source}: has no weights for {missing[0]} and {len(missing) - 1} more of the parameters that this model"
-            " trains; continue with the mode that wrote it, or start over with --resume never"
+            f"{source}: has no weights for {missing[0]} and {len(missing) - 1} more of the"
+            " parameters that this model trains; continue with the mode that wrote it, or start"
+            " over with --resume never"
         )
     shaped = {
         key: tensor.reshape(shapes[key.partition("/")[2]]).contiguous() if tensor.dim() else tensor
@@ -69,7 +74,8 @@ def optimizer_names(trainer: Trainer) -> list[list[str]]:
     return [[names[id(one)] for one in group["params"]] for group in trainer.optimizer.param_groups]
 
 
-# ---- out of the files of an engine ----------------------------------------------------------------------------------
+# ---- out of the files of an engine
+# ---------------------------------------------------------------------------
 
 
 def _plain(source: Path, described: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> States:
@@ -82,7 +88,9 @@ def _plain(source: Path, described: Mapping[str, Any], shapes: Mapping[str, torc
             found[f"{WEIGHT}/{name}"] = weights[stored]
     state = torch.load(source / "optimizer.pt", weights_only=True, map_location="cpu")
     groups = zip(state["param_groups"], described["optimizer_parameters"], strict=True)
-    numbered = [pair for group, names in groups for pair in zip(group["params"], names, strict=True)]
+    numbered = [
+        pair for group, names in groups for pair in zip(group["params"], names, strict=True)
+    ]
     for number, name in numbered:
         for key, value in state["state"].get(number, {}).items():
             found[f"{key}/{name}"] = torch.as_tensor(value)
@@ -94,7 +102,8 @@ def _rank_of(file: Path) -> int:
 
 
 def _zero(source: Path, described: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> States:
-    """Joins the ranks' slices. Source: DeepSpeed 0.19 checkpoint/ds_to_universal.py, which does so through files."""
+    """Joins the ranks' slices. Source: DeepSpeed 0.19 checkpoint/ds_to_universal.py, which does so
+    through files."""
     folder = source / (source / "latest").read_text(encoding="utf-8")
     files = sorted(folder.glob("*_optim_states.pt"), key=_rank_of)
     ranks = [_unpickled(file)["optimizer_state_dict"] for file in files]
@@ -103,7 +112,9 @@ def _zero(source: Path, described: Mapping[str, Any], shapes: Mapping[str, torch
         order = _unpickled(next(folder.glob("*zero_pp_rank_0_*_model_states.pt")))["param_shapes"]
         for rank in ranks:
             states = rank["optimizer_state_dict"]["state"]
-            for number, (sub_group, flat) in enumerate(zip(order, rank["fp32_flat_groups"], strict=True)):
+            for number, (sub_group, flat) in enumerate(
+                zip(order, rank["fp32_flat_groups"], strict=True)
+            ):
                 start = 0
                 for name, shape in sub_group.items():
                     length = -(-shape.numel() // len(ranks))  # the last rank's is padded
@@ -115,7 +126,9 @@ def _zero(source: Path, described: Mapping[str, Any], shapes: Mapping[str, torch
             for number, mapping in enumerate(rank["param_slice_mappings"]):
                 flat = rank["single_partition_of_fp32_groups"][number]
                 for name, address in mapping.items():
-                    _collect(found, name, {WEIGHT: flat, **states[number]}, address.start, address.numel)
+                    _collect(
+                        found, name, {WEIGHT: flat, **states[number]}, address.start, address.numel
+                    )
     joined = {}
     for key, parts in found.items():
         size = shapes[key.partition("/")[2]].numel() if key.partition("/")[2] in shapes else None
@@ -124,7 +137,11 @@ def _zero(source: Path, described: Mapping[str, Any], shapes: Mapping[str, torch
 
 
 def _collect(
-    found: dict[str, list[torch.Tensor]], name: str, states: Mapping[str, Any], start: int, length: int
+    found: dict[str, list[torch.Tensor]],
+    name: str,
+    states: Mapping[str, Any],
+    start: int,
+    length: int,
 ) -> None:
     """One rank's part of a parameter's states, cut out of the flat ones."""
     for key, value in states.items():
@@ -135,10 +152,13 @@ def _collect(
 
 
 class _Unpickler(pickle.Unpickler):
-    """Tensors and containers; any other object becomes an empty one, and no code of its own runs."""
+    """Tensors and containers; any other object becomes an empty one, and no code of its own
+    runs."""
 
     def find_class(self, module: str, name: str) -> Any:
-        is_plain = (module, name) in PLAIN or (module == "torch._utils" and name.startswith("_rebuild_"))
+        is_plain = (module, name) in PLAIN or (
+            module == "torch._utils" and name.startswith("_rebuild_")
+        )
         if is_plain or (module.startswith("torch") and name.endswith("Storage")):
             return super().find_class(module, name)
         return _StandIn
@@ -151,9 +171,17 @@ class _StandIn:
         pass
 
 
-PLAIN = {("torch", "Size"), ("torch", "device"), ("collections", "OrderedDict"), ("collections", "defaultdict")}
-PLAIN |= {("torch", name) for name in ("Tensor", "float32", "float16", "bfloat16", "int64")} | {("builtins", "dict")}
-PLAIN |= {("torch._tensor", "_rebuild_from_type_v2"), ("torch.nn.parameter", "Parameter")}  # calls only what is here
+PLAIN = {
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("collections", "OrderedDict"),
+    ("collections", "defaultdict"),
+}
+PLAIN |= {("torch", name) for name in ("Tensor", "float32", "float16", "bfloat16", "int64")} | {
+    ("builtins", "dict")
+}
+# calls only what is here
+PLAIN |= {("torch._tensor", "_rebuild_from_type_v2"), ("torch.nn.parameter", "Parameter")}
 
 
 def _unpickled(file: Path) -> dict[str, Any]:
@@ -185,17 +213,22 @@ def _fsdp2(source: Path, described: Mapping[str, Any], shapes: Mapping[str, torc
         )
         return content
 
-    found = {f"{WEIGHT}/{name}": tensor for name, tensor in whole("pytorch_model_fsdp_0")["model"].items()}
+    found = {
+        f"{WEIGHT}/{name}": tensor
+        for name, tensor in whole("pytorch_model_fsdp_0")["model"].items()
+    }
     for name, states in whole("optimizer_0")["optimizer"]["state"].items():
         found |= {f"{key}/{name}": torch.as_tensor(value) for key, value in states.items()}
     return found
 
 
-# ---- into the engine that runs --------------------------------------------------------------------------------------
+# ---- into the engine that runs
+# ---------------------------------------------------------------------------
 
 
 def load(trainer: Trainer, strategy: Strategy, folder: Path) -> list[str]:
-    """Put this rank's part of the states where they belong; names of parameters whose optimizer states were not there.
+    """Put this rank's part of the states where they belong; names of parameters whose optimizer
+    states were not there.
 
     Collective."""
     parameters = dict(trained(trainer))
@@ -208,16 +241,23 @@ def load(trainer: Trainer, strategy: Strategy, folder: Path) -> list[str]:
         if strategy.engine == "deepspeed":
             into = _into_zero3 if strategy.zero_stage == 3 else _into_zero
             first = next(iter(parameters))
-            _begin_zero(trainer, {state: file.get_tensor(f"{state}/{first}") for state in keys[first]})
+            _begin_zero(
+                trainer, {state: file.get_tensor(f"{state}/{first}") for state in keys[first]}
+            )
         for name, parameter in parameters.items():
-            into(trainer, parameter, {state: file.get_tensor(f"{state}/{name}") for state in keys[name]})
+            into(
+                trainer,
+                parameter,
+                {state: file.get_tensor(f"{state}/{name}") for state in keys[name]},
+            )
     return [name for name in parameters if set(keys[name]) <= {WEIGHT}]
 
 
 def load_schedule(trainer: Trainer, state: dict[str, Any]) -> None:
     """The schedule where it stood, and its rate in the optimizer: all groups have the same one.
 
-    DeepSpeed leaves out a group without parameters, such as that without weight decay under LoRA."""
+    DeepSpeed leaves out a group without parameters, such as that without weight decay under
+    LoRA."""
     groups = trainer.optimizer.param_groups
     for key in ("base_lrs", "_last_lr", "lr_lambdas"):
         if key in state:
@@ -228,17 +268,24 @@ def load_schedule(trainer: Trainer, state: dict[str, Any]) -> None:
 
 
 def _into_torch(trainer: Trainer, parameter: torch.nn.Parameter, states: States) -> None:
-    """Plain, DDP and FSDP2: the optimizer has a state for each parameter, cut as the parameter is."""
+    """Plain, DDP and FSDP2: the optimizer has a state for each parameter, cut as the parameter
+    is."""
     _local(parameter).copy_(_local(_placed(states.pop(WEIGHT), parameter)))
     if not states:
         return
     optimizer = trainer.optimizer.optimizer
-    group = next(group for group in optimizer.param_groups if any(one is parameter for one in group["params"]))
+    group = next(
+        group
+        for group in optimizer.param_groups
+        if any(one is parameter for one in group["params"])
+    )
     on_device = group.get("fused") or group.get("capturable")
     optimizer.state[parameter] = {
-        key: _placed(value, parameter)
-        if value.dim()
-        else value.to(torch.float32).to(parameter.device if on_device else "cpu", copy=True)
+        key: (
+            _placed(value, parameter)
+            if value.dim()
+            else value.to(torch.float32).to(parameter.device if on_device else "cpu", copy=True)
+        )
         for key, value in states.items()
     }
 
@@ -258,7 +305,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _begin_zero(trainer: Trainer, like: States) -> None:
-    """Empty states for this rank's flat slices, which the optimizer makes at its first step only, and their step."""
+    """Empty states for this rank's flat slices, which the optimizer makes at its first step only,
+    and their step."""
     zero = trainer.deepspeed.optimizer
     is_zero3 = hasattr(zero, "fp32_partitioned_groups_flat")
     flats = zero.fp32_partitioned_groups_flat if is_zero3 else zero.single_partition_of_fp32_groups
@@ -274,14 +322,17 @@ def _begin_zero(trainer: Trainer, like: States) -> None:
             of_torch = type(zero.optimizer).__module__.startswith("torch.")
             on_device = any(zero.optimizer.defaults.get(word) for word in ("fused", "capturable"))
             state["step"] = (
-                step.to(flat.device if on_device else "cpu", torch.float32, copy=True) if of_torch else int(step)
+                step.to(flat.device if on_device else "cpu", torch.float32, copy=True)
+                if of_torch
+                else int(step)
             )
         if state:
             zero.optimizer.state[flat] = state
 
 
 def _into_zero(trainer: Trainer, parameter: torch.nn.Parameter, states: States) -> None:
-    """ZeRO 1 and 2: a slice of all parameters joined, of which this parameter may have a part on this rank."""
+    """ZeRO 1 and 2: a slice of all parameters joined, of which this parameter may have a part on
+    this rank."""
     parameter.copy_(states[WEIGHT])
     mapping = parameter._hp_mapping
     if mapping is None:

@@ -1,6 +1,8 @@
-"""Measure the memory of a process before it has work: `python -m training.children.import_memory ROLE`.
+"""Measure the memory of a process before it has work: `python -m training.children.import_memory
+ROLE`.
 
-Imports what that process imports and prints a line of JSON: private bytes, and bytes of mapped files, which are shared.
+Imports what that process imports and prints a line of JSON: private bytes, and bytes of mapped
+files, which are shared.
 """
 
 from __future__ import annotations
@@ -12,7 +14,12 @@ import sys
 from pathlib import Path
 
 ROLES = {
-    "launcher": ("launch.plan.resolve", "launch.supervise.attempt", "launch.supervise.screen", "pyarrow.parquet"),
+    "launcher": (
+        "launch.plan.resolve",
+        "launch.supervise.attempt",
+        "launch.supervise.screen",
+        "pyarrow.parquet",
+    ),
     "agent": ("accelerate.commands.launch", "torch.distributed.run"),
     "prepare": ("training.data.prepare", "training.data.tokenise_pool", "tokenizers"),
     "rank": ("training.run", "torch.utils.tensorboard"),
@@ -23,7 +30,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("role", choices=ROLES)
     parser.add_argument("--without", nargs="*", default=[], help="packages that the run leaves out")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the rank computes")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where the rank computes"
+    )
     arguments = parser.parse_args()
     for package in arguments.without:
         sys.modules.setdefault(package, None)  # type: ignore[arg-type]  to Python: not installed

@@ -1,7 +1,9 @@
-"""One rank of the link test: a checked all-reduce, then timed ones, over the backend that the command line names.
+"""One rank of the link test: a checked all-reduce, then timed ones, over the backend that the
+command line names.
 
-Started by launch/probe/link_test.py once a rank, in the environment whose transport is to be tested. Prints READY when
-torch and the device are there, so that a slow start is not taken for a link that hangs; rank 0 ends with a JSON line.
+Started by launch/probe/link_test.py once a rank, in the environment whose transport is to be
+tested. Prints READY when torch and the device are there, so that a slow start is not taken for a
+link that hangs; rank 0 ends with a JSON line.
 """
 
 from __future__ import annotations
@@ -26,18 +28,25 @@ MATMUL_SIZE = 4096
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--backend", choices=("nccl", "gloo"), required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
-    parser.add_argument("--rank", type=int, required=True, help="also the number of the rank's visible GPU")
+    parser.add_argument(
+        "--rank", type=int, required=True, help="also the number of the rank's visible GPU"
+    )
     parser.add_argument("--world-size", type=int, required=True)
-    parser.add_argument("--store", required=True, help="absolute path of a file not there yet, one for all ranks")
+    parser.add_argument(
+        "--store", required=True, help="absolute path of a file not there yet, one for all ranks"
+    )
     parser.add_argument("--timeout-s", type=float, required=True, help="of each collective")
     given = parser.parse_args()
     device = torch.device("cpu")
     if given.device == "cuda":
         device = torch.device("cuda", given.rank)
-        torch.cuda.init()  # says what is wrong with driver or build, where set_device names an attribute
+        # says what is wrong with driver or build, where set_device names an attribute
+        torch.cuda.init()
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)  # makes the context: the slow part of a first start
     else:
@@ -51,7 +60,9 @@ def main() -> None:
         timeout=timedelta(seconds=given.timeout_s),
     )
     bus_bytes_per_s = measure(device, given.rank, given.world_size)
-    slowest = torch.tensor(matmul_flops_per_s(device) if given.device == "cuda" else 0.0, device=device)
+    slowest = torch.tensor(
+        matmul_flops_per_s(device) if given.device == "cuda" else 0.0, device=device
+    )
     dist.all_reduce(slowest, dist.ReduceOp.MIN)
     result = {
         "backend": dist.get_backend(),
@@ -68,26 +79,33 @@ def main() -> None:
 
 
 def measure(device: torch.device, rank: int, world_size: int) -> float:
-    """Bus bandwidth, the slowest rank's: the bytes that each card must send and receive, per second.
+    """Bus bandwidth, the slowest rank's: the bytes that each card must send and receive, per
+    second.
 
-    Source: nccl-tests, doc/PERFORMANCE.md. A sum over the buffer is checked before and after: some links lose data.
+    Source: nccl-tests, doc/PERFORMANCE.md. A sum over the buffer is checked before and after: some
+    links lose data.
     """
     expected = world_size * (world_size + 1) / 2
-    for size in (1024, BUFFER_BYTES // 4):  # float32; small messages take another path through NCCL than large ones
+    # float32; small messages take another path through NCCL than large ones
+    for size in (1024, BUFFER_BYTES // 4):
         buffer = torch.full((size,), rank + 1.0, device=device)
         seconds = timed_all_reduce(buffer, device)
         smallest, largest = buffer.min().item(), buffer.max().item()
         if smallest != expected or largest != expected:
             raise SystemExit(
-                f"link test: all-reduce of {size} values gave {smallest:g} to {largest:g}, expected {expected:g}"
+                f"link test: all-reduce of {size} values gave {smallest:g} to {largest:g}, expected"
+                f" {expected:g}"
             )
     repeats = max(1, min(MAX_REPEATS, int(MEASURE_S / agreed_max(seconds, device))))
     buffer.fill_(1.0)
     best = min(agreed_max(timed_all_reduce(buffer, device), device) for _ in range(repeats))
-    if buffer.min().item() != buffer.max().item() or buffer[0].item() != float(world_size) ** repeats:
+    if (
+        buffer.min().item() != buffer.max().item()
+        or buffer[0].item() != float(world_size) ** repeats
+    ):
         raise SystemExit(
-            f"link test: all-reduce gave {buffer.min().item():g} to {buffer.max().item():g} after {repeats} rounds,"
-            f" expected {float(world_size) ** repeats:g}"
+            f"link test: all-reduce gave {buffer.min().item():g} to {buffer.max().item():g} after"
+            f" {repeats} rounds, expected {float(world_size) ** repeats:g}"
         )
     # A world of one moves nothing between cards: its bus bandwidth is 0 by definition
     return BUFFER_BYTES * 2 * (world_size - 1) / world_size / best
@@ -111,8 +129,12 @@ def agreed_max(seconds: float, device: torch.device) -> float:
 
 def matmul_flops_per_s(device: torch.device) -> float:
     """What a card computes on a large half-precision matmul; a real step reaches a part of it."""
-    dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    left, right = (torch.ones(MATMUL_SIZE, MATMUL_SIZE, dtype=dtype, device=device) for _ in range(2))
+    dtype = (
+        torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    )
+    left, right = (
+        torch.ones(MATMUL_SIZE, MATMUL_SIZE, dtype=dtype, device=device) for _ in range(2)
+    )
     best = float("inf")
     for _ in range(5):  # the first ones warm up
         synchronize(device)

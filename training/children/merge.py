@@ -1,4 +1,5 @@
-"""A LoRA adapter merged into its base, as one ordinary folder: a child of `python -m launch merge`."""
+"""A LoRA adapter merged into its base, as one ordinary folder: a child of `python -m launch
+merge`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from launch.base.text import shown
 
 
 def merge(base: Path, adapter: Path, out: Path) -> None:
-    """Write `out` aside and rename it. The weights keep the base's dtype; the sum of both is rounded once."""
+    """Write `out` aside and rename it. The weights keep the base's dtype; the sum of both is
+    rounded once."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -29,11 +31,15 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
         )
         adapted = PeftModel.from_pretrained(whole, adapter, local_files_only=True)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ResourceError(f"{adapter} on {base}: cannot be loaded ({str(error).splitlines()[0]})") from error
+        raise ResourceError(
+            f"{adapter} on {base}: cannot be loaded ({str(error).splitlines()[0]})"
+        ) from error
     try:
         merged = adapted.merge_and_unload(safe_merge=True)
     except ValueError as error:  # what is not finite
-        raise ResourceError(f"{adapter}: {str(error).splitlines()[0]}; take another checkpoint") from error
+        raise ResourceError(
+            f"{adapter}: {str(error).splitlines()[0]}; take another checkpoint"
+        ) from error
     aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         aside.mkdir(parents=True)
@@ -46,7 +52,9 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
             out.rmdir()  # empty, as was checked before the start
         aside.rename(out)
     except OSError as error:
-        raise StorageError(f"{error.filename or out}: {error.strerror}; make room, or give another --out") from error
+        raise StorageError(
+            f"{error.filename or out}: {error.strerror}; make room, or give another --out"
+        ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

@@ -27,7 +27,8 @@ def main(tokens: Path, folder: Path, count: int) -> None:
 
 
 def _write(sources: list[Path], target: Path, count: int) -> None:
-    """The row with the longest input and the one with the longest labels in turn, `count` rows in all."""
+    """The row with the longest input and the one with the longest labels in turn, `count` rows in
+    all."""
     longest: dict[str, tuple[int, dict[str, list[int]]]] = {}
     for source in sources:
         with pa.memory_map(str(source)) as file:
@@ -37,9 +38,15 @@ def _write(sources: list[Path], target: Path, count: int) -> None:
                 lengths = pc.list_value_length(table.column(column))
                 length = pc.max(lengths)
                 if column not in longest or length.as_py() > longest[column][0]:
-                    longest[column] = length.as_py(), table.slice(pc.index(lengths, length).as_py(), 1).to_pylist()[0]
+                    longest[column] = (
+                        length.as_py(),
+                        table.slice(pc.index(lengths, length).as_py(), 1).to_pylist()[0],
+                    )
     pair = [row for _, row in longest.values()]
-    rows = [_cut(pair[number % 2]) if number % SHORTER == 0 else pair[number % 2] for number in range(count)]
+    rows = [
+        _cut(pair[number % 2]) if number % SHORTER == 0 else pair[number % 2]
+        for number in range(count)
+    ]
     with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=schema))
 
@@ -47,7 +54,10 @@ def _write(sources: list[Path], target: Path, count: int) -> None:
 def _cut(row: dict[str, list[int]]) -> dict[str, list[int]]:
     """The row less its first token, which is no target of a decoder."""
     is_pair = len(row["input_ids"]) != len(row["labels"])  # T5: source and target
-    shorter = {"input_ids": row["input_ids"][1:] or row["input_ids"], "labels": row["labels"][0 if is_pair else 1 :]}
+    shorter = {
+        "input_ids": row["input_ids"][1:] or row["input_ids"],
+        "labels": row["labels"][0 if is_pair else 1 :],
+    }
     if "lengths" in row:  # packed: of two tokens or more each
         shorter["lengths"] = [row["lengths"][0] - 1, *row["lengths"][1:]]
     return {**row, **shorter}

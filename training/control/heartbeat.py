@@ -1,4 +1,5 @@
-"""ranks/<r>/heartbeat.json: the section a rank is in, its step, its pace: so that others can tell slow from stuck."""
+"""ranks/<r>/heartbeat.json: the section a rank is in, its step, its pace: so that others can tell
+slow from stuck."""
 
 from __future__ import annotations
 
@@ -13,11 +14,13 @@ from launch.base import processes
 
 WRITE_INTERVAL_S = 0.5
 KEPT_INTERVALS = 200  # of each section
-FILE_BYTES = 256  # written in place and as many each time: neither a full disk nor a reader is in the way
+# written in place and as many each time: neither a full disk nor a reader is in the way
+FILE_BYTES = 256
 
 
 class Heartbeat:
-    """One rank's. A section's name holds until the next beat: what takes long is known by what it began with."""
+    """One rank's. A section's name holds until the next beat: what takes long is known by what it
+    began with."""
 
     def __init__(self, file: Path) -> None:
         self._file = os.open(file, os.O_WRONLY | os.O_CREAT, 0o644)

@@ -1,4 +1,5 @@
-"""Ranks obey the control word at the end of a step: all save, and stop if told to. Rank 0 has words of its own."""
+"""Ranks obey the control word at the end of a step: all save, and stop if told to. Rank 0 has words
+of its own."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ MARGIN_S = 5.0  # for the ranks to end after it
 
 
 class Watch:
-    """What rank 0 sees without being told: a wish for a checkpoint, the end of its time, a disk that others fill."""
+    """What rank 0 sees without being told: a wish for a checkpoint, the end of its time, a disk
+    that others fill."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -37,12 +39,16 @@ class Watch:
         now = time.monotonic()
         self._step_s = max(now - (self._asked_at or now), self._step_s / 2)
         self._asked_at = now
-        if self._end_s is not None and now + 2 * (self._save_s + self._step_s) + MARGIN_S >= self._end_s:
+        if (
+            self._end_s is not None
+            and now + 2 * (self._save_s + self._step_s) + MARGIN_S >= self._end_s
+        ):
             return Word.TIME_UP
         if self._save_bytes and now - self._disk_at > DISK_INTERVAL_S:
             self._disk_at = now
             free = self._free()
-            is_filled = free < self._free_bytes - self._save_bytes // 10  # not by rotation, which frees as much
+            # not by rotation, which frees as much
+            is_filled = free < self._free_bytes - self._save_bytes // 10
             if is_filled and free < DISK_LOW * self._save_bytes:
                 return Word.DISK_LOW
         try:
@@ -81,14 +87,22 @@ class Obey(TrainerCallback):
             raise Halted(self._control.agreed)
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         self._heartbeat.beat("first step", state.global_step, state.max_steps)
         if self._agree() > Word.SAVE:  # nothing is trained yet that could be lost
             raise Halted(self._control.agreed)
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         self._heartbeat.beat("step", state.global_step, state.max_steps)
         self._obey(state, control)
@@ -96,18 +110,33 @@ class Obey(TrainerCallback):
             self._heartbeat.beat("evaluation")
 
     def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         self._obey(state, control)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         if self._watch is not None:
             folder = Path(str(args.output_dir)) / manifest.name(state.global_step)
             self._watch.saved(folder, time.monotonic() - self._saving_since)
         self._heartbeat.beat("step")
-        if not self._control.agreed and self._agree() > Word.SAVE:  # told meanwhile: what was saved is the last step
+        # told meanwhile: what was saved is the last step
+        if not self._control.agreed and self._agree() > Word.SAVE:
             control.should_training_stop = True
-            logger.info("%s: stopping after step %d, which is saved", self._control.agreed.cause, state.global_step)
+            logger.info(
+                "%s: stopping after step %d, which is saved",
+                self._control.agreed.cause,
+                state.global_step,
+            )
         self._is_asked = False
 
     def _agree(self) -> Word:
@@ -128,8 +157,16 @@ class Obey(TrainerCallback):
 
     def cut_evaluation(self, state: TrainerState, control: TrainerControl) -> None:
         """Instead of its score: what is trained is saved, and training stops."""
-        logger.info("%s: evaluation left out, saving at step %d", self._control.agreed.cause, state.global_step)
-        control.should_training_stop, control.should_evaluate, control.should_save = True, False, True
+        logger.info(
+            "%s: evaluation left out, saving at step %d",
+            self._control.agreed.cause,
+            state.global_step,
+        )
+        control.should_training_stop, control.should_evaluate, control.should_save = (
+            True,
+            False,
+            True,
+        )
         self.begin_save()
 
     def begin_save(self) -> None:

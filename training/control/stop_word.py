@@ -1,9 +1,9 @@
 """The control word: what the outside wants of a run, obeyed by all ranks at the same point of it.
 
-A signal that reaches a rank leaves a mark. At the end of each optimizer step, and between batches of an evaluation,
-the ranks agree on the greatest word that any of them has: one signal to one rank stops all of them after the same step.
-Where there is nothing to save yet (loading, tokenising) or nothing to lose (writing the model) the signal ends the rank
-at once.
+A signal that reaches a rank leaves a mark. At the end of each optimizer step, and between batches
+of an evaluation, the ranks agree on the greatest word that any of them has: one signal to one rank
+stops all of them after the same step. Where there is nothing to save yet (loading, tokenising) or
+nothing to lose (writing the model) the signal ends the rank at once.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from enum import IntEnum
 from types import FrameType
 from typing import Any
 
-ECHO_S = 1.0  # a launcher passes on what its ranks have been sent as well; later, the same signal again is impatience
-STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)  # SIGUSR1: Slurm's early warning
+# a launcher passes on what its ranks have been sent as well; later, the same signal again is
+# impatience
+ECHO_S = 1.0
+# SIGUSR1: Slurm's early warning
+STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 
 
 class Word(IntEnum):
@@ -63,7 +66,9 @@ class Control:
         self._stop, self._save, self._raises = Word.NONE, False, False
         self._heard: dict[int, float] = {}  # signal -> when it came first
         self._pid, self._parent = os.getpid(), os.getppid()
-        self._supervisor = int(os.environ["LOWMEM_ROOT_PID"]) if "LOWMEM_SUPERVISED" in os.environ else None
+        self._supervisor = (
+            int(os.environ["LOWMEM_ROOT_PID"]) if "LOWMEM_SUPERVISED" in os.environ else None
+        )
         self._group: Any = None
         self._ranks = 1
 
@@ -83,9 +88,11 @@ class Control:
             self._save = True
             return
         first = self._heard.setdefault(number, time.monotonic())
-        if os.getppid() != self._parent:  # the kernel's word that the launcher is gone (rundir.die_with_launcher)
+        # the kernel's word that the launcher is gone (rundir.die_with_launcher)
+        if os.getppid() != self._parent:
             self._parent = os.getppid()
-            if self._supervisor not in (None, self._parent):  # nor is anybody left who could start us again
+            # nor is anybody left who could start us again
+            if self._supervisor not in (None, self._parent):
                 os.kill(self._pid, signal.SIGKILL)
         elif self._supervisor is None and time.monotonic() - first > ECHO_S:
             os.write(2, b"stopping at once; the last checkpoint is kept\n")
@@ -97,7 +104,8 @@ class Control:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, a signal only leaves its mark: ranks agree on it, or a swap of folders is finished first.
+        """Inside, a signal only leaves its mark: ranks agree on it, or a swap of folders is
+        finished first.
 
         Raises Halted behind it, where one came that the ranks have not agreed on."""
         self._raises = False
@@ -110,7 +118,8 @@ class Control:
             raise Halted(self._stop)
 
     def is_left_alone(self, seconds: float) -> bool:
-        """Whether no stop comes within `seconds`, which this waits: a launcher stops all ranks when one has ended."""
+        """Whether no stop comes within `seconds`, which this waits: a launcher stops all ranks when
+        one has ended."""
         self._raises = False
         until = time.monotonic() + seconds
         while not self._stop and time.monotonic() < until:
@@ -120,14 +129,18 @@ class Control:
     def connect(self, timeout_s: float) -> None:
         """Once the process group is there. Collective.
 
-        Words go through host memory: on the device a step would wait until the one before it is computed."""
-        from torch import distributed  # not at the top: signals are listened to before torch is loaded
+        Words go through host memory: on the device a step would wait until the one before it is
+        computed."""
+        # not at the top: signals are listened to before torch is loaded
+        from torch import distributed
 
         if not distributed.is_initialized():
             return
         self._ranks = distributed.get_world_size()
         if self._ranks > 1 and distributed.get_backend() != "gloo":
-            self._group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            self._group = distributed.new_group(
+                backend="gloo", timeout=timedelta(seconds=timeout_s)
+            )
 
     def agree(self) -> Word:
         """The greatest word of all ranks; a stop stays, a SAVE is answered once. Collective."""
@@ -137,7 +150,9 @@ class Control:
             import torch
 
             shared = torch.tensor([int(word)])
-            torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MAX, group=self._group)
+            torch.distributed.all_reduce(
+                shared, op=torch.distributed.ReduceOp.MAX, group=self._group
+            )
             word = Word(shared.item())
         if word > Word.SAVE:
             self.agreed = word

@@ -1,4 +1,5 @@
-"""From the token cache to the batches a rank trains on: the mapped rows, the order of samples, padding.
+"""From the token cache to the batches a rank trains on: the mapped rows, the order of samples,
+padding.
 
 The cache is mapped, so a rank holds no row in private memory."""
 
@@ -20,7 +21,8 @@ from torch.utils.data import DataLoader, Dataset
 from launch.data.rows import IGNORED
 from training.data import length_batches
 
-FILLER_LENGTH = 2  # tokens of the row that keeps a rank in step when it has no sample; it has no target
+# tokens of the row that keeps a rank in step when it has no sample; it has no target
+FILLER_LENGTH = 2
 
 
 class Row(NamedTuple):
@@ -42,7 +44,9 @@ class TokenRows(Dataset):
         import datasets
 
         mapped = [datasets.Dataset.from_file(str(path)) for path in paths]
-        self.rows = (datasets.concatenate_datasets(mapped) if len(mapped) > 1 else mapped[0]).with_format("arrow")
+        self.rows = (
+            datasets.concatenate_datasets(mapped) if len(mapped) > 1 else mapped[0]
+        ).with_format("arrow")
         self._columns = [name for name in Row._fields if name in self.rows.column_names]
 
     def __len__(self) -> int:
@@ -59,14 +63,19 @@ class TokenRows(Dataset):
             return []
         table = self.rows[list(map(int, indices))]
         columns = [table.column(name).combine_chunks() for name in self._columns]
-        return [Row(*(column[i].values.to_numpy() for column in columns)) for i in range(len(indices))]
+        return [
+            Row(*(column[i].values.to_numpy() for column in columns)) for i in range(len(indices))
+        ]
 
     def lengths(self) -> np.ndarray:
-        """Tokens of every row's input and labels, (rows, 2) int32; the file's offsets are read, not its tokens."""
+        """Tokens of every row's input and labels, (rows, 2) int32; the file's offsets are read, not
+        its tokens."""
         import pyarrow.compute as pc
 
         table = self.rows.data
-        columns = [pc.list_value_length(table.column(name)).to_numpy() for name in ("input_ids", "labels")]
+        columns = [
+            pc.list_value_length(table.column(name)).to_numpy() for name in ("input_ids", "labels")
+        ]
         return np.stack(columns, axis=1)
 
 
@@ -83,18 +92,20 @@ class NumberedRows(TokenRows):
 class SampleOrder:
     """Which samples a rank takes in each micro-batch of an epoch: a batch sampler for DataLoader.
 
-    The order of samples depends on the seed and the epoch alone; micro-batch, accumulation and ranks only cut it. An
-    optimizer step covers the next effective_batch_size samples; the last step of an epoch covers what is left, in as
-    few micro-steps as hold it, so no sample is dropped or repeated. A rank without a sample in a micro-step gets [];
-    a micro-step for which no rank has one is None, and they are the first of a step: its last one is when the ranks
-    reduce their gradients.
+    The order of samples depends on the seed and the epoch alone; micro-batch, accumulation and
+    ranks only cut it. An optimizer step covers the next effective_batch_size samples; the last step
+    of an epoch covers what is left, in as few micro-steps as hold it, so no sample is dropped or
+    repeated. A rank without a sample in a micro-step gets []; a micro-step for which no rank has
+    one is None, and they are the first of a step: its last one is when the ranks reduce their
+    gradients.
 
-    With `lengths` of all samples (TokenRows.lengths) the samples of a step are of about one length, and those of a
-    micro-batch even more so. The order then depends on `group_size` too, the effective batch of the run that made it:
-    a run that takes over with another one keeps it, and so sees exactly what was left.
+    With `lengths` of all samples (TokenRows.lengths) the samples of a step are of about one length,
+    and those of a micro-batch even more so. The order then depends on `group_size` too, the
+    effective batch of the run that made it: a run that takes over with another one keeps it, and so
+    sees exactly what was left.
 
-    With a `budget` a step's samples are cut by tokens: into at most `accumulation` micro-batches, where it holds
-    `micro_batch` samples of any length.
+    With a `budget` a step's samples are cut by tokens: into at most `accumulation` micro-batches,
+    where it holds `micro_batch` samples of any length.
     """
 
     def __init__(
@@ -112,7 +123,8 @@ class SampleOrder:
     ) -> None:
         self.samples, self.micro_batch, self.accumulation = samples, micro_batch, accumulation
         self.world_size, self.rank, self.seed = world_size, rank, seed
-        self.start = start  # samples of all epochs that an earlier run with another effective batch has trained
+        # samples of all epochs that an earlier run with another effective batch has trained
+        self.start = start
         self.lengths = lengths  # None: samples come at random
         self.group_size = group_size or self.effective_batch_size
         self.budget = budget  # None: every micro-batch has micro_batch samples
@@ -130,11 +142,15 @@ class SampleOrder:
         self.epoch = epoch
 
     def first_step(self, epoch: int) -> tuple[int, int]:
-        """(step, sample) of the epoch at which this run takes over; (0, 0) except in the epoch of `start`."""
+        """(step, sample) of the epoch at which this run takes over; (0, 0) except in the epoch of
+        `start`."""
         if self.start == 0 or epoch != self.start // self.samples:
             return 0, 0
         offset = self.start % self.samples
-        return self.steps_per_epoch - -(-(self.samples - offset) // self.effective_batch_size), offset
+        return (
+            self.steps_per_epoch - -(-(self.samples - offset) // self.effective_batch_size),
+            offset,
+        )
 
     def samples_seen(self, step: int) -> int:
         """Samples of all epochs that are trained after `step` optimizer steps."""
@@ -145,7 +161,8 @@ class SampleOrder:
         )
 
     def rows_of(self, step: int, micro_batches: Iterable[int]) -> list[int]:
-        """The rows that this rank takes in these micro-batches (from 0) of an optimizer step (from 1)."""
+        """The rows that this rank takes in these micro-batches (from 0) of an optimizer step (from
+        1)."""
         epoch, step_in_epoch = divmod(step - 1, self.steps_per_epoch)
         first, _ = self.first_step(epoch)
         parts = next(itertools.islice(self._cut(epoch), step_in_epoch - first, None))
@@ -153,7 +170,8 @@ class SampleOrder:
         return [row for part in wanted for row in part[self.rank :: self.world_size].tolist()]
 
     def _cut(self, epoch: int) -> Iterator[list[np.ndarray]]:
-        """The micro-batches, of all ranks together, of each optimizer step that is left of an epoch."""
+        """The micro-batches, of all ranks together, of each optimizer step that is left of an
+        epoch."""
         order, width = self._order(epoch), self.micro_batch * self.world_size
         lengths = self.budget.lengths() if self.budget else None
         for at in range(self.first_step(epoch)[1], self.samples, self.effective_batch_size):
@@ -164,18 +182,22 @@ class SampleOrder:
                 yield [step[begin : begin + width] for begin in range(0, len(step), width)]
 
     def _order(self, epoch: int) -> np.ndarray:
-        samples = np.arange(self.samples, dtype=np.int32)  # 4 bytes a row is all that a rank holds privately
+        # 4 bytes a row is all that a rank holds privately
+        samples = np.arange(self.samples, dtype=np.int32)
         random = np.random.default_rng([self.seed, epoch])
         order = random.permutation(samples)
         if self.lengths is not None:
             lengths = self.lengths()
             length_batches.group(order, lengths, self.group_size, random)
-            length_batches.sort_steps(order[self.first_step(epoch)[1] :], lengths, self.effective_batch_size)
+            length_batches.sort_steps(
+                order[self.first_step(epoch)[1] :], lengths, self.effective_batch_size
+            )
         return order
 
     def __len__(self) -> int:
         """Micro-batches of one epoch on one rank."""
-        if self.start:  # the first epoch's last step may be fuller than the others': room for it in all of them
+        # the first epoch's last step may be fuller than the others': room for it in all of them
+        if self.start:
             return self.steps_per_epoch * self.accumulation
         full = self.steps_per_epoch - 1
         last = self.samples - full * self.effective_batch_size
@@ -183,7 +205,8 @@ class SampleOrder:
 
     def __iter__(self) -> Iterator[list[int] | None]:
         first, _ = self.first_step(self.epoch)
-        yield from [None] * (first * self.accumulation)  # trained before this run; Trainer skips them
+        # trained before this run; Trainer skips them
+        yield from [None] * (first * self.accumulation)
         for step, parts in enumerate(self._cut(self.epoch), first):
             micro_steps = min(self.accumulation, len(self) - step * self.accumulation)
             yield from [None] * (micro_steps - len(parts))
@@ -200,7 +223,8 @@ class EpochLoader(DataLoader):
 
 
 def end_what_cannot_send(worker: int) -> None:
-    """For a data worker's start: one that cannot hand a batch over, as with /dev/shm full, ends, and so does its rank.
+    """For a data worker's start: one that cannot hand a batch over, as with /dev/shm full, ends,
+    and so does its rank.
 
     multiprocessing prints the error and drops the batch, for which the rank waits for ever.
     """
@@ -216,13 +240,14 @@ def end_what_cannot_send(worker: int) -> None:
 class Collator:
     """Pads rows on the right to the longest of the micro-batch, rounded up to `multiple`.
 
-    Gives input_ids, attention_mask, labels (batch, seq) and for T5 decoder_input_ids (batch, target seq). Packed
-    sequences have position_ids instead of the mask: they start again with each document, and with the padding, by
-    which the model tells documents apart. `flattens`: all rows are one, (1, tokens), without padding between them; it
-    comes with where each document begins, for flash_attn's kernels of unequal lengths. No rows give one filler row
-    whose labels are all IGNORED: its loss and its gradient are exactly zero. Numbered rows also give their numbers,
-    sample_ids, as an array that stays on the host; packed and flattened ones their num_tokens and num_samples. NOTHING
-    gives an empty batch, for which nothing is computed.
+    Gives input_ids, attention_mask, labels (batch, seq) and for T5 decoder_input_ids (batch, target
+    seq). Packed sequences have position_ids instead of the mask: they start again with each
+    document, and with the padding, by which the model tells documents apart. `flattens`: all rows
+    are one, (1, tokens), without padding between them; it comes with where each document begins,
+    for flash_attn's kernels of unequal lengths. No rows give one filler row whose labels are all
+    IGNORED: its loss and its gradient are exactly zero. Numbered rows also give their numbers,
+    sample_ids, as an array that stays on the host; packed and flattened ones their num_tokens and
+    num_samples. NOTHING gives an empty batch, for which nothing is computed.
     """
 
     pad_token_id: int
@@ -252,19 +277,28 @@ class Collator:
         inputs = self._padded([row.input_ids for row in rows], self.pad_token_id)
         labels = self._padded([row.labels for row in rows], IGNORED)
         if self.is_packed:
-            return {"input_ids": inputs, "position_ids": _positions(rows, inputs.size(1)), "labels": labels}
+            return {
+                "input_ids": inputs,
+                "position_ids": _positions(rows, inputs.size(1)),
+                "labels": labels,
+            }
         mask = self._padded([np.ones(len(row.input_ids)) for row in rows], 0)
         batch = {"input_ids": inputs, "attention_mask": mask, "labels": labels}
         if self.decoder_start_token_id is not None:
             shifted = torch.full_like(labels, self.pad_token_id)
-            shifted[:, 1:] = labels[:, :-1].masked_fill(labels[:, :-1] == IGNORED, self.pad_token_id)
+            shifted[:, 1:] = labels[:, :-1].masked_fill(
+                labels[:, :-1] == IGNORED, self.pad_token_id
+            )
             shifted[:, 0] = self.decoder_start_token_id
             batch["decoder_input_ids"] = shifted
         return batch
 
     def _flattened(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """One row of all documents; what fills it up to the multiple is a document without targets."""
-        of_rows = [[len(row.input_ids)] if row.lengths is None else row.lengths.tolist() for row in rows]
+        """One row of all documents; what fills it up to the multiple is a document without
+        targets."""
+        of_rows = [
+            [len(row.input_ids)] if row.lengths is None else row.lengths.tolist() for row in rows
+        ]
         lengths = [length for documents in of_rows for length in documents]
         if filling := -sum(lengths) % self.multiple:
             lengths.append(filling)
@@ -273,7 +307,9 @@ class Collator:
         labels[ends[:-1]] = IGNORED  # a document's first token follows from nothing
         starts = torch.from_numpy(ends.astype(np.int32))
         return {
-            "input_ids": _row([*(row.input_ids for row in rows), np.full(filling, self.pad_token_id)]),
+            "input_ids": _row(
+                [*(row.input_ids for row in rows), np.full(filling, self.pad_token_id)]
+            ),
             "position_ids": _row([np.arange(length) for length in lengths]),
             "labels": _row([labels]),
             **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), starts),

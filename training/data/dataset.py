@@ -1,4 +1,5 @@
-"""What a run trains on, as one rank sees it: the rows, the order in which they come, and what feeds a stream."""
+"""What a run trains on, as one rank sees it: the rows, the order in which they come, and what feeds
+a stream."""
 
 from __future__ import annotations
 
@@ -26,9 +27,15 @@ class Samples(NamedTuple):
 
 
 def of(
-    start: Start, run: RunDir, attempt: AttemptDir, args: TrainingArguments, tokens: Path, goes_on: Callable[[], None]
+    start: Start,
+    run: RunDir,
+    attempt: AttemptDir,
+    args: TrainingArguments,
+    tokens: Path,
+    goes_on: Callable[[], None],
 ) -> Samples:
-    """The samples of this rank, from where the run goes on; `goes_on` is called while a stream is waited for."""
+    """The samples of this rank, from where the run goes on; `goes_on` is called while a stream is
+    waited for."""
     recipe, plan = start.recipe, start.plan
     continues = base_files.read_json(run.continues_file) or {}
     place = (
@@ -44,7 +51,11 @@ def of(
         stream = streaming.StreamRows(job, counts, args.seed, number(start, tokens), goes_on)
         positions = streaming.StreamOrder(len(stream), *place, start=begin)
         is_first = args.process_index == 0
-        return Samples(stream, positions, [streaming.Feeder(job, counts, positions, args.seed)] if is_first else [])
+        return Samples(
+            stream,
+            positions,
+            [streaming.Feeder(job, counts, positions, args.seed)] if is_first else [],
+        )
     rows = NumberedRows(*token_cache.token_files(tokens, "train"))
     # as many tokens as a micro-batch of the longest rows has: what the plan was made for
     budget = TokenBudget(rows.lengths, *plan.micro_batch_tokens, MULTIPLE[plan.strategy.device])
@@ -60,7 +71,8 @@ def of(
 
 
 def number(start: Start, tokens: Path) -> int:
-    """What an epoch's batches are cut from; of a stream, which has no end, all that the run takes."""
+    """What an epoch's batches are cut from; of a stream, which has no end, all that the run
+    takes."""
     if start.recipe.data.streaming:
         return start.recipe.training.max_steps * start.plan.strategy.effective_batch_size
     return len(NumberedRows(*token_cache.token_files(tokens, "train")))

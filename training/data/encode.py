@@ -1,4 +1,5 @@
-"""From samples to token ids: the encoder and the tokenised Arrow cache. No torch: it runs before any rank."""
+"""From samples to token ids: the encoder and the tokenised Arrow cache. No torch: it runs before
+any rank."""
 
 from __future__ import annotations
 
@@ -18,24 +19,29 @@ if TYPE_CHECKING:
     from training.data.packing import Packer
 Row = dict[str, list[int]]  # input_ids, labels
 
-# ---- tokens --------------------------------------------------------------------------------------------------------
+# ---- tokens
+# ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns samples into token ids. Raises nothing: a sample without targets becomes None and is counted.
+    """Turns samples into token ids. Raises nothing: a sample without targets becomes None and is
+    counted.
 
-    Decoder: one sequence, labels IGNORED outside the targets. T5: input_ids for the encoder, labels for the decoder.
+    Decoder: one sequence, labels IGNORED outside the targets. T5: input_ids for the encoder, labels
+    for the decoder.
     """
 
     tokenizer: Any  # a transformers tokenizer with chat_template, eos and pad
     encoder_decoder: bool
     task: str
     max_length: int
-    whole_texts: bool = False  # a pretraining text is one row, however long: it will be cut when it is packed
+    # a pretraining text is one row, however long: it will be cut when it is packed
+    whole_texts: bool = False
 
     def segments(self, sample: Sample) -> list[tuple[str, bool]]:
-        """(text, is it a target) in order; each is tokenised alone, as generation will see the prompt alone."""
+        """(text, is it a target) in order; each is tokenised alone, as generation will see the
+        prompt alone."""
         if isinstance(sample, str):
             if not self.encoder_decoder:
                 return [(sample, True)]
@@ -45,7 +51,10 @@ class Encoder:
             last = max((i for i, m in enumerate(sample) if m["role"] == "assistant"), default=None)
             if last is None:
                 return []
-            return [("\n".join(m["content"] for m in sample[:last]), False), (sample[last]["content"], True)]
+            return [
+                ("\n".join(m["content"] for m in sample[:last]), False),
+                (sample[last]["content"], True),
+            ]
         if self.task == "pretrain":
             return [(self._rendered(sample, False), True)]
         parts: list[tuple[str, bool]] = []
@@ -57,18 +66,22 @@ class Encoder:
             answered = self._rendered(sample[: i + 1], False)
             if not (prompt.startswith(done) and answered.startswith(prompt)):
                 raise DataError(
-                    "the tokenizer's chat_template renders a conversation differently once it is answered, so the"
-                    " response cannot be told from the prompt; use a tokenizer with a plain chat_template"
+                    "the tokenizer's chat_template renders a conversation differently once it is"
+                    " answered, so the response cannot be told from the prompt; use a tokenizer"
+                    " with a plain chat_template"
                 )
             parts += [(prompt[len(done) :], False), (answered[len(prompt) :], True)]
             done = answered
         return parts
 
     def _rendered(self, messages: list[Message], add_generation_prompt: bool) -> str:
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
 
     def encode(self, batch: Sequence[Sample]) -> list[list[dict[str, list[int]]]]:
-        """The rows that each sample of the batch becomes: none, one, or (long pretraining texts) several."""
+        """The rows that each sample of the batch becomes: none, one, or (long pretraining texts)
+        several."""
         parts = [self.segments(sample) for sample in batch]
         texts = [text for part in parts for text, _ in part]
         ids = iter(self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
@@ -79,16 +92,26 @@ class Encoder:
         eos = self.tokenizer.eos_token_id
         if self.encoder_decoder:
             source, target = part[0][0][: self.max_length - 1], part[1][0]
-            target = [*target, eos] if target and len(target) < self.max_length else target[: self.max_length]
+            target = (
+                [*target, eos]
+                if target and len(target) < self.max_length
+                else target[: self.max_length]
+            )
             return [{"input_ids": [*source, eos], "labels": target}] if target else []
         if self.task == "pretrain":
             ids = [*part[0][0], eos] if part[0][0] else []
             whole = {"input_ids": ids, "labels": [IGNORED, *ids[1:]]}
-            return [whole] if self.whole_texts and len(ids) > 1 else list(pieces(whole, self.max_length))
+            return (
+                [whole]
+                if self.whole_texts and len(ids) > 1
+                else list(pieces(whole, self.max_length))
+            )
         if part[-1][0] and part[-1][0][-1] != eos:
             part[-1][0].append(eos)
         input_ids = [token for ids, _ in part for token in ids][: self.max_length]
-        labels = [token if target else IGNORED for ids, target in part for token in ids][: self.max_length]
+        labels = [token if target else IGNORED for ids, target in part for token in ids][
+            : self.max_length
+        ]
         labels[:1] = [IGNORED] * len(labels[:1])
         says_something = any(label not in (IGNORED, eos) for label in labels)
         return [{"input_ids": input_ids, "labels": labels}] if says_something else []
@@ -103,13 +126,16 @@ def pieces(row: Row, max_length: int) -> Iterator[Row]:
             yield {"input_ids": ids[at:end], "labels": [IGNORED, *labels[at + 1 : end]]}
 
 
-# ---- the cache -----------------------------------------------------------------------------------------------------
+# ---- the cache
+# ---------------------------------------------------------------------------
 
 COUNTED_BEFORE = {"samples", "dropped", "truncated", "lengths", "stride"}  # rows are packed
 SUMMED = ("samples", "rows", "bad", "dropped", "truncated", "tokens", "target_tokens", "documents")
 LARGEST = ("longest", "longest_input", "longest_target")
-BATCH_CHARACTERS = 1 << 20  # of long samples fewer than 1,000 are tokenised at once: a token takes 200 bytes meanwhile
-LENGTHS_KEPT = 2048  # at least, of as many rows: from them the plan says how much of a step is padding
+# of long samples fewer than 1,000 are tokenised at once: a token takes 200 bytes meanwhile
+BATCH_CHARACTERS = 1 << 20
+# at least, of as many rows: from them the plan says how much of a step is padding
+LENGTHS_KEPT = 2048
 CACHE_SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32()))])
 # Of packed sequences: tokens and numbers of the documents in each.
 PACKED_SCHEMA = CACHE_SCHEMA.append(pa.field("lengths", pa.list_(pa.int32()))).append(
@@ -124,7 +150,8 @@ class CacheCounts:
     samples: int = 0  # rows of the file
     rows: int = 0  # rows of the cache
     bad: int = 0  # rows of the file that could not be read, and were left out (data.max_bad_rows)
-    dropped: int = 0  # samples without a target (an empty response, or a prompt that fills max_length)
+    # samples without a target (an empty response, or a prompt that fills max_length)
+    dropped: int = 0
     truncated: int = 0  # rows that reached max_length and were cut
     tokens: int = 0
     target_tokens: int = 0
@@ -132,7 +159,8 @@ class CacheCounts:
     longest_input: int = 0
     shortest_input: int = 0
     longest_target: int = 0  # labels, which are as long as the input but for T5
-    lengths: list[tuple[int, int]] = field(default_factory=list)  # tokens of input and labels of every stride-th row
+    # tokens of input and labels of every stride-th row
+    lengths: list[tuple[int, int]] = field(default_factory=list)
     stride: int = 1
 
     documents: int = 0  # in the rows, which are packed sequences; 0: they are not
@@ -166,20 +194,32 @@ class CacheCounts:
         summed = {name: sum(getattr(counts, name) for counts in both) for name in SUMMED}
         largest = {name: max(getattr(counts, name) for counts in both) for name in LARGEST}
         shortest = min((counts.shortest_input for counts in both if counts.rows), default=0)
-        return CacheCounts(**summed, **largest, shortest_input=shortest, lengths=lengths, stride=stride)
+        return CacheCounts(
+            **summed, **largest, shortest_input=shortest, lengths=lengths, stride=stride
+        )
 
 
 def _count(values: Sequence[int], value: int) -> int:
-    return values.count(value) if isinstance(values, list) else int(np.count_nonzero(np.asarray(values) == value))
+    return (
+        values.count(value)
+        if isinstance(values, list)
+        else int(np.count_nonzero(np.asarray(values) == value))
+    )
 
 
 def write_cache(
-    source: Iterator[Sample], encoder: Encoder, path: Path, limit: int | None, progress: Any, packer: Packer | None
+    source: Iterator[Sample],
+    encoder: Encoder,
+    path: Path,
+    limit: int | None,
+    progress: Any,
+    packer: Packer | None,
 ) -> CacheCounts:
-    """Tokenise `source` into the Arrow stream file `path`, at most 1,000 samples in memory at a time; with a `packer`
-    its window too.
+    """Tokenise `source` into the Arrow stream file `path`, at most 1,000 samples in memory at a
+    time; with a `packer` its window too.
 
-    Of packed rows the lengths, and what was read, dropped and cut, are counted before they are packed."""
+    Of packed rows the lengths, and what was read, dropped and cut, are counted before they are
+    packed."""
     counts, packed = CacheCounts(), CacheCounts()
     schema = PACKED_SCHEMA if packer else CACHE_SCHEMA
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
@@ -195,7 +235,11 @@ def write_cache(
         for batch in _batches(source, 1000, limit):
             rows: list[Row] = []
             for encoded in encoder.encode(batch):
-                cut = [piece for row in encoded for piece in pieces(row, encoder.max_length)] if packer else encoded
+                cut = (
+                    [piece for row in encoded for piece in pieces(row, encoder.max_length)]
+                    if packer
+                    else encoded
+                )
                 counts.add(cut, encoder.max_length)
                 rows += encoded
             write(packer.add(rows) if packer else rows)

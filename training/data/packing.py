@@ -1,7 +1,9 @@
-"""Documents packed into sequences: several rows in one, each with positions and attention of its own. No torch.
+"""Documents packed into sequences: several rows in one, each with positions and attention of its
+own. No torch.
 
-A row that fits is never cut: rows of a window are packed by best fit, the longest first. Pretraining texts follow one
-another and are cut where a sequence is full. Deterministic, and a window is all that is held.
+A row that fits is never cut: rows of a window are packed by best fit, the longest first.
+Pretraining texts follow one another and are cut where a sequence is full. Deterministic, and a
+window is all that is held.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ from launch.data.rows import IGNORED
 LEAST = 2  # tokens of a document: the first is never a target
 WINDOW_TOKENS = 1 << 22  # 8 bytes each; of rows of 150 tokens this fills sequences of 512 to 99.9 %
 Row = Mapping[str, Sequence[int]]  # input_ids, labels
-Sequences = Iterator[dict[str, np.ndarray]]  # input_ids, labels, lengths and numbers of the documents, all int32
+# input_ids, labels, lengths and numbers of the documents, all int32
+Sequences = Iterator[dict[str, np.ndarray]]
 
 
 @dataclass
 class Packer:
-    """Takes rows in their order and gives sequences of at most `max_length` tokens; documents are numbered from 0."""
+    """Takes rows in their order and gives sequences of at most `max_length` tokens; documents are
+    numbered from 0."""
 
     max_length: int
     cuts: bool  # texts are cut at the end of a sequence, and no place in it stays empty
@@ -34,7 +38,9 @@ class Packer:
     def add(self, rows: Iterable[Row]) -> Sequences:
         """The sequences that are full with these rows."""
         for row in rows:
-            self._rows.append((np.array(row["input_ids"], np.int32), np.array(row["labels"], np.int32)))
+            self._rows.append(
+                (np.array(row["input_ids"], np.int32), np.array(row["labels"], np.int32))
+            )
             self._tokens += len(row["input_ids"])
             if self._tokens >= self.window_tokens:
                 yield from self._packed(is_last=False)
@@ -61,7 +67,8 @@ class Packer:
     def _in_order(
         self, rows: list[tuple[np.ndarray, np.ndarray]], is_last: bool
     ) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[list[int]]]:
-        """(pieces, which of them each sequence holds). The last sequence waits for more rows, if there will be any."""
+        """(pieces, which of them each sequence holds). The last sequence waits for more rows, if
+        there will be any."""
         pieces: list[tuple[np.ndarray, np.ndarray]] = []
         packs: list[list[int]] = [[]]
         room = self.max_length
@@ -85,7 +92,8 @@ class Packer:
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Which rows share a sequence: the longest row first, each into the fullest sequence that still has room for it."""
+    """Which rows share a sequence: the longest row first, each into the fullest sequence that still
+    has room for it."""
     packs: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (room left, sequence) in order
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):

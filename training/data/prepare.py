@@ -1,4 +1,5 @@
-"""Tokenise a run's data once: `python -m training.data.prepare --run-dir DIR`, before any rank starts."""
+"""Tokenise a run's data once: `python -m training.data.prepare --run-dir DIR`, before any rank
+starts."""
 
 from __future__ import annotations
 
@@ -40,10 +41,11 @@ def ensure(
     goes_on: Callable[[], None] = lambda: None,
     processes: int = 1,
 ) -> Path:
-    """The folder with the tokenised rows, tokenizer/ and counts.json; made once, under a lock, and once more where its
-    hashes say that it is damaged.
+    """The folder with the tokenised rows, tokenizer/ and counts.json; made once, under a lock, and
+    once more where its hashes say that it is damaged.
 
-    `goes_on` is called every thousand rows. What a start has tokenised that was killed is not tokenised again."""
+    `goes_on` is called every thousand rows. What a start has tokenised that was killed is not
+    tokenised again."""
     identity = token_cache.token_identity(cache, recipe, plan.shape, plan.data_format)
     folder = token_cache.token_folder(cache, identity)
     if folder.exists() and not token_hashes.fault(folder, goes_on):
@@ -75,7 +77,8 @@ def _clear_abandoned(folder: Path) -> None:
         if time.time() - staging.stat().st_mtime < ABANDONED_S:
             continue
         name = staging.name.removeprefix(".").removesuffix(STAGING)
-        with (folder / f"{name}.lock").open("w") as lock, suppress(BlockingIOError):  # where somebody is at it
+        # where somebody is at it
+        with (folder / f"{name}.lock").open("w") as lock, suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(staging)
 
@@ -124,7 +127,9 @@ def _tokenizer(recipe: Recipe, plan: Plan, say: Callable[[str], None]) -> Any:
         return tokenizer.load(Path(local))
     size = section.vocab_size or plan.shape.config["vocab_size"]
     say(f"training a tokenizer of at most {size:,} tokens on {train_file.name}")
-    samples = data_rows.samples(train_file, plan.data_format, data_rows.BadRows(source.max_bad_rows))
+    samples = data_rows.samples(
+        train_file, plan.data_format, data_rows.BadRows(source.max_bad_rows)
+    )
     texts = map(data_rows.text_of, samples)
     return tokenizer.train(_first(texts) if source.streaming else texts, section, size)
 
@@ -140,7 +145,11 @@ def _first(texts: Iterator[str]) -> Iterator[str]:
 
 
 def _part(
-    job: Job, limit: int | None, say: Callable[[str], None], goes_on: Callable[[], None], processes: int
+    job: Job,
+    limit: int | None,
+    say: Callable[[str], None],
+    goes_on: Callable[[], None],
+    processes: int,
 ) -> dict[str, Any]:
     """Tokenise what is not there yet of a part; its counts, which data.CacheCounts names."""
     from training.data import tokenise_pool
@@ -150,23 +159,33 @@ def _part(
         total, bad = tokenise_pool.part(job, limit, processes, advance, say)
     if not total.rows:
         raise DataError(
-            f"{job.source}: 0 rows with something to learn ({total.samples:,} read, {total.dropped:,} without a target"
-            f" within max_length {job.max_length}); check the columns and data.max_length"
+            f"{job.source}: 0 rows with something to learn ({total.samples:,} read,"
+            f" {total.dropped:,} without a target within max_length {job.max_length}); check the"
+            " columns and data.max_length"
         )
     counts = asdict(total)
     say(summary(name, counts, job.max_length))
     if bad.count:
-        say(f"{name}: {bad.count:,} bad rows left out (data.max_bad_rows {bad.limit}); first {bad.errors[0]}")
+        say(
+            f"{name}: {bad.count:,} bad rows left out (data.max_bad_rows {bad.limit}); first"
+            f" {bad.errors[0]}"
+        )
     return counts
 
 
 def summary(name: str, counts: dict[str, Any], max_length: int) -> str:
     """One line on a tokenised file."""
     mean = counts["tokens"] / counts["rows"]
-    line = f"{name}: {counts['rows']:,} rows, {mean:.0f} tokens on average, longest {counts['longest']}"
+    line = (
+        f"{name}: {counts['rows']:,} rows, {mean:.0f} tokens on average, longest"
+        f" {counts['longest']}"
+    )
     if counts["documents"]:
         each = counts["documents"] / counts["rows"]
-        line = f"{name}: {counts['documents']:,} rows in {counts['rows']:,} sequences, {each:.1f} in each on average, "
+        line = (
+            f"{name}: {counts['documents']:,} rows in {counts['rows']:,} sequences, {each:.1f} in"
+            " each on average, "
+        )
         line += f"{mean / max_length:.1%} full"
     if counts["truncated"]:
         line += f", {counts['truncated']:,} cut at max_length {max_length}"
@@ -185,7 +204,9 @@ def _progress(title: str, goes_on: Callable[[], None]) -> Any:
             self.update(rows)
             goes_on()
 
-    return Advance(desc=title, unit=" rows", file=sys.stderr, disable=not sys.stderr.isatty(), leave=False)
+    return Advance(
+        desc=title, unit=" rows", file=sys.stderr, disable=not sys.stderr.isatty(), leave=False
+    )
 
 
 def main() -> int:

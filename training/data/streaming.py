@@ -1,11 +1,12 @@
-"""A corpus whose tokens are never on the disk all at once: units are tokenised a little ahead of the step that trains
-them, once for all ranks, and dropped behind it.
+"""A corpus whose tokens are never on the disk all at once: units are tokenised a little ahead of
+the step that trains them, once for all ranks, and dropped behind it.
 
-A position counts the packed sequences since the start of the run. What is at a position depends on the files and the
-seed alone: an epoch takes the units (training/data/units.py) in an order that the seed decides, and the sequences of
-BLOCK_UNITS units in turn at random. So batches are cut from it as from any order, and a run that goes on needs no more
-than the number of sequences that it has trained. How many a unit gives is remembered beside the tokenizer: no unit is
-tokenised again to be counted.
+A position counts the packed sequences since the start of the run. What is at a position depends on
+the files and the seed alone: an epoch takes the units (training/data/units.py) in an order that the
+seed decides, and the sequences of BLOCK_UNITS units in turn at random. So batches are cut from it
+as from any order, and a run that goes on needs no more than the number of sequences that it has
+trained. How many a unit gives is remembered beside the tokenizer: no unit is tokenised again to be
+counted.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from training.data.tokenise_pool import Child
 BLOCK_UNITS = 4  # DataSection.stream_unit_bytes knows it
 POLL_S = 0.02
 WINDOW, FAILED = "stream", "failed.json"
-COUNTS, COUNT_BYTES = "units.u32", 4  # beside the tokenizer: of each unit one more than its sequences, little-endian
+# beside the tokenizer: of each unit one more than its sequences, little-endian
+COUNTS, COUNT_BYTES = "units.u32", 4
 Found = TypeVar("Found")
 
 
@@ -78,7 +80,9 @@ class Layout:
             counts = [self.rows_of(unit) for unit in self.units(block)]
             if None in counts:
                 return None
-            self._ends.append(sum(count or 0 for count in counts) + (self._ends[-1] if self._ends else 0))
+            self._ends.append(
+                sum(count or 0 for count in counts) + (self._ends[-1] if self._ends else 0)
+            )
         return bisect_right(self._ends, position)
 
     @property
@@ -102,11 +106,17 @@ def _counted(counts: Path, unit: int) -> int | None:
 class StreamRows(Dataset):
     """The sequences by their positions, for a rank: those that are not there yet are waited for."""
 
-    def __init__(self, job: Job, counts: Path, seed: int, num_samples: int, goes_on: Callable[[], None]) -> None:
+    def __init__(
+        self, job: Job, counts: Path, seed: int, num_samples: int, goes_on: Callable[[], None]
+    ) -> None:
         """`goes_on` is called while a sequence is waited for."""
         self._job, self._seed, self._num_samples, self._goes_on = job, seed, num_samples, goes_on
         self._layout = Layout(counts, len(job.units), seed)
-        self._block: tuple[int, np.ndarray, dict[int, TokenRows]] = (-1, np.empty((0, 2), dtype=np.int64), {})
+        self._block: tuple[int, np.ndarray, dict[int, TokenRows]] = (
+            -1,
+            np.empty((0, 2), dtype=np.int64),
+            {},
+        )
 
     def __len__(self) -> int:
         return self._num_samples
@@ -132,7 +142,9 @@ class StreamRows(Dataset):
     def _places(self, block: int) -> np.ndarray:
         """(unit, row) of each sequence of a block, shuffled."""
         of_units = [(unit, self._layout.rows_of(unit) or 0) for unit in self._layout.units(block)]
-        places = [np.stack([np.full(rows, unit), np.arange(rows)], axis=1) for unit, rows in of_units]
+        places = [
+            np.stack([np.full(rows, unit), np.arange(rows)], axis=1) for unit, rows in of_units
+        ]
         return np.random.default_rng([self._seed, block, 1]).permutation(np.concatenate(places))
 
     def _waited(self, ready: Callable[[], Found | None]) -> Found:
@@ -162,7 +174,8 @@ class _Positions:
 
 
 class Feeder(TrainerCallback):
-    """On rank 0: has units tokenised for the block that is trained and the next one, and drops those behind.
+    """On rank 0: has units tokenised for the block that is trained and the next one, and drops
+    those behind.
 
     When a step has ended every rank has its sequences: what lies before is needed no more."""
 
@@ -171,14 +184,20 @@ class Feeder(TrainerCallback):
         self._layout = Layout(counts, len(job.units), seed)
         self._position = 0
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._feed, name="feeder", daemon=True)  # children end with it
+        # children end with it
+        self._thread = threading.Thread(target=self._feed, name="feeder", daemon=True)
         self._bad: dict[int, int] = {}  # rows that were left out, by unit, since this start
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         self._position = self._order.samples_seen(state.global_step)
-        for left in self._job.folder.parent.parent.glob(f"*/{WINDOW}"):  # of attempts that were killed
+        # of attempts that were killed
+        for left in self._job.folder.parent.parent.glob(f"*/{WINDOW}"):
             shutil.rmtree(left)
         self._counts.touch()
         self._job.folder.mkdir()
@@ -187,12 +206,20 @@ class Feeder(TrainerCallback):
         self._thread.start()
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         self._position = self._order.samples_seen(state.global_step)
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         self._is_over.set()
         self._thread.join()
@@ -201,7 +228,8 @@ class Feeder(TrainerCallback):
     def _feed(self) -> None:
         try:
             self._deal()
-        except Exception as error:  # whatever it is: ranks that wait for rows would wait for ever; they end with it
+        except Exception as error:
+            # whatever it is: ranks that wait for rows would wait for ever; they end with it
             files.write_json(self._job.folder / FAILED, {"error": str(error)})
             if not isinstance(error, DataError):
                 raise
@@ -219,9 +247,12 @@ class Feeder(TrainerCallback):
                 missing = [
                     unit
                     for unit in wanted
-                    if unit not in busy.values() and not (self._job.rows_file(unit).exists() and self._job.done(unit))
+                    if unit not in busy.values()
+                    and not (self._job.rows_file(unit).exists() and self._job.done(unit))
                 ]
-                for child in [child for child, unit in busy.items() if unit is None][: len(missing)]:
+                for child in [child for child, unit in busy.items() if unit is None][
+                    : len(missing)
+                ]:
                     busy[child] = missing.pop(0)
                     child.give(busy[child])
                 for key, _ in selector.select(timeout=POLL_S):
@@ -251,4 +282,6 @@ class Feeder(TrainerCallback):
             file.write((found["counts"]["rows"] + 1).to_bytes(COUNT_BYTES, "little"))
         self._bad[unit] = len(found["bad"])
         if sum(self._bad.values()) > self._job.max_bad_rows:
-            raise DataError(f"{found['bad'][-1]}; data.max_bad_rows allows {self._job.max_bad_rows}")
+            raise DataError(
+                f"{found['bad'][-1]}; data.max_bad_rows allows {self._job.max_bad_rows}"
+            )

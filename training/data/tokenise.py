@@ -1,7 +1,9 @@
-"""Tokenise units of a corpus: `python -m training.data.tokenise FOLDER`, a child of training.data.prepare.
+"""Tokenise units of a corpus: `python -m training.data.tokenise FOLDER`, a child of
+training.data.prepare.
 
-Reads the numbers of units, one a line; says in a line of JSON how many rows it has read, and when a unit's files are
-there. A unit is committed by a rename, so one that was begun and not finished is none.
+Reads the numbers of units, one a line; says in a line of JSON how many rows it has read, and when a
+unit's files are there. A unit is committed by a rename, so one that was begun and not finished is
+none.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ class Job:
         return self.packing and self.task == "pretrain"
 
     def rows_file(self, unit: int) -> Path:
-        return self.folder / (f"{self.part}.arrow" if len(self.units) == 1 else f"{self.part}-{unit:05d}.arrow")
+        return self.folder / (
+            f"{self.part}.arrow" if len(self.units) == 1 else f"{self.part}-{unit:05d}.arrow"
+        )
 
     def counts_file(self, unit: int) -> Path:
         return self.folder / f"{self.part}-{unit:05d}.json"
@@ -78,12 +82,17 @@ class Job:
         """Why another process could not tokenise a unit."""
         return files.read_json(self.counts_file(unit).with_suffix(".failed"))
 
-    def tokenise(self, unit: int, limit: int | None, progress: Callable[[int], Any]) -> dict[str, Any]:
-        """Write a unit's rows and, last, what they are: its counts, the rows that were left out, or why it failed.
+    def tokenise(
+        self, unit: int, limit: int | None, progress: Callable[[int], Any]
+    ) -> dict[str, Any]:
+        """Write a unit's rows and, last, what they are: its counts, the rows that were left out, or
+        why it failed.
 
         A failure is not kept: with the data mended the unit is tokenised again."""
         bad = rows.BadRows(self.max_bad_rows)
-        source = chain.from_iterable(rows.samples_of(of, self.data_format, bad) for of in self.units[unit])
+        source = chain.from_iterable(
+            rows.samples_of(of, self.data_format, bad) for of in self.units[unit]
+        )
         packer = data_packing.Packer(self.max_length, self._is_cut) if self.packing else None
         aside = self.rows_file(unit).with_suffix(".tmp")
         try:
@@ -122,7 +131,8 @@ def main() -> None:
     told = TypeAdapter(Job).validate_json((Path(sys.argv[1]) / JOB).read_bytes())
 
     def say(**words: Any) -> None:
-        os.write(1, (json.dumps(words) + "\n").encode())  # shorter than a pipe's buffer: whole, whoever else writes
+        # shorter than a pipe's buffer: whole, whoever else writes
+        os.write(1, (json.dumps(words) + "\n").encode())
 
     for line in sys.stdin:
         found = told.tokenise(int(line), None, lambda count: say(rows=count))

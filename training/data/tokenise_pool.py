@@ -1,4 +1,5 @@
-"""A part of the data tokenised by as many processes as there is room for: units (training/data/units.py) side by side.
+"""A part of the data tokenised by as many processes as there is room for: units
+(training/data/units.py) side by side.
 
 The files are the same whatever their number: one per unit, each of its rows alone."""
 
@@ -25,16 +26,21 @@ from training.data.encode import CacheCounts
 from training.data.tokenise import Job
 
 ROOM_CHECKS = 64  # while a part is tokenised
-LONE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}  # a CPU each
+# a CPU each
+LONE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def part(
-    job: Job, limit: int | None, processes: int, progress: Callable[[int], Any], say: Callable[[str], None]
+    job: Job,
+    limit: int | None,
+    processes: int,
+    progress: Callable[[int], Any],
+    say: Callable[[str], None],
 ) -> tuple[CacheCounts, BadRows]:
     """Tokenise the units that are not there yet: what all of them hold, and what was left out.
 
-    Rows count in their order: of two faults the first is raised. With a limit it is one unit after another: how many
-    rows are left for one, those before it say."""
+    Rows count in their order: of two faults the first is raised. With a limit it is one unit after
+    another: how many rows are left for one, those before it say."""
     name, count = job.source.name, len(job.units)
     missing = [unit for unit in range(count) if job.done(unit) is None]
     if len(missing) < count:
@@ -70,9 +76,10 @@ def _check_room(job: Job, unit: int) -> None:
     free = shutil.disk_usage(job.folder).free
     if more > free:
         raise ResourceError(
-            f"{job.folder.parent}: the tokens of {job.source} take about {more / GIB:,.1f} GiB more,"
-            f" {free / GIB:,.1f} GiB are free. Put LOWMEM_ROOT on a larger disk, make room, or"
-            " (pretraining, packed) keep only a few of them: --data.streaming=true --training.max_steps=N"
+            f"{job.folder.parent}: the tokens of {job.source} take about {more / GIB:,.1f} GiB"
+            f" more, {free / GIB:,.1f} GiB are free. Put LOWMEM_ROOT on a larger disk, make room,"
+            " or (pretraining, packed) keep only a few of them: --data.streaming=true"
+            " --training.max_steps=N"
         )
 
 
@@ -98,7 +105,8 @@ class Child:
             self._stdin.write(f"{unit}\n".encode())
 
     def said(self) -> list[dict[str, Any]]:
-        """What it has said since. Where it was killed this process ends likewise: it is as if we had done the work."""
+        """What it has said since. Where it was killed this process ends likewise: it is as if we
+        had done the work."""
         content = os.read(self.stdout.fileno(), 1 << 16)
         if not content:
             code = self._process.wait()
@@ -116,7 +124,8 @@ class Child:
 
 
 def _run(job: Job, units: Sequence[int], processes: int, progress: Callable[[int], Any]) -> None:
-    """Deal these units in their order, each to who is free; after one that fails no other is begun."""
+    """Deal these units in their order, each to who is free; after one that fails no other is
+    begun."""
     left = iter(units)
     with selectors.DefaultSelector() as selector, ExitStack() as held:
         for _ in range(processes):

@@ -11,7 +11,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from launch.base.errors import ResourceError
 from launch.schema.recipe import TokenizerSection
 
-PAD, END, USER, ASSISTANT, SYSTEM = SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+PAD, END, USER, ASSISTANT, SYSTEM = SPECIAL_TOKENS = [
+    "<|pad|>",
+    "<|end|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|system|>",
+]
 
 CHAT_TEMPLATE = (  # of a trained tokenizer: one token a role, END after each answer
     "{% for message in messages %}"
@@ -20,7 +26,8 @@ CHAT_TEMPLATE = (  # of a trained tokenizer: one token a role, END after each an
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 PLAIN_TEMPLATE = (  # for a folder that brings none: a line a turn, the end token after each answer
-    # The newlines are expressions: transformers renders with trim_blocks, which removes one that follows a block.
+    # The newlines are expressions: transformers renders with trim_blocks, which removes one that
+    # follows a block.
     "{% for message in messages %}"
     "{% if not loop.first %}{{ '\\n' }}{% endif %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
@@ -34,14 +41,19 @@ def load(folder: Path) -> PreTrainedTokenizerBase:
     Raises ResourceError when the folder holds no tokenizer, or one without an end token.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(" :")
         raise ResourceError(
-            f"{folder}: no tokenizer can be loaded from this folder ({reason}); name one with --tokenizer.path=FOLDER"
+            f"{folder}: no tokenizer can be loaded from this folder ({reason}); name one with"
+            " --tokenizer.path=FOLDER"
         ) from error
     if tokenizer.eos_token_id is None:
-        raise ResourceError(f"{folder}: the tokenizer has no eos_token; a model could never learn where to stop")
+        raise ResourceError(
+            f"{folder}: the tokenizer has no eos_token; a model could never learn where to stop"
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.chat_template is None:
@@ -49,10 +61,14 @@ def load(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def train(texts: Iterator[str], section: TokenizerSection, vocab_size: int) -> PreTrainedTokenizerBase:
-    """A byte-level BPE of at most `vocab_size` tokens; every Unicode text survives encoding and decoding.
+def train(
+    texts: Iterator[str], section: TokenizerSection, vocab_size: int
+) -> PreTrainedTokenizerBase:
+    """A byte-level BPE of at most `vocab_size` tokens; every Unicode text survives encoding and
+    decoding.
 
-    With split "character" merges never cross a character, so a token is a character or a byte of a rare one.
+    With split "character" merges never cross a character, so a token is a character or a byte of a
+    rare one.
     """
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=section.split == "word")
@@ -65,7 +81,8 @@ def train(texts: Iterator[str], section: TokenizerSection, vocab_size: int) -> P
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=SPECIAL_TOKENS,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # sorted: the same ids every time
+        # sorted: the same ids every time
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)

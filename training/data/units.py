@@ -1,6 +1,8 @@
-"""A corpus in units: rows that follow each other in its shards, tokenised alone, one after another or side by side.
+"""A corpus in units: rows that follow each other in its shards, tokenised alone, one after another
+or side by side.
 
-What a unit holds depends on the files alone, so the rows are the same however many processes share them.
+What a unit holds depends on the files alone, so the rows are the same however many processes share
+them.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ Unit = tuple[Slice, ...]
 
 
 def cut(files: Sequence[Path], data_format: DataFormat, size: int) -> list[Unit]:
-    """Units of about `size` bytes of the files as they are stored. Small shards share one, large ones are cut.
+    """Units of about `size` bytes of the files as they are stored. Small shards share one, large
+    ones are cut.
 
-    What can be read from its beginning only (packed, tar, JSON array) stays whole, and so does a file of turns."""
+    What can be read from its beginning only (packed, tar, JSON array) stays whole, and so does a
+    file of turns."""
     units: list[Unit] = []
     unit: list[Slice] = []
     held = 0
@@ -36,12 +40,18 @@ def cut(files: Sequence[Path], data_format: DataFormat, size: int) -> list[Unit]
     return [*units, tuple(unit)]
 
 
-def _pieces(files: Sequence[Path], data_format: DataFormat, size: int) -> Iterator[tuple[Slice, int]]:
+def _pieces(
+    files: Sequence[Path], data_format: DataFormat, size: int
+) -> Iterator[tuple[Slice, int]]:
     """(slice, its bytes), in order."""
     for file in files:
         file_bytes = file.stat().st_size
         is_packed = file.suffix.lower() in shards.COMPRESSIONS
-        is_whole = is_packed or data_format.kind == "oasst" or data_format.file_type in ("json", "webdataset")
+        is_whole = (
+            is_packed
+            or data_format.kind == "oasst"
+            or data_format.file_type in ("json", "webdataset")
+        )
         if is_whole or file_bytes <= size:
             yield Slice(file), file_bytes
         elif data_format.file_type in ("parquet", "arrow"):
@@ -72,6 +82,11 @@ def _group_bytes(file: Path, file_type: str) -> list[int]:
         with pq.ParquetFile(file) as opened:
             found = opened.metadata
             groups = [found.row_group(at) for at in range(found.num_row_groups)]
-            return [sum(group.column(i).total_compressed_size for i in range(group.num_columns)) for group in groups]
+            return [
+                sum(group.column(i).total_compressed_size for i in range(group.num_columns))
+                for group in groups
+            ]
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{file}: cannot be read ({str(error).splitlines()[0]}); write or copy it again") from error
+        raise DataError(
+            f"{file}: cannot be read ({str(error).splitlines()[0]}); write or copy it again"
+        ) from error

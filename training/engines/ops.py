@@ -1,6 +1,8 @@
-"""DeepSpeed's compiled ops, where a DeepSpeed file insists on one: built once, with progress, no stale lock waited for.
+"""DeepSpeed's compiled ops, where a DeepSpeed file insists on one: built once, with progress, no
+stale lock waited for.
 
-None of our own modes needs one: the optimizer of offloaded states is the recipe's (benchmarks/offload_optimizer.py)."""
+None of our own modes needs one: the optimizer of offloaded states is the recipe's
+(benchmarks/offload_optimizer.py)."""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ POLL_S = 0.5
 
 
 def ensure_cpu_adam(say: Callable[[str], None]) -> None:
-    """Build DeepSpeed's cpu_adam, or load it when it is there. Ranks take turns. Raises ResourceError."""
+    """Build DeepSpeed's cpu_adam, or load it when it is there. Ranks take turns. Raises
+    ResourceError."""
     from deepspeed.accelerator import get_accelerator
     from torch.utils.cpp_extension import _get_build_directory
 
@@ -39,23 +42,30 @@ def ensure_cpu_adam(say: Callable[[str], None]) -> None:
         except RuntimeError as error:
             raise ResourceError(
                 f"DeepSpeed's {builder.name} cannot be compiled ({str(error).splitlines()[0]}); set"
-                " zero_force_ds_cpu_optimizer: false in the DeepSpeed file: the recipe's optimizer is as fast"
+                " zero_force_ds_cpu_optimizer: false in the DeepSpeed file: the recipe's optimizer"
+                " is as fast"
             ) from error
 
 
 def check_compiler(name: str) -> None:
     """Raises ResourceError when a program that a build needs is missing."""
-    missing = [program for program in (os.environ.get("CXX", "c++"), "ninja") if shutil.which(program) is None]
+    missing = [
+        program
+        for program in (os.environ.get("CXX", "c++"), "ninja")
+        if shutil.which(program) is None
+    ]
     if missing:
         raise ResourceError(
-            f"DeepSpeed's {name} has to be compiled and there is no {' and no '.join(missing)}; install"
-            " them, or set zero_force_ds_cpu_optimizer: false in the DeepSpeed file: the recipe's optimizer is as fast"
+            f"DeepSpeed's {name} has to be compiled and there is no {' and no '.join(missing)};"
+            " install them, or set zero_force_ds_cpu_optimizer: false in the DeepSpeed file: the"
+            " recipe's optimizer is as fast"
         )
 
 
 def unlock(folder: Path, say: Callable[[str], None]) -> None:
     """Remove the lock that a killed build has left; a build that still runs is waited for."""
-    lock = folder / "lock"  # torch.utils.file_baton: its mere existence makes every later start wait, for ever
+    # torch.utils.file_baton: its mere existence makes every later start wait, for ever
+    lock = folder / "lock"
     told = False
     while lock.exists():
         if not _is_building(folder):

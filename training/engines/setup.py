@@ -1,4 +1,5 @@
-"""What differs between one process, DDP, DeepSpeed and FSDP2 once the ranks run: set-up, checks, bytes, gathering."""
+"""What differs between one process, DDP, DeepSpeed and FSDP2 once the ranks run: set-up, checks,
+bytes, gathering."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ EXPECTED = {  # engine -> what Accelerate must have made of it, on (cpu, cuda)
     "fsdp2": (DistributedType.FSDP, DistributedType.FSDP),
 }
 
-# The folders of a checkpoint that all ranks write into: made before, so that no rank can fail alone at it.
+# The folders of a checkpoint that all ranks write into: made before, so that no rank can fail alone
+# at it.
 CHECKPOINT_FOLDERS = {
     "plain": (),
     "ddp": (),
@@ -40,18 +42,30 @@ CHECKPOINT_FOLDERS = {
 
 
 def prepare(strategy: Strategy, deepspeed_file: Path | None, timeout_s: float) -> dict[str, Any]:
-    """Before TrainingArguments is made: what a launcher has put into the environment gives way to the plan.
+    """Before TrainingArguments is made: what a launcher has put into the environment gives way to
+    the plan.
 
-    Returns arguments for it. On CPUs the process group is made here: transformers forgets ddp_timeout there. Raises
-    ResourceError where torch sees none of the GPUs that the plan is for: transformers would go on with the CPU.
+    Returns arguments for it. On CPUs the process group is made here: transformers forgets
+    ddp_timeout there. Raises ResourceError where torch sees none of the GPUs that the plan is for:
+    transformers would go on with the CPU.
     """
     if strategy.device == "cuda":
         _check_gpus()
     os.environ["ACCELERATE_MIXED_PRECISION"] = strategy.mixed_precision
-    os.environ["ACCELERATE_DYNAMO_BACKEND"] = "no"  # training.torch_compile is the way to ask for it
-    os.environ.pop("ACCELERATE_USE_CPU", None)  # with it DeepSpeed is dropped without a word; use_cpu says the same
-    if strategy.engine == "plain":  # torchrun's variables for one rank would make a process group of it
-        for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    # training.torch_compile is the way to ask for it
+    os.environ["ACCELERATE_DYNAMO_BACKEND"] = "no"
+    # with it DeepSpeed is dropped without a word; use_cpu says the same
+    os.environ.pop("ACCELERATE_USE_CPU", None)
+    # torchrun's variables for one rank would make a process group of it
+    if strategy.engine == "plain":
+        for key in (
+            "RANK",
+            "LOCAL_RANK",
+            "WORLD_SIZE",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+        ):
             os.environ.pop(key, None)
     if strategy.engine == "deepspeed":
         assert deepspeed_file is not None
@@ -72,8 +86,8 @@ def _check_gpus() -> None:
     except (RuntimeError, AssertionError) as error:  # AssertionError: a build without CUDA
         said = str(error).splitlines()[0]
     raise ResourceError(
-        f"the plan is for GPUs, torch {torch.__version__} cannot use them: {said}; run `python -m launch doctor`, which"
-        " says whether the driver or the build of torch has to change"
+        f"the plan is for GPUs, torch {torch.__version__} cannot use them: {said}; run `python -m"
+        " launch doctor`, which says whether the driver or the build of torch has to change"
     )
 
 
@@ -84,7 +98,9 @@ def _prepare_deepspeed(strategy: Strategy, deepspeed_file: Path) -> None:
     try:
         DeepSpeedZeroConfig(**config["zero_optimization"])
     except ValidationError as error:
-        words = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        words = "; ".join(
+            f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()
+        )
         raise ConfigError(f"the DeepSpeed file's zero_optimization: {words}") from error
     if "WORLD_SIZE" not in os.environ:  # a plain process: DeepSpeed wants a group of one
         with socket.socket() as free:
@@ -98,29 +114,36 @@ def _prepare_deepspeed(strategy: Strategy, deepspeed_file: Path) -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"
         import deepspeed.ops
 
-        # An all-reduce through shared memory, compiled at the first start (25 s, and for ever if that was killed once).
-        # Gloo gives the same bits; without it no compiler is needed.
+        # An all-reduce through shared memory, compiled at the first start (25 s, and for ever if
+        # that was killed once). Gloo gives the same bits; without it no compiler is needed.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if strategy.offloads and config["zero_force_ds_cpu_optimizer"]:
         ops.ensure_cpu_adam(print)
 
 
 def check_agreement(mine: Mapping[str, Any]) -> None:
-    """Every rank trains the same thing. Raises ConfigError on all of them, naming what differs: ranks of several
-    machines come from lines that were typed apart. Collective."""
+    """Every rank trains the same thing. Raises ConfigError on all of them, naming what differs:
+    ranks of several machines come from lines that were typed apart. Collective."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return
     found: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, dict(mine))
     for rank, theirs in enumerate(found):
-        differing = sorted(key for key in mine.keys() | theirs.keys() if found[0].get(key) != theirs.get(key))
+        differing = sorted(
+            key for key in mine.keys() | theirs.keys() if found[0].get(key) != theirs.get(key)
+        )
         if differing:
-            words = "; ".join(f"{key} {found[0].get(key)} and {theirs.get(key)}" for key in differing[:6])
-            raise ConfigError(f"rank 0 and rank {rank} were started to train different things: {words}")
+            words = "; ".join(
+                f"{key} {found[0].get(key)} and {theirs.get(key)}" for key in differing[:6]
+            )
+            raise ConfigError(
+                f"rank 0 and rank {rank} were started to train different things: {words}"
+            )
 
 
 def connect(strategy: Strategy) -> None:
-    """After TrainingArguments is made: DeepSpeed's own view of the process group, which it needs to load in shards."""
+    """After TrainingArguments is made: DeepSpeed's own view of the process group, which it needs to
+    load in shards."""
     if strategy.engine == "deepspeed":
         from deepspeed import comm
 
@@ -129,19 +152,25 @@ def connect(strategy: Strategy) -> None:
 
 
 def check(strategy: Strategy, args: TrainingArguments) -> str:
-    """What runs, in words, from torch.distributed and Accelerate. Raises ConfigError when it is not what was planned:
-    several launchers give another number of ranks or another engine with exit code 0."""
+    """What runs, in words, from torch.distributed and Accelerate. Raises ConfigError when it is not
+    what was planned: several launchers give another number of ranks or another engine with exit
+    code 0."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
     if not started == args.world_size == strategy.num_processes:
         raise ConfigError(
-            f"{strategy.num_processes} ranks were asked for, {started} were started and {args.world_size} are in the"
-            " process group; start them with `python -m launch run`, torchrun, or accelerate launch --multi_gpu"
+            f"{strategy.num_processes} ranks were asked for, {started} were started and"
+            f" {args.world_size} are in the process group; start them with `python -m launch run`,"
+            " torchrun, or accelerate launch --multi_gpu"
         )
     if backend != strategy.backend:
-        raise ConfigError(f"the plan says backend {strategy.backend}, torch.distributed runs {backend}")
+        raise ConfigError(
+            f"the plan says backend {strategy.backend}, torch.distributed runs {backend}"
+        )
     if args.device.type != strategy.device:
-        raise ConfigError(f"the plan says device {strategy.device}, transformers chose {args.device}")
+        raise ConfigError(
+            f"the plan says device {strategy.device}, transformers chose {args.device}"
+        )
     return (
         f"rank {args.process_index} of {args.world_size} on {socket.gethostname()}: {args.device}, "
         + (f"backend {backend} (torch.distributed), " if backend else "no process group, ")
@@ -155,19 +184,23 @@ def check_engine(strategy: Strategy, trainer: Trainer) -> None:
     found = trainer.accelerator.distributed_type
     if found != expected:
         raise ConfigError(
-            f"the plan says {strategy.mode}, which is {expected.value} to Accelerate, but it runs {found.value}; start"
-            " the ranks with `python -m launch run`, or with the file of that mode in configs/accelerate"
+            f"the plan says {strategy.mode}, which is {expected.value} to Accelerate, but it runs"
+            f" {found.value}; start the ranks with `python -m launch run`, or with the file of that"
+            " mode in configs/accelerate"
         )
     if strategy.engine == "fsdp2" and not trainer.accelerator.is_fsdp2:
-        raise ConfigError("FSDP version 1 was started; set fsdp_version: 2 in the Accelerate file's fsdp_config")
+        raise ConfigError(
+            "FSDP version 1 was started; set fsdp_version: 2 in the Accelerate file's fsdp_config"
+        )
 
 
 def autocast_fsdp2(trainer: Trainer) -> None:
     """Compute FSDP2's forwards under autocast, and add gradients up in float32, as DDP does.
 
-    Accelerate (1.15) prepares a model for FSDP2 without autocast, and its policy casts what enters and leaves a layer,
-    and what is summed over micro-steps and ranks, to half precision. Weights are still gathered in half precision:
-    autocast's copies of float32 ones would stay whole on every rank from forward to backward. Before Trainer.train().
+    Accelerate (1.15) prepares a model for FSDP2 without autocast, and its policy casts what enters
+    and leaves a layer, and what is summed over micro-steps and ranks, to half precision. Weights
+    are still gathered in half precision: autocast's copies of float32 ones would stay whole on
+    every rank from forward to backward. Before Trainer.train().
     """
     accelerator = trainer.accelerator
     if accelerator.mixed_precision == "no":
@@ -176,10 +209,14 @@ def autocast_fsdp2(trainer: Trainer) -> None:
 
     half = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float16
     accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
-        param_dtype=half, reduce_dtype=torch.float32, output_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=half,
+        reduce_dtype=torch.float32,
+        output_dtype=torch.float32,
+        cast_forward_inputs=False,
     )
     network = accelerator.unwrap_model(trainer.model)
-    base = network.get_base_model() if hasattr(network, "peft_config") else network  # which generate() calls
+    # which generate() calls
+    base = network.get_base_model() if hasattr(network, "peft_config") else network
     plain_forward = base.forward
 
     @functools.wraps(plain_forward)
@@ -206,8 +243,8 @@ def refuse_data_parallel(model: torch.nn.Module) -> None:
 
 @contextmanager
 def whole_weights(strategy: Strategy) -> Iterator[None]:
-    """transformers builds a model in shards under ZeRO-3; inside, it does not: random initial weights of a shard are
-    not those of the same seed."""
+    """transformers builds a model in shards under ZeRO-3; inside, it does not: random initial
+    weights of a shard are not those of the same seed."""
     if strategy.zero_stage < 3:
         yield
         return
@@ -222,26 +259,37 @@ def whole_weights(strategy: Strategy) -> Iterator[None]:
 
 
 def tie_by_module(network: torch.nn.Module) -> None:
-    """Under FSDP2: modules whose weight is the input embedding's become that one module, except the output layer.
+    """Under FSDP2: modules whose weight is the input embedding's become that one module, except the
+    output layer.
 
-    fully_shard (torch 2.13) takes a shared parameter only where one group sees it, and Accelerate puts the input and
-    the output embedding into one; T5's encoder and decoder have an embedding each, tied to the first by weight.
+    fully_shard (torch 2.13) takes a shared parameter only where one group sees it, and Accelerate
+    puts the input and the output embedding into one; T5's encoder and decoder have an embedding
+    each, tied to the first by weight.
     """
     embedding, output = network.get_input_embeddings(), network.get_output_embeddings()
     for parent in list(network.modules()):
         for name, child in list(parent.named_children()):
-            if child not in (embedding, output) and getattr(child, "weight", None) is embedding.weight:
+            if (
+                child not in (embedding, output)
+                and getattr(child, "weight", None) is embedding.weight
+            ):
                 setattr(parent, name, embedding)
 
 
 def numel(parameter: torch.Tensor) -> int:
-    """Elements of a parameter, of which this rank may hold a part or none; or as 4 bits, two in a byte."""
+    """Elements of a parameter, of which this rank may hold a part or none; or as 4 bits, two in a
+    byte."""
     state = getattr(parameter, "quant_state", None)
-    return state.shape.numel() if state is not None else getattr(parameter, "ds_numel", parameter.numel())
+    return (
+        state.shape.numel()
+        if state is not None
+        else getattr(parameter, "ds_numel", parameter.numel())
+    )
 
 
 def held_bytes(strategy: Strategy, trainer: Trainer, gradients_bytes: int) -> dict[str, int | None]:
-    """Bytes of states that this rank holds on its device, and on the host for it; None is not measured."""
+    """Bytes of states that this rank holds on its device, and on the host for it; None is not
+    measured."""
     if strategy.engine == "deepspeed":
         return _deepspeed_bytes(strategy, trainer)
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
@@ -264,8 +312,17 @@ def local_bytes(tensor: Any) -> int:
 
 def _deepspeed_bytes(strategy: Strategy, trainer: Trainer) -> dict[str, int | None]:
     zero = trainer.deepspeed.optimizer
-    slices = zero.fp32_partitioned_groups_flat if strategy.zero_stage == 3 else zero.single_partition_of_fp32_groups
-    states = [value for state in zero.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    slices = (
+        zero.fp32_partitioned_groups_flat
+        if strategy.zero_stage == 3
+        else zero.single_partition_of_fp32_groups
+    )
+    states = [
+        value
+        for state in zero.optimizer.state.values()
+        for value in state.values()
+        if torch.is_tensor(value)
+    ]
     optimizer_bytes = sum(tensor.nbytes for tensor in [*slices, *states])
     parts = [getattr(parameter, "ds_tensor", parameter) for parameter in trainer.model.parameters()]
     weights_bytes = sum(part.nbytes for part in parts)
@@ -279,7 +336,9 @@ def _deepspeed_bytes(strategy: Strategy, trainer: Trainer) -> dict[str, int | No
             "optimizer_bytes": optimizer_bytes,
             "offloaded_bytes": 0,
         }
-    on_host = optimizer_bytes + sum(tensor.grad.nbytes for tensor in slices if tensor.grad is not None)
+    on_host = optimizer_bytes + sum(
+        tensor.grad.nbytes for tensor in slices if tensor.grad is not None
+    )
     if strategy.zero_stage == 3:
         on_host += weights_bytes + (gradients_bytes or 0)
         weights_bytes, gradients_bytes = 0, 0
@@ -292,8 +351,8 @@ def _deepspeed_bytes(strategy: Strategy, trainer: Trainer) -> dict[str, int | No
 
 
 def gathered(strategy: Strategy, trainer: Trainer) -> dict[str, torch.Tensor] | None:
-    """The whole state dict on rank 0's host where ranks hold parts of the weights; None where each holds them all.
-    Collective."""
+    """The whole state dict on rank 0's host where ranks hold parts of the weights; None where each
+    holds them all. Collective."""
     if strategy.engine == "fsdp2" or strategy.zero_stage == 3:
         return trainer.accelerator.get_state_dict(trainer.model_wrapped)
     return None

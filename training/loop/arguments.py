@@ -15,8 +15,11 @@ from launch.schema.recipe import COMPILE_KEYS, LIGER_LOSSES, Recipe, TrainingSec
 SWITCHED = ("tf32", "use_liger_kernel")  # as the plan says
 
 
-def of(recipe: Recipe, plan: Plan, rows: int, evaluates: bool, engine: dict[str, Any]) -> TrainingArguments:
-    """The recipe's training section as transformers takes it; making it starts the process group."""
+def of(
+    recipe: Recipe, plan: Plan, rows: int, evaluates: bool, engine: dict[str, Any]
+) -> TrainingArguments:
+    """The recipe's training section as transformers takes it; making it starts the process
+    group."""
     training, strategy = recipe.training, plan.strategy
     steps_per_epoch = -(-rows // strategy.effective_batch_size)
     args = TrainingArguments(
@@ -56,15 +59,20 @@ def of(recipe: Recipe, plan: Plan, rows: int, evaluates: bool, engine: dict[str,
     if strategy.device == "cuda":
         if args.n_gpu > 1:  # transformers would run this process on all it sees (nn.DataParallel)
             args._n_gpu = 1
-        # Also against TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which containers set. TrainingArguments' own way leaves that as
-        # it is, and asking for this flag is an error after it (torch 2.13: "mix of the legacy and new APIs").
+        # Also against TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which containers set. TrainingArguments'
+        # own way leaves that as it is, and asking for this flag is an error after it (torch 2.13:
+        # "mix of the legacy and new APIs").
         torch.backends.cuda.matmul.allow_tf32 = strategy.tf32
     return args
 
 
 def _extras(training: TrainingSection, strategy: Strategy) -> dict[str, Any]:
     """What else the recipe says, over defaults of ours: nothing we build leaves a parameter out."""
-    found = {"ddp_find_unused_parameters": False, "dataloader_persistent_workers": True, **training.extras}
+    found = {
+        "ddp_find_unused_parameters": False,
+        "dataloader_persistent_workers": True,
+        **training.extras,
+    }
     left_out = SWITCHED if strategy.torch_compile else (*SWITCHED, *COMPILE_KEYS)
     found = {key: value for key, value in found.items() if key not in left_out}
     if strategy.use_liger_kernel:  # without its losses: ours is not the model's (trainer.py)
@@ -74,7 +82,8 @@ def _extras(training: TrainingSection, strategy: Strategy) -> dict[str, Any]:
             "liger_kernel_config": {**(found.get("liger_kernel_config") or {}), **losses},
         }
     found.pop("save_strategy", None)  # steps, all that a recipe may say, is said above
-    if not strategy.dataloader_num_workers:  # transformers refuses it where nobody is there to work ahead
+    # transformers refuses it where nobody is there to work ahead
+    if not strategy.dataloader_num_workers:
         found.pop("dataloader_prefetch_factor", None)
     return found
 
@@ -82,4 +91,10 @@ def _extras(training: TrainingSection, strategy: Strategy) -> dict[str, Any]:
 def _checkpointing(on: bool) -> dict[str, Any]:
     """transformers 5.23 renamed the field; older ones know only the first name."""
     names = {field.name for field in fields(TrainingArguments)}
-    return {"activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing": on}
+    return {
+        (
+            "activation_checkpointing"
+            if "activation_checkpointing" in names
+            else "gradient_checkpointing"
+        ): on
+    }

@@ -1,4 +1,5 @@
-"""What a rank tells the outside while it trains: events, log lines, and a bar when nobody else draws."""
+"""What a rank tells the outside while it trains: events, log lines, and a bar when nobody else
+draws."""
 
 from __future__ import annotations
 
@@ -30,10 +31,13 @@ PSS_INTERVAL_S = 2.0  # reading smaps_rollup costs milliseconds a GiB
 
 
 class HostMemory:
-    """PSS of the whole job (launcher, ranks, data workers), read at most every PSS_INTERVAL_S seconds."""
+    """PSS of the whole job (launcher, ranks, data workers), read at most every PSS_INTERVAL_S
+    seconds."""
 
     def __init__(self) -> None:
-        root = os.environ.get("LOWMEM_ROOT_PID") or (os.getppid() if "WORLD_SIZE" in os.environ else os.getpid())
+        root = os.environ.get("LOWMEM_ROOT_PID") or (
+            os.getppid() if "WORLD_SIZE" in os.environ else os.getpid()
+        )
         self._root = int(root)
         self._read_at = -PSS_INTERVAL_S
         self.bytes = 0
@@ -54,7 +58,8 @@ class HostMemory:
 
 
 class StepMeter:
-    """Collects one rank's losses, token counts and rows; sums them over ranks when they are written, not at each step.
+    """Collects one rank's losses, token counts and rows; sums them over ranks when they are
+    written, not at each step.
 
     The rows go into `samples_file` of this rank: step, number, rows, as int32."""
 
@@ -67,9 +72,15 @@ class StepMeter:
         self.steps: list[dict[str, Any]] = []
 
     def add(
-        self, loss: torch.Tensor, tokens: int, computed_tokens: int, samples: int, rows: np.ndarray | None = None
+        self,
+        loss: torch.Tensor,
+        tokens: int,
+        computed_tokens: int,
+        samples: int,
+        rows: np.ndarray | None = None,
     ) -> None:
-        """One micro-batch; `loss` is its share of the step's mean loss, times the number of ranks."""
+        """One micro-batch; `loss` is its share of the step's mean loss, times the number of
+        ranks."""
         if rows is not None:
             self._rows.append(rows)
         self._loss = loss if self._loss is None else self._loss + loss
@@ -77,16 +88,26 @@ class StepMeter:
 
     def close_step(self, **facts: Any) -> None:
         assert self._loss is not None, "an optimizer step without a micro-batch"
-        self.steps.append({"loss": self._loss, "counts": self._counts.tolist(), "data_seconds": self.waited_s, **facts})
+        self.steps.append(
+            {
+                "loss": self._loss,
+                "counts": self._counts.tolist(),
+                "data_seconds": self.waited_s,
+                **facts,
+            }
+        )
         self._loss, self.waited_s = None, 0.0
         self._counts[:] = 0
         if self._file:
             rows = np.concatenate([np.empty(0, dtype="<i4"), *self._rows])
-            self._file.write(np.concatenate([[facts["step"], len(rows)], rows]).astype("<i4").tobytes())
+            self._file.write(
+                np.concatenate([[facts["step"], len(rows)], rows]).astype("<i4").tobytes()
+            )
             self._rows = []
 
     def keep_rows(self, synced: bool) -> None:
-        """Hand the rows of the steps so far to the kernel, or to the disk: a checkpoint must not know more of them."""
+        """Hand the rows of the steps so far to the kernel, or to the disk: a checkpoint must not
+        know more of them."""
         if self._file:
             self._file.flush()
             if synced:
@@ -99,7 +120,9 @@ class StepMeter:
             return []
         counts = [step.pop("counts") for step in steps]
         losses = torch.stack([step["loss"].float() for step in steps]).double().to(device)
-        table = torch.cat([losses[:, None], torch.tensor(counts, dtype=torch.float64, device=device)], dim=1)
+        table = torch.cat(
+            [losses[:, None], torch.tensor(counts, dtype=torch.float64, device=device)], dim=1
+        )
         world_size = 1
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(table)
@@ -125,7 +148,10 @@ class Reporter(TrainerCallback):
         self._check_loss = check_loss
         self._rank, self._meter, self._order, self._device = rank, meter, order, device
         files = (attempt.events_file, attempt.held_out_file) if rank == 0 else ()
-        self._events, self._held_out = [file.open("a", encoding="utf-8") for file in files] or (None, None)
+        self._events, self._held_out = [file.open("a", encoding="utf-8") for file in files] or (
+            None,
+            None,
+        )
         self.host = HostMemory()
         self._bar = _Bar() if draw and rank == 0 else None
         self._step_began = 0.0
@@ -142,7 +168,9 @@ class Reporter(TrainerCallback):
         if self._rank == 0:
             free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0
             found = {"allocated_bytes": allocated, "reserved_bytes": reserved, "free_bytes": free}
-            base_files.write_json(self._attempt.second_step_file, {**found, "host_pss_bytes": self.host.highest()})
+            base_files.write_json(
+                self._attempt.second_step_file, {**found, "host_pss_bytes": self.host.highest()}
+            )
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -160,10 +188,16 @@ class Reporter(TrainerCallback):
     ) -> None:
         self._learning_rate = float(kwargs["optimizer"].param_groups[0]["lr"])
         if not self.gradients_bytes:
-            gradients = (parameter.grad for parameter in kwargs["model"].parameters() if parameter.grad is not None)
+            gradients = (
+                parameter.grad
+                for parameter in kwargs["model"].parameters()
+                if parameter.grad is not None
+            )
             self.gradients_bytes = sum(map(local_bytes, gradients))
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         now = time.monotonic()
         self._meter.close_step(
             step=state.global_step,
@@ -181,11 +215,17 @@ class Reporter(TrainerCallback):
             self._bar.advance(state.global_step, state.max_steps)
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any],
+        **kwargs: Any,
     ) -> None:
         if "loss" in logs:
             self.flush(state.max_steps, logs.get("grad_norm"))
-            self._step_began = time.monotonic()  # a log's time is no step's; nor is an evaluation's or a save's
+            # a log's time is no step's; nor is an evaluation's or a save's
+            self._step_began = time.monotonic()
         elif "eval_loss" in logs and self._rank == 0:
             logger.info(
                 "step %d/%d  held-out loss %.4f  perplexity %.2f  (%.1f s)",
@@ -204,10 +244,14 @@ class Reporter(TrainerCallback):
             )
             self._write(self._held_out, [done])
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._step_began = time.monotonic()
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._step_began = time.monotonic()
 
     def on_train_end(
@@ -241,7 +285,10 @@ class Reporter(TrainerCallback):
         for event in events:
             self._check_loss(event.step, event.loss)
         self.last_event = events[-1]
-        means = {key: sum(step[key] for step in steps) / len(steps) for key in ("loss", "seconds", "tokens", "samples")}
+        means = {
+            key: sum(step[key] for step in steps) / len(steps)
+            for key in ("loss", "seconds", "tokens", "samples")
+        }
         shown = replace(self.last_event, **means)
         if self._bar:
             self._bar.show(shown)
@@ -260,7 +307,8 @@ class Reporter(TrainerCallback):
 
 
 def vram_peaks(device: torch.device) -> tuple[int, int, int]:
-    """(allocated, reserved, total) bytes, the largest over ranks; zeros without a GPU. Collective."""
+    """(allocated, reserved, total) bytes, the largest over ranks; zeros without a GPU.
+    Collective."""
     if device.type != "cuda":
         return 0, 0, 0
     peaks = torch.tensor(
@@ -304,11 +352,14 @@ class _Shown(logging.Formatter):
 
 
 def start_logging(files: list[Path], rank: int) -> None:
-    """Rank 0 logs to its standard output and to `files`; other ranks only warn, on standard error."""
+    """Rank 0 logs to its standard output and to `files`; other ranks only warn, on standard
+    error."""
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False
     plain = _Shown("%(asctime)s  %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout if rank == 0 else sys.stderr)]
+    handlers: list[logging.Handler] = [
+        logging.StreamHandler(sys.stdout if rank == 0 else sys.stderr)
+    ]
     for path in files if rank == 0 else []:
         path.parent.mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(path, encoding="utf-8"))

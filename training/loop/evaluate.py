@@ -35,10 +35,16 @@ def answer(
     max_new_tokens: int,
     device: torch.device | None = None,
 ) -> list[str]:
-    """Greedy answers, one batch, on `device` or where the model is. The model's mode is left as it was."""
+    """Greedy answers, one batch, on `device` or where the model is. The model's mode is left as it
+    was."""
     if model.config.is_encoder_decoder:
-        texts = ["\n".join(message["content"] for message in messages) for messages in conversations]
-        rows = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+        texts = [
+            "\n".join(message["content"] for message in messages) for messages in conversations
+        ]
+        rows = [
+            [*ids, tokenizer.eos_token_id]
+            for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]
+        ]
     else:
         texts = [
             tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -78,8 +84,8 @@ def scores(
     between_batches: Callable[[], None],
     batch_size: int,
 ) -> dict[str, float]:
-    """exact_match, the share of prompts answered exactly, and bleu, from 0 to 1; ranks divide the work, and all call
-    `between_batches` before each batch.
+    """exact_match, the share of prompts answered exactly, and bleu, from 0 to 1; ranks divide the
+    work, and all call `between_batches` before each batch.
 
     Collective when there are several ranks."""
     rank, world_size = 0, 1
@@ -94,38 +100,52 @@ def scores(
         if not batch:  # ranks that hold parts of the weights answer together, or wait for ever
             answer(model, tokenizer, [pairs[0][0]], max_new_tokens, device)
             continue
-        answers = answer(model, tokenizer, [messages for messages, _ in batch], max_new_tokens, device)
+        answers = answer(
+            model, tokenizer, [messages for messages, _ in batch], max_new_tokens, device
+        )
         for given, (_, wanted) in zip(answers, batch, strict=True):
             right += given.strip() == wanted.strip()
             counts += overlap(given, wanted)
-    total = torch.tensor([right, *(counts[key] for key in COUNTED)], dtype=torch.long, device=device)
+    total = torch.tensor(
+        [right, *(counts[key] for key in COUNTED)], dtype=torch.long, device=device
+    )
     if world_size > 1:
         torch.distributed.all_reduce(total)
     found, *summed = total.tolist()
-    return {"exact_match": found / len(pairs), "bleu": bleu(dict(zip(COUNTED, summed, strict=True)))}
+    return {
+        "exact_match": found / len(pairs),
+        "bleu": bleu(dict(zip(COUNTED, summed, strict=True))),
+    }
 
 
-# ---- BLEU ------------------------------------------------------------------------------------------------------------
+# ---- BLEU
+# ---------------------------------------------------------------------------
 
 ORDERS = range(1, 5)
 COUNTED = ("given", "wanted", *(f"{what}{order}" for order in ORDERS for what in ("same", "of")))
 IDEOGRAPHS = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
-TOKEN = re.compile(f"[{IDEOGRAPHS}]|[^\\W{IDEOGRAPHS}]+|[^\\w\\s]")  # a Chinese character, a word, a sign
+# a Chinese character, a word, a sign
+TOKEN = re.compile(f"[{IDEOGRAPHS}]|[^\\W{IDEOGRAPHS}]+|[^\\w\\s]")
 
 
 def overlap(given: str, wanted: str) -> Counter[str]:
-    """What BLEU counts of one answer: lengths, and n-grams of each order that are `same` `of` all that were given."""
+    """What BLEU counts of one answer: lengths, and n-grams of each order that are `same` `of` all
+    that were given."""
     one, other = TOKEN.findall(given), TOKEN.findall(wanted)
     counts = Counter({"given": len(one), "wanted": len(other)})
     for order in ORDERS:
-        found, right = (Counter(zip(*(words[at:] for at in range(order)), strict=False)) for words in (one, other))
+        found, right = (
+            Counter(zip(*(words[at:] for at in range(order)), strict=False))
+            for words in (one, other)
+        )
         counts[f"same{order}"], counts[f"of{order}"] = (found & right).total(), found.total()
     return counts
 
 
 def bleu(counts: Mapping[str, int]) -> float:
-    """Corpus BLEU, from 0 to 1: of the orders that the answers are long enough for; an order without a match counts as
-    half of one, a quarter, ... Source: Papineni et al. 2002; smoothing of Lin and Och 2004 as sacrebleu's `exp`."""
+    """Corpus BLEU, from 0 to 1: of the orders that the answers are long enough for; an order
+    without a match counts as half of one, a quarter, ... Source: Papineni et al. 2002; smoothing of
+    Lin and Och 2004 as sacrebleu's `exp`."""
     if not counts["same1"]:
         return 0.0
     logs, missing = [], 1.0

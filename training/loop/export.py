@@ -1,4 +1,5 @@
-"""The trained model as one ordinary Hugging Face folder, with tokenizer and card, swapped in whole."""
+"""The trained model as one ordinary Hugging Face folder, with tokenizer and card, swapped in
+whole."""
 
 from __future__ import annotations
 
@@ -29,9 +30,11 @@ def write(
     run_id: str,
     uninterrupted: Callable[[], AbstractContextManager[None]],
 ) -> str:
-    """Write recipe.output_dir and say what it holds; what stood there before is ours (checked before the launch).
+    """Write recipe.output_dir and say what it holds; what stood there before is ours (checked
+    before the launch).
 
-    `network` holds all the weights, and is the trainer's own or a copy; the folders are swapped `uninterrupted`.
+    `network` holds all the weights, and is the trainer's own or a copy; the folders are swapped
+    `uninterrupted`.
     """
     target = Path(recipe.output_dir)
     aside, old = (target.with_name(f".{target.name}.{ending}") for ending in ("tmp", "old"))
@@ -42,8 +45,13 @@ def write(
     aside.mkdir(parents=True)
     held = _save(network, cut, recipe, aside, trainer.state.global_step)
     (aside / "README.md").write_text(_card(trainer, recipe, plan, held), encoding="utf-8")
-    facts: dict[str, Any] = {"run": run_id, "recipe": recipe.name, "step": trainer.state.global_step}
-    if quantization := recipe.quantized(plan.strategy.mixed_precision):  # what the adapter was trained on
+    facts: dict[str, Any] = {
+        "run": run_id,
+        "recipe": recipe.name,
+        "step": trainer.state.global_step,
+    }
+    # what the adapter was trained on
+    if quantization := recipe.quantized(plan.strategy.mixed_precision):
         facts["quantization"] = quantization.model_dump()
     files.write_json(aside / "lowmem.json", facts)
     files.sync_all(aside)
@@ -65,10 +73,14 @@ def _swap(aside: Path, target: Path, old: Path, is_another_runs: bool) -> None:
         shutil.rmtree(old)
 
 
-def _save(model: torch.nn.Module, cut: PreTrainedTokenizerBase, recipe: Recipe, folder: Path, step: int) -> str:
-    """LoRA on a named shape is merged (its random base is stored nowhere else); on a local folder it stays apart.
+def _save(
+    model: torch.nn.Module, cut: PreTrainedTokenizerBase, recipe: Recipe, folder: Path, step: int
+) -> str:
+    """LoRA on a named shape is merged (its random base is stored nowhere else); on a local folder
+    it stays apart.
 
-    On 4-bit weights too: the folder still has them in full, to merge into where somebody wants that."""
+    On 4-bit weights too: the folder still has them in full, to merge into where somebody wants
+    that."""
     section = recipe.model
     is_lora = hasattr(model, "peft_config")
     if is_lora and section.path is None:
@@ -82,7 +94,11 @@ def _save(model: torch.nn.Module, cut: PreTrainedTokenizerBase, recipe: Recipe, 
     cut.save_pretrained(folder)
     if not is_lora:
         return "the whole model"
-    return "the model with its LoRA adapter merged" if section.path is None else f"a LoRA adapter for {section.path}"
+    return (
+        "the model with its LoRA adapter merged"
+        if section.path is None
+        else f"a LoRA adapter for {section.path}"
+    )
 
 
 def _quantization(recipe: Recipe) -> list[str]:
@@ -92,7 +108,10 @@ def _quantization(recipe: Recipe) -> list[str]:
     words = f"- trained on linear weights of 4 bits ({section.bnb_4bit_quant_type})"
     if recipe.model.path is None:
         return [f"{words}; merged into them, dequantised"]
-    return [f"{words}; to merge it into the whole ones of {recipe.model.path}: python -m launch merge FOLDER --out NEW"]
+    return [
+        f"{words}; to merge it into the whole ones of {recipe.model.path}: python -m launch merge"
+        " FOLDER --out NEW"
+    ]
 
 
 def last(history: list[dict[str, float]], key: str) -> float | None:
@@ -102,17 +121,41 @@ def last(history: list[dict[str, float]], key: str) -> float | None:
 
 def _card(trainer: LowMemTrainer, recipe: Recipe, plan: Plan, held: str) -> str:
     state = trainer.state
-    eval_loss = state.best_metric if state.best_global_step else last(state.log_history, "eval_loss")
+    eval_loss = (
+        state.best_metric if state.best_global_step else last(state.log_history, "eval_loss")
+    )
     figures = [
         f"- recipe: {recipe.name} ({recipe.task})",
-        f"- model: {plan.shape.name}, {plan.shape.parameters:,} parameters; this folder holds {held}",
+        (
+            f"- model: {plan.shape.name}, {plan.shape.parameters:,} parameters; this folder holds"
+            f" {held}"
+        ),
         *_quantization(recipe),
         f"- data: {Path(recipe.data.train_file).name}",
-        f"- effective batch size {plan.strategy.effective_batch_size}, {trainer.state.global_step:,} optimizer steps",
+        (
+            f"- effective batch size {plan.strategy.effective_batch_size},"
+            f" {trainer.state.global_step:,} optimizer steps"
+        ),
         f"- learning rate {trainer.args.learning_rate:g}, {recipe.training.lr_scheduler_type}",
-        f"- held-out loss: {eval_loss:.4f}" if eval_loss is not None else "- held-out loss: not measured",
-        *([f"- weights of step {state.best_global_step:,}, which had the lowest"] if state.best_global_step else []),
+        (
+            f"- held-out loss: {eval_loss:.4f}"
+            if eval_loss is not None
+            else "- held-out loss: not measured"
+        ),
+        *(
+            [f"- weights of step {state.best_global_step:,}, which had the lowest"]
+            if state.best_global_step
+            else []
+        ),
     ]
     return "\n".join(
-        ["---", "library_name: transformers", "---", f"# {Path(recipe.output_dir).name}", "", *figures, ""]
+        [
+            "---",
+            "library_name: transformers",
+            "---",
+            f"# {Path(recipe.output_dir).name}",
+            "",
+            *figures,
+            "",
+        ]
     )

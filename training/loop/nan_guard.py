@@ -1,8 +1,9 @@
-"""Losses, gradients and weights that are no finite numbers: seen by all ranks, before the optimizer steps or a file is
-written.
+"""Losses, gradients and weights that are no finite numbers: seen by all ranks, before the optimizer
+steps or a file is written.
 
-A loss that is not finite is made to give gradients that are not finite either. The gradient norm, which is reduced over
-the ranks anyway, then tells every rank of a fault on any of them: no collective of its own, and one number read a step.
+A loss that is not finite is made to give gradients that are not finite either. The gradient norm,
+which is reduced over the ranks anyway, then tells every rank of a fault on any of them: no
+collective of its own, and one number read a step.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from training.data.batches import SampleOrder
 logger = logging.getLogger("lowmem")
 
 MAX_OVERFLOWS = (
-    15  # in a row; fp16's loss scale starts at 65,536 and halves at each, so what is left is no scale's fault
+    # in a row; fp16's loss scale starts at 65,536 and halves at each, so what is left is no scale's
+    # fault
+    15
 )
 MAX_SPIKES = 5  # in a row; after so many skipped steps the weights are where the loss is high
 WARN_SPIKE = 100.0  # times the median
@@ -38,7 +41,8 @@ SHOWN = 8  # rows or names in one message
 
 
 def poisoned(loss: torch.Tensor) -> torch.Tensor:
-    """The loss; where it is not finite, one whose every gradient is NaN, as those of an infinite one need not be."""
+    """The loss; where it is not finite, one whose every gradient is NaN, as those of an infinite
+    one need not be."""
     return loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
 
 
@@ -63,17 +67,24 @@ class Watch(TrainerCallback):
     """One rank's watch over a run's numbers. Raises NonFinite, with the same words on all ranks."""
 
     def __init__(
-        self, order: SampleOrder, attempt: Path, skip_spikes_above: float | None, fp16: bool, learning_rate: float
+        self,
+        order: SampleOrder,
+        attempt: Path,
+        skip_spikes_above: float | None,
+        fp16: bool,
+        learning_rate: float,
     ) -> None:
         """`learning_rate`: as the recipe says it."""
         self._order, self._attempt, self._learning_rate = order, attempt, learning_rate
         self._skip_above, self._fp16 = skip_spikes_above, fp16
-        self._losses: list[torch.Tensor] = []  # of this step's micro-batches; never read unless something is wrong
+        # of this step's micro-batches; never read unless something is wrong
+        self._losses: list[torch.Tensor] = []
         self._overflows = self._skipped = 0
         self._norms, self._step_losses = Spikes(), Spikes()
         self.trainer: Trainer
 
-    # ---- before the optimizer step ---------------------------------------------------------------------------------
+    # ---- before the optimizer step
+    # ---------------------------------------------------------------------------
 
     def add(self, loss: torch.Tensor) -> None:
         """The loss of one micro-batch."""
@@ -91,18 +102,23 @@ class Watch(TrainerCallback):
         shown = f"the gradient norm {norm:.3g} is {ratio:.0f} times the median of the last steps"
         if self._skip_above is None or ratio <= self._skip_above:
             if ratio > WARN_SPIKE:
-                self._warn(f"step {step}: {shown}; numerics.skip_spikes_above would skip such a step")
+                self._warn(
+                    f"step {step}: {shown}; numerics.skip_spikes_above would skip such a step"
+                )
             self._skipped = 0
             self._norms.remember(norm)
             return True
         self._skipped += 1
         if self._skipped == MAX_SPIKES:
             raise self._ended(f"step {step}: {shown}, {MAX_SPIKES} steps in a row", self._slower())
-        self._warn(f"step {step} is skipped: {shown} (numerics.skip_spikes_above {self._skip_above:g})")
+        self._warn(
+            f"step {step} is skipped: {shown} (numerics.skip_spikes_above {self._skip_above:g})"
+        )
         return False
 
     def _look(self, step: int, losses: Sequence[torch.Tensor], norm: float) -> None:
-        """What is not finite, where, and in which rows. Returns only for what fp16's loss scale is to blame for."""
+        """What is not finite, where, and in which rows. Returns only for what fp16's loss scale is
+        to blame for."""
         values = torch.stack([loss.float() for loss in losses]).tolist() if losses else []
         bad = [i for i, value in enumerate(values) if not math.isfinite(value)]
         network = self.trainer.model
@@ -110,7 +126,9 @@ class Watch(TrainerCallback):
             "losses": {i: str(values[i]) for i in bad},
             "rows": self._order.rows_of(step, bad or range(len(values))),
             "weights": _names(network.named_parameters()),
-            "gradients": _names((name, p.grad) for name, p in network.named_parameters() if p.grad is not None),
+            "gradients": _names(
+                (name, p.grad) for name, p in network.named_parameters() if p.grad is not None
+            ),
         }
         known = _told(f"step-{step}", facts)
         culprits = {rank: told for rank, told in known.items() if told["losses"]}
@@ -121,7 +139,10 @@ class Watch(TrainerCallback):
         fix = self._slower()
         if weights := next((told["weights"] for told in known.values() if told["weights"]), None):
             what = f"weights are not finite: {', '.join(weights)}"
-            fix = "look at the folder of model.path, or go on from an older checkpoint with --resume PATH"
+            fix = (
+                "look at the folder of model.path, or go on from an older checkpoint with --resume"
+                " PATH"
+            )
         elif culprits:
             ranks = ", ".join(
                 f"{next(iter(told['losses'].values()))} on rank {rank}"
@@ -131,16 +152,27 @@ class Watch(TrainerCallback):
             what = f"the loss is {ranks}"
         else:
             names = next((told["gradients"] for told in known.values() if told["gradients"]), [])
-            what = f"the gradient norm is {norm}" + (f" (gradients of {', '.join(names)})" if names else "")
+            what = f"the gradient norm is {norm}" + (
+                f" (gradients of {', '.join(names)})" if names else ""
+            )
             what += f", every loss is finite; {len(known)} rank(s)"
         if self._fp16:
-            what += f", {self._overflows} steps in a row, in fp16" if self._overflows == MAX_OVERFLOWS else ", in fp16"
-            fix = "train in bf16 (--training.fp16=false --training.bf16=true) or float32 (--training.fp16=false)"
+            what += (
+                f", {self._overflows} steps in a row, in fp16"
+                if self._overflows == MAX_OVERFLOWS
+                else ", in fp16"
+            )
+            fix = (
+                "train in bf16 (--training.fp16=false --training.bf16=true) or float32"
+                " (--training.fp16=false)"
+            )
         guilty = {rank: told["rows"] for rank, told in (culprits or known).items()}
         file = self._write(step, what, guilty)
         rows = [row for told in guilty.values() for row in told]
         shown = ", ".join(map(str, rows[:SHOWN])) + (", ..." if len(rows) > SHOWN else "")
-        raise self._ended(f"step {step}: {what}; rows {shown} of the tokenised data, shown in {file}", fix)
+        raise self._ended(
+            f"step {step}: {what}; rows {shown} of the tokenised data, shown in {file}", fix
+        )
 
     def _ended(self, words: str, fix: str) -> NonFinite:
         """The error to raise, once it stands in the log."""
@@ -153,7 +185,10 @@ class Watch(TrainerCallback):
 
     def _slower(self) -> str:
         rate = self._learning_rate / 2
-        return f"start over with half the learning rate (--training.learning_rate={rate:.15g} --resume never)"
+        return (
+            f"start over with half the learning rate (--training.learning_rate={rate:.15g} --resume"
+            " never)"
+        )
 
     def _write(self, step: int, what: str, rows: dict[int, list[int]]) -> Path:
         """The rows that were trained on, as people read them, for whom looks for the bad one."""
@@ -168,7 +203,8 @@ class Watch(TrainerCallback):
             files.write_json(file, {"step": step, "what": what, "rows": shown})
         return file
 
-    # ---- what DeepSpeed does inside of backward() ------------------------------------------------------------------
+    # ---- what DeepSpeed does inside of backward()
+    # ---------------------------------------------------------------------------
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -177,17 +213,22 @@ class Watch(TrainerCallback):
             self._inside(self.trainer.deepspeed.optimizer)
 
     def _inside(self, zero: Any) -> None:
-        """Check where DeepSpeed has the norm and has not stepped yet; it would skip or take such a step in silence."""
+        """Check where DeepSpeed has the norm and has not stepped yet; it would skip or take such a
+        step in silence."""
         may_step = True
         update_scale, step_group = zero._update_scale, zero._optimizer_step
-        name = "scaled_global_norm" if hasattr(zero, "scaled_global_norm") else "_get_norm_groups"  # ZeRO 1, 2; 3
+        # ZeRO 1, 2; 3
+        name = "scaled_global_norm" if hasattr(zero, "scaled_global_norm") else "_get_norm_groups"
         norm_of = getattr(zero, name)
 
         def norm(*args: Any, **kwargs: Any) -> Any:
             nonlocal may_step
             found = norm_of(*args, **kwargs)
-            groups = torch.stack([torch.as_tensor(one) for one in (found if isinstance(found, list) else [found])])
-            if not self._fp16 or bool((groups.isfinite() & (groups >= 0)).all()):  # -1: DeepSpeed's word for NaN
+            groups = torch.stack(
+                [torch.as_tensor(one) for one in (found if isinstance(found, list) else [found])]
+            )
+            # -1: DeepSpeed's word for NaN
+            if not self._fp16 or bool((groups.isfinite() & (groups >= 0)).all()):
                 may_step = self.check_step(_combined(groups.tolist()) / float(zero.loss_scale))
             return found
 
@@ -203,40 +244,68 @@ class Watch(TrainerCallback):
         setattr(zero, name, norm)
         zero._update_scale, zero._optimizer_step = scale, step
 
-    # ---- after it --------------------------------------------------------------------------------------------------
+    # ---- after it
+    # ---------------------------------------------------------------------------
 
     def check_loss(self, step: int, loss: float) -> None:
         """Warns of a spike in the loss of a step, which was summed over the ranks."""
         ratio = self._step_losses.ratio(loss)
         if ratio > WARN_SPIKE:
-            self._warn(f"step {step}: the loss {loss:.4g} is {ratio:.0f} times the median of the last steps")
+            self._warn(
+                f"step {step}: the loss {loss:.4g} is {ratio:.0f} times the median of the last"
+                " steps"
+            )
         self._step_losses.remember(loss)
 
-    def check_evaluation(self, loss: float, sums: Sequence[torch.Tensor], batches: Sequence[Sequence[int]]) -> None:
+    def check_evaluation(
+        self, loss: float, sums: Sequence[torch.Tensor], batches: Sequence[Sequence[int]]
+    ) -> None:
         """Raises NonFinite where the held-out loss, which all ranks share, is not finite."""
         if math.isfinite(loss):
             return
         step = self.trainer.state.global_step
         values = torch.stack(list(sums)).tolist() if sums else []
-        rows = [row for value, batch in zip(values, batches, strict=True) for row in batch if not math.isfinite(value)]
-        known = _told(f"evaluation-{step}", {"rows": rows, "weights": _names(self.trainer.model.named_parameters())})
+        rows = [
+            row
+            for value, batch in zip(values, batches, strict=True)
+            for row in batch
+            if not math.isfinite(value)
+        ]
+        known = _told(
+            f"evaluation-{step}",
+            {"rows": rows, "weights": _names(self.trainer.model.named_parameters())},
+        )
         rows = sorted(row for told in known.values() for row in told["rows"])
         shown = ", ".join(map(str, rows[:SHOWN])) + (", ..." if len(rows) > SHOWN else "")
-        words = f"step {step}: the held-out loss is {loss}; rows {shown} of the tokenised held-out data"
+        words = (
+            f"step {step}: the held-out loss is {loss}; rows {shown} of the tokenised held-out data"
+        )
         raise self._ended(words, self._slower())
 
     def check_checkpoint(self) -> None:
-        """Raises NonFinite on every rank when weights or optimizer states of any are not finite. Collective."""
+        """Raises NonFinite on every rank when weights or optimizer states of any are not finite.
+        Collective."""
         trainer, step = self.trainer, self.trainer.state.global_step
         named = [(name, parameter.data) for name, parameter in trainer.model.named_parameters()]
         if trainer.is_deepspeed_enabled:
             zero = trainer.deepspeed.optimizer
-            name = "fp32_partitioned_groups_flat" if hasattr(zero, "fp32_partitioned_groups_flat") else None
-            named += [("the fp32 copy", one) for one in getattr(zero, name or "single_partition_of_fp32_groups")]
+            name = (
+                "fp32_partitioned_groups_flat"
+                if hasattr(zero, "fp32_partitioned_groups_flat")
+                else None
+            )
+            named += [
+                ("the fp32 copy", one)
+                for one in getattr(zero, name or "single_partition_of_fp32_groups")
+            ]
             states = zero.optimizer.state
         else:
             states = trainer.optimizer.state
-        named += [(f"optimizer's {key}", value) for state in states.values() for key, value in state.items()]
+        named += [
+            (f"optimizer's {key}", value)
+            for state in states.values()
+            for key, value in state.items()
+        ]
         is_bad = torch.zeros(1, device=trainer.args.device)
         is_bad += not all_finite(tensor for _, tensor in named)
         if torch.distributed.is_initialized():
@@ -244,7 +313,9 @@ class Watch(TrainerCallback):
         if is_bad.item():
             known = _told(f"checkpoint-{step}", {"weights": _names(named)})
             names = sorted({name for told in known.values() for name in told["weights"]})
-            words = f"step {step}: not finite, so no checkpoint is written: {', '.join(names[:SHOWN])}"
+            words = (
+                f"step {step}: not finite, so no checkpoint is written: {', '.join(names[:SHOWN])}"
+            )
             raise self._ended(words, self._slower())
 
 
@@ -254,7 +325,8 @@ def check_export(network: torch.nn.Module, step: int) -> None:
         names = ", ".join(_names(network.named_parameters()))
         raise NonFinite(
             f"step {step}: not finite, so no model is written: {names}",
-            "start over with half the learning rate and --resume never; the checkpoints before are kept",
+            "start over with half the learning rate and --resume never; the checkpoints before are"
+            " kept",
         )
 
 
@@ -265,7 +337,9 @@ def all_finite(tensors: Iterable[Any]) -> bool:
     for tensor in whole:
         if tensor.is_floating_point() and tensor.numel() and tensor.element_size() > 1:
             by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    highest = [torch.stack(torch._foreach_norm(group, math.inf)).max() for group in by_kind.values()]
+    highest = [
+        torch.stack(torch._foreach_norm(group, math.inf)).max() for group in by_kind.values()
+    ]
     return all(math.isfinite(one.item()) for one in highest)
 
 
@@ -285,13 +359,16 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _combined(norms: Sequence[float]) -> float:
-    return math.hypot(*norms) if all(math.isfinite(norm) and norm >= 0 for norm in norms) else math.nan
+    return (
+        math.hypot(*norms) if all(math.isfinite(norm) and norm >= 0 for norm in norms) else math.nan
+    )
 
 
 def _told(name: str, facts: dict[str, Any]) -> dict[int, dict[str, Any]]:
     """Every rank's facts by its number; without those that do not answer in time.
 
-    Through the store, not a collective: a rank whose numbers are finite is not here, and must not be waited for."""
+    Through the store, not a collective: a rank whose numbers are finite is not here, and must not
+    be waited for."""
     if not torch.distributed.is_initialized():
         return {0: facts}
     store = torch.distributed.distributed_c10d._get_default_store()
@@ -301,7 +378,9 @@ def _told(name: str, facts: dict[str, Any]) -> dict[int, dict[str, Any]]:
         store.set(f"lowmem/{name}/{stage}/{rank}", json.dumps(facts))
         for other in range(world_size):
             try:
-                store.wait([f"lowmem/{name}/{stage}/{other}"], timedelta(seconds=EXCHANGE_S / world_size))
+                store.wait(
+                    [f"lowmem/{name}/{stage}/{other}"], timedelta(seconds=EXCHANGE_S / world_size)
+                )
             except torch.distributed.DistStoreError:
                 continue
             known[other] = json.loads(store.get(f"lowmem/{name}/{stage}/{other}"))

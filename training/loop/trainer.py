@@ -1,4 +1,5 @@
-"""transformers.Trainer with our order of samples, a loss normalised by target tokens, and whole checkpoints."""
+"""transformers.Trainer with our order of samples, a loss normalised by target tokens, and whole
+checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +23,13 @@ from launch.schema.plan import Strategy
 from training.checkpoints import best, commit, convert
 from training.control.stop_callback import Obey
 from training.control.stop_word import Halted
-from training.data.batches import Collator, EpochLoader, SampleOrder, TokenRows, end_what_cannot_send
+from training.data.batches import (
+    Collator,
+    EpochLoader,
+    SampleOrder,
+    TokenRows,
+    end_what_cannot_send,
+)
 from training.engines import setup
 from training.loop import nan_guard
 from training.loop.callbacks import StepMeter
@@ -30,22 +37,26 @@ from training.model.chunked_loss import ChunkedHead, target_loss_sum
 
 logger = logging.getLogger("lowmem")
 
-# accelerate calls the CPU of a rank cpu:0, and Trainer loads an optimizer there; torch 2.11 knows only "cpu".
+# accelerate calls the CPU of a rank cpu:0, and Trainer loads an optimizer there; torch 2.11 knows
+# only "cpu".
 torch.serialization.register_package(
-    100, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
+    100,
+    lambda storage: None,
+    lambda storage, location: storage if location.startswith("cpu:") else None,
 )
 
 
 def empty_cache() -> None:
-    """Give what the allocator has cached back to the driver. The prediction counts on it between a step and an
-    evaluation (launch/predict/estimate.py)."""
+    """Give what the allocator has cached back to the driver. The prediction counts on it between a
+    step and an evaluation (launch/predict/estimate.py)."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 class LowMemTrainer(Trainer):
-    """Trainer, except: an optimizer step covers exactly the next effective batch of a fixed order; the
-    gradient is of the mean over the target tokens of the step on all ranks; a checkpoint is whole or not there."""
+    """Trainer, except: an optimizer step covers exactly the next effective batch of a fixed order;
+    the gradient is of the mean over the target tokens of the step on all ranks; a checkpoint is
+    whole or not there."""
 
     def __init__(
         self,
@@ -63,18 +74,22 @@ class LowMemTrainer(Trainer):
         """`facts` go into each checkpoint's manifest; without a `strategy` nothing is saved."""
         self.order, self.meter, self.watch, self.obey = order, meter, watch, obey
         self._keep_checkpoints, self._facts = keep_checkpoints, facts
-        self.verified: set[str] = set()  # names of checkpoints that this process has committed or verified
+        # names of checkpoints that this process has committed or verified
+        self.verified: set[str] = set()
         self.is_converted = False  # the checkpoint to resume from was, by convert.py
         self.save_s = 0.0
         self._strategy = strategy
         super().__init__(compute_loss_func=self._loss, **kwargs)
         self._shift = not self.model.config.is_encoder_decoder
-        self._head = ChunkedHead(self.model, output_chunks, self._shift) if output_chunks > 1 else None
+        self._head = (
+            ChunkedHead(self.model, output_chunks, self._shift) if output_chunks > 1 else None
+        )
         if watch is not None:
             watch.trainer = self
 
     def _wrap_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """Under DDP a gradient is a view of the bucket that is reduced: one copy of the gradients less."""
+        """Under DDP a gradient is a view of the bucket that is reduced: one copy of the gradients
+        less."""
         wrapped = super()._wrap_model(model, *args, **kwargs)
         setup.refuse_data_parallel(wrapped)
         if self.accelerator.ddp_handler is not None:
@@ -82,14 +97,19 @@ class LowMemTrainer(Trainer):
         return wrapped
 
     def _loss(
-        self, outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
+        self,
+        outputs: Any,
+        labels: torch.Tensor,
+        num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
         loss = self._loss_sum(outputs.logits, labels) / num_items_in_batch
         if self.watch is not None:
             self.watch.add(loss)
         return nan_guard.poisoned(loss)
 
-    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(
+        self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         with self._head.given(inputs["labels"]) if self._head else nullcontext():
             return super().compute_loss(model, inputs, *args, **kwargs)
 
@@ -98,13 +118,15 @@ class LowMemTrainer(Trainer):
         return logits if self._head else target_loss_sum(logits, labels, self._shift)
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
-        """The norm over all ranks, looked at before the optimizer steps. DeepSpeed has stepped by now (finite.py)."""
+        """The norm over all ranks, looked at before the optimizer steps. DeepSpeed has stepped by
+        now (finite.py)."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if self.watch is None or self.is_deepspeed_enabled:
             return norm
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if not self.watch.check_step(float(norm)):
-            self.optimizer.zero_grad(set_to_none=True)  # the step finds no gradients: weights and moments stay
+            # the step finds no gradients: weights and moments stay
+            self.optimizer.zero_grad(set_to_none=True)
         return norm
 
     def _loader(self, rows: TokenRows, batches: Any, workers: int) -> EpochLoader:
@@ -122,13 +144,15 @@ class LowMemTrainer(Trainer):
         )
 
     def _prepare_input(self, data: Any) -> Any:
-        """To a GPU without waiting: batches stand in pinned memory, and the kernels that read them come after."""
+        """To a GPU without waiting: batches stand in pinned memory, and the kernels that read them
+        come after."""
         if isinstance(data, torch.Tensor) and self.args.device.type == "cuda":
             return data.to(self.args.device, non_blocking=True)
         return super()._prepare_input(data)
 
     def get_train_dataloader(self) -> DataLoader:
-        """Not prepared by Accelerate, which would pad the last batch with repeated samples: the order is per rank."""
+        """Not prepared by Accelerate, which would pad the last batch with repeated samples: the
+        order is per rank."""
         return self._loader(self.train_dataset, self.order, self.args.dataloader_num_workers)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
@@ -139,21 +163,28 @@ class LowMemTrainer(Trainer):
         if self.order.lengths is not None or self.order.budget is not None:
             order = rows.lengths().sum(axis=1).argsort(kind="stable").tolist()
         batches = [
-            order[at : at + width][self.args.process_index :: self.args.world_size] for at in range(0, len(rows), width)
+            order[at : at + width][self.args.process_index :: self.args.world_size]
+            for at in range(0, len(rows), width)
         ]
         return self._loader(rows, batches, 0)
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], torch.Tensor | int | None]:
+    def get_batch_samples(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[list[Any], torch.Tensor | int | None]:
         """Trainer's own; how long a step waits for its data is noted."""
         began = time.monotonic()
         batches = super().get_batch_samples(*args, **kwargs)
         self.meter.waited_s += time.monotonic() - began
         return batches
 
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
+    def _get_num_items_in_batch(
+        self, batch_samples: list[Any], device: torch.device
+    ) -> torch.Tensor | int | None:
         return super()._get_num_items_in_batch([batch for batch in batch_samples if batch], device)
 
-    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(
+        self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         if self.obey:
             self.obey.micro_batch()
         if not inputs:  # the step needs fewer micro-batches than Trainer counts
@@ -174,7 +205,8 @@ class LowMemTrainer(Trainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Nothing where the ranks were told to stop meanwhile."""
-        empty_cache()  # an evaluation has other sizes than a step: what is cached of one is of no use to the other
+        # an evaluation has other sizes than a step: what is cached of one is of no use to the other
+        empty_cache()
         try:
             return super().evaluate(*args, **kwargs)
         except Halted:
@@ -185,7 +217,8 @@ class LowMemTrainer(Trainer):
             empty_cache()
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Whether the held-out loss has never been so low; such a step's checkpoint is written and kept (best.py)."""
+        """Whether the held-out loss has never been so low; such a step's checkpoint is written and
+        kept (best.py)."""
         is_best = bool(metrics) and super()._determine_best_metric(metrics, trial)
         if is_best and not self.control.should_save:
             self.control.should_save = True
@@ -194,7 +227,12 @@ class LowMemTrainer(Trainer):
         return is_best
 
     def evaluation_loop(
-        self, dataloader: DataLoader, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+        self,
+        dataloader: DataLoader,
+        description: str,
+        *args: Any,
+        metric_key_prefix: str = "eval",
+        **kwargs: Any,
     ) -> EvalLoopOutput:
         """Mean loss over all target tokens of the held-out rows, and its perplexity."""
         model = self.model_wrapped  # the wrapper gathers what the ranks hold in parts
@@ -207,7 +245,11 @@ class LowMemTrainer(Trainer):
             batch = self._prepare_inputs(inputs)
             labels = batch.pop("labels")
             # what compiles for a minute saves seconds here
-            eagerly = torch.compiler.set_stance("force_eager") if self.args.torch_compile else nullcontext()
+            eagerly = (
+                torch.compiler.set_stance("force_eager")
+                if self.args.torch_compile
+                else nullcontext()
+            )
             with torch.no_grad(), eagerly, self.compute_loss_context_manager():
                 with self._head.given(labels) if self._head else nullcontext():
                     logits = model(**batch).logits
@@ -224,10 +266,15 @@ class LowMemTrainer(Trainer):
         }
         if self.watch is not None:
             self.watch.check_evaluation(loss, sums, dataloader.batch_sampler)
-        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset))
+        return EvalLoopOutput(
+            predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset)
+        )
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        """The weights of a checkpoint of this engine; converted ones come with their states, later."""
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: torch.nn.Module | None = None
+    ) -> None:
+        """The weights of a checkpoint of this engine; converted ones come with their states,
+        later."""
         if not self.is_converted:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -236,28 +283,37 @@ class LowMemTrainer(Trainer):
     ) -> tuple[torch.nn.Module, DataLoader]:
         """Trainer's own, which also loads optimizer and schedule."""
         if not self.is_converted:
-            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+            return super()._prepare_for_training(
+                max_steps, train_dataloader, resume_from_checkpoint
+            )
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         folder = Path(resume_from_checkpoint)
         without = convert.load(self, self._strategy, folder)
         convert.load_schedule(self, torch.load(folder / "scheduler.pt", weights_only=True))
         if without and self.args.should_save:
-            logger.warning("no optimizer state for %s and %d more: it starts anew there", without[0], len(without) - 1)
+            logger.warning(
+                "no optimizer state for %s and %d more: it starts anew there",
+                without[0],
+                len(without) - 1,
+            )
         return prepared
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The model's part of a checkpoint; DeepSpeed's own files hold the weights already, in every rank's share."""
+        """The model's part of a checkpoint; DeepSpeed's own files hold the weights already, in
+        every rank's share."""
         if not self.is_deepspeed_enabled:
             super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Trainer's own files, written aside by all ranks and hashed by all; committed and rotated by rank 0."""
+        """Trainer's own files, written aside by all ranks and hashed by all; committed and rotated
+        by rank 0."""
         if self.watch is not None:
             self.watch.check_checkpoint()
         began = time.monotonic()
         step = self.state.global_step
         checkpoints = Path(self.args.output_dir)
-        if manifest.name(step) in self.verified:  # just resumed from, or saved a moment ago: nothing has changed
+        # just resumed from, or saved a moment ago: nothing has changed
+        if manifest.name(step) in self.verified:
             return
         save = commit.Save(checkpoints, step, self.args.process_index, self.args.world_size)
         empty_cache()  # a step's cached blocks are no use to what gathers weights
@@ -284,7 +340,8 @@ class LowMemTrainer(Trainer):
                 facts["optimizer_parameters"] = convert.optimizer_names(self)
             files = {relative: entry for part in described for relative, entry in part.items()}
             commit.commit(save.staged, checkpoints, step, facts, files)
-            commit.clear_staging(checkpoints)  # also what was converted, which every rank has read by now
+            # also what was converted, which every rank has read by now
+            commit.clear_staging(checkpoints)
 
         save.on_all(begin)
         save.on_all(write)
@@ -294,11 +351,14 @@ class LowMemTrainer(Trainer):
         save.on_first(finish)
         self.verified.add(manifest.name(step))
         kept = best.checkpoint_name(self.state)
-        save.on_first(partial(commit.rotate, checkpoints, self._keep_checkpoints, self.verified, kept))
+        save.on_first(
+            partial(commit.rotate, checkpoints, self._keep_checkpoints, self.verified, kept)
+        )
         self.save_s += time.monotonic() - began
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """DeepSpeed's part without its barriers in the way of an error, its `latest` and its Python script."""
+        """DeepSpeed's part without its barriers in the way of an error, its `latest` and its Python
+        script."""
         if not self.is_deepspeed_enabled:
             super()._save_optimizer_and_scheduler(output_dir)
             return
@@ -308,13 +368,17 @@ class LowMemTrainer(Trainer):
         engine.checkpoint_engine = writer
         try:
             is_adapter = hasattr(self.model, "peft_config")
-            engine.save_checkpoint(output_dir, save_latest=False, exclude_frozen_parameters=is_adapter)
+            engine.save_checkpoint(
+                output_dir, save_latest=False, exclude_frozen_parameters=is_adapter
+            )
         finally:
             engine.checkpoint_engine, engine._copy_recovery_script = writer.writer, copies
         writer.check()
         if self.args.should_save:
             self.model.config.save_pretrained(output_dir)
-            base_files.write_atomic(Path(output_dir) / "latest", f"global_step{engine.global_steps}")
+            base_files.write_atomic(
+                Path(output_dir) / "latest", f"global_step{engine.global_steps}"
+            )
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
 

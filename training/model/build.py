@@ -1,4 +1,5 @@
-"""The model that trains: built from a named shape or loaded from a local folder, then frozen in part or given LoRA."""
+"""The model that trains: built from a named shape or loaded from a local folder, then frozen in
+part or given LoRA."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def build(
     device: torch.device | None = None,
     attention: AttnImplementation = "sdpa",
 ) -> torch.nn.Module:
-    """The model on the CPU, in training mode's initial state; the same weights on every rank for the same seed.
+    """The model on the CPU, in training mode's initial state; the same weights on every rank for
+    the same seed.
 
     A folder that is quantised (Recipe.quantized()) is loaded to `device`, a tensor at a time."""
     torch.manual_seed(seed)
@@ -43,22 +45,25 @@ def build(
     vocabulary = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > vocabulary:
         raise ConfigError(
-            f"the tokenizer has {len(tokenizer):,} tokens, the model's vocabulary {vocabulary:,}; choose a model shape"
-            " with a larger vocab_size, or a tokenizer of at most that many tokens"
+            f"the tokenizer has {len(tokenizer):,} tokens, the model's vocabulary {vocabulary:,};"
+            " choose a model shape with a larger vocab_size, or a tokenizer of at most that many"
+            " tokens"
         )
     _set_special_tokens(model, tokenizer)
     return _prepared(model, section, lora, lora_targets)
 
 
 def folder_config(folder: str | Path) -> PreTrainedConfig:
-    """The configuration of a model folder. Raises ResourceError for a type that transformers does not have."""
+    """The configuration of a model folder. Raises ResourceError for a type that transformers does
+    not have."""
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         said = str(error).strip().splitlines()[0]
         raise ResourceError(
-            f"{folder}/config.json: transformers {transformers.__version__} cannot read it ({said}); code that comes"
-            " with a model is never run: use a model_type that transformers has itself"
+            f"{folder}/config.json: transformers {transformers.__version__} cannot read it"
+            f" ({said}); code that comes with a model is never run: use a model_type that"
+            " transformers has itself"
         ) from error
 
 
@@ -73,12 +78,16 @@ def without_weights(
     """The same model on the meta device: parameters have a shape and a type, and no values."""
     with torch.device("meta"):
         model = _from_shape(section, shape, quantization)
-        model.config._attn_implementation = attention  # made with it, transformers would look for a card
+        # made with it, transformers would look for a card
+        model.config._attn_implementation = attention
         return _prepared(model, section, lora, lora_targets)
 
 
 def _prepared(
-    model: PreTrainedModel, section: ModelSection, lora: LoraSection | None, lora_targets: tuple[str, ...]
+    model: PreTrainedModel,
+    section: ModelSection,
+    lora: LoraSection | None,
+    lora_targets: tuple[str, ...],
 ) -> torch.nn.Module:
     model.config.use_cache = False  # generation turns it on for itself
     for name, parameter in model.named_parameters():
@@ -96,7 +105,10 @@ def _from_shape(
     config = AutoConfig.for_model(**shape.config)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model = family.from_config(
-        config, dtype=getattr(torch, section.dtype), attn_implementation=attention, trust_remote_code=False
+        config,
+        dtype=getattr(torch, section.dtype),
+        attn_implementation=attention,
+        trust_remote_code=False,
     )
     if quantization is not None:
         four_bit.quantize(model, quantization)
@@ -113,7 +125,9 @@ def _from_folder(
     config = folder_config(section.path)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     in_4_bits = (
-        {"quantization_config": four_bit.config(quantization), "device_map": {"": device}} if quantization else {}
+        {"quantization_config": four_bit.config(quantization), "device_map": {"": device}}
+        if quantization
+        else {}
     )
     try:
         model = family.from_pretrained(
@@ -126,7 +140,9 @@ def _from_folder(
             **in_4_bits,
         )
     except (OSError, ValueError) as error:
-        raise ResourceError(f"{section.path}: the model cannot be loaded ({str(error).splitlines()[0]})") from error
+        raise ResourceError(
+            f"{section.path}: the model cannot be loaded ({str(error).splitlines()[0]})"
+        ) from error
     if quantization is not None:
         four_bit.settle(model)
     return model
@@ -142,7 +158,9 @@ def _set_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
             config.decoder_start_token_id = tokenizer.pad_token_id if start is None else start
 
 
-def _with_lora(model: PreTrainedModel, lora: LoraSection, targets: tuple[str, ...]) -> torch.nn.Module:
+def _with_lora(
+    model: PreTrainedModel, lora: LoraSection, targets: tuple[str, ...]
+) -> torch.nn.Module:
     from peft import LoraConfig, TaskType, get_peft_model
 
     config = LoraConfig(

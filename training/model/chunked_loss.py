@@ -1,4 +1,5 @@
-"""The loss in chunks of positions: logits of one at a time, and once more in backward. The same sum, less memory."""
+"""The loss in chunks of positions: logits of one at a time, and once more in backward. The same
+sum, less memory."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ from launch.data.rows import IGNORED
 
 
 class ChunkedHead:
-    """In place of a model's output projection: while it is given labels, it gives the summed loss instead of logits.
+    """In place of a model's output projection: while it is given labels, it gives the summed loss
+    instead of logits.
 
-    It stands inside the model, where an engine's hooks and autocast hold. For models that return its output as it is
-    (launch.candidates.CHUNKED)."""
+    It stands inside the model, where an engine's hooks and autocast hold. For models that return
+    its output as it is (launch.candidates.CHUNKED)."""
 
     def __init__(self, network: torch.nn.Module, chunks: int, shift: bool) -> None:
         head = network.get_output_embeddings()
@@ -27,7 +29,8 @@ class ChunkedHead:
 
     @contextmanager
     def given(self, labels: torch.Tensor) -> Iterator[None]:
-        """Within it the model's logits are the summed loss of these targets, (batch, seq), in fp32."""
+        """Within it the model's logits are the summed loss of these targets, (batch, seq), in
+        fp32."""
         self._labels = _next_tokens(labels) if self._shift else labels
         try:
             yield
@@ -40,7 +43,10 @@ class ChunkedHead:
         size = math.ceil(hidden.size(1) / self._chunks)
         parts = zip(hidden.split(size, dim=1), self._labels.split(size, dim=1), strict=True)
         if torch.is_grad_enabled():
-            sums = [checkpoint(self._sum, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+            sums = [
+                checkpoint(self._sum, *part, use_reentrant=False, preserve_rng_state=False)
+                for part in parts
+            ]
         else:
             sums = [self._sum(*part) for part in parts]
         return torch.stack(sums).sum()
@@ -49,12 +55,18 @@ class ChunkedHead:
         return target_loss_sum(self._project(hidden), labels)
 
 
-def target_loss_sum(logits: torch.Tensor, labels: torch.Tensor, shift: bool = False) -> torch.Tensor:
-    """Summed cross-entropy over the targets, in fp32. logits (batch, seq, vocabulary), labels (batch, seq)."""
+def target_loss_sum(
+    logits: torch.Tensor, labels: torch.Tensor, shift: bool = False
+) -> torch.Tensor:
+    """Summed cross-entropy over the targets, in fp32. logits (batch, seq, vocabulary), labels
+    (batch, seq)."""
     if shift:
         labels = _next_tokens(labels)
     return functional.cross_entropy(
-        logits.float().reshape(-1, logits.size(-1)), labels.reshape(-1), ignore_index=IGNORED, reduction="sum"
+        logits.float().reshape(-1, logits.size(-1)),
+        labels.reshape(-1),
+        ignore_index=IGNORED,
+        reduction="sum",
     )
 
 

@@ -1,8 +1,10 @@
-"""Linear layers whose weights have 4 bits: bitsandbytes' own, in the places where transformers puts them.
+"""Linear layers whose weights have 4 bits: bitsandbytes' own, in the places where transformers puts
+them.
 
-peft.prepare_model_for_kbit_training is left out: it makes embeddings, norms and the output layer float32 (0.5 GiB of a
-7B model), and with the embeddings every hidden state that a layer hands on. Here they keep model.dtype: who wants them
-in float32 leaves that at its default. Norms compute in float32 and the loss is of float32 logits either way.
+peft.prepare_model_for_kbit_training is left out: it makes embeddings, norms and the output layer
+float32 (0.5 GiB of a 7B model), and with the embeddings every hidden state that a layer hands on.
+Here they keep model.dtype: who wants them in float32 leaves that at its default. Norms compute in
+float32 and the loss is of float32 logits either way.
 """
 
 from __future__ import annotations
@@ -28,14 +30,17 @@ def config(section: QuantizationSection) -> BitsAndBytesConfig:
 
 
 def quantize(model: PreTrainedModel, section: QuantizationSection) -> None:
-    """Replace the linear layers that from_pretrained() would replace, one after the other, where they are.
+    """Replace the linear layers that from_pretrained() would replace, one after the other, where
+    they are.
 
     On the meta device too: the same tensors, without values."""
     import bitsandbytes
     from transformers.quantizers.auto import AutoHfQuantizer
 
     with torch.device("cpu"):  # bitsandbytes makes this table at its first use, and keeps it
-        bitsandbytes.functional.name2qmap.setdefault("dynamic", bitsandbytes.functional.create_dynamic_map())
+        bitsandbytes.functional.name2qmap.setdefault(
+            "dynamic", bitsandbytes.functional.create_dynamic_map()
+        )
     whole = dict(model.named_modules())
     AutoHfQuantizer.from_config(config(section))._process_model_before_weight_loading(model, None)
     for name, layer in layers(model):
@@ -53,8 +58,8 @@ def settle(model: torch.nn.Module) -> None:
     for _, layer in layers(model):
         if layer.bias is not None:
             layer.bias.data = layer.bias.data.to(layer.compute_dtype)
-        # On CPUs with AVX512-BF16 an evaluation would repack the weights for good, rounding their scales, into a layout
-        # through which no gradient goes.
+        # On CPUs with AVX512-BF16 an evaluation would repack the weights for good, rounding their
+        # scales, into a layout through which no gradient goes.
         layer.support_avx512bf16_for_cpu = False
 
 
@@ -68,11 +73,16 @@ def layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def scales(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """What a 4-bit weight needs beside its own bytes: scales, their scales, tables of values. Of another weight: []."""
+    """What a 4-bit weight needs beside its own bytes: scales, their scales, tables of values. Of
+    another weight: []."""
     state = getattr(parameter, "quant_state", None)
     if state is None:
         return []
-    return [state.absmax, state.code, *([state.offset, state.state2.absmax, state.state2.code] if state.nested else [])]
+    return [
+        state.absmax,
+        state.code,
+        *([state.offset, state.state2.absmax, state.state2.code] if state.nested else []),
+    ]
 
 
 def without_values(state: Any) -> Any:
@@ -80,14 +90,17 @@ def without_values(state: Any) -> Any:
     made = copy.copy(state)
     for name in ("absmax", "code", "offset"):
         tensor = getattr(state, name)
-        setattr(made, name, None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype))
+        setattr(
+            made, name, None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype)
+        )
     if state.nested:
         made.state2 = without_values(state.state2)
     return made
 
 
 def merged(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """The model as it was trained, of ordinary layers on the CPU: dequantised weights plus LoRA's, rounded once.
+    """The model as it was trained, of ordinary layers on the CPU: dequantised weights plus LoRA's,
+    rounded once.
 
     PEFT's own merging would quantise the sum again."""
     import bitsandbytes
@@ -97,7 +110,9 @@ def merged(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
         has_adapter = hasattr(layer, "get_base_layer")
         base = layer.get_base_layer() if has_adapter else layer
         if isinstance(base, bitsandbytes.nn.Linear4bit) and not name.endswith(".base_layer"):
-            weight = bitsandbytes.functional.dequantize_4bit(base.weight.data, base.weight.quant_state).float()
+            weight = bitsandbytes.functional.dequantize_4bit(
+                base.weight.data, base.weight.quant_state
+            ).float()
             if has_adapter:
                 weight += layer.get_delta_weight("default")
             weights[name] = weight.to("cpu", dtype)
@@ -117,7 +132,9 @@ def _ordinary(layer: Any, weight: torch.Tensor) -> torch.nn.Module:
             made: torch.nn.Module = Conv1D(out_features, in_features)
         else:
             made = torch.nn.Linear(in_features, out_features, bias=layer.bias is not None)
-    made.weight = torch.nn.Parameter(weight.T.contiguous() if layer.source_cls is Conv1D else weight)
+    made.weight = torch.nn.Parameter(
+        weight.T.contiguous() if layer.source_cls is Conv1D else weight
+    )
     if layer.bias is not None:
         made.bias = torch.nn.Parameter(layer.bias.data.to("cpu", weight.dtype))
     return made
@@ -127,10 +144,15 @@ def _ordinary(layer: Any, weight: torch.Tensor) -> torch.nn.Module:
 
 
 def decompositions(on_cuda: bool) -> dict[Any, Callable[..., torch.Tensor]]:
-    """What the product with a 4-bit weight does inside, for a dispatch mode to see: operator -> its kernel."""
+    """What the product with a 4-bit weight does inside, for a dispatch mode to see: operator -> its
+    kernel."""
     from bitsandbytes.backends.default.ops import _gemm_4bit_default_impl
 
-    return {torch.ops.bitsandbytes.gemm_4bit.default: _gemm_on_cuda if on_cuda else _gemm_4bit_default_impl}
+    return {
+        torch.ops.bitsandbytes.gemm_4bit.default: (
+            _gemm_on_cuda if on_cuda else _gemm_4bit_default_impl
+        )
+    }
 
 
 def _gemm_on_cuda(
@@ -145,12 +167,18 @@ def _gemm_on_cuda(
     absmax_code: torch.Tensor | None = None,
     absmax_offset: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """_dequant_linear_fallback in backends/cuda/ops.py: the whole weight is dequantised, then F.linear.
+    """_dequant_linear_fallback in backends/cuda/ops.py: the whole weight is dequantised, then
+    F.linear.
 
-    Up to 1,536 tokens (256 on ROCm) a fused kernel may run instead, which needs less: this is an upper bound there."""
+    Up to 1,536 tokens (256 on ROCm) a fused kernel may run instead, which needs less: this is an
+    upper bound there."""
     operators = torch.ops.bitsandbytes
     if absmax_8bit is not None:
-        wide = operators.dequantize_blockwise.default(absmax_8bit, absmax, absmax_code, SCALES_BLOCK, torch.float32)
+        wide = operators.dequantize_blockwise.default(
+            absmax_8bit, absmax, absmax_code, SCALES_BLOCK, torch.float32
+        )
         absmax = wide + absmax_offset
-    weight = operators.dequantize_4bit.default(packed, absmax, blocksize, quant_type, shape, inputs.dtype)
+    weight = operators.dequantize_4bit.default(
+        packed, absmax, blocksize, quant_type, shape, inputs.dtype
+    )
     return functional.linear(inputs, weight, bias)

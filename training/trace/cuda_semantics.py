@@ -1,8 +1,10 @@
-"""Fake tensors on the CPU behave as on a CUDA card: attention kernel, dropout, autocast, optimizer loops.
+"""Fake tensors on the CPU behave as on a CUDA card: attention kernel, dropout, autocast, optimizer
+loops.
 
-A tensor labelled cuda needs a card as soon as autograd meets it, so the label stays cpu, and what PyTorch does
-otherwise on CUDA is put in its place: kernels of its dispatcher, registered in Python for the CPU's keys, and a few
-names in torch, transformers and accelerate. All of it is taken back on exit.
+A tensor labelled cuda needs a card as soon as autograd meets it, so the label stays cpu, and what
+PyTorch does otherwise on CUDA is put in its place: kernels of its dispatcher, registered in Python
+for the CPU's keys, and a few names in torch, transformers and accelerate. All of it is taken back
+on exit.
 
 Sources, in aten/src/ATen of PyTorch 2.11 to 2.13: native/transformers/cuda/sdp_utils.cpp,
 native/transformers/attention.cpp, native/Dropout.cpp, native/SoftMax.cpp, autocast_mode.h.
@@ -41,7 +43,8 @@ class Target:
     """The card that a trace stands for."""
 
     architecture: str  # compute capability, 8.6, or gfx name
-    fused_attention: bool = True  # of an AMD card: whether PyTorch has fused kernels for it and may use them
+    # of an AMD card: whether PyTorch has fused kernels for it and may use them
+    fused_attention: bool = True
     cudnn: int = CUDNN
     documents: int = 0  # of a row, where flash_attn's kernel of unequal lengths takes them
 
@@ -56,8 +59,8 @@ class Target:
 def cuda_semantics(target: Target, fp16: bool = False) -> Iterator[None]:
     """CPU-labelled tensors take the target's code paths inside.
 
-    fp16: mixed precision asked for as bf16 (accelerate refuses fp16 on a CPU) is fp16: its kernels differ.
-    The scaler of gradients is not there; on a card it holds three scalars."""
+    fp16: mixed precision asked for as bf16 (accelerate refuses fp16 on a CPU) is fp16: its kernels
+    differ. The scaler of gradients is not there; on a card it holds three scalars."""
     with ExitStack() as stack:
         library = torch.library.Library("aten", "IMPL")
         stack.callback(library._destroy)
@@ -71,19 +74,30 @@ def cuda_semantics(target: Target, fp16: bool = False) -> Iterator[None]:
         types = [torch.Tensor, torch.nn.Parameter, FakeTensor]
         devices = [*_foreach_utils._get_foreach_kernels_supported_devices(), "cpu"]
         for owner, name, value in (
-            # Of a fake tensor, transformers would keep a mask that masks nothing, and an optimizer loop in Python.
+            # Of a fake tensor, transformers would keep a mask that masks nothing, and an optimizer
+            # loop in Python.
             (import_utils, "is_fake_tensor", lambda tensor: False),
             (torch_optimizer, "_foreach_supported_types", types),
             (_foreach_utils, "_foreach_supported_types", types),
             (torch_optimizer, "_get_foreach_kernels_supported_devices", lambda: devices),
-            (flash_utils, "_lazy_imports", lambda *args, **kwargs: (None, _flash_attn_varlen, None, None, None)),
+            (
+                flash_utils,
+                "_lazy_imports",
+                lambda *args, **kwargs: (None, _flash_attn_varlen, None, None, None),
+            ),
             (flash_utils, "_loaded_implementation", None),
-            *([(accelerator, "get_mixed_precision_context_manager", _autocast_fp16)] if fp16 else []),
+            *(
+                [(accelerator, "get_mixed_precision_context_manager", _autocast_fp16)]
+                if fp16
+                else []
+            ),
         ):
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
         of_torch = op_implementations_dict[aten.native_layer_norm.default]
-        stack.callback(op_implementations_dict.__setitem__, aten.native_layer_norm.default, of_torch)
+        stack.callback(
+            op_implementations_dict.__setitem__, aten.native_layer_norm.default, of_torch
+        )
         op_implementations_dict[aten.native_layer_norm.default] = _native_layer_norm
         FakeTensorMode.cache_clear()  # of results of the other kind
         stack.callback(FakeTensorMode.cache_clear)
@@ -99,7 +113,8 @@ def _autocast_fp16(native_amp: bool = False, autocast_kwargs: Any = None) -> Any
 
 @dataclass(frozen=True)
 class Call:
-    """What scaled_dot_product_attention is called with. query (batch, heads, seq, width), key and value alike."""
+    """What scaled_dot_product_attention is called with. query (batch, heads, seq, width), key and
+    value alike."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -112,7 +127,9 @@ class Call:
 
     @property
     def requires_grad(self) -> bool:
-        return torch.is_grad_enabled() and any(x.requires_grad for x in (self.query, self.key, self.value))
+        return torch.is_grad_enabled() and any(
+            x.requires_grad for x in (self.query, self.key, self.value)
+        )
 
 
 def attention(target: Target) -> Callable[..., torch.Tensor]:
@@ -134,13 +151,23 @@ def attention(target: Target) -> Callable[..., torch.Tensor]:
         mask = _additive(attn_mask, query.dtype, -65504.0 if kernel == "cudnn" else -math.inf)
         if kernel == "cudnn":
             return aten._scaled_dot_product_cudnn_attention(
-                query, key, value, mask, call.requires_grad, dropout_p, is_causal, False, scale=scale
+                query,
+                key,
+                value,
+                mask,
+                call.requires_grad,
+                dropout_p,
+                is_causal,
+                False,
+                scale=scale,
             )[0]
         if kernel == "flash":
             width = query.shape[-1]
             scale = scale if scale is not None else 1 / math.sqrt(width)
             padded = [_multiple_of(8, tensor) for tensor in (query, key, value)]
-            out = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
+            out = aten._scaled_dot_product_flash_attention(
+                *padded, dropout_p, is_causal, False, scale=scale
+            )[0]
             return out if out.shape[-1] == width else out[..., :width]
         if kernel == "efficient":
             if mask is not None:
@@ -167,8 +194,8 @@ def _flash_attn_varlen(
     window_size: tuple[int, int] = (-1, -1),
     deterministic: bool = False,
 ) -> torch.Tensor:
-    """flash_attn.flash_attn_varlen_func, (tokens, heads, width), of rows that are all as long as the longest: PyTorch's
-    kernel is made of the same source and keeps the same for backward."""
+    """flash_attn.flash_attn_varlen_func, (tokens, heads, width), of rows that are all as long as
+    the longest: PyTorch's kernel is made of the same source and keeps the same for backward."""
     rows = [_multiple_of(8, x.unflatten(0, (-1, max_seqlen_q)).transpose(1, 2)) for x in (q, k, v)]
     scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(q.shape[-1])
     out = aten._scaled_dot_product_flash_attention(*rows, dropout_p, causal, False, scale=scale)[0]
@@ -178,10 +205,14 @@ def _flash_attn_varlen(
 def choose(target: Target, call: Call) -> Kernel:
     """select_sdp_backend: the first kernel in the card's order that takes this call."""
     tensors = (call.query, call.key, call.value)
-    if len({tensor.dtype for tensor in tensors}) > 1 or any(tensor.dim() != 4 for tensor in tensors):
+    if len({tensor.dtype for tensor in tensors}) > 1 or any(
+        tensor.dim() != 4 for tensor in tensors
+    ):
         return "math"
     rows = [*tensors, call.mask] if call.mask is not None else tensors
-    if any(tensor.stride(-1) != 1 for tensor in rows) or not all(tensor.shape[-2] for tensor in tensors):
+    if any(tensor.stride(-1) != 1 for tensor in rows) or not all(
+        tensor.shape[-2] for tensor in tensors
+    ):
         return "math"
     if not _heads_fit(call):
         return "math"
@@ -201,7 +232,8 @@ def _heads_fit(call: Call) -> bool:
 
 
 def _prefers_cudnn(target: Target) -> bool:
-    """check_prefer_cudnn_attention: cuDNN stands first on Hopper and on Blackwell's data centre cards."""
+    """check_prefer_cudnn_attention: cuDNN stands first on Hopper and on Blackwell's data centre
+    cards."""
     if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
         return False
     return target.cudnn > 91500 and target.capability in ((9, 0), (10, 0), (10, 3))
@@ -224,10 +256,14 @@ def _takes_flash(target: Target, call: Call) -> bool:
     """can_use_flash_attention."""
     query, key = call.query, call.key
     width = query.shape[-1]
-    widest = 512 if target.capability is None and not target.architecture.startswith("gfx11") else 256
+    widest = (
+        512 if target.capability is None and not target.architecture.startswith("gfx11") else 256
+    )
     if call.mask is not None or query.dtype not in HALF or width > widest:
         return False
-    if not width == key.shape[-1] == call.value.shape[-1] or (call.is_causal and query.shape[-2] != key.shape[-2]):
+    if not width == key.shape[-1] == call.value.shape[-1] or (
+        call.is_causal and query.shape[-2] != key.shape[-2]
+    ):
         return False
     if target.capability is None:
         return target.fused_attention
@@ -240,7 +276,8 @@ def _takes_flash(target: Target, call: Call) -> bool:
 
 
 def _takes_efficient(target: Target, call: Call) -> bool:
-    """can_use_mem_efficient_attention. Up to 2.13 it has no grouped queries (pytorch/pytorch pull 191085)."""
+    """can_use_mem_efficient_attention. Up to 2.13 it has no grouped queries (pytorch/pytorch pull
+    191085)."""
     query, mask = call.query, call.mask
     half = query.dtype in HALF
     widths = (query.shape[-1], call.value.shape[-1])
@@ -251,7 +288,11 @@ def _takes_efficient(target: Target, call: Call) -> bool:
     if target.capability is None:  # AOTriton: a mask is boolean or of the query's type
         widest = 256 if target.architecture.startswith("gfx11") else 512
         fits = widths[0] == widths[1] <= widest and widths[0] % (8 if half else 4) == 0
-        return target.fused_attention and fits and (mask is None or mask.dtype in (torch.bool, query.dtype))
+        return (
+            target.fused_attention
+            and fits
+            and (mask is None or mask.dtype in (torch.bool, query.dtype))
+        )
     if not (5, 0) <= target.capability <= (12, 1):
         return False
     if query.dtype == torch.bfloat16 and target.capability < (8, 0):
@@ -275,7 +316,8 @@ def _multiple_of(width: int, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _aligned(mask: torch.Tensor) -> torch.Tensor:
-    """preprocess_mask: rows begin at multiples of 8 elements; where they do not, padded, and the padding cut off."""
+    """preprocess_mask: rows begin at multiples of 8 elements; where they do not, padded, and the
+    padding cut off."""
     if mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1]):
         return mask
     length = mask.shape[-1]
@@ -283,14 +325,19 @@ def _aligned(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _math(call: Call) -> torch.Tensor:
-    """_scaled_dot_product_attention_math, mask additive. ATen's own adds the mask to a fake tensor out of place, to a
-    real one in place."""
+    """_scaled_dot_product_attention_math, mask additive. ATen's own adds the mask to a fake tensor
+    out of place, to a real one in place."""
     tensors = (call.query, call.key, call.value)
     query, key, value = (tensor.float() if tensor.dtype in HALF else tensor for tensor in tensors)
-    mask, root = call.mask, math.sqrt(call.scale if call.scale is not None else 1 / math.sqrt(query.shape[-1]))
+    mask, root = (
+        call.mask,
+        math.sqrt(call.scale if call.scale is not None else 1 / math.sqrt(query.shape[-1])),
+    )
     query = query * root
     if call.is_causal:
-        allowed = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        allowed = torch.ones(
+            query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device
+        ).tril()
         mask = _additive(allowed, query.dtype, -math.inf)
     if call.enable_gqa and key.shape[1] != query.shape[1]:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
@@ -307,14 +354,16 @@ def _math(call: Call) -> torch.Tensor:
 
 
 def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """is_fused_kernel_acceptable holds on CUDA: the mask that backward needs has one byte per element."""
+    """is_fused_kernel_acceptable holds on CUDA: the mask that backward needs has one byte per
+    element."""
     if not train or p == 0 or not tensor.numel():
         return tensor
     return torch.native_dropout(tensor, p, True)[0] if p < 1 else tensor * 0
 
 
 def _softmax(kernel: Any) -> Callable[..., torch.Tensor]:
-    """On CUDA the fp32 softmax of fp16 scores needs no fp32 copy of them; that of bf16 scores does."""
+    """On CUDA the fp32 softmax of fp16 scores needs no fp32 copy of them; that of bf16 scores
+    does."""
 
     def softmax(tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         if tensor.dtype == torch.float16 and dtype == torch.float32:
@@ -325,48 +374,118 @@ def _softmax(kernel: Any) -> Callable[..., torch.Tensor]:
 
 
 def _native_layer_norm(
-    fake_mode: FakeTensorMode, operator: Any, tensor: torch.Tensor, normalized_shape: list[int], *args: Any
+    fake_mode: FakeTensorMode,
+    operator: Any,
+    tensor: torch.Tensor,
+    normalized_shape: list[int],
+    *args: Any,
 ) -> tuple[torch.Tensor, ...]:
     """On CUDA mean and deviation are fp32, on the CPU of the input's type."""
     axis = tensor.dim() - len(normalized_shape)
     shape = (*tensor.shape[:axis], *[1] * len(normalized_shape))
     with fake_mode:
         out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        return (out, *(torch.empty(shape, dtype=torch.float32, device=tensor.device) for _ in range(2)))
+        return (
+            out,
+            *(torch.empty(shape, dtype=torch.float32, device=tensor.device) for _ in range(2)),
+        )
 
 
 # ---- autocast
 
-# AT_FORALL_FP32: their arguments are fp32. Without those on images and with packed sequences, which no text model has.
+# AT_FORALL_FP32: their arguments are fp32. Without those on images and with packed sequences, which
+# no text model has.
 FP32 = (
-    *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh"),
-    *("tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm"),
-    *("rms_norm", "group_norm", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss"),
-    *("nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss"),
-    *("margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss"),
+    *(
+        "acos",
+        "asin",
+        "cosh",
+        "erfinv",
+        "exp",
+        "expm1",
+        "log",
+        "log10",
+        "log2",
+        "log1p",
+        "reciprocal",
+        "rsqrt",
+        "sinh",
+    ),
+    *(
+        "tan",
+        "pow.Tensor_Scalar",
+        "pow.Tensor_Tensor",
+        "pow.Scalar",
+        "softplus",
+        "layer_norm",
+        "native_layer_norm",
+    ),
+    *(
+        "rms_norm",
+        "group_norm",
+        "cosine_similarity",
+        "poisson_nll_loss",
+        "cosine_embedding_loss",
+        "nll_loss",
+    ),
+    *(
+        "nll_loss2d",
+        "hinge_embedding_loss",
+        "kl_div",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "mse_loss",
+    ),
+    *(
+        "margin_ranking_loss",
+        "multilabel_margin_loss",
+        "soft_margin_loss",
+        "triplet_margin_loss",
+        "multi_margin_loss",
+    ),
     *("binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp"),
     *("frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim"),
 )
 # AT_FORALL_FP32_SET_OPT_DTYPE: they compute in fp32 unless a dtype is given.
 FP32_OUT = (
     *("prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum"),
-    *("linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList"),
+    *(
+        "linalg_vector_norm",
+        "linalg_matrix_norm",
+        "linalg_matrix_norm.str_ord",
+        "sum",
+        "sum.dim_IntList",
+    ),
 )
 # AT_FORALL_PROMOTE: one fp32 argument makes all fp32.
 PROMOTE = (
-    *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot"),
+    *(
+        "addcdiv",
+        "addcmul",
+        "atan2",
+        "bilinear",
+        "cross",
+        "dot",
+        "vdot",
+        "grid_sampler",
+        "index_put",
+        "tensordot",
+    ),
     "scatter_add",
 )
 
 
 def _autocast_as_cuda(library: torch.library.Library) -> None:
-    """Give the CPU's autocast the lists of CUDA's. Both compute the same products in half precision, but for a few that
-    are made of those."""
+    """Give the CPU's autocast the lists of CUDA's. Both compute the same products in half
+    precision, but for a few that are made of those."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     for name in torch._C._dispatch_get_all_op_names():
         is_of_cpu = name.startswith("aten::") and has_kernel(name, "AutocastCPU")
         if is_of_cpu and not has_kernel(name, "AutocastCUDA"):
-            library.impl(name.removeprefix("aten::"), torch.library.fallthrough_kernel, "AutocastCPU")
+            library.impl(
+                name.removeprefix("aten::"), torch.library.fallthrough_kernel, "AutocastCPU"
+            )
     for names, policy in ((FP32, _in_fp32), (FP32_OUT, _out_in_fp32), (PROMOTE, _promoted)):
         for name in names:
             if has_kernel(f"aten::{name}", "AutocastCUDA"):  # rms_norm: not in 2.11
@@ -386,7 +505,9 @@ def _wide(value: Any) -> Any:
 
 def _in_fp32(operator: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        return _without_autocast(operator, map(_wide, args), {name: _wide(value) for name, value in kwargs.items()})
+        return _without_autocast(
+            operator, map(_wide, args), {name: _wide(value) for name, value in kwargs.items()}
+        )
 
     return run
 
@@ -407,7 +528,9 @@ def _promoted(operator: Any) -> Callable[..., Any]:
     run_wide = _in_fp32(operator)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        is_wide = any(isinstance(value, torch.Tensor) and value.dtype == torch.float32 for value in args)
+        is_wide = any(
+            isinstance(value, torch.Tensor) and value.dtype == torch.float32 for value in args
+        )
         return run_wide(*args, **kwargs) if is_wide else _without_autocast(operator, args, kwargs)
 
     return run

@@ -1,8 +1,10 @@
-"""What CUDA kernels allocate inside an operator, where no dispatch mode sees it: read in sources, measured on no card.
+"""What CUDA kernels allocate inside an operator, where no dispatch mode sees it: read in sources,
+measured on no card.
 
-Sizes are those of the traced batch; where a kernel takes another path for few tokens, they are an upper bound. Left
-out, as small: the split keys of memory-efficient backward with few heads (at most 200 tiles), the fp32 partial sums of
-layer_norm's weights above 65,536 tokens (4 MiB each, layer_norm_kernel.cu), flash forward's splits with few heads.
+Sizes are those of the traced batch; where a kernel takes another path for few tokens, they are an
+upper bound. Left out, as small: the split keys of memory-efficient backward with few heads (at most
+200 tiles), the fp32 partial sums of layer_norm's weights above 65,536 tokens (4 MiB each,
+layer_norm_kernel.cu), flash forward's splits with few heads.
 """
 
 from __future__ import annotations
@@ -23,22 +25,33 @@ HANDLES = 2  # the thread that goes forward has one, autograd's that goes backwa
 WIDE_WORKSPACE = (9, 10, 12)  # Hopper; Blackwell since 2.12 (pytorch/pytorch pull 175344)
 
 
-def workspace(target: Target, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> list[int]:
+def workspace(
+    target: Target, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> list[int]:
     """Sizes in bytes that live while this operator runs, beside its arguments and results."""
     inside = INSIDE.get(name)
     return [size for size in inside(target, *args, **kwargs) if size] if inside else []
 
 
 def cublas_workspace_bytes(architecture: str) -> int:
-    """What cuBLAS keeps for good: a workspace per handle and stream, from the allocator, at the first product.
+    """What cuBLAS keeps for good: a workspace per handle and stream, from the allocator, at the
+    first product.
 
-    Source: parseChosenWorkspaceSize in CublasHandlePool.cpp; cuBLASLt shares it on CUDA, on ROCm it has its own."""
+    Source: parseChosenWorkspaceSize in CublasHandlePool.cpp; cuBLASLt shares it on CUDA, on ROCm it
+    has its own."""
     is_amd = architecture.startswith("gfx")
     if is_amd:
         size = 128 * MIB if architecture.startswith(("gfx94", "gfx95")) else 32 * MIB
     else:
-        size = 32 * MIB if int(architecture.partition(".")[0]) in WIDE_WORKSPACE else 8 * MIB + 128 * KIB
-    names = ("CUBLAS_WORKSPACE_CONFIG", *(("HIPBLAS_WORKSPACE_CONFIG", "ROCBLAS_WORKSPACE_CONFIG") if is_amd else ()))
+        size = (
+            32 * MIB
+            if int(architecture.partition(".")[0]) in WIDE_WORKSPACE
+            else 8 * MIB + 128 * KIB
+        )
+    names = (
+        "CUBLAS_WORKSPACE_CONFIG",
+        *(("HIPBLAS_WORKSPACE_CONFIG", "ROCBLAS_WORKSPACE_CONFIG") if is_amd else ()),
+    )
     configured = next((os.environ[name] for name in names if name in os.environ), "")
     pairs = re.findall(r":(\d+):(\d+)", configured)
     if pairs:
@@ -55,20 +68,26 @@ def _up(size: int, multiple: int) -> int:
 
 
 def _copied(grad: torch.Tensor) -> int:
-    """A gradient (batch, heads, seq, width) is copied unless it lies in memory as (batch, seq, heads, width)."""
+    """A gradient (batch, heads, seq, width) is copied unless it lies in memory as (batch, seq,
+    heads, width)."""
     return 0 if grad.transpose(1, 2).is_contiguous() else _bytes(grad)
 
 
 def _flash_backward(
     target: Target, grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any, **_: Any
 ) -> list[int]:
-    """mha_bwd in flash_attn/flash_api.cpp: softmax_d, dq_accum, and key and value gradients of every query head.
+    """mha_bwd in flash_attn/flash_api.cpp: softmax_d, dq_accum, and key and value gradients of
+    every query head.
 
-    On ROCm (mha_bwd of flash_attn/aot) only the first and the last. The package flash_attn has 128 rows between
-    documents (mha_varlen_bwd)."""
+    On ROCm (mha_bwd of flash_attn/aot) only the first and the last. The package flash_attn has 128
+    rows between documents (mha_varlen_bwd)."""
     batch, heads, seq, width = query.shape
     rows = batch * heads * (seq + 128 * target.documents if target.documents else _up(seq, 128))
-    grouped = 2 * batch * heads * key.shape[2] * width * query.element_size() if key.shape[1] != heads else 0
+    grouped = (
+        2 * batch * heads * key.shape[2] * width * query.element_size()
+        if key.shape[1] != heads
+        else 0
+    )
     if target.capability is None:
         return [_copied(grad), batch * heads * seq * 4, grouped]
     return [_copied(grad), rows * 4, rows * _up(width, 32 if width <= 128 else 64) * 4, grouped]
@@ -83,7 +102,8 @@ def _cudnn_backward(
     *rest: Any,
     **_: Any,
 ) -> list[int]:
-    """CompositeSDPABackwardNode of cudnn-frontend: softmax_sum, dQ_accum, key and value gradients of every query head.
+    """CompositeSDPABackwardNode of cudnn-frontend: softmax_sum, dQ_accum, key and value gradients
+    of every query head.
 
     What cuDNN's own plan takes beside them is not known."""
     batch, heads, seq, width = query.shape
@@ -94,9 +114,15 @@ def _cudnn_backward(
 
 
 def _efficient_forward(
-    target: Target, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **_: Any
+    target: Target,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *rest: Any,
+    **_: Any,
 ) -> list[int]:
-    """kNeedsOutputAccumulatorBuffer in mem_eff_attention/kernel_forward.h: an fp32 output of wide heads."""
+    """kNeedsOutputAccumulatorBuffer in mem_eff_attention/kernel_forward.h: an fp32 output of wide
+    heads."""
     batch, heads, seq, _ = query.shape
     needed = target.capability is not None and query.dtype in HALF and value.shape[-1] > 128
     return [batch * heads * seq * value.shape[-1] * 4] if needed else []
@@ -113,7 +139,8 @@ def _efficient_backward(
     *rest: Any,
     **_: Any,
 ) -> list[int]:
-    """_efficient_attention_backward in attention_backward.cu; workspace_size in mem_eff_attention/kernel_backward.h."""
+    """_efficient_attention_backward in attention_backward.cu; workspace_size in
+    mem_eff_attention/kernel_backward.h."""
     batch, heads, seq, width = query.shape
     delta = batch * heads * seq * 4
     if target.capability is None:
@@ -122,12 +149,16 @@ def _efficient_backward(
     rows, columns, widest = _tile(target.capability, half, max(width, value.shape[-1]))
     in_registers = half and widest <= rows  # kOutputInRF
     per_head = 0
-    if target.capability >= (7, 0) or half:  # kNeedsAccumGradQ: a tile of fp32, a lock and a counter per block
-        per_head += _up(seq, rows) // rows * (_up(width, columns) // columns) * (rows * columns * 4 + 16)
+    # kNeedsAccumGradQ: a tile of fp32, a lock and a counter per block
+    if target.capability >= (7, 0) or half:
+        per_head += (
+            _up(seq, rows) // rows * (_up(width, columns) // columns) * (rows * columns * 4 + 16)
+        )
     if half and not in_registers:  # kNeedsAccumGradK, kNeedsAccumGradV, with one split of the keys
         per_head += columns * (_up(width, rows) + _up(value.shape[-1], rows)) * 4
     kernel = [delta, batch * heads * _up(per_head, 16)]
-    if half and (in_registers or target.capability[0] >= 8 or target.capability == (7, 5)):  # kKernelComputesDelta
+    # kKernelComputesDelta
+    if half and (in_registers or target.capability[0] >= 8 or target.capability == (7, 5)):
         return [_copied(grad), *kernel]
     wide = 4 * grad.numel()  # grad.float() * out.float(), before the kernel's own buffers
     product = [wide, wide, wide, delta] if half else [wide, delta]
@@ -135,10 +166,19 @@ def _efficient_backward(
 
 
 def _tile(capability: tuple[int, int], half: bool, width: int) -> tuple[int, int, int]:
-    """kBlockSizeI, kBlockSizeJ, kMaxK of the first kernel in kernels/cutlassB.h that takes heads of this width."""
+    """kBlockSizeI, kBlockSizeJ, kMaxK of the first kernel in kernels/cutlassB.h that takes heads of
+    this width."""
     if width <= 64:
         return 64, 64, 32 if width <= 32 else 64
-    has_large_shared_memory = capability in ((8, 0), (8, 7), (9, 0), (10, 0), (10, 1), (10, 3), (11, 0))
+    has_large_shared_memory = capability in (
+        (8, 0),
+        (8, 7),
+        (9, 0),
+        (10, 0),
+        (10, 1),
+        (10, 3),
+        (11, 0),
+    )
     if half and width <= 96 and capability in ((8, 6), (8, 9)):
         return 128, 64, 96
     if width <= 128:
@@ -149,12 +189,18 @@ def _tile(capability: tuple[int, int], half: bool, width: int) -> tuple[int, int
 
 
 def _embedding_backward(
-    target: Target, grad: torch.Tensor, indices: torch.Tensor, num_weights: int, *rest: Any, **_: Any
+    target: Target,
+    grad: torch.Tensor,
+    indices: torch.Tensor,
+    num_weights: int,
+    *rest: Any,
+    **_: Any,
 ) -> list[int]:
-    """embedding_dense_backward_cuda in Embedding.cu, embedding_backward_cuda_kernel in EmbeddingBackwardKernel.cu.
+    """embedding_dense_backward_cuda in Embedding.cu, embedding_backward_cuda_kernel in
+    EmbeddingBackwardKernel.cu.
 
-    Sorted and original indices, four arrays of segments, and an fp32 row per index; the sort's own buffers are gone by
-    then and smaller."""
+    Sorted and original indices, four arrays of segments, and an fp32 row per index; the sort's own
+    buffers are gone by then and smaller."""
     count = indices.numel()
     if count <= FEW_INDICES:
         return []
@@ -163,13 +209,21 @@ def _embedding_backward(
 
 
 def _safe_softmax(target: Target, scores: torch.Tensor, *rest: Any, **_: Any) -> list[int]:
-    """_safe_softmax in attention.cpp: softmax, which scores are -inf; the result is a third tensor."""
+    """_safe_softmax in attention.cpp: softmax, which scores are -inf; the result is a third
+    tensor."""
     return [_bytes(scores), scores.numel()]
 
 
-def _foreach_norm(target: Target, tensors: Sequence[torch.Tensor], *rest: Any, **_: Any) -> list[int]:
-    """foreach_tensor_norm_cuda in ForeachReduceOp.cu: for every tensor an fp32 sum per chunk of the longest."""
-    return [4 * len(tensors) * -(-max(tensor.numel() for tensor in tensors) // REDUCED_CHUNK)] if tensors else []
+def _foreach_norm(
+    target: Target, tensors: Sequence[torch.Tensor], *rest: Any, **_: Any
+) -> list[int]:
+    """foreach_tensor_norm_cuda in ForeachReduceOp.cu: for every tensor an fp32 sum per chunk of the
+    longest."""
+    return (
+        [4 * len(tensors) * -(-max(tensor.numel() for tensor in tensors) // REDUCED_CHUNK)]
+        if tensors
+        else []
+    )
 
 
 INSIDE: dict[str, Callable[..., list[int]]] = {

@@ -1,8 +1,10 @@
-"""What a step allocates, frees and computes: recorded by torch's dispatcher while fake tensors go through it.
+"""What a step allocates, frees and computes: recorded by torch's dispatcher while fake tensors go
+through it.
 
-Nothing here has weights or a device. A storage's birth is seen as an operator returns it, its death by a finalizer;
-FLOPs are those of torch.utils.flop_counter. Every size is split into a part that grows with the batch and one that does
-not: the batch traced is a prime, so a size that it divides is a number of bytes per sample.
+Nothing here has weights or a device. A storage's birth is seen as an operator returns it, its death
+by a finalizer; FLOPs are those of torch.utils.flop_counter. Every size is split into a part that
+grows with the batch and one that does not: the batch traced is a prime, so a size that it divides
+is a number of bytes per sample.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 BATCH = 1009  # prime: no width, vocabulary or length that is used divides by it
-FINAL_NODE = (1 << 64) - 1  # sequence number that autograd gives to nodes that accumulate into a leaf
+# sequence number that autograd gives to nodes that accumulate into a leaf
+FINAL_NODE = (1 << 64) - 1
 Layer = tuple[int, int]  # (stack, index in it)
 
 
@@ -50,13 +53,17 @@ class Work:
     """What kernels do in one section; each pair is (fixed, per sample)."""
 
     flops: dict[str, list[float]] = field(default_factory=dict)  # dtype -> of matrix products
-    attention_flops: dict[str, list[float]] = field(default_factory=dict)  # dtype -> of fused attention
+    # dtype -> of fused attention
+    attention_flops: dict[str, list[float]] = field(default_factory=dict)
     bytes: list[float] = field(default_factory=lambda: [0.0, 0.0])  # moved by all other kernels
     kernels: int = 0
     products: int = 0  # of the kernels
 
     def add(self, other: Work, times: int = 1) -> None:
-        for mine, theirs in ((self.flops, other.flops), (self.attention_flops, other.attention_flops)):
+        for mine, theirs in (
+            (self.flops, other.flops),
+            (self.attention_flops, other.attention_flops),
+        ):
             for dtype, parts in theirs.items():
                 _add(mine.setdefault(dtype, [0.0, 0.0]), parts, times)
         _add(self.bytes, other.bytes, times)
@@ -75,16 +82,19 @@ class Log:
 
     blocks: list[Block] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    work: dict[tuple[str, Layer | None], Work] = field(default_factory=dict)  # (forward or backward, layer)
+    # (forward or backward, layer)
+    work: dict[tuple[str, Layer | None], Work] = field(default_factory=dict)
     batch: int = BATCH
 
     def split(self, size: float) -> tuple[float, float]:
-        """(fixed part, part per sample) of a size seen at this log's batch; one sample is all there is of itself."""
+        """(fixed part, part per sample) of a size seen at this log's batch; one sample is all there
+        is of itself."""
         return (size, 0) if self.batch == 1 or size % self.batch else (0, size // self.batch)
 
 
 class Recorder(TorchDispatchMode):
-    """Fills a Log while it is active. `phase` says where in the step; layers are told apart by hooks."""
+    """Fills a Log while it is active. `phase` says where in the step; layers are told apart by
+    hooks."""
 
     supports_higher_order_operators = True
 
@@ -92,15 +102,19 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.log = Log(batch=batch)
         self.phase = "start"
-        self.padded = True  # whether some row of the batch is shorter than the longest: masks are kept then
+        # whether some row of the batch is shorter than the longest: masks are kept then
+        self.padded = True
         self.widest: int | None = None  # the vocabulary: what has it as last size is logits or loss
-        self.kernel_workspace: Any = None  # (name, args, kwargs, out) -> sizes that a kernel allocates inside
+        # (name, args, kwargs, out) -> sizes that a kernel allocates inside
+        self.kernel_workspace: Any = None
         self.decompositions: Mapping[Any, Any] = {}  # operator -> what its kernel does
         self._ids: dict[int, int] = {}
         self._layers: list[Layer] = []
-        self._ranges: list[tuple[int, int, Layer]] = []  # sequence numbers of autograd nodes that a layer made
+        # sequence numbers of autograd nodes that a layer made
+        self._ranges: list[tuple[int, int, Layer]] = []
         self._last: Layer | None = None
-        self._left: Layer | None = None  # the layer that has just returned: no operator has run since
+        # the layer that has just returned: no operator has run since
+        self._left: Layer | None = None
         self._accumulated: list[tuple[int, list[int | None]]] = []
         self._suspended = 0
         self._closed = False
@@ -131,13 +145,14 @@ class Recorder(TorchDispatchMode):
                 return
 
     def layer(self) -> Layer | None:
-        """Where the step is: in a layer's forward (or its recomputation), in a node that its forward made, or in the
-        optimizer's update of one of its parameters."""
+        """Where the step is: in a layer's forward (or its recomputation), in a node that its
+        forward made, or in the optimizer's update of one of its parameters."""
         if self.phase == "optimizer":
             return self._last
         if self._layers:
             return self._layers[-1]
-        if self._left is not None and not self.phase.startswith("backward"):  # the last one's output is let go
+        # the last one's output is let go
+        if self._left is not None and not self.phase.startswith("backward"):
             return self._left
         node = torch._C._current_autograd_node()
         if node is None:
@@ -145,7 +160,9 @@ class Recorder(TorchDispatchMode):
             return None
         number = node._sequence_nr()
         if number != FINAL_NODE:
-            self._last = next((of for start, end, of in self._ranges if start <= number < end), None)
+            self._last = next(
+                (of for start, end, of in self._ranges if start <= number < end), None
+            )
         return self._last
 
     # ---- storages
@@ -179,7 +196,12 @@ class Recorder(TorchDispatchMode):
         number = len(self.log.blocks)
         self._ids[key] = number
         fixed, sample = self.log.split(self._size(tensor))
-        is_wide = self.widest is not None and tensor.dim() > 1 and tensor.shape[-1] == self.widest and sample > 0
+        is_wide = (
+            self.widest is not None
+            and tensor.dim() > 1
+            and tensor.shape[-1] == self.widest
+            and sample > 0
+        )
         kind = "logits" if is_wide else ""
         self.log.blocks.append(Block(int(fixed), int(sample), kind, op, self.phase, layer))
         self.log.events.append(Event(number, True, self.phase, layer))
@@ -187,8 +209,9 @@ class Recorder(TorchDispatchMode):
         return number
 
     def _size(self, tensor: torch.Tensor) -> int:
-        """Bytes of a tensor's storage. A fake one ends with the last element that is seen: where more is there of each
-        sample, as of a mask's gradient that is made in rows of 16, the last is as large as the others."""
+        """Bytes of a tensor's storage. A fake one ends with the last element that is seen: where
+        more is there of each sample, as of a mask's gradient that is made in rows of 16, the last
+        is as large as the others."""
         size, batch = tensor.untyped_storage().nbytes(), self.log.batch
         if size % batch and tensor.dim() and tensor.shape[0] == batch:
             sample = tensor.stride(0) * tensor.element_size()
@@ -213,13 +236,22 @@ class Recorder(TorchDispatchMode):
         if func in self.decompositions:  # its kernel is made of operators that allocate
             with self:
                 return self.decompositions[func](*args, **kwargs)
-        if func is torch.ops.aten._local_scalar_dense.default:  # item(), bool(): a fake tensor has no value
+        # item(), bool(): a fake tensor has no value
+        if func is torch.ops.aten._local_scalar_dense.default:
             return self._answer(args[0])
         into: list[int | None] | None = None
-        if func is torch.ops.aten.add.Tensor and self.phase.startswith("backward") and not torch.is_grad_enabled():
-            # Autograd adds a second gradient in place where it holds the only reference to a tensor that is no view;
-            # under a dispatch mode never. Remembered, and taken back in settle().
-            into = [self._id(args[0])] if isinstance(args[0], torch.Tensor) and not args[0]._is_view() else []
+        if (
+            func is torch.ops.aten.add.Tensor
+            and self.phase.startswith("backward")
+            and not torch.is_grad_enabled()
+        ):
+            # Autograd adds a second gradient in place where it holds the only reference to a tensor
+            # that is no view; under a dispatch mode never. Remembered, and taken back in settle().
+            into = (
+                [self._id(args[0])]
+                if isinstance(args[0], torch.Tensor) and not args[0]._is_view()
+                else []
+            )
         out = func(*args, **kwargs)
         name = func._schema.name
         if name == "prim::device":
@@ -230,7 +262,12 @@ class Recorder(TorchDispatchMode):
             self._last = self._layer_of(args[0]) if args else None
         layer = self.layer()
         for index, tensor in enumerate(outputs):
-            is_list = layer is None and self.phase == "optimizer" and args and isinstance(args[0], list | tuple)
+            is_list = (
+                layer is None
+                and self.phase == "optimizer"
+                and args
+                and isinstance(args[0], list | tuple)
+            )
             of_list = self._layer_of(args[0][index]) if is_list and index < len(args[0]) else None
             self._add(tensor, name, layer if layer is not None else of_list)
         if into and len(self.log.blocks) == before + 1:
@@ -241,7 +278,8 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _answer(self, tensor: torch.Tensor) -> Any:
-        """What code that looks at a value is told: whether a mask masks nothing; counts and losses do not matter."""
+        """What code that looks at a value is told: whether a mask masks nothing; counts and losses
+        do not matter."""
         if tensor.dtype is torch.bool:
             return not self.padded
         return 1.0 if tensor.is_floating_point() else 1
@@ -255,18 +293,30 @@ class Recorder(TorchDispatchMode):
         first = len(self.log.blocks)
         for size in sizes:
             fixed, sample = self.log.split(size)
-            self.log.blocks.append(Block(int(fixed), int(sample), "workspace", name, self.phase, layer))
+            self.log.blocks.append(
+                Block(int(fixed), int(sample), "workspace", name, self.phase, layer)
+            )
         for birth in (True, False):
-            self.log.events += [Event(at, birth, self.phase, layer) for at in range(first, len(self.log.blocks))]
+            self.log.events += [
+                Event(at, birth, self.phase, layer) for at in range(first, len(self.log.blocks))
+            ]
 
     def _count(
-        self, func: Any, args: Any, kwargs: Any, out: Any, outputs: list[torch.Tensor], layer: Layer | None
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        out: Any,
+        outputs: list[torch.Tensor],
+        layer: Layer | None,
     ) -> None:
         if not self.phase.startswith(("forward", "backward")):
             return
         work = self.log.work.setdefault((self.phase.partition(":")[0], layer), Work())
         returned = func._schema.returns
-        if not outputs or (returned and returned[0].alias_info is not None and not returned[0].alias_info.is_write):
+        if not outputs or (
+            returned and returned[0].alias_info is not None and not returned[0].alias_info.is_write
+        ):
             return  # a view moves nothing
         work.kernels += 1
         is_attention = "scaled_dot_product" in func._schema.name
@@ -277,20 +327,26 @@ class Recorder(TorchDispatchMode):
         elif is_attention:  # the CPU's kernel, which the registry leaves out
             sizes = [tensor.shape for tensor in args if isinstance(tensor, torch.Tensor)]
             backward = "backward" in func._schema.name
-            flops = sdpa_backward_flop_count(*sizes[:4]) if backward else sdpa_flop_count(*sizes[:3])
+            flops = (
+                sdpa_backward_flop_count(*sizes[:4]) if backward else sdpa_flop_count(*sizes[:3])
+            )
         if flops is not None:
             work.products += 1
             kind = work.attention_flops if is_attention else work.flops
             known = kind.setdefault(str(outputs[0].dtype).removeprefix("torch."), [0.0, 0.0])
             _add(known, self.log.split(float(flops)))
             return
-        for tensor in [*(one for one in tree_iter((args, kwargs)) if isinstance(one, torch.Tensor)), *outputs]:
+        for tensor in [
+            *(one for one in tree_iter((args, kwargs)) if isinstance(one, torch.Tensor)),
+            *outputs,
+        ]:
             _add(work.bytes, self.log.split(float(tensor.numel() * tensor.element_size())))
 
     # ---- after the step
 
     def settle(self) -> Log:
-        """The log as it would be without a dispatch mode: gradients that autograd adds in place are added in place."""
+        """The log as it would be without a dispatch mode: gradients that autograd adds in place are
+        added in place."""
         log, self._closed = self.log, True
         position = {event.block: at for at, event in enumerate(log.events) if event.birth}
         renamed: dict[int, int] = {}

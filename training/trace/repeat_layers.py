@@ -1,7 +1,9 @@
-"""From the log of a model with few layers to the log of the same model with many: one layer repeated, event by event.
+"""From the log of a model with few layers to the log of the same model with many: one layer
+repeated, event by event.
 
-Layers of a stack are alike, so a deeper model does what the shallow one does, with more of the middle. Where they are
-not (a neighbour but one is touched, two layers do different things) NotUniform is raised: the model is traced whole.
+Layers of a stack are alike, so a deeper model does what the shallow one does, with more of the
+middle. Where they are not (a neighbour but one is touched, two layers do different things)
+NotUniform is raised: the model is traced whole.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ class NotUniform(Exception):
 
 @dataclass(frozen=True)
 class _Stack:
-    """Where the blocks of one stack's layers 1, 2 and 3 are born: phase and ordinal within it, per layer."""
+    """Where the blocks of one stack's layers 1, 2 and 3 are born: phase and ordinal within it, per
+    layer."""
 
     home: Mapping[int, int]  # block -> layer
     key: Mapping[int, tuple[str, int]]  # block -> (phase, ordinal)
@@ -60,7 +63,8 @@ def deepen(log: Log, stack: int, layers: int) -> Log:
 
 
 def _phases(log: Log, stack: int) -> list[list[Event]]:
-    """The events cut where the phase changes; in a pass, what lies in a layer's run and names none is that layer's."""
+    """The events cut where the phase changes; in a pass, what lies in a layer's run and names none
+    is that layer's."""
     found: list[list[Event]] = []
     for event in log.events:
         if not found or found[-1][-1].phase != event.phase:
@@ -75,7 +79,9 @@ def _phases(log: Log, stack: int) -> list[list[Event]]:
                 if event.layer is None:
                     event.layer = (stack, index)
                 elif event.layer != (stack, index):
-                    raise NotUniform(f"{event.phase}: layers {event.layer} and {(stack, index)} overlap")
+                    raise NotUniform(
+                        f"{event.phase}: layers {event.layer} and {(stack, index)} overlap"
+                    )
     return found
 
 
@@ -92,7 +98,10 @@ def _stack(log: Log, phases: list[list[Event]], stack: int) -> _Stack:
                 key[event.block] = (event.phase, ordinals[index])
                 by_layer[index][key[event.block]] = event.block
                 ordinals[index] += 1
-    if not all(_alike(log.blocks, by_layer[MIDDLE - 1].get(name), block) for name, block in by_layer[MIDDLE].items()):
+    if not all(
+        _alike(log.blocks, by_layer[MIDDLE - 1].get(name), block)
+        for name, block in by_layer[MIDDLE].items()
+    ):
         raise NotUniform(f"stack {stack}: layers {MIDDLE - 1} and {MIDDLE} allocate differently")
     return _Stack(home, key, by_layer[MIDDLE])
 
@@ -101,13 +110,22 @@ def _alike(blocks: list[Block], one: int | None, other: int) -> bool:
     if one is None:
         return False
     first, second = blocks[one], blocks[other]
-    return (first.fixed_bytes, first.sample_bytes, first.op) == (second.fixed_bytes, second.sample_bytes, second.op)
+    return (first.fixed_bytes, first.sample_bytes, first.op) == (
+        second.fixed_bytes,
+        second.sample_bytes,
+        second.op,
+    )
 
 
 def _repeated(
-    events: list[Event], stack: int, copies: int, known: _Stack, clones: Mapping[tuple[int, int], int]
+    events: list[Event],
+    stack: int,
+    copies: int,
+    known: _Stack,
+    clones: Mapping[tuple[int, int], int],
 ) -> list[Event]:
-    """One phase with the middle layer's run repeated in the order in which the phase goes through the layers."""
+    """One phase with the middle layer's run repeated in the order in which the phase goes through
+    the layers."""
     first = {event.layer: at for at, event in reversed(list(enumerate(events)))}
     upwards = first.get((stack, MIDDLE), 0) < first.get((stack, MIDDLE + 1), len(events))
     order = range(copies + 1) if upwards else range(copies, -1, -1)
@@ -124,7 +142,9 @@ def _repeated(
     return found
 
 
-def _seen_from(block: int, copy: int, copies: int, known: _Stack, clones: Mapping[tuple[int, int], int]) -> int:
+def _seen_from(
+    block: int, copy: int, copies: int, known: _Stack, clones: Mapping[tuple[int, int], int]
+) -> int:
     """The block that this copy of the middle layer means where the middle layer means `block`."""
     layer = known.home.get(block)
     if layer == MIDDLE:
@@ -136,7 +156,9 @@ def _seen_from(block: int, copy: int, copies: int, known: _Stack, clones: Mappin
         twin = known.middle.get(known.key[block])
         if twin is not None:
             return clones[twin, neighbour]
-    raise NotUniform(f"a middle layer frees block {block} of layer {layer}, which its neighbours do not have")
+    raise NotUniform(
+        f"a middle layer frees block {block} of layer {layer}, which its neighbours do not have"
+    )
 
 
 def _outside(
@@ -151,6 +173,8 @@ def _outside(
         if known.home.get(event.block) == MIDDLE - 1:
             raise NotUniform(f"{event.phase}: the last layer frees a block of layer {MIDDLE - 1}")
         return [moved]
-    if known.home.get(event.block) != MIDDLE or (layer is not None and layer == (stack, MIDDLE - 1)):
+    if known.home.get(event.block) != MIDDLE or (
+        layer is not None and layer == (stack, MIDDLE - 1)
+    ):
         return [event]
     return [replace(event, block=clones[event.block, copy]) for copy in range(copies + 1)]

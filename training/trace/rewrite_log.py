@@ -36,14 +36,16 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Landmarks:
-    """Where in a plain log what happens. A position is that of an event: what is put there comes before it."""
+    """Where in a plain log what happens. A position is that of an event: what is put there comes
+    before it."""
 
     weights: Sequence[Weight]
     gradients: Sequence[Gradient]  # in the order in which backward makes them
     forwards: Sequence[range]
     backwards: Sequence[range]
     optimizer: range
-    spans: Sequence[tuple[dict[Layer, range], dict[Layer, range]]]  # per micro-step: of its forward, of its backward
+    # per micro-step: of its forward, of its backward
+    spans: Sequence[tuple[dict[Layer, range], dict[Layer, range]]]
     evaluation: tuple[range, dict[Layer, range]]  # empty where none was traced
     tied: bool  # the output layer is the input embedding
 
@@ -117,7 +119,10 @@ def landmarks(log: Log, tied: bool) -> Landmarks:
         [phases[f"forward:{name}"] for name in names],
         [phases[f"backward:{name}"] for name in names],
         phases.get("optimizer", range(end, end)),
-        [(_spans(log, at[f"forward:{name}"]), _spans(log, at[f"backward:{name}"])) for name in names],
+        [
+            (_spans(log, at[f"forward:{name}"]), _spans(log, at[f"backward:{name}"]))
+            for name in names
+        ],
         (phases.get("evaluation", range(0)), _spans(log, at["evaluation"])),
         tied,
     )
@@ -146,8 +151,9 @@ def _gradients(log: Log, end: int) -> list[Gradient]:
 
 
 def ready(log: Log, marks: Landmarks, gradient: Gradient, micro_step: int) -> int:
-    """Where in one backward a gradient is complete. That of a tied embedding grows until the embedding's own backward;
-    one that an earlier backward made is added to while its layer is gone through."""
+    """Where in one backward a gradient is complete. That of a tied embedding grows until the
+    embedding's own backward; one that an earlier backward made is added to while its layer is gone
+    through."""
     phase, spans = marks.backwards[micro_step], marks.spans[micro_step][1]
     if marks.tied and gradient is embedding_gradient(marks):
         return phase.stop
@@ -155,11 +161,16 @@ def ready(log: Log, marks: Landmarks, gradient: Gradient, micro_step: int) -> in
         return _behind_node(log, gradient.born, phase.stop)
     if gradient.layer in spans:
         return spans[gradient.layer].stop
-    return next(iter(spans.values())).start if spans and gradient is not embedding_gradient(marks) else phase.stop
+    return (
+        next(iter(spans.values())).start
+        if spans and gradient is not embedding_gradient(marks)
+        else phase.stop
+    )
 
 
 def later_gradients(log: Log, gradients: Sequence[Gradient], positions: range) -> Iterator[int]:
-    """The blocks in which another micro-step, at `positions`, makes these gradients before they are added."""
+    """The blocks in which another micro-step, at `positions`, makes these gradients before they are
+    added."""
     sought = Counter((log.blocks[one.block].op, one.bytes, one.layer) for one in gradients)
     for at in positions:
         event = log.events[at]
@@ -171,7 +182,8 @@ def later_gradients(log: Log, gradients: Sequence[Gradient], positions: range) -
 
 
 def _behind_node(log: Log, at: int, stop: int) -> int:
-    """Where the autograd node that made a gradient is through: a matrix product's makes that of its input after it."""
+    """Where the autograd node that made a gradient is through: a matrix product's makes that of its
+    input after it."""
     after = next_birth(log, at, stop)
     if after < stop:
         made, other = log.blocks[log.events[at].block], log.blocks[log.events[after].block]
@@ -186,7 +198,8 @@ def next_birth(log: Log, at: int, stop: int) -> int:
 
 
 def embedding_gradient(marks: Landmarks) -> Gradient | None:
-    """The gradient of the input embedding, which is the first parameter. Backward makes that of an untied one last."""
+    """The gradient of the input embedding, which is the first parameter. Backward makes that of an
+    untied one last."""
     first = marks.weights[0]
     alike = [one for one in marks.gradients if one.layer is None and one.bytes == first.bytes]
     return alike[-1] if first.trained and alike else None

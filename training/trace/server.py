@@ -39,7 +39,9 @@ def _answer(request: dict[str, Any], folder: Path) -> None:
         _write(_shared(recipe, plan, question, plain), folder, name)
 
 
-def _plan(recipe: Recipe, shape: ModelShape, lora_targets: tuple[str, ...], strategy: dict[str, Any]) -> Plan:
+def _plan(
+    recipe: Recipe, shape: ModelShape, lora_targets: tuple[str, ...], strategy: dict[str, Any]
+) -> Plan:
     return Plan(
         recipe_name=recipe.name,
         strategy=TypeAdapter(Strategy).validate_python(strategy),
@@ -73,7 +75,8 @@ def _shared(recipe: Recipe, plan: Plan, question: dict[str, Any], plain: dict[An
         plain[same] = _traced(recipe, plan, question)
     config = plan.shape.config
     kind = config["model_type"]
-    tied = kind == "t5" or config.get("tie_word_embeddings", kind == "gpt2")  # transformers 5 ties every T5
+    # transformers 5 ties every T5
+    tied = kind == "t5" or config.get("tie_word_embeddings", kind == "gpt2")
     return sharded.shared_out(plain[same], recipe, strategy, tied, question["bucket_elements"])
 
 
@@ -98,7 +101,8 @@ def _traced(recipe: Recipe, plan: Plan, question: dict[str, Any]) -> Any:
 
 @cache
 def _forget_imports() -> None:
-    """What is imported stays: each collection would look through it all, a quarter of a trace's time."""
+    """What is imported stays: each collection would look through it all, a quarter of a trace's
+    time."""
     gc.freeze()
 
 
@@ -108,10 +112,16 @@ def _write(log: Any, folder: Path, name: str) -> None:
 
     blocks = [[one.fixed_bytes, one.sample_bytes, _born(one.born)] for one in log.blocks]
     events = [event.block if event.birth else ~event.block for event in log.events]
-    after_update = (at for at, event in enumerate(log.events) if event.phase.startswith(("zero", "evaluation")))
+    after_update = (
+        at for at, event in enumerate(log.events) if event.phase.startswith(("zero", "evaluation"))
+    )
     update = next(after_update, len(events))
-    write_atomic(folder / f"{name}.log", json.dumps({"blocks": blocks, "events": events, "update": update}))
-    write_atomic(folder / f"{name}.json", json.dumps({"peaks": peaks.peaks(log), "work": peaks.work(log)}))
+    write_atomic(
+        folder / f"{name}.log", json.dumps({"blocks": blocks, "events": events, "update": update})
+    )
+    write_atomic(
+        folder / f"{name}.json", json.dumps({"peaks": peaks.peaks(log), "work": peaks.work(log)})
+    )
 
 
 def _born(phase: str) -> Born:

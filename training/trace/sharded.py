@@ -1,7 +1,7 @@
 """The step of one process as one rank of DDP, ZeRO or FSDP2 has it on its device.
 
-The log of a plain step tells what the model allocates; each engine adds its buffers, holds parts of the states, and
-ends gradients at another time.
+The log of a plain step tells what the model allocates; each engine adds its buffers, holds parts of
+the states, and ends gradients at another time.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from training.trace.rewrite_log import Landmarks, Rewriting, landmarks, ready
 
 
 def as_computed(network: torch.nn.Module, strategy: Strategy) -> Strategy:
-    """Cast a model that has no weights yet to what the engine computes with; the strategy to trace it under.
+    """Cast a model that has no weights yet to what the engine computes with; the strategy to trace
+    it under.
 
-    Under mixed precision DeepSpeed casts the whole model and leaves autocast out. FSDP2 gathers every parameter in that
-    precision, inside autocast, and casts what its groups put out to float32 (engines.autocast_fsdp2). The others keep
-    the parameters, and autocast casts.
-    Source: deepspeed 0.19 engine.py _configure_distributed_model; accelerate 1.15 fsdp2_prepare_model."""
+    Under mixed precision DeepSpeed casts the whole model and leaves autocast out. FSDP2 gathers
+    every parameter in that precision, inside autocast, and casts what its groups put out to float32
+    (engines.autocast_fsdp2). The others keep the parameters, and autocast casts.
+    Source: deepspeed 0.19 engine.py _configure_distributed_model; accelerate 1.15
+    fsdp2_prepare_model."""
     if strategy.mixed_precision == "no" or strategy.engine not in ("deepspeed", "fsdp2"):
         return strategy
     dtype = torch.bfloat16 if strategy.mixed_precision == "bf16" else torch.float16
@@ -42,22 +44,29 @@ def as_computed(network: torch.nn.Module, strategy: Strategy) -> Strategy:
 
 
 def _fsdp2_modules(network: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The modules that Accelerate shards on their own: the layers, the embeddings, the final norm."""
+    """The modules that Accelerate shards on their own: the layers, the embeddings, the final
+    norm."""
     layer_classes = getattr(network, "_no_split_modules", None) or ()
     yield from (module for module in network.modules() if type(module).__name__ in layer_classes)
     final_norm = getattr(fsdp_utils, "_find_final_norm", lambda network: None)(network)
-    embeddings = (getattr(network, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output"))
+    embeddings = (
+        getattr(network, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")
+    )
     yield from (module for module in (final_norm, *embeddings) if module is not None)
 
 
 def _float32_output(module: torch.nn.Module, args: Any, output: Any) -> Any:
     """Cast each floating tensor of a module's output, as MixedPrecisionPolicy.output_dtype does."""
-    return tree_map_only(torch.Tensor, lambda one: one.float() if one.is_floating_point() else one, output)
+    return tree_map_only(
+        torch.Tensor, lambda one: one.float() if one.is_floating_point() else one, output
+    )
 
 
-def shared_out(log: Log, recipe: Recipe, strategy: Strategy, tied: bool, bucket_elements: int) -> Log:
-    """The same step on one rank's device. `tied`: the output layer is the input embedding; `bucket_elements`: what the
-    DeepSpeed file says is reduced at once.
+def shared_out(
+    log: Log, recipe: Recipe, strategy: Strategy, tied: bool, bucket_elements: int
+) -> Log:
+    """The same step on one rank's device. `tied`: the output layer is the input embedding;
+    `bucket_elements`: what the DeepSpeed file says is reduced at once.
 
     The log is one of a model that as_computed() has cast. Work is not changed."""
     rewriting, marks = Rewriting(log), landmarks(log, tied)
@@ -71,10 +80,13 @@ def shared_out(log: Log, recipe: Recipe, strategy: Strategy, tied: bool, bucket_
 
 
 def _ddp(rewriting: Rewriting, marks: Landmarks) -> None:
-    """Buckets as large as all gradients for the whole run. In the backward that reduces, a complete gradient moves into
-    its bucket and becomes a view of it. Source: torch reducer.cpp with gradient_as_bucket_view."""
+    """Buckets as large as all gradients for the whole run. In the backward that reduces, a complete
+    gradient moves into its bucket and becomes a view of it. Source: torch reducer.cpp with
+    gradient_as_bucket_view."""
     total = sum(gradient.bytes for gradient in marks.gradients)
     rewriting.born(total, "communication", "gradient buckets", 0)
     for gradient in marks.gradients:
         rewriting.blocks[gradient.block].kind = "gradients"
-        rewriting.dies(gradient.block, ready(rewriting.log, marks, gradient, len(marks.backwards) - 1))
+        rewriting.dies(
+            gradient.block, ready(rewriting.log, marks, gradient, len(marks.backwards) - 1)
+        )

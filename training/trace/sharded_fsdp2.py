@@ -1,8 +1,9 @@
 """What one rank of FSDP2 holds during a step.
 
-Every layer is a group of parameters, gathered when it is entered and dropped when it is left, in forward and again in
-backward; embedding, final norm and output layer are groups of their own as Accelerate makes them.
-Source: torch 2.13 fsdp/_fully_shard (_fsdp_param_group.py, _fsdp_collectives.py); accelerate fsdp2_prepare_model.
+Every layer is a group of parameters, gathered when it is entered and dropped when it is left, in
+forward and again in backward; embedding, final norm and output layer are groups of their own as
+Accelerate makes them. Source: torch 2.13 fsdp/_fully_shard (_fsdp_param_group.py,
+_fsdp_collectives.py); accelerate fsdp2_prepare_model.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Group:
 
 @dataclass
 class Groups:
-    """The groups of a model. The outer one stays whole after forward; a tied embedding belongs to it."""
+    """The groups of a model. The outer one stays whole after forward; a tied embedding belongs to
+    it."""
 
     layers: dict[Layer, Group]
     embedding: Group  # empty where it is tied
@@ -53,10 +55,13 @@ class Ranks:
         self.wider = _wider(strategy)
         self.gathered: dict[Group, int] = {}  # group -> its all-gathered block, not copied out yet
         self.whole: dict[Group, int] = {}  # group -> its whole parameters
-        self.accumulated: dict[Gradient, int] = {}  # -> its float32 sum over micro-steps, until ranks reduce it
-        self._deferred: int | None = None  # forward keeps the last gathered block until the next copy
+        # -> its float32 sum over micro-steps, until ranks reduce it
+        self.accumulated: dict[Gradient, int] = {}
+        # forward keeps the last gathered block until the next copy
+        self._deferred: int | None = None
         self._lagging: int | None = None  # Gloo's copy
-        self._reduced: int | None = None  # the input of a reduce-scatter is kept until the next group reduces
+        # the input of a reduce-scatter is kept until the next group reduces
+        self._reduced: int | None = None
 
     def gather(self, group: Group, at: int) -> None:
         """All-gather into one block; the rank's part, where it has to be cast, is copied first."""
@@ -64,8 +69,14 @@ class Ranks:
             return
         rewriting, part = self.rewriting, group.bytes / self.num_processes
         casts = group.held_bytes != group.bytes
-        cast = rewriting.born(part, "communication", "all-gather input", at, group.layer) if casts else None
-        self.gathered[group] = rewriting.born(group.bytes, "communication", "all-gather", at, group.layer)
+        cast = (
+            rewriting.born(part, "communication", "all-gather input", at, group.layer)
+            if casts
+            else None
+        )
+        self.gathered[group] = rewriting.born(
+            group.bytes, "communication", "all-gather", at, group.layer
+        )
         if self.gloo:  # ProcessGroupGloo gathers into a tensor of its own and copies
             rewriting.passes(group.bytes, "gloo all-gather", at, group.layer)
             self._let_go(at)
@@ -79,7 +90,9 @@ class Ranks:
         self.gather(group, at)
         if forward:
             self.flush(at)
-        self.whole[group] = self.rewriting.born(group.bytes, "communication", "whole weights", at, group.layer)
+        self.whole[group] = self.rewriting.born(
+            group.bytes, "communication", "whole weights", at, group.layer
+        )
         gathered = self.gathered.pop(group)
         if forward:
             self._deferred = gathered
@@ -114,17 +127,21 @@ class Ranks:
         """Between micro-steps a gradient is kept in the precision in which ranks reduce."""
         for gradient in group.gradients:
             self.rewriting.blocks[gradient.block].kind = "gradients"
-            wide = self.rewriting.born(self.wider * gradient.bytes, "gradients", "accumulated", at, group.layer)
+            wide = self.rewriting.born(
+                self.wider * gradient.bytes, "gradients", "accumulated", at, group.layer
+            )
             self.accumulated[gradient] = wide
             self.rewriting.dies(gradient.block, at)
 
     def _delay(self, group: Group, at: int, micro_step: range) -> None:
-        """A later micro-step's own gradients stay until their group is left; the plain step adds each at once."""
+        """A later micro-step's own gradients stay until their group is left; the plain step adds
+        each at once."""
         for block in later_gradients(self.rewriting.log, group.gradients, micro_step):
             self.rewriting.dies(block, at)
 
     def _reduce(self, group: Group, at: int) -> None:
-        """Gradients are copied into one block of the parameters' own precision, and freed; a part of it is kept."""
+        """Gradients are copied into one block of the parameters' own precision, and freed; a part
+        of it is kept."""
         rewriting, layer = self.rewriting, group.layer
         total = self.wider * sum(gradient.bytes for gradient in group.gradients)
         self._reduced = rewriting.born(total, "communication", "reduce-scatter input", at, layer)
@@ -132,7 +149,9 @@ class Ranks:
             rewriting.blocks[gradient.block].kind = "gradients"
             rewriting.dies(self.accumulated.pop(gradient, gradient.block), at)
         kept = rewriting.born(total / self.num_processes, "gradients", "reduce-scatter", at, layer)
-        if self.gloo:  # ProcessGroupGloo all-reduces a copy, which its thread may still hold at the next collective
+        # ProcessGroupGloo all-reduces a copy, which its thread may still hold at the next
+        # collective
+        if self.gloo:
             self._let_go(at)
             self._lagging = rewriting.born(total, "communication", "gloo reduce-scatter", at, layer)
         rewriting.dies(kept, max(gradient.dies for gradient in group.gradients))
@@ -157,7 +176,8 @@ class Ranks:
 
 
 def rewrite(rewriting: Rewriting, marks: Landmarks, recipe: Recipe, strategy: Strategy) -> None:
-    """Shards for states, and the collectives of every forward and backward; gradients are reduced in the last one."""
+    """Shards for states, and the collectives of every forward and backward; gradients are reduced
+    in the last one."""
     _shards(rewriting, marks, recipe, strategy)
     groups, ranks = _groups(marks, recipe, strategy), Ranks(rewriting, strategy)
     for micro_step, phase in enumerate(marks.forwards):
@@ -175,17 +195,21 @@ def _wider(strategy: Strategy) -> int:
 
 
 def _held_bytes(weight: Weight, recipe: Recipe, strategy: Strategy) -> int:
-    """Bytes of a parameter as the ranks keep it: under mixed precision trained ones in float32, others as loaded."""
+    """Bytes of a parameter as the ranks keep it: under mixed precision trained ones in float32,
+    others as loaded."""
     if strategy.mixed_precision == "no" or weight.trained:
         return weight.bytes * _wider(strategy)
     return weight.bytes // 2 * DTYPE_BYTES[recipe.model.dtype]
 
 
 def _shards(rewriting: Rewriting, marks: Landmarks, recipe: Recipe, strategy: Strategy) -> None:
-    """A parameter and its states are cut along dimension 0; rows that fill up the last part are left out."""
+    """A parameter and its states are cut along dimension 0; rows that fill up the last part are
+    left out."""
     ranks = strategy.num_processes
     for weight in marks.weights:
-        rewriting.blocks[weight.block].fixed_bytes = -(-_held_bytes(weight, recipe, strategy) // ranks)
+        rewriting.blocks[weight.block].fixed_bytes = -(
+            -_held_bytes(weight, recipe, strategy) // ranks
+        )
     for block in rewriting.blocks:
         if block.born in ("start:optimizer", "optimizer") and block.fixed_bytes > SCALAR_BYTES:
             block.fixed_bytes = -(-block.fixed_bytes * _wider(strategy) // ranks)
@@ -202,7 +226,9 @@ def _groups(marks: Landmarks, recipe: Recipe, strategy: Strategy) -> Groups:
         group.held_bytes += _held_bytes(weight, recipe, strategy)
     for gradient in marks.gradients:
         group = groups.embedding if gradient is of_embedding else groups.outer
-        (group if gradient.layer is None else groups.layers[gradient.layer]).gradients.append(gradient)
+        (group if gradient.layer is None else groups.layers[gradient.layer]).gradients.append(
+            gradient
+        )
     return groups
 
 
@@ -233,14 +259,25 @@ def _backward(ranks: Ranks, marks: Landmarks, groups: Groups, micro_step: int) -
         ranks.gather(order[order.index(group) - 1], span.start)
         ranks.leave_backward(group, span.stop, span, reduces)
     if groups.embedding.gradients:
-        ranks.unshard(groups.embedding, max((span.stop for span in backwards.values()), default=phase.start), False)
+        ranks.unshard(
+            groups.embedding,
+            max((span.stop for span in backwards.values()), default=phase.start),
+            False,
+        )
     ranks.leave_backward(groups.outer, phase.stop, phase, reduces)
     ranks.leave_backward(groups.embedding, phase.stop, phase, reduces)
     ranks.end(phase.stop)
 
 
 def _logits(rewriting: Rewriting, positions: range, last: bool) -> int:
-    """Where the output has been made, and what led to it freed; in a backward, where its last gradient has."""
+    """Where the output has been made, and what led to it freed; in a backward, where its last
+    gradient has."""
     events, blocks = rewriting.log.events, rewriting.log.blocks
-    wide = [at for at in positions if events[at].birth and blocks[events[at].block].kind == "logits"]
-    return next_birth(rewriting.log, wide[-1 if last else 0], positions.stop) if wide else positions.stop
+    wide = [
+        at for at in positions if events[at].birth and blocks[events[at].block].kind == "logits"
+    ]
+    return (
+        next_birth(rewriting.log, wide[-1 if last else 0], positions.stop)
+        if wide
+        else positions.stop
+    )

@@ -1,7 +1,7 @@
 """Which weights ZeRO's stage 3 has gathered at each moment of a step.
 
-A weight is gathered for the module that uses it, together with those of the next modules up to a bucket, and dropped
-behind it, unless it is small or used again soon.
+A weight is gathered for the module that uses it, together with those of the next modules up to a
+bucket, and dropped behind it, unless it is small or used again soon.
 Source: deepspeed 0.19.8 runtime/zero/partitioned_param_coordinator.py, partition_parameters.py.
 """
 
@@ -15,8 +15,10 @@ from launch.schema.plan import Strategy
 from training.trace.recorder import Layer
 from training.trace.rewrite_log import Landmarks, Rewriting
 
-PERSISTENT = 100_000  # elements; smaller weights stay whole (DeepSpeedZeroConfig param_persistence_threshold)
-MAX_REUSE = 1_000_000_000  # elements gone through before the next use; nearer ones are kept (max_reuse_distance)
+# elements; smaller weights stay whole (DeepSpeedZeroConfig param_persistence_threshold)
+PERSISTENT = 100_000
+# elements gone through before the next use; nearer ones are kept (max_reuse_distance)
+MAX_REUSE = 1_000_000_000
 LIVE_BUCKETS = 2  # stage3_max_live_parameters in buckets, as launch/render/deepspeed.py writes it
 
 
@@ -41,7 +43,12 @@ class Gathered:
     """The coordinator of one rank, for one micro-step."""
 
     def __init__(
-        self, rewriting: Rewriting, marks: Landmarks, strategy: Strategy, element_bytes: int, bucket: int
+        self,
+        rewriting: Rewriting,
+        marks: Landmarks,
+        strategy: Strategy,
+        element_bytes: int,
+        bucket: int,
     ) -> None:
         self.rewriting, self.weights, self.strategy = rewriting, marks.weights, strategy
         self.bucket = bucket  # elements
@@ -51,8 +58,8 @@ class Gathered:
         self.inflight: dict[int, Bundle] = {}
 
     def run(self, uses: list[Use], expected: list[Use], end: int) -> None:
-        """Go through these uses: of a forward and its backward, or of an evaluation. There the backward is `expected`
-        all the same, as the order of modules was recorded in training."""
+        """Go through these uses: of a forward and its backward, or of an evaluation. There the
+        backward is `expected` all the same, as the order of modules was recorded in training."""
         steps, uses = len(uses), [*uses, *expected]
         queue = deque(range(len(uses)))
         fetched_for: dict[int, int] = {}  # weight -> the last use that a fetch has looked at
@@ -65,7 +72,11 @@ class Gathered:
                 fetched_for[use.weight] = max(step, fetched_for.get(use.weight, -1))
             self._prefetch(uses, queue, fetched_for, use.at)
             behind = next((later.at for later in uses[step + 1 :] if later.at > use.at), end)
-            if use.weight in self.whole and fetched_for.get(use.weight, -1) <= step and not self._is_near(uses, step):
+            if (
+                use.weight in self.whole
+                and fetched_for.get(use.weight, -1) <= step
+                and not self._is_near(uses, step)
+            ):
                 self.rewriting.dies(self.whole.pop(use.weight), behind)
         self._leave(end)
 
@@ -84,7 +95,8 @@ class Gathered:
         layer = self.weights[weights[0]].layer
         block = self.rewriting.born(size, "communication", "gathered weights", at, layer)
         if self.strategy.backend == "gloo" and self.strategy.num_processes > 1:
-            self.rewriting.passes(size, "gloo all-gather", at, layer)  # ProcessGroupGloo gathers into its own tensor
+            # ProcessGroupGloo gathers into its own tensor
+            self.rewriting.passes(size, "gloo all-gather", at, layer)
         if len(weights) == 1:
             self.whole[weights[0]] = block
             return
@@ -105,7 +117,9 @@ class Gathered:
         if not bundle.weights and bundle.block is not None:
             self.rewriting.dies(bundle.block, at)
 
-    def _prefetch(self, uses: list[Use], queue: deque[int], fetched_for: dict[int, int], at: int) -> None:
+    def _prefetch(
+        self, uses: list[Use], queue: deque[int], fetched_for: dict[int, int], at: int
+    ) -> None:
         """Gather the next weights up to a bucket, as long as not too many are live."""
         live = sum(self.sizes[weight] for weight in {*self.whole, *self.inflight})
         most = min(LIVE_BUCKETS * self.bucket - live, self.bucket)
@@ -134,11 +148,16 @@ class Gathered:
         return False
 
     def _leave(self, at: int) -> None:
-        for block in {*self.whole.values(), *(one.block for one in self.inflight.values() if one.block is not None)}:
+        for block in {
+            *self.whole.values(),
+            *(one.block for one in self.inflight.values() if one.block is not None),
+        }:
             self.rewriting.dies(block, at)
 
 
-def rewrite(rewriting: Rewriting, marks: Landmarks, strategy: Strategy, element_bytes: int, bucket: int) -> None:
+def rewrite(
+    rewriting: Rewriting, marks: Landmarks, strategy: Strategy, element_bytes: int, bucket: int
+) -> None:
     """Parts for weights, small ones whole between the updates, and what each micro-step gathers."""
     ranks = strategy.num_processes
     small = 0
@@ -159,7 +178,10 @@ def rewrite(rewriting: Rewriting, marks: Landmarks, strategy: Strategy, element_
         Gathered(rewriting, marks, strategy, element_bytes, bucket).run(uses, [], backward.stop)
     phase, spans = marks.evaluation
     if phase:
-        expected = [Use(phase.stop, use.weight) for use in _backward(marks, marks.backwards[0], marks.spans[0][1])]
+        expected = [
+            Use(phase.stop, use.weight)
+            for use in _backward(marks, marks.backwards[0], marks.spans[0][1])
+        ]
         uses = list(_forward(marks, phase, spans))
         Gathered(rewriting, marks, strategy, element_bytes, bucket).run(uses, expected, phase.stop)
 
@@ -167,7 +189,10 @@ def rewrite(rewriting: Rewriting, marks: Landmarks, strategy: Strategy, element_
 def _outer(marks: Landmarks) -> tuple[list[int], list[int]]:
     """Weights outside the layers, before them and behind; a tied embedding is both."""
     outer = [index for index, weight in enumerate(marks.weights) if weight.layer is None]
-    first = next((index for index, weight in enumerate(marks.weights) if weight.layer is not None), len(marks.weights))
+    first = next(
+        (index for index, weight in enumerate(marks.weights) if weight.layer is not None),
+        len(marks.weights),
+    )
     inputs = [index for index in outer if index < first]
     return inputs, [index for index in outer if index > first] + (inputs[:1] if marks.tied else [])
 
@@ -184,7 +209,8 @@ def _forward(marks: Landmarks, phase: range, spans: dict[Layer, range]) -> Itera
 
 
 def _backward(marks: Landmarks, phase: range, spans: dict[Layer, range]) -> Iterator[Use]:
-    """The output layer, which is whole while the loss is gone through; then the others in the other order."""
+    """The output layer, which is whole while the loss is gone through; then the others in the other
+    order."""
     inputs, outputs = _outer(marks)
     loss = min((span.start for span in spans.values()), default=phase.stop)
     for place, index in enumerate(reversed(outputs)):

@@ -1,8 +1,9 @@
 """Trace a training step without weights or a device.
 
-The step is the one that train_low_mem.py runs: the same model code, LowMemTrainer and TrainingArguments, on fake
-tensors shaped as the collator shapes rows of the longest length; then an evaluation. What comes out is every allocation
-as a function of the micro-batch. A deep model is traced with four layers a stack and extended (depth.py).
+The step is the one that train_low_mem.py runs: the same model code, LowMemTrainer and
+TrainingArguments, on fake tensors shaped as the collator shapes rows of the longest length; then an
+evaluation. What comes out is every allocation as a function of the micro-batch. A deep model is
+traced with four layers a stack and extended (depth.py).
 """
 
 from __future__ import annotations
@@ -98,20 +99,32 @@ class _Batches:
             yield (
                 self._flattened(batch)
                 if self._tracer.flattens
-                else {name: torch.zeros(batch, width, dtype=torch.int64) for name, width in self._tracer.widths.items()}
+                else {
+                    name: torch.zeros(batch, width, dtype=torch.int64)
+                    for name, width in self._tracer.widths.items()
+                }
             )
 
     def _flattened(self, batch: int) -> dict[str, Any]:
         widths = self._tracer.widths
         starts, longest = torch.zeros(batch + 1, dtype=torch.int32), widths["input_ids"]
         return {
-            **{name: torch.zeros(1, batch * width, dtype=torch.int64) for name, width in widths.items()},
-            **{"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest},
+            **{
+                name: torch.zeros(1, batch * width, dtype=torch.int64)
+                for name, width in widths.items()
+            },
+            **{
+                "cu_seq_lens_q": starts,
+                "cu_seq_lens_k": starts,
+                "max_length_q": longest,
+                "max_length_k": longest,
+            },
         }
 
 
 class _Steady(TrainerCallback):
-    """Gives the optimizer its states before the step that counts; evaluates and ends training after it."""
+    """Gives the optimizer its states before the step that counts; evaluates and ends training after
+    it."""
 
     tracer: _Tracer
 
@@ -150,7 +163,11 @@ class _Steady(TrainerCallback):
 
 def stacks(network: torch.nn.Module) -> list[torch.nn.ModuleList]:
     """The lists of layers of a model, encoder first."""
-    lists = [module for module in network.modules() if isinstance(module, torch.nn.ModuleList) and len(module) > 1]
+    lists = [
+        module
+        for module in network.modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module) > 1
+    ]
     return [one for one in lists if len({type(layer) for layer in one}) == 1]
 
 
@@ -181,10 +198,11 @@ def step(
     batch: int = BATCH,
     target: Target | None = None,
 ) -> Log:
-    """The log of one optimizer step in the steady state, at micro-batch `batch` and these lengths (source, target).
+    """The log of one optimizer step in the steady state, at micro-batch `batch` and these lengths
+    (source, target).
 
-    `padded`: some row is shorter than the longest, so that masks are needed. `target`: the card that runs it; None: the
-    CPU."""
+    `padded`: some row is shorter than the longest, so that masks are needed. `target`: the card
+    that runs it; None: the CPU."""
     planned = plan.strategy
     strategy = replace(
         planned,
@@ -195,7 +213,8 @@ def step(
         num_machines=1,
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=min(planned.gradient_accumulation_steps, 2),
-        mixed_precision="bf16" if planned.mixed_precision == "fp16" else planned.mixed_precision,  # as large
+        # as large
+        mixed_precision="bf16" if planned.mixed_precision == "fp16" else planned.mixed_precision,
         dataloader_num_workers=0,
         tf32=False,
         use_liger_kernel=False,  # needs a card: traced as transformers' own modules
@@ -221,14 +240,19 @@ def step(
                 gc.enable()
     log = recorder.settle()
     if target:  # made with the first product, for good
-        log.blocks.append(Block(cublas_workspace_bytes(target.architecture), 0, "workspace", "cublas", "start", None))
+        log.blocks.append(
+            Block(
+                cublas_workspace_bytes(target.architecture), 0, "workspace", "cublas", "start", None
+            )
+        )
         log.events.insert(0, Event(len(log.blocks) - 1, True, "start", None))
     return log
 
 
 @contextmanager
 def _fakes_taken_for_real() -> Iterator[None]:
-    """transformers asks a mask whether it masks anything; of fake tensors it would not, and keep it."""
+    """transformers asks a mask whether it masks anything; of fake tensors it would not, and keep
+    it."""
     asks = import_utils.is_fake_tensor
     import_utils.is_fake_tensor = lambda tensor: False
     try:
@@ -237,8 +261,11 @@ def _fakes_taken_for_real() -> Iterator[None]:
         import_utils.is_fake_tensor = asks
 
 
-def _tracer(recorder: Recorder, recipe: Recipe, plan: Plan, strategy: Strategy, lengths: Sequence[int]) -> _Tracer:
-    """A trainer of a model without weights, which the recorder knows by its parameters and layers."""
+def _tracer(
+    recorder: Recorder, recipe: Recipe, plan: Plan, strategy: Strategy, lengths: Sequence[int]
+) -> _Tracer:
+    """A trainer of a model without weights, which the recorder knows by its parameters and
+    layers."""
     config = plan.shape.config
     with unset_fake_temporarily():
         quantization = recipe.quantized(plan.strategy.mixed_precision)
@@ -248,10 +275,13 @@ def _tracer(recorder: Recorder, recipe: Recipe, plan: Plan, strategy: Strategy, 
     if computed == "no":
         strategy = replace(strategy, mixed_precision="no")
     batch, steps = strategy.per_device_train_batch_size, strategy.gradient_accumulation_steps
-    args = arguments.of(recipe, replace(plan, strategy=strategy), batch * steps, False, {"ddp_backend": None})
+    args = arguments.of(
+        recipe, replace(plan, strategy=strategy), batch * steps, False, {"ddp_backend": None}
+    )
     args.report_to, args.save_strategy, args.output_dir = [], "no", os.curdir  # nothing is written
     materialised(network)
-    network.to = lambda *args, **kwargs: network  # it is where it belongs; a Module cannot move fake tensors
+    # it is where it belongs; a Module cannot move fake tensors
+    network.to = lambda *args, **kwargs: network
     watched = stacks(network)
     recorder.watch(watched)
     layer_of = {
@@ -284,7 +314,8 @@ def _tracer(recorder: Recorder, recipe: Recipe, plan: Plan, strategy: Strategy, 
     steady.tracer = tracer
     source, target = lengths
     tracer.flattens = strategy.attn_implementation == "flash_attention_2"
-    if tracer.flattens:  # parts of all rows together are told by the batch where each row has as many of them
+    # parts of all rows together are told by the batch where each row has as many of them
+    if tracer.flattens:
         source = target = -(-source // strategy.num_output_chunks) * strategy.num_output_chunks
     mask = "position_ids" if recipe.data.packing or tracer.flattens else "attention_mask"
     tracer.widths = {"input_ids": source, mask: source, "labels": target}
@@ -294,7 +325,12 @@ def _tracer(recorder: Recorder, recipe: Recipe, plan: Plan, strategy: Strategy, 
 
 
 def whole_step(
-    recipe: Recipe, plan: Plan, lengths: Sequence[int], padded: bool, batch: int, target: Target | None = None
+    recipe: Recipe,
+    plan: Plan,
+    lengths: Sequence[int],
+    padded: bool,
+    batch: int,
+    target: Target | None = None,
 ) -> Log:
     """As step(), in the time of a model of few layers where its layers are alike."""
     shape = plan.shape
@@ -312,7 +348,9 @@ def whole_step(
     shallow = {**config, **dict.fromkeys(keys, repeat_layers.TRACED)}
     if isinstance(config.get("layer_types"), list):
         shallow["layer_types"] = config["layer_types"][: repeat_layers.TRACED]
-    log = step(recipe, replace(plan, shape=replace(shape, config=shallow)), lengths, padded, batch, target)
+    log = step(
+        recipe, replace(plan, shape=replace(shape, config=shallow)), lengths, padded, batch, target
+    )
     try:
         for stack, key in enumerate(keys):
             log = repeat_layers.deepen(log, stack, config[key])

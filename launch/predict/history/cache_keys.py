@@ -1,4 +1,5 @@
-"""How the ledger knows a machine, a model and a recipe again: by a hash of what decides memory and speed. Pure."""
+"""How the ledger knows a machine, a model and a recipe again: by a hash of what decides memory and
+speed. Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ from launch.schema.machine import GIB, Machine
 from launch.schema.plan import ModelShape
 from launch.schema.recipe import Recipe
 
-UNTOLD = {"_name_or_path", "transformers_version"}  # keys of a config that name its origin, not the model
-# What an optimizer step does not feel. A key that is added to the recipe counts until it is listed here: being tuned
-# once more costs minutes, the result of other work costs a run.
+# keys of a config that name its origin, not the model
+UNTOLD = {"_name_or_path", "transformers_version"}
+# What an optimizer step does not feel. A key that is added to the recipe counts until it is listed
+# here: being tuned once more costs minutes, the result of other work costs a run.
 UNFELT: Mapping[str, Any] = {
     "name": True,
     "output_dir": True,
@@ -66,28 +68,38 @@ UNFELT: Mapping[str, Any] = {
 
 
 def machine_key(machine: Machine) -> str:
-    """Cards in their order, driver, host RAM a job may have, CPUs: not the name, not what is free just now.
+    """Cards in their order, driver, host RAM a job may have, CPUs: not the name, not what is free
+    just now.
 
     Sizes count in GiB: a kernel or a driver keeps some MiB for itself.
     """
     cards = [
-        [gpu.vendor, gpu.name, gpu.architecture, round(gpu.total_bytes / GIB), gpu.driver.partition(".")[0]]
+        [
+            gpu.vendor,
+            gpu.name,
+            gpu.architecture,
+            round(gpu.total_bytes / GIB),
+            gpu.driver.partition(".")[0],
+        ]
         for gpu in machine.gpus
     ]
     return _key("machine", [cards, round(machine.host_limit_bytes / GIB), machine.cpu_count])
 
 
 def model_key(shape: ModelShape) -> str:
-    """Config and number of parameters: the same model under another name or in another folder is the same."""
+    """Config and number of parameters: the same model under another name or in another folder is
+    the same."""
     config = {key: value for key, value in shape.config.items() if key not in UNTOLD}
     return _key("model", [config, shape.parameters])
 
 
 def recipe_key(recipe: Recipe) -> str:
-    """The whole recipe less what an optimizer step does not feel; of the batch only its effective size."""
+    """The whole recipe less what an optimizer step does not feel; of the batch only its effective
+    size."""
     felt = recipe.model_dump(mode="json", exclude=dict(UNFELT))
     training = recipe.training
-    batch = training.per_device_train_batch_size * training.gradient_accumulation_steps  # of a process
+    # of a process
+    batch = training.per_device_train_batch_size * training.gradient_accumulation_steps
     return _key("recipe", [felt, batch])
 
 

@@ -1,4 +1,5 @@
-"""Predicted beside measured: what past errors say about the next prediction, and the lines that people read. Pure."""
+"""Predicted beside measured: what past errors say about the next prediction, and the lines that
+people read. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ BAR = 30  # characters of the longest one
 
 @dataclass(frozen=True)
 class Figures:
-    """One side, predicted or measured, of a run: per rank on its device, host RAM of the whole job. None: not known."""
+    """One side, predicted or measured, of a run: per rank on its device, host RAM of the whole job.
+    None: not known."""
 
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
@@ -64,7 +66,8 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Margin:
-    """By which share of itself a prediction may be exceeded; below 0 where predictions were always too high."""
+    """By which share of itself a prediction may be exceeded; below 0 where predictions were always
+    too high."""
 
     fraction: float
     reason: str
@@ -78,20 +81,29 @@ class Comparison:
     exceeded: float = 0.0  # share of the device's prediction
     host_exceeded: float = 0.0  # and of the host's
     over: str = ""  # which budget the plan will exceed, if it goes on like that
-    needs: Mapping[Literal["device", "host"], int] = field(default_factory=dict)  # bytes of each that it will exceed
+    # bytes of each that it will exceed
+    needs: Mapping[Literal["device", "host"], int] = field(default_factory=dict)
 
 
 def compare(plan: Plan, measured: Mapping[str, int], host_budget_bytes: int) -> Comparison:
-    """A steady step's figures (AttemptDir.second_step_file) beside the plan's of a training step: no evaluation has
-    happened by then. The step's rows may be shorter than the longest: that it took less says nothing."""
+    """A steady step's figures (AttemptDir.second_step_file) beside the plan's of a training step:
+    no evaluation has happened by then. The step's rows may be shorter than the longest: that it
+    took less says nothing."""
     estimate, budget = plan.estimate, plan.budget_bytes
-    allocated = estimate.step_allocated_bytes or estimate.allocated_bytes  # 0: an older version's plan
+    # 0: an older version's plan
+    allocated = estimate.step_allocated_bytes or estimate.allocated_bytes
     reserved = estimate.step_reserved_bytes or estimate.reserved_bytes
     of_step = estimate.device_bytes - estimate.reserved_bytes + reserved
     pairs = [
         ("reserved", reserved, measured["reserved_bytes"], of_step, budget),
         ("allocated", allocated, measured["allocated_bytes"], of_step, budget),
-        ("host RAM", estimate.host_bytes, measured["host_pss_bytes"], estimate.host_bytes, host_budget_bytes),
+        (
+            "host RAM",
+            estimate.host_bytes,
+            measured["host_pss_bytes"],
+            estimate.host_bytes,
+            host_budget_bytes,
+        ),
     ]
     lines, over = [], ""
     needs: dict[Literal["device", "host"], int] = {}
@@ -100,27 +112,41 @@ def compare(plan: Plan, measured: Mapping[str, int], host_budget_bytes: int) -> 
         if not predicted or not found or estimate.peak is None or found <= predicted * (1 + UNDER):
             continue
         shares[name] = found / predicted - 1
-        lines.append(f"step 2: {name} {found / GIB:.2f} GiB, predicted {predicted / GIB:.2f} ({shares[name]:+.1%})")
+        lines.append(
+            f"step 2: {name} {found / GIB:.2f} GiB, predicted {predicted / GIB:.2f}"
+            f" ({shares[name]:+.1%})"
+        )
         if whole * (1 + shares[name]) > limit:
             over = f"{lines[-1]}; going on would exceed the budget of {limit / GIB:.2f} GiB"
             of: Literal["device", "host"] = "host" if name == "host RAM" else "device"
             needs[of] = max(needs.get(of, 0), int(whole * (1 + shares[name])))
-    return Comparison(tuple(lines), max(shares["reserved"], shares["allocated"]), shares["host RAM"], over, needs)
+    return Comparison(
+        tuple(lines), max(shares["reserved"], shares["allocated"]), shares["host RAM"], over, needs
+    )
 
 
-def margin(here: Sequence[float], everywhere: Sequence[float], device: Device, prior: float, level: float) -> Margin:
-    """What to allow for above a prediction: from residuals of this machine, else of this kind of device, else `prior`.
+def margin(
+    here: Sequence[float], everywhere: Sequence[float], device: Device, prior: float, level: float
+) -> Margin:
+    """What to allow for above a prediction: from residuals of this machine, else of this kind of
+    device, else `prior`.
 
-    The bound is split-conformal: the next residual, if it is like these, stays below it with probability `level`.
-    Source: Lei et al., Distribution-Free Predictive Inference for Regression, JASA 2018, section 2.2; Angelopoulos and
-    Bates, arXiv:2107.07511, section 1.
+    The bound is split-conformal: the next residual, if it is like these, stays below it with
+    probability `level`. Source: Lei et al., Distribution-Free Predictive Inference for Regression,
+    JASA 2018, section 2.2; Angelopoulos and Bates, arXiv:2107.07511, section 1.
     """
-    for residuals, where in ((here, "this machine"), (everywhere, f"every {device} machine in the ledger")):
+    for residuals, where in (
+        (here, "this machine"),
+        (everywhere, f"every {device} machine in the ledger"),
+    ):
         bound = conformal_bound(residuals, level)
         if bound is not None:
             return Margin(bound, f"{level:.0%} bound of {len(residuals)} runs on {where}")
     needed = math.ceil(round(level / (1 - level), 9))
-    return Margin(prior, f"assumed: {len(everywhere)} run(s) measured so far, a {level:.0%} bound needs {needed}")
+    return Margin(
+        prior,
+        f"assumed: {len(everywhere)} run(s) measured so far, a {level:.0%} bound needs {needed}",
+    )
 
 
 def conformal_bound(residuals: Sequence[float], level: float) -> float | None:
@@ -136,9 +162,10 @@ def lines(quantity: Quantity, device: Device, runs: Sequence[tuple[str, float]])
     sizes = sorted(map(abs, residuals))
     p95 = sizes[math.ceil(0.95 * len(sizes)) - 1]
     yield (
-        f"{WORDS[quantity]} on {device}: {len(runs)} run(s), error median {statistics.median(sizes):.1%},"
-        f" p95 {p95:.1%}, max {sizes[-1]:.1%}, bias {statistics.fmean(residuals):+.1%};"
-        f" {sum(residual > UNDER for residual in residuals)} under-predicted by more than {UNDER:.0%}"
+        f"{WORDS[quantity]} on {device}: {len(runs)} run(s), error median"
+        f" {statistics.median(sizes):.1%}, p95 {p95:.1%}, max {sizes[-1]:.1%}, bias"
+        f" {statistics.fmean(residuals):+.1%}; {sum(residual > UNDER for residual in residuals)}"
+        f" under-predicted by more than {UNDER:.0%}"
     )
     yield from _histogram(residuals)
     worst = sorted(runs, key=lambda run: -abs(run[1]))[:5]
@@ -147,7 +174,11 @@ def lines(quantity: Quantity, device: Device, runs: Sequence[tuple[str, float]])
 
 def _histogram(residuals: Sequence[float]) -> Iterator[str]:
     ends = [f"{edge:+.0%}" for edge in EDGES]
-    names = [f"below {ends[0]}", *(f"{low} to {high}" for low, high in pairwise(ends)), f"above {ends[-1]}"]
+    names = [
+        f"below {ends[0]}",
+        *(f"{low} to {high}" for low, high in pairwise(ends)),
+        f"above {ends[-1]}",
+    ]
     counts = Counter(bisect_right(EDGES, residual) for residual in residuals)
     for index, name in enumerate(names):
         bar = "#" * math.ceil(BAR * counts[index] / max(counts.values()))

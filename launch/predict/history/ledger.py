@@ -1,4 +1,5 @@
-"""What this house has learnt: runs as predicted beside as measured, short trials, the results of tuning.
+"""What this house has learnt: runs as predicted beside as measured, short trials, the results of
+tuning.
 
 One SQLite file that launchers write, never ranks. What goes wrong with it is said and stops no run.
 """
@@ -27,21 +28,25 @@ LEVEL = 0.95  # of a margin: the share of runs that stay below it
 NEWEST = 500  # residuals that a margin looks at: predictions get better, old errors say less
 BUSY_S = 5.0  # waits for another launcher; a write takes milliseconds
 
-# The journal is SQLite's default, the rollback journal: WAL needs memory that processes share, which a house on a
-# network file system does not have. Source: https://sqlite.org/wal.html
+# The journal is SQLite's default, the rollback journal: WAL needs memory that processes share,
+# which a house on a network file system does not have. Source: https://sqlite.org/wal.html
 APPLICATION_ID = 0x6C6F776D  # "lowm": no other program's database is taken for a ledger
 SCHEMA_VERSION = 1  # raise when a table changes
 STRICT = " STRICT" if sqlite3.sqlite_version_info >= (3, 37) else ""
-KEYS = "time REAL NOT NULL, machine_key TEXT NOT NULL, model_key TEXT NOT NULL, recipe_key TEXT NOT NULL"
+KEYS = (
+    "time REAL NOT NULL, machine_key TEXT NOT NULL, model_key TEXT NOT NULL, recipe_key TEXT NOT"
+    " NULL"
+)
 FIGURES = ", ".join(
     f"{side}_{quantity} {'REAL' if quantity.endswith('_s') else 'INTEGER'}"
     for quantity in get_args(Quantity)
     for side in ("predicted", "measured")
 )
 SCHEMA = (
-    f"""CREATE TABLE measurements ({KEYS}, run_id TEXT NOT NULL, device TEXT NOT NULL, device_name TEXT NOT NULL,
-    mode TEXT NOT NULL, num_processes INTEGER NOT NULL, per_device_train_batch_size INTEGER NOT NULL,
-    gradient_accumulation_steps INTEGER NOT NULL, max_length INTEGER NOT NULL, mixed_precision TEXT NOT NULL,
+    f"""CREATE TABLE measurements ({KEYS}, run_id TEXT NOT NULL, device TEXT NOT NULL,
+    device_name TEXT NOT NULL, mode TEXT NOT NULL, num_processes INTEGER NOT NULL,
+    per_device_train_batch_size INTEGER NOT NULL, gradient_accumulation_steps INTEGER NOT NULL,
+    max_length INTEGER NOT NULL, mixed_precision TEXT NOT NULL,
     gradient_checkpointing INTEGER NOT NULL, versions TEXT NOT NULL, {FIGURES}){STRICT}""",
     f"""CREATE TABLE trials ({KEYS}, strategy TEXT NOT NULL, ended TEXT NOT NULL,
     peak_bytes INTEGER, step_s REAL){STRICT}""",
@@ -95,7 +100,8 @@ class _Newer(Exception):
 
 @dataclass(frozen=True)
 class Ledger:
-    """The file, and who hears what goes wrong with it. Each call opens it anew: nothing is held while a run lasts."""
+    """The file, and who hears what goes wrong with it. Each call opens it anew: nothing is held
+    while a run lasts."""
 
     path: Path
     say: Callable[[str], None]
@@ -112,7 +118,9 @@ class Ledger:
         self._write("tuned", tuned)
 
     def recall(self, machine_key: str, model_key: str, recipe_key: str) -> Tuned | None:
-        found = self._read(Tuned, f"SELECT * FROM tuned {OF_KEYS}", machine_key, model_key, recipe_key)
+        found = self._read(
+            Tuned, f"SELECT * FROM tuned {OF_KEYS}", machine_key, model_key, recipe_key
+        )
         return found[0] if found else None
 
     def trials(self, machine_key: str, model_key: str, recipe_key: str) -> list[Trial]:
@@ -124,38 +132,68 @@ class Ledger:
         """Drop the remembered result and the trials behind it; False: there were none."""
         statements = [f"DELETE FROM {table} {OF_KEYS}" for table in ("tuned", "trials")]
         keys = (machine_key, model_key, recipe_key)
-        return self._use(lambda db: sum(db.execute(one, keys).rowcount for one in statements), 0, writes=True) > 0
+        return (
+            self._use(
+                lambda db: sum(db.execute(one, keys).rowcount for one in statements), 0, writes=True
+            )
+            > 0
+        )
 
-    def residuals(self, quantity: Quantity, device: Device, machine_key: str | None = None) -> list[float]:
-        """measured / predicted - 1 of the runs that have both, newest first; without a key, of every machine."""
-        only = "device = ? AND machine_key = coalesce(?, machine_key) ORDER BY time DESC, rowid DESC LIMIT ?"
+    def residuals(
+        self, quantity: Quantity, device: Device, machine_key: str | None = None
+    ) -> list[float]:
+        """measured / predicted - 1 of the runs that have both, newest first; without a key, of
+        every machine."""
+        only = (
+            "device = ? AND machine_key = coalesce(?, machine_key) ORDER BY time DESC, rowid DESC"
+            " LIMIT ?"
+        )
         query, values = f"{_residuals(quantity)} AND {only}", (device, machine_key, NEWEST)
         rows = self._use(lambda db: db.execute(query, values).fetchall(), [])
         return [row["residual"] for row in rows]
 
     def margin(
-        self, quantity: Quantity, device: Device, machine_key: str, prior: float, level: float = LEVEL
+        self,
+        quantity: Quantity,
+        device: Device,
+        machine_key: str,
+        prior: float,
+        level: float = LEVEL,
     ) -> Margin:
-        """What to allow for above a prediction (calibration.margin); `prior` while there are too few runs."""
-        here, everywhere = self.residuals(quantity, device, machine_key), self.residuals(quantity, device)
+        """What to allow for above a prediction (calibration.margin); `prior` while there are too
+        few runs."""
+        here, everywhere = (
+            self.residuals(quantity, device, machine_key),
+            self.residuals(quantity, device),
+        )
         return calibration.margin(here, everywhere, device, prior, level)
 
     def calibration_lines(self) -> list[str]:
         """What all runs so far say about the predictions, for people."""
-        rows = self._use(lambda db: {q: db.execute(_residuals(q)).fetchall() for q in calibration.WORDS}, {})
+        rows = self._use(
+            lambda db: {q: db.execute(_residuals(q)).fetchall() for q in calibration.WORDS}, {}
+        )
         lines = []
         for quantity, device in product(calibration.WORDS, get_args(Device)):
-            runs = [(row["run_id"], row["residual"]) for row in rows.get(quantity, ()) if row["device"] == device]
+            runs = [
+                (row["run_id"], row["residual"])
+                for row in rows.get(quantity, ())
+                if row["device"] == device
+            ]
             lines += calibration.lines(quantity, device, runs) if runs else ()
         return lines or ["calibration: nothing to compare yet; each run that ends adds its figures"]
 
-    # ---- the file ----------------------------------------------------------------------------------------------------
+    # ---- the file
+    # ---------------------------------------------------------------------------
 
     def _write(self, table: str, noun: Measurement | Trial | Tuned) -> None:
         row = asdict(noun)
         for side in ("predicted", "measured"):
             row |= {f"{side}_{quantity}": value for quantity, value in row.pop(side, {}).items()}
-        row = {key: json.dumps(value) if isinstance(value, dict) else value for key, value in row.items()}
+        row = {
+            key: json.dumps(value) if isinstance(value, dict) else value
+            for key, value in row.items()
+        }
         statement = f"REPLACE INTO {table} ({', '.join(row)}) VALUES (:{', :'.join(row)})"
         self._use(lambda db: db.execute(statement, row).rowcount, 0, writes=True)
 
@@ -163,15 +201,21 @@ class Ledger:
         adapter, found, errors = TypeAdapter(noun), [], []
         for row in self._use(lambda db: db.execute(query, keys).fetchall(), []):
             try:
-                found.append(adapter.validate_python({**row, "strategy": json.loads(row["strategy"])}))
+                found.append(
+                    adapter.validate_python({**row, "strategy": json.loads(row["strategy"])})
+                )
             except ValueError as error:
                 errors.append(" ".join(str(error).split())[:200])
         if errors:
-            self.say(f"ledger: {self.path}: {len(errors)} row(s) not of this version are passed over: {errors[0]}")
+            self.say(
+                f"ledger: {self.path}: {len(errors)} row(s) not of this version are passed over:"
+                f" {errors[0]}"
+            )
         return found
 
     def _use(self, work: Work[Answer], otherwise: Answer, writes: bool = False) -> Answer:
-        """The work's answer; `otherwise`, and a line that says why, where the file cannot be used."""
+        """The work's answer; `otherwise`, and a line that says why, where the file cannot be
+        used."""
         try:
             try:
                 inode = self.path.stat().st_ino
@@ -194,11 +238,13 @@ class Ledger:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         elif not self.path.exists():
             return otherwise
-        # rw for readers too: what a killed launcher left half-written is rolled back before anybody reads it
+        # rw for readers too: what a killed launcher left half-written is rolled back before anybody
+        # reads it
         uri = f"{self.path.absolute().as_uri()}?mode={'rwc' if writes else 'rw'}"
         with closing(sqlite3.connect(uri, self.busy_s, isolation_level=None, uri=True)) as db:
             db.row_factory = sqlite3.Row
-            db.execute("BEGIN IMMEDIATE" if writes else "BEGIN")  # of two that read before they write, one would fail
+            # of two that read before they write, one would fail
+            db.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
             if not _is_ledger(db):
                 if not writes:
                     return otherwise
@@ -209,13 +255,16 @@ class Ledger:
             return answer
 
     def _set_aside(self, inode: int, why: str) -> None:
-        """Rename the file that has this inode, unless another launcher did: the fresh one in its place must stay."""
+        """Rename the file that has this inode, unless another launcher did: the fresh one in its
+        place must stay."""
         try:
             with self.path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)  # whoever renames this file holds it
                 if self.path.stat().st_ino != inode:
                     return
-                aside = self.path.with_name(f"{self.path.name}.aside-{time.strftime('%Y%m%d-%H%M%S')}-{inode}")
+                aside = self.path.with_name(
+                    f"{self.path.name}.aside-{time.strftime('%Y%m%d-%H%M%S')}-{inode}"
+                )
                 self.path.rename(aside)
         except FileNotFoundError:  # the other launcher says it
             return
@@ -224,18 +273,26 @@ class Ledger:
 
 def _is_ledger(db: sqlite3.Connection) -> bool:
     """False: it is empty. Raises _Unfit and _Newer."""
-    owner, version = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
+    owner, version = (
+        db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
+    )
     if (owner, version) == (APPLICATION_ID, SCHEMA_VERSION):
         return True
     if owner == APPLICATION_ID and version > SCHEMA_VERSION:
-        raise _Newer(f"a newer version wrote it (schema {version}, here {SCHEMA_VERSION}) and it is left as it is")
+        raise _Newer(
+            f"a newer version wrote it (schema {version}, here {SCHEMA_VERSION}) and it is left as"
+            " it is"
+        )
     if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-        raise _Unfit(f"no ledger of schema {SCHEMA_VERSION}, but application_id {owner:#x}, schema {version}")
+        raise _Unfit(
+            f"no ledger of schema {SCHEMA_VERSION}, but application_id {owner:#x}, schema {version}"
+        )
     return False
 
 
 def _is_damage(error: Exception) -> bool:
-    if 'near "STRICT"' in str(error):  # an SQLite older than 3.37 says so of a newer one's sound tables
+    # an SQLite older than 3.37 says so of a newer one's sound tables
+    if 'near "STRICT"' in str(error):
         return False
     primary = getattr(error, "sqlite_errorcode", 0) & 0xFF
     return isinstance(error, _Unfit) or primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -244,6 +301,6 @@ def _is_damage(error: Exception) -> bool:
 def _residuals(quantity: Quantity) -> str:
     """The query; a prediction of 0 has no residual."""
     return (
-        f"SELECT measured_{quantity} * 1.0 / predicted_{quantity} - 1 AS residual, run_id, device FROM measurements"
-        f" WHERE predicted_{quantity} > 0 AND measured_{quantity} IS NOT NULL"
+        f"SELECT measured_{quantity} * 1.0 / predicted_{quantity} - 1 AS residual, run_id, device"
+        f" FROM measurements WHERE predicted_{quantity} > 0 AND measured_{quantity} IS NOT NULL"
     )

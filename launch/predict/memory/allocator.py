@@ -1,9 +1,11 @@
-"""A replay of PyTorch's caching allocator: what a log of allocations and frees makes it reserve, and where it fails.
+"""A replay of PyTorch's caching allocator: what a log of allocations and frees makes it reserve,
+and where it fails.
 
-Follows DeviceCachingAllocator in c10/cuda/CUDACachingAllocator.cpp of torch 2.11 to 2.13, native backend, one stream;
-"Source" names its functions. Compared byte for byte with the compiled allocator of torch 2.11.0 over a CUDA driver that
-only counts, on random logs under every setting; not compared with a GPU. Left out: several streams, graph captures and
-private pools. Assumed: the driver places a new segment above the older ones and refuses only when memory is used up.
+Follows DeviceCachingAllocator in c10/cuda/CUDACachingAllocator.cpp of torch 2.11 to 2.13, native
+backend, one stream; "Source" names its functions. Compared byte for byte with the compiled
+allocator of torch 2.11.0 over a CUDA driver that only counts, on random logs under every setting;
+not compared with a GPU. Left out: several streams, graph captures and private pools. Assumed: the
+driver places a new segment above the older ones and refuses only when memory is used up.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ UNLIMITED_BYTES = 1 << 56
 
 @dataclass(frozen=True)
 class Replay:
-    """What a log did to the allocator; peaks as torch.cuda.max_memory_allocated and max_memory_reserved count them.
+    """What a log did to the allocator; peaks as torch.cuda.max_memory_allocated and
+    max_memory_reserved count them.
 
     With one stream what is active is what is allocated. A log ends at the request that failed.
     """
@@ -53,10 +56,12 @@ def replay(
     capacity_bytes: int | None = None,
     device_bytes: int | None = None,
 ) -> Replay:
-    """What the allocator reserves for a log, and the request that fails where the driver has only capacity_bytes.
+    """What the allocator reserves for a log, and the request that fails where the driver has only
+    capacity_bytes.
 
-    device_bytes is the memory of the whole device, of which per_process_memory_fraction is a share and which bounds the
-    addresses of an expandable segment; capacity_bytes unless given. Requests of no bytes take nothing.
+    device_bytes is the memory of the whole device, of which per_process_memory_fraction is a share
+    and which bounds the addresses of an expandable segment; capacity_bytes unless given. Requests
+    of no bytes take nothing.
     """
     allocator = CachingAllocator(config, capacity_bytes, device_bytes)
     live: dict[int, Block] = {}
@@ -75,15 +80,19 @@ def replay(
 
 
 def smallest_capacity(events: Sequence[Event], config: AllocatorConfig = TORCH_DEFAULTS) -> int:
-    """Bytes the driver must have for the log to pass, retries allowed, whatever fraction of them a process may use.
+    """Bytes the driver must have for the log to pass, retries allowed, whatever fraction of them a
+    process may use.
 
-    By bisection: with these bytes the log passes, with one step less (2 MiB, or 1 under an odd large_segment_size_mb)
-    it does not. Best fit may let it pass with still fewer all the same, by chance.
+    By bisection: with these bytes the log passes, with one step less (2 MiB, or 1 under an odd
+    large_segment_size_mb) it does not. Best fit may let it pass with still fewer all the same, by
+    chance.
     """
     config = replace(config, per_process_memory_fraction=1.0)
-    step_bytes = gcd(ROUND_LARGE_BYTES, config.large_segment_bytes)  # segments and pages are multiples of it
+    # segments and pages are multiples of it
+    step_bytes = gcd(ROUND_LARGE_BYTES, config.large_segment_bytes)
     fails, passes = 0, replay(events, config).peak_reserved_bytes // step_bytes
-    while replay(events, config, passes * step_bytes).out_of_memory:  # an expandable segment has fewer addresses now
+    # an expandable segment has fewer addresses now
+    while replay(events, config, passes * step_bytes).out_of_memory:
         fails, passes = passes, passes + passes // 8 + 1
     while passes - fails > 1:
         middle = (fails + passes) // 2
@@ -97,7 +106,16 @@ def smallest_capacity(events: Sequence[Event], config: AllocatorConfig = TORCH_D
 class Block:
     """A range of a segment: live, free, or addresses without memory in an expandable one."""
 
-    __slots__ = ("address", "allocated", "inserted_at", "mapped", "next", "pool", "previous", "size_bytes")
+    __slots__ = (
+        "address",
+        "allocated",
+        "inserted_at",
+        "mapped",
+        "next",
+        "pool",
+        "previous",
+        "size_bytes",
+    )
 
     def __init__(self, pool: Pool, address: int, size_bytes: int, mapped: bool = True) -> None:
         self.pool = pool
@@ -182,26 +200,39 @@ class CachingAllocator:
     """DeviceCachingAllocator: two pools of blocks over a driver that has capacity_bytes."""
 
     def __init__(
-        self, config: AllocatorConfig, capacity_bytes: int | None = None, device_bytes: int | None = None
+        self,
+        config: AllocatorConfig,
+        capacity_bytes: int | None = None,
+        device_bytes: int | None = None,
     ) -> None:
         self.config = config
         self.capacity_bytes = UNLIMITED_BYTES if capacity_bytes is None else capacity_bytes
         self.device_bytes = self.capacity_bytes if device_bytes is None else device_bytes
         share = config.per_process_memory_fraction
-        self.allowed_bytes = int(share * self.device_bytes) if share < 1.0 else None  # setMemoryFraction
+        # setMemoryFraction
+        self.allowed_bytes = int(share * self.device_bytes) if share < 1.0 else None
         self.collects = self.allowed_bytes is not None and config.garbage_collection_threshold > 0.0
         self.max_split_bytes = config.max_split_size_bytes or UNLIMITED_BYTES
         self.rounds = any(count > 1 for count in config.roundup_power2_divisions)
         self.small = Pool(True, SMALL_SEGMENT_BYTES)
         self.large = Pool(False, config.large_segment_bytes)
-        self.allocated_bytes = self.reserved_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
+        self.allocated_bytes = self.reserved_bytes = self.peak_allocated_bytes = (
+            self.peak_reserved_bytes
+        ) = 0
         self.retries = 0
 
     def report(self, failed_event: int | None = None, failed_bytes: int | None = None) -> Replay:
-        return Replay(self.peak_allocated_bytes, self.peak_reserved_bytes, self.retries, failed_event, failed_bytes)
+        return Replay(
+            self.peak_allocated_bytes,
+            self.peak_reserved_bytes,
+            self.retries,
+            failed_event,
+            failed_bytes,
+        )
 
     def allocate(self, requested_bytes: int) -> Block | None:
-        """A block for a request of at least one byte, or None where torch raises OutOfMemoryError. Source: malloc."""
+        """A block for a request of at least one byte, or None where torch raises OutOfMemoryError.
+        Source: malloc."""
         size_bytes = self.rounded(requested_bytes)
         pool = self.small if size_bytes <= SMALL_BYTES else self.large
         block = self._take_free(pool, size_bytes) or self._take_new(pool, size_bytes)
@@ -258,7 +289,8 @@ class CachingAllocator:
         if index == len(keys):
             return None
         block = pool.blocks[keys[index]]
-        if self.config.expandable_segments:  # a block before unmapped addresses counts as large as it can become
+        # a block before unmapped addresses counts as large as it can become
+        if self.config.expandable_segments:
             while index + 1 < len(keys):
                 larger = pool.blocks[keys[index + 1]]
                 if _expandable_bytes(larger) >= _expandable_bytes(block):
@@ -273,7 +305,8 @@ class CachingAllocator:
         return block
 
     def _take_new(self, pool: Pool, size_bytes: int) -> Block | None:
-        """Memory from the driver; where it has too little, cached segments go back to it first. Source: malloc."""
+        """Memory from the driver; where it has too little, cached segments go back to it first.
+        Source: malloc."""
         if self.collects:
             self._collect_garbage()
         block = self._ask_driver(pool, size_bytes)
@@ -288,7 +321,10 @@ class CachingAllocator:
     def _ask_driver(self, pool: Pool, size_bytes: int) -> Block | None:
         """Source: alloc_block."""
         segment_bytes = self.segment_bytes(size_bytes)
-        if self.allowed_bytes is not None and self.reserved_bytes + segment_bytes > self.allowed_bytes:
+        if (
+            self.allowed_bytes is not None
+            and self.reserved_bytes + segment_bytes > self.allowed_bytes
+        ):
             return None
         if self.config.expandable_segments:
             return self._expand(pool, size_bytes)
@@ -305,7 +341,8 @@ class CachingAllocator:
         return True
 
     def _collect_garbage(self) -> None:
-        """Gives back the large segments that were free the longest. Source: garbage_collect_cached_blocks."""
+        """Gives back the large segments that were free the longest. Source:
+        garbage_collect_cached_blocks."""
         assert self.allowed_bytes is not None
         threshold_bytes = int(self.config.garbage_collection_threshold * self.allowed_bytes)
         target_bytes, pool = self.reserved_bytes - threshold_bytes, self.large
@@ -321,7 +358,8 @@ class CachingAllocator:
                 self._release(block)
 
     def _release_oversize(self, pool: Pool, size_bytes: int) -> bool:
-        """Gives back unsplittable blocks, one that is large enough or the largest. Source: release_available..."""
+        """Gives back unsplittable blocks, one that is large enough or the largest. Source:
+        release_available..."""
         if self.config.max_split_size_bytes is None:
             return False
         wanted_bytes = max(size_bytes, self.max_split_bytes)
@@ -339,7 +377,8 @@ class CachingAllocator:
         return released_bytes >= wanted_bytes
 
     def empty_cache(self) -> None:
-        """Gives every segment that nothing lives in back to the driver. Source: release_cached_blocks."""
+        """Gives every segment that nothing lives in back to the driver. Source:
+        release_cached_blocks."""
         self._release_cached(self.large)
         self._release_cached(self.small)
 
@@ -356,7 +395,8 @@ class CachingAllocator:
         self.reserved_bytes -= block.size_bytes
 
     def _expand(self, pool: Pool, size_bytes: int) -> Block | None:
-        """The lowest free range that can be made large enough. Source: try_allocate_expandable_block."""
+        """The lowest free range that can be made large enough. Source:
+        try_allocate_expandable_block."""
         block = self._expandable_block(pool, size_bytes)
         if not block.mapped and not self._map(block, min(block.size_bytes, size_bytes)):
             return None
@@ -376,7 +416,8 @@ class CachingAllocator:
                 block = block.previous
             if _free_bytes_from(block) >= size_bytes:
                 return block
-        pages = -(-(self.device_bytes + self.device_bytes // 8) // pool.page_bytes)  # ExpandableSegment
+        # ExpandableSegment
+        pages = -(-(self.device_bytes + self.device_bytes // 8) // pool.page_bytes)
         segment_bytes = max(pages, 1) * pool.page_bytes
         block = Block(pool, pool.addresses(segment_bytes), segment_bytes, mapped=False)
         pool.insert_unmapped(block)
@@ -391,7 +432,9 @@ class CachingAllocator:
         pool.remove_unmapped(block)
         block.mapped = True
         if mapped_bytes < block.size_bytes:
-            rest = Block(pool, block.address + mapped_bytes, block.size_bytes - mapped_bytes, mapped=False)
+            rest = Block(
+                pool, block.address + mapped_bytes, block.size_bytes - mapped_bytes, mapped=False
+            )
             rest.link(block, block.next)
             pool.insert_unmapped(rest)
             block.size_bytes = mapped_bytes
@@ -424,7 +467,9 @@ class CachingAllocator:
 
 def _expandable_bytes(block: Block) -> int:
     following = block.next
-    return block.size_bytes + (following.size_bytes if following is not None and not following.mapped else 0)
+    return block.size_bytes + (
+        following.size_bytes if following is not None and not following.mapped else 0
+    )
 
 
 def _free_bytes_from(block: Block | None) -> int:

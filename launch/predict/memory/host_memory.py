@@ -1,7 +1,9 @@
-"""Host RAM of a whole job on one machine, by cause and phase: launcher, agent, ranks, data workers. Pure.
+"""Host RAM of a whole job on one machine, by cause and phase: launcher, agent, ranks, data workers.
+Pure.
 
-What is summed is PSS, as rundir.job_pss_bytes reads it: a page of a mapped file counts once, however many map it.
-"Model" is what the device's allocator has handed out; what glibc keeps of freed blocks is a line of its own.
+What is summed is PSS, as rundir.job_pss_bytes reads it: a page of a mapped file counts once,
+however many map it. "Model" is what the device's allocator has handed out; what glibc keeps of
+freed blocks is a line of its own.
 """
 
 from __future__ import annotations
@@ -23,19 +25,23 @@ PEFT_BYTES = 11 * MIB  # its import
 STARTED_MAPPED_BYTES = 12 * MIB  # code pages that the run touches and the imports have not
 GROUP_BYTES = 5 * MIB  # Gloo's process group and its buffers, DDP's or DeepSpeed's own objects
 WORKER_BYTES = 16 * MIB  # pages that a forked data worker writes to
-DEEPSPEED_BYTES = 20 * MIB  # its import: in each rank, and in accelerate launch, which reads its configuration
+# its import: in each rank, and in accelerate launch, which reads its configuration
+DEEPSPEED_BYTES = 20 * MIB
 DEEPSPEED_ENGINE_BYTES = 20 * MIB  # objects of a rank's engine that are no tensors
 LAUNCHED_BYTES = 7 * MIB  # recipe, plan and screen
 
-STREAM_BYTES_A_TOKEN = 2  # as a corpus is stored: plain text has 3 to 5, packed parquet a third of that
+# as a corpus is stored: plain text has 3 to 5, packed parquet a third of that
+STREAM_BYTES_A_TOKEN = 2
 SAMPLE_MAPPED_BYTES = 64 << 10  # a page fault maps up to 16 pages around it (fault_around_bytes)
 TOKEN_BYTES = 8  # of a row in the cache: an input id and a label, int32 each
 ORDER_BYTES = 8  # of a row in a rank: the sample numbers and their permutation, int32 each
-LENGTHS_BYTES = 16  # of a row while rows are grouped: source and target, int32 each, as columns and as one table
+# of a row while rows are grouped: source and target, int32 each, as columns and as one table
+LENGTHS_BYTES = 16
 PREPARE_SAMPLES = 1000  # tokenised at once (training/data/encode.py)
 PREPARE_TOKEN_BYTES = 200  # of a token there, as text, encoding and Python lists
 PACKING_BYTES = 96 * MIB  # a window of rows and the sequences made of it (training/data/packing.py)
-BROADCAST_BYTES = 250 * MIB  # DDP sends weights in buckets of this size, two at a time (torch reducer.cpp)
+# DDP sends weights in buckets of this size, two at a time (torch reducer.cpp)
+BROADCAST_BYTES = 250 * MIB
 
 
 @dataclass(frozen=True)
@@ -49,10 +55,12 @@ class Job:
     step_bytes: int  # highest count of the device's allocator in a step
     evaluation_bytes: int  # the same, in an evaluation
     embedding_bytes: int  # of the input embedding in the weights' type
-    untouched_bytes: int = 0  # of the allocator's: never written, never in RAM (DeepSpeed's bucket above the gradients)
+    # of the allocator's: never written, never in RAM (DeepSpeed's bucket above the gradients)
+    untouched_bytes: int = 0
     reduced_bytes: int = 0  # of gradients at once, by DeepSpeed
     holes_bytes: int = 0  # what malloc keeps of a step's freed blocks (malloc.py)
-    converts: bool = False  # a local folder stores its weights in another type than they are loaded in
+    # a local folder stores its weights in another type than they are loaded in
+    converts: bool = False
     rows: int | None = None  # of the training file; None: not counted
     cache_bytes: int | None = None  # of the tokenised rows; None: not there yet
 
@@ -68,18 +76,24 @@ class Job:
 
     @property
     def untied_bytes(self) -> int:
-        """The output embedding, which exists for a moment before it is tied to the input's; not in a stored model."""
-        is_tied = self.shape.config.get("tie_word_embeddings", self.shape.config["model_type"] in ("gpt2", "t5"))
+        """The output embedding, which exists for a moment before it is tied to the input's; not in
+        a stored model."""
+        is_tied = self.shape.config.get(
+            "tie_word_embeddings", self.shape.config["model_type"] in ("gpt2", "t5")
+        )
         return self.embedding_bytes if is_tied and self.recipe.model.path is None else 0
 
     @property
     def mapped_weights_bytes(self) -> int:
-        """Frozen weights of a local folder: pages of its files, which all ranks share. Quantised, they are a rank's."""
+        """Frozen weights of a local folder: pages of its files, which all ranks share. Quantised,
+        they are a rank's."""
         if self.recipe.model.path is None or self.recipe.quantization is not None:
             return 0
         if self.strategy.device == "cuda" or self.strategy.engine == "deepspeed":
             return 0
-        frozen = self.shape.parameters - (self.shape.trainable_parameters - self.shape.lora_parameters)
+        frozen = self.shape.parameters - (
+            self.shape.trainable_parameters - self.shape.lora_parameters
+        )
         return frozen * DTYPE_BYTES[self.recipe.model.dtype]
 
 
@@ -103,11 +117,14 @@ class HostEstimate:
 
 
 def estimate(job: Job, imports: Imports) -> HostEstimate:
-    """The phases of a run in their order. On GPUs the model is on the host only while it is built and saved."""
+    """The phases of a run in their order. On GPUs the model is on the host only while it is built
+    and saved."""
     on_gpu = job.strategy.device == "cuda"
     running = {**_processes(job, imports), **_data(job), **_offloaded(job)}
     if job.recipe.data.streaming:
-        running["tokenising"] = shards.STREAM_PROCESSES * _tokenising_bytes(job.recipe.data, imports)
+        running["tokenising"] = shards.STREAM_PROCESSES * _tokenising_bytes(
+            job.recipe.data, imports
+        )
         block_bytes = 4 * job.recipe.data.stream_unit_bytes
         running["rows read"] = block_bytes // STREAM_BYTES_A_TOKEN * TOKEN_BYTES
     held = job.states.weights_bytes + job.states.optimizer_bytes
@@ -119,13 +136,19 @@ def estimate(job: Job, imports: Imports) -> HostEstimate:
         "prepare": _preparing(job, imports),
         "load": {**_processes(job, imports), **_loading(job)},
         "train": {**running, **({} if on_gpu else _on_host(job, job.step_bytes))},
-        "evaluation": {**running, **({} if on_gpu else _on_host(job, max(job.evaluation_bytes, held)))},
+        "evaluation": {
+            **running,
+            **({} if on_gpu else _on_host(job, max(job.evaluation_bytes, held))),
+        },
         "save": {**running, **({} if on_gpu else _on_host(job, held)), **_saving(job)},
     }
     if not job.recipe.evaluates:
         del phases["evaluation"]
     return HostEstimate(
-        {name: {cause: size for cause, size in parts.items() if size} for name, parts in phases.items()}
+        {
+            name: {cause: size for cause, size in parts.items() if size}
+            for name, parts in phases.items()
+        }
     )
 
 
@@ -135,8 +158,11 @@ def _processes(job: Job, imports: Imports) -> dict[str, int]:
     engine = DEEPSPEED_ENGINE_BYTES if strategy.engine == "deepspeed" else 0
     several = deepspeed + engine + (GROUP_BYTES if strategy.backend is not None else 0)
     if strategy.engine == "deepspeed" and strategy.backend == "gloo":
-        # a copy of what Gloo reduces: mapped for a moment, or kept in the arenas of two of its threads
-        several += job.reduced_bytes * (1 if job.reduced_bytes >= malloc.MMAP_THRESHOLD_BYTES else 2)
+        # a copy of what Gloo reduces: mapped for a moment, or kept in the arenas of two of its
+        # threads
+        several += job.reduced_bytes * (
+            1 if job.reduced_bytes >= malloc.MMAP_THRESHOLD_BYTES else 2
+        )
     peft = PEFT_BYTES if job.recipe.lora is not None else 0
     return {
         "launcher": imports.launcher_bytes + LAUNCHED_BYTES,
@@ -146,8 +172,11 @@ def _processes(job: Job, imports: Imports) -> dict[str, int]:
     }
 
 
-def tokenising_processes(data: DataSection, imports: Imports, cpu_count: int, budget_bytes: int) -> int:
-    """How many may tokenise side by side: one for each CPU, as far as the host has room for them."""
+def tokenising_processes(
+    data: DataSection, imports: Imports, cpu_count: int, budget_bytes: int
+) -> int:
+    """How many may tokenise side by side: one for each CPU, as far as the host has room for
+    them."""
     others = imports.launcher_bytes + LAUNCHED_BYTES + imports.prepare_bytes + imports.mapped_bytes
     return max(min(cpu_count, (budget_bytes - others) // _tokenising_bytes(data, imports)), 1)
 
@@ -158,7 +187,8 @@ def _tokenising_bytes(data: DataSection, imports: Imports) -> int:
 
 
 def _preparing(job: Job, imports: Imports) -> dict[str, int]:
-    """Tokenising, in a child that ends before the ranks start; with room for more of them, corpora have more."""
+    """Tokenising, in a child that ends before the ranks start; with room for more of them, corpora
+    have more."""
     return {
         "launcher": imports.launcher_bytes + LAUNCHED_BYTES,
         "tokenising": _tokenising_bytes(job.recipe.data, imports),
@@ -169,7 +199,8 @@ def _preparing(job: Job, imports: Imports) -> dict[str, int]:
 def _loading(job: Job) -> dict[str, int]:
     """Each rank builds the whole model on its host, then DDP on CPUs sends rank 0's to the others.
 
-    Weights of a local folder are mapped; one is read, once for all ranks, when it is converted, moved or trained.
+    Weights of a local folder are mapped; one is read, once for all ranks, when it is converted,
+    moved or trained.
     """
     strategy, is_mapped = job.strategy, job.recipe.model.path is not None
     sent = 0
@@ -202,7 +233,8 @@ def _data(job: Job) -> dict[str, int]:
     cache = job.cache_bytes if job.cache_bytes is not None else rows * data.max_length * TOKEN_BYTES
     steps = job.recipe.training.max_steps
     read = rows if steps < 0 else min(rows, steps * strategy.effective_batch_size)
-    columns = 4 if job.shape.is_encoder_decoder else 3  # int64 tensors of a batch (training/data/batches.py)
+    # int64 tensors of a batch (training/data/batches.py)
+    columns = 4 if job.shape.is_encoder_decoder else 3
     batch = strategy.per_device_train_batch_size * data.max_length * columns * 8
     ahead = job.recipe.training.extras.get("dataloader_prefetch_factor") or 2  # DataLoader's own
     waiting = ahead * strategy.dataloader_num_workers
@@ -211,34 +243,46 @@ def _data(job: Job) -> dict[str, int]:
     return {
         "order of samples": job.ranks * rows * (ORDER_BYTES + of_lengths),
         "rows read": min(cache, read * SAMPLE_MAPPED_BYTES),
-        "data workers": job.ranks * (strategy.dataloader_num_workers * WORKER_BYTES + waiting * batch),
+        "data workers": (
+            job.ranks * (strategy.dataloader_num_workers * WORKER_BYTES + waiting * batch)
+        ),
         "pinned batches": job.ranks * pinned * (1 + waiting),
     }
 
 
 def _offloaded(job: Job) -> dict[str, int]:
-    """States that DeepSpeed keeps on the host. On GPUs slices of weights and gradients are pinned, the rest is not.
+    """States that DeepSpeed keeps on the host. On GPUs slices of weights and gradients are pinned,
+    the rest is not.
 
-    Source: deepspeed 0.19.8 stage_1_and_2.py and stage3.py (pin_memory), torch CachingHostAllocator (powers of two).
-    Not measured on a GPU.
+    Source: deepspeed 0.19.8 stage_1_and_2.py and stage3.py (pin_memory), torch CachingHostAllocator
+    (powers of two). Not measured on a GPU.
     """
     offloaded = job.states.offloaded_bytes
     if not offloaded or job.strategy.device == "cpu":
         return {"offloaded states": job.ranks * offloaded}
     piece = math.ceil(job.shape.trainable_parameters / job.strategy.num_processes)
     element_bytes = DTYPE_BYTES["float32"] if job.strategy.mixed_precision == "no" else 2
-    pinned = [4 * piece, 4 * piece] + [element_bytes * piece] * (2 if job.strategy.zero_stage == 3 else 0)
+    pinned = [4 * piece, 4 * piece] + [element_bytes * piece] * (
+        2 if job.strategy.zero_stage == 3 else 0
+    )
     return {
         "offloaded states": job.ranks * offloaded,
-        "rounding of pinned memory": job.ranks * sum(rounded_pinned(size) - size for size in pinned),
+        "rounding of pinned memory": (
+            job.ranks * sum(rounded_pinned(size) - size for size in pinned)
+        ),
     }
 
 
 def _saving(job: Job) -> dict[str, int]:
-    """Copies on the host while a checkpoint or the model is written. Tensors that are there are written from there."""
+    """Copies on the host while a checkpoint or the model is written. Tensors that are there are
+    written from there."""
     strategy = job.strategy
-    if strategy.zero_stage == 3 or strategy.engine == "fsdp2":  # rank 0 gathers, and builds the model once more
-        return {"gathered weights": job.built_bytes, "model to export": job.built_bytes + job.untied_bytes}
+    # rank 0 gathers, and builds the model once more
+    if strategy.zero_stage == 3 or strategy.engine == "fsdp2":
+        return {
+            "gathered weights": job.built_bytes,
+            "model to export": job.built_bytes + job.untied_bytes,
+        }
     if strategy.device == "cpu":
         return {}
     is_adapter = job.recipe.lora is not None and job.recipe.model.path is not None
@@ -247,5 +291,6 @@ def _saving(job: Job) -> dict[str, int]:
 
 
 def rounded_pinned(size: int) -> int:
-    """What torch's pinned-memory cache takes for a block. Source: torch 2.13 CachingHostAllocator.h, the default."""
+    """What torch's pinned-memory cache takes for a block. Source: torch 2.13
+    CachingHostAllocator.h, the default."""
     return 1 << (size - 1).bit_length() if size else 0

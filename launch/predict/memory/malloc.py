@@ -1,11 +1,13 @@
-"""What a rank on a CPU holds of the memory that its tensors come and go in: glibc's malloc, set and replayed.
+"""What a rank on a CPU holds of the memory that its tensors come and go in: glibc's malloc, set and
+replayed.
 
-torch's CPU allocator asks malloc for every tensor. By default large blocks are mapped, and small ones of Python's and
-torch's keep the slack between others: a heap of twice the live bytes was measured. With SETTINGS slack is joined again
-when a block is freed, and a block is mapped only where the heap, which is not given back, would have to grow by 32 MiB
-or more for it; that saves page faults too (benchmarks/malloc_settings.py). Source: glibc 2.31 to 2.41 malloc.c
-(_int_memalign, tcache, fast bins, sysmalloc, best fit from sorted bins). One arena: backward on CPUs runs in the thread
-that calls it. Pure.
+torch's CPU allocator asks malloc for every tensor. By default large blocks are mapped, and small
+ones of Python's and torch's keep the slack between others: a heap of twice the live bytes was
+measured. With SETTINGS slack is joined again when a block is freed, and a block is mapped only
+where the heap, which is not given back, would have to grow by 32 MiB or more for it; that saves
+page faults too (benchmarks/malloc_settings.py). Source: glibc 2.31 to 2.41 malloc.c (_int_memalign,
+tcache, fast bins, sysmalloc, best fit from sorted bins). One arena: backward on CPUs runs in the
+thread that calls it. Pure.
 """
 
 from __future__ import annotations
@@ -14,25 +16,36 @@ from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 
 MMAP_THRESHOLD_BYTES = 32 << 20  # the largest that glibc takes
-TRIM_THRESHOLD_BYTES = 1 << 30  # what a rank may keep at the heap's end; less is given back and faulted in every step
+# what a rank may keep at the heap's end; less is given back and faulted in every step
+TRIM_THRESHOLD_BYTES = 1 << 30
 SETTINGS = {
-    "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
-    f":glibc.malloc.mmap_threshold={MMAP_THRESHOLD_BYTES}:glibc.malloc.trim_threshold={TRIM_THRESHOLD_BYTES}"
+    "GLIBC_TUNABLES": (
+        "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
+        f":glibc.malloc.mmap_threshold={MMAP_THRESHOLD_BYTES}:glibc.malloc.trim_threshold={TRIM_THRESHOLD_BYTES}"
+    )
 }
-ALIGNED_BYTES = 64  # beyond its own a block takes: header, and what stands before the next multiple of 64
-SLACK_BYTES = 112  # beyond its own a hole must have for it: torch asks for a multiple of 64 (_int_memalign)
-LARGE_ROOM = 1.55  # times its bytes: objects that come and go cut what room there seems to be for a large block
+# beyond its own a block takes: header, and what stands before the next multiple of 64
+ALIGNED_BYTES = 64
+# beyond its own a hole must have for it: torch asks for a multiple of 64 (_int_memalign)
+SLACK_BYTES = 112
+# times its bytes: objects that come and go cut what room there seems to be for a large block
+LARGE_ROOM = 1.55
 MAPPED = -1  # instead of a start in the heap
 ROUNDS = 2  # the first leaves the holes that the second finds
-OBJECT_BYTES = 2 << 10  # what the first step leaves of Python's and torch's own objects behind each tensor, ...
+# what the first step leaves of Python's and torch's own objects behind each tensor, ...
+OBJECT_BYTES = 2 << 10
 OBJECTS_BYTES = 9 << 20  # ... and in all: holes beside them are not joined
 Event = tuple[int, int]  # (block, bytes) at its birth, (block, -1) at its end
 
 
-def held_bytes(events: Sequence[Event], written: Mapping[int, int] = {}, objects_bytes: int = OBJECTS_BYTES) -> int:
-    """The most that is resident of these allocations, holes included, when they happen again and again.
+def held_bytes(
+    events: Sequence[Event], written: Mapping[int, int] = {}, objects_bytes: int = OBJECTS_BYTES
+) -> int:
+    """The most that is resident of these allocations, holes included, when they happen again and
+    again.
 
-    `written`: of a block of so many bytes only these are ever written, so that no more of it is in RAM if it is mapped.
+    `written`: of a block of so many bytes only these are ever written, so that no more of it is in
+    RAM if it is mapped.
     """
     freed = {block for block, size in events if size < 0}
     heap = _Heap()
@@ -62,7 +75,8 @@ def held_bytes(events: Sequence[Event], written: Mapping[int, int] = {}, objects
 
 
 class _Heap:
-    """One arena: the best hole is cut, neighbours are joined, the end grows and is reached again."""
+    """One arena: the best hole is cut, neighbours are joined, the end grows and is reached
+    again."""
 
     def __init__(self) -> None:
         self.highest = 0  # bytes up to the highest end so far, which are not given back
@@ -74,7 +88,8 @@ class _Heap:
         self._starts: dict[int, int] = {}  # of holes, by their end
 
     def take(self, size: int, needed: int) -> int:
-        """Where the block starts, a hole of `needed` bytes or the end; MAPPED where the end would grow by much."""
+        """Where the block starts, a hole of `needed` bytes or the end; MAPPED where the end would
+        grow by much."""
         is_large = size >= MMAP_THRESHOLD_BYTES
         if is_large:
             needed = int(size * LARGE_ROOM)

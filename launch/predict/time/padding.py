@@ -17,7 +17,8 @@ DRAWN = 4096  # rows; the share then moves by about a hundredth from one draw to
 MOST_SORTED = 1 << 14  # rows: above it fewer groups are sorted together than training does
 SORTED_TOGETHER, LEAST_PARTS, MICRO_STEP_SHARE = 50, 4, 1 / 8  # training/data/length_batches.py's
 Lengths = Sequence[Sequence[int]]  # tokens of (source, target) of a row
-CutStep = Callable[[Lengths], list[Lengths]]  # the rows of an optimizer step -> its micro-batches, of all ranks
+# the rows of an optimizer step -> its micro-batches, of all ranks
+CutStep = Callable[[Lengths], list[Lengths]]
 
 
 class Cut(NamedTuple):
@@ -28,12 +29,17 @@ class Cut(NamedTuple):
 
 
 def of(
-    counts: Mapping[str, Any], strategy: Strategy, multiple: int, data: DataSection, longest: tuple[int, int]
+    counts: Mapping[str, Any],
+    strategy: Strategy,
+    multiple: int,
+    data: DataSection,
+    longest: tuple[int, int],
 ) -> Padding | None:
-    """What the tokenised training file gives under this strategy; None where an older version has counted it.
+    """What the tokenised training file gives under this strategy; None where an older version has
+    counted it.
 
-    `counts` as tokenising wrote them; `multiple`: to which the collator pads; `longest` source and target that was
-    planned for."""
+    `counts` as tokenising wrote them; `multiple`: to which the collator pads; `longest` source and
+    target that was planned for."""
     lengths = counts.get("lengths")
     if not lengths:
         return None
@@ -41,14 +47,21 @@ def of(
     drawn = _drawn(lengths, strategy)
     grouped = _grouped(lengths, rows, strategy)
     by_rows, by_tokens = _by_rows(strategy), _by_tokens(strategy, multiple, longest)
-    at_random, by_length = (_computed(steps, by_rows, strategy, multiple).share for steps in (drawn, grouped))
-    cut_by_tokens = _computed(grouped if data.group_by_length else drawn, by_tokens, strategy, multiple)
+    at_random, by_length = (
+        _computed(steps, by_rows, strategy, multiple).share for steps in (drawn, grouped)
+    )
+    cut_by_tokens = _computed(
+        grouped if data.group_by_length else drawn, by_tokens, strategy, multiple
+    )
     order, share = ("by_length", by_length) if data.group_by_length else ("random", at_random)
     in_quarters = None
     if data.batch_by_tokens:
         share = cut_by_tokens.share
-        in_quarters = _in_quarters(grouped if data.group_by_length else drawn, strategy, multiple, longest)
-    if data.packing:  # sequences are padded to the longest of a micro-batch: to the longest of them all, at most
+        in_quarters = _in_quarters(
+            grouped if data.group_by_length else drawn, strategy, multiple, longest
+        )
+    # sequences are padded to the longest of a micro-batch: to the longest of them all, at most
+    if data.packing:
         most = math.ceil(counts["longest_input"] / multiple) * multiple
         order, share = "packed", 1 - counts["tokens"] / (counts["rows"] * most)
     if strategy.attn_implementation == "flash_attention_2":  # rows follow one another in a batch
@@ -69,8 +82,11 @@ def of(
     )
 
 
-def _in_quarters(steps: Sequence[Lengths], strategy: Strategy, multiple: int, longest: tuple[int, int]) -> float | None:
-    """The share by tokens with a quarter of the batch and four times the accumulation; None: it has no quarter."""
+def _in_quarters(
+    steps: Sequence[Lengths], strategy: Strategy, multiple: int, longest: tuple[int, int]
+) -> float | None:
+    """The share by tokens with a quarter of the batch and four times the accumulation; None: it has
+    no quarter."""
     if strategy.per_device_train_batch_size % 4:
         return None
     finer = replace(
@@ -82,15 +98,22 @@ def _in_quarters(steps: Sequence[Lengths], strategy: Strategy, multiple: int, lo
 
 
 def mean_cut(
-    counts: Mapping[str, Any], strategy: Strategy, multiple: int, data: DataSection, longest: tuple[int, int]
+    counts: Mapping[str, Any],
+    strategy: Strategy,
+    multiple: int,
+    data: DataSection,
+    longest: tuple[int, int],
 ) -> Cut | None:
     """What a step of rows is cut into on average; None where an older version has counted."""
     lengths = counts.get("lengths")
     if not lengths:
         return None
-    if strategy.attn_implementation == "flash_attention_2" and not data.batch_by_tokens:  # without padding
+    # without padding
+    if strategy.attn_implementation == "flash_attention_2" and not data.batch_by_tokens:
         share = sum(map(sum, lengths)) / len(lengths) / sum(longest)
-        return Cut(strategy.per_device_train_batch_size * share, strategy.gradient_accumulation_steps)
+        return Cut(
+            strategy.per_device_train_batch_size * share, strategy.gradient_accumulation_steps
+        )
     alike = replace(  # what many candidates have in common
         strategy,
         per_device_eval_batch_size=1,
@@ -99,7 +122,9 @@ def mean_cut(
         dataloader_num_workers=0,
     )
     rows = counts["rows"] if data.group_by_length else None
-    return _mean_cut(tuple(map(tuple, lengths)), rows, alike, multiple, longest, data.batch_by_tokens)
+    return _mean_cut(
+        tuple(map(tuple, lengths)), rows, alike, multiple, longest, data.batch_by_tokens
+    )
 
 
 @lru_cache(maxsize=64)
@@ -117,7 +142,8 @@ def _mean_cut(
         steps = _grouped(lengths, grouped_rows, strategy)
     cut = _by_tokens(strategy, multiple, longest) if is_by_tokens else _by_rows(strategy)
     found = _computed(steps, cut, strategy, multiple)
-    tokens = found.tokens / found.micro_steps / len(steps) / strategy.num_processes  # of a rank's micro-batch
+    # of a rank's micro-batch
+    tokens = found.tokens / found.micro_steps / len(steps) / strategy.num_processes
     return Cut(tokens / sum(longest), found.micro_steps)
 
 
@@ -129,12 +155,17 @@ def _drawn(lengths: Lengths, strategy: Strategy, least: int = DRAWN) -> list[Len
 
 
 def _grouped(lengths: Lengths, rows: int, strategy: Strategy) -> list[Lengths]:
-    """The optimizer steps of one sorted part of an epoch, as training/data/length_batches.py makes them."""
+    """The optimizer steps of one sorted part of an epoch, as training/data/length_batches.py makes
+    them."""
     size = strategy.effective_batch_size
-    together = min(SORTED_TOGETHER, max(rows // size // LEAST_PARTS, 1), max(MOST_SORTED // size, 1))
+    together = min(
+        SORTED_TOGETHER, max(rows // size // LEAST_PARTS, 1), max(MOST_SORTED // size, 1)
+    )
     part = sorted(random.Random(0).choices(lengths, k=together * size), key=lambda one: one[1])
     strip = size * max(math.isqrt(together // 2), 1)
-    strips = [sorted(part[at : at + strip], key=lambda one: one[0]) for at in range(0, len(part), strip)]
+    strips = [
+        sorted(part[at : at + strip], key=lambda one: one[0]) for at in range(0, len(part), strip)
+    ]
     in_order = [one for rows in strips for one in rows]
     return [
         sorted(in_order[at : at + size], key=lambda one: one[0] + one[1], reverse=True)
@@ -162,14 +193,18 @@ def _by_tokens(strategy: Strategy, multiple: int, longest: tuple[int, int]) -> C
             for end in range(begin, len(rows)):
                 widest = [max(one) for one in zip(widest, padded[end], strict=True)]
                 held = (end - begin) // ranks + 1
-                if held > 1 and any(held * one > limit for one, limit in zip(widest, budget, strict=True)):
+                if held > 1 and any(
+                    held * one > limit for one, limit in zip(widest, budget, strict=True)
+                ):
                     begin += (end - begin) // ranks * ranks
                     break
             else:
                 begin = len(rows)
             ends.append(begin)
         while len(ends) < math.ceil(len(rows) / width):
-            saved, at = max(_saved(padded[a:b], a, ranks) for a, b in zip([0, *ends[:-1]], ends, strict=True))
+            saved, at = max(
+                _saved(padded[a:b], a, ranks) for a, b in zip([0, *ends[:-1]], ends, strict=True)
+            )
             if saved <= MICRO_STEP_SHARE * ranks * sum(budget):
                 break
             ends = sorted([*ends, at])
@@ -207,7 +242,9 @@ class _Computed(NamedTuple):
     micro_steps: float  # of a step, on average
 
 
-def _computed(steps: Sequence[Lengths], cut: CutStep, strategy: Strategy, multiple: int) -> _Computed:
+def _computed(
+    steps: Sequence[Lengths], cut: CutStep, strategy: Strategy, multiple: int
+) -> _Computed:
     """What these steps compute where they are cut so, and dealt to the ranks."""
     real = computed = micro_steps = 0
     for part in (part for step in steps for part in cut(step)):

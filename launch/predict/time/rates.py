@@ -1,4 +1,5 @@
-"""What a device computes and moves per second at its peak: configs/rates.yaml for cards, the ISA for CPUs."""
+"""What a device computes and moves per second at its peak: configs/rates.yaml for cards, the ISA
+for CPUs."""
 
 from __future__ import annotations
 
@@ -16,21 +17,25 @@ DTYPES = ("float32", "tfloat32", "bfloat16", "float16")
 
 # After the words of a row's name these make it another card's: a 3080 is no 3080 Ti.
 OTHER_CARDS = frozenset({"ti", "super", "xt", "xtx", "gre", "d", "ada", "nvl"})
-OTHER_CHIPS = frozenset({"laptop", "mobile", "max"})  # anywhere in a name: fewer units at lower clocks
+# anywhere in a name: fewer units at lower clocks
+OTHER_CHIPS = frozenset({"laptop", "mobile", "max"})
 
-# FLOP per clock and core: two FMA units of the widest vectors. Source: Intel 64 and IA-32 Architectures Optimization
-# Reference Manual (AMX: 1024 bfloat16 operations per clock and core). The first flag that a CPU has counts.
+# FLOP per clock and core: two FMA units of the widest vectors. Source: Intel 64 and IA-32
+# Architectures Optimization Reference Manual (AMX: 1024 bfloat16 operations per clock and core).
+# The first flag that a CPU has counts.
 CPU_FLOAT32 = {"avx512f": 64, "avx2": 32, "avx": 16, "sve": 32, "asimd": 16}
 CPU_BFLOAT16 = {"amx_bf16": 1024, "avx512_bf16": 128}
 CPU_LEAST = 8  # SSE2
 CPU_HZ = 2.5e9  # assumed, of all cores under load
-# Two channels of DDR4-3200, 25.6 GB/s each (JEDEC). AdamW moved 52 GB/s in benchmarks/results/offload_optimizer.md.
+# Two channels of DDR4-3200, 25.6 GB/s each (JEDEC). AdamW moved 52 GB/s in
+# benchmarks/results/offload_optimizer.md.
 HOST_BYTES_PER_S = 51.2e9
 
 
 @dataclass(frozen=True)
 class Rates:
-    """A device's peak; what a training step gets of it is launch/predict/time/timing.py's business."""
+    """A device's peak; what a training step gets of it is launch/predict/time/timing.py's
+    business."""
 
     name: str
     flops_per_s: Mapping[str, float]  # by dtype; tfloat32 is float32 where training.tf32 allows it
@@ -61,22 +66,28 @@ UNKNOWN = Rates(
 
 
 def of(machine: Machine, strategy: Strategy, cpu_flags: Collection[str] = ()) -> Rates:
-    """The peak of the slowest device a rank of this strategy gets; of a machine's whole CPU where it trains there."""
+    """The peak of the slowest device a rank of this strategy gets; of a machine's whole CPU where
+    it trains there."""
     if strategy.device == "cpu":
         return cpu(machine.cpu_count, cpu_flags)
     return min((card(gpu) for gpu in machine.gpus[: strategy.processes_per_machine]), key=_speed)
 
 
 def card(gpu: Gpu) -> Rates:
-    """The row of this card, else the one of its architecture with the nearest memory, else a modest guess."""
-    named = _longest([(row, words) for row in table() for words in _names(gpu.name) if _is(row.words, words)])
+    """The row of this card, else the one of its architecture with the nearest memory, else a modest
+    guess."""
+    named = _longest(
+        [(row, words) for row in table() for words in _names(gpu.name) if _is(row.words, words)]
+    )
     if named:
         return _nearest(named, gpu).rates
     kin = [row for row in table() if row.architecture == gpu.architecture.partition(":")[0]]
     if not kin:
         return replace(UNKNOWN, name=gpu.name)
     like = _nearest(kin, gpu).rates
-    return replace(like, name=gpu.name, source=f"assumed: like {like.name}, {like.source}", is_assumed=True)
+    return replace(
+        like, name=gpu.name, source=f"assumed: like {like.name}, {like.source}", is_assumed=True
+    )
 
 
 def cpu(cores: int, flags: Collection[str] = ()) -> Rates:
@@ -90,7 +101,10 @@ def cpu(cores: int, flags: Collection[str] = ()) -> Rates:
         flops_per_s={"float32": per_clock * CPU_HZ * cores, "bfloat16": half * CPU_HZ * cores},
         bytes_per_s=HOST_BYTES_PER_S,
         link_bytes_per_s=None,
-        source=f"assumed: {per_clock} FLOP per clock and core at {CPU_HZ / 1e9} GHz, two channels of DDR4-3200",
+        source=(
+            f"assumed: {per_clock} FLOP per clock and core at {CPU_HZ / 1e9} GHz, two channels of"
+            " DDR4-3200"
+        ),
         is_assumed=True,
     )
 
@@ -129,16 +143,22 @@ def _words(name: str) -> tuple[str, ...]:
 
 
 def _names(name: str) -> list[tuple[str, ...]]:
-    """The words of a name; of each card in one that names several: Navi 31 [Radeon RX 7900 XT/7900 XTX/7900M]."""
+    """The words of a name; of each card in one that names several: Navi 31 [Radeon RX 7900 XT/7900
+    XTX/7900M]."""
     first, *others = map(_words, name.split("/"))
     return [first, *(words if "rx" in words else ("rx", *words) for words in others)]
 
 
 def _is(row: Sequence[str], name: Sequence[str]) -> bool:
-    """Whether the row's words stand in the name in one piece, and nothing in it says another card."""
+    """Whether the row's words stand in the name in one piece, and nothing in it says another
+    card."""
     if (OTHER_CHIPS & {*name}) - {*row}:
         return False
-    spans = (at for at in range(len(name) - len(row) + 1) if tuple(name[at : at + len(row)]) == tuple(row))
+    spans = (
+        at
+        for at in range(len(name) - len(row) + 1)
+        if tuple(name[at : at + len(row)]) == tuple(row)
+    )
     return any(not OTHER_CARDS & {*name[at + len(row) : at + len(row) + 1]} for at in spans)
 
 

@@ -1,9 +1,11 @@
-"""Seconds per optimizer step, predicted: good enough to rank ways to run a recipe, not to promise an end.
+"""Seconds per optimizer step, predicted: good enough to rank ways to run a recipe, not to promise
+an end.
 
-A roofline (Williams et al., CACM 52/4, 2009) over what was counted in a traced step: matrix products at a share of the
-device's peak, other kernels at a share of its memory's. A product of n FLOP takes ramp + n / rate: Hockney's curve
-peak x n / (n + n_half) (Hockney & Jesshope, Parallel Computers, 1981), by which small ones do not reach the peak.
-Where the host launches kernels slower than the device runs them, the launches count. Pure.
+A roofline (Williams et al., CACM 52/4, 2009) over what was counted in a traced step: matrix
+products at a share of the device's peak, other kernels at a share of its memory's. A product of n
+FLOP takes ramp + n / rate: Hockney's curve peak x n / (n + n_half) (Hockney & Jesshope, Parallel
+Computers, 1981), by which small ones do not reach the peak. Where the host launches kernels slower
+than the device runs them, the launches count. Pure.
 """
 
 from __future__ import annotations
@@ -17,25 +19,32 @@ from launch.predict.time.rates import HOST_BYTES_PER_S, Rates
 from launch.schema.machine import Link
 from launch.schema.plan import MemoryEstimate, ModelShape, Strategy
 
-# Shares of the peak. Large float16 products get 0.69 of an A800 and 0.96 of an RTX 4090, streaming 0.89 of an A800's
-# memory: github.com/mli/transformers-benchmarks issue 4. FlashAttention-2: 0.5 to 0.7 of an A100 (arXiv 2307.08691).
+# Shares of the peak. Large float16 products get 0.69 of an A800 and 0.96 of an RTX 4090, streaming
+# 0.89 of an A800's memory: github.com/mli/transformers-benchmarks issue 4. FlashAttention-2: 0.5 to
+# 0.7 of an A100 (arXiv 2307.08691).
 MATMUL_SHARE = 0.8
 ATTENTION_SHARE = 0.5
 MEMORY_SHARE = 0.8
-RAMP_S = 7e-6  # of a product: 512^3 takes 8.5 us on an A800, 5.7 us on an RTX 4090 (same issue); at its rate 1 and 2
-# An operator of eager PyTorch on the host, autograd and views included: LoRA of Qwen-1.8B and 7B stays at 1.0 and 1.2 s
-# per 8 micro-steps below 512 tokens, with about 220 kernels a layer (QwenLM/Qwen README, fine-tuning, A100).
+# of a product: 512^3 takes 8.5 us on an A800, 5.7 us on an RTX 4090 (same issue); at its rate 1 and
+# 2
+RAMP_S = 7e-6
+# An operator of eager PyTorch on the host, autograd and views included: LoRA of Qwen-1.8B and 7B
+# stays at 1.0 and 1.2 s per 8 micro-steps below 512 tokens, with about 220 kernels a layer
+# (QwenLM/Qwen README, fine-tuning, A100).
 LAUNCH_S = 20e-6
 
 BACKWARD_SHARE = 2 / 3  # of a micro-step; what is reduced meanwhile costs nothing
 BUCKET_BYTES = 25 << 20  # the last of DDP's buckets is reduced when nothing is left to compute
 RING_SHARE = 0.82  # NCCL gets 370 of NVLink's 450 GB/s: github.com/NVIDIA/nccl-tests issue 212
-PCIE_BYTES_PER_S = 8e9  # assumed: bus bandwidth through host memory, PCIe 4.0 x8 or 3.0 x16 without peer-to-peer
+# assumed: bus bandwidth through host memory, PCIe 4.0 x8 or 3.0 x16 without peer-to-peer
+PCIE_BYTES_PER_S = 8e9
 GLOO_BYTES_PER_S = 1e9  # assumed: TCP on one machine, copies to and from the host included
 NETWORK_BYTES_PER_S = 1.1e9  # assumed: 10 Gbit Ethernet between machines
-HOST_DEVICE_BYTES_PER_S = 12e9  # assumed: one direction of PCIe 4.0 x8 or 3.0 x16 (16 GB/s) from pinned memory
+# assumed: one direction of PCIe 4.0 x8 or 3.0 x16 (16 GB/s) from pinned memory
+HOST_DEVICE_BYTES_PER_S = 12e9
 
-# Of the host per element, besides the optimizer's states: master and gradient, norm, clipping, the cast to 16 bit.
+# Of the host per element, besides the optimizer's states: master and gradient, norm, clipping, the
+# cast to 16 bit.
 UPDATE_BYTES = 12 + 4 + 8 + 6  # source: DeepSpeed 0.19 stage_1_and_2.py, step()
 MASTER_BYTES = 4  # DeepSpeed's states are float32 whatever the model's dtype
 
@@ -53,13 +62,15 @@ class Affine:
 
 @dataclass(frozen=True)
 class WorkCost:
-    """What a device is given to do; recomputation is in it. Operands of products are no part of bytes_moved."""
+    """What a device is given to do; recomputation is in it. Operands of products are no part of
+    bytes_moved."""
 
     matmul_flops: Mapping[str, Affine]  # by dtype as rates.py names them
     bytes_moved: Affine  # read and written by all other kernels
     num_kernels: Affine
     num_matmuls: Affine = Affine(0)  # of these kernels, attention among them
-    attention_flops: Mapping[str, Affine] = field(default_factory=dict)  # of fused kernels, as executed
+    # of fused kernels, as executed
+    attention_flops: Mapping[str, Affine] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -118,41 +129,62 @@ def estimate(
     link: Link | None = None,
     cut: Cut | None = None,
 ) -> TimeEstimate:
-    """Seconds of one optimizer step; `whole` are the states of a full copy, as predict.model_state() gives them.
-    `cut`: how a step is cut on average, where its rows vary."""
+    """Seconds of one optimizer step; `whole` are the states of a full copy, as
+    predict.model_state() gives them. `cut`: how a step is cut on average, where its rows vary."""
     speed = speed_of(strategy, rates, link)
-    batch, steps = cut or Cut(strategy.per_device_train_batch_size, strategy.gradient_accumulation_steps)
+    batch, steps = cut or Cut(
+        strategy.per_device_train_batch_size, strategy.gradient_accumulation_steps
+    )
     compute_s, memory_s, launch_s = _kernels_s(work.micro_step, batch, speed, strategy)
     busy_s = compute_s + memory_s + launch_s
     communication_s = _exposed_s(traffic(strategy, shape, whole), busy_s, steps, strategy, speed)
     offload_s = _offloaded_bytes(strategy, shape, whole, steps) / speed.host_device_bytes_per_s
     optimizer_s = _optimizer_s(work.optimizer_step, strategy, shape, whole, speed)
-    parts = (steps * compute_s, steps * memory_s, steps * launch_s, optimizer_s, communication_s, offload_s)
-    return TimeEstimate(sum(parts), *parts, samples=strategy.effective_batch_size, reason=speed.reason)
+    parts = (
+        steps * compute_s,
+        steps * memory_s,
+        steps * launch_s,
+        optimizer_s,
+        communication_s,
+        offload_s,
+    )
+    return TimeEstimate(
+        sum(parts), *parts, samples=strategy.effective_batch_size, reason=speed.reason
+    )
 
 
 def speed_of(strategy: Strategy, rates: Rates, link: Link | None) -> Speed:
-    """A rank's share of what its device and its machine can do. A measured product scales every dtype's rate."""
+    """A rank's share of what its device and its machine can do. A measured product scales every
+    dtype's rate."""
     on_cpu, ranks = strategy.device == "cpu", strategy.processes_per_machine
     share, source = MATMUL_SHARE, rates.source
     if link is not None and link.flops_per_s and not on_cpu:
-        half = rates.flops_per_s.get("bfloat16") or rates.flops_per_s.get("float16") or rates.flops_per_s["float32"]
+        half = (
+            rates.flops_per_s.get("bfloat16")
+            or rates.flops_per_s.get("float16")
+            or rates.flops_per_s["float32"]
+        )
         share, source = link.flops_per_s / half, "products as measured by the link test"
     bus, bus_from = _bus(strategy, rates, link)
     peaks = dict(rates.flops_per_s)
     if strategy.tf32:
         peaks["float32"] = peaks.get("tfloat32", peaks["float32"])
     return Speed(
-        flops_per_s={dtype: share * peak / (ranks if on_cpu else 1) for dtype, peak in peaks.items()},
+        flops_per_s={
+            dtype: share * peak / (ranks if on_cpu else 1) for dtype, peak in peaks.items()
+        },
         bytes_per_s=MEMORY_SHARE * rates.bytes_per_s / (ranks if on_cpu else 1),
         bus_bytes_per_s=bus,
-        host_device_bytes_per_s=math.inf if on_cpu else min(HOST_DEVICE_BYTES_PER_S, HOST_BYTES_PER_S / ranks),
+        host_device_bytes_per_s=(
+            math.inf if on_cpu else min(HOST_DEVICE_BYTES_PER_S, HOST_BYTES_PER_S / ranks)
+        ),
         reason=f"{rates.name}: {source}" + (f"; {bus_from}" if bus_from else ""),
     )
 
 
 def _bus(strategy: Strategy, rates: Rates, link: Link | None) -> tuple[float, str]:
-    """Bus bandwidth as nccl-tests defines it, and where it is from; between machines the network's."""
+    """Bus bandwidth as nccl-tests defines it, and where it is from; between machines the
+    network's."""
     if strategy.num_processes == 1:
         return math.inf, ""
     if link is not None and link.bytes_per_s and strategy.device == "cuda":
@@ -163,12 +195,16 @@ def _bus(strategy: Strategy, rates: Rates, link: Link | None) -> tuple[float, st
         bus, reason = RING_SHARE * rates.link_bytes_per_s, "of the cards' own links"
     else:
         bus, reason = PCIE_BYTES_PER_S, "assumed of PCIe without peer-to-peer"
-    if strategy.num_machines > 1 and (bus > NETWORK_BYTES_PER_S or strategy.processes_per_machine == 1):
+    if strategy.num_machines > 1 and (
+        bus > NETWORK_BYTES_PER_S or strategy.processes_per_machine == 1
+    ):
         bus, reason = NETWORK_BYTES_PER_S, "assumed of 10 Gbit Ethernet"
     return bus, f"link {bus / 1e9:.1f} GB/s {reason}"
 
 
-def _kernels_s(work: WorkCost, samples: float, speed: Speed, strategy: Strategy) -> tuple[float, float, float]:
+def _kernels_s(
+    work: WorkCost, samples: float, speed: Speed, strategy: Strategy
+) -> tuple[float, float, float]:
     """(products, other kernels, waiting for launches) of one micro-step on one rank."""
     compute_s = RAMP_S * work.num_matmuls.at(samples)
     for dtype, flops in work.matmul_flops.items():
@@ -180,7 +216,8 @@ def _kernels_s(work: WorkCost, samples: float, speed: Speed, strategy: Strategy)
 
 
 def _waiting_s(work: WorkCost, samples: float, busy_s: float, strategy: Strategy) -> float:
-    """What the launches cost beyond the device's work; on a CPU the same cores launch and compute."""
+    """What the launches cost beyond the device's work; on a CPU the same cores launch and
+    compute."""
     launches_s = LAUNCH_S * work.num_kernels.at(samples)
     return launches_s if strategy.device == "cpu" else max(0.0, launches_s - busy_s)
 
@@ -191,11 +228,13 @@ def _rate(speed: Speed, dtype: str) -> float:
 
 
 def traffic(strategy: Strategy, shape: ModelShape, whole: MemoryEstimate) -> Traffic:
-    """What a ring moves: an all-reduce 2(N-1)/N of its bytes, a reduce-scatter or an all-gather (N-1)/N.
+    """What a ring moves: an all-reduce 2(N-1)/N of its bytes, a reduce-scatter or an all-gather
+    (N-1)/N.
 
-    Source: nccl-tests doc/PERFORMANCE.md. DDP and FSDP2 reduce in the last micro-step (accelerate 1.15 no_sync).
-    DeepSpeed 0.19: stage 1 at the accumulation boundary, 2 and 3 in every micro-step; 1 and 2 all-reduce their buckets
-    (use_multi_rank_bucket_allreduce), 3 reduce-scatters. 3 and FSDP2 gather weights before forward and before backward.
+    Source: nccl-tests doc/PERFORMANCE.md. DDP and FSDP2 reduce in the last micro-step (accelerate
+    1.15 no_sync). DeepSpeed 0.19: stage 1 at the accumulation boundary, 2 and 3 in every
+    micro-step; 1 and 2 all-reduce their buckets (use_multi_rank_bucket_allreduce), 3
+    reduce-scatters. 3 and FSDP2 gather weights before forward and before backward.
     """
     once = (strategy.num_processes - 1) / strategy.num_processes
     gradients, trained, weights = _wire_bytes(strategy, shape, whole)
@@ -208,9 +247,11 @@ def traffic(strategy: Strategy, shape: ModelShape, whole: MemoryEstimate) -> Tra
     return Traffic(0, 2 * once * gradients, once * trained if strategy.zero_stage == 1 else 0)
 
 
-def _wire_bytes(strategy: Strategy, shape: ModelShape, whole: MemoryEstimate) -> tuple[int, int, int]:
-    """(gradients, trained weights, all weights) as this engine sends them: sharded ones in the computing precision,
-    but FSDP2's gradients in float32."""
+def _wire_bytes(
+    strategy: Strategy, shape: ModelShape, whole: MemoryEstimate
+) -> tuple[int, int, int]:
+    """(gradients, trained weights, all weights) as this engine sends them: sharded ones in the
+    computing precision, but FSDP2's gradients in float32."""
     if strategy.engine in ("plain", "ddp") or strategy.mixed_precision == "no":
         return whole.gradients_bytes, whole.gradients_bytes, whole.weights_bytes
     trained = 2 * shape.trainable_parameters
@@ -218,41 +259,60 @@ def _wire_bytes(strategy: Strategy, shape: ModelShape, whole: MemoryEstimate) ->
     return gradients, trained, 2 * (shape.parameters + shape.lora_parameters)
 
 
-def _exposed_s(moved: Traffic, micro_step_s: float, steps: float, strategy: Strategy, speed: Speed) -> float:
-    """Seconds of communication that no computing hides; over Gloo it takes the host's cores and hides nothing."""
+def _exposed_s(
+    moved: Traffic, micro_step_s: float, steps: float, strategy: Strategy, speed: Speed
+) -> float:
+    """Seconds of communication that no computing hides; over Gloo it takes the host's cores and
+    hides nothing."""
     hidden_s = 0.0
     if strategy.backend == "nccl":  # gathering the weights goes on through forward and backward
         gathers = strategy.engine == "fsdp2" or strategy.zero_stage == 3
         hidden_s = micro_step_s * (1 if gathers else BACKWARD_SHARE)
 
     def left_s(size: float) -> float:
-        return max(size / speed.bus_bytes_per_s - hidden_s, min(size, BUCKET_BYTES) / speed.bus_bytes_per_s)
+        return max(
+            size / speed.bus_bytes_per_s - hidden_s, min(size, BUCKET_BYTES) / speed.bus_bytes_per_s
+        )
 
     others_s = (steps - 1) * left_s(moved.micro_step_bytes)
-    return others_s + left_s(moved.micro_step_bytes + moved.last_bytes) + moved.after_bytes / speed.bus_bytes_per_s
+    return (
+        others_s
+        + left_s(moved.micro_step_bytes + moved.last_bytes)
+        + moved.after_bytes / speed.bus_bytes_per_s
+    )
 
 
-def _offloaded_bytes(strategy: Strategy, shape: ModelShape, whole: MemoryEstimate, steps: float) -> float:
-    """What a rank moves between host and device in one optimizer step, its slice of the states each time.
+def _offloaded_bytes(
+    strategy: Strategy, shape: ModelShape, whole: MemoryEstimate, steps: float
+) -> float:
+    """What a rank moves between host and device in one optimizer step, its slice of the states each
+    time.
 
-    Gradients go out in each micro-step, come back from the second on to be added to, and go out once more for the
-    update; stage 2 gets new weights, stage 3 fetches them twice a micro-step. Source: DeepSpeed 0.19 stage_1_and_2.py
-    async_accumulate_grad_in_cpu_via_gpu, stage3.py partition_grads.
+    Gradients go out in each micro-step, come back from the second on to be added to, and go out
+    once more for the update; stage 2 gets new weights, stage 3 fetches them twice a micro-step.
+    Source: DeepSpeed 0.19 stage_1_and_2.py async_accumulate_grad_in_cpu_via_gpu, stage3.py
+    partition_grads.
     """
     if not strategy.offloads:
         return 0
-    gradients, trained, weights = (size / strategy.num_processes for size in _wire_bytes(strategy, shape, whole))
+    gradients, trained, weights = (
+        size / strategy.num_processes for size in _wire_bytes(strategy, shape, whole)
+    )
     if strategy.zero_stage == 3:
         return 2 * steps * weights + 2 * steps * gradients
     return gradients * (2 * steps if steps > 1 else 1) + trained
 
 
-def _optimizer_s(work: WorkCost, strategy: Strategy, shape: ModelShape, whole: MemoryEstimate, speed: Speed) -> float:
-    """The update: of a rank's slice where states are shared out, by the host's memory where they are offloaded."""
+def _optimizer_s(
+    work: WorkCost, strategy: Strategy, shape: ModelShape, whole: MemoryEstimate, speed: Speed
+) -> float:
+    """The update: of a rank's slice where states are shared out, by the host's memory where they
+    are offloaded."""
     ranks = strategy.num_processes if strategy.engine in ("deepspeed", "fsdp2") else 1
     if not strategy.offloads:
         busy_s = sum(_kernels_s(work, 1, speed, strategy)[:2]) / ranks
         return busy_s + _waiting_s(work, 1, busy_s, strategy)
-    states = MASTER_BYTES * whole.optimizer_bytes / max(whole.gradients_bytes, 1)  # per element, read and written
+    # per element, read and written
+    states = MASTER_BYTES * whole.optimizer_bytes / max(whole.gradients_bytes, 1)
     on_machine = shape.trainable_parameters * strategy.processes_per_machine / ranks
     return on_machine * (UPDATE_BYTES + 2 * states) / HOST_BYTES_PER_S

@@ -1,5 +1,6 @@
-"""The YAML of the A5000 guide (sections model, data, training, lora, quantization, environment, logging) becomes the
-recipe lora_sft with overrides. Strictly: an unknown key is an error, and what a key means otherwise here is said."""
+"""The YAML of the A5000 guide (sections model, data, training, lora, quantization, environment,
+logging) becomes the recipe lora_sft with overrides. Strictly: an unknown key is an error, and what
+a key means otherwise here is said."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ RECIPE = "lora_sft"
 _LENGTH: dict[str, str] = dict.fromkeys(("max_seq_length", "max_length"), "data.max_length")
 _LOGS: dict[str, str] = dict.fromkeys(("log_dir", "logging_dir"), "log_dir")
 KEYS: Mapping[str, Mapping[str, str]] = {  # section -> its key -> the recipe's
-    "model": {"torch_dtype": "model.dtype", "attn_implementation": "model.attn_implementation", **_LENGTH},
+    "model": {
+        "torch_dtype": "model.dtype",
+        "attn_implementation": "model.attn_implementation",
+        **_LENGTH,
+    },
     "data": {
         "train_file": "data.train_file",
         "validation_file": "data.validation_file",
@@ -29,7 +34,10 @@ KEYS: Mapping[str, Mapping[str, str]] = {  # section -> its key -> the recipe's
         "max_train_samples": "data.max_train_samples",
         "max_eval_samples": "data.max_validation_samples",
         "max_bad_rows": "data.max_bad_rows",
-        **{f"{role}_column": f"data.{role}_column" for role in ("prompt", "response", "text", "messages")},
+        **{
+            f"{role}_column": f"data.{role}_column"
+            for role in ("prompt", "response", "text", "messages")
+        },
         **_LENGTH,
     },
     "training": {"output_dir": "output_dir", **_LENGTH, **_LOGS},
@@ -46,32 +54,44 @@ KEYS: Mapping[str, Mapping[str, str]] = {  # section -> its key -> the recipe's
     "logging": _LOGS,
 }
 MODEL_NAMES = ("name_or_path", "model_name_or_path", "model_name")
-TAKES_TRAINING = ("training", "environment", "logging")  # sections with TrainingArguments' own names
+# sections with TrainingArguments' own names
+TAKES_TRAINING = ("training", "environment", "logging")
 # Keys with one value that says what is done anyway, and why there is no other.
 FIXED: Mapping[tuple[str, str], tuple[Any, str]] = {
     ("model", "trust_remote_code"): (False, "code that comes with a model is never run"),
     ("lora", "bias"): ("none", "LoRA trains no biases here"),
-    ("lora", "task_type"): ("CAUSAL_LM", "the model says whether it is a decoder or a T5; leave it out"),
+    ("lora", "task_type"): (
+        "CAUSAL_LM",
+        "the model says whether it is a decoder or a T5; leave it out",
+    ),
     ("quantization", "use_8bit"): (False, "weights have 4 bits or 16; use use_4bit"),
     ("quantization", "load_in_8bit"): (False, "weights have 4 bits or 16; use use_4bit"),
     ("environment", "parallel_mode"): (
         "data_parallel",
         "several GPUs share out the rows, or model states (launch.mode)",
     ),
-    ("environment", "tensor_parallel_size"): (1, "a layer is not split over GPUs; ZeRO and FSDP2 are (launch.mode)"),
+    ("environment", "tensor_parallel_size"): (
+        1,
+        "a layer is not split over GPUs; ZeRO and FSDP2 are (launch.mode)",
+    ),
     ("training", "report_to"): ("tensorboard", "TensorBoard's files are the only tracker"),
     ("logging", "report_to"): ("tensorboard", "TensorBoard's files are the only tracker"),
-    ("training", "metric_for_best_model"): ("eval_loss", "the held-out loss says which model is best"),
+    ("training", "metric_for_best_model"): (
+        "eval_loss",
+        "the held-out loss says which model is best",
+    ),
     ("training", "greater_is_better"): (False, "the lowest held-out loss is best"),
     ("training", "save_strategy"): ("steps", "checkpoints are counted in steps; use save_steps"),
 }
 NO_MODEL = (
-    "model.name_or_path is not set: the recipe's own shape, with random weights; name a folder of a downloaded model"
+    "model.name_or_path is not set: the recipe's own shape, with random weights; name a folder of a"
+    " downloaded model"
 )
 
 
 def translate(config: str) -> tuple[str, tuple[Override, ...], tuple[str, ...]]:
-    """(recipe, overrides, what differs from what it says) of the file as typed. Raises ConfigError."""
+    """(recipe, overrides, what differs from what it says) of the file as typed. Raises
+    ConfigError."""
     file = Path(config).expanduser()
     if not file.exists() and not file.is_absolute() and (CODE / file).exists():
         file = CODE / file  # the guide's path, typed in another folder
@@ -85,7 +105,13 @@ def translate(config: str) -> tuple[str, tuple[Override, ...], tuple[str, ...]]:
     for section, keys in content.items():
         place = where[(section,)]
         if section not in KEYS:
-            raise wrong(place, (section,), "an unknown section", f"one of {', '.join(KEYS)}", _near(section, KEYS))
+            raise wrong(
+                place,
+                (section,),
+                "an unknown section",
+                f"one of {', '.join(KEYS)}",
+                _near(section, KEYS),
+            )
         if not isinstance(keys, dict | None):
             raise wrong(place, (section,), show(keys), "a section: keys below it")
         for key, value in (keys or {}).items():
@@ -93,7 +119,11 @@ def translate(config: str) -> tuple[str, tuple[Override, ...], tuple[str, ...]]:
             for target, text, note in _translated(section, key, value, place):
                 if target in overrides:
                     raise wrong(
-                        place, (section, key), f"{target} twice", "it once", f"also at {overrides[target].typed}"
+                        place,
+                        (section, key),
+                        f"{target} twice",
+                        "it once",
+                        f"also at {overrides[target].typed}",
                     )
                 if target in PATH_KEYS and text is not None:
                     text = str(base / Path(str(text)).expanduser())
@@ -116,8 +146,13 @@ def _translated(section: str, key: str, value: Any, place: str) -> Iterator[tupl
     elif section == "model" and key in MODEL_NAMES:
         if not isinstance(value, str) or not value:
             raise wrong(place, keys, show(value), "a folder, or a name of configs/models")
-        is_shape = (CODE / "configs" / "models" / f"{value}.yaml").is_file() and not Path(value).is_dir()
-        note = "a shape of configs/models: random weights, which shows what fits; name a folder to fine-tune a model"
+        is_shape = (CODE / "configs" / "models" / f"{value}.yaml").is_file() and not Path(
+            value
+        ).is_dir()
+        note = (
+            "a shape of configs/models: random weights, which shows what fits; name a folder to"
+            " fine-tune a model"
+        )
         yield ("model.shape", value, note) if is_shape else ("model.path", value, "")
     elif section == "lora" and key == "enabled":
         if not isinstance(value, bool):
@@ -126,8 +161,14 @@ def _translated(section: str, key: str, value: Any, place: str) -> Iterator[tupl
             yield "lora", None, ""
     elif key == "warmup_ratio" and section in TAKES_TRAINING:
         if not isinstance(value, int | float) or not 0 <= value < 1:
-            raise wrong(place, keys, show(value), "a share of all steps: at least 0 and less than 1")
-        yield "training.warmup_steps", value, f"training.warmup_steps={value}, which below 1 is a share of all steps"
+            raise wrong(
+                place, keys, show(value), "a share of all steps: at least 0 and less than 1"
+            )
+        yield (
+            "training.warmup_steps",
+            value,
+            f"training.warmup_steps={value}, which below 1 is a share of all steps",
+        )
     elif key in ("eval_strategy", "evaluation_strategy") and section in TAKES_TRAINING:
         if value not in ("steps", "epoch", "no"):
             raise wrong(place, keys, show(value), "steps, epoch or no")
@@ -135,7 +176,11 @@ def _translated(section: str, key: str, value: Any, place: str) -> Iterator[tupl
             yield "data.validation_file", None, "data.validation_file=null: nothing is held out"
     elif key in KEYS[section]:
         target = KEYS[section][key]
-        yield target, value, "" if target.rpartition(".")[2] == key else f"{target}={strict_yaml.plain(value)}"
+        yield (
+            target,
+            value,
+            "" if target.rpartition(".")[2] == key else f"{target}={strict_yaml.plain(value)}",
+        )
     elif section in TAKES_TRAINING and _is_training(key):
         yield f"training.{key}", value, ""
     else:
@@ -164,11 +209,16 @@ def _hint(section: str, key: str) -> str:
 
 def _names() -> dict[str, list[str]]:
     """Every section's keys; TrainingArguments' under training."""
-    found = {section: [*keys, *(key for one, key in FIXED if one == section)] for section, keys in KEYS.items()}
+    found = {
+        section: [*keys, *(key for one, key in FIXED if one == section)]
+        for section, keys in KEYS.items()
+    }
     found["model"] += MODEL_NAMES
     found["lora"].append("enabled")
     found["training"] += [*TrainingSection.model_fields, "warmup_ratio", "eval_strategy"]
-    found["training"] += [key for key in training_arguments.installed() if training_arguments.instead(key) is None]
+    found["training"] += [
+        key for key in training_arguments.installed() if training_arguments.instead(key) is None
+    ]
     return found
 
 

@@ -1,6 +1,8 @@
-"""The guides' `train --is_finetune=True --batch_size_per_gpu=20` becomes a recipe's name and overrides of its keys.
+"""The guides' `train --is_finetune=True --batch_size_per_gpu=20` becomes a recipe's name and
+overrides of its keys.
 
-google-fire's forms are read: --name=value, --name value, --name (True), --noname (False), with - or _ between words.
+google-fire's forms are read: --name=value, --name value, --name (True), --noname (False), with - or
+_ between words.
 """
 
 from __future__ import annotations
@@ -63,12 +65,16 @@ def translate(argv: Sequence[str]) -> Request:
             overrides.append(override(name, value, typed))
         else:
             flag = typed.partition("=")[0]  # not its value: it may be a secret
-            raise ConfigError(f"{flag}: found an unknown flag, expected one of train's; {_suggestion(name)}")
+            raise ConfigError(
+                f"{flag}: found an unknown flag, expected one of train's; {_suggestion(name)}"
+            )
     recipe = next((recipe for flag, recipe in RECIPES.items() if switches.get(flag)), "pretrain")
     keep = switches.get("is_keep_training", True)
     if resume is not None and (not resume or (resume != "never" and not keep)):
         found = "it beside --is_keep_training=False" if resume else "no value"
-        raise ConfigError(f"--resume={resume}: found {found}, expected auto, never or the path of a checkpoint")
+        raise ConfigError(
+            f"--resume={resume}: found {found}, expected auto, never or the path of a checkpoint"
+        )
     wish = resume or ("auto" if keep else "never")
     cpu, dry_run = (switches.get(name, False) for name in ("cpu", "dry_run"))
     return Request(recipe, tuple(overrides), wish, cpu, dry_run=dry_run)
@@ -80,7 +86,9 @@ def flags_of(words: list[str]) -> list[tuple[str, str | None, str]]:
     while words:
         typed = words.pop(0)
         if not typed.startswith("--") or typed == "--":
-            raise ConfigError(f"{typed!r}: found no flag, expected --name=value, as in --batch_size_per_gpu=20")
+            raise ConfigError(
+                f"{typed!r}: found no flag, expected --name=value, as in --batch_size_per_gpu=20"
+            )
         name, equals, text = typed.removeprefix("--").partition("=")
         value = text if equals else None
         name = name.replace("-", "_")
@@ -110,7 +118,11 @@ def override(name: str, value: str | None, typed: str) -> Override:
 def _suggestion(name: str) -> str:
     """The nearest flag, or the nearest key of a recipe as it is written on the command line."""
     near = nearest_flag(name, (*RECIPES, *SWITCHES, *VALUES, "resume"))
-    return f"did you mean --{near}?" if near else f"there are {', '.join((*SWITCHES, *VALUES, 'resume'))}"
+    return (
+        f"did you mean --{near}?"
+        if near
+        else f"there are {', '.join((*SWITCHES, *VALUES, 'resume'))}"
+    )
 
 
 def nearest_flag(name: str, flags: Sequence[str]) -> str | None:

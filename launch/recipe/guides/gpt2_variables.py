@@ -1,4 +1,5 @@
-"""The variables of run_single_gpu.sh and run_single_gpu_optimized.sh become overrides of a recipe's keys."""
+"""The variables of run_single_gpu.sh and run_single_gpu_optimized.sh become overrides of a recipe's
+keys."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ VALUES = {  # variable -> recipe key
     "EPOCHS": "training.num_train_epochs",
     "OUTPUT_DIR": "output_dir",
 }
-# The guide puts the flag itself into the variable, or nothing. Without --fp16 its script trains in float32.
-SWITCHES: Mapping[str, tuple[str, Mapping[str, bool], Mapping[str, bool]]] = {  # variable -> flag, with it, without it
+# The guide puts the flag itself into the variable, or nothing. Without --fp16 its script trains in
+# float32. variable -> flag, with it, without it
+SWITCHES: Mapping[str, tuple[str, Mapping[str, bool], Mapping[str, bool]]] = {
     "ENABLE_FP16": (
         "--fp16",
         {"training.fp16": True, "training.bf16": False},
@@ -35,10 +37,16 @@ NAMES = ("MODEL_SIZE", *VALUES, *SWITCHES)
 
 
 def translate(environ: Mapping[str, str]) -> list[Override]:
-    """One override for each key that a variable sets. A variable that is not set leaves its key to the recipe.
+    """One override for each key that a variable sets. A variable that is not set leaves its key to
+    the recipe.
 
     Raises ConfigError, which names the variable."""
-    return [override for name in NAMES if name in environ for override in _overrides(name, environ[name])]
+    return [
+        override
+        for name in NAMES
+        if name in environ
+        for override in _overrides(name, environ[name])
+    ]
 
 
 def _overrides(name: str, value: str) -> Iterator[Override]:
@@ -46,16 +54,22 @@ def _overrides(name: str, value: str) -> Iterator[Override]:
     if name == "MODEL_SIZE":
         if value not in MODEL_SIZES:
             near = "".join(f"; did you mean {word}?" for word in nearest(value, MODEL_SIZES))
-            raise ConfigError(f"{typed}: found {show(value)}, expected one of {', '.join(MODEL_SIZES)}{near}")
+            raise ConfigError(
+                f"{typed}: found {show(value)}, expected one of {', '.join(MODEL_SIZES)}{near}"
+            )
         yield _override("model.shape", f"gpt2-{value}", typed)
     elif name in SWITCHES:
         flag, with_it, without_it = SWITCHES[name]
         if value not in (flag, ""):
-            raise ConfigError(f'{typed}: found {show(value)}, expected "{flag}" or nothing: {name}="{flag}"')
+            raise ConfigError(
+                f'{typed}: found {show(value)}, expected "{flag}" or nothing: {name}="{flag}"'
+            )
         for key, is_on in (with_it if value else without_it).items():
             yield _override(key, str(is_on).lower(), typed)
     elif not value.strip():
-        raise ConfigError(f"{typed}: found nothing, expected a value; unset {name} to leave it to the recipe")
+        raise ConfigError(
+            f"{typed}: found nothing, expected a value; unset {name} to leave it to the recipe"
+        )
     else:
         yield _override(VALUES[name], value, typed)
 

@@ -1,7 +1,9 @@
-"""On the PYTHONPATH of a test: ranks do what LOWMEM_FAULTS says, and leave LOWMEM_FAULT_MARKS/<name> each time they do.
+"""On the PYTHONPATH of a test: ranks do what LOWMEM_FAULTS says, and leave
+LOWMEM_FAULT_MARKS/<name> each time they do.
 
-LOWMEM_FAULTS is JSON: {name: {"module", "attribute", "rank", "when", "times", "do"}}; `do` runs before the function
-that the attribute names is called, with its arguments as `args`, where `when` is true. The product knows nothing of it.
+LOWMEM_FAULTS is JSON: {name: {"module", "attribute", "rank", "when", "times", "do"}}; `do` runs
+before the function that the attribute names is called, with its arguments as `args`, where `when`
+is true. The product knows nothing of it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ class AtImport(importlib.machinery.PathFinder):
     """Changes a module as soon as it has been executed."""
 
     @classmethod
-    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        cls, name: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         mine = {fault: facts for fault, facts in FAULTS.items() if facts["module"] == name}
         spec = super().find_spec(name, path, target) if mine else None
         if spec is None or spec.loader is None:
@@ -50,7 +54,9 @@ def insert(module: ModuleType, fault: str, facts: dict[str, Any]) -> None:
     def faulty(*args: Any, **kwargs: Any) -> Any:
         is_mine = facts.get("rank") in (None, int(os.environ.get("RANK", "0")))
         done = len(list(marks.glob(f"{fault}.*")))
-        is_now = eval(facts.get("when", "True"), {"args": args, "call": next(calls), "done": done, "os": os})
+        is_now = eval(
+            facts.get("when", "True"), {"args": args, "call": next(calls), "done": done, "os": os}
+        )
         if is_mine and is_now and done < facts.get("times", 1_000_000):
             (marks / f"{fault}.{done}").touch()
             exec(facts["do"], {"args": args, "os": os})

@@ -1,5 +1,5 @@
-"""From cron, a closed terminal, another locale or a loose umask a run gives the same weights as by hand, and its files
-are its user's alone."""
+"""From cron, a closed terminal, another locale or a loose umask a run gives the same weights as by
+hand, and its files are its user's alone."""
 
 from __future__ import annotations
 
@@ -26,20 +26,31 @@ PLACES = {  # name -> (environment besides what names the folders, how bash star
     "stdin and stdout closed": (BARE, "exec {line} 0<&- 1>&-"),
     "stdin, stdout and stderr closed": (BARE, "exec {line} 0<&- 1>&- 2>&-"),
     "the POSIX locale": (BARE | POSIX, "exec {line}"),
-    "Latin-1": (BARE | {"LC_ALL": "en_US.ISO-8859-1", "PYTHONIOENCODING": "latin-1"}, "exec {line}"),
+    "Latin-1": (
+        BARE | {"LC_ALL": "en_US.ISO-8859-1", "PYTHONIOENCODING": "latin-1"},
+        "exec {line}",
+    ),
     "a pipe that is closed": (BARE, "{line} | head -1 >/dev/null; exit ${PIPESTATUS[0]}"),
 }
 
 
 def run(folder: Path, extra: dict[str, str], start: str) -> subprocess.CompletedProcess[bytes]:
-    recipe = builders.recipe(folder, training={"max_steps": 3, "save_steps": 3}, model={"shape": "llama-tiny"})
+    recipe = builders.recipe(
+        folder, training={"max_steps": 3, "save_steps": 3}, model={"shape": "llama-tiny"}
+    )
     (folder / "house").mkdir()
-    variables = {"LOWMEM_ROOT": str(folder / "house"), "PYTHONPATH": str(builders.CODE), **builders.TRACES}
+    variables = {
+        "LOWMEM_ROOT": str(folder / "house"),
+        "PYTHONPATH": str(builders.CODE),
+        **builders.TRACES,
+    }
     words = [sys.executable, "-m", "launch", "run", str(recipe)]
     quoted = " ".join(f"'{word}'" for word in words)
     named = " ".join(f"'{key}={value}'" for key, value in variables.items())
     script = start.replace("{line}", quoted).replace("{variables}", named)
-    return subprocess.run(["bash", "-c", script], env={**variables, **extra}, capture_output=True, timeout=200)
+    return subprocess.run(
+        ["bash", "-c", script], env={**variables, **extra}, capture_output=True, timeout=200
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +61,9 @@ def by_hand(tmp_path_factory) -> dict[str, torch.Tensor]:
     return builders.weights(folder / "model")
 
 
-@pytest.mark.shows("F45", "F46", "env -i, cron, closed streams, umask 000, POSIX and Latin-1 locales")
+@pytest.mark.shows(
+    "F45", "F46", "env -i, cron, closed streams, umask 000, POSIX and Latin-1 locales"
+)
 @pytest.mark.parametrize("name", PLACES)
 def test_the_same_weights_come_out_wherever_a_run_is_started(tmp_path, by_hand, name):
     folder = tmp_path / "données 日本"
@@ -65,7 +78,9 @@ def test_the_same_weights_come_out_wherever_a_run_is_started(tmp_path, by_hand, 
     assert [path for path in written if path.lstat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)] == []
 
 
-@pytest.mark.shows("F45", "the terminal is closed while it trains: SIGHUP, or none where it is ignored")
+@pytest.mark.shows(
+    "F45", "the terminal is closed while it trains: SIGHUP, or none where it is ignored"
+)
 @pytest.mark.parametrize(("start", "code"), [("exec", 75), ("trap '' HUP; exec", 0)])
 def test_a_closed_terminal_ends_a_run_as_a_signal_does_or_not_at_all(tmp_path, start, code):
     training = {"max_steps": 400, "save_steps": 400, "logging_steps": 1}
@@ -75,7 +90,12 @@ def test_a_closed_terminal_ends_a_run_as_a_signal_does_or_not_at_all(tmp_path, s
     terminal, end = pty.openpty()
     process = subprocess.Popen(
         ["bash", "-c", script],
-        env={**os.environ, "LOWMEM_ROOT": str(house), "PYTHONPATH": str(builders.CODE), **builders.TRACES},
+        env={
+            **os.environ,
+            "LOWMEM_ROOT": str(house),
+            "PYTHONPATH": str(builders.CODE),
+            **builders.TRACES,
+        },
         stdin=end,
         stdout=end,
         stderr=end,

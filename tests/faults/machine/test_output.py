@@ -43,7 +43,9 @@ def test_a_reader_that_has_gone_does_not_stop_training(tmp_path, reader):
     recipe = builders.recipe(tmp_path)
     line = f'"{sys.executable}" -m launch run "{recipe}" {reader}; exit "${{PIPESTATUS[0]}}"'
     environment = builders.environment(tmp_path / "house")
-    done = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        ["bash", "-c", line], env=environment, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "model/config.json").exists()
     (log,) = Path(tmp_path / "house/logs").glob("*.log")

@@ -1,5 +1,5 @@
-"""Shared memory, inodes, the size of a file, a folder that turns read-only, an allocation that fails: each ends the run
-with its code, and what was saved is there and continues."""
+"""Shared memory, inodes, the size of a file, a folder that turns read-only, an allocation that
+fails: each ends the run with its code, and what was saved is there and continues."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def goes_on(folder: Path, house: Path, checkpoint: str = "checkpoint-", **extra:
 
 
 @pytest.mark.shows("F15", "all inodes but ten taken while it trains; the free inodes are counted")
-def test_a_disk_without_inodes_ends_the_run_with_10_and_continues_when_there_are_some(tmp_path, disk, injected):
+def test_a_disk_without_inodes_ends_the_run_with_10_and_continues_when_there_are_some(
+    tmp_path, disk, injected
+):
     with stopping.ended(started(tmp_path, disk)) as child:
         child.until("two checkpoints", lambda: len(child.committed()) >= 2)
         taken = disk / "taken"
@@ -103,7 +105,9 @@ def test_a_read_only_folder_is_refused_before_anything_is_loaded(tmp_path, what)
     folder = mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "ro", "none")
     try:
         if what == "model":
-            done = builders.launch(tmp_path / "h", "run", str(recipe), f"--output_dir={folder / 'model'}")
+            done = builders.launch(
+                tmp_path / "h", "run", str(recipe), f"--output_dir={folder / 'model'}"
+            )
         else:
             environment = {**builders.environment(tmp_path / "h"), "LOWMEM_ROOT": str(folder)}
             argv = (*stopping.RUN, str(recipe))
@@ -116,8 +120,12 @@ def test_a_read_only_folder_is_refused_before_anything_is_loaded(tmp_path, what)
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.shows("F16", "the journal of the ext4 below the run is aborted: the kernel makes it read-only")
-def test_a_disk_that_turns_read_only_ends_the_run_with_10_and_it_goes_on_once_it_is_mended(tmp_path, disk, injected):
+@pytest.mark.shows(
+    "F16", "the journal of the ext4 below the run is aborted: the kernel makes it read-only"
+)
+def test_a_disk_that_turns_read_only_ends_the_run_with_10_and_it_goes_on_once_it_is_mended(
+    tmp_path, disk, injected
+):
     with stopping.ended(started(tmp_path, disk)) as child:
         child.until("two checkpoints", lambda: len(child.committed()) >= 2)
         before = child.committed()
@@ -134,7 +142,9 @@ def test_a_disk_that_turns_read_only_ends_the_run_with_10_and_it_goes_on_once_it
     goes_on(tmp_path, disk / "h")
 
 
-@pytest.mark.shows("F12", "a tensor of 64 TiB asked of torch in one rank; a mark, and the allocator's own words")
+@pytest.mark.shows(
+    "F12", "a tensor of 64 TiB asked of torch in one rank; a mark, and the allocator's own words"
+)
 def test_an_allocation_that_fails_ends_the_run_with_6(tmp_path):
     fault = stopping.at_step("7", "import torch; torch.empty(1 << 46)")
     with stopping.launched(tmp_path, faults={"huge": fault}) as child:
@@ -145,11 +155,16 @@ def test_an_allocation_that_fails_ends_the_run_with_6(tmp_path):
         assert child.left() == []
 
 
-@pytest.mark.shows("F13", "/dev/shm of 64 KiB in a mount namespace of its own, with two data workers")
+@pytest.mark.shows(
+    "F13", "/dev/shm of 64 KiB in a mount namespace of its own, with two data workers"
+)
 def test_a_full_dev_shm_is_named_with_what_to_do(tmp_path):
     training = {"dataloader_num_workers": 2, "max_steps": 20}
     recipe = builders.recipe(tmp_path, training=training)
-    line = f'mount -t tmpfs -o size=64k none /dev/shm && exec "{sys.executable}" -m launch run "{recipe}"'
+    line = (
+        f'mount -t tmpfs -o size=64k none /dev/shm && exec "{sys.executable}" -m launch run'
+        f' "{recipe}"'
+    )
     argv = ["unshare", "--mount", "bash", "-c", line]
     environment = builders.environment(tmp_path / "house")
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=200)
@@ -160,8 +175,12 @@ def test_a_full_dev_shm_is_named_with_what_to_do(tmp_path):
     assert "--training.dataloader_num_workers=0" in done.stdout
 
 
-@pytest.mark.shows("F40", "the rows rewritten and cut while the run trains; their content is another")
-def test_rows_that_change_while_a_run_trains_do_not_reach_it_and_are_refused_afterwards(tmp_path, injected):
+@pytest.mark.shows(
+    "F40", "the rows rewritten and cut while the run trains; their content is another"
+)
+def test_rows_that_change_while_a_run_trains_do_not_reach_it_and_are_refused_afterwards(
+    tmp_path, injected
+):
     with stopping.launched(tmp_path, 1) as child:
         child.until("a checkpoint", child.committed)
         file = tmp_path / "train.parquet"
@@ -186,13 +205,21 @@ def test_rows_that_change_while_a_run_trains_do_not_reach_it_and_are_refused_aft
     assert "continuing tiny-" in again.stdout
 
 
-@pytest.mark.shows("F54", "kill -9 of the launcher before it writes each file of a run's folder; marks counted")
-def test_a_launcher_killed_between_any_two_of_its_files_leaves_nothing_that_stops_the_next(tmp_path):
-    recipe = str(builders.recipe(tmp_path, training={"max_steps": 2, "save_steps": 2, "warmup_steps": 0}))
+@pytest.mark.shows(
+    "F54", "kill -9 of the launcher before it writes each file of a run's folder; marks counted"
+)
+def test_a_launcher_killed_between_any_two_of_its_files_leaves_nothing_that_stops_the_next(
+    tmp_path,
+):
+    recipe = str(
+        builders.recipe(tmp_path, training={"max_steps": 2, "save_steps": 2, "warmup_steps": 0})
+    )
     house, kill = tmp_path / "house", "os.kill(os.getpid(), 9)"
     fault = {"module": "launch.base.files", "attribute": "write_atomic", "do": kill}
     for number in range(100):
-        faults = stopping.injecting(tmp_path, **{f"killed{number}": {**fault, "when": f"call == {number}"}})
+        faults = stopping.injecting(
+            tmp_path, **{f"killed{number}": {**fault, "when": f"call == {number}"}}
+        )
         done = builders.launch(house, "run", recipe, "--dry-run", **faults)
         if done.returncode == 0:
             break
@@ -223,7 +250,9 @@ int clock_gettime(clockid_t id, struct timespec *now) {
 
 
 @pytest.mark.shows(
-    "F23", "clock_gettime a day back while it trains, by LD_PRELOAD; the events' times go back by that much"
+    "F23",
+    "clock_gettime a day back while it trains, by LD_PRELOAD; the events' times go back by that"
+    " much",
 )
 def test_a_clock_that_goes_back_costs_no_checkpoint_and_is_no_hang(tmp_path, injected):
     source, library, moved = tmp_path / "clock.c", tmp_path / "clock.so", tmp_path / "moved"

@@ -1,4 +1,5 @@
-"""A disk that is full, or fails on one rank, ends the run with its exit code; what was saved is there and continues."""
+"""A disk that is full, or fails on one rank, ends the run with its exit code; what was saved is
+there and continues."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ LONG = {"num_train_epochs": 2000, "save_steps": 20, "per_device_train_batch_size
 def mount(folder: Path, size: str) -> Path:
     folder.mkdir()
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder],
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
         pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
@@ -66,7 +69,9 @@ def check_whole(run: RunDir) -> None:
 
 
 @pytest.mark.shows("F14", "a tmpfs with 10 MiB left; the free bytes stand in the message")
-def test_a_disk_that_cannot_hold_the_checkpoints_is_refused_with_numbers_before_anything_starts(small_disk, tmp_path):
+def test_a_disk_that_cannot_hold_the_checkpoints_is_refused_with_numbers_before_anything_starts(
+    small_disk, tmp_path
+):
     recipe = builders.recipe(tmp_path)
     (small_disk / "h").mkdir()
     fill(small_disk, 10 << 20)
@@ -74,21 +79,30 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_refused_with_numbers_before_
     assert done.returncode == 3, done.stdout
     assert "3 checkpoints of about 3 MiB are kept (training.save_total_limit 3)" in done.stderr
     assert "takes 12 MiB more; 10 MiB are free. Try --training.save_total_limit=2" in done.stderr
-    fewer = builders.launch(small_disk / "h", "run", str(recipe), "--training.save_total_limit=1", "--dry-run")
+    fewer = builders.launch(
+        small_disk / "h", "run", str(recipe), "--training.save_total_limit=1", "--dry-run"
+    )
     assert fewer.returncode == 0, fewer.stderr
-    assert "training.save_total_limit 1: the 2 newest checkpoints that verify are kept all the same" in fewer.stdout
+    assert (
+        "training.save_total_limit 1: the 2 newest checkpoints that verify are kept all the same"
+        in fewer.stdout
+    )
 
 
 @pytest.mark.fast_faults
 @pytest.mark.shows("F14", "a tmpfs filled up to 1 MiB while it trains; the error is the kernel's")
-def test_a_disk_that_fills_up_ends_the_run_with_10_and_the_same_line_continues_when_there_is_room(small_disk, tmp_path):
+def test_a_disk_that_fills_up_ends_the_run_with_10_and_the_same_line_continues_when_there_is_room(
+    small_disk, tmp_path
+):
     training = {**LONG, "num_train_epochs": 200}
     recipe = builders.recipe(tmp_path, launch={"num_processes": 2}, training=training)
     with started(small_disk / "h", recipe) as child:
         filler = fill(small_disk, 1 << 20)
         assert child.wait() == 10, child.said()
         run = child.run
-        assert re.search(r"the checkpoint of step \d+ could not be written \(rank 0: No space left", child.said())
+        assert re.search(
+            r"the checkpoint of step \d+ could not be written \(rank 0: No space left", child.said()
+        )
     check_whole(run)
     last = manifest.committed(run.checkpoints)[-1].name
     filler.unlink()
@@ -98,10 +112,18 @@ def test_a_disk_that_fills_up_ends_the_run_with_10_and_the_same_line_continues_w
 
 
 @pytest.mark.shows("F14", "a tmpfs that another fills up to 1.3 checkpoints between two saves")
-def test_a_disk_that_others_fill_is_left_with_a_last_checkpoint_while_there_is_room_for_one(small_disk, tmp_path):
-    recipe = builders.recipe(tmp_path, launch={"num_processes": 2}, training={**LONG, "save_steps": 1_000_000})
+def test_a_disk_that_others_fill_is_left_with_a_last_checkpoint_while_there_is_room_for_one(
+    small_disk, tmp_path
+):
+    recipe = builders.recipe(
+        tmp_path, launch={"num_processes": 2}, training={**LONG, "save_steps": 1_000_000}
+    )
     child = stopping.Child(
-        tmp_path, (*stopping.RUN, str(recipe)), small_disk / "h", tmp_path / "out", OMP_NUM_THREADS="1"
+        tmp_path,
+        (*stopping.RUN, str(recipe)),
+        small_disk / "h",
+        tmp_path / "out",
+        OMP_NUM_THREADS="1",
     )
     with stopping.ended(child):
         child.ranks()
@@ -116,30 +138,53 @@ def test_a_disk_that_others_fill_is_left_with_a_last_checkpoint_while_there_is_r
         check_whole(child.run)
 
 
-@pytest.mark.shows("F3", "EIO, ENOSPC, EDQUOT by strace in one rank's save; strace logged (INJECTED)")
+@pytest.mark.shows(
+    "F3", "EIO, ENOSPC, EDQUOT by strace in one rank's save; strace logged (INJECTED)"
+)
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace: apt-get install strace")
 @pytest.mark.parametrize(
     ("mode", "call", "error", "path"),
     [
         ("multi_cpu", "fsync", "EIO", None),
-        ("deepspeed_zero2", "openat", "ENOSPC", "global_step{step}/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        (
+            "deepspeed_zero2",
+            "openat",
+            "ENOSPC",
+            "global_step{step}/zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        ),
         ("deepspeed_zero3", "fsync", "EDQUOT", None),
     ],
 )
-def test_what_one_rank_cannot_write_ends_all_of_them_at_once_with_10(tmp_path, mode, call, error, path):
+def test_what_one_rank_cannot_write_ends_all_of_them_at_once_with_10(
+    tmp_path, mode, call, error, path
+):
     recipe = builders.recipe(tmp_path, launch={"num_processes": 2, "mode": mode}, training=LONG)
     log = tmp_path / "strace.log"
-    words = ["strace", "-f", "-qq", "-o", str(log), "-e", f"trace={call}", "-e", f"inject={call}:error={error}:when=1"]
+    words = [
+        "strace",
+        "-f",
+        "-qq",
+        "-o",
+        str(log),
+        "-e",
+        f"trace={call}",
+        "-e",
+        f"inject={call}:error={error}:when=1",
+    ]
     with started(tmp_path / "h", recipe) as child:
         run = child.run
         for step in range(40, 4000, 20) if path else ():
             staged = run.checkpoints / f"tmp-{manifest.name(step)}" / f"checkpoint-{step}"
             words += ["-P", str(staged / path.format(step=step))]
-        tracer = subprocess.Popen([*words, "-p", str(child.ranks()[1].pid)], stderr=subprocess.DEVNULL)
+        tracer = subprocess.Popen(
+            [*words, "-p", str(child.ranks()[1].pid)], stderr=subprocess.DEVNULL
+        )
         assert child.wait() == 10, child.said()
         tracer.wait(timeout=30)
         assert "(INJECTED)" in log.read_text()
-        assert re.search(r"the checkpoint of step \d+ could not be written \(rank 1: ", child.said()), child.said()
+        assert re.search(
+            r"the checkpoint of step \d+ could not be written \(rank 1: ", child.said()
+        ), child.said()
     check_whole(run)
     words = [word["exit_code"] for word in run.attempts()[-1].rank_errors()]
     assert words == [10, 10]
@@ -193,7 +238,8 @@ def test_what_only_the_report_reads_does_not_decide_how_a_run_ends(tmp_path):
         attempt.plan_file: (b'"strategy"', b'"stratefy"'),
         attempt.outcome_file: (b'"complete"', b'"complepe"'),
     }
-    child.run.new_attempt()  # of a start that was killed at once; the last one's outcome is read before training
+    # of a start that was killed at once; the last one's outcome is read before training
+    child.run.new_attempt()
     words = ["run", str(tmp_path / "tiny.yaml")]
     for file, (name, flipped) in damaged.items():
         content = file.read_bytes()
@@ -215,7 +261,9 @@ def test_a_dry_run_takes_nothing_over(tmp_path):
     child = stopped(tmp_path)
     run = child.run.run_id
     words = ["run", str(tmp_path / "tiny.yaml")]
-    dry = builders.launch(child.house, *words, "--training.seed=7", "--resume.allow=[seed]", "--dry-run")
+    dry = builders.launch(
+        child.house, *words, "--training.seed=7", "--resume.allow=[seed]", "--dry-run"
+    )
     assert dry.returncode == 0, dry.stderr
     assert "in a new run" in dry.stdout
     done = builders.launch(child.house, *words)

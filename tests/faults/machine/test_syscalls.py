@@ -19,9 +19,23 @@ import pytest
 from launch.run_folder import manifest
 from tests import builders
 
-pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace: apt-get install strace")
+pytestmark = pytest.mark.skipif(
+    shutil.which("strace") is None, reason="needs strace: apt-get install strace"
+)
 
-WRITING = ("openat", "write", "writev", "pwrite64", "fsync", "rename", "mkdir", "chmod", "unlink", "unlinkat", "rmdir")
+WRITING = (
+    "openat",
+    "write",
+    "writev",
+    "pwrite64",
+    "fsync",
+    "rename",
+    "mkdir",
+    "chmod",
+    "unlink",
+    "unlinkat",
+    "rmdir",
+)
 # Not the flag --seccomp-bpf: with it some injections do not happen.
 STRACE = ["strace", "-f", "-y", "-qq", "-e", "signal=none", "-e", f"trace={','.join(WRITING)}"]
 CALL = re.compile(r"^(?P<pid>\d+) +(?P<call>\w+)\((?P<rest>.*)$")
@@ -56,7 +70,9 @@ class Server:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("saves")
-    recipe = str(builders.recipe(folder, training={"max_steps": 3, "warmup_steps": 0, "save_steps": 100}))
+    recipe = str(
+        builders.recipe(folder, training={"max_steps": 3, "warmup_steps": 0, "save_steps": 100})
+    )
     planned = builders.launch(folder / "h", "run", recipe, "--dry-run")
     assert planned.returncode == 0, planned.stderr
     run = builders.only_run(folder / "h")
@@ -65,7 +81,10 @@ def server(tmp_path_factory) -> Iterator[Server]:
             [sys.executable, "-m", "tests.faults.save_server", str(run), "1"],
             cwd=builders.CODE,
             env=builders.environment(
-                folder / "h", OMP_NUM_THREADS="1", LOWMEM_SUPERVISED="1", LOWMEM_ROOT_PID=str(os.getpid())
+                folder / "h",
+                OMP_NUM_THREADS="1",
+                LOWMEM_SUPERVISED="1",
+                LOWMEM_ROOT_PID=str(os.getpid()),
             ),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -80,8 +99,8 @@ def server(tmp_path_factory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def calls(server, tmp_path_factory) -> tuple[Path, list[tuple[str, int, str]]]:
-    """A folder with two checkpoints, and (system call, its number in its thread, the line) of the save of a third,
-    where the call touches the checkpoints."""
+    """A folder with two checkpoints, and (system call, its number in its thread, the line) of the
+    save of a third, where the call touches the checkpoints."""
     folder = tmp_path_factory.mktemp("two") / "checkpoints"
     folder.mkdir()
     for step in (10, 20):
@@ -115,8 +134,12 @@ def copy(folder: Path, to: Path) -> Path:
     return to
 
 
-@pytest.mark.shows("F2", "SIGKILL by strace at each system call of a save; the wait status is the signal")
-def test_killed_at_any_call_every_checkpoint_before_it_is_whole_and_the_next_save_works(server, calls, tmp_path):
+@pytest.mark.shows(
+    "F2", "SIGKILL by strace at each system call of a save; the wait status is the signal"
+)
+def test_killed_at_any_call_every_checkpoint_before_it_is_whole_and_the_next_save_works(
+    server, calls, tmp_path
+):
     folder, every = calls
     for i, (call, number, _) in enumerate(every):
         there, log = copy(folder, tmp_path / str(i)), tmp_path / f"{i}.log"
@@ -133,9 +156,13 @@ def test_killed_at_any_call_every_checkpoint_before_it_is_whole_and_the_next_sav
         shutil.rmtree(there)
 
 
-@pytest.mark.shows("F3", "EIO, ENOSPC, EDQUOT by strace at each system call of a save; strace logged (INJECTED)")
+@pytest.mark.shows(
+    "F3", "EIO, ENOSPC, EDQUOT by strace at each system call of a save; strace logged (INJECTED)"
+)
 @pytest.mark.parametrize(("error", "from_then_on"), [("EIO", ""), ("ENOSPC", "+"), ("EDQUOT", "")])
-def test_refused_at_any_call_it_ends_with_10_and_older_checkpoints_stay(server, calls, tmp_path, error, from_then_on):
+def test_refused_at_any_call_it_ends_with_10_and_older_checkpoints_stay(
+    server, calls, tmp_path, error, from_then_on
+):
     folder, every = calls
     written = [one for one in every if one[0] not in ("unlink", "unlinkat", "rmdir", "chmod")]
     for i, (call, number, _) in enumerate(written):
@@ -145,7 +172,10 @@ def test_refused_at_any_call_it_ends_with_10_and_older_checkpoints_stay(server, 
         where = f"{call} {number}: {log.read_text()[-300:]}"
         assert "(INJECTED)" in log.read_text(), where
         assert os.WIFEXITED(status), where
-        assert os.WEXITSTATUS(status) == 10 or (call == "mkdir" and os.WEXITSTATUS(status) == 0), where  # it was there
+        # it was there
+        assert os.WEXITSTATUS(status) == 10 or (call == "mkdir" and os.WEXITSTATUS(status) == 0), (
+            where
+        )
         assert manifest.fault(there / "checkpoint-000020") is None, where
         assert all(manifest.fault(path) is None for path in manifest.committed(there)), where
         assert not list(there.glob("tmp-checkpoint-*")), where

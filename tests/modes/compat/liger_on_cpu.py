@@ -1,4 +1,5 @@
-"""Steps with Liger's kernels and without, in Triton's interpreter: prints the losses and which kernels ran, as JSON."""
+"""Steps with Liger's kernels and without, in Triton's interpreter: prints the losses and which
+kernels ran, as JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def complete_the_interpreter() -> None:
     def convert(value: Any) -> Any:
         if not isinstance(value, float):
             return converted(value)
-        return tl.tensor(interpreter.TensorHandle(np.array([value], dtype=np.float32), tl.float32), tl.float32)
+        return tl.tensor(
+            interpreter.TensorHandle(np.array([value], dtype=np.float32), tl.float32), tl.float32
+        )
 
     def execute(self: Any, *args: Any, **kwargs: Any) -> Any:
         kernels[self.fn.__name__] += 1

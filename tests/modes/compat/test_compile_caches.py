@@ -34,7 +34,9 @@ def test_what_a_rank_compiles_and_looks_up_is_in_a_folder_of_this_user_alone(tmp
         LOWMEM_PROOF=str(tmp_path / "proof"),
         LOWMEM_FAULTS=json.dumps({"compile": fault}),
         LOWMEM_FAULT_MARKS=str(marks),
-        PYTHONPATH=os.pathsep.join([str(builders.CODE), str(builders.CODE / "tests/faults/inject")]),
+        PYTHONPATH=os.pathsep.join(
+            [str(builders.CODE), str(builders.CODE / "tests/faults/inject")]
+        ),
     )
     assert done.returncode == 0, done.stderr + done.stdout
     own = temporary / f"lowmem-{os.geteuid()}"

@@ -1,4 +1,5 @@
-"""With training.use_liger_kernel its kernels run, but for the loss, and the result is that of transformers' modules."""
+"""With training.use_liger_kernel its kernels run, but for the loss, and the result is that of
+transformers' modules."""
 
 from __future__ import annotations
 
@@ -17,12 +18,17 @@ LAYERS, MICRO_STEPS, NORMS = 2, 4, 5  # of llama-tiny: two norms a layer and the
 
 # No dependency of ours, and its kernels want triton, which torch for CPUs does not bring.
 @pytest.mark.skipif(
-    not (find_spec("liger_kernel") and find_spec("triton")), reason="needs pip install liger-kernel triton"
+    not (find_spec("liger_kernel") and find_spec("triton")),
+    reason="needs pip install liger-kernel triton",
 )
 def test_steps_with_its_kernels_are_those_without_and_the_loss_is_ours():
     done = subprocess.run(
         [sys.executable, str(HERE / "liger_on_cpu.py")],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *sys.path]), "TRITON_INTERPRET": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *sys.path]),
+            "TRITON_INTERPRET": "1",
+        },
         capture_output=True,
         text=True,
         timeout=600,

@@ -1,7 +1,8 @@
-"""Print what forward passes of small models allocate: tensors that are labelled cuda, and our stand-in for them.
+"""Print what forward passes of small models allocate: tensors that are labelled cuda, and our
+stand-in for them.
 
-Without a card, the first need a trick: the device guard of the meta device stands in for CUDA's. That serves a forward
-pass; backward asks for a card all the same.
+Without a card, the first need a trick: the device guard of the meta device stands in for CUDA's.
+That serves a forward pass; backward asks for a card all the same.
 """
 
 from __future__ import annotations
@@ -27,20 +28,45 @@ TARGET = Target("8.6")
 BATCH, LENGTH = 3, 20
 MODELS = {
     "gpt2": {"vocab_size": 300, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},
-    "qwen2": {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-              "num_attention_heads": 4, "num_key_value_heads": 2},
-    "llama": {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-              "num_attention_heads": 4, "num_key_value_heads": 4},
-    "t5": {"vocab_size": 300, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4,
-           "decoder_start_token_id": 0},
-}  # fmt: skip
-PRECISIONS = {"fp32": ("float32", None), "bf16": ("bfloat16", None), "autocast": ("float32", torch.bfloat16),
-              "autocast fp16": ("float32", torch.float16)}  # fmt: skip
+    "qwen2": {
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "llama": {
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    },
+    "t5": {
+        "vocab_size": 300,
+        "d_model": 64,
+        "d_kv": 16,
+        "d_ff": 96,
+        "num_layers": 2,
+        "num_heads": 4,
+        "decoder_start_token_id": 0,
+    },
+}
+PRECISIONS = {
+    "fp32": ("float32", None),
+    "bf16": ("bfloat16", None),
+    "autocast": ("float32", torch.bfloat16),
+    "autocast fp16": ("float32", torch.float16),
+}
 
 
 def let_cuda_tensors_live() -> None:
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-    guards = (ctypes.c_void_p * (META + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    guards = (ctypes.c_void_p * (META + 1)).in_dll(
+        library, "_ZN3c104impl26device_guard_impl_registryE"
+    )
     guards[CUDA] = guards[META]
 
 
@@ -66,25 +92,37 @@ def on_device(network: torch.nn.Module, device: str) -> None:
                 if tensor is None:
                     continue
                 if id(tensor) not in known:
-                    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-                    known[id(tensor)] = torch.nn.Parameter(empty) if held is module._parameters else empty
+                    empty = torch.empty_strided(
+                        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+                    )
+                    known[id(tensor)] = (
+                        torch.nn.Parameter(empty) if held is module._parameters else empty
+                    )
                 held[name] = known[id(tensor)]
 
 
-def allocated(family: str, attn_implementation: str, precision: str, padded: bool, device: str) -> tuple[int, list]:
+def allocated(
+    family: str, attn_implementation: str, precision: str, padded: bool, device: str
+) -> tuple[int, list]:
     """Peak of live bytes of a forward pass with loss, and its allocations: (operator, bytes)."""
     dtype, half = PRECISIONS[precision]
     config = AutoConfig.for_model(family, **MODELS[family])
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with torch.device("meta"):
-        network = auto.from_config(config, dtype=getattr(torch, dtype), attn_implementation=attn_implementation).train()
+        network = auto.from_config(
+            config, dtype=getattr(torch, dtype), attn_implementation=attn_implementation
+        ).train()
     network.config.use_cache = False
     recorder = Recorder(BATCH)
     recorder.padded = padded
     with FakeTensorMode():
         on_device(network, device)
         tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64, device=device)
-        autocast = cuda_autocast if device == "cuda" else (lambda dtype: torch.autocast("cpu", dtype=dtype))
+        autocast = (
+            cuda_autocast
+            if device == "cuda"
+            else (lambda dtype: torch.autocast("cpu", dtype=dtype))
+        )
         with recorder, autocast(half) if half else nullcontext():
             loss = network(input_ids=tokens, attention_mask=tokens, labels=tokens).loss
         del loss
@@ -100,14 +138,19 @@ def allocated(family: str, attn_implementation: str, precision: str, padded: boo
 def main() -> None:
     warnings.simplefilter("ignore")
     let_cuda_tensors_live()
-    import_utils.is_fake_tensor = lambda tensor: False  # or transformers keeps masks that mask nothing
+    # or transformers keeps masks that mask nothing
+    import_utils.is_fake_tensor = lambda tensor: False
     library = torch.library.Library("aten", "IMPL")
-    library.impl("scaled_dot_product_attention", attention(TARGET), "AutogradCUDA")  # it asks a card for its kernels
+    # it asks a card for its kernels
+    library.impl("scaled_dot_product_attention", attention(TARGET), "AutogradCUDA")
     found = {}
     for case in product(MODELS, ("sdpa", "eager"), PRECISIONS, (True, False)):
         labelled = allocated(*case, "cuda")
         with cuda_semantics(TARGET):
-            found["{}, {}, {}, padded {}".format(*case)] = {"cuda": labelled, "stand-in": allocated(*case, "cpu")}
+            found["{}, {}, {}, padded {}".format(*case)] = {
+                "cuda": labelled,
+                "stand-in": allocated(*case, "cpu"),
+            }
     print(json.dumps(found))
 
 

@@ -1,4 +1,5 @@
-"""Where nothing fits, each way out that is offered does; where whole copies crawl, copies shared out are taken."""
+"""Where nothing fits, each way out that is offered does; where whole copies crawl, copies shared
+out are taken."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ def test_a_model_that_the_host_cannot_build_is_refused_and_what_is_offered_fits(
     words = ["plan", "sft_fast", "--launch.mode=single_gpu", *on]
     refused = builders.launch(tmp_path / "house", *words)
     assert refused.returncode == 3
-    missed = r"single_gpu x1, batch 16 x 2: 1\.\d\d GiB in host RAM in load, budget 1\.50 GiB \(2\.00 GiB available"
+    missed = (
+        r"single_gpu x1, batch 16 x 2: 1\.\d\d GiB in host RAM in load, budget 1\.50 GiB \(2\.00"
+        r" GiB available"
+    )
     assert re.search(missed, refused.stderr)
     ways = offered(refused.stderr)
     assert ["--model.dtype=bfloat16"] in ways
@@ -54,7 +58,9 @@ def test_beside_a_card_that_is_nearly_full_the_free_one_alone_is_offered(tmp_pat
 
 
 @pytest.mark.campaign
-def test_where_whole_copies_fit_in_single_samples_only_copies_shared_out_are_taken_if_they_are_faster(tmp_path):
+def test_where_whole_copies_fit_in_single_samples_only_sharded_ones_are_taken_if_faster(
+    tmp_path,
+):
     on = ["--machine", described(tmp_path, (7.6, 7.6), 32.0)]
     words = ["plan", "sft_fast", "16", "--launch.vram_fraction=0.5", *on]
     automatic = builders.launch(tmp_path / "house", *words)
@@ -72,7 +78,11 @@ def test_data_workers_are_as_many_as_the_cpus_feed_and_fewer_where_host_ram_has_
 
     def planned(available_gib: float, *words: str) -> tuple[str, float]:
         """(what the plan says of data workers, GiB of host RAM)"""
-        on = ["--machine", described(tmp_path, (23.6,), available_gib), "--launch.host_reserve_gib=0"]
+        on = [
+            "--machine",
+            described(tmp_path, (23.6,), available_gib),
+            "--launch.host_reserve_gib=0",
+        ]
         done = builders.launch(tmp_path / "house", "plan", recipe, *on, *words)
         assert done.returncode == 0, done.stderr
         said = re.search(r"data workers \d+(?::| instead) .*", done.stdout)
@@ -88,6 +98,8 @@ def test_data_workers_are_as_many_as_the_cpus_feed_and_fewer_where_host_ram_has_
         assert found is not None, said
         assert int(found[1]) in workers
         assert takes <= needed - left_out + 0.005
-    asked, takes = planned(32, "--training.dataloader_num_workers=6", "--training.dataloader_prefetch_factor=8")
+    asked, takes = planned(
+        32, "--training.dataloader_num_workers=6", "--training.dataloader_prefetch_factor=8"
+    )
     assert asked == "", "a number that was asked for needs no reason"
     assert takes > needed

@@ -1,4 +1,5 @@
-"""A trace for a CUDA card: the kernels it gets there, what they allocate, and nothing left behind."""
+"""A trace for a CUDA card: the kernels it gets there, what they allocate, and nothing left
+behind."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def test_a_forward_pass_allocates_what_it_does_with_cuda_tensors(forward_passes,
     for name, case in cases.items():
         (labelled, of_labelled), (stand_in, of_stand_in) = case["cuda"], case["stand-in"]
         assert stand_in == pytest.approx(labelled, rel=1e-3), name
-        large = [[one for one in births if one[1] > SCALAR] for births in (of_labelled, of_stand_in)]
+        large = [
+            [one for one in births if one[1] > SCALAR] for births in (of_labelled, of_stand_in)
+        ]
         assert large[0] == large[1], name
 
 
@@ -59,17 +62,37 @@ def test_a_forward_pass_allocates_what_it_does_with_cuda_tensors(forward_passes,
 
 
 def call(
-    dtype=BF16, seq=128, width=64, heads=8, key_heads=8, mask=None, dropout_p=0.0, is_causal=True, gqa=False, keys=None
+    dtype=BF16,
+    seq=128,
+    width=64,
+    heads=8,
+    key_heads=8,
+    mask=None,
+    dropout_p=0.0,
+    is_causal=True,
+    gqa=False,
+    keys=None,
 ) -> Call:
     def made(heads: int, length: int) -> torch.Tensor:
         return torch.empty(2, heads, length, width, dtype=dtype, device="meta", requires_grad=True)
 
     key = made(key_heads, keys or seq)
     of_mask = torch.empty(2, 1, seq, keys or seq, dtype=mask, device="meta") if mask else None
-    return Call(made(heads, seq), key, torch.empty_like(key), of_mask, dropout_p, is_causal and mask is None, None, gqa)
+    return Call(
+        made(heads, seq),
+        key,
+        torch.empty_like(key),
+        of_mask,
+        dropout_p,
+        is_causal and mask is None,
+        None,
+        gqa,
+    )
 
 
-AMPERE, GAMING, TURING, PASCAL, HOPPER = (Target(name) for name in ("8.0", "8.6", "7.5", "6.1", "9.0"))
+AMPERE, GAMING, TURING, PASCAL, HOPPER = (
+    Target(name) for name in ("8.0", "8.6", "7.5", "6.1", "9.0")
+)
 BLACKWELL, RTX50 = Target("10.0"), Target("12.0")
 AMD, OLD_AMD = Target("gfx1100"), Target("gfx906", fused_attention=False)
 
@@ -84,7 +107,8 @@ AMD, OLD_AMD = Target("gfx1100"), Target("gfx906", fused_attention=False)
         (AMPERE, {"mask": BF16}, "efficient"),
         (AMPERE, {"key_heads": 2, "gqa": True}, "flash"),
         (AMPERE, {"key_heads": 2}, "math"),  # grouped queries that nobody announced
-        (AMPERE, {"key_heads": 2, "gqa": True, "dtype": FP32}, "math"),  # efficient has no grouped queries
+        # efficient has no grouped queries
+        (AMPERE, {"key_heads": 2, "gqa": True, "dtype": FP32}, "math"),
         (AMPERE, {"width": 66}, "flash"),  # padded to 72
         (AMPERE, {"width": 66, "dtype": FP32}, "math"),  # minimum_gemm_alignment: 4 of fp32
         (AMPERE, {"width": 68, "dtype": FP32}, "efficient"),
@@ -94,7 +118,8 @@ AMD, OLD_AMD = Target("gfx1100"), Target("gfx906", fused_attention=False)
         (AMPERE, {"keys": 64}, "efficient"),  # check_flash_causal_non_square_seqlens
         (AMPERE, {"keys": 64, "is_causal": False}, "flash"),
         (AMPERE, {"dropout_p": 0.1}, "flash"),
-        (GAMING, {"width": 208}, "efficient"),  # backward of 193 to 224 needs an A100's shared memory
+        # backward of 193 to 224 needs an A100's shared memory
+        (GAMING, {"width": 208}, "efficient"),
         (GAMING, {"width": 256}, "flash"),
         (GAMING, {"width": 256, "dropout_p": 0.1}, "efficient"),
         (RTX50, {"width": 208}, "efficient"),
@@ -114,14 +139,17 @@ AMD, OLD_AMD = Target("gfx1100"), Target("gfx906", fused_attention=False)
         (HOPPER, {"width": 192}, "cudnn"),
         (BLACKWELL, {"width": 192}, "flash"),
         (BLACKWELL, {}, "cudnn"),
-        (Target("9.0", cudnn=91002), {}, "flash"),  # the CUDA 12 builds: check_prefer_cudnn_attention
+        # the CUDA 12 builds: check_prefer_cudnn_attention
+        (Target("9.0", cudnn=91002), {}, "flash"),
         (AMD, {}, "flash"),
         (AMD, {"mask": torch.bool}, "efficient"),
         (AMD, {"mask": FP32}, "math"),  # a mask of another type than the query
         (AMD, {"dtype": FP32}, "efficient"),
         (OLD_AMD, {"dtype": FP16}, "math"),
     ],
-    ids=lambda value: value.architecture if isinstance(value, Target) else str(value).replace("torch.", ""),
+    ids=lambda value: (
+        value.architecture if isinstance(value, Target) else str(value).replace("torch.", "")
+    ),
 )
 def test_attention_gets_the_kernel_that_sdp_utils_chooses(target, asked, kernel):
     assert choose(target, call(**asked)) == kernel
@@ -145,9 +173,16 @@ def test_the_math_kernel_computes_attention(masked):
     additive = torch.randn(2, 1, 6, 6)
     mask = {"causal": None, "boolean": additive > -1, "additive": additive}[masked]
     expected = functional.scaled_dot_product_attention(
-        query, key, value, None if mask is None else mask.clone(), is_causal=mask is None, enable_gqa=True
+        query,
+        key,
+        value,
+        None if mask is None else mask.clone(),
+        is_causal=mask is None,
+        enable_gqa=True,
     )
-    computed = cuda_semantics.attention(OLD_AMD)(query, key, value, mask, is_causal=mask is None, enable_gqa=True)
+    computed = cuda_semantics.attention(OLD_AMD)(
+        query, key, value, mask, is_causal=mask is None, enable_gqa=True
+    )
     torch.testing.assert_close(computed, expected)
 
 
@@ -183,13 +218,18 @@ def test_a_padded_batch_gets_an_additive_mask_in_rows_of_8(fake):
     with cuda_semantics.cuda_semantics(AMPERE):
         query = torch.empty(2, 4, 20, 64, dtype=BF16, requires_grad=True)
         mask = torch.empty(2, 1, 20, 20, dtype=torch.bool)
-        found = births(lambda: functional.scaled_dot_product_attention(query, query, query, attn_mask=mask))
+        found = births(
+            lambda: functional.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+        )
     assert ("aten::where", 2 * 20 * 20 * 2) in found
     assert ("aten::constant_pad_nd", 2 * 20 * 24 * 2) in found
-    assert ("aten::_scaled_dot_product_efficient_attention", 2 * 4 * 32 * 4) in found  # logsumexp, rows of 32
+    # logsumexp, rows of 32
+    assert ("aten::_scaled_dot_product_efficient_attention", 2 * 4 * 32 * 4) in found
 
 
-@pytest.mark.parametrize(("asked", "kernel"), [({}, "aten::_foreach_sqrt"), ({"fused": True}, None)])
+@pytest.mark.parametrize(
+    ("asked", "kernel"), [({}, "aten::_foreach_sqrt"), ({"fused": True}, None)]
+)
 def test_adamw_takes_the_loop_that_it_takes_on_a_card(fake, asked, kernel):
     parameters = [torch.nn.Parameter(torch.empty(300, 10)) for _ in range(3)]
     with cuda_semantics.cuda_semantics(AMPERE):
@@ -205,14 +245,20 @@ def test_the_norm_of_the_gradients_is_one_kernel(fake):
     parameter = torch.nn.Parameter(torch.empty(300, 10))
     parameter.grad = torch.empty_like(parameter)
     with cuda_semantics.cuda_semantics(AMPERE):
-        assert "aten::_foreach_norm" in dict(births(lambda: torch.nn.utils.clip_grad_norm_([parameter], 1.0)))
+        assert "aten::_foreach_norm" in dict(
+            births(lambda: torch.nn.utils.clip_grad_norm_([parameter], 1.0))
+        )
 
 
 def test_fp16_is_what_accelerate_casts_to(fake):
-    with cuda_semantics.cuda_semantics(TURING, fp16=True), accelerator.get_mixed_precision_context_manager(True):
+    with (
+        cuda_semantics.cuda_semantics(TURING, fp16=True),
+        accelerator.get_mixed_precision_context_manager(True),
+    ):
         scores = torch.empty(8, 8) @ torch.empty(8, 8)
         assert scores.dtype == FP16
-        assert births(lambda: torch.softmax(scores, -1)) == [("aten::_softmax", 8 * 8 * 4)]  # no fp32 copy of scores
+        # no fp32 copy of scores
+        assert births(lambda: torch.softmax(scores, -1)) == [("aten::_softmax", 8 * 8 * 4)]
 
 
 # ---- autocast
@@ -222,7 +268,10 @@ def listed(name: str) -> set[str]:
     """The operators of a list in autocast_mode.h of the installed torch."""
     header = (Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h").read_text()
     body = re.search(rf"#define {name}\(_\)(.*?)\n\n", header, re.DOTALL)
-    return {".".join(part.strip() for part in one.split(",")) for one in re.findall(r"_\(([^()]*)\)", body[1])}
+    return {
+        ".".join(part.strip() for part in one.split(","))
+        for one in re.findall(r"_\(([^()]*)\)", body[1])
+    }
 
 
 @pytest.mark.parametrize(
@@ -234,22 +283,40 @@ def listed(name: str) -> set[str]:
     ],
 )
 def test_autocast_has_the_lists_of_the_installed_torch(name, ours):
-    of_text = {one for one in listed(name) if "upsample" not in one and "dimname" not in one.lower()}
+    of_text = {
+        one for one in listed(name) if "upsample" not in one and "dimname" not in one.lower()
+    }
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     assert of_text == {one for one in ours if has_kernel(f"aten::{one}", "AutocastCUDA")}
 
 
 def test_products_are_cast_on_a_card_as_on_the_cpu():
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    missing = {one for one in listed("AT_FORALL_LOWER_PRECISION_FP") if not has_kernel(f"aten::{one}", "AutocastCPU")}
+    missing = {
+        one
+        for one in listed("AT_FORALL_LOWER_PRECISION_FP")
+        if not has_kernel(f"aten::{one}", "AutocastCPU")
+    }
     cells = {one for one in missing if "cell" in one}
     # made of products that are cast, or called below those
-    known = {"_convolution", "convolution", "addmv", "addr", "mv", "einsum", "chain_matmul", "linalg_multi_dot"}
+    known = {
+        "_convolution",
+        "convolution",
+        "addmv",
+        "addr",
+        "mv",
+        "einsum",
+        "chain_matmul",
+        "linalg_multi_dot",
+    }
     assert missing - cells == known | {"_scaled_dot_product_flash_attention"}
 
 
 def test_cross_entropy_takes_logits_as_they_are_and_casts_what_it_sums(fake):
-    logits, labels = torch.empty(16, 10, dtype=BF16, requires_grad=True), torch.empty(16, dtype=torch.int64)
+    logits, labels = (
+        torch.empty(16, 10, dtype=BF16, requires_grad=True),
+        torch.empty(16, dtype=torch.int64),
+    )
     with torch.autocast("cpu", dtype=BF16):
         with cuda_semantics.cuda_semantics(AMPERE):
             on_card = births(lambda: functional.cross_entropy(logits, labels))
@@ -268,7 +335,10 @@ def state() -> list:
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
     return [
-        *[{name for name in names if has_kernel(name, key)} for key in ("AutocastCPU", "AutogradCPU")],
+        *[
+            {name for name in names if has_kernel(name, key)}
+            for key in ("AutocastCPU", "AutogradCPU")
+        ],
         import_utils.is_fake_tensor,
         torch_optimizer._foreach_supported_types,
         _foreach_utils._foreach_supported_types,
@@ -285,14 +355,20 @@ def test_all_is_undone_also_after_an_error(fake):
 
     def behaviour() -> list:
         with torch.autocast("cpu", dtype=BF16):
-            found = births(lambda: functional.cross_entropy(tensor, labels)) + births(lambda: tensor.sum())
+            found = births(lambda: functional.cross_entropy(tensor, labels)) + births(
+                lambda: tensor.sum()
+            )
         found += births(lambda: torch.native_layer_norm(tensor, (4,), None, None, 1e-5))
         query = torch.empty(1, 2, 8, 16, dtype=BF16, requires_grad=True)
         return found + births(lambda: functional.scaled_dot_product_attention(query, query, query))
 
     as_before = behaviour()
     with pytest.raises(KeyError), cuda_semantics.cuda_semantics(AMPERE, fp16=True):
-        assert all(now != then for now, then in zip(state(), before, strict=True) if not isinstance(now, set))
+        assert all(
+            now != then
+            for now, then in zip(state(), before, strict=True)
+            if not isinstance(now, set)
+        )
         inside = behaviour()
         raise KeyError
     assert state() == before
@@ -315,7 +391,9 @@ def test_all_is_undone_also_after_an_error(fake):
 
 def flash_backward(target: Target, heads: int, key_heads: int, seq: int, width: int) -> list[int]:
     grad = torch.empty(2, seq, heads, width, dtype=BF16, device="meta").transpose(1, 2)
-    query, key = (torch.empty(2, n, seq, width, dtype=BF16, device="meta") for n in (heads, key_heads))
+    query, key = (
+        torch.empty(2, n, seq, width, dtype=BF16, device="meta") for n in (heads, key_heads)
+    )
     name = "aten::_scaled_dot_product_flash_attention_backward"
     return workspace(target, name, (grad, query, key, key, query), {}, None)
 
@@ -331,15 +409,20 @@ def test_flash_backward_accumulates_the_query_gradient_in_fp32():
 def test_a_gradient_in_another_layout_is_copied_first():
     query = torch.empty(2, 8, 128, 64, dtype=BF16, device="meta")
     name = "aten::_scaled_dot_product_flash_attention_backward"
-    assert workspace(AMPERE, name, (query, query, query, query, query), {}, None)[0] == query.numel() * 2
+    assert (
+        workspace(AMPERE, name, (query, query, query, query, query), {}, None)[0]
+        == query.numel() * 2
+    )
 
 
 @pytest.mark.parametrize(
     ("target", "dtype", "width", "inside"),
     [
         (AMPERE, BF16, 64, 128 * 64 * 4 + 2 * 16),  # two tiles of 64 x 64, lock and counter
-        (AMPERE, BF16, 128, 128 * 128 * 4 + 16),  # one of 128 x 128: its key gradients stay in registers
-        (GAMING, BF16, 128, 128 * 128 * 4 + 4 * 16 + 64 * (128 + 128) * 4),  # 64 x 64, key gradients in memory
+        # one of 128 x 128: its key gradients stay in registers
+        (AMPERE, BF16, 128, 128 * 128 * 4 + 16),
+        # 64 x 64, key gradients in memory
+        (GAMING, BF16, 128, 128 * 128 * 4 + 4 * 16 + 64 * (128 + 128) * 4),
         (GAMING, BF16, 96, 128 * 128 * 4 + 2 * 16),  # 128 x 64
         (AMPERE, FP32, 64, 128 * 64 * 4 + 2 * 16),
         (PASCAL, FP32, 64, 0),  # no split of the keys below 7.0
@@ -355,8 +438,13 @@ def test_efficient_backward_takes_the_tiles_of_cutlass(target, dtype, width, ins
 
 
 def test_a_gradient_of_an_embedding_has_a_row_in_fp32_per_token():
-    grad, indices = torch.empty(4, 1024, 64, dtype=BF16, device="meta"), torch.empty(4, 1024, device="meta").long()
-    found = workspace(AMPERE, "aten::embedding_dense_backward", (grad, indices, 300, -1, False), {}, None)
+    grad, indices = (
+        torch.empty(4, 1024, 64, dtype=BF16, device="meta"),
+        torch.empty(4, 1024, device="meta").long(),
+    )
+    found = workspace(
+        AMPERE, "aten::embedding_dense_backward", (grad, indices, 300, -1, False), {}, None
+    )
     assert found == [4096 * 8] * 6 + [4096 * 64 * 4]
     few = (grad[:3], indices[:3], 300, -1, False)
     assert workspace(AMPERE, "aten::embedding_dense_backward", few, {}, None) == []
@@ -390,5 +478,7 @@ def test_a_gradient_in_rows_of_16_is_as_large_at_lengths_that_are_no_multiple_of
     with recorder:
         rows_of_32 = torch.empty(recorder.log.batch, 2, 24, 32)
         seen = torch.empty_strided((recorder.log.batch, 2, 24, 24), rows_of_32.stride())
-    assert [(block.fixed_bytes, block.sample_bytes) for block in recorder.log.blocks] == [(0, 4 * 2 * 24 * 32)] * 2
+    assert [(block.fixed_bytes, block.sample_bytes) for block in recorder.log.blocks] == [
+        (0, 4 * 2 * 24 * 32)
+    ] * 2
     assert seen.untyped_storage().nbytes() < rows_of_32.untyped_storage().nbytes()

@@ -58,8 +58,11 @@ def test_training_learns_and_holds_the_bytes_that_were_predicted(finished):
 
 
 def test_evaluation_changes_no_weight(finished, tmp_path):
-    """Where the CPU has AVX512-BF16, bitsandbytes would repack the weights at the first one, and train no further."""
-    recipe = builders.recipe(tmp_path, training={"num_train_epochs": 8, "save_steps": 5, "eval_steps": 40}, **SECTIONS)
+    """Where the CPU has AVX512-BF16, bitsandbytes would repack the weights at the first one, and
+    train no further."""
+    recipe = builders.recipe(
+        tmp_path, training={"num_train_epochs": 8, "save_steps": 5, "eval_steps": 40}, **SECTIONS
+    )
     done = builders.launch(tmp_path / "house", "run", str(recipe))
     assert done.returncode == 0, done.stderr
     expected, found = adapter(finished[0] / "model/adapter"), adapter(tmp_path / "model/adapter")
@@ -79,7 +82,9 @@ def test_the_exported_model_is_the_trained_one_of_ordinary_layers(finished):
     tokens = torch.randint(5, 100, (2, 30))
     with torch.no_grad():
         trained = PeftModel.from_pretrained(base, folder / "model/adapter").eval()(tokens).logits
-        unquantised = PeftModel.from_pretrained(whole, folder / "model/adapter").eval()(tokens).logits
+        unquantised = (
+            PeftModel.from_pretrained(whole, folder / "model/adapter").eval()(tokens).logits
+        )
         merged = exported(tokens).logits
     torch.testing.assert_close(merged, trained, rtol=1e-4, atol=1e-4)
     assert (unquantised - trained).abs().max() > 1e-2  # the comparison can tell
@@ -103,21 +108,35 @@ def test_kill_minus_nine_and_the_same_line_again_give_the_uninterrupted_adapter(
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
 
 
-def test_two_ranks_train_an_adapter_for_a_local_folder_and_chat_loads_both_in_4_bits(finished, tmp_path):
+def test_two_ranks_train_an_adapter_for_a_local_folder_and_chat_loads_both_in_4_bits(
+    finished, tmp_path
+):
     base = shutil.copytree(finished[0] / "model", tmp_path / "base")
     before = {name: tensor.clone() for name, tensor in builders.weights(base).items()}
     recipe = builders.recipe(tmp_path, training={"max_steps": 4, "eval_steps": 2}, **SECTIONS)
-    words = [f"--model.path={base}", "--launch.num_processes=2", "--model.dtype=bfloat16", "--training.bf16=true"]
+    words = [
+        f"--model.path={base}",
+        "--launch.num_processes=2",
+        "--model.dtype=bfloat16",
+        "--training.bf16=true",
+    ]
     done = builders.launch(tmp_path / "house", "run", str(recipe), *words)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "computed in bfloat16; the rest keeps model.dtype bfloat16" in done.stdout
     run = builders.only_run(tmp_path / "house")
     outcome = json.loads((run / "attempts/01/outcome.json").read_text())
-    assert outcome["weights_bytes"] == json.loads((run / "plan.json").read_text())["estimate"]["weights_bytes"]
+    assert (
+        outcome["weights_bytes"]
+        == json.loads((run / "plan.json").read_text())["estimate"]["weights_bytes"]
+    )
     assert not (tmp_path / "model/model.safetensors").exists()
     assert all(torch.equal(tensor, builders.weights(base)[name]) for name, tensor in before.items())
-    assert f"to merge it into the whole ones of {base}" in (tmp_path / "model/README.md").read_text()
-    merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "model")
+    assert (
+        f"to merge it into the whole ones of {base}" in (tmp_path / "model/README.md").read_text()
+    )
+    merged = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), tmp_path / "model"
+    )
     assert merged.merge_and_unload().model.layers[0].mlp.up_proj.weight.dtype == torch.float32
     chat = subprocess.run(
         [sys.executable, str(builders.CODE / "scripts/chat.py"), str(tmp_path / "model"), "1: red"],
@@ -131,16 +150,28 @@ def test_two_ranks_train_an_adapter_for_a_local_folder_and_chat_loads_both_in_4_
 
     loaded, _ = script.load(tmp_path / "model")
     assert len(list(four_bit.layers(loaded))) == 14
-    save_file({name: -tensor for name, tensor in before.items()}, base / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: -tensor for name, tensor in before.items()},
+        base / "model.safetensors",
+        {"format": "pt"},
+    )
     other = builders.launch(tmp_path / "house", "run", str(recipe), *words, f"--resume={run}")
     assert other.returncode == 5
     assert "the weights that the adapter is trained for are not the same" in other.stderr
     assert "--resume.allow=[model]" in other.stderr
 
 
-def test_the_7b_model_of_the_guide_fits_a_16_gib_card_in_4_bits_and_in_16_bits_it_does_not(tmp_path):
-    """LoRA of rank 32, 4 x 256 tokens, checkpointing, logits whole: the guide puts 4 bits near the end."""
-    training = {"per_device_train_batch_size": 4, "bf16": True, "gradient_checkpointing": True, "num_output_chunks": 1}
+def test_the_7b_model_of_the_guide_fits_a_16_gib_card_in_4_bits_and_in_16_bits_it_does_not(
+    tmp_path,
+):
+    """LoRA of rank 32, 4 x 256 tokens, checkpointing, logits whole: the guide puts 4 bits near the
+    end."""
+    training = {
+        "per_device_train_batch_size": 4,
+        "bf16": True,
+        "gradient_checkpointing": True,
+        "num_output_chunks": 1,
+    }
     sections = {"model": {"dtype": "bfloat16"}, "data": {"max_length": 256}, "lora": {"r": 32}}
     recipe = builders.recipe(tmp_path, shape="llama-7b", training=training, **sections)
     on = ["--machine", str(builders.CODE / "configs/machines/a5000-16g.yaml")]
@@ -151,10 +182,14 @@ def test_the_7b_model_of_the_guide_fits_a_16_gib_card_in_4_bits_and_in_16_bits_i
     assert "--quantization.load_in_4bit=true (single_gpu, 6." in refused.stderr
     taken = builders.launch(tmp_path / "house", *words, "--quantization.load_in_4bit=true")
     assert taken.returncode == 0, taken.stderr
-    assert re.search(r"memory +6\.\d\d GiB per process of 14\.72 GiB: peak 5\.\d\d GiB in backward", taken.stdout)
+    assert re.search(
+        r"memory +6\.\d\d GiB per process of 14\.72 GiB: peak 5\.\d\d GiB in backward", taken.stdout
+    )
     as_prepared_by_peft = ["--quantization.load_in_4bit=true", "--model.dtype=float32"]
     wide = builders.launch(tmp_path / "house", *words, *as_prepared_by_peft)
-    assert re.search(r"memory +[78]\.\d\d GiB per process of 14\.72 GiB: peak 6\.", wide.stdout), wide.stderr
+    assert re.search(r"memory +[78]\.\d\d GiB per process of 14\.72 GiB: peak 6\.", wide.stdout), (
+        wide.stderr
+    )
 
 
 @pytest.mark.parametrize("double", [True, False])
@@ -165,7 +200,11 @@ def test_what_the_product_is_made_of_gives_what_the_product_gives(double):
     outer = state.state2.absmax if double else state.absmax
     nested = {}
     if double:
-        nested = {"absmax_8bit": state.absmax, "absmax_code": state.state2.code, "absmax_offset": state.offset}
+        nested = {
+            "absmax_8bit": state.absmax,
+            "absmax_code": state.state2.code,
+            "absmax_offset": state.offset,
+        }
     operands = (inputs, layer.weight.data, list(state.shape), outer, 64, "nf4")
     expected = torch.ops.bitsandbytes.gemm_4bit.default(*operands, layer.bias.data, **nested)
     (decomposed,) = four_bit.decompositions(on_cuda=True).values()
@@ -190,17 +229,25 @@ def test_a_shape_is_quantised_where_a_folder_is_and_merges_back_to_its_own_layer
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, expected[name]), name
         assert parameter.dtype == expected[name].dtype
-        for one, other in zip(four_bit.scales(parameter), four_bit.scales(expected[name]), strict=True):
+        for one, other in zip(
+            four_bit.scales(parameter), four_bit.scales(expected[name]), strict=True
+        ):
             assert torch.equal(one, other), name
-    assert [name for name, _ in four_bit.layers(made)] == [name for name, _ in four_bit.layers(loaded)]
+    assert [name for name, _ in four_bit.layers(made)] == [
+        name for name, _ in four_bit.layers(loaded)
+    ]
     with torch.device("meta"):
         empty = dict(build._from_shape(section, counted, NF4).named_parameters())
     for name, parameter in expected.items():
         found = [(one.shape, one.dtype) for one in (empty[name], *four_bit.scales(empty[name]))]
-        assert found == [(one.shape, one.dtype) for one in (parameter, *four_bit.scales(parameter))], name
+        assert found == [
+            (one.shape, one.dtype) for one in (parameter, *four_bit.scales(parameter))
+        ], name
     assert sum(map(setup.numel, made.parameters())) == sum(map(setup.numel, whole.parameters()))
     kind = parameters.LORA_TARGETS[config["model_type"]]
-    targets = tuple(one for one in kind if any(name.endswith(f".{one}") for name, _ in made.named_modules()))
+    targets = tuple(
+        one for one in kind if any(name.endswith(f".{one}") for name, _ in made.named_modules())
+    )
     adapted = build._with_lora(made, LoraSection(r=2), targets).eval()  # of T5, wo is not quantised
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
@@ -211,6 +258,10 @@ def test_a_shape_is_quantised_where_a_folder_is_and_merges_back_to_its_own_layer
         trained = adapted(**inputs).logits
         merged = four_bit.merged(adapted, torch.float32)
         torch.testing.assert_close(merged(**inputs).logits, trained, rtol=1e-4, atol=1e-4)
-    assert {n: type(m) for n, m in merged.named_modules()} == {n: type(m) for n, m in whole.named_modules()}
+    assert {n: type(m) for n, m in merged.named_modules()} == {
+        n: type(m) for n, m in whole.named_modules()
+    }
     expected_shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
-    assert {name: parameter.shape for name, parameter in merged.named_parameters()} == expected_shapes
+    assert {
+        name: parameter.shape for name, parameter in merged.named_parameters()
+    } == expected_shapes

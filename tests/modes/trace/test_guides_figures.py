@@ -1,7 +1,8 @@
-"""Figures that guides print for their systems, and what a traced step says: described cards, no GPU.
+"""Figures that guides print for their systems, and what a traced step says: described cards, no
+GPU.
 
-The right-hand side of each case is a range around what the model, batch and length of the guide take here; a card's
-room is the described machine's. On a GPU none of it has been measured by us."""
+The right-hand side of each case is a range around what the model, batch and length of the guide
+take here; a card's room is the described machine's. On a GPU none of it has been measured by us."""
 
 from __future__ import annotations
 
@@ -21,12 +22,22 @@ ROOM_GIB = 400.0  # of a card that holds everything, for figures of what cannot 
 CHECKPOINTED = "--training.gradient_checkpointing=true"
 SHORT = "--data.max_length=512"
 PLAIN = "--training.gradient_checkpointing=false"
-LORA_7B = ("--model.shape=qwen1.5-7b", "--model.dtype=bfloat16", "--training.bf16=true", "--lora.r=32")
+LORA_7B = (
+    "--model.shape=qwen1.5-7b",
+    "--model.dtype=bfloat16",
+    "--training.bf16=true",
+    "--lora.r=32",
+)
 MEDIUM = ("--model.shape=minigpt-medium", "--training.bf16=true", "--data.max_length=2048")
 
 
 def planned(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, machine: str, batch: int, *words: str, room_gib: float | None = None
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    machine: str,
+    batch: int,
+    *words: str,
+    room_gib: float | None = None,
 ) -> Plan:
     described = probe_machine.described
 
@@ -41,9 +52,14 @@ def planned(
     monkeypatch.setattr(probe_machine, "described", roomy)
     monkeypatch.setenv("LOWMEM_ROOT", str(folder))
     file = recipe(folder, "gpt2-tiny")
-    flags = [f"--training.per_device_train_batch_size={batch}", "--training.per_device_eval_batch_size=1"]
+    flags = [
+        f"--training.per_device_train_batch_size={batch}",
+        "--training.per_device_eval_batch_size=1",
+    ]
     return resolve.resolve(
-        str(file), [*flags, "--launch.mode=single_gpu", *words], CODE / "configs" / "machines" / f"{machine}.yaml"
+        str(file),
+        [*flags, "--launch.mode=single_gpu", *words],
+        CODE / "configs" / "machines" / f"{machine}.yaml",
     ).plan
 
 
@@ -59,20 +75,37 @@ def planned(
         # the ROCm guide: 3-4 GB at 32
         ("r9700-32g", 32, ("--model.shape=gpt2-small", SHORT, PLAIN), 25, 30),
         ("r9700-32g", 64, ("--model.shape=gpt2-tiny", SHORT, PLAIN), 20, 30),
-        ("r9700-32g", 16, ("--model.shape=gpt2-medium", SHORT, "--training.fp16=true", PLAIN), 20, 28),
-        ("r9700-32g", 16, ("--model.shape=gpt2-medium", SHORT, "--training.fp16=true", CHECKPOINTED), 9, 13),
+        (
+            "r9700-32g",
+            16,
+            ("--model.shape=gpt2-medium", SHORT, "--training.fp16=true", PLAIN),
+            20,
+            28,
+        ),
+        (
+            "r9700-32g",
+            16,
+            ("--model.shape=gpt2-medium", SHORT, "--training.fp16=true", CHECKPOINTED),
+            9,
+            13,
+        ),
     ],
-)  # fmt: skip
-def test_what_a_guides_figure_should_have_been(machine, batch, words, low, high, tmp_path, monkeypatch):
+)
+def test_what_a_guides_figure_should_have_been(
+    machine, batch, words, low, high, tmp_path, monkeypatch
+):
     plan = planned(tmp_path, monkeypatch, machine, batch, *words, room_gib=ROOM_GIB)
     assert plan.strategy.per_device_train_batch_size == batch
     assert low < plan.estimate.device_bytes / GIB < high
 
 
-def test_the_7b_model_of_the_guide_does_not_fit_16_gib_by_a_smaller_batch_or_checkpointing(tmp_path, monkeypatch):
+def test_the_7b_model_of_the_guide_does_not_fit_16_gib_by_a_smaller_batch_or_checkpointing(
+    tmp_path, monkeypatch
+):
     with pytest.raises(DoesNotFit) as refused:
         planned(tmp_path, monkeypatch, "a5000-16g", 6, *LORA_7B, "--data.max_length=256")
-    assert "model states 15." in str(refused.value)  # more than there is room for before any activation, at any batch
+    # more than there is room for before any activation, at any batch
+    assert "model states 15." in str(refused.value)
     assert "--quantization.load_in_4bit=true" in str(refused.value)
 
 
@@ -84,7 +117,12 @@ def test_in_4_bits_it_fits(tmp_path, monkeypatch):
 
 
 def test_the_a6000_batch_of_32_is_split_at_128_effective_and_16_runs(tmp_path, monkeypatch):
-    words = (*MEDIUM, PLAIN, "--training.num_output_chunks=1", "--training.gradient_accumulation_steps=4")
+    words = (
+        *MEDIUM,
+        PLAIN,
+        "--training.num_output_chunks=1",
+        "--training.gradient_accumulation_steps=4",
+    )
     plan = planned(tmp_path, monkeypatch, "a6000-48g", 32, *words)
     assert plan.strategy.per_device_train_batch_size < 32
     assert plan.strategy.effective_batch_size == 128
@@ -96,7 +134,12 @@ def test_the_a6000_batch_of_32_is_split_at_128_effective_and_16_runs(tmp_path, m
 
 
 def test_the_a6000_batch_of_32_runs_with_its_logits_in_parts(tmp_path, monkeypatch):
-    words = (*MEDIUM, PLAIN, "--training.gradient_accumulation_steps=4", "--launch.exact_batch=true")
+    words = (
+        *MEDIUM,
+        PLAIN,
+        "--training.gradient_accumulation_steps=4",
+        "--launch.exact_batch=true",
+    )
     plan = planned(tmp_path, monkeypatch, "a6000-48g", 32, *words)
     assert plan.strategy.num_output_chunks > 1
     assert any(change.key == "training.num_output_chunks" for change in plan.changes)
@@ -105,7 +148,14 @@ def test_the_a6000_batch_of_32_runs_with_its_logits_in_parts(tmp_path, monkeypat
 def test_accumulating_less_saves_no_memory(tmp_path, monkeypatch):
     words = ("--model.shape=gpt2-tiny", "--data.max_length=512", PLAIN)
     two, eight = (
-        planned(tmp_path, monkeypatch, "r9700-32g", 8, *words, f"--training.gradient_accumulation_steps={steps}")
+        planned(
+            tmp_path,
+            monkeypatch,
+            "r9700-32g",
+            8,
+            *words,
+            f"--training.gradient_accumulation_steps={steps}",
+        )
         for steps in (2, 8)
     )
     assert two.estimate.peak == eight.estimate.peak
@@ -115,17 +165,37 @@ def test_accumulating_less_saves_no_memory(tmp_path, monkeypatch):
 def test_a_batch_that_does_not_fit_is_cut_into_divisors_so_that_the_effective_batch_is_held(
     asked, tmp_path, monkeypatch
 ):
-    words = ("--model.shape=gpt2-small", "--data.max_length=512", PLAIN, "--training.gradient_accumulation_steps=5")
+    words = (
+        "--model.shape=gpt2-small",
+        "--data.max_length=512",
+        PLAIN,
+        "--training.gradient_accumulation_steps=5",
+    )
     plan = planned(tmp_path, monkeypatch, "r9700-32g", asked, *words, room_gib=8)
     strategy = plan.strategy
     assert strategy.per_device_train_batch_size < asked
     assert strategy.per_device_train_batch_size * strategy.gradient_accumulation_steps == 5 * asked
 
 
-def test_a_typical_batch_of_the_3080_guide_takes_4_gib_and_the_longest_more_than_twice_that(tmp_path, monkeypatch):
-    words = ("--model.shape=t5-chatlm-0.2b", "--model.freeze=[shared,encoder]", "--training.bf16=true", PLAIN)
+def test_a_typical_batch_of_the_3080_guide_takes_4_gib_and_the_longest_more_than_twice_that(
+    tmp_path, monkeypatch
+):
+    words = (
+        "--model.shape=t5-chatlm-0.2b",
+        "--model.freeze=[shared,encoder]",
+        "--training.bf16=true",
+        PLAIN,
+    )
     typical, longest = (
-        planned(tmp_path, monkeypatch, "2x3080-20g-16g", 16, *words, f"--data.max_length={length}", room_gib=ROOM_GIB)
+        planned(
+            tmp_path,
+            monkeypatch,
+            "2x3080-20g-16g",
+            16,
+            *words,
+            f"--data.max_length={length}",
+            room_gib=ROOM_GIB,
+        )
         for length in (128, 512)
     )
     assert 3 < typical.estimate.device_bytes / GIB < 5

@@ -1,4 +1,5 @@
-"""By tokens no micro-batch takes more than the plan says: of few long rows, of many short ones, traced and real."""
+"""By tokens no micro-batch takes more than the plan says: of few long rows, of many short ones,
+traced and real."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from tests.modes.trace.test_trace import peak_bytes, wish
 from training.trace import recorder, step
 from training.trace.cuda_semantics import Target
 
-LONGEST, ROWS, PARTS = 64, 3, 8  # tokens of the longest row; of those in a micro-batch; micro-steps of a step
+# tokens of the longest row; of those in a micro-batch; micro-steps of a step
+LONGEST, ROWS, PARTS = 64, 3, 8
 SHAPES = [(ROWS, LONGEST), (4, 48), (6, 32), (12, 16), (ROWS * PARTS, LONGEST // PARTS)]
 SECTIONS = ("forward", "backward", "optimizer")
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -46,7 +48,9 @@ def traced(recipe: Recipe, plan: Plan, rows: int, length: int, target: Target | 
 def test_between_the_longest_rows_and_the_most_none_is_higher(name, card, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe, plan = planned(name)
-    found = {shape: traced(recipe, plan, *shape, Target(card) if card else None) for shape in SHAPES}
+    found = {
+        shape: traced(recipe, plan, *shape, Target(card) if card else None) for shape in SHAPES
+    }
     ends = max(found[SHAPES[0]], found[SHAPES[-1]])
     assert max(found.values()) <= ends * 1.001, found
 
@@ -65,17 +69,28 @@ def test_real_steps_of_every_shape_stay_below_what_is_planned_for(name, tmp_path
 
 
 def _real_peak_bytes(recipe: Recipe, plan: Plan, rows: int, length: int) -> int:
-    """The most that torch's allocator holds in two steps of micro-batches of so many rows, every allocation counted."""
-    strategy = replace(plan.strategy, per_device_train_batch_size=rows, gradient_accumulation_steps=2)
+    """The most that torch's allocator holds in two steps of micro-batches of so many rows, every
+    allocation counted."""
+    strategy = replace(
+        plan.strategy, per_device_train_batch_size=rows, gradient_accumulation_steps=2
+    )
     trainer = real_steps.trainer(recipe, replace(plan, strategy=strategy), length, True, steps=2)
     network = trainer.model
-    held = {one.untyped_storage().data_ptr(): one.nbytes for one in (*network.parameters(), *network.buffers())}
+    held = {
+        one.untyped_storage().data_ptr(): one.nbytes
+        for one in (*network.parameters(), *network.buffers())
+    }
     without_onednn = torch.backends.mkldnn.flags(enabled=False)
-    with without_onednn, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with (
+        without_onednn,
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
+    ):
         trainer.train()
     live = highest = sum(held.values())
     events = profiled.profiler.kineto_results.events()
-    for _, size in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
+    for _, size in sorted(
+        (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
+    ):
         live += size
         highest = max(highest, live)
     return highest

@@ -1,4 +1,5 @@
-"""What a recipe switches on is on: the operators of real steps are counted, and their types looked at."""
+"""What a recipe switches on is on: the operators of real steps are counted, and their types looked
+at."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ from training.loop import arguments
 LAYERS = 2  # of llama-tiny
 GROUPS = 2  # of its parameters: with weight decay and without
 STEPS, MICRO_STEPS, SAMPLES, LENGTH = 2, 2, 3, 32
-ATTENTION, PRODUCT, FUSED = "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::mm", "aten::_fused_adamw_"
+ATTENTION, PRODUCT, FUSED = (
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::mm",
+    "aten::_fused_adamw_",
+)
 CROSS_ENTROPY = "aten::_log_softmax"
 
 
@@ -65,8 +70,12 @@ def stepped(recipe: Recipe, chosen: Plan) -> Seen:
     with Seen() as found:
         found.loss = trainer.train().training_loss
     found.weights = {one.dtype for one in trainer.model.parameters()}
-    of_matrices = (trainer.optimizer.state[one] for one in trainer.model.parameters() if one.dim() > 1)
-    found.states = {value.dtype for state in of_matrices for value in state.values() if torch.is_tensor(value)}
+    of_matrices = (
+        trainer.optimizer.state[one] for one in trainer.model.parameters() if one.dim() > 1
+    )
+    found.states = {
+        value.dtype for state in of_matrices for value in state.values() if torch.is_tensor(value)
+    }
     return found
 
 
@@ -96,7 +105,9 @@ def test_bfloat16_weights_are_multiplied_and_updated_as_such():
 def test_gradient_checkpointing_computes_each_layer_twice(plain):
     found = seen(training={"gradient_checkpointing": True})
     assert found.calls[ATTENTION] == 2 * plain.calls[ATTENTION]
-    assert found.calls[CROSS_ENTROPY] == plain.calls[CROSS_ENTROPY], "more than the layers was computed again"
+    assert found.calls[CROSS_ENTROPY] == plain.calls[CROSS_ENTROPY], (
+        "more than the layers was computed again"
+    )
 
 
 def test_eager_attention_makes_the_weights_that_sdpa_does_not(plain):
@@ -106,7 +117,9 @@ def test_eager_attention_makes_the_weights_that_sdpa_does_not(plain):
     assert plain.calls["aten::_softmax"] == 0
 
 
-@pytest.mark.parametrize(("optim", "operator"), [("adamw_torch", "aten::addcdiv_"), ("sgd", "aten::add_")])
+@pytest.mark.parametrize(
+    ("optim", "operator"), [("adamw_torch", "aten::addcdiv_"), ("sgd", "aten::add_")]
+)
 def test_the_optimizer_that_was_asked_for_updates_the_weights(plain, optim, operator):
     found = seen(training={"optim": optim})
     assert found.calls[FUSED] == 0
@@ -131,7 +144,9 @@ SWITCHED: dict[str, dict[str, Any]] = {
     },
     "bfloat16 weights, eager": {"model": {"dtype": "bfloat16", "attn_implementation": "eager"}},
     "8-bit states": {"training": {"optim": "adamw_bnb_8bit"}},
-    "no fused update, recomputed": {"training": {"optim": "adamw_torch", "gradient_checkpointing": True}},
+    "no fused update, recomputed": {
+        "training": {"optim": "adamw_torch", "gradient_checkpointing": True}
+    },
 }
 
 
@@ -142,11 +157,16 @@ def test_each_row_that_the_plan_prints_is_what_the_steps_do(plain, name):
     said = {one.name: one.runs for one in chosen.switches}
     found = stepped(recipe, chosen)
     assert {str(kind).removeprefix("torch.") for kind in found.dtypes[PRODUCT]} == {
-        {"float32": "float32", "bfloat16": "bfloat16", "bf16 autocast": "bfloat16"}[said["precision"]]
+        {"float32": "float32", "bfloat16": "bfloat16", "bf16 autocast": "bfloat16"}[
+            said["precision"]
+        ]
     }
     times = 2 if said["recompute"] == "on" else 1
     calls = {"sdpa": found.calls[ATTENTION], "eager": found.calls["aten::_softmax"]}
-    assert calls == {**dict.fromkeys(calls, 0), said["attention"]: times * LAYERS * MICRO_STEPS * STEPS}
+    assert calls == {
+        **dict.fromkeys(calls, 0),
+        said["attention"]: times * LAYERS * MICRO_STEPS * STEPS,
+    }
     assert (found.calls[FUSED] > 0) == (said["optimizer"] == "adamw_torch_fused")
     assert (torch.uint8 in found.states) == ("8bit" in said["optimizer"])
     parts = {"logits whole": 1, "logits in 4 parts": 4}[said["loss"]]
@@ -156,22 +176,30 @@ def test_each_row_that_the_plan_prints_is_what_the_steps_do(plain, name):
 
 
 @pytest.mark.parametrize(
-    ("packing", "training"), [(False, {"gradient_checkpointing": True, "num_output_chunks": 4}), (True, {})]
+    ("packing", "training"),
+    [(False, {"gradient_checkpointing": True, "num_output_chunks": 4}), (True, {})],
 )
 def test_flash_attention_gets_each_document_alone_and_gives_the_losses_of_sdpa(packing, training):
-    """The package's kernel in plain PyTorch (flash_on_cpu.py); all that leads to it is what runs on a card."""
+    """The package's kernel in plain PyTorch (flash_on_cpu.py); all that leads to it is what runs on
+    a card."""
     recipe = asked(training={**training, "bf16": True}, data={"packing": packing})
     runs: dict[str, Seen] = {}
     for package in ("gone", None):
         on_card = plan(recipe, machine(1), no_flash_attn=package)
         (said,) = (one.runs for one in on_card.switches if one.name == "attention")
-        here = replace(on_card, strategy=replace(on_card.strategy, device="cpu", mode="cpu", backend=None))
+        here = replace(
+            on_card, strategy=replace(on_card.strategy, device="cpu", mode="cpu", backend=None)
+        )
         with flash_on_cpu.there() as calls:
             runs[said] = stepped(recipe, here)
-            times = LAYERS * MICRO_STEPS * STEPS * (2 if "gradient_checkpointing" in training else 1)
+            times = (
+                LAYERS * MICRO_STEPS * STEPS * (2 if "gradient_checkpointing" in training else 1)
+            )
             of_each = [10] * 3 + [2] if packing else [LENGTH]
             first = of_each if packing else [LENGTH // 2]
-            assert calls == [first + of_each * (SAMPLES - 1)] * (times if said == "flash_attention_2" else 0)
+            assert calls == [first + of_each * (SAMPLES - 1)] * (
+                times if said == "flash_attention_2" else 0
+            )
     flash, sdpa = runs["flash_attention_2"], runs["sdpa"]
     assert flash.calls[ATTENTION] == 0 < sdpa.calls[ATTENTION]
     assert flash.loss == pytest.approx(sdpa.loss, rel=1e-4)
@@ -180,7 +208,10 @@ def test_flash_attention_gets_each_document_alone_and_gives_the_losses_of_sdpa(p
 # Where there is none the plan says so, and steps run as they are: tests/unit has that.
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler: apt-get install g++")
 def test_torch_compile_runs_training_steps_in_graphs_and_evaluations_without():
-    recipe = wish(model={"shape": "llama-tiny"}, training={"per_device_train_batch_size": 2, "torch_compile": True})
+    recipe = wish(
+        model={"shape": "llama-tiny"},
+        training={"per_device_train_batch_size": 2, "torch_compile": True},
+    )
     chosen = plan(recipe)
     assert [one.runs for one in chosen.switches if one.name == "compile"] == ["on"]
     trainer = real_steps.trainer(recipe, chosen, LENGTH, False, STEPS)

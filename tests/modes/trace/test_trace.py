@@ -1,4 +1,5 @@
-"""A traced step against a real one: the same trainer, the same model, every byte of torch's allocator counted."""
+"""A traced step against a real one: the same trainer, the same model, every byte of torch's
+allocator counted."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ from training.trace.cuda_semantics import Target
 from training.trace.recorder import Log
 
 LENGTH = 48
-DATA = DataFormat("prompt_response", {"prompt": "prompt", "response": "response"}, "parquet", "given")
+DATA = DataFormat(
+    "prompt_response", {"prompt": "prompt", "response": "response"}, "parquet", "given"
+)
 
 
 def wish(shape: str, **sections: Any) -> tuple[Recipe, Plan]:
@@ -35,7 +38,11 @@ def wish(shape: str, **sections: Any) -> tuple[Recipe, Plan]:
         "name": "traced",
         "task": "sft",
         "model": {"shape": shape, **sections.pop("model", {})},
-        "data": {"train_file": "/data/train.parquet", "max_length": LENGTH, **sections.pop("data", {})},
+        "data": {
+            "train_file": "/data/train.parquet",
+            "max_length": LENGTH,
+            **sections.pop("data", {}),
+        },
         "training": {"per_device_train_batch_size": 3, **sections.pop("training", {})},
         "launch": {"mode": "cpu"},
         "output_dir": "/out",
@@ -43,7 +50,9 @@ def wish(shape: str, **sections: Any) -> tuple[Recipe, Plan]:
     }
     recipe = Recipe.model_validate(content)
     config, parameters = model_config.read(recipe.model, 512, root=CODE)
-    return recipe, planner.choose(context.subject(recipe, machine(gpus=0), config, parameters, DATA))
+    return recipe, planner.choose(
+        context.subject(recipe, machine(gpus=0), config, parameters, DATA)
+    )
 
 
 def peak_bytes(log: Log, samples: int, section: str = "") -> int:
@@ -64,20 +73,27 @@ class Steps(TrainerCallback):
 
 
 def real_peak_bytes(recipe: Recipe, plan: Plan, padded: bool) -> int:
-    """The most that the allocator holds from the second step on, of a model with random weights on a random batch."""
+    """The most that the allocator holds from the second step on, of a model with random weights on
+    a random batch."""
     trainer = real_steps.trainer(recipe, plan, LENGTH, padded, steps=3)
     trainer.add_callback(Steps())
     network = trainer.model
     scales = [tensor for one in network.parameters() for tensor in four_bit.scales(one)]
     there = (*network.parameters(), *network.buffers(), *scales)
     held = {one.untyped_storage().data_ptr(): one.nbytes for one in there}
-    without_onednn = torch.backends.mkldnn.flags(enabled=False)  # it packs half-precision factors in buffers of its own
-    with without_onednn, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    # it packs half-precision factors in buffers of its own
+    without_onednn = torch.backends.mkldnn.flags(enabled=False)
+    with (
+        without_onednn,
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
+    ):
         trainer.train()
     events = profiled.profiler.kineto_results.events()
     second = sorted(event.start_ns() for event in events if event.name() == "step")[1]
     live = highest = sum(held.values())
-    for at, size in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
+    for at, size in sorted(
+        (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
+    ):
         live += size
         if at >= second:
             highest = max(highest, live)
@@ -106,7 +122,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "t5, encoder frozen, three micro-steps": (
         "t5-tiny",
-        {"model": {"freeze": ["shared", "encoder"]}, "training": {"gradient_accumulation_steps": 3}},
+        {
+            "model": {"freeze": ["shared", "encoder"]},
+            "training": {"gradient_accumulation_steps": 3},
+        },
     ),
     "t5 LoRA": ("t5-tiny", {"lora": {"r": 4}}),
     "llama, nothing padded": ("llama-tiny", {}),
@@ -130,19 +149,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama, packed, one sample, checkpointing": (
         "llama-tiny",
-        {"data": PACKED, "training": {"per_device_train_batch_size": 1, "gradient_checkpointing": True}},
+        {
+            "data": PACKED,
+            "training": {"per_device_train_batch_size": 1, "gradient_checkpointing": True},
+        },
     ),
-    "gpt2, packed, eager": ("gpt2-tiny", {"data": PACKED, "model": {"attn_implementation": "eager"}}),
+    "gpt2, packed, eager": (
+        "gpt2-tiny",
+        {"data": PACKED, "model": {"attn_implementation": "eager"}},
+    ),
     "llama in 4 bits": ("llama-tiny", FOUR_BIT),
     "llama in 4 bits under autocast, checkpointing, two micro-steps": (
         "llama-tiny",
         {
             **FOUR_BIT,
             "model": {"dtype": "bfloat16"},
-            "training": {"bf16": True, "gradient_checkpointing": True, "gradient_accumulation_steps": 2},
+            "training": {
+                "bf16": True,
+                "gradient_checkpointing": True,
+                "gradient_accumulation_steps": 2,
+            },
         },
     ),
-    "llama in 4 bits of float32 weights under autocast": ("llama-tiny", {**FOUR_BIT, "training": {"bf16": True}}),
+    "llama in 4 bits of float32 weights under autocast": (
+        "llama-tiny",
+        {**FOUR_BIT, "training": {"bf16": True}},
+    ),
     "llama in 4 bits, computed in float32 under autocast, scales of 32 bits": (
         "llama-tiny",
         {
@@ -168,9 +200,14 @@ def test_a_traced_step_holds_what_the_real_one_holds(name, tmp_path, monkeypatch
     recipe, plan = wish(shape, **sections)
     padded = recipe.data.packing or ("one sample" not in name and "nothing padded" not in name)
     samples = plan.strategy.per_device_train_batch_size
-    log = trace_step.whole_step(recipe, plan, (LENGTH, LENGTH), padded, 1 if samples == 1 else recorder.BATCH)
-    traced = max(peak_bytes(log, samples, section) for section in ("forward", "backward", "optimizer"))
-    # a checkpoint keeps the state of the CPU's random numbers, 5,056 bytes: much of a tiny model, none of a card
+    log = trace_step.whole_step(
+        recipe, plan, (LENGTH, LENGTH), padded, 1 if samples == 1 else recorder.BATCH
+    )
+    traced = max(
+        peak_bytes(log, samples, section) for section in ("forward", "backward", "optimizer")
+    )
+    # a checkpoint keeps the state of the CPU's random numbers, 5,056 bytes: much of a tiny model,
+    # none of a card
     rel = 0.01 if recipe.quantization and recipe.training.gradient_checkpointing else 0.002
     assert traced == pytest.approx(real_peak_bytes(recipe, plan, padded), rel=rel)
 
@@ -178,15 +215,29 @@ def test_a_traced_step_holds_what_the_real_one_holds(name, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("shape", "key", "sections"),
     [
-        ("gpt2-small", "n_layer", {"training": {"optim": "adamw_torch", "gradient_accumulation_steps": 2}}),
-        ("qwen2-0.5b", "num_hidden_layers", {"training": {"gradient_checkpointing": True, "bf16": True}}),
+        (
+            "gpt2-small",
+            "n_layer",
+            {"training": {"optim": "adamw_torch", "gradient_accumulation_steps": 2}},
+        ),
+        (
+            "qwen2-0.5b",
+            "num_hidden_layers",
+            {"training": {"gradient_checkpointing": True, "bf16": True}},
+        ),
         ("llama-7b", "num_hidden_layers", {"lora": {"r": 8}, "model": {"dtype": "bfloat16"}}),
         ("t5-chatlm-0.2b", "num_layers", {}),
         ("qwen2-0.5b", "num_hidden_layers", {"training": {"num_output_chunks": 8}}),
-        ("llama-7b", "num_hidden_layers", {**FOUR_BIT, "training": {"bf16": True, "gradient_checkpointing": True}}),
+        (
+            "llama-7b",
+            "num_hidden_layers",
+            {**FOUR_BIT, "training": {"bf16": True, "gradient_checkpointing": True}},
+        ),
     ],
 )
-def test_a_deep_model_is_the_shallow_one_with_more_of_the_middle(shape, key, sections, tmp_path, monkeypatch):
+def test_a_deep_model_is_the_shallow_one_with_more_of_the_middle(
+    shape, key, sections, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     recipe, plan = wish_of_depth(shape, key, 7, **sections)
     keys = trace_step.DEPTH_KEYS[plan.shape.config["model_type"]]
@@ -207,7 +258,9 @@ def wish_of_depth(shape: str, key: str, layers: int, **sections: Any) -> tuple[R
     recipe, plan = wish("llama-tiny", **sections)
     config, _ = model_config.read(recipe.model.model_copy(update={"shape": shape}), root=CODE)
     config = {**config, **dict.fromkeys(trace_step.DEPTH_KEYS[config["model_type"]], layers)}
-    targets = context._lora_targets(recipe, config["model_type"], {f"x.{t}.weight": (1, 1) for t in "qkvo"})
+    targets = context._lora_targets(
+        recipe, config["model_type"], {f"x.{t}.weight": (1, 1) for t in "qkvo"}
+    )
     if config["model_type"] == "llama":
         targets = plan.lora_targets
     return recipe, replace(plan, shape=ModelShape(shape, config, 0, 0), lora_targets=targets)
@@ -260,7 +313,9 @@ def test_a_question_is_answered_once_and_read_again(tmp_path: Path, monkeypatch)
     assert len(said) == 1
     other = replace(plan.strategy, per_device_train_batch_size=7)
     assert again.get(Question(other, (LENGTH, LENGTH))) is not None  # a trace holds for every batch
-    assert again.get(Question(replace(other, gradient_accumulation_steps=2), (LENGTH, LENGTH))) is None
+    assert (
+        again.get(Question(replace(other, gradient_accumulation_steps=2), (LENGTH, LENGTH))) is None
+    )
     assert again.get(Question(other, (LENGTH, LENGTH + 8))) is None
 
 
@@ -276,21 +331,26 @@ def test_a_step_that_cannot_be_traced_is_said_and_judged_by_states(tmp_path):
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_flash_attention_is_traced_as_pytorchs_own_flash_kernel_without_masks(packing):
-    """The package's kernel keeps what PyTorch's keeps, of the same rows in one; each token has positions of its own."""
+    """The package's kernel keeps what PyTorch's keeps, of the same rows in one; each token has
+    positions of its own."""
 
     def step(package: str | None, documents: int, padded: bool) -> tuple[int, dict]:
         training = {"bf16": True, "per_device_train_batch_size": 4}
         recipe = builders.wish(training=training, data={"packing": packing and package is None})
         chosen = builders.plan(recipe, machine(1), no_flash_attn=package)
-        log = trace_step.step(recipe, chosen, (128, 128), padded, target=Target("8.6", documents=documents))
+        log = trace_step.step(
+            recipe, chosen, (128, 128), padded, target=Target("8.6", documents=documents)
+        )
         moments = [
-            {name: fixed + 8 * sample for name, (fixed, sample) in one["parts"].items()} for one in peaks.peaks(log)
+            {name: fixed + 8 * sample for name, (fixed, sample) in one["parts"].items()}
+            for one in peaks.peaks(log)
         ]
         return max(sum(parts.values()) for parts in moments), peaks.work(log)
 
     flash, flash_work = step(None, 4, True)
     plain, plain_work = step("gone", 0, False)
-    positions = (8 - 1) * 2 * 128 * 16 * 4  # cosine and sine of each token, else of one row's, in float32
+    # cosine and sine of each token, else of one row's, in float32
+    positions = (8 - 1) * 2 * 128 * 16 * 4
     assert flash - plain == pytest.approx(positions, abs=16 << 10)
     assert flash_work["attention_flops"] == plain_work["attention_flops"]
     assert flash_work["matmul_flops"] == plain_work["matmul_flops"]

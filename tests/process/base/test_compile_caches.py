@@ -1,4 +1,5 @@
-"""Folders of compiled code, which torch runs: this user's alone, or the start is refused before torch is there."""
+"""Folders of compiled code, which torch runs: this user's alone, or the start is refused before
+torch is there."""
 
 from __future__ import annotations
 
@@ -31,13 +32,17 @@ ENTRIES = {
     "rank": ("train_low_mem.py", "train", "--is_finetune=True"),
     "guide": ("scripts/train.py", "--mode", "sft", "--config", "medium"),
 }
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root can give a folder to another user"
+)
 
 
 def start(temporary: Path, *argv: str, **extra: str) -> subprocess.CompletedProcess[str]:
     env = builders.environment(temporary.parent / "house", TMPDIR=str(temporary), **extra)
     argv = (sys.executable, *argv)
-    return subprocess.run(argv, cwd=builders.CODE, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        argv, cwd=builders.CODE, env=env, capture_output=True, text=True, timeout=120
+    )
 
 
 @pytest.fixture
@@ -122,16 +127,25 @@ def test_a_link_that_another_user_made_is_refused_wherever_it_leads(temporary):
     link.symlink_to(temporary.parent / "mine")
     os.lchown(link, STRANGER, STRANGER)
     done = start(temporary, *ENTRIES["doctor"], TRITON_CACHE_DIR=str(link))
-    assert (done.returncode, f"{link}: belongs to user {STRANGER}" in done.stderr) == (3, True), done.stderr
+    assert (done.returncode, f"{link}: belongs to user {STRANGER}" in done.stderr) == (
+        3,
+        True,
+    ), done.stderr
 
 
 @pytest.mark.parametrize("variable", ["TMPDIR", *VARIABLES])
 @pytest.mark.parametrize("bits", [0o777, 0o770, 0o702])
 def test_a_folder_that_others_may_write_to_is_refused_with_its_mode(temporary, variable, bits):
-    named = temporary / f"lowmem-{os.geteuid()}" if variable == "TMPDIR" else temporary.parent / "shared"
+    named = (
+        temporary / f"lowmem-{os.geteuid()}"
+        if variable == "TMPDIR"
+        else temporary.parent / "shared"
+    )
     named.mkdir()
     named.chmod(bits)
-    done = start(temporary, *ENTRIES["doctor"], **({} if variable == "TMPDIR" else {variable: str(named)}))
+    done = start(
+        temporary, *ENTRIES["doctor"], **({} if variable == "TMPDIR" else {variable: str(named)})
+    )
     assert done.returncode == 3, done.stdout + done.stderr
     assert f"{named}: others may write to it (mode {bits:o})" in done.stderr
     assert f"chmod go-w it, or set {variable} to a folder of your own" in done.stderr
@@ -141,5 +155,8 @@ def test_a_file_in_the_place_of_a_folder_is_named(temporary):
     file = temporary.parent / "file"
     file.touch()
     done = start(temporary, *ENTRIES["doctor"], TRITON_CACHE_DIR=str(file))
-    assert (done.returncode, f"error: {file}: compiled code cannot be kept there" in done.stderr) == (3, True), done
+    assert (
+        done.returncode,
+        f"error: {file}: compiled code cannot be kept there" in done.stderr,
+    ) == (3, True), done
     assert "Traceback" not in done.stderr

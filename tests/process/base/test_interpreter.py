@@ -25,14 +25,16 @@ def bare(tmp_path_factory) -> Path:
 
 def run(python: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
     variables = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, **env}
-    return subprocess.run([python, *words], env=variables, cwd=CODE, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [python, *words], env=variables, cwd=CODE, capture_output=True, text=True, timeout=60
+    )
 
 
 def test_the_entry_goes_on_with_the_python_that_has_them_and_the_same_words(bare):
     done = run(bare, str(CODE / "scripts" / "train.py"), "--mode", "$(touch pwned) pretran")
     assert (
-        "lacks torch, transformers, accelerate, pydantic, yaml, psutil, rich, pyarrow; going on with .venv"
-        in done.stderr
+        "lacks torch, transformers, accelerate, pydantic, yaml, psutil, rich, pyarrow; going on"
+        " with .venv" in done.stderr
     )
     assert "error: --mode=$(touch pwned) pretran: found '$(touch pwned) pretran'" in done.stderr
     assert done.returncode == 2

@@ -46,7 +46,9 @@ def holder(path: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
 def test_a_second_start_is_refused_at_once_with_process_host_and_time(tmp_path):
     with holder(tmp_path / "lock") as child:
         began = time.monotonic()
-        with pytest.raises(LockHeld, match=rf"the run is in use by process {child.pid} on \S+ since \d{{4}}-"):
+        with pytest.raises(
+            LockHeld, match=rf"the run is in use by process {child.pid} on \S+ since \d{{4}}-"
+        ):
             locks.lock(tmp_path / "lock", "the run").__enter__()
         assert time.monotonic() - began < 2
     with locks.lock(tmp_path / "lock", "the run"):
@@ -58,13 +60,18 @@ def test_a_killed_holders_child_that_has_the_file_open_does_not_keep_the_lock(tm
     with holder(tmp_path / "lock", "forks") as child:
         child.kill()
         child.wait()
-        with locks.lock(tmp_path / "lock", "the run"), pytest.raises(LockHeld, match=f"process {os.getpid()} "):
+        with (
+            locks.lock(tmp_path / "lock", "the run"),
+            pytest.raises(LockHeld, match=f"process {os.getpid()} "),
+        ):
             locks.lock(tmp_path / "lock", "the run").__enter__()
     with locks.lock(tmp_path / "lock", "the run"):
         pass
 
 
-@pytest.mark.shows("F25", "locks of the dead, of a reused pid, of another host, of a container", code=9)
+@pytest.mark.shows(
+    "F25", "locks of the dead, of a reused pid, of another host, of a container", code=9
+)
 @pytest.mark.parametrize(
     ("changed", "is_taken_over"),
     [

@@ -1,7 +1,8 @@
-"""Many command lines in one process, each as `python -m launch` takes it: argv from a JSON file, what came of them out.
+"""Many command lines in one process, each as `python -m launch` takes it: argv from a JSON file,
+what came of them out.
 
-A line that starts with "prepare" goes to the tokenising child's main() instead. As real processes they would take a
-second each; tests start a few of them so."""
+A line that starts with "prepare" goes to the tokenising child's main() instead. As real processes
+they would take a second each; tests start a few of them so."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def prepare(argv: list[str]) -> int:
 
 
 def one(start: Callable[[list[str]], int], argv: list[str]) -> dict[str, Any]:
-    """The exit code (None: a traceback), what was said, the seconds, and the heavy libraries that were imported."""
+    """The exit code (None: a traceback), what was said, the seconds, and the heavy libraries that
+    were imported."""
     out, err, began = io.StringIO(), io.StringIO(), time.perf_counter()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -40,11 +42,20 @@ def one(start: Callable[[list[str]], int], argv: list[str]) -> dict[str, Any]:
             traceback.print_exc()
     seconds = time.perf_counter() - began
     heavy = sorted(HEAVY & {name for name, module in sys.modules.items() if module is not None})
-    return {"code": code, "out": out.getvalue(), "err": err.getvalue(), "seconds": seconds, "heavy": heavy}
+    return {
+        "code": code,
+        "out": out.getvalue(),
+        "err": err.getvalue(),
+        "seconds": seconds,
+        "heavy": heavy,
+    }
 
 
 if __name__ == "__main__":
     asked, answered = sys.argv[1:]
     lines = json.loads(Path(asked).read_text(encoding="utf-8"))
-    found = [one(prepare if line[0] == "prepare" else main, line[line[0] == "prepare" :]) for line in lines]
+    found = [
+        one(prepare if line[0] == "prepare" else main, line[line[0] == "prepare" :])
+        for line in lines
+    ]
     Path(answered).write_text(json.dumps(found), encoding="utf-8")

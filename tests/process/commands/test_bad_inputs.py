@@ -1,6 +1,8 @@
-"""Whatever is wrong with an input: one line that names it, the documented exit code, no traceback, no torch.
+"""Whatever is wrong with an input: one line that names it, the documented exit code, no traceback,
+no torch.
 
-The corpora of YAML, recipes and numbers are those of tests/unit; here they go through the real command."""
+The corpora of YAML, recipes and numbers are those of tests/unit; here they go through the real
+command."""
 
 from __future__ import annotations
 
@@ -50,12 +52,15 @@ class House:
         return path
 
 
-# ---- the corpora ---------------------------------------------------------------------------------------------------
+# ---- the corpora
+# ---------------------------------------------------------------------------
 
 
 def yaml_cases(house: House) -> list[Case]:
     found = []
-    for number, (name, (document, expected)) in enumerate([*BAD_YAML.items(), *BAD_RECIPES.items()]):
+    for number, (name, (document, expected)) in enumerate(
+        [*BAD_YAML.items(), *BAD_RECIPES.items()]
+    ):
         content = document if isinstance(document, bytes) else document.encode()
         path = house.file(f"yaml/{number}/r.yaml", content)
         found.append(Case(f"yaml: {name}", ["run", str(path), "--dry-run"], 2, expected))
@@ -65,23 +70,37 @@ def yaml_cases(house: House) -> list[Case]:
 def number_cases(house: House) -> list[Case]:
     run = ["run", str(house.recipe), "--dry-run"]
     found = [
-        Case(f"number: {key}={text}"[:80], [*run, f"--{key}={text}"], 2, re.escape(key)) for key, text in BAD_NUMBERS
+        Case(f"number: {key}={text}"[:80], [*run, f"--{key}={text}"], 2, re.escape(key))
+        for key, text in BAD_NUMBERS
     ]
     found += [
-        Case(f"batch: {text!r}"[:60], ["run", str(house.recipe), text, "--dry-run"], 2, "batch") for text in BAD_BATCHES
+        Case(f"batch: {text!r}"[:60], ["run", str(house.recipe), text, "--dry-run"], 2, "batch")
+        for text in BAD_BATCHES
     ]
     wanted = {
-        "data.max_length=8193 of a model with 512 positions": (["--data.max_length=8193"], 2, "max_length"),
+        "data.max_length=8193 of a model with 512 positions": (
+            ["--data.max_length=8193"],
+            2,
+            "max_length",
+        ),
         "save_strategy epoch": (["--training.save_strategy=epoch"], 2, "save_strategy"),
         "nan in numerics": (["--numerics.skip_spikes_above=nan"], 2, "skip_spikes_above"),
         "a spike of 1": (["--numerics.skip_spikes_above=1"], 2, "skip_spikes_above"),
         "bad rows below 0": (["--data.max_bad_rows=-1"], 2, "max_bad_rows"),
-        "an effective batch beyond all data": (["--training.gradient_accumulation_steps=65537"], 2, "accumulation"),
+        "an effective batch beyond all data": (
+            ["--training.gradient_accumulation_steps=65537"],
+            2,
+            "accumulation",
+        ),
     }
-    return found + [Case(f"number: {name}", [*run, *words], code, said) for name, (words, code, said) in wanted.items()]
+    return found + [
+        Case(f"number: {name}", [*run, *words], code, said)
+        for name, (words, code, said) in wanted.items()
+    ]
 
 
-PATHS: dict[str, tuple[list[str], int, str]] = {  # words after `run RECIPE --dry-run`; {root} is a folder
+# words after `run RECIPE --dry-run`; {root} is a folder
+PATHS: dict[str, tuple[list[str], int, str]] = {
     "a name with a slash": (["--name=a/b"], 2, "name: found 'a/b'"),
     "a name above": (["--name=.."], 2, r"name: found '\.\.'"),
     "an absolute name": (["--name=/etc/cron.d/x"], 2, "name: found '/etc/cron.d/x'"),
@@ -95,39 +114,95 @@ PATHS: dict[str, tuple[list[str], int, str]] = {  # words after `run RECIPE --dr
     "a name with a quote": (["--name=it's"], 2, "name: found"),
     "a name that is a command": (["--name=$(id)"], 2, r"name: found '\$\(id\)'"),
     "a name in another script": (["--name=日本"], 2, "name: found '日本'"),
-    "an output folder that is a file": (["--output_dir={root}/tiny.yaml"], 3, "output_dir .*: is a file"),
+    "an output folder that is a file": (
+        ["--output_dir={root}/tiny.yaml"],
+        3,
+        "output_dir .*: is a file",
+    ),
     "an output folder below a file": (
         ["--output_dir={root}/tiny.yaml/x"],
         3,
         r"tiny\.yaml/x/lowmem\.json: Not a directory",
     ),
-    "an output folder of others": (["--output_dir={root}/theirs"], 3, "output_dir .*: holds files that no run"),
+    "an output folder of others": (
+        ["--output_dir={root}/theirs"],
+        3,
+        "output_dir .*: holds files that no run",
+    ),
     "an output folder in /proc": (["--output_dir=/proc/lowmem"], 3, "output_dir /proc/lowmem"),
     "the root as output folder": (["--output_dir=/"], 3, "output_dir /: holds files that no run"),
     "an output folder of 256 bytes": (["--output_dir=" + "x" * 256], 2, "output_dir: .*255 bytes"),
     "an output folder of 5,000 bytes": (["--output_dir=/" + "x/" * 2500], 3, "File name too long"),
-    "an output folder with a NUL": (["--output_dir=a\0b"], 2, "output_dir: found the control character"),
-    "an output folder with a newline": (["--output_dir=a\nb"], 2, "output_dir: found the control character"),
-    "a link to another's folder": (["--output_dir={root}/link"], 3, "output_dir .*link: is a symbolic link"),
+    "an output folder with a NUL": (
+        ["--output_dir=a\0b"],
+        2,
+        "output_dir: found the control character",
+    ),
+    "an output folder with a newline": (
+        ["--output_dir=a\nb"],
+        2,
+        "output_dir: found the control character",
+    ),
+    "a link to another's folder": (
+        ["--output_dir={root}/link"],
+        3,
+        "output_dir .*link: is a symbolic link",
+    ),
     "no such run": (["--resume", "{root}/nowhere"], 5, "found no run of ours there"),
     "a run that is a file": (["--resume", "{root}/tiny.yaml"], 5, "found no run of ours there"),
-    "a run with escape codes": (["--resume", "{root}/\x1b[31m"], 5, r"\\x1b\[31m: found no run of ours"),
+    "a run with escape codes": (
+        ["--resume", "{root}/\x1b[31m"],
+        5,
+        r"\\x1b\[31m: found no run of ours",
+    ),
     "a run of 5,000 bytes": (["--resume", "/" + "x" * 5000], 3, "File name too long"),
-    "a tokenizer that is not there": (["--tokenizer.path={root}/nowhere"], 3, "tokenizer.path: there is no folder"),
-    "a tokenizer that is a file": (["--tokenizer.path={root}/tiny.yaml"], 3, "tokenizer.path: there is no folder"),
+    "a tokenizer that is not there": (
+        ["--tokenizer.path={root}/nowhere"],
+        3,
+        "tokenizer.path: there is no folder",
+    ),
+    "a tokenizer that is a file": (
+        ["--tokenizer.path={root}/tiny.yaml"],
+        3,
+        "tokenizer.path: there is no folder",
+    ),
     "a tokenizer of 5,000 bytes": (["--tokenizer.path=/" + "x" * 5000], 3, "File name too long"),
-    "a shape with a slash": (["--model.shape=../recipes/sft"], 2, "model.shape: there is no '../recipes/sft'"),
-    "an absolute shape": (["--model.shape=/etc/passwd"], 2, "model.shape: there is no '/etc/passwd'"),
+    "a shape with a slash": (
+        ["--model.shape=../recipes/sft"],
+        2,
+        "model.shape: there is no '../recipes/sft'",
+    ),
+    "an absolute shape": (
+        ["--model.shape=/etc/passwd"],
+        2,
+        "model.shape: there is no '/etc/passwd'",
+    ),
     "a flag twice over": (["--resume"], 2, "--resume"),
     "a word too many": (["4", "5"], 2, "unrecognized arguments: .*5"),
     "an unknown flag": (["--verbose"], 2, "--verbose: no flag of its own"),
-    "data that is a folder": (["--data.train_file={root}/house"], 4, "no data file lies in this folder"),
+    "data that is a folder": (
+        ["--data.train_file={root}/house"],
+        4,
+        "no data file lies in this folder",
+    ),
     "data that is a device": (["--data.train_file=/dev/zero"], 4, "not an ordinary file"),
     "data that is a pipe": (["--data.train_file={root}/pipe.jsonl"], 4, "not an ordinary file"),
     "data that may loop": (["--data.train_file={root}/loop.jsonl"], 4, r"loop\.jsonl"),
-    "data of an unknown kind": (["--data.train_file={root}/tiny.yaml"], 4, "is not a known file type"),
-    "data of 5,000 bytes of name": (["--data.train_file=/" + "x" * 5000 + ".jsonl"], 4, "cannot be opened"),
-    "a missing held-out file": (["--data.validation_file={root}/nowhere.jsonl"], 4, "there is no such file"),
+    "data of an unknown kind": (
+        ["--data.train_file={root}/tiny.yaml"],
+        4,
+        "is not a known file type",
+    ),
+    "data of 5,000 bytes of name": (
+        ["--data.train_file=/" + "x" * 5000 + ".jsonl"],
+        4,
+        "cannot be opened",
+    ),
+    "a missing held-out file": (
+        ["--data.validation_file={root}/nowhere.jsonl"],
+        4,
+        "there is no such file",
+    ),
 }
 
 
@@ -139,7 +214,12 @@ def path_cases(house: House) -> list[Case]:
     return [
         Case(
             f"path: {name}",
-            ["run", str(house.recipe), "--dry-run", *(word.replace("{root}", str(house.root)) for word in words)],
+            [
+                "run",
+                str(house.recipe),
+                "--dry-run",
+                *(word.replace("{root}", str(house.root)) for word in words),
+            ],
             code,
             expected,
         )
@@ -154,28 +234,59 @@ def _config(**more: object) -> bytes:
     return json.dumps({"model_type": "llama", "vocab_size": 300, **more}).encode()
 
 
-FOLDERS: dict[str, tuple[dict[str, bytes], str]] = {  # files of a model folder -> what is said of it
+# files of a model folder -> what is said of it
+FOLDERS: dict[str, tuple[dict[str, bytes], str]] = {
     "empty": ({}, "has no config.json"),
     "an adapter": ({"adapter_config.json": b"{}"}, "is a LoRA adapter"),
     "a pickle": ({"config.json": CONFIG, "pytorch_model.bin": b"x"}, "only safetensors are read"),
     "a .pt": ({"config.json": CONFIG, "model.pt": b"x"}, "only safetensors are read"),
     "a .pkl": ({"config.json": CONFIG, "weights.pkl": b"x"}, "only safetensors are read"),
-    "a cut shard": ({"config.json": CONFIG, "model.safetensors": b"\x40\0\0\0\0\0\0\0{"}, "is cut or no safetensors"),
-    "an empty shard": ({"config.json": CONFIG, "model.safetensors": b""}, "is cut or no safetensors"),
-    "a pointer": ({"config.json": CONFIG, "model.safetensors": b"version https://"}, "is a Git LFS pointer"),
+    "a cut shard": (
+        {"config.json": CONFIG, "model.safetensors": b"\x40\0\0\0\0\0\0\0{"},
+        "is cut or no safetensors",
+    ),
+    "an empty shard": (
+        {"config.json": CONFIG, "model.safetensors": b""},
+        "is cut or no safetensors",
+    ),
+    "a pointer": (
+        {"config.json": CONFIG, "model.safetensors": b"version https://"},
+        "is a Git LFS pointer",
+    ),
     "an index without shards": (
-        {"config.json": CONFIG, "model.safetensors.index.json": b'{"weight_map": {"a": "m-1.safetensors"}}'},
+        {
+            "config.json": CONFIG,
+            "model.safetensors.index.json": b'{"weight_map": {"a": "m-1.safetensors"}}',
+        },
         "names m-1.safetensors, which is not in the folder",
     ),
     "an index that leads out": (
-        {"config.json": CONFIG, "model.safetensors.index.json": b'{"weight_map": {"a": "../x.safetensors"}}'},
+        {
+            "config.json": CONFIG,
+            "model.safetensors.index.json": b'{"weight_map": {"a": "../x.safetensors"}}',
+        },
         "which is no file name in this folder",
     ),
-    "an index that is none": ({"config.json": CONFIG, "model.safetensors.index.json": b"[]"}, "has no weight_map"),
-    "remote code": ({"config.json": _config(auto_map={"AutoModel": "m.M"})}, "auto_map .*never run"),
-    "a private key": ({"config.json": _config(_attn_implementation_internal="x", _sdk=1)}, "private key '_sdk'"),
-    "a kernel to download": ({"config.json": _config(attn_implementation="k/flash")}, "would download code"),
-    "quantised weights": ({"config.json": _config(quantization_config={})}, "quantized weights cannot be trained"),
+    "an index that is none": (
+        {"config.json": CONFIG, "model.safetensors.index.json": b"[]"},
+        "has no weight_map",
+    ),
+    "remote code": (
+        {"config.json": _config(auto_map={"AutoModel": "m.M"})},
+        "auto_map .*never run",
+    ),
+    "a private key": (
+        {"config.json": _config(_attn_implementation_internal="x", _sdk=1)},
+        "private key '_sdk'",
+    ),
+    "a kernel to download": (
+        {"config.json": _config(attn_implementation="k/flash")},
+        "would download code",
+    ),
+    "quantised weights": (
+        {"config.json": _config(quantization_config={})},
+        "quantized weights cannot be trained",
+    ),
     "a config that is no JSON": ({"config.json": b"{"}, "is not JSON"),
     "a config that is a list": ({"config.json": b"[]"}, "holds list"),
     "a config without a type": ({"config.json": b"{}"}, "has no model_type"),
@@ -226,13 +337,23 @@ LINES: dict[str, tuple[bytes, str]] = {  # a bad line -> what is said of it, whe
     "an array": (b"[1, 2]", "list"),
     "a bare word": (b'"one"', "object"),
     "a key twice": (b'{"prompt": "one", "response": "a", "response": "b"}', "twice"),
-    "5,000 digits": (b'{"prompt": ' + b"9" * 5000 + b', "response": "a"}', "cannot be read as JSON"),
+    "5,000 digits": (
+        b'{"prompt": ' + b"9" * 5000 + b', "response": "a"}',
+        "cannot be read as JSON",
+    ),
     "100,000 brackets": (b"[" * 100_000, "JSON"),
 }
 
-DROPPED: dict[str, tuple[bytes, str]] = {  # a line that can be read, but not all of it would be trained
-    "a label": (b'{"prompt": "one", "response": "a", "label": false}', "column 'label' .* another kind of training"),
-    "a system prompt": (b'{"prompt": "one", "response": "a", "system": "x"}', "column 'system' is not trained yet"),
+# a line that can be read, but not all of it would be trained
+DROPPED: dict[str, tuple[bytes, str]] = {
+    "a label": (
+        b'{"prompt": "one", "response": "a", "label": false}',
+        "column 'label' .* another kind of training",
+    ),
+    "a system prompt": (
+        b'{"prompt": "one", "response": "a", "system": "x"}',
+        "column 'system' is not trained yet",
+    ),
 }
 
 
@@ -259,23 +380,39 @@ def data_cases(house: House) -> list[Case]:
     texts = {"prompt": ["one"] * 2000, "response": [f"{i} eins" for i in range(2000)]}
     parquet = {
         "a parquet file of text": house.file("data/text.parquet", b"PAR1 no, not really"),
-        "a cut footer": house.file("data/cut.parquet", _parquet(house, "data/whole.parquet", texts).read_bytes()[:-20]),
+        "a cut footer": house.file(
+            "data/cut.parquet", _parquet(house, "data/whole.parquet", texts).read_bytes()[:-20]
+        ),
         "an empty parquet file": house.file("data/empty.parquet", b""),
-        "a parquet file without rows": _parquet(house, "data/none.parquet", {"prompt": pa.array([], "string")}),
-        "a parquet file of numbers": _parquet(house, "data/numbers.parquet", {"prompt": [1], "response": [2]}),
+        "a parquet file without rows": _parquet(
+            house, "data/none.parquet", {"prompt": pa.array([], "string")}
+        ),
+        "a parquet file of numbers": _parquet(
+            house, "data/numbers.parquet", {"prompt": [1], "response": [2]}
+        ),
     }
-    found += [_data_case(house, f"data: {name}", path, re.escape(path.name)) for name, path in parquet.items()]
+    found += [
+        _data_case(house, f"data: {name}", path, re.escape(path.name))
+        for name, path in parquet.items()
+    ]
     array = house.file("data/array.json", b"[" + GOOD + b",\n{]")
     return [*found, _data_case(house, "data: an array that breaks", array, r"array\.json:2.*JSON")]
 
 
 def _data_case(house: House, name: str, path: Path, expected: str) -> Case:
-    argv = ["run", str(house.recipe), "--dry-run", f"--data.train_file={path}", f"--name=d{abs(hash(name)) % 10**9}"]
+    argv = [
+        "run",
+        str(house.recipe),
+        "--dry-run",
+        f"--data.train_file={path}",
+        f"--name=d{abs(hash(name)) % 10**9}",
+    ]
     return Case(name, argv, 4, expected)
 
 
 def late_files(house: House) -> dict[str, tuple[Path, str]]:
-    """Bad in a place that planning does not read, so that the tokenising child meets it: line 150, or a page."""
+    """Bad in a place that planning does not read, so that the tokenising child meets it: line 150,
+    or a page."""
     found = {}
     for number, (name, (line, said)) in enumerate((LINES | DROPPED).items()):
         path = house.file(f"late/{number}.jsonl", b"\n".join([*[GOOD] * 149, line, GOOD]) + b"\n")
@@ -288,12 +425,22 @@ def late_files(house: House) -> dict[str, tuple[Path, str]]:
     )
     flipped = _garbled(_parquet(house, "late/flipped.parquet", texts, compression="zstd"), 0.5)
     found["a page of noise"] = flipped, r"flipped\.parquet: cannot be read after row"
-    bomb = _parquet(house, "late/bomb.parquet", {"prompt": ["a" * (70 << 20)], "response": ["b"]}, compression="zstd")
+    bomb = _parquet(
+        house,
+        "late/bomb.parquet",
+        {"prompt": ["a" * (70 << 20)], "response": ["b"]},
+        compression="zstd",
+    )
     found["a row of 70 MiB in a small file"] = bomb, r"bomb\.parquet: row group 1 unpacks to 73,"
-    huge = house.file("late/huge.jsonl", b"\n".join([*[GOOD] * 149, b'{"prompt": "' + b"x" * (65 << 20)]))
+    huge = house.file(
+        "late/huge.jsonl", b"\n".join([*[GOOD] * 149, b'{"prompt": "' + b"x" * (65 << 20)])
+    )
     found["a line of 65 MiB"] = huge, r"huge\.jsonl:150: longer than 64 MiB"
     array = b",\n".join([*[GOOD] * 149, b'{"prompt": 1, "response": "x"}'])
-    found["a row of an array"] = house.file("late/array.json", b"[" + array + b"]"), r"array\.json:150: column 'prompt'"
+    found["a row of an array"] = (
+        house.file("late/array.json", b"[" + array + b"]"),
+        r"array\.json:150: column 'prompt'",
+    )
     empty = b"\n".join([b'{"prompt": "one", "response": ""}'] * 3)
     found["rows without an answer"] = (
         house.file("late/empty.jsonl", empty),
@@ -302,10 +449,17 @@ def late_files(house: House) -> dict[str, tuple[Path, str]]:
     return found
 
 
-CORPORA: tuple[Callable[[House], list[Case]], ...] = (yaml_cases, number_cases, path_cases, folder_cases, data_cases)
+CORPORA: tuple[Callable[[House], list[Case]], ...] = (
+    yaml_cases,
+    number_cases,
+    path_cases,
+    folder_cases,
+    data_cases,
+)
 
 
-# ---- the tests -----------------------------------------------------------------------------------------------------
+# ---- the tests
+# ---------------------------------------------------------------------------
 
 
 def started(folder: Path, lines: list[list[str]]) -> list[dict]:
@@ -313,7 +467,13 @@ def started(folder: Path, lines: list[list[str]]) -> list[dict]:
     (folder / "lines.json").write_text(json.dumps(lines), encoding="utf-8")
     script = builders.CODE / "tests/process/commands/many_starts.py"
     argv = [sys.executable, str(script), str(folder / "lines.json"), str(folder / "found.json")]
-    done = subprocess.run(argv, env=builders.environment(folder / "house"), capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        argv,
+        env=builders.environment(folder / "house"),
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "found.json").read_text(encoding="utf-8"))
 
@@ -322,7 +482,9 @@ def started(folder: Path, lines: list[list[str]]) -> list[dict]:
 def house(tmp_path_factory) -> House:
     root = tmp_path_factory.mktemp("bad inputs")
     path = builders.recipe(root)
-    text = path.read_text(encoding="utf-8").replace(f"  validation_file: {root}/valid.parquet\n", "")
+    text = path.read_text(encoding="utf-8").replace(
+        f"  validation_file: {root}/valid.parquet\n", ""
+    )
     path.write_text(text, encoding="utf-8")
     return House(root, path)
 
@@ -382,10 +544,20 @@ def late(house) -> list[tuple[str, str, dict]]:
     for found, run in zip(prepared, runs, strict=True):
         error = json.loads((run / "attempts/01/ranks/0/error.json").read_text(encoding="utf-8"))
         found["said"] = error["message"]
-    return [(name, expected, found) for (name, (_, expected)), found in zip(files.items(), prepared, strict=True)]
+    return [
+        (name, expected, found)
+        for (name, (_, expected)), found in zip(files.items(), prepared, strict=True)
+    ]
 
 
-@pytest.mark.shows("F34", "F35", "F36", "F38", "rows that are bad late in a file; each answer names the line", code=4)
+@pytest.mark.shows(
+    "F34",
+    "F35",
+    "F36",
+    "F38",
+    "rows that are bad late in a file; each answer names the line",
+    code=4,
+)
 def test_what_planning_does_not_read_is_refused_by_the_tokenising_child(late):
     faults = [
         f"{name}: {found['code']} {found['said'][:300]} {found['err'][-300:]}"
@@ -395,7 +567,13 @@ def test_what_planning_does_not_read_is_refused_by_the_tokenising_child(late):
     assert not faults, f"{len(faults)} of {len(late)}:\n" + "\n".join(faults)
 
 
-SAMPLE = ("yaml: a duplicate key", "path: a run with escape codes", "model: a pickle", "data: latin-1", "batch: 'abc'")
+SAMPLE = (
+    "yaml: a duplicate key",
+    "path: a run with escape codes",
+    "model: a pickle",
+    "data: latin-1",
+    "batch: 'abc'",
+)
 
 
 @pytest.mark.parametrize("name", SAMPLE)
@@ -409,7 +587,9 @@ def test_so_many_bad_rows_as_are_allowed_are_left_out_and_counted(house):
     lines = [line for line, _ in LINES.values()]
     path = house.file("some/bad.jsonl", b"\n".join([*[GOOD] * 5, *lines, *[GOOD] * 200]) + b"\n")
     asked = {"enough": len(lines), "few": len(lines) - 1}
-    keys = {name: [f"--name={name}", f"--data.max_bad_rows={count}"] for name, count in asked.items()}
+    keys = {
+        name: [f"--name={name}", f"--data.max_bad_rows={count}"] for name, count in asked.items()
+    }
     start = ["run", str(house.recipe), "--dry-run", f"--data.train_file={path}"]
     planned = started(house.root, [[*start, *words] for words in keys.values()])
     assert [found["code"] for found in planned] == [0, 0], planned
@@ -417,13 +597,28 @@ def test_so_many_bad_rows_as_are_allowed_are_left_out_and_counted(house):
     enough, few = started(house.root, [prepare(house, run) for run in runs])
     assert enough["code"] == 0, enough
     assert "bad.jsonl: 205 rows" in enough["out"]
-    assert f"bad.jsonl: {len(lines)} bad rows left out (data.max_bad_rows {len(lines)}); first " in enough["out"]
+    assert (
+        f"bad.jsonl: {len(lines)} bad rows left out (data.max_bad_rows {len(lines)}); first "
+        in enough["out"]
+    )
     assert "bad.jsonl:6: not valid JSON" in enough["out"]
     assert few["code"] == 4
-    said = json.loads((runs[1] / "attempts/01/ranks/0/error.json").read_text(encoding="utf-8"))["message"]
-    assert re.search(rf"bad\.jsonl:20: .*bad row {len(lines)}, data.max_bad_rows allows {len(lines) - 1}", said)
+    said = json.loads((runs[1] / "attempts/01/ranks/0/error.json").read_text(encoding="utf-8"))[
+        "message"
+    ]
+    assert re.search(
+        rf"bad\.jsonl:20: .*bad row {len(lines)}, data.max_bad_rows allows {len(lines) - 1}", said
+    )
 
 
 def prepare(house: House, run: Path) -> list[str]:
     """The tokenising child's command line, for many_starts.py."""
-    return ["prepare", "--run-dir", str(run), "--attempt", "1", "--cache", str(house.root / "house/.cache")]
+    return [
+        "prepare",
+        "--run-dir",
+        str(run),
+        "--attempt",
+        "1",
+        "--cache",
+        str(house.root / "house/.cache"),
+    ]

@@ -17,7 +17,11 @@ def wrapper(house, *words: str) -> subprocess.CompletedProcess[str]:
     """./train_sft_custom.sh as a user runs it, on this interpreter."""
     argv = [str(builders.CODE / "train_sft_custom.sh"), *words]
     return subprocess.run(
-        argv, env=builders.environment(house, PYTHON=sys.executable), capture_output=True, text=True, timeout=60
+        argv,
+        env=builders.environment(house, PYTHON=sys.executable),
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
@@ -58,7 +62,9 @@ def test_a_wrong_word_is_one_line_that_names_it(tmp_path, words, exit_code, expe
 
 
 def test_a_column_that_is_missing_is_said_with_those_that_were_found(tmp_path):
-    recipe = builders.recipe(tmp_path, data={"prompt_column": "promt", "response_column": "response"})
+    recipe = builders.recipe(
+        tmp_path, data={"prompt_column": "promt", "response_column": "response"}
+    )
     began = time.monotonic()
     said = is_one_line(builders.launch(tmp_path / "house", "run", str(recipe)), 4)
     assert time.monotonic() - began < 5
@@ -74,7 +80,9 @@ def test_a_folder_that_holds_someone_elses_files_is_never_replaced(tmp_path):
     assert (tmp_path / "model/thesis.tex").read_text() == "years of work"
 
 
-@pytest.mark.parametrize(("package", "version"), [("torch", "2.9.1+cu128"), ("transformers", "5.2.0")])
+@pytest.mark.parametrize(
+    ("package", "version"), [("torch", "2.9.1+cu128"), ("transformers", "5.2.0")]
+)
 def test_a_package_that_is_too_old_to_be_trusted_with_files_is_refused(tmp_path, package, version):
     known = tmp_path / "old" / f"{package}-{version}.dist-info"
     known.mkdir(parents=True)
@@ -88,14 +96,29 @@ def test_a_package_that_is_too_old_to_be_trusted_with_files_is_refused(tmp_path,
 def test_doctor_says_each_fact_with_its_reason(tmp_path):
     done = builders.launch(tmp_path, "doctor")
     assert done.returncode == 0
-    for word in ("GPUs:", "host memory limit:", "CPUs:", "/dev/shm:", "disk free:", "imports: a rank holds"):
+    for word in (
+        "GPUs:",
+        "host memory limit:",
+        "CPUs:",
+        "/dev/shm:",
+        "disk free:",
+        "imports: a rank holds",
+    ):
         assert word in done.stdout
     measured = import_memory.known(tmp_path / ".cache", "cpu")
     assert measured.reason == "measured here"
-    constants = (ASSUMED.rank_bytes, ASSUMED.agent_bytes, ASSUMED.launcher_bytes, ASSUMED.mapped_bytes)
-    assert (measured.rank_bytes, measured.agent_bytes, measured.launcher_bytes, measured.mapped_bytes) == pytest.approx(
-        constants, rel=0.1
+    constants = (
+        ASSUMED.rank_bytes,
+        ASSUMED.agent_bytes,
+        ASSUMED.launcher_bytes,
+        ASSUMED.mapped_bytes,
     )
+    assert (
+        measured.rank_bytes,
+        measured.agent_bytes,
+        measured.launcher_bytes,
+        measured.mapped_bytes,
+    ) == pytest.approx(constants, rel=0.1)
 
 
 def test_a_run_is_planned_for_a_machine_one_does_not_have(tmp_path):

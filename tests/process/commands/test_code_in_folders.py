@@ -1,4 +1,5 @@
-"""Code that a model folder brings is never run and never asked about, whichever command opens the folder."""
+"""Code that a model folder brings is never run and never asked about, whichever command opens the
+folder."""
 
 from __future__ import annotations
 
@@ -49,24 +50,40 @@ def write_folder(folder: Path, **config: object) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({**LLAMA, **config}))
     (folder / "code.py").write_text(CODE)
-    save_file({"model.norm.weight": np.ones(16, np.float32)}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {"model.norm.weight": np.ones(16, np.float32)},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     return folder
 
 
 def write_adapter(folder: Path, base: Path) -> Path:
     folder.mkdir(parents=True)
-    named = {"peft_type": "LORA", "base_model_name_or_path": str(base), "r": 2, "target_modules": ["q_proj"]}
+    named = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": str(base),
+        "r": 2,
+        "target_modules": ["q_proj"],
+    }
     (folder / "adapter_config.json").write_text(json.dumps(named))
-    save_file({"lora": np.ones(2, np.float32)}, folder / "adapter_model.safetensors", {"format": "pt"})
+    save_file(
+        {"lora": np.ones(2, np.float32)}, folder / "adapter_model.safetensors", {"format": "pt"}
+    )
     return folder
 
 
 def start(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; a person who would answer every question with yes sits before it."""
-    env = builders.environment(folder / "house", PROOF=str(folder / "proof"), HF_HOME=str(folder / "hf"))
+    """Run a command to its end; a person who would answer every question with yes sits before
+    it."""
+    env = builders.environment(
+        folder / "house", PROOF=str(folder / "proof"), HF_HOME=str(folder / "hf")
+    )
     del env["HF_HUB_OFFLINE"]
     argv = (sys.executable, *argv)
-    return subprocess.run(argv, env=env, cwd=folder, input="y\n" * 20, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        argv, env=env, cwd=folder, input="y\n" * 20, capture_output=True, text=True, timeout=300
+    )
 
 
 def chat(folder: Path, model: Path) -> subprocess.CompletedProcess[str]:
@@ -89,12 +106,19 @@ def test_chat_does_not_run_the_code_of_a_folder(tmp_path):
 
 def test_chat_names_a_type_that_transformers_does_not_have(tmp_path):
     model = write_folder(tmp_path / "m", model_type="stranger")
-    refused(chat(tmp_path, model), tmp_path, str(model / "config.json"), "stranger", "use a model_type")
+    refused(
+        chat(tmp_path, model), tmp_path, str(model / "config.json"), "stranger", "use a model_type"
+    )
 
 
 def test_chat_does_not_run_the_code_of_an_adapters_base(tmp_path):
     base = write_folder(tmp_path / "base", model_type="stranger", auto_map=MAPPED)
-    refused(chat(tmp_path, write_adapter(tmp_path / "a", base)), tmp_path, str(base / "config.json"), "auto_map")
+    refused(
+        chat(tmp_path, write_adapter(tmp_path / "a", base)),
+        tmp_path,
+        str(base / "config.json"),
+        "auto_map",
+    )
 
 
 def test_chat_looks_for_the_base_of_an_adapter_on_this_machine_alone(tmp_path):
@@ -145,12 +169,18 @@ def test_merge_refuses_an_adapter_or_a_base_that_brings_code(tmp_path, config, p
 def test_plan_and_run_refuse_a_model_that_brings_code_before_a_step_is_traced(tmp_path, command):
     model = write_folder(tmp_path / "m", model_type="stranger", auto_map=MAPPED)
     recipe = builders.recipe(tmp_path)
-    refused(start(tmp_path, "-m", "launch", command, str(recipe), f"--model.path={model}"), tmp_path, "auto_map")
+    refused(
+        start(tmp_path, "-m", "launch", command, str(recipe), f"--model.path={model}"),
+        tmp_path,
+        "auto_map",
+    )
 
 
 def test_a_tokenizer_that_brings_code_is_refused_where_the_rows_are_tokenised(tmp_path):
     brings = write_folder(tmp_path / "brings", model_type="stranger", auto_map=MAPPED)
-    (brings / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["code.Cut", "code.Cut"]}}))
+    (brings / "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": {"AutoTokenizer": ["code.Cut", "code.Cut"]}})
+    )
     shutil.copy(brings / "code.py", brings / "tokenization.py")
     recipe = builders.recipe(tmp_path)
     done = start(tmp_path, "-m", "launch", "run", str(recipe), f"--tokenizer.path={brings}")

@@ -1,5 +1,5 @@
-"""Whatever text a user, a file or a model gives: nothing of it is executed, it stands in files as text, and no terminal
-obeys it."""
+"""Whatever text a user, a file or a model gives: nothing of it is executed, it stands in files as
+text, and no terminal obeys it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from launch.supervise.screen import Screen
 from tests import builders
 from tests.process.commands.test_bad_inputs import started
 
-RUNS = (  # what would run if a shell, cron, sbatch or a template took it for its own; {m} is the marker file
+# what would run if a shell, cron, sbatch or a template took it for its own; {m} is the marker file
+RUNS = (
     "$(touch {m})",
     "`touch {m}`",
     "; touch {m}",
@@ -216,16 +217,33 @@ def markers(*folders: Path) -> list[Path]:
 def test_no_string_in_any_key_is_executed_or_reaches_the_terminal_as_it_is(folder, monkeypatch):
     monkeypatch.chdir(folder)
     lines = []
-    for number, text in enumerate(text for text in STRINGS if "\0" not in text and "\ud800" not in text):
+    for number, text in enumerate(
+        text for text in STRINGS if "\0" not in text and "\ud800" not in text
+    ):
         key = KEYS[number % len(KEYS)]
         value = json.dumps([text]) if key in ("model.freeze", "launch.pass_env") else text
-        lines += [["run", str(folder / "tiny.yaml"), "--dry-run", f"--{key}={value}", "--training.save_steps=0"]]
-        lines += [["plan", text], ["run", str(folder / "tiny.yaml"), text], ["plan", "sft", f"--{text}=1"]]
+        lines += [
+            [
+                "run",
+                str(folder / "tiny.yaml"),
+                "--dry-run",
+                f"--{key}={value}",
+                "--training.save_steps=0",
+            ]
+        ]
+        lines += [
+            ["plan", text],
+            ["run", str(folder / "tiny.yaml"), text],
+            ["plan", "sft", f"--{text}=1"],
+        ]
         lines += [["run", str(folder / "tiny.yaml"), "--dry-run", "--resume", f"=={text}"]]
     for line, found in zip(lines, started(folder, lines), strict=True):
         assert found["code"] in (2, 3, 4, 5), (line, found)
         assert found["err"].startswith("error: "), (line, found)
-        assert all(one.isprintable() for one in (found["err"] + found["out"]).replace("\t", " ").split("\n")), (
+        assert all(
+            one.isprintable()
+            for one in (found["err"] + found["out"]).replace("\t", " ").split("\n")
+        ), (
             line,
             found,
         )
@@ -244,7 +262,8 @@ class Tags(html.parser.HTMLParser):
 
 
 def test_what_is_rendered_holds_every_string_as_text(tmp_path, monkeypatch):
-    """Folders of these names, with the files of a run in them: YAML and JSON read back equal, a shell sees one word."""
+    """Folders of these names, with the files of a run in them: YAML and JSON read back equal, a
+    shell sees one word."""
     for number, text in enumerate(NAMES):
         root = tmp_path / str(number) / text
         root.mkdir(parents=True)
@@ -253,7 +272,12 @@ def test_what_is_rendered_holds_every_string_as_text(tmp_path, monkeypatch):
             data={"train_file": str(root / "train.parquet")},
             output_dir=str(root / "model"),
             training={"run_name": text},
-            launch={"nodes": 2, "num_processes": 2, "main_process_ip": text, "network_interface": text},
+            launch={
+                "nodes": 2,
+                "num_processes": 2,
+                "main_process_ip": text,
+                "network_interface": text,
+            },
         )
         machine = builders.machine()
         plan = builders.plan(builders.wish())
@@ -262,17 +286,31 @@ def test_what_is_rendered_holds_every_string_as_text(tmp_path, monkeypatch):
         house = workspace.House.here()
         attempt = write.write_run(run, recipe, machine, plan, house)
         assert run.read_recipe() == recipe
-        assert strict_yaml.read_yaml(run.recipe_yaml)[0]["data"]["train_file"] == str(root / "train.parquet")
+        assert strict_yaml.read_yaml(run.recipe_yaml)[0]["data"]["train_file"] == str(
+            root / "train.parquet"
+        )
         assert yaml.safe_load(run.accelerate_file.read_text())["main_process_ip"] == text
-        command = render_command.command(plan, machine, run, attempt, house, {"OMP_NUM_THREADS": text})
-        words = ["env", *(f"{key}={value}" for key, value in sorted(command.env.items())), *command.argv]
+        command = render_command.command(
+            plan, machine, run, attempt, house, {"OMP_NUM_THREADS": text}
+        )
+        words = [
+            "env",
+            *(f"{key}={value}" for key, value in sorted(command.env.items())),
+            *command.argv,
+        ]
         script = f"set -- {command}\nprintf '%s\\0' \"$@\""
-        told = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, check=True).stdout
+        told = subprocess.run(
+            ["bash", "-c", script], cwd=tmp_path, capture_output=True, check=True
+        ).stdout
         assert told.decode().split("\0")[:-1] == words
-        assert subprocess.run(["sh", "-n", str(run.command_file)], capture_output=True).returncode == 0
+        assert (
+            subprocess.run(["sh", "-n", str(run.command_file)], capture_output=True).returncode == 0
+        )
         failure = Failure("x", 1, text, text, text)
         page = Tags()
-        page.feed(report_page(recipe, machine, plan, RunResult(str(run.root), 1, failure, 1.0, 0), []))
+        page.feed(
+            report_page(recipe, machine, plan, RunResult(str(run.root), 1, failure, 1.0, 0), [])
+        )
         page.close()
         assert page.found <= {
             *(
@@ -295,10 +333,14 @@ def test_what_is_rendered_holds_every_string_as_text(tmp_path, monkeypatch):
 
 def test_a_terminal_a_log_and_a_report_show_what_hides():
     for text in STRINGS:
-        assert all(line.isprintable() for line in visible(text).replace("\t", " ").split("\n")), text
+        assert all(line.isprintable() for line in visible(text).replace("\t", " ").split("\n")), (
+            text
+        )
         stream = io.StringIO()
         Screen(stream=stream).say(text)
-        assert all(line.isprintable() for line in stream.getvalue().replace("\t", " ").split("\n")), text
+        assert all(
+            line.isprintable() for line in stream.getvalue().replace("\t", " ").split("\n")
+        ), text
     assert visible("plain, 日本語 é 🙂\n\tit's") == "plain, 日本語 é 🙂\n\tit's"
 
 
@@ -310,7 +352,9 @@ def test_a_run_in_a_folder_of_a_hostile_name_trains_and_its_pasted_line_does_too
     dry = builders.launch(root / "house", "run", str(recipe), "--dry-run")
     assert dry.returncode == 0, dry.stderr
     line = dry.stdout.strip().splitlines()[-1]
-    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr
     assert (root / "model/model.safetensors").exists()
     assert not markers(tmp_path, Path.cwd())

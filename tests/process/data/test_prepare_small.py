@@ -17,17 +17,25 @@ SCRIPT = str(builders.CODE / "scripts" / "prepare_small_sft_data.py")
 
 def prepare(folder: Path, rows: list[dict], *words: str) -> subprocess.CompletedProcess[str]:
     source = folder / "big.jsonl"
-    source.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    source.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
     argv = [sys.executable, SCRIPT, "--input", "big.jsonl", "--output", "small/my.parquet", *words]
     return subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=60)
 
 
 def parts(folder: Path) -> tuple[list[dict], list[dict]]:
-    return tuple(pq.read_table(folder / f"small/my_{part}.parquet").to_pylist() for part in ("train", "valid"))
+    return tuple(
+        pq.read_table(folder / f"small/my_{part}.parquet").to_pylist()
+        for part in ("train", "valid")
+    )
 
 
 def alpaca(count: int) -> list[dict]:
-    return [{"instruction": f"问 {i}", "input": "x" if i % 2 else "", "output": f"答 {i}"} for i in range(count)]
+    return [
+        {"instruction": f"问 {i}", "input": "x" if i % 2 else "", "output": f"答 {i}"}
+        for i in range(count)
+    ]
 
 
 def test_as_many_rows_as_asked_for_and_none_in_both_parts(tmp_path):
@@ -37,14 +45,18 @@ def test_as_many_rows_as_asked_for_and_none_in_both_parts(tmp_path):
     assert (len(train), len(valid)) == (100, 10)
     rows = [(row["prompt"], row["response"]) for row in train + valid]
     assert len(set(rows)) == 110
-    assert all(prompt.removesuffix("\nx") == f"问 {answer.removeprefix('答 ')}" for prompt, answer in rows)
+    assert all(
+        prompt.removesuffix("\nx") == f"问 {answer.removeprefix('答 ')}" for prompt, answer in rows
+    )
     numbers = sorted(int(answer.removeprefix("答 ")) for _, answer in rows)
     assert numbers[0] < 50 and numbers[-1] > 450  # from all of the file, not its beginning
     prepare(tmp_path, alpaca(500), "--num_samples", "100", "--valid_ratio", "0.1", "--overwrite")
     assert parts(tmp_path) == (train, valid)  # the same seed
 
 
-@pytest.mark.parametrize(("count", "sizes"), [(2, (1, 1)), (3, (2, 1)), (11, (10, 1)), (110, (100, 10))])
+@pytest.mark.parametrize(
+    ("count", "sizes"), [(2, (1, 1)), (3, (2, 1)), (11, (10, 1)), (110, (100, 10))]
+)
 def test_neither_part_is_empty_however_few_rows_there_are(tmp_path, count, sizes):
     done = prepare(tmp_path, alpaca(count), "--num_samples=5000")
     assert done.returncode == 0, done.stderr
@@ -104,13 +116,23 @@ def test_a_mistake_is_one_line(tmp_path, rows, words, code, said):
 
 
 def test_the_users_files_are_not_replaced_but_the_sample_is(tmp_path):
-    builders.write_parquet(tmp_path / "small/my_train.parquet", [{"prompt": "mine", "response": "mine"}])
+    builders.write_parquet(
+        tmp_path / "small/my_train.parquet", [{"prompt": "mine", "response": "mine"}]
+    )
     done = prepare(tmp_path, alpaca(5))
     assert done.returncode == 2
     assert "is not the sample data; add --overwrite" in done.stderr
-    sample = [sys.executable, str(builders.CODE / "scripts/make_sample_data.py"), "--train-rows=5", "--valid-rows=5"]
+    sample = [
+        sys.executable,
+        str(builders.CODE / "scripts/make_sample_data.py"),
+        "--train-rows=5",
+        "--valid-rows=5",
+    ]
     subprocess.run([*sample, "--out-dir", "small"], cwd=tmp_path, check=True, capture_output=True)
-    words = ["--input=small/sft_train_small_train.parquet", "--output=small/sft_train_small.parquet"]
+    words = [
+        "--input=small/sft_train_small_train.parquet",
+        "--output=small/sft_train_small.parquet",
+    ]
     refused = prepare(tmp_path, alpaca(5), *words)
     assert "would be replaced by what is drawn from it" in refused.stderr
     replaced = prepare(tmp_path, alpaca(5), "--output=small/sft_train_small.parquet")

@@ -1,4 +1,5 @@
-"""A corpus is tokenised in units: the same files whatever the number of processes, and none twice after a kill."""
+"""A corpus is tokenised in units: the same files whatever the number of processes, and none twice
+after a kill."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ from training.data.tokenise import Job
 
 pytestmark = pytest.mark.process
 
-TEXTS = [" ".join(f"{number * step}" for step in range(1, 3 + number % 40)) for number in range(1200)]
+TEXTS = [
+    " ".join(f"{number * step}" for step in range(1, 3 + number % 40)) for number in range(1200)
+]
 UNIT_BYTES = 6_000
 
 
@@ -40,8 +43,22 @@ def job(folder: Path, source: Path, cut, **fields) -> Job:
     folder.mkdir(parents=True)
     cut.save_pretrained(folder / "tokenizer")
     data_format = DataFormat("text", {"text": "text"}, "jsonl", "")
-    given = {"data_format": data_format, "task": "pretrain", "packing": True, "max_bad_rows": 0, **fields}
-    return Job(folder, "train", source, encoder_decoder=False, max_length=64, unit_bytes=UNIT_BYTES, **given)
+    given = {
+        "data_format": data_format,
+        "task": "pretrain",
+        "packing": True,
+        "max_bad_rows": 0,
+        **fields,
+    }
+    return Job(
+        folder,
+        "train",
+        source,
+        encoder_decoder=False,
+        max_length=64,
+        unit_bytes=UNIT_BYTES,
+        **given,
+    )
 
 
 def corpus(folder: Path, bad: tuple[int, ...] = ()) -> Path:
@@ -73,7 +90,9 @@ def test_the_files_are_the_same_whatever_the_number_of_processes(tmp_path, cut):
 
 
 def test_row_groups_of_parquet_are_shared_out_too(tmp_path, cut):
-    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "a.parquet", row_group_size=50, compression="none")
+    pq.write_table(
+        pa.table({"text": TEXTS}), tmp_path / "a.parquet", row_group_size=50, compression="none"
+    )
     fields = {"data_format": DataFormat("text", {"text": "text"}, "parquet", ""), "packing": False}
     alone = made(job(tmp_path / "1", tmp_path / "a.parquet", cut, **fields), 1)
     assert len(alone) > 10
@@ -99,7 +118,9 @@ def test_of_several_bad_rows_the_first_that_is_too_many_is_named(tmp_path, cut, 
     with pytest.raises(DataError, match=r"a\.jsonl:301: not valid JSON"):
         tokenise_pool.part(none, None, processes, lambda rows: None, print)
     few = job(tmp_path / "few", source, cut, max_bad_rows=2)
-    with pytest.raises(DataError, match=r"b\.jsonl:101: .*; it is bad row 3, data\.max_bad_rows allows 2"):
+    with pytest.raises(
+        DataError, match=r"b\.jsonl:101: .*; it is bad row 3, data\.max_bad_rows allows 2"
+    ):
         tokenise_pool.part(few, None, processes, lambda rows: None, print)
 
 
@@ -143,7 +164,9 @@ def test_a_killed_start_goes_on_from_the_units_that_were_finished(tmp_path, cut)
     again = TypeAdapter(Job).validate_python(vars(killed))
     found = made(again, 2)
     assert found == made(job(tmp_path / "whole", source, cut), 1)
-    assert {path: path.stat().st_mtime_ns for path in there} == there, "a finished unit was tokenised again"
+    assert {path: path.stat().st_mtime_ns for path in there} == there, (
+        "a finished unit was tokenised again"
+    )
 
 
 def test_a_child_that_is_killed_ends_its_parent_as_it_was_ended(tmp_path, cut):
@@ -156,5 +179,7 @@ def test_a_disk_without_room_for_the_rest_is_said_at_once(tmp_path, cut):
     one = job(tmp_path / "job", corpus(tmp_path / "corpus"), cut)
     with (one.folder / "train-00001.arrow").open("wb") as file:
         file.truncate(8 << 40)  # sparse
-    with pytest.raises(ResourceError, match=r"the tokens of .*corpus take about [\d,.]+ GiB more, .* GiB are free"):
+    with pytest.raises(
+        ResourceError, match=r"the tokens of .*corpus take about [\d,.]+ GiB more, .* GiB are free"
+    ):
         tokenise_pool.part(one, None, 1, lambda rows: None, print)

@@ -1,7 +1,8 @@
-"""Stands in for training.link: what one rank does is in the JSON file FAKE_LINK, by backend and NCCL variables.
+"""Stands in for training.link: what one rank does is in the JSON file FAKE_LINK, by backend and
+NCCL variables.
 
-{"gloo": "work", "nccl NCCL_P2P_DISABLE=1": "say shm-too-small.txt", ...}; "*" for all others. Each call is a line in
-FAKE_LINK_CALLS. It starts a hundred times in a test run, so it imports little.
+{"gloo": "work", "nccl NCCL_P2P_DISABLE=1": "say shm-too-small.txt", ...}; "*" for all others. Each
+call is a line in FAKE_LINK_CALLS. It starts a hundred times in a test run, so it imports little.
 """
 
 from __future__ import annotations
@@ -50,7 +51,11 @@ def main() -> None:
     if word == "print":
         sys.exit(detail)
     if rank == "0" and word != "silent":
-        result = {"backend": detail or backend, "world_size": int(given["--world-size"]), "nccl": None}
+        result = {
+            "backend": detail or backend,
+            "world_size": int(given["--world-size"]),
+            "nccl": None,
+        }
         print(json.dumps({**result, "bus_bytes_per_s": 5e9, "flops_per_s": 1e13}))
 
 

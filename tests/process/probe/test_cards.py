@@ -1,4 +1,5 @@
-"""Cards that are here and cannot be used: the real command and NVML binding, a driver and folders made here."""
+"""Cards that are here and cannot be used: the real command and NVML binding, a driver and folders
+made here."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ PRINT = """
 import json, os
 from launch.probe import gpu_signs, gpus
 found = gpus.find(os.environ, gpu_signs.system_root(os.environ))
-print(json.dumps([[gpu.index for gpu in found.gpus], found.obstacle, found.reason, found.cuda_driver]))
+indices = [gpu.index for gpu in found.gpus]
+print(json.dumps([indices, found.obstacle, found.reason, found.cuda_driver]))
 """
 ON_CPU = "or train on the CPU on purpose: --launch.mode=cpu"
 
@@ -40,23 +42,45 @@ def environment(tmp_path: Path, **extra: str) -> dict[str, str]:
     """Nothing of this machine's cards and variables; PATH without vendors' programs."""
     root = tmp_path / "root"
     root.mkdir(exist_ok=True)
-    hiding = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
-    clean = {key: value for key, value in builders.environment(tmp_path / "house").items() if key not in hiding}
+    hiding = (
+        "CUDA_VISIBLE_DEVICES",
+        "HIP_VISIBLE_DEVICES",
+        "ROCR_VISIBLE_DEVICES",
+        "LD_LIBRARY_PATH",
+    )
+    clean = {
+        key: value
+        for key, value in builders.environment(tmp_path / "house").items()
+        if key not in hiding
+    }
     return {**clean, "PATH": "/usr/bin:/bin", "LOWMEM_SYSTEM_ROOT": str(root), **extra}
 
 
 def found(tmp_path: Path, **extra: str) -> tuple[list[int], str, str, str]:
     env = environment(tmp_path, **extra)
-    done = subprocess.run([sys.executable, "-c", PRINT], env=env, cwd=builders.CODE, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PRINT], env=env, cwd=builders.CODE, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return tuple(json.loads(done.stdout))
 
 
 def plan(tmp_path: Path, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
     rows = f"--data.train_file={tmp_path / 'house' / 'rows.jsonl'}"
-    argv = [sys.executable, "-m", "launch", "plan", "sft_fast", rows, "--data.validation_file=null", *words]
+    argv = [
+        sys.executable,
+        "-m",
+        "launch",
+        "plan",
+        "sft_fast",
+        rows,
+        "--data.validation_file=null",
+        *words,
+    ]
     env = environment(tmp_path, **extra)
-    return subprocess.run(argv, env=env, cwd=builders.CODE, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        argv, env=env, cwd=builders.CODE, capture_output=True, text=True, timeout=300
+    )
 
 
 def is_refused(done: subprocess.CompletedProcess[str]) -> str:
@@ -66,7 +90,8 @@ def is_refused(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr
 
 
-# ---- a card that cannot be asked ------------------------------------------------------------------------------------
+# ---- a card that cannot be asked
+# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -89,7 +114,9 @@ def test_an_nvml_that_fails_is_an_obstacle_with_its_cause_and_its_fix(tmp_path, 
     assert cause and fixed and fix in rest
 
 
-def test_a_card_that_cannot_be_asked_refuses_the_start_instead_of_training_the_small_model(tmp_path, house, driver):
+def test_a_card_that_cannot_be_asked_refuses_the_start_instead_of_training_the_small_model(
+    tmp_path, house, driver
+):
     said = is_refused(plan(tmp_path, LD_LIBRARY_PATH=driver, FAKE_NVML_INIT="18"))
     assert "NVML cannot be asked: " in said
     assert "mismatch" in said
@@ -110,15 +137,29 @@ def test_the_cpu_that_was_asked_for_is_taken_all_the_same(tmp_path, house, drive
             "GPU 0: Insufficient Permissions (NVML error 4); fix: you may not open /dev/nvidia*",
         ),
         ({"FAKE_NVML_HANDLE": "15"}, "GPU 0: GPU is lost (NVML error 15)"),
-        ({"FAKE_NVML_MEMORY": "3", "FAKE_NVML_NAME": "NVIDIA GB10", "FAKE_NVML_COUNT": "1"}, "GPU 0 (NVIDIA GB10): "),
-        ({"FAKE_NVML_MEMORY": "3", "FAKE_NVML_COUNT": "1"}, "unified memory, as GB10 and Jetson have"),
+        (
+            {"FAKE_NVML_MEMORY": "3", "FAKE_NVML_NAME": "NVIDIA GB10", "FAKE_NVML_COUNT": "1"},
+            "GPU 0 (NVIDIA GB10): ",
+        ),
+        (
+            {"FAKE_NVML_MEMORY": "3", "FAKE_NVML_COUNT": "1"},
+            "unified memory, as GB10 and Jetson have",
+        ),
         ({"FAKE_NVML_COUNT_ERROR": "999"}, "NVML cannot be asked: Unknown Error (NVML error 999)"),
-        ({"FAKE_NVML_CUDA_ERROR": "12"}, "libcuda.so.1, the driver's part that computes, is not here"),
-        ({"CUDA_VISIBLE_DEVICES": "MIG-7f1d2c3e"}, "CUDA_VISIBLE_DEVICES=MIG-7f1d2c3e names a part of a card (MIG)"),
+        (
+            {"FAKE_NVML_CUDA_ERROR": "12"},
+            "libcuda.so.1, the driver's part that computes, is not here",
+        ),
+        (
+            {"CUDA_VISIBLE_DEVICES": "MIG-7f1d2c3e"},
+            "CUDA_VISIBLE_DEVICES=MIG-7f1d2c3e names a part of a card (MIG)",
+        ),
         ({"CUDA_VISIBLE_DEVICES": "7"}, "CUDA_VISIBLE_DEVICES=7 leaves none of the 2 GPU(s)"),
     ],
 )
-def test_cards_that_are_listed_and_none_of_which_can_be_used_are_an_obstacle(tmp_path, driver, variables, said):
+def test_cards_that_are_listed_and_none_of_which_can_be_used_are_an_obstacle(
+    tmp_path, driver, variables, said
+):
     gpus, obstacle, _, _ = found(tmp_path, LD_LIBRARY_PATH=driver, **variables)
     assert gpus == []
     assert said in obstacle
@@ -135,7 +176,9 @@ def test_cards_that_a_variable_hides_are_no_obstacle(tmp_path, driver, value):
 
 
 def test_one_card_that_works_is_enough(tmp_path, driver):
-    gpus, obstacle, reason, cuda_driver = found(tmp_path, LD_LIBRARY_PATH=driver, FAKE_NVML_CUDA="12040")
+    gpus, obstacle, reason, cuda_driver = found(
+        tmp_path, LD_LIBRARY_PATH=driver, FAKE_NVML_CUDA="12040"
+    )
     assert (gpus, obstacle, cuda_driver) == ([0, 2], "", "12.4")
     assert "GPU 1: GPU is lost" in reason
 
@@ -150,7 +193,9 @@ def test_one_card_that_works_is_enough(tmp_path, driver):
     ],
     ids=["nouveau", "no driver", "nvidia0", "nvidiactl"],
 )
-def test_an_nvidia_card_without_a_library_is_an_obstacle_that_names_where_it_was_seen(tmp_path, place):
+def test_an_nvidia_card_without_a_library_is_an_obstacle_that_names_where_it_was_seen(
+    tmp_path, place
+):
     root = place(tmp_path / "root")
     gpus, obstacle, _, _ = found(tmp_path)
     assert gpus == []
@@ -163,7 +208,11 @@ def test_an_nvidia_card_without_a_library_is_an_obstacle_that_names_where_it_was
 
 @pytest.mark.parametrize(
     ("vendor", "kind", "driver_name"),
-    [(cards.INTEL, "0x030000", "i915"), (cards.NVIDIA, "0x040300", ""), (cards.NVIDIA, "0x030000", "vfio-pci")],
+    [
+        (cards.INTEL, "0x030000", "i915"),
+        (cards.NVIDIA, "0x040300", ""),
+        (cards.NVIDIA, "0x030000", "vfio-pci"),
+    ],
     ids=["another vendor", "the audio device of a card", "a virtual machine has it"],
 )
 def test_what_is_no_card_of_this_machine_is_no_obstacle(tmp_path, vendor, kind, driver_name):
@@ -177,7 +226,8 @@ def test_a_machine_without_any_sign_of_a_card_trains_on_the_cpu(tmp_path, house)
     assert "no GPU here: the small default model" in done.stdout
 
 
-# ---- AMD ------------------------------------------------------------------------------------------------------------
+# ---- AMD
+# ---------------------------------------------------------------------------
 
 
 def test_a_radeon_that_no_tool_lists_is_an_obstacle(tmp_path):
@@ -198,7 +248,8 @@ def test_an_mi300_is_no_display_and_counts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("vram_gib", "said"), [(0.5, "0.5 GiB of memory of its own"), (4, "4.0 GiB"), (None, "not known")]
+    ("vram_gib", "said"),
+    [(0.5, "0.5 GiB of memory of its own"), (4, "4.0 GiB"), (None, "not known")],
 )
 def test_the_graphics_of_a_laptops_processor_refuse_nothing_and_are_named(tmp_path, vram_gib, said):
     root = cards.device(tmp_path / "root", cards.AMD, "0x030000", "amdgpu", vram_gib)
@@ -211,22 +262,40 @@ def test_the_graphics_of_a_laptops_processor_refuse_nothing_and_are_named(tmp_pa
 def test_a_radeon_whose_memory_rocm_smi_does_not_know_is_an_obstacle(tmp_path):
     program = tmp_path / "bin" / "rocm-smi"
     program.parent.mkdir()
-    card = {"Card Series": "Radeon RX 7900 XT", "VRAM Total Memory (B)": "N/A", "VRAM Total Used Memory (B)": "N/A"}
+    card = {
+        "Card Series": "Radeon RX 7900 XT",
+        "VRAM Total Memory (B)": "N/A",
+        "VRAM Total Used Memory (B)": "N/A",
+    }
     program.write_text(f"#!/bin/sh\necho '{json.dumps({'card0': card})}'\n")
     program.chmod(0o755)
     gpus, obstacle, _, _ = found(tmp_path, PATH=f"{program.parent}:/usr/bin:/bin")
     assert gpus == []
-    assert "GPU 0 (Radeon RX 7900 XT): rocm-smi card0 does not say how much memory it has; fix: " in obstacle
+    assert (
+        "GPU 0 (Radeon RX 7900 XT): rocm-smi card0 does not say how much memory it has; fix: "
+        in obstacle
+    )
 
 
-# ---- a card that this torch cannot use ------------------------------------------------------------------------------
+# ---- a card that this torch cannot use
+# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("build", "variables", "said", "name"),
     [
-        (("2.13.0+cu130", "13.0", cards.CU130), {"CUDA": "12040"}, "driver 550.54.15 serves CUDA up to 12.4", "cu126"),
-        (("2.13.0+cu130", "13.0", cards.CU130), {"CAPABILITY": "7.0"}, f"it has kernels for {cards.CU130}", "cu126"),
+        (
+            ("2.13.0+cu130", "13.0", cards.CU130),
+            {"CUDA": "12040"},
+            "driver 550.54.15 serves CUDA up to 12.4",
+            "cu126",
+        ),
+        (
+            ("2.13.0+cu130", "13.0", cards.CU130),
+            {"CAPABILITY": "7.0"},
+            f"it has kernels for {cards.CU130}",
+            "cu126",
+        ),
         (("2.13.0+cu130", "13.0", cards.CU130), {"CAPABILITY": "6.1"}, "6.1", "cu126"),
         (("2.13.0+cpu", "", ""), {}, "it is a build for CPUs", "cu130"),
     ],
@@ -251,14 +320,30 @@ def test_a_card_that_this_torch_cannot_use_is_refused_before_anything_is_made(
 def test_a_link_test_that_fails_for_the_driver_ends_the_start_instead_of_going_on_with_one_card(
     tmp_path, house, driver
 ):
-    # the plan sees a CUDA build; the children of the link test import the build that is really installed
+    # the plan sees a CUDA build; the children of the link test import the build that is really
+    # installed
     site = cards.torch(tmp_path / "site", "2.13.0+cu130", "13.0", architectures=cards.CU130)
     if torch_build.installed() and "+cpu" not in str(torch_build.installed()):
         pytest.skip("needs an installed torch that cannot use a GPU")
-    env = environment(tmp_path, LD_LIBRARY_PATH=driver, PYTHONPATH=f"{site}{os.pathsep}{builders.CODE}")
-    argv = [sys.executable, "-m", "launch", "run", "sft_fast", "--dry-run", f"--data.train_file={house}/rows.jsonl"]
+    env = environment(
+        tmp_path, LD_LIBRARY_PATH=driver, PYTHONPATH=f"{site}{os.pathsep}{builders.CODE}"
+    )
+    argv = [
+        sys.executable,
+        "-m",
+        "launch",
+        "run",
+        "sft_fast",
+        "--dry-run",
+        f"--data.train_file={house}/rows.jsonl",
+    ]
     done = subprocess.run(
-        [*argv, "--data.validation_file=null"], env=env, cwd=builders.CODE, capture_output=True, text=True, timeout=300
+        [*argv, "--data.validation_file=null"],
+        env=env,
+        cwd=builders.CODE,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     said = is_refused(done)
     assert "link test: torch cannot use the GPUs with this driver: " in said
@@ -266,13 +351,17 @@ def test_a_link_test_that_fails_for_the_driver_ends_the_start_instead_of_going_o
     assert not (house / "runs").exists()
 
 
-def test_doctor_stops_at_a_card_that_this_torch_cannot_use_and_names_the_build_that_can(tmp_path, house, driver):
+def test_doctor_stops_at_a_card_that_this_torch_cannot_use_and_names_the_build_that_can(
+    tmp_path, house, driver
+):
     site = cards.torch(tmp_path / "site", "2.13.0+cu130", "13.0", architectures=cards.CU130)
     variables = {"FAKE_NVML_CAPABILITY": "7.0", "FAKE_NVML_CUDA": "12040", "FAKE_NVML_COUNT": "1"}
     python_path = f"{site}{os.pathsep}{builders.CODE}"
     env = environment(tmp_path, LD_LIBRARY_PATH=driver, PYTHONPATH=python_path, **variables)
     argv = [sys.executable, "-m", "launch", "doctor"]
-    done = subprocess.run(argv, env=env, cwd=builders.CODE, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        argv, env=env, cwd=builders.CODE, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 3, done.stdout + done.stderr
     assert "the driver serves CUDA up to 12.4" in done.stdout
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("problem: torch")]
@@ -284,12 +373,18 @@ def test_the_installed_build_is_read_as_torch_itself_says_it():
     code = """
 import json, torch
 from torch import cuda, version
-releases = {name: {on: sorted(codes) for on, codes in by.items()} for name, by in cuda.PYTORCH_RELEASES_CODE_CC.items()}
-print(json.dumps([torch.__version__, version.cuda or "", version.hip or "", cuda.get_arch_list(), releases]))
+releases = {
+    name: {on: sorted(codes) for on, codes in by.items()}
+    for name, by in cuda.PYTORCH_RELEASES_CODE_CC.items()
+}
+build = [torch.__version__, version.cuda or "", version.hip or "", cuda.get_arch_list()]
+print(json.dumps([*build, releases]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     version, cuda, hip, architectures, releases = json.loads(done.stdout.splitlines()[-1])
-    assert torch_build.installed() == torch_build.TorchBuild(version, cuda, hip, tuple(architectures))
+    assert torch_build.installed() == torch_build.TorchBuild(
+        version, cuda, hip, tuple(architectures)
+    )
     for name, by_machine in torch_build.CUDA_BUILDS.items():  # its own table of published builds
         codes = releases[f"{name[2:4]}.{name[4:]}"]
         assert {on: [f"sm_{code}" for code in listed] for on, listed in codes.items()} == {

@@ -42,7 +42,9 @@ def start(tmp_path, *flags: str, **extra: str) -> str:
     program.chmod(0o755)
     train = builders.write_parquet(tmp_path / "train.parquet", builders.rows(24))
     environment = builders.environment(tmp_path / "house", **extra)
-    site = cards.torch(tmp_path / "site", "2.13.0+rocm7.2", hip="7.2", architectures="gfx1100 gfx1200 gfx1201")
+    site = cards.torch(
+        tmp_path / "site", "2.13.0+rocm7.2", hip="7.2", architectures="gfx1100 gfx1200 gfx1201"
+    )
     environment["PYTHONPATH"] = f"{site}{os.pathsep}{environment['PYTHONPATH']}"
     environment["PATH"] = f"{tmp_path}{os.pathsep}{environment['PATH']}"
     model = ["--use_fast_config=True", "--model.shape=llama-tiny", "--training.bf16=false"]

@@ -1,6 +1,7 @@
 """The link test: a program stands in for the collective, then the real one runs on the CPU.
 
-Files in tests/data/link are lines that NCCL, Gloo, torch and accelerate really printed; the first line says where.
+Files in tests/data/link are lines that NCCL, Gloo, torch and accelerate really printed; the first
+line says where.
 """
 
 from __future__ import annotations
@@ -44,11 +45,20 @@ class World:
         files = {"FAKE_LINK": "behaviours.json", "FAKE_LINK_CALLS": "calls", "FAKE_SHM": "shm"}
         return {**clean, **{name: str(self.folder / file) for name, file in files.items()}, **more}
 
-    def link(self, behaviours: dict[str, str], user: dict[str, str] | None = None, **given: Any) -> Link:
+    def link(
+        self, behaviours: dict[str, str], user: dict[str, str] | None = None, **given: Any
+    ) -> Link:
         (self.folder / "calls").write_text("")
         on, count = given.pop("on", TWO_CARDS), given.pop("count", 2)
-        options: dict[str, Any] = {"limits": LIMITS, "shm": self.shm, "say": self.said.append, **given}
-        return link_test.link(on, count, self.cache, self.environ(behaviours, **(user or {})), FAKE, **options)
+        options: dict[str, Any] = {
+            "limits": LIMITS,
+            "shm": self.shm,
+            "say": self.said.append,
+            **given,
+        }
+        return link_test.link(
+            on, count, self.cache, self.environ(behaviours, **(user or {})), FAKE, **options
+        )
 
     def calls(self) -> list[dict[str, Any]]:
         path = self.folder / "calls"
@@ -75,7 +85,8 @@ def world(tmp_path: Path) -> World:
     return World(folder)
 
 
-# ---- the order of the search ----------------------------------------------------------------------------------------
+# ---- the order of the search
+# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("works", LADDER)
@@ -101,7 +112,11 @@ def test_when_nothing_works_there_is_one_gpu(world):
     ("file", "cause", "tried"),
     [
         ("cumem-host.txt", "cumem_host", ["nccl", LADDER[1], LADDER[3], LADDER[4], "gloo"]),
-        ("cumem-host-rubbish-name.txt", "cumem_host", ["nccl", LADDER[1], LADDER[3], LADDER[4], "gloo"]),
+        (
+            "cumem-host-rubbish-name.txt",
+            "cumem_host",
+            ["nccl", LADDER[1], LADDER[3], LADDER[4], "gloo"],
+        ),
         ("cumem-host-large.txt", "cumem_host", ["nccl", LADDER[1], LADDER[3], LADDER[4], "gloo"]),
         ("shm-too-small.txt", "shm_too_small", ["nccl", LADDER[3], LADDER[4], "gloo"]),
         ("shm-too-small-old.txt", "shm_too_small", ["nccl", LADDER[3], LADDER[4], "gloo"]),
@@ -111,7 +126,12 @@ def test_when_nothing_works_there_is_one_gpu(world):
         (
             "rtx-40xx.txt",
             "rtx_40xx",
-            ["nccl", f"nccl NCCL_IB_DISABLE=1 {P2P}", f"nccl NCCL_IB_DISABLE=1 {P2P} {SHM}", "gloo"],
+            [
+                "nccl",
+                f"nccl NCCL_IB_DISABLE=1 {P2P}",
+                f"nccl NCCL_IB_DISABLE=1 {P2P} {SHM}",
+                "gloo",
+            ],
         ),
         ("same-card.txt", "same_card", ["nccl", "gloo"]),
         ("socket-interface.txt", "socket_interface", ["nccl", "gloo"]),
@@ -133,7 +153,9 @@ def test_a_known_message_names_its_cause_and_shortens_the_search(world, file, ca
 
 def test_every_cause_with_a_pattern_is_shown_by_a_real_line():
     files = (CODE / "tests/data/link").glob("*.txt")
-    shown = {link_causes.find(path.read_text().partition("\n")[2], "failed")[0].name for path in files}
+    shown = {
+        link_causes.find(path.read_text().partition("\n")[2], "failed")[0].name for path in files
+    }
     ours = {"wrong_sum"}  # training/children/link.py's own words
     assert shown | ours == {cause.name for cause in link_causes.CAUSES if cause.regex}
 
@@ -142,14 +164,18 @@ def test_the_line_that_is_shown_is_the_message_and_can_be_printed():
     traceback = (CODE / "tests/data/link/no-nccl.txt").read_text()
     _, said = link_causes.find(traceback, "failed")
     assert said == "RuntimeError: Distributed package doesn't have NCCL built in"
-    rubbish = "Error while attaching to shared memory segment /dev/shm/nccl-\x1b[2J\x07\ufffd (size 0)"
+    rubbish = (
+        "Error while attaching to shared memory segment /dev/shm/nccl-\x1b[2J\x07\ufffd (size 0)"
+    )
     assert link_causes.find(rubbish, "failed")[1].endswith("/dev/shm/nccl-[2J (size 0)")
     assert len(link_causes.find("error " * 1000, "failed")[1]) == link_causes.SAID_CHARACTERS
     assert link_causes.find("", "failed")[1] == "it said nothing"
 
 
 def test_each_failure_says_what_is_worth_trying_next(world):
-    found = world.link({"nccl": "say cumem-host.txt", f"nccl {CUMEM}": "hang", f"nccl {P2P}": "work"})
+    found = world.link(
+        {"nccl": "say cumem-host.txt", f"nccl {CUMEM}": "hang", f"nccl {P2P}": "work"}
+    )
     assert [attempt.cause for attempt in found.tries] == ["cumem_host", "hang", ""]
     assert found.env == {"NCCL_P2P_DISABLE": "1"}
 
@@ -161,7 +187,8 @@ def test_a_rank_killed_by_a_bus_error_means_a_small_dev_shm(world):
     assert found.env == {"NCCL_SHM_DISABLE": "1"}
 
 
-# ---- hangs and ends -------------------------------------------------------------------------------------------------
+# ---- hangs and ends
+# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("hang", ["hang", "hang 0", "hang 1"])
@@ -181,7 +208,8 @@ def test_ranks_that_never_start_are_no_verdict_on_the_link(world):
 
 
 def test_a_first_start_from_a_cold_disk_costs_no_transport_its_try(world):
-    """By the limits of a real start: the ranks' time to start, twice, is more than what the first one leaves."""
+    """By the limits of a real start: the ranks' time to start, twice, is more than what the first
+    one leaves."""
     limits = Limits(total_s=10.0, start_s=3.0, try_s=1.0)
     found = world.link({"nccl": "cold", f"nccl {P2P}": "work"}, limits=limits)
     assert [(attempt.backend, dict(attempt.env), attempt.cause) for attempt in found.tries] == [
@@ -194,7 +222,9 @@ def test_a_first_start_from_a_cold_disk_costs_no_transport_its_try(world):
 
 
 def test_a_driver_that_hangs_at_every_start_gets_one_more_start_and_ends_at_gloo(world):
-    found = world.link({"gloo": "work", "*": "never-start"}, limits=Limits(total_s=10.0, start_s=3.0, try_s=1.0))
+    found = world.link(
+        {"gloo": "work", "*": "never-start"}, limits=Limits(total_s=10.0, start_s=3.0, try_s=1.0)
+    )
     assert [attempt.backend for attempt in found.tries] == ["nccl", "nccl", "gloo"]
     assert found.backend == "gloo"
 
@@ -205,11 +235,15 @@ def test_a_driver_that_hangs_at_every_start_gets_one_more_start_and_ends_at_gloo
 def test_a_plan_that_is_made_again_has_the_link_of_the_first_one(world, behaviours):
     limits = Limits(total_s=10.0, start_s=3.0, try_s=1.0)
     found = world.link(behaviours, limits=limits)
-    assert not (world.cache / "link.json").exists()  # it may be another in a minute: the next start tests again
+    # it may be another in a minute: the next start tests again
+    assert not (world.cache / "link.json").exists()
     calls = len(world.calls())
     assert link_test.known(TWO_CARDS, 2, world.cache, world.environ({}), FAKE) == found
     assert len(world.calls()) == calls
-    assert link_test.known(TWO_CARDS, 2, world.cache, world.environ({}, NCCL_P2P_DISABLE="1"), FAKE) is None
+    assert (
+        link_test.known(TWO_CARDS, 2, world.cache, world.environ({}, NCCL_P2P_DISABLE="1"), FAKE)
+        is None
+    )
 
 
 def test_a_slow_start_is_not_a_hang(world):
@@ -232,7 +266,9 @@ def test_no_result_or_one_of_another_backend_is_a_failure(world, lie):
 
 def test_a_failed_rank_ends_the_try_before_its_time(world):
     began = time.monotonic()
-    found = world.link({"nccl": "one-fails odd failed", "*": "work"}, limits=Limits(90.0, 30.0, 20.0))
+    found = world.link(
+        {"nccl": "one-fails odd failed", "*": "work"}, limits=Limits(90.0, 30.0, 20.0)
+    )
     assert (found.tries[0].said, found.tries[0].cause) == ("odd failed", "")
     assert found.env == {"NCCL_CUMEM_HOST_ENABLE": "0"}
     assert time.monotonic() - began < 10
@@ -289,7 +325,9 @@ from tests.builders import machine
 link_test.link(machine(2), 2, Path(sys.argv[1]), os.environ, sys.argv[2:])
 """
     argv = [sys.executable, "-c", code, str(world.cache), *FAKE]
-    launcher = subprocess.Popen(argv, env=world.environ({"*": "hang"}), cwd=CODE, stderr=subprocess.PIPE)
+    launcher = subprocess.Popen(
+        argv, env=world.environ({"*": "hang"}), cwd=CODE, stderr=subprocess.PIPE
+    )
     deadline = time.monotonic() + 10
     while len(world.calls()) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -302,12 +340,18 @@ link_test.link(machine(2), 2, Path(sys.argv[1]), os.environ, sys.argv[2:])
     assert not (world.cache / "link.json").exists()
 
 
-# ---- the environment ------------------------------------------------------------------------------------------------
+# ---- the environment
+# ---------------------------------------------------------------------------
 
 
 def test_variables_the_user_has_set_are_in_every_try_and_not_tried_again(world):
     found = world.link({"*": "print odd failed"}, {"NCCL_P2P_DISABLE": "1", "NCCL_DEBUG": "INFO"})
-    assert world.tried() == [f"nccl {P2P}", f"nccl {CUMEM} {P2P}", f"nccl {P2P} {SHM}", f"gloo {P2P}"]
+    assert world.tried() == [
+        f"nccl {P2P}",
+        f"nccl {CUMEM} {P2P}",
+        f"nccl {P2P} {SHM}",
+        f"gloo {P2P}",
+    ]
     assert [dict(attempt.env) for attempt in found.tries] == [
         {},
         {"NCCL_CUMEM_HOST_ENABLE": "0"},
@@ -325,9 +369,13 @@ def test_a_user_who_wants_p2p_keeps_it(world):
     assert all("NCCL_P2P_DISABLE" not in attempt.env for attempt in found.tries)
 
 
-@pytest.mark.parametrize(("driver", "wanted"), [("535.54.03", True), ("550.40.07", False), ("550.54", False)])
+@pytest.mark.parametrize(
+    ("driver", "wanted"), [("535.54.03", True), ("550.40.07", False), ("550.54", False)]
+)
 def test_rtx_40xx_on_an_old_driver_gets_what_accelerate_insists_on(world, driver, wanted):
-    cards = tuple(replace(gpu(index), name="NVIDIA GeForce RTX 4090", driver=driver) for index in range(2))
+    cards = tuple(
+        replace(gpu(index), name="NVIDIA GeForce RTX 4090", driver=driver) for index in range(2)
+    )
     found = world.link({"*": "work"}, on=machine(cards=cards))
     assert found.env == ({"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"} if wanted else {})
     assert world.tried() == [f"nccl NCCL_IB_DISABLE=1 {P2P}" if wanted else "nccl"]
@@ -348,7 +396,8 @@ def test_ranks_see_the_cards_that_training_will_use(world):
     assert {call["rank"] for call in world.calls()} == {0, 1, 2}
 
 
-# ---- the cache ------------------------------------------------------------------------------------------------------
+# ---- the cache
+# ---------------------------------------------------------------------------
 
 
 def test_a_second_link_comes_from_the_cache_and_fresh_tests_again(world):
@@ -415,7 +464,8 @@ def test_a_cache_that_cannot_be_written_is_said_and_harms_nothing(world):
     assert any("is not kept" in line for line in world.said)
 
 
-# ---- one process, too few cards -------------------------------------------------------------------------------------
+# ---- one process, too few cards
+# ---------------------------------------------------------------------------
 
 
 def test_one_process_needs_no_link(world):
@@ -429,11 +479,14 @@ def test_more_processes_than_cards_are_refused(world):
         world.link({"*": "work"}, count=3)
 
 
-# ---- the real collective --------------------------------------------------------------------------------------------
+# ---- the real collective
+# ---------------------------------------------------------------------------
 
 
 def test_the_real_search_on_a_cpu_finds_no_nccl_and_measures_gloo(tmp_path):
-    environ = {key: value for key, value in os.environ.items() if not key.startswith(("NCCL_", "GLOO_"))}
+    environ = {
+        key: value for key, value in os.environ.items() if not key.startswith(("NCCL_", "GLOO_"))
+    }
     found = link_test.link(machine(), 2, tmp_path, environ, device="cpu")
     assert found.tries[0].backend == "nccl"
     assert found.tries[0].cause == "no_nccl", found.tries

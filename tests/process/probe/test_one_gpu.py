@@ -16,12 +16,14 @@ from tests import builders, cards
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES")
 CODE = f"""
 import json, os, sys
-sys.path.insert(0, SITE)  # of a build of torch for the cards; what starts the rank needs the real one
+# of a build of torch for the cards; what starts the rank needs the real one
+sys.path.insert(0, SITE)
 from launch.commands import attach
 from launch.recipe.guides import chatlm_flags
 start = attach.from_request(chatlm_flags.translate(sys.argv[1:]))
 seen = {{name: os.environ.get(name) for name in {VARIABLES}}}
-print("\\n" + json.dumps(seen | {{"mode": start.plan.strategy.mode, "torch": "torch" in sys.modules}}))
+seen |= {{"mode": start.plan.strategy.mode, "torch": "torch" in sys.modules}}
+print("\\n" + json.dumps(seen))
 """
 ROCM = ("2.13.0+rocm7.2", "", "7.2", "gfx1100 gfx1200 gfx1201")
 CUDA = ("2.13.0+cu130", "13.0", "", cards.CU130)
@@ -97,6 +99,8 @@ def test_on_the_cpu_no_gpu_is_hidden(tmp_path):
 
 def test_nvidia_cards_are_hidden_by_what_nvml_calls_the_one_that_is_used(tmp_path):
     driver = str(cards.nvml(tmp_path))
-    _, seen = start(tmp_path, "python", build=CUDA, LD_LIBRARY_PATH=driver, CUDA_VISIBLE_DEVICES="GPU-22,GPU-00")
+    _, seen = start(
+        tmp_path, "python", build=CUDA, LD_LIBRARY_PATH=driver, CUDA_VISIBLE_DEVICES="GPU-22,GPU-00"
+    )
     shown = seen["CUDA_VISIBLE_DEVICES"], seen["CUDA_DEVICE_ORDER"]
     assert shown == ("GPU-2222", "PCI_BUS_ID")  # a card that may not be opened shifts numbers

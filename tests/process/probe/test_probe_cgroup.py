@@ -1,4 +1,5 @@
-"""What a real cgroup, rlimit and OOM kill look like to a child that probes itself; GPUs by fake vendor libraries."""
+"""What a real cgroup, rlimit and OOM kill look like to a child that probes itself; GPUs by fake
+vendor libraries."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ Run = Callable[..., str]
 
 
 def run_python(code: str, *, shell_first: str = "") -> str:
-    """Standard output of `python -c code` in the repository, after a line of shell in the same process."""
+    """Standard output of `python -c code` in the repository, after a line of shell in the same
+    process."""
     child = subprocess.run(
         ["/bin/sh", "-c", f'{shell_first}\nexec "$0" -c "$1"', sys.executable, code],
         cwd=REPO,
@@ -42,7 +44,8 @@ def memory_mounts() -> Iterator[tuple[str, Path]]:
 
 
 def limited(kind: str, folder: Path) -> None:
-    """Makes the folder a cgroup with LIMIT_BYTES and no swap. Raises OSError where that is not allowed."""
+    """Makes the folder a cgroup with LIMIT_BYTES and no swap. Raises OSError where that is not
+    allowed."""
     if kind == "cgroup2":
         (folder.parent / "cgroup.subtree_control").write_text("+memory")
     folder.mkdir()
@@ -139,14 +142,18 @@ import sys, time
 start = time.process_time()
 import launch.probe
 print(time.process_time() - start)
-print(*{name.partition(".")[0] for name in sys.modules} & {"torch", "numpy", "pydantic", "yaml", "pynvml", "psutil"})
+heavy = {"torch", "numpy", "pydantic", "yaml", "pynvml", "psutil"}
+print(*{name.partition(".")[0] for name in sys.modules} & heavy)
 """
-    seconds, *brought = min((run_python(code).splitlines() for _ in range(5)), key=lambda lines: float(lines[0]))
+    seconds, *brought = min(
+        (run_python(code).splitlines() for _ in range(5)), key=lambda lines: float(lines[0])
+    )
     assert float(seconds) < (0.020 if "CI" not in os.environ else 0.060)  # shared runners are slow
     assert brought == []
 
 
-# ---- fake vendor libraries ------------------------------------------------------------------------------------------
+# ---- fake vendor libraries
+# ---------------------------------------------------------------------------
 
 PRINT_GPUS = """
 import os
@@ -161,11 +168,18 @@ def test_the_real_nvml_binding_reads_a_driver_library(tmp_path):
     if compiler is None:
         pytest.skip("no C compiler to build the fake libnvidia-ml.so.1 with")
     source = REPO / "tests/data/fake_nvml.c"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / "libnvidia-ml.so.1", source], check=True)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-o", tmp_path / "libnvidia-ml.so.1", source], check=True
+    )
     use_it = f"export LD_LIBRARY_PATH='{tmp_path}'; unset CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER"
     first, last, reason = run_python(PRINT_GPUS, shell_first=use_it).splitlines()
-    assert "index=0, name='NVIDIA GeForce RTX 3080', vendor='nvidia', total_bytes=21474836480" in first
-    assert "free_bytes=21045339750, architecture='8.6', driver='550.54.15', reason='NVML device 0'" in first
+    assert (
+        "index=0, name='NVIDIA GeForce RTX 3080', vendor='nvidia', total_bytes=21474836480" in first
+    )
+    assert (
+        "free_bytes=21045339750, architecture='8.6', driver='550.54.15', reason='NVML device 0'"
+        in first
+    )
     assert "index=2" in last
     assert reason == "NVML lists 2; GPU 1: GPU is lost"
     use_it += "; export CUDA_VISIBLE_DEVICES=GPU-22"
@@ -176,26 +190,35 @@ def test_the_real_nvml_binding_reads_a_driver_library(tmp_path):
 
 def test_an_amdsmi_that_cannot_load_its_library_is_a_reason(tmp_path):
     (tmp_path / "amdsmi.py").write_text("raise KeyError('libamd_smi.so')\n")
-    use_it = f"export PYTHONPATH='{tmp_path}' PATH=/nowhere LD_LIBRARY_PATH=/nowhere CUDA_VISIBLE_DEVICES="
-    assert "amdsmi: KeyError('libamd_smi.so'); no rocm-smi on PATH" in run_python(PRINT_GPUS, shell_first=use_it)
+    use_it = (
+        f"export PYTHONPATH='{tmp_path}' PATH=/nowhere LD_LIBRARY_PATH=/nowhere"
+        " CUDA_VISIBLE_DEVICES="
+    )
+    assert "amdsmi: KeyError('libamd_smi.so'); no rocm-smi on PATH" in run_python(
+        PRINT_GPUS, shell_first=use_it
+    )
 
 
 def test_amdsmi_is_asked_before_rocm_smi(tmp_path):
-    # its functions and units as documented for ROCm 6.4: vram in MiB, target_graphics_version a text
+    # its functions and units as documented for ROCm 6.4: vram in MiB, target_graphics_version a
+    # text
     (tmp_path / "amdsmi.py").write_text("""
 class AmdSmiException(Exception): pass
 def amdsmi_init(): pass
 def amdsmi_shut_down(): pass
 def amdsmi_get_processor_handles(): return ["handle"]
 def amdsmi_get_gpu_vram_usage(handle): return {"vram_total": 32624, "vram_used": 110}
-def amdsmi_get_gpu_driver_info(handle): return {"driver_name": "amdgpu", "driver_version": "6.14.14"}
+def amdsmi_get_gpu_driver_info(handle):
+    return {"driver_name": "amdgpu", "driver_version": "6.14.14"}
 def amdsmi_get_gpu_asic_info(handle):
-    return {"market_name": "AMD Radeon AI PRO R9700", "asic_serial": "0xA5", "target_graphics_version": "gfx1201"}
+    name = "AMD Radeon AI PRO R9700"
+    return {"market_name": name, "asic_serial": "0xA5", "target_graphics_version": "gfx1201"}
 """)
     code = """
 from launch.probe import gpus
 (uuid, gpu), = gpus._amd({})[0]
-print(uuid, gpu.name, gpu.total_bytes >> 20, gpu.free_bytes >> 20, gpu.architecture, gpu.driver, sep="|")
+sizes = (gpu.total_bytes >> 20, gpu.free_bytes >> 20)
+print(uuid, gpu.name, *sizes, gpu.architecture, gpu.driver, sep="|")
 """
     said = run_python(code, shell_first=f"export PYTHONPATH='{tmp_path}'")
     assert said == "GPU-00000000000000a5|AMD Radeon AI PRO R9700|32624|32514|gfx1201|6.14.14"

@@ -1,4 +1,5 @@
-"""scripts/lib/bootstrap.sh, run in copies of the repository: real venvs, a real pip, a wheel made here, no network."""
+"""scripts/lib/bootstrap.sh, run in copies of the repository: real venvs, a real pip, a wheel made
+here, no network."""
 
 from __future__ import annotations
 
@@ -31,17 +32,23 @@ BASE_PATH = f"{sys.base_prefix}/bin:/usr/bin:/bin"
 REQUIREMENTS = "--no-index\n--find-links wheels\n"
 
 
-def write_wheel(folder: Path, version: str, name: str = "tiny", module: str = "", needs: str = "") -> None:
+def write_wheel(
+    folder: Path, version: str, name: str = "tiny", module: str = "", needs: str = ""
+) -> None:
     info = f"{name.replace('-', '_')}-{version}.dist-info"
     required = f"Requires-Dist: {needs}\n" if needs else ""
     files = {
         f"{module or name}.py": f"version = {version!r}\nname = {name!r}\n",
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{required}",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/WHEEL": (
+            "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        ),
     }
     files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
     folder.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl", "w") as wheel:
+    with zipfile.ZipFile(
+        folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl", "w"
+    ) as wheel:
         for path, text in files.items():
             wheel.writestr(path, text)
 
@@ -99,7 +106,9 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 def printed(root: Path, code: str) -> str:
     python = root / ".venv/bin/python"
-    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def tiny_version(root: Path) -> str:
@@ -136,7 +145,9 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def first(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A repository after its first start, and that start; tests do not change it."""
     root = write_skeleton(tmp_path_factory.mktemp("first") / HOSTILE)
     return root, start(root, 'printf "%s\\n" "$PYTHON"; flock -n "$1/.venv.lock" echo lock is free')
@@ -153,7 +164,8 @@ def installed(first, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def slow(root: Path) -> Path:
-    """A repository whose pip stands still when it reads hold.txt, a named pipe, until `stop_pip`'s file is closed."""
+    """A repository whose pip stands still when it reads hold.txt, a named pipe, until `stop_pip`'s
+    file is closed."""
     os.mkfifo(root / "hold.txt")
     (root / "requirements.txt").write_text(f"{REQUIREMENTS}tiny==1.0\n-r hold.txt\n")
     return root
@@ -177,7 +189,8 @@ def test_the_first_start_makes_a_venv_says_so_once_and_frees_the_lock(first):
     said = [line for line in done.stderr.splitlines() if line.startswith("lowmem: ")]
     assert len(said) == 1
     assert re.search(
-        r"making .*\.venv with .* \(3\.\d+\.\d+\) and installing requirements\.txt .* happens once", said[0]
+        r"making .*\.venv with .* \(3\.\d+\.\d+\) and installing requirements\.txt .* happens once",
+        said[0],
     )
     assert "Successfully installed tiny-1.0" in done.stderr
     assert tiny_version(root) == "1.0"
@@ -250,13 +263,17 @@ def test_lowmem_dev_installs_the_other_file_once_and_serves_plain_starts_too(ins
 
 
 @pytest.mark.parametrize("without", [[], ["flock"]], ids=["flock", "no flock"])
-def test_of_two_at_once_one_installs_and_the_other_waits(slow: Path, tmp_path: Path, without: list[str]):
+def test_of_two_at_once_one_installs_and_the_other_waits(
+    slow: Path, tmp_path: Path, without: list[str]
+):
     path = f"{tools(tmp_path / 'tools', *without)}:{one_python(tmp_path / 'python')}"
     logs = [tmp_path / "one.log", tmp_path / "two.log"]
     one = spawn(slow, logs[0], PATH=path)
     pip = stop_pip(slow)
     two = spawn(slow, logs[1], PATH=path)
-    wait_for(lambda: "waiting for it" in logs[1].read_text(), "the second start to say that it waits")
+    wait_for(
+        lambda: "waiting for it" in logs[1].read_text(), "the second start to say that it waits"
+    )
     os.close(pip)
     assert [one.wait(PATIENCE_S), two.wait(PATIENCE_S)] == [0, 0], [log.read_text() for log in logs]
     assert [log.read_text().count("Successfully installed") for log in logs] == [1, 0]
@@ -267,7 +284,9 @@ def test_of_two_at_once_one_installs_and_the_other_waits(slow: Path, tmp_path: P
     [(signal.SIGKILL, []), (signal.SIGKILL, ["flock"]), (signal.SIGINT, [])],
     ids=["SIGKILL", "SIGKILL, no flock", "SIGINT"],
 )
-def test_an_interrupted_installation_is_made_anew(slow: Path, tmp_path: Path, kill: signal.Signals, without: list[str]):
+def test_an_interrupted_installation_is_made_anew(
+    slow: Path, tmp_path: Path, kill: signal.Signals, without: list[str]
+):
     path = f"{tools(tmp_path / 'tools', *without)}:{one_python(tmp_path / 'python')}"
     child = spawn(slow, tmp_path / "log", PATH=path)
     pip = stop_pip(slow)
@@ -323,12 +342,15 @@ def test_a_venv_that_is_a_link_to_another_disk_stays_one(root: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("version", ["3.8.18", "2.7.18"])
-def test_an_old_python_is_refused_with_what_was_found_and_what_to_do(root: Path, tmp_path: Path, version: str):
+def test_an_old_python_is_refused_with_what_was_found_and_what_to_do(
+    root: Path, tmp_path: Path, version: str
+):
     old = program(tmp_path / "old/python3", f"echo {version} pip /old/python3")
     done = start(root, PATH=f"{old.parent}:{tools(tmp_path / 'tools')}")
     assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr == (
-        f"lowmem: needs Python 3.11, 3.12 or 3.13; found on PATH: {old} is {version}; "
+    assert (
+        done.stderr
+        == f"lowmem: needs Python 3.11, 3.12 or 3.13; found on PATH: {old} is {version}; "
         "install one of them, or set PYTHON=/path/to/python\n"
     )
     assert not (root / ".venv").exists()
@@ -384,7 +406,9 @@ def test_the_users_python_is_used_as_it_is_and_no_venv_is_made(root: Path, tmp_p
         ("echo no such option >&2; exit 2", "does not run Python code"),
     ],
 )
-def test_the_users_python_is_refused_with_the_reason(root: Path, tmp_path: Path, answer: str, message: str):
+def test_the_users_python_is_refused_with_the_reason(
+    root: Path, tmp_path: Path, answer: str, message: str
+):
     done = start(root, PYTHON=str(program(tmp_path / "python3", answer)))
     assert (done.returncode, done.stdout) == (3, "")
     assert message in done.stderr
@@ -393,18 +417,27 @@ def test_the_users_python_is_refused_with_the_reason(root: Path, tmp_path: Path,
 
 def test_a_python_that_is_not_there_is_refused(root: Path):
     done = start(root, PYTHON="/nowhere/python3")
-    assert (done.returncode, done.stderr) == (3, "lowmem: PYTHON=/nowhere/python3: no such program\n")
+    assert (done.returncode, done.stderr) == (
+        3,
+        "lowmem: PYTHON=/nowhere/python3: no such program\n",
+    )
 
 
-def test_the_python_of_these_tests_passes_the_check_and_the_one_under_it_lacks_packages(root: Path, tmp_path: Path):
+def test_the_python_of_these_tests_passes_the_check_and_the_one_under_it_lacks_packages(
+    root: Path, tmp_path: Path
+):
     assert start(root, PYTHON=sys.executable).returncode == 0
     bare = subprocess.run(
-        [sys.executable, "-I", "-m", "venv", "--without-pip", tmp_path / "bare"], capture_output=True, text=True
+        [sys.executable, "-I", "-m", "venv", "--without-pip", tmp_path / "bare"],
+        capture_output=True,
+        text=True,
     )
     assert bare.returncode == 0, bare.stderr
     refused = start(root, PYTHON=str(tmp_path / "bare/bin/python"))
     assert refused.returncode == 3
-    assert "lacks torch transformers accelerate pydantic yaml psutil rich pyarrow;" in refused.stderr
+    assert (
+        "lacks torch transformers accelerate pydantic yaml psutil rich pyarrow;" in refused.stderr
+    )
 
 
 def test_an_empty_environment_a_folder_of_python_traps_and_any_umask_do(root: Path, tmp_path: Path):
@@ -425,11 +458,16 @@ def test_an_empty_environment_a_folder_of_python_traps_and_any_umask_do(root: Pa
         str(root),
         str(traps),
     ]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE_S)
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[:2] == [str(traps), "0777"]
     exported = set(re.findall(r"^declare -x (\w+)", done.stdout, re.MULTILINE))
-    assert exported - {"OLDPWD", "PWD", "SHLVL", "PATH", "_", "LOWMEM_SYSTEM_ROOT"} == {"PYTHON", "PYTHONUTF8"}
+    assert exported - {"OLDPWD", "PWD", "SHLVL", "PATH", "_", "LOWMEM_SYSTEM_ROOT"} == {
+        "PYTHON",
+        "PYTHONUTF8",
+    }
     assert f'declare -x PATH="{BASE_PATH}"' in done.stdout
     assert stat.S_IMODE((root / ".venv").stat().st_mode) & stat.S_IRWXU == stat.S_IRWXU
     assert tiny_version(root) == "1.0"
@@ -467,11 +505,13 @@ def test_with_hashes_required_a_file_that_was_exchanged_is_not_installed(tmp_pat
     assert tiny_version(root) == "1.0"
 
 
-# ---- builds of torch ------------------------------------------------------------------------------------------------
+# ---- builds of torch
+# ---------------------------------------------------------------------------
 
 
 def write_index(folder: Path) -> dict[str, str]:
-    """A package index and one of PyTorch's kind, with a folder for each build but cu130; variables that name them."""
+    """A package index and one of PyTorch's kind, with a folder for each build but cu130; variables
+    that name them."""
     default, builds = folder / "default", folder / "whl"
     for version in ("1.0", "2.0"):
         write_wheel(default / "tiny", version)
@@ -483,14 +523,21 @@ def write_index(folder: Path) -> dict[str, str]:
     write_wheel(builds / "rocm7.2" / "triton-rocm", "3.0", "triton-rocm", module="triton")
     for wheels in {wheel.parent for wheel in folder.rglob("*.whl")}:
         links = [f'<a href="{wheel.as_uri()}">{wheel.name}</a>' for wheel in wheels.glob("*.whl")]
-        (wheels / "index.html").write_text("<!DOCTYPE html><html><body>" + "<br>".join(links) + "</body></html>")
-    own = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": default.as_uri(), "LOWMEM_TORCH_INDEX": builds.as_uri()}
+        (wheels / "index.html").write_text(
+            "<!DOCTYPE html><html><body>" + "<br>".join(links) + "</body></html>"
+        )
+    own = {
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_INDEX_URL": default.as_uri(),
+        "LOWMEM_TORCH_INDEX": builds.as_uri(),
+    }
     return {**own, "PIP_NO_CACHE_DIR": "1"}
 
 
 @pytest.fixture(scope="module")
 def first_torch(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """A repository after its first start, which needs torch, and the variables that name its indexes."""
+    """A repository after its first start, which needs torch, and the variables that name its
+    indexes."""
     root = write_skeleton(tmp_path_factory.mktemp("torch") / HOSTILE)
     (root / "requirements.txt").write_text("tiny==1.0\ntorch==1.5   # tensors\n")
     variables = write_index(tmp_path_factory.mktemp("index"))
@@ -516,7 +563,9 @@ def torch_version(root: Path) -> str:
     return printed(root, "import torch; print(torch.version)")
 
 
-def test_another_build_of_torch_is_installed_alone_and_later_starts_remember_it(torch: Path, indexes):
+def test_another_build_of_torch_is_installed_alone_and_later_starts_remember_it(
+    torch: Path, indexes
+):
     (tiny,) = torch.glob(".venv/lib/*/site-packages/tiny.py")
     before = tiny.stat().st_mtime_ns
     done = start(torch, LOWMEM_TORCH="cu126", **indexes)
@@ -550,7 +599,10 @@ def test_the_package_indexs_own_build_comes_back(torch: Path, indexes):
 def test_each_build_has_its_own_triton_though_both_write_the_same_files(torch: Path, indexes):
     assert start(torch, LOWMEM_TORCH="rocm", **indexes).returncode == 0
     assert torch_version(torch) == "1.5+rocm7.2"
-    triton = "import triton; from importlib.metadata import distributions as all; print(triton.name, end=' ')"
+    triton = (
+        "import triton; from importlib.metadata import distributions as all; print(triton.name,"
+        " end=' ')"
+    )
     triton += "; print(*sorted(one.name for one in all() if 'triton' in one.name))"
     assert printed(torch, triton) == "triton-rocm triton-rocm"
     assert start(torch, LOWMEM_TORCH="default", **indexes).returncode == 0
@@ -572,12 +624,17 @@ def test_a_build_that_the_index_does_not_have_leaves_the_one_that_is_there(torch
 def test_a_build_that_is_no_word_of_ours_is_refused_wherever_it_stands(torch: Path):
     done = start(torch, LOWMEM_TORCH="cu999")
     assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr == "lowmem: LOWMEM_TORCH says cu999; expected one of default cpu cu126 cu130 rocm\n"
+    assert (
+        done.stderr
+        == "lowmem: LOWMEM_TORCH says cu999; expected one of default cpu cu126 cu130 rocm\n"
+    )
     (torch / ".venv.torch").write_text("rubbish\n")
     assert f"{torch}/.venv.torch says rubbish; expected one of" in start(torch).stderr
 
 
-def test_required_hashes_refuse_the_builds_that_have_none_and_take_the_one_that_has(torch: Path, indexes):
+def test_required_hashes_refuse_the_builds_that_have_none_and_take_the_one_that_has(
+    torch: Path, indexes
+):
     refused = start(torch, LOWMEM_TORCH="cu126", LOWMEM_REQUIRE_HASHES="1", **indexes)
     assert refused.returncode == 3
     assert "requirements.lock holds no hashes of the cu126 build of torch" in refused.stderr
@@ -587,7 +644,9 @@ def test_required_hashes_refuse_the_builds_that_have_none_and_take_the_one_that_
     lines = []
     for name, version in pins.items():
         wheel = default / name / f"{name}-{version}-py3-none-any.whl"
-        lines.append(f"{name}=={version} --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n")
+        lines.append(
+            f"{name}=={version} --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n"
+        )
     (torch / "requirements.lock").write_text("".join(lines))
     done = start(torch, LOWMEM_TORCH="default", LOWMEM_REQUIRE_HASHES="1", **indexes)
     assert done.returncode == 0, done.stderr
@@ -605,21 +664,34 @@ def test_the_installing_script_says_which_torch_there_is(torch: Path, indexes):
     shutil.copy(REPO / "scripts/install.sh", torch / "scripts")
     env = environment(LOWMEM_TORCH="cpu", **indexes)
     done = subprocess.run(
-        [torch / "scripts/install.sh"], env=env, capture_output=True, text=True, timeout=PATIENCE_S, cwd="/"
+        [torch / "scripts/install.sh"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        cwd="/",
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"torch 1.5+cpu in {torch}/.venv\n"
 
 
-# ---- cards that the package index's torch cannot use ----------------------------------------------------------------
+# ---- cards that the package index's torch cannot use
+# ---------------------------------------------------------------------------
 
-OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs-builder)  Tue\n"
-DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Thu Feb 22 01:44:30 UTC 2024\nGCC version: 12\n"
+OPEN_DRIVER = (
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs-builder) "
+    " Tue\n"
+)
+DRIVER = (
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Thu Feb 22 01:44:30 UTC 2024\nGCC version:"
+    " 12\n"
+)
 WENT_ON = "needs Python 3.11, 3.12 or 3.13; found on PATH: no Python"
 
 
 def seen(root: Path, tmp_path: Path, system: Path, **env: str) -> str:
-    """What a first start says on a machine without Python: the cards are looked at before anything is made."""
+    """What a first start says on a machine without Python: the cards are looked at before anything
+    is made."""
     done = start(root, PATH=str(tools(tmp_path / "tools")), LOWMEM_SYSTEM_ROOT=str(system), **env)
     assert done.returncode == 3
     assert not (root / ".venv").exists()
@@ -641,7 +713,9 @@ def seen(root: Path, tmp_path: Path, system: Path, **env: str) -> str:
         ("something new {}\n", "1", WENT_ON),
     ],
 )
-def test_a_driver_that_is_too_old_is_said_before_gigabytes_are_downloaded(root: Path, tmp_path, words, version, said):
+def test_a_driver_that_is_too_old_is_said_before_gigabytes_are_downloaded(
+    root: Path, tmp_path, words, version, said
+):
     system = cards.file(tmp_path / "system", "proc/driver/nvidia/version", words.format(version))
     assert said in seen(root, tmp_path, system)
 
@@ -658,7 +732,9 @@ def test_a_driver_that_is_too_old_is_said_before_gigabytes_are_downloaded(root: 
         ([(cards.INTEL, "0x030000", None)], WENT_ON),
     ],
 )
-def test_an_amd_card_is_said_before_gigabytes_for_nvidia_cards_are_downloaded(root: Path, tmp_path, devices, said):
+def test_an_amd_card_is_said_before_gigabytes_for_nvidia_cards_are_downloaded(
+    root: Path, tmp_path, devices, said
+):
     for vendor, kind, vram_gib in devices:
         cards.device(tmp_path / "system", vendor, kind, vram_gib=vram_gib)
     assert said in seen(root, tmp_path, tmp_path / "system")
@@ -667,7 +743,9 @@ def test_an_amd_card_is_said_before_gigabytes_for_nvidia_cards_are_downloaded(ro
 @pytest.mark.parametrize("word", ["default", "cpu", "rocm"])
 def test_a_build_that_was_chosen_is_not_questioned(root: Path, tmp_path: Path, word: str):
     (root / "requirements.txt").write_text("torch==1.5\n")
-    system = cards.file(tmp_path / "system", "proc/driver/nvidia/version", DRIVER.format("470.256.02"))
+    system = cards.file(
+        tmp_path / "system", "proc/driver/nvidia/version", DRIVER.format("470.256.02")
+    )
     assert WENT_ON in seen(root, tmp_path, system, LOWMEM_TORCH=word)
     (root / ".venv.torch").write_text(f"{word}\n")
     shutil.rmtree(tmp_path / "tools")
@@ -676,10 +754,14 @@ def test_a_build_that_was_chosen_is_not_questioned(root: Path, tmp_path: Path, w
 
 def test_the_lock_holds_every_pin_with_hashes_and_names_no_host():
     lock = (REPO / "requirements.lock").read_text()
-    body = "".join(line for line in lock.splitlines(keepends=True) if not line.lstrip().startswith("#"))
+    body = "".join(
+        line for line in lock.splitlines(keepends=True) if not line.lstrip().startswith("#")
+    )
     entries = re.split(r"\n(?=\S)", body.strip())
     assert [entry for entry in entries if not re.search(r"--hash=sha256:[0-9a-f]{64}", entry)] == []
     locked = {tuple(re.match(r"([\w.-]+)==([\w.+-]+)", entry).groups()) for entry in entries}  # type: ignore[union-attr]
-    for name, version in re.findall(r"^([\w.-]+)==(\S+)", (REPO / "requirements.txt").read_text(), re.MULTILINE):
+    for name, version in re.findall(
+        r"^([\w.-]+)==(\S+)", (REPO / "requirements.txt").read_text(), re.MULTILINE
+    ):
         assert (re.sub(r"[_.]", "-", name).lower(), version) in locked
     assert not re.search(r"https?://|index-url|find-links|file:", body)

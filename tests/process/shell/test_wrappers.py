@@ -1,4 +1,5 @@
-"""The scripts in the root of the repository: what a user types reaches `python -m launch` as it was typed."""
+"""The scripts in the root of the repository: what a user types reaches `python -m launch` as it was
+typed."""
 
 from __future__ import annotations
 
@@ -111,18 +112,26 @@ def test_a_wrapper_works_through_links_and_with_cdpath(root: Path, tmp_path: Pat
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/train").symlink_to(root / "train_sft_custom.sh")
     (tmp_path / "link").symlink_to(root)
-    for program in (tmp_path / "bin/train", tmp_path / "link/train_sft_custom.sh", "./train_sft_custom.sh"):
+    for program in (
+        tmp_path / "bin/train",
+        tmp_path / "link/train_sft_custom.sh",
+        "./train_sft_custom.sh",
+    ):
         done = run(program, "24", cwd=root, CDPATH="/usr:/tmp")
         seen = json.loads(done.stdout)
         assert (seen["argv"], seen["root"]) == (["run", "sft_fast", "24"], str(root))
 
 
 @pytest.mark.parametrize("value", ["48", "$(touch pwned)", "", "a b"])
-def test_the_guides_variables_arrive_from_the_environment_and_from_a_line_in_the_file(root: Path, value: str):
+def test_the_guides_variables_arrive_from_the_environment_and_from_a_line_in_the_file(
+    root: Path, value: str
+):
     wrapper = root / "run_single_gpu.sh"
     given = json.loads(run(wrapper, cwd=root, BATCH_SIZE=value).stdout)["batch"]
     text = wrapper.read_text()
-    exported = next(line for line in text.splitlines() if line.startswith("export MODEL_SIZE BATCH_SIZE"))
+    exported = next(
+        line for line in text.splitlines() if line.startswith("export MODEL_SIZE BATCH_SIZE")
+    )
     wrapper.write_text(text.replace(exported, f"{exported}\nBATCH_SIZE='{value}'"))
     edited = json.loads(run(wrapper, cwd=root).stdout)["batch"]
     assert given == edited == value
@@ -150,6 +159,11 @@ def test_shellcheck_is_silent():
     shellcheck = Path(sys.executable).with_name("shellcheck")
     if not shellcheck.exists():
         pytest.skip("shellcheck is not installed beside this Python (requirements-dev.txt)")
-    scripts = [*WRAPPERS, REPO / ".ci/run", *REPO.glob("configs/slurm/*"), *(REPO / "scripts").rglob("*.sh")]
+    scripts = [
+        *WRAPPERS,
+        REPO / ".ci/run",
+        *REPO.glob("configs/slurm/*"),
+        *(REPO / "scripts").rglob("*.sh"),
+    ]
     done = subprocess.run([shellcheck, "-x", *scripts], cwd=REPO, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")

@@ -72,7 +72,11 @@ def test_a_cut_cable_ends_every_connection_until_it_is_healed(side):
         pair[side].cut()
         failed = ask(a, b, port)
         assert failed.returncode != 0
-        assert "TimeoutError" in failed.stderr or "unreachable" in failed.stderr or "No route" in failed.stderr
+        assert (
+            "TimeoutError" in failed.stderr
+            or "unreachable" in failed.stderr
+            or "No route" in failed.stderr
+        )
         pair[side].heal()
         assert ask(a, b, port).stdout.strip() == a.address
 
@@ -88,7 +92,9 @@ def test_gloo_is_told_the_interface_and_the_environment_is_the_one_given():
     with hosts.pair() as (a, b):
         assert a.run(["sh", "-c", "echo $GLOO_SOCKET_IFNAME"]).stdout.strip() == a.interface
         path = {"PATH": os.environ["PATH"]}
-        said = b.run(["sh", "-c", "echo $GLOO_SOCKET_IFNAME $HOME"], env={**path, "GLOO_SOCKET_IFNAME": "lo"})
+        said = b.run(
+            ["sh", "-c", "echo $GLOO_SOCKET_IFNAME $HOME"], env={**path, "GLOO_SOCKET_IFNAME": "lo"}
+        )
         assert said.stdout.strip() == "lo"
 
 
@@ -104,7 +110,9 @@ def test_nothing_stays_behind_even_after_a_failure(tmp_path):
         print(1 / 0)
     assert child.wait(timeout=5) == -9
     assert not running(grandchild)
-    assert not {a.name, b.name} & set(subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout.split())
+    assert not {a.name, b.name} & set(
+        subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout.split()
+    )
     assert interfaces() == before
 
 
@@ -113,11 +121,14 @@ def test_what_a_killed_test_process_left_is_removed_by_the_next():
 import os, signal, subprocess
 from tests import hosts
 with hosts.pair() as (a, b):
-    print(a.name, a.popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid, flush=True)
+    null = subprocess.DEVNULL
+    print(a.name, a.popen(["sleep", "600"], stdout=null, stderr=null).pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
     root = Path(__file__).parents[3]
-    died = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
+    died = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60
+    )
     name, pid = died.stdout.split()
     assert running(int(pid))
     with hosts.pair():

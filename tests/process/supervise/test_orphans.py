@@ -20,7 +20,8 @@ server = socket.create_server(("127.0.0.1", 0))
 print(server.getsockname()[1], flush=True)
 time.sleep(600)
 """
-# what a launcher does that dies before its rank: the child is nobody's any more, in a session of its own
+# what a launcher does that dies before its rank: the child is nobody's any more, in a session of
+# its own
 LEAK = """
 import subprocess, sys
 argv, pipe, null = [sys.executable, "-c", sys.argv[1]], subprocess.PIPE, subprocess.DEVNULL
@@ -33,12 +34,16 @@ def run(code: str, *words: str, tag: str = RUN) -> str:
     """A program of the run, to its end; what it printed."""
     argv = [sys.executable, "-c", code, *words]
     environment = {**os.environ, "LOWMEM_RUN": tag}
-    return subprocess.run(argv, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
+    return subprocess.run(
+        argv, env=environment, capture_output=True, text=True, check=True, timeout=60
+    ).stdout
 
 
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
-    psutil.wait_procs([process for process in psutil.process_iter() if process.pid == pid], timeout=5)
+    psutil.wait_procs(
+        [process for process in psutil.process_iter() if process.pid == pid], timeout=5
+    )
 
 
 def test_a_clean_run_leaves_nothing_and_is_not_waited_for():

@@ -24,7 +24,9 @@ def test_a_machine_with_nothing_wrong_has_no_problem():
     assert found(machine()) == []
 
 
-@pytest.mark.parametrize(("shm_bytes", "gpus", "says"), [(64 << 20, 2, True), (GIB, 2, False), (64 << 20, 1, False)])
+@pytest.mark.parametrize(
+    ("shm_bytes", "gpus", "says"), [(64 << 20, 2, True), (GIB, 2, False), (64 << 20, 1, False)]
+)
 def test_a_small_dev_shm_matters_to_several_ranks(shm_bytes, gpus, says):
     said = found(machine(gpus, shm_bytes=shm_bytes))
     assert [("docker run --shm-size=1g" in line) for line in said] == [True] * says
@@ -53,16 +55,24 @@ def test_a_full_disk_and_full_memory_stop_training_and_a_low_disk_is_a_note(fact
 def test_a_card_that_cannot_be_used_stops_training_and_the_cpu_is_named_as_the_other_way():
     obstacle = "NVML cannot be asked: Unknown Error (NVML error 999); fix: restart the machine"
     (line,) = found(machine(gpus_obstacle=obstacle))
-    assert line.startswith("problem: NVML cannot be asked: Unknown Error (NVML error 999); fix: restart the machine; ")
+    assert line.startswith(
+        "problem: NVML cannot be asked: Unknown Error (NVML error 999); fix: restart the machine; "
+    )
     assert line.endswith("add --launch.mode=cpu")
 
 
 @pytest.mark.parametrize(
     ("said", "fix"),
     [
-        ("RuntimeError: The NVIDIA driver on your system is too old (found version 12040).", "docs/cards.md"),
         (
-            "torch.AcceleratorError: CUDA error: no kernel image is available for execution on the device",
+            "RuntimeError: The NVIDIA driver on your system is too old (found version 12040).",
+            "docs/cards.md",
+        ),
+        (
+            (
+                "torch.AcceleratorError: CUDA error: no kernel image is available for execution on"
+                " the device"
+            ),
             "docs/cards.md",
         ),
         ("torch.AcceleratorError: CUDA error: out of memory", "nvidia-smi"),
@@ -88,7 +98,8 @@ def test_a_limit_on_open_files_is_a_note(few_files):
     assert "may open 256 files" in line
 
 
-# ---- the link in words ----------------------------------------------------------------------------------------------
+# ---- the link in words
+# ---------------------------------------------------------------------------
 
 SLOW = Link("gloo", {}, 1e9, 50e12, (), "Gloo as it is works")
 
@@ -101,15 +112,22 @@ def test_an_all_reduce_is_priced_by_what_a_card_sends():
     assert said.startswith("all-reduce of 1.00 GiB at 1.00 GB/s costs 1.07 s per optimizer step")
 
 
-@pytest.mark.parametrize(("step_flops", "one_is_faster"), [(100e12 * 0.99, True), (100e12 * 1.01, False)])
-def test_one_card_is_said_to_be_faster_when_the_all_reduce_outweighs_its_help(step_flops, one_is_faster):
-    # 1 s of all-reduce; T s alone, T/2 + 1 s on two: two are faster from T = 2 s on, 100 TFLOP at 50 TFLOP/s
+@pytest.mark.parametrize(
+    ("step_flops", "one_is_faster"), [(100e12 * 0.99, True), (100e12 * 1.01, False)]
+)
+def test_one_card_is_said_to_be_faster_when_the_all_reduce_outweighs_its_help(
+    step_flops, one_is_faster
+):
+    # 1 s of all-reduce; T s alone, T/2 + 1 s on two: two are faster from T = 2 s on, 100 TFLOP at
+    # 50 TFLOP/s
     said = explain.cost_line(SLOW, 10**9, step_flops, 2) or ""
     assert ("one is faster" in said) is one_is_faster
     assert ("2 cards then need 1.99 s per step and one card 1.98 s" in said) is one_is_faster
 
 
-@pytest.mark.parametrize(("link", "processes"), [(Link(None, {}, None, None, (), ""), 2), (SLOW, 1)])
+@pytest.mark.parametrize(
+    ("link", "processes"), [(Link(None, {}, None, None, (), ""), 2), (SLOW, 1)]
+)
 def test_without_a_link_there_is_no_cost(link, processes):
     assert explain.cost_line(link, GIB, 1e15, processes) is None
 
@@ -125,7 +143,9 @@ def test_a_link_is_told_with_each_try_and_one_fix_per_problem():
         LinkTry("nccl", {"NCCL_P2P_DISABLE": "1"}, False, 10.2, "waited again", "hang"),
         LinkTry("gloo", {}, True, 2.0, ""),
     )
-    said = link_test.lines(Link("gloo", {}, 1e9, 50e12, tries, "Gloo as it is works", ("something: no time",)))
+    said = link_test.lines(
+        Link("gloo", {}, 1e9, 50e12, tries, "Gloo as it is works", ("something: no time",))
+    )
     assert said[0] == "link: Gloo as it is works, 1.00 GB/s bus bandwidth"
     assert "  NCCL with NCCL_P2P_DISABLE=1 (10.2 s) failed: waited again" in said
     assert "  Gloo as it is (2.0 s) works" in said

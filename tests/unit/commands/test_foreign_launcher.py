@@ -1,4 +1,5 @@
-"""What a launcher that is not ours has fixed, read from its environment, its command line and its files."""
+"""What a launcher that is not ours has fixed, read from its environment, its command line and its
+files."""
 
 from __future__ import annotations
 
@@ -29,12 +30,18 @@ def given(folder: Path, *words: str, **environ: str) -> Given:
 def deepspeed(folder: Path, **sections: object) -> dict[str, str]:
     path = folder / "ds.json"
     path.write_text(json.dumps(sections))
-    return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path), "WORLD_SIZE": "2"}
+    return {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path),
+        "WORLD_SIZE": "2",
+    }
 
 
 def test_ranks_and_machines_are_those_of_the_environment(tmp_path):
     assert given(tmp_path) == Given(num_processes=1)
-    assert given(tmp_path, WORLD_SIZE="4", LOCAL_WORLD_SIZE="2") == Given(num_processes=4, num_machines=2)
+    assert given(tmp_path, WORLD_SIZE="4", LOCAL_WORLD_SIZE="2") == Given(
+        num_processes=4, num_machines=2
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,7 +69,11 @@ def test_the_variable_of_the_guides_means_gloo(tmp_path):
         ({"stage": 2, "offload_optimizer": CPU}, "deepspeed_zero2_offload"),
         ({"stage": 2, "offload_optimizer": {"device": "none"}}, "deepspeed_zero2"),
         (
-            {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+            {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu"},
+                "offload_param": {"device": "cpu"},
+            },
             "deepspeed_zero3_offload",
         ),
     ],
@@ -122,7 +133,10 @@ def test_the_users_deepspeed_file_keeps_what_is_not_the_recipes_and_the_rest_is_
     assert config["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 12345}
     assert config["wall_clock_breakdown"] is True
     assert config["zero_force_ds_cpu_optimizer"] is False
-    assert said == [f"{tmp_path}/ds.json: train_micro_batch_size_per_gpu says 99, the recipe says 16, which runs"]
+    assert said == [
+        f"{tmp_path}/ds.json: train_micro_batch_size_per_gpu says 99, the recipe says 16, which"
+        " runs"
+    ]
 
 
 def test_an_optimizer_in_the_users_deepspeed_file_is_refused(tmp_path):
@@ -133,8 +147,15 @@ def test_an_optimizer_in_the_users_deepspeed_file_is_refused(tmp_path):
 
 
 def test_a_recipe_and_a_launcher_that_disagree_are_refused():
-    with pytest.raises(ConfigError, match="deepspeed_zero3, but the ranks were started as deepspeed_zero2"):
-        plan(wish(launch={"mode": "deepspeed_zero3"}), machine(2), num_processes=2, mode="deepspeed_zero2")
+    with pytest.raises(
+        ConfigError, match="deepspeed_zero3, but the ranks were started as deepspeed_zero2"
+    ):
+        plan(
+            wish(launch={"mode": "deepspeed_zero3"}),
+            machine(2),
+            num_processes=2,
+            mode="deepspeed_zero2",
+        )
 
 
 def test_values_given_to_accelerate_that_the_recipe_decides_are_said():
@@ -146,8 +167,8 @@ def test_values_given_to_accelerate_that_the_recipe_decides_are_said():
     }
     lines = foreign_launcher.unused(given_flags, chosen, 1.0)
     assert (
-        lines[0]
-        == "accelerate was given mixed_precision bf16; the recipe says no, which runs (training.bf16, training.fp16)"
+        lines[0] == "accelerate was given mixed_precision bf16; the recipe says no, which runs"
+        " (training.bf16, training.fp16)"
     )
     assert [line.split(";")[0].split()[-1] for line in lines] == ["bf16", "4", "0.5"]
     assert foreign_launcher.unused({"ACCELERATE_MIXED_PRECISION": "no"}, chosen, 1.0) == []
@@ -155,5 +176,8 @@ def test_values_given_to_accelerate_that_the_recipe_decides_are_said():
 
 def test_our_deepspeed_files_are_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    environ = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "configs/deepspeed/zero3.json"}
+    environ = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": "configs/deepspeed/zero3.json",
+    }
     assert given(tmp_path, **environ).mode == "deepspeed_zero3"

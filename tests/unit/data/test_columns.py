@@ -1,4 +1,5 @@
-"""Every data format is found by its columns; every file that cannot be used is named before anything slow starts."""
+"""Every data format is found by its columns; every file that cannot be used is named before
+anything slow starts."""
 
 from __future__ import annotations
 
@@ -44,16 +45,21 @@ def write(folder: Path, name: str, rows: list[dict]) -> Path:
     elif name.endswith(".json") and not name.endswith("lines.json"):
         path.write_text(json.dumps(rows, ensure_ascii=False, indent=1), encoding="utf-8")
     else:
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        path.write_text(
+            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+        )
     return path
 
 
 def detect(path: Path, validation: Path | None = None, **columns: Any) -> DataFormat:
-    section = DataSection(train_file=str(path), validation_file=str(validation) if validation else None, **columns)
+    section = DataSection(
+        train_file=str(path), validation_file=str(validation) if validation else None, **columns
+    )
     return data_columns.detect(section, path.parent)
 
 
-# ---- formats -------------------------------------------------------------------------------------------------------
+# ---- formats
+# ---------------------------------------------------------------------------
 
 FORMATS = [
     ("messages", {"messages": TURNS}, "messages", {"messages": "messages"}),
@@ -83,21 +89,33 @@ FORMATS = [
         "prompt_response",
         {"prompt": "instruction", "context": "context", "response": "response"},
     ),
-    ("oasst", {"text": "a", "role": "prompter", "rank": 1}, "oasst", {"text": "text", "role": "role"}),
+    (
+        "oasst",
+        {"text": "a", "role": "prompter", "rank": 1},
+        "oasst",
+        {"text": "text", "role": "role"},
+    ),
     (
         "prompt/response",
         {"prompt": "a", "response": "b"},
         "prompt_response",
         {"prompt": "prompt", "response": "response"},
     ),
-    ("input/output", {"input": "a", "output": "b"}, "prompt_response", {"prompt": "input", "response": "output"}),
+    (
+        "input/output",
+        {"input": "a", "output": "b"},
+        "prompt_response",
+        {"prompt": "input", "response": "output"},
+    ),
     ("text", {"text": "a", "url": "b", "score": 0.5}, "text", {"text": "text"}),
 ]
 
 
 @pytest.mark.parametrize("ending", WRITERS)
 @pytest.mark.parametrize(("name", "row", "kind", "columns"), FORMATS)
-def test_a_format_is_found_by_its_columns_in_every_file_type(tmp_path, ending, name, row, kind, columns):
+def test_a_format_is_found_by_its_columns_in_every_file_type(
+    tmp_path, ending, name, row, kind, columns
+):
     path = write(tmp_path, f"data.{ending}", [row, row])
     found = detect(path)
     file_type = {"parquet": "parquet", "json": "json"}.get(ending, "jsonl")
@@ -111,9 +129,15 @@ def test_a_format_is_found_by_its_columns_in_every_file_type(tmp_path, ending, n
     [
         ({"messages": TURNS, "prompt": "a", "response": "b"}, ["messages"]),
         ({"conversations": TURNS, "text": "a"}, ["conversations"]),
-        ({"instruction": "a", "input": "b", "output": "c", "text": "abc"}, ["instruction", "input", "output"]),
+        (
+            {"instruction": "a", "input": "b", "output": "c", "text": "abc"},
+            ["instruction", "input", "output"],
+        ),
         ({"input": "a", "output": "b", "target": "c"}, ["input", "target"]),
-        ({"instruction": "a", "output": "b", "context": "c", "response": "d"}, ["instruction", "output"]),
+        (
+            {"instruction": "a", "output": "b", "context": "c", "response": "d"},
+            ["instruction", "output"],
+        ),
         ({"prompt": "a", "response": "b", "text": "ab"}, ["prompt", "response"]),
     ],
     ids=str,
@@ -149,8 +173,17 @@ def test_a_text_file_is_one_text_a_line(tmp_path):
     ids=str,
 )
 @pytest.mark.parametrize("ending", WRITERS)
-def test_columns_that_the_recipe_names_come_before_those_found(tmp_path, ending, given, kind, columns):
-    row = {"question": "a", "answer": "b", "turns": SHAREGPT, "text": "c", "prompt": "d", "response": "e"}
+def test_columns_that_the_recipe_names_come_before_those_found(
+    tmp_path, ending, given, kind, columns
+):
+    row = {
+        "question": "a",
+        "answer": "b",
+        "turns": SHAREGPT,
+        "text": "c",
+        "prompt": "d",
+        "response": "e",
+    }
     found = detect(write(tmp_path, f"data.{ending}", [row]), **given)
     assert (found.kind, found.columns) == (kind, columns)
     assert found.reason == f"the recipe names {', '.join(columns.values())}"
@@ -162,7 +195,9 @@ def test_columns_that_the_recipe_names_come_before_those_found(tmp_path, ending,
     ids=str,
 )
 def test_every_kind_of_parquet_text_is_text(tmp_path, column_type):
-    pq.write_table(pa.table({"text": pa.array(["a", "b"]).cast(column_type)}), tmp_path / "a.parquet")
+    pq.write_table(
+        pa.table({"text": pa.array(["a", "b"]).cast(column_type)}), tmp_path / "a.parquet"
+    )
     assert detect(tmp_path / "a.parquet").kind == "text"
 
 
@@ -191,12 +226,20 @@ def test_a_context_may_be_absent_or_null_in_some_rows(tmp_path):
 def test_a_row_longer_than_a_read_is_read_whole(tmp_path):
     long = "字" * 3_000_000
     for name in ("a.json", "a.jsonl"):
-        assert detect(write(tmp_path, name, [{"prompt": long, "response": "b"}, {"prompt": "c", "response": "d"}])).kind
+        assert detect(
+            write(
+                tmp_path,
+                name,
+                [{"prompt": long, "response": "b"}, {"prompt": "c", "response": "d"}],
+            )
+        ).kind
 
 
 def test_only_the_first_rows_of_a_large_file_are_read(tmp_path):
     for name in ("a.json", "a.jsonl", "a.parquet"):
-        path = write(tmp_path, name, [{"prompt": f"{i}", "response": "b" * 500} for i in range(60_000)])
+        path = write(
+            tmp_path, name, [{"prompt": f"{i}", "response": "b" * 500} for i in range(60_000)]
+        )
         started = time.monotonic()
         detect(path)
         assert time.monotonic() - started < 1
@@ -226,7 +269,8 @@ def test_an_absolute_path_needs_no_base(tmp_path):
     assert data_columns.detect(DataSection(train_file=str(path)), Path("/nowhere")).kind == "text"
 
 
-# ---- columns that cannot be used -----------------------------------------------------------------------------------
+# ---- columns that cannot be used
+# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ending", WRITERS)
@@ -235,15 +279,27 @@ def test_an_absolute_path_needs_no_base(tmp_path):
     [
         (
             {"question": "a", "answer": "b"},
-            r"found columns question, answer; add --data\.prompt_column=question --data\.response_column=answer",
+            (
+                r"found columns question, answer; add --data\.prompt_column=question"
+                r" --data\.response_column=answer"
+            ),
         ),
-        ({"answer": "a", "query": "b"}, r"add --data\.prompt_column=query --data\.response_column=answer"),
-        ({"Prompt": "a", "Response": "b"}, r"add --data\.prompt_column=Prompt --data\.response_column=Response"),
+        (
+            {"answer": "a", "query": "b"},
+            r"add --data\.prompt_column=query --data\.response_column=answer",
+        ),
+        (
+            {"Prompt": "a", "Response": "b"},
+            r"add --data\.prompt_column=Prompt --data\.response_column=Response",
+        ),
         ({"content": "a", "id": 1}, r"found columns content, id; add --data\.text_column=content"),
         ({"dialog": TURNS, "id": "a"}, r"add --data\.messages_column=dialog"),
         ({"id": 1, "label": 2}, r"found columns id, label; none of them holds text"),
         ({"prompt": "a"}, r"found columns prompt; "),
-        ({"instruction": "a", "response": "b"}, r"found columns instruction, response; add --data\.prompt_column"),
+        (
+            {"instruction": "a", "response": "b"},
+            r"found columns instruction, response; add --data\.prompt_column",
+        ),
         (
             {"prompt": "a", "response": 3},
             r"column 'response' holds (int64|a number in \w+ 1); the response must be text",
@@ -256,13 +312,25 @@ def test_an_absolute_path_needs_no_base(tmp_path):
         ({"text": None}, r"column 'text' holds null"),
         ({"text": ["a", "b"]}, r"column 'text' holds (list<|a list in \w+ 1)"),
         ({"text": {"a": "b"}}, r"column 'text' holds (struct<|an object in \w+ 1)"),
-        ({"instruction": "a", "input": 3, "output": "b"}, r"column 'input' holds .*; the context must be text"),
+        (
+            {"instruction": "a", "input": 3, "output": "b"},
+            r"column 'input' holds .*; the context must be text",
+        ),
         ({"text": "a", "role": 1}, r"column 'role' holds .*; the role must be text"),
-        ({"messages": "[]"}, r"column 'messages' holds string; the messages must be a list of \{role, content\}"),
+        (
+            {"messages": "[]"},
+            r"column 'messages' holds string; the messages must be a list of \{role, content\}",
+        ),
         ({"messages": ["a"]}, r"column 'messages' holds (list<|a list in)"),
-        ({"messages": [{"speaker": "a", "words": "b"}]}, r"column 'messages' holds (list<|a list in)"),
+        (
+            {"messages": [{"speaker": "a", "words": "b"}]},
+            r"column 'messages' holds (list<|a list in)",
+        ),
         ({"messages": [{"role": "a", "content": 3}]}, r"column 'messages' holds (list<|a list in)"),
-        ({"messages": [{"from": "a", "content": "b"}]}, r"column 'messages' holds (list<|a list in)"),
+        (
+            {"messages": [{"from": "a", "content": "b"}]},
+            r"column 'messages' holds (list<|a list in)",
+        ),
         ({"conversations": 7}, r"column 'conversations' holds (int64|a number in)"),
     ],
     ids=str,
@@ -276,13 +344,25 @@ def test_columns_that_make_no_sample_are_named_with_what_was_found(tmp_path, end
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"prompt": "a", "response": "b"}, {"prompt": "a"}], r"'response' holds nothing in line 2"),
-        ([{"prompt": "a"}, {"prompt": "a", "response": "b"}], r"'response' holds nothing in line 1"),
-        ([{"prompt": "a", "response": "b"}, {"prompt": "a", "response": None}], r"'response' holds null in line 2"),
+        (
+            [{"prompt": "a", "response": "b"}, {"prompt": "a"}],
+            r"'response' holds nothing in line 2",
+        ),
+        (
+            [{"prompt": "a"}, {"prompt": "a", "response": "b"}],
+            r"'response' holds nothing in line 1",
+        ),
+        (
+            [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": None}],
+            r"'response' holds null in line 2",
+        ),
         ([{"text": "a"}, {"text": "b"}, {"text": 3}], r"'text' holds a number in line 3"),
         ([{"text": None}, {"text": "b"}, {"text": 3}], r"'text' holds a number in line 3"),
         ([{"messages": TURNS}, {"messages": []}], r"'messages' holds an empty list in line 2"),
-        ([{"messages": TURNS}, {"messages": "a"}], r"'messages' holds messages in line 1 and string in line 2"),
+        (
+            [{"messages": TURNS}, {"messages": "a"}],
+            r"'messages' holds messages in line 1 and string in line 2",
+        ),
         ([{}, {}], r"found columns ; none of them holds text"),
     ],
     ids=str,
@@ -313,26 +393,48 @@ def test_two_parquet_columns_of_one_name_are_refused(tmp_path):
             ConfigError,
             r"prompt_column is given but data\.response_column is not; add --data",
         ),
-        ({"response_column": "response"}, ConfigError, r"response_column is given but data\.prompt_column is not"),
+        (
+            {"response_column": "response"},
+            ConfigError,
+            r"response_column is given but data\.prompt_column is not",
+        ),
         (
             {"prompt_column": "prompt", "response_column": "response", "text_column": "prompt"},
             ConfigError,
-            r"data\.prompt_column and data\.response_column and data\.text_column are given together",
+            (
+                r"data\.prompt_column and data\.response_column and data\.text_column are given"
+                r" together"
+            ),
         ),
         ({"text_column": "a", "messages_column": "b"}, ConfigError, r"given together"),
-        ({"prompt_column": "a", "response_column": "a"}, ConfigError, r"are both 'a'; name two columns"),
+        (
+            {"prompt_column": "a", "response_column": "a"},
+            ConfigError,
+            r"are both 'a'; name two columns",
+        ),
         (
             {"prompt_column": "promt", "response_column": "response"},
             DataError,
-            r"has no column 'promt' \(data\.prompt_column\); found columns prompt, response, turns; nearest: prompt",
+            (
+                r"has no column 'promt' \(data\.prompt_column\); found columns prompt, response,"
+                r" turns; nearest: prompt"
+            ),
         ),
-        ({"text_column": "zzz"}, DataError, r"has no column 'zzz' \(data\.text_column\); found columns prompt, [^;]*$"),
+        (
+            {"text_column": "zzz"},
+            DataError,
+            r"has no column 'zzz' \(data\.text_column\); found columns prompt, [^;]*$",
+        ),
         (
             {"text_column": "turns"},
             DataError,
             r"column 'turns' holds messages; the text must be text",
         ),
-        ({"messages_column": "prompt"}, DataError, r"column 'prompt' holds string; the messages must be a list"),
+        (
+            {"messages_column": "prompt"},
+            DataError,
+            r"column 'prompt' holds string; the messages must be a list",
+        ),
     ],
     ids=str,
 )
@@ -344,11 +446,14 @@ def test_columns_that_the_recipe_names_are_checked(tmp_path, given, error, messa
 
 def test_a_text_file_has_no_column_to_name(tmp_path):
     (tmp_path / "a.txt").write_text("a\n")
-    with pytest.raises(DataError, match=r"has no column 'body' \(data\.text_column\); found columns text"):
+    with pytest.raises(
+        DataError, match=r"has no column 'body' \(data\.text_column\); found columns text"
+    ):
         detect(tmp_path / "a.txt", text_column="body")
 
 
-# ---- content that would be dropped ---------------------------------------------------------------------------------
+# ---- content that would be dropped
+# ---------------------------------------------------------------------------
 
 PAIR = {"prompt": "a", "response": "b"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
@@ -367,7 +472,11 @@ ROWS_OF = {  # of every format one row without any other content
 }
 CONTENT = {  # column -> (its content, the same without any, what becomes of it)
     "chosen": ("good", "", "another kind of training .preference pairs"),
-    "rejected": ([{"role": "assistant", "content": "bad"}], None, "another kind of training .preference pairs"),
+    "rejected": (
+        [{"role": "assistant", "content": "bad"}],
+        None,
+        "another kind of training .preference pairs",
+    ),
     "label": (False, None, "another kind of training .KTO"),
     "images": (["a.png"], [], "not trained yet"),
     "audio": ({"path": "a.wav"}, {"path": None}, "not trained yet"),
@@ -421,19 +530,28 @@ def write_row(folder: Path, ending: str, rows: list[dict]) -> Path:
 
 @pytest.mark.parametrize("name", CONTENT)
 @pytest.mark.parametrize("of", ROWS_OF)
-def test_a_column_whose_content_would_be_dropped_is_refused_by_name_in_every_format(tmp_path, of, name):
+def test_a_column_whose_content_would_be_dropped_is_refused_by_name_in_every_format(
+    tmp_path, of, name
+):
     content, nothing, why = CONTENT[name]
     rows = [ROWS_OF[of], {**ROWS_OF[of], name: nothing}, {**ROWS_OF[of], name: content}]
     path = write(tmp_path, "a.jsonl", rows)
-    with pytest.raises(DataError, match=place(path, 3) + f".*column '{name}' is (for )?{why}.*=\\[{name}\\]"):
+    with pytest.raises(
+        DataError, match=place(path, 3) + f".*column '{name}' is (for )?{why}.*=\\[{name}\\]"
+    ):
         detect(path)
-    assert detect(path, ignore_columns=[name]).columns == detect(write(tmp_path, "b.jsonl", rows[:1])).columns
+    assert (
+        detect(path, ignore_columns=[name]).columns
+        == detect(write(tmp_path, "b.jsonl", rows[:1])).columns
+    )
     assert detect(write(tmp_path, "c.jsonl", rows[:2])).notes == detect(tmp_path / "b.jsonl").notes
 
 
 @pytest.mark.parametrize("ending", [*WRITERS, "tar", "arrow", "jsonl.gz"])
 @pytest.mark.parametrize("name", CONTENT)
-def test_a_column_whose_content_would_be_dropped_is_refused_by_name_in_every_file_type(tmp_path, name, ending):
+def test_a_column_whose_content_would_be_dropped_is_refused_by_name_in_every_file_type(
+    tmp_path, name, ending
+):
     content, nothing, _ = CONTENT[name]
     path = write_row(tmp_path, ending, [{**PAIR, name: nothing}, {**PAIR, name: content}])
     with pytest.raises(DataError, match=place(path, 2) + f".*column '{name}'"):
@@ -446,13 +564,19 @@ def test_a_column_whose_content_would_be_dropped_is_refused_by_name_in_every_fil
 @pytest.mark.parametrize("ending", [*WRITERS, "tar", "arrow", "jsonl.gz"])
 @pytest.mark.parametrize("column", ["messages", "conversations"])
 @pytest.mark.parametrize("key", MESSAGE_CONTENT)
-def test_a_key_of_a_message_whose_content_would_be_dropped_is_refused_by_name(tmp_path, ending, column, key):
+def test_a_key_of_a_message_whose_content_would_be_dropped_is_refused_by_name(
+    tmp_path, ending, column, key
+):
     content, nothing = MESSAGE_CONTENT[key]
     row = {column: TURNS if column == "messages" else SHAREGPT}
     path = write_row(
-        tmp_path, ending, [in_answer(row, column, **{key: nothing}), in_answer(row, column, **{key: content})]
+        tmp_path,
+        ending,
+        [in_answer(row, column, **{key: nothing}), in_answer(row, column, **{key: content})],
     )
-    with pytest.raises(DataError, match=place(path, 2) + f".*key '{key}' of a message in column '{column}'"):
+    with pytest.raises(
+        DataError, match=place(path, 2) + f".*key '{key}' of a message in column '{column}'"
+    ):
         detect(path)
     ignoring = detect(path, ignore_columns=[key])
     assert list(samples(path, ignoring)) == [TURNS, TURNS]
@@ -466,13 +590,23 @@ def test_a_key_of_a_message_whose_content_would_be_dropped_is_refused_by_name(tm
     ("first", "last", "words"),
     [
         (PAIR, {**PAIR, "system": "Be brief."}, "column 'system'"),
-        ({"messages": TURNS}, in_answer({"messages": TURNS}, "messages", tool_calls=[CALL]), "key 'tool_calls'"),
-        ({"text": "a", "role": "prompter"}, {"text": "a", "role": "bot", "label": 0}, "column 'label'"),
+        (
+            {"messages": TURNS},
+            in_answer({"messages": TURNS}, "messages", tool_calls=[CALL]),
+            "key 'tool_calls'",
+        ),
+        (
+            {"text": "a", "role": "prompter"},
+            {"text": "a", "role": "bot", "label": 0},
+            "column 'label'",
+        ),
         ({"text": "a"}, {"text": "a", "images": ["a.png"]}, "column 'images'"),
     ],
     ids=["pair", "messages", "oasst", "text"],
 )
-def test_content_that_appears_in_row_5000_only_is_refused_with_its_place(tmp_path, ending, first, last, words):
+def test_content_that_appears_in_row_5000_only_is_refused_with_its_place(
+    tmp_path, ending, first, last, words
+):
     path = write_row(tmp_path, ending, [*[first] * 4999, last, first])
     found = detect(path)
     with pytest.raises(DataError, match=place(path, 5000) + f".*{words}"):
@@ -481,23 +615,42 @@ def test_content_that_appears_in_row_5000_only_is_refused_with_its_place(tmp_pat
 
 def test_a_call_in_a_message_without_text_is_refused_as_the_call_that_it_is(tmp_path):
     row = {"messages": [TURNS[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}]}
-    with pytest.raises(DataError, match="key 'tool_calls' of a message in column 'messages' is not trained yet"):
+    with pytest.raises(
+        DataError, match="key 'tool_calls' of a message in column 'messages' is not trained yet"
+    ):
         detect(write(tmp_path, "a.jsonl", [row]))
 
 
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "'chosen', column 'rejected' is for another kind"),
-        ({"chosen": TURNS, "rejected": TURNS, "id": "a"}, "'chosen', column 'rejected' is for another kind"),
-        ({"prompt": "q", "chosen": TURNS, "rejected": TURNS, "messages": TURNS}, "'chosen', column 'rejected'"),
-        ({"prompt": "q", "completion": "a", "label": True}, "column 'label' is for another kind of training .KTO"),
-        ({"question": "q", "label": "a"}, r"To train on the rest of each row, add --data\.ignore_columns=\[label\]$"),
+        (
+            {"prompt": "q", "chosen": "a", "rejected": "b"},
+            "'chosen', column 'rejected' is for another kind",
+        ),
+        (
+            {"chosen": TURNS, "rejected": TURNS, "id": "a"},
+            "'chosen', column 'rejected' is for another kind",
+        ),
+        (
+            {"prompt": "q", "chosen": TURNS, "rejected": TURNS, "messages": TURNS},
+            "'chosen', column 'rejected'",
+        ),
+        (
+            {"prompt": "q", "completion": "a", "label": True},
+            "column 'label' is for another kind of training .KTO",
+        ),
+        (
+            {"question": "q", "label": "a"},
+            r"To train on the rest of each row, add --data\.ignore_columns=\[label\]$",
+        ),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("ending", WRITERS)
-def test_data_of_another_kind_of_training_is_named_as_such_in_no_known_format_too(tmp_path, row, words, ending):
+def test_data_of_another_kind_of_training_is_named_as_such_in_no_known_format_too(
+    tmp_path, row, words, ending
+):
     with pytest.raises(DataError, match=words):
         detect(write(tmp_path, f"a.{ending}", [row]))
 
@@ -515,7 +668,9 @@ def test_a_column_that_is_named_is_read_and_the_other_of_its_pair_refused(tmp_pa
     with pytest.raises(DataError, match=r"column 'rejected' .*--data\.ignore_columns=\[rejected\]"):
         detect(path, **named)
     found = detect(path, **named, ignore_columns="rejected")
-    assert list(samples(path, found)) == [[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]]
+    assert list(samples(path, found)) == [
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    ]
 
 
 @pytest.mark.parametrize("weight", [1, 1.0, True])
@@ -544,10 +699,14 @@ def test_the_columns_that_are_not_read_are_named_in_one_line(tmp_path):
 
 
 def test_a_column_that_is_ignored_makes_no_format(tmp_path):
-    path = write(tmp_path, "a.jsonl", [{"messages": TURNS, "instruction": "a", "input": "b", "output": "c"}])
+    path = write(
+        tmp_path, "a.jsonl", [{"messages": TURNS, "instruction": "a", "input": "b", "output": "c"}]
+    )
     assert detect(path, ignore_columns=["messages"]).columns["prompt"] == "instruction"
     assert "context" not in detect(path, ignore_columns=["messages", "input"]).columns
-    with pytest.raises(ConfigError, match=r"data\.text_column and data\.ignore_columns both name 'input'"):
+    with pytest.raises(
+        ConfigError, match=r"data\.text_column and data\.ignore_columns both name 'input'"
+    ):
         detect(path, text_column="input", ignore_columns=["input"])
 
 
@@ -566,7 +725,8 @@ def test_content_in_any_shard_and_in_the_validation_file_is_refused(tmp_path):
         detect(tmp_path / "shards/a.jsonl", tmp_path / "shards/b.jsonl")
 
 
-# ---- files that cannot be used -------------------------------------------------------------------------------------
+# ---- files that cannot be used
+# ---------------------------------------------------------------------------
 
 
 def raw(content: bytes):
@@ -589,7 +749,9 @@ def torn_parquet(path: Path) -> None:
 
 
 def empty_parquet(path: Path) -> None:
-    pq.write_table(pa.table({"prompt": pa.array([], pa.string()), "response": pa.array([], pa.string())}), path)
+    pq.write_table(
+        pa.table({"prompt": pa.array([], pa.string()), "response": pa.array([], pa.string())}), path
+    )
 
 
 BROKEN = [
@@ -601,37 +763,73 @@ BROKEN = [
     ("a.txt", raw(b"\xef\xbb\xbf\n"), r": 0 rows: every line is blank"),
     ("a.json", raw(b" \n"), r": 0 rows: every line is blank"),
     ("a.json", raw(b" [ ] "), r": 0 rows: the array is empty"),
-    ("a.parquet", empty_parquet, r": 0 rows: the file has columns \(prompt, response\) but no data"),
+    (
+        "a.parquet",
+        empty_parquet,
+        r": 0 rows: the file has columns \(prompt, response\) but no data",
+    ),
     ("a.parquet", cut_parquet, r": is cut, damaged or no parquet file"),
     ("a.parquet", torn_parquet, r": is cut, damaged or no parquet file"),
     ("a.parquet", raw(b"PAR1"), r": is cut, damaged or no parquet file"),
-    ("a.parquet", raw(b'{"prompt": "a", "response": "b"}\n'), r": is cut, damaged or no parquet file"),
+    (
+        "a.parquet",
+        raw(b'{"prompt": "a", "response": "b"}\n'),
+        r": is cut, damaged or no parquet file",
+    ),
     ("a.parquet", raw(b"\0" * 5000), r": is cut, damaged or no parquet file"),
-    ("a.jsonl", raw(b'{"text": "a"\n'), r":1: is not JSON \(Expecting ',' delimiter at character 13\)"),
+    (
+        "a.jsonl",
+        raw(b'{"text": "a"\n'),
+        r":1: is not JSON \(Expecting ',' delimiter at character 13\)",
+    ),
     ("a.jsonl", raw(b"{'text': 'a'}\n"), r":1: is not JSON"),
     ("a.jsonl", raw(b'\n\n{"text": "a"}\n{"text": \n'), r":4: is not JSON"),
     ("a.jsonl", raw(b"prompt,response\na,b\n"), r":1: is not JSON"),
     ("a.jsonl", raw(b'"just text"\n'), r":1: holds string; each row must be an object"),
     ("a.jsonl", raw(b"3\n"), r":1: holds a number; each row must be an object"),
     ("a.jsonl", raw(b"null\n"), r":1: holds null; each row must be an object"),
-    ("a.jsonl", raw(b'[{"text": "a"}]\n'), r":1: holds a list; a file that is one array of objects must end in \.json"),
+    (
+        "a.jsonl",
+        raw(b'[{"text": "a"}]\n'),
+        r":1: holds a list; a file that is one array of objects must end in \.json",
+    ),
     ("a.jsonl", raw(b'[\n{"text": "a"}]\n'), r":1: is not JSON"),
     ("a.jsonl", raw(b'{"text": ' + b"[" * 100_000 + b"\n"), r":1: (cannot be read as|is not) JSON"),
-    ("a.jsonl", raw(b'{"text": ' + b"1" * 10_000 + b"}\n"), r":1: cannot be read as JSON .* mend the line"),
-    ("a.jsonl", raw('{"text": "你好"}\n'.encode("gb18030")), r":1:10: this byte is not UTF-8; convert the file"),
+    (
+        "a.jsonl",
+        raw(b'{"text": ' + b"1" * 10_000 + b"}\n"),
+        r":1: cannot be read as JSON .* mend the line",
+    ),
+    (
+        "a.jsonl",
+        raw('{"text": "你好"}\n'.encode("gb18030")),
+        r":1:10: this byte is not UTF-8; convert the file",
+    ),
     ("a.jsonl", raw(b'{"text": "a"}\n{"text": "\xff"}\n'), r":2:10: this byte is not UTF-8"),
-    ("a.jsonl", raw('{"text": "a"}\n'.encode("utf-16")), r":1:0: is UTF-16; convert the file to UTF-8"),
+    (
+        "a.jsonl",
+        raw('{"text": "a"}\n'.encode("utf-16")),
+        r":1:0: is UTF-16; convert the file to UTF-8",
+    ),
     ("a.json", raw('[{"text": "a"}]\n'.encode("utf-16")), r":1:0: is UTF-16"),
     ("a.jsonl", raw(b"\x1f\x8b\x08\0\0\0\0\0\0\xff"), r":1:1: is compressed with gzip; unpack"),
     ("a.txt", raw(b"\xef\xbb\xbfab\xe4\xbd\n"), r":1:5: this byte is not UTF-8"),
     ("a.txt", raw(b"\n\n\x80\n"), r":3:0: this byte is not UTF-8"),
-    ("a.json", raw(b'{\n "data": []\n}'), r":1: is not JSON .*a \.json file may be one array of objects"),
+    (
+        "a.json",
+        raw(b'{\n "data": []\n}'),
+        r":1: is not JSON .*a \.json file may be one array of objects",
+    ),
     (
         "a.json",
         raw(b'[{"text": "a"}, {"text": ]'),
         r":1: is not JSON \(Expecting value at character 26\); mend the file",
     ),
-    ("a.json", raw(b'[\n{"text": "a"}\n{"text": "b"}]'), r":3: is not JSON \(Expecting ',' delimiter"),
+    (
+        "a.json",
+        raw(b'[\n{"text": "a"}\n{"text": "b"}]'),
+        r":3: is not JSON \(Expecting ',' delimiter",
+    ),
     ("a.json", raw(b'[{"text": "a"}'), r":1: is not JSON"),
     ("a.json", raw(b'[{"text": "a"},'), r":1: is not JSON"),
     ("a.json", raw(b'[{"text": "a'), r":1: is not JSON"),
@@ -640,7 +838,11 @@ BROKEN = [
     ("a.json", raw(b'[{"text": "a"}, 3]'), r": element 2: holds a number"),
     ("a.json", raw(b"[" * 100_000), r"(: cannot be read as|:1: is not) JSON"),
     ("a.json", raw(b"[" + b"1" * 10_000 + b"]"), r": cannot be read as JSON"),
-    ("a.json", raw(b'\xef\xbb\xbf[{"text": "a"},\n{"text": "\xff"}]'), r":2:10: this byte is not UTF-8"),
+    (
+        "a.json",
+        raw(b'\xef\xbb\xbf[{"text": "a"},\n{"text": "\xff"}]'),
+        r":2:10: this byte is not UTF-8",
+    ),
     ("a.csv", raw(b"a,b\n"), r": \.csv is not a known file type; known: \.parquet, \.jsonl"),
     ("a.jsonl.gz", raw(b"\x1f\x8b"), r": cannot be read: Truncated compressed stream"),
     ("a.parquet.gz", raw(b"\x1f\x8b"), r": a parquet file is not read from \.gz; unpack it"),
@@ -683,10 +885,13 @@ def test_a_missing_file_names_the_nearest_in_its_folder(tmp_path):
     write(tmp_path, "sft_train.jsonl", [{"text": "a"}])
     write(tmp_path, "other.txt", [])
     with pytest.raises(
-        DataError, match=r"sft_trian\.jsonl: there is no such file; nearest in that folder: sft_train\.jsonl"
+        DataError,
+        match=r"sft_trian\.jsonl: there is no such file; nearest in that folder: sft_train\.jsonl",
     ):
         detect(tmp_path / "sft_trian.jsonl")
-    with pytest.raises(DataError, match=r"there is no such file; in that folder: other\.txt, sft_train\.jsonl"):
+    with pytest.raises(
+        DataError, match=r"there is no such file; in that folder: other\.txt, sft_train\.jsonl"
+    ):
         detect(tmp_path / "0.parquet")
 
 
@@ -712,10 +917,26 @@ def test_a_path_that_no_file_system_takes_is_an_error(tmp_path, name):
             r"b\.jsonl: reads as messages with columns messages, but .*a\.jsonl as prompt_resp",
         ),
         ("b.jsonl", {"text": "a"}, r"reads as text with columns text"),
-        ("b.jsonl", {"prompt": "a", "response": "b"}, r"columns prompt, response, but .* columns instruction, output"),
-        ("b.jsonl", {"instruction": "a", "input": "b", "output": "c"}, r"columns instruction, input, output, but"),
-        ("b.json", {"instruction": "a", "output": "c"}, r"is read as json, .*a\.jsonl as jsonl; write both in one"),
-        ("b.parquet", {"instruction": "a", "output": "c"}, r"is read as parquet, .*a\.jsonl as jsonl"),
+        (
+            "b.jsonl",
+            {"prompt": "a", "response": "b"},
+            r"columns prompt, response, but .* columns instruction, output",
+        ),
+        (
+            "b.jsonl",
+            {"instruction": "a", "input": "b", "output": "c"},
+            r"columns instruction, input, output, but",
+        ),
+        (
+            "b.json",
+            {"instruction": "a", "output": "c"},
+            r"is read as json, .*a\.jsonl as jsonl; write both in one",
+        ),
+        (
+            "b.parquet",
+            {"instruction": "a", "output": "c"},
+            r"is read as parquet, .*a\.jsonl as jsonl",
+        ),
         ("b.jsonl", {"id": 1}, r"b\.jsonl: its columns are of no known format"),
     ],
     ids=str,
@@ -729,13 +950,18 @@ def test_both_files_must_read_the_same_way(tmp_path, name, row, message):
 def test_a_context_missing_from_a_parquet_validation_file_is_an_error(tmp_path):
     training = write(tmp_path, "a.parquet", [{"instruction": "a", "input": "b", "output": "c"}])
     validation = write(tmp_path, "b.parquet", [{"instruction": "a", "output": "c"}])
-    with pytest.raises(DataError, match=r"columns instruction, output, but .* instruction, input, output"):
+    with pytest.raises(
+        DataError, match=r"columns instruction, output, but .* instruction, input, output"
+    ):
         detect(training, validation)
 
 
 def test_a_missing_validation_file_is_named(tmp_path):
     training = write(tmp_path, "train.jsonl", [{"text": "a"}])
-    with pytest.raises(DataError, match=r"valid\.jsonl: there is no such file; nearest in that folder: train\.jsonl"):
+    with pytest.raises(
+        DataError,
+        match=r"valid\.jsonl: there is no such file; nearest in that folder: train\.jsonl",
+    ):
         detect(training, tmp_path / "valid.jsonl")
 
 

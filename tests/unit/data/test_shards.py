@@ -1,4 +1,5 @@
-"""A corpus is the shards of a folder or a pattern: read in the order of their names, each fault with its shard."""
+"""A corpus is the shards of a folder or a pattern: read in the order of their names, each fault
+with its shard."""
 
 from __future__ import annotations
 
@@ -53,10 +54,16 @@ WRITERS: dict[str, Callable[[Path, list[str]], Any]] = {
     ".jsonl.gz": lambda path, texts: path.write_bytes(
         gzip.compress(lines(texts[:3])) + gzip.compress(lines(texts[3:]))
     ),
-    ".json.zst": lambda path, texts: path.write_bytes(pa.compress(lines(texts), codec="zstd", asbytes=True)),
-    ".parquet": lambda path, texts: pq.write_table(pa.table({"text": texts}), path, row_group_size=7),
+    ".json.zst": lambda path, texts: path.write_bytes(
+        pa.compress(lines(texts), codec="zstd", asbytes=True)
+    ),
+    ".parquet": lambda path, texts: pq.write_table(
+        pa.table({"text": texts}), path, row_group_size=7
+    ),
     ".arrow": arrow,
-    ".tar": lambda path, texts: tar(path, {f"a/{i:03}.txt": text.encode() for i, text in enumerate(texts)}),
+    ".tar": lambda path, texts: tar(
+        path, {f"a/{i:03}.txt": text.encode() for i, text in enumerate(texts)}
+    ),
 }
 
 
@@ -80,7 +87,9 @@ def test_a_folder_or_a_pattern_of_shards_reads_as_one_file_in_the_order_of_names
     data_format = found(folder)
     assert list(samples(folder, data_format)) == TEXTS
     assert list(samples(tmp_path / "**" / f"[bc]{ending}", data_format)) == TEXTS[20:]
-    assert columns.row_count(folder) == (None if ending in (".jsonl.gz", ".json.zst", ".tar") else 50)
+    assert columns.row_count(folder) == (
+        None if ending in (".jsonl.gz", ".json.zst", ".tar") else 50
+    )
 
 
 def test_a_folder_that_datasets_has_saved_is_read_as_datasets_reads_it(tmp_path):
@@ -89,7 +98,9 @@ def test_a_folder_that_datasets_has_saved_is_read_as_datasets_reads_it(tmp_path)
     again = datasets.Dataset.load_from_disk(str(tmp_path / "saved"))
     assert list(samples(tmp_path / "saved", found(tmp_path / "saved"))) == again["text"][:]
     datasets.DatasetDict(train=saved, test=saved).save_to_disk(tmp_path / "both")
-    with pytest.raises(DataError, match="both: holds a data set for each of test, train; give the folder of one"):
+    with pytest.raises(
+        DataError, match="both: holds a data set for each of test, train; give the folder of one"
+    ):
         found(tmp_path / "both")
 
 
@@ -97,10 +108,17 @@ def test_webdataset_shards_are_read_as_datasets_reads_them(tmp_path):
     talk = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2"}]
     members = {}
     for number in range(20):
-        members |= {f"a.b/{number:03}.jpg": b"\xff\xd8", f"a.b/{number:03}.txt": f"text {number} é".encode()}
-        members |= {f"a.b/{number:03}.json": json.dumps({"messages": talk, "number": number}).encode()}
+        members |= {
+            f"a.b/{number:03}.jpg": b"\xff\xd8",
+            f"a.b/{number:03}.txt": f"text {number} é".encode(),
+        }
+        members |= {
+            f"a.b/{number:03}.json": json.dumps({"messages": talk, "number": number}).encode()
+        }
     tar(tmp_path / "a.tar", members)
-    theirs = datasets.load_dataset("webdataset", data_files=[str(tmp_path / "a.tar")], split="train", streaming=True)
+    theirs = datasets.load_dataset(
+        "webdataset", data_files=[str(tmp_path / "a.tar")], split="train", streaming=True
+    )
     theirs = theirs.decode(False)
     ours = [(key, row) for key, row in shards.tar_samples(tmp_path / "a.tar")]
     named = [{"jpg": {"member": f"a.b/{number:03}.jpg"}} for number in range(20)]
@@ -117,7 +135,10 @@ def test_webdataset_shards_are_read_as_datasets_reads_them(tmp_path):
     ("shard", "words"),
     [
         ({"content": "x"}, r"b\.jsonl: its columns are of no known format; found columns content"),
-        ({"prompt": "x", "response": "y"}, r"b\.jsonl: reads as prompt_response .*a\.jsonl as text"),
+        (
+            {"prompt": "x", "response": "y"},
+            r"b\.jsonl: reads as prompt_response .*a\.jsonl as text",
+        ),
         ({"text": 3}, r"b\.jsonl: column 'text' holds a number"),
     ],
 )
@@ -142,7 +163,9 @@ def test_a_bad_row_is_named_by_its_shard_and_all_shards_share_what_is_allowed(tm
     bad = BadRows(2)
     assert list(samples(tmp_path, data_format, bad)) == TEXTS[:4] * 2
     assert bad.count == 2
-    with pytest.raises(DataError, match=r"b\.jsonl:3: not valid JSON .* bad row 2, data.max_bad_rows allows 1"):
+    with pytest.raises(
+        DataError, match=r"b\.jsonl:3: not valid JSON .* bad row 2, data.max_bad_rows allows 1"
+    ):
         list(samples(tmp_path, data_format, BadRows(1)))
 
 
@@ -156,7 +179,9 @@ def test_a_bad_row_is_named_by_its_shard_and_all_shards_share_what_is_allowed(tm
         ({"b.json": b'{"text": 3}'}, r"a\.tar:b: column 'text': found int"),
     ],
 )
-def test_a_bad_sample_of_a_tar_is_named_by_its_key_and_those_after_it_are_read(tmp_path, member, words):
+def test_a_bad_sample_of_a_tar_is_named_by_its_key_and_those_after_it_are_read(
+    tmp_path, member, words
+):
     tar(tmp_path / "a.tar", {"a.txt": b"first", **member, "c.txt": b"last"})
     data_format = DataFormat("text", {"text": "text"}, "webdataset", "")
     bad = BadRows(1)
@@ -203,7 +228,8 @@ def test_a_bad_line_of_any_slice_is_named_by_its_number_in_the_file(tmp_path):
     assert list(samples_of(Slice(path, bad + 1), data_format, BadRows())) == TEXTS[7:]
 
 
-# ---- what is remembered --------------------------------------------------------------------------------------------
+# ---- what is remembered
+# ---------------------------------------------------------------------------
 
 
 def test_the_fingerprint_is_that_of_the_content_in_order_and_of_no_name(tmp_path):
@@ -217,7 +243,9 @@ def test_the_fingerprint_is_that_of_the_content_in_order_and_of_no_name(tmp_path
     assert shards.fingerprint(other, known) != before
     (tmp_path / "alone").mkdir()
     (one / "a.jsonl").rename(tmp_path / "alone/a.jsonl")
-    assert shards.fingerprint(tmp_path / "alone", known) == shards.fingerprint(tmp_path / "alone/a.jsonl", known)
+    assert shards.fingerprint(tmp_path / "alone", known) == shards.fingerprint(
+        tmp_path / "alone/a.jsonl", known
+    )
 
 
 def test_a_file_is_read_once_until_it_changes(tmp_path):

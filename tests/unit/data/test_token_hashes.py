@@ -1,4 +1,5 @@
-"""A token cache is verified when it is opened; one that is damaged is tokenised again, and said to be."""
+"""A token cache is verified when it is opened; one that is damaged is tokenised again, and said to
+be."""
 
 from __future__ import annotations
 
@@ -55,14 +56,38 @@ def halve(path: Path) -> None:
 
 
 DAMAGES = {
-    "half of train.arrow": (lambda folder: halve(folder / "train.arrow"), r"train\.arrow has \d+ bytes, expected \d+"),
-    "a bit of train.arrow": (lambda folder: flip(folder / "train.arrow", 0.6), r"train\.arrow was changed"),
-    "a bit of validation.arrow": (lambda folder: flip(folder / "validation.arrow", 0.6), r"validation\.arrow was ch"),
-    "a bit of counts.json": (lambda folder: flip(folder / "counts.json", 0.5), r"counts\.json was changed"),
-    "a bit of made_of.json": (lambda folder: flip(folder / "made_of.json", 0.5), r"made_of\.json was changed"),
-    "a bit of a tokenizer": (lambda folder: flip(folder / "tokenizer/tokenizer.json", 0.5), r"tokenizer\.json was ch"),
-    "half of the hashes": (lambda folder: halve(folder / "hashes.json"), r"hashes\.json is missing or cannot be read"),
-    "no hashes": (lambda folder: (folder / "hashes.json").unlink(), r"hashes\.json is missing or cannot be read"),
+    "half of train.arrow": (
+        lambda folder: halve(folder / "train.arrow"),
+        r"train\.arrow has \d+ bytes, expected \d+",
+    ),
+    "a bit of train.arrow": (
+        lambda folder: flip(folder / "train.arrow", 0.6),
+        r"train\.arrow was changed",
+    ),
+    "a bit of validation.arrow": (
+        lambda folder: flip(folder / "validation.arrow", 0.6),
+        r"validation\.arrow was ch",
+    ),
+    "a bit of counts.json": (
+        lambda folder: flip(folder / "counts.json", 0.5),
+        r"counts\.json was changed",
+    ),
+    "a bit of made_of.json": (
+        lambda folder: flip(folder / "made_of.json", 0.5),
+        r"made_of\.json was changed",
+    ),
+    "a bit of a tokenizer": (
+        lambda folder: flip(folder / "tokenizer/tokenizer.json", 0.5),
+        r"tokenizer\.json was ch",
+    ),
+    "half of the hashes": (
+        lambda folder: halve(folder / "hashes.json"),
+        r"hashes\.json is missing or cannot be read",
+    ),
+    "no hashes": (
+        lambda folder: (folder / "hashes.json").unlink(),
+        r"hashes\.json is missing or cannot be read",
+    ),
     "no counts": (lambda folder: (folder / "counts.json").unlink(), r"counts\.json: No such file"),
     "no rows": (lambda folder: (folder / "train.arrow").unlink(), r"train\.arrow: No such file"),
     "rows of another": (

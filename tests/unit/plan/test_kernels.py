@@ -28,7 +28,9 @@ def row(chosen: Plan, name: str) -> tuple[str, str]:
     return next((one.runs, one.why) for one in chosen.switches if one.name == name)
 
 
-def attention(card: dict[str, Any] | None = None, given: dict[str, Any] = THERE, **sections: Any) -> tuple[str, str]:
+def attention(
+    card: dict[str, Any] | None = None, given: dict[str, Any] = THERE, **sections: Any
+) -> tuple[str, str]:
     """What a plan for one card says of its attention, which is what runs."""
     recipe = wish(**{"training": HALF, **sections})
     chosen = plan(recipe, machine(cards=(gpu(**card),) if card is not None else ()), **given)
@@ -49,11 +51,26 @@ def test_flash_attn_is_taken_where_it_is_installed_and_can_run():
         ({}, GONE, {}, "the package flash_attn is not installed"),
         ({}, {}, {}, "whether flash_attn is installed there is not known"),
         (None, THERE, {}, "flash_attn has kernels for GPUs only"),
-        ({"architecture": "7.5"}, THERE, {"training": {"fp16": True}}, "no kernels for RTX 3080 (7.5)"),
-        ({"vendor": "amd", "architecture": "gfx1201"}, THERE, {}, "no kernels for RTX 3080 (gfx1201)"),
+        (
+            {"architecture": "7.5"},
+            THERE,
+            {"training": {"fp16": True}},
+            "no kernels for RTX 3080 (7.5)",
+        ),
+        (
+            {"vendor": "amd", "architecture": "gfx1201"},
+            THERE,
+            {},
+            "no kernels for RTX 3080 (gfx1201)",
+        ),
         ({}, THERE, {"training": {}}, "computes in 16 bits only (training.bf16)"),
         ({}, THERE, {"model": {"shape": "t5-tiny"}}, "transformers has no flash_attn for t5"),
-        ({}, THERE, {"training": {**HALF, "torch_compile": True}}, "torch.compile would compile anew"),
+        (
+            {},
+            THERE,
+            {"training": {**HALF, "torch_compile": True}},
+            "torch.compile would compile anew",
+        ),
     ],
 )
 def test_elsewhere_attention_is_pytorchs_and_the_plan_says_why(card, given, sections, words):
@@ -74,11 +91,18 @@ def test_16_bits_by_any_way_will_do(card, sections):
 def test_named_it_is_obeyed_on_a_described_machine_and_refused_where_it_cannot_run():
     named = {"model": {"attn_implementation": "flash_attention_2"}}
     assert attention({}, {}, **named) == ("flash_attention_2", attention({}, THERE, **named)[1])
-    with pytest.raises(ResourceError, match=r"flash_attention_2, but the package flash_attn is not installed; leave"):
+    with pytest.raises(
+        ResourceError,
+        match=r"flash_attention_2, but the package flash_attn is not installed; leave",
+    ):
         attention({}, GONE, **named)
-    with pytest.raises(ConfigError, match=r"flash_attention_2, but flash_attn computes in 16 bits only"):
+    with pytest.raises(
+        ConfigError, match=r"flash_attention_2, but flash_attn computes in 16 bits only"
+    ):
         attention({}, THERE, **named, training={})
-    with pytest.raises(ConfigError, match=r"flash_attention_2, but flash_attn has kernels for GPUs only"):
+    with pytest.raises(
+        ConfigError, match=r"flash_attention_2, but flash_attn has kernels for GPUs only"
+    ):
         attention(None, THERE, **named)
 
 
@@ -91,7 +115,12 @@ def test_another_that_is_named_is_obeyed(name):
 def test_rows_that_follow_one_another_are_hardly_padded():
     from launch.predict.time import padding
 
-    counts = {"lengths": [[10, 10], [400, 400]] * 8, "rows": 16, "tokens": 16 * 205, "longest_input": 400}
+    counts = {
+        "lengths": [[10, 10], [400, 400]] * 8,
+        "rows": 16,
+        "tokens": 16 * 205,
+        "longest_input": 400,
+    }
     recipe = wish(training=HALF)
     share = {
         attention: padding.of(counts, chosen.strategy, 8, recipe.data, (400, 400)).share
@@ -105,13 +134,23 @@ def test_rows_that_follow_one_another_are_hardly_padded():
 
 
 def test_tf32_is_off_unless_asked_for_and_a_float32_plan_says_what_it_would_give():
-    a100 = replace(gpu(architecture="8.0", total_bytes=40 << 30, free_bytes=39 << 30), name="NVIDIA A100-SXM4-40GB")
+    a100 = replace(
+        gpu(architecture="8.0", total_bytes=40 << 30, free_bytes=39 << 30),
+        name="NVIDIA A100-SXM4-40GB",
+    )
     runs, why = row(plan(wish(), machine(cards=(a100,))), "tf32")
     assert runs == "off"
-    assert why == "not asked for; --training.tf32=true: products with 10 bits of mantissa, up to 8 x as fast"
+    assert (
+        why
+        == "not asked for; --training.tf32=true: products with 10 bits of mantissa, up to 8 x as"
+        " fast"
+    )
     assert "no faster than float32" in row(plan(wish(), machine(1)), "tf32")[1]
     assert "tf32" not in [one.name for one in plan(wish(training=HALF), machine(1)).switches]
-    assert row(plan(wish(), machine(cards=(gpu(architecture="7.5"),))), "tf32") == ("off", "7.5 has none")
+    assert row(plan(wish(), machine(cards=(gpu(architecture="7.5"),))), "tf32") == (
+        "off",
+        "7.5 has none",
+    )
     assert row(plan(wish(training={"tf32": False}), machine(1)), "tf32") == ("off", "asked for")
     on = plan(wish(training={"tf32": True}), machine(1))
     assert on.strategy.tf32
@@ -129,14 +168,17 @@ def test_tf32_on_a_cpu_is_refused():
 def test_the_flag_is_as_the_plan_says_whatever_a_containers_variable_says(asked):
     """As in NVIDIA's images; with TrainingArguments' own switch alone the variable wins."""
     child = (
-        "import json, sys, torch; from training.loop import arguments; from tests.builders import machine, plan, wish\n"
-        f"recipe = wish(training={{'tf32': {asked}}}); chosen = plan(recipe, machine(1))\n"
-        "before = torch.backends.cuda.matmul.allow_tf32; arguments.of(recipe, chosen, 9, False, {})\n"
-        "print(json.dumps([before, torch.backends.cuda.matmul.allow_tf32]))"
+        "import json, sys, torch; from training.loop import arguments; from tests.builders import"
+        f" machine, plan, wish\nrecipe = wish(training={{'tf32': {asked}}}); chosen = plan(recipe,"
+        " machine(1))\nbefore = torch.backends.cuda.matmul.allow_tf32; arguments.of(recipe,"
+        " chosen, 9, False, {})\nprint(json.dumps([before,"
+        " torch.backends.cuda.matmul.allow_tf32]))"
     )
     code = str(Path(__file__).resolve().parents[3])
     variables = {**os.environ, "PYTHONPATH": code, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
-    done = subprocess.run([sys.executable, "-c", child], env=variables, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", child], env=variables, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [True, asked]
 
@@ -162,8 +204,20 @@ def test_liger_is_on_where_it_can_run_and_the_plan_says_what_is_not_predicted():
     ("sections", "cards", "no_liger", "error", "words"),
     [
         ({}, 0, None, ConfigError, "its kernels are for GPUs; leave it out"),
-        ({"model": {"shape": "gpt2-tiny"}}, 1, None, ConfigError, "the model is a gpt2; there are llama, mistral"),
-        ({}, 1, "liger_kernel is gone", ResourceError, "true, but liger_kernel is gone; or leave it out"),
+        (
+            {"model": {"shape": "gpt2-tiny"}},
+            1,
+            None,
+            ConfigError,
+            "the model is a gpt2; there are llama, mistral",
+        ),
+        (
+            {},
+            1,
+            "liger_kernel is gone",
+            ResourceError,
+            "true, but liger_kernel is gone; or leave it out",
+        ),
         (
             {"training": {"liger_kernel_config": {"fused_linear_cross_entropy": True}}},
             1,
@@ -182,20 +236,36 @@ def test_liger_that_cannot_run_is_refused_with_the_reason(sections, cards, no_li
 
 
 def test_every_row_is_on_the_screen_of_the_plan():
-    recipe = wish(training={**HALF, "gradient_checkpointing": True, "num_output_chunks": 4, "optim": "adamw_bnb_8bit"})
+    recipe = wish(
+        training={
+            **HALF,
+            "gradient_checkpointing": True,
+            "num_output_chunks": 4,
+            "optim": "adamw_bnb_8bit",
+        }
+    )
     chosen = plan(recipe, machine(1))
     said = "\n".join(text.plan_lines(recipe, machine(1), chosen))
     for words in (
         "  kernels    precision  bf16 autocast: training.bf16",
-        "             attention  sdpa: PyTorch's own kernels; whether flash_attn is installed there is not known",
+        (
+            "             attention  sdpa: PyTorch's own kernels; whether flash_attn is installed"
+            " there is not known"
+        ),
         "             liger      off: not asked for",
         "             loss       logits in 4 parts: asked for",
-        "             optimizer  adamw_bnb_8bit: bitsandbytes: states of 8 bits where a tensor has 4,096 elements",
+        (
+            "             optimizer  adamw_bnb_8bit: bitsandbytes: states of 8 bits where a tensor"
+            " has 4,096 elements"
+        ),
         "             recompute  on: asked for",
         "             compile    off: not asked for",
     ):
         assert words in said
-    assert row(plan(wish(training={"torch_compile": True}), no_compiler="no g++"), "compile") == ("off", "no g++")
+    assert row(plan(wish(training={"torch_compile": True}), no_compiler="no g++"), "compile") == (
+        "off",
+        "no g++",
+    )
     old = plan(wish(training=HALF), machine(cards=(gpu(architecture="7.5"),)))
     assert row(old, "precision") == ("fp16 autocast", "training.bf16, which the card lacks")
 
@@ -218,16 +288,26 @@ def test_bitsandbytes_is_not_left_out_where_its_optimizer_runs(optim):
 @pytest.mark.parametrize(
     ("package", "sections", "words"),
     [
-        ("bitsandbytes", {"training": {"optim": "adamw_8bit"}}, "training.optim: adamw_8bit needs the package bitsand"),
+        (
+            "bitsandbytes",
+            {"training": {"optim": "adamw_8bit"}},
+            "training.optim: adamw_8bit needs the package bitsand",
+        ),
         (
             "bitsandbytes",
             {"lora": {}, "quantization": {"load_in_4bit": True}},
             "quantization needs the package bitsand",
         ),
-        ("peft", {"lora": {}}, "lora needs the package peft, which is not installed; pip install peft"),
+        (
+            "peft",
+            {"lora": {}},
+            "lora needs the package peft, which is not installed; pip install peft",
+        ),
     ],
 )
-def test_a_package_that_the_recipe_needs_and_that_is_not_there_is_named(package, sections, words, monkeypatch):
+def test_a_package_that_the_recipe_needs_and_that_is_not_there_is_named(
+    package, sections, words, monkeypatch
+):
     recipe = wish(**sections)
     packages.refuse_missing(recipe)
     monkeypatch.setitem(sys.modules, package, None)  # how Python says that it is not installed

@@ -21,7 +21,12 @@ from training.loop import arguments
 
 def test_without_a_gpu_one_process_trains_on_the_cpu():
     strategy = plan().strategy
-    assert (strategy.mode, strategy.num_processes, strategy.backend, strategy.device) == ("cpu", 1, None, "cpu")
+    assert (strategy.mode, strategy.num_processes, strategy.backend, strategy.device) == (
+        "cpu",
+        1,
+        None,
+        "cpu",
+    )
 
 
 def test_every_gpu_is_used_unless_a_number_is_given():
@@ -38,7 +43,9 @@ def test_gloo_that_was_asked_for_is_gloo():
 
 def test_the_batch_of_the_user_is_never_changed():
     for batch in (1, 7, 20, 4096):
-        recipe = wish(training={"per_device_train_batch_size": batch, "gradient_accumulation_steps": 3})
+        recipe = wish(
+            training={"per_device_train_batch_size": batch, "gradient_accumulation_steps": 3}
+        )
         strategy = plan(recipe, machine(2)).strategy
         assert strategy.per_device_train_batch_size == batch
         assert strategy.effective_batch_size == batch * 3 * 2
@@ -52,10 +59,18 @@ def test_ranks_that_are_running_already_are_taken_as_they_are():
 @pytest.mark.parametrize(
     ("recipe", "on", "words"),
     [
-        (wish(training={"fp16": True}, model={"dtype": "bfloat16"}), machine(1), "takes no bfloat16 gradients"),
+        (
+            wish(training={"fp16": True}, model={"dtype": "bfloat16"}),
+            machine(1),
+            "takes no bfloat16 gradients",
+        ),
         (wish(launch={"num_processes": 3}), machine(2), "there are 2 GPU"),
         (wish(launch={"mode": "cpu", "num_processes": 2}), machine(), "is one process"),
-        (wish(launch={"mode": "cpu", "nodes": 2, "main_process_ip": "10.0.0.1"}), machine(), "launch.nodes says 2"),
+        (
+            wish(launch={"mode": "cpu", "nodes": 2, "main_process_ip": "10.0.0.1"}),
+            machine(),
+            "launch.nodes says 2",
+        ),
         (wish(training={"fp16": True}), machine(), "no effect on a CPU"),
         (wish(data={"max_length": 4096}), machine(), "data.max_length 4096"),
         (wish(model={"freeze": ["encodr"]}), machine(), "encodr"),
@@ -114,7 +129,12 @@ def test_the_link_that_works_is_the_backend_and_its_variables_reach_the_ranks():
     chosen = plan(on=on, link=link("nccl", NCCL_P2P_DISABLE="1"))
     assert (chosen.strategy.mode, chosen.link.env) == ("dual_gpu_nccl", {"NCCL_P2P_DISABLE": "1"})
     run = RunDir(Path("/house/runs/wish/1"))
-    assert command.command(chosen, on, run, run.attempt(1), House(Path("/house")), {}).env["NCCL_P2P_DISABLE"] == "1"
+    assert (
+        command.command(chosen, on, run, run.attempt(1), House(Path("/house")), {}).env[
+            "NCCL_P2P_DISABLE"
+        ]
+        == "1"
+    )
 
 
 def test_where_nccl_fails_gloo_or_one_card_trains_and_the_plan_says_why():
@@ -122,11 +142,21 @@ def test_where_nccl_fails_gloo_or_one_card_trains_and_the_plan_says_why():
     assert (over_gloo.strategy.mode, over_gloo.strategy.backend) == ("dual_gpu_gloo", "gloo")
     assert "NCCL does not work between these GPUs (gloo works)" in over_gloo.rejected[0]
     alone = plan(on=machine(2), link=link(None))
-    assert (alone.strategy.mode, alone.strategy.num_processes, alone.link) == ("single_gpu", 1, None)
+    assert (alone.strategy.mode, alone.strategy.num_processes, alone.link) == (
+        "single_gpu",
+        1,
+        None,
+    )
     assert "nothing works" in alone.rejected[0]
-    assert alone.strategy.effective_batch_size == over_gloo.strategy.effective_batch_size == 16 * 2 * 2
+    assert (
+        alone.strategy.effective_batch_size == over_gloo.strategy.effective_batch_size == 16 * 2 * 2
+    )
     (change,) = alone.changes
-    assert (change.key, change.requested, change.effective) == ("training.gradient_accumulation_steps", "2", "4")
+    assert (change.key, change.requested, change.effective) == (
+        "training.gradient_accumulation_steps",
+        "2",
+        "4",
+    )
 
 
 @pytest.mark.parametrize(
@@ -159,7 +189,9 @@ def test_without_the_package_deepspeed_is_not_planned_and_a_named_mode_says_so()
 
 
 def test_over_gloo_what_does_not_fit_every_card_is_offloaded_on_one_at_the_same_effective_batch():
-    recipe = wish(model={"shape": "qwen2-0.5b"}, data={"max_length": 64}, launch={"vram_fraction": 0.2})
+    recipe = wish(
+        model={"shape": "qwen2-0.5b"}, data={"max_length": 64}, launch={"vram_fraction": 0.2}
+    )
     chosen = plan(recipe, machine(2, host_available_bytes=64 * GIB), link=link("gloo"))
     assert (chosen.strategy.mode, chosen.strategy.num_processes) == ("deepspeed_zero2_offload", 1)
     assert chosen.strategy.effective_batch_size == 16 * 2 * 2
@@ -173,7 +205,9 @@ def test_ranks_that_are_running_and_a_number_that_was_asked_for_have_to_agree():
 def test_where_one_card_is_nearly_full_the_other_alone_is_a_way_out():
     free, full = machine(2).gpus
     uneven = replace(machine(2), gpus=(free, replace(full, free_bytes=1 << 20)))
-    with pytest.raises(DoesNotFit, match=r"would fit: --launch.mode=auto --launch.num_processes=1 \(single_gpu"):
+    with pytest.raises(
+        DoesNotFit, match=r"would fit: --launch.mode=auto --launch.num_processes=1 \(single_gpu"
+    ):
         plan(wish(model={"shape": "t5-chatlm-0.2b"}), uneven, has_deepspeed=False)
 
 
@@ -185,23 +219,37 @@ def test_ways_out_are_of_a_mode_that_fits_and_never_the_line_that_was_typed():
         launch={"mode": "deepspeed_zero3_offload"},
     )
     four_bit = r"--quantization\.load_in_4bit=true --launch\.mode=auto \(dual_gpu_nccl, 4\.20 GiB\)"
-    with pytest.raises(DoesNotFit, match=rf"would fit: --launch\.mode=auto \(dual_gpu_nccl, 13\.15 GiB\); {four_bit}$"):
+    with pytest.raises(
+        DoesNotFit,
+        match=rf"would fit: --launch\.mode=auto \(dual_gpu_nccl, 13\.15 GiB\); {four_bit}$",
+    ):
         plan(recipe, machine(2, host_available_bytes=7 * GIB))
 
 
 def test_the_variable_of_the_guides_does_not_forbid_offloading_on_one_card():
-    recipe = wish(model={"shape": "qwen2-0.5b"}, data={"max_length": 64}, launch={"vram_fraction": 0.2})
+    recipe = wish(
+        model={"shape": "qwen2-0.5b"}, data={"max_length": 64}, launch={"vram_fraction": 0.2}
+    )
     strategy = plan(recipe, machine(2, host_available_bytes=64 * GIB), force_gloo=True).strategy
-    assert (strategy.mode, strategy.num_processes, strategy.backend) == ("deepspeed_zero2_offload", 1, "nccl")
+    assert (strategy.mode, strategy.num_processes, strategy.backend) == (
+        "deepspeed_zero2_offload",
+        1,
+        "nccl",
+    )
 
 
 def test_4_bit_weights_are_a_way_out_where_they_fit():
     launch = {"mode": "single_gpu"}
     recipe = wish(model={"shape": "llama-7b", "dtype": "bfloat16"}, lora={"r": 16}, launch=launch)
     small = machine(1, cards=(gpu(total_bytes=8 * GIB, free_bytes=8 * GIB),))
-    with pytest.raises(DoesNotFit, match=r"--quantization\.load_in_4bit=true \(single_gpu, 4\.20 GiB\)"):
+    with pytest.raises(
+        DoesNotFit, match=r"--quantization\.load_in_4bit=true \(single_gpu, 4\.20 GiB\)"
+    ):
         plan(recipe, small)
-    with pytest.raises(DoesNotFit, match=r"--lora\.r=16 --quantization\.load_in_4bit=true \(single_gpu, 4\.20 GiB\)"):
+    with pytest.raises(
+        DoesNotFit,
+        match=r"--lora\.r=16 --quantization\.load_in_4bit=true \(single_gpu, 4\.20 GiB\)",
+    ):
         plan(recipe.model_copy(update={"lora": None}), small)
     taken = wish(
         model={"shape": "llama-7b", "dtype": "bfloat16"},
@@ -244,7 +292,9 @@ def test_float16_weights_under_an_fp16_scaler_are_planned_for_deepspeed_only(gpu
     assert "takes no float16 gradients" in chosen.rejected[0]
     for mode in ("single_gpu", "dual_gpu_nccl") if gpus > 1 else ("single_gpu",):
         named = wish(**half, launch={"mode": mode})
-        with pytest.raises(ConfigError, match=f"launch.mode {mode} cannot train model.dtype float16 "):
+        with pytest.raises(
+            ConfigError, match=f"launch.mode {mode} cannot train model.dtype float16 "
+        ):
             plan(named, machine(gpus))
     with pytest.raises(ConfigError, match="or use a deepspeed mode"):
         plan(wish(**half), machine(gpus), has_deepspeed=False)
@@ -260,13 +310,17 @@ def test_float16_weights_without_such_gradients_or_without_a_scaler_are_planned_
 
 
 @pytest.mark.parametrize(
-    ("section", "share"), [({}, 1.0), ({"vram_fraction": 0.95}, 0.95), ({"vram_fraction": 0.7}, 0.7)]
+    ("section", "share"),
+    [({}, 1.0), ({"vram_fraction": 0.95}, 0.95), ({"vram_fraction": 0.7}, 0.7)],
 )
-def test_ranks_keep_the_memory_that_planning_left_free_unless_a_share_was_asked_for(tmp_path, section, share):
+def test_ranks_keep_the_memory_that_planning_left_free_unless_a_share_was_asked_for(
+    tmp_path, section, share
+):
     recipe = wish(launch=section)
     run = RunDir(tmp_path)
     run.write_plan(recipe, plan(recipe, machine(1)))
-    assert run.read_plan().allocator_fraction == share  # recipe.json has every default, the plan knows better
+    # recipe.json has every default, the plan knows better
+    assert run.read_plan().allocator_fraction == share
 
 
 @pytest.mark.parametrize(("rule", "rate"), [("linear", 2e-4), ("sqrt", 1e-4 * 2**0.5)])
@@ -284,12 +338,16 @@ def test_a_rate_that_shall_follow_the_effective_batch_does_and_the_plan_says_so(
     assert (change.requested, change.effective) == ("0.0001", f"{rate:g}")
     assert "64 instead of 32, as asked for" in change.reason
     assert arguments.of(recipe, here, 640, False, {}).learning_rate == pytest.approx(1e-4)
-    assert recipe.training.learning_rate_at(two.strategy.effective_batch_size) == pytest.approx(rate)
+    assert recipe.training.learning_rate_at(two.strategy.effective_batch_size) == pytest.approx(
+        rate
+    )
     lines = "\n".join(text.plan_lines(recipe, machine(2), replace(two, rows=640)))
     assert f"learning rate {rate:g} linear, warm-up 0.1 of all steps: 3, max_length 128" in lines
 
 
-@pytest.mark.parametrize("training", [{"learning_rate_scaling": "sqrt"}, {"learning_rate_batch_size": 32}])
+@pytest.mark.parametrize(
+    "training", [{"learning_rate_scaling": "sqrt"}, {"learning_rate_batch_size": 32}]
+)
 def test_a_rate_scales_from_a_batch_by_a_rule_and_not_with_one_of_them(training):
     with pytest.raises(ValueError, match="set both"):
         wish(training=training)
@@ -300,23 +358,28 @@ def test_by_tokens_the_longest_rows_are_judged_and_a_whole_step_of_short_ones():
     config, parameters = model_config.read(recipe.model, root=CODE)
     about = context.subject(recipe, machine(), config, parameters, DATA_FORMAT)
     cut = plan(recipe, machine()).strategy
-    asked, short = about.shapes(replace(cut, per_device_train_batch_size=4, gradient_accumulation_steps=8))
+    asked, short = about.shapes(
+        replace(cut, per_device_train_batch_size=4, gradient_accumulation_steps=8)
+    )
     assert (asked[0].lengths, asked[1]) == ((128, 128), 4)
     assert (short[0].lengths, short[1]) == ((16, 16), 32)
     assert short[0].is_padded
     assert not short[0].is_single
     known = replace(about, lengths=(100, 60), is_ragged=True)  # of a T5
     for micro_batch, parts in ((1, 2), (1, 64), (3, 7), (16, 2)):
-        candidate = replace(cut, per_device_train_batch_size=micro_batch, gradient_accumulation_steps=parts)
+        candidate = replace(
+            cut, per_device_train_batch_size=micro_batch, gradient_accumulation_steps=parts
+        )
         for question, rows in known.shapes(candidate):
             assert 1 <= rows <= micro_batch * parts
             assert all(
-                rows * length <= micro_batch * most for length, most in zip(question.lengths, (100, 60), strict=True)
+                rows * length <= micro_batch * most
+                for length, most in zip(question.lengths, (100, 60), strict=True)
             )
     assert len(about.shapes(replace(cut, gradient_accumulation_steps=1))) == 1
 
 
-def test_cuts_by_tokens_share_the_trace_of_the_longest_rows_and_short_ones_are_traced_for_what_may_win():
+def test_splits_by_tokens_share_the_trace_of_the_longest_rows_and_short_rows_are_traced():
     class Asked:
         failure = None
 
@@ -332,10 +395,13 @@ def test_cuts_by_tokens_share_the_trace_of_the_longest_rows_and_short_ones_are_t
     recipe = wish(data={"train_file": "x", "max_length": 128, "batch_by_tokens": True})
     config, parameters = model_config.read(recipe.model, root=CODE)
     asked = Asked()
-    about = replace(context.subject(recipe, machine(), config, parameters, DATA_FORMAT), traces=asked)
+    about = replace(
+        context.subject(recipe, machine(), config, parameters, DATA_FORMAT), traces=asked
+    )
     cut = plan(recipe, machine()).strategy
     ways = [
-        replace(cut, per_device_train_batch_size=rows, gradient_accumulation_steps=32 // rows) for rows in (16, 8, 4)
+        replace(cut, per_device_train_batch_size=rows, gradient_accumulation_steps=32 // rows)
+        for rows in (16, 8, 4)
     ]
     about.fetch(ways)
     for way in ways:

@@ -1,5 +1,6 @@
-"""What each described machine would run, held in tests/data/rehearsal. After a change that is meant:
-LOWMEM_WRITE_REHEARSAL=1 python -m pytest tests/unit/plan/test_rehearsal.py, and read the difference."""
+"""What each described machine would run, held in tests/data/rehearsal. After a change that is
+meant: LOWMEM_WRITE_REHEARSAL=1 python -m pytest tests/unit/plan/test_rehearsal.py, and read the
+difference."""
 
 from __future__ import annotations
 
@@ -21,7 +22,12 @@ MACHINES = sorted(path.stem for path in (CODE / "configs" / "machines").glob("*.
 CASES = {
     "sft_fast": [],  # the guides' 0.2B T5
     "7b": ["--model.shape=llama-7b", "--training.bf16=true"],  # all of a 7B model
-    "7b-lora": ["--model.shape=llama-7b", "--model.dtype=bfloat16", "--training.bf16=true", "--lora.r=32"],
+    "7b-lora": [
+        "--model.shape=llama-7b",
+        "--model.dtype=bfloat16",
+        "--training.bf16=true",
+        "--lora.r=32",
+    ],
 }
 
 
@@ -36,7 +42,9 @@ def rehearsal(machine_name: str, overrides: list[str]) -> str:
     texts.append(accelerate.accelerate_config(plan, str(run.deepspeed_file)))
     if plan.strategy.engine == "deepspeed":
         texts.append(deepspeed.deepspeed_config(plan, recipe.training.max_grad_norm))
-    texts.append(str(command.command(plan, machine, run, run.attempt(1), House(Path("/house")), {})) + "\n")
+    texts.append(
+        str(command.command(plan, machine, run, run.attempt(1), House(Path("/house")), {})) + "\n"
+    )
     return "\n".join(texts).replace(sys.executable, "python").replace(str(CODE), "/checkout")
 
 

@@ -16,7 +16,10 @@ LORA = {"r": 16, "lora_alpha": 32}
 
 def given_up(**sections):
     recipe = wish(model={"shape": "llama-7b"}, **sections)
-    return [{change.key: change.effective for change in changes} for _, changes in relax.rungs(recipe, "llama")]
+    return [
+        {change.key: change.effective for change in changes}
+        for _, changes in relax.rungs(recipe, "llama")
+    ]
 
 
 def test_nothing_is_given_up_without_being_allowed():
@@ -24,7 +27,9 @@ def test_nothing_is_given_up_without_being_allowed():
 
 
 def test_each_rung_keeps_what_the_one_before_gave_up():
-    rungs = given_up(lora=LORA, data={"max_length": 256}, allow=["quantization", "lora.r", "data.max_length"])
+    rungs = given_up(
+        lora=LORA, data={"max_length": 256}, allow=["quantization", "lora.r", "data.max_length"]
+    )
     assert rungs[0] == {"quantization.load_in_4bit": "true"}
     assert rungs[1] == {**rungs[0], "lora.r": "8", "lora.lora_alpha": "16"}
     assert rungs[2] == {**rungs[0], "lora.r": "4", "lora.lora_alpha": "8"}
@@ -65,6 +70,10 @@ def test_a_plan_gives_up_no_more_than_it_needs(small_card: Path):
     allowed = "--allow=[quantization, data.max_length]"
     resolved = resolve.resolve("sft_fast", [*ASKED, allowed], small_card, trace=False)
     assert resolved.recipe.quantization is not None
-    assert [change.key for change in resolved.plan.changes if change.key in relax.KEYS] == ["quantization.load_in_4bit"]
-    with pytest.raises(DoesNotFit, match=r"Nor does it fit with all that allow: \[lora\.r\] gives up"):
+    assert [change.key for change in resolved.plan.changes if change.key in relax.KEYS] == [
+        "quantization.load_in_4bit"
+    ]
+    with pytest.raises(
+        DoesNotFit, match=r"Nor does it fit with all that allow: \[lora\.r\] gives up"
+    ):
         resolve.resolve("sft_fast", [*ASKED, "--allow=[lora.r]"], small_card, trace=False)

@@ -1,4 +1,5 @@
-"""What torch's caching allocator reserves for a log: its rules, its compiled figures, its invariants."""
+"""What torch's caching allocator reserves for a log: its rules, its compiled figures, its
+invariants."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def reserved_mib(*steps: int | str, conf: str = "", **limits: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("requested", "allocated"), [(1, 512), (512, 512), (513, 1024), (MIB, MIB), (0, 0), (3_000_000, 3_000_320)]
+    ("requested", "allocated"),
+    [(1, 512), (512, 512), (513, 1024), (MIB, MIB), (0, 0), (3_000_000, 3_000_320)],
 )
 def test_a_request_takes_whole_blocks_of_512_bytes(requested, allocated):
     assert run(requested, conf=PAGED).peak_allocated_bytes == allocated
@@ -87,7 +89,8 @@ def test_small_and_large_requests_never_share():
 def test_a_large_block_is_split_only_where_more_than_1_mib_is_left():
     # of 12 MiB 11 are taken: the last one stays with its block, and counts as allocated
     assert run(12 * MIB, "-0", 11 * MIB).peak_allocated_bytes == 12 * MIB
-    assert run(11 * MIB - 512).peak_allocated_bytes == 11 * MIB - 512  # 1 MiB and 512 bytes are left of 12 MiB
+    # 1 MiB and 512 bytes are left of 12 MiB
+    assert run(11 * MIB - 512).peak_allocated_bytes == 11 * MIB - 512
     assert reserved_mib(14 * MIB, "-0", 11 * MIB, 2 * MIB) == 14
     assert reserved_mib(14 * MIB, "-0", 11 * MIB, 3 * MIB + 1) == 34
 
@@ -99,21 +102,29 @@ def test_the_smallest_block_that_fits_is_taken():
 
 
 def test_of_equal_blocks_the_lowest_is_taken():
-    # 40 MiB are free in the first segment, half of which is in use, and in a second one, which can still be given back
+    # 40 MiB are free in the first segment, half of which is in use, and in a second one, which can
+    # still be given back
     equal = (80 * MIB, "-0", 40 * MIB, 40 * MIB, 40 * MIB, "-1", "-3", 40 * MIB)
     assert not run(*equal, 50 * MIB, capacity_bytes=130 * MIB).out_of_memory
-    paged = ([20 * MIB] * 5, ("-1", "-3", 20 * MIB, "-4", 40 * MIB))  # the last two of five pages stay together
+    # the last two of five pages stay together
+    paged = ([20 * MIB] * 5, ("-1", "-3", 20 * MIB, "-4", 40 * MIB))
     assert reserved_mib(*paged[0], *paged[1], conf=PAGED) == 100
 
 
 def test_freed_neighbours_become_one_block():
-    assert reserved_mib(40 * MIB, "-0", 10 * MIB, 10 * MIB, 20 * MIB, "-1", "-3", "-2", 40 * MIB) == 40
+    assert (
+        reserved_mib(40 * MIB, "-0", 10 * MIB, 10 * MIB, 20 * MIB, "-1", "-3", "-2", 40 * MIB) == 40
+    )
     assert reserved_mib(40 * MIB, "-0", 10 * MIB, 10 * MIB, 20 * MIB, "-1", "-3", 30 * MIB) == 70
 
 
 def test_a_driver_without_memory_gets_the_cached_segments_back_and_the_request_passes():
     result = run(30 * MIB, 30 * MIB, "-0", 40 * MIB, capacity_bytes=70 * MIB)
-    assert (result.retries, result.out_of_memory, result.peak_reserved_bytes) == (1, False, 70 * MIB)
+    assert (result.retries, result.out_of_memory, result.peak_reserved_bytes) == (
+        1,
+        False,
+        70 * MIB,
+    )
     assert run(30 * MIB, 30 * MIB, "-0", 40 * MIB, capacity_bytes=100 * MIB).retries == 0
 
 
@@ -138,7 +149,8 @@ def test_an_emptied_cache_leaves_what_lives_and_counts_as_no_retry(conf):
     assert reserved_mib(60 * MIB, "-0", 80 * MIB, conf="") == 140
     emptied = run(60 * MIB, MIB, "-0", "empty", 80 * MIB, conf=conf)
     assert (emptied.peak_reserved_bytes, emptied.retries) == (82 * MIB, 0)
-    kept = run(60 * MIB, "-0", 2 * MIB, "empty", 80 * MIB)  # a segment that something lives in stays whole
+    # a segment that something lives in stays whole
+    kept = run(60 * MIB, "-0", 2 * MIB, "empty", 80 * MIB)
     assert kept.peak_reserved_bytes == 140 * MIB
 
 
@@ -163,9 +175,14 @@ def test_a_best_fit_leaves_the_growing_end_of_an_expandable_segment_alone():
 
 
 def test_whole_free_pages_of_an_expandable_segment_go_back_and_their_addresses_are_filled_first():
-    steps = (60 * MIB, 20 * MIB, "-0", 5 * MIB)  # 5 of 80 MiB live in front, 20 behind: pages 1 and 2 can go
+    # 5 of 80 MiB live in front, 20 behind: pages 1 and 2 can go
+    steps = (60 * MIB, 20 * MIB, "-0", 5 * MIB)
     result = run(*steps, 70 * MIB, conf=PAGED, capacity_bytes=120 * MIB)
-    assert (result.retries, result.out_of_memory, result.peak_reserved_bytes) == (1, False, 120 * MIB)
+    assert (result.retries, result.out_of_memory, result.peak_reserved_bytes) == (
+        1,
+        False,
+        120 * MIB,
+    )
     assert run(*steps, 81 * MIB, conf=PAGED, capacity_bytes=120 * MIB).out_of_memory
     hole = run(*steps, 70 * MIB, "-3", 55 * MIB, conf=PAGED, capacity_bytes=120 * MIB)
     assert (hole.retries, hole.out_of_memory) == (1, False)
@@ -173,13 +190,16 @@ def test_whole_free_pages_of_an_expandable_segment_go_back_and_their_addresses_a
 
 def test_blocks_from_max_split_size_are_not_split_and_only_near_sizes_take_them():
     conf = "max_split_size_mb:40"
-    assert reserved_mib(60 * MIB, "-0", 30 * MIB, conf=conf) == 90  # a small request leaves the large block alone
+    # a small request leaves the large block alone
+    assert reserved_mib(60 * MIB, "-0", 30 * MIB, conf=conf) == 90
     assert reserved_mib(60 * MIB, "-0", 40 * MIB, conf=conf) == 100  # 20 MiB too much
     taken = run(60 * MIB, "-0", 40 * MIB + 512, conf=conf)
     assert (taken.peak_reserved_bytes, taken.peak_allocated_bytes) == (60 * MIB, 60 * MIB)
     assert reserved_mib(60 * MIB, "-0", 40 * MIB, conf=f"{conf},max_non_split_rounding_mb:21") == 60
-    assert reserved_mib(38 * MIB, "-0", 20 * MIB, 18 * MIB, conf=conf) == 38  # below 40 MiB all is as ever
-    equal = run(42 * MIB, "-0", 40 * MIB, MIB + 1, conf=conf)  # 2 MiB are left, and stay with the block
+    # below 40 MiB all is as ever
+    assert reserved_mib(38 * MIB, "-0", 20 * MIB, 18 * MIB, conf=conf) == 38
+    # 2 MiB are left, and stay with the block
+    equal = run(42 * MIB, "-0", 40 * MIB, MIB + 1, conf=conf)
     assert (equal.peak_reserved_bytes, equal.peak_allocated_bytes) == (62 * MIB, 43 * MIB + 512)
 
 
@@ -201,12 +221,17 @@ def test_a_fraction_of_the_device_bounds_a_process():
 
 
 def test_segments_that_were_idle_longest_are_collected_above_the_threshold():
-    steps = (20 * MIB, 30 * MIB, "-0", 40 * MIB, "-1", 50 * MIB)  # at the last one 90 MiB of 200 are reserved
+    # at the last one 90 MiB of 200 are reserved
+    steps = (20 * MIB, 30 * MIB, "-0", 40 * MIB, "-1", 50 * MIB)
     half = "per_process_memory_fraction:0.5,garbage_collection_threshold"
     assert reserved_mib(*steps, conf=f"{half}:0.9", device_bytes=400 * MIB) == 140
-    collected = run(*steps, conf=f"{half}:0.4", device_bytes=400 * MIB)  # 10 MiB too many: the older 20 suffice
+    # 10 MiB too many: the older 20 suffice
+    collected = run(*steps, conf=f"{half}:0.4", device_bytes=400 * MIB)
     assert (collected.peak_reserved_bytes, collected.retries) == (120 * MIB, 0)
-    assert reserved_mib(*steps, conf="garbage_collection_threshold:0.01", capacity_bytes=400 * MIB) == 140
+    assert (
+        reserved_mib(*steps, conf="garbage_collection_threshold:0.01", capacity_bytes=400 * MIB)
+        == 140
+    )
 
 
 @pytest.mark.parametrize(  # test_allocator_settings in test/test_cuda.py of PyTorch
@@ -220,16 +245,22 @@ def test_segments_that_were_idle_longest_are_collected_above_the_threshold():
         ("1", 84, 84),
     ],
 )
-def test_sizes_are_rounded_up_to_a_division_of_a_power_of_two(divisions, requested_mib, allocated_mib):
+def test_sizes_are_rounded_up_to_a_division_of_a_power_of_two(
+    divisions, requested_mib, allocated_mib
+):
     conf = f"{PAGED},roundup_power2_divisions:{divisions}"
     assert run(requested_mib * MIB, conf=conf).peak_allocated_bytes == allocated_mib * MIB
 
 
 @pytest.mark.parametrize(  # allocator_config_test in c10/test/core/AllocatorConfig_test.cpp
-    ("interval_mib", "divisions"), [(1, 8), (32, 8), (64, 8), (128, 2), (256, 4), (512, 2), (1024, 4), (2048, 1)]
+    ("interval_mib", "divisions"),
+    [(1, 8), (32, 8), (64, 8), (128, 2), (256, 4), (512, 2), (1024, 4), (2048, 1)],
 )
 def test_divisions_hold_from_their_size_to_the_next(interval_mib, divisions):
-    text = "max_split_size_mb:40, roundup_power2_divisions:[64:8,128:2,256:4,512:2,1024:4,>:1],backend:native"
+    text = (
+        "max_split_size_mb:40,"
+        " roundup_power2_divisions:[64:8,128:2,256:4,512:2,1024:4,>:1],backend:native"
+    )
     config = AllocatorConfig.parse(text)
     assert config.roundup_power2_divisions[interval_mib.bit_length() - 1] == divisions
     assert config.max_split_size_bytes == 40 * MIB
@@ -237,9 +268,9 @@ def test_divisions_hold_from_their_size_to_the_next(interval_mib, divisions):
 
 def test_no_settings_are_torchs_defaults_and_settings_of_the_host_change_nothing():
     assert AllocatorConfig.parse("") == AllocatorConfig()
-    assert AllocatorConfig.parse("pinned_use_background_threads:True,release_lock_on_cudamalloc:True,") == (
-        AllocatorConfig()
-    )
+    assert AllocatorConfig.parse(
+        "pinned_use_background_threads:True,release_lock_on_cudamalloc:True,"
+    ) == (AllocatorConfig())
 
 
 def test_a_large_segment_size_bounds_what_may_be_split():
@@ -296,7 +327,8 @@ def churn(events: int, seed: int) -> list[Event]:
     return made
 
 
-@pytest.mark.parametrize(  # the compiled allocator of torch 2.11.0+cu130 over a CUDA driver that only counts bytes
+# the compiled allocator of torch 2.11.0+cu130 over a CUDA driver that only counts bytes
+@pytest.mark.parametrize(
     ("conf", "capacity_mib", "allocated_bytes", "reserved_mib", "retries", "failed_event"),
     [
         ("", None, 914473472, 1254, 0, None),
@@ -323,9 +355,30 @@ def churn(events: int, seed: int) -> list[Event]:
         ("expandable_segments:True,large_segment_size_mb:12", None, 909917184, 992, 0, None),
         ("expandable_segments:True,large_segment_size_mb:12", 922, 847968256, 918, 4, 938),
         ("expandable_segments:True,large_segment_size_mb:12", 842, 791742976, 830, 2, 198),
-        ("per_process_memory_fraction:0.5,garbage_collection_threshold:0.6", None, 914473472, 1254, 0, None),
-        ("per_process_memory_fraction:0.5,garbage_collection_threshold:0.6", 1166, 913672704, 1094, 0, None),
-        ("per_process_memory_fraction:0.5,garbage_collection_threshold:0.6", 1064, 871775744, 1030, 1, 972),
+        (
+            "per_process_memory_fraction:0.5,garbage_collection_threshold:0.6",
+            None,
+            914473472,
+            1254,
+            0,
+            None,
+        ),
+        (
+            "per_process_memory_fraction:0.5,garbage_collection_threshold:0.6",
+            1166,
+            913672704,
+            1094,
+            0,
+            None,
+        ),
+        (
+            "per_process_memory_fraction:0.5,garbage_collection_threshold:0.6",
+            1064,
+            871775744,
+            1030,
+            1,
+            972,
+        ),
     ],
 )
 def test_a_log_ends_as_in_the_compiled_allocator(
@@ -336,11 +389,20 @@ def test_a_log_ends_as_in_the_compiled_allocator(
     if config.per_process_memory_fraction < 1:  # the fraction is the limit, not the driver
         capacity_bytes *= 2
     result = replay(churn(3000, seed=1), config, capacity_bytes)
-    assert (result.peak_allocated_bytes, result.peak_reserved_bytes) == (allocated_bytes, reserved_mib * MIB)
+    assert (result.peak_allocated_bytes, result.peak_reserved_bytes) == (
+        allocated_bytes,
+        reserved_mib * MIB,
+    )
     assert (result.retries, result.failed_event) == (retries, failed_event)
 
 
-SETTINGS = ["", PAGED, "max_split_size_mb:20", "roundup_power2_divisions:4", f"{PAGED},large_segment_size_mb:12"]
+SETTINGS = [
+    "",
+    PAGED,
+    "max_split_size_mb:20",
+    "roundup_power2_divisions:4",
+    f"{PAGED},large_segment_size_mb:12",
+]
 EVENTS = st.builds(churn, st.integers(1, 300), st.integers(0, 10**6))
 
 
@@ -369,12 +431,21 @@ def feed(allocator: CachingAllocator, events: list[Event]) -> dict[int, Block]:
 
 @settings(max_examples=60, deadline=None)
 @given(EVENTS, st.sampled_from(SETTINGS), st.sampled_from([None, 800 * MIB, 400 * MIB]))
-def test_segments_are_covered_by_blocks_and_every_byte_is_counted_once(events, conf, capacity_bytes):
+def test_segments_are_covered_by_blocks_and_every_byte_is_counted_once(
+    events, conf, capacity_bytes
+):
     allocator = CachingAllocator(AllocatorConfig.parse(conf), capacity_bytes)
     live = feed(allocator, events)
-    wanted_bytes = sum(allocator.rounded(size) for block_id, size in events if size != FREED and block_id in live)
+    wanted_bytes = sum(
+        allocator.rounded(size) for block_id, size in events if size != FREED and block_id in live
+    )
     assert allocator.allocated_bytes == sum(block.size_bytes for block in live.values())
-    assert wanted_bytes <= allocator.allocated_bytes <= allocator.reserved_bytes <= allocator.peak_reserved_bytes
+    assert (
+        wanted_bytes
+        <= allocator.allocated_bytes
+        <= allocator.reserved_bytes
+        <= allocator.peak_reserved_bytes
+    )
     if conf.startswith(PAGED):
         assert allocator.allocated_bytes == wanted_bytes
     free = [block for pool in (allocator.small, allocator.large) for block in pool.blocks.values()]
@@ -397,7 +468,9 @@ def test_a_log_whose_blocks_all_die_leaves_whole_segments(events, conf):
     assert allocator.allocated_bytes == 0
     for pool in (allocator.small, allocator.large):
         for block in pool.blocks.values():
-            assert [part.mapped for part in chain(block)] == ([True, False] if conf.startswith(PAGED) else [True])
+            assert [part.mapped for part in chain(block)] == (
+                [True, False] if conf.startswith(PAGED) else [True]
+            )
 
 
 @settings(max_examples=40, deadline=None)
@@ -420,7 +493,10 @@ def test_the_smallest_capacity_passes_where_the_unlimited_peak_would_not():
 def test_the_smallest_capacity_counts_on_a_retry():
     assert smallest_capacity(log(30 * MIB, 30 * MIB, "-0", 40 * MIB)) == 70 * MIB
     assert smallest_capacity([]) == 0
-    assert smallest_capacity(log(30 * MIB), AllocatorConfig(per_process_memory_fraction=0.5)) == 30 * MIB
+    assert (
+        smallest_capacity(log(30 * MIB), AllocatorConfig(per_process_memory_fraction=0.5))
+        == 30 * MIB
+    )
 
 
 def test_fifty_thousand_events_take_a_fraction_of_a_second():
@@ -429,4 +505,5 @@ def test_fifty_thousand_events_take_a_fraction_of_a_second():
     holes += [(20_000 + index, 1 + index * 104_729 % (64 * 1024)) for index in range(20_000)]
     started = time.process_time()
     replay(holes)
-    assert time.process_time() - started < 1.0  # 0.05 s; a scan of the free blocks for every request takes many
+    # 0.05 s; a scan of the free blocks for every request takes many
+    assert time.process_time() - started < 1.0

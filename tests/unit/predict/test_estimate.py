@@ -1,4 +1,5 @@
-"""What a plan reserves of a card, from a recorded trace: gpt2-small, 512 tokens, bf16, AdamW, an RTX 3080."""
+"""What a plan reserves of a card, from a recorded trace: gpt2-small, 512 tokens, bf16, AdamW, an
+RTX 3080."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from launch.schema.recipe import Recipe
 from tests.builders import CODE, DATA_FORMAT, gpu, machine, plan, wish
 
 RECORDED = Path(__file__).parents[2] / "data" / "traces" / "gpt2-small-512.json"
-# Reserved by torch 2.13.0+cu130, whose kernels did nothing: in the second step of 8 rows, in an evaluation of 24 with
-# an emptied cache (without that 14_145_290_240), in a step after one.
+# Reserved by torch 2.13.0+cu130, whose kernels did nothing: in the second step of 8 rows, in an
+# evaluation of 24 with an emptied cache (without that 14_145_290_240), in a step after one.
 STEP_BYTES, EVALUATION_BYTES, STEP_AGAIN_BYTES = 7_969_177_600, 9_030_336_512, 8_185_184_256
 CARD = machine(cards=(gpu(free_bytes=int(19.5 * GIB)),))
 
@@ -44,7 +45,13 @@ class Recorded:
 
 
 def asked(**data: str) -> Recipe:
-    model, batch = {"shape": "gpt2-small"}, {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    model, batch = (
+        {"shape": "gpt2-small"},
+        {
+            "per_device_train_batch_size": 8,
+            "gradient_accumulation_steps": 1,
+        },
+    )
     return wish(model=model, data={"max_length": 512, **data}, training={**batch, "bf16": True})
 
 
@@ -108,7 +115,11 @@ def test_a_second_step_is_compared_with_the_step_that_was_planned_not_with_the_e
     _, memory = judged(recipe, 40)
     reserved = int(1.1 * memory.step_reserved_bytes)
     assert reserved < memory.reserved_bytes  # which hid it
-    measured = {"reserved_bytes": reserved, "allocated_bytes": memory.step_allocated_bytes, "host_pss_bytes": 0}
+    measured = {
+        "reserved_bytes": reserved,
+        "allocated_bytes": memory.step_allocated_bytes,
+        "host_pss_bytes": 0,
+    }
     found = calibration.compare(planned(recipe, memory, memory.device_bytes), measured, GIB)
     assert found.exceeded == pytest.approx(0.1, abs=0.001)
     assert "step 2: reserved" in found.lines[0]
@@ -121,6 +132,10 @@ def test_a_plan_of_an_older_version_is_compared_as_before():
     recipe = asked()
     _, memory = judged(recipe)
     older = replace(memory, step_allocated_bytes=0, step_reserved_bytes=0)
-    measured = {"reserved_bytes": int(1.1 * memory.reserved_bytes), "allocated_bytes": 0, "host_pss_bytes": 0}
+    measured = {
+        "reserved_bytes": int(1.1 * memory.reserved_bytes),
+        "allocated_bytes": 0,
+        "host_pss_bytes": 0,
+    }
     found = calibration.compare(planned(recipe, older, 20 * GIB), measured, GIB)
     assert found.exceeded == pytest.approx(0.1, abs=0.001)

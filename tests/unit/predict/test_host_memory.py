@@ -26,7 +26,11 @@ def strategy(mode: str = "cpu", ranks: int = 1, workers: int = 0) -> Strategy:
     on_gpu = mode in ("single_gpu", "dual_gpu_nccl", "fsdp2")
     several = ranks > 1 or mode.startswith("deepspeed")
     backend = ("nccl" if on_gpu else "gloo") if several else None
-    values: dict[str, Any] = {"mode": mode, "device": "cuda" if on_gpu else "cpu", "num_processes": ranks}
+    values: dict[str, Any] = {
+        "mode": mode,
+        "device": "cuda" if on_gpu else "cpu",
+        "num_processes": ranks,
+    }
     return Strategy(
         **values,
         backend=backend,
@@ -43,17 +47,30 @@ def job(chosen: Strategy, path: str | None = None, lora_parameters: int = 0, **k
     """A model of a hundred million float32 parameters, tied, whose embedding is a tenth of it."""
     model = {"path": path} if path else {"shape": "gpt2-small"}
     recipe = Recipe.model_validate(
-        {"name": "t", "task": "sft", "model": model, "data": {"train_file": "a.jsonl"}, "output_dir": "out"}
+        {
+            "name": "t",
+            "task": "sft",
+            "model": model,
+            "data": {"train_file": "a.jsonl"},
+            "output_dir": "out",
+        }
     )
     trainable = lora_parameters or 100_000_000
     shape = ModelShape("m", {"model_type": "gpt2"}, 100_000_000, trainable, lora_parameters)
     states = MemoryEstimate(400_000_000, 4 * trainable, 8 * trainable)
-    values = {"step_bytes": 2_000_000_000, "evaluation_bytes": 1_300_000_000, "embedding_bytes": 40_000_000, **known}
+    values = {
+        "step_bytes": 2_000_000_000,
+        "evaluation_bytes": 1_300_000_000,
+        "embedding_bytes": 40_000_000,
+        **known,
+    }
     return Job(recipe, chosen, shape, values.pop("states", states), **values)
 
 
 def test_libraries_are_in_ram_once_however_many_ranks_map_them() -> None:
-    one, three = (estimate(job(strategy("multi_cpu", ranks)), IMPORTS).by_phase["train"] for ranks in (1, 3))
+    one, three = (
+        estimate(job(strategy("multi_cpu", ranks)), IMPORTS).by_phase["train"] for ranks in (1, 3)
+    )
     assert one["libraries"] == three["libraries"]
     assert three["model"] == 3 * one["model"] == 3 * 2_000_000_000
 
@@ -68,7 +85,9 @@ def test_a_step_is_the_peak_of_a_cpu_run_and_an_evaluation_where_it_holds_more()
 
 
 def test_frozen_weights_of_a_folder_are_mapped_once_for_all_ranks() -> None:
-    ranks = job(strategy("multi_cpu", 2), path="/model", lora_parameters=1_000_000, step_bytes=500_000_000)
+    ranks = job(
+        strategy("multi_cpu", 2), path="/model", lora_parameters=1_000_000, step_bytes=500_000_000
+    )
     parts = estimate(ranks, IMPORTS).by_phase["train"]
     assert parts["weights' files"] == 400_000_000
     assert parts["model"] == 2 * 100_000_000
@@ -81,7 +100,9 @@ def test_ddp_on_cpus_loads_with_one_more_copy_of_the_weights() -> None:
 
 def test_an_output_embedding_is_there_before_it_is_tied() -> None:
     assert estimate(job(strategy()), IMPORTS).by_phase["load"]["while building"] == 40_000_000
-    assert "while building" not in estimate(job(strategy(), path="/model"), IMPORTS).by_phase["load"]
+    assert (
+        "while building" not in estimate(job(strategy(), path="/model"), IMPORTS).by_phase["load"]
+    )
 
 
 def test_a_run_on_a_gpu_has_its_model_on_the_host_while_it_loads_and_saves() -> None:
@@ -99,20 +120,28 @@ def test_offloaded_states_are_rounded_up_where_they_are_pinned() -> None:
     states = MemoryEstimate(400_000_000, 0, 0, offloaded_bytes=1_600_000_000)
     on_gpu = replace(strategy("deepspeed_zero2_offload"), device="cuda", backend="nccl")
     rounding = 2 * ((1 << 29) - 400_000_000)  # of the float32 weights and of their gradients
-    assert estimate(job(on_gpu, states=states), IMPORTS).by_phase["train"]["rounding of pinned memory"] == rounding
-    on_cpu = estimate(job(strategy("deepspeed_zero2_offload"), states=states), IMPORTS).by_phase["train"]
+    assert (
+        estimate(job(on_gpu, states=states), IMPORTS).by_phase["train"]["rounding of pinned memory"]
+        == rounding
+    )
+    on_cpu = estimate(job(strategy("deepspeed_zero2_offload"), states=states), IMPORTS).by_phase[
+        "train"
+    ]
     assert on_cpu["offloaded states"] == 1_600_000_000
     assert "rounding of pinned memory" not in on_cpu
 
 
-@pytest.mark.parametrize(("size", "taken"), [(0, 0), (1, 1), (4096, 4096), (4097, 8192), (33 << 30, 64 << 30)])
+@pytest.mark.parametrize(
+    ("size", "taken"), [(0, 0), (1, 1), (4096, 4096), (4097, 8192), (33 << 30, 64 << 30)]
+)
 def test_pinned_blocks_are_powers_of_two(size: int, taken: int) -> None:
     assert rounded_pinned(size) == taken
 
 
 def test_memory_that_is_reserved_and_never_written_does_not_count() -> None:
     all_written, not_all = (
-        estimate(job(strategy("deepspeed_zero2", 2), untouched_bytes=size), IMPORTS) for size in (0, 100 * MIB)
+        estimate(job(strategy("deepspeed_zero2", 2), untouched_bytes=size), IMPORTS)
+        for size in (0, 100 * MIB)
     )
     assert all_written.peak_bytes - not_all.peak_bytes == 2 * 100 * MIB
 
@@ -151,7 +180,8 @@ def test_neighbours_that_are_freed_become_one_hole() -> None:
     both = [(0, -1), (1, -1), (3, 2 * SMALL), (2, -1), (3, -1)]
     apart = [(0, -1), (2, -1), (3, 2 * SMALL), (1, -1), (3, -1)]
     assert held_bytes([*blocks, *both]) == 3 * TAKEN
-    # the first and the last are no neighbours; the last reaches the heap's end, which grows by what is missing
+    # the first and the last are no neighbours; the last reaches the heap's end, which grows by what
+    # is missing
     assert held_bytes([*blocks, *apart]) == 2 * TAKEN + 2 * SMALL + malloc.ALIGNED_BYTES
 
 
@@ -159,20 +189,31 @@ def test_a_block_of_32_mib_and_more_is_mapped_and_given_back() -> None:
     two, three, huge = 2 * MIB, 3 * MIB, 40 * MIB
     kept = held_bytes([(0, two), (1, SMALL), (0, -1), (2, three), (1, -1), (2, -1)])
     assert kept == two + three + SMALL + 3 * malloc.ALIGNED_BYTES
-    assert held_bytes([(0, huge), (0, -1), (1, huge + 16), (1, -1)]) == huge + 16 + malloc.ALIGNED_BYTES
+    assert (
+        held_bytes([(0, huge), (0, -1), (1, huge + 16), (1, -1)])
+        == huge + 16 + malloc.ALIGNED_BYTES
+    )
 
 
 def test_a_large_block_that_the_heap_has_room_for_takes_no_more() -> None:
     small, huge = 30 * MIB, 40 * MIB
     grown = [(0, small), (1, small), (2, small), (0, -1), (1, -1), (2, -1)]
     assert held_bytes([*grown, (3, huge), (3, -1)]) == 3 * (small + malloc.ALIGNED_BYTES)
-    kept = [(0, small), (1, small), (2, small), (3, MIB), (0, -1), (1, -1), (2, -1)]  # a hole of three
+    # a hole of three
+    kept = [(0, small), (1, small), (2, small), (3, MIB), (0, -1), (1, -1), (2, -1)]
     ends = [(4, huge), (4, -1), (3, -1)]
     assert held_bytes([*kept, *ends]) == 3 * small + MIB + 4 * malloc.ALIGNED_BYTES
 
 
 def test_objects_between_tensors_keep_their_holes_apart() -> None:
-    tensors = [(0, SMALL), (1, SMALL), (0, -1), (1, -1), (2, 2 * SMALL + malloc.ALIGNED_BYTES), (2, -1)]
+    tensors = [
+        (0, SMALL),
+        (1, SMALL),
+        (0, -1),
+        (1, -1),
+        (2, 2 * SMALL + malloc.ALIGNED_BYTES),
+        (2, -1),
+    ]
     assert held_bytes(tensors) == 2 * TAKEN
     assert malloc.held_bytes(tensors, objects_bytes=2 * malloc.OBJECT_BYTES) > 3 * SMALL
 
@@ -189,7 +230,10 @@ def test_only_rows_that_a_run_reads_come_into_ram() -> None:
     rows = 10_000_000
     few = job(strategy(), rows=rows, cache_bytes=4 << 30)
     few = replace(
-        few, recipe=few.recipe.model_copy(update={"training": few.recipe.training.model_copy(update={"max_steps": 5})})
+        few,
+        recipe=few.recipe.model_copy(
+            update={"training": few.recipe.training.model_copy(update={"max_steps": 5})}
+        ),
     )
     parts = estimate(few, IMPORTS).by_phase["train"]
     assert parts["rows read"] == 5 * 4 * (64 << 10)
@@ -206,8 +250,11 @@ def test_imports_are_assumed_until_they_were_measured_on_this_device(tmp_path: P
     assert import_memory.known(tmp_path, "cuda").rank_bytes > ASSUMED.rank_bytes
 
 
-def test_imports_that_fail_are_a_problem_with_the_childs_last_line(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(import_memory, "ROLES", ("no such role",))  # the real child ends with its own refusal
+def test_imports_that_fail_are_a_problem_with_the_childs_last_line(
+    tmp_path: Path, monkeypatch
+) -> None:
+    # the real child ends with its own refusal
+    monkeypatch.setattr(import_memory, "ROLES", ("no such role",))
     with pytest.raises(ResourceError, match=r"imports fails: .*invalid choice: 'no such role'"):
         import_memory.measure(tmp_path, "cpu")
     assert import_memory.known(tmp_path, "cpu") == ASSUMED

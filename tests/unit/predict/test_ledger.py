@@ -1,5 +1,5 @@
-"""What was learnt is kept and found again, says how far predictions are off, and never stops a run: real files, real
-processes, damaged disks."""
+"""What was learnt is kept and found again, says how far predictions are off, and never stops a run:
+real files, real processes, damaged disks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def strategy() -> Strategy:
     return plan().strategy
 
 
-def measurement(run_id: str = "tiny-1", asked: int | None = 100, took: int | None = 100, **given: Any) -> Measurement:
+def measurement(
+    run_id: str = "tiny-1", asked: int | None = 100, took: int | None = 100, **given: Any
+) -> Measurement:
     """A run that was predicted to allocate `asked` bytes and took so many."""
     facts: dict[str, Any] = {
         "time": 1.0,
@@ -75,15 +77,23 @@ def measurement(run_id: str = "tiny-1", asked: int | None = 100, took: int | Non
 
 
 def trial(strategy: Strategy, **given: Any) -> Trial:
-    return Trial(**{"time": 1.0, **KEYS, "strategy": strategy, "ended": "fits", "peak_bytes": GIB, **given})
+    return Trial(
+        **{"time": 1.0, **KEYS, "strategy": strategy, "ended": "fits", "peak_bytes": GIB, **given}
+    )
 
 
 def tuned(strategy: Strategy, **given: Any) -> Tuned:
-    return Tuned(**{"time": 1.0, **KEYS, "strategy": strategy, "why": "fastest of 3", "step_s": 0.5, **given})
+    return Tuned(
+        **{"time": 1.0, **KEYS, "strategy": strategy, "why": "fastest of 3", "step_s": 0.5, **given}
+    )
 
 
 def asides(path: Path) -> list[Path]:
-    return sorted(found for found in path.parent.glob(f"{path.name}.aside-*") if not found.name.endswith("-journal"))
+    return sorted(
+        found
+        for found in path.parent.glob(f"{path.name}.aside-*")
+        if not found.name.endswith("-journal")
+    )
 
 
 def select(path: Path, query: str) -> list[tuple[Any, ...]]:
@@ -100,14 +110,24 @@ def change(path: Path, *statements: str) -> None:
         db.commit()
 
 
-# ---- keys ----------------------------------------------------------------------------------------------------------
+# ---- keys
+# ---------------------------------------------------------------------------
 
 
 def test_a_machine_is_known_again_whatever_is_free_and_whatever_it_is_called():
     before = machine(2)
-    cards = tuple(replace(card, free_bytes=GIB, reason="NVML", driver="550.54.14") for card in before.gpus)
-    facts = {"name": "gpu-node-7", "host_available_bytes": GIB, "disk_free_bytes": 1, "shm_bytes": 0, "cpu_reason": "x"}
-    facts["host_limit_bytes"] = before.host_limit_bytes - (90 << 20)  # another kernel keeps some MiB more
+    cards = tuple(
+        replace(card, free_bytes=GIB, reason="NVML", driver="550.54.14") for card in before.gpus
+    )
+    facts = {
+        "name": "gpu-node-7",
+        "host_available_bytes": GIB,
+        "disk_free_bytes": 1,
+        "shm_bytes": 0,
+        "cpu_reason": "x",
+    }
+    # another kernel keeps some MiB more
+    facts["host_limit_bytes"] = before.host_limit_bytes - (90 << 20)
     assert cache_keys.machine_key(machine(cards=cards, **facts)) == cache_keys.machine_key(before)
 
 
@@ -129,14 +149,16 @@ def test_another_machine_has_another_key(other):
 
 def test_a_model_is_known_by_its_content_not_by_its_name():
     shape = ModelShape("mini", {"model_type": "llama", "hidden_size": 64}, 1000, 1000)
-    moved = replace(shape, name="/models/mini", config={**shape.config, "_name_or_path": "/models/mini"})
+    moved = replace(
+        shape, name="/models/mini", config={**shape.config, "_name_or_path": "/models/mini"}
+    )
     assert cache_keys.model_key(moved) == cache_keys.model_key(shape)
     assert cache_keys.model_key(replace(shape, trainable_parameters=10)) == cache_keys.model_key(
         shape
     )  # the recipe's freeze
-    assert cache_keys.model_key(replace(shape, config={**shape.config, "hidden_size": 65})) != cache_keys.model_key(
-        shape
-    )
+    assert cache_keys.model_key(
+        replace(shape, config={**shape.config, "hidden_size": 65})
+    ) != cache_keys.model_key(shape)
     assert cache_keys.model_key(replace(shape, parameters=1001)) != cache_keys.model_key(shape)
 
 
@@ -149,7 +171,15 @@ def test_a_model_is_known_by_its_content_not_by_its_name():
         {"tokenizer": {"path": "/tokenizer"}},
         {"data": {"train_file": "/data/other.parquet", "max_train_samples": 9, "text_column": "t"}},
         {"training": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}},
-        {"training": {"learning_rate": 1e-3, "seed": 1, "save_steps": 9, "max_steps": 7, "num_train_epochs": 1}},
+        {
+            "training": {
+                "learning_rate": 1e-3,
+                "seed": 1,
+                "save_steps": 9,
+                "max_steps": 7,
+                "num_train_epochs": 1,
+            }
+        },
         {"launch": {"nodes": 1, "main_process_port": 3000}},
     ],
 )
@@ -188,16 +218,23 @@ def test_all_that_a_key_leaves_out_is_in_the_recipe():
 
 
 def test_keys_are_the_same_in_every_process():
-    code = "from launch.predict.history import cache_keys as keys; from tests.builders import machine, wish"
+    code = (
+        "from launch.predict.history import cache_keys as keys; from tests.builders import machine,"
+        " wish"
+    )
     code += "; print(keys.machine_key(machine(2)))"
     code += "; print(keys.recipe_key(wish()))"
     argv = [sys.executable, "-P", "-c", code]
     env = {"PYTHONPATH": str(CODE), "PYTHONHASHSEED": "7"}
     done = subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == [cache_keys.machine_key(machine(2)), cache_keys.recipe_key(wish())]
+    assert done.stdout.split() == [
+        cache_keys.machine_key(machine(2)),
+        cache_keys.recipe_key(wish()),
+    ]
 
 
-# ---- what is kept and found again ----------------------------------------------------------------------------------
+# ---- what is kept and found again
+# ---------------------------------------------------------------------------
 
 
 def test_reading_where_nothing_is_yet_makes_no_file(book, said):
@@ -207,7 +244,9 @@ def test_reading_where_nothing_is_yet_makes_no_file(book, said):
 
 
 def test_every_field_of_a_measurement_is_in_its_row(book, said):
-    figures = Figures(allocated_bytes=1, reserved_bytes=2, outside_bytes=3, host_pss_bytes=1 << 40, step_s=0.5)
+    figures = Figures(
+        allocated_bytes=1, reserved_bytes=2, outside_bytes=3, host_pss_bytes=1 << 40, step_s=0.5
+    )
     kept = measurement(predicted=figures, measured=Figures(reserved_bytes=7))
     book.record(kept)
     with closing(sqlite3.connect(book.path)) as db:
@@ -215,7 +254,9 @@ def test_every_field_of_a_measurement_is_in_its_row(book, said):
         (row,) = map(dict, db.execute("SELECT * FROM measurements"))
     expected = {f"predicted_{name}": value for name, value in asdict(figures).items()}
     expected |= {f"measured_{name}": value for name, value in asdict(kept.measured).items()}
-    expected |= {name: value for name, value in vars(kept).items() if name not in ("predicted", "measured")}
+    expected |= {
+        name: value for name, value in vars(kept).items() if name not in ("predicted", "measured")
+    }
     expected["versions"] = '{"torch": "2.9.0"}'
     assert row == expected
     assert row["measured_allocated_bytes"] is None
@@ -228,7 +269,9 @@ def test_trials_come_back_newest_first_and_only_those_of_the_keys(book, strategy
     for name in KEYS:
         book.record_trial(trial(strategy, time=9.0, **{name: "another"}))
     expected = [(3.0, "oom"), (2.0, "stopped"), (1.0, "fits")]
-    assert book.trials(**KEYS) == [trial(strategy, time=at, ended=ended, peak_bytes=None) for at, ended in expected]
+    assert book.trials(**KEYS) == [
+        trial(strategy, time=at, ended=ended, peak_bytes=None) for at, ended in expected
+    ]
     assert said == []
 
 
@@ -257,7 +300,11 @@ def test_a_strategy_that_this_version_does_not_know_is_passed_over_and_said(book
     book.remember(tuned(strategy))
     book.record_trial(trial(strategy))
     book.record_trial(trial(strategy, time=2.0))
-    change(book.path, "UPDATE tuned SET strategy = '{}'", "UPDATE trials SET strategy = 'no JSON' WHERE time = 1.0")
+    change(
+        book.path,
+        "UPDATE tuned SET strategy = '{}'",
+        "UPDATE trials SET strategy = 'no JSON' WHERE time = 1.0",
+    )
     assert book.recall(**KEYS) is None
     assert [found.time for found in book.trials(**KEYS)] == [2.0]
     assert len(said) == 2
@@ -267,15 +314,20 @@ def test_a_strategy_that_this_version_does_not_know_is_passed_over_and_said(book
 def test_a_value_of_a_wrong_type_is_refused_and_said(book, said):
     book.record(measurement(predicted=Figures(allocated_bytes="many")))  # type: ignore[arg-type]
     (line,) = said
-    assert "cannot store TEXT value in INTEGER column measurements.predicted_allocated_bytes" in line
+    assert (
+        "cannot store TEXT value in INTEGER column measurements.predicted_allocated_bytes" in line
+    )
     assert "nothing new is kept, the run goes on" in line
 
 
-# ---- how far predictions are off -----------------------------------------------------------------------------------
+# ---- how far predictions are off
+# ---------------------------------------------------------------------------
 
 
 def test_residuals_are_of_the_runs_that_have_both_sides_newest_first(book):
-    for at, (predicted, measured) in enumerate([(100, 110), (100, 95), (None, 5), (100, None), (0, 5), (200, 250)]):
+    for at, (predicted, measured) in enumerate(
+        [(100, 110), (100, 95), (None, 5), (100, None), (0, 5), (200, 250)]
+    ):
         book.record(measurement(f"run-{at}", predicted, measured, time=float(at)))
     book.record(measurement("cpu", 100, 300, device="cpu"))
     book.record(measurement("elsewhere", 100, 400, machine_key="machine-2", time=50.0))
@@ -301,14 +353,25 @@ def test_only_the_newest_residuals_count(book):
 
 @pytest.mark.parametrize(
     ("count", "level", "rank"),
-    [(18, 0.95, None), (19, 0.95, 19), (20, 0.95, 20), (39, 0.95, 38), (99, 0.95, 95), (9, 0.9, 9), (99, 0.07, 7)],
+    [
+        (18, 0.95, None),
+        (19, 0.95, 19),
+        (20, 0.95, 20),
+        (39, 0.95, 38),
+        (99, 0.95, 95),
+        (9, 0.9, 9),
+        (99, 0.07, 7),
+    ],
 )
 def test_the_bound_is_the_residual_of_that_rank(count, level, rank):
     found = calibration.conformal_bound([float(value) for value in range(count, 0, -1)], level)
     assert found == rank
 
 
-@given(st.lists(st.integers(-1000, 1000), min_size=2, max_size=60), st.sampled_from([0.5, 0.8, 0.9, 0.95]))
+@given(
+    st.lists(st.integers(-1000, 1000), min_size=2, max_size=60),
+    st.sampled_from([0.5, 0.8, 0.9, 0.95]),
+)
 def test_the_bound_covers_at_least_its_level_of_runs_that_are_like_the_others(values, level):
     covered = 0
     for at, value in enumerate(values):  # each in turn is the next run, the others are known
@@ -319,7 +382,8 @@ def test_the_bound_covers_at_least_its_level_of_runs_that_are_like_the_others(va
 
 def test_a_margin_is_of_this_machine_else_of_its_kind_of_device_else_the_prior(book):
     def margin(machine_key: str = "machine-1", device: Any = "cuda") -> calibration.Margin:
-        return book.margin("allocated_bytes", device, machine_key, prior=0.5, level=0.75)  # of 3 runs the largest
+        # of 3 runs the largest
+        return book.margin("allocated_bytes", device, machine_key, prior=0.5, level=0.75)
 
     assert margin().fraction == 0.5
     assert margin().reason == "assumed: 0 run(s) measured so far, a 75% bound needs 3"
@@ -350,8 +414,10 @@ def test_the_calibration_report_counts_and_names_the_worst_runs(book):
     book.record(measurement("slow", device="cpu", **figures))
     lines = book.calibration_lines()
     assert lines[:9] == [
-        "allocated on cuda: 7 run(s), error median 2.0%, p95 20.0%, max 20.0%, bias -0.1%;"
-        " 2 under-predicted by more than 3%",
+        (
+            "allocated on cuda: 7 run(s), error median 2.0%, p95 20.0%, max 20.0%, bias -0.1%;"
+            " 2 under-predicted by more than 3%"
+        ),
         f"    below -10%     1 {'#' * 15}",
         "   -10% to -3%     0",
         f"    -3% to -1%     1 {'#' * 15}",
@@ -365,7 +431,8 @@ def test_the_calibration_report_counts_and_names_the_worst_runs(book):
     assert lines[-1] == "  worst: slow +100.0%"
 
 
-# ---- several launchers ---------------------------------------------------------------------------------------------
+# ---- several launchers
+# ---------------------------------------------------------------------------
 
 LAUNCHER = """
 import json, sys
@@ -427,13 +494,15 @@ def test_launchers_that_write_and_read_at_once_lose_nothing_and_are_never_refuse
         assert said == []
         assert counts == sorted(counts)
         assert all(count > number for number, count in enumerate(counts))
-    assert sorted(run_id for (run_id,) in select(path, "SELECT run_id FROM measurements")) == sorted(
-        [*wanted[0], *wanted[1]]
-    )
+    assert sorted(
+        run_id for (run_id,) in select(path, "SELECT run_id FROM measurements")
+    ) == sorted([*wanted[0], *wanted[1]])
     assert select(path, "PRAGMA journal_mode") == [("delete",)]
 
 
-def test_of_launchers_that_meet_a_damaged_file_at_once_one_sets_it_aside_and_both_are_kept(tmp_path, launchers):
+def test_of_launchers_that_meet_a_damaged_file_at_once_one_sets_it_aside_and_both_are_kept(
+    tmp_path, launchers
+):
     for number in range(25):
         path = tmp_path / str(number) / "ledger.sqlite"
         path.parent.mkdir()
@@ -461,7 +530,9 @@ sys.stdin.read()
 def killed_within_a_write(path: Path) -> None:
     """Leaves half of a transaction in the file, and the journal that undoes it."""
     size = path.stat().st_size
-    child = subprocess.Popen([sys.executable, "-c", HALF, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, "-c", HALF, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert child.stdout.readline() == b"half\n"
     child.kill()
     child.communicate(timeout=30)
@@ -471,7 +542,10 @@ def killed_within_a_write(path: Path) -> None:
 
 def is_blocked(pid: int) -> bool:
     """Whether that process waits for a lock on a whole file, as flock(2) gives them."""
-    return any(re.search(rf"-> FLOCK .* {pid} ", line) for line in Path("/proc/locks").read_text().splitlines())
+    return any(
+        re.search(rf"-> FLOCK .* {pid} ", line)
+        for line in Path("/proc/locks").read_text().splitlines()
+    )
 
 
 def test_a_launcher_that_comes_late_leaves_the_fresh_file_in_its_place(book, launchers, said):
@@ -524,7 +598,8 @@ def test_a_reader_goes_on_while_another_writes_and_a_writer_that_waits_in_vain_s
     assert select(book.path, "SELECT run_id FROM measurements") == [("first",)]
 
 
-# ---- files that cannot be used -------------------------------------------------------------------------------------
+# ---- files that cannot be used
+# ---------------------------------------------------------------------------
 
 
 def garbage(path: Path) -> None:
@@ -536,7 +611,8 @@ def truncated(path: Path) -> None:
 
 
 def overwritten(path: Path) -> None:
-    """A page of the tables turns into something else; the header still says that it is a database."""
+    """A page of the tables turns into something else; the header still says that it is a
+    database."""
     content = bytearray(path.read_bytes())
     content[4096:] = b"\xa5" * (len(content) - 4096)
     path.write_bytes(content)
@@ -551,7 +627,9 @@ def older(path: Path) -> None:
     change(path, "PRAGMA user_version = 0")
 
 
-@pytest.mark.parametrize("harm", [garbage, truncated, overwritten, foreign, older], ids=lambda harm: harm.__name__)
+@pytest.mark.parametrize(
+    "harm", [garbage, truncated, overwritten, foreign, older], ids=lambda harm: harm.__name__
+)
 @pytest.mark.parametrize("writes", [True, False], ids=["writer", "reader"])
 def test_a_file_that_holds_no_ledger_is_set_aside_whole_and_said(book, said, harm, writes):
     book.record(measurement("before"))
@@ -586,7 +664,10 @@ def test_an_empty_file_is_a_new_ledger(book, said):
             # as an SQLite reads it that is too old for STRICT
             [
                 "PRAGMA writable_schema = ON",
-                "UPDATE sqlite_master SET sql = 'CREATE TABLE trials (time REAL) STRICT STRICT' WHERE name = 'trials'",
+                (
+                    "UPDATE sqlite_master SET sql = 'CREATE TABLE trials (time REAL) STRICT STRICT'"
+                    " WHERE name = 'trials'"
+                ),
             ],
             'malformed database schema (trials) - near "STRICT"',
         ),
@@ -621,7 +702,9 @@ def mounting(*command: str) -> list[str]:
 
 
 NO_MOUNTS = "" if shutil.which("unshare") else "no unshare"
-NO_MOUNTS = NO_MOUNTS or subprocess.run(mounting("true"), capture_output=True, text=True).stderr.strip()
+NO_MOUNTS = (
+    NO_MOUNTS or subprocess.run(mounting("true"), capture_output=True, text=True).stderr.strip()
+)
 needs_mounts = pytest.mark.skipif(bool(NO_MOUNTS), reason=f"cannot mount here: {NO_MOUNTS}")
 
 
@@ -643,7 +726,10 @@ def test_a_read_only_file_system_can_be_read_and_says_that_nothing_is_kept(book,
     book.record(measurement("before"))
     folder = tmp_path / "mounted"
     folder.mkdir()
-    script = f'mount -t tmpfs none "{folder}" && cp "{book.path}" "{folder}/" && mount -o remount,ro "{folder}"'
+    script = (
+        f'mount -t tmpfs none "{folder}" && cp "{book.path}" "{folder}/" && mount -o remount,ro'
+        f' "{folder}"'
+    )
     launcher = Launcher(*mounting("sh", "-c", f'{script} && exec "$@"', "sh"))
     launcher.begin(folder / book.path.name, ["after"])
     said, counts = launcher.end()

@@ -1,4 +1,5 @@
-"""A model's shape from a name or from a folder as transformers writes it; every broken folder is named with its fix."""
+"""A model's shape from a name or from a folder as transformers writes it; every broken folder is
+named with its fix."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2Model, MambaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GPT2Model,
+    MambaForCausalLM,
+)
 
 from launch.base.errors import ConfigError, ResourceError
 from launch.predict import model_config, parameters
@@ -21,12 +28,27 @@ from launch.schema.recipe import LoraSection, ModelSection
 pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).parents[3]
-GPT2 = {"model_type": "gpt2", "vocab_size": 300, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
-MAMBA = {"model_type": "mamba", "vocab_size": 100, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 300,
+    "n_positions": 32,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 2,
+}
+MAMBA = {
+    "model_type": "mamba",
+    "vocab_size": 100,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "state_size": 4,
+}
 
 
 def config_of(name: str) -> dict:
-    return yaml.safe_load((ROOT / "configs" / "models" / f"{name}.yaml").read_text(encoding="utf-8"))
+    return yaml.safe_load(
+        (ROOT / "configs" / "models" / f"{name}.yaml").read_text(encoding="utf-8")
+    )
 
 
 def real_model(config: dict):
@@ -83,10 +105,13 @@ def rewrite_header(file: Path, change) -> None:
     file.write_bytes(struct.pack("<Q", len(packed)) + packed + raw[8 + length :])
 
 
-# ---- what is read --------------------------------------------------------------------------------------------------
+# ---- what is read
+# ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(file.stem for file in (ROOT / "configs" / "models").glob("*.yaml")))
+@pytest.mark.parametrize(
+    "name", sorted(file.stem for file in (ROOT / "configs" / "models").glob("*.yaml"))
+)
 def test_every_named_shape_loads_under_its_name(name):
     shape = model_config.load(ModelSection(shape=name), None, root=ROOT)
     assert (shape.name, shape.config) == (name, config_of(name))
@@ -95,11 +120,21 @@ def test_every_named_shape_loads_under_its_name(name):
 
 
 def test_freezing_and_lora_are_counted():
-    frozen = model_config.load(ModelSection(shape="t5-chatlm-0.2b", freeze=("shared", "encoder")), None, root=ROOT)
-    assert (frozen.parameters, frozen.trainable_parameters, frozen.lora_parameters) == (187_692_288, 94_396_032, 0)
+    frozen = model_config.load(
+        ModelSection(shape="t5-chatlm-0.2b", freeze=("shared", "encoder")), None, root=ROOT
+    )
+    assert (frozen.parameters, frozen.trainable_parameters, frozen.lora_parameters) == (
+        187_692_288,
+        94_396_032,
+        0,
+    )
     adapted = model_config.load(ModelSection(shape="llama-tiny"), LoraSection(r=2), root=ROOT)
     assert adapted.parameters == 254_272
-    assert adapted.trainable_parameters == adapted.lora_parameters == 2 * 2 * (2 * 128 + 2 * 96 + 3 * 320)
+    assert (
+        adapted.trainable_parameters
+        == adapted.lora_parameters
+        == 2 * 2 * (2 * 128 + 2 * 96 + 3 * 320)
+    )
 
 
 def test_the_vocabulary_really_used_replaces_the_shapes_own():
@@ -150,7 +185,9 @@ def test_weights_of_a_bare_model_are_known_without_their_prefix(tmp_path):
 
 @pytest.mark.parametrize("family", ["t5", "llama", "gpt2"])
 @pytest.mark.parametrize("differs", [True, False])
-def test_a_tied_pair_that_is_stored_twice_counts_twice_only_where_it_differs(saved, tmp_path, family, differs):
+def test_a_tied_pair_that_is_stored_twice_counts_twice_only_where_it_differs(
+    saved, tmp_path, family, differs
+):
     folder = Path(shutil.copytree(saved / family, tmp_path / family))
     tensors = load_file(folder / "model.safetensors")
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
@@ -166,7 +203,9 @@ def test_a_tied_embedding_that_is_stored_under_its_other_name_is_found(folder):
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    assert load_folder(folder).parameters == sum(p.numel() for p in real_model(config_of("llama-tiny")).parameters())
+    assert load_folder(folder).parameters == sum(
+        p.numel() for p in real_model(config_of("llama-tiny")).parameters()
+    )
 
 
 @pytest.mark.parametrize(
@@ -184,13 +223,17 @@ def test_harmless_private_keys_are_accepted(folder, changes):
     assert load_folder(folder).parameters == 254_272
 
 
-# ---- what is refused: names ----------------------------------------------------------------------------------------
+# ---- what is refused: names
+# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gpt2-smal", r"there is no 'gpt2-smal' in .*; nearest: gpt2-small.*; all: gpt2-medium, .*t5-tiny"),
+        (
+            "gpt2-smal",
+            r"there is no 'gpt2-smal' in .*; nearest: gpt2-small.*; all: gpt2-medium, .*t5-tiny",
+        ),
         ("../../configs/models/gpt2-small", r"there is no '\.\./"),
         ("", r"there is no ''"),
     ],
@@ -218,11 +261,14 @@ def test_a_broken_shape_file_is_named(tmp_path, text, message):
         model_config.load(ModelSection(shape="mine"), None, root=tmp_path)
 
 
-# ---- what is refused: folders --------------------------------------------------------------------------------------
+# ---- what is refused: folders
+# ---------------------------------------------------------------------------
 
 
 def test_a_missing_folder_names_the_nearest(saved):
-    with pytest.raises(ResourceError, match=r"there is no folder .*lama; nearest: llama.*nothing is downloaded"):
+    with pytest.raises(
+        ResourceError, match=r"there is no folder .*lama; nearest: llama.*nothing is downloaded"
+    ):
         load_folder(saved / "lama")
 
 
@@ -243,7 +289,9 @@ def test_a_file_in_place_of_a_folder_is_an_error(folder):
 
 def test_a_folder_without_config_is_an_error(folder):
     (folder / "config.json").unlink()
-    with pytest.raises(ResourceError, match=r"has no config\.json; give a folder written by save_pretrained"):
+    with pytest.raises(
+        ResourceError, match=r"has no config\.json; give a folder written by save_pretrained"
+    ):
         load_folder(folder)
 
 
@@ -276,12 +324,18 @@ def test_a_broken_config_is_named(folder, raw, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}, r"auto_map asks for code.*never run"),
+        (
+            {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}},
+            r"auto_map asks for code.*never run",
+        ),
         ({"text_config": {"auto_map": {}}}, r"auto_map asks for code"),
         ({"_experts_implementation": "eager"}, r"private key '_experts_implementation'"),
         ({"_auto_class": "AutoModel"}, r"private key '_auto_class'"),
         ({"__class__": "x"}, r"private key '__class__'"),
-        ({"_attn_implementation": "somebody/kernel"}, r"_attn_implementation 'somebody/kernel' would download code"),
+        (
+            {"_attn_implementation": "somebody/kernel"},
+            r"_attn_implementation 'somebody/kernel' would download code",
+        ),
         ({"attn_implementation": {"": "somebody/kernel"}}, r"would download code"),
         ({"quantization_config": {"bits": 4}}, r"quantized weights cannot be trained"),
     ],
@@ -293,11 +347,21 @@ def test_a_config_that_brings_code_is_refused(folder, changes, message):
         load_folder(folder)
 
 
-# ---- what is refused: weights --------------------------------------------------------------------------------------
+# ---- what is refused: weights
+# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "name", ["pytorch_model.bin", "model.pt", "model.pkl", "model.pth", "tf_model.h5", "flax_model.msgpack", "m.gguf"]
+    "name",
+    [
+        "pytorch_model.bin",
+        "model.pt",
+        "model.pkl",
+        "model.pth",
+        "tf_model.h5",
+        "flax_model.msgpack",
+        "m.gguf",
+    ],
 )
 def test_weights_that_are_not_safetensors_are_refused(folder, name):
     (folder / "model.safetensors").rename(folder / name)
@@ -313,7 +377,9 @@ def test_a_pickle_beside_safetensors_does_not_matter(folder):
 @pytest.mark.parametrize("kept", [0, 5, 8, 100])
 def test_a_file_cut_in_its_header_is_named(folder, kept):
     os.truncate(folder / "model.safetensors", kept)
-    with pytest.raises(ResourceError, match=r"model\.safetensors: is cut or no safetensors file.*copy it again"):
+    with pytest.raises(
+        ResourceError, match=r"model\.safetensors: is cut or no safetensors file.*copy it again"
+    ):
         load_folder(folder)
 
 
@@ -322,7 +388,10 @@ def test_a_file_cut_in_its_data_is_named(folder, missing):
     file = folder / "model.safetensors"
     size = file.stat().st_size
     os.truncate(file, size - missing)
-    with pytest.raises(ResourceError, match=rf"is cut: its header promises {size:,} bytes, it has {size - missing:,}"):
+    with pytest.raises(
+        ResourceError,
+        match=rf"is cut: its header promises {size:,} bytes, it has {size - missing:,}",
+    ):
         load_folder(folder)
 
 
@@ -336,8 +405,12 @@ def test_a_header_length_beyond_reason_is_refused_before_it_is_read(folder):
 
 
 def test_a_git_lfs_pointer_is_recognised(folder):
-    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-    with pytest.raises(ResourceError, match=r"is a Git LFS pointer, not the weights; run git lfs pull"):
+    (folder / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    )
+    with pytest.raises(
+        ResourceError, match=r"is a Git LFS pointer, not the weights; run git lfs pull"
+    ):
         load_folder(folder)
 
 
@@ -371,7 +444,10 @@ def changed(**changes):
             lambda header: {name: header[name] for name in list(header)[:-1]},
             r"its header does not describe the .* bytes it has",
         ),
-        (lambda header: header | {"one.more": first(header)}, r"its header does not describe the .* bytes it has"),
+        (
+            lambda header: header | {"one.more": first(header)},
+            r"its header does not describe the .* bytes it has",
+        ),
     ],
 )
 def test_a_damaged_header_is_named(folder, change, message):
@@ -383,7 +459,9 @@ def test_a_damaged_header_is_named(folder, change, message):
 def test_an_index_that_names_a_missing_shard_is_an_error(sharded):
     shard = sorted(sharded.glob("model-*.safetensors"))[1]
     shard.unlink()
-    with pytest.raises(ResourceError, match=rf"index\.json: names {shard.name}, which is not in the folder"):
+    with pytest.raises(
+        ResourceError, match=rf"index\.json: names {shard.name}, which is not in the folder"
+    ):
         load_folder(sharded)
 
 
@@ -397,7 +475,8 @@ def test_a_cut_shard_is_named(sharded):
 def test_shards_without_their_index_are_an_error(sharded):
     (sharded / model_config.INDEX_NAME).unlink()
     with pytest.raises(
-        ResourceError, match=r"has model-00001-of-\d+\.safetensors but no model\.safetensors\.index\.json"
+        ResourceError,
+        match=r"has model-00001-of-\d+\.safetensors but no model\.safetensors\.index\.json",
     ):
         load_folder(sharded)
 
@@ -409,17 +488,29 @@ def test_shards_without_their_index_are_an_error(sharded):
         (lambda index: {"weight_map": {}}, r"has no weight_map"),
         (lambda index: [], r"has no weight_map"),
         (
-            lambda index: {"weight_map": index["weight_map"] | {"model.norm.weight": "../x.safetensors"}},
+            lambda index: {
+                "weight_map": index["weight_map"] | {"model.norm.weight": "../x.safetensors"}
+            },
             r"no file name",
         ),
-        (lambda index: {"weight_map": index["weight_map"] | {"model.norm.weight": "/etc/passwd"}}, r"no file name"),
-        (lambda index: {"weight_map": index["weight_map"] | {"model.norm.weight": 3}}, r"no file name"),
+        (
+            lambda index: {
+                "weight_map": index["weight_map"] | {"model.norm.weight": "/etc/passwd"}
+            },
+            r"no file name",
+        ),
+        (
+            lambda index: {"weight_map": index["weight_map"] | {"model.norm.weight": 3}},
+            r"no file name",
+        ),
         (
             lambda index: {"weight_map": index["weight_map"] | {"model.norm.weight": ".."}},
             r"no file name|not in the fold",
         ),
         (
-            lambda index: {"weight_map": index["weight_map"] | {"one.more": "model-00001-of-00004.safetensors"}},
+            lambda index: {
+                "weight_map": index["weight_map"] | {"one.more": "model-00001-of-00004.safetensors"}
+            },
             r"says that .* holds one\.more, but it does not|not in the folder",
         ),
     ],
@@ -437,7 +528,8 @@ def test_an_index_that_leaves_a_parameter_out_is_an_error(sharded):
     del index["weight_map"]["model.norm.weight"]
     file.write_text(json.dumps(index))
     with pytest.raises(
-        ResourceError, match=r"lack 1 of the \d+ parameters config.json describes, e.g. model.norm.weight"
+        ResourceError,
+        match=r"lack 1 of the \d+ parameters config.json describes, e.g. model.norm.weight",
     ):
         load_folder(sharded)
 
@@ -447,10 +539,16 @@ def test_an_index_that_leaves_a_parameter_out_is_an_error(sharded):
     [
         (
             {"vocab_size": 2049},
-            r"embed_tokens.weight has shape \[2048, 64\] in model.safetensors, \[2049, 64\] by config",
+            (
+                r"embed_tokens.weight has shape \[2048, 64\] in model.safetensors, \[2049, 64\] by"
+                r" config"
+            ),
         ),
         ({"num_hidden_layers": 3}, r"lack 9 of the 29 parameters"),
-        ({"tie_word_embeddings": False}, r"lack 1 of the \d+ parameters config.json describes, e.g. lm_head.weight"),
+        (
+            {"tie_word_embeddings": False},
+            r"lack 1 of the \d+ parameters config.json describes, e.g. lm_head.weight",
+        ),
     ],
     ids=str,
 )
@@ -468,5 +566,7 @@ def test_an_unknown_type_without_weights_is_an_error(saved, tmp_path):
 
 def test_an_unknown_type_keeps_its_vocabulary(saved):
     assert load_folder(saved / "mamba", vocab_size=100).parameters > 0
-    with pytest.raises(ConfigError, match=r"vocabulary of model_type 'mamba' stays as it is \(100\), .* has 101"):
+    with pytest.raises(
+        ConfigError, match=r"vocabulary of model_type 'mamba' stays as it is \(100\), .* has 101"
+    ):
         load_folder(saved / "mamba", vocab_size=101)

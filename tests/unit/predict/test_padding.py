@@ -36,13 +36,21 @@ def counted(lengths: np.ndarray) -> dict[str, Any]:
 @pytest.mark.parametrize("is_grouped", [False, True])
 @pytest.mark.parametrize("is_by_tokens", [False, True])
 @pytest.mark.parametrize("cut", [(16, 1, 1), (4, 8, 1), (3, 2, 2), (1, 24, 2)])
-def test_the_plan_tells_the_padding_that_an_epoch_has(encoder_decoder, is_grouped, is_by_tokens, cut):
+def test_the_plan_tells_the_padding_that_an_epoch_has(
+    encoder_decoder, is_grouped, is_by_tokens, cut
+):
     lengths = rows(6000, encoder_decoder)
     longest = tuple((-(-lengths.max(axis=0) // 8) * 8).tolist())
-    budget = TokenBudget(lambda: lengths, cut[0] * longest[0], cut[0] * longest[1], 8) if is_by_tokens else None
+    budget = (
+        TokenBudget(lambda: lengths, cut[0] * longest[0], cut[0] * longest[1], 8)
+        if is_by_tokens
+        else None
+    )
     real = computed = micro_steps = 0
     for rank in range(cut[2]):
-        order = SampleOrder(6000, *cut, rank, 1, lengths=(lambda: lengths) if is_grouped else None, budget=budget)
+        order = SampleOrder(
+            6000, *cut, rank, 1, lengths=(lambda: lengths) if is_grouped else None, budget=budget
+        )
         batches = list(order)
         micro_steps = sum(batch is not None for batch in batches)
         for batch in filter(None, batches):
@@ -63,8 +71,14 @@ def test_the_plan_tells_the_padding_that_an_epoch_has(encoder_decoder, is_groupe
     assert mean is not None
     micro_batches = micro_steps * cut[2]
     assert mean.rows * sum(longest) == pytest.approx(computed / micro_batches, rel=0.06)
-    finer = replace(strategy, per_device_train_batch_size=cut[0] // 4, gradient_accumulation_steps=cut[1] * 4)
-    in_quarters = padding.of(counted(lengths), finer, 8, data, longest) if cut[0] % 4 == 0 and is_by_tokens else None
+    finer = replace(
+        strategy, per_device_train_batch_size=cut[0] // 4, gradient_accumulation_steps=cut[1] * 4
+    )
+    in_quarters = (
+        padding.of(counted(lengths), finer, 8, data, longest)
+        if cut[0] % 4 == 0 and is_by_tokens
+        else None
+    )
     assert told.in_quarters == (in_quarters.share if in_quarters else None)
     if is_by_tokens:
         assert told.share == told.by_tokens
@@ -89,7 +103,10 @@ def test_lengths_that_are_kept_are_spread_over_the_whole_file():
 
 def test_counts_of_an_older_version_tell_nothing():
     strategy = builders.plan(builders.wish(), builders.machine()).strategy
-    assert padding.of({"rows": 10, "tokens": 100}, strategy, 1, DataSection(train_file="x"), (9, 9)) is None
+    assert (
+        padding.of({"rows": 10, "tokens": 100}, strategy, 1, DataSection(train_file="x"), (9, 9))
+        is None
+    )
 
 
 def test_a_packed_plan_says_what_a_step_covers_before_and_after_tokenising():
@@ -98,15 +115,27 @@ def test_a_packed_plan_says_what_a_step_covers_before_and_after_tokenising():
     words = "\n".join(text.plan_lines(recipe, builders.machine(), plan))
     assert "a step covers 32 packed sequences of at most 128 tokens, instead of 32 rows" in words
     assert plan.samples is None, "file rows are no packed sequences"
-    counts = {**counted(rows(3000, False)), "rows": 900, "documents": 3000, "tokens": 112_000, "longest_input": 128}
+    counts = {
+        **counted(rows(3000, False)),
+        "rows": 900,
+        "documents": 3000,
+        "tokens": 112_000,
+        "longest_input": 128,
+    }
     packed = padding.of(counts, plan.strategy, 1, recipe.data, (128, 128))
     assert packed is not None
     assert packed.share == pytest.approx(1 - 112_000 / (900 * 128))
-    words = "\n".join(text.plan_lines(recipe, builders.machine(), replace(plan, rows=3000, padding=packed)))
-    assert "a step covers 32 packed sequences with about 107 rows and 3,982 tokens, instead of 32 rows" in words
+    words = "\n".join(
+        text.plan_lines(recipe, builders.machine(), replace(plan, rows=3000, padding=packed))
+    )
+    assert (
+        "a step covers 32 packed sequences with about 107 rows and 3,982 tokens, instead of 32 rows"
+        in words
+    )
     assert "epochs of 29 steps" in words
     assert (
-        f"  padding    3% of the tokens that a step computes; {packed.at_random:.0%} if rows were not packed" in words
+        f"  padding    3% of the tokens that a step computes; {packed.at_random:.0%} if rows were"
+        " not packed" in words
     )
 
 
@@ -119,11 +148,13 @@ def test_a_plan_with_much_padding_names_what_leaves_less():
     assert random.by_length < 0.1 < random.by_tokens - random.by_length
     assert f"  padding    {random.share:.0%} of the tokens that a step computes" in line
     assert line.endswith(
-        f"; --data.batch_by_tokens=true leaves {random.by_tokens:.0%}, and trains the same steps; with steps of"
-        f" one length, --data.group_by_length=true, {random.by_length:.0%}"
+        f"; --data.batch_by_tokens=true leaves {random.by_tokens:.0%}, and trains the same steps;"
+        f" with steps of one length, --data.group_by_length=true, {random.by_length:.0%}"
     )
     (line,) = text.padding_lines(replace(plan, padding=replace(random, by_tokens=random.share)))
-    assert line.endswith(f"; --data.group_by_length=true leaves {random.by_length:.0%}, in steps of one length")
+    assert line.endswith(
+        f"; --data.group_by_length=true leaves {random.by_length:.0%}, in steps of one length"
+    )
     assert not list(text.padding_lines(plan))
 
 
@@ -133,26 +164,42 @@ def test_a_plan_by_tokens_says_what_bounds_a_micro_batch():
     words = "\n".join(text.plan_lines(recipe, builders.machine(), plan))
     assert "16 per device x 2 accumulation x 1 process(es) = 32 effective" in words
     assert (
-        "by tokens: a micro-batch has at most 2,048 tokens, padding included, as 16 of the longest rows (128) have"
-        in words
+        "by tokens: a micro-batch has at most 2,048 tokens, padding included, as 16 of the longest"
+        " rows (128) have" in words
     )
-    told = padding.of(counted(rows(3000, False).clip(2, 128)), plan.strategy, 1, recipe.data, plan.lengths)
+    told = padding.of(
+        counted(rows(3000, False).clip(2, 128)), plan.strategy, 1, recipe.data, plan.lengths
+    )
     assert told is not None
     assert told.micro_steps is not None
     words = "\n".join(text.plan_lines(recipe, builders.machine(), replace(plan, padding=told)))
     each = 32 / told.micro_steps
-    assert f"{told.micro_steps:.1f} micro-steps a step on average, of {each:.1f} rows each, instead of 2" in words
-    assert f"padding    {told.share:.0%} of the tokens that a step computes; {told.at_random:.0%} if rows came" in words
+    assert (
+        f"{told.micro_steps:.1f} micro-steps a step on average, of {each:.1f} rows each, instead"
+        " of 2" in words
+    )
+    assert (
+        f"padding    {told.share:.0%} of the tokens that a step computes; {told.at_random:.0%} if"
+        " rows came" in words
+    )
     assert told.in_quarters is not None
     assert told.share - told.in_quarters > 0.1
-    assert f"{told.in_quarters:.0%} if micro-batches were 4 x 8, the same step in smaller pieces" in words
+    assert (
+        f"{told.in_quarters:.0%} if micro-batches were 4 x 8, the same step in smaller pieces"
+        in words
+    )
     whole = replace(
-        plan, strategy=replace(plan.strategy, per_device_train_batch_size=32, gradient_accumulation_steps=1)
+        plan,
+        strategy=replace(
+            plan.strategy, per_device_train_batch_size=32, gradient_accumulation_steps=1
+        ),
     )
     words = "\n".join(text.plan_lines(recipe, builders.machine(), whole))
     assert "data.batch_by_tokens changes nothing: all rows of a step are one micro-batch" in words
 
 
 def test_packing_and_a_cut_by_tokens_are_not_both():
-    with pytest.raises(ValueError, match="packing leaves nothing for batch_by_tokens to do; set one of the two to"):
+    with pytest.raises(
+        ValueError, match="packing leaves nothing for batch_by_tokens to do; set one of the two to"
+    ):
         DataSection(train_file="x", packing=True, batch_by_tokens=True)

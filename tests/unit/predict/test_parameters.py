@@ -37,7 +37,8 @@ HAS_BNB = importlib.util.find_spec("bitsandbytes") is not None
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tiny tensors gain nothing from threads, which wait for each other where the machine is busy."""
+    """Tiny tensors gain nothing from threads, which wait for each other where the machine is
+    busy."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -61,10 +62,13 @@ def meta_model(config: dict) -> PreTrainedModel:
 
 
 def real_shapes(config: dict) -> list[tuple[str, tuple[int, ...]]]:
-    return [(name, tuple(parameter.shape)) for name, parameter in meta_model(config).named_parameters()]
+    return [
+        (name, tuple(parameter.shape)) for name, parameter in meta_model(config).named_parameters()
+    ]
 
 
-# ---- names and shapes ----------------------------------------------------------------------------------------------
+# ---- names and shapes
+# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -90,7 +94,9 @@ def test_every_named_shape_has_the_parameters_of_the_real_model(name):
 def test_named_shapes_have_the_published_sizes(name, parameters):
     config = config_of(name)
     assert (
-        predict_parameters.count(predict_parameters.parameter_shapes(config), (), None, config["model_type"])[0]
+        predict_parameters.count(
+            predict_parameters.parameter_shapes(config), (), None, config["model_type"]
+        )[0]
         == parameters
     )
 
@@ -98,9 +104,9 @@ def test_named_shapes_have_the_published_sizes(name, parameters):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_comment_of_a_named_shape_states_its_exact_size(name):
     config = config_of(name)
-    parameters = predict_parameters.count(predict_parameters.parameter_shapes(config), (), None, config["model_type"])[
-        0
-    ]
+    parameters = predict_parameters.count(
+        predict_parameters.parameter_shapes(config), (), None, config["model_type"]
+    )[0]
     assert f"# {parameters:,} parameters at vocabulary {config['vocab_size']:,}." in (
         MODELS / f"{name}.yaml"
     ).read_text(encoding="utf-8")
@@ -109,7 +115,10 @@ def test_the_comment_of_a_named_shape_states_its_exact_size(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_key_of_a_named_shape_is_one_that_transformers_knows(name):
     config = config_of(name)
-    known = AutoConfig.for_model(config["model_type"]).to_dict() | {"rope_theta": 0, "decoder_start_token_id": 0}
+    known = AutoConfig.for_model(config["model_type"]).to_dict() | {
+        "rope_theta": 0,
+        "decoder_start_token_id": 0,
+    }
     assert set(config) <= set(known) | {"tie_word_embeddings"}
     assert not {"pad_token_id", "eos_token_id", "bos_token_id"} & set(config)
 
@@ -145,8 +154,21 @@ SMALL_T5 = {
         SMALL_T5 | {"feed_forward_proj": "gated-gelu", "num_decoder_layers": 3},
         SMALL_T5 | {"feed_forward_proj": "gated-silu", "tie_word_embeddings": False},
         SMALL_T5 | {"relative_attention_num_buckets": 16, "num_decoder_layers": 1},
-        {"model_type": "t5", "vocab_size": 100, "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2},
-        {"model_type": "gpt2", "vocab_size": 100, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_inner": 50},
+        {
+            "model_type": "t5",
+            "vocab_size": 100,
+            "hidden_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        },
+        {
+            "model_type": "gpt2",
+            "vocab_size": 100,
+            "n_embd": 48,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_inner": 50,
+        },
         {
             "model_type": "gpt2",
             "vocab_size": 100,
@@ -157,14 +179,20 @@ SMALL_T5 = {
         },
         {"model_type": "gpt2"} | SMALL | {"max_position_embeddings": 77},
         {"model_type": "llama"} | SMALL,
-        {"model_type": "llama"} | SMALL | {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
+        {"model_type": "llama"}
+        | SMALL
+        | {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
         {"model_type": "llama"} | SMALL | {"head_dim": 10, "tie_word_embeddings": True},
         {"model_type": "mistral"} | SMALL | {"num_key_value_heads": 3},
         {"model_type": "mistral"} | SMALL | {"num_key_value_heads": 2, "head_dim": 12},
         {"model_type": "qwen2"} | SMALL | {"num_key_value_heads": 2},
-        {"model_type": "qwen2"} | SMALL | {"num_key_value_heads": None, "tie_word_embeddings": True},
+        {"model_type": "qwen2"}
+        | SMALL
+        | {"num_key_value_heads": None, "tie_word_embeddings": True},
         {"model_type": "qwen3"} | SMALL | {"num_key_value_heads": 2},
-        {"model_type": "qwen3"} | SMALL | {"num_key_value_heads": 6, "head_dim": 16, "attention_bias": True},
+        {"model_type": "qwen3"}
+        | SMALL
+        | {"num_key_value_heads": 6, "head_dim": 16, "attention_bias": True},
     ],
     ids=str,
 )
@@ -173,28 +201,48 @@ def test_variants_of_an_architecture_have_the_parameters_of_the_real_model(confi
 
 
 def test_an_unknown_model_type_says_what_is_known_and_what_works_for_any():
-    with pytest.raises(ConfigError, match=r"'mamba'.*known: gpt2, llama, mistral, qwen2, qwen3, t5.*safetensors"):
+    with pytest.raises(
+        ConfigError, match=r"'mamba'.*known: gpt2, llama, mistral, qwen2, qwen3, t5.*safetensors"
+    ):
         predict_parameters.parameter_shapes({"model_type": "mamba"})
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "llama", "hidden_size": "4096"}, r"hidden_size is '4096'; it must be a whole number above 0"),
+        (
+            {"model_type": "llama", "hidden_size": "4096"},
+            r"hidden_size is '4096'; it must be a whole number above 0",
+        ),
         ({"model_type": "llama", "num_hidden_layers": 0}, r"num_hidden_layers is 0"),
         ({"model_type": "llama", "vocab_size": True}, r"vocab_size is True"),
         ({"model_type": "llama", "vocab_size": None}, r"vocab_size is None"),
-        ({"model_type": "llama", "hidden_size": 100}, r"hidden_size 100 is not a multiple of num_attention_heads 32"),
-        ({"model_type": "llama", "num_key_value_heads": 5}, r"32 is not a multiple of num_key_value_heads 5"),
+        (
+            {"model_type": "llama", "hidden_size": 100},
+            r"hidden_size 100 is not a multiple of num_attention_heads 32",
+        ),
+        (
+            {"model_type": "llama", "num_key_value_heads": 5},
+            r"32 is not a multiple of num_key_value_heads 5",
+        ),
         ({"model_type": "mistral", "num_key_value_heads": None}, r"num_key_value_heads is None"),
         ({"model_type": "gpt2", "n_embd": 100}, r"n_embd 100 is not a multiple of n_head 12"),
         (
             {"model_type": "gpt2", "tie_word_embeddings": "yes"},
             r"tie_word_embeddings is 'yes'; it must be true or false",
         ),
-        ({"model_type": "gpt2", "add_cross_attention": True}, r"add_cross_attention true is not supported"),
-        ({"model_type": "t5", "feed_forward_proj": "plain-relu"}, r"feed_forward_proj is 'plain-relu'"),
-        ({"model_type": "t5", "feed_forward_proj": 3}, r"feed_forward_proj is 3; it must be a text"),
+        (
+            {"model_type": "gpt2", "add_cross_attention": True},
+            r"add_cross_attention true is not supported",
+        ),
+        (
+            {"model_type": "t5", "feed_forward_proj": "plain-relu"},
+            r"feed_forward_proj is 'plain-relu'",
+        ),
+        (
+            {"model_type": "t5", "feed_forward_proj": 3},
+            r"feed_forward_proj is 3; it must be a text",
+        ),
         ({"model_type": "t5", "hidden_size": -1}, r"d_model is -1"),
         ({}, r"model_type None"),
     ],
@@ -205,12 +253,17 @@ def test_a_size_that_is_none_is_named(config, message):
         predict_parameters.parameter_shapes(config)
 
 
-# ---- what trains ---------------------------------------------------------------------------------------------------
+# ---- what trains
+# ---------------------------------------------------------------------------
 
 
 def test_sft_of_the_chinese_t5_trains_its_decoder():
     shapes = predict_parameters.parameter_shapes(config_of("t5-chatlm-0.2b"))
-    assert predict_parameters.count(shapes, ("shared", "encoder"), None, "t5") == (187_692_288, 94_396_032, 0)
+    assert predict_parameters.count(shapes, ("shared", "encoder"), None, "t5") == (
+        187_692_288,
+        94_396_032,
+        0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -230,8 +283,12 @@ def test_freezing_leaves_the_parameters_that_it_does_not_name(name, freeze):
             model.get_parameter(prefix).requires_grad_(False)
         else:
             model.get_submodule(prefix).requires_grad_(False)
-    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    counted = predict_parameters.count(predict_parameters.parameter_shapes(config), freeze, None, config["model_type"])
+    trainable = sum(
+        parameter.numel() for parameter in model.parameters() if parameter.requires_grad
+    )
+    counted = predict_parameters.count(
+        predict_parameters.parameter_shapes(config), freeze, None, config["model_type"]
+    )
     assert counted == (model.num_parameters(), trainable, 0)
 
 
@@ -252,13 +309,18 @@ def test_a_prefix_freezes_whole_modules_only():
 )
 def test_a_frozen_module_that_does_not_exist_is_an_error_with_the_nearest(freeze, message):
     with pytest.raises(ConfigError, match=message):
-        predict_parameters.count(predict_parameters.parameter_shapes(config_of("t5-tiny")), (freeze,), None, "t5")
+        predict_parameters.count(
+            predict_parameters.parameter_shapes(config_of("t5-tiny")), (freeze,), None, "t5"
+        )
 
 
 def test_freezing_everything_is_an_error():
     with pytest.raises(ConfigError, match="leave nothing to train"):
         predict_parameters.count(
-            predict_parameters.parameter_shapes(config_of("t5-tiny")), ("shared", "encoder", "decoder"), None, "t5"
+            predict_parameters.parameter_shapes(config_of("t5-tiny")),
+            ("shared", "encoder", "decoder"),
+            None,
+            "t5",
         )
 
 
@@ -280,9 +342,15 @@ def test_lora_has_the_parameters_that_peft_adds(name, targets, r):
     peft_targets = list(targets or predict_parameters.LORA_TARGETS[config["model_type"]])
     real = get_peft_model(meta_model(config), LoraConfig(r=r, target_modules=peft_targets))
     shapes = predict_parameters.parameter_shapes(config)
-    parameters, trainable, lora_parameters = predict_parameters.count(shapes, (), lora, config["model_type"])
+    parameters, trainable, lora_parameters = predict_parameters.count(
+        shapes, (), lora, config["model_type"]
+    )
     real_trainable, real_total = real.get_nb_trainable_parameters()
-    assert (parameters + lora_parameters, trainable, lora_parameters) == (real_total, real_trainable, real_trainable)
+    assert (parameters + lora_parameters, trainable, lora_parameters) == (
+        real_total,
+        real_trainable,
+        real_trainable,
+    )
 
 
 def test_lora_on_a_gated_t5_and_on_qwen_has_the_parameters_that_peft_adds():
@@ -309,15 +377,20 @@ def test_lora_on_a_gated_t5_and_on_qwen_has_the_parameters_that_peft_adds():
 def test_a_lora_target_that_matches_nothing_is_an_error_with_the_nearest(target, message):
     shapes = predict_parameters.parameter_shapes(config_of("llama-tiny"))
     with pytest.raises(ConfigError, match=message):
-        predict_parameters.count(shapes, (), LoraSection(target_modules=("q_proj", target)), "llama")
+        predict_parameters.count(
+            shapes, (), LoraSection(target_modules=("q_proj", target)), "llama"
+        )
 
 
 def test_lora_on_a_type_without_default_targets_asks_for_them():
-    with pytest.raises(ConfigError, match=r"no default for model_type 'mamba'.*of this model: in_proj"):
+    with pytest.raises(
+        ConfigError, match=r"no default for model_type 'mamba'.*of this model: in_proj"
+    ):
         predict_parameters.count({"layers.0.in_proj.weight": (4, 4)}, (), LoraSection(), "mamba")
 
 
-# ---- what the states cost ------------------------------------------------------------------------------------------
+# ---- what the states cost
+# ---------------------------------------------------------------------------
 
 
 def one_step(model: torch.nn.Module, optim: str, folder: Path) -> torch.optim.Optimizer:
@@ -325,7 +398,8 @@ def one_step(model: torch.nn.Module, optim: str, folder: Path) -> torch.optim.Op
     if HAS_BNB:
         from bitsandbytes.optim import GlobalOptimManager
 
-        GlobalOptimManager.get_instance().initialize()  # it remembers parameters by id(), also those of dead models
+        # it remembers parameters by id(), also those of dead models
+        GlobalOptimManager.get_instance().initialize()
     args = TrainingArguments(output_dir=str(folder), optim=optim, use_cpu=True, report_to=[])
     optimizer = Trainer(model=model, args=args).create_optimizer()
     for parameter in model.parameters():
@@ -336,7 +410,8 @@ def one_step(model: torch.nn.Module, optim: str, folder: Path) -> torch.optim.Op
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the state tensors, each storage once; scalars (step counters, Adafactor's RMS) are left out."""
+    """Bytes of the state tensors, each storage once; scalars (step counters, Adafactor's RMS) are
+    left out."""
     tensors = {
         value.data_ptr(): value.nbytes
         for state in optimizer.state.values()
@@ -373,7 +448,9 @@ def test_full_training_states_are_those_of_the_real_optimizer(optim, name, dtype
     )
     assert estimate.weights_bytes == parameter_bytes(model, trainable_only=False)
     optimizer = one_step(model, optim, tmp_path)
-    assert estimate.gradients_bytes == sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    assert estimate.gradients_bytes == sum(
+        p.grad.nbytes for p in model.parameters() if p.grad is not None
+    )
     assert estimate.optimizer_bytes == state_bytes(optimizer)
     assert estimate.peak is None
 
@@ -398,9 +475,13 @@ def test_frozen_training_states_are_those_of_the_real_optimizer(optim, dtype, tm
 def test_lora_states_are_those_of_the_real_optimizer(optim, name, dtype, tmp_path):
     config = config_of(name) | {"vocab_size": 2048}  # GPT-2's own vocabulary is most of its bytes
     targets = list(predict_parameters.LORA_TARGETS[config["model_type"]])
-    model = get_peft_model(real_model(config, getattr(torch, dtype)), LoraConfig(r=16, target_modules=targets))
+    model = get_peft_model(
+        real_model(config, getattr(torch, dtype)), LoraConfig(r=16, target_modules=targets)
+    )
     shapes = predict_parameters.parameter_shapes(config)
-    estimate = optimizers.model_state(shapes, (), LoraSection(r=16), config["model_type"], optim, dtype)
+    estimate = optimizers.model_state(
+        shapes, (), LoraSection(r=16), config["model_type"], optim, dtype
+    )
     assert estimate.weights_bytes == parameter_bytes(model, trainable_only=False)
     assert estimate.gradients_bytes == parameter_bytes(model, trainable_only=True)
     assert estimate.optimizer_bytes == state_bytes(one_step(model, optim, tmp_path))
@@ -421,13 +502,20 @@ def test_every_known_optimizer_is_one_of_the_trainers():
 def test_an_optimizer_whose_states_are_not_known_is_refused(optim, message):
     with pytest.raises(ConfigError, match=message):
         optimizers.model_state(
-            predict_parameters.parameter_shapes(config_of("t5-tiny")), (), None, "t5", optim, "float32"
+            predict_parameters.parameter_shapes(config_of("t5-tiny")),
+            (),
+            None,
+            "t5",
+            optim,
+            "float32",
         )
 
 
 def test_a_7b_model_with_lora_holds_the_figures_worked_out_by_hand():
     shapes = predict_parameters.parameter_shapes(config_of("llama-7b"))
-    estimate = optimizers.model_state(shapes, (), LoraSection(r=32), "llama", "adamw_torch_fused", "bfloat16")
+    estimate = optimizers.model_state(
+        shapes, (), LoraSection(r=32), "llama", "adamw_torch_fused", "bfloat16"
+    )
     lora_parameters = 32 * 32 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
     assert estimate.weights_bytes == 2 * 6_738_415_616 + 4 * lora_parameters
     assert estimate.gradients_bytes == 4 * lora_parameters
@@ -435,7 +523,8 @@ def test_a_7b_model_with_lora_holds_the_figures_worked_out_by_hand():
     assert estimate.model_state_bytes == 2 * 6_738_415_616 + 16 * lora_parameters
 
 
-# ---- weights of 4 bits ---------------------------------------------------------------------------------------------
+# ---- weights of 4 bits
+# ---------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not HAS_BNB, reason="bitsandbytes is not installed")
@@ -449,18 +538,24 @@ def test_4_bit_weights_are_those_of_the_real_bitsandbytes(name, dtype, compute, 
     }  # biases; no size is a multiple of 64
     small["gated t5"] = SMALL_T5 | {"feed_forward_proj": "gated-gelu"}
     config = small[name] if name in small else config_of(name) | {"vocab_size": 300}
-    section = QuantizationSection(load_in_4bit=True, bnb_4bit_use_double_quant=double, bnb_4bit_compute_dtype=compute)
+    section = QuantizationSection(
+        load_in_4bit=True, bnb_4bit_use_double_quant=double, bnb_4bit_compute_dtype=compute
+    )
     kind = config["model_type"]
     shapes = predict_parameters.parameter_shapes(config)
     made = build._prepared(
-        build._from_shape(ModelSection(shape="any", dtype=dtype), ModelShape("any", config, 0, 0), section),
+        build._from_shape(
+            ModelSection(shape="any", dtype=dtype), ModelShape("any", config, 0, 0), section
+        ),
         ModelSection(shape="any"),
         LoraSection(r=4),
         model_targets(shapes, kind),
     )
     held = [tensor for one in made.parameters() for tensor in (one, *four_bit.scales(one))]
     assert len({tensor.untyped_storage().data_ptr() for tensor in held}) == len(held)
-    estimate = optimizers.model_state(shapes, (), LoraSection(r=4), kind, "adamw_torch", dtype, section)
+    estimate = optimizers.model_state(
+        shapes, (), LoraSection(r=4), kind, "adamw_torch", dtype, section
+    )
     assert estimate.weights_bytes == sum(tensor.untyped_storage().nbytes() for tensor in held)
     assert estimate.gradients_bytes == parameter_bytes(made, trainable_only=True)
 
@@ -476,7 +571,9 @@ def model_targets(shapes: predict_parameters.Shapes, kind: str) -> tuple[str, ..
 def test_a_7b_model_in_4_bits_holds_the_figures_worked_out_by_hand():
     shapes = predict_parameters.parameter_shapes(config_of("llama-7b"))
     section = QuantizationSection(load_in_4bit=True, bnb_4bit_compute_dtype="bfloat16")
-    estimate = optimizers.model_state(shapes, (), LoraSection(r=32), "llama", "adamw_torch_fused", "bfloat16", section)
+    estimate = optimizers.model_state(
+        shapes, (), LoraSection(r=32), "llama", "adamw_torch_fused", "bfloat16", section
+    )
     linear = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
     rest = 6_738_415_616 - linear
     matrices = 32 * 7
@@ -488,6 +585,8 @@ def test_a_7b_model_in_4_bits_holds_the_figures_worked_out_by_hand():
 def test_layers_that_are_not_known_cannot_be_quantised():
     section = QuantizationSection(load_in_4bit=True, bnb_4bit_compute_dtype="float32")
     shapes = {"encoder.query.weight": (8, 8)}
-    with pytest.raises(ConfigError, match=r"which layers of model_type 'bert' would have 4 bits is not known"):
+    with pytest.raises(
+        ConfigError, match=r"which layers of model_type 'bert' would have 4 bits is not known"
+    ):
         lora = LoraSection(target_modules=("query",))
         optimizers.model_state(shapes, (), lora, "bert", "adamw_torch", "float32", section)

@@ -31,7 +31,12 @@ def states(mode: str, gpus: int = 2, **sections) -> dict[str, int]:
     ],
 )
 def test_two_ranks_share_what_their_engine_shares(mode, weights, gradients, optimizer, offloaded):
-    expected = {"weights": weights, "gradients": gradients, "optimizer": optimizer, "offloaded": offloaded}
+    expected = {
+        "weights": weights,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "offloaded": offloaded,
+    }
     assert states(mode) == {name: count * P for name, count in expected.items()}
 
 
@@ -58,8 +63,16 @@ def test_lora_shares_out_the_adapters_states_only():
     [
         ({"launch": {"mode": "fsdp2"}}, machine(), "on CPUs Accelerate leaves FSDP out"),
         ({"launch": {"mode": "fsdp2"}}, machine(1), "there is one"),
-        ({"launch": {"mode": "deepspeed_zero2"}, "training": {"optim": "adafactor"}}, machine(2), "adafactor"),
-        ({"launch": {"mode": "deepspeed_zero2"}, "model": {"dtype": "bfloat16"}}, machine(2), "training.bf16"),
+        (
+            {"launch": {"mode": "deepspeed_zero2"}, "training": {"optim": "adafactor"}},
+            machine(2),
+            "adafactor",
+        ),
+        (
+            {"launch": {"mode": "deepspeed_zero2"}, "model": {"dtype": "bfloat16"}},
+            machine(2),
+            "training.bf16",
+        ),
         ({"launch": {"mode": "deepspeed_zero9"}}, machine(2), "deepspeed_zero9"),
     ],
 )
@@ -93,10 +106,14 @@ def test_a_model_too_large_for_one_card_is_shared_out_before_it_is_offloaded():
 
 
 def test_offloaded_states_have_to_fit_the_host_with_all_its_ranks():
-    recipe = wish(model={"shape": "qwen2-0.5b"}, data={"max_length": 64}, launch={"mode": "deepspeed_zero2_offload"})
-    assert plan(recipe, machine(2, host_available_bytes=10 * GIB)).estimate.offloaded_bytes == pytest.approx(
-        8 * 494_032_768, rel=1e-6
+    recipe = wish(
+        model={"shape": "qwen2-0.5b"},
+        data={"max_length": 64},
+        launch={"mode": "deepspeed_zero2_offload"},
     )
+    assert plan(
+        recipe, machine(2, host_available_bytes=10 * GIB)
+    ).estimate.offloaded_bytes == pytest.approx(8 * 494_032_768, rel=1e-6)
     with pytest.raises(DoesNotFit, match=r"7\.36 GiB in host RAM, budget 6\.00 GiB"):
         plan(recipe, machine(2, host_available_bytes=8 * GIB))
 
@@ -123,9 +140,15 @@ def test_nodes_that_cannot_meet_are_refused(section, words):
 
 
 def test_two_nodes_hold_the_effective_batch_of_all_their_cards():
-    chosen = plan(wish(launch={"nodes": 2, "main_process_ip": "10.0.0.1", "machine_rank": 1}), machine(2))
+    chosen = plan(
+        wish(launch={"nodes": 2, "main_process_ip": "10.0.0.1", "machine_rank": 1}), machine(2)
+    )
     strategy = chosen.strategy
-    assert (strategy.num_processes, strategy.num_machines, strategy.processes_per_machine) == (4, 2, 2)
+    assert (strategy.num_processes, strategy.num_machines, strategy.processes_per_machine) == (
+        4,
+        2,
+        2,
+    )
     assert strategy.effective_batch_size == 16 * 2 * 4
     assert chosen.rendezvous is not None and chosen.rendezvous.machine_rank == 1
 

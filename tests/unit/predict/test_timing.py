@@ -1,4 +1,5 @@
-"""Predicted seconds: what must be slower is slower, volumes as counted by hand, published runs within a stated band."""
+"""Predicted seconds: what must be slower is slower, volumes as counted by hand, published runs
+within a stated band."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ from tests.builders import machine
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
-# Per layer of transformers' models: (kernels, products among them, bytes of the others per token and hidden unit).
-# Counted with a dispatch mode over 2 and 3 layers of hidden size 256, 2 x 256 tokens; transformers 5.23, peft 0.21.
+# Per layer of transformers' models: (kernels, products among them, bytes of the others per token
+# and hidden unit). Counted with a dispatch mode over 2 and 3 layers of hidden size 256, 2 x 256
+# tokens; transformers 5.23, peft 0.21.
 GPT2_AUTOCAST = (114, 18, 1048)
 LLAMA_AUTOCAST = (152, 23, 786)
 LLAMA_AUTOCAST_CHECKPOINTED = (200, 30, 1000)  # in proportion to bfloat16, where it was counted
@@ -44,10 +46,16 @@ RTX_3080 = rates.card(card("NVIDIA GeForce RTX 3080", 20, "8.6"))
 
 
 def decoder(
-    parameters: float, layers: int, width: int, vocabulary: int, length: int, counts: tuple[int, int, float], **how: Any
+    parameters: float,
+    layers: int,
+    width: int,
+    vocabulary: int,
+    length: int,
+    counts: tuple[int, int, float],
+    **how: Any,
 ) -> StepWork:
-    """A causal decoder's step in bfloat16; passes: over the weights, 3 of 2 FLOP each, 4 with checkpointing, and one
-    less where they are frozen."""
+    """A causal decoder's step in bfloat16; passes: over the weights, 3 of 2 FLOP each, 4 with
+    checkpointing, and one less where they are frozen."""
     passes = how.get("passes", 3)
     kernels, matmuls, layer_bytes = counts
     # causal: half the scores; backward of FlashAttention computes 2.5 times what forward does
@@ -86,14 +94,18 @@ def way(batch: int = 4, accumulation: int = 8, ranks: int = 1, **fields: Any) ->
     return Strategy(**{**given, **fields})
 
 
-def whole(parameters: float, element_bytes: int = 4, trained: float | None = None) -> MemoryEstimate:
+def whole(
+    parameters: float, element_bytes: int = 4, trained: float | None = None
+) -> MemoryEstimate:
     trained = parameters if trained is None else trained
     sizes = (parameters * element_bytes, trained * element_bytes, 2 * trained * element_bytes)
     return MemoryEstimate(*map(int, sizes))
 
 
 def shape(parameters: float, trained: float | None = None, lora: float = 0) -> ModelShape:
-    return ModelShape("m", {"model_type": "llama"}, int(parameters), int(trained or parameters), int(lora))
+    return ModelShape(
+        "m", {"model_type": "llama"}, int(parameters), int(trained or parameters), int(lora)
+    )
 
 
 def measured(bytes_per_s: float | None = None, flops_per_s: float | None = None) -> Link:
@@ -101,13 +113,18 @@ def measured(bytes_per_s: float | None = None, flops_per_s: float | None = None)
 
 
 def seconds(
-    strategy: Strategy, work: StepWork | None = None, on: Rates = RTX_3080, link: Link | None = None, element: int = 4
+    strategy: Strategy,
+    work: StepWork | None = None,
+    on: Rates = RTX_3080,
+    link: Link | None = None,
+    element: int = 4,
 ) -> TimeEstimate:
     """Of a model with 500 M parameters."""
     return timing.estimate(work or small(), strategy, shape(500e6), whole(500e6, element), on, link)
 
 
-# ---- what must be slower -------------------------------------------------------------------------------------------
+# ---- what must be slower
+# ---------------------------------------------------------------------------
 
 AFFINE = st.builds(Affine, st.floats(0, 1e13), st.floats(0, 1e13))
 WORK = st.builds(
@@ -120,11 +137,19 @@ WORK = st.builds(
 
 
 @given(WORK, st.sampled_from(["cuda", "cpu"]), st.integers(0, 5))
-def test_a_larger_micro_batch_is_never_slower_at_the_same_effective_batch(micro_step, device, power):
+def test_a_larger_micro_batch_is_never_slower_at_the_same_effective_batch(
+    micro_step, device, power
+):
     work = StepWork(micro_step, WorkCost({}, Affine(1e9), Affine(10)))
     on = RTX_3080 if device == "cuda" else rates.cpu(8)
     smaller, larger = (
-        seconds(way(batch, 64 // batch, device=device, mode="single_gpu" if device == "cuda" else "cpu"), work, on)
+        seconds(
+            way(
+                batch, 64 // batch, device=device, mode="single_gpu" if device == "cuda" else "cpu"
+            ),
+            work,
+            on,
+        )
         for batch in (2**power, 2 ** (power + 1))
     )
     assert larger.samples == smaller.samples
@@ -141,7 +166,9 @@ def test_more_accumulation_of_smaller_micro_batches_is_slower(mode):
 
 def test_checkpointing_is_slower_by_about_its_forward_pass():
     plain = seconds(way()).step_s
-    checkpointed = seconds(way(gradient_checkpointing=True), small(LLAMA_AUTOCAST_CHECKPOINTED, passes=4)).step_s
+    checkpointed = seconds(
+        way(gradient_checkpointing=True), small(LLAMA_AUTOCAST_CHECKPOINTED, passes=4)
+    ).step_s
     assert 1.15 < checkpointed / plain < 1.45
 
 
@@ -155,18 +182,28 @@ def test_offloading_is_slower_than_not(stage, ranks):
 
 
 def test_offloaded_zero3_is_slower_than_offloaded_zero2():
-    assert seconds(way(mode="deepspeed_zero3_offload")).step_s > seconds(way(mode="deepspeed_zero2_offload")).step_s
+    assert (
+        seconds(way(mode="deepspeed_zero3_offload")).step_s
+        > seconds(way(mode="deepspeed_zero2_offload")).step_s
+    )
 
 
-@pytest.mark.parametrize("mode", ["dual_gpu_nccl", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3", "fsdp2"])
+@pytest.mark.parametrize(
+    "mode", ["dual_gpu_nccl", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3", "fsdp2"]
+)
 def test_a_faster_link_is_faster(mode):
-    times = [seconds(way(ranks=2, mode=mode), link=measured(speed)).step_s for speed in (0.5e9, 2e9, 8e9)]
+    times = [
+        seconds(way(ranks=2, mode=mode), link=measured(speed)).step_s for speed in (0.5e9, 2e9, 8e9)
+    ]
     assert times[0] > times[1] > times[2]
 
 
 def test_each_stage_moves_more_than_the_one_before_where_the_weights_are_16_bit():
     modes = ("dual_gpu_nccl", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3")
-    times = [seconds(way(ranks=2, mode=mode), link=measured(1e9), element=2).communication_s for mode in modes]
+    times = [
+        seconds(way(ranks=2, mode=mode), link=measured(1e9), element=2).communication_s
+        for mode in modes
+    ]
     assert times == sorted(times)
     assert len({*times}) == len(times)
 
@@ -179,7 +216,9 @@ def test_two_cards_are_faster_than_one_unless_their_link_is_slow():
 
 def test_what_the_backward_pass_hides_costs_nothing():
     one = seconds(way(32, 1, ranks=2), link=measured(10e9))
-    assert one.communication_s < 0.1 * (timing.traffic(way(32, 1, ranks=2), shape(5e8), whole(5e8)).last_bytes / 10e9)
+    assert one.communication_s < 0.1 * (
+        timing.traffic(way(32, 1, ranks=2), shape(5e8), whole(5e8)).last_bytes / 10e9
+    )
     gloo = seconds(way(32, 1, ranks=2, mode="dual_gpu_gloo", backend="gloo"), link=measured(10e9))
     assert gloo.communication_s == pytest.approx(4 * 500e6 / 10e9)  # nothing is hidden
 
@@ -203,14 +242,23 @@ def test_ranks_on_one_cpu_share_its_cores_and_its_memory():
 def test_cores_and_their_vectors_count():
     two, eight = rates.cpu(2, {"avx2"}), rates.cpu(8, {"avx2"})
     assert eight.flops_per_s["float32"] == 4 * two.flops_per_s["float32"]
-    assert rates.cpu(2, {"avx2", "avx512f"}).flops_per_s["float32"] == 2 * two.flops_per_s["float32"]
+    assert (
+        rates.cpu(2, {"avx2", "avx512f"}).flops_per_s["float32"] == 2 * two.flops_per_s["float32"]
+    )
     assert rates.cpu(2).flops_per_s == two.flops_per_s
     assert rates.cpu(2, {"sse2"}).flops_per_s["float32"] < two.flops_per_s["float32"]
 
 
 def test_the_parts_add_up_and_say_where_they_are_from():
     found = seconds(way(ranks=2, mode="deepspeed_zero3_offload"), link=measured(6.1e9))
-    parts = (found.compute_s, found.memory_s, found.launch_s, found.optimizer_s, found.communication_s, found.offload_s)
+    parts = (
+        found.compute_s,
+        found.memory_s,
+        found.launch_s,
+        found.optimizer_s,
+        found.communication_s,
+        found.offload_s,
+    )
     assert found.step_s == pytest.approx(sum(parts))
     assert found.samples_per_s == pytest.approx(4 * 8 * 2 / found.step_s)
     assert found.reason.startswith("RTX 3080: assumed: ")
@@ -227,17 +275,26 @@ def test_a_measured_product_replaces_the_share_of_the_peak():
 
 def test_a_precision_that_the_card_lacks_runs_at_the_speed_of_float32():
     t4 = rates.card(card("Tesla T4", 15, "7.5"))
-    in_half = StepWork(replace(small().micro_step, matmul_flops={"float16": Affine(0, 1e12)}), small().optimizer_step)
-    in_bf16 = StepWork(replace(small().micro_step, matmul_flops={"bfloat16": Affine(0, 1e12)}), small().optimizer_step)
+    in_half = StepWork(
+        replace(small().micro_step, matmul_flops={"float16": Affine(0, 1e12)}),
+        small().optimizer_step,
+    )
+    in_bf16 = StepWork(
+        replace(small().micro_step, matmul_flops={"bfloat16": Affine(0, 1e12)}),
+        small().optimizer_step,
+    )
     assert seconds(way(), in_half, t4).compute_s < seconds(way(), in_bf16, t4).compute_s
 
 
-# ---- volumes against hand arithmetic -------------------------------------------------------------------------------
+# ---- volumes against hand arithmetic
+# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("mode", "expected"),
-    [  # 4 ranks, 1000 parameters in float32, computed in bfloat16: 4000 bytes, 2000 on the wire where ranks share
+    # 4 ranks, 1000 parameters in float32, computed in bfloat16: 4000 bytes, 2000 on the wire where
+    # ranks share
+    [
         ("dual_gpu_nccl", (0, 2 * 3 / 4 * 4000, 0)),
         ("deepspeed_zero1", (0, 2 * 3 / 4 * 2000, 3 / 4 * 2000)),
         ("deepspeed_zero2", (2 * 3 / 4 * 2000, 0, 3 / 4 * 2000)),
@@ -260,8 +317,14 @@ def test_one_rank_sends_nothing():
 def test_with_lora_only_the_adapters_are_reduced_and_all_weights_are_gathered():
     adapted, states = shape(1000, trained=100, lora=100), MemoryEstimate(2000 + 400, 400, 800)
     assert timing.traffic(way(ranks=2), adapted, states).last_bytes == 400
-    assert timing.traffic(way(ranks=2, mode="deepspeed_zero2"), adapted, states).micro_step_bytes == 200
-    assert timing.traffic(way(ranks=2, mode="fsdp2"), adapted, states).micro_step_bytes == 2 * (1000 + 100) * 2 / 2
+    assert (
+        timing.traffic(way(ranks=2, mode="deepspeed_zero2"), adapted, states).micro_step_bytes
+        == 200
+    )
+    assert (
+        timing.traffic(way(ranks=2, mode="fsdp2"), adapted, states).micro_step_bytes
+        == 2 * (1000 + 100) * 2 / 2
+    )
 
 
 def test_an_all_reduce_takes_its_bus_bandwidth():
@@ -272,13 +335,16 @@ def test_an_all_reduce_takes_its_bus_bandwidth():
 
 
 def test_offloaded_bytes_of_a_micro_step_and_the_next():
-    """1000 parameters on 2 ranks, slices of 1000 bytes. Stage 2: gradients out once, weights back; from the second
-    micro-step on gradients come back and go out again."""
+    """1000 parameters on 2 ranks, slices of 1000 bytes. Stage 2: gradients out once, weights back;
+    from the second micro-step on gradients come back and go out again."""
     device_s = timing.HOST_DEVICE_BYTES_PER_S
 
     def moved(mode: str, steps: int) -> float:
         way_there = way(1, steps, ranks=2, mode=mode)
-        return timing.estimate(small(), way_there, shape(1000), whole(1000), RTX_3080).offload_s * device_s
+        return (
+            timing.estimate(small(), way_there, shape(1000), whole(1000), RTX_3080).offload_s
+            * device_s
+        )
 
     assert moved("deepspeed_zero2_offload", 1) == pytest.approx(1000 + 1000)
     assert moved("deepspeed_zero2_offload", 2) == pytest.approx(1000 + 2000 + 1000 + 1000)
@@ -287,14 +353,19 @@ def test_offloaded_bytes_of_a_micro_step_and_the_next():
 
 
 def test_the_host_updates_an_adam_element_by_moving_46_bytes():
-    """Read and write two float32 moments (16), read master and gradient, write master (12), norm 4, clip 8, cast 6."""
-    found = timing.estimate(small(), way(mode="deepspeed_zero2_offload"), shape(1e9), whole(1e9), RTX_3080)
+    """Read and write two float32 moments (16), read master and gradient, write master (12), norm 4,
+    clip 8, cast 6."""
+    found = timing.estimate(
+        small(), way(mode="deepspeed_zero2_offload"), shape(1e9), whole(1e9), RTX_3080
+    )
     assert found.optimizer_s == pytest.approx(46 * 1e9 / rates.HOST_BYTES_PER_S)
 
 
 @pytest.mark.parametrize("mode", ["deepspeed_zero1", "fsdp2"])
 def test_a_rank_updates_its_slice_of_shared_out_states(mode):
-    whole_update, slice_update = (seconds(way(ranks=4, mode=each)).optimizer_s for each in ("dual_gpu_nccl", mode))
+    whole_update, slice_update = (
+        seconds(way(ranks=4, mode=each)).optimizer_s for each in ("dual_gpu_nccl", mode)
+    )
     assert slice_update == pytest.approx(whole_update / 4)
 
 
@@ -302,9 +373,12 @@ def test_the_ranks_of_a_machine_share_its_hosts_memory():
     def offloaded(ranks: int) -> TimeEstimate:
         return seconds(way(ranks=ranks, mode="deepspeed_zero2_offload"))
 
-    assert offloaded(8).optimizer_s == pytest.approx(offloaded(1).optimizer_s)  # all slices, one memory
+    # all slices, one memory
+    assert offloaded(8).optimizer_s == pytest.approx(offloaded(1).optimizer_s)
     assert offloaded(8).offload_s == pytest.approx(seconds_to_move(8, rates.HOST_BYTES_PER_S / 8))
-    assert offloaded(2).offload_s == pytest.approx(seconds_to_move(2, timing.HOST_DEVICE_BYTES_PER_S))
+    assert offloaded(2).offload_s == pytest.approx(
+        seconds_to_move(2, timing.HOST_DEVICE_BYTES_PER_S)
+    )
 
 
 def seconds_to_move(ranks: int, bytes_per_s: float) -> float:
@@ -314,7 +388,9 @@ def seconds_to_move(ranks: int, bytes_per_s: float) -> float:
 
 def test_attention_gets_less_of_the_peak_than_a_product():
     def taken_s(**flops: dict[str, Affine]) -> float:
-        work = WorkCost(**{"matmul_flops": {}, "bytes_moved": Affine(0), "num_kernels": Affine(0), **flops})
+        work = WorkCost(
+            **{"matmul_flops": {}, "bytes_moved": Affine(0), "num_kernels": Affine(0), **flops}
+        )
         return seconds(way(1, 1), StepWork(work, work)).compute_s
 
     flops = {"bfloat16": Affine(1e13)}
@@ -322,7 +398,8 @@ def test_attention_gets_less_of_the_peak_than_a_product():
     assert ratio == pytest.approx(timing.MATMUL_SHARE / timing.ATTENTION_SHARE)
 
 
-# ---- published runs ------------------------------------------------------------------------------------------------
+# ---- published runs
+# ---------------------------------------------------------------------------
 
 
 def tokens_per_s(found: TimeEstimate, length: int, ranks: int = 1) -> float:
@@ -331,7 +408,9 @@ def tokens_per_s(found: TimeEstimate, length: int, ranks: int = 1) -> float:
 
 @pytest.mark.parametrize(
     ("card_rates", "length", "batch", "accumulation", "checkpointed", "published"),
-    [  # tokens/s and card; 7b, amp_bf16, FULL_SHARD over 8: mosaicml/llm-foundry scripts/train/benchmarking/README.md
+    # tokens/s and card; 7b, amp_bf16, FULL_SHARD over 8: mosaicml/llm-foundry
+    # scripts/train/benchmarking/README.md
+    [
         (A100_80, 2048, 6, 2, False, 4641),  # MFU 64 %
         (A100_80, 1024, 64, 2, True, 4357),  # MFU 58 %
         (A100_80, 4096, 16, 2, True, 3684),  # MFU 55 %
@@ -339,19 +418,32 @@ def tokens_per_s(found: TimeEstimate, length: int, ranks: int = 1) -> float:
         (H100, 4096, 16, 2, True, 8611),  # MFU 40 %
     ],
 )
-def test_a_7b_model_on_eight_cards(card_rates, length, batch, accumulation, checkpointed, published):
-    """Within 30 %: theirs had fused layer norms, ours are transformers' eager kernels, so ours may be the slower."""
+def test_a_7b_model_on_eight_cards(
+    card_rates, length, batch, accumulation, checkpointed, published
+):
+    """Within 30 %: theirs had fused layer norms, ours are transformers' eager kernels, so ours may
+    be the slower."""
     parameters = 6.65e9
     counts = LLAMA_AUTOCAST_CHECKPOINTED if checkpointed else LLAMA_AUTOCAST
-    work = decoder(parameters, 32, 4096, 50_368, length, counts, passes=4 if checkpointed else 3, trained=parameters)
+    work = decoder(
+        parameters,
+        32,
+        4096,
+        50_368,
+        length,
+        counts,
+        passes=4 if checkpointed else 3,
+        trained=parameters,
+    )
     strategy = way(batch, accumulation, ranks=8, mode="fsdp2", gradient_checkpointing=checkpointed)
     found = timing.estimate(work, strategy, shape(parameters), whole(parameters), card_rates)
     assert 0.7 < tokens_per_s(found, length, ranks=8) / published < 1.3
 
 
 def test_gpt2_small_on_an_a100_lies_between_eager_attention_and_a_compiled_step():
-    """nanoGPT, 12 x 1024 tokens a micro-step: about 250 ms in eager mode with unfused attention (README of 2022);
-    compiled and fused, 5 of them on each of 8 cards in 562 ms (karpathy/nanoGPT issue 110). Ours: eager, fused."""
+    """nanoGPT, 12 x 1024 tokens a micro-step: about 250 ms in eager mode with unfused attention
+    (README of 2022); compiled and fused, 5 of them on each of 8 cards in 562 ms (karpathy/nanoGPT
+    issue 110). Ours: eager, fused."""
     work = decoder(124e6, 12, 768, 50_304, 1024, GPT2_AUTOCAST)
     found = timing.estimate(work, way(12, 5), shape(124e6), whole(124e6), A100_40)
     assert 12 * 1024 / 0.250 < tokens_per_s(found, 1024) < 5 * 12 * 1024 / 0.562
@@ -359,7 +451,9 @@ def test_gpt2_small_on_an_a100_lies_between_eager_attention_and_a_compiled_step(
 
 @pytest.mark.parametrize(
     ("parameters", "layers", "width", "length", "published_s"),
-    [  # QwenLM/Qwen README, "Profiling of Memory and Speed": LoRA, one A100-SXM4-80G, batch 1, accumulation 8
+    # QwenLM/Qwen README, "Profiling of Memory and Speed": LoRA, one A100-SXM4-80G, batch 1,
+    # accumulation 8
+    [
         (7.1e9, 32, 4096, 256, 1.2),
         (7.1e9, 32, 4096, 512, 1.5),
         (7.1e9, 32, 4096, 1024, 2.8),
@@ -372,20 +466,25 @@ def test_gpt2_small_on_an_a100_lies_between_eager_attention_and_a_compiled_step(
     ],
 )
 def test_lora_of_qwen_at_short_and_long_lengths(parameters, layers, width, length, published_s):
-    """Within 20 %, over a factor of 20 in time. LAUNCH_S was fitted to the short ones, which are bound by launches.
-    5 of a layer's 7 linears are adapted, so 6/7 of the counts stand here. Parameters are those of products."""
+    """Within 20 %, over a factor of 20 in time. LAUNCH_S was fitted to the short ones, which are
+    bound by launches. 5 of a layer's 7 linears are adapted, so 6/7 of the counts stand here.
+    Parameters are those of products."""
     kernels, matmuls, layer_bytes = LLAMA_LORA_CHECKPOINTED
     counts = (round(kernels * 6 / 7), round(matmuls * 6 / 7), layer_bytes * 6 / 7)
     work = decoder(parameters, layers, width, 151_936, length, counts, trained=140e6)
     adapted = shape(parameters, trained=140e6, lora=140e6)
-    found = timing.estimate(work, way(1, 8, gradient_checkpointing=True), adapted, whole(parameters, 2, 140e6), A100_80)
+    found = timing.estimate(
+        work, way(1, 8, gradient_checkpointing=True), adapted, whole(parameters, 2, 140e6), A100_80
+    )
     assert 0.8 < found.step_s / published_s < 1.2
     assert (found.launch_s > 0) == (length <= 256 or (parameters < 2e9 and length <= 1024))
 
 
 @pytest.mark.parametrize(
     ("name", "gib", "architecture", "size", "published_tflops"),
-    [  # torch.mm in float16, n x n: github.com/mli/transformers-benchmarks issue 4; an A800 is an A100 but for NVLink
+    # torch.mm in float16, n x n: github.com/mli/transformers-benchmarks issue 4; an A800 is an A100
+    # but for NVLink
+    [
         ("NVIDIA A100 80GB PCIe", 80, "8.0", 512, 31.5),
         ("NVIDIA A100 80GB PCIe", 80, "8.0", 2048, 192.5),
         ("NVIDIA A100 80GB PCIe", 80, "8.0", 8192, 215.3),
@@ -395,8 +494,11 @@ def test_lora_of_qwen_at_short_and_long_lengths(parameters, layers, width, lengt
     ],
 )
 def test_one_product_by_its_size(name, gib, architecture, size, published_tflops):
-    """Within a factor of 2 for the small ones, 40 % for the large: a 4090 boosts beyond its sheet."""
-    product = WorkCost({"float16": Affine(2 * size**3)}, Affine(0), Affine(0), num_matmuls=Affine(1))
+    """Within a factor of 2 for the small ones, 40 % for the large: a 4090 boosts beyond its
+    sheet."""
+    product = WorkCost(
+        {"float16": Affine(2 * size**3)}, Affine(0), Affine(0), num_matmuls=Affine(1)
+    )
     work = StepWork(product, WorkCost({}, Affine(0), Affine(0)))
     on = rates.card(card(name, gib, architecture))
     found = 2 * size**3 / timing.estimate(work, way(1, 1), shape(1), whole(1), on).compute_s / 1e12
@@ -404,15 +506,24 @@ def test_one_product_by_its_size(name, gib, architecture, size, published_tflops
     assert published_tflops / band < found < published_tflops * band
 
 
-# ---- the table -----------------------------------------------------------------------------------------------------
+# ---- the table
+# ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", rates.table(), ids=lambda row: f"{row.rates.name} {row.memory_gib:g}")
+@pytest.mark.parametrize(
+    "row", rates.table(), ids=lambda row: f"{row.rates.name} {row.memory_gib:g}"
+)
 def test_every_row_has_a_source_and_rates_that_can_be(row):
     peaks = row.rates.flops_per_s
     assert len(row.rates.source) > 10
     assert {"float32", "float16"} <= peaks.keys() <= {*rates.DTYPES}
-    assert 5e12 <= peaks["float32"] <= peaks.get("tfloat32", peaks["float32"]) <= peaks["float16"] <= 2.5e15
+    assert (
+        5e12
+        <= peaks["float32"]
+        <= peaks.get("tfloat32", peaks["float32"])
+        <= peaks["float16"]
+        <= 2.5e15
+    )
     assert peaks.get("bfloat16", peaks["float16"]) <= peaks["float16"]
     assert 250e9 <= row.rates.bytes_per_s <= 8e12
     assert 6 <= row.memory_gib <= 192
@@ -469,17 +580,28 @@ def test_reading_the_table_is_fast():
         ("NVIDIA H200", 139.8, "9.0", "H200", 989.4, 4800),
         ("AMD Radeon RX 7800 XT", 16.0, "gfx1101", "RX 7800 XT", 74.6, 624),
         ("Radeon RX 7900 XT", 20.0, "gfx1100", "RX 7900 XT", 103, 800),
-        ("Navi 31 [Radeon RX 7900 XT/7900 XTX/7900 GRE/7900M]", 24.0, "gfx1100", "RX 7900 XTX", 122.8, 960),
+        (
+            "Navi 31 [Radeon RX 7900 XT/7900 XTX/7900 GRE/7900M]",
+            24.0,
+            "gfx1100",
+            "RX 7900 XTX",
+            122.8,
+            960,
+        ),
         ("AMD Radeon AI PRO R9700", 31.9, "gfx1201", "AI PRO R9700", 191.4, 640),
         ("Arcturus GL-XL [AMD Instinct MI100]", 32.0, "gfx908", "MI100", 92.3, 1229),
         ("AMD Instinct MI250X", 64.0, "gfx90a:sramecc+:xnack-", "MI250X", 191.5, 1638),
         ("AMD Instinct MI300X", 192.0, "gfx942", "MI300X", 1307.4, 5300),
     ],
 )
-def test_a_card_is_found_by_the_name_that_its_library_prints(name, gib, architecture, row, tflops, gb_s):
+def test_a_card_is_found_by_the_name_that_its_library_prints(
+    name, gib, architecture, row, tflops, gb_s
+):
     found = rates.card(card(name, gib, architecture))
     assert found.name == row
-    assert (found.flops_per_s["bfloat16"], found.bytes_per_s) == pytest.approx((tflops * 1e12, gb_s * 1e9))
+    assert (found.flops_per_s["bfloat16"], found.bytes_per_s) == pytest.approx(
+        (tflops * 1e12, gb_s * 1e9)
+    )
 
 
 @pytest.mark.parametrize(
@@ -488,7 +610,8 @@ def test_a_card_is_found_by_the_name_that_its_library_prints(name, gib, architec
         ("Tesla T4", 15.0, "7.5", "T4"),
         ("Tesla V100-SXM2-32GB", 32.0, "7.0", "V100 SXM2"),
         ("Tesla V100-PCIE-16GB", 16.0, "7.0", "V100"),
-        ("Navi 21 [Radeon RX 6800/6800 XT / 6900 XT]", 16.0, "gfx1030", "RX 6800"),  # all have 16 GiB: the slowest
+        # all have 16 GiB: the slowest
+        ("Navi 21 [Radeon RX 6800/6800 XT / 6900 XT]", 16.0, "gfx1030", "RX 6800"),
     ],
 )
 def test_a_card_without_bf16_is_found_too(name, gib, architecture, row):
@@ -500,14 +623,17 @@ def test_a_card_without_bf16_is_found_too(name, gib, architecture, row):
 @pytest.mark.parametrize(
     ("name", "gib", "architecture", "like"),
     [
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16.0, "8.9", "RTX 4060 Ti"),  # another chip than a 4090
+        # another chip than a 4090
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16.0, "8.9", "RTX 4060 Ti"),
         ("NVIDIA GeForce RTX 4090 D", 24.0, "8.9", "L4"),
         ("NVIDIA H200 NVL", 139.8, "9.0", "H200"),
         ("AMD Radeon RX 7900M", 16.0, "gfx1100", "RX 7900 GRE"),
         ("GPU 0", 48.0, "8.6", "A40"),
     ],
 )
-def test_a_card_that_no_row_names_is_taken_for_the_nearest_of_its_architecture(name, gib, architecture, like):
+def test_a_card_that_no_row_names_is_taken_for_the_nearest_of_its_architecture(
+    name, gib, architecture, like
+):
     found = rates.card(card(name, gib, architecture))
     assert found.is_assumed
     assert found.name == name

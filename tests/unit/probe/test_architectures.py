@@ -1,4 +1,5 @@
-"""What is known of each GPU architecture, and what the plan, the command and a start of others make of it."""
+"""What is known of each GPU architecture, and what the plan, the command and a start of others make
+of it."""
 
 from __future__ import annotations
 
@@ -92,7 +93,10 @@ def test_the_architecture_of_every_described_machine_is_known():
     ("card", "said"),
     [
         (gpu(architecture="7.5"), "no bf16 in the hardware of RTX 3080 (7.5)"),
-        (gpu(architecture="6.1"), "no bf16 in the hardware of RTX 3080 (6.1); its fp16 saves memory but no time"),
+        (
+            gpu(architecture="6.1"),
+            "no bf16 in the hardware of RTX 3080 (6.1); its fp16 saves memory but no time",
+        ),
         (radeon("gfx1030"), "no bf16 in the hardware of Radeon (gfx1030)"),
     ],
 )
@@ -112,7 +116,9 @@ def test_a_card_that_is_not_used_does_not_decide_the_precision():
     cards = (gpu(0), gpu(1, architecture="7.5"))
     recipe = wish(training={"bf16": True}, launch={"num_processes": 1})
     assert plan(recipe, machine(cards=cards)).strategy.mixed_precision == "bf16"
-    assert plan(wish(training={"bf16": True}), machine(cards=cards)).strategy.mixed_precision == "fp16"
+    assert (
+        plan(wish(training={"bf16": True}), machine(cards=cards)).strategy.mixed_precision == "fp16"
+    )
 
 
 @pytest.mark.parametrize("card", [gpu(architecture="7.5"), radeon("gfx1201")])
@@ -128,7 +134,9 @@ def test_tf32_on_ampere_is_taken():
 def command(card: Gpu, environ: dict[str, str]) -> Command:
     on = machine(cards=(card,))
     run = RunDir(Path("/house/runs/wish/1"))
-    return render_command.command(plan(on=on), on, run, run.attempt(1), House(Path("/house")), environ)
+    return render_command.command(
+        plan(on=on), on, run, run.attempt(1), House(Path("/house")), environ
+    )
 
 
 def notes(*gfx: str) -> list[str]:
@@ -147,7 +155,9 @@ def test_the_variable_of_the_user_is_obeyed():
     assert command(radeon("gfx1200"), given).env[architectures.ALLOW_EXPERIMENTAL] == "0"
 
 
-@pytest.mark.parametrize("card", [radeon("gfx1201"), radeon("gfx1100"), radeon("gfx1030"), radeon(""), gpu()])
+@pytest.mark.parametrize(
+    "card", [radeon("gfx1201"), radeon("gfx1100"), radeon("gfx1030"), radeon(""), gpu()]
+)
 def test_a_card_whose_kernels_are_not_experimental_gets_no_variable(card):
     assert architectures.ALLOW_EXPERIMENTAL not in command(card, {}).env
 
@@ -163,6 +173,8 @@ def test_nothing_of_it_is_done_or_said_on_the_cpu():
     on = machine(cards=(radeon("gfx1200"),))
     chosen = plan(wish(launch={"mode": "cpu"}), on)
     run = RunDir(Path("/house/runs/wish/1"))
-    made = render_command.command(chosen, on, run, run.attempt(1), House(Path("/house")), os.environ)
+    made = render_command.command(
+        chosen, on, run, run.attempt(1), House(Path("/house")), os.environ
+    )
     assert not any("attention" in line for line in chosen.why)
     assert architectures.ALLOW_EXPERIMENTAL not in made.env

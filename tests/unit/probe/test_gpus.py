@@ -1,14 +1,15 @@
 """The GPUs as gpus.py finds them. Fakes are captured outputs, environments and programs on PATH.
 
-tests/data/rocm-smi-*.txt: the RX 7900 XT is as posted in github.com/marimo-team/marimo/issues/9237; the other two are
-that tool's JSON spelling of the CSV posted in mudler/LocalAI/pull/7761 and easybuilders/easybuild-framework/pull/3978,
-unique ids made up and, for the MI100, the VRAM sizes.
+tests/data/rocm-smi-*.txt: the RX 7900 XT is as posted in github.com/marimo-team/marimo/issues/9237;
+the other two are that tool's JSON spelling of the CSV posted in mudler/LocalAI/pull/7761 and
+easybuilders/easybuild-framework/pull/3978, unique ids made up and, for the MI100, the VRAM sizes.
 
-tests/data/amd-smi-*.txt are cut to the sections that are asked for. The RX 6600 is as posted in notes on a fan control
-script (an older amd-smi: a plain list, no gfx name), the RX 7800 XT as in github.com/nathaninline/ajean/issues/39,
-`metric` of two 32 GB cards as in the tests of a Rust parser of amd-smi; `static` of those two is that spelling with the
-R9700's names and gfx1201, serials made up. tests/data/fake_amdsmi/ answers what AMD's amdsmi prints for an RX 9070 XT
-in the guide to its own unit tests.
+tests/data/amd-smi-*.txt are cut to the sections that are asked for. The RX 6600 is as posted in
+notes on a fan control script (an older amd-smi: a plain list, no gfx name), the RX 7800 XT as in
+github.com/nathaninline/ajean/issues/39, `metric` of two 32 GB cards as in the tests of a Rust
+parser of amd-smi; `static` of those two is that spelling with the R9700's names and gfx1201,
+serials made up. tests/data/fake_amdsmi/ answers what AMD's amdsmi prints for an RX 9070 XT in the
+guide to its own unit tests.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ DATA = Path(__file__).parents[2] / "data"
 
 
 def rocm_smi_program(folder: Path, script: str, name: str = "rocm-smi") -> dict[str, str]:
-    """An environment whose only extra program is a rocm-smi (or other) that runs this shell script."""
+    """An environment whose only extra program is a rocm-smi (or other) that runs this shell
+    script."""
     program = folder / name
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
@@ -62,7 +64,9 @@ def listed(*uuids: str) -> list[tuple[str, Gpu]]:
         ("GPU-dddd", []),
     ],
 )
-def test_cuda_visible_devices_selects_in_its_own_order_and_ends_at_the_first_stranger(value, indices):
+def test_cuda_visible_devices_selects_in_its_own_order_and_ends_at_the_first_stranger(
+    value, indices
+):
     chosen, said = gpus.visible(listed("GPU-aaaa-1", "GPU-bbbb-2", "GPU-cccc-3"), value)
     assert [gpu.index for _, gpu in chosen] == indices
     assert said.startswith(f"leaves {len(indices)} of 3")
@@ -78,7 +82,9 @@ def test_an_empty_cuda_visible_devices_hides_every_gpu_and_says_so(tmp_path):
 def test_rocm_6_spelling_is_parsed():
     ((_, gpu),) = gpus.parse_rocm_smi((DATA / "rocm-smi-6-rx7900xt.txt").read_text())
     free_bytes = 21_458_059_264 - 27_856_896
-    assert gpu == Gpu(0, "Radeon RX 7900 XT", "amd", 21_458_059_264, free_bytes, "gfx1100", "", "rocm-smi card0")
+    assert gpu == Gpu(
+        0, "Radeon RX 7900 XT", "amd", 21_458_059_264, free_bytes, "gfx1100", "", "rocm-smi card0"
+    )
 
 
 def test_rocm_5_spelling_is_parsed():
@@ -115,22 +121,31 @@ def test_the_rocm_smi_on_path_is_asked(tmp_path):
         ({"HIP_VISIBLE_DEVICES": "1"}, [(1, "card1")]),
         ({"CUDA_VISIBLE_DEVICES": "1"}, [(1, "card1")]),
         ({"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "1"}, [(0, "card0")]),
-        ({"ROCR_VISIBLE_DEVICES": "GPU-01c27d29e3b0a54e"}, [(0, "card1")]),  # HIP counts what ROCR left
+        # HIP counts what ROCR left
+        ({"ROCR_VISIBLE_DEVICES": "GPU-01c27d29e3b0a54e"}, [(0, "card1")]),
         ({"ROCR_VISIBLE_DEVICES": "1,0"}, [(0, "card1"), (1, "card0")]),
         ({"ROCR_VISIBLE_DEVICES": "1,0", "HIP_VISIBLE_DEVICES": "0"}, [(0, "card1")]),
         ({"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "1"}, []),
     ],
 )
-def test_amd_gpus_are_selected_as_rocr_and_then_hip_do_and_numbered_as_hip_does(tmp_path, env, cards):
-    found, reason = gpus.usable(rocm_smi_program(tmp_path, f"cat '{DATA / 'rocm-smi-5-2xmi100.txt'}'") | env)
+def test_amd_gpus_are_selected_as_rocr_and_then_hip_do_and_numbered_as_hip_does(
+    tmp_path, env, cards
+):
+    found, reason = gpus.usable(
+        rocm_smi_program(tmp_path, f"cat '{DATA / 'rocm-smi-5-2xmi100.txt'}'") | env
+    )
     if found and found[0].vendor == "nvidia":
         pytest.skip("an NVIDIA GPU is here and goes first")
-    assert [(gpu.index, gpu.reason) for gpu in found] == [(index, f"rocm-smi {card}") for index, card in cards]
+    assert [(gpu.index, gpu.reason) for gpu in found] == [
+        (index, f"rocm-smi {card}") for index, card in cards
+    ]
     assert ("_VISIBLE_DEVICES=" in reason) == bool(env)
 
 
 def test_graphics_built_into_the_processor_is_left_out_and_named(tmp_path):
-    found, reason = gpus.usable(rocm_smi_program(tmp_path, f"cat '{DATA / 'rocm-smi-6-rx6800-and-igpu.txt'}'"))
+    found, reason = gpus.usable(
+        rocm_smi_program(tmp_path, f"cat '{DATA / 'rocm-smi-6-rx6800-and-igpu.txt'}'")
+    )
     if found and found[0].vendor == "nvidia":
         pytest.skip("an NVIDIA GPU is here and goes first")
     assert [gpu.architecture for gpu in found] == ["gfx1030"]
@@ -222,14 +237,18 @@ def test_warnings_of_amd_smi_are_skipped_and_its_serial_is_the_uuid():
     assert (uuid, gpu.architecture, gpu.total_bytes) == ("GPU-4162405e51bb99b0", "gfx1101", 0)
 
 
-@pytest.mark.parametrize("text", ["", "no GPUs", "{}", '{"gpu_data": 3}', '[{"asic": {}}]', "[1]", "[{"])
+@pytest.mark.parametrize(
+    "text", ["", "no GPUs", "{}", '{"gpu_data": 3}', '[{"asic": {}}]', "[1]", "[{"]
+)
 def test_what_amd_smi_does_not_print_is_an_error(text):
     with pytest.raises(ValueError, match=r"Expecting|expected"):
         gpus.parse_amd_smi(text, "[]")
 
 
 def test_an_amd_smi_that_fails_is_a_reason(tmp_path):
-    env = rocm_smi_program(tmp_path, "echo 'AMDSMI_STATUS_DRIVER_NOT_LOADED' >&2; exit 255", "amd-smi")
+    env = rocm_smi_program(
+        tmp_path, "echo 'AMDSMI_STATUS_DRIVER_NOT_LOADED' >&2; exit 255", "amd-smi"
+    )
     pairs, reason = gpus.amd_smi(env)
     assert pairs == []
     assert "exited with 255 and printed no list of GPUs" in reason
@@ -240,7 +259,18 @@ def test_the_amdsmi_library_goes_first(tmp_path):
     code = "import os; from launch.probe import gpus; print(gpus._amd(os.environ))"
     env = rocm_smi_program(tmp_path, f"cat '{DATA / 'rocm-smi-6-rx7900xt.txt'}'")
     env |= {"PYTHONPATH": f"{DATA / 'fake_amdsmi'}{os.pathsep}{DATA.parents[1]}"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
     serial = "GPU-ce5d239fe548af74"
-    gpu = Gpu(0, "AMD Radeon RX 9070 XT", "amd", 16_304 << 20, 16_000 << 20, "gfx1201", "6.14.14", "amdsmi 0")
+    gpu = Gpu(
+        0,
+        "AMD Radeon RX 9070 XT",
+        "amd",
+        16_304 << 20,
+        16_000 << 20,
+        "gfx1201",
+        "6.14.14",
+        "amdsmi 0",
+    )
     assert done.stdout.strip() == str(([(serial, gpu)], "amdsmi lists 1"))

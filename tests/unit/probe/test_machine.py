@@ -21,8 +21,11 @@ V1_MOUNT = "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,me
 V1_CPU_MOUNT = "36 31 0:33 / /sys/fs/cgroup/cpu,cpuacct rw,relatime - cgroup cgroup rw,cpu,cpuacct"
 
 
-def tree(root: Path, mounts: list[str], own: list[str], files: dict[str, str | int], total_gib: int = 64) -> Path:
-    """A root folder with /proc for these mounts and this /proc/self/cgroup; `files` are below /sys/fs/cgroup."""
+def tree(
+    root: Path, mounts: list[str], own: list[str], files: dict[str, str | int], total_gib: int = 64
+) -> Path:
+    """A root folder with /proc for these mounts and this /proc/self/cgroup; `files` are below
+    /sys/fs/cgroup."""
     total_kib = total_gib << 20
     meminfo = [
         f"MemTotal: {total_kib} kB",
@@ -46,13 +49,17 @@ def limit(root: Path, env: dict[str, str] | None = None) -> tuple[int, str]:
     return min(probe_machine.host_limits(root, env or {}))
 
 
-# ---- host memory ----------------------------------------------------------------------------------------------------
+# ---- host memory
+# ---------------------------------------------------------------------------
 
 
 def test_without_any_cap_the_limit_is_memtotal(tmp_path):
     root = tree(tmp_path, [V2_MOUNT], ["0::/"], {})
     assert limit(root) == (64 * GIB, "MemTotal in /proc/meminfo = 64.0 GiB")
-    assert probe_machine.host_available(root, {}) == (32 * GIB, "MemAvailable in /proc/meminfo = 32.0 GiB")
+    assert probe_machine.host_available(root, {}) == (
+        32 * GIB,
+        "MemAvailable in /proc/meminfo = 32.0 GiB",
+    )
 
 
 def test_a_v2_ancestor_with_the_smallest_limit_binds(tmp_path):
@@ -63,7 +70,8 @@ def test_a_v2_ancestor_with_the_smallest_limit_binds(tmp_path):
     }
     root = tree(tmp_path, [V2_MOUNT], ["0::/user.slice/job/step"], files)
     assert limit(root) == (8 * GIB, "/sys/fs/cgroup/user.slice/memory.max = 8.0 GiB")
-    assert len(probe_machine.host_limits(root, {})) == 3  # MemTotal and the two folders that have a number
+    # MemTotal and the two folders that have a number
+    assert len(probe_machine.host_limits(root, {})) == 3
 
 
 def test_v2_memory_high_is_a_limit_too(tmp_path):
@@ -80,7 +88,10 @@ def test_a_v1_limit_binds_and_its_word_for_unlimited_does_not(tmp_path):
     }
     own = ["4:memory:/slurm/job_7", "1:cpu,cpuacct:/elsewhere"]
     root = tree(tmp_path, [V1_MOUNT], own, files)
-    assert limit(root) == (4 * GIB, "/sys/fs/cgroup/memory/slurm/job_7/memory.limit_in_bytes = 4.0 GiB")
+    assert limit(root) == (
+        4 * GIB,
+        "/sys/fs/cgroup/memory/slurm/job_7/memory.limit_in_bytes = 4.0 GiB",
+    )
     assert len(probe_machine.host_limits(root, {})) == 2
 
 
@@ -92,13 +103,19 @@ def test_no_page_size_makes_unlimited_a_number(tmp_path, unlimited):
 
 def test_in_a_hybrid_both_hierarchies_are_read(tmp_path):
     mounts = [V1_MOUNT, "41 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw"]
-    files: dict[str, str | int] = {"memory/a/memory.limit_in_bytes": 5 * GIB, "unified/b/memory.max": 3 * GIB}
-    root = tree(tmp_path, mounts, ["4:memory:/a", "2:cpuacct:/z", "1:name=systemd:/b", "0::/b"], files)
+    files: dict[str, str | int] = {
+        "memory/a/memory.limit_in_bytes": 5 * GIB,
+        "unified/b/memory.max": 3 * GIB,
+    }
+    root = tree(
+        tmp_path, mounts, ["4:memory:/a", "2:cpuacct:/z", "1:name=systemd:/b", "0::/b"], files
+    )
     assert [cap for cap, _ in probe_machine.host_limits(root, {})] == [64 * GIB, 5 * GIB, 3 * GIB]
 
 
 def test_a_container_that_mounts_its_own_part_of_the_tree_is_found_there(tmp_path):
-    # docker with the host's cgroup namespace: /proc/self/cgroup shows the host's path, the mount only what is below it
+    # docker with the host's cgroup namespace: /proc/self/cgroup shows the host's path, the mount
+    # only what is below it
     mount = "35 31 0:32 /docker/abc /sys/fs/cgroup/memory ro,relatime - cgroup cgroup rw,memory"
     files: dict[str, str | int] = {
         "memory/memory.limit_in_bytes": 2 * GIB,
@@ -122,17 +139,34 @@ def test_a_mount_point_with_a_space_is_unescaped(tmp_path):
 
 
 def test_page_cache_counts_as_free_in_v2(tmp_path):
-    stat = f"anon {GIB}\nfile {6 * GIB}\nshmem {GIB}\nslab_unreclaimable 0\nslab_reclaimable {GIB}\nsock 0"
-    files: dict[str, str | int] = {"job/memory.max": 8 * GIB, "job/memory.current": 8 * GIB, "job/memory.stat": stat}
-    available, reason = probe_machine.host_available(tree(tmp_path, [V2_MOUNT], ["0::/job"], files), {})
+    stat = (
+        f"anon {GIB}\nfile {6 * GIB}\nshmem {GIB}\nslab_unreclaimable 0\nslab_reclaimable"
+        f" {GIB}\nsock 0"
+    )
+    files: dict[str, str | int] = {
+        "job/memory.max": 8 * GIB,
+        "job/memory.current": 8 * GIB,
+        "job/memory.stat": stat,
+    }
+    available, reason = probe_machine.host_available(
+        tree(tmp_path, [V2_MOUNT], ["0::/job"], files), {}
+    )
     assert available == 6 * GIB
-    assert reason == "/sys/fs/cgroup/job/memory.max = 8.0 GiB less 2.0 GiB in use that cannot be reclaimed"
+    assert (
+        reason
+        == "/sys/fs/cgroup/job/memory.max = 8.0 GiB less 2.0 GiB in use that cannot be reclaimed"
+    )
 
 
 def test_page_cache_counts_as_free_in_v1(tmp_path):
     stat = f"cache 1\nrss 1\ntotal_cache {3 * GIB}\ntotal_rss {GIB}\ntotal_shmem {GIB}"
-    files: dict[str, str | int] = {"memory/job/memory.limit_in_bytes": 4 * GIB, "memory/job/memory.stat": stat}
-    available, _ = probe_machine.host_available(tree(tmp_path, [V1_MOUNT], ["4:memory:/job"], files), {})
+    files: dict[str, str | int] = {
+        "memory/job/memory.limit_in_bytes": 4 * GIB,
+        "memory/job/memory.stat": stat,
+    }
+    available, _ = probe_machine.host_available(
+        tree(tmp_path, [V1_MOUNT], ["4:memory:/job"], files), {}
+    )
     assert available == 2 * GIB
 
 
@@ -161,8 +195,16 @@ def test_a_cgroup_over_its_soft_limit_has_nothing_available_rather_than_less(tmp
         ({"SLURM_MEM_PER_NODE": "8G"}, 8, "SLURM_MEM_PER_NODE"),
         ({"SLURM_MEM_PER_NODE": "8388608K"}, 8, "SLURM_MEM_PER_NODE"),
         ({"SLURM_MEM_PER_NODE": "4096m"}, 4, "SLURM_MEM_PER_NODE"),
-        ({"SLURM_MEM_PER_CPU": "2048", "SLURM_CPUS_ON_NODE": "3"}, 6, "SLURM_MEM_PER_CPU x SLURM_CPUS_ON_NODE"),
-        ({"SLURM_MEM_PER_GPU": "20G", "SLURM_GPUS_ON_NODE": "2"}, 40, "SLURM_MEM_PER_GPU x SLURM_GPUS_ON_NODE"),
+        (
+            {"SLURM_MEM_PER_CPU": "2048", "SLURM_CPUS_ON_NODE": "3"},
+            6,
+            "SLURM_MEM_PER_CPU x SLURM_CPUS_ON_NODE",
+        ),
+        (
+            {"SLURM_MEM_PER_GPU": "20G", "SLURM_GPUS_ON_NODE": "2"},
+            40,
+            "SLURM_MEM_PER_GPU x SLURM_GPUS_ON_NODE",
+        ),
         ({"SLURM_MEM_PER_NODE": "1T"}, 64, "MemTotal in /proc/meminfo"),
         (
             {"SLURM_MEM_PER_NODE": "0", "SLURM_MEM_PER_CPU": "0", "SLURM_CPUS_ON_NODE": "4"},
@@ -191,21 +233,28 @@ def test_a_system_without_proc_is_named(tmp_path):
 
 
 def test_oom_kills_are_read_from_the_nearest_cgroup_that_counts_them(tmp_path):
-    files: dict[str, str | int] = {"a/memory.events": "low 0\nmax 9\noom 4\noom_kill 3\noom_group_kill 0", "a/b/x": 0}
+    files: dict[str, str | int] = {
+        "a/memory.events": "low 0\nmax 9\noom 4\noom_kill 3\noom_group_kill 0",
+        "a/b/x": 0,
+    }
     assert probe_machine.oom_kills(tree(tmp_path / "v2", [V2_MOUNT], ["0::/a/b"], files)) == 3
     files = {"memory/a/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2"}
     assert probe_machine.oom_kills(tree(tmp_path / "v1", [V1_MOUNT], ["4:memory:/a"], files)) == 2
     assert probe_machine.oom_kills(tree(tmp_path / "none", [V2_MOUNT], ["0::/"], {})) == 0
 
 
-# ---- CPUs, /dev/shm, disk -------------------------------------------------------------------------------------------
+# ---- CPUs, /dev/shm, disk
+# ---------------------------------------------------------------------------
 
 
 def test_a_cpu_quota_of_an_ancestor_binds_and_is_rounded_up(tmp_path):
     files: dict[str, str | int] = {"job/cpu.max": "50000 100000", "job/step/cpu.max": "max 100000"}
     count, reason = probe_machine.cpus(tree(tmp_path, [V2_MOUNT], ["0::/job/step"], files), {})
     assert count == 1
-    assert len(os.sched_getaffinity(0)) == 1 or reason == "/sys/fs/cgroup/job/cpu.max = 50000 of 100000 us"
+    assert (
+        len(os.sched_getaffinity(0)) == 1
+        or reason == "/sys/fs/cgroup/job/cpu.max = 50000 of 100000 us"
+    )
 
 
 def test_a_v1_cpu_quota_binds_and_minus_one_does_not(tmp_path):
@@ -233,12 +282,15 @@ def test_an_absent_dev_shm_is_zero_with_the_reason(tmp_path):
 
 
 def test_the_disk_is_that_of_the_nearest_folder_that_exists(tmp_path):
-    machine = probe_machine.machine(tree(tmp_path, [], [], {}), {}, run_dir=tmp_path / "runs/not/yet")
+    machine = probe_machine.machine(
+        tree(tmp_path, [], [], {}), {}, run_dir=tmp_path / "runs/not/yet"
+    )
     assert machine.disk_free_bytes > 0
     assert machine.disk_reason == f"free to this user at {tmp_path}"
 
 
-# ---- the whole machine ----------------------------------------------------------------------------------------------
+# ---- the whole machine
+# ---------------------------------------------------------------------------
 
 
 def test_this_machine_is_probed_with_a_reason_beside_each_fact(tmp_path):
@@ -264,12 +316,17 @@ def test_the_environment_of_this_process_is_the_default(tmp_path, monkeypatch):
 
 def test_describe_says_each_fact_in_gib_with_its_reason():
     lines = probe_machine.describe(probe_machine.described(MACHINES / "2x3080-20g-16g.yaml"))
-    assert lines[1] == "GPU 0: NVIDIA GeForce RTX 3080, 19.6 GiB free of 20.0 GiB, 8.6, driver 550.54.15 (described)"
+    assert (
+        lines[1]
+        == "GPU 0: NVIDIA GeForce RTX 3080, 19.6 GiB free of 20.0 GiB, 8.6, driver 550.54.15"
+        " (described)"
+    )
     assert "host memory available: 7.0 GiB (described)" in lines
     assert len(lines) == 9
 
 
-# ---- described machines ---------------------------------------------------------------------------------------------
+# ---- described machines
+# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -289,7 +346,11 @@ def test_each_described_machine_loads(name, gpus, vram_gib, architecture, host_g
     assert machine.host_limit_bytes == host_gib * GIB
     assert machine.host_available_bytes < machine.host_limit_bytes
     for index, gpu in enumerate(machine.gpus):
-        assert (gpu.index, gpu.total_bytes, gpu.architecture) == (index, int(vram_gib * GIB), architecture)
+        assert (gpu.index, gpu.total_bytes, gpu.architecture) == (
+            index,
+            int(vram_gib * GIB),
+            architecture,
+        )
         assert gpu.free_bytes < gpu.total_bytes
 
 
@@ -315,10 +376,26 @@ def test_every_file_in_configs_machines_loads():
         ("vendor: nvidia", "vendor: intel", "gpus[0].vendor is 'intel'; expected nvidia or amd"),
         ("cpu_count: 8", "cpu_count: 8.5", "cpu_count is 8.5; expected a whole number"),
         ("cpu_count: 8", "cpu_count: yes", "cpu_count is True; expected a whole number"),
-        ("host_limit_gib: 16.0", "host_limit_gib: 16G", "host_limit_gib is '16G'; expected a size in GiB"),
-        ("host_limit_gib: 16.0", "host_limit_gib: -1", "host_limit_gib is -1; expected a size in GiB"),
-        ("host_limit_gib: 16.0", "host_limit_gib: .nan", "host_limit_gib is nan; expected a size in GiB"),
-        ("host_limit_gib: 16.0", "host_limit_gib: .inf", "host_limit_gib is inf; expected a size in GiB"),
+        (
+            "host_limit_gib: 16.0",
+            "host_limit_gib: 16G",
+            "host_limit_gib is '16G'; expected a size in GiB",
+        ),
+        (
+            "host_limit_gib: 16.0",
+            "host_limit_gib: -1",
+            "host_limit_gib is -1; expected a size in GiB",
+        ),
+        (
+            "host_limit_gib: 16.0",
+            "host_limit_gib: .nan",
+            "host_limit_gib is nan; expected a size in GiB",
+        ),
+        (
+            "host_limit_gib: 16.0",
+            "host_limit_gib: .inf",
+            "host_limit_gib is inf; expected a size in GiB",
+        ),
         ("  - index: 0", "  - 3\n  - index: 0", "gpus[0] is not a mapping"),
         ("name: 2x", "name: [", "not YAML"),
     ],

@@ -1,4 +1,5 @@
-"""Which interface leads to the meeting place, before anything starts. The rest runs on two hosts in tests/modes."""
+"""Which interface leads to the meeting place, before anything starts. The rest runs on two hosts in
+tests/modes."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from tests.builders import plan, wish
 
 def located(ip: str, machine_rank: int = 0, **launch: object):
     return network.located(
-        plan(wish(launch={"nodes": 2, "main_process_ip": ip, "machine_rank": machine_rank, **launch}))
+        plan(
+            wish(launch={"nodes": 2, "main_process_ip": ip, "machine_rank": machine_rank, **launch})
+        )
     )
 
 

@@ -15,8 +15,12 @@ from tests.builders import CODE, gpu
 pytestmark = pytest.mark.unit
 
 CU130 = TorchBuild("2.13.0+cu130", cuda="13.0", architectures=tuple(cards.CU130.split()))
-ROCM = TorchBuild("2.13.0+rocm7.2", hip="7.2.1", architectures=tuple(torch_build.ROCM_BUILD.split()))
-on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the builds for aarch64 serve other cards")
+ROCM = TorchBuild(
+    "2.13.0+rocm7.2", hip="7.2.1", architectures=tuple(torch_build.ROCM_BUILD.split())
+)
+on_x86 = pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="the builds for aarch64 serve other cards"
+)
 
 
 @pytest.mark.parametrize(
@@ -74,12 +78,26 @@ def test_a_driver_of_the_same_major_version_or_a_newer_one_serves_a_build(driver
         (ROCM, gpu(), "13.0", "it is a build for AMD cards", "cu130"),
         (ROCM, gpu(), "12.4", "it is a build for AMD cards", "cu126"),
         (TorchBuild("2.13.0+cpu"), gpu(), "13.0", "it is a build for CPUs", "cu130"),
-        (CU130, gpu(vendor="amd", architecture="gfx1100"), "", "it is a build for NVIDIA cards", "rocm"),
-        (TorchBuild("2.13.0+cpu"), gpu(vendor="amd", architecture="gfx90a:sramecc+:xnack-"), "", "for CPUs", "rocm"),
+        (
+            CU130,
+            gpu(vendor="amd", architecture="gfx1100"),
+            "",
+            "it is a build for NVIDIA cards",
+            "rocm",
+        ),
+        (
+            TorchBuild("2.13.0+cpu"),
+            gpu(vendor="amd", architecture="gfx90a:sramecc+:xnack-"),
+            "",
+            "for CPUs",
+            "rocm",
+        ),
         (TorchBuild("2.13.0+cpu"), gpu(vendor="amd", architecture=""), "", "for CPUs", "rocm"),
     ],
 )
-def test_the_build_that_serves_the_card_is_named_with_the_line_that_installs_it(build, card, driver, said, name):
+def test_the_build_that_serves_the_card_is_named_with_the_line_that_installs_it(
+    build, card, driver, said, name
+):
     message = torch_build.refusal(build, [card], driver, {})
     assert message.startswith(f"torch {build.version} cannot use RTX 3080 (GPU 0, ")
     assert said in message
@@ -93,9 +111,14 @@ def test_the_build_that_serves_the_card_is_named_with_the_line_that_installs_it(
 @pytest.mark.parametrize(
     ("card", "driver", "said"),
     [
-        (gpu(architecture="12.0"), "12.8", "fix: update the NVIDIA driver to 580 or newer, then "),  # no cu126 for it
+        # no cu126 for it
+        (gpu(architecture="12.0"), "12.8", "fix: update the NVIDIA driver to 580 or newer, then "),
         (gpu(architecture="6.1"), "11.4", "fix: update the NVIDIA driver to 525 or newer, then "),
-        (gpu(architecture="3.7"), "11.4", "no build of torch 2.13 has kernels for it; train on the CPU"),
+        (
+            gpu(architecture="3.7"),
+            "11.4",
+            "no build of torch 2.13 has kernels for it; train on the CPU",
+        ),
     ],
 )
 def test_where_no_build_goes_with_card_and_driver_what_else_helps_is_said(card, driver, said):
@@ -104,7 +127,9 @@ def test_where_no_build_goes_with_card_and_driver_what_else_helps_is_said(card, 
 
 @on_x86
 def test_of_cards_that_no_one_build_serves_the_user_is_told_to_leave_some_out():
-    message = torch_build.refusal(CU130, [gpu(0, architecture="12.0"), gpu(1, architecture="7.0")], "13.0", {})
+    message = torch_build.refusal(
+        CU130, [gpu(0, architecture="12.0"), gpu(1, architecture="7.0")], "13.0", {}
+    )
     assert "(GPU 1, 7.0)" in message
     assert "leave some out with CUDA_VISIBLE_DEVICES" in message
     assert "cu126" in message
@@ -134,7 +159,9 @@ def test_nothing_is_refused_without_a_card_or_without_torch():
         ("2.13.0+cpu", "", "", ""),
     ],
 )
-def test_a_build_is_read_from_its_folder_without_an_import(tmp_path, version, cuda, hip, architectures):
+def test_a_build_is_read_from_its_folder_without_an_import(
+    tmp_path, version, cuda, hip, architectures
+):
     folder = cards.torch(tmp_path, version, cuda, hip, architectures) / "torch"
     assert torch_build.read(folder) == TorchBuild(version, cuda, hip, tuple(architectures.split()))
     (folder / "lib" / "libtorch_python.so").write_bytes(b"")

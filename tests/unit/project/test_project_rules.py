@@ -1,4 +1,5 @@
-"""What holds for every module of launch/ and training/, and for every recipe on every described machine."""
+"""What holds for every module of launch/ and training/, and for every recipe on every described
+machine."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "datasets", "numpy"
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A house of its own with the sample data, which the first recipe that asks for it has written."""
+    """A house of its own with the sample data, which the first recipe that asks for it has
+    written."""
     root = tmp_path_factory.mktemp("a house")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOWMEM_ROOT", str(root))
@@ -34,14 +36,26 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield root
 
 
-LAYERS = {  # folders (and modules beside them) from the bottom up: each imports what stands before it
+# folders (and modules beside them) from the bottom up: each imports what stands before it
+LAYERS = {
     "launch": (
         *("schema", "base", "probe", "data", "predict", "recipe", "plan"),
         *("run_folder", "render", "supervise", "report", "commands", "__main__"),
     ),
-    "training": ("checkpoints", "control", "data", "model", "engines", "loop", "run", "trace", "children"),
+    "training": (
+        "checkpoints",
+        "control",
+        "data",
+        "model",
+        "engines",
+        "loop",
+        "run",
+        "trace",
+        "children",
+    ),
 }
-OF_BOTH_SIDES = {"base", "data", "run_folder", "schema"}  # folders of launch/ that training/ imports
+# folders of launch/ that training/ imports
+OF_BOTH_SIDES = {"base", "data", "run_folder", "schema"}
 MOST_MODULES = 15  # of a folder
 
 
@@ -57,7 +71,8 @@ def name_of(source: Path) -> str:
 
 
 def modules_used(source: Path) -> set[str]:
-    """launch.base.errors, training.data.encode, torch, ...: each module that a file imports, wherever in it."""
+    """launch.base.errors, training.data.encode, torch, ...: each module that a file imports,
+    wherever in it."""
     used: set[str] = set()
     for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -69,14 +84,18 @@ def modules_used(source: Path) -> set[str]:
 
 
 def test_every_module_of_launch_imports_without_the_heavy_libraries():
-    modules = [name for path in sources("launch") if not (name := name_of(path)).endswith("__main__")]
+    modules = [
+        name for path in sources("launch") if not (name := name_of(path)).endswith("__main__")
+    ]
     code = f"""
 import importlib, sys
 for module in {modules}:
     importlib.import_module(module)
 print(*{{name.partition(".")[0] for name in sys.modules}})
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert not HEAVY & set(done.stdout.split())
 
 
@@ -104,42 +123,66 @@ def test_no_folder_holds_more_modules_than_a_reader_can_survey():
     assert {str(folder): count for folder, count in modules.items() if count > MOST_MODULES} == {}
 
 
-# Loaders that cannot run a folder's code: peft has no such option, the quantizer is handed a configuration in memory
-CODELESS = {"PeftModel": "local_files_only", "PeftConfig": "local_files_only", "AutoHfQuantizer": None}
+# Loaders that cannot run a folder's code: peft has no such option, the quantizer is handed a
+# configuration in memory
+CODELESS = {
+    "PeftModel": "local_files_only",
+    "PeftConfig": "local_files_only",
+    "AutoHfQuantizer": None,
+}
 RUNS_CODE = {"pipeline", "get_class_from_dynamic_module", "load_custom_generate", "AutoPeftModel"}
 
 
 def calls_that_may_run_a_folders_code(source: Path) -> list[str]:
-    """file:line of each from_pretrained() and from_config() that does not rule out code and downloads in so many words,
-    of each that hides behind another name, and of what runs a folder's code by itself."""
+    """file:line of each from_pretrained() and from_config() that does not rule out code and
+    downloads in so many words, of each that hides behind another name, and of what runs a folder's
+    code by itself."""
     found = []
     nodes = list(ast.walk(ast.parse(source.read_text(encoding="utf-8"))))
     called = {id(node.func): node for node in nodes if isinstance(node, ast.Call)}
     for node in nodes:
         where = f"{source.name}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
-            found += [where] if not (isinstance(node.value, ast.Constant) and node.value.value is False) else []
+            found += (
+                [where]
+                if not (isinstance(node.value, ast.Constant) and node.value.value is False)
+                else []
+            )
         if isinstance(node, ast.Name | ast.alias):
             name = node.id if isinstance(node, ast.Name) else node.name
             found += [where] if name in RUNS_CODE or name == "from_pretrained" else []
-        if not isinstance(node, ast.Attribute) or node.attr not in ("from_pretrained", "from_config"):
+        if not isinstance(node, ast.Attribute) or node.attr not in (
+            "from_pretrained",
+            "from_config",
+        ):
             continue
         owner = node.value.id if isinstance(node.value, ast.Name) else ""
-        wanted = {"trust_remote_code": False} | ({"local_files_only": True} if node.attr == "from_pretrained" else {})
+        wanted = {"trust_remote_code": False} | (
+            {"local_files_only": True} if node.attr == "from_pretrained" else {}
+        )
         if owner in CODELESS:
             wanted = {CODELESS[owner]: True} if CODELESS[owner] else {}
         call = called.get(id(node))
         keywords = call.keywords if call else []
-        said = {word.arg: word.value.value for word in keywords if isinstance(word.value, ast.Constant)}
+        said = {
+            word.arg: word.value.value for word in keywords if isinstance(word.value, ast.Constant)
+        }
         if call is None or any(said.get(name) is not value for name, value in wanted.items()):
             found.append(where)
     return found
 
 
 def test_no_loader_of_folders_may_run_their_code_or_download():
-    files = [*sources("launch", "training"), *(ROOT / "scripts").glob("*.py"), ROOT / "train_low_mem.py"]
-    loaders = [path.name for path in files if ".from_pretrained(" in path.read_text(encoding="utf-8")]
-    assert {"build.py", "tokenizer.py", "merge.py", "chat.py"} <= set(loaders)  # else the test looks past them
+    files = [
+        *sources("launch", "training"),
+        *(ROOT / "scripts").glob("*.py"),
+        ROOT / "train_low_mem.py",
+    ]
+    loaders = [
+        path.name for path in files if ".from_pretrained(" in path.read_text(encoding="utf-8")
+    ]
+    # else the test looks past them
+    assert {"build.py", "tokenizer.py", "merge.py", "chat.py"} <= set(loaders)
     assert [line for file in files for line in calls_that_may_run_a_folders_code(file)] == []
 
 

@@ -1,4 +1,5 @@
-"""The A5000 guide's YAML as a recipe: every key of it means something here, or is refused with what does."""
+"""The A5000 guide's YAML as a recipe: every key of it means something here, or is refused with what
+does."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ training:
   warmup_ratio: 0.1
   optim: "adamw_torch_fused"
   max_seq_length: 2048
-lora: {r: 32, lora_alpha: 64, lora_dropout: 0.05, bias: none, task_type: CAUSAL_LM, target_modules: [q_proj, v_proj]}
+lora: {r: 32, lora_alpha: 64, lora_dropout: 0.05, bias: none, task_type: CAUSAL_LM,
+       target_modules: [q_proj, v_proj]}
 quantization: {use_4bit: false}
 environment:
   dataloader_num_workers: 8
@@ -58,12 +60,27 @@ def test_the_guides_keys_become_the_recipes(read, tmp_path):
     assert (recipe.model.shape, recipe.model.dtype) == ("qwen1.5-7b", "bfloat16")
     assert (recipe.data.train_file, recipe.data.max_length) == (str(tmp_path / "a.jsonl"), 2048)
     assert (training.per_device_train_batch_size, training.per_device_eval_batch_size) == (6, 12)
-    assert (training.gradient_accumulation_steps, training.learning_rate, training.warmup_steps) == (3, 3e-5, 0.1)
-    assert (training.lr_scheduler_type, training.optim, training.bf16) == ("cosine", "adamw_torch_fused", True)
+    assert (
+        training.gradient_accumulation_steps,
+        training.learning_rate,
+        training.warmup_steps,
+    ) == (3, 3e-5, 0.1)
+    assert (training.lr_scheduler_type, training.optim, training.bf16) == (
+        "cosine",
+        "adamw_torch_fused",
+        True,
+    )
     assert (training.dataloader_num_workers, training.extras["torch_compile"]) == (8, True)
-    assert training.gradient_checkpointing is False and "gradient_checkpointing" in training.model_fields_set
+    assert (
+        training.gradient_checkpointing is False
+        and "gradient_checkpointing" in training.model_fields_set
+    )
     assert recipe.lora is not None and recipe.quantization is None
-    assert (recipe.lora.r, recipe.lora.lora_alpha, recipe.lora.target_modules) == (32, 64, ("q_proj", "v_proj"))
+    assert (recipe.lora.r, recipe.lora.lora_alpha, recipe.lora.target_modules) == (
+        32,
+        64,
+        ("q_proj", "v_proj"),
+    )
     assert recipe.log_dir == str(tmp_path / "results/logs")
     said = "\n".join(notes)
     for words in (
@@ -89,7 +106,9 @@ def test_paths_of_the_shipped_file_are_the_checkouts_wherever_it_is_typed(tmp_pa
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LOWMEM_ROOT", raising=False)
     name, overrides, _ = translate("config/training_config.yaml")
-    assert load.load(name, overrides)[0].data.train_file == str(CODE / "data/sft_train_small_train.parquet")
+    assert load.load(name, overrides)[0].data.train_file == str(
+        CODE / "data/sft_train_small_train.parquet"
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,7 +119,10 @@ def test_paths_of_the_shipped_file_are_the_checkouts_wherever_it_is_typed(tmp_pa
         ("training: [1]", "my.yaml:1: training: found [1], expected a section"),
         ("- 1", "expected the sections model, data, training"),
         ("training: {learning_rte: 1}", "my.yaml:1: training.learning_rte: found an unknown key"),
-        ("training: {learning_rte: 1}", "expected a key of training; did you mean training.learning_rate?"),
+        (
+            "training: {learning_rte: 1}",
+            "expected a key of training; did you mean training.learning_rate?",
+        ),
         ("training:\n  use_4bit: true", "my.yaml:2: training.use_4bit: found an unknown key"),
         ("training:\n  use_4bit: true", "did you mean quantization.use_4bit?"),
         ("lora: {rank: 8}", "lora.rank: found an unknown key"),
@@ -108,23 +130,41 @@ def test_paths_of_the_shipped_file_are_the_checkouts_wherever_it_is_typed(tmp_pa
         ("data: {format: alpaca}", "data.format: found an unknown key"),
         ("training: {metric_for_best_model: eval_bleu}", "found 'eval_bleu', expected eval_loss"),
         ("training: {deepspeed: x.json}", "use launch.mode"),
-        ("training: {warmup_ratio: 1.5}", "training.warmup_ratio: found 1.5, expected a share of all steps"),
-        ("environment: {tensor_parallel_size: 2}", "environment.tensor_parallel_size: found 2, expected 1"),
-        ("environment: {parallel_mode: model_parallel}", "found 'model_parallel', expected data_parallel"),
-        ("model: {trust_remote_code: true}", "found true, expected false; code that comes with a model is never run"),
+        (
+            "training: {warmup_ratio: 1.5}",
+            "training.warmup_ratio: found 1.5, expected a share of all steps",
+        ),
+        (
+            "environment: {tensor_parallel_size: 2}",
+            "environment.tensor_parallel_size: found 2, expected 1",
+        ),
+        (
+            "environment: {parallel_mode: model_parallel}",
+            "found 'model_parallel', expected data_parallel",
+        ),
+        (
+            "model: {trust_remote_code: true}",
+            "found true, expected false; code that comes with a model is never run",
+        ),
         ("model: {name_or_path: 3}", "model.name_or_path: found 3, expected a folder"),
         ("quantization: {use_8bit: true}", "found true, expected false; weights have 4 bits or 16"),
         ("logging: {report_to: wandb}", "found 'wandb', expected tensorboard"),
         ("training: {save_strategy: epoch}", "found 'epoch', expected steps"),
         ("training: {eval_strategy: sometimes}", "expected steps, epoch or no"),
         ("lora: {enabled: 1}", "lora.enabled: found 1, expected true or false"),
-        ("data: {max_length: 64}\ntraining: {max_seq_length: 64}", "data.max_length twice, expected it once; also at"),
-        ("training: {learning_rate: high}", "my.yaml:1: training.learning_rate: training.learning_rate: found 'high'"),
+        (
+            "data: {max_length: 64}\ntraining: {max_seq_length: 64}",
+            "data.max_length twice, expected it once; also at",
+        ),
+        (
+            "training: {learning_rate: high}",
+            "my.yaml:1: training.learning_rate: training.learning_rate: found 'high'",
+        ),
         ("environment: {bf16: 'yes'}", "my.yaml:1: environment.bf16: training.bf16: found 'yes'"),
         ("lora: {r: 0}", "my.yaml:1: lora.r: lora.r: found 0"),
         ("quantization: {use_4bit: {a: 1}}", "quantization.use_4bit"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_names_file_line_and_key(read, text, said):
     with pytest.raises(ConfigError) as caught:
         read(text)
@@ -133,9 +173,12 @@ def test_a_mistake_names_file_line_and_key(read, text, said):
 
 def test_switching_lora_off_and_nothing_held_out(read):
     recipe, notes = read(
-        "lora: {enabled: false}\nquantization: {use_4bit: false}\ntraining: {evaluation_strategy: 'no'}"
+        "lora: {enabled: false}\nquantization: {use_4bit: false}\ntraining: {evaluation_strategy:"
+        " 'no'}"
     )
-    assert recipe.lora is None and recipe.quantization is None and recipe.data.validation_file is None
+    assert (
+        recipe.lora is None and recipe.quantization is None and recipe.data.validation_file is None
+    )
     assert any("data.validation_file=null" in note for note in notes)
 
 
@@ -147,7 +190,9 @@ def test_eight_bit_optimizers_and_double_quantisation_reach_the_recipe(read, nam
     assert recipe.quantization is not None and recipe.quantization.bnb_4bit_use_double_quant
 
 
-@pytest.mark.parametrize("value", ["123", "true", "null", "a b", "[x]", "ü: {y}", "1e-4", '"q"', "~"])
+@pytest.mark.parametrize(
+    "value", ["123", "true", "null", "a b", "[x]", "ü: {y}", "1e-4", '"q"', "~"]
+)
 def test_text_stays_text(read, value, tmp_path):
     recipe, _ = read("data: {prompt_column: " + repr(value) + ", response_column: r}")
     assert recipe.data.prompt_column == value

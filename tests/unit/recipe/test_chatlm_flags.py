@@ -10,7 +10,9 @@ pytestmark = pytest.mark.unit
 
 
 def test_the_guides_command_is_understood_word_for_word():
-    request = translate(["train", "--is_finetune=True", "--use_fast_config=True", "--batch_size_per_gpu=20"])
+    request = translate(
+        ["train", "--is_finetune=True", "--use_fast_config=True", "--batch_size_per_gpu=20"]
+    )
     assert request == Request("sft_fast", ("--training.per_device_train_batch_size=20",), "auto")
     recipe, _ = load.load(request.recipe, request.overrides)
     assert recipe.training.per_device_train_batch_size == 20
@@ -78,7 +80,11 @@ def test_each_flag_becomes_an_override_that_the_recipe_takes(flag, override):
 
 def test_overrides_keep_the_order_in_which_they_were_typed():
     request = translate(
-        ["--batch_size_per_gpu=4", "--training.per_device_train_batch_size=2", "--batch_size_per_gpu=6"]
+        [
+            "--batch_size_per_gpu=4",
+            "--training.per_device_train_batch_size=2",
+            "--batch_size_per_gpu=6",
+        ]
     )
     assert load.load(request.recipe, request.overrides)[0].training.per_device_train_batch_size == 6
 
@@ -88,7 +94,9 @@ def test_a_bad_value_names_the_flag_that_was_typed_and_the_key_of_the_recipe(val
     request = translate([f"--batch_size_per_gpu={value}"])
     with pytest.raises(ConfigError, match=r"^--batch_size_per_gpu=") as caught:
         load.load(request.recipe, request.overrides)
-    assert f"--batch_size_per_gpu={value}: training.per_device_train_batch_size: found" in str(caught.value)
+    assert f"--batch_size_per_gpu={value}: training.per_device_train_batch_size: found" in str(
+        caught.value
+    )
     assert str(caught.value).isprintable()
 
 
@@ -118,19 +126,24 @@ def test_how_to_resume(flags, resume):
 
 
 @pytest.mark.parametrize(
-    "flags", ["--resume=auto --is_keep_training=False", "--nois_keep_training --resume=x", "--resume="]
+    "flags",
+    ["--resume=auto --is_keep_training=False", "--nois_keep_training --resume=x", "--resume="],
 )
 def test_contradicting_or_empty_resume_is_refused(flags):
     with pytest.raises(ConfigError, match=r"^--resume=.*expected auto, never or the path"):
         translate(flags.split())
 
 
-@pytest.mark.parametrize(("flags", "cpu"), [("", False), ("--cpu", True), ("--cpu=True", True), ("--nocpu", False)])
+@pytest.mark.parametrize(
+    ("flags", "cpu"), [("", False), ("--cpu", True), ("--cpu=True", True), ("--nocpu", False)]
+)
 def test_the_cpu_can_be_asked_for(flags, cpu):
     assert translate(flags.split()).cpu is cpu
 
 
-@pytest.mark.parametrize(("flags", "dry_run"), [("", False), ("--dry-run", True), ("--dry_run=False", False)])
+@pytest.mark.parametrize(
+    ("flags", "dry_run"), [("", False), ("--dry-run", True), ("--dry_run=False", False)]
+)
 def test_the_plan_alone_can_be_asked_for(flags, dry_run):
     assert translate(flags.split()).dry_run is dry_run
 

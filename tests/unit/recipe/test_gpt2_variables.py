@@ -34,17 +34,31 @@ def test_every_variable_of_the_guide_sets_its_key():
 
 def test_a_variable_that_is_not_set_leaves_its_key_to_the_recipe():
     assert translate({"HOME": "/root"}) == []
-    assert load.load("single_gpu", translate({"EPOCHS": "1"}))[0].training.per_device_train_batch_size == 8
+    assert (
+        load.load("single_gpu", translate({"EPOCHS": "1"}))[0].training.per_device_train_batch_size
+        == 8
+    )
 
 
 def test_an_empty_switch_is_off_as_in_the_guides_script():
-    recipe, _ = load.load("single_gpu_optimized", translate({"ENABLE_FP16": "", "ENABLE_GRAD_CKPT": ""}))
-    assert (recipe.training.fp16, recipe.training.bf16, recipe.training.gradient_checkpointing) == (False, False, False)
-    assert "gradient_checkpointing" in recipe.training.model_fields_set  # so that planning leaves it off
+    recipe, _ = load.load(
+        "single_gpu_optimized", translate({"ENABLE_FP16": "", "ENABLE_GRAD_CKPT": ""})
+    )
+    assert (recipe.training.fp16, recipe.training.bf16, recipe.training.gradient_checkpointing) == (
+        False,
+        False,
+        False,
+    )
+    # so that planning leaves it off
+    assert "gradient_checkpointing" in recipe.training.model_fields_set
 
 
-@pytest.mark.parametrize("name", ["BATCH_SIZE", "GRADIENT_ACCUM", "NUM_WORKERS", "MAX_LENGTH", "EPOCHS"])
-@pytest.mark.parametrize("value", ["abc", "-1", "1e99", "[8]", "'8'", "true", "$(touch x)", "8; touch x"])
+@pytest.mark.parametrize(
+    "name", ["BATCH_SIZE", "GRADIENT_ACCUM", "NUM_WORKERS", "MAX_LENGTH", "EPOCHS"]
+)
+@pytest.mark.parametrize(
+    "value", ["abc", "-1", "1e99", "[8]", "'8'", "true", "$(touch x)", "8; touch x"]
+)
 def test_a_bad_value_is_one_line_that_names_the_variable(name, value):
     with pytest.raises(ConfigError, match=f"^{name}=.*found .*expected") as caught:
         load.load("single_gpu", translate({name: value}))
@@ -54,7 +68,9 @@ def test_a_bad_value_is_one_line_that_names_the_variable(name, value):
 @pytest.mark.parametrize("name", ["BATCH_SIZE", "OUTPUT_DIR", "EPOCHS"])
 @pytest.mark.parametrize("value", ["", "  "])
 def test_an_empty_value_is_refused(name, value):
-    with pytest.raises(ConfigError, match=f"^{name}=.*: found nothing, expected a value; unset {name}"):
+    with pytest.raises(
+        ConfigError, match=f"^{name}=.*: found nothing, expected a value; unset {name}"
+    ):
         translate({name: value})
 
 
@@ -79,6 +95,11 @@ def test_before_and_after_are_one_comparison():
     for recipe in (before, after):
         training = recipe.training
         assert training.per_device_train_batch_size * training.gradient_accumulation_steps == 128
-    cut = {"per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "dataloader_num_workers"}
+    cut = {
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "bf16",
+        "dataloader_num_workers",
+    }
     left_out = {"name": True, "output_dir": True, "training": cut, "data": {"batch_by_tokens"}}
     assert before.model_dump(exclude=left_out) == after.model_dump(exclude=left_out)

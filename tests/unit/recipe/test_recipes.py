@@ -69,7 +69,8 @@ def refusal(file, overrides=(), has_gpu=True):
     return message
 
 
-# ---- recipes that are refused -------------------------------------------------------------------------------------
+# ---- recipes that are refused
+# ---------------------------------------------------------------------------
 
 BAD_RECIPES = {  # name -> (document, what the message must name)
     "empty": ("", r"r\.yaml:1: found nothing, expected the keys of a recipe: name, task"),
@@ -81,55 +82,139 @@ BAD_RECIPES = {  # name -> (document, what the message must name)
     "a word": ("name\n", r":1: found 'name', expected the keys"),
     "a number": ("12\n", r":1: found 12, expected the keys"),
     "a merge": (with_line("<<: {bf16: false}"), r":9: training\.<<: found an unknown key"),
-    "nan as a word": (with_line("weight_decay: nan"), r":9: training\.weight_decay: found 'nan', expected a number"),
-    "an unknown section": (GOOD + "traning: {seed: 1}\n", r":11: traning: .*did you mean training\?"),
-    "an unknown key of the model": (with_line("shap: b", "model"), r":5: model\.shap: .*did you mean shape\?"),
-    "an unknown key of training": (with_line("lerning_rate: 1"), r":9: training\.lerning_rate: .*mean learning_rate\?"),
-    "another field misspelt": (with_line("adam_beta: 0.9"), r":9: training\.adam_beta: .*did you mean adam_beta[12]\?"),
-    "a key in no section": (GOOD + "learning_rate: 1\n", r":11: learning_rate: .*did you mean training\.learning_rate"),
-    "a key in another section": (with_line("seed: 1", "model"), r":5: model\.seed: .*did you mean training\.seed\?"),
+    "nan as a word": (
+        with_line("weight_decay: nan"),
+        r":9: training\.weight_decay: found 'nan', expected a number",
+    ),
+    "an unknown section": (
+        GOOD + "traning: {seed: 1}\n",
+        r":11: traning: .*did you mean training\?",
+    ),
+    "an unknown key of the model": (
+        with_line("shap: b", "model"),
+        r":5: model\.shap: .*did you mean shape\?",
+    ),
+    "an unknown key of training": (
+        with_line("lerning_rate: 1"),
+        r":9: training\.lerning_rate: .*mean learning_rate\?",
+    ),
+    "another field misspelt": (
+        with_line("adam_beta: 0.9"),
+        r":9: training\.adam_beta: .*did you mean adam_beta[12]\?",
+    ),
+    "a key in no section": (
+        GOOD + "learning_rate: 1\n",
+        r":11: learning_rate: .*did you mean training\.learning_rate",
+    ),
+    "a key in another section": (
+        with_line("seed: 1", "model"),
+        r":5: model\.seed: .*did you mean training\.seed\?",
+    ),
     "a key like no other": (
         with_line("qqq: 1", "model"),
         r":5: model\.qqq: .*there are shape, path, path_if_there, freeze, dtype",
     ),
-    "a missing section": (GOOD.replace("data:", "#"), r"r\.yaml: data: found nothing, expected a value"),
-    "a missing key": (GOOD.replace("train_file", "validation_file"), r"r\.yaml: data\.train_file: found nothing"),
-    "a section that is a number": (GOOD.replace("data: ", "data: 3 #"), r":7: data: found 3, expected a section"),
-    "a section that is empty": (GOOD.replace("data: ", "data: #"), r":7: data: found null, expected a section"),
+    "a missing section": (
+        GOOD.replace("data:", "#"),
+        r"r\.yaml: data: found nothing, expected a value",
+    ),
+    "a missing key": (
+        GOOD.replace("train_file", "validation_file"),
+        r"r\.yaml: data\.train_file: found nothing",
+    ),
+    "a section that is a number": (
+        GOOD.replace("data: ", "data: 3 #"),
+        r":7: data: found 3, expected a section",
+    ),
+    "a section that is empty": (
+        GOOD.replace("data: ", "data: #"),
+        r":7: data: found null, expected a section",
+    ),
     "a section that is a list": (GOOD + "lora: [r, 8]\n", r":11: lora: found .*expected a section"),
     "text for a list": (
         GOOD.replace("[shared, encoder]", "shared"),
         r":6: model\.freeze: found 'shared', expected a \[",
     ),
-    "a number in a list": (GOOD.replace("[shared, ", "[3, "), r":6: model\.freeze\.0: found 3, expected text"),
-    "a list for text": (GOOD.replace("model_save/mine", "[a]"), r":3: output_dir: found \[\"a\"\], expected text"),
-    "yes for true": (GOOD.replace("bf16: true", "bf16: yes"), r":10: training\.bf16: found 'yes'.*write true or false"),
-    "1 for true": (GOOD.replace("bf16: true", "bf16: 1"), r":10: training\.bf16: found 1, expected true or false"),
-    "a quoted float": (GOOD.replace("1e-4", '"1e-4"'), r":9: training\.learning_rate: found '1e-4'.*drop the quotes"),
-    "a quoted whole number": (with_line('seed: "3"'), r":9: training\.seed: found '3', .*drop the quotes"),
-    "a float for a whole number": (with_line("save_steps: 16.0"), r":9: training\.save_steps: found 16\.0.*write 16$"),
+    "a number in a list": (
+        GOOD.replace("[shared, ", "[3, "),
+        r":6: model\.freeze\.0: found 3, expected text",
+    ),
+    "a list for text": (
+        GOOD.replace("model_save/mine", "[a]"),
+        r":3: output_dir: found \[\"a\"\], expected text",
+    ),
+    "yes for true": (
+        GOOD.replace("bf16: true", "bf16: yes"),
+        r":10: training\.bf16: found 'yes'.*write true or false",
+    ),
+    "1 for true": (
+        GOOD.replace("bf16: true", "bf16: 1"),
+        r":10: training\.bf16: found 1, expected true or false",
+    ),
+    "a quoted float": (
+        GOOD.replace("1e-4", '"1e-4"'),
+        r":9: training\.learning_rate: found '1e-4'.*drop the quotes",
+    ),
+    "a quoted whole number": (
+        with_line('seed: "3"'),
+        r":9: training\.seed: found '3', .*drop the quotes",
+    ),
+    "a float for a whole number": (
+        with_line("save_steps: 16.0"),
+        r":9: training\.save_steps: found 16\.0.*write 16$",
+    ),
     "true for a whole number": (
         with_line("save_steps: true"),
         r":9: training\.save_steps: found true, expected a whole",
     ),
-    "underscores in a number": (with_line("save_steps: 1_000"), r":9: training\.save_steps: found '1_000'"),
-    "a time of day": (with_line("save_steps: 12:30:00"), r":9: training\.save_steps: found '12:30:00'"),
+    "underscores in a number": (
+        with_line("save_steps: 1_000"),
+        r":9: training\.save_steps: found '1_000'",
+    ),
+    "a time of day": (
+        with_line("save_steps: 12:30:00"),
+        r":9: training\.save_steps: found '12:30:00'",
+    ),
     "full-width digits": (with_line("save_steps: １６"), r":9: training\.save_steps: found '１６'"),
-    "a number for text": (GOOD.replace("data/train.parquet", "2024"), r":7: data\.train_file: .*put it in quotes"),
-    "not one of the choices": (GOOD.replace("sft", "dpo", 1), r":2: task: found 'dpo', expected 'sft' or 'pretrain'"),
+    "a number for text": (
+        GOOD.replace("data/train.parquet", "2024"),
+        r":7: data\.train_file: .*put it in quotes",
+    ),
+    "not one of the choices": (
+        GOOD.replace("sft", "dpo", 1),
+        r":2: task: found 'dpo', expected 'sft' or 'pretrain'",
+    ),
     "a hostile name": (GOOD.replace("name: mine", "name: ../mine"), r":1: name: found '\.\./mine'"),
-    "an output folder above": (GOOD.replace("model_save/mine", "a/../../b"), r":3: output_dir: .*without \.\."),
+    "an output folder above": (
+        GOOD.replace("model_save/mine", "a/../../b"),
+        r":3: output_dir: .*without \.\.",
+    ),
     "an empty output folder": (GOOD.replace("model_save/mine", '""'), r":3: output_dir: found ''"),
-    "a folder of 256 bytes": (GOOD.replace("model_save/mine", "x" * 256), r":3: output_dir: .*255 bytes"),
-    "two models": (with_line("path: models/a", "model"), r":4: model: give exactly one of model\.shape"),
-    "two precisions": (with_line("fp16: true"), r":11 and .*:9: training: bf16 and fp16 are both true"),
+    "a folder of 256 bytes": (
+        GOOD.replace("model_save/mine", "x" * 256),
+        r":3: output_dir: .*255 bytes",
+    ),
+    "two models": (
+        with_line("path: models/a", "model"),
+        r":4: model: give exactly one of model\.shape",
+    ),
+    "two precisions": (
+        with_line("fp16: true"),
+        r":11 and .*:9: training: bf16 and fp16 are both true",
+    ),
     "without_gpu that is a word": (GOOD + "without_gpu: true\n", r":11: without_gpu: found true"),
-    "without_gpu with an unknown key": (GOOD + "without_gpu:\n  model: {shap: a}\n", r":12: model\.shap: .*shape\?"),
+    "without_gpu with an unknown key": (
+        GOOD + "without_gpu:\n  model: {shap: a}\n",
+        r":12: model\.shap: .*shape\?",
+    ),
     "without_gpu with a wrong type": (
         GOOD + "without_gpu:\n  training: {seed: x}\n",
         r":12: training\.seed: found 'x'",
     ),
-    "without_gpu with a field of ours": (GOOD + "without_gpu:\n  training: {fsdp: full}\n", r":12: training\.fsdp"),
+    "without_gpu with a field of ours": (
+        GOOD + "without_gpu:\n  training: {fsdp: full}\n",
+        r":12: training\.fsdp",
+    ),
 }
 
 
@@ -178,17 +263,24 @@ def test_an_unknown_name_is_refused_with_the_nearest_and_all_names():
     assert all(name in message for name in NAMES)
 
 
-# ---- numbers -------------------------------------------------------------------------------------------------------
+# ---- numbers
+# ---------------------------------------------------------------------------
 
 BAD_NUMBERS = [
-    *[("training.per_device_train_batch_size", text) for text in ("0", "-1", "abc", "1e9", "1.5", "true", "", "65537")],
+    *[
+        ("training.per_device_train_batch_size", text)
+        for text in ("0", "-1", "abc", "1e9", "1.5", "true", "", "65537")
+    ],
     ("training.per_device_train_batch_size", '"16"'),
     ("training.per_device_train_batch_size", "１６"),
     ("training.per_device_train_batch_size", "9" * 400),
     *[("training.gradient_accumulation_steps", text) for text in ("0", "-1", "2.0", "65537")],
     *[("training.save_steps", text) for text in ("0", "-5", "0.5", "1e3")],
     *[("training.save_total_limit", text) for text in ("0", "-3")],
-    *[("training.learning_rate", text) for text in ("nan", ".nan", ".inf", "-1", "0", "abc", "true", '"1e-4"', "11")],
+    *[
+        ("training.learning_rate", text)
+        for text in ("nan", ".nan", ".inf", "-1", "0", "abc", "true", '"1e-4"', "11")
+    ],
     *[("training.num_train_epochs", text) for text in ("0", "-1", "inf", "1e999")],
     *[("training.seed", text) for text in ("-1", "4294967296", "1.5")],
     *[("data.max_length", text) for text in ("0", "7", "1048577", "abc")],
@@ -240,11 +332,14 @@ BAD_BATCHES = [
 
 @pytest.mark.parametrize("text", BAD_BATCHES)
 def test_a_bad_batch_for_the_wrappers_is_refused_in_one_line(text):
-    with pytest.raises(ConfigError, match=r"\Abatch size '.*' is not a whole number from 1 to 65536\Z"):
+    with pytest.raises(
+        ConfigError, match=r"\Abatch size '.*' is not a whole number from 1 to 65536\Z"
+    ):
         load.check_batch(text)
 
 
-# ---- overrides -----------------------------------------------------------------------------------------------------
+# ---- overrides
+# ---------------------------------------------------------------------------
 
 
 def test_overrides_win_over_the_file_and_later_ones_over_earlier_ones(write):
@@ -272,13 +367,16 @@ def test_an_override_creates_the_lora_section(write):
 
 
 @pytest.mark.parametrize(
-    "path", ["a b #c.parquet", "it's: x", "*.parquet", "&x", "!x", "%d", "@x", "-x", "- x", "a=b", "~/x"]
+    "path",
+    ["a b #c.parquet", "it's: x", "*.parquet", "&x", "!x", "%d", "@x", "-x", "- x", "a=b", "~/x"],
 )
 def test_a_path_needs_no_yaml_quotes_in_an_override(path):
     assert load.load("sft", [f"--data.train_file={path}"])[0].data.train_file == path
 
 
-@pytest.mark.parametrize("path", ["a\nb", "a\tb", "a\0b", "\x1b[2J", "a\x85b", "a\u2028b", "\udcff", '"a\\nb"'])
+@pytest.mark.parametrize(
+    "path", ["a\nb", "a\tb", "a\0b", "\x1b[2J", "a\x85b", "a\u2028b", "\udcff", '"a\\nb"']
+)
 @pytest.mark.parametrize("key", ["data.train_file", "model.shape", "model.path", "output_dir"])
 def test_a_name_or_path_with_a_control_character_is_refused(key, path):
     assert f"{key}: found the control character" in refusal("sft", [f"{key}={path}"])
@@ -320,13 +418,16 @@ def test_a_secret_in_an_override_is_never_shown(key):
     assert "canary" not in refusal("sft", [f"--training.{key}=hf_canary"])
 
 
-# ---- the model, and machines without a GPU -------------------------------------------------------------------------
+# ---- the model, and machines without a GPU
+# ---------------------------------------------------------------------------
 
 
 def test_another_model_leaves_nothing_of_the_first_ones_source_and_frozen_modules(write):
     recipe, changes = load.load(write(GOOD), ["--model.path=models/qwen"])
     assert (recipe.model.path, recipe.model.shape, recipe.model.freeze) == ("models/qwen", None, ())
-    assert [(c.key, c.requested, c.effective) for c in changes] == [("model.freeze", '["shared", "encoder"]', "[]")]
+    assert [(c.key, c.requested, c.effective) for c in changes] == [
+        ("model.freeze", '["shared", "encoder"]', "[]")
+    ]
     assert "you replaced" in changes[0].reason
 
 
@@ -349,7 +450,11 @@ def test_two_models_on_one_command_line_are_refused():
 
 def test_without_a_gpu_the_small_default_is_used_and_each_replaced_value_is_told(write):
     recipe, changes = load.load(write(GOOD + WITHOUT_GPU), has_gpu=False)
-    assert (recipe.model.shape, recipe.model.freeze, recipe.training.bf16) == ("mini-chat", (), False)
+    assert (recipe.model.shape, recipe.model.freeze, recipe.training.bf16) == (
+        "mini-chat",
+        (),
+        False,
+    )
     assert set(changes) == {
         Change("model.shape", "t5-chatlm-0.2b", "mini-chat", load.NO_GPU),
         Change("model.freeze", '["shared", "encoder"]', "[]", load.NO_GPU),
@@ -362,7 +467,9 @@ def test_with_a_gpu_the_small_default_changes_nothing(write):
     assert load.load(write(GOOD + WITHOUT_GPU)) == load.load(write(GOOD, "plain.yaml"))
 
 
-@pytest.mark.parametrize("override", ["model.shape=t5-tiny", "--model.path=x", "--model.freeze=[shared]"])
+@pytest.mark.parametrize(
+    "override", ["model.shape=t5-tiny", "--model.path=x", "--model.freeze=[shared]"]
+)
 def test_a_model_named_by_the_user_is_kept_without_a_gpu(override, write):
     recipe, changes = load.load(write(GOOD + WITHOUT_GPU), [override], has_gpu=False)
     assert recipe.model.shape != "mini-chat"
@@ -373,11 +480,16 @@ def test_a_model_named_by_the_user_is_kept_without_a_gpu(override, write):
 def test_the_users_values_win_over_the_small_default_and_naming_data_names_no_model(write):
     overrides = ["tokenizer.split=word", "data.train_file=b.jsonl", "training.bf16=true"]
     recipe, changes = load.load(write(GOOD + WITHOUT_GPU), overrides, has_gpu=False)
-    assert (recipe.model.shape, recipe.tokenizer.split, recipe.training.bf16) == ("mini-chat", "word", True)
+    assert (recipe.model.shape, recipe.tokenizer.split, recipe.training.bf16) == (
+        "mini-chat",
+        "word",
+        True,
+    )
     assert {change.key for change in changes} == {"model.shape", "model.freeze"}
 
 
-# ---- fields of TrainingArguments -----------------------------------------------------------------------------------
+# ---- fields of TrainingArguments
+# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -410,17 +522,25 @@ def test_a_wrong_field_of_training_arguments_is_refused(override, expected):
     assert expected in refusal("sft", [f"training.{override}"])
 
 
-@pytest.mark.parametrize("key", [*training_arguments.OWNED, "hub_token", "hub_model_id", "hub_anything"])
+@pytest.mark.parametrize(
+    "key", [*training_arguments.OWNED, "hub_token", "hub_model_id", "hub_anything"]
+)
 def test_a_field_that_the_launcher_owns_is_refused_with_what_to_use_instead(key, write):
     message = refusal(write(with_line(f"{key}: x")))
-    assert f":9: training.{key}: found a field that the launcher sets, expected it left out; " in message
+    assert (
+        f":9: training.{key}: found a field that the launcher sets, expected it left out; "
+        in message
+    )
 
 
 def test_checkpoints_in_steps_may_be_asked_for():
-    assert load.load("sft", ["training.save_strategy=steps"])[0].training.extras == {"save_strategy": "steps"}
+    assert load.load("sft", ["training.save_strategy=steps"])[0].training.extras == {
+        "save_strategy": "steps"
+    }
 
 
-# ---- the recipes of the house --------------------------------------------------------------------------------------
+# ---- the recipes of the house
+# ---------------------------------------------------------------------------
 
 
 def test_the_five_recipes_of_the_guides_are_there():
@@ -436,7 +556,18 @@ def test_every_recipe_loads(name, has_gpu):
 
 
 @pytest.mark.parametrize(
-    ("name", "epochs", "batch", "accumulation", "rate", "warmup", "log", "save", "length", "workers"),
+    (
+        "name",
+        "epochs",
+        "batch",
+        "accumulation",
+        "rate",
+        "warmup",
+        "log",
+        "save",
+        "length",
+        "workers",
+    ),
     [
         ("sft_small", 3, 1, 8, 5e-5, 100, 50, 312, 512, 0),
         ("sft_fast", 3, 16, 2, 5e-5, 100, 15, 78, 512, None),
@@ -445,7 +576,9 @@ def test_every_recipe_loads(name, has_gpu):
         ("pretrain_large", 6, 32, 2, 1.5e-4, 1024, 100, 5000, 192, None),
     ],
 )
-def test_the_guides_numbers(name, epochs, batch, accumulation, rate, warmup, log, save, length, workers):
+def test_the_guides_numbers(
+    name, epochs, batch, accumulation, rate, warmup, log, save, length, workers
+):
     recipe = load.load(name)[0]
     t = recipe.training
     assert (t.num_train_epochs, t.per_device_train_batch_size, t.gradient_accumulation_steps) == (
@@ -453,7 +586,12 @@ def test_the_guides_numbers(name, epochs, batch, accumulation, rate, warmup, log
         batch,
         accumulation,
     )
-    assert (t.learning_rate, t.warmup_steps, t.logging_steps, t.save_steps) == (rate, warmup, log, save)
+    assert (t.learning_rate, t.warmup_steps, t.logging_steps, t.save_steps) == (
+        rate,
+        warmup,
+        log,
+        save,
+    )
     assert (recipe.data.max_length, t.dataloader_num_workers) == (length, workers)
     assert (t.bf16, t.seed, t.max_grad_norm, t.save_total_limit) == (True, 23333, 1.0, 3)
     assert recipe.model.shape == "t5-chatlm-0.2b"
@@ -461,7 +599,8 @@ def test_the_guides_numbers(name, epochs, batch, accumulation, rate, warmup, log
     assert recipe.output_dir == f"model_save/{name}"
 
 
-# ---- dump ----------------------------------------------------------------------------------------------------------
+# ---- dump
+# ---------------------------------------------------------------------------
 
 AMBIGUOUS = [
     "1e-4",
@@ -481,7 +620,9 @@ AMBIGUOUS = [
     '"',
     "*a",
 ]
-texts = st.sampled_from(AMBIGUOUS) | st.text(min_size=1).filter(lambda text: not strict_yaml.CONTROL.search(text))
+texts = st.sampled_from(AMBIGUOUS) | st.text(min_size=1).filter(
+    lambda text: not strict_yaml.CONTROL.search(text)
+)
 names = st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 words = st.lists(texts, max_size=3).map(tuple)
 small = st.floats(0, 1, exclude_min=True, allow_nan=False)
@@ -509,7 +650,12 @@ whole_recipes = st.builds(
     lora=st.none() | st.fixed_dictionaries({"r": counts, "target_modules": st.none() | words}),
     data=st.fixed_dictionaries({"train_file": texts, "prompt_column": st.none() | texts}),
     training=st.fixed_dictionaries(
-        {"learning_rate": small, "warmup_steps": small, "per_device_train_batch_size": counts, "bf16": st.booleans()}
+        {
+            "learning_rate": small,
+            "warmup_steps": small,
+            "per_device_train_batch_size": counts,
+            "bf16": st.booleans(),
+        }
     ),
     extra=extras,
     launch=st.fixed_dictionaries({"vram_fraction": small, "host_reserve_gib": st.floats(0, 1e300)}),
@@ -518,7 +664,9 @@ whole_recipes = st.builds(
 
 
 @given(recipe=whole_recipes)
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_a_dumped_recipe_is_read_back_equal(recipe, tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text(load.dump(recipe), encoding="utf-8")
@@ -532,7 +680,8 @@ def test_every_recipe_of_the_house_survives_a_dump(name, write):
 
 
 @given(
-    text=st.text(max_size=60), key=st.sampled_from(["training.seed", "model.freeze", "data.train_file", "lora", "name"])
+    text=st.text(max_size=60),
+    key=st.sampled_from(["training.seed", "model.freeze", "data.train_file", "lora", "name"]),
 )
 @settings(deadline=None)
 def test_no_override_raises_anything_but_one_line(text, key):
@@ -542,7 +691,8 @@ def test_no_override_raises_anything_but_one_line(text, key):
         assert "\n" not in str(error)
 
 
-# ---- cost ----------------------------------------------------------------------------------------------------------
+# ---- cost
+# ---------------------------------------------------------------------------
 
 
 def test_reading_a_recipe_with_extra_fields_opens_three_files_and_imports_no_torch():
@@ -560,7 +710,9 @@ sys.setprofile(None)
 heavy = {"torch", "transformers", "numpy", "accelerate", "training"} & set(sys.modules)
 print(len(opened), calls, *heavy)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     files, calls, *heavy = done.stdout.split()
     assert (int(files), heavy) == (3, [])
     assert int(calls) < 8000  # 3,919 in November 2026
@@ -568,20 +720,34 @@ print(len(opened), calls, *heavy)
 
 def test_extra_fields_are_refused_where_transformers_is_not_installed(write):
     code = (
-        "import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p] + sys.argv[1:2];"
-        "import launch.recipe.load as r; r.load('sft');"
-        "r.load('sft', ['training.adam_beta2=0.98'])"
+        "import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p] +"
+        " sys.argv[1:2];import launch.recipe.load as r; r.load('sft');r.load('sft',"
+        " ['training.adam_beta2=0.98'])"
     )
     site = Path(write("", "site")).with_name("site-packages-without-transformers")
     site.mkdir()
-    for package in ("yaml", "_yaml", "pydantic", "pydantic_core", "annotated_types", "typing_inspection"):
+    for package in (
+        "yaml",
+        "_yaml",
+        "pydantic",
+        "pydantic_core",
+        "annotated_types",
+        "typing_inspection",
+    ):
         (site / package).symlink_to(Path(yaml.__file__).parent.with_name(package))
     module = Path(yaml.__file__).parent.with_name("typing_extensions.py")
     (site / module.name).symlink_to(module)
     done = subprocess.run(
-        [sys.executable, "-c", code, str(site)], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, str(site)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert "training.adam_beta2: found an extra field, expected an installed transformers" in done.stderr
+    assert (
+        "training.adam_beta2: found an extra field, expected an installed transformers"
+        in done.stderr
+    )
 
 
 def test_a_recipe_built_by_hand_is_held_to_the_same_schema():
@@ -592,8 +758,12 @@ def test_a_recipe_built_by_hand_is_held_to_the_same_schema():
 def test_held_out_rows_of_other_data_are_left_out_and_it_is_said():
     recipe, changes = load.load("sft_fast", ["--data.train_file=mine.jsonl"])
     assert recipe.data.validation_file is None
-    assert [(change.key, change.effective) for change in changes] == [("data.validation_file", "null")]
-    recipe, changes = load.load("sft_fast", ["--data.train_file=mine.jsonl", "--data.validation_file=held.jsonl"])
+    assert [(change.key, change.effective) for change in changes] == [
+        ("data.validation_file", "null")
+    ]
+    recipe, changes = load.load(
+        "sft_fast", ["--data.train_file=mine.jsonl", "--data.validation_file=held.jsonl"]
+    )
     assert recipe.data.validation_file == "held.jsonl"
     assert not changes
 
@@ -603,7 +773,9 @@ def test_packing_that_was_asked_for_takes_the_place_of_a_recipes_cut_by_tokens()
     assert recipe.data.packing
     assert not recipe.data.batch_by_tokens
     said = [(change.key, change.requested, change.effective, change.reason) for change in changes]
-    assert said == [("data.batch_by_tokens", "true", "false", "data.packing leaves nothing for it to do")]
+    assert said == [
+        ("data.batch_by_tokens", "true", "false", "data.packing leaves nothing for it to do")
+    ]
     recipe, changes = load.load("single_gpu_optimized", ["--data.packing=false"])
     assert recipe.data.batch_by_tokens
     assert not changes
@@ -614,10 +786,16 @@ def test_packing_that_was_asked_for_takes_the_place_of_a_recipes_cut_by_tokens()
 @pytest.mark.parametrize(
     ("words", "places"),
     [
-        (["--training.fp16=true"], r"sft_fast\.yaml:\d+ and --training\.fp16=true: training: bf16 and fp16"),
+        (
+            ["--training.fp16=true"],
+            r"sft_fast\.yaml:\d+ and --training\.fp16=true: training: bf16 and fp16",
+        ),
         (
             ["--data.packing=true", "--data.group_by_length=true", "--data.train_file=a.jsonl"],
-            r"^--data\.packing=true and --data\.group_by_length=true: data: packing leaves nothing for group_by_length",
+            (
+                r"^--data\.packing=true and --data\.group_by_length=true: data: packing leaves"
+                r" nothing for group_by_length"
+            ),
         ),
         (
             ["--data.train_file=a", "--training.load_best_model_at_end=true"],
@@ -631,8 +809,16 @@ def test_a_mistake_between_keys_names_the_places_of_both(words, places):
 
 
 def test_evaluation_that_was_asked_for_without_held_out_rows_is_said_to_have_no_effect():
-    words = ["--data.train_file=mine.jsonl", "--evaluation.exact_match_rows=5", "--training.eval_steps=2"]
-    changes = [change for change in load.load("sft_fast", words)[1] if "held out to evaluate" in change.reason]
+    words = [
+        "--data.train_file=mine.jsonl",
+        "--evaluation.exact_match_rows=5",
+        "--training.eval_steps=2",
+    ]
+    changes = [
+        change
+        for change in load.load("sft_fast", words)[1]
+        if "held out to evaluate" in change.reason
+    ]
     assert [(change.key, change.requested, change.effective) for change in changes] == [
         ("evaluation.exact_match_rows", "5", "0"),
         ("training.eval_steps", "2", "null"),
@@ -644,18 +830,24 @@ def test_evaluation_that_was_asked_for_without_held_out_rows_is_said_to_have_no_
 def test_a_schedule_without_the_numbers_that_it_needs_is_refused(write, name):
     with pytest.raises(ConfigError, match=rf"lr_scheduler_type {name} needs .*lr_scheduler_kwargs"):
         load.load("sft_fast", [f"--training.lr_scheduler_type={name}"])
-    key = {"cosine_with_min_lr": "min_lr_rate: 0.1", "warmup_stable_decay": "num_decay_steps: 5"}[name]
+    key = {"cosine_with_min_lr": "min_lr_rate: 0.1", "warmup_stable_decay": "num_decay_steps: 5"}[
+        name
+    ]
     file = write(with_line(f"lr_scheduler_type: {name}\n  lr_scheduler_kwargs: {{{key}}}"))
     assert load.load(file)[0].training.lr_scheduler_type == name
 
 
 def test_4_bit_weights_want_lora_and_false_is_off(write):
-    file = write(GOOD + "lora: {r: 4}\nquantization: {load_in_4bit: true, bnb_4bit_quant_type: fp4}\n")
+    file = write(
+        GOOD + "lora: {r: 4}\nquantization: {load_in_4bit: true, bnb_4bit_quant_type: fp4}\n"
+    )
     section = load.load(file)[0].quantization
     assert section is not None
     assert (section.bnb_4bit_quant_type, section.bnb_4bit_use_double_quant) == ("fp4", True)
     assert load.load(file, ["--quantization.load_in_4bit=false"])[0].quantization is None
-    with pytest.raises(ConfigError, match=r"quantization: 4-bit weights cannot be trained; add LoRA"):
+    with pytest.raises(
+        ConfigError, match=r"quantization: 4-bit weights cannot be trained; add LoRA"
+    ):
         load.load(file, ["lora=null"])
     with pytest.raises(ConfigError, match=r"load_in_4bits.*did you mean load_in_4bit\?"):
         load.load(file, ["--quantization.load_in_4bits=true"])

@@ -1,4 +1,5 @@
-"""YAML that a recipe may not use is refused at once, in one line that names its place; the rest reads as YAML 1.2."""
+"""YAML that a recipe may not use is refused at once, in one line that names its place; the rest
+reads as YAML 1.2."""
 
 from __future__ import annotations
 
@@ -54,33 +55,84 @@ BAD_YAML = {  # name -> (document, what the message must name)
     "gzip": (b"\x1f\x8b\x08\x00\x00\x00\x00\x00", r":1: found bytes"),
     "a NUL": (GOOD.replace("mine", "mi\0ne"), r":1: found the control character '\\x00'"),
     "an escape character": (GOOD + "lora: \x1b[31m\n", r":11: found the control character"),
-    "a bell in quotes": (with_line('path: "a\\ab"', "tokenizer") + 'tokenizer: {path: "a\\ab"}\n', r"tokenizer\.path"),
-    "a newline in quotes": (GOOD.replace("data/train.parquet", '"a\\nb"'), r":7: data\.train_file: .*'\\n'"),
-    "a NUL in quotes": (GOOD.replace("data/train.parquet", '"a\\0b"'), r":7: data\.train_file: .*'\\x00'"),
-    "a line separator in quotes": (GOOD.replace("data/train.parquet", '"a\\Lb"'), r":7: data\.train_file"),
-    "a block of text": (GOOD.replace("model_save/mine", "|\n  a\n  b"), r":3: output_dir: .*control character"),
-    "a tab as indentation": (GOOD.replace("  bf16", "\tbf16"), r":10: found a tab, expected spaces"),
-    "a tab after a colon": (GOOD.replace("bf16: ", "bf16:\t"), r":10: found a tab, expected spaces"),
+    "a bell in quotes": (
+        with_line('path: "a\\ab"', "tokenizer") + 'tokenizer: {path: "a\\ab"}\n',
+        r"tokenizer\.path",
+    ),
+    "a newline in quotes": (
+        GOOD.replace("data/train.parquet", '"a\\nb"'),
+        r":7: data\.train_file: .*'\\n'",
+    ),
+    "a NUL in quotes": (
+        GOOD.replace("data/train.parquet", '"a\\0b"'),
+        r":7: data\.train_file: .*'\\x00'",
+    ),
+    "a line separator in quotes": (
+        GOOD.replace("data/train.parquet", '"a\\Lb"'),
+        r":7: data\.train_file",
+    ),
+    "a block of text": (
+        GOOD.replace("model_save/mine", "|\n  a\n  b"),
+        r":3: output_dir: .*control character",
+    ),
+    "a tab as indentation": (
+        GOOD.replace("  bf16", "\tbf16"),
+        r":10: found a tab, expected spaces",
+    ),
+    "a tab after a colon": (
+        GOOD.replace("bf16: ", "bf16:\t"),
+        r":10: found a tab, expected spaces",
+    ),
     "over a megabyte": (GOOD + "#" * 1_000_000, r"found more than 1,000,000 bytes"),
     "ten megabytes": ("a: b\n" * 2_000_000, r"found more than 1,000,000 bytes"),
     "an alias bomb": (BOMB, r":1: a: found an anchor or alias"),
     "an anchor": (with_line("seed: &s 3"), r":9: training\.seed: found an anchor"),
-    "an anchor on a section": (GOOD.replace("training:", "training: &t"), r":8: training: found an anchor"),
-    "an anchor on a key": (GOOD + "&k lora: null\n", r":11: .*found a key that is not a plain word"),
+    "an anchor on a section": (
+        GOOD.replace("training:", "training: &t"),
+        r":8: training: found an anchor",
+    ),
+    "an anchor on a key": (
+        GOOD + "&k lora: null\n",
+        r":11: .*found a key that is not a plain word",
+    ),
     "an alias": (with_line("seed: *s"), r":9: training\.seed: found an anchor or alias"),
-    "a python tag": (with_line("seed: !!python/object/apply:os.system [id]"), r":9: training\.seed: found the tag"),
-    "a float tag": (with_line('weight_decay: !!float "1"'), r":9: training\.weight_decay: found the tag"),
+    "a python tag": (
+        with_line("seed: !!python/object/apply:os.system [id]"),
+        r":9: training\.seed: found the tag",
+    ),
+    "a float tag": (
+        with_line('weight_decay: !!float "1"'),
+        r":9: training\.weight_decay: found the tag",
+    ),
     "a local tag": (with_line("seed: !seed 3"), r":9: training\.seed: found the tag"),
     "a bare tag": (with_line("seed: ! 3"), r":9: training\.seed: found the tag"),
-    "a duplicate key": (with_line("bf16: true"), r":11: training\.bf16: found the key twice.*r\.yaml:9"),
+    "a duplicate key": (
+        with_line("bf16: true"),
+        r":11: training\.bf16: found the key twice.*r\.yaml:9",
+    ),
     "a duplicate section": (GOOD + "model: {shape: b}\n", r":11: model: found the key twice"),
-    "a duplicate in a flow mapping": (GOOD + "lora: {r: 1, r: 2}\n", r":11: lora\.r: found the key twice"),
+    "a duplicate in a flow mapping": (
+        GOOD + "lora: {r: 1, r: 2}\n",
+        r":11: lora\.r: found the key twice",
+    ),
     "a duplicate in quotes": (GOOD + '"name": b\n', r":11: name: found the key twice"),
-    "infinity": (with_line("weight_decay: .inf"), r":9: training\.weight_decay: found \.inf, expected a finite"),
-    "minus infinity": (with_line("weight_decay: -.INF"), r":9: training\.weight_decay: found -\.INF"),
+    "infinity": (
+        with_line("weight_decay: .inf"),
+        r":9: training\.weight_decay: found \.inf, expected a finite",
+    ),
+    "minus infinity": (
+        with_line("weight_decay: -.INF"),
+        r":9: training\.weight_decay: found -\.INF",
+    ),
     "not a number": (with_line("weight_decay: .nan"), r":9: training\.weight_decay: found \.nan"),
-    "an overflowing float": (with_line("weight_decay: 1e999"), r":9: training\.weight_decay: found 1e999"),
-    "a number of 5000 digits": (with_line("seed: " + "9" * 5000), r":9: training\.seed: found a number of 5000"),
+    "an overflowing float": (
+        with_line("weight_decay: 1e999"),
+        r":9: training\.weight_decay: found 1e999",
+    ),
+    "a number of 5000 digits": (
+        with_line("seed: " + "9" * 5000),
+        r":9: training\.seed: found a number of 5000",
+    ),
     "lists 1000 deep": (GOOD + "lora: " + "[" * 1000, r":11: lora.*more than 20 levels"),
     "mappings 1000 deep": (GOOD + "lora: " + "{a: " * 1000, r":11: lora.*more than 20 levels"),
     "an unclosed bracket": (GOOD + "lora: {r: 8\n", r":1\d: found broken YAML"),
@@ -162,12 +214,19 @@ def test_scalars_follow_yaml_1_2(text, value, write):
     assert type(read) is type(value)
 
 
-@pytest.mark.parametrize("document", ["\ufeff" + GOOD, GOOD.replace("\n", "\r\n"), "---\n" + GOOD, GOOD + "...\n"])
+@pytest.mark.parametrize(
+    "document", ["\ufeff" + GOOD, GOOD.replace("\n", "\r\n"), "---\n" + GOOD, GOOD + "...\n"]
+)
 def test_harmless_variants_of_a_file_are_read(document, write):
-    assert strict_yaml.read_yaml(write(document))[0] == strict_yaml.read_yaml(write(GOOD, "plain.yaml"))[0]
+    assert (
+        strict_yaml.read_yaml(write(document))[0]
+        == strict_yaml.read_yaml(write(GOOD, "plain.yaml"))[0]
+    )
 
 
-@pytest.mark.parametrize("name", ["a b.yaml", "it's; rm.yaml", "100%.yaml", "-x.yaml", "日本.yaml", 'q".yaml'])
+@pytest.mark.parametrize(
+    "name", ["a b.yaml", "it's; rm.yaml", "100%.yaml", "-x.yaml", "日本.yaml", 'q".yaml']
+)
 def test_a_file_with_an_odd_name_is_read(name, write):
     assert strict_yaml.read_yaml(write(GOOD, name))[0]["name"] == "mine"
 
@@ -180,7 +239,10 @@ def test_each_key_has_its_place(write):
     assert places[("model", "freeze", 1)] == f"{file}:6"
 
 
-@given(document=st.binary(max_size=200) | st.text(alphabet="ab:-[]{}#&*!|>'\"%@ \n1.e?,~", max_size=60).map(str.encode))
+@given(
+    document=st.binary(max_size=200)
+    | st.text(alphabet="ab:-[]{}#&*!|>'\"%@ \n1.e?,~", max_size=60).map(str.encode)
+)
 @example(document=b"a: *")
 @example(document=b"? ")
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -20,7 +20,11 @@ from launch.recipe.guides.train_py_flags import translate
         ("--mode sft --config medium", "minigpt_medium_sft", "minigpt-medium"),
         ("--config large --mode sft", "minigpt_large_sft", "minigpt-large"),
         ("--mode pretrain", "minigpt_medium", "minigpt-medium"),
-        ("--mode pretrain --config medium --model.shape=llama-tiny", "minigpt_medium", "llama-tiny"),
+        (
+            "--mode pretrain --config medium --model.shape=llama-tiny",
+            "minigpt_medium",
+            "llama-tiny",
+        ),
     ],
 )
 def test_mode_and_config_name_a_recipe(line, recipe, shape):
@@ -31,8 +35,12 @@ def test_mode_and_config_name_a_recipe(line, recipe, shape):
 
 def test_a_size_that_was_typed_is_not_made_smaller_where_there_is_no_gpu():
     typed, left_out = (translate(["--mode=pretrain", *more]) for more in (["--config=medium"], []))
-    assert load.load(typed.recipe, typed.overrides, has_gpu=False)[0].model.shape == "minigpt-medium"
-    assert load.load(left_out.recipe, left_out.overrides, has_gpu=False)[0].model.shape == "mini-chat"
+    assert (
+        load.load(typed.recipe, typed.overrides, has_gpu=False)[0].model.shape == "minigpt-medium"
+    )
+    assert (
+        load.load(left_out.recipe, left_out.overrides, has_gpu=False)[0].model.shape == "mini-chat"
+    )
 
 
 def test_sft_starts_from_what_pretraining_left_also_where_the_size_was_typed():
@@ -53,24 +61,44 @@ def test_medium_counts_the_guides_parameters_in_every_recipe():
     for name in ("minigpt_medium", "minigpt_medium_sft"):
         recipe, _ = load.load(name)
         assert (
-            model_config.load(recipe.model.model_copy(update={"path_if_there": None}), None, root=CODE).parameters
+            model_config.load(
+                recipe.model.model_copy(update={"path_if_there": None}), None, root=CODE
+            ).parameters
             == 58_491_392
         )
 
 
 def test_the_guides_attributes_are_readable_and_printed(capsys):
     config = get_medium_config()
-    assert (config.num_workers, config.prefetch_factor, config.pin_memory, config.persistent_workers) == (
+    assert (
+        config.num_workers,
+        config.prefetch_factor,
+        config.pin_memory,
+        config.persistent_workers,
+    ) == (
         8,
         4,
         True,
         True,
     )
-    assert (config.batch_size, config.gradient_accumulation_steps, config.effective_batch_size) == (32, 4, 128)
+    assert (config.batch_size, config.gradient_accumulation_steps, config.effective_batch_size) == (
+        32,
+        4,
+        128,
+    )
     assert config.mixed_precision is True
-    assert (config.learning_rate, config.warmup_steps, config.parameters) == (3e-4, 4000, 58_491_392)
+    assert (config.learning_rate, config.warmup_steps, config.parameters) == (
+        3e-4,
+        4000,
+        58_491_392,
+    )
     lines = capsys.readouterr().out.splitlines()
-    for word in ("num_workers 8", "prefetch_factor 4", "batch_size 32", "gradient_accumulation_steps 4"):
+    for word in (
+        "num_workers 8",
+        "prefetch_factor 4",
+        "batch_size 32",
+        "gradient_accumulation_steps 4",
+    ):
         assert word in [" ".join(line.split()) for line in lines]
     assert get_large_config().effective_batch_size == 128
 
@@ -116,5 +144,7 @@ def test_a_mistake_is_one_line_with_what_was_expected(line, said):
 
 def test_a_bad_value_of_a_key_names_what_was_typed():
     request = translate(["--mode=pretrain", "--training.learning_rate=high"])
-    with pytest.raises(ConfigError, match=r"^--training.learning_rate=high: training.learning_rate: found 'high'"):
+    with pytest.raises(
+        ConfigError, match=r"^--training.learning_rate=high: training.learning_rate: found 'high'"
+    ):
         load.load(request.recipe, request.overrides)

@@ -26,13 +26,19 @@ from tests.builders import gpu, machine, plan, wish
         (machine(), None, {"distributed_type": "NO", "num_processes": 1, "use_cpu": True}),
         (machine(), 2, {"distributed_type": "MULTI_GPU", "num_processes": 2, "use_cpu": False}),
         (machine(1), None, {"distributed_type": "NO", "num_processes": 1, "gpu_ids": "all"}),
-        (machine(2), None, {"distributed_type": "MULTI_GPU", "num_processes": 2, "main_process_port": 0}),
+        (
+            machine(2),
+            None,
+            {"distributed_type": "MULTI_GPU", "num_processes": 2, "main_process_port": 0},
+        ),
     ],
 )
 def test_accelerate_loads_what_is_written_and_reads_the_same(tmp_path, on, num_processes, expected):
     from accelerate.commands.config import load_config_from_file
 
-    chosen = plan(wish(launch={"num_processes": num_processes}, training={"bf16": bool(on.gpus)}), on)
+    chosen = plan(
+        wish(launch={"num_processes": num_processes}, training={"bf16": bool(on.gpus)}), on
+    )
     path = tmp_path / "accelerate.yaml"
     path.write_text(accelerate.accelerate_config(chosen, "unused.json"))
     loaded = load_config_from_file(str(path))
@@ -64,7 +70,12 @@ def test_a_deepspeed_file_agrees_with_its_plan_in_every_number(mode):
     assert "auto" not in json.dumps(config)
     strategy = chosen.strategy
     batch = [
-        config[key] for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+        config[key]
+        for key in (
+            "train_micro_batch_size_per_gpu",
+            "gradient_accumulation_steps",
+            "train_batch_size",
+        )
     ]
     assert batch == [strategy.per_device_train_batch_size, strategy.gradient_accumulation_steps, 64]
     assert (config["bf16"]["enabled"], config["fp16"]["enabled"]) == (True, False)
@@ -78,7 +89,12 @@ def test_a_deepspeed_file_agrees_with_its_plan_in_every_number(mode):
 
 
 def test_several_machines_meet_where_the_recipe_says():
-    launch = {"nodes": 2, "machine_rank": 1, "main_process_ip": "10.0.0.1", "network_interface": "eth1"}
+    launch = {
+        "nodes": 2,
+        "machine_rank": 1,
+        "main_process_ip": "10.0.0.1",
+        "network_interface": "eth1",
+    }
     config = yaml.safe_load(accelerate.accelerate_config(plan(wish(launch=launch), machine(2)), ""))
     expected = {
         "num_machines": 2,
@@ -97,7 +113,9 @@ def test_several_machines_meet_where_the_recipe_says():
 
 def command(on, **launch) -> Command:
     run = RunDir(Path("/a 'b\" c/runs/wish/1"))
-    return render_command.command(plan(wish(launch=launch), on), on, run, run.attempt(1), House(Path("/a 'b\" c")), {})
+    return render_command.command(
+        plan(wish(launch=launch), on), on, run, run.attempt(1), House(Path("/a 'b\" c")), {}
+    )
 
 
 def test_the_line_survives_a_shell():

@@ -1,4 +1,5 @@
-"""Two runs are compared where they are one comparison, by figures that are what their steps add up to."""
+"""Two runs are compared where they are one comparison, by figures that are what their steps add up
+to."""
 
 from __future__ import annotations
 
@@ -36,15 +37,22 @@ def house(tmp_path, monkeypatch) -> House:
     return House.here()
 
 
-def begun(house: House, name: str, rows: Path | None = None, **sections) -> tuple[RunDir, AttemptDir]:
-    """A run of a recipe that trains on these rows, with its first attempt; effective batch 8 unless told otherwise."""
+def begun(
+    house: House, name: str, rows: Path | None = None, **sections
+) -> tuple[RunDir, AttemptDir]:
+    """A run of a recipe that trains on these rows, with its first attempt; effective batch 8 unless
+    told otherwise."""
     rows = rows or house.root.parent / "train.parquet"
     data = {
         "train_file": str(rows),
         "validation_file": str(rows.with_name("valid.parquet")),
         **sections.pop("data", {}),
     }
-    training = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, **sections.pop("training", {})}
+    training = {
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        **sections.pop("training", {}),
+    }
     recipe = builders.wish(name=name, data=data, training=training, **sections)
     machine = builders.machine()
     plan = builders.plan(recipe, machine)
@@ -86,19 +94,31 @@ def write(file: Path, records: list[StepEvent] | list[HeldOut]) -> None:
         lines.writelines(files.to_json(asdict(one)) + "\n" for one in records)
 
 
-def trained(house: House, name: str, count: int = 10, rows: Path | None = None, sections=None, **fields) -> RunDir:
-    """A run of so many steps, each STEP_S after the one before, an evaluation of 3 s after steps 5 and 10."""
+def trained(
+    house: House, name: str, count: int = 10, rows: Path | None = None, sections=None, **fields
+) -> RunDir:
+    """A run of so many steps, each STEP_S after the one before, an evaluation of 3 s after steps 5
+    and 10."""
     run, attempt = begun(house, name, rows, **(sections or {}))
     later = [3.0 * (number > 5) for number in range(1, count + 1)]
-    write(attempt.events_file, [step(n, START + STEP_S * n + later[n - 1], **fields) for n in range(1, count + 1)])
-    ends = [(number, START + STEP_S * number + 3.0 * number / 5) for number in (5, 10) if number <= count]
+    write(
+        attempt.events_file,
+        [step(n, START + STEP_S * n + later[n - 1], **fields) for n in range(1, count + 1)],
+    )
+    ends = [
+        (number, START + STEP_S * number + 3.0 * number / 5)
+        for number in (5, 10)
+        if number <= count
+    ]
     write(attempt.held_out_file, [HeldOut(n, 8 * n, 2 / n, 3.0, end) for n, end in ends])
     files.write_json(attempt.outcome_file, {"complete": count == 10, "host_pss_bytes": 2 * GIB})
     return run
 
 
 def cells(a: RunDir, b: RunDir) -> dict[str, tuple[str, str, str]]:
-    return {one.name: one.cells() for one in compare.figures(comparable.read(a), comparable.read(b))}
+    return {
+        one.name: one.cells() for one in compare.figures(comparable.read(a), comparable.read(b))
+    }
 
 
 def test_the_figures_are_what_the_steps_add_up_to(house):
@@ -108,7 +128,8 @@ def test_the_figures_are_what_the_steps_add_up_to(house):
     assert found["non-padding tokens/s"] == ("40", "80", "2.000")
     assert found["padding, of the tokens computed"] == ("20.0%", "0.0%", "")
     assert found["seconds per step, median"] == ("2", "1", "0.500")
-    # 8 steady steps and two evaluations between the end of step 2 and that of the last evaluation: 8 x 2 + 2 x 3 s
+    # 8 steady steps and two evaluations between the end of step 2 and that of the last evaluation:
+    # 8 x 2 + 2 x 3 s
     assert found["wall time: busy with steps"] == (f"{8 * 1.5 / 22:.1%}", f"{8 / 22:.1%}", "")
     assert found["  waiting for data"] == (f"{8 * 0.5 / 22:.1%}", "0.0%", "")
     assert found["  evaluations"] == (f"{6 / 22:.1%}", f"{6 / 22:.1%}", "")
@@ -121,10 +142,18 @@ def test_the_figures_are_what_the_steps_add_up_to(house):
 
 
 def test_vram_is_shown_as_measured_and_as_predicted(house):
-    on_gpu = {"vram_allocated_bytes": 3 * GIB, "vram_reserved_bytes": 4 * GIB, "vram_total_bytes": 20 * GIB}
+    on_gpu = {
+        "vram_allocated_bytes": 3 * GIB,
+        "vram_reserved_bytes": 4 * GIB,
+        "vram_total_bytes": 20 * GIB,
+    }
     run = trained(house, "after", **on_gpu)
     plan = run.read_plan()
-    estimate = replace(plan.estimate, peak=Peak("backward", "mm", {"weights": 2 * GIB}), fragmentation_bytes=GIB // 2)
+    estimate = replace(
+        plan.estimate,
+        peak=Peak("backward", "mm", {"weights": 2 * GIB}),
+        fragmentation_bytes=GIB // 2,
+    )
     gpu_plan = replace(plan, strategy=replace(plan.strategy, device="cuda"), estimate=estimate)
     files.write_json(run.attempt(1).plan_file, asdict(gpu_plan))
     found = compare.figures(comparable.read(trained(house, "before")), comparable.read(run))
@@ -157,16 +186,25 @@ def test_steps_that_were_trained_again_count_once_and_their_time_is_lost(house):
     run = trained(house, "before", count=6)
     again = run.new_attempt()
     files.write_json(again.plan_file, asdict(run.read_plan()))
-    write(again.events_file, [step(n, START + 100 + STEP_S * n, seconds=STEP_S / 2) for n in range(5, 11)])
-    write(again.held_out_file, [HeldOut(5, 40, 0.4, 50.0, START + 100 + STEP_S * 5)])  # before its steps are steady
+    write(
+        again.events_file,
+        [step(n, START + 100 + STEP_S * n, seconds=STEP_S / 2) for n in range(5, 11)],
+    )
+    # before its steps are steady
+    write(again.held_out_file, [HeldOut(5, 40, 0.4, 50.0, START + 100 + STEP_S * 5)])
     parts = steps.stretches(run)
-    assert [[one.step for one in part.counted] for part in parts] == [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10]]
+    assert [[one.step for one in part.counted] for part in parts] == [
+        [1, 2, 3, 4],
+        [5, 6, 7, 8, 9, 10],
+    ]
     assert [[one.step for one in part.steady] for part in parts] == [[3, 4], [7, 8, 9, 10]]
-    assert [len(part.evaluations) for part in parts] == [0, 1]  # the first one's was of a step that was lost
+    # the first one's was of a step that was lost
+    assert [len(part.evaluations) for part in parts] == [0, 1]
     speed = steps.speed(parts)
     assert speed is not None
     assert speed.tokens_per_s == pytest.approx(6 * 80 / (2 * STEP_S + 4 * STEP_S / 2))
-    wall_s = (4 * STEP_S + 3) + 4 * STEP_S  # up to step 6, with the evaluation before it; from step 6 to step 10
+    # up to step 6, with the evaluation before it; from step 6 to step 10
+    wall_s = (4 * STEP_S + 3) + 4 * STEP_S
     assert speed.busy == pytest.approx((8 - 6 * WAIT_S) / wall_s)
     assert (speed.evaluating, speed.rest) == (0, pytest.approx(1 - 8 / wall_s))
 
@@ -185,14 +223,21 @@ def test_a_run_that_took_over_another_begins_with_its_steps(house):
     saved = earlier.checkpoints / manifest.name(4)
     run, attempt = begun(house, "after", training={"per_device_train_batch_size": 16})
     files.write_json(run.continues_file, {"checkpoint": str(saved), "samples_seen": 32})
-    write(attempt.events_file, [step(n, START + n, samples=16, samples_seen=16 * n) for n in (3, 4, 5)])
+    write(
+        attempt.events_file,
+        [step(n, START + n, samples=16, samples_seen=16 * n) for n in (3, 4, 5)],
+    )
     side = comparable.read(run)
     assert [one.samples_seen for one in side.steps] == [8, 16, 24, 32, 48, 64, 80]
     assert side.missing() == 0
-    assert cells(earlier, run)["VRAM allocated, peak"] == ("1.00 GiB", "no GPU", "")  # those ran with another batch
+    # those ran with another batch
+    assert cells(earlier, run)["VRAM allocated, peak"] == ("1.00 GiB", "no GPU", "")
     texts = [one.text for one in comparable.differences(comparable.read(earlier), side)]
     assert f"B took over {saved} at sample 32" in texts
-    assert "B was planned again: speed and memory are of its last plan, losses of all its steps" in texts
+    assert (
+        "B was planned again: speed and memory are of its last plan, losses of all its steps"
+        in texts
+    )
 
 
 def test_samples_whose_steps_were_never_written_are_counted(house):
@@ -215,14 +260,20 @@ def test_a_last_line_that_is_half_written_is_left_out(house):
 LENGTHS = {"group_by_length": True}
 OTHERS = {
     "the same": ({}, None),
-    "cut otherwise": ({"training": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}}, None),
+    "cut otherwise": (
+        {"training": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}},
+        None,
+    ),
     "other order": ({"data": LENGTHS}, None),
     "other batch": ({"training": {"gradient_accumulation_steps": 2}}, "effective batch: A 8, B 16"),
     "other model": ({"model": {"shape": "mini-chat"}}, "model: A llama-tiny of"),
     "part of it": ({"model": {"freeze": ["model.embed_tokens"]}}, "trained parameters: A"),
     "LoRA": ({"lora": {"r": 4}}, r"trained parameters: A [\d,]+ \(0 of LoRA\), B"),
     "shorter rows": ({"data": {"max_length": 64}}, "max_length or how many rows are read"),
-    "other tokenizer": ({"tokenizer": {"split": "character"}}, "data: A and B differ in the tokenizer"),
+    "other tokenizer": (
+        {"tokenizer": {"split": "character"}},
+        "data: A and B differ in the tokenizer",
+    ),
 }
 
 
@@ -253,13 +304,18 @@ def test_the_content_of_the_rows_decides_not_their_place(house, tmp_path):
     (tmp_path / "moved").mkdir()
     for name in ("train.parquet", "valid.parquet"):
         (tmp_path / "moved" / name).write_bytes((tmp_path / name).read_bytes())
-    a, moved = trained(house, "before"), trained(house, "moved", rows=tmp_path / "moved/train.parquet")
+    a, moved = (
+        trained(house, "before"),
+        trained(house, "moved", rows=tmp_path / "moved/train.parquet"),
+    )
     builders.write_parquet(tmp_path / "other/train.parquet", builders.rows(21))
     builders.write_parquet(tmp_path / "other/valid.parquet", builders.rows(6, seed=1))
     other = trained(house, "other", rows=tmp_path / "other/train.parquet")
     first = comparable.read(a)
     assert comparable.differences(first, comparable.read(moved)) == []
-    found = [one.text for one in comparable.differences(first, comparable.read(other)) if one.blocks]
+    found = [
+        one.text for one in comparable.differences(first, comparable.read(other)) if one.blocks
+    ]
     assert found[0] == "data: A and B differ in the content of data.train_file"
     assert found[1].startswith("held-out rows: A sha256 ")
 
@@ -271,7 +327,10 @@ def test_packed_sequences_and_rows_are_compared_by_their_tokens(house, capsys):
     packed = house.runs / "after"
     assert main(["compare", str(rows.root), str(packed)]) == 0
     said = capsys.readouterr().out
-    assert "effective batch: A 8 rows of 80 tokens in all, B 2 packed sequences of 82 tokens in all" in said
+    assert (
+        "effective batch: A 8 rows of 80 tokens in all, B 2 packed sequences of 82 tokens in all"
+        in said
+    )
     found = cells(rows, RunDir(next(packed.iterdir())))
     assert found["training loss, 720-800 tokens"] == (
         "0.1000",
@@ -286,7 +345,10 @@ def test_packed_sequences_and_rows_are_compared_by_their_tokens(house, capsys):
 
 def test_all_that_differs_is_said_and_the_page_shows_it_as_text(house, capsys):
     trained(house, "before")
-    hostile = {"training": {"seed": 1, "learning_rate": 1e-4}, "data": {"text_column": "<script>\x1b[2J"}}
+    hostile = {
+        "training": {"seed": 1, "learning_rate": 1e-4},
+        "data": {"text_column": "<script>\x1b[2J"},
+    }
     trained(house, "after", sections=hostile)
     assert main(["compare", "before", "after", "--anyway"]) == 0
     said = capsys.readouterr().out
@@ -315,7 +377,9 @@ def test_a_run_is_found_by_its_recipe_its_name_or_its_folder(house, monkeypatch)
 
 
 def test_what_is_no_run_is_told_what_to_do(house):
-    with pytest.raises(ResourceError, match=r"recipe has no run in .*; python -m launch run single_gpu makes one"):
+    with pytest.raises(
+        ResourceError, match=r"recipe has no run in .*; python -m launch run single_gpu makes one"
+    ):
         comparable.find(house, "single_gpu")
     trained(house, "before")
     with pytest.raises(ResourceError, match=r"befor: found no run, .*nearest: before"):
@@ -333,4 +397,6 @@ def test_a_run_of_another_version_is_refused_in_one_line(house, capsys):
     plan = files.read_json(run.attempt(1).plan_file) or {}
     files.write_json(run.attempt(1).plan_file, {**plan, "strategy": {}})
     assert main(["compare", "before", "after"]) == 2
-    assert re.fullmatch(r"error: .*written by another version of lowmem .*; run it again\n", capsys.readouterr().err)
+    assert re.fullmatch(
+        r"error: .*written by another version of lowmem .*; run it again\n", capsys.readouterr().err
+    )

@@ -1,4 +1,5 @@
-"""A damaged record of an earlier attempt is left out of the report with a line that names its file; nothing fails."""
+"""A damaged record of an earlier attempt is left out of the report with a line that names its file;
+nothing fails."""
 
 from __future__ import annotations
 
@@ -55,13 +56,17 @@ def test_a_flipped_bit_costs_the_records_of_its_line_and_is_said(attempt, read):
     assert read(attempt) == complete
 
 
-@pytest.mark.parametrize("line", ["[" * 5000, '{"step": ' + "9" * 400 + "}"], ids=["deep", "a number of 400 digits"])
+@pytest.mark.parametrize(
+    "line", ["[" * 5000, '{"step": ' + "9" * 400 + "}"], ids=["deep", "a number of 400 digits"]
+)
 def test_a_line_that_no_record_can_be_is_damage(attempt, line):
     complete = steps.events(attempt)
     attempt.events_file.write_text(f"{line}\n{attempt.events_file.read_text()}")
     said: list[str] = []
     assert steps.events(attempt, said.append) == complete
-    assert said == [f"{attempt.events_file}: 1 damaged line(s), the first is line 1; missing from the report"]
+    assert said == [
+        f"{attempt.events_file}: 1 damaged line(s), the first is line 1; missing from the report"
+    ]
 
 
 def test_a_damaged_outcome_names_the_checkpoint_to_go_on_from(attempt):
@@ -77,18 +82,26 @@ def test_a_value_of_another_type_is_damage(attempt):
     attempt.events_file.write_text(json.dumps(broken) + "\n" + attempt.events_file.read_text())
     said: list[str] = []
     assert [one.step for one in steps.events(attempt, said.append)] == [1, 2]
-    assert said == [f"{attempt.events_file}: 1 damaged line(s), the first is line 1; missing from the report"]
+    assert said == [
+        f"{attempt.events_file}: 1 damaged line(s), the first is line 1; missing from the report"
+    ]
 
 
 def test_the_row_of_an_attempt_is_made_of_what_can_be_read(attempt):
     complete = _attempt_row(attempt, pytest.fail)
     assert complete[1] == "somebody killed it (SIGKILL)"
-    for file, every in ((attempt.supervisor_file, 13), (attempt.outcome_file, 5), (attempt.plan_file, 4999)):
+    for file, every in (
+        (attempt.supervisor_file, 13),
+        (attempt.outcome_file, 5),
+        (attempt.plan_file, 4999),
+    ):
         for _ in flips(file, every):
             said: list[str] = []
             ran, ending = _attempt_row(attempt, said.append)
             assert (ran == "not readable") + (ending == "not readable") == len(said)
-            assert all(str(attempt.root) in line and "missing from the report" in line for line in said)
+            assert all(
+                str(attempt.root) in line and "missing from the report" in line for line in said
+            )
     assert _attempt_row(attempt, pytest.fail) == complete
 
 

@@ -27,8 +27,12 @@ SUMMARY = {
 @pytest.mark.parametrize(
     ("scores", "words"),
     [
-        ({"exact_match_before": 0.25, "exact_match_after": 0.5}, "exact match 25.0 % before, 50.0 % after"),
-        ({"exact_match_after": 0.5}, "exact match 50.0 % after"),  # continued from another run's checkpoint
+        (
+            {"exact_match_before": 0.25, "exact_match_after": 0.5},
+            "exact match 25.0 % before, 50.0 % after",
+        ),
+        # continued from another run's checkpoint
+        ({"exact_match_after": 0.5}, "exact match 50.0 % after"),
         ({}, None),
     ],
 )
@@ -52,29 +56,43 @@ def test_answers_are_told_as_far_as_they_were_scored(scores, words):
 def test_the_loss_of_the_exported_weights_is_told():
     recipe, on = wish(), machine()
     summary = {**SUMMARY, "exported_step": 10, "exported_eval_loss": 7.5923}
-    lines = text.result_lines(recipe, on, plan(recipe, on), RunResult("/run", 0, None, 2.0, 1 << 30, summary), "")
+    lines = text.result_lines(
+        recipe, on, plan(recipe, on), RunResult("/run", 0, None, 2.0, 1 << 30, summary), ""
+    )
     assert any("7.5923 on them at step 10, whose weights these are" in line for line in lines)
 
 
 def test_columns_that_are_not_read_have_a_line_in_the_plan():
     recipe, on = wish(), machine()
     made = plan(recipe, on)
-    noted = replace(made, data_format=replace(made.data_format, notes=("columns that are not read: url, score",)))
-    assert "             columns that are not read: url, score" in text.plan_lines(recipe, on, noted)
+    noted = replace(
+        made,
+        data_format=replace(made.data_format, notes=("columns that are not read: url, score",)),
+    )
+    assert "             columns that are not read: url, score" in text.plan_lines(
+        recipe, on, noted
+    )
 
 
 def test_a_constant_rate_has_no_warm_up():
-    recipe, on = wish(training={"lr_scheduler_type": "constant", "warmup_steps": 100, "max_steps": 3}), machine()
+    recipe, on = (
+        wish(training={"lr_scheduler_type": "constant", "warmup_steps": 100, "max_steps": 3}),
+        machine(),
+    )
     words = "\n".join(text.plan_lines(recipe, on, plan(recipe, on)))
     assert "constant, no warm-up, max_length" in words
     assert "training.warmup_steps 100 has no effect" in words
     assert "never reaches" not in words
 
 
-@pytest.mark.parametrize(("section", "words"), [("evaluation", ["  where  in evaluation at step 120"]), ("", [])])
+@pytest.mark.parametrize(
+    ("section", "words"), [("evaluation", ["  where  in evaluation at step 120"]), ("", [])]
+)
 def test_a_failure_says_in_which_section_it_came(section, words):
     recipe, on = wish(), machine()
-    failure = Failure("device_oom", 12, "the GPU ran out of memory", "CUDA out of memory", "halve it", section)
+    failure = Failure(
+        "device_oom", 12, "the GPU ran out of memory", "CUDA out of memory", "halve it", section
+    )
     result = RunResult("/run", 12, failure, 2.0, 1 << 30, last_step=120)
     lines = text.result_lines(recipe, on, plan(recipe, on), result, "chat")
     assert [line for line in lines if line.startswith("  where")] == words

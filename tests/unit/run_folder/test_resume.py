@@ -1,4 +1,5 @@
-"""Which run a start goes on with: the newest unfinished one of its output folder that trains the same."""
+"""Which run a start goes on with: the newest unfinished one of its output folder that trains the
+same."""
 
 from __future__ import annotations
 
@@ -62,7 +63,10 @@ def test_another_folder_starts_a_new_run_and_names_the_one_that_is_left(tmp_path
     assert start.run.root != first.root
     assert start.line.splitlines() == [
         "starting a new run",
-        f"{first.run_id} has not finished (step 4, output_dir {tmp_path}/a); --resume {first.root} continues it",
+        (
+            f"{first.run_id} has not finished (step 4, output_dir {tmp_path}/a); --resume"
+            f" {first.root} continues it"
+        ),
     ]
 
 
@@ -77,7 +81,9 @@ def test_a_run_that_finished_in_another_folder_is_not_this_one(tmp_path):
 
 def test_what_trains_otherwise_in_the_same_folder_is_refused_while_it_is_unfinished(tmp_path):
     trained(tmp_path, recipe(tmp_path / "a"), day=1)
-    with pytest.raises(CheckpointError, match=r"cannot be continued, what trains has changed .*learning_rate"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot be continued, what trains has changed .*learning_rate"
+    ):
         decided(tmp_path, recipe(tmp_path / "a", learning_rate=2e-3))
 
 

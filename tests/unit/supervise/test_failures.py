@@ -10,12 +10,13 @@ from launch.schema.result import Evidence
 from launch.supervise import failures
 
 ALLOCATOR = (
-    "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
-    " to allocate 8589934592 bytes. Error code 12 (Cannot allocate memory)"
+    "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't"
+    " allocate memory: you tried to allocate 8589934592 bytes. Error code 12 (Cannot allocate"
+    " memory)"
 )
 CUDA = (
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 19.70 GiB of"
-    " which 1.10 GiB is free."
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total"
+    " capacity of 19.70 GiB of which 1.10 GiB is free."
 )
 KILLED = """Failures:
   <NO_OTHER_FAILURES>
@@ -24,7 +25,10 @@ Root Cause (first observed failure):
   rank      : 0 (local_rank: 0)
   exitcode  : -9 (pid: 77)
   traceback : Signal 9 (SIGKILL) received by PID 77"""
-ALONE = "subprocess.CalledProcessError: Command '['python', 'train_low_mem.py']' died with <Signals.SIGKILL: 9>."
+ALONE = (
+    "subprocess.CalledProcessError: Command '['python', 'train_low_mem.py']' died with"
+    " <Signals.SIGKILL: 9>."
+)
 
 
 def evidence(**fields) -> Evidence:
@@ -41,10 +45,17 @@ def evidence(**fields) -> Evidence:
 
 
 def error(message: str, exit_code: int | None = None, rank: int = 0) -> dict:
-    return {"rank": rank, "type": "RuntimeError", "message": message, "exit_code": exit_code, "time": 1.0}
+    return {
+        "rank": rank,
+        "type": "RuntimeError",
+        "message": message,
+        "exit_code": exit_code,
+        "time": 1.0,
+    }
 
 
-# A real report of torchrun (torch 2.13): rank 1 got SIGKILL; rank 0, which took no SIGTERM, was ended after it.
+# A real report of torchrun (torch 2.13): rank 1 got SIGKILL; rank 0, which took no SIGTERM, was
+# ended after it.
 TWO_ENDS = """E1122 13:14:45.339000 14429 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: -9) local_rank: 0 (pid: 14440) of binary: /venv/bin/python
 Failures:
 [1]:
@@ -64,7 +75,10 @@ Root Cause (first observed failure):
 def test_a_rank_that_was_killed_is_named_and_the_one_that_the_supervisor_ended_after_it_is_not():
     found = failures.classify(evidence(log_tail=TWO_ENDS.format(end="-9"), ended_ranks=(14440,)))
     assert found is not None
-    assert (found.kind, found.proof) == ("killed", "the launcher reports SIGKILL for rank 1 (process 14441)")
+    assert (found.kind, found.proof) == (
+        "killed",
+        "the launcher reports SIGKILL for rank 1 (process 14441)",
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,7 +91,9 @@ def test_a_rank_that_was_killed_is_named_and_the_one_that_the_supervisor_ended_a
     ],
 )
 def test_what_the_supervisor_ended_hides_no_other_cause(end, left, kind):
-    found = failures.classify(evidence(log_tail=TWO_ENDS.format(end=end), ended_ranks=(14440,), rank_errors=left))
+    found = failures.classify(
+        evidence(log_tail=TWO_ENDS.format(end=end), ended_ranks=(14440,), rank_errors=left)
+    )
     assert found is not None
     assert found.kind == kind
 
@@ -92,14 +108,22 @@ def test_what_the_supervisor_ended_hides_no_other_cause(end, left, kind):
         (evidence(oom_kills=1, log_tail=KILLED), "host_oom", 6),
         (evidence(log_tail=KILLED), "killed", 1),
         (evidence(log_tail=ALONE), "killed", 1),
-        (evidence(log_tail=KILLED, rank_errors=(error("Connection closed by peer", rank=1),)), "killed", 1),
+        (
+            evidence(log_tail=KILLED, rank_errors=(error("Connection closed by peer", rank=1),)),
+            "killed",
+            1,
+        ),
         (evidence(log_tail="OSError: [Errno 28] No space left on device"), "disk", 10),
         (evidence(rank_errors=(error("3 ranks were asked for", exit_code=2),)), "RuntimeError", 2),
         (evidence(rank_errors=(error("boom"),)), "crash", 1),
         (evidence(stopped_by=int(signal.SIGINT)), "stopped", 130),
         (evidence(stopped_by=int(signal.SIGTERM)), "stopped", 75),
         (evidence(preempted={"step": 5, "checkpoint": "checkpoint-000005"}), "stopped", 75),
-        (evidence(returncode=-9, preempted={"step": 5, "checkpoint": "checkpoint-000005"}), "killed", 1),
+        (
+            evidence(returncode=-9, preempted={"step": 5, "checkpoint": "checkpoint-000005"}),
+            "killed",
+            1,
+        ),
         (evidence(returncode=3), "unknown", 1),
         (evidence(returncode=0, log_tail="all done"), "unknown", 1),
     ],
@@ -113,13 +137,17 @@ def test_each_end_has_one_cause(found, kind, exit_code):
 
 
 def test_the_earliest_rank_is_the_cause_and_the_others_follow():
-    failure = failures.classify(evidence(rank_errors=(error("first", rank=1), error("Connection closed", rank=0))))
+    failure = failures.classify(
+        evidence(rank_errors=(error("first", rank=1), error("Connection closed", rank=0)))
+    )
     assert failure is not None
     assert "rank 1 failed" in failure.cause
 
 
 def test_triton_out_of_shared_memory_is_not_vram():
-    failure = failures.classify(evidence(log_tail="triton: out of resource: shared memory, Required: 180224"))
+    failure = failures.classify(
+        evidence(log_tail="triton: out of resource: shared memory, Required: 180224")
+    )
     assert failure is not None
     assert failure.kind != "device_oom"
 

@@ -80,7 +80,9 @@ def test_p99_is_the_largest_of_few_and_passes_over_one_of_many():
     assert p99((*[1.0] * 199, 50.0)) == 1
 
 
-def test_the_section_of_a_failure_is_that_of_the_first_rank_that_left_word_else_of_the_first_that_fell_silent(tmp_path):
+def test_the_section_of_a_failure_is_that_of_the_first_rank_that_reported_or_fell_silent(
+    tmp_path,
+):
     attempt = AttemptDir(tmp_path)
     assert heartbeats.section_of_the_first(heartbeats.read_all(attempt), []) == ""
     Heartbeat(attempt.heartbeat_file(0)).beat("evaluation", 4, 9)
@@ -88,11 +90,14 @@ def test_the_section_of_a_failure_is_that_of_the_first_rank_that_left_word_else_
     beats = heartbeats.read_all(attempt)
     assert heartbeats.section_of_the_first(beats, []) == "evaluation"
     assert heartbeats.section_of_the_first(beats, [{"rank": 1}, {"rank": 0}]) == "step"
-    assert heartbeats.section_of_the_first(beats, [{"rank": 7}]) == "evaluation"  # it is another machine's
+    # it is another machine's
+    assert heartbeats.section_of_the_first(beats, [{"rank": 7}]) == "evaluation"
 
 
 def test_every_section_that_a_rank_names_has_a_limit():
-    assert {"load", "tokenise", "first step", "step", "evaluation", "save", "export"} == set(heartbeats.FLOORS)
+    assert {"load", "tokenise", "first step", "step", "evaluation", "save", "export"} == set(
+        heartbeats.FLOORS
+    )
 
 
 def test_host_pressure_is_told_by_what_is_left_by_the_job_and_by_stalls(tmp_path):

@@ -43,14 +43,26 @@ def test_where_nothing_else_is_left_fewer_samples_are_less_if_nothing_else_is_gi
 def test_without_a_trace_a_smaller_micro_batch_or_checkpointing_is_less():
     assert STEP.rules_out(STRATEGY, 10 * GIB, is_traced=False)
     assert STEP.rules_out(HALF, 10 * GIB, is_traced=False) is None
-    assert STEP.rules_out(replace(STRATEGY, gradient_checkpointing=True), 10 * GIB, is_traced=False) is None
+    assert (
+        STEP.rules_out(replace(STRATEGY, gradient_checkpointing=True), 10 * GIB, is_traced=False)
+        is None
+    )
 
 
 def test_an_evaluation_that_ran_out_rules_out_its_batch_and_not_the_training():
-    failed = RanOut("device", "evaluation", replace(STRATEGY, per_device_eval_batch_size=8), 10 * GIB)
-    assert failed.rules_out(replace(STRATEGY, per_device_eval_batch_size=4), 10 * GIB, is_traced=True) is None
-    assert failed.rules_out(replace(STRATEGY, per_device_eval_batch_size=8), 1 * GIB, is_traced=True)
-    alone = RanOut("device", "evaluation", replace(STRATEGY, per_device_eval_batch_size=1), 10 * GIB)
+    failed = RanOut(
+        "device", "evaluation", replace(STRATEGY, per_device_eval_batch_size=8), 10 * GIB
+    )
+    assert (
+        failed.rules_out(replace(STRATEGY, per_device_eval_batch_size=4), 10 * GIB, is_traced=True)
+        is None
+    )
+    assert failed.rules_out(
+        replace(STRATEGY, per_device_eval_batch_size=8), 1 * GIB, is_traced=True
+    )
+    alone = RanOut(
+        "device", "evaluation", replace(STRATEGY, per_device_eval_batch_size=1), 10 * GIB
+    )
     assert alone.rules_out(alone.candidate, 10 * GIB, is_traced=True), "one sample cannot be halved"
 
 
@@ -96,41 +108,54 @@ def test_the_next_start_of_an_unfinished_run_knows_what_ran_out(tmp_path):
     assert oom_record.of_unfinished(tmp_path, "tiny") == Exceeded(ran_out=(STEP,))
 
 
-# ---- the last plan, and what a second step has shown -----------------------------------------------------------------
+# ---- the last plan, and what a second step has shown
+# ---------------------------------------------------------------------------
 
 
 def test_the_last_plan_of_a_start_takes_much_less_in_fewer_samples():
     def ruled_out(candidate, needed_bytes):
-        return STEP.rules_out(candidate, needed_bytes, is_traced=True, is_last=True, below=MUCH_BELOW)
+        return STEP.rules_out(
+            candidate, needed_bytes, is_traced=True, is_last=True, below=MUCH_BELOW
+        )
 
     assert ruled_out(HALF, int(MUCH_BELOW * 10 * GIB) - 1) is None
     assert ruled_out(HALF, int(MUCH_BELOW * 10 * GIB) + 1)
     samples = STRATEGY.per_device_train_batch_size
-    assert ruled_out(STRATEGY, 1 * GIB) == (
-        f"1.00 GiB, and the last plan of a start takes fewer samples than {samples}, which ran out"
+    assert (
+        ruled_out(STRATEGY, 1 * GIB)
+        == f"1.00 GiB, and the last plan of a start takes fewer samples than {samples}, which"
+        " ran out"
     )
 
 
 def host_misses(exceeded: Exceeded, needed_bytes: int) -> str | None:
-    """Of a plan on CPUs with so many predicted bytes of host RAM, where the budgets do not count."""
+    """Of a plan on CPUs with so many predicted bytes of host RAM, where the budgets do not
+    count."""
     recipe = wish()
     config, parameters = model_config.read(recipe.model, root=CODE)
     about = context.subject(recipe, machine(), config, parameters, DATA_FORMAT)
     about = replace(about, exceeded=exceeded, assume_fits=True)
-    memory = MemoryEstimate(1, 1, 1, peak=Peak("backward", "mm", {"weights": 1}), host={"model": needed_bytes})
+    memory = MemoryEstimate(
+        1, 1, 1, peak=Peak("backward", "mm", {"weights": 1}), host={"model": needed_bytes}
+    )
     return estimate.misses_host(about, STRATEGY, memory)
 
 
-def test_a_plan_that_step_2_has_refuted_bounds_the_next_one_also_where_it_is_assumed_to_fit(tmp_path):
+def test_a_plan_that_step_2_has_refuted_bounds_the_next_one_also_where_it_is_assumed_to_fit(
+    tmp_path,
+):
     """31 GiB ran out; then 1.86 GiB were planned and 2.44 taken: 2.2 GiB come to 2.9."""
     run = RunDir(tmp_path)
     first = RanOut("host", "first step", STRATEGY, 31 * GIB)
     seen = plan()
     seen = replace(seen, estimate=replace(seen.estimate, host={"model": int(1.86 * GIB)}))
-    compared = Comparison((), host_exceeded=2.44 / 1.86 - 1, over="too much", needs={"host": int(2.44 * GIB)})
+    compared = Comparison(
+        (), host_exceeded=2.44 / 1.86 - 1, over="too much", needs={"host": int(2.44 * GIB)}
+    )
     found = oom_record.add_refuted(Exceeded(ran_out=(first,)), compared, seen, machine(), run)
-    assert host_misses(found, int(2.2 * GIB)) == (
-        "2.20 GiB, and a plan of 1.86 GiB took 2.44 GiB of host RAM, which is too much"
+    assert (
+        host_misses(found, int(2.2 * GIB))
+        == "2.20 GiB, and a plan of 1.86 GiB took 2.44 GiB of host RAM, which is too much"
     )
     assert host_misses(found, int(1.85 * GIB))
     assert host_misses(found, int(1.7 * GIB)) is None
@@ -139,15 +164,21 @@ def test_a_plan_that_step_2_has_refuted_bounds_the_next_one_also_where_it_is_ass
 
 def test_what_the_job_took_corrects_later_predictions(tmp_path):
     one = RanOut("host", "step", STRATEGY, 2 * GIB)
-    assert oom_record.add(Exceeded(), one, RunDir(tmp_path), int(2.5 * GIB)).host == pytest.approx(0.25)
+    assert oom_record.add(Exceeded(), one, RunDir(tmp_path), int(2.5 * GIB)).host == pytest.approx(
+        0.25
+    )
     assert oom_record.add(Exceeded(host=0.1), one, RunDir(tmp_path), 1 * GIB).host == 0.1
 
 
-# ---- what says nothing about plans -----------------------------------------------------------------------------------
+# ---- what says nothing about plans
+# ---------------------------------------------------------------------------
 
 
-def shortage(tmp_path, predicted: int, peak: int, left: int = 0, before: int = 12 * GIB, ranks: bool = True) -> RanOut:
-    """An attempt that ended for want of host RAM: bytes planned, taken, left for the job, and free before."""
+def shortage(
+    tmp_path, predicted: int, peak: int, left: int = 0, before: int = 12 * GIB, ranks: bool = True
+) -> RanOut:
+    """An attempt that ended for want of host RAM: bytes planned, taken, left for the job, and free
+    before."""
     run = RunDir(tmp_path)
     attempt = run.new_attempt()
     if ranks:
@@ -160,12 +191,17 @@ def shortage(tmp_path, predicted: int, peak: int, left: int = 0, before: int = 1
 
 
 def test_what_others_took_is_no_evidence_against_the_plan(tmp_path):
-    """3 MiB were planned, all that the job took; only 2 were left to it: the test's machine has more free now."""
+    """3 MiB were planned, all that the job took; only 2 were left to it: the test's machine has
+    more free now."""
     mib = 1 << 20
     assert not shortage(tmp_path, 3 * mib, 3 * mib, left=2 * mib).is_own
-    assert shortage(tmp_path, 3 * mib, 4 * mib, left=2 * mib, before=3 * mib).is_own, "it took as much beyond its plan"
+    assert shortage(tmp_path, 3 * mib, 4 * mib, left=2 * mib, before=3 * mib).is_own, (
+        "it took as much beyond its plan"
+    )
     assert shortage(tmp_path, 3 * mib, 3 * mib, left=9 * mib).is_own, "nobody else took anything"
-    assert shortage(tmp_path, 3 * mib, 3 * mib, left=2 * mib, before=2 * mib).is_own, "the plan never fitted"
+    assert shortage(tmp_path, 3 * mib, 3 * mib, left=2 * mib, before=2 * mib).is_own, (
+        "the plan never fitted"
+    )
 
 
 def test_tokenising_is_no_evidence_against_the_plan(tmp_path):
@@ -180,7 +216,10 @@ def test_a_shortage_counts_until_there_is_clearly_more_memory():
     known = Exceeded(ran_out=(one,))
     assert oom_record.counting(known, machine(host_available_bytes=int(8.1 * GIB))) == known
     assert oom_record.counting(known, machine(host_available_bytes=int(8.9 * GIB))) == Exceeded()
-    assert oom_record.counting(Exceeded(ran_out=(replace(one, is_own=False),)), machine()) == Exceeded()
+    assert (
+        oom_record.counting(Exceeded(ran_out=(replace(one, is_own=False),)), machine())
+        == Exceeded()
+    )
     card = replace(one, of="device", candidate=replace(STRATEGY, device="cuda"))
     assert not card.counts(machine(gpus=1, host_available_bytes=1)), "more is free on the card"
     assert replace(card, available_bytes=19 * GIB).counts(machine(gpus=1))

@@ -1,4 +1,5 @@
-"""Each log in tests/data/logs has the verdict of its folder, and no pattern is there without a log that needs it."""
+"""Each log in tests/data/logs has the verdict of its folder, and no pattern is there without a log
+that needs it."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def read(path: Path) -> tuple[str, str]:
 
 
 def evidence(log: str = "", **fields) -> Evidence:
-    nothing = Evidence(1, (), log, oom_kills=0, host_limit_bytes=3 << 30, host_peak_bytes=2 << 30, completed=False)
+    nothing = Evidence(
+        1, (), log, oom_kills=0, host_limit_bytes=3 << 30, host_peak_bytes=2 << 30, completed=False
+    )
     return replace(nothing, **fields)
 
 
@@ -84,7 +87,9 @@ def test_a_log_has_the_verdict_of_its_folder_with_its_proof_and_something_to_do(
 def test_an_exception_that_a_rank_left_as_its_word_has_the_verdict_of_the_log_it_came_from(path):
     proof, log = read(path)
     line = next(line for line in log.splitlines() if proof in line)
-    exception = re.match(r"(?:\[rank\d+\]: *)?(?:\w+\.)*(\w*(?:Error|Exception|ArrowInvalid))(?:: (.*))?$", line)
+    exception = re.match(
+        r"(?:\[rank\d+\]: *)?(?:\w+\.)*(\w*(?:Error|Exception|ArrowInvalid))(?:: (.*))?$", line
+    )
     if exception is None or path.parent.name in (
         "signal",
         "killed",
@@ -111,7 +116,9 @@ def test_a_log_that_only_talks_of_failures_is_not_taken_for_one(path):
 def test_there_are_logs_of_every_kind_and_a_kind_for_every_log():
     assert {path.parent.name for path in FAILED} == set(CODES)
     assert {(pattern.kind, pattern.exit_code) for pattern in PATTERNS} <= set(CODES.items())
-    assert set(CODES.values()) - {1} <= {kind.exit_code for kind in errors.LaunchError.__subclasses__()} | {3, 6, 12}
+    assert set(CODES.values()) - {1} <= {
+        kind.exit_code for kind in errors.LaunchError.__subclasses__()
+    } | {3, 6, 12}
     assert len(FAILED) >= 60
     assert len(INNOCENT) >= 15
 
@@ -119,19 +126,25 @@ def test_there_are_logs_of_every_kind_and_a_kind_for_every_log():
 LINES = [(i, line) for i, pattern in enumerate(PATTERNS) for line in pattern.lines]
 
 
-@pytest.mark.parametrize(("at", "line"), LINES, ids=[f"{PATTERNS[i].kind}-{n}" for n, (i, _) in enumerate(LINES)])
+@pytest.mark.parametrize(
+    ("at", "line"), LINES, ids=[f"{PATTERNS[i].kind}-{n}" for n, (i, _) in enumerate(LINES)]
+)
 def test_without_any_one_line_of_the_patterns_a_log_is_misjudged(at, line, monkeypatch):
     pattern = PATTERNS[at]
     without = replace(pattern, lines=tuple(other for other in pattern.lines if other != line))
-    # a mutation of the product, to see that its logs notice; nobody else has use for a table of their own
+    # a mutation of the product, to see that its logs notice; nobody else has use for a table of
+    # their own
     monkeypatch.setattr(failures, "PATTERNS", (*PATTERNS[:at], without, *PATTERNS[at + 1 :]))
     logs = [read(path) for path in FAILED if path.parent.name == pattern.kind]
     found = [(verdict(evidence(log)), proof) for proof, log in logs]
-    assert any(failure.kind != pattern.kind or proof not in failure.proof for failure, proof in found)
+    assert any(
+        failure.kind != pattern.kind or proof not in failure.proof for failure, proof in found
+    )
 
 
 def test_a_pattern_that_were_a_consequence_or_a_root_instead_would_be_noticed():
-    """One rank runs out of GPU memory and all others lose it: in their words, in any order, and in the log."""
+    """One rank runs out of GPU memory and all others lose it: in their words, in any order, and in
+    the log."""
     (memory,) = [read(path) for path in FAILED if path.stem == "torch-cuda"]
     oom = {**BOOM, "rank": 1, "type": "OutOfMemoryError", "message": memory[1].partition(": ")[2]}
     for kind in ("network", "nccl", "collective_timeout"):
@@ -140,27 +153,33 @@ def test_a_pattern_that_were_a_consequence_or_a_root_instead_would_be_noticed():
             lost = {**BOOM, "type": "RuntimeError", "message": proof}
             for words in ((lost, oom), (oom, lost)):
                 assert verdict(evidence(log, rank_errors=words)).kind == "device_oom", path
-            assert verdict(evidence(log + memory[1], rank_errors=(lost,))).kind == "device_oom", path
-            assert verdict(evidence(log, rank_errors=(BOOM, lost))).kind in ("crash", "signal"), path
+            assert verdict(evidence(log + memory[1], rank_errors=(lost,))).kind == "device_oom", (
+                path
+            )
+            assert verdict(evidence(log, rank_errors=(BOOM, lost))).kind in (
+                "crash",
+                "signal",
+            ), path
 
 
 def test_the_cause_that_an_exception_was_raised_from_is_found():
     chain = (
-        "Traceback (most recent call last):\n  File x\n    write()\nOSError: [Errno 28] No space left on device\n\n"
-        "The above exception was the direct cause of the following exception:\n\nRuntimeError: boom\n"
+        "Traceback (most recent call last):\n  File x\n    write()\nOSError: [Errno 28] No space"
+        " left on device\n\nThe above exception was the direct cause of the following"
+        " exception:\n\nRuntimeError: boom\n"
     )
     assert verdict(evidence(rank_errors=({**BOOM, "traceback": chain},))).kind == "disk"
 
 
 def test_where_gpu_memory_runs_out_the_last_step_says_how_near_it_was():
-    (_, log) = read(LOGS / "device_oom" / "torch-cuda.txt")
+    _, log = read(LOGS / "device_oom" / "torch-cuda.txt")
     failure = verdict(evidence(log, vram_reserved_bytes=15 << 30, vram_total_bytes=16 << 30))
     assert "15.00 of 16.00 GiB were reserved by the last step" in failure.cause
     assert "GiB" not in verdict(evidence(log)).cause
 
 
 def test_a_signal_is_explained_and_beats_what_the_other_ranks_lost():
-    (_, log) = read(LOGS / "signal" / "torchrun-sigsegv.txt")
+    _, log = read(LOGS / "signal" / "torchrun-sigsegv.txt")
     assert "Connection reset by peer" in log
     lost = {**BOOM, "message": "Connection reset by peer"}
     for words in ((), (lost,)):

@@ -25,12 +25,21 @@ def lengths_of(samples: int) -> np.ndarray:
 
 
 def order_of(
-    samples: int, cut: tuple[int, int, int], rank: int, group: int | None, start: int = 0, by_tokens: bool = False
+    samples: int,
+    cut: tuple[int, int, int],
+    rank: int,
+    group: int | None,
+    start: int = 0,
+    by_tokens: bool = False,
 ) -> SampleOrder:
     lengths = (lambda: lengths_of(samples)) if group else None
     limit = cut[0] * LONGEST
-    budget = TokenBudget(lambda: lengths_of(samples), limit, limit, multiple=4) if by_tokens else None
-    return SampleOrder(samples, *cut, rank, seed=7, start=start, lengths=lengths, group_size=group, budget=budget)
+    budget = (
+        TokenBudget(lambda: lengths_of(samples), limit, limit, multiple=4) if by_tokens else None
+    )
+    return SampleOrder(
+        samples, *cut, rank, seed=7, start=start, lengths=lengths, group_size=group, budget=budget
+    )
 
 
 def epoch(
@@ -62,19 +71,36 @@ def epoch(
     assert idle.count(idle[0]) == ranks, "a rank would wait for the others"
     for at in range(0, len(idle[0]), cut[1]):
         skipped = idle[0][at : at + cut[1]]
-        assert skipped == sorted(skipped, reverse=True), "the last micro-step of a step is when gradients are reduced"
+        assert skipped == sorted(skipped, reverse=True), (
+            "the last micro-step of a step is when gradients are reduced"
+        )
     return [sorted(flat(together)) for together in zip(*per_rank, strict=True)]
 
 
 @settings(max_examples=150, deadline=None)
-@given(samples=st.integers(1, 60), cut=CUT, number=st.integers(0, 3), group=GROUPED, by_tokens=st.booleans())
+@given(
+    samples=st.integers(1, 60),
+    cut=CUT,
+    number=st.integers(0, 3),
+    group=GROUPED,
+    by_tokens=st.booleans(),
+)
 def test_each_sample_is_seen_once_an_epoch(samples, cut, number, group, by_tokens):
-    assert sorted(flat(epoch(samples, cut, number, group, by_tokens=by_tokens))) == list(range(samples))
+    assert sorted(flat(epoch(samples, cut, number, group, by_tokens=by_tokens))) == list(
+        range(samples)
+    )
 
 
 @settings(max_examples=150, deadline=None)
-@given(samples=st.integers(1, 60), factors=st.permutations([2, 3, 2]), number=st.integers(0, 3), group=GROUPED)
-def test_steps_cover_the_same_samples_whatever_the_cut_of_an_effective_batch(samples, factors, number, group):
+@given(
+    samples=st.integers(1, 60),
+    factors=st.permutations([2, 3, 2]),
+    number=st.integers(0, 3),
+    group=GROUPED,
+)
+def test_steps_cover_the_same_samples_whatever_the_cut_of_an_effective_batch(
+    samples, factors, number, group
+):
     def steps(cut: tuple[int, int, int], by_tokens: bool = False) -> list[list[int]]:
         batches = epoch(samples, cut, number, group, by_tokens=by_tokens)
         return [sorted(flat(batches[at : at + cut[1]])) for at in range(0, len(batches), cut[1])]
@@ -123,7 +149,9 @@ def test_more_micro_batches_than_needed_are_made_where_they_save_much_padding():
     group=GROUPED,
     by_tokens=st.tuples(st.booleans(), st.booleans()),
 )
-def test_a_run_that_takes_over_in_the_middle_sees_exactly_what_was_left(samples, cut, earlier, share, group, by_tokens):
+def test_a_run_that_takes_over_in_the_middle_sees_exactly_what_was_left(
+    samples, cut, earlier, share, group, by_tokens
+):
     number, step = divmod(share, 1)
     first_run = order_of(samples, earlier, 0, group)
     start = first_run.samples_seen(int((number + step) * first_run.steps_per_epoch))
@@ -152,13 +180,18 @@ def test_grouped_by_length_the_longest_row_is_in_the_second_step(samples, factor
 
 def test_grouped_by_length_micro_batches_hold_rows_of_about_one_length_and_steps_are_shuffled():
     def batches(lengths: np.ndarray, grouped: bool, number: int = 0) -> list[list[int]]:
-        order = SampleOrder(6000, 8, 4, 1, 0, seed=7, lengths=(lambda: lengths) if grouped else None)
+        order = SampleOrder(
+            6000, 8, 4, 1, 0, seed=7, lengths=(lambda: lengths) if grouped else None
+        )
         order.set_epoch(number)
         return list(order)
 
     def padded(lengths: np.ndarray, grouped: bool) -> float:
         """Tokens that are computed, padding and all, over tokens of rows."""
-        return sum(lengths[one].max(axis=0).sum() * len(one) for one in batches(lengths, grouped)) / lengths.sum()
+        return (
+            sum(lengths[one].max(axis=0).sum() * len(one) for one in batches(lengths, grouped))
+            / lengths.sum()
+        )
 
     pairs = lengths_of(6000)
     alike = np.repeat(pairs[:, :1], 2, axis=1)  # a decoder's
@@ -172,7 +205,10 @@ def test_grouped_by_length_micro_batches_hold_rows_of_about_one_length_and_steps
 
 
 def rows(*lengths: int) -> list[Row]:
-    return [Row(np.arange(1, n + 1, dtype=np.int32), np.arange(1, n + 1, dtype=np.int32)) for n in lengths]
+    return [
+        Row(np.arange(1, n + 1, dtype=np.int32), np.arange(1, n + 1, dtype=np.int32))
+        for n in lengths
+    ]
 
 
 def test_padding_is_on_the_right_masked_and_no_target():

@@ -1,4 +1,5 @@
-"""A checkpoint is the one its sealed manifest describes, or it is not used; rotation never leaves less than two."""
+"""A checkpoint is the one its sealed manifest describes, or it is not used; rotation never leaves
+less than two."""
 
 from __future__ import annotations
 
@@ -79,7 +80,9 @@ def test_a_manifest_that_somebody_has_changed_is_refused_though_all_files_are_wh
     assert "does not have the seal of your key" in manifest.fault(folder)
 
 
-def test_a_run_from_elsewhere_is_refused_with_both_ways_out_and_the_copied_key_opens_it(tmp_path, state, monkeypatch):
+def test_a_run_from_elsewhere_is_refused_with_both_ways_out_and_the_copied_key_opens_it(
+    tmp_path, state, monkeypatch
+):
     folder = committed(tmp_path, 1)
     elsewhere = tmp_path / "elsewhere"
     monkeypatch.setenv("XDG_STATE_HOME", str(elsewhere))
@@ -120,7 +123,11 @@ def test_what_others_could_have_changed_is_refused(tmp_path, where, harm):
     found, faults = manifest.newest_valid(tmp_path)
     assert found == older
     assert len(faults) == 1
-    expected = {"writable": "can be written to by others", "owner": "belongs to user 12345", "link": "symbolic link"}
+    expected = {
+        "writable": "can be written to by others",
+        "owner": "belongs to user 12345",
+        "link": "symbolic link",
+    }
     assert expected[harm] in faults[0]
 
 
@@ -157,18 +164,26 @@ def test_rotation_goes_by_step_and_touches_nobody_elses_folder(tmp_path):
     for step in (900, 1000, 10_000, 2_000_000):
         committed(tmp_path, step)
     for step in (900, 10_000):
-        os.utime(tmp_path / manifest.name(step), (4e9, 4e9))  # the clock was ahead when these were written
+        # the clock was ahead when these were written
+        os.utime(tmp_path / manifest.name(step), (4e9, 4e9))
     (tmp_path / "checkpoint-best").mkdir()
     (tmp_path / "checkpoint-000007").mkdir()
     commit.rotate(tmp_path, 2, set())
-    assert names(tmp_path) == ["checkpoint-000007", "checkpoint-010000", "checkpoint-2000000", "checkpoint-best"]
+    assert names(tmp_path) == [
+        "checkpoint-000007",
+        "checkpoint-010000",
+        "checkpoint-2000000",
+        "checkpoint-best",
+    ]
     (tmp_path / "checkpoint-000900").mkdir()  # a copy that the user has put back
     committed(tmp_path, 3_000_000)
     commit.rotate(tmp_path, 2, set())
     assert "checkpoint-000900" in names(tmp_path)
 
 
-@pytest.mark.parametrize(("keep", "kept"), [(1, [4, 5]), (2, [4, 5]), (3, [3, 4, 5]), (9, [1, 2, 3, 4, 5])])
+@pytest.mark.parametrize(
+    ("keep", "kept"), [(1, [4, 5]), (2, [4, 5]), (3, [3, 4, 5]), (9, [1, 2, 3, 4, 5])]
+)
 def test_as_many_as_the_limit_says_and_never_fewer_than_two_are_kept(tmp_path, keep, kept):
     for step in range(1, 6):
         committed(tmp_path, step)
@@ -230,7 +245,9 @@ def test_a_save_that_cannot_fit_is_refused_before_it_starts(tmp_path):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
 def test_what_the_disk_refused_is_told_from_other_errors(number):
-    assert os.strerror(number) in commit.storage_problem(OSError(number, os.strerror(number), "/x/model.pt"))
+    assert os.strerror(number) in commit.storage_problem(
+        OSError(number, os.strerror(number), "/x/model.pt")
+    )
     torchs = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534")
     assert "unexpected pos" in commit.storage_problem(torchs)
     assert commit.storage_problem(RuntimeError("CUDA out of memory")) is None

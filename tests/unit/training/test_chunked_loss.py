@@ -1,4 +1,5 @@
-"""A loss whose logits are made in parts is the loss, with its gradients; generation still finds logits."""
+"""A loss whose logits are made in parts is the loss, with its gradients; generation still finds
+logits."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ from launch.data.rows import IGNORED
 from launch.plan.candidates import CHUNKED
 from training.model.chunked_loss import ChunkedHead, target_loss_sum
 
-SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+}
 CONFIGS = {
     "gpt2": {"vocab_size": 97, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64},
     "t5": {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
@@ -29,7 +36,9 @@ def batch(kind: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     ids, labels = torch.randint(5, 97, (2, 3, 23), generator=random).unbind()
     labels[:, :4] = IGNORED
     return (
-        {"input_ids": ids, "decoder_input_ids": labels.clamp(min=0)} if kind == "t5" else {"input_ids": ids}
+        {"input_ids": ids, "decoder_input_ids": labels.clamp(min=0)}
+        if kind == "t5"
+        else {"input_ids": ids}
     ), labels
 
 
@@ -60,7 +69,9 @@ def test_no_more_than_one_chunk_of_logits_is_there() -> None:
     parted.lm_head.register_forward_hook(lambda module, given, found: widest.append(found.numel()))
     with (
         head.given(labels),
-        torch.autograd.graph.saved_tensors_hooks(lambda kept: widest.append(kept.numel()) or kept, lambda kept: kept),
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda kept: widest.append(kept.numel()) or kept, lambda kept: kept
+        ),
     ):
         parted(**inputs).logits.backward()
     assert max(widest) < labels.numel() * 97  # the logits of all positions

@@ -20,10 +20,14 @@ def test_a_model_that_one_process_would_run_on_several_gpus_is_refused():
 
 
 @pytest.mark.parametrize(("num_gpus", "refused"), [(0, False), (1, False), (2, True)])
-def test_the_trainer_does_not_train_what_transformers_would_wrap_for_several_gpus(tmp_path, num_gpus, refused):
+def test_the_trainer_does_not_train_what_transformers_would_wrap_for_several_gpus(
+    tmp_path, num_gpus, refused
+):
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     args._n_gpu = num_gpus  # as transformers counts them
-    config = AutoConfig.for_model("gpt2", vocab_size=8, n_embd=8, n_layer=1, n_head=1, n_positions=8)
+    config = AutoConfig.for_model(
+        "gpt2", vocab_size=8, n_embd=8, n_layer=1, n_head=1, n_positions=8
+    )
     order = SampleOrder(2, 2, 1, 1, 0, 0)
     trainer = LowMemTrainer(
         order=order,

@@ -41,12 +41,15 @@ def test_nothing_in_common_or_nothing_said_scores_zero():
 
 
 def test_the_figure_of_a_partly_right_answer():
-    """5 of 6 words, 3 of 5 pairs, 2 of 4 triples, 1 of 3 quadruples; and what counts for orders without a match."""
+    """5 of 6 words, 3 of 5 pairs, 2 of 4 triples, 1 of 3 quadruples; and what counts for orders
+    without a match."""
     given, wanted = "the cat sat on a mat", "the cat sat on the mat"
     same = [overlap(given, wanted)[f"same{n}"] for n in (1, 2, 3, 4)]
     assert same == [5, 3, 2, 1]
     assert corpus((given, wanted)) == pytest.approx((5 / 6 * 3 / 5 * 2 / 4 * 1 / 3) ** 0.25)
-    assert corpus(("a b x d", "a b c d")) == pytest.approx((3 / 4 * 1 / 3 * 0.5 / 2 * 0.25 / 1) ** 0.25)
+    assert corpus(("a b x d", "a b c d")) == pytest.approx(
+        (3 / 4 * 1 / 3 * 0.5 / 2 * 0.25 / 1) ** 0.25
+    )
 
 
 def test_an_answer_that_stops_early_pays_for_it():

@@ -1,4 +1,5 @@
-"""What is not finite is seen, whatever it hides in; what is extraordinary is told from what is usual."""
+"""What is not finite is seen, whatever it hides in; what is extraordinary is told from what is
+usual."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from training.loop import nan_guard
 def test_a_loss_that_is_not_finite_gives_gradients_that_are_not_and_any_other_loss_is_untouched():
     weight = torch.tensor([1.0, 2.0], requires_grad=True)
     masked = torch.where(torch.tensor([True, False]), weight, -math.inf)
-    nan_guard.poisoned(-masked[1] + weight[0]).backward()  # infinite, with a gradient of 1 by itself
+    # infinite, with a gradient of 1 by itself
+    nan_guard.poisoned(-masked[1] + weight[0]).backward()
     assert weight.grad is not None
     assert weight.grad.isnan().any()
     other = torch.tensor(0.1, requires_grad=True)
@@ -30,7 +32,12 @@ def test_a_loss_that_is_not_finite_gives_gradients_that_are_not_and_any_other_lo
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("at", [0, 1, 4096, -1])
 def test_one_bad_number_among_many_is_found_wherever_it_stands(dtype, bad, at):
-    tensors = [torch.rand(3, 5), torch.empty(0), torch.arange(4), torch.rand(10_001, dtype=torch.float32).to(dtype)]
+    tensors = [
+        torch.rand(3, 5),
+        torch.empty(0),
+        torch.arange(4),
+        torch.rand(10_001, dtype=torch.float32).to(dtype),
+    ]
     assert nan_guard.all_finite(tensors)
     tensors[-1][at] = bad
     assert not nan_guard.all_finite(tensors)
@@ -46,7 +53,9 @@ def test_the_rows_of_a_step_are_those_that_its_micro_batches_take():
             for step in range(order.first_step(epoch)[0], order.steps_per_epoch):
                 rows = [micro for micro in taken[step * 2 : step * 2 + 2] if micro is not None]
                 number = epoch * order.steps_per_epoch + step + 1
-                assert order.rows_of(number, range(len(rows))) == [row for micro in rows for row in micro]
+                assert order.rows_of(number, range(len(rows))) == [
+                    row for micro in rows for row in micro
+                ]
                 assert order.rows_of(number, [0]) == rows[0]
 
 
@@ -61,13 +70,19 @@ def test_a_spike_is_told_from_the_median_once_enough_steps_are_known():
 
 
 def test_what_is_not_finite_is_text_in_a_json_file(tmp_path):
-    files.write_json(tmp_path / "a.json", {"loss": math.nan, "norms": (math.inf, 1.5), "inner": {"x": -math.inf}})
+    files.write_json(
+        tmp_path / "a.json", {"loss": math.nan, "norms": (math.inf, 1.5), "inner": {"x": -math.inf}}
+    )
     text = (tmp_path / "a.json").read_text()
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is no JSON")
 
-    assert json.loads(text, parse_constant=refuse) == {"loss": "nan", "norms": ["inf", 1.5], "inner": {"x": "-inf"}}
+    assert json.loads(text, parse_constant=refuse) == {
+        "loss": "nan",
+        "norms": ["inf", 1.5],
+        "inner": {"x": "-inf"},
+    }
 
 
 def test_a_model_with_one_infinite_weight_is_not_exported():

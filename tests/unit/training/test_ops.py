@@ -1,4 +1,5 @@
-"""A build lock without a builder is taken away; a build that runs is waited for; a missing compiler is named."""
+"""A build lock without a builder is taken away; a build that runs is waited for; a missing compiler
+is named."""
 
 from __future__ import annotations
 
@@ -34,5 +35,7 @@ def test_a_build_that_runs_is_waited_for(tmp_path):
 
 def test_a_missing_compiler_is_named_with_the_way_without_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ResourceError, match=r"there is no c\+\+ and no ninja.*zero_force_ds_cpu_optimizer: false"):
+    with pytest.raises(
+        ResourceError, match=r"there is no c\+\+ and no ninja.*zero_force_ds_cpu_optimizer: false"
+    ):
         ops.check_compiler("cpu_adam")

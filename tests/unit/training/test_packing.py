@@ -1,4 +1,5 @@
-"""Documents that share a sequence are what each of them is alone, and none is cut, left out or repeated."""
+"""Documents that share a sequence are what each of them is alone, and none is cut, left out or
+repeated."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def packed(lengths: list[int], cuts: bool, window: int) -> list[dict[str, np.nda
         assert len(pack["documents"]) == len(pack["lengths"])
         assert (pack["lengths"] >= 2).all()
         starts = np.cumsum(pack["lengths"]) - pack["lengths"]
-        assert (pack["labels"][starts] == IGNORED).all(), "a document's first token is predicted from another one"
+        assert (pack["labels"][starts] == IGNORED).all(), (
+            "a document's first token is predicted from another one"
+        )
     return found
 
 
@@ -61,7 +64,9 @@ def test_rows_are_packed_whole_and_each_once(lengths, window):
 
 
 @settings(max_examples=150, deadline=None)
-@given(lengths=st.lists(st.integers(2, 3 * ROOM), min_size=1, max_size=40), window=st.integers(20, 400))
+@given(
+    lengths=st.lists(st.integers(2, 3 * ROOM), min_size=1, max_size=40), window=st.integers(20, 400)
+)
 def test_texts_follow_one_another_and_leave_at_most_two_tokens_of_a_sequence_empty(lengths, window):
     found = packed(lengths, True, window)
     assert [token for pack in found for token in pack["input_ids"].tolist()] == [
@@ -73,8 +78,12 @@ def test_texts_follow_one_another_and_leave_at_most_two_tokens_of_a_sequence_emp
 def test_the_window_does_not_change_where_texts_are_cut():
     lengths = np.random.default_rng(3).integers(2, 40, 200).tolist()
     small, large = (packed(lengths, True, window) for window in (50, 1 << 22))
-    assert [pack["input_ids"].tolist() for pack in small] == [pack["input_ids"].tolist() for pack in large]
-    assert [pack["documents"].tolist() for pack in small] == [pack["documents"].tolist() for pack in large]
+    assert [pack["input_ids"].tolist() for pack in small] == [
+        pack["input_ids"].tolist() for pack in large
+    ]
+    assert [pack["documents"].tolist() for pack in small] == [
+        pack["documents"].tolist() for pack in large
+    ]
 
 
 def test_best_fit_fills_sequences():
@@ -85,7 +94,14 @@ def test_best_fit_fills_sequences():
 
 
 FAMILIES = {
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "resid_pdrop": 0.0, "attn_pdrop": 0.0},
+    "gpt2": {
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 32,
+        "resid_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
     "llama": {"num_key_value_heads": 2},
     "qwen2": {"num_key_value_heads": 2},
     "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
@@ -96,7 +112,12 @@ FAMILIES = {
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "flash_attention_2"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_loss_and_gradient_of_packed_documents_are_those_of_each_alone(family, attention):
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     own = {**({} if family == "gpt2" else sizes), **FAMILIES[family]}
     torch.manual_seed(1)
     config = AutoConfig.for_model(family, vocab_size=97, use_cache=False, embd_pdrop=0.0, **own)
@@ -106,7 +127,8 @@ def test_logits_loss_and_gradient_of_packed_documents_are_those_of_each_alone(fa
     if flattens:  # of float32 it would make 16 bits
         model.double()
     random = np.random.default_rng(2)
-    lengths = [[9, 2, 13], [24], [5, 5, 5, 7]]  # the second sequence is one document, the third is padded
+    # the second sequence is one document, the third is padded
+    lengths = [[9, 2, 13], [24], [5, 5, 5, 7]]
 
     def row(parts: list[int]) -> batches.Row:
         ids = random.integers(1, 97, sum(parts))
@@ -118,12 +140,18 @@ def test_logits_loss_and_gradient_of_packed_documents_are_those_of_each_alone(fa
     alone = [
         batches.Row(ids, labels)
         for one, parts in zip(together, lengths, strict=True)
-        for ids, labels in zip(*(np.split(side, np.cumsum(parts)[:-1]) for side in one[:2]), strict=True)
+        for ids, labels in zip(
+            *(np.split(side, np.cumsum(parts)[:-1]) for side in one[:2]), strict=True
+        )
     ]
 
-    def trained(rows: list[batches.Row], is_packed: bool) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    def trained(
+        rows: list[batches.Row], is_packed: bool
+    ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
         model.zero_grad()
-        batch = batches.Collator(pad_token_id=0, multiple=8, is_packed=is_packed, flattens=flattens)(rows)
+        batch = batches.Collator(
+            pad_token_id=0, multiple=8, is_packed=is_packed, flattens=flattens
+        )(rows)
         labels = batch.pop("labels")
         logits = model(**batch).logits
         loss = target_loss_sum(logits, labels, shift=True)
@@ -136,7 +164,8 @@ def test_logits_loss_and_gradient_of_packed_documents_are_those_of_each_alone(fa
 
     with flash_on_cpu.there() as calls:
         packed_logits, packed_loss, packed_gradient = trained(together, True)
-        assert calls == [[9, 2, 13, 24, 5, 5, 5, 7, 2]] * (2 if flattens else 0)  # a layer each; 2 fill it up
+        # a layer each; 2 fill it up
+        assert calls == [[9, 2, 13, 24, 5, 5, 5, 7, 2]] * (2 if flattens else 0)
     model.config._attn_implementation, flattens = ("sdpa" if flattens else attention), False
     single = [trained([one], False) for one in alone]
     expected = torch.cat([logits for (logits,), _, _ in single])
@@ -155,7 +184,10 @@ def test_tokenising_packs_and_counts_before_and_after(tmp_path):
         source = (
             iter(texts)
             if task == "pretrain"
-            else ([{"role": "user", "content": "x"}, {"role": "assistant", "content": t}] for t in texts)
+            else (
+                [{"role": "user", "content": "x"}, {"role": "assistant", "content": t}]
+                for t in texts
+            )
         )
         counts = encode.write_cache(
             source, encoder, tmp_path / task, None, lambda rows: None, Packer(16, task != "sft")
@@ -163,7 +195,9 @@ def test_tokenising_packs_and_counts_before_and_after(tmp_path):
         paths[task] = (batches.NumberedRows(tmp_path / task), counts)
     for rows, counts in paths.values():
         assert len(rows) == counts.rows < counts.samples == 120
-        assert counts.tokens == sum(len(row.input_ids) for row in rows.__getitems__(range(len(rows))))
+        assert counts.tokens == sum(
+            len(row.input_ids) for row in rows.__getitems__(range(len(rows)))
+        )
         assert counts.longest_input <= 16
         assert len(counts.lengths) >= 120
         row = rows[1]
@@ -174,13 +208,18 @@ def test_tokenising_packs_and_counts_before_and_after(tmp_path):
         assert row.lengths is not None
         assert row.lengths.sum() == len(row.input_ids) >= paths["sft"][1].longest_input - 1
     rows, counts = paths["pretrain"]
-    assert counts.tokens == sum(len(cut(text, add_special_tokens=False)["input_ids"]) + 1 for text in texts)
+    assert counts.tokens == sum(
+        len(cut(text, add_special_tokens=False)["input_ids"]) + 1 for text in texts
+    )
 
 
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"model": {"shape": "t5-tiny"}}, "data.packing: true, but the model is a T5: .* use data.group_by_length"),
+        (
+            {"model": {"shape": "t5-tiny"}},
+            "data.packing: true, but the model is a T5: .* use data.group_by_length",
+        ),
         ({"training": {"use_cache": True}}, "only without a cache; leave it out"),
     ],
 )

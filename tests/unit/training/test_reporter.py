@@ -1,4 +1,5 @@
-"""What a rank writes down of its steps and evaluations: counts of all micro-batches, seconds of the step alone."""
+"""What a rank writes down of its steps and evaluations: counts of all micro-batches, seconds of the
+step alone."""
 
 from __future__ import annotations
 
@@ -24,10 +25,16 @@ class Loop:
     def __init__(self, folder: Path) -> None:
         self.attempt, self.meter = AttemptDir(folder), StepMeter()
         cpu, order = torch.device("cpu"), SampleOrder(64, 4, 2, 1, 0, seed=1)
-        self.reporter = Reporter(self.attempt, 0, self.meter, order, cpu, False, lambda step, loss: None)
+        self.reporter = Reporter(
+            self.attempt, 0, self.meter, order, cpu, False, lambda step, loss: None
+        )
         self.model = torch.nn.Linear(2, 2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.said = TrainingArguments(report_to=[], use_cpu=True), TrainerState(max_steps=9), TrainerControl()
+        self.said = (
+            TrainingArguments(report_to=[], use_cpu=True),
+            TrainerState(max_steps=9),
+            TrainerControl(),
+        )
         self.reporter.on_train_begin(*self.said)
 
     def step(self, wait_s: float = 0.0) -> None:
@@ -48,7 +55,9 @@ class Loop:
     def written(self) -> list[tuple[int, float, float]]:
         """(step, seconds, of them waiting) so far."""
         self.reporter.on_train_end(*self.said)
-        return [(one.step, one.seconds, one.data_seconds or 0.0) for one in steps.events(self.attempt)]
+        return [
+            (one.step, one.seconds, one.data_seconds or 0.0) for one in steps.events(self.attempt)
+        ]
 
 
 @pytest.mark.parametrize("logs", [True, False])
@@ -69,14 +78,21 @@ def test_the_time_of_an_evaluation_or_a_save_is_no_steps(tmp_path):
     loop = Loop(tmp_path)
     loop.step()
     time.sleep(LONG_S)
-    loop.reporter.on_log(*loop.said, logs={"eval_loss": 2.0, "eval_perplexity": 7.4, "eval_runtime": LONG_S})
+    loop.reporter.on_log(
+        *loop.said, logs={"eval_loss": 2.0, "eval_perplexity": 7.4, "eval_runtime": LONG_S}
+    )
     loop.reporter.on_evaluate(*loop.said)
     time.sleep(LONG_S)
     loop.reporter.on_save(*loop.said)
     loop.step()
     assert all(seconds < LONG_S for _, seconds, _ in loop.written())
     (held_out,) = steps.evaluations(loop.attempt)
-    assert (held_out.step, held_out.samples_seen, held_out.loss, held_out.seconds) == (1, 8, 2.0, LONG_S)
+    assert (held_out.step, held_out.samples_seen, held_out.loss, held_out.seconds) == (
+        1,
+        8,
+        2.0,
+        LONG_S,
+    )
 
 
 def test_a_steps_counts_are_those_of_all_its_micro_batches(tmp_path):
@@ -84,5 +100,8 @@ def test_a_steps_counts_are_those_of_all_its_micro_batches(tmp_path):
     for _ in range(3):
         loop.step()
     loop.written()
-    found = [(one.tokens, one.computed_tokens, one.samples, one.loss) for one in steps.events(loop.attempt)]
+    found = [
+        (one.tokens, one.computed_tokens, one.samples, one.loss)
+        for one in steps.events(loop.attempt)
+    ]
     assert found == [(60, 80, 8, 1.0)] * 3

@@ -23,15 +23,27 @@ LAYER, EMBEDDING, NORM = 8 * MIB, 4 * MIB, 1 << 10  # bytes of float32 parameter
 LAYERS = 4
 BUCKET = 3 * LAYER // 2 // 4  # elements
 BUCKET_BYTES = 4 * BUCKET
-ENGINES = ("multi_cpu", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero2_offload", "deepspeed_zero3",
-           "deepspeed_zero3_offload", "fsdp2")  # fmt: skip
+ENGINES = (
+    "multi_cpu",
+    "deepspeed_zero1",
+    "deepspeed_zero2",
+    "deepspeed_zero2_offload",
+    "deepspeed_zero3",
+    "deepspeed_zero3_offload",
+    "fsdp2",
+)
 
 
 class Step:
-    """A plain step of a stack of layers between an embedding and an output layer, which may be one."""
+    """A plain step of a stack of layers between an embedding and an output layer, which may be
+    one."""
 
     def __init__(
-        self, accumulation: int = 1, tied: bool = False, frozen: bool = False, layer_bytes: int = LAYER
+        self,
+        accumulation: int = 1,
+        tied: bool = False,
+        frozen: bool = False,
+        layer_bytes: int = LAYER,
     ) -> None:
         self.log, self.tied = Log(), tied
         outer = {"embedding": EMBEDDING, "norm": NORM} | ({} if tied else {"output": EMBEDDING})
@@ -39,7 +51,9 @@ class Step:
         self.sizes |= {(0, index): layer_bytes for index in range(LAYERS)} | outer
         trained = [name for name in self.sizes if not (frozen and name == "embedding")]
         for name, size in self.sizes.items():
-            self.born("start:weights", size, name, "parameter" if name in trained else FROZEN, "weights")
+            self.born(
+                "start:weights", size, name, "parameter" if name in trained else FROZEN, "weights"
+            )
         for name in trained:
             self.born("start:optimizer", 2 * self.sizes[name], name, "state", "optimizer")
         grown: dict[str | Layer, int] = {}
@@ -52,9 +66,13 @@ class Step:
         for name in self.sizes:
             self.dies(self.born("evaluation", 0, name, sample=100), "evaluation", name)
 
-    def micro_step(self, number: int, trained: list[str | Layer], grown: dict[str | Layer, int]) -> None:
+    def micro_step(
+        self, number: int, trained: list[str | Layer], grown: dict[str | Layer, int]
+    ) -> None:
         forward, backward = f"forward:{number}", f"backward:{number}"
-        saved = {name: self.born(forward, 0, name, sample=100) for name in self.sizes if name != "output"}
+        saved = {
+            name: self.born(forward, 0, name, sample=100) for name in self.sizes if name != "output"
+        }
         logits = self.born(forward, 0, "output", "aten::mm", "logits", 1000)
         wide = self.born(backward, 0, "output", "aten::_log_softmax_backward_data", "logits", 1000)
         self.dies(logits, backward)
@@ -69,7 +87,13 @@ class Step:
             self.dies(wide if name == "output" else saved[name], backward, name)
 
     def born(
-        self, phase: str, size: int, name: str | Layer, op: str = "aten::mul", kind: str = "", sample: int = 0
+        self,
+        phase: str,
+        size: int,
+        name: str | Layer,
+        op: str = "aten::mul",
+        kind: str = "",
+        sample: int = 0,
     ) -> int:
         layer = name if isinstance(name, tuple) else None
         self.log.blocks.append(Block(size, sample, kind, op, phase, layer))
@@ -77,7 +101,9 @@ class Step:
         return len(self.log.blocks) - 1
 
     def dies(self, block: int, phase: str, name: str | Layer | None = None) -> None:
-        self.log.events.append(Event(block, False, phase, name if isinstance(name, tuple) else None))
+        self.log.events.append(
+            Event(block, False, phase, name if isinstance(name, tuple) else None)
+        )
 
     @property
     def whole(self) -> int:
@@ -85,11 +111,22 @@ class Step:
 
 
 def strategy(mode: str, ranks: int = 2, **given: object) -> Strategy:
-    fields = {"device": "cpu", "backend": "gloo", "mixed_precision": "no", "gradient_accumulation_steps": 1, **given}
+    fields = {
+        "device": "cpu",
+        "backend": "gloo",
+        "mixed_precision": "no",
+        "gradient_accumulation_steps": 1,
+        **given,
+    }
     return Strategy(
-        mode=mode, num_processes=ranks, per_device_train_batch_size=1, per_device_eval_batch_size=1,
-        gradient_checkpointing=False, dataloader_num_workers=0, **fields,
-    )  # fmt: skip
+        mode=mode,
+        num_processes=ranks,
+        per_device_train_batch_size=1,
+        per_device_eval_batch_size=1,
+        gradient_checkpointing=False,
+        dataloader_num_workers=0,
+        **fields,
+    )
 
 
 def on_gpus(mode: str, ranks: int = 2) -> Strategy:
@@ -112,7 +149,11 @@ def live(log: Log, batch: int = 1, *kinds: str) -> list[int]:
 
 
 def most(log: Log, phase: str, *kinds: str) -> int:
-    return max(now for now, event in zip(live(log, 1, *kinds), log.events, strict=True) if event.phase == phase)
+    return max(
+        now
+        for now, event in zip(live(log, 1, *kinds), log.events, strict=True)
+        if event.phase == phase
+    )
 
 
 def before(log: Log, phase: str, *kinds: str) -> int:
@@ -132,7 +173,10 @@ def sizes(log: Log, op: str) -> list[int]:
 def test_what_is_born_in_a_step_dies_once_and_the_step_leaves_what_it_found(
     mode, ranks, accumulation, tied, frozen, device
 ):
-    log = shared(Step(accumulation, tied, frozen), on_gpus(mode, ranks) if device == "cuda" else strategy(mode, ranks))
+    log = shared(
+        Step(accumulation, tied, frozen),
+        on_gpus(mode, ranks) if device == "cuda" else strategy(mode, ranks),
+    )
 
     births = Counter(event.block for event in log.events if event.birth)
     deaths = Counter(event.block for event in log.events if not event.birth)
@@ -142,7 +186,9 @@ def test_what_is_born_in_a_step_dies_once_and_the_step_leaves_what_it_found(
         alive ^= {event.block}
     assert {*births.values(), *deaths.values()} == {1}
     assert live(log)[-1] == max(
-        now for now, event in zip(live(log), log.events, strict=True) if event.phase.startswith("start")
+        now
+        for now, event in zip(live(log), log.events, strict=True)
+        if event.phase.startswith("start")
     )
 
 
@@ -203,7 +249,7 @@ def test_fsdp2_forward_has_a_whole_layer_and_the_last_gathered_one_at_most():
     assert most(log, "forward:0", "communication") == 2 * LAYER
 
 
-def test_fsdp2_backward_has_a_layer_the_gathered_one_before_it_and_the_gradients_of_the_one_behind_it():
+def test_fsdp2_backward_holds_a_layer_the_gathered_next_one_and_gradients_of_the_last():
     log = shared(Step(), on_gpus("fsdp2"))
 
     assert most(log, "backward:0", "communication") == 3 * LAYER
@@ -242,13 +288,24 @@ def test_fsdp2_keeps_whole_gradients_until_the_backward_that_reduces():
     assert before(log, "zero", "gradients") == step.whole // 2
 
 
-def test_a_tied_embedding_is_whole_until_backward_ends_and_an_untied_output_until_the_layers_begin():
+def test_a_tied_embedding_is_whole_until_backward_ends_an_untied_output_until_layers_begin():
     def whole_outside_layers(tied: bool) -> int:
         log = shared(Step(tied=tied), on_gpus("fsdp2"))
-        last = max(at for at, event in enumerate(log.events) if event.phase == "backward:0" and event.layer == (0, 2))
+        last = max(
+            at
+            for at, event in enumerate(log.events)
+            if event.phase == "backward:0" and event.layer == (0, 2)
+        )
         alive = {event.block for event in log.events[:last] if event.birth}
         alive -= {event.block for event in log.events[:last] if not event.birth}
-        return sum(log.blocks[one].fixed_bytes for one in alive if log.blocks[one].op == "whole weights") % LAYER
+        return (
+            sum(
+                log.blocks[one].fixed_bytes
+                for one in alive
+                if log.blocks[one].op == "whole weights"
+            )
+            % LAYER
+        )
 
     assert whole_outside_layers(tied=True) == EMBEDDING + NORM
     assert whole_outside_layers(tied=False) == 0
@@ -275,7 +332,9 @@ def test_zero2_has_its_bucket_and_a_copy_of_what_is_in_it_only_during_backward()
 def test_a_bucket_is_made_when_the_node_of_the_first_gradient_is_through():
     log = shared(Step(), strategy("deepspeed_zero2"))
 
-    at = next(at for at, event in enumerate(log.events) if log.blocks[event.block].op == "reduce bucket")
+    at = next(
+        at for at, event in enumerate(log.events) if log.blocks[event.block].op == "reduce bucket"
+    )
 
     assert live(log, 1, "logits")[at] == 0
 
@@ -283,7 +342,11 @@ def test_a_bucket_is_made_when_the_node_of_the_first_gradient_is_through():
 def test_zero3_copies_the_gradients_it_reduces_unless_it_is_one_that_divides():
     log = shared(Step(), on_gpus("deepspeed_zero3"))
 
-    assert sizes(log, "gradients to reduce") == [EMBEDDING + NORM, *[0] * (LAYERS - 1), LAYER + EMBEDDING]
+    assert sizes(log, "gradients to reduce") == [
+        EMBEDDING + NORM,
+        *[0] * (LAYERS - 1),
+        LAYER + EMBEDDING,
+    ]
 
 
 def test_the_norm_of_a_gradient_is_taken_of_a_float64_copy_of_the_part_that_a_rank_has():
@@ -339,7 +402,9 @@ def test_zero3_keeps_parts_of_all_states_beside_its_bucket():
 def test_zero3_keeps_weights_that_are_used_again_soon_whole_through_forward_and_backward():
     log = shared(Step(), on_gpus("deepspeed_zero3"))
 
-    assert before(log, "backward:0", "communication") == BUCKET_BYTES + LAYERS * LAYER + 2 * EMBEDDING
+    assert (
+        before(log, "backward:0", "communication") == BUCKET_BYTES + LAYERS * LAYER + 2 * EMBEDDING
+    )
     assert before(log, "evaluation", "communication") == BUCKET_BYTES
 
 
@@ -355,7 +420,8 @@ def test_zero3_drops_weights_behind_their_use_when_the_next_is_far():
 
     log = shared(Step(layer_bytes=large), on_gpus("deepspeed_zero3"))
 
-    assert before(log, "backward:0", "communication") == BUCKET_BYTES + large + EMBEDDING  # the last layer, the output
+    # the last layer, the output
+    assert before(log, "backward:0", "communication") == BUCKET_BYTES + large + EMBEDDING
 
 
 def test_offloaded_states_leave_the_device_and_stand_on_the_host():
@@ -366,14 +432,16 @@ def test_offloaded_states_leave_the_device_and_stand_on_the_host():
     assert on_device == BUCKET_BYTES + NORM
     whole = shared(step, on_gpus("deepspeed_zero3"))
     assert host_bytes(step.log, on_gpus("deepspeed_zero3_offload"), step.tied) == (
-        before(whole, "forward:0") - on_device + step.whole // 2  # the gradient of the float32 slice
+        # the gradient of the float32 slice
+        before(whole, "forward:0") - on_device + step.whole // 2
     )
 
 
 def test_under_bf16_deepspeed_trains_float32_slices_of_weights_of_two_bytes():
     step = Step()
 
-    log = shared(step, strategy("deepspeed_zero2", mixed_precision="bf16"))  # the step's bytes are then of bf16
+    # the step's bytes are then of bf16
+    log = shared(step, strategy("deepspeed_zero2", mixed_precision="bf16"))
 
     assert before(log, "forward:0") == step.whole + 3 * (2 * step.whole) // 2
 
@@ -388,9 +456,14 @@ def test_under_bf16_fsdp2_keeps_float32_and_gathers_bf16():
 
 
 def test_under_bf16_fsdp2_reduces_in_float32():
-    bf16, float32 = (shared(Step(), strategy("fsdp2", mixed_precision=name, backend="nccl")) for name in ("bf16", "no"))
+    bf16, float32 = (
+        shared(Step(), strategy("fsdp2", mixed_precision=name, backend="nccl"))
+        for name in ("bf16", "no")
+    )
 
-    assert sizes(bf16, "reduce-scatter input") == [2 * size for size in sizes(float32, "reduce-scatter input")]
+    assert sizes(bf16, "reduce-scatter input") == [
+        2 * size for size in sizes(float32, "reduce-scatter input")
+    ]
 
 
 def test_under_bf16_fsdp2_adds_micro_steps_up_in_float32():
@@ -399,7 +472,8 @@ def test_under_bf16_fsdp2_adds_micro_steps_up_in_float32():
     log = shared(step, strategy("fsdp2", mixed_precision="bf16", backend="nccl"))
 
     assert before(log, "forward:1", "gradients") == 2 * step.whole
-    assert most(log, "backward:1") - before(log, "backward:1") >= LAYER  # a layer's own gradients until it is left
+    # a layer's own gradients until it is left
+    assert most(log, "backward:1") - before(log, "backward:1") >= LAYER
 
 
 def test_a_model_is_cast_to_what_its_engine_computes_with():
@@ -414,7 +488,9 @@ def test_a_model_is_cast_to_what_its_engine_computes_with():
 
 
 def test_the_residual_stream_is_float32_under_fsdp2_as_under_ddp():
-    config = LlamaConfig(vocab_size=8, hidden_size=4, intermediate_size=4, num_hidden_layers=2, num_attention_heads=1)
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=4, intermediate_size=4, num_hidden_layers=2, num_attention_heads=1
+    )
     network = LlamaForCausalLM(config)
     as_computed(network, strategy("fsdp2", mixed_precision="bf16"))
     entered: list[torch.dtype] = []

@@ -1,4 +1,5 @@
-"""The order of a stream: each sequence once an epoch, and what is at a position depends on the files and the seed."""
+"""The order of a stream: each sequence once an epoch, and what is at a position depends on the
+files and the seed."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from training.data.tokenise import Job
 
 pytestmark = pytest.mark.unit
 
-TEXTS = [" ".join(f"{number * step}" for step in range(1, 3 + number % 40)) for number in range(300)]
+TEXTS = [
+    " ".join(f"{number * step}" for step in range(1, 3 + number % 40)) for number in range(300)
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +32,13 @@ def corpus(tmp_path_factory) -> tuple[Job, Path, int]:
     cut = tokenizer.train(iter(TEXTS[:50]), TokenizerSection(), 400)
     cut.save_pretrained(folder / "tokenizer")
     data_format = DataFormat("text", {"text": "text"}, "jsonl", "")
-    job = Job(folder, "train", folder / "a.jsonl", data_format, False, "pretrain", 64, True, 0, 3000)
+    job = Job(
+        folder, "train", folder / "a.jsonl", data_format, False, "pretrain", 64, True, 0, 3000
+    )
     total, _ = tokenise_pool.part(job, None, 1, lambda rows: None, print)
-    assert len(job.units) % streaming.BLOCK_UNITS, "the last block of an epoch should be a smaller one"
+    assert len(job.units) % streaming.BLOCK_UNITS, (
+        "the last block of an epoch should be a smaller one"
+    )
     counts = [(job.done(unit) or {})["counts"]["rows"] + 1 for unit in range(len(job.units))]
     (folder / "units.u32").write_bytes(np.array(counts, dtype="<u4").tobytes())
     return job, folder / "units.u32", total.rows
@@ -66,9 +73,14 @@ def test_what_is_at_a_position_does_not_depend_on_where_a_run_began(corpus):
 
 
 def test_batches_are_cut_from_a_stream_as_from_any_order_and_it_takes_no_memory(corpus):
-    def steps(order: type[SampleOrder], micro: int, accumulation: int, ranks: int) -> list[list[int]]:
+    def steps(
+        order: type[SampleOrder], micro: int, accumulation: int, ranks: int
+    ) -> list[list[int]]:
         orders = [order(1 << 30, micro, accumulation, ranks, rank, 7) for rank in range(ranks)]
-        return [sorted(row for one in orders for row in one.rows_of(step, range(accumulation))) for step in (1, 2, 9)]
+        return [
+            sorted(row for one in orders for row in one.rows_of(step, range(accumulation)))
+            for step in (1, 2, 9)
+        ]
 
     expected = [list(range(8 * step, 8 * step + 8)) for step in (0, 1, 8)]
     for cut in ((8, 1, 1), (4, 2, 1), (2, 2, 2), (1, 1, 8)):
@@ -83,7 +95,10 @@ def test_batches_are_cut_from_a_stream_as_from_any_order_and_it_takes_no_memory(
         ({"training": {"max_steps": -1}}, r"needs training\.max_steps"),
         ({"data": {"max_train_samples": 5}}, r"needs no data\.max_train_samples"),
         ({"training": {"dataloader_num_workers": 2}}, r"needs no training\.dataloader_num_workers"),
-        ({"data": {"streaming": False, "shuffle_buffer_mib": 4}}, r"shuffle_buffer_mib is for data\.streaming"),
+        (
+            {"data": {"streaming": False, "shuffle_buffer_mib": 4}},
+            r"shuffle_buffer_mib is for data\.streaming",
+        ),
     ],
 )
 def test_what_cannot_be_streamed_is_refused_with_the_reason(sections, words):

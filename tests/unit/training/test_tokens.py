@@ -24,11 +24,15 @@ def cut():
 
 
 def encoder(cut, **fields) -> encode.Encoder:
-    return encode.Encoder(**{"tokenizer": cut, "encoder_decoder": False, "task": "sft", "max_length": 64, **fields})
+    return encode.Encoder(
+        **{"tokenizer": cut, "encoder_decoder": False, "task": "sft", "max_length": 64, **fields}
+    )
 
 
 def turns(*contents: str) -> list[Message]:
-    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+    return [
+        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)
+    ]
 
 
 @pytest.mark.parametrize("split", ["word", "character"])
@@ -45,12 +49,17 @@ def test_character_tokens_never_join_two_characters(cut):
 def test_only_the_answer_and_the_end_token_are_targets(cut):
     ((row,),) = encoder(cut).encode([turns("two", "二")])
     assert cut.decode(row["input_ids"]) == "<|user|>two<|assistant|>二<|end|>"
-    assert cut.decode([label for label in row["labels"] if label != data_rows.IGNORED]) == "二<|end|>"
+    assert (
+        cut.decode([label for label in row["labels"] if label != data_rows.IGNORED]) == "二<|end|>"
+    )
 
 
 def test_each_answer_of_a_conversation_is_a_target_and_no_question_is(cut):
     ((row,),) = encoder(cut).encode([turns("two", "二", "three", "三")])
-    assert cut.decode([label for label in row["labels"] if label != data_rows.IGNORED]) == "二<|end|>三<|end|>"
+    assert (
+        cut.decode([label for label in row["labels"] if label != data_rows.IGNORED])
+        == "二<|end|>三<|end|>"
+    )
     assert len(row["labels"]) == len(row["input_ids"])
 
 
@@ -75,7 +84,10 @@ def test_pretraining_learns_every_token_of_a_text_in_pieces(cut):
     (rows,) = encoder(cut, task="pretrain", max_length=10).encode(["the end of a sentence"])
     assert [len(row["input_ids"]) for row in rows] == [10, 10, 2]
     assert rows[-1]["input_ids"][-1] == cut.eos_token_id
-    assert all(row["labels"][0] == data_rows.IGNORED and row["labels"][1:] == row["input_ids"][1:] for row in rows)
+    assert all(
+        row["labels"][0] == data_rows.IGNORED and row["labels"][1:] == row["input_ids"][1:]
+        for row in rows
+    )
 
 
 def test_a_folder_without_an_end_token_is_refused(tmp_path, cut):
@@ -107,9 +119,13 @@ def test_the_prompt_of_an_answer_is_the_beginning_of_what_was_trained(without_te
     talk = turns("two", "二", "three", "三")
     ((row,),) = encoder(without_template).encode([talk])
     for i in (1, 3):
-        prompt = without_template.apply_chat_template(talk[:i], tokenize=False, add_generation_prompt=True)
+        prompt = without_template.apply_chat_template(
+            talk[:i], tokenize=False, add_generation_prompt=True
+        )
         assert prompt.endswith("\n")
-        assert without_template.decode(row["input_ids"]).startswith(prompt + talk[i]["content"] + "<|end|>")
+        assert without_template.decode(row["input_ids"]).startswith(
+            prompt + talk[i]["content"] + "<|end|>"
+        )
 
 
 @pytest.mark.parametrize("trim_blocks", [False, True])
@@ -118,7 +134,9 @@ def test_the_plain_template_renders_alike_whatever_a_program_trims(trim_blocks, 
     template = jinja2.Environment(trim_blocks=trim_blocks, lstrip_blocks=lstrip_blocks).from_string(
         tokenizer.PLAIN_TEMPLATE
     )
-    said = template.render(messages=turns("a", "b", "c"), eos_token="</s>", add_generation_prompt=True)
+    said = template.render(
+        messages=turns("a", "b", "c"), eos_token="</s>", add_generation_prompt=True
+    )
     assert said == "a\nb</s>\nc\n"
 
 
@@ -179,7 +197,10 @@ def test_the_cache_is_mapped_row_by_row_as_it_was_written(tmp_path, cut):
     assert len(rows) == 2300
     for index in (0, 999, 1000, 2299):
         ids, labels, *_ = rows[index]
-        assert cut.decode(ids.tolist()) == f"<|user|>{index} two<|assistant|>{'二' * (index % 5 + 1)}<|end|>"
+        assert (
+            cut.decode(ids.tolist())
+            == f"<|user|>{index} two<|assistant|>{'二' * (index % 5 + 1)}<|end|>"
+        )
         assert len(ids) == len(labels)
     assert rows.__getitems__([]) == []
 
@@ -187,7 +208,11 @@ def test_the_cache_is_mapped_row_by_row_as_it_was_written(tmp_path, cut):
 @pytest.mark.parametrize("role", ["function_call", "observation", "tool"])
 def test_a_turn_of_a_tool_is_refused_by_name(tmp_path, role):
     path = tmp_path / "rows.jsonl"
-    turns = [{"from": "human", "value": "q"}, {"from": role, "value": "f(1)"}, {"from": "gpt", "value": "a"}]
+    turns = [
+        {"from": "human", "value": "q"},
+        {"from": role, "value": "f(1)"},
+        {"from": "gpt", "value": "a"},
+    ]
     path.write_text(json.dumps({"conversations": turns}) + "\n")
     found = DataFormat("messages", {"messages": "conversations"}, "jsonl", "")
     with pytest.raises(DataError, match=f"rows.jsonl:1: .*role '{role}' is not trained yet"):
