@@ -50,18 +50,18 @@ def ours(recipe_file: str, batch: int) -> None:
         gradient_accumulation_steps=asked.effective_batch_size // batch,
         per_device_eval_batch_size=batch,
     )
-    plan, house = replace(resolved.plan, strategy=strategy), resolved.house
-    tokens = token_cache.token_cache(house.cache, resolved.recipe, plan.shape, plan.data_format)
-    run = resume.decide(house.runs, resolved.recipe, plan, tokens, "never", datetime.now()).run
-    attempt = write.write_run(run, resolved.recipe, resolved.machine, plan, house)
-    command = render_command.command(plan, resolved.machine, run, attempt, house, os.environ)
+    plan, workspace = replace(resolved.plan, strategy=strategy), resolved.workspace
+    tokens = token_cache.token_cache(workspace.cache, resolved.recipe, plan.shape, plan.data_format)
+    run = resume.decide(workspace.runs, resolved.recipe, plan, tokens, "never", datetime.now()).run
+    attempt = write.write_run(run, resolved.recipe, resolved.machine, plan, workspace)
+    command = render_command.command(plan, resolved.machine, run, attempt, workspace, os.environ)
     with contextlib.redirect_stdout(io.StringIO()):
         result = supervise_attempt.run(
             replace(resolved, plan=plan),
             run,
             attempt,
             lambda: command,
-            Screen(layout.log_file(house.root, run)),
+            Screen(layout.log_file(workspace.root, run)),
         )
     if result.failure is not None:
         say(failure=result.failure.kind)

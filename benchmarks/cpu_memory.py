@@ -283,11 +283,11 @@ def measured(case: Case, folder: Path, counter: Path) -> dict[str, Any]:
 
 def counted(resolved: Resolved, counter: Path) -> AttemptDir:
     """An attempt whose ranks have counted what their allocator hands out."""
-    plan, house = resolved.plan, resolved.house
-    tokens = token_cache.token_cache(house.cache, resolved.recipe, plan.shape, plan.data_format)
-    run = resume.decide(house.runs, resolved.recipe, plan, tokens, "never", datetime.now()).run
-    attempt = write.write_run(run, resolved.recipe, resolved.machine, plan, house)
-    command = render_command.command(plan, resolved.machine, run, attempt, house, os.environ)
+    plan, workspace = resolved.plan, resolved.workspace
+    tokens = token_cache.token_cache(workspace.cache, resolved.recipe, plan.shape, plan.data_format)
+    run = resume.decide(workspace.runs, resolved.recipe, plan, tokens, "never", datetime.now()).run
+    attempt = write.write_run(run, resolved.recipe, resolved.machine, plan, workspace)
+    command = render_command.command(plan, resolved.machine, run, attempt, workspace, os.environ)
     instead = {
         str(recording.CODE / "train_low_mem.py"): str(
             recording.CODE / "benchmarks" / "counted_rank.py"
@@ -299,7 +299,7 @@ def counted(resolved: Resolved, counter: Path) -> AttemptDir:
     )
     with contextlib.redirect_stdout(io.StringIO()):
         result = supervise_attempt.run(
-            resolved, run, attempt, lambda: command, Screen(layout.log_file(house.root, run))
+            resolved, run, attempt, lambda: command, Screen(layout.log_file(workspace.root, run))
         )
     assert result.failure is None, (result.failure, attempt.log_file.read_text()[-3000:])
     return attempt

@@ -131,13 +131,15 @@ def run(folder: Path, case: Case, batch: int) -> dict[str, Any] | None:
     resolved = resolve(
         str(recipe(folder, case)), [f"--training.per_device_train_batch_size={batch}"]
     )
-    plan, house = resolved.plan, resolved.house
-    tokens = token_cache.token_cache(house.cache, resolved.recipe, plan.shape, plan.data_format)
+    plan, workspace = resolved.plan, resolved.workspace
+    tokens = token_cache.token_cache(workspace.cache, resolved.recipe, plan.shape, plan.data_format)
     from datetime import datetime
 
-    start = resume.decide(house.runs, resolved.recipe, plan, tokens, "never", datetime.now())
-    attempt = write.write_run(start.run, resolved.recipe, resolved.machine, plan, house)
-    command = render_command.command(plan, resolved.machine, start.run, attempt, house, os.environ)
+    start = resume.decide(workspace.runs, resolved.recipe, plan, tokens, "never", datetime.now())
+    attempt = write.write_run(start.run, resolved.recipe, resolved.machine, plan, workspace)
+    command = render_command.command(
+        plan, resolved.machine, start.run, attempt, workspace, os.environ
+    )
     with Path(os.devnull).open("w") as nowhere:
         result = supervise_attempt.run(
             resolved, start.run, attempt, lambda: command, Screen(stream=nowhere)

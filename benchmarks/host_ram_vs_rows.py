@@ -57,7 +57,7 @@ def recipe(folder: Path, rows: Path, steps: int) -> Path:
 
 def run_folder(folder: Path, path: Path) -> Path:
     return max(
-        (folder / f"house/runs/rows-{path.stem}").glob("*/plan.json"), key=os.path.getmtime
+        (folder / f"workspace/runs/rows-{path.stem}").glob("*/plan.json"), key=os.path.getmtime
     ).parent
 
 
@@ -75,7 +75,7 @@ def rendered(folder: Path, path: Path, *words: str) -> Path:
         *words,
     ]
     subprocess.run(
-        argv, env=recording.environment(folder / "house"), check=True, capture_output=True
+        argv, env=recording.environment(folder / "workspace"), check=True, capture_output=True
     )
     return run_folder(folder, path)
 
@@ -86,8 +86,8 @@ def tokenised(folder: Path, path: Path, count: int, *words: str) -> dict[str, An
     argv = [sys.executable, "-m", "training.data.prepare", "--run-dir", str(run), "--attempt", "1"]
     began = time.monotonic()
     child = subprocess.Popen(
-        [*argv, "--cache", str(folder / "house/.cache")],
-        env=recording.environment(folder / "house"),
+        [*argv, "--cache", str(folder / "workspace/.cache")],
+        env=recording.environment(folder / "workspace"),
     )
     _, status, usage = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
@@ -117,7 +117,9 @@ def ours(
         f"--training.seed={seed}",
         *words,
     ]
-    ranks = rank_memory.watched(argv, recording.environment(folder / "house"), folder / "log.txt")
+    ranks = rank_memory.watched(
+        argv, recording.environment(folder / "workspace"), folder / "log.txt"
+    )
     events = (
         (run_folder(folder, path) / "attempts/01/events.jsonl")
         .read_text(encoding="utf-8")
@@ -160,7 +162,7 @@ def in_ram(folder: Path, path: Path, steps: int, seed: int) -> tuple[list[Sample
     env = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
     ranks = rank_memory.watched(
         [*argv, "--steps-file", str(times)],
-        {**recording.environment(folder / "house"), **env},
+        {**recording.environment(folder / "workspace"), **env},
         folder / "log.txt",
     )
     return ranks, [

@@ -82,9 +82,9 @@ class Outcome:
 class Ranks:
     """The process whose forks are the ranks."""
 
-    def __init__(self, house: Path, number: int) -> None:
+    def __init__(self, workspace: Path, number: int) -> None:
         self.number = number
-        env = {**recording.environment(house), "OMP_NUM_THREADS": "1"}
+        env = {**recording.environment(workspace), "OMP_NUM_THREADS": "1"}
         env |= {"LOWMEM_SUPERVISED": "1", "LOWMEM_ROOT_PID": str(os.getpid())}
         self.process = subprocess.Popen(
             [sys.executable, "-c", SERVER],
@@ -92,10 +92,10 @@ class Ranks:
             env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=(house / "server.log").open("w"),
+            stderr=(workspace / "server.log").open("w"),
             text=True,
         )
-        self.house = house
+        self.workspace = workspace
 
     def start(self, run: RunDir) -> tuple[list[int], Path]:
         """A new attempt of the run: the ranks' process ids, and their log."""
@@ -130,27 +130,27 @@ class Ranks:
         self.process.wait()
 
 
-def prepare(house: Path, mode: str) -> RunDir:
+def prepare(workspace: Path, mode: str) -> RunDir:
     """A planned run on a tiny model, not started."""
     from tests import builders
 
     training = {"save_steps": 5, "max_steps": 60, "per_device_train_batch_size": 8 // RANKS[mode]}
     recipe = builders.recipe(
-        house, launch={"num_processes": RANKS[mode], "mode": mode}, training=training
+        workspace, launch={"num_processes": RANKS[mode], "mode": mode}, training=training
     )
-    done = builders.launch(house, "run", str(recipe), "--dry-run")
+    done = builders.launch(workspace, "run", str(recipe), "--dry-run")
     assert done.returncode == 0, done.stderr
-    run = RunDir(builders.only_run(house))
+    run = RunDir(builders.only_run(workspace))
     shutil.rmtree(run.root / "attempts")
     return run
 
 
-def fresh(run: RunDir, house: Path) -> None:
+def fresh(run: RunDir, workspace: Path) -> None:
     """The run as it was planned."""
     for name in ("attempts", "checkpoints", "tensorboard"):
         shutil.rmtree(run.root / name, ignore_errors=True)
     run.checkpoints.mkdir()
-    shutil.rmtree(house / "model", ignore_errors=True)
+    shutil.rmtree(workspace / "model", ignore_errors=True)
 
 
 def good_steps(run: RunDir) -> list[int]:
@@ -161,8 +161,8 @@ def good_steps(run: RunDir) -> list[int]:
     ]
 
 
-def weights(house: Path) -> str:
-    return hashlib.sha256((house / "model" / "model.safetensors").read_bytes()).hexdigest()
+def weights(workspace: Path) -> str:
+    return hashlib.sha256((workspace / "model" / "model.safetensors").read_bytes()).hexdigest()
 
 
 def last_step(run: RunDir) -> int:
@@ -209,20 +209,24 @@ def campaign(folder: Path, count: int, seed: int, mode: str = "multi_cpu") -> Ou
     """`count` kills; the runs' folders go under `folder`."""
     from launch.run_folder import sample_audit
 
-    rng, seen, house = random.Random(seed), Outcome(), folder / "h"
-    run = prepare(house, mode)
+    rng, seen, workspace = random.Random(seed), Outcome(), folder / "h"
+    run = prepare(workspace, mode)
     save_steps = run.read_recipe().training.save_steps
-    ranks = Ranks(house, RANKS[mode])
+    ranks = Ranks(workspace, RANKS[mode])
     try:
         began = time.monotonic()
         _, log = ranks.start(run)
         codes = ranks.codes()
         assert codes == [0] * RANKS[mode], log.read_text()
-        (tokens,) = (house / ".cache" / "tokens").glob("*/" + token_cache.TOKENS_READY)
+        (tokens,) = (workspace / ".cache" / "tokens").glob("*/" + token_cache.TOKENS_READY)
         files.write_json(run.tokens_file, {"folder": str(tokens.parent)})  # which the launcher does
-        whole_s, expected, rows = time.monotonic() - began, weights(house), sample_audit.lines(run)
+        whole_s, expected, rows = (
+            time.monotonic() - began,
+            weights(workspace),
+            sample_audit.lines(run),
+        )
         while seen.kills < count:
-            fresh(run, house)
+            fresh(run, workspace)
             seen.runs += 1
             for number in range(KILLS_OF_A_RUN + 1):
                 before = good_steps(run)
@@ -249,7 +253,7 @@ def campaign(folder: Path, count: int, seed: int, mode: str = "multi_cpu") -> Ou
                 if (done := last_step(run)) - (after[-1] if after else 0) > save_steps:
                     seen.late.append(f"{where}: step {done} was done, {after} is there")
             if codes == [0] * RANKS[mode] and (
-                weights(house) != expected or sample_audit.lines(run) != rows
+                weights(workspace) != expected or sample_audit.lines(run) != rows
             ):
                 seen.differing.append(f"seed {seed}, run {seen.runs}: {sample_audit.lines(run)}")
             if seen.errors:

@@ -67,7 +67,7 @@ def recipe(folder: Path, steps: int) -> Path:
 
 def repetition(way: str, folder: Path, path: Path) -> dict[str, Any]:
     """One whole training; way A or B."""
-    env, log = recording.environment(folder / "house"), folder / "log.txt"
+    env, log = recording.environment(folder / "workspace"), folder / "log.txt"
     argv = [sys.executable, "-m", "launch", "run", str(path), "--resume", "never"]
     plan_s = None
     if way == "B":
@@ -76,7 +76,8 @@ def repetition(way: str, folder: Path, path: Path) -> dict[str, Any]:
         argv = shlex.split(log.read_text(encoding="utf-8").strip().splitlines()[-1])
     timing = recording.timed(argv, env, log)
     newest = max(
-        (folder / "house/runs/overhead").glob("*/plan.json"), key=lambda plan: plan.stat().st_mtime
+        (folder / "workspace/runs/overhead").glob("*/plan.json"),
+        key=lambda plan: plan.stat().st_mtime,
     ).parent
     outcome = json.loads((newest / "attempts/01/outcome.json").read_text(encoding="utf-8"))
     assert outcome["complete"], outcome
@@ -185,7 +186,7 @@ def main() -> None:
         path = recipe(folder, arguments.steps)
         warm = [sys.executable, "-m", "launch", "run", str(path), "--training.max_steps=2"]
         recording.timed(
-            warm, recording.environment(folder / "house"), folder / "log.txt", wait=False
+            warm, recording.environment(folder / "workspace"), folder / "log.txt", wait=False
         )  # fills the token cache
         pairs = pairs_of(folder, path, arguments.pairs, arguments.max_pairs, arguments.disturbed)
     calm = [pair for pair in pairs if pair["undisturbed"]]

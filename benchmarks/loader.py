@@ -47,7 +47,7 @@ H200 = recording.CODE / "configs/machines/h200.yaml"
 ORDERS = {"at random": {}, "by length": {"group_by_length": "true"}, "packed": {"packing": "true"}}
 
 
-def trained(steps: int, house: Path, log: Path, **data: str) -> AttemptDir:
+def trained(steps: int, workspace: Path, log: Path, **data: str) -> AttemptDir:
     """The quick start, so many steps long, without its questions."""
     argv = [
         sys.executable,
@@ -63,8 +63,8 @@ def trained(steps: int, house: Path, log: Path, **data: str) -> AttemptDir:
         "--evaluation.exact_match_rows=0",
         *(f"--data.{key}={value}" for key, value in data.items()),
     ]
-    recording.timed(argv, recording.environment(house), log, wait=False)
-    return trainings.attempt_of("sft_fast", house)
+    recording.timed(argv, recording.environment(workspace), log, wait=False)
+    return trainings.attempt_of("sft_fast", workspace)
 
 
 def consumption(attempt: AttemptDir) -> dict[str, Any]:
@@ -189,11 +189,11 @@ def main() -> None:
     found: dict[str, Any] = {"goal": GOAL, "alone": {}}
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        os.environ["LOWMEM_ROOT"] = str(place / "house")
-        house, log = place / "house", place / "log.txt"
+        os.environ["LOWMEM_ROOT"] = str(place / "workspace")
+        workspace, log = place / "workspace", place / "log.txt"
         caches = {}
         for name, data in ORDERS.items():
-            attempt = trained(2 if data else arguments.steps, house, log, **data)
+            attempt = trained(2 if data else arguments.steps, workspace, log, **data)
             if not data:
                 found["recipe"] = consumption(attempt)
             caches[name] = trainings.tokens_of(attempt)

@@ -107,7 +107,7 @@ class Case:
 
 
 def recipe(folder: Path, case: Case) -> Path:
-    """The recipe file of a case, in the one house that all share."""
+    """The recipe file of a case, in the one workspace that all share."""
     micro = 2 if case.ranks > 1 else 4
     content: dict[str, Any] = {
         "name": case.name,
@@ -150,14 +150,14 @@ def pretrain(folder: Path, mode: str) -> None:
     case = Case(mode, 1, LOADED, lora=False)
     launch(folder, case)
     (folder / "models" / case.name).rename(folder / "pretrained")
-    shutil.rmtree(folder / "house" / "runs")
+    shutil.rmtree(folder / "workspace" / "runs")
 
 
 def launch(folder: Path, case: Case) -> tuple[Path, float]:
     """Run the case's line; (its run folder, wall seconds). Raises RuntimeError with what it
     said."""
     argv = [sys.executable, "-m", "tests.modes.launch_one", case.mode, str(recipe(folder, case))]
-    env = {**recording.environment(folder / "house"), "OMP_NUM_THREADS": "1"}
+    env = {**recording.environment(folder / "workspace"), "OMP_NUM_THREADS": "1"}
     began = time.monotonic()
     done = subprocess.run(
         argv, env=env, cwd=recording.CODE, capture_output=True, text=True, timeout=TIME_LIMIT_S
@@ -166,7 +166,9 @@ def launch(folder: Path, case: Case) -> tuple[Path, float]:
         raise RuntimeError(
             f"{case.name}: exit {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
         )
-    (run,) = (path.parent for path in (folder / "house" / "runs" / case.name).glob("*/plan.json"))
+    (run,) = (
+        path.parent for path in (folder / "workspace" / "runs" / case.name).glob("*/plan.json")
+    )
     return run, time.monotonic() - began
 
 

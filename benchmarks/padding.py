@@ -173,7 +173,9 @@ def plain(case: Case, rows: Path, model: Path, steps: int, folder: Path) -> tupl
     argv += ["--batch", str(BATCH), "--accumulation", str(ACCUMULATION)]
     argv += ["--steps", str(steps), "--seed", str(SEED), "--steps-file", str(file)]
     argv += ["--pad-to-max-length"] * case.pads_all
-    recording.timed(argv, recording.environment(folder / "house"), folder / "log.txt", wait=False)
+    recording.timed(
+        argv, recording.environment(folder / "workspace"), folder / "log.txt", wait=False
+    )
     said = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     first, last = said[WARM_UP - 1], said[-1]
     tokens = last["tokens"] - first["tokens"]
@@ -188,7 +190,7 @@ def ours(
     steps: int,
     data: dict[str, Any],
     folder: Path,
-    house: Path,
+    workspace: Path,
 ) -> tuple[float, float]:
     """(tokens a second, tokens a step) of a way of ours, started by our launcher; `cut`: batch and
     accumulation."""
@@ -200,7 +202,7 @@ def ours(
         "seed": SEED,
     }
     attempt = trainings.run(
-        trainings.sft("padding", model, rows, case.max_length, data, training), folder, house
+        trainings.sft("padding", model, rows, case.max_length, data, training), folder, workspace
     )
     said = events(attempt)
     assert len(said) == steps
@@ -242,7 +244,9 @@ def measured(case: Case, data: Path, steps: int, rounds: int, place: Path) -> di
                 rate, tokens = plain(case, rows, model, steps, folder)
             else:
                 cut, keys = ways[way]
-                rate, tokens = ours(case, rows, model, cut, steps, keys, folder, place / "house")
+                rate, tokens = ours(
+                    case, rows, model, cut, steps, keys, folder, place / "workspace"
+                )
             print(
                 f"{case.name}  {way}  {rate:9,.0f} tokens/s  {tokens:7,.0f} tokens a step  load"
                 f" {load}",

@@ -29,7 +29,7 @@ def ours(folder: Path) -> int:
         resolved.recipe.data.max_length,
     )
     assert about is not None
-    traces = Traces(resolved.recipe, about.shape, about.lora_targets, resolved.house.traces)
+    traces = Traces(resolved.recipe, about.shape, about.lora_targets, resolved.workspace.traces)
     about = replace(about, lengths=(length, length), traces=traces)
     with about.asking():
         about.fetch([strategy])

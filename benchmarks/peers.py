@@ -120,7 +120,7 @@ class Made:
     rows: Path  # parquet
     model: Path
     tokens: Path  # Arrow, from our cache, not packed
-    house: Path
+    workspace: Path
 
 
 def version_of(folder: Path) -> str:
@@ -165,10 +165,10 @@ def prepared(case: Case, data: Path, place: Path) -> Made:
             source, config={key: value for key, value in config.items() if key != "vocab_size"}
         )
     rows, model = padding.made(source, data, place / "made")
-    made = Made(rows, model, place / "train.arrow", place / "house")
+    made = Made(rows, model, place / "train.arrow", place / "workspace")
     for way in [{}, {"packing": True}] if case.packs else [{}, {"group_by_length": True}]:
         attempt = trainings.run(
-            ours(case, way, {"max_steps": 2}, made), place, made.house, environment(case)
+            ours(case, way, {"max_steps": 2}, made), place, made.workspace, environment(case)
         )
         if not way:
             shutil.copy(trainings.tokens_of(attempt), made.tokens)  # TRL writes beside it
@@ -201,7 +201,7 @@ def peer(
 
 
 def env_of(case: Case, way: Way, made: Made) -> dict[str, str]:
-    found = {**recording.environment(made.house), **environment(case)}
+    found = {**recording.environment(made.workspace), **environment(case)}
     if way.trl:
         found["PYTHONPATH"] += f":{way.trl}"
     return found
@@ -221,7 +221,7 @@ def repetition(
     )
     seen = rank_memory.tree(argv, env_of(case, way, made), folder / "log.txt")
     if way.is_ours:
-        said = events(trainings.attempt_of(content["name"], made.house))
+        said = events(trainings.attempt_of(content["name"], made.workspace))
         times, tokens = [one.time for one in said], [one.tokens for one in said]
         loss, vram_bytes = statistics.fmean(one.loss for one in said), said[-1].vram_reserved_bytes
     else:
@@ -256,7 +256,7 @@ def same_losses(
     order = SampleOrder(len(TokenRows(made.tokens)), case.batch, 1, 1, 0, SEED)
     rows = [row for step in range(1, steps + 1) for row in order.rows_of(step, [0])]
     content = ours(case, {}, {"max_steps": steps}, made)
-    attempt = trainings.run(content, place, made.house, environment(case))
+    attempt = trainings.run(content, place, made.workspace, environment(case))
     found = {"ours": [one.loss for one in events(attempt)]}
     for way in ways:
         if not way.is_ours and way.micro_batch is None:

@@ -43,11 +43,11 @@ PLAN_TIMEOUT_S = 300
 DOES_NOT_FIT = 3  # the exit code
 
 
-def plan(words: Sequence[str], machine: str, house: Path, traces: Path) -> dict[str, Any]:
+def plan(words: Sequence[str], machine: str, workspace: Path, traces: Path) -> dict[str, Any]:
     """One plan: seconds of the process and its children, and what it said."""
     file = recording.CODE / "configs" / "machines" / f"{machine}.yaml"
     argv = [sys.executable, "-m", "launch", "plan", "sft_fast", *words, "--machine", str(file)]
-    env = {**recording.environment(house), "LOWMEM_TRACES": str(traces)}
+    env = {**recording.environment(workspace), "LOWMEM_TRACES": str(traces)}
     load, used, began = (
         os.getloadavg()[0],
         resource.getrusage(resource.RUSAGE_CHILDREN),
@@ -76,15 +76,15 @@ def said(output: str) -> str:
 
 def case(name: str, machine: str, place: Path, rounds: tuple[int, int]) -> dict[str, Any]:
     """Every repetition of one recipe on one machine: (warm, cold) rounds."""
-    words, house, known = RECIPES[name], place / "house", place / "traces"
-    first = plan(words, machine, house, known)
+    words, workspace, known = RECIPES[name], place / "workspace", place / "traces"
+    first = plan(words, machine, workspace, known)
     found = {"recipe": name, "machine": machine, "first": first, "warm": [], "cold": []}
     if "error" in first:
         return found
-    found["warm"] = [plan(words, machine, house, known) for _ in range(rounds[0])]
+    found["warm"] = [plan(words, machine, workspace, known) for _ in range(rounds[0])]
     for _ in range(rounds[1]):
         with tempfile.TemporaryDirectory() as empty:
-            found["cold"].append(plan(words, machine, house, Path(empty)))
+            found["cold"].append(plan(words, machine, workspace, Path(empty)))
     return found
 
 

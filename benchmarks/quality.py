@@ -128,7 +128,14 @@ def name_of(way: str) -> str:
 
 
 def trained(
-    task: Task, way: str, seed: int, model: Path, rows: Path, packs: int, folder: Path, house: Path
+    task: Task,
+    way: str,
+    seed: int,
+    model: Path,
+    rows: Path,
+    packs: int,
+    folder: Path,
+    workspace: Path,
 ) -> Path:
     """The folder of a trained model."""
     folder.mkdir()
@@ -139,12 +146,12 @@ def trained(
     )
     given["gradient_accumulation_steps"] = parts
     if way == PLAIN:
-        tokens = trainings.tokens_of(trainings.attempt_of(name_of(task.ways[0]), house))
+        tokens = trainings.tokens_of(trainings.attempt_of(name_of(task.ways[0]), workspace))
         argv = trainings.peer(folder, model, tokens, {**given, "logging_steps": 1000})
-        recording.timed(argv, recording.environment(house), folder / "log.txt", wait=False)
+        recording.timed(argv, recording.environment(workspace), folder / "log.txt", wait=False)
     else:
         content = trainings.sft(name_of(way), model, rows, task.source.max_length, WAYS[way], given)
-        trainings.run(content, folder, house)
+        trainings.run(content, folder, workspace)
     return folder / "trained"
 
 
@@ -200,7 +207,7 @@ def measured(task: Task, data: Path, seeds: Sequence[int], place: Path) -> dict[
         packs = padding.packs_of(rows, model, task.source, task.batch)
         for way in task.ways:
             folder = trained(
-                task, way, seed, model, rows, packs, place / f"{way} {seed}", place / "house"
+                task, way, seed, model, rows, packs, place / f"{way} {seed}", place / "workspace"
             )
             found[way].append(round(score(task, folder, held_out), 5))
             print(f"{task.source.name}  seed {seed}  {way}  {found[way][-1]}", flush=True)

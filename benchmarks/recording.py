@@ -55,13 +55,18 @@ def installed(package: str) -> str | None:
         return None
 
 
-def environment(house: Path) -> dict[str, str]:
-    """The environment of a launch whose runs, logs and caches go under `house`."""
-    house.mkdir(parents=True, exist_ok=True)
+def environment(workspace: Path) -> dict[str, str]:
+    """The environment of a launch whose runs, logs and caches go under `workspace`."""
+    workspace.mkdir(parents=True, exist_ok=True)
     inherited = {
         key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "LOWMEM_"))
     }
-    return {**inherited, "PYTHONPATH": str(CODE), "LOWMEM_ROOT": str(house), "HF_HUB_OFFLINE": "1"}
+    return {
+        **inherited,
+        "PYTHONPATH": str(CODE),
+        "LOWMEM_ROOT": str(workspace),
+        "HF_HUB_OFFLINE": "1",
+    }
 
 
 def quiet() -> float:
@@ -107,9 +112,9 @@ def timed(argv: Sequence[str], env: Mapping[str, str], log: Path, wait: bool = T
 
 
 def said(log: Path) -> str:
-    """What a failed child printed, and the newest log of the ranks in the house beside it."""
+    """What a failed child printed, and the newest log of the ranks in the workspace beside it."""
     logs = sorted(
-        (log.parent / "house/runs").glob("*/*/attempts/*/log.txt"),
+        (log.parent / "workspace/runs").glob("*/*/attempts/*/log.txt"),
         key=lambda path: path.stat().st_mtime,
     )
     return "\n".join(path.read_text(encoding="utf-8") for path in [log, *logs[-1:]])

@@ -41,7 +41,7 @@ def trained(checkout: Path, case: modes.Case) -> dict[str, str]:
             case.mode,
         ]
         env = {
-            **recording.environment(folder / "house"),
+            **recording.environment(folder / "workspace"),
             "PYTHONPATH": str(checkout),
             "OMP_NUM_THREADS": "1",
         }
@@ -54,7 +54,7 @@ def trained(checkout: Path, case: modes.Case) -> dict[str, str]:
                 f" {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
             )
         (run,) = (
-            path.parent for path in (folder / "house" / "runs" / case.name).glob("*/plan.json")
+            path.parent for path in (folder / "workspace" / "runs" / case.name).glob("*/plan.json")
         )
         events = modes.losses(run, 1)
         weights = hashlib.sha256()

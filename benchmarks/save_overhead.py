@@ -50,11 +50,11 @@ def measure(
     content["launch"] = {"mode": mode, "num_processes": ranks}
     path.write_text(yaml.safe_dump(content), encoding="utf-8")
     argv = [sys.executable, "-m", "launch", "run", str(path), "--data.validation_file=null"]
-    env = recording.environment(folder / "house")
+    env = recording.environment(folder / "workspace")
     load = recording.quiet()
     done = subprocess.run(argv, env=env, cwd=recording.CODE, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    (attempt,) = (folder / "house/runs/overhead").glob("*/attempts/01")
+    (attempt,) = (folder / "workspace/runs/overhead").glob("*/attempts/01")
     outcome = json.loads((attempt / "outcome.json").read_text(encoding="utf-8"))
     events = [
         json.loads(line)

@@ -64,7 +64,7 @@ class Job:
     tokens: Path
     order: list[int]  # of its rows
     content: trainings.Content  # our recipe
-    house: Path
+    workspace: Path
 
 
 def other(way: str, job: Job, folder: Path) -> tuple[list[float], list[float]]:
@@ -85,7 +85,7 @@ def other(way: str, job: Job, folder: Path) -> tuple[list[float], list[float]]:
         arguments |= {"logging_steps": LOGGING_STEPS, **OPTIMIZER}
         argv = trainings.peer(folder, job.model, job.tokens, arguments, job.order)
     recording.timed(
-        argv, {**recording.environment(job.house), **ONE_THREAD}, folder / "log.txt", wait=False
+        argv, {**recording.environment(job.workspace), **ONE_THREAD}, folder / "log.txt", wait=False
     )
     if way == "bare loop":
         found = json.loads((folder / "times.json").read_text(encoding="utf-8"))
@@ -106,7 +106,7 @@ def repetition(way: str, job: Job, folder: Path) -> dict[str, Any]:
     folder.mkdir()
     load = round(os.getloadavg()[0], 2)
     if way == "ours":
-        said = events(trainings.run(job.content, folder, job.house, ONE_THREAD))
+        said = events(trainings.run(job.content, folder, job.workspace, ONE_THREAD))
         times, losses = [one.time for one in said], means([one.loss for one in said])
     else:
         times, losses = other(way, job, folder)
@@ -129,13 +129,13 @@ def job_of(batch: int, steps: int, rows: Path, model: Path, place: Path) -> Job:
         "overhead", model, rows, SAMPLE.max_length, {}, {**training, "max_steps": steps}
     )
     warm = {**content, "training": {**content["training"], "max_steps": 2}}
-    tokens = trainings.tokens_of(trainings.run(warm, place, place / "house", ONE_THREAD))
+    tokens = trainings.tokens_of(trainings.run(warm, place, place / "workspace", ONE_THREAD))
     order = SampleOrder(len(TokenRows(tokens)), batch, 1, 1, 0, SEED)
     numbers = [row for step in range(1, steps + 1) for row in order.rows_of(step, [0])]
     assert len(numbers) == steps * batch, (
         f"an epoch of {order.samples} rows has no {steps} whole steps"
     )
-    return Job(batch, steps, model, tokens, numbers, content, place / "house")
+    return Job(batch, steps, model, tokens, numbers, content, place / "workspace")
 
 
 def measured(job: Job, rounds: int, place: Path) -> dict[str, Any]:

@@ -60,16 +60,16 @@ def argv(content: Content, folder: Path) -> list[str]:
     return [sys.executable, "-m", "launch", "run", str(path), "--resume", "never"]
 
 
-def run(content: Content, folder: Path, house: Path, env: Mapping[str, str] = {}) -> AttemptDir:
+def run(content: Content, folder: Path, workspace: Path, env: Mapping[str, str] = {}) -> AttemptDir:
     """Start it and wait for its end, which has to be a good one."""
-    environment = {**recording.environment(house), **env}
+    environment = {**recording.environment(workspace), **env}
     recording.timed(argv(content, folder), environment, folder / "log.txt", wait=False)
-    return attempt_of(content["name"], house)
+    return attempt_of(content["name"], workspace)
 
 
-def attempt_of(name: str, house: Path) -> AttemptDir:
+def attempt_of(name: str, workspace: Path) -> AttemptDir:
     """The one attempt of the run that was started last."""
-    run = RunDir.newest(house / "runs", name)
+    run = RunDir.newest(workspace / "runs", name)
     assert run is not None
     (attempt,) = run.attempts()
     return attempt

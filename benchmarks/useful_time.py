@@ -107,7 +107,7 @@ class Arm:
         half a line."""
         found = []
         for file in [
-            *self.folder.glob("house/runs/overhead/*/attempts/*/events.jsonl"),
+            *self.folder.glob("workspace/runs/overhead/*/attempts/*/events.jsonl"),
             *self.folder.glob("times.jsonl"),
         ]:
             for line in file.read_text(encoding="utf-8").splitlines():
@@ -150,15 +150,15 @@ def arms(folder: Path, save_steps: int, hang_floor_s: float) -> list[Arm]:
         (folder / name).mkdir()
     path = recipe(folder / "ours", save_steps, hang_floor_s)
     env = {
-        **recording.environment(folder / "ours" / "house"),
+        **recording.environment(folder / "ours" / "workspace"),
         "XDG_STATE_HOME": str(folder / "state"),
     }
     ours = [sys.executable, "-m", "launch", "run", str(path)]
     subprocess.run(
         [*ours, "--training.max_steps=2", "--name=first"], env=env, check=True, capture_output=True
     )
-    (config,) = (folder / "ours/house/runs").glob("*/*/accelerate.yaml")
-    (tokenizer,) = (folder / "ours/house/.cache/tokens").glob("*/tokenizer")
+    (config,) = (folder / "ours/workspace/runs").glob("*/*/accelerate.yaml")
+    (tokenizer,) = (folder / "ours/workspace/.cache/tokens").glob("*/tokenizer")
     plain = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     plain += ["-m", "benchmarks.list_in_ram", "--tokenizer", str(tokenizer), "--shape", "mini-chat"]
     plain += [
@@ -186,7 +186,7 @@ def arms(folder: Path, save_steps: int, hang_floor_s: float) -> list[Arm]:
         Arm(
             "plain",
             plain,
-            {**recording.environment(folder / "plain" / "house"), **threads},
+            {**recording.environment(folder / "plain" / "workspace"), **threads},
             cpus[-half:],
             folder / "plain",
         ),

@@ -17,13 +17,14 @@ from launch.base import interpreter
 if __name__ == "__main__" and sys.argv[1:2] != ["doctor"]:  # which says what is missing
     interpreter.go_on_with_packages()
 
-from launch.base import compile_caches, processes, workspace
+from launch.base import compile_caches, processes
 from launch.base.errors import ConfigError, Interrupted, LaunchError, ResourceError, StorageError
 from launch.base.text import shown
+from launch.base.workspace import Workspace
 from launch.commands import foreign_launcher
-from launch.plan.candidates import Given
+from launch.plan.candidates import LaunchConstraints
 from launch.plan.resolve import Resolved, resolve
-from launch.predict.oom_history import Exceeded
+from launch.predict.oom_history import OomHistory
 from launch.probe import network
 from launch.recipe import load
 from launch.recipe.guides import gpt2_variables
@@ -204,16 +205,14 @@ def _dispatch(argv: list[str]) -> int:
             raise ConfigError(f"doctor: unknown flag {overrides[0]}")
         from launch.commands import doctor  # the link test: not needed to plan
 
-        house = workspace.House.here()
-        return doctor.main(arguments.machine, house.cache, house.root)
+        workspace = Workspace.here()
+        return doctor.main(arguments.machine, workspace.cache, workspace.root)
     if arguments.command == "compare":
         if overrides:
             raise ConfigError(f"compare: unknown flag {overrides[0]}")
         from launch.report import compare  # rich's tables
 
-        return compare.run(
-            workspace.House.here(), arguments.first, arguments.second, arguments.anyway
-        )
+        return compare.run(Workspace.here(), arguments.first, arguments.second, arguments.anyway)
     if arguments.command == "samples":
         if overrides:
             raise ConfigError(f"samples: unknown flag {overrides[0]}")
@@ -241,32 +240,36 @@ def _dispatch(argv: list[str]) -> int:
     if batch is not None and named:
         other = getattr(named[0], "typed", "") or f"--training.{BATCH_KEY}"
         raise ConfigError(f"batch {batch} and {other} are both given; keep one")
-    given = Given(force_gloo=foreign_launcher.asks_for_gloo(os.environ), free_batch=batch == AUTO)
+    constraints = LaunchConstraints(
+        force_gloo=foreign_launcher.asks_for_gloo(os.environ), free_batch=batch == AUTO
+    )
     if batch not in (None, AUTO):
         overrides.append(f"--training.{BATCH_KEY}={load.check_batch(batch)}")
     elif not named:
-        given = replace(given, wants_tuned=True)
+        constraints = replace(constraints, wants_tuned=True)
     if arguments.command == "plan":
         with stop_signals.signals():
-            resolved = resolve(arguments.recipe, overrides, arguments.machine, given)
+            resolved = resolve(arguments.recipe, overrides, arguments.machine, constraints)
         print(shown("\n".join(text.plan_lines(resolved.recipe, resolved.machine, resolved.plan))))
         return 0
     if arguments.command == "tune":
         return _tune(
-            arguments.recipe, overrides, replace(given, wants_tuned=False), arguments.forget
+            arguments.recipe, overrides, replace(constraints, wants_tuned=False), arguments.forget
         )
     if batch == AUTO and not arguments.dry_run:
         _tune(
             arguments.recipe,
             overrides,
-            replace(given, wants_tuned=False),
+            replace(constraints, wants_tuned=False),
             forget=False,
             again=False,
         )
 
-    def decide(test_link: bool, exceeded: Exceeded) -> Resolved:
-        known = replace(given, exceeded=exceeded)
-        resolved = resolve(arguments.recipe, overrides, given=known, say=_say, test_link=test_link)
+    def decide(test_link: bool, oom_history: OomHistory) -> Resolved:
+        known = replace(constraints, oom_history=oom_history)
+        resolved = resolve(
+            arguments.recipe, overrides, constraints=known, say=_say, test_link=test_link
+        )
         return replace(resolved, plan=network.located(resolved.plan))
 
     from launch.commands import run  # not needed to refuse a wrong flag
@@ -274,7 +277,13 @@ def _dispatch(argv: list[str]) -> int:
     return run.run(decide, arguments.resume, arguments.dry_run)
 
 
-def _tune(recipe: str, overrides: list[str], given: Given, forget: bool, again: bool = True) -> int:
+def _tune(
+    recipe: str,
+    overrides: list[str],
+    constraints: LaunchConstraints,
+    forget: bool,
+    again: bool = True,
+) -> int:
     """Tune, or forget; `again` False: not where it has been done before."""
     from launch.commands import tune
     from launch.predict.history import cache_keys
@@ -284,14 +293,18 @@ def _tune(recipe: str, overrides: list[str], given: Given, forget: bool, again: 
     # any cut may win, so all are traced by one child, and none of the asked one's own
     with stop_signals.signals():
         resolved = resolve(
-            recipe, overrides, given=replace(given, free_batch=True), say=say, test_link=True
+            recipe,
+            overrides,
+            constraints=replace(constraints, free_batch=True),
+            say=say,
+            test_link=True,
         )
     of = (
         cache_keys.machine_key(resolved.machine),
         cache_keys.model_key(resolved.plan.shape),
         cache_keys.recipe_key(resolved.recipe),
     )
-    ledger = Ledger(resolved.house.ledger_file, print)
+    ledger = Ledger(resolved.workspace.ledger_file, print)
     if forget:
         print(
             "forgotten"
@@ -300,7 +313,7 @@ def _tune(recipe: str, overrides: list[str], given: Given, forget: bool, again: 
         )
     elif again or ledger.recall(*of) is None:
         with stop_signals.signals():  # between trials, which have their own
-            tune.tune(resolved, given, say)
+            tune.tune(resolved, constraints, say)
     return 0
 
 
@@ -309,7 +322,7 @@ def _calibration(overrides: list[str]) -> int:
         raise ConfigError(f"report: unknown flag {overrides[0]}")
     from launch.predict.history.ledger import Ledger
 
-    print("\n".join(Ledger(workspace.House.here().ledger_file, print).calibration_lines()))
+    print("\n".join(Ledger(Workspace.here().ledger_file, print).calibration_lines()))
     return 0
 
 

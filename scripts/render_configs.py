@@ -11,7 +11,8 @@ CODE = Path(__file__).resolve().parent.parent
 # run as a script: launch/ is beside scripts/, so it is imported after this line
 sys.path.insert(0, str(CODE))
 
-from launch.plan import candidates, context, planner  # noqa: E402
+from launch.plan import candidates, planner  # noqa: E402
+from launch.plan import context as plan_context  # noqa: E402
 from launch.predict import model_config  # noqa: E402
 from launch.probe import machine as probe_machine  # noqa: E402
 from launch.recipe import load  # noqa: E402
@@ -31,11 +32,13 @@ def planned(machine_name: str, overrides: Sequence[str]) -> tuple[Machine, Recip
     """sft_fast with overrides on a described machine; its data need not be there."""
     machine = probe_machine.described(CODE / "configs" / "machines" / f"{machine_name}.yaml")
     recipe, changes = load.load("sft_fast", overrides, bool(machine.gpus))
-    config, parameter_shapes = model_config.read(recipe.model, root=CODE)
+    config, parameters_by_name = model_config.read(recipe.model, root=CODE)
     return (
         machine,
         recipe,
-        planner.choose(context.subject(recipe, machine, config, parameter_shapes, DATA), changes),
+        planner.choose(
+            plan_context.build(recipe, machine, config, parameters_by_name, DATA), changes
+        ),
     )
 
 

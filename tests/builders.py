@@ -1,4 +1,4 @@
-"""What tests are made of: small data, recipes in a house of their own, real launches."""
+"""What tests are made of: small data, recipes in a workspace of their own, real launches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 import yaml
 
 from launch.base import compile_caches
-from launch.plan import candidates, context, planner
+from launch.plan import candidates, planner
+from launch.plan import context as plan_context
 from launch.predict import model_config
 from launch.schema.machine import GIB, Gpu, Machine
 from launch.schema.plan import DataFormat, Plan
@@ -95,42 +96,42 @@ def recipe(
     return path
 
 
-def environment(house: Path, **extra: str) -> dict[str, str]:
-    """The environment of a launch whose runs, logs and caches go under `house`."""
-    house.mkdir(parents=True, exist_ok=True)
+def environment(workspace: Path, **extra: str) -> dict[str, str]:
+    """The environment of a launch whose runs, logs and caches go under `workspace`."""
+    workspace.mkdir(parents=True, exist_ok=True)
     # those torch has set in the tests' own process
     ours = ("SLURM_", "LOWMEM_", *compile_caches.FOLDERS)
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
     return {
         **inherited,
         "PYTHONPATH": str(CODE),
-        "LOWMEM_ROOT": str(house),
+        "LOWMEM_ROOT": str(workspace),
         "HF_HUB_OFFLINE": "1",
         **TRACES,
         **extra,
     }
 
 
-def launch(house: Path, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
+def launch(workspace: Path, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
     """`python -m launch ...` to its end."""
     argv = [sys.executable, "-m", "launch", *words]
     done = subprocess.run(
-        argv, env=environment(house, **extra), capture_output=True, text=True, timeout=300
+        argv, env=environment(workspace, **extra), capture_output=True, text=True, timeout=300
     )
     exit_codes.append(done.returncode)
     return done
 
 
-def accelerate(house: Path, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    """`accelerate launch ...` to its end, from the house."""
+def accelerate(workspace: Path, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    """`accelerate launch ...` to its end, from the workspace."""
     argv = [sys.executable, "-m", "accelerate.commands.launch", *words]
     return subprocess.run(
         argv,
-        env=environment(house, **extra),
+        env=environment(workspace, **extra),
         capture_output=True,
         text=True,
         timeout=300,
-        cwd=house,
+        cwd=workspace,
     )
 
 
@@ -142,9 +143,9 @@ def events(run: Path) -> list[dict[str, Any]]:
     return found
 
 
-def only_run(house: Path, name: str = "tiny") -> Path:
+def only_run(workspace: Path, name: str = "tiny") -> Path:
     """The one run folder of the house."""
-    (found,) = (path.parent for path in (house / "runs" / name).glob("*/plan.json"))
+    (found,) = (path.parent for path in (workspace / "runs" / name).glob("*/plan.json"))
     return found
 
 
@@ -157,14 +158,14 @@ def weights(folder: Path) -> dict[str, Any]:
 
 def gpu(index: int = 0, **fields: Any) -> Gpu:
     """A card with 20 GiB, as the first system's."""
-    given = {
+    constraints = {
         "vendor": "nvidia",
         "architecture": "8.6",
         "total_bytes": 20 * GIB,
         "free_bytes": 19 * GIB,
         **fields,
     }
-    return Gpu(index=index, name="RTX 3080", driver="550", reason="described", **given)
+    return Gpu(index=index, name="RTX 3080", driver="550", reason="described", **constraints)
 
 
 def machine(gpus: int = 0, cards: tuple[Gpu, ...] = (), **fields: Any) -> Machine:
@@ -209,11 +210,11 @@ DATA_FORMAT = DataFormat(
 )
 
 
-def plan(recipe: Recipe | None = None, on: Machine | None = None, **given: Any) -> Plan:
+def plan(recipe: Recipe | None = None, on: Machine | None = None, **constraints: Any) -> Plan:
     """What the planner chooses for a wish on a machine."""
     recipe = recipe or wish()
-    config, parameter_shapes = model_config.read(recipe.model, root=CODE)
+    config, parameters_by_name = model_config.read(recipe.model, root=CODE)
     return planner.choose(
-        context.subject(recipe, on or machine(), config, parameter_shapes, DATA_FORMAT),
-        given=candidates.Given(**given),
+        plan_context.build(recipe, on or machine(), config, parameters_by_name, DATA_FORMAT),
+        constraints=candidates.LaunchConstraints(**constraints),
     )

@@ -35,15 +35,15 @@ class Child:
     folder."""
 
     def __init__(
-        self, folder: Path, argv: tuple[str, ...], house: Path, out: Path, **extra: str
+        self, folder: Path, argv: tuple[str, ...], workspace: Path, out: Path, **extra: str
     ) -> None:
-        self.house, self.out, self.tag = house, out, extra.get("LOWMEM_RUN")
+        self.workspace, self.out, self.tag = workspace, out, extra.get("LOWMEM_RUN")
         self.before = orphans.snapshot()
         self.shm = set(Path("/dev/shm").iterdir())
         with out.open("wb") as file:
             self.process = subprocess.Popen(
                 argv,
-                env=builders.environment(house, **extra),
+                env=builders.environment(workspace, **extra),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -54,7 +54,7 @@ class Child:
     @property
     def run(self) -> RunDir:
         """The one run that there is, whatever its recipe is called."""
-        (found,) = self.house.glob("runs/*/*/plan.json")
+        (found,) = self.workspace.glob("runs/*/*/plan.json")
         return RunDir(found.parent)
 
     def said(self) -> str:
@@ -180,7 +180,7 @@ def launched(
     folder: Path,
     ranks: int = 2,
     words: tuple[str, ...] = (),
-    house: str = "house",
+    workspace: str = "workspace",
     faults: dict[str, Any] | None = None,
     extra: dict[str, str] | None = None,
     **sections: Any,
@@ -194,8 +194,8 @@ def launched(
         Child(
             folder,
             (*RUN, str(recipe), *words),
-            folder / house,
-            folder / f"{house}.out",
+            folder / workspace,
+            folder / f"{workspace}.out",
             **environment,
         )
     ) as child:
@@ -211,7 +211,7 @@ def ended(child: Child) -> Iterator[Child]:
         if child.process.poll() is None:
             child.process.kill()
             child.process.wait()
-        for path in child.house.glob("runs/*/*/plan.json"):
+        for path in child.workspace.glob("runs/*/*/plan.json"):
             processes.end_tree(RunDir(path.parent).tag)
         if child.tag:
             processes.end_tree(child.tag)

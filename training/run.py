@@ -36,7 +36,7 @@ from launch.schema.plan import MULTIPLE, Plan, Strategy
 from launch.schema.recipe import Recipe
 from training.checkpoints import best, commit, convert
 from training.control.heartbeat import Heartbeat
-from training.control.stop_callback import Obey, Watch
+from training.control.stop_callback import StopCallback, StopConditions
 from training.control.stop_word import Control, Halted
 from training.data import dataset, prepare
 from training.data import tokenizer as data_tokenizer
@@ -92,7 +92,7 @@ def train(
             opened.append(attempt)
             logs = [attempt.train_log]
             if not start.supervised:
-                logs += layout.log_files(start.house.root, run, start.recipe)
+                logs += layout.log_files(start.workspace.root, run, start.recipe)
             start_logging(logs, args.process_index)
             _say(args, running)
             args.output_dir = str(run.checkpoints)
@@ -143,7 +143,7 @@ def _tokens(start: Start) -> Path:
     if folder and folder.exists() and (start.supervised or not token_hashes.fault(folder)):
         return folder
     return prepare.ensure(
-        start.recipe, start.plan, start.house.cache, print, processes=start.tokenising_processes
+        start.recipe, start.plan, start.workspace.cache, print, processes=start.tokenising_processes
     )
 
 
@@ -156,7 +156,7 @@ class Parts:
     order: SampleOrder
     reporter: Reporter
     heartbeat: Heartbeat
-    obey: Obey
+    obey: StopCallback
     control: Control
 
 
@@ -186,11 +186,11 @@ def _build(
     meter = StepMeter(attempt.samples_file(rank))
     draw = not start.supervised and sys.stderr.isatty()
     asked_rate = recipe.training.learning_rate
-    watch = nan_guard.Watch(
+    watch = nan_guard.StopConditions(
         order, attempt.root, recipe.numerics.skip_spikes_above, args.fp16, asked_rate
     )
     reporter = Reporter(attempt, rank, meter, order, args.device, draw, watch.check_loss)
-    obey = Obey(control, heartbeat, Watch(run) if rank == 0 else None)
+    obey = StopCallback(control, heartbeat, StopConditions(run) if rank == 0 else None)
     cut = data_tokenizer.load(tokens / "tokenizer")
     with setup.whole_weights(plan.strategy) if recipe.model.path is None else nullcontext():
         quantization = recipe.quantized(plan.strategy.mixed_precision)

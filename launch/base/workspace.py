@@ -13,13 +13,13 @@ CODE = Path(__file__).resolve().parents[2]  # the checkout: configs/, scripts/, 
 
 
 @dataclass(frozen=True)
-class House:
+class Workspace:
     """Where data/, runs/, logs/, model_save/ and the caches are: the checkout, or LOWMEM_ROOT."""
 
     root: Path
 
     @classmethod
-    def here(cls) -> House:
+    def here(cls) -> Workspace:
         named = os.environ.get("LOWMEM_ROOT") or str(CODE)
         if HIDDEN.search(named) or "\n" in named or "\t" in named:
             raise ConfigError(
@@ -37,7 +37,7 @@ class House:
 
     @property
     def traces(self) -> Path:
-        """Traced steps; they depend on no house, so several may share a folder."""
+        """Traced steps; they depend on no workspace, so several may share a folder."""
         return Path(os.environ.get("LOWMEM_TRACES") or self.cache / "traces").resolve()
 
     @property

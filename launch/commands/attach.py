@@ -11,7 +11,7 @@ from pathlib import Path
 
 from launch.base.errors import ConfigError
 from launch.base.text import shown
-from launch.base.workspace import House
+from launch.base.workspace import Workspace
 from launch.commands import foreign_launcher
 from launch.plan.resolve import resolve, tokenising_processes
 from launch.probe import architectures, gpus, machine
@@ -26,7 +26,7 @@ from launch.run_folder.layout import RunDir, Start, output_lock, run_lock
 def from_run_dir(run: RunDir, attempt: int) -> Start:
     """The start that a plan in a run folder describes."""
     return Start(
-        house=House.here(),
+        workspace=Workspace.here(),
         recipe=run.read_recipe(),
         plan=run.read_plan(),
         supervised="LOWMEM_SUPERVISED" in os.environ,
@@ -43,8 +43,10 @@ def from_request(request: Request) -> Start:
     say = print if is_first else lambda line: None
     for line in request.notes:
         say(shown(line))
-    given = foreign_launcher.given(os.environ, _launcher(), request.cpu)
-    resolved = resolve(request.recipe, request.overrides, given=given, say=say, trace=False)
+    constraints = foreign_launcher.constraints(os.environ, _launcher(), request.cpu)
+    resolved = resolve(
+        request.recipe, request.overrides, constraints=constraints, say=say, trace=False
+    )
     if resolved.plan.strategy.device == "cuda":  # PyTorch reads these at its first attention
         chosen = resolved.machine.gpus[: resolved.plan.strategy.processes_per_machine]
         for key, value in architectures.environment(chosen).items():
@@ -58,7 +60,7 @@ def from_request(request: Request) -> Start:
         )
         print(shown("\n".join(lines)), flush=True)
     return Start(
-        house=resolved.house,
+        workspace=resolved.workspace,
         recipe=resolved.recipe,
         plan=resolved.plan,
         supervised=False,
@@ -68,7 +70,7 @@ def from_request(request: Request) -> Start:
         deepspeed_file=deepspeed.deepspeed_file(
             resolved.plan,
             resolved.recipe.training.max_grad_norm,
-            resolved.house.cache,
+            resolved.workspace.cache,
             os.environ,
             say,
         ),
@@ -80,14 +82,14 @@ def open_run(start: Start, tokens: Path, held: ExitStack) -> tuple[str, str] | N
     it is complete."""
     if start.run and start.attempt:
         if not start.supervised:
-            held.enter_context(output_lock(start.house, start.recipe))
+            held.enter_context(output_lock(start.workspace, start.recipe))
             held.enter_context(run_lock(start.run))
         start.attempt.root.mkdir(parents=True, exist_ok=True)
         return str(start.run.root), str(start.attempt.root)
     assert start.machine is not None
-    held.enter_context(output_lock(start.house, start.recipe))
+    held.enter_context(output_lock(start.workspace, start.recipe))
     decided = resume.decide(
-        start.house.runs, start.recipe, start.plan, tokens, start.wish, datetime.now()
+        start.workspace.runs, start.recipe, start.plan, tokens, start.wish, datetime.now()
     )
     aside = layout.kept_aside(Path(start.recipe.output_dir), decided.run.run_id)
     print(shown("\n".join([decided.line, *aside])), flush=True)
@@ -96,7 +98,7 @@ def open_run(start: Start, tokens: Path, held: ExitStack) -> tuple[str, str] | N
     held.enter_context(run_lock(decided.run))
     for line in disk_space.check(decided.run, start.recipe, start.plan):
         print(line, flush=True)
-    attempt = write_run(decided.run, start.recipe, start.machine, start.plan, start.house)
+    attempt = write_run(decided.run, start.recipe, start.machine, start.plan, start.workspace)
     decided.run.write_tokens(tokens)
     return str(decided.run.root), str(attempt.root)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from launch.base.errors import ConfigError
-from launch.plan.candidates import CPU_MODES, Given
+from launch.plan.candidates import CPU_MODES, LaunchConstraints
 from launch.render.deepspeed import _found, read_deepspeed
 from launch.schema.plan import Plan
 from launch.schema.recipe import MODES, Mode
@@ -15,12 +15,12 @@ from launch.schema.recipe import MODES, Mode
 GLOO_VARIABLE = "ACCELERATE_USE_GLOO"  # the guides' own; Accelerate has none
 
 
-def given(environ: Mapping[str, str], launcher: Path, force_cpu: bool) -> Given:
+def constraints(environ: Mapping[str, str], launcher: Path, force_cpu: bool) -> LaunchConstraints:
     """The fixed part of a plan, from a rank's environment and the command line of the process above
     it."""
     named = _mode_of_config_file(words_of(launcher))
     world = int(environ.get("WORLD_SIZE", "1"))
-    return Given(
+    return LaunchConstraints(
         num_processes=world,
         num_machines=world // int(environ.get("LOCAL_WORLD_SIZE", world)),
         mode=_sharding_mode(environ),

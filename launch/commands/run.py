@@ -15,15 +15,16 @@ from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from launch.base import files, workspace
+from launch.base import files
 from launch.base.errors import CheckpointError, DoesNotFit, Interrupted
+from launch.base.workspace import CODE
 from launch.data import token_cache
 from launch.plan.resolve import Resolved
 from launch.predict import estimate
 from launch.predict.history import cache_keys, calibration
 from launch.predict.history.calibration import Figures, Measurement
 from launch.predict.history.ledger import Ledger
-from launch.predict.oom_history import Exceeded
+from launch.predict.oom_history import OomHistory
 from launch.render import command, write
 from launch.report import html, text
 from launch.run_folder import disk_space, layout, resume, steps
@@ -33,52 +34,54 @@ from launch.schema.result import Failure, RunResult, StepEvent
 from launch.supervise import attempt as supervise_attempt
 from launch.supervise import failures, oom_record, restarts, stop_signals
 from launch.supervise.screen import Screen
-from launch.supervise.stop_signals import Told
+from launch.supervise.stop_signals import StopSignals
 
 MAX_PLANS = 3  # of one start; each is made with more evidence than the one before
 # (test the link, by how much predictions were exceeded) -> a plan
-Decide = Callable[[bool, Exceeded], Resolved]
+Decide = Callable[[bool, OomHistory], Resolved]
 
 
 def run(decide: Decide, wish: str, dry_run: bool) -> int:
     """Train, and say how it ended; the exit code."""
     began = time.monotonic()
     with stop_signals.signals() as heard, ExitStack() as held:
-        resolved = decide(True, Exceeded())
-        house, meeting = resolved.house, resolved.plan.rendezvous
-        exceeded = Exceeded()
+        resolved = decide(True, OomHistory())
+        workspace, meeting = resolved.workspace, resolved.plan.rendezvous
+        oom_history = OomHistory()
         # what earlier starts of the run have shown
         if wish != "never" and not resolved.recipe.launch.assume_fits:
             known = oom_record.of_unfinished(
-                house.runs, resolved.recipe.name, resolved.recipe.output_dir
+                workspace.runs, resolved.recipe.name, resolved.recipe.output_dir
             )
-            exceeded = oom_record.counting(known, resolved.machine)
-        if exceeded.ran_out:
+            oom_history = oom_record.counting(known, resolved.machine)
+        if oom_history.ran_out:
             try:
-                resolved = decide(False, exceeded)
+                resolved = decide(False, oom_history)
             except DoesNotFit as error:
                 raise DoesNotFit(
-                    f"{error}. {oom_record.words(exceeded, resolved.machine)}"
+                    f"{error}. {oom_record.words(oom_history, resolved.machine)}"
                 ) from error
         recipe = resolved.recipe
         is_first = meeting is None or meeting.machine_rank == 0
         if meeting is not None and not is_first:
             start = resume.Start(
-                layout.own_run(house.runs, recipe.name, meeting, datetime.now()),
+                layout.own_run(workspace.runs, recipe.name, meeting, datetime.now()),
                 f"machine {meeting.machine_rank}: joining machine 0, whose run this is",
             )
         else:
-            held.enter_context(layout.output_lock(house, recipe))
+            held.enter_context(layout.output_lock(workspace, recipe))
             tokens = token_cache.token_cache(
-                house.cache, recipe, resolved.plan.shape, resolved.plan.data_format
+                workspace.cache, recipe, resolved.plan.shape, resolved.plan.data_format
             )
-            start = resume.decide(house.runs, recipe, resolved.plan, tokens, wish, datetime.now())
+            start = resume.decide(
+                workspace.runs, recipe, resolved.plan, tokens, wish, datetime.now()
+            )
         if not start.complete:
             held.enter_context(layout.run_lock(start.run))
             # a run that takes another's over
-            if exceeded.ran_out and not start.run.evidence_file.exists():
-                oom_record.write(start.run, exceeded.ran_out)
-        screen = Screen(*layout.log_files(house.root, start.run, recipe))
+            if oom_history.ran_out and not start.run.evidence_file.exists():
+                oom_record.write(start.run, oom_history.ran_out)
+        screen = Screen(*layout.log_files(workspace.root, start.run, recipe))
         for line in text.plan_lines(recipe, resolved.machine, resolved.plan):
             screen.say(line)
         screen.say(start.line)
@@ -92,14 +95,14 @@ def run(decide: Decide, wish: str, dry_run: bool) -> int:
         for line in disk_space.check(start.run, recipe, resolved.plan) if is_first else ():
             screen.say(line)
         if dry_run:
-            attempt = write.write_run(start.run, recipe, resolved.machine, resolved.plan, house)
+            attempt = write.write_run(start.run, recipe, resolved.machine, resolved.plan, workspace)
             screen.say("dry run: this line trains")
             screen.say(str(_command(resolved, start.run, attempt)))
             return 0
-        screen.say(f"log: {layout.log_file(house.root, start.run)}")
+        screen.say(f"log: {layout.log_file(workspace.root, start.run)}")
         end_s = _end_s(recipe.launch.time_limit_s, began, os.environ)
         resolved, result = _attempts(
-            resolved, heard.interrupting(decide), exceeded, start.run, held, screen, heard, end_s
+            resolved, heard.interrupting(decide), oom_history, start.run, held, screen, heard, end_s
         )
         run, recipe, plan = layout.RunDir(Path(result.run_dir)), resolved.recipe, resolved.plan
         events = [event for one in run.attempts() for event in steps.events(one, screen.say)]
@@ -129,11 +132,11 @@ def _end_s(time_limit_s: float | None, began: float, environ: Mapping[str, str])
 def _attempts(
     resolved: Resolved,
     decide: Decide,
-    exceeded: Exceeded,
+    oom_history: OomHistory,
     run: layout.RunDir,
     held: ExitStack,
     screen: Screen,
-    heard: Told,
+    heard: StopSignals,
     end_s: float | None,
 ) -> tuple[Resolved, RunResult]:
     """Attempts until one ends well, or fails in a way that no further one would mend.
@@ -145,17 +148,17 @@ def _attempts(
     while True:
         began = run.last_step()
         resolved, result, compared = _attempt(
-            resolved, decide, exceeded, run, screen, heard, end_s, is_last=plans == MAX_PLANS
+            resolved, decide, oom_history, run, screen, heard, end_s, is_last=plans == MAX_PLANS
         )
         if result.plan_again:
             plans += 1
             screen.say(f"stopped to plan again: {compared[0].over}")
-            exceeded = oom_record.add_refuted(
-                exceeded, compared[0], resolved.plan, resolved.machine, run
+            oom_history = oom_record.add_refuted(
+                oom_history, compared[0], resolved.plan, resolved.machine, run
             )
-            exceeded = exceeded.for_plan(is_last=plans == MAX_PLANS)
+            oom_history = oom_history.for_plan(is_last=plans == MAX_PLANS)
             try:
-                resolved = decide(False, exceeded)
+                resolved = decide(False, oom_history)
             except Interrupted:
                 return resolved, _stopped(result, heard)
             except DoesNotFit as error:
@@ -194,7 +197,7 @@ def _attempts(
                 result = replace(result, failure=replace(result.failure, fix=fix))
             return resolved, result
         if shortage is not None:
-            exceeded = oom_record.add(exceeded, shortage, run, result.host_peak_bytes)
+            oom_history = oom_record.add(oom_history, shortage, run, result.host_peak_bytes)
             if shortage.section == "tokenise":  # which no plan changes
                 continue
             if not shortage.is_own:
@@ -203,16 +206,16 @@ def _attempts(
                     " left"
                 )
             plans += shortage.rules
-            exceeded = exceeded.for_plan(is_last=plans == MAX_PLANS)
+            oom_history = oom_history.for_plan(is_last=plans == MAX_PLANS)
             if plans > MAX_PLANS:
                 screen.say(
                     f"{MAX_PLANS} plans took more memory than there is: this start makes no"
                     " further one"
                 )
-                exceeded = replace(exceeded, spent=(*exceeded.spent, resolved.recipe))
+                oom_history = replace(oom_history, spent=(*oom_history.spent, resolved.recipe))
             try:
                 again = _planned_again(
-                    resolved, decide, exceeded, result.failure, reached, committed, screen
+                    resolved, decide, oom_history, result.failure, reached, committed, screen
                 )
             except Interrupted:
                 return resolved, _stopped(result, heard)
@@ -226,11 +229,11 @@ def _attempts(
                 return resolved, replace(result, failure=replace(result.failure, fix=fix))
             if again.recipe != resolved.recipe:  # it trains something else now
                 run, plans = (
-                    layout.RunDir.create(again.house.runs, again.recipe.name, datetime.now()),
+                    layout.RunDir.create(again.workspace.runs, again.recipe.name, datetime.now()),
                     1,
                 )
                 held.enter_context(layout.run_lock(run))
-                oom_record.write(run, exceeded.ran_out)
+                oom_record.write(run, oom_history.ran_out)
                 screen.say(f"starting over in {run.run_id}: what was given up changes the result")
             resolved = again
 
@@ -238,7 +241,7 @@ def _attempts(
 def _planned_again(
     resolved: Resolved,
     decide: Decide,
-    exceeded: Exceeded,
+    oom_history: OomHistory,
     failure: Failure,
     reached: int,
     committed: int,
@@ -248,7 +251,7 @@ def _planned_again(
     is none."""
     screen.say(f"out of memory at step {reached}: {failure.cause} ({failure.proof})")
     try:
-        again = decide(False, exceeded)
+        again = decide(False, oom_history)
     except DoesNotFit as error:
         screen.say(f"no other plan: {error}")
         return None
@@ -263,7 +266,7 @@ def _planned_again(
     return again
 
 
-def _stopped(result: RunResult, heard: Told) -> RunResult:
+def _stopped(result: RunResult, heard: StopSignals) -> RunResult:
     """The end of a start that was stopped while the plan after an attempt was made."""
     assert heard.stop is not None
     failure = failures.stopped(heard.stop, " while a plan was made again")
@@ -283,7 +286,7 @@ def _refuted(result: RunResult, compared: calibration.Comparison) -> RunResult:
     return replace(result, exit_code=failure.exit_code, failure=failure, plan_again=False)
 
 
-def _waited(seconds: float, heard: Told) -> bool:
+def _waited(seconds: float, heard: StopSignals) -> bool:
     """Whether nobody said stop meanwhile."""
     until = time.monotonic() + seconds
     while time.monotonic() < until and heard.stop is None:
@@ -294,14 +297,16 @@ def _waited(seconds: float, heard: Told) -> bool:
 def _attempt(
     resolved: Resolved,
     decide: Decide,
-    exceeded: Exceeded,
+    oom_history: OomHistory,
     run: layout.RunDir,
     screen: Screen,
-    heard: Told,
+    heard: StopSignals,
     end_s: float | None,
     is_last: bool,
 ) -> tuple[Resolved, RunResult, list[calibration.Comparison]]:
-    attempt = write.write_run(run, resolved.recipe, resolved.machine, resolved.plan, resolved.house)
+    attempt = write.write_run(
+        run, resolved.recipe, resolved.machine, resolved.plan, resolved.workspace
+    )
     compared: list[calibration.Comparison] = []
 
     def ready() -> Command:
@@ -309,10 +314,10 @@ def _attempt(
         planned again."""
         nonlocal resolved
         # a run that goes on keeps its own
-        again = decide(False, exceeded) if attempt.number == 1 else resolved
+        again = decide(False, oom_history) if attempt.number == 1 else resolved
         if sum(again.plan.lengths) < sum(resolved.plan.lengths):
             resolved = again
-            write.write_plan(run, again.recipe, again.machine, again.plan, again.house, attempt)
+            write.write_plan(run, again.recipe, again.machine, again.plan, again.workspace, attempt)
             screen.say("planned again for the rows that there are:")
             for line in text.planned_lines(again.plan):
                 screen.say(line)
@@ -335,7 +340,7 @@ def _attempt(
 
 def _command(resolved: Resolved, run: layout.RunDir, attempt: AttemptDir) -> Command:
     return command.command(
-        resolved.plan, resolved.machine, run, attempt, resolved.house, os.environ
+        resolved.plan, resolved.machine, run, attempt, resolved.workspace, os.environ
     )
 
 
@@ -393,7 +398,7 @@ def _remember(
         for evaluation in steps.evaluations(run.attempts()[-1], screen.say)
     ):
         allocated, reserved = memory.step_allocated_bytes, memory.step_reserved_bytes
-    Ledger(resolved.house.ledger_file, screen.say).record(
+    Ledger(resolved.workspace.ledger_file, screen.say).record(
         Measurement(
             time=time.time(),
             run_id=run.run_id,
@@ -431,6 +436,6 @@ def _remember(
 def chat_command(model: str) -> str:
     """A line that can be pasted, to talk with a model."""
     return (
-        f"{shlex.quote(sys.executable)} {shlex.quote(str(workspace.CODE / 'scripts' / 'chat.py'))}"
+        f"{shlex.quote(sys.executable)} {shlex.quote(str(CODE / 'scripts' / 'chat.py'))}"
         f" {shlex.quote(model)}"
     )

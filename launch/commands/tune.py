@@ -30,7 +30,7 @@ from launch.base.errors import DoesNotFit, ResourceError, Stopped
 from launch.base.text import gib
 from launch.base.workspace import CODE
 from launch.plan import search
-from launch.plan.candidates import Given
+from launch.plan.candidates import LaunchConstraints
 from launch.plan.resolve import Resolved, with_counts
 from launch.predict import estimate
 from launch.predict.estimate import describe
@@ -62,23 +62,23 @@ class Outcome:
     why: str = ""
 
 
-def tune(resolved: Resolved, given: Given, say: Say) -> Tuned:
+def tune(resolved: Resolved, constraints: LaunchConstraints, say: Say) -> Tuned:
     """Run the trials and keep the fastest that fits. Raises DoesNotFit when none does."""
-    about = resolved.about
-    assert about is not None
-    ledger = Ledger(resolved.house.ledger_file, say)
-    place = resolved.house.cache / "trials" / f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
+    context = resolved.context
+    assert context is not None
+    ledger = Ledger(resolved.workspace.ledger_file, say)
+    place = resolved.workspace.cache / "trials" / f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
     _sweep(place.parent)
     try:
         rows = _longest_rows(resolved, place, say)
-        about = with_counts(resolved.house, about)  # known now that the rows are tokenised
+        context = with_counts(resolved.workspace, context)  # known now that the rows are tokenised
         # a trial by tokens is cut as the run will be
-        longest = about.question(resolved.plan.strategy).lengths
+        longest = context.question(resolved.plan.strategy).lengths
         resolved = replace(resolved, plan=replace(resolved.plan, lengths=longest))
         trials = _Trials(
-            resolved, rows, place, ledger, say, lambda one: estimate.share_of_longest(about, one)
+            resolved, rows, place, ledger, say, lambda one: estimate.share_of_longest(context, one)
         )
-        candidates = search.ranked(about, given)
+        candidates = search.ranked(context, constraints)
         if candidates:
             _confirm([(one.candidate, one.memory.device_bytes) for one in candidates], trials)
         else:
@@ -191,10 +191,10 @@ class _Trials:
         plan: Plan = replace(self._resolved.plan, strategy=strategy, recipe_name=trial.name)
         resolved = replace(self._resolved, recipe=trial, plan=plan)
         run = RunDir.create(self._place / "runs", trial.name, datetime.now())
-        attempt = write.write_run(run, trial, resolved.machine, plan, resolved.house)
+        attempt = write.write_run(run, trial, resolved.machine, plan, resolved.workspace)
         files.write_json(run.tokens_file, {"folder": str(self._rows)})
         command = render_command.command(
-            plan, resolved.machine, run, attempt, resolved.house, os.environ
+            plan, resolved.machine, run, attempt, resolved.workspace, os.environ
         )
         result = supervise_attempt.run(
             resolved, run, attempt, lambda: command, Screen(stream=io.StringIO())
@@ -268,9 +268,9 @@ def _bisect(asked: Strategy, trials: _Trials) -> None:
 def _longest_rows(resolved: Resolved, place: Path, say: Say) -> Path:
     """A token cache of the longest rows alone, as many as a trial takes; the recipe's own rows are
     tokenised for it."""
-    recipe, plan, house = resolved.recipe, resolved.plan, resolved.house
+    recipe, plan, workspace = resolved.recipe, resolved.plan, resolved.workspace
     run = RunDir.create(place / "runs", "tokens", datetime.now())
-    attempt = write.write_run(run, recipe, resolved.machine, plan, house)
+    attempt = write.write_run(run, recipe, resolved.machine, plan, workspace)
     if supervise_attempt.prepare(resolved, run, attempt, say).returncode != 0:
         errors = attempt.rank_errors()
         raise ResourceError(errors[0]["message"] if errors else "tokenising failed")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from launch.base.errors import ConfigError, DataError
 from launch.base.text import nearest
 from launch.data import shards, sniff, untrained
-from launch.data.shards import Known
+from launch.data.shards import FileFacts
 from launch.data.sniff import Found
 from launch.schema.plan import DataFormat
 from launch.schema.recipe import DataSection
@@ -44,14 +44,14 @@ KNOWN: tuple[tuple[str, Kind, dict[str, str], str | None], ...] = (
 ANSWER_NAMES = ("answer", "response", "output", "completion", "target", "reply", "chosen", "label")
 
 
-def detect(data: DataSection, base: Path, known: Known | None = None) -> DataFormat:
+def detect(data: DataSection, base: Path, known: FileFacts | None = None) -> DataFormat:
     """Which columns of the training file make a sample; its other shards and the validation file
     must read the same.
 
     Relative paths start at `base`. Raises DataError (a file cannot be used) and ConfigError (half a
     pair of columns).
     """
-    explicit, known = _explicit(data), known or Known()
+    explicit, known = _explicit(data), known or FileFacts()
     first, *others = shards.of(base / data.train_file)
     is_corpus = bool(others)
     files = [_read(first, data.max_bad_rows, known, is_corpus)]
@@ -76,7 +76,7 @@ def detect(data: DataSection, base: Path, known: Known | None = None) -> DataFor
     return replace(training, notes=tuple(_notes(files, training)))
 
 
-def _read(path: Path, max_bad_rows: int, known: Known, is_corpus: bool) -> Found:
+def _read(path: Path, max_bad_rows: int, known: FileFacts, is_corpus: bool) -> Found:
     """What a file holds; of a corpus it is remembered."""
     if not is_corpus or max_bad_rows or not path.exists():
         return sniff.read(path, max_bad_rows)
@@ -93,9 +93,9 @@ def _read(path: Path, max_bad_rows: int, known: Known, is_corpus: bool) -> Found
     return Found(path, *known.get(path, "content", read))
 
 
-def row_count(path: Path, known: Known | None = None) -> int | None:
+def row_count(path: Path, known: FileFacts | None = None) -> int | None:
     """Rows of what detect() accepts: exact, or None where counting would mean reading too much."""
-    files, known = shards.of(path), known or Known()
+    files, known = shards.of(path), known or FileFacts()
     if len(files) == 1:
         return _row_count(files[0])
     if sniff.file_type_of(files[0]) not in ("parquet", "arrow") and (

@@ -235,7 +235,7 @@ def _tar_row(path: Path, key: str, members: dict[str, bytes]) -> dict[str, Any] 
 # ---------------------------------------------------------------------------
 
 
-class Known:
+class FileFacts:
     """What was read of files before: their hashes, columns, rows. Holds while size, times and inode
     stay the same.
 
@@ -277,7 +277,7 @@ def _stamp(path: Path) -> list[int]:
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
-def fingerprint(path: Path, known: Known) -> str:
+def fingerprint(path: Path, known: FileFacts) -> str:
     """sha256 of a data file's bytes; of several shards, of their hashes in order: their names do
     not count."""
     files = of(path)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.data import shards
-from launch.schema.plan import DataFormat, ModelShape
+from launch.schema.plan import DataFormat, ModelSize
 from launch.schema.recipe import Recipe
 
 TOKEN_CACHE_VERSION = 2  # raise when training/ tokenises the same input to other rows
@@ -30,7 +30,7 @@ def folder_fingerprint(folder: Path) -> str:
 
 
 def token_identity(
-    cache: Path, recipe: Recipe, shape: ModelShape, data_format: DataFormat
+    cache: Path, recipe: Recipe, shape: ModelSize, data_format: DataFormat
 ) -> dict[str, Any]:
     """Everything that decides the bytes of a run's tokenised rows. Reads files that the cache does
     not know yet."""
@@ -73,7 +73,7 @@ def token_identity(
     }
 
 
-def token_cache(cache: Path, recipe: Recipe, shape: ModelShape, data_format: DataFormat) -> Path:
+def token_cache(cache: Path, recipe: Recipe, shape: ModelSize, data_format: DataFormat) -> Path:
     """The folder of this run's tokenised rows."""
     return token_folder(cache, token_identity(cache, recipe, shape, data_format))
 
@@ -85,9 +85,9 @@ def token_files(folder: Path, part: str) -> list[Path]:
     return [alone] if alone.exists() else sorted(folder.glob(f"{part}-*.arrow"))
 
 
-def known_files(cache: Path) -> shards.Known:
+def known_files(cache: Path) -> shards.FileFacts:
     """What earlier starts have read of data files."""
-    return shards.Known(cache / "files.json")
+    return shards.FileFacts(cache / "files.json")
 
 
 def token_folder(cache: Path, identity: Mapping[str, Any]) -> Path:

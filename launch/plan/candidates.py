@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from launch.base.errors import ConfigError, ResourceError
 from launch.plan import kernels
 from launch.predict import sharding
-from launch.predict.estimate import Subject
-from launch.predict.oom_history import NOTHING_EXCEEDED, Exceeded
+from launch.predict.estimate import PlanContext
+from launch.predict.oom_history import NO_OOM_HISTORY, OomHistory
 from launch.probe import architectures
 from launch.schema.machine import Gpu, Link, Machine
 from launch.schema.plan import Strategy as Candidate
@@ -34,7 +34,7 @@ OFFLOADED: tuple[Mode, ...] = ("deepspeed_zero2_offload", "deepspeed_zero3_offlo
 
 
 @dataclass(frozen=True)
-class Given:
+class LaunchConstraints:
     """What a start outside our launcher has fixed already: ranks are running when we are asked."""
 
     num_processes: int | None = None
@@ -48,7 +48,7 @@ class Given:
     # why that package cannot be used; "": the machine's packages are not known
     no_flash_attn: str | None = ""
     no_liger: str | None = None
-    exceeded: Exceeded = NOTHING_EXCEEDED  # by which an attempt of this run has refuted its plan
+    oom_history: OomHistory = NO_OOM_HISTORY  # by which an attempt of this run has refuted its plan
     free_batch: bool = False  # any cut of the effective batch will do
     wants_tuned: bool = False  # no batch was typed: what tuning has found before is used
     assume_fits: bool = False  # whatever is predicted
@@ -56,21 +56,25 @@ class Given:
     tuned: Candidate | None = None  # what short trials found the fastest here
 
 
-AS_ASKED = Given()
+NO_CONSTRAINTS = LaunchConstraints()
 
 
-def possible(about: Subject, given: Given) -> tuple[list[Candidate], list[str]]:
+def possible(
+    context: PlanContext, constraints: LaunchConstraints
+) -> tuple[list[Candidate], list[str]]:
     """(candidates with the recipe's own batch that this machine can start, why not the others)."""
     possible, refusals = [], []
-    for candidate in _as_asked(about, given):
-        refused = sharding.refusal(about.recipe, candidate) or _unavailable(candidate, given)
+    for candidate in _as_asked(context, constraints):
+        refused = sharding.refusal(context.recipe, candidate) or _unavailable(
+            candidate, constraints
+        )
         if not refused and candidate.num_output_chunks > 1 and _holds_head_in_parts(candidate):
             chunks = f"training.num_output_chunks {candidate.num_output_chunks}"
             refused = (
                 f"{candidate.mode} holds the output weights in parts, which {chunks} cannot use;"
                 " leave one out"
             )
-        if refused and candidate.mode in (about.recipe.launch.mode, given.mode):
+        if refused and candidate.mode in (context.recipe.launch.mode, constraints.mode):
             raise ConfigError(f"launch.mode {refused}")
         if refused:
             refusals.append(refused)
@@ -81,26 +85,28 @@ def possible(about: Subject, given: Given) -> tuple[list[Candidate], list[str]]:
     return possible, refusals
 
 
-def _as_asked(about: Subject, given: Given) -> Iterator[Candidate]:
+def _as_asked(context: PlanContext, constraints: LaunchConstraints) -> Iterator[Candidate]:
     """Every way this version knows to run the recipe as it was asked for, fastest first."""
-    recipe, machine, config = about.recipe, about.machine, about.shape.config
+    recipe, machine, config = context.recipe, context.machine, context.shape.config
     launch, training = recipe.launch, recipe.training
-    on_gpu = bool(machine.gpus) and not given.force_cpu and launch.mode not in CPU_MODES
+    on_gpu = bool(machine.gpus) and not constraints.force_cpu and launch.mode not in CPU_MODES
     if launch.mode in GPU_MODES and not on_gpu:
         raise ResourceError(
             f"launch.mode {launch.mode} needs a GPU, found none ({machine.gpus_reason}); use cpu or"
             " multi_cpu"
         )
-    for mode, num_processes, instead_of in _ways_to_start(launch, machine, given, on_gpu):
+    for mode, num_processes, instead_of in _ways_to_start(launch, machine, constraints, on_gpu):
         several = num_processes > 1 or mode.startswith("deepspeed")
-        gloo = not on_gpu or (num_processes > 1 and (mode == "dual_gpu_gloo" or given.force_gloo))
+        gloo = not on_gpu or (
+            num_processes > 1 and (mode == "dual_gpu_gloo" or constraints.force_gloo)
+        )
         gpus = machine.gpus[:num_processes] if on_gpu else ()
         precision = _precision(recipe, gpus)
         yield Candidate(
             mode=mode,
             device="cuda" if on_gpu else "cpu",
             num_processes=num_processes,
-            num_machines=max(launch.nodes, given.num_machines),
+            num_machines=max(launch.nodes, constraints.num_machines),
             backend=("gloo" if gloo else "nccl") if several else None,
             per_device_train_batch_size=training.per_device_train_batch_size,
             gradient_accumulation_steps=training.gradient_accumulation_steps
@@ -110,43 +116,50 @@ def _as_asked(about: Subject, given: Given) -> Iterator[Candidate]:
             mixed_precision=precision,
             gradient_checkpointing=training.gradient_checkpointing,
             num_output_chunks=training.num_output_chunks or 1,
-            torch_compile=training.compiles and given.no_compiler is None,
+            torch_compile=training.compiles and constraints.no_compiler is None,
             attn_implementation=kernels.attention(
-                recipe, config, gpus, precision, given.no_flash_attn
+                recipe, config, gpus, precision, constraints.no_flash_attn
             ),
             tf32=kernels.tf32(recipe, gpus),
-            use_liger_kernel=kernels.liger(recipe, config["model_type"], gpus, given.no_liger),
+            use_liger_kernel=kernels.liger(
+                recipe, config["model_type"], gpus, constraints.no_liger
+            ),
             dataloader_num_workers=workers(recipe, machine, num_processes // launch.nodes, on_gpu),
         )
 
 
 def _ways_to_start(
-    launch: LaunchSection, machine: Machine, given: Given, on_gpu: bool
+    launch: LaunchSection, machine: Machine, constraints: LaunchConstraints, on_gpu: bool
 ) -> Iterator[tuple[Mode, int, int]]:
     """(mode, number of ranks, number that the recipe's batch is meant for) of each candidate.
 
     Raises ConfigError for what cannot be.
     """
     per_node = len(machine.gpus) if on_gpu else 1
-    asked = given.num_processes or launch.num_processes
-    if on_gpu and asked is not None and asked > per_node * launch.nodes and given.num_machines == 1:
+    asked = constraints.num_processes or launch.num_processes
+    if (
+        on_gpu
+        and asked is not None
+        and asked > per_node * launch.nodes
+        and constraints.num_machines == 1
+    ):
         raise ConfigError(
             f"launch.num_processes {asked}, but there are {per_node * launch.nodes} GPU(s):"
             f" {machine.gpus_reason}"
         )
-    if given.num_processes and launch.num_processes not in (None, given.num_processes):
+    if constraints.num_processes and launch.num_processes not in (None, constraints.num_processes):
         raise ConfigError(
-            f"launch.num_processes {launch.num_processes}, but {given.num_processes} rank(s) were"
-            " started; leave the key out, or start as many"
+            f"launch.num_processes {launch.num_processes}, but {constraints.num_processes} rank(s)"
+            " were started; leave the key out, or start as many"
         )
-    if given.mode and launch.mode not in ("auto", given.mode):
+    if constraints.mode and launch.mode not in ("auto", constraints.mode):
         raise ConfigError(
-            f"launch.mode {launch.mode}, but the ranks were started as {given.mode}; make them the"
-            " same"
+            f"launch.mode {launch.mode}, but the ranks were started as {constraints.mode}; make"
+            " them the same"
         )
-    mode = given.mode or launch.mode
+    mode = constraints.mode or launch.mode
     if mode == "auto":
-        yield from _automatic(asked, per_node, launch.nodes, on_gpu, given)
+        yield from _automatic(asked, per_node, launch.nodes, on_gpu, constraints)
         return
     # ranks; two show on a CPU what sharing out means
     least = launch.nodes if launch.nodes > 1 or on_gpu else 2
@@ -163,14 +176,14 @@ def _ways_to_start(
         raise ResourceError(
             f"launch.mode {mode} needs two GPUs or more, there is {per_node}; use single_gpu"
         )
-    if mode == "dual_gpu_nccl" and given.force_gloo:
+    if mode == "dual_gpu_nccl" and constraints.force_gloo:
         yield "dual_gpu_gloo", count, count
     else:
         yield mode, count, count
 
 
 def _automatic(
-    asked: int | None, per_node: int, nodes: int, on_gpu: bool, given: Given
+    asked: int | None, per_node: int, nodes: int, on_gpu: bool, constraints: LaunchConstraints
 ) -> Iterator[tuple[Mode, int, int]]:
     """What `launch.mode: auto` may mean. Where ranks are running already, their number and engine
     are fixed."""
@@ -180,17 +193,17 @@ def _automatic(
         yield on_cpu, count, count
         return
     count = asked or per_node * nodes
-    together: Mode = "dual_gpu_gloo" if given.force_gloo else "dual_gpu_nccl"
+    together: Mode = "dual_gpu_gloo" if constraints.force_gloo else "dual_gpu_nccl"
     first: Mode = "single_gpu" if count == 1 else together
     yield first, count, count
-    if given.num_processes is not None:
+    if constraints.num_processes is not None:
         return
-    nccl_fails = given.link is not None and given.link.backend != "nccl"
-    if count == 1 or not (nccl_fails or given.force_gloo):
+    nccl_fails = constraints.link is not None and constraints.link.backend != "nccl"
+    if count == 1 or not (nccl_fails or constraints.force_gloo):
         for mode in (*(SHARDED if count > 1 else ()), *OFFLOADED):
             yield mode, count, count
         return
-    if nccl_fails and not given.force_gloo:
+    if nccl_fails and not constraints.force_gloo:
         yield "dual_gpu_gloo", count, count
     if asked is None and nodes == 1:
         alone: tuple[Mode, ...] = ("single_gpu", *OFFLOADED)
@@ -198,11 +211,11 @@ def _automatic(
             yield mode, 1, count
 
 
-def _unavailable(candidate: Candidate, given: Given) -> str | None:
+def _unavailable(candidate: Candidate, constraints: LaunchConstraints) -> str | None:
     """Why this machine's packages or the link test rule a candidate out, or None."""
-    if candidate.engine == "deepspeed" and not given.has_deepspeed:
+    if candidate.engine == "deepspeed" and not constraints.has_deepspeed:
         return f"{candidate.mode} cannot run: the package deepspeed is not installed"
-    link = given.link
+    link = constraints.link
     if link is None or candidate.device == "cpu" or candidate.processes_per_machine == 1:
         return None
     if link.backend is None:
@@ -216,18 +229,18 @@ def _unavailable(candidate: Candidate, given: Given) -> str | None:
 
 
 def wanted(
-    about: Subject, possible: Sequence[Candidate], given: Given
+    context: PlanContext, possible: Sequence[Candidate], constraints: LaunchConstraints
 ) -> Iterator[list[Candidate]]:
     """The waves of candidates: what tuning has found first, any cut of the batch where none was
     asked for."""
-    if given.tuned is not None:
-        tuned = given.tuned
+    if constraints.tuned is not None:
+        tuned = constraints.tuned
         yield [
             replace(
                 one,
                 per_device_train_batch_size=tuned.per_device_train_batch_size,
                 gradient_accumulation_steps=tuned.gradient_accumulation_steps,
-                per_device_eval_batch_size=about.recipe.training.per_device_eval_batch_size
+                per_device_eval_batch_size=context.recipe.training.per_device_eval_batch_size
                 or _eval_batch(tuned.per_device_train_batch_size),
                 gradient_checkpointing=tuned.gradient_checkpointing,
                 num_output_chunks=tuned.num_output_chunks,
@@ -236,21 +249,21 @@ def wanted(
             if (one.mode, one.num_processes, one.effective_batch_size)
             == (tuned.mode, tuned.num_processes, tuned.effective_batch_size)
         ]
-    if given.free_batch and about.traces is not None:
-        yield from free_waves(about, possible)
-    yield from _waves(about, possible)
+    if constraints.free_batch and context.traces is not None:
+        yield from free_waves(context, possible)
+    yield from _waves(context, possible)
 
 
-def free_waves(about: Subject, possible: Sequence[Candidate]) -> Iterator[list[Candidate]]:
+def free_waves(context: PlanContext, possible: Sequence[Candidate]) -> Iterator[list[Candidate]]:
     """Every cut of the effective batch: of whole copies first, then of those shared out or
     offloaded."""
     whole = [one for one in possible if one.is_whole]
     others = [one for one in possible if one not in whole]
-    yield [cut for one in whole for cut in cuts(about, one, any_size=True)]
-    yield [cut for one in others for cut in cuts(about, one, any_size=True)]
+    yield [cut for one in whole for cut in cuts(context, one, any_size=True)]
+    yield [cut for one in others for cut in cuts(context, one, any_size=True)]
 
 
-def _waves(about: Subject, possible: Sequence[Candidate]) -> Iterator[list[Candidate]]:
+def _waves(context: PlanContext, possible: Sequence[Candidate]) -> Iterator[list[Candidate]]:
     """What is tried, in order: as it was asked for, then whole copies in smaller pieces, then
     shared out or offloaded.
 
@@ -260,41 +273,43 @@ def _waves(about: Subject, possible: Sequence[Candidate]) -> Iterator[list[Candi
     whole = [one for one in possible if one.is_whole]
     shared = [one for one in possible if one not in whole and not one.offloads]
     offloaded = [one for one in possible if one.offloads]
-    if about.recipe.training.bf16 or about.recipe.training.fp16:
+    if context.recipe.training.bf16 or context.recipe.training.fp16:
         yield whole
         yield shared
     else:
         yield [*whole, *shared]
-    if about.traces is None:
+    if context.traces is None:
         yield offloaded
-        if about.exceeded.ran_out:
-            yield [cut for one in possible for cut in cuts(about, one)]
+        if context.oom_history.ran_out:
+            yield [cut for one in possible for cut in cuts(context, one)]
         return
-    smaller = [cut for one in whole for cut in cuts(about, one)]
+    smaller = [cut for one in whole for cut in cuts(context, one)]
     yield [cut for cut in smaller if cut.per_device_train_batch_size > 1]
-    rest = [cut for one in (*shared, *offloaded) for cut in cuts(about, one)]
+    rest = [cut for one in (*shared, *offloaded) for cut in cuts(context, one)]
     yield [*offloaded, *rest, *(cut for cut in smaller if cut.per_device_train_batch_size == 1)]
 
 
-def shared_cuts(about: Subject, possible: Sequence[Candidate], given: Given) -> list[Candidate]:
+def shared_cuts(
+    context: PlanContext, possible: Sequence[Candidate], constraints: LaunchConstraints
+) -> list[Candidate]:
     """Copies shared out in smaller pieces, none of a single sample; nothing where tuning or a free
     batch decides."""
-    if given.tuned is not None or given.free_batch or about.traces is None:
+    if constraints.tuned is not None or constraints.free_batch or context.traces is None:
         return []
     shared = [one for one in possible if not one.is_whole and not one.offloads]
     return [
         cut
         for one in shared
-        for cut in (one, *cuts(about, one))
+        for cut in (one, *cuts(context, one))
         if cut.per_device_train_batch_size > 1
     ]
 
 
-def cuts(about: Subject, candidate: Candidate, any_size: bool = False) -> Iterator[Candidate]:
+def cuts(context: PlanContext, candidate: Candidate, any_size: bool = False) -> Iterator[Candidate]:
     """The same effective batch in smaller micro-batches (`any_size`: in all), with and without
     checkpointing, with the loss whole and in chunks, where that was left open; the largest
     first."""
-    recipe = about.recipe
+    recipe = context.recipe
     asked = candidate.per_device_train_batch_size
     per_rank = asked * candidate.gradient_accumulation_steps
     may_checkpoint = "gradient_checkpointing" not in recipe.training.model_fields_set
@@ -313,7 +328,7 @@ def cuts(about: Subject, candidate: Candidate, any_size: bool = False) -> Iterat
         checkpoints = (
             (False, True) if may_checkpoint and not cut.gradient_checkpointing else (False,)
         )
-        chunks = (1, OUTPUT_CHUNKS) if _may_chunk(about, cut) else (cut.num_output_chunks,)
+        chunks = (1, OUTPUT_CHUNKS) if _may_chunk(context, cut) else (cut.num_output_chunks,)
         for checkpointed, chunked in itertools.product(checkpoints, chunks):
             other = replace(cut, gradient_checkpointing=cut.gradient_checkpointing or checkpointed)
             other = replace(other, num_output_chunks=chunked)
@@ -321,11 +336,11 @@ def cuts(about: Subject, candidate: Candidate, any_size: bool = False) -> Iterat
                 yield other
 
 
-def _may_chunk(about: Subject, candidate: Candidate) -> bool:
-    training = about.recipe.training
+def _may_chunk(context: PlanContext, candidate: Candidate) -> bool:
+    training = context.recipe.training
     return (
         training.num_output_chunks is None
-        and about.shape.config["model_type"] in CHUNKED
+        and context.shape.config["model_type"] in CHUNKED
         and not _holds_head_in_parts(candidate)
         and not candidate.torch_compile
     )

@@ -10,35 +10,35 @@ from launch.plan import candidates
 from launch.plan.candidates import CHUNKED
 from launch.predict import optimizers
 from launch.predict import parameters as predict_parameters
-from launch.predict.estimate import Subject
+from launch.predict.estimate import PlanContext
 from launch.schema.machine import Machine
-from launch.schema.plan import DataFormat, ModelShape
+from launch.schema.plan import DataFormat, ModelSize
 from launch.schema.recipe import Recipe
 
 
-def model_shape(
+def model_size(
     recipe: Recipe, config: dict[str, Any], parameters: predict_parameters.Shapes
-) -> ModelShape:
+) -> ModelSize:
     """The model of a recipe, counted."""
     total, trainable, lora = predict_parameters.count(
         parameters, recipe.model.freeze, recipe.lora, config["model_type"]
     )
-    return ModelShape(recipe.model.shape or str(recipe.model.path), config, total, trainable, lora)
+    return ModelSize(recipe.model.shape or str(recipe.model.path), config, total, trainable, lora)
 
 
-def subject(
+def build(
     recipe: Recipe,
     machine: Machine,
     config: dict[str, Any],
     parameters: predict_parameters.Shapes,
     data_format: DataFormat,
-) -> Subject:
+) -> PlanContext:
     """What all candidates have in common. Raises ConfigError for what no candidate can be."""
     model_type = config["model_type"]
     _check_length(recipe, config)
     _check_packing(recipe, model_type)
     _check_chunks(recipe, model_type)
-    shape = model_shape(recipe, config, parameters)
+    shape = model_size(recipe, config, parameters)
     whole = optimizers.model_state(
         parameters,
         recipe.model.freeze,
@@ -49,7 +49,7 @@ def subject(
         recipe.quantized(candidates.asked_precision(recipe)),
     )
     targets = _lora_targets(recipe, model_type, parameters)
-    return Subject(recipe, machine, shape, parameters, whole, data_format, targets)
+    return PlanContext(recipe, machine, shape, parameters, whole, data_format, targets)
 
 
 def _check_length(recipe: Recipe, config: dict[str, Any]) -> None:

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from launch.base.text import gib
 from launch.plan import candidates, kernels
-from launch.plan.candidates import Given
-from launch.predict.estimate import Judged, Subject, describe
+from launch.plan.candidates import LaunchConstraints
+from launch.predict.estimate import Judged, PlanContext, describe
 from launch.probe import architectures
 from launch.schema.machine import GIB, Link, Machine
 from launch.schema.plan import Change, Switch
@@ -17,40 +17,47 @@ from launch.schema.plan import Strategy as Candidate
 from launch.schema.recipe import Recipe
 
 
-def why(about: Subject, chosen: Judged, given: Given) -> tuple[str, ...]:
+def why(context: PlanContext, chosen: Judged, constraints: LaunchConstraints) -> tuple[str, ...]:
     """Where it runs and what for, what the ranks talk over, what could not be predicted."""
     candidate = chosen.candidate
     return (
-        *_where(about.recipe, about.machine, candidate, given),
-        *_link_why(about, candidate),
-        *_trace_why(about, chosen),
+        *_where(context.recipe, context.machine, candidate, constraints),
+        *_link_why(context, candidate),
+        *_trace_why(context, chosen),
     )
 
 
-def switches(about: Subject, candidate: Candidate, given: Given) -> tuple[Switch, ...]:
+def switches(
+    context: PlanContext, candidate: Candidate, constraints: LaunchConstraints
+) -> tuple[Switch, ...]:
     """Which kernels run, and why."""
-    gpus = about.machine.gpus[: candidate.num_processes] if candidate.device == "cuda" else ()
-    words = given.no_flash_attn, given.no_compiler
-    return tuple(kernels.switches(about.recipe, about.shape.config, candidate, gpus, *words))
+    gpus = context.machine.gpus[: candidate.num_processes] if candidate.device == "cuda" else ()
+    words = constraints.no_flash_attn, constraints.no_compiler
+    return tuple(kernels.switches(context.recipe, context.shape.config, candidate, gpus, *words))
 
 
 def changes(
-    about: Subject, candidate: Candidate, judged: Sequence[tuple[Judged, str]], given: Given
+    context: PlanContext,
+    candidate: Candidate,
+    judged: Sequence[tuple[Judged, str]],
+    constraints: LaunchConstraints,
 ) -> list[Change]:
     """Each value that is not the recipe's, with the reason."""
     return [
-        *_precision_changes(about.recipe, about.machine, candidate),
-        *_batch_changes(about, candidate, judged, given),
-        *_rate_changes(about.recipe, candidate),
-        *_compile_changes(about.recipe, candidate, given),
+        *_precision_changes(context.recipe, context.machine, candidate),
+        *_batch_changes(context, candidate, judged, constraints),
+        *_rate_changes(context.recipe, candidate),
+        *_compile_changes(context.recipe, candidate, constraints),
     ]
 
 
-def _where(recipe: Recipe, machine: Machine, candidate: Candidate, given: Given) -> Iterator[str]:
+def _where(
+    recipe: Recipe, machine: Machine, candidate: Candidate, constraints: LaunchConstraints
+) -> Iterator[str]:
     if candidate.device == "cpu":
         cause = (
             "asked for"
-            if given.force_cpu or recipe.launch.mode in ("cpu", "multi_cpu")
+            if constraints.force_cpu or recipe.launch.mode in ("cpu", "multi_cpu")
             else machine.gpus_reason
         )
         yield f"device cpu: {cause}"
@@ -74,11 +81,11 @@ def _where(recipe: Recipe, machine: Machine, candidate: Candidate, given: Given)
             "optimizer states in host RAM, updated there by the same optimizer: slower, and no"
             " compiled op is needed"
         )
-    if given.assume_fits:
+    if constraints.assume_fits:
         yield "launch.assume_fits: what is predicted was not compared with what there is"
-    if given.force_gloo and candidate.num_processes == 1:
+    if constraints.force_gloo and candidate.num_processes == 1:
         yield "ACCELERATE_USE_GLOO=1 has no effect on one process"
-    elif given.force_gloo:
+    elif constraints.force_gloo:
         yield "backend gloo: ACCELERATE_USE_GLOO=1"
     if quantized := recipe.quantized(candidate.mixed_precision):
         double = ", their scales in 8" if quantized.bnb_4bit_use_double_quant else ""
@@ -87,13 +94,13 @@ def _where(recipe: Recipe, machine: Machine, candidate: Candidate, given: Given)
             f" computed in {quantized.bnb_4bit_compute_dtype}; the rest keeps model.dtype"
             f" {recipe.model.dtype}"
         )
-    usual = candidates.workers(
+    num_workers = candidates.workers(
         recipe, machine, candidate.processes_per_machine, candidate.device == "cuda"
     )
-    if candidate.dataloader_num_workers < usual:
+    if candidate.dataloader_num_workers < num_workers:
         yield (
-            f"data workers {candidate.dataloader_num_workers} instead of {usual}: host RAM has no"
-            " room for more"
+            f"data workers {candidate.dataloader_num_workers} instead of {num_workers}: host RAM"
+            " has no room for more"
         )
     elif recipe.training.dataloader_num_workers is None:
         yield f"data workers {candidate.dataloader_num_workers}: " + (
@@ -103,9 +110,9 @@ def _where(recipe: Recipe, machine: Machine, candidate: Candidate, given: Given)
         )
 
 
-def _link_why(about: Subject, candidate: Candidate) -> Iterator[str]:
+def _link_why(context: PlanContext, candidate: Candidate) -> Iterator[str]:
     """What the ranks talk over, and what it costs where every sample is as long as it may be."""
-    link, shape = about.link, about.shape
+    link, shape = context.link, context.shape
     if candidate.device == "cpu" or candidate.num_processes == 1:
         return
     if link is None:
@@ -113,19 +120,19 @@ def _link_why(about: Subject, candidate: Candidate) -> Iterator[str]:
         return
     yield f"link: {link.reason}"
 
-    tokens = candidate.effective_batch_size * about.recipe.data.max_length
+    tokens = candidate.effective_batch_size * context.recipe.data.max_length
     # activations' gradients, weights' gradients
     backward = shape.parameters + shape.trainable_parameters
     again = shape.parameters if candidate.gradient_checkpointing else 0
     step_flops = 2.0 * tokens * (shape.parameters + backward + again)
-    cost = cost_line(link, about.whole.gradients_bytes, step_flops, candidate.num_processes)
+    cost = cost_line(link, context.whole.gradients_bytes, step_flops, candidate.num_processes)
     if cost:
         yield cost
 
 
-def _trace_why(about: Subject, chosen: Judged) -> Iterator[str]:
-    if about.traces is not None and about.traces.failure:
-        yield f"activations are not predicted: {about.traces.failure}"
+def _trace_why(context: PlanContext, chosen: Judged) -> Iterator[str]:
+    if context.traces is not None and context.traces.failure:
+        yield f"activations are not predicted: {context.traces.failure}"
     if chosen.time:
         yield f"time: {chosen.time.step_s:.3g} s a step predicted ({chosen.time.reason})"
 
@@ -152,19 +159,24 @@ def _rate_changes(recipe: Recipe, candidate: Candidate) -> Iterator[Change]:
         yield Change("training.learning_rate", f"{training.learning_rate:g}", f"{rate:g}", reason)
 
 
-def _compile_changes(recipe: Recipe, candidate: Candidate, given: Given) -> Iterator[Change]:
+def _compile_changes(
+    recipe: Recipe, candidate: Candidate, constraints: LaunchConstraints
+) -> Iterator[Change]:
     if recipe.training.compiles and not candidate.torch_compile:
-        reason = f"torch.compile cannot work here: {given.no_compiler}"
+        reason = f"torch.compile cannot work here: {constraints.no_compiler}"
         yield Change("training.torch_compile", "true", "false", reason)
 
 
 def _batch_changes(
-    about: Subject, candidate: Candidate, judged: Sequence[tuple[Judged, str]], given: Given
+    context: PlanContext,
+    candidate: Candidate,
+    judged: Sequence[tuple[Judged, str]],
+    constraints: LaunchConstraints,
 ) -> list[Change]:
     """Said where the batch is cut in another way than it was asked for: the effective batch is
     held."""
     training, held = (
-        about.recipe.training,
+        context.recipe.training,
         f"the effective batch stays {candidate.effective_batch_size}",
     )
     found: list[Change] = []
@@ -177,8 +189,8 @@ def _batch_changes(
     missed = (
         f"{asked} samples at once need {reasons[0]}" if reasons else "the fastest by prediction"
     )
-    tuned = given.tuned and replace(
-        given.tuned, per_device_eval_batch_size=candidate.per_device_eval_batch_size
+    tuned = constraints.tuned and replace(
+        constraints.tuned, per_device_eval_batch_size=candidate.per_device_eval_batch_size
     )
     if tuned == replace(
         candidate, dataloader_num_workers=tuned.dataloader_num_workers if tuned else 0

@@ -12,40 +12,55 @@ from itertools import islice
 
 from launch.base.errors import DoesNotFit
 from launch.plan import candidates, explain
-from launch.plan.candidates import AS_ASKED, Given
+from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
 from launch.plan.search import _search, _sorted
 from launch.plan.ways_to_fit import MAX_WAYS, _does_not_fit, _ways
-from launch.predict.estimate import Judged, Subject
+from launch.predict.estimate import Judged, PlanContext
 from launch.predict.oom_history import CLEARLY_BELOW
 from launch.schema.plan import Change, Plan, Rendezvous
 from launch.schema.recipe import LaunchSection
 
 
 def choose(
-    about: Subject, changes: Sequence[Change] = (), given: Given = AS_ASKED, rows: int | None = None
+    context: PlanContext,
+    changes: Sequence[Change] = (),
+    constraints: LaunchConstraints = NO_CONSTRAINTS,
+    rows: int | None = None,
 ) -> Plan:
     """The fastest candidate that fits. Raises DoesNotFit with the nearest misses, ConfigError for
     what cannot be."""
-    about = replace(about, link=given.link, exceeded=given.exceeded, assume_fits=given.assume_fits)
-    with about.asking():
-        return _chosen(about, changes, given, rows)
+    context = replace(
+        context,
+        link=constraints.link,
+        oom_history=constraints.oom_history,
+        assume_fits=constraints.assume_fits,
+    )
+    with context.asking():
+        return _chosen(context, changes, constraints, rows)
 
 
-def _chosen(about: Subject, changes: Sequence[Change], given: Given, rows: int | None) -> Plan:
-    recipe = about.recipe
-    possible, refusals = candidates.possible(about, given)
+def _chosen(
+    context: PlanContext,
+    changes: Sequence[Change],
+    constraints: LaunchConstraints,
+    rows: int | None,
+) -> Plan:
+    recipe = context.recipe
+    possible, refusals = candidates.possible(context, constraints)
     judged: list[tuple[Judged, str]] = []
-    chosen = _search(about, possible, given, judged)
+    chosen = _search(context, possible, constraints, judged)
     softer = ({"below": CLEARLY_BELOW}, {"is_last": False}, {"fewer_is_less": True})
-    for change in softer if about.exceeded.ran_out else ():
-        exceeded = replace(about.exceeded, **change)
-        if chosen is None and exceeded != about.exceeded:
-            about = replace(about, exceeded=exceeded)
+    for change in softer if context.oom_history.ran_out else ():
+        oom_history = replace(context.oom_history, **change)
+        if chosen is None and oom_history != context.oom_history:
+            context = replace(context, oom_history=oom_history)
             judged.clear()
-            chosen = _search(about, possible, given, judged)
+            chosen = _search(context, possible, constraints, judged)
     if chosen is None:
-        ways = list(islice(_ways(about, given), MAX_WAYS)) if given.offers_ways else None
-        raise DoesNotFit(_does_not_fit(about, judged, refusals, ways))
+        ways = (
+            list(islice(_ways(context, constraints), MAX_WAYS)) if constraints.offers_ways else None
+        )
+        raise DoesNotFit(_does_not_fit(context, judged, refusals, ways))
     lost = (
         f"{one.candidate.mode} with {one.candidate.num_processes} process(es): {one.misses}"
         for one, _ in judged
@@ -55,29 +70,29 @@ def _chosen(about: Subject, changes: Sequence[Change], given: Given, rows: int |
     return Plan(
         recipe_name=recipe.name,
         strategy=candidate,
-        shape=about.shape,
-        data_format=about.data_format,
+        shape=context.shape,
+        data_format=context.data_format,
         estimate=chosen.memory,
         budget_bytes=chosen.budget_bytes,
         rows=rows if rows is None else min(rows, recipe.data.max_train_samples or rows),
-        lora_targets=about.lora_targets,
-        why=explain.why(about, chosen, given),
-        switches=explain.switches(about, candidate, given),
-        changes=(*changes, *explain.changes(about, candidate, judged, given)),
+        lora_targets=context.lora_targets,
+        why=explain.why(context, chosen, constraints),
+        switches=explain.switches(context, candidate, constraints),
+        changes=(*changes, *explain.changes(context, candidate, judged, constraints)),
         rejected=(*refusals, *dict.fromkeys(lost)),
         table=tuple(explain.table(_sorted(judged))) if chosen.memory.peak else (),
         step_s=chosen.time.step_s if chosen.time else None,
-        lengths=about.question(candidate).lengths,
+        lengths=context.question(candidate).lengths,
         rendezvous=_rendezvous(recipe.launch),
         link=(
-            given.link
+            constraints.link
             if candidate.device == "cuda" and candidate.processes_per_machine > 1
             else None
         ),
         packing=recipe.data.packing,
         by_tokens=recipe.data.batch_by_tokens,
-        padding=about.padding(candidate),
-        base_fingerprint=about.base_fingerprint,
+        padding=context.padding(candidate),
+        base_fingerprint=context.base_fingerprint,
         allocator_fraction=_allocator_fraction(recipe.launch),
     )
 

@@ -14,12 +14,13 @@ from pathlib import Path
 
 from launch.base import environment, files
 from launch.base.errors import DoesNotFit, ResourceError
-from launch.base.workspace import CODE, House
+from launch.base.workspace import CODE, Workspace
 from launch.data import columns, token_cache, token_hashes
-from launch.plan import context, planner, relax
-from launch.plan.candidates import CPU_MODES, ONE_PROCESS, Given
+from launch.plan import context as plan_context
+from launch.plan import planner, relax
+from launch.plan.candidates import CPU_MODES, ONE_PROCESS, LaunchConstraints
 from launch.predict import model_config
-from launch.predict.estimate import Subject, host_budget_bytes
+from launch.predict.estimate import PlanContext, host_budget_bytes
 from launch.predict.memory import host_memory
 from launch.predict.memory.allocator import TORCH_DEFAULTS, AllocatorConfig
 from launch.predict.traces import Traces
@@ -39,18 +40,18 @@ SAMPLE_FILES = ("data/sft_train_small_train.parquet", "data/sft_train_small_vali
 class Resolved:
     """A start, decided but not begun."""
 
-    house: House
+    workspace: Workspace
     recipe: Recipe
     machine: Machine
     plan: Plan
-    about: Subject | None = None  # what the plan was chosen with
+    context: PlanContext | None = None  # what the plan was chosen with
 
 
 def resolve(
     recipe_name: str,
     overrides: Sequence[str],
     machine_file: Path | None = None,
-    given: Given = Given(),  # noqa: B008  a frozen value
+    constraints: LaunchConstraints = LaunchConstraints(),  # noqa: B008  a frozen value
     say: Callable[[str], None] = lambda line: None,
     test_link: bool = False,
     trace: bool = True,
@@ -59,25 +60,25 @@ def resolve(
     that a recipe names.
 
     `trace` False: the plan counts model states alone, as where many ranks start at once."""
-    house = House.here()
+    workspace = Workspace.here()
     machine = (
         probe_machine.described(machine_file)
         if machine_file
-        else probe_machine.machine(run_dir=house.root)
+        else probe_machine.machine(run_dir=workspace.root)
     )
-    if given.num_processes == 1:
+    if constraints.num_processes == 1:
         machine = _with_one_gpu(machine)
     if machine_file is None:
         packages.refuse_old()
-    has_gpu = bool(machine.gpus) and not given.force_cpu
+    has_gpu = bool(machine.gpus) and not constraints.force_cpu
     recipe, changed = load.load(recipe_name, [_absolute(text) for text in overrides], has_gpu)
-    if machine_file is None and not given.force_cpu and recipe.launch.mode not in CPU_MODES:
-        _refuse_cards(recipe, machine, given)
+    if machine_file is None and not constraints.force_cpu and recipe.launch.mode not in CPU_MODES:
+        _refuse_cards(recipe, machine, constraints)
     is_file = "/" in recipe_name or recipe_name.endswith((".yaml", ".yml"))
-    recipe, first = _model_that_is_there(_rooted(recipe, Path.cwd() if is_file else house.root))
+    recipe, first = _model_that_is_there(_rooted(recipe, Path.cwd() if is_file else workspace.root))
     recipe, found = _tokenizer_that_is_there(recipe)
     for name in ("runs", "logs", ".cache"):
-        files.refuse_strangers(house.root / name)
+        files.refuse_strangers(workspace.root / name)
     files.check_output(Path(recipe.output_dir))
     if recipe.log_dir:
         files.refuse_strangers(Path(recipe.log_dir))
@@ -85,7 +86,7 @@ def resolve(
         raise ResourceError(
             f"tokenizer.path: there is no folder {recipe.tokenizer.path}; give one, or leave it out"
         )
-    config, parameter_shapes = model_config.read(recipe.model, root=CODE)
+    config, parameters_by_name = model_config.read(recipe.model, root=CODE)
     cut = Path(recipe.tokenizer.path or recipe.model.path or "")
     if (
         machine_file is None
@@ -96,16 +97,16 @@ def resolve(
             f"{cut}: found no tokenizer.json or its like; name a tokenizer with"
             " --tokenizer.path=FOLDER"
         )
-    _write_sample_data(recipe, house, say)
-    known = token_cache.known_files(house.cache)
-    data_format = columns.detect(recipe.data, house.root, known)
+    _write_sample_data(recipe, workspace, say)
+    known = token_cache.known_files(workspace.cache)
+    data_format = columns.detect(recipe.data, workspace.root, known)
     rows = None if recipe.data.streaming else columns.row_count(Path(recipe.data.train_file), known)
-    given = replace(
-        given, has_deepspeed=machine_file is not None or find_spec("deepspeed") is not None
+    constraints = replace(
+        constraints, has_deepspeed=machine_file is not None or find_spec("deepspeed") is not None
     )
     if recipe.training.compiles and machine_file is None:
-        given = replace(
-            given, no_compiler=packages.no_compiler(has_gpu, environment.passed(os.environ))
+        constraints = replace(
+            constraints, no_compiler=packages.no_compiler(has_gpu, environment.passed(os.environ))
         )
     if machine_file is None:
         packages.refuse_missing(recipe)
@@ -113,48 +114,57 @@ def resolve(
         flash = (
             None
             if recipe.model.attn_implementation in ("sdpa", "eager")
-            else import_memory.no_flash_attn(house.cache)
+            else import_memory.no_flash_attn(workspace.cache)
         )
         liger = packages.no_liger(environment.passed(os.environ))
-        given = replace(given, no_flash_attn=flash, no_liger=liger)
-        given = replace(given, link=_link(recipe, machine, given, house, say, test_link))
+        constraints = replace(constraints, no_flash_attn=flash, no_liger=liger)
+        constraints = replace(
+            constraints, link=_link(recipe, machine, constraints, workspace, say, test_link)
+        )
     changes = (*changed, *first, *found)
 
     def planned(recipe: Recipe, changes: Sequence[Change]) -> Resolved:
-        about = context.subject(recipe, machine, config, parameter_shapes, data_format)
+        context = plan_context.build(recipe, machine, config, parameters_by_name, data_format)
         base = (
             model_config.weights_fingerprint(Path(recipe.model.path))
             if recipe.lora and recipe.model.path
             else None
         )
-        about = replace(with_counts(house, about), rows=rows, base_fingerprint=base)
+        context = replace(with_counts(workspace, context), rows=rows, base_fingerprint=base)
         device = "cuda" if has_gpu else "cpu"
         if trace:
-            about = replace(
-                about,
-                traces=Traces(recipe, about.shape, about.lora_targets, house.traces, say),
-                imports=import_memory.known(house.cache, device),
+            context = replace(
+                context,
+                traces=Traces(recipe, context.shape, context.lora_targets, workspace.traces, say),
+                imports=import_memory.known(workspace.cache, device),
                 allocator=(
                     AllocatorConfig.parse(_allocator_settings(os.environ))
                     if has_gpu
                     else TORCH_DEFAULTS
                 ),
-                usual=_usual(house, machine, device, say),
+                error_margin=_usual(workspace, machine, device, say),
             )
-        wants_tuned = given.wants_tuned and machine_file is None and house.ledger_file.exists()
-        tuned = _tuned(house, about, say) if wants_tuned else None
+        wants_tuned = (
+            constraints.wants_tuned and machine_file is None and workspace.ledger_file.exists()
+        )
+        tuned = _tuned(workspace, context, say) if wants_tuned else None
         known = replace(
-            given, tuned=tuned, assume_fits=recipe.launch.assume_fits, offers_ways=not recipe.allow
+            constraints,
+            tuned=tuned,
+            assume_fits=recipe.launch.assume_fits,
+            offers_ways=not recipe.allow,
         )
         # what ran out once is planned within the budgets, where that can be
         with suppress(DoesNotFit):
-            if known.assume_fits and given.exceeded.ran_out:
-                plan = planner.choose(about, changes, replace(known, assume_fits=False), rows)
-                return Resolved(house, recipe, machine, plan, about)
-        return Resolved(house, recipe, machine, planner.choose(about, changes, known, rows), about)
+            if known.assume_fits and constraints.oom_history.ran_out:
+                plan = planner.choose(context, changes, replace(known, assume_fits=False), rows)
+                return Resolved(workspace, recipe, machine, plan, context)
+        return Resolved(
+            workspace, recipe, machine, planner.choose(context, changes, known, rows), context
+        )
 
     try:
-        if recipe in given.exceeded.spent:
+        if recipe in constraints.oom_history.spent:
             raise DoesNotFit(
                 f"{recipe.name}: all plans of this start took more memory than there is, each less"
                 " than the one before; the same line again tries a smaller one, from the last"
@@ -167,7 +177,7 @@ def resolve(
         given_up: tuple[Change, ...] = ()
         for gentler, given_up in relax.rungs(recipe, config["model_type"]):
             with suppress(DoesNotFit):  # the next one gives up more
-                if gentler not in given.exceeded.spent:
+                if gentler not in constraints.oom_history.spent:
                     return planned(gentler, (*changes, *given_up))
         relaxed = ", ".join(f"{change.key} {change.effective}" for change in given_up)
         raise DoesNotFit(
@@ -189,15 +199,15 @@ def _with_one_gpu(machine: Machine) -> Machine:
     return replace(machine, gpus=(chosen,), gpus_reason=reason)
 
 
-def _refuse_cards(recipe: Recipe, machine: Machine, given: Given) -> None:
+def _refuse_cards(recipe: Recipe, machine: Machine, constraints: LaunchConstraints) -> None:
     """Raises ResourceError for cards that are here and cannot be used: nobody asked for the CPU."""
     if machine.gpus_obstacle and not machine.gpus:
         raise ResourceError(
             f"{machine.gpus_obstacle}; or train on the CPU on purpose: --launch.mode=cpu"
         )
     launch = recipe.launch
-    asked = 1 if launch.mode == "single_gpu" else given.num_processes or launch.num_processes
-    count = asked // max(launch.nodes, given.num_machines) if asked else len(machine.gpus)
+    asked = 1 if launch.mode == "single_gpu" else constraints.num_processes or launch.num_processes
+    count = asked // max(launch.nodes, constraints.num_machines) if asked else len(machine.gpus)
     torch_build.refuse(machine, machine.gpus[:count])
 
 
@@ -207,48 +217,54 @@ def _allocator_settings(environ: Mapping[str, str]) -> str:
     return next((environ[name] for name in names if environ.get(name)), "")
 
 
-def _usual(house: House, machine: Machine, device: Device, say: Callable[[str], None]) -> float:
+def _usual(
+    workspace: Workspace, machine: Machine, device: Device, say: Callable[[str], None]
+) -> float:
     """By which share of itself a prediction has to be exceeded here to be a surprise; 0 while too
     few runs tell."""
-    if not house.ledger_file.exists():
+    if not workspace.ledger_file.exists():
         return 0.0
     from launch.predict.history.cache_keys import machine_key
     from launch.predict.history.ledger import Ledger
 
-    ledger = Ledger(house.ledger_file, say)
+    ledger = Ledger(workspace.ledger_file, say)
     return max(
         ledger.margin("reserved_bytes", device, machine_key(machine), prior=0.0).fraction, 0.0
     )
 
 
-def _tuned(house: House, about: Subject, say: Callable[[str], None]) -> Strategy | None:
+def _tuned(
+    workspace: Workspace, context: PlanContext, say: Callable[[str], None]
+) -> Strategy | None:
     """What trials have found before for this machine, model and recipe."""
     from launch.predict.history import cache_keys
     from launch.predict.history.ledger import Ledger
 
     of = (
-        cache_keys.machine_key(about.machine),
-        cache_keys.model_key(about.shape),
-        cache_keys.recipe_key(about.recipe),
+        cache_keys.machine_key(context.machine),
+        cache_keys.model_key(context.shape),
+        cache_keys.recipe_key(context.recipe),
     )
-    found = Ledger(house.ledger_file, say).recall(*of)
+    found = Ledger(workspace.ledger_file, say).recall(*of)
     return found.strategy if found else None
 
 
-def with_counts(house: House, about: Subject) -> Subject:
+def with_counts(workspace: Workspace, context: PlanContext) -> PlanContext:
     """The subject with what is known of its tokenised rows; as it is where none have been tokenised
     yet."""
-    tokens = token_cache.token_cache(house.cache, about.recipe, about.shape, about.data_format)
+    tokens = token_cache.token_cache(
+        workspace.cache, context.recipe, context.shape, context.data_format
+    )
     counts = token_hashes.counts(tokens)
     # not tokenised yet, or damaged: they will be again; streamed
     if counts is None or "train" not in counts:
-        return about
+        return context
     parts = [part for part in counts.values() if isinstance(part, dict)]
     if not all("shortest_input" in part for part in parts):  # written by an older version
-        return about
+        return context
     longest = max(part["longest_input"] for part in parts)
     return replace(
-        about,
+        context,
         lengths=(longest, max(part["longest_target"] for part in parts)),
         is_ragged=any(part["shortest_input"] < longest for part in parts),
         counts=counts["train"],
@@ -260,7 +276,7 @@ def tokenising_processes(resolved: Resolved) -> int:
     """How many processes may tokenise this start's data side by side."""
     device = resolved.plan.strategy.device
     budget = host_budget_bytes(resolved.recipe, resolved.machine)
-    held = import_memory.known(resolved.house.cache, device)
+    held = import_memory.known(resolved.workspace.cache, device)
     return host_memory.tokenising_processes(
         resolved.recipe.data, held, resolved.machine.cpu_count, budget
     )
@@ -269,8 +285,8 @@ def tokenising_processes(resolved: Resolved) -> int:
 def _link(
     recipe: Recipe,
     machine: Machine,
-    given: Given,
-    house: House,
+    constraints: LaunchConstraints,
+    workspace: Workspace,
     say: Callable[[str], None],
     test: bool,
 ) -> Link | None:
@@ -278,22 +294,26 @@ def _link(
     does not matter."""
     launch = recipe.launch
     count = (launch.num_processes or len(machine.gpus) * launch.nodes) // launch.nodes
-    settled = given.num_processes is not None or given.force_gloo or launch.mode == "dual_gpu_gloo"
+    settled = (
+        constraints.num_processes is not None
+        or constraints.force_gloo
+        or launch.mode == "dual_gpu_gloo"
+    )
     if settled or launch.mode in ONE_PROCESS or not 1 < count <= len(machine.gpus):
         return None
     variables = environment.passed(os.environ)
     if not test:
-        return link_test.known(machine, count, house.cache, variables)
-    link = link_test.link(machine, count, house.cache, variables, say=say)
+        return link_test.known(machine, count, workspace.cache, variables)
+    link = link_test.link(machine, count, workspace.cache, variables, say=say)
     if driver := next((attempt for attempt in link.tries if attempt.cause == "driver"), None):
         cause = link_causes.BY_NAME["driver"]
         raise ResourceError(f"link test: {cause.what}: {driver.said}; fix: {cause.fix}")
     return link
 
 
-def _write_sample_data(recipe: Recipe, house: House, say: Callable[[str], None]) -> None:
+def _write_sample_data(recipe: Recipe, workspace: Workspace, say: Callable[[str], None]) -> None:
     """The guides' small data set, when a recipe asks for it and nobody has put it there."""
-    train, valid = (house.root / name for name in SAMPLE_FILES)
+    train, valid = (workspace.root / name for name in SAMPLE_FILES)
     if Path(recipe.data.train_file) != train or train.exists():
         return
     if recipe.data.validation_file and Path(recipe.data.validation_file) != valid:

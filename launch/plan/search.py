@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from launch.plan import candidates
-from launch.plan.candidates import Given
+from launch.plan.candidates import LaunchConstraints
 from launch.predict import estimate
-from launch.predict.estimate import Judged, Subject
+from launch.predict.estimate import Judged, PlanContext
 from launch.schema.plan import Strategy as Candidate
 
 TABLE_ROWS = 10
@@ -26,22 +26,25 @@ def _behind(one: Judged, chosen: Judged) -> str:
 
 
 def _search(
-    about: Subject, possible: Sequence[Candidate], given: Given, judged: list[tuple[Judged, str]]
+    context: PlanContext,
+    possible: Sequence[Candidate],
+    constraints: LaunchConstraints,
+    judged: list[tuple[Judged, str]],
 ) -> Judged | None:
     """What the first wave with one that fits chooses; where whole copies fit in much slower pieces
     only, the faster of that and of copies shared out."""
-    for wave in candidates.wanted(about, possible, given):
-        chosen = _fastest(about, wave, judged, given.free_batch)
+    for wave in candidates.wanted(context, possible, constraints):
+        chosen = _fastest(context, wave, judged, constraints.free_batch)
         if chosen is not None:
             break
     else:
         return None
-    shared = candidates.shared_cuts(about, possible, given)
+    shared = candidates.shared_cuts(context, possible, constraints)
     quickest = min(one.seconds for one, _ in judged if one.time) if chosen.time else 0.0
     if not chosen.candidate.is_whole or chosen.seconds <= MUCH_SLOWER * quickest or not shared:
         return chosen
     others: list[tuple[Judged, str]] = []
-    other = _fastest(about, shared, others, given.free_batch)
+    other = _fastest(context, shared, others, constraints.free_batch)
     best = other if other is not None and other.seconds * AS_FAST < chosen.seconds else chosen
     known = [*judged, *others]
     judged[:] = [
@@ -52,7 +55,7 @@ def _search(
 
 
 def _fastest(
-    about: Subject,
+    context: PlanContext,
     wanted: Sequence[Candidate],
     judged: list[tuple[Judged, str]],
     is_free: bool = False,
@@ -66,12 +69,14 @@ def _fastest(
     lost = {
         at: found
         for at, one in enumerate(wanted)
-        if (found := estimate.hopeless(about, _evaluated(about, one)))
+        if (found := estimate.hopeless(context, _evaluated(context, one)))
     }
-    about.fetch(one for at, one in enumerate(wanted) if at not in lost)
+    context.fetch(one for at, one in enumerate(wanted) if at not in lost)
     rough = [
         lost.get(at)
-        or estimate.judge(about, _with_fewer_workers(about, _evaluated(about, one)), exact=False)
+        or estimate.judge(
+            context, _with_fewer_workers(context, _evaluated(context, one)), exact=False
+        )
         for at, one in enumerate(wanted)
     ]
     order = sorted(
@@ -89,7 +94,7 @@ def _fastest(
     for at in order:
         one = rough[at]
         if one.misses is None and chosen is None:
-            one = estimate.judge(about, one.candidate)
+            one = estimate.judge(context, one.candidate)
         if one.misses is not None:
             judged.append((one, f"does not fit: {one.misses}"))
         elif chosen is None:
@@ -104,18 +109,18 @@ def _is_indirect(candidate: Candidate) -> bool:
     return candidate.gradient_checkpointing or candidate.num_output_chunks > 1
 
 
-def _evaluated(about: Subject, candidate: Candidate) -> Candidate:
+def _evaluated(context: PlanContext, candidate: Candidate) -> Candidate:
     """The candidate with an evaluation batch that takes no more than training does; one that was
     asked for, no more than fits. Evaluation does not decide the weights, so it gives way first."""
     count = candidate.per_device_eval_batch_size
-    for one in about.exceeded.ran_out:
+    for one in context.oom_history.ran_out:
         if one.section == "evaluation":
             count = max(1, min(count, one.candidate.per_device_eval_batch_size // 2))
-    trace = about.trace(candidate)
-    if trace is None or not about.recipe.evaluates:
+    trace = context.trace(candidate)
+    if trace is None or not context.recipe.evaluates:
         return replace(candidate, per_device_eval_batch_size=count)
-    budget = estimate.budget_bytes(about.recipe, about.machine, candidate)
-    is_asked = about.recipe.training.per_device_eval_batch_size is not None
+    budget = estimate.budget_bytes(context.recipe, context.machine, candidate)
+    is_asked = context.recipe.training.per_device_eval_batch_size is not None
     peaks = trace.peaks(candidate.per_device_train_batch_size, count)
     trains = max(peak.allocated_bytes for section, peak in peaks.items() if section != "evaluation")
     limit = budget if is_asked else min(trains, budget)
@@ -124,15 +129,15 @@ def _evaluated(about: Subject, candidate: Candidate) -> Candidate:
     return replace(candidate, per_device_eval_batch_size=count)
 
 
-def _with_fewer_workers(about: Subject, candidate: Candidate) -> Candidate:
+def _with_fewer_workers(context: PlanContext, candidate: Candidate) -> Candidate:
     """The candidate with as many data workers as host RAM has room for, where their number was left
     to planning."""
-    if about.recipe.training.dataloader_num_workers is not None:
+    if context.recipe.training.dataloader_num_workers is not None:
         return candidate
     fewer = candidate
     while fewer.dataloader_num_workers:
         if (
-            estimate.misses_host(about, fewer, estimate.judge(about, fewer, exact=False).memory)
+            estimate.misses_host(context, fewer, estimate.judge(context, fewer, exact=False).memory)
             is None
         ):
             return fewer
@@ -140,17 +145,17 @@ def _with_fewer_workers(about: Subject, candidate: Candidate) -> Candidate:
     return fewer
 
 
-def ranked(about: Subject, given: Given) -> list[Judged]:
+def ranked(context: PlanContext, constraints: LaunchConstraints) -> list[Judged]:
     """Every way to cut the effective batch that fits, the fastest first; empty where nothing was
     traced."""
-    about = replace(about, link=given.link)
-    possible, _ = candidates.possible(about, given)
-    if about.traces is None:
+    context = replace(context, link=constraints.link)
+    possible, _ = candidates.possible(context, constraints)
+    if context.traces is None:
         return []
-    with about.asking():
-        for wave in candidates.free_waves(about, possible):
+    with context.asking():
+        for wave in candidates.free_waves(context, possible):
             judged: list[tuple[Judged, str]] = []
-            if _fastest(about, wave, judged, is_free=True) is not None:
+            if _fastest(context, wave, judged, is_free=True) is not None:
                 fitting = [one for one, _ in judged if one.misses is None and one.time is not None]
                 return sorted(fitting, key=lambda one: one.seconds)
     return []

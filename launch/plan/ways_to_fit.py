@@ -8,11 +8,11 @@ from dataclasses import replace
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.text import gib
 from launch.plan import candidates
-from launch.plan.candidates import Given
-from launch.plan.context import subject
+from launch.plan import context as plan_context
+from launch.plan.candidates import LaunchConstraints
 from launch.plan.search import _fastest
 from launch.predict import parameters
-from launch.predict.estimate import Judged, Subject, describe
+from launch.predict.estimate import Judged, PlanContext, describe
 from launch.predict.oom_history import CLEARLY_BELOW
 from launch.schema.recipe import LoraSection, QuantizationSection
 
@@ -20,12 +20,12 @@ MAX_WAYS = 3  # offered where nothing fits; each may have to be traced
 
 
 def _does_not_fit(
-    about: Subject,
+    context: PlanContext,
     judged: Sequence[tuple[Judged, str]],
     refusals: Sequence[str],
     ways: Sequence[str] | None,
 ) -> str:
-    shape, whole, recipe = about.shape, about.whole, about.recipe
+    shape, whole, recipe = context.shape, context.whole, context.recipe
     advice = (
         f". This would fit: {'; '.join(ways)}"
         if ways
@@ -45,22 +45,22 @@ def _does_not_fit(
     )
 
 
-def _ways(about: Subject, given: Given) -> Iterator[str]:
+def _ways(context: PlanContext, constraints: LaunchConstraints) -> Iterator[str]:
     """Flags with which a candidate fits, its bytes beside them; only what was computed to fit is
     offered."""
-    recipe = about.recipe
+    recipe = context.recipe
     launch, model = recipe.launch, recipe.model
     places = [("", launch)]
-    if launch.mode != "auto" and given.num_processes is None:
+    if launch.mode != "auto" and constraints.num_processes is None:
         places.append(("--launch.mode=auto ", launch.model_copy(update={"mode": "auto"})))
-    free = [gpu.free_bytes for gpu in about.machine.gpus]
+    free = [gpu.free_bytes for gpu in context.machine.gpus]
     is_uneven = (
         launch.num_processes is None and len(free) > 1 and min(free) < CLEARLY_BELOW * max(free)
     )
     if (
         ((launch.num_processes or 1) > 1 or is_uneven)
         and launch.nodes == 1
-        and given.num_processes is None
+        and constraints.num_processes is None
     ):
         alone = launch.model_copy(update={"mode": "auto", "num_processes": 1})
         places.append(("--launch.mode=auto --launch.num_processes=1 ", alone))
@@ -79,7 +79,10 @@ def _ways(about: Subject, given: Given) -> Iterator[str]:
     adapters = [("", recipe.lora, recipe.quantization)]
     if lora_flag:
         adapters.append((lora_flag, LoraSection(), None))
-    if recipe.quantization is None and about.shape.config["model_type"] in parameters.LORA_TARGETS:
+    if (
+        recipe.quantization is None
+        and context.shape.config["model_type"] in parameters.LORA_TARGETS
+    ):
         four_bit = QuantizationSection(load_in_4bit=True)
         adapters.append(
             (
@@ -100,14 +103,18 @@ def _ways(about: Subject, given: Given) -> Iterator[str]:
             continue
         update = {"model": section, "lora": lora, "quantization": quantization, "launch": place}
         variant = recipe.model_copy(update=update)
-        other = subject(
-            variant, about.machine, dict(about.shape.config), about.parameters, about.data_format
+        other = plan_context.build(
+            variant,
+            context.machine,
+            dict(context.shape.config),
+            context.parameters,
+            context.data_format,
         )
-        traces = about.traces and about.traces.of(variant, other.shape, other.lora_targets)
+        traces = context.traces and context.traces.of(variant, other.shape, other.lora_targets)
         differs = {"whole": other.whole, "lora_targets": other.lora_targets, "traces": traces}
-        other = replace(about, recipe=variant, shape=other.shape, **differs)
+        other = replace(context, recipe=variant, shape=other.shape, **differs)
         try:
-            possible, _ = candidates.possible(other, given)
+            possible, _ = candidates.possible(other, constraints)
         except (ConfigError, ResourceError):  # this machine cannot start it: no way out
             continue
         # of each the most frugal cut; a batch of one with its checkpointing settled has none

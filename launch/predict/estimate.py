@@ -19,7 +19,7 @@ from launch.predict import parameters as predict_parameters
 from launch.predict import sharding
 from launch.predict.memory import allocator as memory_allocator
 from launch.predict.memory import host_memory, malloc
-from launch.predict.oom_history import NOTHING_EXCEEDED, Exceeded
+from launch.predict.oom_history import NO_OOM_HISTORY, OomHistory
 from launch.predict.time import padding as time_padding
 from launch.predict.time import rates, timing
 from launch.predict.time.padding import Cut
@@ -28,7 +28,7 @@ from launch.predict.traces import Question, Trace, Traces
 from launch.probe import architectures
 from launch.probe.import_memory import ASSUMED, Imports
 from launch.schema.machine import GIB, Link, Machine
-from launch.schema.plan import MULTIPLE, DataFormat, MemoryEstimate, ModelShape, Padding, Strategy
+from launch.schema.plan import MULTIPLE, DataFormat, MemoryEstimate, ModelSize, Padding, Strategy
 from launch.schema.recipe import DTYPE_BYTES, Recipe
 
 USUAL_DOCUMENT = 128  # tokens, assumed while none have been counted
@@ -43,12 +43,12 @@ LEAST_LENGTH = 8  # tokens of a row that is worth a trace
 
 
 @dataclass(frozen=True)
-class Subject:
+class PlanContext:
     """What all candidates of one recipe on one machine have in common."""
 
     recipe: Recipe
     machine: Machine
-    shape: ModelShape
+    shape: ModelSize
     parameters: predict_parameters.Shapes
     whole: MemoryEstimate  # states of a full copy
     data_format: DataFormat
@@ -64,8 +64,8 @@ class Subject:
     cache_bytes: int | None = None  # of the tokenised rows; None: not there yet
     # of the tokenised training file, as tokenising wrote them
     counts: Mapping[str, Any] | None = None
-    usual: float = 0.0  # share by which past predictions were exceeded, at the level wanted
-    exceeded: Exceeded = NOTHING_EXCEEDED  # and that of this very run
+    error_margin: float = 0.0  # share by which past predictions were exceeded, at the level wanted
+    oom_history: OomHistory = NO_OOM_HISTORY  # and that of this very run
     assume_fits: bool = False  # budgets do not count, only what ran out
 
     def question(self, candidate: Strategy) -> Question:
@@ -182,7 +182,7 @@ class Judged:
         return self.time.step_s if self.time else 0.0
 
 
-def hopeless(subject: Subject, candidate: Strategy) -> Judged | None:
+def hopeless(subject: PlanContext, candidate: Strategy) -> Judged | None:
     """The candidate judged by what no trace changes, where that alone exceeds a budget: model
     states on the device; on the host what processes import, build and save."""
     memory = _states(subject, candidate)
@@ -195,7 +195,7 @@ def hopeless(subject: Subject, candidate: Strategy) -> Judged | None:
     return judged if judged.misses else None
 
 
-def judge(subject: Subject, candidate: Strategy, exact: bool = True) -> Judged:
+def judge(subject: PlanContext, candidate: Strategy, exact: bool = True) -> Judged:
     """Predict one candidate and compare it with both budgets; `exact` replays the allocator, and
     traces what else than the longest rows the highest peak may be of, which takes longer."""
     states = _states(subject, candidate)
@@ -215,7 +215,7 @@ def judge(subject: Subject, candidate: Strategy, exact: bool = True) -> Judged:
     )
 
 
-def share_of_longest(subject: Subject, candidate: Strategy) -> float:
+def share_of_longest(subject: PlanContext, candidate: Strategy) -> float:
     """Predicted seconds of a step over those of one whose rows are all as long as the longest; 1
     where not known."""
     trace, cut = subject.trace(candidate), subject.mean_cut(candidate)
@@ -226,14 +226,14 @@ def share_of_longest(subject: Subject, candidate: Strategy) -> float:
     )
 
 
-def _time(subject: Subject, candidate: Strategy, trace: Trace, cut: Cut | None) -> TimeEstimate:
+def _time(subject: PlanContext, candidate: Strategy, trace: Trace, cut: Cut | None) -> TimeEstimate:
     work = StepWork(trace.work, _update(subject.whole))
     speed = rates.of(subject.machine, candidate)
     return timing.estimate(work, candidate, subject.shape, subject.whole, speed, subject.link, cut)
 
 
 def _judged(
-    subject: Subject, candidate: Strategy, memory: MemoryEstimate, time: TimeEstimate | None
+    subject: PlanContext, candidate: Strategy, memory: MemoryEstimate, time: TimeEstimate | None
 ) -> Judged:
     budget = budget_bytes(subject.recipe, subject.machine, candidate)
     of_host = host_bytes(candidate, memory) / max(
@@ -245,7 +245,7 @@ def _judged(
     )
 
 
-def _states(subject: Subject, candidate: Strategy) -> MemoryEstimate:
+def _states(subject: PlanContext, candidate: Strategy) -> MemoryEstimate:
     model_type = subject.shape.config["model_type"]
     return sharding.per_rank(
         subject.whole, subject.parameters, subject.recipe, candidate, model_type
@@ -253,7 +253,7 @@ def _states(subject: Subject, candidate: Strategy) -> MemoryEstimate:
 
 
 def _with_peak(
-    subject: Subject,
+    subject: PlanContext,
     candidate: Strategy,
     states: MemoryEstimate,
     trace: Trace,
@@ -286,14 +286,14 @@ def _with_peak(
     # the error bar is part of what planning leaves free
     kept = int(free * (1 - subject.recipe.launch.vram_fraction))
     margin = max(
-        int(subject.usual * memory.reserved_bytes) - kept,
-        int(subject.exceeded.device * memory.reserved_bytes),
+        int(subject.error_margin * memory.reserved_bytes) - kept,
+        int(subject.oom_history.device * memory.reserved_bytes),
         0,
     )
     return replace(memory, margin_bytes=margin)
 
 
-def _eval_samples(subject: Subject, candidate: Strategy) -> int | None:
+def _eval_samples(subject: PlanContext, candidate: Strategy) -> int | None:
     """Samples of an evaluation's batch; None where nothing is evaluated."""
     return candidate.per_device_eval_batch_size if subject.recipe.evaluates else None
 
@@ -312,7 +312,7 @@ def _reserved_bytes(
 
 
 def _with_host(
-    subject: Subject,
+    subject: PlanContext,
     candidate: Strategy,
     memory: MemoryEstimate,
     trace: Trace | None,
@@ -390,10 +390,10 @@ def host_budget_bytes(recipe: Recipe, machine: Machine) -> int:
 
 
 def _misses(
-    subject: Subject, candidate: Strategy, memory: MemoryEstimate, budget: int
+    subject: PlanContext, candidate: Strategy, memory: MemoryEstimate, budget: int
 ) -> str | None:
     """Which budget is exceeded, with numbers; None when it fits."""
-    ruled_out = subject.exceeded.rules_out(
+    ruled_out = subject.oom_history.rules_out(
         "device", candidate, memory.device_bytes - memory.margin_bytes, memory
     )
     if ruled_out:
@@ -405,11 +405,13 @@ def _misses(
     return misses_host(subject, candidate, memory)
 
 
-def misses_host(subject: Subject, candidate: Strategy, memory: MemoryEstimate) -> str | None:
+def misses_host(subject: PlanContext, candidate: Strategy, memory: MemoryEstimate) -> str | None:
     """Whether the machine's RAM is exceeded, with numbers; None when it is not."""
     host = host_budget_bytes(subject.recipe, subject.machine)
-    needed = int(host_bytes(candidate, memory) * (1 + subject.exceeded.host))
-    ruled_out = subject.exceeded.rules_out("host", candidate, host_bytes(candidate, memory), memory)
+    needed = int(host_bytes(candidate, memory) * (1 + subject.oom_history.host))
+    ruled_out = subject.oom_history.rules_out(
+        "host", candidate, host_bytes(candidate, memory), memory
+    )
     if ruled_out:
         return ruled_out
     if needed > host and not subject.assume_fits:

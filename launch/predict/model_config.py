@@ -21,7 +21,7 @@ import yaml
 from launch.base.errors import ConfigError, LaunchError, ResourceError
 from launch.base.text import suggestion
 from launch.predict import parameters as predict_parameters
-from launch.schema.plan import ModelShape
+from launch.schema.plan import ModelSize
 from launch.schema.recipe import LoraSection, ModelSection
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -64,7 +64,7 @@ class Tensor:
 
 def load(
     model: ModelSection, lora: LoraSection | None, vocab_size: int | None = None, *, root: Path
-) -> ModelShape:
+) -> ModelSize:
     """The shape of the model a recipe names, counted. `vocab_size`: the vocabulary really used,
     where it is another.
 
@@ -76,7 +76,7 @@ def load(
         shapes, model.freeze, lora, config["model_type"]
     )
     name = model.shape or Path(model.path or "").name
-    return ModelShape(name, config, parameters, trainable, lora_parameters)
+    return ModelSize(name, config, parameters, trainable, lora_parameters)
 
 
 def read(
@@ -87,12 +87,12 @@ def read(
     changes = {} if vocab_size is None else {"vocab_size": vocab_size}
     if model.shape is not None:
         config = _named_config(model.shape, root / "configs" / "models") | changes
-        return config, predict_parameters.parameter_shapes(config)
+        return config, predict_parameters.parameters_by_name(config)
     folder = root / Path(model.path or "").expanduser()
     config = _folder_config(folder)
     tensors = _tensors(folder)
     if tensors is None:  # a config without weights: the model starts from random ones
-        return config | changes, predict_parameters.parameter_shapes(config | changes)
+        return config | changes, predict_parameters.parameters_by_name(config | changes)
     model_type = config["model_type"]
     if model_type not in predict_parameters.LORA_TARGETS:
         if vocab_size not in (None, config.get("vocab_size")):
@@ -103,7 +103,7 @@ def read(
             )
         return config, {name: tensor.shape for name, tensor in tensors.items()}
     untied = _untied(tensors, config, folder)
-    shapes = predict_parameters.parameter_shapes(config | changes)
+    shapes = predict_parameters.parameters_by_name(config | changes)
     return config | changes, shapes | {name: shapes[source] for name, source in untied.items()}
 
 
@@ -373,7 +373,7 @@ def _untied(tensors: dict[str, Tensor], config: Mapping[str, Any], folder: Path)
     does).
     """
     model_type = config["model_type"]
-    expected = predict_parameters.parameter_shapes(config)
+    expected = predict_parameters.parameters_by_name(config)
     for prefix in ("model.", "transformer."):  # weights of the bare model: openai-community/gpt2
         tensors = {
             prefix + name if name not in expected and prefix + name in expected else name: tensor

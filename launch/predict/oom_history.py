@@ -21,7 +21,7 @@ WRITING = ("save", "export")
 
 
 @dataclass(frozen=True)
-class RanOut:
+class OomEvent:
     """An attempt that ended for want of memory, or whose second step took more than the budget
     has."""
 
@@ -119,12 +119,12 @@ class RanOut:
 
 
 @dataclass(frozen=True)
-class Exceeded:
+class OomHistory:
     """What attempts have shown: evidence that narrows the next choice."""
 
     device: float = 0.0  # share by which a prediction was exceeded
     host: float = 0.0
-    ran_out: tuple[RanOut, ...] = ()
+    ran_out: tuple[OomEvent, ...] = ()
     # Fewer samples at once take less even where the sum says otherwise: what ran out was not
     # counted right, and it may be what grows with them. For when nothing else is left.
     fewer_is_less: bool = False
@@ -156,12 +156,12 @@ class Exceeded:
         )
         return next((reason for reason in reasons if reason), None)
 
-    def for_plan(self, is_last: bool) -> Exceeded:
+    def for_plan(self, is_last: bool) -> OomHistory:
         """The same for the next plan of a start; the last one takes much less."""
         return replace(self, is_last=is_last, below=MUCH_BELOW if is_last else CLEARLY_BELOW)
 
 
-NOTHING_EXCEEDED = Exceeded()
+NO_OOM_HISTORY = OomHistory()
 
 
 def available_bytes(of: str, machine: Machine, candidate: Strategy) -> int:

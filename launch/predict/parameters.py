@@ -108,7 +108,7 @@ _TEXT_KEYS = {"feed_forward_proj"}
 # ---------------------------------------------------------------------------
 
 
-def parameter_shapes(config: Mapping[str, Any]) -> Shapes:
+def parameters_by_name(config: Mapping[str, Any]) -> Shapes:
     """Every parameter of the model that AutoModel builds from `config`, in its order.
 
     Raises ConfigError for an unknown model_type and for a size that is none.

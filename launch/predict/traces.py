@@ -23,7 +23,7 @@ from launch.predict.sharding import BUCKET_ELEMENTS
 from launch.predict.time.timing import Affine, WorkCost
 from launch.predict.trace_client import TracingChild
 from launch.probe import packages
-from launch.schema.plan import Born, ModelShape, Peak, Strategy
+from launch.schema.plan import Born, ModelSize, Peak, Strategy
 from launch.schema.recipe import Recipe
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
@@ -206,7 +206,7 @@ class Traces:
     def __init__(
         self,
         recipe: Recipe,
-        shape: ModelShape,
+        shape: ModelSize,
         lora_targets: Sequence[str],
         folder: Path,
         say: Any = lambda line: None,
@@ -219,7 +219,7 @@ class Traces:
         # why a step could not be traced: its candidates are judged by states alone
         self.failure: str | None = None
 
-    def of(self, recipe: Recipe, shape: ModelShape, lora_targets: Sequence[str]) -> Traces:
+    def of(self, recipe: Recipe, shape: ModelSize, lora_targets: Sequence[str]) -> Traces:
         """The traces of another recipe, kept in the same place, made by the same child."""
         return Traces(recipe, shape, lora_targets, self._folder, self._say, self._child)
 

@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from launch.base import environment, files, workspace
+from launch.base import environment, files
 from launch.base.errors import ResourceError
+from launch.base.workspace import CODE
 from launch.probe import packages
 from launch.schema.machine import MIB, Device
 
@@ -113,7 +114,7 @@ def _child(role: str, device: Device) -> dict[str, int]:
     ]
     variables = {
         **environment.passed(os.environ),
-        "PYTHONPATH": str(workspace.CODE),
+        "PYTHONPATH": str(CODE),
         "HF_HUB_OFFLINE": "1",
     }
     try:

@@ -21,8 +21,9 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from launch.base import files, workspace
+from launch.base import files
 from launch.base.errors import ResourceError
+from launch.base.workspace import CODE
 from launch.probe import gpus, link_causes, link_ranks
 from launch.probe.link_causes import Env
 from launch.probe.link_ranks import Limits
@@ -188,7 +189,7 @@ class _Search:
             **self.environ,
             **visible,
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(workspace.CODE),
+            "PYTHONPATH": str(CODE),
             "PYTHONUNBUFFERED": "1",
             **added,
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
-from launch.base.workspace import CODE, House
+from launch.base.workspace import CODE, Workspace
 from launch.predict.memory import malloc
 from launch.probe import architectures
 from launch.probe.gpus import visible_devices
@@ -26,7 +26,7 @@ def command(
     machine: Machine,
     run: RunDir,
     attempt: AttemptDir,
-    house: House,
+    workspace: Workspace,
     environ: Mapping[str, str],
 ) -> Command:
     """What starts the ranks; env holds only what is added to the environment. The user's
@@ -69,7 +69,7 @@ def command(
         ),
         env={
             "HF_HUB_OFFLINE": "1",
-            "LOWMEM_ROOT": str(house.root),
+            "LOWMEM_ROOT": str(workspace.root),
             "OMP_NUM_THREADS": threads,
             "PYTHONUNBUFFERED": "1",
             "TOKENIZERS_PARALLELISM": "false",

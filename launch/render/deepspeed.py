@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from launch.base import files, workspace
+from launch.base import files
 from launch.base.errors import ConfigError, ResourceError
+from launch.base.workspace import CODE
 from launch.predict.sharding import BUCKET_ELEMENTS
 from launch.schema.plan import Plan
 
@@ -66,7 +67,7 @@ OURS = (  # keys of a DeepSpeed file that the recipe decides
 def _found(path: str) -> Path:
     """A DeepSpeed file as typed or, since our Accelerate files name theirs from the checkout, from
     there."""
-    return Path(path) if Path(path).exists() else workspace.CODE / path
+    return Path(path) if Path(path).exists() else CODE / path
 
 
 def read_deepspeed(path: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import os
 from dataclasses import asdict
 
 from launch.base import files
-from launch.base.workspace import House
+from launch.base.workspace import Workspace
 from launch.recipe import load
 from launch.render import accelerate, deepspeed
 from launch.render import command as render_command
@@ -17,16 +17,21 @@ from launch.schema.recipe import Recipe
 
 
 def write_run(
-    run: RunDir, recipe: Recipe, machine: Machine, plan: Plan, house: House
+    run: RunDir, recipe: Recipe, machine: Machine, plan: Plan, workspace: Workspace
 ) -> AttemptDir:
     """Render a plan into its run folder, with a new attempt."""
     attempt = run.new_attempt()
-    write_plan(run, recipe, machine, plan, house, attempt)
+    write_plan(run, recipe, machine, plan, workspace, attempt)
     return attempt
 
 
 def write_plan(
-    run: RunDir, recipe: Recipe, machine: Machine, plan: Plan, house: House, attempt: AttemptDir
+    run: RunDir,
+    recipe: Recipe,
+    machine: Machine,
+    plan: Plan,
+    workspace: Workspace,
+    attempt: AttemptDir,
 ) -> None:
     """The plan's files, in place of those that are there."""
     run.write_plan(recipe, plan)
@@ -40,7 +45,7 @@ def write_plan(
         files.write_atomic(
             run.deepspeed_file, deepspeed.deepspeed_config(plan, recipe.training.max_grad_norm)
         )
-    command = render_command.command(plan, machine, run, attempt, house, os.environ)
+    command = render_command.command(plan, machine, run, attempt, workspace, os.environ)
     files.write_atomic(
         run.command_file, f"#!/bin/sh\n# attempt {attempt.number} of {run.run_id}\n{command}\n"
     )

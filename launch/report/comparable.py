@@ -15,7 +15,7 @@ from launch.base import files
 from launch.base import text as base_text
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.text import suggestion
-from launch.base.workspace import House
+from launch.base.workspace import Workspace
 from launch.predict.history import cache_keys
 from launch.recipe import load
 from launch.run_folder import manifest
@@ -97,15 +97,17 @@ class Side:
         return self.steps[0].samples_seen - self.steps[0].samples + sum(gaps)
 
 
-def find(house: House, word: str) -> RunDir:
+def find(workspace: Workspace, word: str) -> RunDir:
     """The run in a folder, one by its name (recipe-time, recipe/time), or a recipe's newest that
     has trained a step.
 
     Raises ResourceError."""
-    for path in (Path(word).expanduser(), house.runs / word):
+    for path in (Path(word).expanduser(), workspace.runs / word):
         if (path / "plan.json").is_file():
             return _trained([RunDir(path.resolve())], word)
-    known = [RunDir(path.parent) for path in sorted(house.runs.glob("*/*/plan.json"), reverse=True)]
+    known = [
+        RunDir(path.parent) for path in sorted(workspace.runs.glob("*/*/plan.json"), reverse=True)
+    ]
     place = Path(word).expanduser().resolve()
     if named := [
         run
@@ -116,7 +118,8 @@ def find(house: House, word: str) -> RunDir:
     own = {path.stem for path in load.RECIPES.glob("*.yaml")}
     if word in own:
         raise ResourceError(
-            f"{word}: this recipe has no run in {house.runs}; python -m launch run {word} makes one"
+            f"{word}: this recipe has no run in {workspace.runs}; python -m launch run {word}"
+            " makes one"
         )
     names = own | {run.root.parent.name for run in known} | {run.run_id for run in known}
     raise ResourceError(

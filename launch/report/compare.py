@@ -18,7 +18,7 @@ from launch.base import files
 from launch.base import text as base_text
 from launch.base.errors import ConfigError
 from launch.base.text import shown
-from launch.base.workspace import House
+from launch.base.workspace import Workspace
 from launch.report import comparable, svg
 from launch.report import html as report_html
 from launch.report.comparable import Difference, Side
@@ -36,10 +36,10 @@ RULES = (
 )
 
 
-def run(house: House, first: str, second: str, anyway: bool) -> int:
+def run(workspace: Workspace, first: str, second: str, anyway: bool) -> int:
     """Print both, what differs and the table, and write the page; the exit code. Raises ConfigError
     where they are no comparison, ResourceError where there is no such run."""
-    found = [comparable.find(house, word) for word in (first, second)]
+    found = [comparable.find(workspace, word) for word in (first, second)]
     if found[0].root == found[1].root:
         raise ConfigError(f"{first} and {second} are the same run, {found[0].root}; give two")
     a, b = (comparable.read(run, lambda line: print(shown(line))) for run in found)
@@ -55,7 +55,7 @@ def run(house: House, first: str, second: str, anyway: bool) -> int:
     print(shown(as_text(table)))
     for line in RULES:
         print(line)
-    page = house.runs / f"compare-{a.run.run_id}-{b.run.run_id}.html"
+    page = workspace.runs / f"compare-{a.run.run_id}-{b.run.run_id}.html"
     page.parent.mkdir(parents=True, exist_ok=True)
     files.write_atomic(page, html(a, b, differs, table))
     print(shown(f"page: {page}"))

@@ -17,7 +17,7 @@ from launch.base import locks
 from launch.base.errors import CheckpointError, ResourceError
 from launch.base.files import _damaged, read_json, write_atomic, write_json
 from launch.base.text import shown
-from launch.base.workspace import House
+from launch.base.workspace import Workspace
 from launch.data.token_cache import TOKENS_MADE_OF
 from launch.schema.machine import Machine
 from launch.schema.plan import Plan, Rendezvous
@@ -238,7 +238,7 @@ class Start:
     """What a rank is about to run. `run` and `attempt` are None until rank 0 has opened them for
     all."""
 
-    house: House
+    workspace: Workspace
     recipe: Recipe
     plan: Plan
     supervised: bool
@@ -297,13 +297,13 @@ def show_events(run: RunDir, recipe: Recipe) -> None:
             (folder / run.run_id).symlink_to(run.tensorboard, target_is_directory=True)
 
 
-def output_lock(house: House, recipe: Recipe) -> ExitStack:
+def output_lock(workspace: Workspace, recipe: Recipe) -> ExitStack:
     """One run at a time per recipe and output folder."""
     held = ExitStack()
     name = Path(recipe.output_dir).name
     held.enter_context(
         locks.lock(
-            house.runs / recipe.name / f".lock-{name}", f"{recipe.name} ({recipe.output_dir})"
+            workspace.runs / recipe.name / f".lock-{name}", f"{recipe.name} ({recipe.output_dir})"
         )
     )
     return held

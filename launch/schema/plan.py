@@ -20,7 +20,7 @@ MULTIPLE: dict[Device, int] = {"cpu": 1, "cuda": 8}  # to which the collator pad
 
 
 @dataclass(frozen=True)
-class ModelShape:
+class ModelSize:
     """A model's Hugging Face config and what counting its parameters gives (no weights, no
     torch)."""
 
@@ -223,7 +223,7 @@ class Plan:
 
     recipe_name: str
     strategy: Strategy
-    shape: ModelShape
+    shape: ModelSize
     data_format: DataFormat
     estimate: MemoryEstimate
     budget_bytes: int  # per rank on the device

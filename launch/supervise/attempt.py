@@ -16,8 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from launch.base import environment, files, processes, workspace
+from launch.base import environment, files, processes
 from launch.base.errors import Interrupted
+from launch.base.workspace import CODE
 from launch.data import token_cache, token_hashes
 from launch.plan.resolve import Resolved, tokenising_processes
 from launch.probe import machine
@@ -27,8 +28,8 @@ from launch.schema.result import Evidence, RunResult
 from launch.supervise import failures, heartbeats, stop_signals
 from launch.supervise.heartbeats import Progress
 from launch.supervise.screen import Screen, Tail
-from launch.supervise.stop_signals import Told
-from launch.supervise.watch import Ended, Watch
+from launch.supervise.stop_signals import StopSignals
+from launch.supervise.watch import Ended, RankWatcher
 
 LOG_TAIL_BYTES = 64 << 10
 TOKENISE_GRACE_S = 5.0  # to remove what is half written
@@ -54,7 +55,7 @@ def run(
     ready: Callable[[], Command],
     screen: Screen,
     check: Callable[[Mapping[str, int]], bool] = lambda measured: True,
-    heard: Told | None = None,
+    heard: StopSignals | None = None,
     end_s: float | None = None,
 ) -> RunResult:
     """Run the attempt to its end: tokenise, ask what `ready` starts, watch it.
@@ -69,7 +70,7 @@ def run(
         heard.collect()
         ended = prepare(resolved, rundir_, attempt, screen.say, heard)
         if ended.returncode == 0 and heard.stop is None:
-            watch = Watch(
+            watch = RankWatcher(
                 rundir_,
                 attempt,
                 screen,
@@ -168,7 +169,7 @@ def prepare(
     run: RunDir,
     attempt: AttemptDir,
     say: Callable[[str], None],
-    heard: Told | None = None,
+    heard: StopSignals | None = None,
 ) -> Ended:
     """Tokenise in a child, unless the rows are there already and undamaged. A stop ends the child,
     and so does its silence."""
@@ -176,7 +177,7 @@ def prepare(
     folder = Path(known["folder"]) if known else Path()
     if not known or not folder.exists():
         of = resolved.recipe, resolved.plan.shape, resolved.plan.data_format
-        folder = token_cache.token_cache(resolved.house.cache, *of)
+        folder = token_cache.token_cache(resolved.workspace.cache, *of)
     try:
         if folder.exists() and not token_hashes.fault(folder, partial(_raise_stop, heard)):
             if not known or known["folder"] != str(folder):
@@ -185,10 +186,10 @@ def prepare(
     except Interrupted:
         return Ended()
     argv = [sys.executable, "-P", "-m", "training.data.prepare", "--run-dir", str(run.root)]
-    argv += ["--attempt", str(attempt.number), "--cache", str(resolved.house.cache)]
+    argv += ["--attempt", str(attempt.number), "--cache", str(resolved.workspace.cache)]
     argv += ["--processes", str(tokenising_processes(resolved))]
     inherited = environment.passed(os.environ, resolved.recipe.launch.pass_env)
-    added = {"PYTHONPATH": str(workspace.CODE), "HF_HUB_OFFLINE": "1", "LOWMEM_RUN": run.tag}
+    added = {"PYTHONPATH": str(CODE), "HF_HUB_OFFLINE": "1", "LOWMEM_RUN": run.tag}
     said_file = attempt.root / "tokenise.log"
     with said_file.open("wb") as file:
         child = subprocess.Popen(
@@ -222,7 +223,7 @@ def prepare(
                 child.kill()
 
 
-def _raise_stop(heard: Told | None) -> None:
+def _raise_stop(heard: StopSignals | None) -> None:
     if heard is not None and heard.stop is not None:
         raise Interrupted(heard.stop)
 

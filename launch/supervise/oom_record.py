@@ -14,7 +14,7 @@ from launch.base.errors import CheckpointError
 from launch.base.text import gib
 from launch.predict import estimate, oom_history
 from launch.predict.history.calibration import Comparison
-from launch.predict.oom_history import Exceeded, RanOut, available_bytes
+from launch.predict.oom_history import OomEvent, OomHistory, available_bytes
 from launch.probe import machine as probe_machine
 from launch.run_folder.layout import RunDir
 from launch.schema.machine import Machine
@@ -22,12 +22,12 @@ from launch.schema.plan import Plan
 from launch.schema.result import Failure, RunResult
 from launch.supervise import heartbeats
 
-FILE = TypeAdapter(tuple[RanOut, ...])
+FILE = TypeAdapter(tuple[OomEvent, ...])
 
 
 def of_attempt(
     run: RunDir, failure: Failure, plan: Plan, planned_on: Machine, result: RunResult
-) -> RanOut:
+) -> OomEvent:
     """The shortage in which the run's last attempt has just ended; `planned_on`: the machine when
     it was planned."""
     of_host = failure.kind != "device_oom"
@@ -42,7 +42,7 @@ def of_attempt(
         predicted = estimate.host_bytes(plan.strategy, memory)
     elif section in oom_history.WRITING:
         predicted = memory.model_state_bytes
-    one = RanOut("host" if of_host else "device", section, plan.strategy, predicted)
+    one = OomEvent("host" if of_host else "device", section, plan.strategy, predicted)
     now, limit = probe_machine.machine(run_dir=run.root), planned_on.host_limit_bytes
     if one.of == "device" and plan.strategy.device == "cuda":
         limit = min(gpu.total_bytes for gpu in planned_on.gpus)
@@ -57,7 +57,7 @@ def of_attempt(
     )
 
 
-def _is_own(one: RanOut, before: int, after: int, result: RunResult) -> bool:
+def _is_own(one: OomEvent, before: int, after: int, result: RunResult) -> bool:
     """Whether the job took the memory, not others: they did where the plan fitted, less than it
     needs was left to the job meanwhile or is now that it has ended, and they took more than the job
     did beyond its plan."""
@@ -69,7 +69,9 @@ def _is_own(one: RanOut, before: int, after: int, result: RunResult) -> bool:
     return not fitted or left >= one.predicted_bytes or beyond >= before - left
 
 
-def add(exceeded: Exceeded, one: RanOut, run: RunDir, host_peak_bytes: int = 0) -> Exceeded:
+def add(
+    oom_history: OomHistory, one: OomEvent, run: RunDir, host_peak_bytes: int = 0
+) -> OomHistory:
     """With another shortage; written down. One that says nothing about plans is written down and
     changes nothing.
 
@@ -77,29 +79,29 @@ def add(exceeded: Exceeded, one: RanOut, run: RunDir, host_peak_bytes: int = 0) 
     from now on."""
     write(run, (*read(run), one))
     if not one.rules:
-        return exceeded
-    host = exceeded.host
+        return oom_history
+    host = oom_history.host
     if one.of == "host" and one.predicted_bytes:
         host = max(host, host_peak_bytes / one.predicted_bytes - 1)
-    return replace(exceeded, host=host, ran_out=(*exceeded.ran_out, one))
+    return replace(oom_history, host=host, ran_out=(*oom_history.ran_out, one))
 
 
 def add_refuted(
-    exceeded: Exceeded, compared: Comparison, plan: Plan, planned_on: Machine, run: RunDir
-) -> Exceeded:
+    oom_history: OomHistory, compared: Comparison, plan: Plan, planned_on: Machine, run: RunDir
+) -> OomHistory:
     """With a plan whose second step took more than there is; written down."""
     memory = plan.estimate
     predicted = {
         "device": memory.device_bytes - memory.margin_bytes,
         "host": estimate.host_bytes(plan.strategy, memory),
     }
-    found = exceeded
+    found = oom_history
     for of, measured in compared.needs.items():
         available = available_bytes(of, planned_on, plan.strategy)
         limit = planned_on.host_limit_bytes
         if of == "device" and plan.strategy.device == "cuda":
             limit = min(gpu.total_bytes for gpu in planned_on.gpus)
-        one = RanOut(of, "step", plan.strategy, predicted[of], measured, limit, available)
+        one = OomEvent(of, "step", plan.strategy, predicted[of], measured, limit, available)
         found = add(found, one, run)
     return replace(
         found,
@@ -108,7 +110,7 @@ def add_refuted(
     )
 
 
-def read(run: RunDir) -> tuple[RanOut, ...]:
+def read(run: RunDir) -> tuple[OomEvent, ...]:
     """Every shortage that was written down for a run; nothing where the file is not there or
     damaged, which costs another attempt."""
     try:
@@ -117,33 +119,33 @@ def read(run: RunDir) -> tuple[RanOut, ...]:
         return ()
 
 
-def write(run: RunDir, ran_out: tuple[RanOut, ...]) -> None:
+def write(run: RunDir, ran_out: tuple[OomEvent, ...]) -> None:
     files.write_atomic(run.evidence_file, FILE.dump_json(ran_out).decode())
 
 
-def of_unfinished(runs: Path, recipe_name: str, output_dir: str | None = None) -> Exceeded:
+def of_unfinished(runs: Path, recipe_name: str, output_dir: str | None = None) -> OomHistory:
     """Of the recipe's newest run, of those that write to that folder, where it is not complete."""
     for run in RunDir.all(runs, recipe_name):
         with suppress(CheckpointError):  # resume.decide() says so, where it is the run that goes on
             if output_dir is not None and not run.writes_to(output_dir):
                 continue
             if run.outcome():
-                return Exceeded()
-            return Exceeded(ran_out=read(run))
-    return Exceeded()
+                return OomHistory()
+            return OomHistory(ran_out=read(run))
+    return OomHistory()
 
 
-def counting(exceeded: Exceeded, machine: Machine) -> Exceeded:
+def counting(oom_history: OomHistory, machine: Machine) -> OomHistory:
     """What still counts of an earlier start's shortages, on the machine as it is now."""
-    ran_out = tuple(one for one in exceeded.ran_out if one.counts(machine))
-    return replace(exceeded, ran_out=ran_out)
+    ran_out = tuple(one for one in oom_history.ran_out if one.counts(machine))
+    return replace(oom_history, ran_out=ran_out)
 
 
-def words(exceeded: Exceeded, machine: Machine) -> str:
+def words(oom_history: OomHistory, machine: Machine) -> str:
     """The sentence of an error that names the shortages which rule plans out, and what overrides
     them."""
     said = []
-    for one in exceeded.ran_out:
+    for one in oom_history.ran_out:
         where = "host RAM" if one.of == "host" else "memory of the card"
         now = available_bytes(one.of, machine, one.candidate)
         took = f"took {gib(one.measured_bytes)}" if one.measured_bytes else "ran out"

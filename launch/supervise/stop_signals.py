@@ -21,7 +21,7 @@ AGAIN_S = 0.1  # between two tries to end what a stop interrupts
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
-class Told:
+class StopSignals:
     """What signals have told this process. Until collect() a stop ends it at once (Interrupted):
     nothing runs yet."""
 
@@ -86,10 +86,10 @@ def _is_under_way() -> bool:
 
 
 @contextmanager
-def signals() -> Iterator[Told]:
+def signals() -> Iterator[StopSignals]:
     """Signals are collected instead of dying from them; SIGHUP that nohup has switched off stays
     off."""
-    told = Told()
+    told = StopSignals()
     numbers = [*STOPS, signal.SIGUSR2]
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         numbers.remove(signal.SIGHUP)

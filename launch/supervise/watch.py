@@ -20,7 +20,7 @@ from launch.schema.recipe import LaunchSection
 from launch.supervise import heartbeats, host_guard
 from launch.supervise.heartbeats import Beat, Progress
 from launch.supervise.screen import Screen
-from launch.supervise.stop_signals import Told
+from launch.supervise.stop_signals import StopSignals
 
 PSS_INTERVAL_S = 1.0
 LOAD_GRACE_S = 10.0  # for ranks that have trained nothing yet
@@ -48,7 +48,7 @@ class Ended:
     unkillable: list[int] = field(default_factory=list)
 
 
-class Watch:
+class RankWatcher:
     """Watches a launcher and its ranks; `told` and the host say when to stop them, heartbeats when
     they hang."""
 
@@ -57,7 +57,7 @@ class Watch:
         run: RunDir,
         attempt: AttemptDir,
         screen: Screen,
-        told: Told,
+        told: StopSignals,
         launch: LaunchSection,
         host_limit_bytes: int,
         check: Callable[[Mapping[str, int]], bool],

@@ -116,7 +116,7 @@ def launched(
         f"--model.path={path}",
         *words,
     ]
-    environment = builders.environment(folder / "house")
+    environment = builders.environment(folder / "workspace")
     return subprocess.run(
         argv, env=environment, cwd=builders.CODE, capture_output=True, text=True, timeout=300
     )
@@ -124,7 +124,7 @@ def launched(
 
 def checkpoints(folder: Path) -> list[str]:
     """The names of those that there are, once all their tensors are known to be finite."""
-    run = builders.only_run(folder / "house")
+    run = builders.only_run(folder / "workspace")
     found = sorted(run.glob("checkpoints/checkpoint-*"))
     for one in found:
         for file in one.rglob("*"):
@@ -140,11 +140,11 @@ def checkpoints(folder: Path) -> list[str]:
 
 def is_said(done: subprocess.CompletedProcess[str], folder: Path, *words: str) -> None:
     assert done.returncode == 8, done.stdout + done.stderr
-    run = builders.only_run(folder / "house")
+    run = builders.only_run(folder / "workspace")
     outcome = json.loads((run / "attempts/01/supervisor.json").read_text())
     assert (outcome["exit_code"], outcome["failure"]["kind"]) == (8, "NonFinite")
     assert "Traceback" not in done.stdout + done.stderr
-    (log,) = (folder / "house/logs").glob("*.log")
+    (log,) = (folder / "workspace/logs").glob("*.log")
     for word in words:
         assert word in done.stdout, done.stdout
         assert word in log.read_text()
@@ -180,9 +180,9 @@ def test_what_is_not_finite_on_one_rank_ends_all_before_the_step_and_names_the_r
     assert "--training.learning_rate=5e-05 --resume never" in done.stdout
     assert checkpoints(tmp_path) == ["checkpoint-000003", "checkpoint-000006"]
     assert [
-        event["step"] for event in builders.events(builders.only_run(tmp_path / "house"))
+        event["step"] for event in builders.events(builders.only_run(tmp_path / "workspace"))
     ] == list(range(1, 8))
-    run = builders.only_run(tmp_path / "house")
+    run = builders.only_run(tmp_path / "workspace")
     shown = json.loads((run / "attempts/01/nonfinite.json").read_text())
     assert [BAD in row["text"] for row in shown["rows"] if row["row"] == guilty] == [True]
     assert len(shown["rows"]) == (BATCH // ranks if kind == "loss" else BATCH)
@@ -252,7 +252,7 @@ def test_a_spike_is_skipped_where_that_is_asked_for_and_the_weights_stay(tmp_pat
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 13 is skipped: the gradient norm" in done.stdout
-    run = builders.only_run(tmp_path / "house")
+    run = builders.only_run(tmp_path / "workspace")
     if mode in ("cpu", "multi_cpu"):
         before, after = (
             load_file(run / f"checkpoints/checkpoint-{n:06d}/model.safetensors") for n in (12, 13)

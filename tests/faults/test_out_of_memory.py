@@ -65,7 +65,7 @@ def uninterrupted(tmp_path: Path) -> dict[int, float]:
     """The losses of the same run where nothing is short."""
     with stopping.launched(
         tmp_path,
-        house="whole",
+        workspace="whole",
         words=(f"--output_dir={tmp_path / 'whole_model'}",),
         training=TRAINING,
     ) as child:
@@ -194,7 +194,7 @@ def test_what_changes_the_result_is_given_up_only_where_allowed_and_starts_over(
         assert child.wait(within_s=250) == 0, child.said()
         assert "starting over in" in child.said()
         assert "data.max_length: asked 256, runs 128" in child.said()
-        plans = sorted(child.house.glob("runs/*/*/plan.json"))
+        plans = sorted(child.workspace.glob("runs/*/*/plan.json"))
         assert len(plans) > 1, "the shorter rows were trained in the same run"
         assert RunDir(plans[-1].parent).read_recipe().data.max_length == 128
 
@@ -232,10 +232,10 @@ def large(tmp_path: Path) -> tuple[str, RunDir, int]:
     return words, run, sum(run.read_plan().estimate.host.values())
 
 
-def within(house: Path, line: str) -> subprocess.CompletedProcess[str]:
+def within(workspace: Path, line: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", "-c", line],
-        env=builders.environment(house),
+        env=builders.environment(workspace),
         capture_output=True,
         text=True,
         timeout=300,
@@ -250,13 +250,15 @@ def test_the_kernels_kill_in_a_cgroup_too_small_is_planned_again_within_it(tmp_p
     kernel who says so."""
     words, whole, needed_bytes = large
     (cgroup / "memory.limit_in_bytes").write_text(str(int(needed_bytes * 0.8)))
-    done = within(tmp_path / "house", f'echo $$ > "{cgroup}/cgroup.procs"; {words} --assume-fits')
+    done = within(
+        tmp_path / "workspace", f'echo $$ > "{cgroup}/cgroup.procs"; {words} --assume-fits'
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     kills = dict(line.split() for line in (cgroup / "memory.oom_control").read_text().splitlines())
     assert int(kills["oom_kill"]) >= 1
     assert "the cgroup's oom_kill counter grew by" in done.stdout
     assert "the effective batch stays 128" in done.stdout
-    assert losses(builders.only_run(tmp_path / "house")) == pytest.approx(
+    assert losses(builders.only_run(tmp_path / "workspace")) == pytest.approx(
         losses(whole.root), rel=1e-5
     )
 
@@ -266,12 +268,13 @@ def test_an_allocator_that_an_rlimit_refuses_is_planned_again(tmp_path, large):
     """RLIMIT_AS: malloc itself fails, in the rank."""
     words, whole, needed_bytes = large
     done = within(
-        tmp_path / "house", f"ulimit -v {(needed_bytes >> 10) + (1 << 20)}; {words} --assume-fits"
+        tmp_path / "workspace",
+        f"ulimit -v {(needed_bytes >> 10) + (1 << 20)}; {words} --assume-fits",
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the host ran out of memory" in done.stdout
     assert "the effective batch stays 128" in done.stdout
-    assert losses(builders.only_run(tmp_path / "house")) == pytest.approx(
+    assert losses(builders.only_run(tmp_path / "workspace")) == pytest.approx(
         losses(whole.root), rel=1e-5
     )
 
@@ -289,7 +292,7 @@ def test_what_another_process_took_does_not_keep_the_run_from_going_on(tmp_path,
     inside = f'echo $$ > "{cgroup}/cgroup.procs"; exec "{sys.executable}"'
     argv = ("bash", "-c", f'{inside} -m launch run "{recipe}"')
     with stopping.ended(
-        stopping.Child(tmp_path, argv, tmp_path / "house", tmp_path / "out")
+        stopping.Child(tmp_path, argv, tmp_path / "workspace", tmp_path / "out")
     ) as child:
         child.until("a checkpoint", child.committed, within_s=300)
         with subprocess.Popen(
@@ -305,18 +308,18 @@ def test_what_another_process_took_does_not_keep_the_run_from_going_on(tmp_path,
     (seen,) = json.loads(child.run.evidence_file.read_text())
     assert not seen["is_own"]
     assert seen["limit_bytes"] == 2 << 30
-    again = within(tmp_path / "house", f'{inside} -m launch run "{recipe}" --dry-run')
+    again = within(tmp_path / "workspace", f'{inside} -m launch run "{recipe}" --dry-run')
     assert again.returncode == 0, again.stderr
     assert "continuing tiny-" in again.stdout
     # as if it had been the job
     child.run.evidence_file.write_text(json.dumps([seen | {"is_own": True}]))
     flags = "--dry-run --allow=[lora.r]"  # there is none: no other recipe is planned, to be offered
-    refused = within(tmp_path / "house", f'{inside} -m launch run "{recipe}" {flags}')
+    refused = within(tmp_path / "workspace", f'{inside} -m launch run "{recipe}" {flags}')
     assert refused.returncode == 3
     assert "ran out of host RAM in" in refused.stderr
     assert "--assume-fits starts all the same, from the last checkpoint" in refused.stderr
     assumed = within(
-        tmp_path / "house", f'{inside} -m launch run "{recipe}" --dry-run --assume-fits'
+        tmp_path / "workspace", f'{inside} -m launch run "{recipe}" --dry-run --assume-fits'
     )
     assert assumed.returncode == 0, assumed.stderr
     assert "continuing tiny-" in assumed.stdout

@@ -23,14 +23,14 @@ def test_kill_minus_nine_of_a_rank_restarts_and_the_end_is_that_of_an_uninterrup
     training = {"num_train_epochs": 5, "save_steps": 4}
     with stopping.launched(
         tmp_path,
-        house="whole",
+        workspace="whole",
         words=(f"--output_dir={tmp_path / 'whole_model'}",),
         training=training,
     ) as child:
         assert child.wait() == 0, child.said()
     fault = stopping.at_step("10", KILL, times=1)
     with stopping.launched(
-        tmp_path, house="killed", faults={"kill": fault}, training=training
+        tmp_path, workspace="killed", faults={"kill": fault}, training=training
     ) as child:
         assert child.wait() == 0, child.said()
         said = child.said()

@@ -58,7 +58,7 @@ def node(started) -> Iterator[Node]:
 def unstopped(tmp_path_factory) -> dict[str, torch.Tensor]:
     """The weights of the same recipe where nothing stops it."""
     folder = tmp_path_factory.mktemp("unstopped")
-    done = builders.launch(folder / "house", "run", str(recipe(folder)))
+    done = builders.launch(folder / "workspace", "run", str(recipe(folder)))
     assert done.returncode == 0, done.stdout + done.stderr
     return builders.weights(folder / "model")
 
@@ -84,13 +84,13 @@ class Job:
         self.marks = folder if faults else folder.with_name(f"{folder.name}-pace")
         self.marks.mkdir(exist_ok=True)
         inject = stopping.injecting(self.marks, **(faults or {"slow": SLOW}))
-        environment = builders.environment(folder / "house", **inject)
+        environment = builders.environment(folder / "workspace", **inject)
         self.number = node.submit(environment, f"--chdir={folder}", *options, SCRIPT, *line)
 
     @property
     def run(self) -> RunDir:
         """The only one that there is."""
-        return RunDir(builders.only_run(self.folder / "house"))
+        return RunDir(builders.only_run(self.folder / "workspace"))
 
     def said(self) -> str:
         file = self.folder / f"lowmem-{self.number}.out"
@@ -209,7 +209,7 @@ def test_a_job_that_slurm_sends_back_into_the_queue_saves_and_comes_back_once(
         node.ask("scontrol", "requeue", job.number)
     else:
         urgent = ("--partition=urgent", "--exclusive", f"--chdir={tmp_path}", "--wrap=sleep 1")
-        node.submit(builders.environment(tmp_path / "house"), *urgent)
+        node.submit(builders.environment(tmp_path / "workspace"), *urgent)
     injected()
     job.check_resumed(unstopped)
     job.check_steps()
@@ -258,7 +258,7 @@ def test_a_run_that_fails_is_a_failed_job_with_its_exit_code(node, tmp_path):
 
 @pytest.mark.shows("F50", "a line that always ends with 75; the lives are counted", code=75)
 def test_a_job_that_always_stops_ends_after_as_many_lives_as_were_asked_for(node, tmp_path):
-    environment = builders.environment(tmp_path / "house", MAX_REQUEUES="2")
+    environment = builders.environment(tmp_path / "workspace", MAX_REQUEUES="2")
     number = node.submit(
         environment, f"--chdir={tmp_path}", SCRIPT, "bash", "-c", "echo a life; exit 75"
     )
@@ -283,7 +283,7 @@ def test_of_an_array_only_the_stopped_task_comes_back(node, tmp_path):
         f"--chdir={tmp_path}",
         "--output=%a.out",
     )
-    node.submit(builders.environment(tmp_path / "house"), *options, SCRIPT, "bash", "-c", line)
+    node.submit(builders.environment(tmp_path / "workspace"), *options, SCRIPT, "bash", "-c", line)
     assert slurm.waited(lambda: not node.ask("squeue", "--noheader"), within_s=120), node.ask(
         "squeue"
     )

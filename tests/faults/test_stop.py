@@ -51,7 +51,9 @@ def test_a_stop_signal_to_the_launcher_saves_and_the_same_line_continues(
         injected()
         check_stopped(child, before, 130 if name == "SIGINT" else 75)
         assert f"error: stopped by {name} at step {child.outcome()['step']}" in child.said()
-        again = builders.launch(tmp_path / "house", "run", str(tmp_path / "tiny.yaml"), "--dry-run")
+        again = builders.launch(
+            tmp_path / "workspace", "run", str(tmp_path / "tiny.yaml"), "--dry-run"
+        )
         assert "continuing tiny-" in again.stdout
 
 
@@ -79,7 +81,7 @@ def test_sigterm_at_a_random_moment_to_launcher_agent_or_ranks_apart(tmp_path, i
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_signal_to_accelerate_saves_too(tmp_path, injected, ranks):
     for name in ("SIGTERM", "SIGUSR1"):
-        with stopping.launched(tmp_path, ranks, house=name) as child:
+        with stopping.launched(tmp_path, ranks, workspace=name) as child:
             before = trained(child)
             child.launcher().send_signal(getattr(signal, name))
             injected()
@@ -140,7 +142,7 @@ def test_a_stop_is_obeyed_in_every_section(tmp_path, injected, section):
         assert child.committed() == expected[section]
         assert not (tmp_path / "model").exists()
     if section == "export":
-        again = builders.launch(tmp_path / "house", "run", str(tmp_path / "tiny.yaml"))
+        again = builders.launch(tmp_path / "workspace", "run", str(tmp_path / "tiny.yaml"))
         assert again.returncode == 0, again.stdout
         assert "resuming from checkpoint-000012" in again.stdout
         assert "step 1/12" not in again.stdout
@@ -159,7 +161,7 @@ def test_a_stop_while_rows_are_tokenised_leaves_nothing_half_made(tmp_path, inje
         assert child.wait() == 75, child.said()
         assert time.monotonic() - began < 15
         assert child.left() == []
-        tokens = tmp_path / "house/.cache/tokens"
+        tokens = tmp_path / "workspace/.cache/tokens"
         assert not [path for path in tokens.glob("*") if path.suffix != ".lock"]
         assert not list(tokens.glob(".*"))
 
@@ -184,7 +186,7 @@ def test_a_grace_shorter_than_the_save_leaves_the_old_checkpoint(tmp_path):
         assert stopping.fired(tmp_path, "slow") == 1
         assert child.committed() == [5, 10]
     again = builders.launch(
-        tmp_path / "house", "run", str(tmp_path / "tiny.yaml"), "--training.max_steps=12"
+        tmp_path / "workspace", "run", str(tmp_path / "tiny.yaml"), "--training.max_steps=12"
     )
     # another number of steps is another run: refused, and nothing is lost
     assert again.returncode == 5
@@ -269,7 +271,7 @@ def direct(folder: Path, launcher: tuple[str, ...]) -> Child:
     flags += ["--training.bf16=false", "--data.validation_file=null", f"--train_file={train}"]
     argv = (sys.executable, *launcher, str(builders.CODE / "train_low_mem.py"), *flags)
     tag = f"direct-{folder.name}"
-    return Child(folder, argv, folder / "house", folder / "out", LOWMEM_RUN=tag)
+    return Child(folder, argv, folder / "workspace", folder / "out", LOWMEM_RUN=tag)
 
 
 @pytest.mark.shows("F5", "kill -9 of the launcher; it is waited for")
@@ -288,11 +290,11 @@ def test_a_second_start_is_refused_while_the_first_runs(tmp_path):
     with stopping.launched(tmp_path, 1) as child:
         trained(child)
         began = time.monotonic()
-        second = builders.launch(tmp_path / "house", "run", str(tmp_path / "tiny.yaml"))
+        second = builders.launch(tmp_path / "workspace", "run", str(tmp_path / "tiny.yaml"))
         took = time.monotonic() - began
         other = f"--resume={child.run.root}"
         third = builders.launch(
-            tmp_path / "house",
+            tmp_path / "workspace",
             "run",
             str(tmp_path / "tiny.yaml"),
             other,
@@ -339,7 +341,7 @@ def test_a_real_kernel_oom_kill_is_named_with_the_limit(tmp_path):
         done = subprocess.run(
             ["bash", "-c", line],
             env=builders.environment(
-                tmp_path / "house", **stopping.injecting(tmp_path, eater=fault)
+                tmp_path / "workspace", **stopping.injecting(tmp_path, eater=fault)
             ),
             capture_output=True,
             text=True,
@@ -397,7 +399,9 @@ def test_a_stop_while_the_plan_after_a_shortage_is_made_ends_at_once(tmp_path, n
         assert len(child.run.attempts()) == 1
         assert child.committed() == [2]
         assert child.left() == []
-        again = builders.launch(tmp_path / "house", "run", str(tmp_path / "tiny.yaml"), "--dry-run")
+        again = builders.launch(
+            tmp_path / "workspace", "run", str(tmp_path / "tiny.yaml"), "--dry-run"
+        )
         assert "continuing tiny-" in again.stdout
 
 
@@ -428,7 +432,7 @@ def test_a_stop_while_the_first_plan_is_made_ends_at_once(tmp_path, command, num
     traces = tmp_path / "traces"
     extra = {"LOWMEM_TRACES": str(traces), "LOWMEM_RUN": f"planned-{command}-{number}"}
     with stopping.ended(
-        Child(tmp_path, argv, tmp_path / "house", tmp_path / "out", **extra)
+        Child(tmp_path, argv, tmp_path / "workspace", tmp_path / "out", **extra)
     ) as child:
         child.until("a trace", lambda: traces.exists() and list(traces.glob("*/stderr")))
         ends_soon(child, number)

@@ -37,10 +37,10 @@ def losses(folder: Path, **sections: Any) -> tuple[list[float], str]:
     """Of a run on one card, and what its plan said."""
     training = {"max_steps": 8, "bf16": True, **sections.pop("training", {})}
     recipe = builders.recipe(folder, training=training, launch={"num_processes": 1}, **sections)
-    done = builders.launch(folder / "house", "run", str(recipe))
+    done = builders.launch(folder / "workspace", "run", str(recipe))
     assert done.returncode == 0, done.stderr + done.stdout
     return [
-        event["loss"] for event in builders.events(builders.only_run(folder / "house"))
+        event["loss"] for event in builders.events(builders.only_run(folder / "workspace"))
     ], done.stdout
 
 

@@ -19,11 +19,11 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU th
 def test_one_card_trains_and_its_memory_is_in_the_report(tmp_path, shape, precision):
     training = {"max_steps": 12, "bf16": precision == "bf16", "learning_rate": 3e-3}
     recipe = builders.recipe(tmp_path, shape, training=training, launch={"num_processes": 1})
-    done = builders.launch(tmp_path / "house", "run", str(recipe))
+    done = builders.launch(tmp_path / "workspace", "run", str(recipe))
     assert done.returncode == 0, done.stderr + done.stdout
     assert "rank 0 of 1 on" in done.stdout
     assert "cuda:0, no process group" in done.stdout
-    run = builders.only_run(tmp_path / "house")
+    run = builders.only_run(tmp_path / "workspace")
     outcome = json.loads((run / "attempts/01/outcome.json").read_text())
     plan = json.loads((run / "plan.json").read_text())
     assert plan["strategy"]["mixed_precision"] == precision
@@ -39,7 +39,7 @@ def test_lora_on_4_bit_weights_of_a_folder_holds_what_was_predicted(tmp_path):
     first = builders.recipe(
         tmp_path / "first", training={"max_steps": 2}, launch={"num_processes": 1}
     )
-    assert builders.launch(tmp_path / "house", "run", str(first)).returncode == 0
+    assert builders.launch(tmp_path / "workspace", "run", str(first)).returncode == 0
     training = {"max_steps": 12, "bf16": True, "learning_rate": 3e-3, "eval_steps": 4}
     sections = {
         "lora": {"r": 4},
@@ -68,9 +68,9 @@ def test_a_card_gives_the_losses_of_the_cpu(tmp_path):
         recipe = builders.recipe(
             folder, training={"max_steps": 8}, launch={"mode": device, "num_processes": 1}
         )
-        done = builders.launch(folder / "house", "run", str(recipe))
+        done = builders.launch(folder / "workspace", "run", str(recipe))
         assert done.returncode == 0, done.stderr + done.stdout
         losses[device] = [
-            event["loss"] for event in builders.events(builders.only_run(folder / "house"))
+            event["loss"] for event in builders.events(builders.only_run(folder / "workspace"))
         ]
     assert losses["single_gpu"] == pytest.approx(losses["cpu"], rel=1e-3)

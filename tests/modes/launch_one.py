@@ -47,15 +47,15 @@ def fsdp2(recipe_file: str, overrides: Sequence[str]) -> int:
     """What `python -m launch run` does, with the mode changed after planning."""
     resolved = resolve(recipe_file, [*overrides, "--launch.mode=multi_cpu"])
     resolved = replace(resolved, plan=as_fsdp2(resolved.plan, resolved.recipe))
-    recipe, plan, house = resolved.recipe, resolved.plan, resolved.house
-    tokens = token_cache.token_cache(house.cache, recipe, plan.shape, plan.data_format)
-    start = resume.decide(house.runs, recipe, plan, tokens, "auto", datetime.now())
+    recipe, plan, workspace = resolved.recipe, resolved.plan, resolved.workspace
+    tokens = token_cache.token_cache(workspace.cache, recipe, plan.shape, plan.data_format)
+    start = resume.decide(workspace.runs, recipe, plan, tokens, "auto", datetime.now())
     print(start.line)
-    attempt = write.write_run(start.run, recipe, resolved.machine, plan, house)
+    attempt = write.write_run(start.run, recipe, resolved.machine, plan, workspace)
     command = through_shim(
-        render_command.command(plan, resolved.machine, start.run, attempt, house, os.environ)
+        render_command.command(plan, resolved.machine, start.run, attempt, workspace, os.environ)
     )
-    screen = Screen(layout.log_file(house.root, start.run))
+    screen = Screen(layout.log_file(workspace.root, start.run))
     result = supervise_attempt.run(resolved, start.run, attempt, lambda: command, screen)
     supervise_attempt.write_outcome(result, attempt)
     print("\n".join(text.result_lines(recipe, resolved.machine, plan, result, "")))

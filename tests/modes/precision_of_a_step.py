@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from launch.base.workspace import House
+from launch.base.workspace import Workspace
 from launch.run_folder.layout import RunDir, Start
 from tests.modes.fsdp_on_cpu import engage_fsdp
 from training import run as training_run
@@ -65,7 +65,7 @@ def main(run: RunDir, mode: str, output: Path) -> None:
     plan = run.read_plan()
     plan = replace(plan, strategy=replace(plan.strategy, mode=mode))
     attempt = run.attempts()[-1]
-    start = Start(House.here(), run.read_recipe(), plan, True, run=run, attempt=attempt)
+    start = Start(Workspace.here(), run.read_recipe(), plan, True, run=run, attempt=attempt)
     training_run.train(start, lambda *_: (str(run.root), str(attempt.root)), [], watch=watch)
     torch.save({name: sorted(map(str, values)) for name, values in seen.items()}, output)
 

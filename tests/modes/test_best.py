@@ -47,9 +47,9 @@ def test_the_exported_weights_are_those_of_the_lowest_held_out_loss(tmp_path, lo
         f"--launch.num_processes={ranks}",
         f"--training.per_device_train_batch_size={8 // ranks}",
     ]
-    done = builders.launch(tmp_path / "house", "run", recipe, *cut)
+    done = builders.launch(tmp_path / "workspace", "run", recipe, *cut)
     assert done.returncode == 0, done.stderr + done.stdout
-    run = builders.only_run(tmp_path / "house")
+    run = builders.only_run(tmp_path / "workspace")
     losses = held_out(run)
     step = min(losses, key=losses.__getitem__)
     assert 2 <= step < max(losses)  # else this test would not tell the best from the last
@@ -74,23 +74,23 @@ def test_a_run_that_was_killed_after_its_best_step_still_knows_it(tmp_path):
     assert whole.returncode == 0
     expected = builders.weights(tmp_path / "model")
     words = ["run", recipe, f"--output_dir={tmp_path / 'again'}"]
-    kill_after(tmp_path / "house", words, step=step + 6)
-    done = builders.launch(tmp_path / "house", *words)
+    kill_after(tmp_path / "workspace", words, step=step + 6)
+    done = builders.launch(tmp_path / "workspace", *words)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "resuming from checkpoint-0000" in done.stdout
     found = builders.weights(tmp_path / "again")
     assert all(torch.equal(tensor, found[key]) for key, tensor in expected.items())
     (outcome,) = (
-        json.loads(path.read_text()) for path in (tmp_path / "house/runs").rglob("outcome.json")
+        json.loads(path.read_text()) for path in (tmp_path / "workspace/runs").rglob("outcome.json")
     )
     assert outcome["exported_step"] == step
 
 
 def test_engines_whose_checkpoints_hold_parts_are_refused_with_the_reason(tmp_path):
     recipe = str(builders.recipe(tmp_path, training={"load_best_model_at_end": True}))
-    done = builders.launch(tmp_path / "house", "plan", recipe, "--launch.mode=deepspeed_zero2")
+    done = builders.launch(tmp_path / "workspace", "plan", recipe, "--launch.mode=deepspeed_zero2")
     assert done.returncode == 2
     assert "no whole weights in its checkpoints" in done.stderr
-    without = builders.launch(tmp_path / "house", "plan", recipe, "--data.validation_file=null")
+    without = builders.launch(tmp_path / "workspace", "plan", recipe, "--data.validation_file=null")
     assert without.returncode == 2
     assert "needs data.validation_file" in without.stderr

@@ -27,9 +27,9 @@ GUIDES = ["train", "--is_finetune=True", "--use_fast_config=True", "--data.max_t
 GLOO = re.compile(r"rank (\d) of 2 on \S+: cpu:0, backend gloo \(torch.distributed\)")
 
 
-def run(argv: list[str], house: Path, **extra: str) -> subprocess.CompletedProcess[str]:
+def run(argv: list[str], workspace: Path, **extra: str) -> subprocess.CompletedProcess[str]:
     """A command to its end, from the checkout."""
-    env = builders.environment(house, PYTHON=sys.executable, **extra)
+    env = builders.environment(workspace, PYTHON=sys.executable, **extra)
     return subprocess.run(
         argv, env=env, cwd=builders.CODE, capture_output=True, text=True, timeout=120
     )
@@ -39,8 +39,8 @@ def accelerate(*words: str) -> list[str]:
     return [sys.executable, "-m", "accelerate.commands.launch", *words, "train_low_mem.py", *GUIDES]
 
 
-def losses(house: Path) -> list[float]:
-    return [event["loss"] for event in builders.events(builders.only_run(house, "sft_fast"))]
+def losses(workspace: Path) -> list[float]:
+    return [event["loss"] for event in builders.events(builders.only_run(workspace, "sft_fast"))]
 
 
 def test_the_four_commands_of_the_guide_are_one_training_over_gloo(tmp_path):
@@ -58,13 +58,13 @@ def test_the_four_commands_of_the_guide_are_one_training_over_gloo(tmp_path):
     }
     found = {}
     for name, (argv, extra) in commands.items():
-        house = tmp_path / name
-        done = run(argv, house, **extra)
+        workspace = tmp_path / name
+        done = run(argv, workspace, **extra)
         assert done.returncode == 0, f"{name}: {done.stdout}{done.stderr}"
-        log = builders.only_run(house, "sft_fast") / "attempts/01/log.txt"
+        log = builders.only_run(workspace, "sft_fast") / "attempts/01/log.txt"
         said = done.stdout + (log.read_text() if log.exists() else "")
         assert set(GLOO.findall(said)) == {"0", "1"}, f"{name}: {said}"
-        found[name] = losses(house)
+        found[name] = losses(workspace)
     assert len(found["quick"]) == 3
     assert all(values == found["quick"] for values in found.values()), found
 

@@ -22,7 +22,7 @@ JOIN_S = 8
 
 
 def start(
-    host: hosts.Host, house: Path, recipe: Path, rank: int, first: str, *words: str
+    host: hosts.Host, workspace: Path, recipe: Path, rank: int, first: str, *words: str
 ) -> subprocess.Popen[str]:
     """`python -m launch run` on one of two machines."""
     argv = [
@@ -35,7 +35,7 @@ def start(
         f"--launch.machine_rank={rank}",
     ]
     argv += [f"--launch.main_process_ip={first}", f"--launch.join_timeout_s={JOIN_S}", *words]
-    env = builders.environment(house)
+    env = builders.environment(workspace)
     env.pop("GLOO_SOCKET_IFNAME", None)
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return host.popen(argv, {**env, "GLOO_SOCKET_IFNAME": ""}, **options)
@@ -53,8 +53,8 @@ def recipe(tmp_path) -> Path:
     )
 
 
-def losses(house: Path) -> list[float]:
-    return [event["loss"] for event in builders.events(builders.only_run(house))]
+def losses(workspace: Path) -> list[float]:
+    return [event["loss"] for event in builders.events(builders.only_run(workspace))]
 
 
 @pytest.mark.parametrize(

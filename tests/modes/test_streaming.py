@@ -42,8 +42,8 @@ def recipe(folder: Path) -> Path:
     )
 
 
-def losses(house: Path) -> dict[int, float]:
-    return {event["step"]: event["loss"] for event in builders.events(builders.only_run(house))}
+def losses(workspace: Path) -> dict[int, float]:
+    return {event["step"]: event["loss"] for event in builders.events(builders.only_run(workspace))}
 
 
 def test_a_stream_gives_the_same_steps_to_any_ranks_and_after_a_kill(tmp_path):
@@ -74,7 +74,8 @@ def test_a_stream_gives_the_same_steps_to_any_ranks_and_after_a_kill(tmp_path):
         torch.tensor(list(found.values())), torch.tensor(list(expected.values())), rtol=1e-4, atol=0
     )
     taken = [
-        builders.only_run(tmp_path / house) / "attempts/01/ranks" for house in ("alone", "two")
+        builders.only_run(tmp_path / workspace) / "attempts/01/ranks"
+        for workspace in ("alone", "two")
     ]
     assert all((taken[1] / rank / "samples.i32").stat().st_size for rank in "01")
 
@@ -97,6 +98,6 @@ def test_a_row_that_cannot_be_read_ends_a_streamed_run_with_its_place(tmp_path):
     path = recipe(tmp_path)
     with (tmp_path / "corpus/1.jsonl").open("a") as file:
         file.write("{\n")
-    done = builders.launch(tmp_path / "house", "run", str(path))
+    done = builders.launch(tmp_path / "workspace", "run", str(path))
     assert done.returncode == 4, done.stdout
     assert "corpus/1.jsonl:151: not valid JSON" in done.stdout + done.stderr

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from launch.base.workspace import House
+from launch.base.workspace import Workspace
 from launch.predict.history import calibration
 from launch.predict.history.ledger import Ledger
 from launch.schema.plan import MemoryEstimate, Peak
@@ -71,7 +71,7 @@ def test_an_ended_run_is_in_the_ledger_and_the_report_shows_its_error(tmp_path):
     assert launch(tmp_path, "run", str(recipe)).returncode == 0
     said = launch(tmp_path, "report", "--calibration").stdout
     assert "host RAM on cpu: 1 run(s)" in said
-    with sqlite3.connect(House(tmp_path).ledger_file) as db:
+    with sqlite3.connect(Workspace(tmp_path).ledger_file) as db:
         db.row_factory = sqlite3.Row
         (row,) = db.execute("SELECT * FROM measurements").fetchall()
     # a busy machine
@@ -99,7 +99,7 @@ def test_a_step_that_took_more_than_predicted_is_said_and_refutes_a_plan_without
     assert above.over == ""
     far = calibration.compare(plan, {**measured, "allocated_bytes": 12 * GIB}, 8 * GIB)
     assert "exceed the budget of 11.00 GiB" in far.over
-    assert far.exceeded == pytest.approx(0.2)
+    assert far.oom_history == pytest.approx(0.2)
     host = calibration.compare(plan, {**measured, "host_pss_bytes": 9 * GIB}, 8 * GIB)
     assert "host RAM 9.00 GiB, predicted 4.00 (+125.0%)" in host.over
     assert host.host_exceeded == pytest.approx(1.25)
@@ -107,7 +107,7 @@ def test_a_step_that_took_more_than_predicted_is_said_and_refutes_a_plan_without
 
 def test_the_ledger_is_where_the_house_keeps_it(tmp_path):
     assert (
-        Ledger(House(tmp_path).ledger_file, print)
+        Ledger(Workspace(tmp_path).ledger_file, print)
         .calibration_lines()[0]
         .startswith("calibration: nothing")
     )

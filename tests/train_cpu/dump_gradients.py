@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from transformers import TrainerCallback
 
-from launch.base.workspace import House
+from launch.base.workspace import Workspace
 from launch.run_folder.layout import RunDir, Start
 from training import run as training_run
 from training.loop.trainer import LowMemTrainer
@@ -44,7 +44,9 @@ def main(run: RunDir, output: Path) -> None:
     reduces = 0
     steps.clear()
     attempt = run.attempts()[-1]
-    start = Start(House.here(), run.read_recipe(), run.read_plan(), True, run=run, attempt=attempt)
+    start = Start(
+        Workspace.here(), run.read_recipe(), run.read_plan(), True, run=run, attempt=attempt
+    )
     folders = str(run.root), str(attempt.root)
     training_run.train(
         start, lambda *_: folders, [], watch=lambda trainer: trainer.add_callback(Watch(trainer))

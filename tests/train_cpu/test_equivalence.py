@@ -37,10 +37,10 @@ def rendered(folder: Path, shape: str, cut: tuple[int, int, int], by_tokens: boo
     data = {"max_length": LONGEST, "batch_by_tokens": by_tokens}
     recipe = builders.recipe(folder, shape, training={**training, "max_grad_norm": 0.0}, data=data)
     dry = builders.launch(
-        folder / "house", "run", str(recipe), "--dry-run", f"--launch.num_processes={ranks}"
+        folder / "workspace", "run", str(recipe), "--dry-run", f"--launch.num_processes={ranks}"
     )
     assert dry.returncode == 0, dry.stderr
-    return builders.only_run(folder / "house")
+    return builders.only_run(folder / "workspace")
 
 
 def train(folder: Path, runs: dict[str, Path], ranks: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -54,7 +54,7 @@ def train(folder: Path, runs: dict[str, Path], ranks: int) -> dict[str, dict[str
     words = [str(word) for name in runs for word in (runs[name], outputs[name])]
     done = subprocess.run(
         [sys.executable, *starter, str(HERE / "dump_gradients.py"), *words],
-        env=builders.environment(folder / "house", OMP_NUM_THREADS="1"),
+        env=builders.environment(folder / "workspace", OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
         timeout=240,
@@ -115,7 +115,7 @@ def test_loss_and_gradient_do_not_depend_on_how_the_batch_is_cut(tmp_path, shape
     assert reference["samples_seen"] == [8, 16, 24, 32, 40, 45, 53, 61]
     for name, steps in runs.items():
         assert steps["samples_seen"] == reference["samples_seen"]
-        (cache,) = tmp_path.glob("house/.cache/tokens/*/train.arrow")
+        (cache,) = tmp_path.glob("workspace/.cache/tokens/*/train.arrow")
         counted = zip(steps["tokens"], steps["computed_tokens"], strict=True)
         sides = slice(0, 2) if shape.startswith("t5") else slice(0, 1)
         assert list(counted) == [

@@ -29,7 +29,7 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
 def run(folder: Path, *argv: str, **env: str) -> str:
     """What a line says that is typed in a folder that is not the checkout."""
     folder.mkdir(parents=True, exist_ok=True)
-    variables = builders.environment(folder / "house", PYTHON=sys.executable, **env)
+    variables = builders.environment(folder / "workspace", PYTHON=sys.executable, **env)
     done = subprocess.run(
         argv, env=variables, cwd=folder, capture_output=True, text=True, timeout=300
     )
@@ -66,7 +66,7 @@ def test_the_amd_guides_wrapper_trains_as_its_variables_say(tmp_path):
     )
     assert "BATCH_SIZE=6: training.per_device_train_batch_size=6" in said
     assert "6 per device x 4 accumulation x 1 process(es) = 24 effective" in said
-    run_dir = builders.only_run(tmp_path / "house", "single_gpu_optimized")
+    run_dir = builders.only_run(tmp_path / "workspace", "single_gpu_optimized")
     strategy = json.loads((run_dir / "plan.json").read_text())["strategy"]
     assert (strategy["gradient_checkpointing"], strategy["mixed_precision"]) == (True, "no")
     assert strategy["dataloader_num_workers"] == 1
@@ -90,11 +90,11 @@ def test_the_a6000_guides_torchrun_line_is_one_training_of_two_ranks(tmp_path):
     said = run(tmp_path, sys.executable, *TORCHRUN, TRAIN, *words, *cut, *workers)
     assert len(re.findall(r"rank [01] of 2 on .*backend gloo \(torch.distributed\)", said)) == 2
     assert "3 per device x 4 accumulation x 2 process(es) = 24 effective" in said
-    run_dir = builders.only_run(tmp_path / "house", "minigpt_medium")
+    run_dir = builders.only_run(tmp_path / "workspace", "minigpt_medium")
     assert [event["samples_seen"] for event in builders.events(run_dir)] == [24, 48]
     recipe = json.loads((run_dir / "recipe.json").read_text())
     assert recipe["training"]["dataloader_prefetch_factor"] == 4
-    log = (tmp_path / "house/logs/training.log").read_text()
+    log = (tmp_path / "workspace/logs/training.log").read_text()
     assert len(re.findall(r"  step [12]/2  epoch", log)) == 2
 
 
@@ -182,7 +182,7 @@ def test_the_adapter_merges_into_its_base_and_tensorboard_finds_the_run(adapted,
     (name,) = seen.Runs()
     assert len(seen.Tensors(name, "train/loss")) == 4
 
-    run_dir = builders.only_run(folder / "house", "lora_sft")
+    run_dir = builders.only_run(folder / "workspace", "lora_sft")
     run(folder, sys.executable, "-m", "launch", "merge", str(run_dir), "--out", "merged")
     tokens = torch.randint(5, 300, (2, 20))
     with torch.no_grad():
@@ -195,7 +195,7 @@ def test_the_adapter_merges_into_its_base_and_tensorboard_finds_the_run(adapted,
     assert AutoTokenizer.from_pretrained(folder / "merged").chat_template
     again = subprocess.run(
         [sys.executable, "-m", "launch", "merge", str(run_dir), "--out", "merged"],
-        env=builders.environment(folder / "house"),
+        env=builders.environment(folder / "workspace"),
         cwd=folder,
         capture_output=True,
         text=True,
@@ -220,7 +220,7 @@ def test_before_and_after_of_the_amd_guide_are_one_training(tmp_path):
         recipe = name.removeprefix("run_")
         found[name] = [
             event["loss"]
-            for event in builders.events(builders.only_run(tmp_path / name / "house", recipe))
+            for event in builders.events(builders.only_run(tmp_path / name / "workspace", recipe))
         ]
     before, after = found.values()
     assert len(before) == 3
@@ -241,7 +241,7 @@ def test_sft_of_the_a6000_guide_starts_from_what_pretraining_left(tmp_path):
         tmp_path, sys.executable, TRAIN, "--mode", "sft", f"--data.train_file={pairs}", *common
     )
     assert f"runs {tmp_path / 'house/model_save/minigpt_medium'}" in said
-    assert (tmp_path / "house/model_save/minigpt_medium_sft/config.json").exists()
+    assert (tmp_path / "workspace/model_save/minigpt_medium_sft/config.json").exists()
 
 
 @pytest.mark.modes
@@ -250,7 +250,7 @@ def test_a_dry_run_of_the_a6000_guide_prints_the_plan_and_trains_nothing(tmp_pat
     words = ["--mode", "pretrain", f"--data.train_file={texts(tmp_path)}", "--dry-run"]
     said = run(tmp_path, sys.executable, *launcher, TRAIN, *words)
     assert said.count("plan for minigpt_medium on ") == 1
-    assert not list((tmp_path / "house").glob("runs/*/*/attempts/*/events.jsonl"))
+    assert not list((tmp_path / "workspace").glob("runs/*/*/attempts/*/events.jsonl"))
 
 
 def test_the_guides_import_prints_the_configuration():

@@ -45,11 +45,11 @@ def stopped(request, tmp_path_factory) -> tuple[Path, str]:
 
 def continued(stopped: tuple[Path, str], tmp_path: Path, *words: str) -> tuple[Path, str]:
     """(house, what was printed) of the stopped run, continued with these words."""
-    house = shutil.copytree(stopped[0] / "house", tmp_path / "house")
+    workspace = shutil.copytree(stopped[0] / "workspace", tmp_path / "workspace")
     recipe = str(stopped[0] / "tiny.yaml")
-    done = builders.launch(house, "run", recipe, f"--output_dir={tmp_path / 'model'}", *words)
+    done = builders.launch(workspace, "run", recipe, f"--output_dir={tmp_path / 'model'}", *words)
     assert done.returncode == 0, done.stderr
-    return house, done.stdout
+    return workspace, done.stdout
 
 
 def test_continued_on_two_ranks_it_gives_the_weights_of_an_uninterrupted_run(stopped, tmp_path):
@@ -59,9 +59,9 @@ def test_continued_on_two_ranks_it_gives_the_weights_of_an_uninterrupted_run(sto
     whole = builders.launch(tmp_path / "other", "run", str(recipe))
     assert whole.returncode == 0, whole.stderr
     words = ("--launch.num_processes=2", "--training.per_device_train_batch_size=2")
-    house, said = continued(stopped, tmp_path, *words)
+    workspace, said = continued(stopped, tmp_path, *words)
     assert f"resuming from checkpoint-{STOP:06d}" in said
-    run, other = (RunDir(builders.only_run(one)) for one in (house, tmp_path / "other"))
+    run, other = (RunDir(builders.only_run(one)) for one in (workspace, tmp_path / "other"))
     assert {step: sorted(rows) for step, rows in sample_audit.taken(run).items()} == {
         step: sorted(rows) for step, rows in sample_audit.taken(other).items()
     }
@@ -77,8 +77,8 @@ def test_continued_with_another_effective_batch_each_row_is_still_seen_once_an_e
     stopped, tmp_path
 ):
     words = ("--training.per_device_train_batch_size=6", "--resume.allow=[effective_batch_size]")
-    house, _ = continued(stopped, tmp_path, *words)
-    newest = sorted((house / "runs/tiny").glob("*/plan.json"))[-1].parent
+    workspace, _ = continued(stopped, tmp_path, *words)
+    newest = sorted((workspace / "runs/tiny").glob("*/plan.json"))[-1].parent
     lines = sample_audit.lines(RunDir(newest))
     assert len(lines) == EPOCHS
     ending = (
@@ -104,11 +104,12 @@ def test_by_tokens_every_engine_takes_the_steps_of_fixed_micro_batches(mode, tmp
         "--training.per_device_train_batch_size=1",
         "--training.gradient_accumulation_steps=4",
     ]
-    found = builders.launch(tmp_path / "house", *words)
+    found = builders.launch(tmp_path / "workspace", *words)
     assert found.returncode == 0, found.stdout + found.stderr
     assert "micro-steps a step on average" in found.stdout
     ours, theirs = (
-        builders.events(builders.only_run(tmp_path / house)) for house in ("house", "fixed")
+        builders.events(builders.only_run(tmp_path / workspace))
+        for workspace in ("workspace", "fixed")
     )
     assert len(ours) == len(theirs) == ROWS // 8
     for step, other in zip(ours, theirs, strict=True):

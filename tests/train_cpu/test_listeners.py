@@ -20,7 +20,7 @@ def test_nothing_of_a_run_listens_beyond_the_loopback(tmp_path):
     argv = [sys.executable, "-m", "launch", "run", str(recipe)]
     seen: set[tuple[str, int]] = set()
     with subprocess.Popen(
-        argv, env=builders.environment(tmp_path / "house"), stdout=subprocess.PIPE, text=True
+        argv, env=builders.environment(tmp_path / "workspace"), stdout=subprocess.PIPE, text=True
     ) as child:
         while child.poll() is None:
             ours = {

@@ -19,11 +19,11 @@ from launch.run_folder import manifest
 from tests import builders
 
 
-def kill_after(house: Path, words: list[str], step: int) -> None:
+def kill_after(workspace: Path, words: list[str], step: int) -> None:
     """Start a run and kill -9 every process of it once it has logged `step`."""
     child = subprocess.Popen(
         [sys.executable, "-m", "launch", *words],
-        env=builders.environment(house),
+        env=builders.environment(workspace),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -31,7 +31,7 @@ def kill_after(house: Path, words: list[str], step: int) -> None:
     while True:
         assert child.poll() is None, "the run ended before it could be killed"
         assert time.monotonic() < deadline, "the run never reached the step"
-        runs = list((house / "runs" / "tiny").glob("*/attempts/01/events.jsonl"))
+        runs = list((workspace / "runs" / "tiny").glob("*/attempts/01/events.jsonl"))
         if runs and len(runs[0].read_text().splitlines()) >= step:
             break
         time.sleep(0.02)
@@ -103,18 +103,18 @@ def test_kill_minus_nine_and_the_same_line_again_give_the_uninterrupted_weights(
 
 def test_a_complete_run_says_so_and_resume_never_starts_over_with_another_learning_rate(tmp_path):
     recipe = str(builders.recipe(tmp_path, training={"max_steps": 3, "warmup_steps": 0}))
-    assert builders.launch(tmp_path / "house", "run", recipe).returncode == 0
+    assert builders.launch(tmp_path / "workspace", "run", recipe).returncode == 0
     first = {name: tensor.clone() for name, tensor in builders.weights(tmp_path / "model").items()}
-    second = builders.launch(tmp_path / "house", "run", recipe)
+    second = builders.launch(tmp_path / "workspace", "run", recipe)
     assert second.returncode == 0
     assert "is complete; --resume never starts over" in second.stdout
-    assert len(list((tmp_path / "house/runs/tiny").glob("*/plan.json"))) == 1
+    assert len(list((tmp_path / "workspace/runs/tiny").glob("*/plan.json"))) == 1
     third = builders.launch(
-        tmp_path / "house", "run", recipe, "--resume", "never", "--training.learning_rate=2e-3"
+        tmp_path / "workspace", "run", recipe, "--resume", "never", "--training.learning_rate=2e-3"
     )
     assert third.returncode == 0
     assert "starting a new run" in third.stdout
-    assert len(list((tmp_path / "house/runs/tiny").glob("*/attempts/01/outcome.json"))) == 2
+    assert len(list((tmp_path / "workspace/runs/tiny").glob("*/attempts/01/outcome.json"))) == 2
     assert any(
         not torch.equal(first[name], tensor)
         for name, tensor in builders.weights(tmp_path / "model").items()
@@ -127,29 +127,29 @@ def killed(tmp_path_factory) -> tuple[Path, str]:
     house."""
     folder = tmp_path_factory.mktemp("killed")
     recipe = str(builders.recipe(folder, training={"num_train_epochs": 8, "save_steps": 5}))
-    kill_after(folder / "house", ["run", recipe], step=13)
-    return folder / "house", recipe
+    kill_after(folder / "workspace", ["run", recipe], step=13)
+    return folder / "workspace", recipe
 
 
 @pytest.fixture
 def copied(killed, tmp_path) -> tuple[Path, str]:
-    house, recipe = killed
-    return shutil.copytree(house, tmp_path / "house"), recipe
+    workspace, recipe = killed
+    return shutil.copytree(workspace, tmp_path / "workspace"), recipe
 
 
 @pytest.mark.shows("F44", "another effective batch; refused, and continued where allowed")
 def test_another_batch_continues_at_the_same_sample(copied):
     """Where it is allowed: stop, change the batch, start again; no sample is skipped or
     repeated."""
-    house, recipe = copied
-    refused = builders.launch(house, "run", recipe, "12")
+    workspace, recipe = copied
+    refused = builders.launch(workspace, "run", recipe, "12")
     assert refused.returncode == 5
     assert "effective batch 8 -> 12" in refused.stderr
     assert "--resume.allow=[effective_batch_size]" in refused.stderr
-    again = builders.launch(house, "run", recipe, "12", "--resume.allow=[effective_batch_size]")
+    again = builders.launch(workspace, "run", recipe, "12", "--resume.allow=[effective_batch_size]")
     assert again.returncode == 0, again.stderr
     assert "effective batch 8 -> 12" in again.stdout
-    taken, continued = sorted((house / "runs/tiny").glob("*/plan.json"))
+    taken, continued = sorted((workspace / "runs/tiny").glob("*/plan.json"))
     checkpoint = sorted((taken.parent / "checkpoints").glob("checkpoint-*"))[-1]
     epoch, in_epoch = divmod(int(checkpoint.name.split("-")[1]), 6)  # 45 rows in batches of 8
     seen = epoch * 45 + min(in_epoch * 8, 45)
@@ -157,7 +157,7 @@ def test_another_batch_continues_at_the_same_sample(copied):
     assert steps[0]["samples_seen"] == min(seen + 12, (epoch + 1) * 45)
     assert sum(event["samples"] for event in steps) == 8 * 45 - seen
     assert steps[-1]["samples_seen"] == 8 * 45
-    shown = builders.launch(house, "samples", str(continued.parent))
+    shown = builders.launch(workspace, "samples", str(continued.parent))
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.splitlines() == [
         f"epoch {epoch}: all of 45 rows, each once" for epoch in range(1, 9)
@@ -165,8 +165,8 @@ def test_another_batch_continues_at_the_same_sample(copied):
 
 
 def test_a_run_whose_learning_rate_changed_is_refused_with_the_difference(copied):
-    house, recipe = copied
-    changed = builders.launch(house, "run", recipe, "--training.learning_rate=2e-3")
+    workspace, recipe = copied
+    changed = builders.launch(workspace, "run", recipe, "--training.learning_rate=2e-3")
     assert changed.returncode == 5
     assert changed.stderr.count("\n") == 1
     assert "training.learning_rate 0.001 -> 0.002" in changed.stderr
@@ -184,38 +184,40 @@ def test_a_run_whose_learning_rate_changed_is_refused_with_the_difference(copied
 def test_what_changes_the_training_is_refused_with_the_difference_and_the_word_that_allows_it(
     copied, override, shown
 ):
-    house, recipe = copied
+    workspace, recipe = copied
     word = (
         override.partition(".")[2].partition("=")[0]
         if "seed" in override
         else override[2:].partition(".")[0]
     )
-    changed = builders.launch(house, "run", recipe, override)
+    changed = builders.launch(workspace, "run", recipe, override)
     assert changed.returncode == 5
     assert changed.stderr.count("\n") == 1
     assert shown in changed.stderr
     assert f"--resume.allow=[{word}]" in changed.stderr
-    allowed = builders.launch(house, "run", recipe, override, f"--resume.allow={word}", "--dry-run")
+    allowed = builders.launch(
+        workspace, "run", recipe, override, f"--resume.allow={word}", "--dry-run"
+    )
     assert allowed.returncode == 0, allowed.stderr
     assert f"in a new run ({shown}" in allowed.stdout
 
 
 @pytest.mark.shows("F40", "another file in place of the rows, between run and resume")
 def test_rows_that_changed_between_run_and_resume_are_refused(copied, tmp_path):
-    house, recipe = copied
+    workspace, recipe = copied
     data = builders.write_parquet(tmp_path / "other.parquet", builders.rows(45, seed=9))
-    changed = builders.launch(house, "run", recipe, f"--data.train_file={data}")
+    changed = builders.launch(workspace, "run", recipe, f"--data.train_file={data}")
     assert changed.returncode == 5
     assert f"the content of {data}, data.validation_file has changed" in changed.stderr
 
 
 def test_rows_that_another_version_tokenised_are_refused_with_that_reason(copied):
-    house, recipe = copied
-    (file,) = (house / "runs/tiny").glob("*/tokens.json")
+    workspace, recipe = copied
+    (file,) = (workspace / "runs/tiny").glob("*/tokens.json")
     used = base_files.read_json(file)
     used["made_of"]["version"] -= 1
     base_files.write_json(file, {**used, "folder": f"{used['folder']}0"})
-    changed = builders.launch(house, "run", recipe, "--dry-run")
+    changed = builders.launch(workspace, "run", recipe, "--dry-run")
     assert changed.returncode == 5
     assert "tokenised by another version of this program" in changed.stderr
     assert "--resume.allow=[data]" in changed.stderr
@@ -223,28 +225,28 @@ def test_rows_that_another_version_tokenised_are_refused_with_that_reason(copied
 
 @pytest.mark.shows("F54", "a checkpoint that says it was written by other versions")
 def test_other_libraries_are_said_and_refused_where_they_read_the_files(copied):
-    house, recipe = copied
-    newest = sorted((house / "runs/tiny").glob("*/checkpoints/checkpoint-*"))[-1]
+    workspace, recipe = copied
+    newest = sorted((workspace / "runs/tiny").glob("*/checkpoints/checkpoint-*"))[-1]
     for package, old, code in (("accelerate", "1.0.0", 0), ("torch", "2.1.0", 5)):
         described = manifest.read(newest)
         described["versions"][package] = old
         described["seal"] = manifest.seal(described)
         base_files.write_json(newest / manifest.FILE, described)
-        done = builders.launch(house, "run", recipe, "--dry-run")
+        done = builders.launch(workspace, "run", recipe, "--dry-run")
         assert done.returncode == code, done.stderr
         assert f"{package} {old} -> " in done.stdout + done.stderr
     assert (
-        builders.launch(house, "run", recipe, "--dry-run", "--resume.allow=versions").returncode
+        builders.launch(workspace, "run", recipe, "--dry-run", "--resume.allow=versions").returncode
         == 0
     )
 
 
 @pytest.mark.shows("F19", "a file of every checkpoint removed; named", code=5)
 def test_a_run_without_one_good_checkpoint_is_refused_and_never_started_over(copied):
-    house, recipe = copied
-    for checkpoint in (house / "runs/tiny").glob("*/checkpoints/checkpoint-*"):
+    workspace, recipe = copied
+    for checkpoint in (workspace / "runs/tiny").glob("*/checkpoints/checkpoint-*"):
         (checkpoint / "scheduler.pt").unlink()
-    done = builders.launch(house, "run", recipe)
+    done = builders.launch(workspace, "run", recipe)
     assert done.returncode == 5
     assert "scheduler.pt is missing" in done.stderr
     assert "never starts over" in done.stderr
@@ -257,8 +259,8 @@ def test_a_run_without_one_good_checkpoint_is_refused_and_never_started_over(cop
     "each file of a real checkpoint cut, one bit flipped, removed; the file is named",
 )
 def test_any_damage_to_any_file_of_a_real_checkpoint_is_found(copied):
-    house, _ = copied
-    folder = sorted((house / "runs/tiny").glob("*/checkpoints/checkpoint-*"))[-1]
+    workspace, _ = copied
+    folder = sorted((workspace / "runs/tiny").glob("*/checkpoints/checkpoint-*"))[-1]
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert len(files) >= 8
     for path in files:

@@ -30,7 +30,7 @@ from training.data import tokenizer as data_tokenizer
 
 def trained(tmp_path, *words: str, **sections) -> subprocess.CompletedProcess[str]:
     done = builders.launch(
-        tmp_path / "house", "run", str(builders.recipe(tmp_path, **sections)), *words
+        tmp_path / "workspace", "run", str(builders.recipe(tmp_path, **sections)), *words
     )
     assert done.returncode == 0, done.stderr + done.stdout
     return done
@@ -46,7 +46,7 @@ def finished(tmp_path_factory) -> tuple[Path, str]:
     useless = [{"prompt": "red blue " * 99, "response": "y"}, {"prompt": "empty", "response": ""}]
     builders.write_parquet(folder / "train.parquet", [*builders.rows(45), *useless])
     (folder / "tmp").mkdir()
-    done = builders.launch(folder / "house", "run", str(recipe), TMPDIR=str(folder / "tmp"))
+    done = builders.launch(folder / "workspace", "run", str(recipe), TMPDIR=str(folder / "tmp"))
     assert done.returncode == 0, done.stderr + done.stdout
     return folder, done.stdout
 
@@ -54,7 +54,7 @@ def finished(tmp_path_factory) -> tuple[Path, str]:
 def test_a_run_and_a_chat_leave_no_folder_of_compiled_code_at_a_name_that_others_can_take(finished):
     folder, _ = finished
     chat = [sys.executable, str(builders.CODE / "scripts/chat.py"), str(folder / "model"), "1: red"]
-    env = builders.environment(folder / "house", TMPDIR=str(folder / "tmp"))
+    env = builders.environment(folder / "workspace", TMPDIR=str(folder / "tmp"))
     done = subprocess.run(chat, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (own,) = (folder / "tmp").iterdir()
@@ -66,13 +66,13 @@ def test_the_schedule_is_in_the_log_and_a_checkpoint_is_written_every_save_steps
     finished,
 ):
     folder, _ = finished
-    run = builders.only_run(folder / "house")
+    run = builders.only_run(folder / "workspace")
     rates = [event["learning_rate"] for event in builders.events(run)]
     assert rates[:5] == pytest.approx([0, 2.5e-4, 5e-4, 7.5e-4, 1e-3])
     assert rates[5:] == pytest.approx([1e-3 * (18 - step) / 14 for step in range(5, 18)])
     saved = sorted(path.name for path in run.glob("checkpoints/checkpoint-*"))
     assert saved == ["checkpoint-000007", "checkpoint-000014", "checkpoint-000018"]
-    log = next((folder / "house/logs").glob("chat_trainer_tiny-*.log")).read_text()
+    log = next((folder / "workspace/logs").glob("chat_trainer_tiny-*.log")).read_text()
     for words in (
         "loss ",
         "lr 1.000e-03",
@@ -91,7 +91,7 @@ def test_a_response_that_does_not_fit_is_counted_and_the_end_token_is_learned(fi
     folder, said = finished
     assert "45 rows" in said
     assert "2 left out (nothing to learn from)" in said
-    (cache,) = (folder / "house/.cache/tokens").glob("*/train.arrow")
+    (cache,) = (folder / "workspace/.cache/tokens").glob("*/train.arrow")
     tokenizer = AutoTokenizer.from_pretrained(cache.parent / "tokenizer")
     responses = {row["response"] for row in builders.rows(45)}
     for row in datasets.Dataset.from_file(str(cache)):
@@ -102,7 +102,7 @@ def test_a_response_that_does_not_fit_is_counted_and_the_end_token_is_learned(fi
 
 
 def test_what_was_measured_equals_what_was_predicted_for_model_states(finished):
-    run = builders.only_run(finished[0] / "house")
+    run = builders.only_run(finished[0] / "workspace")
     outcome = json.loads((run / "attempts/01/outcome.json").read_text())
     estimate = json.loads((run / "plan.json").read_text())["estimate"]
     for name in ("weights_bytes", "gradients_bytes"):
@@ -138,9 +138,9 @@ def test_a_run_is_compared_with_one_that_has_less_padding(finished, tmp_path):
         "--training.per_device_train_batch_size=2",
         "--training.gradient_accumulation_steps=4",
     ]
-    done = builders.launch(folder / "house", "run", str(folder / "tiny.yaml"), *words)
+    done = builders.launch(folder / "workspace", "run", str(folder / "tiny.yaml"), *words)
     assert done.returncode == 0, done.stderr + done.stdout
-    compared = builders.launch(folder / "house", "compare", "tiny", "grouped")
+    compared = builders.launch(folder / "workspace", "compare", "tiny", "grouped")
     assert compared.returncode == 0, compared.stderr
     assert "differs: data.group_by_length: A False, B True\n" in compared.stdout
     assert "effective batch\n" in compared.stdout
@@ -150,7 +150,7 @@ def test_a_run_is_compared_with_one_that_has_less_padding(finished, tmp_path):
         if line.startswith("  ")
     }
     for at, name in enumerate(("tiny", "grouped")):
-        run = RunDir(builders.only_run(folder / "house", name))
+        run = RunDir(builders.only_run(folder / "workspace", name))
         steady = builders.events(run.root)[run_folder_steps.STEADY_FROM :]
         assert len(steady) == 16
         rate = sum(step["tokens"] for step in steady) / sum(step["seconds"] for step in steady)
@@ -181,7 +181,7 @@ def test_a_flipped_bit_in_the_tokenised_rows_is_not_trained_on(tmp_path):
     sections = {"training": {"max_steps": 2, "save_steps": 100}}
     trained(tmp_path, **sections)
     before = builders.weights(tmp_path / "model")
-    (cache,) = (tmp_path / "house/.cache/tokens").glob("*/train.arrow")
+    (cache,) = (tmp_path / "workspace/.cache/tokens").glob("*/train.arrow")
     content = bytearray(cache.read_bytes())
     content[len(content) // 2] ^= 1
     cache.write_bytes(content)
@@ -197,14 +197,14 @@ def test_lora_on_a_local_folder_leaves_an_adapter_and_touches_no_base_weight(fin
     base = finished[0] / "model"
     before = {name: tensor.clone() for name, tensor in builders.weights(base).items()}
     recipe = builders.recipe(tmp_path, training={"max_steps": 3}, lora={"r": 4})
-    done = builders.launch(tmp_path / "house", "run", str(recipe), f"--model.path={base}")
+    done = builders.launch(tmp_path / "workspace", "run", str(recipe), f"--model.path={base}")
     assert done.returncode == 0, done.stderr + done.stdout
     assert (tmp_path / "model/adapter_model.safetensors").exists()
     assert not (tmp_path / "model/model.safetensors").exists()
     assert all(torch.equal(tensor, builders.weights(base)[name]) for name, tensor in before.items())
     chat = subprocess.run(
         [sys.executable, str(builders.CODE / "scripts/chat.py"), str(tmp_path / "model"), "1: red"],
-        env=builders.environment(tmp_path / "house"),
+        env=builders.environment(tmp_path / "workspace"),
         capture_output=True,
         text=True,
     )
@@ -240,7 +240,7 @@ def test_a_base_model_without_a_chat_template_is_trained_exported_and_asked_with
     model = {"shape": None, "path": str(base)}
     trained(tmp_path, data=section, training=training, model=model)
     lines = "1+1?\ntwo<|end|>\n2+1?\nthree<|end|>"
-    (cache,) = (tmp_path / "house/.cache/tokens").glob("*/train.arrow")
+    (cache,) = (tmp_path / "workspace/.cache/tokens").glob("*/train.arrow")
     exported = AutoTokenizer.from_pretrained(tmp_path / "model")
     row = datasets.Dataset.from_file(str(cache))[0]
     assert exported.decode(row["input_ids"]) == lines
@@ -251,7 +251,7 @@ def test_a_base_model_without_a_chat_template_is_trained_exported_and_asked_with
     assert exported.apply_chat_template(rows[0]["messages"], tokenize=False) == lines
     chat = subprocess.run(
         [sys.executable, str(builders.CODE / "scripts/chat.py"), str(tmp_path / "model"), "1+1?"],
-        env=builders.environment(tmp_path / "house"),
+        env=builders.environment(tmp_path / "workspace"),
         capture_output=True,
         text=True,
     )
@@ -260,7 +260,7 @@ def test_a_base_model_without_a_chat_template_is_trained_exported_and_asked_with
 
 def test_the_pasted_dry_run_line_trains_and_once_its_run_is_complete_no_more(tmp_path):
     recipe = builders.recipe(tmp_path, training={"max_steps": 3, "save_steps": 100})
-    dry = builders.launch(tmp_path / "house", "run", str(recipe), "--dry-run")
+    dry = builders.launch(tmp_path / "workspace", "run", str(recipe), "--dry-run")
     assert dry.returncode == 0, dry.stderr
     line = dry.stdout.strip().splitlines()[-1]
 
@@ -309,6 +309,6 @@ def test_pretraining_on_text_lowers_the_held_out_loss(tmp_path):
     trained(
         tmp_path, task="pretrain", data=files, training={"max_steps": 30, "learning_rate": 5e-3}
     )
-    steps = builders.events(builders.only_run(tmp_path / "house"))
+    steps = builders.events(builders.only_run(tmp_path / "workspace"))
     assert steps[-1]["loss"] < 0.6 * steps[0]["loss"]
     AutoModelForCausalLM.from_pretrained(tmp_path / "model")

@@ -23,7 +23,7 @@ FIRST_SAVE_S = 10.0  # allowed for a checkpoint when none was written yet
 MARGIN_S = 5.0  # for the ranks to end after it
 
 
-class Watch:
+class StopConditions:
     """What rank 0 sees without being told: a wish for a checkpoint, the end of its time, a disk
     that others fill."""
 
@@ -67,10 +67,12 @@ class Watch:
         return disk.f_bavail * disk.f_frsize
 
 
-class Obey(TrainerCallback):
+class StopCallback(TrainerCallback):
     """Stands behind Trainer's own callback, which says by the step when to evaluate and save."""
 
-    def __init__(self, control: Control, heartbeat: Heartbeat, watch: Watch | None) -> None:
+    def __init__(
+        self, control: Control, heartbeat: Heartbeat, watch: StopConditions | None
+    ) -> None:
         self._control, self._heartbeat, self._watch = control, heartbeat, watch
         if watch is not None:
             control.watch = watch

@@ -63,7 +63,7 @@ class Spikes:
             self._known.append(value)
 
 
-class Watch(TrainerCallback):
+class NanGuard(TrainerCallback):
     """One rank's watch over a run's numbers. Raises NonFinite, with the same words on all ranks."""
 
     def __init__(

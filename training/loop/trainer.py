@@ -21,7 +21,7 @@ from launch.data.rows import IGNORED
 from launch.run_folder import manifest
 from launch.schema.plan import Strategy
 from training.checkpoints import best, commit, convert
-from training.control.stop_callback import Obey
+from training.control.stop_callback import StopCallback
 from training.control.stop_word import Halted
 from training.data.batches import (
     Collator,
@@ -65,8 +65,8 @@ class LowMemTrainer(Trainer):
         meter: StepMeter,
         keep_checkpoints: int,
         facts: dict[str, Any],
-        watch: nan_guard.Watch | None = None,  # None: no numbers, as in a trace
-        obey: Obey | None = None,
+        watch: nan_guard.StopConditions | None = None,  # None: no numbers, as in a trace
+        obey: StopCallback | None = None,
         strategy: Strategy | None = None,
         output_chunks: int = 1,
         **kwargs: Any,

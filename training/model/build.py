@@ -17,14 +17,14 @@ from transformers import (
 )
 
 from launch.base.errors import ConfigError, ResourceError
-from launch.schema.plan import ModelShape
+from launch.schema.plan import ModelSize
 from launch.schema.recipe import AttnImplementation, LoraSection, ModelSection, QuantizationSection
 from training.model import four_bit
 
 
 def build(
     section: ModelSection,
-    shape: ModelShape,
+    shape: ModelSize,
     lora: LoraSection | None,
     lora_targets: tuple[str, ...],
     tokenizer: PreTrainedTokenizerBase,
@@ -69,7 +69,7 @@ def folder_config(folder: str | Path) -> PreTrainedConfig:
 
 def without_weights(
     section: ModelSection,
-    shape: ModelShape,
+    shape: ModelSize,
     lora: LoraSection | None,
     lora_targets: tuple[str, ...],
     quantization: QuantizationSection | None = None,
@@ -98,7 +98,7 @@ def _prepared(
 
 def _from_shape(
     section: ModelSection,
-    shape: ModelShape,
+    shape: ModelSize,
     quantization: QuantizationSection | None = None,
     attention: AttnImplementation = "sdpa",
 ) -> PreTrainedModel:

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from launch.base.files import write_atomic
-from launch.schema.plan import Born, DataFormat, MemoryEstimate, ModelShape, Plan, Strategy
+from launch.schema.plan import Born, DataFormat, MemoryEstimate, ModelSize, Plan, Strategy
 from launch.schema.recipe import Recipe
 
 
@@ -30,7 +30,7 @@ def main(folder: Path) -> None:
 def _answer(request: dict[str, Any], folder: Path) -> None:
     """Trace what the request asks for; its files are in the folder then."""
     recipe = Recipe.model_validate(request["recipe"])
-    shape = TypeAdapter(ModelShape).validate_python(request["shape"])
+    shape = TypeAdapter(ModelSize).validate_python(request["shape"])
     for package in request["unused_packages"]:  # as in the ranks: to Python they are not installed
         sys.modules.setdefault(package, None)  # type: ignore[arg-type]  None is how Python says so
     plain: dict[Any, Any] = {}  # the log of one process, from which several engines' are made
@@ -40,7 +40,7 @@ def _answer(request: dict[str, Any], folder: Path) -> None:
 
 
 def _plan(
-    recipe: Recipe, shape: ModelShape, lora_targets: tuple[str, ...], strategy: dict[str, Any]
+    recipe: Recipe, shape: ModelSize, lora_targets: tuple[str, ...], strategy: dict[str, Any]
 ) -> Plan:
     return Plan(
         recipe_name=recipe.name,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from launch.schema.machine import GIB, Machine
-from launch.schema.plan import ModelShape
+from launch.schema.plan import ModelSize
 from launch.schema.recipe import Recipe
 
 # keys of a config that name its origin, not the model
@@ -86,7 +86,7 @@ def machine_key(machine: Machine) -> str:
     return _key("machine", [cards, round(machine.host_limit_bytes / GIB), machine.cpu_count])
 
 
-def model_key(shape: ModelShape) -> str:
+def model_key(shape: ModelSize) -> str:
     """Config and number of parameters: the same model under another name or in another folder is
     the same."""
     config = {key: value for key, value in shape.config.items() if key not in UNTOLD}

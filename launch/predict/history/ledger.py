@@ -1,4 +1,4 @@
-"""What this house has learnt: runs as predicted beside as measured, short trials, the results of
+"""Predicted and measured figures of past runs, short trials, the results of
 tuning.
 
 One SQLite file that launchers write, never ranks. What goes wrong with it is said and stops no run.
@@ -29,7 +29,7 @@ NEWEST = 500  # residuals that a margin looks at: predictions get better, old er
 BUSY_S = 5.0  # waits for another launcher; a write takes milliseconds
 
 # The journal is SQLite's default, the rollback journal: WAL needs memory that processes share,
-# which a house on a network file system does not have. Source: https://sqlite.org/wal.html
+# which a workspace on a network file system does not have. Source: https://sqlite.org/wal.html
 APPLICATION_ID = 0x6C6F776D  # "lowm": no other program's database is taken for a ledger
 SCHEMA_VERSION = 1  # raise when a table changes
 STRICT = " STRICT" if sqlite3.sqlite_version_info >= (3, 37) else ""

@@ -16,7 +16,7 @@ from launch.data import shards
 from launch.predict.memory import malloc
 from launch.probe.import_memory import Imports
 from launch.schema.machine import MIB
-from launch.schema.plan import MemoryEstimate, ModelShape, Strategy
+from launch.schema.plan import MemoryEstimate, ModelSize, Strategy
 from launch.schema.recipe import DTYPE_BYTES, DataSection, Recipe
 
 # The rest of this block was measured beside the imports, on runs whose model takes next to nothing.
@@ -50,7 +50,7 @@ class Job:
 
     recipe: Recipe
     strategy: Strategy
-    shape: ModelShape
+    shape: ModelSize
     states: MemoryEstimate  # as sharding.per_rank gives it
     step_bytes: int  # highest count of the device's allocator in a step
     evaluation_bytes: int  # the same, in an evaluation

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from launch.predict.time.padding import Cut
 from launch.predict.time.rates import HOST_BYTES_PER_S, Rates
 from launch.schema.machine import Link
-from launch.schema.plan import MemoryEstimate, ModelShape, Strategy
+from launch.schema.plan import MemoryEstimate, ModelSize, Strategy
 
 # Shares of the peak. Large float16 products get 0.69 of an A800 and 0.96 of an RTX 4090, streaming
 # 0.89 of an A800's memory: github.com/mli/transformers-benchmarks issue 4. FlashAttention-2: 0.5 to
@@ -123,7 +123,7 @@ class Speed:
 def estimate(
     work: StepWork,
     strategy: Strategy,
-    shape: ModelShape,
+    shape: ModelSize,
     whole: MemoryEstimate,
     rates: Rates,
     link: Link | None = None,
@@ -227,7 +227,7 @@ def _rate(speed: Speed, dtype: str) -> float:
     return speed.flops_per_s.get(dtype) or speed.flops_per_s["float32"]
 
 
-def traffic(strategy: Strategy, shape: ModelShape, whole: MemoryEstimate) -> Traffic:
+def traffic(strategy: Strategy, shape: ModelSize, whole: MemoryEstimate) -> Traffic:
     """What a ring moves: an all-reduce 2(N-1)/N of its bytes, a reduce-scatter or an all-gather
     (N-1)/N.
 
@@ -248,7 +248,7 @@ def traffic(strategy: Strategy, shape: ModelShape, whole: MemoryEstimate) -> Tra
 
 
 def _wire_bytes(
-    strategy: Strategy, shape: ModelShape, whole: MemoryEstimate
+    strategy: Strategy, shape: ModelSize, whole: MemoryEstimate
 ) -> tuple[int, int, int]:
     """(gradients, trained weights, all weights) as this engine sends them: sharded ones in the
     computing precision, but FSDP2's gradients in float32."""
@@ -283,7 +283,7 @@ def _exposed_s(
 
 
 def _offloaded_bytes(
-    strategy: Strategy, shape: ModelShape, whole: MemoryEstimate, steps: float
+    strategy: Strategy, shape: ModelSize, whole: MemoryEstimate, steps: float
 ) -> float:
     """What a rank moves between host and device in one optimizer step, its slice of the states each
     time.
@@ -304,7 +304,7 @@ def _offloaded_bytes(
 
 
 def _optimizer_s(
-    work: WorkCost, strategy: Strategy, shape: ModelShape, whole: MemoryEstimate, speed: Speed
+    work: WorkCost, strategy: Strategy, shape: ModelSize, whole: MemoryEstimate, speed: Speed
 ) -> float:
     """The update: of a rank's slice where states are shared out, by the host's memory where they
     are offloaded."""

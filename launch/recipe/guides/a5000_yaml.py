@@ -11,7 +11,7 @@ from typing import Any
 
 from launch.base.errors import ConfigError
 from launch.base.text import nearest
-from launch.base.workspace import CODE, House
+from launch.base.workspace import CODE, Workspace
 from launch.recipe import strict_yaml, training_arguments
 from launch.recipe.load import Override
 from launch.recipe.paths import PATH_KEYS
@@ -97,7 +97,7 @@ def translate(config: str) -> tuple[str, tuple[Override, ...], tuple[str, ...]]:
         file = CODE / file  # the guide's path, typed in another folder
     content, where = strict_yaml.read_yaml(file)
     # paths of the shipped file are those of recipes, of another one those that a person would type
-    base = House.here().root if file.resolve().is_relative_to(CODE / "config") else Path.cwd()
+    base = Workspace.here().root if file.resolve().is_relative_to(CODE / "config") else Path.cwd()
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: found {show(content)}, expected the sections {', '.join(KEYS)}")
     overrides: dict[str, Override] = {}

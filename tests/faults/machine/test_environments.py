@@ -38,9 +38,9 @@ def run(folder: Path, extra: dict[str, str], start: str) -> subprocess.Completed
     recipe = builders.recipe(
         folder, training={"max_steps": 3, "save_steps": 3}, model={"shape": "llama-tiny"}
     )
-    (folder / "house").mkdir()
+    (folder / "workspace").mkdir()
     variables = {
-        "LOWMEM_ROOT": str(folder / "house"),
+        "LOWMEM_ROOT": str(folder / "workspace"),
         "PYTHONPATH": str(builders.CODE),
         **builders.TRACES,
     }
@@ -72,9 +72,11 @@ def test_the_same_weights_come_out_wherever_a_run_is_started(tmp_path, by_hand, 
     assert done.returncode == 0, done.stdout + done.stderr
     found = builders.weights(folder / "model")
     assert all(torch.equal(found[key], by_hand[key]) for key in by_hand)
-    (log,) = (folder / "house/logs").glob("*.log")
+    (log,) = (folder / "workspace/logs").glob("*.log")
     assert "données 日本" in log.read_text(encoding="utf-8")
-    written = [path for place in (folder / "house", folder / "model") for path in place.rglob("*")]
+    written = [
+        path for place in (folder / "workspace", folder / "model") for path in place.rglob("*")
+    ]
     assert [path for path in written if path.lstat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)] == []
 
 
@@ -85,14 +87,14 @@ def test_the_same_weights_come_out_wherever_a_run_is_started(tmp_path, by_hand, 
 def test_a_closed_terminal_ends_a_run_as_a_signal_does_or_not_at_all(tmp_path, start, code):
     training = {"max_steps": 400, "save_steps": 400, "logging_steps": 1}
     recipe = builders.recipe(tmp_path, training=training, model={"shape": "llama-tiny"})
-    house = tmp_path / "house"
+    workspace = tmp_path / "workspace"
     script = f'{start} "{sys.executable}" -m launch run "{recipe}"'
     terminal, end = pty.openpty()
     process = subprocess.Popen(
         ["bash", "-c", script],
         env={
             **os.environ,
-            "LOWMEM_ROOT": str(house),
+            "LOWMEM_ROOT": str(workspace),
             "PYTHONPATH": str(builders.CODE),
             **builders.TRACES,
         },
@@ -108,9 +110,9 @@ def test_a_closed_terminal_ends_a_run_as_a_signal_does_or_not_at_all(tmp_path, s
         seen += os.read(terminal, 1 << 16)
     os.close(terminal)
     assert process.wait(timeout=200) == code
-    run = builders.only_run(house, "tiny")
+    run = builders.only_run(workspace, "tiny")
     failure = json.loads((run / "attempts/01/supervisor.json").read_text())["failure"]
     assert (failure and failure["exit_code"]) == (code or None)
     assert (run / "report.html").exists()
-    (log,) = (house / "logs").glob("*.log")
+    (log,) = (workspace / "logs").glob("*.log")
     assert ("stopped by SIGHUP" if code else "done: 400 steps") in log.read_text(encoding="utf-8")

@@ -77,7 +77,7 @@ def test_no_secret_is_written_printed_or_passed_on(tmp_path, canaries):
     recipe = builders.recipe(
         out, training={"max_steps": 30, "save_steps": 10}, launch={"num_processes": 2}
     )
-    environment = builders.environment(out / "house", **canaries, HF_HOME=str(cache))
+    environment = builders.environment(out / "workspace", **canaries, HF_HOME=str(cache))
     seen: dict[str, tuple[bytes, bytes]] = {}
     with subprocess.Popen(
         [sys.executable, "-m", "launch", "run", str(recipe)],
@@ -109,7 +109,7 @@ def test_no_secret_is_written_printed_or_passed_on(tmp_path, canaries):
 
 def _watch(child: subprocess.Popen[bytes], out: Path, seen: dict[str, tuple[bytes, bytes]]) -> None:
     while child.poll() is None:
-        for run in (out / "house/runs/tiny").glob("*"):
+        for run in (out / "workspace/runs/tiny").glob("*"):
             for pid, argv, environment in texts_of_processes(RunDir(run).tag):
                 seen[pid + str(len(argv))] = argv, environment
         time.sleep(0.05)
@@ -134,7 +134,7 @@ def test_a_secret_in_a_message_is_not_shown_and_without_the_redactor_it_would_be
         if folder.name == "mutated":
             start = f"import launch.base.text; launch.base.text.shown = lambda text: text; {start}"
         argv = [sys.executable, "-c", start, *words]
-        environment = builders.environment(folder / "house", **canaries)
+        environment = builders.environment(folder / "workspace", **canaries)
         done = subprocess.run(
             argv, env=environment, cwd=builders.CODE, capture_output=True, text=True
         )
@@ -160,7 +160,10 @@ def test_a_recipe_that_holds_a_secret_is_refused_without_showing_it(tmp_path, wo
     token = drawn("hf_")
     recipe = builders.recipe(tmp_path)
     done = builders.launch(
-        tmp_path / "house", "run", str(recipe), *(word.replace("SECRET", token) for word in words)
+        tmp_path / "workspace",
+        "run",
+        str(recipe),
+        *(word.replace("SECRET", token) for word in words),
     )
     assert done.returncode == 2
     assert place in done.stderr
@@ -181,7 +184,7 @@ def test_a_variable_that_the_user_names_reaches_the_ranks(tmp_path):
     )
     seen = tmp_path / "seen"
     environment = builders.environment(
-        tmp_path / "house", MY_ODD_NAME="mine", LOWMEM_TEST_SEEN=str(seen)
+        tmp_path / "workspace", MY_ODD_NAME="mine", LOWMEM_TEST_SEEN=str(seen)
     )
     environment["PYTHONPATH"] = f"{builders.CODE}{os.pathsep}{tmp_path / 'site'}"
     done = subprocess.run(
@@ -193,7 +196,7 @@ def test_a_variable_that_the_user_names_reaches_the_ranks(tmp_path):
 
 def test_what_a_run_writes_is_its_users_alone_and_leaves_no_core(tmp_path):
     recipe = builders.recipe(tmp_path, training={"max_steps": 4})
-    house = tmp_path / "house"
+    workspace = tmp_path / "workspace"
     done = subprocess.run(
         [
             "bash",
@@ -206,19 +209,19 @@ def test_what_a_run_writes_is_its_users_alone_and_leaves_no_core(tmp_path):
             "run",
             str(recipe),
         ],
-        env=builders.environment(house),
+        env=builders.environment(workspace),
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
     written = [
-        path for folder in (house, tmp_path / "model") for path in (folder, *folder.rglob("*"))
+        path for folder in (workspace, tmp_path / "model") for path in (folder, *folder.rglob("*"))
     ]
     assert len(written) > 40
     loose = [
         path
         for path in written
-        if path != house and path.lstat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+        if path != workspace and path.lstat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
     ]
     assert loose == []
 
@@ -239,15 +242,15 @@ def test_a_name_that_somebody_else_put_into_a_shared_folder_is_refused(tmp_path)
         link.symlink_to(victim)
         os.lchown(link, 4242, 4242)
         done = builders.launch(
-            tmp_path / "house", "run", str(recipe), f"--output_dir={shared / 'model'}"
+            tmp_path / "workspace", "run", str(recipe), f"--output_dir={shared / 'model'}"
         )
         assert done.returncode == 3, done.stdout
         assert f"{link}: belongs to user 4242" in done.stderr
         link.unlink()
-    (shared / "house").mkdir()
-    (shared / "house").chmod(0o1777)
-    (shared / "house/runs").symlink_to(victim)
-    os.lchown(shared / "house/runs", 4242, 4242)
-    done = builders.launch(shared / "house", "run", str(recipe))
+    (shared / "workspace").mkdir()
+    (shared / "workspace").chmod(0o1777)
+    (shared / "workspace/runs").symlink_to(victim)
+    os.lchown(shared / "workspace/runs", 4242, 4242)
+    done = builders.launch(shared / "workspace", "run", str(recipe))
     assert done.returncode == 3, done.stdout
     assert list(victim.iterdir()) == []

@@ -53,10 +53,10 @@ def check_saved(child: Child) -> None:
     assert [manifest.fault(path) for path in found] == [None] * len(found)
 
 
-def goes_on(folder: Path, house: Path, checkpoint: str = "checkpoint-", **extra: str) -> None:
+def goes_on(folder: Path, workspace: Path, checkpoint: str = "checkpoint-", **extra: str) -> None:
     """The same line resumes from it, and is stopped there."""
     argv = (*stopping.RUN, str(folder / "tiny.yaml"))
-    with stopping.ended(Child(folder, argv, house, folder / "again", **extra)) as child:
+    with stopping.ended(Child(folder, argv, workspace, folder / "again", **extra)) as child:
         child.until("it resumes", lambda: f"resuming from {checkpoint}" in child.said())
         child.until("a step", lambda: child.section() == "step")
         child.process.terminate()
@@ -99,7 +99,7 @@ def test_a_limit_on_the_size_of_a_file_ends_the_run_with_10(tmp_path, injected):
 
 
 @pytest.mark.shows("F16", "a file system mounted read-only for the model, or for the runs", code=3)
-@pytest.mark.parametrize("what", ["model", "house"])
+@pytest.mark.parametrize("what", ["model", "workspace"])
 def test_a_read_only_folder_is_refused_before_anything_is_loaded(tmp_path, what):
     recipe = builders.recipe(tmp_path)
     folder = mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "ro", "none")
@@ -166,7 +166,7 @@ def test_a_full_dev_shm_is_named_with_what_to_do(tmp_path):
         f' "{recipe}"'
     )
     argv = ["unshare", "--mount", "bash", "-c", line]
-    environment = builders.environment(tmp_path / "house")
+    environment = builders.environment(tmp_path / "workspace")
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=200)
     if "unshare failed" in done.stderr:
         pytest.skip(done.stderr)
@@ -196,11 +196,11 @@ def test_rows_that_change_while_a_run_trains_do_not_reach_it_and_are_refused_aft
         assert child.wait() == 75, child.said()
     recipe = str(tmp_path / "tiny.yaml")
     builders.write_parquet(file, builders.rows(45, seed=9))
-    refused = builders.launch(tmp_path / "house", "run", recipe)
+    refused = builders.launch(tmp_path / "workspace", "run", recipe)
     assert refused.returncode == 5, refused.stdout + refused.stderr
     assert f"the content of {file} has changed" in refused.stderr
     file.write_bytes(whole)
-    again = builders.launch(tmp_path / "house", "run", recipe, "--dry-run")
+    again = builders.launch(tmp_path / "workspace", "run", recipe, "--dry-run")
     assert again.returncode == 0, again.stderr
     assert "continuing tiny-" in again.stdout
 
@@ -214,19 +214,19 @@ def test_a_launcher_killed_between_any_two_of_its_files_leaves_nothing_that_stop
     recipe = str(
         builders.recipe(tmp_path, training={"max_steps": 2, "save_steps": 2, "warmup_steps": 0})
     )
-    house, kill = tmp_path / "house", "os.kill(os.getpid(), 9)"
+    workspace, kill = tmp_path / "workspace", "os.kill(os.getpid(), 9)"
     fault = {"module": "launch.base.files", "attribute": "write_atomic", "do": kill}
     for number in range(100):
         faults = stopping.injecting(
             tmp_path, **{f"killed{number}": {**fault, "when": f"call == {number}"}}
         )
-        done = builders.launch(house, "run", recipe, "--dry-run", **faults)
+        done = builders.launch(workspace, "run", recipe, "--dry-run", **faults)
         if done.returncode == 0:
             break
         assert done.returncode == -9, done.stderr
         assert stopping.fired(tmp_path, f"killed{number}") == 1
     assert number >= 4
-    done = builders.launch(house, "run", recipe)
+    done = builders.launch(workspace, "run", recipe)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "model/config.json").exists()
 
@@ -273,4 +273,4 @@ def test_a_clock_that_goes_back_costs_no_checkpoint_and_is_no_hang(tmp_path, inj
         assert before < child.committed()[0] < child.committed()[-1] == step
         assert child.left() == []
     moved.unlink()
-    goes_on(tmp_path, tmp_path / "house", f"checkpoint-{step:06d}", **extra)
+    goes_on(tmp_path, tmp_path / "workspace", f"checkpoint-{step:06d}", **extra)

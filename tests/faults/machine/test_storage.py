@@ -51,10 +51,12 @@ def fill(folder: Path, left_bytes: int) -> Path:
 
 
 @contextmanager
-def started(house: Path, recipe: Path) -> Iterator[stopping.Child]:
+def started(workspace: Path, recipe: Path) -> Iterator[stopping.Child]:
     """A run that has written its first checkpoint."""
     argv = (*stopping.RUN, str(recipe))
-    child = stopping.Child(recipe.parent, argv, house, recipe.parent / "out", OMP_NUM_THREADS="1")
+    child = stopping.Child(
+        recipe.parent, argv, workspace, recipe.parent / "out", OMP_NUM_THREADS="1"
+    )
     with stopping.ended(child):
         child.until("a checkpoint", child.committed)
         yield child
@@ -211,14 +213,14 @@ def test_a_damaged_file_of_a_run_is_named_and_a_damaged_list_of_commits_costs_no
             file.unlink()
         else:
             file.write_bytes(whole[: len(whole) // 2])
-        done = builders.launch(child.house, *words)
+        done = builders.launch(child.workspace, *words)
         assert done.returncode == 5, done.stderr
         assert f"{file}: missing or damaged (" in done.stderr
         assert "Traceback" not in done.stderr
         file.write_bytes(whole)
     commits = child.run.checkpoints / "commits.json"
     commits.write_bytes(commits.read_bytes()[:20])
-    done = builders.launch(child.house, *words)
+    done = builders.launch(child.workspace, *words)
     assert done.returncode == 0, done.stderr
     assert f"{commits}: missing or damaged (" in done.stdout + done.stderr + log(child)
     assert commits.with_suffix(".damaged").exists()
@@ -245,7 +247,7 @@ def test_what_only_the_report_reads_does_not_decide_how_a_run_ends(tmp_path):
         content = file.read_bytes()
         assert name in content, file
         file.write_bytes(content.replace(name, flipped, 1))
-    done = builders.launch(child.house, *words)
+    done = builders.launch(child.workspace, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "model/config.json").exists()
     for file in (attempt.events_file, attempt.held_out_file):
@@ -262,10 +264,10 @@ def test_a_dry_run_takes_nothing_over(tmp_path):
     run = child.run.run_id
     words = ["run", str(tmp_path / "tiny.yaml")]
     dry = builders.launch(
-        child.house, *words, "--training.seed=7", "--resume.allow=[seed]", "--dry-run"
+        child.workspace, *words, "--training.seed=7", "--resume.allow=[seed]", "--dry-run"
     )
     assert dry.returncode == 0, dry.stderr
     assert "in a new run" in dry.stdout
-    done = builders.launch(child.house, *words)
+    done = builders.launch(child.workspace, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"continuing {run}" in done.stdout

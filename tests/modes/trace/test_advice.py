@@ -32,7 +32,7 @@ def offered(stderr: str) -> list[list[str]]:
 def test_a_model_that_the_host_cannot_build_is_refused_and_what_is_offered_fits(tmp_path):
     on = ["--machine", described(tmp_path, (23.6,), 2.0)]
     words = ["plan", "sft_fast", "--launch.mode=single_gpu", *on]
-    refused = builders.launch(tmp_path / "house", *words)
+    refused = builders.launch(tmp_path / "workspace", *words)
     assert refused.returncode == 3
     missed = (
         r"single_gpu x1, batch 16 x 2: 1\.\d\d GiB in host RAM in load, budget 1\.50 GiB \(2\.00"
@@ -42,17 +42,17 @@ def test_a_model_that_the_host_cannot_build_is_refused_and_what_is_offered_fits(
     ways = offered(refused.stderr)
     assert ["--model.dtype=bfloat16"] in ways
     for way in ways:
-        taken = builders.launch(tmp_path / "house", *words, *way)
+        taken = builders.launch(tmp_path / "workspace", *words, *way)
         assert taken.returncode == 0, (way, taken.stderr)
 
 
 def test_beside_a_card_that_is_nearly_full_the_free_one_alone_is_offered(tmp_path):
     words = ["plan", "sft_fast", "--machine", described(tmp_path, (23.6, 0.5), 32.0)]
-    refused = builders.launch(tmp_path / "house", *words)
+    refused = builders.launch(tmp_path / "workspace", *words)
     assert refused.returncode == 3
     alone = ["--launch.mode=auto", "--launch.num_processes=1"]
     assert alone in offered(refused.stderr)
-    taken = builders.launch(tmp_path / "house", *words, *alone)
+    taken = builders.launch(tmp_path / "workspace", *words, *alone)
     assert taken.returncode == 0, taken.stderr
     assert "1 process(es)" in taken.stdout
 
@@ -63,11 +63,11 @@ def test_where_whole_copies_fit_in_single_samples_only_sharded_ones_are_taken_if
 ):
     on = ["--machine", described(tmp_path, (7.6, 7.6), 32.0)]
     words = ["plan", "sft_fast", "16", "--launch.vram_fraction=0.5", *on]
-    automatic = builders.launch(tmp_path / "house", *words)
+    automatic = builders.launch(tmp_path / "workspace", *words)
     assert automatic.returncode == 0, automatic.stderr
     chosen = re.search(r"(\S+) x2, batch .* ([\d.]+)  chosen", automatic.stdout)
     assert chosen is not None
-    named = builders.launch(tmp_path / "house", *words, "--launch.mode=deepspeed_zero1")
+    named = builders.launch(tmp_path / "workspace", *words, "--launch.mode=deepspeed_zero1")
     other = re.search(r"deepspeed_zero1 x2, batch .* ([\d.]+)  chosen", named.stdout)
     assert other is not None
     assert float(chosen[2]) <= 1.05 * float(other[1])
@@ -83,7 +83,7 @@ def test_data_workers_are_as_many_as_the_cpus_feed_and_fewer_where_host_ram_has_
             described(tmp_path, (23.6,), available_gib),
             "--launch.host_reserve_gib=0",
         ]
-        done = builders.launch(tmp_path / "house", "plan", recipe, *on, *words)
+        done = builders.launch(tmp_path / "workspace", "plan", recipe, *on, *words)
         assert done.returncode == 0, done.stderr
         said = re.search(r"data workers \d+(?::| instead) .*", done.stdout)
         needed = re.search(r"host RAM   ([\d.]+) GiB in (?:train|save)", done.stdout)

@@ -39,14 +39,14 @@ def finished(tmp_path_factory) -> tuple[Path, str, str]:
     folder = tmp_path_factory.mktemp("finished")
     training = {"num_train_epochs": 8, "save_steps": 5, "eval_steps": 1}
     recipe = str(builders.recipe(folder, training=training, **SECTIONS))
-    done = builders.launch(folder / "house", "run", recipe)
+    done = builders.launch(folder / "workspace", "run", recipe)
     assert done.returncode == 0, done.stderr + done.stdout
     return folder, recipe, done.stdout
 
 
 def test_training_learns_and_holds_the_bytes_that_were_predicted(finished):
     folder, _, said = finished
-    run = builders.only_run(folder / "house")
+    run = builders.only_run(folder / "workspace")
     losses = [event["loss"] for event in builders.events(run)]
     assert losses[-1] < losses[0] - 0.3
     assert "llama-tiny: 265,536 parameters, 11,264 trainable" in said
@@ -63,7 +63,7 @@ def test_evaluation_changes_no_weight(finished, tmp_path):
     recipe = builders.recipe(
         tmp_path, training={"num_train_epochs": 8, "save_steps": 5, "eval_steps": 40}, **SECTIONS
     )
-    done = builders.launch(tmp_path / "house", "run", str(recipe))
+    done = builders.launch(tmp_path / "workspace", "run", str(recipe))
     assert done.returncode == 0, done.stderr
     expected, found = adapter(finished[0] / "model/adapter"), adapter(tmp_path / "model/adapter")
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
@@ -74,8 +74,8 @@ def test_the_exported_model_is_the_trained_one_of_ordinary_layers(finished):
     folder, _, _ = finished
     exported = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
     assert "quantization_config" not in json.loads((folder / "model/config.json").read_text())
-    recipe = RunDir(builders.only_run(folder / "house")).read_recipe()
-    shape = RunDir(builders.only_run(folder / "house")).read_plan().shape
+    recipe = RunDir(builders.only_run(folder / "workspace")).read_recipe()
+    shape = RunDir(builders.only_run(folder / "workspace")).read_plan().shape
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     base = build.build(recipe.model, shape, None, (), tokenizer, recipe.training.seed, NF4)
     whole = build.build(recipe.model, shape, None, (), tokenizer, recipe.training.seed)
@@ -93,14 +93,16 @@ def test_the_exported_model_is_the_trained_one_of_ordinary_layers(finished):
 def test_kill_minus_nine_and_the_same_line_again_give_the_uninterrupted_adapter(finished, tmp_path):
     folder, recipe, _ = finished
     words = ["run", recipe, f"--output_dir={tmp_path / 'model'}"]
-    kill_after(tmp_path / "house", words, step=13)
-    changed = builders.launch(tmp_path / "house", *words, "--quantization.bnb_4bit_quant_type=fp4")
+    kill_after(tmp_path / "workspace", words, step=13)
+    changed = builders.launch(
+        tmp_path / "workspace", *words, "--quantization.bnb_4bit_quant_type=fp4"
+    )
     assert changed.returncode == 5
     assert "quantization.bnb_4bit_quant_type nf4 -> fp4" in changed.stderr
-    off = builders.launch(tmp_path / "house", *words, "--quantization.load_in_4bit=false")
+    off = builders.launch(tmp_path / "workspace", *words, "--quantization.load_in_4bit=false")
     assert off.returncode == 5
     assert "quantization.load_in_4bit True -> none" in off.stderr
-    again = builders.launch(tmp_path / "house", *words)
+    again = builders.launch(tmp_path / "workspace", *words)
     assert again.returncode == 0, again.stderr + again.stdout
     assert "resuming from checkpoint-0000" in again.stdout
     expected, found = adapter(folder / "model/adapter"), adapter(tmp_path / "model/adapter")
@@ -120,10 +122,10 @@ def test_two_ranks_train_an_adapter_for_a_local_folder_and_chat_loads_both_in_4_
         "--model.dtype=bfloat16",
         "--training.bf16=true",
     ]
-    done = builders.launch(tmp_path / "house", "run", str(recipe), *words)
+    done = builders.launch(tmp_path / "workspace", "run", str(recipe), *words)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "computed in bfloat16; the rest keeps model.dtype bfloat16" in done.stdout
-    run = builders.only_run(tmp_path / "house")
+    run = builders.only_run(tmp_path / "workspace")
     outcome = json.loads((run / "attempts/01/outcome.json").read_text())
     assert (
         outcome["weights_bytes"]
@@ -140,7 +142,7 @@ def test_two_ranks_train_an_adapter_for_a_local_folder_and_chat_loads_both_in_4_
     assert merged.merge_and_unload().model.layers[0].mlp.up_proj.weight.dtype == torch.float32
     chat = subprocess.run(
         [sys.executable, str(builders.CODE / "scripts/chat.py"), str(tmp_path / "model"), "1: red"],
-        env=builders.environment(tmp_path / "house"),
+        env=builders.environment(tmp_path / "workspace"),
         capture_output=True,
         text=True,
     )
@@ -155,7 +157,7 @@ def test_two_ranks_train_an_adapter_for_a_local_folder_and_chat_loads_both_in_4_
         base / "model.safetensors",
         {"format": "pt"},
     )
-    other = builders.launch(tmp_path / "house", "run", str(recipe), *words, f"--resume={run}")
+    other = builders.launch(tmp_path / "workspace", "run", str(recipe), *words, f"--resume={run}")
     assert other.returncode == 5
     assert "the weights that the adapter is trained for are not the same" in other.stderr
     assert "--resume.allow=[model]" in other.stderr
@@ -176,17 +178,17 @@ def test_the_7b_model_of_the_guide_fits_a_16_gib_card_in_4_bits_and_in_16_bits_i
     recipe = builders.recipe(tmp_path, shape="llama-7b", training=training, **sections)
     on = ["--machine", str(builders.CODE / "configs/machines/a5000-16g.yaml")]
     words = ["plan", str(recipe), *on, "--launch.mode=single_gpu", "--launch.exact_batch=true"]
-    refused = builders.launch(tmp_path / "house", *words)
+    refused = builders.launch(tmp_path / "workspace", *words)
     assert refused.returncode == 3
     assert "checkpointing: 15." in refused.stderr
     assert "--quantization.load_in_4bit=true (single_gpu, 6." in refused.stderr
-    taken = builders.launch(tmp_path / "house", *words, "--quantization.load_in_4bit=true")
+    taken = builders.launch(tmp_path / "workspace", *words, "--quantization.load_in_4bit=true")
     assert taken.returncode == 0, taken.stderr
     assert re.search(
         r"memory +6\.\d\d GiB per process of 14\.72 GiB: peak 5\.\d\d GiB in backward", taken.stdout
     )
     as_prepared_by_peft = ["--quantization.load_in_4bit=true", "--model.dtype=float32"]
-    wide = builders.launch(tmp_path / "house", *words, *as_prepared_by_peft)
+    wide = builders.launch(tmp_path / "workspace", *words, *as_prepared_by_peft)
     assert re.search(r"memory +[78]\.\d\d GiB per process of 14\.72 GiB: peak 6\.", wide.stdout), (
         wide.stderr
     )
@@ -217,7 +219,7 @@ def test_a_shape_is_quantised_where_a_folder_is_and_merges_back_to_its_own_layer
     config, _ = model_config.read(section, 512, root=builders.CODE)
     if shape == "qwen2":
         config = {**config, "model_type": "qwen2"}
-    counted = model_config.ModelShape(shape, config, 0, 0)
+    counted = model_config.ModelSize(shape, config, 0, 0)
     torch.manual_seed(0)
     whole = build._from_shape(section, counted)
     whole.save_pretrained(tmp_path / "folder")

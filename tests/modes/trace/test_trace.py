@@ -14,10 +14,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import TrainerCallback
 
-from launch.plan import context, planner
+from launch.plan import context as plan_context
+from launch.plan import planner
 from launch.predict import model_config
 from launch.predict.traces import Question, Traces
-from launch.schema.plan import DataFormat, ModelShape, Plan
+from launch.schema.plan import DataFormat, ModelSize, Plan
 from launch.schema.recipe import Recipe
 from tests import builders, real_steps
 from tests.builders import CODE, machine
@@ -51,7 +52,7 @@ def wish(shape: str, **sections: Any) -> tuple[Recipe, Plan]:
     recipe = Recipe.model_validate(content)
     config, parameters = model_config.read(recipe.model, 512, root=CODE)
     return recipe, planner.choose(
-        context.subject(recipe, machine(gpus=0), config, parameters, DATA)
+        plan_context.build(recipe, machine(gpus=0), config, parameters, DATA)
     )
 
 
@@ -258,12 +259,12 @@ def wish_of_depth(shape: str, key: str, layers: int, **sections: Any) -> tuple[R
     recipe, plan = wish("llama-tiny", **sections)
     config, _ = model_config.read(recipe.model.model_copy(update={"shape": shape}), root=CODE)
     config = {**config, **dict.fromkeys(trace_step.DEPTH_KEYS[config["model_type"]], layers)}
-    targets = context._lora_targets(
+    targets = plan_context._lora_targets(
         recipe, config["model_type"], {f"x.{t}.weight": (1, 1) for t in "qkvo"}
     )
     if config["model_type"] == "llama":
         targets = plan.lora_targets
-    return recipe, replace(plan, shape=ModelShape(shape, config, 0, 0), lora_targets=targets)
+    return recipe, replace(plan, shape=ModelSize(shape, config, 0, 0), lora_targets=targets)
 
 
 def test_layers_that_differ_are_not_repeated(tmp_path, monkeypatch):

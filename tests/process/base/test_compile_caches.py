@@ -38,7 +38,7 @@ needs_root = pytest.mark.skipif(
 
 
 def start(temporary: Path, *argv: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    env = builders.environment(temporary.parent / "house", TMPDIR=str(temporary), **extra)
+    env = builders.environment(temporary.parent / "workspace", TMPDIR=str(temporary), **extra)
     argv = (sys.executable, *argv)
     return subprocess.run(
         argv, cwd=builders.CODE, env=env, capture_output=True, text=True, timeout=120

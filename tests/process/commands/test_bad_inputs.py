@@ -39,7 +39,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class House:
+class Workspace:
     """Where the inputs of the cases stand."""
 
     root: Path
@@ -56,25 +56,25 @@ class House:
 # ---------------------------------------------------------------------------
 
 
-def yaml_cases(house: House) -> list[Case]:
+def yaml_cases(workspace: Workspace) -> list[Case]:
     found = []
     for number, (name, (document, expected)) in enumerate(
         [*BAD_YAML.items(), *BAD_RECIPES.items()]
     ):
         content = document if isinstance(document, bytes) else document.encode()
-        path = house.file(f"yaml/{number}/r.yaml", content)
+        path = workspace.file(f"yaml/{number}/r.yaml", content)
         found.append(Case(f"yaml: {name}", ["run", str(path), "--dry-run"], 2, expected))
     return found
 
 
-def number_cases(house: House) -> list[Case]:
-    run = ["run", str(house.recipe), "--dry-run"]
+def number_cases(workspace: Workspace) -> list[Case]:
+    run = ["run", str(workspace.recipe), "--dry-run"]
     found = [
         Case(f"number: {key}={text}"[:80], [*run, f"--{key}={text}"], 2, re.escape(key))
         for key, text in BAD_NUMBERS
     ]
     found += [
-        Case(f"batch: {text!r}"[:60], ["run", str(house.recipe), text, "--dry-run"], 2, "batch")
+        Case(f"batch: {text!r}"[:60], ["run", str(workspace.recipe), text, "--dry-run"], 2, "batch")
         for text in BAD_BATCHES
     ]
     wanted = {
@@ -181,7 +181,7 @@ PATHS: dict[str, tuple[list[str], int, str]] = {
     "a word too many": (["4", "5"], 2, "unrecognized arguments: .*5"),
     "an unknown flag": (["--verbose"], 2, "--verbose: no flag of its own"),
     "data that is a folder": (
-        ["--data.train_file={root}/house"],
+        ["--data.train_file={root}/workspace"],
         4,
         "no data file lies in this folder",
     ),
@@ -206,19 +206,19 @@ PATHS: dict[str, tuple[list[str], int, str]] = {
 }
 
 
-def path_cases(house: House) -> list[Case]:
-    house.file("theirs/thesis.tex", b"years of work")
-    (house.root / "link").symlink_to(house.root / "theirs")
-    (house.root / "loop.jsonl").symlink_to(house.root / "loop.jsonl")
-    os.mkfifo(house.root / "pipe.jsonl")
+def path_cases(workspace: Workspace) -> list[Case]:
+    workspace.file("theirs/thesis.tex", b"years of work")
+    (workspace.root / "link").symlink_to(workspace.root / "theirs")
+    (workspace.root / "loop.jsonl").symlink_to(workspace.root / "loop.jsonl")
+    os.mkfifo(workspace.root / "pipe.jsonl")
     return [
         Case(
             f"path: {name}",
             [
                 "run",
-                str(house.recipe),
+                str(workspace.recipe),
                 "--dry-run",
-                *(word.replace("{root}", str(house.root)) for word in words),
+                *(word.replace("{root}", str(workspace.root)) for word in words),
             ],
             code,
             expected,
@@ -296,20 +296,20 @@ FOLDERS: dict[str, tuple[dict[str, bytes], str]] = {
 }
 
 
-def folder_cases(house: House) -> list[Case]:
+def folder_cases(workspace: Workspace) -> list[Case]:
     found = []
     for number, (name, (files, expected)) in enumerate(FOLDERS.items()):
-        folder = house.root / "models" / str(number)
+        folder = workspace.root / "models" / str(number)
         folder.mkdir(parents=True)
         for file, content in files.items():
             (folder / file).write_bytes(content)
-        argv = ["run", str(house.recipe), "--dry-run", f"--model.path={folder}"]
+        argv = ["run", str(workspace.recipe), "--dry-run", f"--model.path={folder}"]
         found.append(Case(f"model: {name}", argv, 3 if name != "an unknown type" else 2, expected))
     return found
 
 
-def _parquet(house: House, name: str, data: dict[str, list], **options) -> Path:
-    path = house.root / name
+def _parquet(workspace: Workspace, name: str, data: dict[str, list], **options) -> Path:
+    path = workspace.root / name
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table(data), path, **options)
     return path
@@ -357,7 +357,7 @@ DROPPED: dict[str, tuple[bytes, str]] = {
 }
 
 
-def data_cases(house: House) -> list[Case]:
+def data_cases(workspace: Workspace) -> list[Case]:
     """Found while planning: whole files, and lines among the first ones."""
     files: dict[str, tuple[bytes, str]] = {
         "an empty file": (b"", "0 rows"),
@@ -374,35 +374,38 @@ def data_cases(house: House) -> list[Case]:
     }
     found = []
     for number, (name, (content, said)) in enumerate([*files.items(), *early.items()]):
-        path = house.file(f"data/{number}.jsonl", content)
+        path = workspace.file(f"data/{number}.jsonl", content)
         place = rf"{number}\.jsonl" + (r".*(:3|line 3)" if name in early else "")
-        found.append(_data_case(house, f"data: {name}", path, rf"(?s)(?=.*{place}).*{said}"))
+        found.append(_data_case(workspace, f"data: {name}", path, rf"(?s)(?=.*{place}).*{said}"))
     texts = {"prompt": ["one"] * 2000, "response": [f"{i} eins" for i in range(2000)]}
     parquet = {
-        "a parquet file of text": house.file("data/text.parquet", b"PAR1 no, not really"),
-        "a cut footer": house.file(
-            "data/cut.parquet", _parquet(house, "data/whole.parquet", texts).read_bytes()[:-20]
+        "a parquet file of text": workspace.file("data/text.parquet", b"PAR1 no, not really"),
+        "a cut footer": workspace.file(
+            "data/cut.parquet", _parquet(workspace, "data/whole.parquet", texts).read_bytes()[:-20]
         ),
-        "an empty parquet file": house.file("data/empty.parquet", b""),
+        "an empty parquet file": workspace.file("data/empty.parquet", b""),
         "a parquet file without rows": _parquet(
-            house, "data/none.parquet", {"prompt": pa.array([], "string")}
+            workspace, "data/none.parquet", {"prompt": pa.array([], "string")}
         ),
         "a parquet file of numbers": _parquet(
-            house, "data/numbers.parquet", {"prompt": [1], "response": [2]}
+            workspace, "data/numbers.parquet", {"prompt": [1], "response": [2]}
         ),
     }
     found += [
-        _data_case(house, f"data: {name}", path, re.escape(path.name))
+        _data_case(workspace, f"data: {name}", path, re.escape(path.name))
         for name, path in parquet.items()
     ]
-    array = house.file("data/array.json", b"[" + GOOD + b",\n{]")
-    return [*found, _data_case(house, "data: an array that breaks", array, r"array\.json:2.*JSON")]
+    array = workspace.file("data/array.json", b"[" + GOOD + b",\n{]")
+    return [
+        *found,
+        _data_case(workspace, "data: an array that breaks", array, r"array\.json:2.*JSON"),
+    ]
 
 
-def _data_case(house: House, name: str, path: Path, expected: str) -> Case:
+def _data_case(workspace: Workspace, name: str, path: Path, expected: str) -> Case:
     argv = [
         "run",
-        str(house.recipe),
+        str(workspace.recipe),
         "--dry-run",
         f"--data.train_file={path}",
         f"--name=d{abs(hash(name)) % 10**9}",
@@ -410,46 +413,48 @@ def _data_case(house: House, name: str, path: Path, expected: str) -> Case:
     return Case(name, argv, 4, expected)
 
 
-def late_files(house: House) -> dict[str, tuple[Path, str]]:
+def late_files(workspace: Workspace) -> dict[str, tuple[Path, str]]:
     """Bad in a place that planning does not read, so that the tokenising child meets it: line 150,
     or a page."""
     found = {}
     for number, (name, (line, said)) in enumerate((LINES | DROPPED).items()):
-        path = house.file(f"late/{number}.jsonl", b"\n".join([*[GOOD] * 149, line, GOOD]) + b"\n")
+        path = workspace.file(
+            f"late/{number}.jsonl", b"\n".join([*[GOOD] * 149, line, GOOD]) + b"\n"
+        )
         found[name] = path, rf"{number}\.jsonl:150.*{said}"
     texts = {"prompt": ["one"] * 2000, "response": [f"{i} eins" for i in range(2000)]}
     nulls = {**texts, "response": [*texts["response"][:-1], None]}
     found["a null in the last row of a parquet file"] = (
-        _parquet(house, "late/null.parquet", nulls),
+        _parquet(workspace, "late/null.parquet", nulls),
         r"null\.parquet:2000",
     )
-    flipped = _garbled(_parquet(house, "late/flipped.parquet", texts, compression="zstd"), 0.5)
+    flipped = _garbled(_parquet(workspace, "late/flipped.parquet", texts, compression="zstd"), 0.5)
     found["a page of noise"] = flipped, r"flipped\.parquet: cannot be read after row"
     bomb = _parquet(
-        house,
+        workspace,
         "late/bomb.parquet",
         {"prompt": ["a" * (70 << 20)], "response": ["b"]},
         compression="zstd",
     )
     found["a row of 70 MiB in a small file"] = bomb, r"bomb\.parquet: row group 1 unpacks to 73,"
-    huge = house.file(
+    huge = workspace.file(
         "late/huge.jsonl", b"\n".join([*[GOOD] * 149, b'{"prompt": "' + b"x" * (65 << 20)])
     )
     found["a line of 65 MiB"] = huge, r"huge\.jsonl:150: longer than 64 MiB"
     array = b",\n".join([*[GOOD] * 149, b'{"prompt": 1, "response": "x"}'])
     found["a row of an array"] = (
-        house.file("late/array.json", b"[" + array + b"]"),
+        workspace.file("late/array.json", b"[" + array + b"]"),
         r"array\.json:150: column 'prompt'",
     )
     empty = b"\n".join([b'{"prompt": "one", "response": ""}'] * 3)
     found["rows without an answer"] = (
-        house.file("late/empty.jsonl", empty),
+        workspace.file("late/empty.jsonl", empty),
         r"empty\.jsonl: 0 rows with something to learn",
     )
     return found
 
 
-CORPORA: tuple[Callable[[House], list[Case]], ...] = (
+CORPORA: tuple[Callable[[Workspace], list[Case]], ...] = (
     yaml_cases,
     number_cases,
     path_cases,
@@ -469,7 +474,7 @@ def started(folder: Path, lines: list[list[str]]) -> list[dict]:
     argv = [sys.executable, str(script), str(folder / "lines.json"), str(folder / "found.json")]
     done = subprocess.run(
         argv,
-        env=builders.environment(folder / "house"),
+        env=builders.environment(folder / "workspace"),
         capture_output=True,
         text=True,
         timeout=500,
@@ -479,20 +484,20 @@ def started(folder: Path, lines: list[list[str]]) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory) -> House:
+def workspace(tmp_path_factory) -> Workspace:
     root = tmp_path_factory.mktemp("bad inputs")
     path = builders.recipe(root)
     text = path.read_text(encoding="utf-8").replace(
         f"  validation_file: {root}/valid.parquet\n", ""
     )
     path.write_text(text, encoding="utf-8")
-    return House(root, path)
+    return Workspace(root, path)
 
 
 @pytest.fixture(scope="module")
-def answers(house) -> list[tuple[Case, dict]]:
-    cases = [case for corpus in CORPORA for case in corpus(house)]
-    return list(zip(cases, started(house.root, [case.argv for case in cases]), strict=True))
+def answers(workspace) -> list[tuple[Case, dict]]:
+    cases = [case for corpus in CORPORA for case in corpus(workspace)]
+    return list(zip(cases, started(workspace.root, [case.argv for case in cases]), strict=True))
 
 
 @pytest.mark.shows(
@@ -530,17 +535,17 @@ def wrong(case: Case, found: dict) -> str:
 
 
 @pytest.fixture(scope="module")
-def late(house) -> list[tuple[str, str, dict]]:
+def late(workspace) -> list[tuple[str, str, dict]]:
     """(name, expected, what came of the tokenising child) of each file that is bad late."""
-    files = late_files(house)
+    files = late_files(workspace)
     plans = [
-        ["run", str(house.recipe), "--dry-run", f"--data.train_file={path}", f"--name=l{i}"]
+        ["run", str(workspace.recipe), "--dry-run", f"--data.train_file={path}", f"--name=l{i}"]
         for i, (path, _) in enumerate(files.values())
     ]
-    planned = started(house.root, plans)
+    planned = started(workspace.root, plans)
     assert [found["code"] for found in planned] == [0] * len(plans), planned
-    runs = [builders.only_run(house.root / "house", f"l{i}") for i in range(len(plans))]
-    prepared = started(house.root, [prepare(house, run) for run in runs])
+    runs = [builders.only_run(workspace.root / "workspace", f"l{i}") for i in range(len(plans))]
+    prepared = started(workspace.root, [prepare(workspace, run) for run in runs])
     for found, run in zip(prepared, runs, strict=True):
         error = json.loads((run / "attempts/01/ranks/0/error.json").read_text(encoding="utf-8"))
         found["said"] = error["message"]
@@ -577,24 +582,26 @@ SAMPLE = (
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_a_real_process_answers_the_same(answers, house, name):
+def test_a_real_process_answers_the_same(answers, workspace, name):
     ((case, found),) = [(case, found) for case, found in answers if case.name == name]
-    done = builders.launch(house.root / "house", *case.argv)
+    done = builders.launch(workspace.root / "workspace", *case.argv)
     assert (done.returncode, done.stderr) == (found["code"], found["err"])
 
 
-def test_so_many_bad_rows_as_are_allowed_are_left_out_and_counted(house):
+def test_so_many_bad_rows_as_are_allowed_are_left_out_and_counted(workspace):
     lines = [line for line, _ in LINES.values()]
-    path = house.file("some/bad.jsonl", b"\n".join([*[GOOD] * 5, *lines, *[GOOD] * 200]) + b"\n")
+    path = workspace.file(
+        "some/bad.jsonl", b"\n".join([*[GOOD] * 5, *lines, *[GOOD] * 200]) + b"\n"
+    )
     asked = {"enough": len(lines), "few": len(lines) - 1}
     keys = {
         name: [f"--name={name}", f"--data.max_bad_rows={count}"] for name, count in asked.items()
     }
-    start = ["run", str(house.recipe), "--dry-run", f"--data.train_file={path}"]
-    planned = started(house.root, [[*start, *words] for words in keys.values()])
+    start = ["run", str(workspace.recipe), "--dry-run", f"--data.train_file={path}"]
+    planned = started(workspace.root, [[*start, *words] for words in keys.values()])
     assert [found["code"] for found in planned] == [0, 0], planned
-    runs = [builders.only_run(house.root / "house", name) for name in asked]
-    enough, few = started(house.root, [prepare(house, run) for run in runs])
+    runs = [builders.only_run(workspace.root / "workspace", name) for name in asked]
+    enough, few = started(workspace.root, [prepare(workspace, run) for run in runs])
     assert enough["code"] == 0, enough
     assert "bad.jsonl: 205 rows" in enough["out"]
     assert (
@@ -611,7 +618,7 @@ def test_so_many_bad_rows_as_are_allowed_are_left_out_and_counted(house):
     )
 
 
-def prepare(house: House, run: Path) -> list[str]:
+def prepare(workspace: Workspace, run: Path) -> list[str]:
     """The tokenising child's command line, for many_starts.py."""
     return [
         "prepare",
@@ -620,5 +627,5 @@ def prepare(house: House, run: Path) -> list[str]:
         "--attempt",
         "1",
         "--cache",
-        str(house.root / "house/.cache"),
+        str(workspace.root / "workspace/.cache"),
     ]

@@ -13,12 +13,12 @@ from launch.probe.import_memory import ASSUMED
 from tests import builders
 
 
-def wrapper(house, *words: str) -> subprocess.CompletedProcess[str]:
+def wrapper(workspace, *words: str) -> subprocess.CompletedProcess[str]:
     """./train_sft_custom.sh as a user runs it, on this interpreter."""
     argv = [str(builders.CODE / "train_sft_custom.sh"), *words]
     return subprocess.run(
         argv,
-        env=builders.environment(house, PYTHON=sys.executable),
+        env=builders.environment(workspace, PYTHON=sys.executable),
         capture_output=True,
         text=True,
         timeout=60,
@@ -66,7 +66,7 @@ def test_a_column_that_is_missing_is_said_with_those_that_were_found(tmp_path):
         tmp_path, data={"prompt_column": "promt", "response_column": "response"}
     )
     began = time.monotonic()
-    said = is_one_line(builders.launch(tmp_path / "house", "run", str(recipe)), 4)
+    said = is_one_line(builders.launch(tmp_path / "workspace", "run", str(recipe)), 4)
     assert time.monotonic() - began < 5
     assert "promt" in said
     assert "prompt, response" in said
@@ -76,7 +76,9 @@ def test_a_folder_that_holds_someone_elses_files_is_never_replaced(tmp_path):
     recipe = builders.recipe(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model/thesis.tex").write_text("years of work")
-    assert "thesis" not in is_one_line(builders.launch(tmp_path / "house", "run", str(recipe)), 3)
+    assert "thesis" not in is_one_line(
+        builders.launch(tmp_path / "workspace", "run", str(recipe)), 3
+    )
     assert (tmp_path / "model/thesis.tex").read_text() == "years of work"
 
 
@@ -89,7 +91,9 @@ def test_a_package_that_is_too_old_to_be_trusted_with_files_is_refused(tmp_path,
     (known / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
     path = f"{tmp_path / 'old'}:{builders.CODE}"
     recipe = builders.recipe(tmp_path)
-    said = is_one_line(builders.launch(tmp_path / "house", "run", str(recipe), PYTHONPATH=path), 3)
+    said = is_one_line(
+        builders.launch(tmp_path / "workspace", "run", str(recipe), PYTHONPATH=path), 3
+    )
     assert f"{package} {version} is installed, expected" in said
 
 

@@ -77,7 +77,7 @@ def start(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; a person who would answer every question with yes sits before
     it."""
     env = builders.environment(
-        folder / "house", PROOF=str(folder / "proof"), HF_HOME=str(folder / "hf")
+        folder / "workspace", PROOF=str(folder / "proof"), HF_HOME=str(folder / "hf")
     )
     del env["HF_HUB_OFFLINE"]
     argv = (sys.executable, *argv)

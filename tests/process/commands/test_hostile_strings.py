@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.base import workspace
 from launch.base.text import HIDDEN, visible
+from launch.base.workspace import Workspace
 from launch.recipe import strict_yaml
 from launch.render import command as render_command
 from launch.render import write
@@ -283,15 +283,15 @@ def test_what_is_rendered_holds_every_string_as_text(tmp_path, monkeypatch):
         plan = builders.plan(builders.wish())
         plan = replace(plan, rendezvous=Rendezvous(0, text, 29500, text, 300))
         run = layout.RunDir.create(root / "runs", recipe.name, datetime(2026, 1, 1))
-        house = workspace.House.here()
-        attempt = write.write_run(run, recipe, machine, plan, house)
+        workspace = Workspace.here()
+        attempt = write.write_run(run, recipe, machine, plan, workspace)
         assert run.read_recipe() == recipe
         assert strict_yaml.read_yaml(run.recipe_yaml)[0]["data"]["train_file"] == str(
             root / "train.parquet"
         )
         assert yaml.safe_load(run.accelerate_file.read_text())["main_process_ip"] == text
         command = render_command.command(
-            plan, machine, run, attempt, house, {"OMP_NUM_THREADS": text}
+            plan, machine, run, attempt, workspace, {"OMP_NUM_THREADS": text}
         )
         words = [
             "env",
@@ -349,7 +349,7 @@ def test_a_terminal_a_log_and_a_report_show_what_hides():
 def test_a_run_in_a_folder_of_a_hostile_name_trains_and_its_pasted_line_does_too(tmp_path):
     root = tmp_path / "a 'b\" $(touch MARKER) `touch MARKER`; %touch MARKER é"
     recipe = builders.recipe(root, training={"max_steps": 1, "save_steps": 1})
-    dry = builders.launch(root / "house", "run", str(recipe), "--dry-run")
+    dry = builders.launch(root / "workspace", "run", str(recipe), "--dry-run")
     assert dry.returncode == 0, dry.stderr
     line = dry.stdout.strip().splitlines()[-1]
     done = subprocess.run(

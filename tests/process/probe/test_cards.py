@@ -32,10 +32,12 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Path:
-    (tmp_path / "house").mkdir()
-    (tmp_path / "house" / "rows.jsonl").write_text('{"prompt": "a b", "response": "c d"}\n' * 50)
-    return tmp_path / "house"
+def workspace(tmp_path: Path) -> Path:
+    (tmp_path / "workspace").mkdir()
+    (tmp_path / "workspace" / "rows.jsonl").write_text(
+        '{"prompt": "a b", "response": "c d"}\n' * 50
+    )
+    return tmp_path / "workspace"
 
 
 def environment(tmp_path: Path, **extra: str) -> dict[str, str]:
@@ -50,7 +52,7 @@ def environment(tmp_path: Path, **extra: str) -> dict[str, str]:
     )
     clean = {
         key: value
-        for key, value in builders.environment(tmp_path / "house").items()
+        for key, value in builders.environment(tmp_path / "workspace").items()
         if key not in hiding
     }
     return {**clean, "PATH": "/usr/bin:/bin", "LOWMEM_SYSTEM_ROOT": str(root), **extra}
@@ -115,7 +117,7 @@ def test_an_nvml_that_fails_is_an_obstacle_with_its_cause_and_its_fix(tmp_path, 
 
 
 def test_a_card_that_cannot_be_asked_refuses_the_start_instead_of_training_the_small_model(
-    tmp_path, house, driver
+    tmp_path, workspace, driver
 ):
     said = is_refused(plan(tmp_path, LD_LIBRARY_PATH=driver, FAKE_NVML_INIT="18"))
     assert "NVML cannot be asked: " in said
@@ -123,7 +125,7 @@ def test_a_card_that_cannot_be_asked_refuses_the_start_instead_of_training_the_s
     assert said.rstrip().endswith(ON_CPU)
 
 
-def test_the_cpu_that_was_asked_for_is_taken_all_the_same(tmp_path, house, driver):
+def test_the_cpu_that_was_asked_for_is_taken_all_the_same(tmp_path, workspace, driver):
     done = plan(tmp_path, "--launch.mode=cpu", LD_LIBRARY_PATH=driver, FAKE_NVML_INIT="18")
     assert done.returncode == 0, done.stderr
     assert "mode       cpu" in done.stdout
@@ -220,7 +222,7 @@ def test_what_is_no_card_of_this_machine_is_no_obstacle(tmp_path, vendor, kind, 
     assert found(tmp_path)[:2] == ([], "")
 
 
-def test_a_machine_without_any_sign_of_a_card_trains_on_the_cpu(tmp_path, house):
+def test_a_machine_without_any_sign_of_a_card_trains_on_the_cpu(tmp_path, workspace):
     done = plan(tmp_path)
     assert done.returncode == 0, done.stderr
     assert "no GPU here: the small default model" in done.stdout
@@ -302,7 +304,7 @@ def test_a_radeon_whose_memory_rocm_smi_does_not_know_is_an_obstacle(tmp_path):
     ids=["old driver", "V100", "GTX 1080", "CPU build"],
 )
 def test_a_card_that_this_torch_cannot_use_is_refused_before_anything_is_made(
-    tmp_path, house, driver, build, variables, said, name
+    tmp_path, workspace, driver, build, variables, said, name
 ):
     version, cuda, architectures = build
     site = cards.torch(tmp_path / "site", version, cuda, architectures=architectures)
@@ -314,11 +316,11 @@ def test_a_card_that_this_torch_cannot_use_is_refused_before_anything_is_made(
     assert said in message
     word = f"LOWMEM_TORCH={name} " if torch_build.is_own_venv() else f"torch==2.13.0+{name} "
     assert word in message
-    assert not (house / ".cache").exists()  # nothing was read, tokenised or traced
+    assert not (workspace / ".cache").exists()  # nothing was read, tokenised or traced
 
 
 def test_a_link_test_that_fails_for_the_driver_ends_the_start_instead_of_going_on_with_one_card(
-    tmp_path, house, driver
+    tmp_path, workspace, driver
 ):
     # the plan sees a CUDA build; the children of the link test import the build that is really
     # installed
@@ -335,7 +337,7 @@ def test_a_link_test_that_fails_for_the_driver_ends_the_start_instead_of_going_o
         "run",
         "sft_fast",
         "--dry-run",
-        f"--data.train_file={house}/rows.jsonl",
+        f"--data.train_file={workspace}/rows.jsonl",
     ]
     done = subprocess.run(
         [*argv, "--data.validation_file=null"],
@@ -348,11 +350,11 @@ def test_a_link_test_that_fails_for_the_driver_ends_the_start_instead_of_going_o
     said = is_refused(done)
     assert "link test: torch cannot use the GPUs with this driver: " in said
     assert "Torch not compiled with CUDA enabled" in said
-    assert not (house / "runs").exists()
+    assert not (workspace / "runs").exists()
 
 
 def test_doctor_stops_at_a_card_that_this_torch_cannot_use_and_names_the_build_that_can(
-    tmp_path, house, driver
+    tmp_path, workspace, driver
 ):
     site = cards.torch(tmp_path / "site", "2.13.0+cu130", "13.0", architectures=cards.CU130)
     variables = {"FAKE_NVML_CAPABILITY": "7.0", "FAKE_NVML_CUDA": "12040", "FAKE_NVML_COUNT": "1"}

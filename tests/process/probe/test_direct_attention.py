@@ -41,7 +41,7 @@ def start(tmp_path, *flags: str, **extra: str) -> str:
     program.write_text(f"#!/bin/sh\ncat '{tmp_path / 'gpu.json'}'\n")
     program.chmod(0o755)
     train = builders.write_parquet(tmp_path / "train.parquet", builders.rows(24))
-    environment = builders.environment(tmp_path / "house", **extra)
+    environment = builders.environment(tmp_path / "workspace", **extra)
     site = cards.torch(
         tmp_path / "site", "2.13.0+rocm7.2", hip="7.2", architectures="gfx1100 gfx1200 gfx1201"
     )

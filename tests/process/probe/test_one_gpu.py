@@ -52,7 +52,7 @@ def start(
     site = cards.torch(tmp_path / "site", *build)
     script.write_text(f"SITE = {str(site)!r}\n{CODE}")
     train = builders.write_parquet(tmp_path / "train.parquet", builders.rows(24))
-    environment = builders.environment(tmp_path / "house", **extra)
+    environment = builders.environment(tmp_path / "workspace", **extra)
     model = ["--use_fast_config=True", "--model.shape=llama-tiny", "--training.bf16=false"]
     data = [f"--train_file={train}", "--data.validation_file=null"]
     argv = [sys.executable, *LAUNCHERS[launcher], str(script), *model, *data, *flags]

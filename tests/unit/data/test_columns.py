@@ -21,7 +21,7 @@ from launch.base.errors import ConfigError, DataError
 from launch.data import columns as data_columns
 from launch.data import sniff
 from launch.data.rows import BadRows, samples
-from launch.data.shards import Known
+from launch.data.shards import FileFacts
 from launch.schema.plan import DataFormat
 from launch.schema.recipe import DataSection
 
@@ -714,13 +714,13 @@ def test_content_in_any_shard_and_in_the_validation_file_is_refused(tmp_path):
     (tmp_path / "shards").mkdir()
     for name, row in (("a", PAIR), ("b", {**PAIR, "history": [["q", "a"]]})):
         write(tmp_path / "shards", f"{name}.jsonl", [row])
-    known = Known(tmp_path / "files.json", racy_s=-60)
+    known = FileFacts(tmp_path / "files.json", racy_s=-60)
     section = DataSection(train_file="shards")
     for _ in range(2):  # the second time from what is remembered
         with pytest.raises(DataError, match=r"b\.jsonl:1: .*column 'history'"):
             data_columns.detect(section, tmp_path, known)
         known.keep()
-        known = Known(tmp_path / "files.json")
+        known = FileFacts(tmp_path / "files.json")
     with pytest.raises(DataError, match=r"b\.jsonl:1: .*column 'history'"):
         detect(tmp_path / "shards/a.jsonl", tmp_path / "shards/b.jsonl")
 

@@ -255,13 +255,13 @@ def test_a_file_is_read_once_until_it_changes(tmp_path):
     def unread() -> int:
         raise AssertionError("it was read again")
 
-    known = shards.Known(tmp_path / "files.json")
+    known = shards.FileFacts(tmp_path / "files.json")
     assert known.get(path, "size", lambda: 1) == 1  # too young to be remembered
     assert known.get(path, "size", lambda: 2) == 2
-    known = shards.Known(tmp_path / "files.json", racy_s=-60)
+    known = shards.FileFacts(tmp_path / "files.json", racy_s=-60)
     assert known.get(path, "size", lambda: 3) == 3
     known.keep()
-    again = shards.Known(tmp_path / "files.json")
+    again = shards.FileFacts(tmp_path / "files.json")
     assert again.get(path, "size", unread) == 3
     path.write_bytes(b"2")
     os.utime(path, (0, 0))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from launch.base.errors import ConfigError, DoesNotFit, ResourceError
-from launch.base.workspace import House
-from launch.plan import context
+from launch.base.workspace import Workspace
+from launch.plan import context as plan_context
 from launch.predict import estimate, model_config
 from launch.render import command
 from launch.report import text
@@ -128,9 +128,9 @@ def test_the_link_that_works_is_the_backend_and_its_variables_reach_the_ranks():
     on = machine(2)
     chosen = plan(on=on, link=link("nccl", NCCL_P2P_DISABLE="1"))
     assert (chosen.strategy.mode, chosen.link.env) == ("dual_gpu_nccl", {"NCCL_P2P_DISABLE": "1"})
-    run = RunDir(Path("/house/runs/wish/1"))
+    run = RunDir(Path("/workspace/runs/wish/1"))
     assert (
-        command.command(chosen, on, run, run.attempt(1), House(Path("/house")), {}).env[
+        command.command(chosen, on, run, run.attempt(1), Workspace(Path("/workspace")), {}).env[
             "NCCL_P2P_DISABLE"
         ]
         == "1"
@@ -356,16 +356,16 @@ def test_a_rate_scales_from_a_batch_by_a_rule_and_not_with_one_of_them(training)
 def test_by_tokens_the_longest_rows_are_judged_and_a_whole_step_of_short_ones():
     recipe = wish(data={"train_file": "x", "max_length": 128, "batch_by_tokens": True})
     config, parameters = model_config.read(recipe.model, root=CODE)
-    about = context.subject(recipe, machine(), config, parameters, DATA_FORMAT)
+    context = plan_context.build(recipe, machine(), config, parameters, DATA_FORMAT)
     cut = plan(recipe, machine()).strategy
-    asked, short = about.shapes(
+    asked, short = context.shapes(
         replace(cut, per_device_train_batch_size=4, gradient_accumulation_steps=8)
     )
     assert (asked[0].lengths, asked[1]) == ((128, 128), 4)
     assert (short[0].lengths, short[1]) == ((16, 16), 32)
     assert short[0].is_padded
     assert not short[0].is_single
-    known = replace(about, lengths=(100, 60), is_ragged=True)  # of a T5
+    known = replace(context, lengths=(100, 60), is_ragged=True)  # of a T5
     for micro_batch, parts in ((1, 2), (1, 64), (3, 7), (16, 2)):
         candidate = replace(
             cut, per_device_train_batch_size=micro_batch, gradient_accumulation_steps=parts
@@ -376,7 +376,7 @@ def test_by_tokens_the_longest_rows_are_judged_and_a_whole_step_of_short_ones():
                 rows * length <= micro_batch * most
                 for length, most in zip(question.lengths, (100, 60), strict=True)
             )
-    assert len(about.shapes(replace(cut, gradient_accumulation_steps=1))) == 1
+    assert len(context.shapes(replace(cut, gradient_accumulation_steps=1))) == 1
 
 
 def test_splits_by_tokens_share_the_trace_of_the_longest_rows_and_short_rows_are_traced():
@@ -395,17 +395,17 @@ def test_splits_by_tokens_share_the_trace_of_the_longest_rows_and_short_rows_are
     recipe = wish(data={"train_file": "x", "max_length": 128, "batch_by_tokens": True})
     config, parameters = model_config.read(recipe.model, root=CODE)
     asked = Asked()
-    about = replace(
-        context.subject(recipe, machine(), config, parameters, DATA_FORMAT), traces=asked
+    context = replace(
+        plan_context.build(recipe, machine(), config, parameters, DATA_FORMAT), traces=asked
     )
     cut = plan(recipe, machine()).strategy
     ways = [
         replace(cut, per_device_train_batch_size=rows, gradient_accumulation_steps=32 // rows)
         for rows in (16, 8, 4)
     ]
-    about.fetch(ways)
+    context.fetch(ways)
     for way in ways:
-        estimate.judge(about, way, exact=False)
+        estimate.judge(context, way, exact=False)
     assert asked.lengths == {(128, 128)}
-    estimate.judge(about, ways[-1])
+    estimate.judge(context, ways[-1])
     assert asked.lengths == {(128, 128), (16, 16)}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launch.base.errors import LaunchError
-from launch.base.workspace import CODE, House
+from launch.base.workspace import CODE, Workspace
 from launch.render import accelerate, command, deepspeed
 from launch.report import text
 from launch.run_folder.layout import RunDir
@@ -33,7 +33,7 @@ CASES = {
 
 def rehearsal(machine_name: str, overrides: list[str]) -> str:
     """The plan, the files and the command line, or the refusal."""
-    run = RunDir(Path("/house/runs/sft_fast/20261121-000000"))
+    run = RunDir(Path("/workspace/runs/sft_fast/20261121-000000"))
     try:
         machine, recipe, plan = render_configs.planned(machine_name, overrides)
     except LaunchError as error:
@@ -43,7 +43,8 @@ def rehearsal(machine_name: str, overrides: list[str]) -> str:
     if plan.strategy.engine == "deepspeed":
         texts.append(deepspeed.deepspeed_config(plan, recipe.training.max_grad_norm))
     texts.append(
-        str(command.command(plan, machine, run, run.attempt(1), House(Path("/house")), {})) + "\n"
+        str(command.command(plan, machine, run, run.attempt(1), Workspace(Path("/workspace")), {}))
+        + "\n"
     )
     return "\n".join(texts).replace(sys.executable, "python").replace(str(CODE), "/checkout")
 

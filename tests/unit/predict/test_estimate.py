@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.plan import context
+from launch.plan import context as plan_context
 from launch.predict import estimate, model_config
 from launch.predict.history import calibration
 from launch.predict.memory.allocator import EMPTY_CACHE, FREED, CachingAllocator
@@ -57,9 +57,9 @@ def asked(**data: str) -> Recipe:
 
 def judged(recipe: Recipe, eval_samples: int = 24) -> tuple[Strategy, MemoryEstimate]:
     config, parameters = model_config.read(recipe.model, root=CODE)
-    about = context.subject(recipe, CARD, config, parameters, DATA_FORMAT)
+    context = plan_context.build(recipe, CARD, config, parameters, DATA_FORMAT)
     candidate = replace(plan(recipe, CARD).strategy, per_device_eval_batch_size=eval_samples)
-    return candidate, estimate.judge(replace(about, traces=Recorded()), candidate).memory  # type: ignore[arg-type]
+    return candidate, estimate.judge(replace(context, traces=Recorded()), candidate).memory  # type: ignore[arg-type]
 
 
 def planned(recipe: Recipe, memory: MemoryEstimate, budget_bytes: int) -> Plan:

@@ -16,7 +16,7 @@ from launch.predict.memory.host_memory import Job, estimate, rounded_pinned
 from launch.probe import import_memory
 from launch.probe.import_memory import ASSUMED, Imports
 from launch.schema.machine import MIB
-from launch.schema.plan import MemoryEstimate, ModelShape, Strategy
+from launch.schema.plan import MemoryEstimate, ModelSize, Strategy
 from launch.schema.recipe import Recipe
 
 IMPORTS = Imports(40 * MIB, 150 * MIB, 200 * MIB, 300 * MIB, 140 * MIB, "test")
@@ -56,7 +56,7 @@ def job(chosen: Strategy, path: str | None = None, lora_parameters: int = 0, **k
         }
     )
     trainable = lora_parameters or 100_000_000
-    shape = ModelShape("m", {"model_type": "gpt2"}, 100_000_000, trainable, lora_parameters)
+    shape = ModelSize("m", {"model_type": "gpt2"}, 100_000_000, trainable, lora_parameters)
     states = MemoryEstimate(400_000_000, 4 * trainable, 8 * trainable)
     values = {
         "step_bytes": 2_000_000_000,

@@ -20,12 +20,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.base.workspace import House
+from launch.base.workspace import Workspace
 from launch.predict.history import cache_keys, calibration, ledger
 from launch.predict.history.calibration import Figures, Measurement
 from launch.predict.history.ledger import Ledger, Trial, Tuned
 from launch.schema.machine import GIB
-from launch.schema.plan import ModelShape, Strategy
+from launch.schema.plan import ModelSize, Strategy
 from tests.builders import CODE, gpu, machine, plan, wish
 
 KEYS = {"machine_key": "machine-1", "model_key": "model-1", "recipe_key": "recipe-1"}
@@ -34,7 +34,7 @@ KEYS = {"machine_key": "machine-1", "model_key": "model-1", "recipe_key": "recip
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """Where a house whose name needs quoting keeps its ledger; nothing is there yet."""
-    return House(tmp_path / "a house; it's #1 50%?").ledger_file
+    return Workspace(tmp_path / "a house; it's #1 50%?").ledger_file
 
 
 @pytest.fixture
@@ -78,13 +78,27 @@ def measurement(
 
 def trial(strategy: Strategy, **given: Any) -> Trial:
     return Trial(
-        **{"time": 1.0, **KEYS, "strategy": strategy, "ended": "fits", "peak_bytes": GIB, **given}
+        **{
+            "time": 1.0,
+            **KEYS,
+            "strategy": strategy,
+            "ended": "fits",
+            "peak_bytes": GIB,
+            **given,
+        }
     )
 
 
 def tuned(strategy: Strategy, **given: Any) -> Tuned:
     return Tuned(
-        **{"time": 1.0, **KEYS, "strategy": strategy, "why": "fastest of 3", "step_s": 0.5, **given}
+        **{
+            "time": 1.0,
+            **KEYS,
+            "strategy": strategy,
+            "why": "fastest of 3",
+            "step_s": 0.5,
+            **given,
+        }
     )
 
 
@@ -148,7 +162,7 @@ def test_another_machine_has_another_key(other):
 
 
 def test_a_model_is_known_by_its_content_not_by_its_name():
-    shape = ModelShape("mini", {"model_type": "llama", "hidden_size": 64}, 1000, 1000)
+    shape = ModelSize("mini", {"model_type": "llama", "hidden_size": 64}, 1000, 1000)
     moved = replace(
         shape, name="/models/mini", config={**shape.config, "_name_or_path": "/models/mini"}
     )

@@ -23,7 +23,7 @@ from transformers.training_args import OptimizerNames
 from launch.base.errors import ConfigError
 from launch.predict import optimizers
 from launch.predict import parameters as predict_parameters
-from launch.schema.plan import ModelShape
+from launch.schema.plan import ModelSize
 from launch.schema.recipe import LoraSection, ModelSection, QuantizationSection
 from training.model import build, four_bit
 
@@ -74,7 +74,7 @@ def real_shapes(config: dict) -> list[tuple[str, tuple[int, ...]]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_named_shape_has_the_parameters_of_the_real_model(name):
     config = config_of(name)
-    assert list(predict_parameters.parameter_shapes(config).items()) == real_shapes(config)
+    assert list(predict_parameters.parameters_by_name(config).items()) == real_shapes(config)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_named_shapes_have_the_published_sizes(name, parameters):
     config = config_of(name)
     assert (
         predict_parameters.count(
-            predict_parameters.parameter_shapes(config), (), None, config["model_type"]
+            predict_parameters.parameters_by_name(config), (), None, config["model_type"]
         )[0]
         == parameters
     )
@@ -105,7 +105,7 @@ def test_named_shapes_have_the_published_sizes(name, parameters):
 def test_the_comment_of_a_named_shape_states_its_exact_size(name):
     config = config_of(name)
     parameters = predict_parameters.count(
-        predict_parameters.parameter_shapes(config), (), None, config["model_type"]
+        predict_parameters.parameters_by_name(config), (), None, config["model_type"]
     )[0]
     assert f"# {parameters:,} parameters at vocabulary {config['vocab_size']:,}." in (
         MODELS / f"{name}.yaml"
@@ -126,7 +126,7 @@ def test_every_key_of_a_named_shape_is_one_that_transformers_knows(name):
 @pytest.mark.parametrize("model_type", sorted(predict_parameters.LORA_TARGETS))
 def test_a_key_that_is_left_out_has_transformers_default(model_type):
     config = {"model_type": model_type}
-    assert list(predict_parameters.parameter_shapes(config).items()) == real_shapes(config)
+    assert list(predict_parameters.parameters_by_name(config).items()) == real_shapes(config)
 
 
 SMALL = {
@@ -197,14 +197,14 @@ SMALL_T5 = {
     ids=str,
 )
 def test_variants_of_an_architecture_have_the_parameters_of_the_real_model(config):
-    assert list(predict_parameters.parameter_shapes(config).items()) == real_shapes(config)
+    assert list(predict_parameters.parameters_by_name(config).items()) == real_shapes(config)
 
 
 def test_an_unknown_model_type_says_what_is_known_and_what_works_for_any():
     with pytest.raises(
         ConfigError, match=r"'mamba'.*known: gpt2, llama, mistral, qwen2, qwen3, t5.*safetensors"
     ):
-        predict_parameters.parameter_shapes({"model_type": "mamba"})
+        predict_parameters.parameters_by_name({"model_type": "mamba"})
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_an_unknown_model_type_says_what_is_known_and_what_works_for_any():
 )
 def test_a_size_that_is_none_is_named(config, message):
     with pytest.raises(ConfigError, match=message):
-        predict_parameters.parameter_shapes(config)
+        predict_parameters.parameters_by_name(config)
 
 
 # ---- what trains
@@ -258,7 +258,7 @@ def test_a_size_that_is_none_is_named(config, message):
 
 
 def test_sft_of_the_chinese_t5_trains_its_decoder():
-    shapes = predict_parameters.parameter_shapes(config_of("t5-chatlm-0.2b"))
+    shapes = predict_parameters.parameters_by_name(config_of("t5-chatlm-0.2b"))
     assert predict_parameters.count(shapes, ("shared", "encoder"), None, "t5") == (
         187_692_288,
         94_396_032,
@@ -287,13 +287,15 @@ def test_freezing_leaves_the_parameters_that_it_does_not_name(name, freeze):
         parameter.numel() for parameter in model.parameters() if parameter.requires_grad
     )
     counted = predict_parameters.count(
-        predict_parameters.parameter_shapes(config), freeze, None, config["model_type"]
+        predict_parameters.parameters_by_name(config), freeze, None, config["model_type"]
     )
     assert counted == (model.num_parameters(), trainable, 0)
 
 
 def test_a_prefix_freezes_whole_modules_only():
-    shapes = predict_parameters.parameter_shapes(config_of("gpt2-small"))  # h.1 is not h.10 or h.11
+    shapes = predict_parameters.parameters_by_name(
+        config_of("gpt2-small")
+    )  # h.1 is not h.10 or h.11
     _, trainable, _ = predict_parameters.count(shapes, ("transformer.h.1",), None, "gpt2")
     assert 124_439_808 - trainable == 7_087_872
 
@@ -310,14 +312,14 @@ def test_a_prefix_freezes_whole_modules_only():
 def test_a_frozen_module_that_does_not_exist_is_an_error_with_the_nearest(freeze, message):
     with pytest.raises(ConfigError, match=message):
         predict_parameters.count(
-            predict_parameters.parameter_shapes(config_of("t5-tiny")), (freeze,), None, "t5"
+            predict_parameters.parameters_by_name(config_of("t5-tiny")), (freeze,), None, "t5"
         )
 
 
 def test_freezing_everything_is_an_error():
     with pytest.raises(ConfigError, match="leave nothing to train"):
         predict_parameters.count(
-            predict_parameters.parameter_shapes(config_of("t5-tiny")),
+            predict_parameters.parameters_by_name(config_of("t5-tiny")),
             ("shared", "encoder", "decoder"),
             None,
             "t5",
@@ -341,7 +343,7 @@ def test_lora_has_the_parameters_that_peft_adds(name, targets, r):
     lora = LoraSection(r=r, target_modules=targets)
     peft_targets = list(targets or predict_parameters.LORA_TARGETS[config["model_type"]])
     real = get_peft_model(meta_model(config), LoraConfig(r=r, target_modules=peft_targets))
-    shapes = predict_parameters.parameter_shapes(config)
+    shapes = predict_parameters.parameters_by_name(config)
     parameters, trainable, lora_parameters = predict_parameters.count(
         shapes, (), lora, config["model_type"]
     )
@@ -361,7 +363,10 @@ def test_lora_on_a_gated_t5_and_on_qwen_has_the_parameters_that_peft_adds():
         targets = predict_parameters.LORA_TARGETS[config["model_type"]]
         real = get_peft_model(meta_model(config), LoraConfig(r=4, target_modules=list(targets)))
         counted = predict_parameters.count(
-            predict_parameters.parameter_shapes(config), (), LoraSection(r=4), config["model_type"]
+            predict_parameters.parameters_by_name(config),
+            (),
+            LoraSection(r=4),
+            config["model_type"],
         )
         assert counted[2] == real.get_nb_trainable_parameters()[0]
 
@@ -375,7 +380,7 @@ def test_lora_on_a_gated_t5_and_on_qwen_has_the_parameters_that_peft_adds():
     ],
 )
 def test_a_lora_target_that_matches_nothing_is_an_error_with_the_nearest(target, message):
-    shapes = predict_parameters.parameter_shapes(config_of("llama-tiny"))
+    shapes = predict_parameters.parameters_by_name(config_of("llama-tiny"))
     with pytest.raises(ConfigError, match=message):
         predict_parameters.count(
             shapes, (), LoraSection(target_modules=("q_proj", target)), "llama"
@@ -444,7 +449,7 @@ def test_full_training_states_are_those_of_the_real_optimizer(optim, name, dtype
     config = config_of(name)
     model = real_model(config, getattr(torch, dtype))
     estimate = optimizers.model_state(
-        predict_parameters.parameter_shapes(config), (), None, config["model_type"], optim, dtype
+        predict_parameters.parameters_by_name(config), (), None, config["model_type"], optim, dtype
     )
     assert estimate.weights_bytes == parameter_bytes(model, trainable_only=False)
     optimizer = one_step(model, optim, tmp_path)
@@ -462,7 +467,7 @@ def test_frozen_training_states_are_those_of_the_real_optimizer(optim, dtype, tm
     model = real_model(config, getattr(torch, dtype))
     for prefix in ("shared", "encoder"):
         model.get_submodule(prefix).requires_grad_(False)
-    shapes = predict_parameters.parameter_shapes(config)
+    shapes = predict_parameters.parameters_by_name(config)
     estimate = optimizers.model_state(shapes, ("shared", "encoder"), None, "t5", optim, dtype)
     assert estimate.weights_bytes == parameter_bytes(model, trainable_only=False)
     assert estimate.gradients_bytes == parameter_bytes(model, trainable_only=True)
@@ -478,7 +483,7 @@ def test_lora_states_are_those_of_the_real_optimizer(optim, name, dtype, tmp_pat
     model = get_peft_model(
         real_model(config, getattr(torch, dtype)), LoraConfig(r=16, target_modules=targets)
     )
-    shapes = predict_parameters.parameter_shapes(config)
+    shapes = predict_parameters.parameters_by_name(config)
     estimate = optimizers.model_state(
         shapes, (), LoraSection(r=16), config["model_type"], optim, dtype
     )
@@ -502,7 +507,7 @@ def test_every_known_optimizer_is_one_of_the_trainers():
 def test_an_optimizer_whose_states_are_not_known_is_refused(optim, message):
     with pytest.raises(ConfigError, match=message):
         optimizers.model_state(
-            predict_parameters.parameter_shapes(config_of("t5-tiny")),
+            predict_parameters.parameters_by_name(config_of("t5-tiny")),
             (),
             None,
             "t5",
@@ -512,7 +517,7 @@ def test_an_optimizer_whose_states_are_not_known_is_refused(optim, message):
 
 
 def test_a_7b_model_with_lora_holds_the_figures_worked_out_by_hand():
-    shapes = predict_parameters.parameter_shapes(config_of("llama-7b"))
+    shapes = predict_parameters.parameters_by_name(config_of("llama-7b"))
     estimate = optimizers.model_state(
         shapes, (), LoraSection(r=32), "llama", "adamw_torch_fused", "bfloat16"
     )
@@ -542,10 +547,10 @@ def test_4_bit_weights_are_those_of_the_real_bitsandbytes(name, dtype, compute, 
         load_in_4bit=True, bnb_4bit_use_double_quant=double, bnb_4bit_compute_dtype=compute
     )
     kind = config["model_type"]
-    shapes = predict_parameters.parameter_shapes(config)
+    shapes = predict_parameters.parameters_by_name(config)
     made = build._prepared(
         build._from_shape(
-            ModelSection(shape="any", dtype=dtype), ModelShape("any", config, 0, 0), section
+            ModelSection(shape="any", dtype=dtype), ModelSize("any", config, 0, 0), section
         ),
         ModelSection(shape="any"),
         LoraSection(r=4),
@@ -569,7 +574,7 @@ def model_targets(shapes: predict_parameters.Shapes, kind: str) -> tuple[str, ..
 
 
 def test_a_7b_model_in_4_bits_holds_the_figures_worked_out_by_hand():
-    shapes = predict_parameters.parameter_shapes(config_of("llama-7b"))
+    shapes = predict_parameters.parameters_by_name(config_of("llama-7b"))
     section = QuantizationSection(load_in_4bit=True, bnb_4bit_compute_dtype="bfloat16")
     estimate = optimizers.model_state(
         shapes, (), LoraSection(r=32), "llama", "adamw_torch_fused", "bfloat16", section

@@ -18,7 +18,7 @@ from launch.predict.time.rates import Rates
 from launch.predict.time.timing import Affine, StepWork, TimeEstimate, WorkCost
 from launch.probe import architectures
 from launch.schema.machine import GIB, Gpu, Link
-from launch.schema.plan import MemoryEstimate, ModelShape, Strategy
+from launch.schema.plan import MemoryEstimate, ModelSize, Strategy
 from tests.builders import machine
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -102,8 +102,8 @@ def whole(
     return MemoryEstimate(*map(int, sizes))
 
 
-def shape(parameters: float, trained: float | None = None, lora: float = 0) -> ModelShape:
-    return ModelShape(
+def shape(parameters: float, trained: float | None = None, lora: float = 0) -> ModelSize:
+    return ModelSize(
         "m", {"model_type": "llama"}, int(parameters), int(trained or parameters), int(lora)
     )
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from launch.base.errors import ConfigError
-from launch.base.workspace import House
+from launch.base.workspace import Workspace
 from launch.probe import architectures
 from launch.render import command as render_command
 from launch.report import text
@@ -133,9 +133,9 @@ def test_tf32_on_ampere_is_taken():
 
 def command(card: Gpu, environ: dict[str, str]) -> Command:
     on = machine(cards=(card,))
-    run = RunDir(Path("/house/runs/wish/1"))
+    run = RunDir(Path("/workspace/runs/wish/1"))
     return render_command.command(
-        plan(on=on), on, run, run.attempt(1), House(Path("/house")), environ
+        plan(on=on), on, run, run.attempt(1), Workspace(Path("/workspace")), environ
     )
 
 
@@ -172,9 +172,9 @@ def test_attention_without_a_fused_kernel_is_said_once_per_kind_of_card():
 def test_nothing_of_it_is_done_or_said_on_the_cpu():
     on = machine(cards=(radeon("gfx1200"),))
     chosen = plan(wish(launch={"mode": "cpu"}), on)
-    run = RunDir(Path("/house/runs/wish/1"))
+    run = RunDir(Path("/workspace/runs/wish/1"))
     made = render_command.command(
-        chosen, on, run, run.attempt(1), House(Path("/house")), os.environ
+        chosen, on, run, run.attempt(1), Workspace(Path("/workspace")), os.environ
     )
     assert not any("attention" in line for line in chosen.why)
     assert architectures.ALLOW_EXPERIMENTAL not in made.env

@@ -26,7 +26,7 @@ HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "datasets", "numpy"
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A house of its own with the sample data, which the first recipe that asks for it has
     written."""
     root = tmp_path_factory.mktemp("a house")
@@ -205,7 +205,7 @@ def test_that_check_sees_each_way_to_leave_it_open(tmp_path, line):
     assert set(calls_that_may_run_a_folders_code(source)) == {"one.py:1"}
 
 
-def test_a_plan_from_a_warm_cache_imports_little_and_no_torch(house):
+def test_a_plan_from_a_warm_cache_imports_little_and_no_torch(workspace):
     """Its seconds are measured by benchmarks/plan_time.py; most of them are imports."""
     argv = [sys.executable, "-X", "importtime", "-m", "launch", "plan", "sft_fast"]
     for _ in range(2):  # the first may trace
@@ -219,9 +219,13 @@ def test_a_plan_from_a_warm_cache_imports_little_and_no_torch(house):
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda path: path.stem)
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_has_a_plan_or_does_not_fit_on_every_described_machine(name, machine, house):
+def test_every_recipe_has_a_plan_or_does_not_fit_on_every_described_machine(
+    name, machine, workspace
+):
     keys = ("data.train_file", "data.validation_file")
-    overrides = [f"--{key}={house / file}" for key, file in zip(keys, SAMPLE_FILES, strict=True)]
+    overrides = [
+        f"--{key}={workspace / file}" for key, file in zip(keys, SAMPLE_FILES, strict=True)
+    ]
     try:
         plan = resolve(name, overrides, machine, trace=False).plan
     except DoesNotFit as error:

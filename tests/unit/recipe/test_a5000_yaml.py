@@ -94,11 +94,11 @@ def test_the_guides_keys_become_the_recipes(read, tmp_path):
 
 def test_the_shipped_file_says_in_the_guides_words_what_its_recipe_says():
     name, overrides, _ = translate(str(SHIPPED))
-    house = str(CODE) + "/"
+    workspace = str(CODE) + "/"
     from_yaml = load.load(name, overrides)[0].model_dump(exclude={"data": {"validation_file"}})
     recipe = load.load(name)[0].model_dump(exclude={"data": {"validation_file"}})
-    from_yaml["data"]["train_file"] = from_yaml["data"]["train_file"].removeprefix(house)
-    from_yaml["log_dir"] = from_yaml["log_dir"].removeprefix(house)
+    from_yaml["data"]["train_file"] = from_yaml["data"]["train_file"].removeprefix(workspace)
+    from_yaml["log_dir"] = from_yaml["log_dir"].removeprefix(workspace)
     assert from_yaml == recipe
 
 

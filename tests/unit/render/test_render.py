@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.base.workspace import CODE, House
+from launch.base.workspace import CODE, Workspace
 from launch.render import accelerate, deepspeed
 from launch.render import command as render_command
 from launch.run_folder.layout import RunDir
@@ -114,7 +114,7 @@ def test_several_machines_meet_where_the_recipe_says():
 def command(on, **launch) -> Command:
     run = RunDir(Path("/a 'b\" c/runs/wish/1"))
     return render_command.command(
-        plan(wish(launch=launch), on), on, run, run.attempt(1), House(Path("/a 'b\" c")), {}
+        plan(wish(launch=launch), on), on, run, run.attempt(1), Workspace(Path("/a 'b\" c")), {}
     )
 
 

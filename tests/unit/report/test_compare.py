@@ -13,7 +13,7 @@ import pytest
 from launch.__main__ import main
 from launch.base import files
 from launch.base.errors import ConfigError, ResourceError
-from launch.base.workspace import House
+from launch.base.workspace import Workspace
 from launch.data import token_cache
 from launch.render import write as render_write
 from launch.report import comparable, compare
@@ -29,20 +29,20 @@ STEP_S, WAIT_S = 2.0, 0.5
 
 
 @pytest.fixture
-def house(tmp_path, monkeypatch) -> House:
+def workspace(tmp_path, monkeypatch) -> Workspace:
     """A house with rows; runs are written into it as a launcher and its rank 0 write them."""
-    monkeypatch.setenv("LOWMEM_ROOT", str(tmp_path / "house"))
+    monkeypatch.setenv("LOWMEM_ROOT", str(tmp_path / "workspace"))
     builders.write_parquet(tmp_path / "train.parquet", builders.rows(20))
     builders.write_parquet(tmp_path / "valid.parquet", builders.rows(5, seed=1))
-    return House.here()
+    return Workspace.here()
 
 
 def begun(
-    house: House, name: str, rows: Path | None = None, **sections
+    workspace: Workspace, name: str, rows: Path | None = None, **sections
 ) -> tuple[RunDir, AttemptDir]:
     """A run of a recipe that trains on these rows, with its first attempt; effective batch 8 unless
     told otherwise."""
-    rows = rows or house.root.parent / "train.parquet"
+    rows = rows or workspace.root.parent / "train.parquet"
     data = {
         "train_file": str(rows),
         "validation_file": str(rows.with_name("valid.parquet")),
@@ -56,11 +56,11 @@ def begun(
     recipe = builders.wish(name=name, data=data, training=training, **sections)
     machine = builders.machine()
     plan = builders.plan(recipe, machine)
-    run = RunDir.create(house.runs, name, datetime(2026, 1, 1))
-    attempt = render_write.write_run(run, recipe, machine, plan, house)
+    run = RunDir.create(workspace.runs, name, datetime(2026, 1, 1))
+    attempt = render_write.write_run(run, recipe, machine, plan, workspace)
     tokens = run.root / "tokens"
     tokens.mkdir()
-    made_of = token_cache.token_identity(house.cache, recipe, plan.shape, plan.data_format)
+    made_of = token_cache.token_identity(workspace.cache, recipe, plan.shape, plan.data_format)
     files.write_json(tokens / token_cache.TOKENS_MADE_OF, made_of)
     run.write_tokens(tokens)
     return run, attempt
@@ -95,11 +95,16 @@ def write(file: Path, records: list[StepEvent] | list[HeldOut]) -> None:
 
 
 def trained(
-    house: House, name: str, count: int = 10, rows: Path | None = None, sections=None, **fields
+    workspace: Workspace,
+    name: str,
+    count: int = 10,
+    rows: Path | None = None,
+    sections=None,
+    **fields,
 ) -> RunDir:
     """A run of so many steps, each STEP_S after the one before, an evaluation of 3 s after steps 5
     and 10."""
-    run, attempt = begun(house, name, rows, **(sections or {}))
+    run, attempt = begun(workspace, name, rows, **(sections or {}))
     later = [3.0 * (number > 5) for number in range(1, count + 1)]
     write(
         attempt.events_file,
@@ -121,9 +126,9 @@ def cells(a: RunDir, b: RunDir) -> dict[str, tuple[str, str, str]]:
     }
 
 
-def test_the_figures_are_what_the_steps_add_up_to(house):
-    a = trained(house, "before")
-    b = trained(house, "after", seconds=1.0, data_seconds=0.0, computed_tokens=80)
+def test_the_figures_are_what_the_steps_add_up_to(workspace):
+    a = trained(workspace, "before")
+    b = trained(workspace, "after", seconds=1.0, data_seconds=0.0, computed_tokens=80)
     found = cells(a, b)
     assert found["non-padding tokens/s"] == ("40", "80", "2.000")
     assert found["padding, of the tokens computed"] == ("20.0%", "0.0%", "")
@@ -141,13 +146,13 @@ def test_the_figures_are_what_the_steps_add_up_to(house):
     assert found["non-padding tokens of 80 samples"] == ("800", "800", "1.000")
 
 
-def test_vram_is_shown_as_measured_and_as_predicted(house):
+def test_vram_is_shown_as_measured_and_as_predicted(workspace):
     on_gpu = {
         "vram_allocated_bytes": 3 * GIB,
         "vram_reserved_bytes": 4 * GIB,
         "vram_total_bytes": 20 * GIB,
     }
-    run = trained(house, "after", **on_gpu)
+    run = trained(workspace, "after", **on_gpu)
     plan = run.read_plan()
     estimate = replace(
         plan.estimate,
@@ -156,7 +161,7 @@ def test_vram_is_shown_as_measured_and_as_predicted(house):
     )
     gpu_plan = replace(plan, strategy=replace(plan.strategy, device="cuda"), estimate=estimate)
     files.write_json(run.attempt(1).plan_file, asdict(gpu_plan))
-    found = compare.figures(comparable.read(trained(house, "before")), comparable.read(run))
+    found = compare.figures(comparable.read(trained(workspace, "before")), comparable.read(run))
     rows = [(one.name, *one.cells()) for one in found]
     at = [name for name, *_ in rows].index("VRAM allocated, peak")
     assert rows[at : at + 4] == [
@@ -167,23 +172,23 @@ def test_vram_is_shown_as_measured_and_as_predicted(house):
     ]
 
 
-def test_losses_are_compared_at_equal_samples_where_one_has_trained_further(house):
-    found = cells(trained(house, "before"), trained(house, "after", count=6))
+def test_losses_are_compared_at_equal_samples_where_one_has_trained_further(workspace):
+    found = cells(trained(workspace, "before"), trained(workspace, "after", count=6))
     assert found["training loss, 43-48 samples"] == (f"{1 / 6:.4f}", f"{1 / 6:.4f}", "1.000")
     assert found["held-out loss at 40 samples"] == ("0.4000", "0.4000", "1.000")
     assert found["non-padding tokens of 48 samples"] == ("480", "480", "1.000")
 
 
-def test_no_held_out_loss_is_given_where_none_was_measured_at_equal_samples(house):
-    other, attempt = begun(house, "after")
+def test_no_held_out_loss_is_given_where_none_was_measured_at_equal_samples(workspace):
+    other, attempt = begun(workspace, "after")
     write(attempt.events_file, [step(n, START + n) for n in range(1, 11)])
     write(attempt.held_out_file, [HeldOut(n, 8 * n, 2 / n, 0.1, START + n) for n in (4, 9)])
-    found = cells(trained(house, "before"), other)
+    found = cells(trained(workspace, "before"), other)
     assert found["held-out loss at equal samples"] == ("none", "none", "")
 
 
-def test_steps_that_were_trained_again_count_once_and_their_time_is_lost(house):
-    run = trained(house, "before", count=6)
+def test_steps_that_were_trained_again_count_once_and_their_time_is_lost(workspace):
+    run = trained(workspace, "before", count=6)
     again = run.new_attempt()
     files.write_json(again.plan_file, asdict(run.read_plan()))
     write(
@@ -209,8 +214,8 @@ def test_steps_that_were_trained_again_count_once_and_their_time_is_lost(house):
     assert (speed.evaluating, speed.rest) == (0, pytest.approx(1 - 8 / wall_s))
 
 
-def test_no_share_of_the_wall_time_is_given_where_the_clock_was_set_back(house):
-    run, attempt = begun(house, "before")
+def test_no_share_of_the_wall_time_is_given_where_the_clock_was_set_back(workspace):
+    run, attempt = begun(workspace, "before")
     write(attempt.events_file, [step(n, START + STEP_S * n - 60 * (n > 5)) for n in range(1, 11)])
     speed = steps.speed(steps.stretches(run))
     assert speed is not None
@@ -218,10 +223,10 @@ def test_no_share_of_the_wall_time_is_given_where_the_clock_was_set_back(house):
     assert speed.tokens_per_s == 80 / STEP_S
 
 
-def test_a_run_that_took_over_another_begins_with_its_steps(house):
-    earlier = trained(house, "before", vram_allocated_bytes=GIB)
+def test_a_run_that_took_over_another_begins_with_its_steps(workspace):
+    earlier = trained(workspace, "before", vram_allocated_bytes=GIB)
     saved = earlier.checkpoints / manifest.name(4)
-    run, attempt = begun(house, "after", training={"per_device_train_batch_size": 16})
+    run, attempt = begun(workspace, "after", training={"per_device_train_batch_size": 16})
     files.write_json(run.continues_file, {"checkpoint": str(saved), "samples_seen": 32})
     write(
         attempt.events_file,
@@ -240,14 +245,14 @@ def test_a_run_that_took_over_another_begins_with_its_steps(house):
     )
 
 
-def test_samples_whose_steps_were_never_written_are_counted(house):
-    run, attempt = begun(house, "before")
+def test_samples_whose_steps_were_never_written_are_counted(workspace):
+    run, attempt = begun(workspace, "before")
     write(attempt.events_file, [step(n, START + n) for n in (1, 2, 3, 6, 7)])
     assert comparable.read(run).missing() == 16
 
 
-def test_a_last_line_that_is_half_written_is_left_out(house):
-    run, attempt = begun(house, "before")
+def test_a_last_line_that_is_half_written_is_left_out(workspace):
+    run, attempt = begun(workspace, "before")
     write(attempt.events_file, [step(1, START), step(2, START + 1, loss=float("nan"))])
     with attempt.events_file.open("a") as file:
         file.write('{"step": 3, "max_st')
@@ -278,13 +283,13 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_only_runs_of_one_model_data_and_effective_batch_are_compared(house, capsys, name):
+def test_only_runs_of_one_model_data_and_effective_batch_are_compared(workspace, capsys, name):
     sections, expected = OTHERS[name]
-    trained(house, "before")
-    trained(house, "after", sections={key: dict(value) for key, value in sections.items()})
+    trained(workspace, "before")
+    trained(workspace, "after", sections={key: dict(value) for key, value in sections.items()})
     code = main(["compare", "before", "after"])
     said = capsys.readouterr()
-    page = house.runs / "compare-before-20260101-000000-after-20260101-000000.html"
+    page = workspace.runs / "compare-before-20260101-000000-after-20260101-000000.html"
     if expected is None:
         assert code == 0
         assert "\nsame: model llama-tiny" in said.out
@@ -300,17 +305,17 @@ def test_only_runs_of_one_model_data_and_effective_batch_are_compared(house, cap
     assert re.search(f"<li class=bad>.*{expected}", page.read_text())
 
 
-def test_the_content_of_the_rows_decides_not_their_place(house, tmp_path):
+def test_the_content_of_the_rows_decides_not_their_place(workspace, tmp_path):
     (tmp_path / "moved").mkdir()
     for name in ("train.parquet", "valid.parquet"):
         (tmp_path / "moved" / name).write_bytes((tmp_path / name).read_bytes())
     a, moved = (
-        trained(house, "before"),
-        trained(house, "moved", rows=tmp_path / "moved/train.parquet"),
+        trained(workspace, "before"),
+        trained(workspace, "moved", rows=tmp_path / "moved/train.parquet"),
     )
     builders.write_parquet(tmp_path / "other/train.parquet", builders.rows(21))
     builders.write_parquet(tmp_path / "other/valid.parquet", builders.rows(6, seed=1))
-    other = trained(house, "other", rows=tmp_path / "other/train.parquet")
+    other = trained(workspace, "other", rows=tmp_path / "other/train.parquet")
     first = comparable.read(a)
     assert comparable.differences(first, comparable.read(moved)) == []
     found = [
@@ -320,11 +325,11 @@ def test_the_content_of_the_rows_decides_not_their_place(house, tmp_path):
     assert found[1].startswith("held-out rows: A sha256 ")
 
 
-def test_packed_sequences_and_rows_are_compared_by_their_tokens(house, capsys):
-    rows = trained(house, "before")
+def test_packed_sequences_and_rows_are_compared_by_their_tokens(workspace, capsys):
+    rows = trained(workspace, "before")
     full = {"data": {"packing": True}, "training": {"per_device_train_batch_size": 2}}
-    trained(house, "after", sections=full, samples=2, tokens=82)
-    packed = house.runs / "after"
+    trained(workspace, "after", sections=full, samples=2, tokens=82)
+    packed = workspace.runs / "after"
     assert main(["compare", str(rows.root), str(packed)]) == 0
     said = capsys.readouterr().out
     assert (
@@ -338,24 +343,24 @@ def test_packed_sequences_and_rows_are_compared_by_their_tokens(house, capsys):
         "1.111",
     )  # 9 steps of 82 come before 800
     assert found["held-out loss at 800 and 820 tokens"] == ("0.2000", "0.2000", "1.000")
-    trained(house, "fuller", sections=full, samples=2, tokens=90)
+    trained(workspace, "fuller", sections=full, samples=2, tokens=90)
     assert main(["compare", "before", "fuller"]) == 2
     assert "B 2 packed sequences of 90 tokens in all" in capsys.readouterr().err
 
 
-def test_all_that_differs_is_said_and_the_page_shows_it_as_text(house, capsys):
-    trained(house, "before")
+def test_all_that_differs_is_said_and_the_page_shows_it_as_text(workspace, capsys):
+    trained(workspace, "before")
     hostile = {
         "training": {"seed": 1, "learning_rate": 1e-4},
         "data": {"text_column": "<script>\x1b[2J"},
     }
-    trained(house, "after", sections=hostile)
+    trained(workspace, "after", sections=hostile)
     assert main(["compare", "before", "after", "--anyway"]) == 0
     said = capsys.readouterr().out
     assert "differs: training.seed: A 23333, B 1\n" in said
     assert "differs: training.learning_rate: A 5e-05, B 0.0001\n" in said
     assert "\x1b" not in said
-    (page,) = house.runs.glob("*.html")
+    (page,) = workspace.runs.glob("*.html")
     text = page.read_text()
     assert "&lt;script&gt;" in text
     assert "<script" not in text
@@ -364,36 +369,36 @@ def test_all_that_differs_is_said_and_the_page_shows_it_as_text(house, capsys):
     assert "href=" not in text
 
 
-def test_a_run_is_found_by_its_recipe_its_name_or_its_folder(house, monkeypatch):
-    first = trained(house, "before")
-    newest = trained(house, "before")
-    begun(house, "before")  # which has trained nothing yet
-    assert comparable.find(house, "before").root == newest.root
-    assert comparable.find(house, str(house.runs / "before")).root == newest.root
+def test_a_run_is_found_by_its_recipe_its_name_or_its_folder(workspace, monkeypatch):
+    first = trained(workspace, "before")
+    newest = trained(workspace, "before")
+    begun(workspace, "before")  # which has trained nothing yet
+    assert comparable.find(workspace, "before").root == newest.root
+    assert comparable.find(workspace, str(workspace.runs / "before")).root == newest.root
     words = (first.run_id, "before/20260101-000000", str(first.root), str(first.root) + "/")
-    assert {comparable.find(house, word).root for word in words} == {first.root}
+    assert {comparable.find(workspace, word).root for word in words} == {first.root}
     monkeypatch.chdir(first.root)
-    assert comparable.find(house, ".").root == first.root
+    assert comparable.find(workspace, ".").root == first.root
 
 
-def test_what_is_no_run_is_told_what_to_do(house):
+def test_what_is_no_run_is_told_what_to_do(workspace):
     with pytest.raises(
         ResourceError, match=r"recipe has no run in .*; python -m launch run single_gpu makes one"
     ):
-        comparable.find(house, "single_gpu")
-    trained(house, "before")
+        comparable.find(workspace, "single_gpu")
+    trained(workspace, "before")
     with pytest.raises(ResourceError, match=r"befor: found no run, .*nearest: before"):
-        comparable.find(house, "befor")
-    run, _ = begun(house, "idle")
+        comparable.find(workspace, "befor")
+    run, _ = begun(workspace, "idle")
     with pytest.raises(ResourceError, match=f"{run.run_id} has no step in its events yet"):
-        comparable.find(house, "idle")
+        comparable.find(workspace, "idle")
     with pytest.raises(ConfigError, match="are the same run"):
-        compare.run(house, "before", "before-20260101-000000", anyway=False)
+        compare.run(workspace, "before", "before-20260101-000000", anyway=False)
 
 
-def test_a_run_of_another_version_is_refused_in_one_line(house, capsys):
-    trained(house, "before")
-    run = trained(house, "after")
+def test_a_run_of_another_version_is_refused_in_one_line(workspace, capsys):
+    trained(workspace, "before")
+    run = trained(workspace, "after")
     plan = files.read_json(run.attempt(1).plan_file) or {}
     files.write_json(run.attempt(1).plan_file, {**plan, "strategy": {}})
     assert main(["compare", "before", "after"]) == 2

@@ -11,7 +11,7 @@ import pytest
 
 from launch.base import files
 from launch.base.errors import CheckpointError
-from launch.base.workspace import House
+from launch.base.workspace import Workspace
 from launch.render import write
 from launch.run_folder import resume
 from launch.run_folder.layout import RunDir
@@ -25,18 +25,20 @@ def recipe(out: Path, **training: float) -> Recipe:
     return wish(output_dir=str(out), training={"learning_rate": 1e-3, **training})
 
 
-def trained(house: Path, asked: Recipe, day: int, is_complete: bool = False) -> RunDir:
+def trained(workspace: Path, asked: Recipe, day: int, is_complete: bool = False) -> RunDir:
     """A run with a checkpoint that nobody could load, which names it in what decide() says."""
-    run = RunDir.create(house / "runs", asked.name, datetime(2026, 11, day))
-    attempt = write.write_run(run, asked, machine(), plan(asked), House(house))
+    run = RunDir.create(workspace / "runs", asked.name, datetime(2026, 11, day))
+    attempt = write.write_run(run, asked, machine(), plan(asked), Workspace(workspace))
     (run.checkpoints / "checkpoint-000004").mkdir()
     (run.checkpoints / "checkpoint-000004" / "manifest.json").write_text("{}")
     files.write_json(attempt.outcome_file, {"complete": is_complete})
     return run
 
 
-def decided(house: Path, asked: Recipe) -> resume.Start:
-    return resume.decide(house / "runs", asked, plan(asked), house / "tokens" / "x", "auto", NOW)
+def decided(workspace: Path, asked: Recipe) -> resume.Start:
+    return resume.decide(
+        workspace / "runs", asked, plan(asked), workspace / "tokens" / "x", "auto", NOW
+    )
 
 
 def goes_on_with(run: RunDir):

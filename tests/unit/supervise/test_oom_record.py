@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from launch.base.workspace import CODE
-from launch.plan import context
+from launch.plan import context as plan_context
 from launch.predict import estimate, model_config
 from launch.predict.history.calibration import Comparison
-from launch.predict.oom_history import CLEARLY_BELOW, MUCH_BELOW, Exceeded, RanOut
+from launch.predict.oom_history import CLEARLY_BELOW, MUCH_BELOW, OomEvent, OomHistory
 from launch.run_folder.layout import RunDir
 from launch.schema.machine import GIB
 from launch.schema.plan import MemoryEstimate, Peak
@@ -20,7 +20,7 @@ from tests.builders import DATA_FORMAT, machine, plan, wish
 
 STRATEGY = plan().strategy
 HALF = replace(STRATEGY, per_device_train_batch_size=STRATEGY.per_device_train_batch_size // 2)
-STEP = RanOut("device", "step", STRATEGY, 10 * GIB)
+STEP = OomEvent("device", "step", STRATEGY, 10 * GIB)
 
 
 def test_only_what_takes_clearly_less_is_left():
@@ -50,7 +50,7 @@ def test_without_a_trace_a_smaller_micro_batch_or_checkpointing_is_less():
 
 
 def test_an_evaluation_that_ran_out_rules_out_its_batch_and_not_the_training():
-    failed = RanOut(
+    failed = OomEvent(
         "device", "evaluation", replace(STRATEGY, per_device_eval_batch_size=8), 10 * GIB
     )
     assert (
@@ -60,17 +60,17 @@ def test_an_evaluation_that_ran_out_rules_out_its_batch_and_not_the_training():
     assert failed.rules_out(
         replace(STRATEGY, per_device_eval_batch_size=8), 1 * GIB, is_traced=True
     )
-    alone = RanOut(
+    alone = OomEvent(
         "device", "evaluation", replace(STRATEGY, per_device_eval_batch_size=1), 10 * GIB
     )
     assert alone.rules_out(alone.candidate, 10 * GIB, is_traced=True), "one sample cannot be halved"
 
 
 def test_what_ran_out_of_the_host_says_nothing_of_the_card():
-    exceeded = Exceeded(ran_out=(replace(STEP, of="host"),))
+    oom_history = OomHistory(ran_out=(replace(STEP, of="host"),))
     states = MemoryEstimate(10 * GIB, 0, 0)
-    assert exceeded.rules_out("device", STRATEGY, 10 * GIB, states) is None
-    assert exceeded.rules_out("host", STRATEGY, 10 * GIB, states)
+    assert oom_history.rules_out("device", STRATEGY, 10 * GIB, states) is None
+    assert oom_history.rules_out("host", STRATEGY, 10 * GIB, states)
 
 
 @pytest.mark.parametrize("section", ["save", "export"])
@@ -79,8 +79,8 @@ def test_a_card_that_ran_out_in_writing_needs_other_states_and_no_other_batch(se
     two = machine(gpus=2)
     first = plan(recipe, two)
     assert first.strategy.mode == "dual_gpu_nccl"
-    failed = RanOut("device", section, first.strategy, first.estimate.model_state_bytes)
-    again = plan(recipe, two, exceeded=Exceeded(ran_out=(failed,)))
+    failed = OomEvent("device", section, first.strategy, first.estimate.model_state_bytes)
+    again = plan(recipe, two, oom_history=OomHistory(ran_out=(failed,)))
     assert again.strategy.zero_stage == 1
     assert again.strategy.per_device_train_batch_size == 8
     assert again.strategy.gradient_checkpointing == first.strategy.gradient_checkpointing
@@ -91,8 +91,8 @@ def test_a_card_that_ran_out_in_writing_needs_other_states_and_no_other_batch(se
 def test_the_plan_after_it_holds_the_effective_batch(section):
     recipe = wish(training={"per_device_train_batch_size": 8, "per_device_eval_batch_size": 6})
     first = plan(recipe)
-    failed = RanOut("device", section, first.strategy, first.estimate.device_bytes)
-    again = plan(recipe, exceeded=Exceeded(ran_out=(failed,)))
+    failed = OomEvent("device", section, first.strategy, first.estimate.device_bytes)
+    again = plan(recipe, oom_history=OomHistory(ran_out=(failed,)))
     assert again.strategy.effective_batch_size == first.strategy.effective_batch_size
     batches = again.strategy.per_device_train_batch_size, again.strategy.per_device_eval_batch_size
     assert batches == ((8, 3) if section == "evaluation" else batches)
@@ -102,10 +102,10 @@ def test_the_plan_after_it_holds_the_effective_batch(section):
 def test_the_next_start_of_an_unfinished_run_knows_what_ran_out(tmp_path):
     (tmp_path / "tiny" / "20261121-000000").mkdir(parents=True)
     run = RunDir(tmp_path / "tiny" / "20261121-000000")
-    assert oom_record.of_unfinished(tmp_path, "tiny") == Exceeded()
+    assert oom_record.of_unfinished(tmp_path, "tiny") == OomHistory()
     run.plan_file.write_text("{}")
     oom_record.write(run, (STEP,))
-    assert oom_record.of_unfinished(tmp_path, "tiny") == Exceeded(ran_out=(STEP,))
+    assert oom_record.of_unfinished(tmp_path, "tiny") == OomHistory(ran_out=(STEP,))
 
 
 # ---- the last plan, and what a second step has shown
@@ -128,17 +128,17 @@ def test_the_last_plan_of_a_start_takes_much_less_in_fewer_samples():
     )
 
 
-def host_misses(exceeded: Exceeded, needed_bytes: int) -> str | None:
+def host_misses(oom_history: OomHistory, needed_bytes: int) -> str | None:
     """Of a plan on CPUs with so many predicted bytes of host RAM, where the budgets do not
     count."""
     recipe = wish()
     config, parameters = model_config.read(recipe.model, root=CODE)
-    about = context.subject(recipe, machine(), config, parameters, DATA_FORMAT)
-    about = replace(about, exceeded=exceeded, assume_fits=True)
+    context = plan_context.build(recipe, machine(), config, parameters, DATA_FORMAT)
+    context = replace(context, oom_history=oom_history, assume_fits=True)
     memory = MemoryEstimate(
         1, 1, 1, peak=Peak("backward", "mm", {"weights": 1}), host={"model": needed_bytes}
     )
-    return estimate.misses_host(about, STRATEGY, memory)
+    return estimate.misses_host(context, STRATEGY, memory)
 
 
 def test_a_plan_that_step_2_has_refuted_bounds_the_next_one_also_where_it_is_assumed_to_fit(
@@ -146,13 +146,13 @@ def test_a_plan_that_step_2_has_refuted_bounds_the_next_one_also_where_it_is_ass
 ):
     """31 GiB ran out; then 1.86 GiB were planned and 2.44 taken: 2.2 GiB come to 2.9."""
     run = RunDir(tmp_path)
-    first = RanOut("host", "first step", STRATEGY, 31 * GIB)
+    first = OomEvent("host", "first step", STRATEGY, 31 * GIB)
     seen = plan()
     seen = replace(seen, estimate=replace(seen.estimate, host={"model": int(1.86 * GIB)}))
     compared = Comparison(
         (), host_exceeded=2.44 / 1.86 - 1, over="too much", needs={"host": int(2.44 * GIB)}
     )
-    found = oom_record.add_refuted(Exceeded(ran_out=(first,)), compared, seen, machine(), run)
+    found = oom_record.add_refuted(OomHistory(ran_out=(first,)), compared, seen, machine(), run)
     assert (
         host_misses(found, int(2.2 * GIB))
         == "2.20 GiB, and a plan of 1.86 GiB took 2.44 GiB of host RAM, which is too much"
@@ -163,11 +163,11 @@ def test_a_plan_that_step_2_has_refuted_bounds_the_next_one_also_where_it_is_ass
 
 
 def test_what_the_job_took_corrects_later_predictions(tmp_path):
-    one = RanOut("host", "step", STRATEGY, 2 * GIB)
-    assert oom_record.add(Exceeded(), one, RunDir(tmp_path), int(2.5 * GIB)).host == pytest.approx(
-        0.25
-    )
-    assert oom_record.add(Exceeded(host=0.1), one, RunDir(tmp_path), 1 * GIB).host == 0.1
+    one = OomEvent("host", "step", STRATEGY, 2 * GIB)
+    assert oom_record.add(
+        OomHistory(), one, RunDir(tmp_path), int(2.5 * GIB)
+    ).host == pytest.approx(0.25)
+    assert oom_record.add(OomHistory(host=0.1), one, RunDir(tmp_path), 1 * GIB).host == 0.1
 
 
 # ---- what says nothing about plans
@@ -176,7 +176,7 @@ def test_what_the_job_took_corrects_later_predictions(tmp_path):
 
 def shortage(
     tmp_path, predicted: int, peak: int, left: int = 0, before: int = 12 * GIB, ranks: bool = True
-) -> RanOut:
+) -> OomEvent:
     """An attempt that ended for want of host RAM: bytes planned, taken, left for the job, and free
     before."""
     run = RunDir(tmp_path)
@@ -207,18 +207,18 @@ def test_what_others_took_is_no_evidence_against_the_plan(tmp_path):
 def test_tokenising_is_no_evidence_against_the_plan(tmp_path):
     one = shortage(tmp_path, 1, 9 * GIB, ranks=False)
     assert (one.section, one.rules) == ("tokenise", False)
-    assert oom_record.add(Exceeded(), one, RunDir(tmp_path)) == Exceeded()
+    assert oom_record.add(OomHistory(), one, RunDir(tmp_path)) == OomHistory()
     assert oom_record.read(RunDir(tmp_path)) == (one,), "it is not written down"
 
 
 def test_a_shortage_counts_until_there_is_clearly_more_memory():
     one = replace(STEP, of="host", limit_bytes=12 * GIB, available_bytes=8 * GIB)
-    known = Exceeded(ran_out=(one,))
+    known = OomHistory(ran_out=(one,))
     assert oom_record.counting(known, machine(host_available_bytes=int(8.1 * GIB))) == known
-    assert oom_record.counting(known, machine(host_available_bytes=int(8.9 * GIB))) == Exceeded()
+    assert oom_record.counting(known, machine(host_available_bytes=int(8.9 * GIB))) == OomHistory()
     assert (
-        oom_record.counting(Exceeded(ran_out=(replace(one, is_own=False),)), machine())
-        == Exceeded()
+        oom_record.counting(OomHistory(ran_out=(replace(one, is_own=False),)), machine())
+        == OomHistory()
     )
     card = replace(one, of="device", candidate=replace(STRATEGY, device="cuda"))
     assert not card.counts(machine(gpus=1, host_available_bytes=1)), "more is free on the card"
@@ -227,7 +227,7 @@ def test_a_shortage_counts_until_there_is_clearly_more_memory():
 
 def test_the_error_names_the_shortage_and_what_overrides_it():
     one = replace(STEP, of="host", limit_bytes=12 * GIB, available_bytes=8 * GIB)
-    said = oom_record.words(Exceeded(ran_out=(one,)), machine(host_available_bytes=8 * GIB))
+    said = oom_record.words(OomHistory(ran_out=(one,)), machine(host_available_bytes=8 * GIB))
     assert f"{estimate.describe(STRATEGY)} ran out of host RAM in step" in said
     assert "with 8.00 GiB of 12.00 GiB available, now 8.00 GiB" in said
     assert "--assume-fits starts all the same" in said
