@@ -26,7 +26,7 @@ def test_steps_with_its_kernels_are_those_without_and_the_loss_is_ours():
         [sys.executable, str(HERE / "liger_on_cpu.py")],
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *sys.path]),
+            "PYTHONPATH": os.pathsep.join([str(HERE.parents[2]), *sys.path]),
             "TRITON_INTERPRET": "1",
         },
         capture_output=True,

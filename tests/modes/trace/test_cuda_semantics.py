@@ -36,7 +36,7 @@ SCALAR = 8  # bytes: a number of the host is copied to a card, and taken as it i
 def forward_passes() -> dict[str, dict[str, list]]:
     done = subprocess.run(
         [sys.executable, str(HERE / "fake_cuda.py")],
-        env={**os.environ, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(HERE.parents[2]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,

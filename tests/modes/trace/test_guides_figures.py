@@ -73,8 +73,9 @@ def planned(
         ("a6000-48g", 32, (*MEDIUM, PLAIN), 43, 53),
         ("a6000-48g", 16, (*MEDIUM, PLAIN), 22, 28),
         # the ROCm guide: 3-4 GB at 32
-        ("r9700-32g", 32, ("--model.shape=gpt2-small", SHORT, PLAIN), 25, 30),
-        ("r9700-32g", 64, ("--model.shape=gpt2-tiny", SHORT, PLAIN), 20, 30),
+        ("r9700-32g", 32, ("--model.shape=gpt2-small", SHORT, PLAIN), 25, 31),
+        # the optimizer's states split a block of logits, which every later step then lacks
+        ("r9700-32g", 64, ("--model.shape=gpt2-tiny", SHORT, PLAIN), 20, 35),
         (
             "r9700-32g",
             16,
