@@ -99,7 +99,7 @@ def train(
             os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.tensorboard)
             if args.process_index == 0:
                 layout.show_events(run, start.recipe)
-            parts = _build(start, run, attempt, args, tokens, control)
+            parts = build_parts(start, run, attempt, args, tokens, control)
             watch(parts.trainer)
             _attempt(start, run, attempt, parts)
     if torch.distributed.is_initialized():
@@ -168,7 +168,7 @@ def _hold_to_free_memory(plan: Plan, device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction(share, device)
 
 
-def _build(
+def build_parts(
     start: Start,
     run: RunDir,
     attempt: AttemptDir,

@@ -111,7 +111,7 @@ def run(decide: Decide, wish: str, dry_run: bool) -> int:
             recipe, resolved.machine, plan, result, chat_command(recipe.output_dir)
         ):
             screen.say(line)
-        ended = [_attempt_row(one, screen.say) for one in run.attempts()]
+        ended = [attempt_row(one, screen.say) for one in run.attempts()]
         held_out = [
             one for attempt in run.attempts() for one in steps.evaluations(attempt, screen.say)
         ]
@@ -344,7 +344,7 @@ def _command(resolved: Resolved, run: layout.RunDir, attempt: AttemptDir) -> Com
     )
 
 
-def _attempt_row(attempt: AttemptDir, say: Callable[[str], None]) -> tuple[str, str]:
+def attempt_row(attempt: AttemptDir, say: Callable[[str], None]) -> tuple[str, str]:
     """(what an attempt ran, how it ended) for the report; `say` gets a line for a file that cannot
     be read."""
     ran = ending = "not readable"

@@ -261,7 +261,7 @@ class Traces:
                 content = json.loads(file.read_text(encoding="utf-8"))
             except (FileNotFoundError, json.JSONDecodeError):
                 return None
-            self._known[name] = Trace(tuple(content["peaks"]), _work(content["work"]), file)
+            self._known[name] = Trace(tuple(content["peaks"]), read_work(content["work"]), file)
         return self._known[name]
 
     def _name(self, question: Question) -> str:
@@ -301,7 +301,7 @@ class Traces:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def _work(found: Mapping[str, Any]) -> WorkCost:
+def read_work(found: Mapping[str, Any]) -> WorkCost:
     return WorkCost(
         matmul_flops={dtype: Affine(*parts) for dtype, parts in found["matmul_flops"].items()},
         attention_flops={
