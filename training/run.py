@@ -186,7 +186,7 @@ def _build(
     meter = StepMeter(attempt.samples_file(rank))
     draw = not start.supervised and sys.stderr.isatty()
     asked_rate = recipe.training.learning_rate
-    watch = nan_guard.StopConditions(
+    watch = nan_guard.NanGuard(
         order, attempt.root, recipe.numerics.skip_spikes_above, args.fp16, asked_rate
     )
     reporter = Reporter(attempt, rank, meter, order, args.device, draw, watch.check_loss)

@@ -65,7 +65,7 @@ class LowMemTrainer(Trainer):
         meter: StepMeter,
         keep_checkpoints: int,
         facts: dict[str, Any],
-        watch: nan_guard.StopConditions | None = None,  # None: no numbers, as in a trace
+        watch: nan_guard.NanGuard | None = None,  # None: no numbers, as in a trace
         obey: StopCallback | None = None,
         strategy: Strategy | None = None,
         output_chunks: int = 1,
