@@ -2,8 +2,8 @@
 our modes keep.
 
 Both update the same number of float32 parameters on the CPU, as ZeRO's offload has them: one flat
-tensor a rank. The two alternate; the figure is the ratio of medians. cpu_adam is compiled first,
-into a folder of its own.
+tensor a rank. The two alternate; the figure is the ratio of medians. cpu_adam is compiled at
+its first use, into a temporary folder.
 """
 
 from __future__ import annotations
@@ -47,9 +47,6 @@ def main() -> None:
         import torch
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        from training.engines import ops
-
-        ops.ensure_cpu_adam(print)
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         ways: dict[str, Callable[[list[Any]], Any]] = {
             "cpu_adam": lambda parameters: DeepSpeedCPUAdam(parameters, lr=1e-3),

@@ -95,8 +95,8 @@ def deepspeed_file(
     """The file that the ranks read: the user's own, where batch, precision and clipping are the
     recipe's.
 
-    Each value that is not the user's any more is said. Raises ConfigError for a section that would
-    replace the recipe's optimizer or schedule.
+    Each value that is not the user's any more is said. Raises ConfigError for a section or switch
+    that would replace the recipe's optimizer or schedule.
     """
     if plan.strategy.engine != "deepspeed":
         return None
@@ -109,6 +109,11 @@ def deepspeed_file(
                 f"{path}: {section} is the recipe's (training.optim, training.learning_rate, ...);"
                 " remove it"
             )
+    if theirs.get("zero_force_ds_cpu_optimizer"):
+        raise ConfigError(
+            f"{path}: zero_force_ds_cpu_optimizer true replaces the recipe's optimizer"
+            " (training.optim) by DeepSpeed's; set it to false, or remove it"
+        )
     for key, value in theirs.items():
         if key not in OURS:
             config[key] = value

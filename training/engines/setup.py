@@ -21,7 +21,6 @@ from transformers import Trainer, TrainingArguments
 
 from launch.base.errors import ConfigError, ResourceError
 from launch.schema.plan import Strategy
-from training.engines import ops
 from training.model import four_bit
 
 EXPECTED = {  # engine -> what Accelerate must have made of it, on (cpu, cuda)
@@ -117,8 +116,6 @@ def _prepare_deepspeed(strategy: Strategy, deepspeed_file: Path) -> None:
         # An all-reduce through shared memory, compiled at the first start (25 s, and for ever if
         # that was killed once). Gloo gives the same bits; without it no compiler is needed.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if strategy.offloads and config["zero_force_ds_cpu_optimizer"]:
-        ops.ensure_cpu_adam(print)
 
 
 def check_agreement(mine: Mapping[str, Any]) -> None:

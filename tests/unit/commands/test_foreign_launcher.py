@@ -153,6 +153,14 @@ def test_an_optimizer_in_the_users_deepspeed_file_is_refused(tmp_path):
         render_deepspeed.deepspeed_file(chosen, 1.0, tmp_path, environ, print)
 
 
+def test_a_deepspeed_file_that_asks_for_deepspeeds_own_optimizer_is_refused_with_the_fix(tmp_path):
+    chosen = plan(wish(launch={"mode": "deepspeed_zero2_offload"}), machine(2))
+    environ = deepspeed(tmp_path, zero_force_ds_cpu_optimizer=True)
+    refused = r"ds\.json: zero_force_ds_cpu_optimizer true .* set it to false, or remove it"
+    with pytest.raises(ConfigError, match=refused):
+        render_deepspeed.deepspeed_file(chosen, 1.0, tmp_path, environ, print)
+
+
 def test_a_recipe_and_a_launcher_that_disagree_are_refused():
     with pytest.raises(
         ConfigError, match="deepspeed_zero3, but the ranks were started as deepspeed_zero2"
