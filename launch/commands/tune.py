@@ -17,21 +17,24 @@ import shutil
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 
-from launch.base import environment, files
+from launch.base import compile_caches, environment, files
 from launch.base.errors import DoesNotFit, ResourceError, Stopped
 from launch.base.text import gib
 from launch.base.workspace import CODE
+from launch.commands import recipe_arguments
+from launch.commands.recipe_arguments import RecipeArguments
 from launch.plan import search
 from launch.plan.candidates import LaunchConstraints
-from launch.plan.resolve import Resolved, with_counts
+from launch.plan.resolve import Resolved, resolve, with_counts
 from launch.predict import estimate
 from launch.predict.estimate import describe
 from launch.predict.history import cache_keys
@@ -60,6 +63,51 @@ class Outcome:
     step_s: float | None = None
     peak_bytes: int | None = None  # of the device, or of the job's host RAM on CPUs
     why: str = ""
+
+
+def add_parser(subparsers: Any) -> ArgumentParser:
+    parser = recipe_arguments.add_parser(
+        subparsers, "tune", "find the fastest batch by short real trials", "[--forget]"
+    )
+    parser.add_argument(
+        "--forget", action="store_true", help="forget the tuned batch, and do not tune"
+    )
+    return parser
+
+
+def main(arguments: Namespace, others: Sequence[str]) -> int:
+    typed = recipe_arguments.read("tune", others, arguments.switches)
+    return tune_recipe(typed, forget=arguments.forget)
+
+
+def tune_recipe(typed: RecipeArguments, forget: bool = False, again: bool = True) -> int:
+    """Tune, or forget the tuned batch; `again` False: not where it has been done before."""
+    say = recipe_arguments.say
+    compile_caches.settle()
+    constraints = replace(typed.constraints, wants_tuned=False)
+    # any cut may win, so all are traced by one child, and none of the asked one's own
+    resolved = resolve(
+        typed.recipe,
+        typed.overrides,
+        constraints=replace(constraints, free_batch=True),
+        say=say,
+        test_link=True,
+    )
+    of = (
+        cache_keys.machine_key(resolved.machine),
+        cache_keys.model_key(resolved.plan.shape),
+        cache_keys.recipe_key(resolved.recipe),
+    )
+    ledger = Ledger(resolved.workspace.ledger_file, print)
+    if forget:
+        print(
+            "forgotten"
+            if ledger.forget(*of)
+            else "nothing was tuned for this machine, model and recipe"
+        )
+    elif again or ledger.recall(*of) is None:
+        tune(resolved, constraints, say)
+    return 0
 
 
 def tune(resolved: Resolved, constraints: LaunchConstraints, say: Say) -> Tuned:
