@@ -38,7 +38,7 @@ from launch.plan.resolve import Resolved, resolve, with_counts
 from launch.predict import estimate
 from launch.predict.estimate import describe
 from launch.predict.history import cache_keys
-from launch.predict.history.ledger import Ledger, Trial, Tuned
+from launch.predict.history.ledger import Ledger, Tuned
 from launch.render import command as render_command
 from launch.render import write
 from launch.run_folder import steps
@@ -124,7 +124,7 @@ def tune(resolved: Resolved, constraints: LaunchConstraints, say: Say) -> Tuned:
         longest = context.question(resolved.plan.strategy).lengths
         resolved = replace(resolved, plan=replace(resolved.plan, lengths=longest))
         trials = _Trials(
-            resolved, rows, place, ledger, say, lambda one: estimate.share_of_longest(context, one)
+            resolved, rows, place, say, lambda one: estimate.share_of_longest(context, one)
         )
         candidates = search.ranked(context, constraints)
         if candidates:
@@ -174,17 +174,10 @@ class _Trials:
         resolved: Resolved,
         rows: Path,
         place: Path,
-        ledger: Ledger,
         say: Say,
         share: Callable[[Strategy], float],
     ) -> None:
-        self._resolved, self._rows, self._place, self._ledger, self._say = (
-            resolved,
-            rows,
-            place,
-            ledger,
-            say,
-        )
+        self._resolved, self._rows, self._place, self._say = resolved, rows, place, say
         self._share = share  # of the seconds of a trial, where rows are shorter than the longest
         self.done: list[tuple[Strategy, Outcome]] = []
 
@@ -202,18 +195,6 @@ class _Trials:
         size = f", peak {gib(outcome.peak_bytes)}" if outcome.peak_bytes else ""
         self._say(
             f"         {outcome.ended}{seconds}{size}{f': {outcome.why}' if outcome.why else ''}"
-        )
-        self._ledger.record_trial(
-            Trial(
-                time=time.time(),
-                machine_key=cache_keys.machine_key(self._resolved.machine),
-                model_key=cache_keys.model_key(self._resolved.plan.shape),
-                recipe_key=cache_keys.recipe_key(self._resolved.recipe),
-                strategy=strategy,
-                ended=outcome.ended,
-                peak_bytes=outcome.peak_bytes,
-                step_s=outcome.step_s,
-            )
         )
         return outcome
 
