@@ -58,6 +58,15 @@ def add_parser(subparsers: Any, verb: str, description: str, usage: str) -> Argu
     return parser
 
 
+def add_explain(parser: ArgumentParser) -> None:
+    """The flag of plan and run that shows the whole plan instead of the first screen."""
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="show the whole plan: every setting, its reason and the alternatives",
+    )
+
+
 def read(
     verb: str, others: Sequence[str], switches: Sequence[str] | None, variables: Sequence[str] = ()
 ) -> RecipeArguments:
