@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from launch.base.text import size
 from launch.predict.estimate import host_budget_bytes
-from launch.report.text import longest, notes, total_steps
+from launch.report.text import batch, longest, notes, total_steps
 from launch.schema.machine import Machine
 from launch.schema.plan import Change, Plan
 from launch.schema.recipe import Recipe
@@ -35,7 +36,7 @@ def lines(
         _short(f"plan for {recipe.name} on {machine.name}", COLUMNS),
         _line("model", _model(recipe, plan)),
         _line("data", _data(recipe, plan)),
-        _line("batch", _batch(plan)),
+        _line("batch", batch(plan.strategy) + (" packed sequences" if plan.packing else "")),
         _line("mode", _mode(machine, plan)),
         _line("memory", _memory(plan)),
         _line("host RAM", _host_memory(recipe, machine, plan)),
@@ -48,7 +49,7 @@ def lines(
     ]
     changes, num_hidden = _changes(plan.changes, max(LINES - len(screen) - len(end) - 1, 1))
     screen += changes
-    hidden = f"{num_hidden} more changes, " if num_hidden else ""
+    hidden = f"{num_hidden} more change{'' if num_hidden == 1 else 's'}, " if num_hidden else ""
     end.insert(0, _line("more", f"--explain shows {hidden}all settings and their reasons"))
     for note in notes(recipe, plan):
         folded = _folded("note", note)
@@ -96,18 +97,6 @@ def _data(recipe: Recipe, plan: Plan) -> str:
     return f"{Path(recipe.data.train_file).name}: {rows}, {lengths}"
 
 
-def _batch(plan: Plan) -> str:
-    strategy = plan.strategy
-    num_processes = strategy.num_processes
-    counted = " packed sequences" if plan.packing else ""
-    return (
-        f"{strategy.per_device_train_batch_size} per device x"
-        f" {strategy.gradient_accumulation_steps} accumulation x {num_processes}"
-        f" process{'' if num_processes == 1 else 'es'} ="
-        f" {strategy.effective_batch_size}{counted} effective"
-    )
-
-
 def _mode(machine: Machine, plan: Plan) -> str:
     strategy = plan.strategy
     precision = {"no": "float32"}.get(strategy.mixed_precision, strategy.mixed_precision)
@@ -117,7 +106,8 @@ def _mode(machine: Machine, plan: Plan) -> str:
         device = f"{count} x {machine.gpus[0].name}" if count > 1 else machine.gpus[0].name
     if strategy.num_machines > 1:
         device += f" on each of {strategy.num_machines} machines"
-    return f"{strategy.mode}, {precision}, {device}"
+    backend = f"backend {strategy.backend}, " if strategy.backend else ""
+    return f"{strategy.mode}, {backend}{precision}, {device}"
 
 
 def _memory(plan: Plan) -> str:
@@ -168,16 +158,19 @@ def _duration(seconds: float) -> str:
 
 def _changes(changes: Sequence[Change], most: int) -> tuple[list[str], int]:
     """As many changes as `most` lines take, and the number of the others."""
-    for count in range(len(changes), 0, -1):
-        screen = [line for text in _causes(changes[:count]) for line in _folded("changed", text)]
-        if len(screen) <= most:
-            return screen, len(changes) - count
-    return [], len(changes)
-
-
-def _causes(changes: Sequence[Change]) -> Iterator[str]:
-    """Changes by cause: the first clause of their reasons, whose others stand in the whole plan."""
+    # the first clause of a reason is the cause; its others stand in the whole plan
     causes = [replace(change, reason=change.reason.partition(";")[0]) for change in changes]
+    counts = Counter(change.reason for change in causes)
+    causes.sort(key=lambda change: counts[change.reason])  # what a preset changes comes last
+    for count in range(len(causes), 0, -1):
+        lines = [line for text in _texts(causes[:count]) for line in _folded("changed", text)]
+        if len(lines) <= most:
+            return lines, len(causes) - count
+    return [], len(causes)
+
+
+def _texts(causes: Sequence[Change]) -> Iterator[str]:
+    """A sentence for each cause, with its changes."""
     for cause in dict.fromkeys(change.reason for change in causes):
         values = ", ".join(
             f"{change.key.rpartition('.')[2]} {_short(change.requested, VALUE_COLUMNS)} ->"

@@ -9,7 +9,7 @@ from typing import Any
 
 from launch.base.text import size
 from launch.schema.machine import Machine
-from launch.schema.plan import Change, MemoryEstimate, Plan
+from launch.schema.plan import Change, MemoryEstimate, Plan, Strategy
 from launch.schema.recipe import Recipe
 from launch.schema.result import RunResult
 
@@ -131,11 +131,7 @@ def rows_lines(plan: Plan) -> Iterator[str]:
 
 def _batch_lines(plan: Plan) -> Iterator[str]:
     strategy = plan.strategy
-    yield (
-        f"  batch      {strategy.per_device_train_batch_size} per device x"
-        f" {strategy.gradient_accumulation_steps} accumulation x {strategy.num_processes}"
-        f" process(es) = {strategy.effective_batch_size} effective"
-    )
+    yield f"  batch      {batch(strategy)}"
     if plan.by_tokens:
         yield from _by_tokens_lines(plan)
     if plan.packing:
@@ -148,6 +144,16 @@ def _batch_lines(plan: Plan) -> Iterator[str]:
                 f" {plan.padding.tokens * each:,.0f} tokens"
             )
         yield f"             a step covers {count} packed sequences {held}, instead of {count} rows"
+
+
+def batch(strategy: Strategy) -> str:
+    """How the effective batch is made up."""
+    ending = "" if strategy.num_processes == 1 else "es"
+    return (
+        f"{strategy.per_device_train_batch_size} per device x"
+        f" {strategy.gradient_accumulation_steps} accumulation x {strategy.num_processes}"
+        f" process{ending} = {strategy.effective_batch_size} effective"
+    )
 
 
 def _by_tokens_lines(plan: Plan) -> Iterator[str]:

@@ -137,7 +137,7 @@ def test_a_run_is_planned_for_a_machine_one_does_not_have(tmp_path):
     machine = str(builders.CODE / "configs/machines/2x3080-20g-16g.yaml")
     done = builders.launch(tmp_path, "plan", "sft_fast", "20", "--machine", machine)
     assert done.returncode == 0, done.stderr
-    assert "20 per device x 2 accumulation x 2 process(es) = 80 effective" in done.stdout
+    assert "20 per device x 2 accumulation x 2 processes = 80 effective" in done.stdout
     assert "187,692,288 parameters, 94,396,032 trained" in done.stdout
 
 
@@ -150,5 +150,5 @@ def test_dry_run_writes_the_run_folder_and_prints_a_line_that_can_be_pasted(tmp_
     assert line in (run / "command.sh").read_text()
     for name in ("recipe.yaml", "plan.json", "accelerate.yaml"):
         assert (run / name).exists()
-    assert "per_device_train_batch_size: asked 16" not in done.stdout
+    assert "per_device_train_batch_size 16 ->" not in done.stdout
     assert "20 per device" in done.stdout
