@@ -177,7 +177,14 @@ def test_the_7b_model_of_the_guide_fits_a_16_gib_card_in_4_bits_and_in_16_bits_i
     sections = {"model": {"dtype": "bfloat16"}, "data": {"max_length": 256}, "lora": {"r": 32}}
     recipe = builders.recipe(tmp_path, shape="llama-7b", training=training, **sections)
     on = ["--machine", str(builders.CODE / "configs/machines/a5000-16g.yaml")]
-    words = ["plan", "--explain", str(recipe), *on, "--launch.mode=single_gpu", "--launch.exact_batch=true"]
+    words = [
+        "plan",
+        "--explain",
+        str(recipe),
+        *on,
+        "--launch.mode=single_gpu",
+        "--launch.exact_batch=true",
+    ]
     refused = builders.launch(tmp_path / "workspace", *words)
     assert refused.returncode == 3
     assert "checkpointing: 15." in refused.stderr
