@@ -27,7 +27,7 @@ def add_parser(subparsers: Any) -> ArgumentParser:
 
 
 def main(arguments: Namespace, others: Sequence[str]) -> int:
-    typed = recipe_arguments.read("plan", others, arguments.switches)
+    typed = recipe_arguments.read(arguments, others)
     compile_caches.settle()
     resolved = resolve(typed.recipe, typed.overrides, arguments.machine, typed.constraints)
     recipe, machine, plan = resolved.recipe, resolved.machine, resolved.plan

@@ -68,7 +68,7 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
     variables = gpt2_variables.translate(os.environ) if arguments.from_environment else []
     for override in variables:
         print(shown(f"{override.typed}: {override.removeprefix('--')}"))
-    typed = recipe_arguments.read("run", others, arguments.switches, variables)
+    typed = recipe_arguments.read(arguments, others, variables)
     compile_caches.settle()
     if typed.is_auto and not arguments.dry_run:
         tune.tune_recipe(typed, again=False)
