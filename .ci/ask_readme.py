@@ -11,13 +11,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", ROOT / "README.zh-CN.md")
-QUESTION = re.compile(r"^\$ (\S+ scripts/chat\.py (\S+) \"(.+)\")\n(.+)$", re.MULTILINE)
+QUESTION = re.compile(r"^\$ (\S+ scripts/chat\.py \S+ \"(.+)\")\n(.+)$", re.MULTILINE)
 
 
 def commands(page: Path) -> list[tuple[str, str, str]]:
     """List (command line, question, answer) for each question of `page`."""
     matches = QUESTION.finditer(page.read_text(encoding="utf-8"))
-    return [(match[1], match[3], match[4]) for match in matches]
+    return [(match[1], match[2], match[3]) for match in matches]
 
 
 def main() -> int:
