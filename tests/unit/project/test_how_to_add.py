@@ -1,4 +1,5 @@
-"""The lists of CONTRIBUTING, "How to add": what they name is enough, shown on a copy of the code."""
+"""The lists of CONTRIBUTING, "How to add": what they name is enough, shown on a copy of the
+code."""
 
 from __future__ import annotations
 
