@@ -53,6 +53,26 @@ def run(copy: Path, script: str, *arguments: str) -> str:
     return done.stdout
 
 
+def test_a_launch_mode(copy):
+    candidates = "launch/plan/candidates.py"
+    changed = {
+        add(copy, "launch/schema/recipe.py", "\nMode = Literal[", '\n    "dual_gpu_dummy",'),
+        add(copy, candidates, "\nSEVERAL_PROCESSES = (", '"dual_gpu_dummy", '),
+        add(copy, candidates, "\nGPU_MODES = (", '"dual_gpu_dummy", '),
+    }
+    assert changed == files_named("A launch mode")
+    script = """
+from scripts import render_configs
+from launch.render import accelerate
+_, recipe, plan = render_configs.planned("2x3080-20g-16g", ["--launch.mode=dual_gpu_dummy"])
+strategy = plan.strategy
+config = accelerate.accelerate_config(plan, None)
+print(strategy.mode, strategy.engine, strategy.num_processes, strategy.backend)
+print("distributed_type: MULTI_GPU" in config)
+"""
+    assert run(copy, script) == "dual_gpu_dummy ddp 2 nccl\nTrue\n"
+
+
 def test_a_failure_kind(copy):
     row = """
     Pattern(
@@ -106,7 +126,7 @@ print(found.reason, *(turn["content"] for turn in sample), sep="|")
     assert {"riddle": question, "solution": answer} == riddle
 
 
-@pytest.mark.parametrize("kind", ["A launch mode", "A model family", "A version of torch"])
+@pytest.mark.parametrize("kind", ["An engine", "A model family", "A version of torch"])
 def test_the_files_that_are_named_are_there(kind):
     assert files_named(kind)
     assert [file for file in files_named(kind) if not (ROOT / file).is_file()] == []
