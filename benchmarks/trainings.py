@@ -12,7 +12,6 @@ from typing import Any
 import yaml
 
 from benchmarks import recording
-from launch.base import files
 from launch.run_folder.layout import AttemptDir, RunDir
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -77,9 +76,9 @@ def attempt_of(name: str, workspace: Path) -> AttemptDir:
 
 def tokens_of(attempt: AttemptDir) -> Path:
     """The rows it was trained on, as an Arrow file."""
-    said = files.read_json(RunDir(attempt.root.parent.parent).tokens_file)
+    said = RunDir(attempt.root.parent.parent).read_tokens()
     assert said is not None
-    return Path(said["folder"]) / "train.arrow"
+    return said.folder / "train.arrow"
 
 
 # ---- a peer

@@ -18,14 +18,14 @@ from launch.base import interpreter
 
 interpreter.go_on_with_packages()
 
-from launch.base import compile_caches  # noqa: E402
+from launch.base import compile_caches, files  # noqa: E402
 from launch.base.errors import LaunchError, ResourceError  # noqa: E402
-from launch.base.files import read_json  # noqa: E402
 from launch.base.text import visible  # noqa: E402
 from launch.commands import merge  # noqa: E402
 from launch.predict import model_config  # noqa: E402
 from launch.run_folder.layout import left_in  # noqa: E402
 from launch.schema.recipe import QuantizationSection  # noqa: E402
+from launch.schema.result import ExportedModel  # noqa: E402
 
 
 def _with_model(folder: Path) -> Path:
@@ -55,10 +55,9 @@ def load(folder: Path):  # noqa: ANN201  torch is imported late, so its types ca
     logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     in_4_bits = {}
-    if is_adapter and (
-        quantization := (read_json(folder / "lowmem.json") or {}).get("quantization")
-    ):
-        config = four_bit.config(QuantizationSection.model_validate(quantization))
+    exported = files.read(folder / "lowmem.json", ExportedModel)
+    if is_adapter and exported and exported.quantization:
+        config = four_bit.config(QuantizationSection.model_validate(exported.quantization))
         in_4_bits = {"quantization_config": config, "device_map": {"": device}}
     config = folder_config(base)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from launch.run_folder import layout, manifest
 from launch.run_folder.layout import AttemptDir, RunDir, Start
 from launch.schema.plan import MULTIPLE, Plan, Strategy
 from launch.schema.recipe import Recipe, affected_by, keys, leaves
+from launch.schema.result import Outcome, Scores
 from training.checkpoints import best, commit, convert
 from training.control.heartbeat import Heartbeat
 from training.control.stop_callback import StopCallback, StopConditions
@@ -133,8 +134,8 @@ def _check_shared(attempt: AttemptDir) -> None:
 def _tokens(start: Start) -> Path:
     """The folder of the tokenised rows; verified, or made, here when no launcher has done so
     before."""
-    known = files.read_json(start.run.tokens_file) if start.run else None
-    folder = Path(known["folder"]) if known else None
+    used = start.run.read_tokens() if start.run else None
+    folder = used.folder if used else None
     if folder and folder.exists() and (start.supervised or not token_hashes.fault(folder)):
         return folder
     return prepare.ensure(
@@ -249,9 +250,9 @@ def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> No
     """Score, resume, train, score, export; the collective parts on every rank at the same point."""
     began = time.monotonic()
     trainer, args = parts.trainer, parts.trainer.args
-    scores = files.read_json(run.evaluation_file) or {}
+    scores = vars(files.read(run.evaluation_file, Scores) or Scores()).copy()
     pairs = _questions(start.recipe, start.plan)
-    if pairs and "exact_match_before" not in scores:
+    if pairs and scores["exact_match_before"] is None:
         trainer.add_callback(_ScoreBefore(parts, start.recipe, pairs, scores, run.evaluation_file))
     resume = _agreed(args, lambda: _resume_point(start, run, parts))
     if resume is not None:
@@ -262,19 +263,19 @@ def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> No
         is_complete = (
             trainer.state.global_step >= trainer.state.max_steps and not parts.control.agreed
         )
-        outcome = {
+        outcome = Outcome(
             **_measured(start.plan.strategy, parts),
             **scores,
-            "complete": is_complete,
-            "ended": "complete" if is_complete else "preempted",
-            "checkpoint": next(
+            complete=is_complete,
+            ended="complete" if is_complete else "preempted",
+            checkpoint=next(
                 (folder.name for folder in reversed(manifest.committed(run.checkpoints))), None
             ),
-            "resumed_from": resume.checkpoint if resume else None,
-            "train_seconds": metrics.get("train_runtime"),
-            "save_seconds": trainer.save_s,
-            "model_dir": start.recipe.output_dir,
-        }
+            resumed_from=resume.checkpoint if resume else None,
+            train_seconds=metrics.get("train_runtime"),
+            save_seconds=trainer.save_s,
+            model_dir=start.recipe.output_dir,
+        )
         if is_complete:
             parts.heartbeat.beat("export")
             state = setup.gathered(start.plan.strategy, trainer)
@@ -293,11 +294,10 @@ def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> No
         )
         logger.info("model: %s (%s)", start.recipe.output_dir, held)
     for folder in _outcome_folders(start, attempt, args):
-        took = {
-            "seconds": time.monotonic() - began,
-            "host_pss_bytes": parts.reporter.host.highest(),
-        }
-        files.write_json(folder.outcome_file, {**outcome, **took})
+        seconds, host_bytes = time.monotonic() - began, parts.reporter.host.highest()
+        files.write_json(
+            folder.outcome_file, replace(outcome, seconds=seconds, host_pss_bytes=host_bytes)
+        )
 
 
 def _trained(
@@ -483,9 +483,9 @@ def _resume_point(start: Start, run: RunDir, parts: Parts) -> _Resume | None:
             f"{run.checkpoints}: no checkpoint can be used ({'; '.join(faults)}); --resume never"
             " starts over"
         )
-    continues = files.read_json(run.continues_file)
+    continues = run.read_continues()
     if found is None and continues:
-        source = Path(continues["checkpoint"])
+        source = continues.checkpoint
         if problem := manifest.fault(source, allow=allow):
             raise CheckpointError(f"{source}: {problem}; give another one with --resume PATH")
         found = commit.rebase(source, run.checkpoints, parts.order)

@@ -8,10 +8,15 @@ import math
 import os
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from launch.base.errors import CheckpointError, ResourceError
+
+Noun = TypeVar("Noun")
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -51,28 +56,57 @@ def _in_json(value: Any) -> Any:
         return {key: _in_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_in_json(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return str(value) if isinstance(value, Path) else value
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    write_atomic(path, to_json(value, indent=1) + "\n")
+def write_json(path: Path, value: Any) -> None:
+    """Write a noun (a dataclass) or a mapping as JSON; read() is its reader."""
+    content = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    write_atomic(path, to_json(content, indent=1) + "\n")
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The file's object, or None when there is no such file. Raises CheckpointError where it is
-    damaged."""
+def read(path: Path, noun: type[Noun]) -> Noun | None:
+    """The noun that a JSON file holds, or None when there is no such file.
+
+    Raises CheckpointError naming the file, and the key where it is one, for a damaged file and for
+    what is no regular file: a FIFO would be waited for.
+    """
+    from pydantic import ValidationError
+
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise damaged_file(path, "not a regular file")
+        return _adapter(noun).validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise damaged_file(path, error) from error
+    except OSError as error:
+        raise damaged_file(path, str(error.strerror)) from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        raise damaged_file(path, f"{key}: {first['msg']}" if key else first["msg"]) from error
 
 
-def damaged_file(path: Path, error: Exception) -> CheckpointError:
+def read_or_none(path: Path, noun: type[Noun]) -> Noun | None:
+    """read(), for a file that can be made again: None where it is damaged too."""
+    with suppress(CheckpointError):
+        return read(path, noun)
+    return None
+
+
+@cache
+def _adapter(noun: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(noun)
+
+
+def damaged_file(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"{path}: missing or damaged ({str(error).splitlines()[0]}); put a whole copy of it back,"
-        " or start over with --resume never"
+        f"{path}: missing or damaged ({reason}); put a whole copy of it back, or start over with"
+        " --resume never"
     )
 
 

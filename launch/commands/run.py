@@ -36,7 +36,7 @@ from launch.report import first_screen, html, text
 from launch.run_folder import disk_space, layout, resume, steps
 from launch.run_folder.layout import AttemptDir
 from launch.schema.plan import Command
-from launch.schema.result import Failure, RunResult, StepEvent
+from launch.schema.result import Failure, RunResult, SecondStep, StepEvent
 from launch.supervise import attempt as supervise_attempt
 from launch.supervise import failures, oom_record, restarts, stop_signals
 from launch.supervise.screen import Screen
@@ -393,7 +393,7 @@ def _attempt(
                 screen.say(line)
         return _command(resolved, run, attempt)
 
-    def check(measured: Mapping[str, int]) -> bool:
+    def check(measured: SecondStep) -> bool:
         budget = estimate.host_budget_bytes(resolved.recipe, resolved.machine)
         compared.append(calibration.compare(resolved.plan, measured, budget))
         for line in compared[0].lines:
@@ -416,13 +416,12 @@ def attempt_row(attempt: AttemptDir, say: Callable[[str], None]) -> tuple[str, s
     be read."""
     ran = ending = "not readable"
     try:
-        is_there = attempt.plan_file.exists()  # an older version kept only the run's last plan
-        ran = estimate.describe(attempt.read_plan().strategy) if is_there else "not kept"
-    except (ValueError, OSError) as error:
+        ran = estimate.describe(attempt.read_plan().strategy)
+    except CheckpointError as error:
         say(f"{attempt.plan_file}: missing from the report, damaged ({str(error).splitlines()[0]})")
     try:
         ending = _ending(attempt)
-    except (CheckpointError, KeyError, TypeError, OSError):
+    except CheckpointError:
         say(
             f"{attempt.root}: its end is missing from the report, supervisor.json or outcome.json"
             " is damaged"
@@ -431,12 +430,12 @@ def attempt_row(attempt: AttemptDir, say: Callable[[str], None]) -> tuple[str, s
 
 
 def _ending(attempt: AttemptDir) -> str:
-    end, outcome = files.read_json(attempt.supervisor_file), files.read_json(attempt.outcome_file)
-    if end and end["failure"]:
-        return f"{end['failure']['cause']} ({end['failure']['proof']})"
+    end, outcome = attempt.read_end(), attempt.read_outcome()
+    if end and end.failure:
+        return f"{end.failure.cause} ({end.failure.proof})"
     return (
         "complete"
-        if outcome and outcome["complete"]
+        if outcome and outcome.complete
         else "ended to plan again"
         if end
         else "cut short"

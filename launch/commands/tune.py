@@ -44,6 +44,7 @@ from launch.render import write
 from launch.run_folder import steps
 from launch.run_folder.layout import RunDir
 from launch.schema.plan import Plan, Strategy
+from launch.schema.result import UsedTokens
 from launch.supervise import attempt as supervise_attempt
 from launch.supervise.screen import Screen
 
@@ -221,7 +222,7 @@ class _Trials:
         resolved = replace(self._resolved, recipe=trial, plan=plan)
         run = RunDir.create(self._place / "runs", trial.name, datetime.now())
         attempt = write.write_run(run, trial, resolved.machine, plan, resolved.workspace)
-        files.write_json(run.tokens_file, {"folder": str(self._rows)})
+        files.write_json(run.tokens_file, UsedTokens(self._rows))
         command = render_command.command(
             plan, resolved.machine, run, attempt, resolved.workspace, os.environ
         )
@@ -302,15 +303,16 @@ def _longest_rows(resolved: Resolved, place: Path, say: Say) -> Path:
     attempt = write.write_run(run, recipe, resolved.machine, plan, workspace)
     if supervise_attempt.prepare(resolved, run, attempt, say).returncode != 0:
         errors = attempt.rank_errors()
-        raise ResourceError(errors[0]["message"] if errors else "tokenising failed")
-    tokens = Path((files.read_json(run.tokens_file) or {})["folder"])
+        raise ResourceError(errors[0].message if errors else "tokenising failed")
+    used = run.read_tokens()
+    assert used is not None  # prepare() has written it
     rows = plan.strategy.effective_batch_size * STEPS
     argv = [
         sys.executable,
         "-P",
         "-m",
         "training.children.trial_rows",
-        str(tokens),
+        str(used.folder),
         str(place / "rows"),
         str(rows),
     ]

@@ -39,9 +39,9 @@ OLDEST_FLASH_ATTN = (2, 3, 3)  # transformers takes no older one
 
 def known(cache: Path, device: Device) -> Imports:
     """As measured before, else the constants. Starts nothing."""
-    kept = files.read_json(kept_file(cache, device))
-    if kept:
-        return Imports(**kept)
+    measured = files.read_or_none(kept_file(cache, device), Imports)
+    if measured:
+        return measured
     on_device = ASSUMED_CUDA_BYTES if device == "cuda" else 0
     return Imports(**{**asdict(ASSUMED), "rank_bytes": ASSUMED.rank_bytes + on_device})
 
@@ -73,8 +73,8 @@ def no_flash_attn(cache: Path) -> str | None:
     kept = (
         cache / "imports" / f"flash-attn-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.json"
     )
-    known = files.read_json(kept)
-    if known is None:
+    known = files.read_or_none(kept, dict[str, str])
+    if known is None or "failure" not in known:
         known = {"failure": _import_failure("flash_attn")}
         kept.parent.mkdir(parents=True, exist_ok=True)
         files.write_json(kept, known)

@@ -9,11 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
-from launch.base import files
 from launch.base import text as base_text
-from launch.base.errors import ConfigError, ResourceError
+from launch.base.errors import CheckpointError, ConfigError, ResourceError
 from launch.base.text import suggestion
 from launch.base.workspace import Workspace
 from launch.predict.history import cache_keys
@@ -24,7 +21,7 @@ from launch.run_folder.layout import RunDir
 from launch.schema.machine import Machine
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe, affected_by, leaves
-from launch.schema.result import StepEvent
+from launch.schema.result import Continues, StepEvent
 
 # by which tokens of a step may differ where one batch counts packed sequences and the other rows
 NEARLY = 0.05
@@ -50,11 +47,11 @@ class Side:
     run: RunDir
     recipe: Recipe
     plan: Plan
-    machine: Machine | None  # None: not kept by an older version
-    made_of: Mapping[str, Any] | None  # rundir.token_identity(); None likewise
+    machine: Machine | None  # None: its file is not there
+    made_of: Mapping[str, Any] | None  # token_cache.token_identity(); None likewise
     libraries: Mapping[str, str]
     ending: str
-    continues: Mapping[str, Any] | None  # RunDir.continues_file
+    continues: Continues | None
     parts: tuple[run_folder_steps.Stretch, ...]
     last_parts: tuple[
         run_folder_steps.Stretch, ...
@@ -126,11 +123,7 @@ def read(run: RunDir, say: run_folder_steps.Say = lambda line: None) -> Side:
     another version wrote it."""
     parts = tuple(part for part in run_folder_steps.stretches(run, say=say) if part.counted)
     last = parts[-1].attempt
-    outcome, seen = (
-        files.read_json(last.outcome_file) or {},
-        files.read_json(last.supervisor_file) or {},
-    )
-    machine, tokens = files.read_json(last.machine_file), files.read_json(run.tokens_file) or {}
+    outcome, end, tokens = last.read_outcome(), last.read_end(), run.read_tokens()
     saved = [
         folder
         for folder in manifest.committed(run.checkpoints)
@@ -139,33 +132,33 @@ def read(run: RunDir, say: run_folder_steps.Say = lambda line: None) -> Side:
     ending = f"at step {parts[-1].counted[-1].step:,} of {parts[-1].counted[-1].max_steps:,}"
     if run.outcome():
         ending = "finished"
-    elif seen.get("failure"):
-        ending += f" ({seen['failure']['cause']})"
+    elif end and end.failure:
+        ending += f" ({end.failure.cause})"
     try:
         plan = last.read_plan()
         return Side(
             run=run,
             recipe=run.read_recipe(),
             plan=plan,
-            machine=TypeAdapter(Machine).validate_python(machine) if machine else None,
-            made_of=tokens.get("made_of"),
+            machine=last.read_machine(),
+            made_of=tokens.made_of if tokens else None,
             libraries=manifest.read(saved[-1]).get("versions", {}) if saved else {},
             ending=ending,
-            continues=files.read_json(run.continues_file),
+            continues=run.read_continues(),
             parts=parts,
             last_parts=tuple(
                 part for part in parts if part.attempt.read_plan().strategy == plan.strategy
             ),
             host_peak_bytes=max(
-                seen.get("host_peak_bytes", 0),
-                outcome.get("host_pss_bytes", 0),
+                end.host_peak_bytes if end else 0,
+                outcome.host_pss_bytes if outcome else 0,
                 *(step.host_pss_bytes for step in parts[-1].counted),
             ),
         )
-    except (ValidationError, FileNotFoundError) as error:
+    except CheckpointError as error:
         raise ConfigError(
-            f"{run.root}: its plan or its recipe was written by another version of lowmem"
-            f" ({str(error).splitlines()[0]}); run it again"
+            f"{str(error).partition(';')[0]}: it was written by another version of lowmem, or is"
+            " damaged; run it again"
         ) from error
 
 
@@ -207,7 +200,7 @@ def _of_model(a: Side, b: Side) -> Iterator[Difference]:
 def _of_data(a: Side, b: Side) -> Iterator[Difference]:
     if a.made_of is None or b.made_of is None:
         yield Difference(
-            "data: what the rows were made of was not kept by an older version", blocks=True
+            "data: the file that says what the rows were made of is not there", blocks=True
         )
         return
     made = [
@@ -250,8 +243,8 @@ def _of_the_rest(a: Side, b: Side) -> Iterator[Difference]:
             )
         if side.continues:
             yield Difference(
-                f"{name} took over {side.continues['checkpoint']} at sample"
-                f" {side.continues['samples_seen']:,}"
+                f"{name} took over {side.continues.checkpoint} at sample"
+                f" {side.continues.samples_seen:,}"
             )
     machines = a.machine, b.machine
     if (
@@ -289,7 +282,7 @@ def _differs(what: str, pair: Sequence[object], blocks: bool = False) -> Differe
 
 def _machine(machine: Machine | None) -> str:
     if machine is None:
-        return "not kept by an older version"
+        return "not written down"
     cards = ", ".join(gpu.name for gpu in machine.gpus) or "no GPU"
     return (
         f"{machine.name} ({cards}; {machine.cpu_count} CPUs,"

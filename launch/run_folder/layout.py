@@ -9,20 +9,28 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
-
-from pydantic import TypeAdapter, ValidationError
+from typing import TypeVar
 
 from launch.base import locks
 from launch.base.errors import CheckpointError, ResourceError
-from launch.base.files import damaged_file, read_json, write_atomic, write_json
+from launch.base.files import damaged_file, read, read_or_none, write_atomic, write_json
 from launch.base.text import shown
 from launch.base.workspace import Workspace
 from launch.data.token_cache import TOKENS_MADE_OF
 from launch.schema.machine import Machine
 from launch.schema.plan import Plan, Rendezvous
 from launch.schema.recipe import Recipe
+from launch.schema.result import (
+    AttemptEnd,
+    Continues,
+    ExportedModel,
+    Outcome,
+    RankError,
+    SecondStep,
+    UsedTokens,
+)
 
+Noun = TypeVar("Noun")
 SAMPLES = "samples.i32"  # of a rank: step, number of rows, the rows, as little-endian int32
 
 
@@ -47,7 +55,19 @@ class AttemptDir:
         return int(self.root.name)
 
     def read_plan(self) -> Plan:
-        return TypeAdapter(Plan).validate_json(self.plan_file.read_bytes())
+        return _there(self.plan_file, Plan)
+
+    def read_machine(self) -> Machine | None:
+        return read(self.machine_file, Machine)
+
+    def read_outcome(self) -> Outcome | None:
+        return read(self.outcome_file, Outcome)
+
+    def read_end(self) -> AttemptEnd | None:
+        return read(self.supervisor_file, AttemptEnd)
+
+    def read_second_step(self) -> SecondStep | None:
+        return read(self.second_step_file, SecondStep)
 
     def rank(self, rank: int) -> Path:
         """The folder of one rank's own files; made on first use."""
@@ -69,24 +89,23 @@ class AttemptDir:
 
     def leave_word(self, rank: int, error: BaseException) -> None:
         """Write the cause where the supervisor looks: launchers turn every exit code into 1."""
-        word = {
-            "rank": rank,
-            "type": type(error).__name__,
-            "message": shown(str(error)),
-            "exit_code": getattr(error, "exit_code", None),  # of a LaunchError: the user's to mend
-            "fix": getattr(error, "fix", ""),
-            "traceback": shown("".join(traceback.format_exception(error))),
-            "time": time.time(),
-        }
-        write_json(self.error_file(rank), word)
+        cause = RankError(
+            rank=rank,
+            type=type(error).__name__,
+            message=shown(str(error)),
+            time=time.time(),
+            exit_code=getattr(error, "exit_code", None),
+            fix=getattr(error, "fix", ""),
+            traceback=shown("".join(traceback.format_exception(error))),
+        )
+        write_json(self.error_file(rank), cause)
 
-    def rank_errors(self) -> list[dict[str, Any]]:
+    def rank_errors(self) -> list[RankError]:
         """What failing ranks wrote, earliest first: the first is the root cause, the others follow
-        from it."""
-        found = [
-            error for path in self.root.glob("ranks/*/error.json") if (error := read_json(path))
-        ]
-        return sorted(found, key=lambda error: error["time"])
+        from it. A damaged file is left out: the log has the same traceback."""
+        files = self.root.glob("ranks/*/error.json")
+        errors = [error for path in files if (error := read_or_none(path, RankError))]
+        return sorted(errors, key=lambda error: error.time)
 
 
 class RunDir:
@@ -107,11 +126,9 @@ class RunDir:
         self.evaluation_file = root / "evaluation.json"
         self.checkpoints = root / "checkpoints"
         self.tensorboard = root / "tensorboard"
-        # {"folder": where the tokenised rows are, "made_of": token_identity()}
         self.tokens_file = root / "tokens.json"
         # what ran out of memory so far (estimate.RanOut), a list
         self.evidence_file = root / "evidence.json"
-        # {"checkpoint", "samples_seen", "group_size"}: an older run's
         self.continues_file = root / "continues.json"
 
     @classmethod
@@ -157,10 +174,7 @@ class RunDir:
         or renamed.
 
         Raises CheckpointError where the run's recipe is damaged."""
-        recipe = read_json(self.recipe_file)
-        if recipe is None or not isinstance(recipe.get("output_dir"), str):
-            raise damaged_file(self.recipe_file, ValueError("no key output_dir"))
-        own, asked = Path(recipe["output_dir"]), Path(output_dir)
+        own, asked = Path(_there(self.recipe_file, _OutputDir).output_dir), Path(output_dir)
         return own.resolve() == asked.resolve() or (
             own.name == asked.name and not own.parent.exists()
         )
@@ -193,21 +207,21 @@ class RunDir:
         attempt.root.mkdir(parents=True)
         return attempt
 
-    def outcome(self) -> dict[str, Any] | None:
+    def outcome(self) -> Outcome | None:
         """Rank 0's outcome if an attempt reached the last step, else None.
 
         Only the last attempt can be complete: none follows a complete one. Raises CheckpointError
         where its file is damaged."""
         attempts = self.attempts()
-        outcome = read_json(attempts[-1].outcome_file) if attempts else None
-        if outcome is not None and not isinstance(outcome.get("complete"), bool):
+        try:
+            outcome = attempts[-1].read_outcome() if attempts else None
+        except CheckpointError as error:
             newest = max(self.checkpoints.glob("checkpoint-[0-9]*"), default=None)
             go_on = f" --resume={newest} goes on from there;" if newest else ""
             raise CheckpointError(
-                f"{attempts[-1].outcome_file}: damaged (complete is neither true nor false);{go_on}"
-                " --resume never starts over"
-            )
-        return outcome if outcome and outcome["complete"] else None
+                f"{str(error).partition(';')[0]};{go_on} --resume never starts over"
+            ) from error
+        return outcome if outcome and outcome.complete else None
 
     def write_plan(self, recipe: Recipe, plan: Plan) -> None:
         write_atomic(self.recipe_file, recipe.model_dump_json(indent=1) + "\n")
@@ -216,21 +230,34 @@ class RunDir:
     def write_tokens(self, folder: Path) -> None:
         """Which tokenised rows it trains, and what they were made of: their folder may be gone one
         day."""
-        write_json(
-            self.tokens_file, {"folder": str(folder), "made_of": read_json(folder / TOKENS_MADE_OF)}
-        )
+        write_json(self.tokens_file, UsedTokens(folder, read(folder / TOKENS_MADE_OF, dict)))
+
+    def read_tokens(self) -> UsedTokens | None:
+        return read(self.tokens_file, UsedTokens)
+
+    def read_continues(self) -> Continues | None:
+        return read(self.continues_file, Continues)
 
     def read_recipe(self) -> Recipe:
-        try:
-            return Recipe.model_validate_json(self.recipe_file.read_bytes())
-        except (FileNotFoundError, ValidationError) as error:
-            raise damaged_file(self.recipe_file, error) from error
+        return _there(self.recipe_file, Recipe)
 
     def read_plan(self) -> Plan:
-        try:
-            return TypeAdapter(Plan).validate_json(self.plan_file.read_bytes())
-        except (FileNotFoundError, ValidationError) as error:
-            raise damaged_file(self.plan_file, error) from error
+        return _there(self.plan_file, Plan)
+
+
+@dataclass(frozen=True)
+class _OutputDir:
+    """Of a recipe that another version wrote, too."""
+
+    output_dir: str
+
+
+def _there(path: Path, noun: type[Noun]) -> Noun:
+    """The noun of a file that every run has. Raises CheckpointError."""
+    content = read(path, noun)
+    if content is None:
+        raise damaged_file(path, "there is no such file")
+    return content
 
 
 @dataclass(frozen=True)
@@ -260,18 +287,17 @@ def left_in(path: Path) -> Path:
         raise ResourceError(
             f"{path}: this run has not finished; give one of its checkpoints, or let it finish"
         )
-    return Path(outcome["model_dir"])
+    return Path(outcome.model_dir)
 
 
 def kept_aside(folder: Path, run_id: str) -> list[str]:
     """A line for a model of another run that stands where this one's will; export.py keeps it as
     <name>.previous."""
-    other = read_json(folder / "lowmem.json")
-    if other is None or other["run"] == run_id:
+    other = read(folder / "lowmem.json", ExportedModel)
+    if other is None or other.run == run_id:
         return []
     return [
-        f"{folder.name} holds the model of {other['run']}; it will be kept as"
-        f" {folder.name}.previous"
+        f"{folder.name} holds the model of {other.run}; it will be kept as {folder.name}.previous"
     ]
 
 

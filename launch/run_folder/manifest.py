@@ -209,7 +209,7 @@ def _listed(checkpoints: Path) -> dict[str, str]:
     is removed."""
     file = checkpoints / COMMITS
     try:
-        return base_files.read_json(file) or {}
+        return base_files.read(file, dict[str, str]) or {}
     except CheckpointError as error:
         file.rename(file.with_suffix(".damaged"))
         logger.warning("%s: put aside; older checkpoints stay", str(error).partition(";")[0])

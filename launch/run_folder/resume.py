@@ -18,6 +18,7 @@ from launch.run_folder import manifest
 from launch.run_folder.layout import RunDir
 from launch.schema.plan import Plan
 from launch.schema.recipe import Allowed, Recipe, affected_by, leaves
+from launch.schema.result import Continues
 
 # The word of resume.allow that lets a changed key, or a key of a changed section, pass; others are
 # never let pass.
@@ -202,9 +203,9 @@ def _source(
             raise CheckpointError(f"--resume {checkpoint}: {problem}")
         return checkpoint, []
     found, faults = manifest.newest_valid(run.checkpoints, allow, hashed)
-    continues = base_files.read_json(run.continues_file)
+    continues = run.read_continues()
     if found is None and not faults and continues:  # nothing of its own yet
-        found = Path(continues["checkpoint"])
+        found = continues.checkpoint
         if problem := manifest.fault(found, hashed, allow):
             raise CheckpointError(f"{found}: {problem}")
     if found is None:
@@ -239,10 +240,8 @@ def _take_over(source: Path, runs: Path, recipe: Recipe, now: datetime, reason: 
     if samples_seen is None:
         raise CheckpointError(f"{source}: its manifest does not say how many samples it has seen")
     run = RunDir.create(runs, recipe.name, now)
-    content = {"checkpoint": str(source.resolve()), "samples_seen": samples_seen}
-    if "group_size" in facts:
-        content["group_size"] = facts["group_size"]
-    base_files.write_json(run.continues_file, content)
+    continues = Continues(source.resolve(), samples_seen, facts.get("group_size"))
+    base_files.write_json(run.continues_file, continues)
     return Start(
         run,
         f"continuing {source.parent.parent.name}/{source.name} in a new run ({reason}):"
@@ -277,10 +276,10 @@ def _differences(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: Path) -> I
                 WORDS.get(key) or WORDS.get(section),
             )
             is_cut_otherwise |= section in ("data", "tokenizer")
-    used = base_files.read_json(earlier.tokens_file)
-    if used and Path(used["folder"]).name != tokens.name and not is_cut_otherwise:
+    used = earlier.read_tokens()
+    if used and used.folder.name != tokens.name and not is_cut_otherwise:
         now = token_cache.token_identity(tokens.parent.parent, recipe, plan.shape, plan.data_format)
-        before = used.get("made_of") or {}  # None: an older version's
+        before = used.made_of or {}
         files = {
             "train": recipe.data.train_file,
             "validation": recipe.data.validation_file,

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launch.base import files
 from launch.base.errors import CheckpointError, ConfigError
-from launch.data import token_cache
+from launch.data import token_cache, token_hashes
 from launch.run_folder import layout, manifest
 from launch.run_folder.layout import AttemptDir, RunDir
 
@@ -20,8 +19,8 @@ from launch.run_folder.layout import AttemptDir, RunDir
 def lines(run: RunDir) -> list[str]:
     """How often each row was trained in each epoch. Raises CheckpointError when it is not once in
     each whole one."""
-    used = files.read_json(run.tokens_file)
-    counts = files.read_json(Path(used["folder"]) / token_cache.TOKENS_READY) if used else None
+    used = run.read_tokens()
+    counts = token_hashes.counts(used.folder) if used else None
     if used is None or counts is None:
         raise ConfigError(
             f"{run.root}: found no run of ours with its tokenised rows; give a folder"
@@ -32,7 +31,7 @@ def lines(run: RunDir) -> list[str]:
     rows = counts["train"]["rows"]
     documents = None
     if counts["train"].get("documents"):  # the rows are packed sequences
-        documents = _documents(Path(used["folder"]), counts["train"]["documents"])
+        documents = _documents(used.folder, counts["train"]["documents"])
     kind = "rows" if documents is None else "packed sequences"
     order = [row for _, taken_then in sorted(taken(run).items()) for row in taken_then]
     said = []
@@ -97,10 +96,10 @@ def taken(run: RunDir) -> dict[int, list[int]]:
     """The rows of each optimizer step that counts: a resumed attempt drops what came after its
     checkpoint."""
     found: dict[int, list[int]] = {}
-    continues = files.read_json(run.continues_file)
+    continues = run.read_continues()
     done = 0
     if continues:
-        checkpoint = Path(continues["checkpoint"])
+        checkpoint = continues.checkpoint
         earlier = taken(RunDir(checkpoint.parent.parent))
         last = manifest.step_of(checkpoint)
         # its steps are counted by its own batch: they come first

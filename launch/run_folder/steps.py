@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
-from launch.base import files
 from launch.run_folder import manifest
 from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.result import HeldOut, StepEvent
@@ -94,7 +93,7 @@ def stretches(
     """The attempts of a run in their order, as far as they count; those of the run first that it
     goes on from."""
     found: list[Stretch] = []
-    continues, limit = files.read_json(run.continues_file), last_step
+    continues, limit = run.read_continues(), last_step
     for attempt in reversed(run.attempts()):
         trained = events(attempt, say)
         if not trained:
@@ -114,7 +113,7 @@ def stretches(
         )
         limit = min(limit, trained[0].step - 1)
     if continues:  # its steps are counted by its own batch
-        checkpoint = Path(continues["checkpoint"])
+        checkpoint = continues.checkpoint
         found += reversed(
             stretches(RunDir(checkpoint.parent.parent), manifest.step_of(checkpoint), say)
         )

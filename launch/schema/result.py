@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from launch.schema.machine import GIB
 
@@ -30,7 +31,7 @@ class StepEvent:
     vram_total_bytes: int  # 0: no GPU
     host_pss_bytes: int  # of the whole job, now
     time: float  # unix time
-    computed_tokens: int | None = None  # padding included; None: an older version's step
+    computed_tokens: int | None = None  # padding included; None: not counted
     # of `seconds`: until rank 0 had its batches, and all ranks knew of theirs
     data_seconds: float | None = None
 
@@ -68,18 +69,110 @@ class HeldOut:
 
 
 @dataclass(frozen=True)
+class SecondStep:
+    """What the first step in the steady state took, on the fullest rank: second_step.json."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    host_pss_bytes: int  # of the whole job
+    free_bytes: int = 0  # of rank 0's card
+
+
+@dataclass(frozen=True)
+class RankError:
+    """What a failing rank wrote: ranks/<r>/error.json."""
+
+    rank: int
+    type: str
+    message: str
+    time: float  # unix time
+    exit_code: int | None = None  # of a LaunchError: the user's to mend
+    fix: str = ""
+    traceback: str = ""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Answers to held-out rows, and the checkpoint that was exported: evaluation.json, and part of
+    outcome.json."""
+
+    exact_match_before: float | None = None
+    exact_match_after: float | None = None
+    bleu_before: float | None = None
+    bleu_after: float | None = None
+    exported_step: int | None = None  # None: the last one
+    exported_eval_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Outcome(Scores):
+    """How an attempt ended, by rank 0: outcome.json."""
+
+    # what a run that trained nothing has not measured is None, or 0
+    complete: bool = field(kw_only=True)
+    ended: Literal["complete", "preempted"] = field(kw_only=True)
+    checkpoint: str | None = None  # its newest
+    resumed_from: str | None = None
+    model_dir: str = ""
+    step: int = 0
+    max_steps: int = 0
+    loss: float | None = None  # None: resumed at the last step
+    eval_loss: float | None = None
+    # states that rank 0 holds; None: not measured
+    weights_bytes: int | None = None
+    gradients_bytes: int | None = None
+    optimizer_bytes: int | None = None
+    offloaded_bytes: int | None = None
+    vram_allocated_bytes: int = 0
+    vram_reserved_bytes: int = 0
+    host_pss_bytes: int = 0
+    train_seconds: float | None = None
+    save_seconds: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class UsedTokens:
+    """The tokenised rows that a run trains: tokens.json."""
+
+    folder: Path
+    # token_cache.token_identity(), kept since the folder may be gone one day; None: of a trial
+    made_of: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Continues:
+    """The checkpoint of an older run that a run goes on from: continues.json."""
+
+    checkpoint: Path
+    samples_seen: int
+    group_size: int | None = None  # of rows grouped by length
+
+
+@dataclass(frozen=True)
+class ExportedModel:
+    """Where a finished model came from: lowmem.json in its folder."""
+
+    run: str
+    recipe: str = ""
+    step: int = 0
+    base: str = ""  # of a merged adapter
+    quantization: Mapping[str, Any] | None = None  # of the weights that the adapter was trained on
+
+
+@dataclass(frozen=True)
 class Evidence:
     """What an ended attempt left behind; classify() reads nothing else."""
 
     returncode: int  # of the launcher; negative: the signal that killed it
-    rank_errors: tuple[Mapping[str, Any], ...]  # ranks/<r>/error.json, earliest first
+    rank_errors: tuple[RankError, ...]  # earliest first
     log_tail: str
     oom_kills: int  # growth of the cgroup's oom_kill counter during the attempt
     host_limit_bytes: int
     host_peak_bytes: int
     completed: bool  # rank 0 wrote its outcome and reached the last step
     stopped_by: int | None = None  # signal number that the user sent to the supervisor
-    preempted: Mapping[str, Any] | None = None  # rank 0's outcome, where the ranks agreed to stop
+    preempted: Outcome | None = None  # where the ranks agreed to stop
     hang: str = ""  # which rank was silent, where and how long
     # why the host's RAM was about to run out, where the ranks were stopped for it
     pressure: str = ""
@@ -103,6 +196,16 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class AttemptEnd:
+    """How the supervisor saw an attempt end: supervisor.json."""
+
+    exit_code: int
+    failure: Failure | None
+    seconds: float
+    host_peak_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class RunResult:
     """The end of a run, as the report shows it."""
 
@@ -111,7 +214,7 @@ class RunResult:
     failure: Failure | None
     seconds: float
     host_peak_bytes: int
-    summary: Mapping[str, Any] = field(default_factory=dict)  # rank 0's outcome.json
+    summary: Mapping[str, Any] = field(default_factory=dict)  # rank 0's Outcome, of a complete run
     plan_again: bool = False  # stopped because its second step took more than was predicted
     note: str = ""  # what else a reader should know
     last_step: int = 0  # that a rank reached

@@ -9,12 +9,12 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from launch.base import environment, files, processes
 from launch.base.errors import Interrupted
@@ -24,7 +24,7 @@ from launch.plan.resolve import Resolved, tokenising_processes
 from launch.probe import machine
 from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.plan import Command
-from launch.schema.result import Evidence, RunResult
+from launch.schema.result import AttemptEnd, Evidence, Outcome, RunResult, SecondStep
 from launch.supervise import failures, heartbeats, stop_signals
 from launch.supervise.heartbeats import Progress
 from launch.supervise.screen import Screen, Tail
@@ -54,7 +54,7 @@ def run(
     attempt: AttemptDir,
     ready: Callable[[], Command],
     screen: Screen,
-    check: Callable[[Mapping[str, int]], bool] = lambda measured: True,
+    check: Callable[[SecondStep], bool] = lambda measured: True,
     heard: StopSignals | None = None,
     end_s: float | None = None,
 ) -> RunResult:
@@ -83,10 +83,10 @@ def run(
                 command = ready()
                 with attempt.log_file.open("ab") as log:
                     ended = watch.until_end(_start(command, resolved, rundir_, log, end_s))
-    outcome = files.read_json(attempt.outcome_file)
-    completed = bool(outcome and outcome["complete"])
+    outcome = attempt.read_outcome()
+    completed = bool(outcome and outcome.complete)
     # the ranks' own last look: what came after the watch's would be lost
-    host_peak_bytes = max(ended.host_peak_bytes, (outcome or {}).get("host_pss_bytes", 0))
+    host_peak_bytes = max(ended.host_peak_bytes, outcome.host_pss_bytes if outcome else 0)
     evidence = Evidence(
         returncode=ended.returncode,
         rank_errors=tuple(attempt.rank_errors()),
@@ -110,9 +110,7 @@ def run(
         )
     # before there was a rank to say so
     if outcome is None and failure is not None and failure.kind == "stopped":
-        files.write_json(
-            attempt.outcome_file, {"complete": False, "ended": "preempted", "checkpoint": None}
-        )
+        files.write_json(attempt.outcome_file, Outcome(complete=False, ended="preempted"))
     notes = []
     if ended.unkillable:
         notes.append(
@@ -131,7 +129,7 @@ def run(
         seconds=time.monotonic() - began,
         host_peak_bytes=host_peak_bytes,
         host_left_bytes=ended.host_left_bytes,
-        summary=outcome if outcome and completed else {},
+        summary=asdict(outcome) if outcome and completed else {},
         plan_again=ended.is_refuted,
         note="; ".join(notes),
         unkillable=tuple(ended.unkillable),
@@ -173,14 +171,14 @@ def prepare(
 ) -> Ended:
     """Tokenise in a child, unless the rows are there already and undamaged. A stop ends the child,
     and so does its silence."""
-    known = files.read_json(run.tokens_file)
-    folder = Path(known["folder"]) if known else Path()
-    if not known or not folder.exists():
+    used = run.read_tokens()
+    folder = used.folder if used else Path()
+    if not used or not folder.exists():
         of = resolved.recipe, resolved.plan.shape, resolved.plan.data_format
         folder = token_cache.token_cache(resolved.workspace.cache, *of)
     try:
         if folder.exists() and not token_hashes.fault(folder, partial(_raise_stop, heard)):
-            if not known or known["folder"] != str(folder):
+            if not used or used.folder != folder:
                 run.write_tokens(folder)
             return Ended()
     except Interrupted:
@@ -250,13 +248,5 @@ def _tail(path: Path) -> str:
 
 def write_outcome(result: RunResult, attempt: AttemptDir) -> None:
     """Beside rank 0's outcome, what the supervisor saw."""
-    failure: Mapping[str, Any] | None = None if result.failure is None else vars(result.failure)
-    files.write_json(
-        attempt.supervisor_file,
-        {
-            "exit_code": result.exit_code,
-            "failure": failure,
-            "seconds": result.seconds,
-            "host_peak_bytes": result.host_peak_bytes,
-        },
-    )
+    end = AttemptEnd(result.exit_code, result.failure, result.seconds, result.host_peak_bytes)
+    files.write_json(attempt.supervisor_file, end)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from launch.base import errors
 from launch.schema.machine import GIB
-from launch.schema.result import Evidence, Failure
+from launch.schema.result import Evidence, Failure, RankError
 from launch.supervise.failure_patterns import PATTERNS, SMALLER
 
 PROOF_CHARS = 400  # the HSA runtime says at the end of its line how much GPU memory was free
@@ -124,16 +124,14 @@ def _fallen(evidence: Evidence) -> Failure:
     is_crashed = is_killed or bool(CRASHED.search(evidence.log_tail))
     # one that was told to stop was told by the launcher, where another had failed before
     first = evidence.rank_errors[0] if evidence.rank_errors and not is_crashed else None
-    left = [error for error in evidence.rank_errors if error["type"] != STOPPED or error is first]
+    left = [error for error in evidence.rank_errors if error.type != STOPPED or error is first]
     for error in left:
-        if error.get("exit_code"):
-            is_stop = error["type"] == STOPPED
+        if error.exit_code:
+            is_stop = error.type == STOPPED
             kind, fix = (
-                ("stopped", CONTINUE)
-                if is_stop
-                else (error["type"], error.get("fix") or "see the message")
+                ("stopped", CONTINUE) if is_stop else (error.type, error.fix or "see the message")
             )
-            return Failure(kind, error["exit_code"], error["message"], f"rank {error['rank']}", fix)
+            return Failure(kind, error.exit_code, error.message, f"rank {error.rank}", fix)
     if is_killed:
         return Failure(
             "killed",
@@ -154,7 +152,7 @@ def _killed(log: str) -> str:
     return f"the launcher reports SIGKILL for {', '.join(named)}"
 
 
-def _from_words(evidence: Evidence, left: Sequence[Mapping[str, Any]]) -> Failure:
+def _from_words(evidence: Evidence, left: Sequence[RankError]) -> Failure:
     """From what ranks left as their last word, earliest first, and from what they and their
     libraries printed."""
     said, log = [_said(error) for error in left], _relevant(evidence.log_tail)
@@ -176,15 +174,15 @@ def _from_words(evidence: Evidence, left: Sequence[Mapping[str, Any]]) -> Failur
     return Failure(
         "crash",
         1,
-        f"rank {error['rank']} failed: {error['type']}: {error['message']}",
-        f"rank {error['rank']} error.json",
+        f"rank {error.rank} failed: {error.type}: {error.message}",
+        f"rank {error.rank} error.json",
         "see the traceback in the attempt's ranks folder",
     )
 
 
-def _said(error: Mapping[str, Any]) -> str:
+def _said(error: RankError) -> str:
     """A rank's last word: the exception, where it came from, and from which others."""
-    return f"{error['type']}: {error['message']}\n{_relevant(str(error.get('traceback', '')))}"
+    return f"{error.type}: {error.message}\n{_relevant(error.traceback)}"
 
 
 def _relevant(log: str) -> str:
@@ -277,9 +275,9 @@ def _unknown(evidence: Evidence) -> Failure:
 
 def _preempted(evidence: Evidence) -> Failure:
     """Where the ranks agreed to stop: told by a signal of their own, or by what rank 0 saw."""
-    stops = [error for error in evidence.rank_errors if error["type"] == STOPPED]
+    stops = [error for error in evidence.rank_errors if error.type == STOPPED]
     code, cause = (
-        (stops[0]["exit_code"], stops[0]["message"]) if stops else (75, "the ranks agreed to stop")
+        (stops[0].exit_code or 75, stops[0].message) if stops else (75, "the ranks agreed to stop")
     )
     fix = "free space where runs/ is, then run the same line again" if code == 10 else CONTINUE
     return Failure(
@@ -289,12 +287,10 @@ def _preempted(evidence: Evidence) -> Failure:
 
 def _saved(evidence: Evidence) -> str:
     """What of a stopped attempt is kept, as the end of a sentence."""
-    outcome = evidence.preempted or {}
-    return (
-        f" at step {outcome['step']}; {outcome['checkpoint']} is kept"
-        if outcome.get("checkpoint")
-        else ""
-    )
+    outcome = evidence.preempted
+    if outcome is None or outcome.checkpoint is None:
+        return ""
+    return f" at step {outcome.step}; {outcome.checkpoint} is kept"
 
 
 def _last_words(log: str) -> str:

@@ -3,17 +3,16 @@ is allowed."""
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from launch.base import processes
+from launch.base import files, processes
 from launch.run_folder.layout import AttemptDir
+from launch.schema.result import RankError
 
 PACE = 5  # times the longest pause that a rank usually makes in a section
 FLOORS = {
@@ -44,6 +43,7 @@ class Beat:
     max_steps: int
     monotonic_s: float
     p99_s: float
+    boot: str = ""  # of its machine: clocks and pids are of that boot
 
     def limit_s(self, floor_s: float) -> float:
         """How long it may be silent; `floor_s` is launch.hang_floor_s, and all that a stopped
@@ -60,13 +60,8 @@ class Beat:
 def read(file: Path) -> Beat | None:
     """The beat in a file; None where there is none, or it is being written, or it is another
     machine's."""
-    try:
-        words = json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return None
-    if words.pop("boot") != processes.boot_id():
-        return None
-    return Beat(rank=int(file.parent.name), **words)
+    beat = files.read_or_none(file, Beat)
+    return beat if beat and beat.boot == processes.boot_id() else None
 
 
 def read_all(attempt: AttemptDir) -> list[Beat]:
@@ -75,12 +70,12 @@ def read_all(attempt: AttemptDir) -> list[Beat]:
     return sorted(beats, key=lambda beat: beat.rank)
 
 
-def section_of_the_first(beats: Sequence[Beat], errors: Sequence[Mapping[str, Any]]) -> str:
+def section_of_the_first(beats: Sequence[Beat], errors: Sequence[RankError]) -> str:
     """The section in which an attempt failed: of the rank that left word first, else of the one
     silent for longest.
 
     `errors` are the ranks', earliest first; "" where no rank of this machine had begun."""
-    told = {error["rank"] for error in errors[:1]}
+    told = {error.rank for error in errors[:1]}
     candidates = [beat for beat in beats if beat.rank in told] or beats
     return min(candidates, key=lambda beat: beat.monotonic_s).section if candidates else ""
 

@@ -4,10 +4,8 @@ it too."""
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-
-from pydantic import TypeAdapter
 
 from launch.base import files
 from launch.base.errors import CheckpointError
@@ -21,8 +19,6 @@ from launch.schema.machine import Machine
 from launch.schema.plan import Plan
 from launch.schema.result import Failure, RunResult
 from launch.supervise import heartbeats
-
-FILE = TypeAdapter(tuple[OomEvent, ...])
 
 
 def of_attempt(
@@ -113,14 +109,11 @@ def add_refuted(
 def read(run: RunDir) -> tuple[OomEvent, ...]:
     """Every shortage that was written down for a run; nothing where the file is not there or
     damaged, which costs another attempt."""
-    try:
-        return FILE.validate_json(run.evidence_file.read_bytes())
-    except (FileNotFoundError, ValueError):
-        return ()
+    return files.read_or_none(run.evidence_file, tuple[OomEvent, ...]) or ()
 
 
 def write(run: RunDir, ran_out: tuple[OomEvent, ...]) -> None:
-    files.write_atomic(run.evidence_file, FILE.dump_json(ran_out).decode())
+    files.write_json(run.evidence_file, [asdict(event) for event in ran_out])
 
 
 def of_unfinished(runs: Path, recipe_name: str, output_dir: str | None = None) -> OomHistory:

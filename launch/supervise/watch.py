@@ -7,16 +7,17 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import psutil
 
-from launch.base import files, processes
+from launch.base import processes
 from launch.probe import machine
 from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.recipe import LaunchSection
+from launch.schema.result import SecondStep
 from launch.supervise import heartbeats, host_guard
 from launch.supervise.heartbeats import Beat, Progress
 from launch.supervise.screen import Screen
@@ -60,7 +61,7 @@ class RankWatcher:
         told: StopSignals,
         launch: LaunchSection,
         host_limit_bytes: int,
-        check: Callable[[Mapping[str, int]], bool],
+        check: Callable[[SecondStep], bool],
     ) -> None:
         self._run, self._attempt, self._screen, self._told = run, attempt, screen, told
         self._launch, self._host_limit_bytes, self._check = launch, host_limit_bytes, check
@@ -131,7 +132,7 @@ class RankWatcher:
                 self._screen.say(f"saving and stopping: {self._ended.pressure}")
 
     def _refuted(self) -> bool:
-        if self._is_checked or not (measured := files.read_json(self._attempt.second_step_file)):
+        if self._is_checked or not (measured := self._attempt.read_second_step()):
             return False
         self._is_checked = True
         self._ended.is_refuted = not self._check(measured)

@@ -214,7 +214,7 @@ def test_rows_that_changed_between_run_and_resume_are_refused(copied, tmp_path):
 def test_rows_that_another_version_tokenised_are_refused_with_that_reason(copied):
     workspace, recipe = copied
     (file,) = (workspace / "runs/tiny").glob("*/tokens.json")
-    used = base_files.read_json(file)
+    used = base_files.read(file, dict)
     used["made_of"]["version"] -= 1
     base_files.write_json(file, {**used, "folder": f"{used['folder']}0"})
     changed = builders.launch(workspace, "run", recipe, "--dry-run")

@@ -12,6 +12,7 @@ from pathlib import Path
 from launch.base import files, processes
 from launch.base.errors import LaunchError, ResourceError, StorageError
 from launch.base.text import shown
+from launch.schema.result import ExportedModel
 
 
 def merge(base: Path, adapter: Path, out: Path) -> None:
@@ -46,7 +47,8 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
         merged.save_pretrained(aside)
         has_tokenizer = (adapter / "tokenizer_config.json").is_file()
         tokenizer.load(adapter if has_tokenizer else base).save_pretrained(aside)
-        files.write_json(aside / "lowmem.json", {"run": f"merge of {adapter}", "base": str(base)})
+        facts = ExportedModel(f"merge of {adapter}", base=str(base))
+        files.write_json(aside / "lowmem.json", facts)
         files.sync_all(aside)
         if out.exists():
             out.rmdir()  # empty, as was checked before the start
@@ -70,7 +72,8 @@ def main() -> int:
     except LaunchError as error:
         print(f"error: {shown(str(error))}", file=sys.stderr)
         return error.exit_code
-    quantization = (files.read_json(arguments.adapter / "lowmem.json") or {}).get("quantization")
+    exported = files.read(arguments.adapter / "lowmem.json", ExportedModel)
+    quantization = exported.quantization if exported else None
     if quantization:
         print(
             "the adapter was trained on 4-bit weights; it is merged into the full-precision weights"

@@ -24,7 +24,7 @@ class Heartbeat:
 
     def __init__(self, file: Path) -> None:
         self._file = os.open(file, os.O_WRONLY | os.O_CREAT, 0o644)
-        self._boot = processes.boot_id()
+        self._boot, self._rank = processes.boot_id(), int(file.parent.name)
         self._section = ""
         self._beat_at = self._written_at = 0.0
         self._intervals: dict[str, deque[float]] = {}
@@ -45,6 +45,7 @@ class Heartbeat:
     def _write(self) -> None:
         self._written_at = self._beat_at
         beat = {
+            "rank": self._rank,
             "section": self._section,
             "step": self._steps[0],
             "max_steps": self._steps[1],

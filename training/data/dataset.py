@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from transformers import TrainerCallback, TrainingArguments
 
-from launch.base import files as base_files
 from launch.data import token_cache
 from launch.run_folder.layout import AttemptDir, RunDir, Start
 from launch.schema.plan import MULTIPLE
@@ -37,7 +36,7 @@ def of(
 
     `goes_on` is called while a rank waits for a stream."""
     recipe, plan = start.recipe, start.plan
-    continues = base_files.read_json(run.continues_file) or {}
+    continues = run.read_continues()
     place = (
         args.per_device_train_batch_size,
         args.gradient_accumulation_steps,
@@ -45,7 +44,7 @@ def of(
         args.process_index,
         args.seed,
     )
-    begin = continues.get("samples_seen", 0)
+    begin = continues.samples_seen if continues else 0
     if recipe.data.streaming:
         job, counts = streaming.job(recipe, plan, attempt.root), tokens / streaming.COUNTS
         stream = streaming.StreamRows(job, counts, args.seed, number(start, tokens), goes_on)
@@ -64,7 +63,7 @@ def of(
         *place,
         start=begin,
         lengths=rows.lengths if recipe.data.group_by_length else None,
-        group_size=continues.get("group_size"),
+        group_size=continues.group_size if continues else None,
         budget=budget if recipe.data.batch_by_tokens else None,
     )
     return Samples(rows, order, [])

@@ -149,7 +149,7 @@ class StreamRows(Dataset):
 
     def _waited(self, ready: Callable[[], Found | None]) -> Found:
         while (found := ready()) is None:
-            if failed := files.read_json(self._job.folder / FAILED):
+            if failed := files.read(self._job.folder / FAILED, dict[str, str]):
                 raise DataError(failed["error"])
             self._goes_on()
             time.sleep(POLL_S)
@@ -273,15 +273,15 @@ class Feeder(TrainerCallback):
         return wanted
 
     def _finished(self, unit: int) -> None:
-        found = self._job.failed(unit) or self._job.done(unit)
-        assert found is not None
-        if "error" in found:
-            raise DataError(found["error"])
+        tokenised = self._job.failed(unit) or self._job.done(unit)
+        assert tokenised is not None
+        if tokenised.error:
+            raise DataError(tokenised.error)
         with self._counts.open("r+b") as file:
             file.seek(COUNT_BYTES * unit)
-            file.write((found["counts"]["rows"] + 1).to_bytes(COUNT_BYTES, "little"))
-        self._bad[unit] = len(found["bad"])
+            file.write((tokenised.counts.rows + 1).to_bytes(COUNT_BYTES, "little"))
+        self._bad[unit] = len(tokenised.bad)
         if sum(self._bad.values()) > self._job.max_bad_rows:
             raise DataError(
-                f"{found['bad'][-1]}; data.max_bad_rows allows {self._job.max_bad_rows}"
+                f"{tokenised.bad[-1]}; data.max_bad_rows allows {self._job.max_bad_rows}"
             )

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -31,6 +31,15 @@ from training.data import units as data_units
 
 JOB = "job.json"
 TOKENIZER = "tokenizer"
+
+
+@dataclass(frozen=True)
+class TokenisedUnit:
+    """What tokenising a unit gave; written beside its rows."""
+
+    counts: encode.CacheCounts
+    bad: list[str]  # rows that were left out
+    error: str = ""  # why it failed
 
 
 @dataclass(frozen=True)
@@ -76,17 +85,17 @@ class Job:
         """Write the job for its processes to read."""
         files.write_atomic(self.folder / JOB, TypeAdapter(Job).dump_json(self).decode())
 
-    def done(self, unit: int) -> dict[str, Any] | None:
-        """Read the counts of a unit; None if it has not been tokenised yet."""
-        return files.read_json(self.counts_file(unit))
+    def done(self, unit: int) -> TokenisedUnit | None:
+        """What a unit gave; None where it has not been tokenised yet, or its file is damaged."""
+        return files.read_or_none(self.counts_file(unit), TokenisedUnit)
 
-    def failed(self, unit: int) -> dict[str, Any] | None:
-        """Read the error of another process that could not tokenise a unit."""
-        return files.read_json(self.counts_file(unit).with_suffix(".failed"))
+    def failed(self, unit: int) -> TokenisedUnit | None:
+        """Why another process could not tokenise a unit."""
+        return files.read(self.counts_file(unit).with_suffix(".failed"), TokenisedUnit)
 
     def tokenise(
         self, unit: int, limit: int | None, progress: Callable[[int], Any]
-    ) -> dict[str, Any]:
+    ) -> TokenisedUnit:
         """Write the rows of a unit, then its counts and bad rows; return these, or its error.
 
         An error is not stored: after the data was corrected, the unit is tokenised again."""
@@ -100,12 +109,12 @@ class Job:
             counts = encode.write_cache(source, self.encoder, aside, limit, progress, packer)
         except DataError as error:
             aside.unlink()
-            return {"error": str(error), "bad": bad.errors}
+            return TokenisedUnit(encode.CacheCounts(), bad.errors, str(error))
         files.sync(aside)
         aside.rename(self.rows_file(unit))
-        result = {"counts": asdict(counts), "bad": bad.errors}
-        files.write_json(self.counts_file(unit), result)
-        return result
+        tokenised = TokenisedUnit(counts, bad.errors)
+        files.write_json(self.counts_file(unit), tokenised)
+        return tokenised
 
 
 def job(recipe: Recipe, plan: Plan, folder: Path, part: str) -> Job:
@@ -136,9 +145,9 @@ def main() -> None:
         os.write(1, (json.dumps(fields) + "\n").encode())
 
     for line in sys.stdin:
-        result = parsed.tokenise(int(line), None, lambda count: report(rows=count))
-        if "error" in result:
-            files.write_json(parsed.counts_file(int(line)).with_suffix(".failed"), result)
+        tokenised = parsed.tokenise(int(line), None, lambda count: report(rows=count))
+        if tokenised.error:
+            files.write_json(parsed.counts_file(int(line)).with_suffix(".failed"), tokenised)
         report(unit=int(line))
 
 

@@ -52,13 +52,13 @@ def part(
     bad, total = BadRows(job.max_bad_rows), CacheCounts()
     for unit in range(count):
         unit_limit = None if limit is None else limit - total.samples
-        result = job.done(unit) or job.failed(unit) or job.tokenise(unit, unit_limit, progress)
-        for error in result["bad"]:
+        tokenised = job.done(unit) or job.failed(unit) or job.tokenise(unit, unit_limit, progress)
+        for error in tokenised.bad:
             bad.add(DataError(error))
-        if "error" in result:
-            raise DataError(result["error"])
+        if tokenised.error:
+            raise DataError(tokenised.error)
         _check_disk_space(job, unit)
-        total = total.join([CacheCounts(**result["counts"])])
+        total = total.join([tokenised.counts])
         if total.samples == limit:
             break
     total.bad = bad.count

@@ -20,7 +20,7 @@ from launch.base import processes
 from launch.base.progress import eta
 from launch.base.text import shown
 from launch.run_folder.layout import AttemptDir
-from launch.schema.result import HeldOut, StepEvent
+from launch.schema.result import HeldOut, SecondStep, StepEvent
 from training.engines.setup import local_bytes
 
 logger = logging.getLogger("lowmem")
@@ -169,10 +169,8 @@ class Reporter(TrainerCallback):
         allocated, reserved, _ = vram_peaks(self._device)
         if self._rank == 0:
             free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0
-            found = {"allocated_bytes": allocated, "reserved_bytes": reserved, "free_bytes": free}
-            base_files.write_json(
-                self._attempt.second_step_file, {**found, "host_pss_bytes": self.host.highest()}
-            )
+            second_step = SecondStep(allocated, reserved, self.host.highest(), free)
+            base_files.write_json(self._attempt.second_step_file, second_step)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -16,6 +15,7 @@ from launch.base import files
 from launch.run_folder import layout
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
+from launch.schema.result import ExportedModel
 from training.loop import nan_guard
 from training.loop.trainer import LowMemTrainer
 from training.model import four_bit
@@ -45,14 +45,13 @@ def write(
     aside.mkdir(parents=True)
     held = save_weights(network, cut, recipe, aside, trainer.state.global_step)
     (aside / "README.md").write_text(_card(trainer, recipe, plan, held), encoding="utf-8")
-    facts: dict[str, Any] = {
-        "run": run_id,
-        "recipe": recipe.name,
-        "step": trainer.state.global_step,
-    }
-    # what the adapter was trained on
-    if quantization := recipe.quantized(plan.strategy.mixed_precision):
-        facts["quantization"] = quantization.model_dump()
+    quantization = recipe.quantized(plan.strategy.mixed_precision)
+    facts = ExportedModel(
+        run_id,
+        recipe.name,
+        trainer.state.global_step,
+        quantization=quantization.model_dump() if quantization else None,
+    )
     files.write_json(aside / "lowmem.json", facts)
     files.sync_all(aside)
     with uninterrupted():

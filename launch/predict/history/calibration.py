@@ -15,6 +15,7 @@ from typing import Literal
 from launch.schema.machine import GIB, Device
 from launch.schema.plan import Plan
 from launch.schema.recipe import Mode, Precision
+from launch.schema.result import SecondStep
 
 Quantity = Literal["allocated_bytes", "reserved_bytes", "host_pss_bytes", "step_s"]
 WORDS: dict[Quantity, str] = {
@@ -83,20 +84,20 @@ class Comparison:
     needs: Mapping[Literal["device", "host"], int] = field(default_factory=dict)
 
 
-def compare(plan: Plan, measured: Mapping[str, int], host_budget_bytes: int) -> Comparison:
-    """A steady step's figures (AttemptDir.second_step_file) beside the plan's of a training step:
+def compare(plan: Plan, measured: SecondStep, host_budget_bytes: int) -> Comparison:
+    """A steady step's figures beside the plan's of a training step:
     no evaluation has happened by then. The step's rows may be shorter than the longest: that it
     took less says nothing."""
     estimate, budget = plan.estimate, plan.budget_bytes
     allocated, reserved = estimate.step_allocated_bytes, estimate.step_reserved_bytes
     of_step = estimate.device_bytes - estimate.reserved_bytes + reserved
     pairs = [
-        ("reserved", reserved, measured["reserved_bytes"], of_step, budget),
-        ("allocated", allocated, measured["allocated_bytes"], of_step, budget),
+        ("reserved", reserved, measured.reserved_bytes, of_step, budget),
+        ("allocated", allocated, measured.allocated_bytes, of_step, budget),
         (
             "host RAM",
             estimate.host_bytes,
-            measured["host_pss_bytes"],
+            measured.host_pss_bytes,
             estimate.host_bytes,
             host_budget_bytes,
         ),

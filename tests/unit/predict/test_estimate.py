@@ -19,6 +19,7 @@ from launch.predict.traces import Question, Trace, read_work
 from launch.schema.machine import GIB
 from launch.schema.plan import MemoryEstimate, Plan, Strategy
 from launch.schema.recipe import Recipe
+from launch.schema.result import SecondStep
 from tests.builders import CODE, DATA_FORMAT, gpu, machine, plan, recipe_of
 
 RECORDED = Path(__file__).parents[2] / "data" / "traces" / "gpt2-small-512.json"
@@ -117,27 +118,10 @@ def test_a_second_step_is_compared_with_the_step_that_was_planned_not_with_the_e
     _, memory = judged(recipe, 40)
     reserved = int(1.1 * memory.step_reserved_bytes)
     assert reserved < memory.reserved_bytes  # which hid it
-    measured = {
-        "reserved_bytes": reserved,
-        "allocated_bytes": memory.step_allocated_bytes,
-        "host_pss_bytes": 0,
-    }
+    measured = SecondStep(memory.step_allocated_bytes, reserved, host_pss_bytes=0)
     found = calibration.compare(planned(recipe, memory, memory.device_bytes), measured, GIB)
     assert found.exceeded == pytest.approx(0.1, abs=0.001)
     assert "step 2: reserved" in found.lines[0]
     assert found.over == ""  # the evaluation needs more than that, and fits
     tight = planned(recipe, memory, memory.outside_bytes + reserved - 1)
     assert "going on would exceed" in calibration.compare(tight, measured, GIB).over
-
-
-def test_a_plan_of_an_older_version_is_compared_as_before():
-    recipe = asked()
-    _, memory = judged(recipe)
-    older = replace(memory, step_allocated_bytes=0, step_reserved_bytes=0)
-    measured = {
-        "reserved_bytes": int(1.1 * memory.reserved_bytes),
-        "allocated_bytes": 0,
-        "host_pss_bytes": 0,
-    }
-    found = calibration.compare(planned(recipe, older, 20 * GIB), measured, GIB)
-    assert found.exceeded == pytest.approx(0.1, abs=0.001)

@@ -21,7 +21,7 @@ from launch.run_folder import manifest, steps
 from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.machine import GIB
 from launch.schema.plan import Peak
-from launch.schema.result import HeldOut, StepEvent
+from launch.schema.result import Continues, HeldOut, Outcome, StepEvent
 from tests import builders
 
 START = 1_000_000.0  # unix time at which the first step of a run ends
@@ -116,7 +116,9 @@ def trained(
         if number <= count
     ]
     write(attempt.held_out_file, [HeldOut(n, 8 * n, 2 / n, 3.0, end) for n, end in ends])
-    files.write_json(attempt.outcome_file, {"complete": count == 10, "host_pss_bytes": 2 * GIB})
+    ended = "complete" if count == 10 else "preempted"
+    outcome = Outcome(complete=count == 10, ended=ended, host_pss_bytes=2 * GIB)
+    files.write_json(attempt.outcome_file, outcome)
     return run
 
 
@@ -227,7 +229,7 @@ def test_a_run_that_took_over_another_begins_with_its_steps(workspace):
     earlier = trained(workspace, "before", vram_allocated_bytes=GIB)
     saved = earlier.checkpoints / manifest.name(4)
     run, attempt = begun(workspace, "after", training={"per_device_train_batch_size": 16})
-    files.write_json(run.continues_file, {"checkpoint": str(saved), "samples_seen": 32})
+    files.write_json(run.continues_file, Continues(saved, 32))
     write(
         attempt.events_file,
         [step(n, START + n, samples=16, samples_seen=16 * n) for n in (3, 4, 5)],
@@ -399,9 +401,10 @@ def test_what_is_no_run_is_told_what_to_do(workspace):
 def test_a_run_of_another_version_is_refused_in_one_line(workspace, capsys):
     trained(workspace, "before")
     run = trained(workspace, "after")
-    plan = files.read_json(run.attempt(1).plan_file) or {}
+    plan = files.read(run.attempt(1).plan_file, dict) or {}
     files.write_json(run.attempt(1).plan_file, {**plan, "strategy": {}})
     assert main(["compare", "before", "after"]) == 2
     assert re.fullmatch(
-        r"error: .*written by another version of lowmem .*; run it again\n", capsys.readouterr().err
+        r"error: .*written by another version of lowmem, or is damaged; run it again\n",
+        capsys.readouterr().err,
     )

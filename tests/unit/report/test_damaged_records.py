@@ -14,11 +14,11 @@ from launch.base.errors import CheckpointError
 from launch.commands.run import attempt_row
 from launch.run_folder import steps
 from launch.run_folder.layout import AttemptDir, RunDir
-from launch.schema.result import HeldOut
+from launch.schema.result import AttemptEnd, Failure, HeldOut, Outcome
 from tests.builders import plan
 from tests.unit.report.test_compare import START, step, write
 
-FAILURE = {"kind": "killed", "cause": "somebody killed it", "proof": "SIGKILL"}
+FAILURE = Failure("killed", 137, "somebody killed it", "SIGKILL", "run it again")
 
 
 @pytest.fixture
@@ -27,8 +27,8 @@ def attempt(tmp_path) -> AttemptDir:
     write(found.events_file, [step(n, START + n) for n in (1, 2)])
     write(found.held_out_file, [HeldOut(n, 8 * n, 0.5, 3.0, START + n) for n in (1, 2)])
     files.write_json(found.plan_file, asdict(plan()))
-    files.write_json(found.supervisor_file, {"exit_code": 1, "failure": FAILURE, "seconds": 1.5})
-    files.write_json(found.outcome_file, {"complete": False, "ended": "preempted"})
+    files.write_json(found.supervisor_file, AttemptEnd(137, FAILURE, 1.5))
+    files.write_json(found.outcome_file, Outcome(complete=False, ended="preempted"))
     return found
 
 
@@ -107,11 +107,12 @@ def test_the_row_of_an_attempt_is_made_of_what_can_be_read(attempt):
 
 def test_only_the_last_attempts_outcome_says_whether_a_run_is_complete(attempt):
     run = RunDir(attempt.root.parent.parent)
-    complete = b'{"complete": true, "model_dir": "/out"}'
+    outcome = Outcome(complete=True, ended="complete", model_dir="/out")
+    complete = files.to_json(vars(outcome)).encode()
     attempt.outcome_file.write_bytes(complete.replace(b'"complete"', b'"cnmplete"'))
-    with pytest.raises(CheckpointError, match=r"attempts/01/outcome\.json: damaged"):
+    with pytest.raises(CheckpointError, match=r"attempts/01/outcome\.json: missing or damaged"):
         run.outcome()
     run.new_attempt()  # which none follows that is complete
     assert run.outcome() is None
     run.attempts()[-1].outcome_file.write_bytes(complete)
-    assert run.outcome() == {"complete": True, "model_dir": "/out"}
+    assert run.outcome() == outcome

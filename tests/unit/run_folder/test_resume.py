@@ -16,6 +16,7 @@ from launch.render import write
 from launch.run_folder import resume
 from launch.run_folder.layout import RunDir
 from launch.schema.recipe import Recipe
+from launch.schema.result import Outcome
 from tests.builders import machine, plan, recipe_of
 
 NOW = datetime(2026, 11, 22)
@@ -31,7 +32,8 @@ def trained(workspace: Path, asked: Recipe, day: int, is_complete: bool = False)
     attempt = write.write_run(run, asked, machine(), plan(asked), Workspace(workspace))
     (run.checkpoints / "checkpoint-000004").mkdir()
     (run.checkpoints / "checkpoint-000004" / "manifest.json").write_text("{}")
-    files.write_json(attempt.outcome_file, {"complete": is_complete})
+    ended = "complete" if is_complete else "preempted"
+    files.write_json(attempt.outcome_file, Outcome(complete=is_complete, ended=ended))
     return run
 
 

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from launch.schema.result import Evidence
+from launch.schema.result import Evidence, Outcome, RankError
 from launch.supervise import failures
 
 ALLOCATOR = (
@@ -44,14 +44,11 @@ def evidence(**fields) -> Evidence:
     return Evidence(**{**facts, **fields})
 
 
-def error(message: str, exit_code: int | None = None, rank: int = 0) -> dict:
-    return {
-        "rank": rank,
-        "type": "RuntimeError",
-        "message": message,
-        "exit_code": exit_code,
-        "time": 1.0,
-    }
+def error(message: str, exit_code: int | None = None, rank: int = 0) -> RankError:
+    return RankError(rank, "RuntimeError", message, 1.0, exit_code)
+
+
+PREEMPTED = Outcome(complete=False, ended="preempted", step=5, checkpoint="checkpoint-000005")
 
 
 # A real report of torchrun (torch 2.13): rank 1 got SIGKILL; rank 0, which took no SIGTERM, was
@@ -118,9 +115,9 @@ def test_what_the_supervisor_ended_hides_no_other_cause(end, left, kind):
         (evidence(rank_errors=(error("boom"),)), "crash", 1),
         (evidence(stopped_by=int(signal.SIGINT)), "stopped", 130),
         (evidence(stopped_by=int(signal.SIGTERM)), "stopped", 75),
-        (evidence(preempted={"step": 5, "checkpoint": "checkpoint-000005"}), "stopped", 75),
+        (evidence(preempted=PREEMPTED), "stopped", 75),
         (
-            evidence(returncode=-9, preempted={"step": 5, "checkpoint": "checkpoint-000005"}),
+            evidence(returncode=-9, preempted=PREEMPTED),
             "killed",
             1,
         ),

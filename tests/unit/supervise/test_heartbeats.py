@@ -11,9 +11,14 @@ import time
 import pytest
 
 from launch.run_folder.layout import AttemptDir
+from launch.schema.result import RankError
 from launch.supervise import heartbeats, host_guard
 from launch.supervise.heartbeats import Beat
 from training.control.heartbeat import WRITE_INTERVAL_S, Heartbeat, p99
+
+
+def failed(rank: int) -> RankError:
+    return RankError(rank, "ValueError", "boom", time=1.0)
 
 
 def beat(section: str = "step", p99_s: float = 0.1) -> Beat:
@@ -93,9 +98,9 @@ def test_the_section_of_a_failure_is_that_of_the_first_rank_that_reported_or_fel
     Heartbeat(attempt.heartbeat_file(1)).beat("step", 4, 9)
     beats = heartbeats.read_all(attempt)
     assert heartbeats.section_of_the_first(beats, []) == "evaluation"
-    assert heartbeats.section_of_the_first(beats, [{"rank": 1}, {"rank": 0}]) == "step"
+    assert heartbeats.section_of_the_first(beats, [failed(1), failed(0)]) == "step"
     # it is another machine's
-    assert heartbeats.section_of_the_first(beats, [{"rank": 7}]) == "evaluation"
+    assert heartbeats.section_of_the_first(beats, [failed(7)]) == "evaluation"
 
 
 def test_every_section_that_a_rank_names_has_a_limit():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch.base import errors
-from launch.schema.result import Evidence, Failure
+from launch.schema.result import Evidence, Failure, RankError
 from launch.supervise import attempt, failures
 from launch.supervise.failure_patterns import PATTERNS
 
@@ -40,7 +40,7 @@ CODES = {
 }
 FAILED = sorted(path for path in LOGS.glob("*/*.txt") if path.parent.name != "innocent")
 INNOCENT = sorted(LOGS.glob("innocent/*.txt"))
-BOOM = {"rank": 0, "type": "ValueError", "message": "boom", "exit_code": None, "time": 1.0}
+BOOM = RankError(0, "ValueError", "boom", 1.0)
 # Something that a reader can do: a key of a recipe, a flag, a variable, a command.
 DOABLE = re.compile(
     r"(training|tokenizer|data|model|launch)\.\w+|--[\w.]+|\b[A-Z_]{6,}\b|`[^`]+`|https://|log\.txt|again"
@@ -97,7 +97,7 @@ def test_an_exception_that_a_rank_left_as_its_word_has_the_verdict_of_the_log_it
     ):  # a library's, the launcher's line
         assert path.parent.name != "library" and (path.parent.name != "data" or "Assertion" in line)
         return
-    word = {**BOOM, "type": exception[1], "message": exception[2] or "", "traceback": log}
+    word = replace(BOOM, type=exception[1], message=exception[2] or "", traceback=log)
     assert verdict(evidence(log, rank_errors=(word,))).kind == path.parent.name
 
 
@@ -146,11 +146,11 @@ def test_a_pattern_that_were_a_consequence_or_a_root_instead_would_be_noticed():
     """One rank runs out of GPU memory and all others lose it: in their words, in any order, and in
     the log."""
     (memory,) = [read(path) for path in FAILED if path.stem == "torch-cuda"]
-    oom = {**BOOM, "rank": 1, "type": "OutOfMemoryError", "message": memory[1].partition(": ")[2]}
+    oom = replace(BOOM, rank=1, type="OutOfMemoryError", message=memory[1].partition(": ")[2])
     for kind in ("network", "nccl", "collective_timeout"):
         for path in (path for path in FAILED if path.parent.name == kind):
             proof, log = read(path)
-            lost = {**BOOM, "type": "RuntimeError", "message": proof}
+            lost = replace(BOOM, type="RuntimeError", message=proof)
             for words in ((lost, oom), (oom, lost)):
                 assert verdict(evidence(log, rank_errors=words)).kind == "device_oom", path
             assert verdict(evidence(log + memory[1], rank_errors=(lost,))).kind == "device_oom", (
@@ -168,7 +168,7 @@ def test_the_cause_that_an_exception_was_raised_from_is_found():
         " left on device\n\nThe above exception was the direct cause of the following"
         " exception:\n\nRuntimeError: boom\n"
     )
-    assert verdict(evidence(rank_errors=({**BOOM, "traceback": chain},))).kind == "disk"
+    assert verdict(evidence(rank_errors=(replace(BOOM, traceback=chain),))).kind == "disk"
 
 
 def test_where_gpu_memory_runs_out_the_last_step_says_how_near_it_was():
@@ -181,7 +181,7 @@ def test_where_gpu_memory_runs_out_the_last_step_says_how_near_it_was():
 def test_a_signal_is_explained_and_beats_what_the_other_ranks_lost():
     _, log = read(LOGS / "signal" / "torchrun-sigsegv.txt")
     assert "Connection reset by peer" in log
-    lost = {**BOOM, "message": "Connection reset by peer"}
+    lost = replace(BOOM, message="Connection reset by peer")
     for words in ((), (lost,)):
         failure = verdict(evidence(log, rank_errors=words))
         assert failure.kind == "signal"

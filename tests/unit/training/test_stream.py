@@ -39,7 +39,7 @@ def corpus(tmp_path_factory) -> tuple[Job, Path, int]:
     assert len(job.units) % streaming.BLOCK_UNITS, (
         "the last block of an epoch should be a smaller one"
     )
-    counts = [(job.done(unit) or {})["counts"]["rows"] + 1 for unit in range(len(job.units))]
+    counts = [job.done(unit).counts.rows + 1 for unit in range(len(job.units))]
     (folder / "units.u32").write_bytes(np.array(counts, dtype="<u4").tobytes())
     return job, folder / "units.u32", total.rows
 
