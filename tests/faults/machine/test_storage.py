@@ -188,7 +188,7 @@ def test_what_one_rank_cannot_write_ends_all_of_them_at_once_with_10(
             r"the checkpoint of step \d+ could not be written \(rank 1: ", child.said()
         ), child.said()
     check_whole(run)
-    words = [word["exit_code"] for word in run.attempts()[-1].rank_errors()]
+    words = [error.exit_code for error in run.attempts()[-1].rank_errors()]
     assert words == [10, 10]
 
 
