@@ -110,6 +110,13 @@ def damaged_file(path: Path, reason: str) -> CheckpointError:
     )
 
 
+def free_bytes(path: Path) -> int:
+    """What this user may still write on the disk of a folder, or of the nearest one above that is
+    there."""
+    disk = os.statvfs(next(folder for folder in (path, *path.parents) if folder.exists()))
+    return disk.f_bavail * disk.f_frsize
+
+
 def refuse_strangers(path: Path) -> None:
     """Raises ResourceError for a name that somebody else has put into a folder where anybody may
     write, as /tmp is."""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from launch.schema.machine import GIB
+from launch.schema.machine import GIB, MIB
 
 # What a terminal obeys or hides: control characters but tab and newline, halves of characters,
 # changes of direction
@@ -82,14 +82,8 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     return f"nearest: {', '.join(near)}" if near else f"there are: {', '.join(names[:12])}"
 
 
-def gib(size: int) -> str:
-    return (
-        f"{size / GIB:.2f} GiB" if size >= GIB // 100 or not size else f"{size / (1 << 20):.1f} MiB"
-    )
-
-
 def size(count: int) -> str:
     """Bytes as people read them."""
     if count >= GIB // 10:
-        return f"{count / GIB:.2f} GiB"
-    return f"{count / (1 << 20):.1f} MiB" if count >= 1 << 20 else f"{count / (1 << 10):.1f} KiB"
+        return f"{count / GIB:,.2f} GiB"
+    return f"{count / MIB:.1f} MiB" if count >= MIB else f"{count / (1 << 10):.1f} KiB"

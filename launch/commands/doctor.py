@@ -13,6 +13,7 @@ from typing import Any
 
 from launch.base import compile_caches, environment
 from launch.base.errors import ResourceError
+from launch.base.text import size
 from launch.base.workspace import Workspace
 from launch.commands import recipe_arguments
 from launch.probe import import_memory, link_causes, link_test, torch_build
@@ -67,8 +68,8 @@ def examine(
             stops = True
         else:
             say(
-                f"imports: a rank holds {_gib(held.rank_bytes)}, accelerate"
-                f" {_gib(held.agent_bytes)}, libraries once {_gib(held.mapped_bytes)} of host RAM;"
+                f"imports: a rank holds {size(held.rank_bytes)}, accelerate"
+                f" {size(held.agent_bytes)}, libraries once {size(held.mapped_bytes)} of host RAM;"
                 " plans count with that"
             )
     for problem in found:
@@ -90,20 +91,20 @@ def problems(machine: Machine) -> list[Problem]:
     if len(machine.gpus) > 1 and machine.shm_bytes < shm_wanted:
         found.append(
             Problem(
-                f"/dev/shm has {_gib(machine.shm_bytes)}, {len(machine.gpus)} ranks want"
-                f" {_gib(shm_wanted)}",
+                f"/dev/shm has {size(machine.shm_bytes)}, {len(machine.gpus)} ranks want"
+                f" {size(shm_wanted)}",
                 link_causes.BY_NAME["shm_too_small"].fix,
             )
         )
     if machine.disk_free_bytes < LOW_DISK_BYTES:
         stops = machine.disk_free_bytes < MIN_DISK_BYTES
-        said = f"{_gib(machine.disk_free_bytes)} of disk are {machine.disk_reason}"
+        said = f"{size(machine.disk_free_bytes)} of disk are {machine.disk_reason}"
         found.append(
             Problem(said, "free some, or set LOWMEM_ROOT to a folder on a larger disk", stops)
         )
     if machine.host_available_bytes < MIN_HOST_BYTES:
         said = (
-            f"{_gib(machine.host_available_bytes)} of host memory are available"
+            f"{size(machine.host_available_bytes)} of host memory are available"
             f" ({machine.host_available_reason})"
         )
         found.append(Problem(said, "end other programs, or raise that limit", stops=True))
@@ -148,10 +149,6 @@ def import_problem(error: ResourceError) -> Problem:
     return Problem(
         str(error), "install the packages anew: make clean, then start again", stops=True
     )
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB"
 
 
 def add_parser(subparsers: Any) -> ArgumentParser:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
@@ -51,7 +50,7 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
     above = next(path for path in out.absolute().parents if path.exists())
     for what, there in (
         ("host RAM", machine.machine().host_available_bytes),
-        (f"room in {above}", shutil.disk_usage(above).free),
+        (f"room in {above}", files.free_bytes(above)),
     ):
         if there < weights_bytes:
             raise ResourceError(

@@ -28,7 +28,7 @@ import psutil
 
 from launch.base import compile_caches, environment, files
 from launch.base.errors import DoesNotFit, ResourceError, Stopped
-from launch.base.text import gib
+from launch.base.text import size
 from launch.base.workspace import CODE
 from launch.commands import recipe_arguments
 from launch.commands.recipe_arguments import RecipeArguments
@@ -193,9 +193,9 @@ class _Trials:
                 outcome = replace(outcome, step_s=share * outcome.step_s)
                 seconds += f" of the longest rows: {outcome.step_s:.3g} s of the recipe's own"
         self.done.append((strategy, outcome))
-        size = f", peak {gib(outcome.peak_bytes)}" if outcome.peak_bytes else ""
+        peak = f", peak {size(outcome.peak_bytes)}" if outcome.peak_bytes else ""
         self._say(
-            f"         {outcome.ended}{seconds}{size}{f': {outcome.why}' if outcome.why else ''}"
+            f"         {outcome.ended}{seconds}{peak}{f': {outcome.why}' if outcome.why else ''}"
         )
         return outcome
 

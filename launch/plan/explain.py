@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from launch.base.text import gib
+from launch.base.text import size
 from launch.plan import candidates, kernels
 from launch.plan.candidates import LaunchConstraints
 from launch.predict.estimate import Judged, PlanContext, describe
@@ -234,7 +234,7 @@ def table(judged: Sequence[tuple[Judged, str]]) -> list[str]:
     rows = [("candidate", "live peak", "s/step", "")]
     for one, verdict in judged:
         seconds = f"{one.time.step_s:.3g}" if one.time else "?"
-        rows.append((describe(one.candidate), gib(one.memory.allocated_bytes), seconds, verdict))
+        rows.append((describe(one.candidate), size(one.memory.allocated_bytes), seconds, verdict))
     widths = [max(len(row[at]) for row in rows) for at in range(3)]
     return [
         f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from launch.base.errors import ConfigError, ResourceError
-from launch.base.text import gib
+from launch.base.text import size
 from launch.plan import candidates
 from launch.plan import context as plan_context
 from launch.plan.candidates import LaunchConstraints
@@ -38,8 +38,8 @@ def does_not_fit_message(
     exact = " with launch.exact_batch" if recipe.launch.exact_batch else ""
     return (
         f"{recipe.name}: {shape.name} ({shape.parameters:,} parameters,"
-        f" {shape.trainable_parameters:,} trained) needs {gib(whole.weights_bytes)} weights +"
-        f" {gib(whole.gradients_bytes)} gradients + {gib(whole.optimizer_bytes)} optimizer before"
+        f" {shape.trainable_parameters:,} trained) needs {size(whole.weights_bytes)} weights +"
+        f" {size(whole.gradients_bytes)} gradients + {size(whole.optimizer_bytes)} optimizer before"
         f" any activation. Nothing fits{exact}. Nearest:"
         f" {'; '.join([*nearest, *refusals])}{'' if ways is None else advice}"
     )
@@ -131,5 +131,5 @@ def ways_to_fit(context: PlanContext, constraints: LaunchConstraints) -> Iterato
             offered.add(states)
             yield (
                 f"{states + place_flag}".strip()
-                + f" ({chosen.candidate.mode}, {gib(chosen.memory.device_bytes)})"
+                + f" ({chosen.candidate.mode}, {size(chosen.memory.device_bytes)})"
             )

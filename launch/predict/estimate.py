@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launch.base.text import gib
+from launch.base.text import size
 from launch.predict import parameters as predict_parameters
 from launch.predict import sharding
 from launch.predict.memory import allocator as memory_allocator
@@ -400,8 +400,8 @@ def _misses(
         return ruled_out
     if memory.device_bytes > budget and not subject.assume_fits:
         if memory.peak is None:
-            return f"model states {gib(memory.model_state_bytes)} each, budget {gib(budget)}"
-        return f"{gib(memory.device_bytes)} in {memory.peak.section}, budget {gib(budget)}"
+            return f"model states {size(memory.model_state_bytes)} each, budget {size(budget)}"
+        return f"{size(memory.device_bytes)} in {memory.peak.section}, budget {size(budget)}"
     return misses_host(subject, candidate, memory)
 
 
@@ -416,9 +416,9 @@ def misses_host(subject: PlanContext, candidate: Strategy, memory: MemoryEstimat
         return ruled_out
     if needed > host and not subject.assume_fits:
         phase = f" in {memory.host_phase}" if memory.host_phase else ""
-        available = gib(subject.machine.host_available_bytes)
-        budget = f"{gib(host)} ({available} available less launch.host_reserve_gib)"
-        return f"{gib(needed)} in host RAM{phase}, budget {budget}"
+        available = size(subject.machine.host_available_bytes)
+        budget = f"{size(host)} ({available} available less launch.host_reserve_gib)"
+        return f"{size(needed)} in host RAM{phase}, budget {budget}"
     return None
 
 

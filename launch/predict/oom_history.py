@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from launch.base.text import gib
+from launch.base.text import size
 from launch.schema.machine import Machine
 from launch.schema.plan import MemoryEstimate, Strategy
 from launch.schema.recipe import Recipe
@@ -67,7 +67,7 @@ class OomEvent:
         if self.of == "device" and self.section in WRITING:
             if states_bytes < CLEARLY_BELOW * self.predicted_bytes:
                 return None
-            states = f"model states of {gib(states_bytes)}, and {gib(self.predicted_bytes)}"
+            states = f"model states of {size(states_bytes)}, and {size(self.predicted_bytes)}"
             return f"{states} ran out of memory in {self.section}"
         if self.section == "evaluation" and self.candidate.per_device_eval_batch_size > 1:
             if candidate.per_device_eval_batch_size < self.candidate.per_device_eval_batch_size:
@@ -83,7 +83,7 @@ class OomEvent:
             and candidate.per_device_train_batch_size >= at_once > 1
         ):
             return (
-                f"{gib(needed_bytes)}, and the last plan of a start takes fewer samples than"
+                f"{size(needed_bytes)}, and the last plan of a start takes fewer samples than"
                 f" {at_once}, which ran out"
             )
         if not is_traced:  # states alone do not tell one cut from another
@@ -99,11 +99,11 @@ class OomEvent:
             return None
         where = "host RAM" if self.of == "host" else "memory"
         if self.measured_bytes:
-            took = f"took {gib(self.measured_bytes)} of {where}, which is too much"
-            return f"{gib(needed_bytes)}, and a plan of {gib(self.predicted_bytes)} {took}"
+            took = f"took {size(self.measured_bytes)} of {where}, which is too much"
+            return f"{size(needed_bytes)}, and a plan of {size(self.predicted_bytes)} {took}"
         return (
-            f"{gib(needed_bytes)}, and a plan of {gib(self.predicted_bytes)} ran out of {where} in"
-            f" {self.section}"
+            f"{size(needed_bytes)}, and a plan of {size(self.predicted_bytes)} ran out of {where}"
+            f" in {self.section}"
         )
 
     def _holds_more_samples(self, candidate: Strategy) -> bool:

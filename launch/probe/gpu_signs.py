@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.base.text import size
 from launch.schema.machine import GIB
 
 # another folder than / that holds dev, proc and sys; scripts/lib/bootstrap.sh too
@@ -73,10 +74,10 @@ def amd(root: Path) -> tuple[list[str], list[str]]:
         if card.vram_bytes is None:
             passed_over.append(f"{card}: the size of its memory is not known")
         elif card.vram_bytes <= BUILT_IN_BYTES:
-            size = f"{card.vram_bytes / GIB:.1f} GiB of memory of its own"
-            passed_over.append(f"{card}: {size}, as graphics built into a processor have")
+            memory = f"{size(card.vram_bytes)} of memory of its own"
+            passed_over.append(f"{card}: {memory}, as graphics built into a processor have")
         else:
-            signs.append(f"{card}, {card.vram_bytes / GIB:.1f} GiB")
+            signs.append(f"{card}, {size(card.vram_bytes)}")
     return signs, passed_over
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from launch.base.text import size
 from launch.probe import gpu_signs
 from launch.schema.machine import GIB, Gpu, Machine
 
@@ -118,8 +119,7 @@ def find(env: Mapping[str, str], root: Path = Path("/")) -> Found:
     for gpu in small:
         if gpu.total_bytes:
             reasons.append(
-                f"GPU {gpu.index} ({gpu.name}, {gpu.total_bytes / GIB:.1f} GiB) is too small to"
-                " train on"
+                f"GPU {gpu.index} ({gpu.name}, {size(gpu.total_bytes)}) is too small to train on"
             )
         else:
             reasons.append(

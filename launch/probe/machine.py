@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from launch.base import files
 from launch.base.errors import ConfigError, ResourceError
-from launch.base.text import nearest
+from launch.base.text import nearest, size
 
 # at run time where a noun is built: schema brings pydantic, 100 ms that oom_kills() need not pay
 if TYPE_CHECKING:
@@ -61,21 +62,21 @@ def describe(machine: Machine) -> list[str]:
     return [
         f"machine: {machine.name}",
         *(
-            f"GPU {gpu.index}: {gpu.name}, {_gib(gpu.free_bytes)} free of {_gib(gpu.total_bytes)},"
+            f"GPU {gpu.index}: {gpu.name}, {size(gpu.free_bytes)} free of {size(gpu.total_bytes)},"
             f" {gpu.architecture or 'unknown architecture'}, driver {gpu.driver or 'unknown'}"
             f" ({gpu.reason})"
             for gpu in machine.gpus
         ),
         f"GPUs: {len(machine.gpus)} ({machine.gpus_reason})"
         + (f", the driver serves CUDA up to {machine.cuda_driver}" if machine.cuda_driver else ""),
-        f"host memory limit: {_gib(machine.host_limit_bytes)} ({machine.host_limit_reason})",
+        f"host memory limit: {size(machine.host_limit_bytes)} ({machine.host_limit_reason})",
         (
-            f"host memory available: {_gib(machine.host_available_bytes)}"
+            f"host memory available: {size(machine.host_available_bytes)}"
             f" ({machine.host_available_reason})"
         ),
         f"CPUs: {machine.cpu_count} ({machine.cpu_reason})",
-        f"/dev/shm: {_gib(machine.shm_bytes)} ({machine.shm_reason})",
-        f"disk free: {_gib(machine.disk_free_bytes)} ({machine.disk_reason})",
+        f"/dev/shm: {size(machine.shm_bytes)} ({machine.shm_reason})",
+        f"disk free: {size(machine.disk_free_bytes)} ({machine.disk_reason})",
     ]
 
 
@@ -89,24 +90,24 @@ def host_limits(root: Path = Path("/"), env: Mapping[str, str] | None = None) ->
     caps = [(_meminfo(root)["MemTotal"], "MemTotal in /proc/meminfo")]
     caps += [(cap, f"{folder}/{name}") for cap, _, folder, name in _cgroup_caps(root)]
     caps += [*_slurm_caps(os.environ if env is None else env), *_rlimit_caps()]
-    return [(cap, f"{where} = {_gib(cap)}") for cap, where in caps]
+    return [(cap, f"{where} = {size(cap)}") for cap, where in caps]
 
 
 def host_available(root: Path = Path("/"), env: Mapping[str, str] | None = None) -> Cap:
     """What a run can still use now, page cache counting as free, and what binds it."""
     available = _meminfo(root)["MemAvailable"]
-    free = [(available, f"MemAvailable in /proc/meminfo = {_gib(available)}")]
+    free = [(available, f"MemAvailable in /proc/meminfo = {size(available)}")]
     for cap, version, folder, name in _cgroup_caps(root):
         use = _counters(root, f"{folder}/memory.stat")
         used = sum(use.get(key, 0) for key in UNRECLAIMABLE[version])
         said = (
-            f"{_gib(used)} in use that cannot be reclaimed"
+            f"{size(used)} in use that cannot be reclaimed"
             if use
             else "nothing: its memory.stat cannot be read"
         )
-        free.append((max(0, cap - used), f"{folder}/{name} = {_gib(cap)} less {said}"))
+        free.append((max(0, cap - used), f"{folder}/{name} = {size(cap)} less {said}"))
     caps = [*_slurm_caps(os.environ if env is None else env), *_rlimit_caps()]
-    free += [(cap, f"{where} = {_gib(cap)}") for cap, where in caps]
+    free += [(cap, f"{where} = {size(cap)}") for cap, where in caps]
     return min(free, key=_size)
 
 
@@ -196,12 +197,12 @@ def _slurm_caps(env: Mapping[str, str]) -> Iterator[Cap]:
     is no limit."""
     if node := _slurm_bytes(env, "SLURM_MEM_PER_NODE"):
         yield node, "SLURM_MEM_PER_NODE"
-    for size, count in (
+    for share, count in (
         ("SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE"),
         ("SLURM_MEM_PER_GPU", "SLURM_GPUS_ON_NODE"),
     ):
-        if cap := _slurm_bytes(env, size) * _slurm_count(env, count):
-            yield cap, f"{size} x {count}"
+        if cap := _slurm_bytes(env, share) * _slurm_count(env, count):
+            yield cap, f"{share} x {count}"
 
 
 def _slurm_bytes(env: Mapping[str, str], variable: str) -> int:
@@ -253,8 +254,7 @@ def _disk(run_dir: Path) -> Cap:
     folder = next(
         path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.exists()
     )
-    stat = os.statvfs(folder)
-    return stat.f_bavail * stat.f_frsize, f"free to this user at {folder}"
+    return files.free_bytes(folder), f"free to this user at {folder}"
 
 
 def _read(root: Path, path: str) -> str | None:
@@ -278,10 +278,6 @@ def _unescaped(text: str) -> str:
 
 def _size(cap: Cap) -> int:
     return cap[0]
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.1f} GiB"
 
 
 # ---- a machine one does not have

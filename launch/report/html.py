@@ -68,7 +68,14 @@ def html(
             )
         for name, predicted, found in peaks:
             off = f"{found / predicted - 1:+.2%}" if predicted else ""
-            rows.append((name, size(predicted) if predicted else "not predicted", size(found), off))
+            rows.append(
+                (
+                    name,
+                    size(predicted) if predicted else "not predicted",
+                    size(found),
+                    off,
+                )
+            )
     table = "".join(
         f"<tr><td>{name}</td><td class=n>{predicted}</td><td class=n>{found}</td><td"
         f" class=n>{error}</td></tr>"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
+from launch.base import files
 from launch.base.errors import ResourceError
 from launch.run_folder import manifest
 from launch.run_folder.layout import RunDir
@@ -13,7 +11,6 @@ from launch.schema.recipe import Recipe
 
 # whatever the limit says: one checkpoint alone can be damaged, and there would be none
 MIN_KEPT = 2
-MIB = 1 << 20
 
 
 def check(run: RunDir, recipe: Recipe, plan: Plan) -> list[str]:
@@ -22,34 +19,25 @@ def check(run: RunDir, recipe: Recipe, plan: Plan) -> list[str]:
     While one is written, those to be kept are all there; those of an earlier attempt have their
     room already.
     """
-    limit, size = recipe.training.save_total_limit, plan.checkpoint_bytes
+    limit, checkpoint_bytes = recipe.training.save_total_limit, plan.checkpoint_bytes
     kept = max(limit, MIN_KEPT) + recipe.training.load_best_model_at_end
-    free = _free_bytes(run.checkpoints)
+    free = files.free_bytes(run.checkpoints)
     there = min(len(manifest.ours(run.checkpoints)), kept)
-    need = (kept + 1 - there) * size
+    need = (kept + 1 - there) * checkpoint_bytes
     if need > free:
-        fits = free // size - 1 + there if size else 0
+        fits = free // checkpoint_bytes - 1 + there if checkpoint_bytes else 0
         helps = f"--training.save_total_limit={fits}, or " if MIN_KEPT <= fits < kept else ""
         raise ResourceError(
-            f"{run.checkpoints}: {kept} checkpoints of about {_mib(size)} are kept"
+            f"{run.checkpoints}: {kept} checkpoints of about {size(checkpoint_bytes)} are kept"
             f" (training.save_total_limit {limit}) while the next is written, which takes"
-            f" {_mib(need)} more; {_mib(free)} are free. Try {helps}LOWMEM_ROOT on a larger disk,"
+            f" {size(need)} more; {size(free)} are free. Try {helps}LOWMEM_ROOT on a larger disk,"
             " or make room"
         )
     if limit < MIN_KEPT:
         return [
             f"training.save_total_limit {limit}: the {MIN_KEPT} newest checkpoints that verify are"
             " kept all the same, about "
-            + _mib(MIN_KEPT * size)
+            + size(MIN_KEPT * checkpoint_bytes)
             + "; one alone could be damaged, and the run lost"
         ]
     return []
-
-
-def _free_bytes(folder: Path) -> int:
-    found = os.statvfs(next(path for path in (folder, *folder.parents) if path.exists()))
-    return found.f_bavail * found.f_frsize
-
-
-def _mib(size: int) -> str:
-    return f"{size / MIB:,.0f} MiB"

@@ -6,8 +6,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from launch.base.text import size
 from launch.probe import machine
-from launch.schema.machine import GIB
 
 STALLED_PERCENT = 50.0  # of ten seconds in which every process of the machine waited for memory
 PRESSURE = re.compile(r"^full avg10=([\d.]+)", re.MULTILINE)
@@ -25,12 +25,9 @@ def pressure(
         return None
     free, why = machine.host_available(root)
     if free < (1 - fraction) * limit_bytes:
-        return f"{free / GIB:.2f} GiB of host RAM is left ({why})"
+        return f"{size(free)} of host RAM is left ({why})"
     if job_bytes > fraction * limit_bytes:
-        return (
-            f"the job takes {job_bytes / GIB:.2f} GiB of a host limit of"
-            f" {limit_bytes / GIB:.2f} GiB"
-        )
+        return f"the job takes {size(job_bytes)} of a host limit of {size(limit_bytes)}"
     try:
         stalled = PRESSURE.search((root / "proc/pressure/memory").read_text(encoding="ascii"))
     except OSError:  # a kernel without it

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from launch.base import files
 from launch.base.errors import CheckpointError
-from launch.base.text import gib
+from launch.base.text import size
 from launch.predict import estimate, oom_history
 from launch.predict.history.calibration import Comparison
 from launch.predict.oom_history import OomEvent, OomHistory, available_bytes
@@ -141,15 +141,15 @@ def words(oom_history: OomHistory, machine: Machine) -> str:
     for one in oom_history.ran_out:
         where = "host RAM" if one.of == "host" else "memory of the card"
         now = available_bytes(one.of, machine, one.candidate)
-        took = f"took {gib(one.measured_bytes)}" if one.measured_bytes else "ran out"
+        took = f"took {size(one.measured_bytes)}" if one.measured_bytes else "ran out"
         then = (
-            f" with {gib(one.available_bytes)} of {gib(one.limit_bytes)} available"
+            f" with {size(one.available_bytes)} of {size(one.limit_bytes)} available"
             if one.limit_bytes
             else ""
         )
         said.append(
             f"{estimate.describe(one.candidate)} {took} of {where} in {one.section}{then}, now"
-            f" {gib(now)}"
+            f" {size(now)}"
         )
     return (
         "This counts what earlier attempts of this run have shown (evidence.json in its folder):"

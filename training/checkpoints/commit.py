@@ -106,7 +106,7 @@ class Save:
                 ", ".join(folder.name for folder in manifest.committed(self.checkpoints))
                 or "none yet"
             )
-            free = f"{free_bytes(self.checkpoints):,} bytes are free"
+            free = f"{base_files.free_bytes(self.checkpoints):,} bytes are free"
         except OSError as error:
             committed, free = "the folder cannot be read", str(error.strerror)
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
@@ -177,11 +177,6 @@ class DelayedWrites:
 # ---------------------------------------------------------------------------
 
 
-def free_bytes(folder: Path) -> int:
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
-
-
 def size_bytes(folder: Path) -> int:
     return sum(entry["bytes"] for entry in manifest.read(folder)["files"].values())
 
@@ -191,7 +186,7 @@ def check_room(checkpoints: Path, predicted_bytes: int) -> None:
     predicted."""
     kept = [folder for folder in manifest.ours(checkpoints) if (folder / manifest.FILE).exists()]
     expected = size_bytes(kept[-1]) if kept else predicted_bytes
-    need, free = int(expected * ROOM_FACTOR), free_bytes(checkpoints)
+    need, free = int(expected * ROOM_FACTOR), base_files.free_bytes(checkpoints)
     if need > free:
         raise StorageError(f"No space left on device: it needs {need:,} bytes")
 

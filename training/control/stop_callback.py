@@ -10,6 +10,7 @@ from pathlib import Path
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from launch.base import files
 from launch.run_folder import manifest
 from launch.run_folder.layout import RunDir
 from training.control.heartbeat import Heartbeat
@@ -46,7 +47,7 @@ class StopConditions:
             return Word.TIME_UP
         if self._save_bytes and now - self._disk_at > DISK_INTERVAL_S:
             self._disk_at = now
-            free = self._free()
+            free = files.free_bytes(self._run.checkpoints)
             # not by rotation, which frees as much
             is_filled = free < self._free_bytes - self._save_bytes // 10
             if is_filled and free < DISK_LOW * self._save_bytes:
@@ -59,12 +60,8 @@ class StopConditions:
 
     def saved(self, folder: Path, seconds: float) -> None:
         """What a checkpoint took."""
-        self._save_s, self._free_bytes = seconds, self._free()
+        self._save_s, self._free_bytes = seconds, files.free_bytes(self._run.checkpoints)
         self._save_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-    def _free(self) -> int:
-        disk = os.statvfs(self._run.checkpoints)
-        return disk.f_bavail * disk.f_frsize
 
 
 class StopCallback(TrainerCallback):

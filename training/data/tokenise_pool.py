@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,11 +15,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from launch.base import files as base_files
 from launch.base import processes as base_processes
 from launch.base import workspace
 from launch.base.errors import DataError, ResourceError
+from launch.base.text import size
 from launch.data.rows import BadRows
-from launch.schema.machine import GIB
 from training.data.encode import CacheCounts
 from training.data.tokenise import Job
 
@@ -72,11 +72,11 @@ def _check_disk_space(job: Job, unit: int) -> None:
         return
     files = list(job.folder.glob(f"{job.part}-*.arrow"))
     more = sum(file.stat().st_size for file in files) * (count - len(files)) // max(len(files), 1)
-    free = shutil.disk_usage(job.folder).free
+    free = base_files.free_bytes(job.folder)
     if more > free:
         raise ResourceError(
-            f"{job.folder.parent}: the tokens of {job.source} take about {more / GIB:,.1f} GiB"
-            f" more, {free / GIB:,.1f} GiB are free. Put LOWMEM_ROOT on a larger disk, free some"
+            f"{job.folder.parent}: the tokens of {job.source} take about {size(more)}"
+            f" more, {size(free)} are free. Put LOWMEM_ROOT on a larger disk, free some"
             " space, or (pretraining, packed) keep only a few of them: --data.streaming=true"
             " --training.max_steps=N"
         )

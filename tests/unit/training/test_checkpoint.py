@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.base import files
 from launch.base.errors import ResourceError, StorageError
 from launch.run_folder import manifest
 from training.checkpoints import commit
@@ -240,7 +241,7 @@ def test_files_are_dealt_evenly_and_each_once():
 def test_a_save_that_cannot_fit_is_refused_before_it_starts(tmp_path):
     commit.check_room(tmp_path, 0)
     with pytest.raises(StorageError, match="it needs"):
-        commit.check_room(tmp_path, commit.free_bytes(tmp_path) * 2)
+        commit.check_room(tmp_path, files.free_bytes(tmp_path) * 2)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
