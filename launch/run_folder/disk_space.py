@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from launch.base import files
 from launch.base.errors import ResourceError
+from launch.base.text import size
 from launch.run_folder import manifest
 from launch.run_folder.layout import RunDir
 from launch.schema.plan import Plan
