@@ -59,8 +59,6 @@ class Job:
     untouched_bytes: int = 0
     reduced_bytes: int = 0  # of gradients at once, by DeepSpeed
     holes_bytes: int = 0  # what malloc keeps of a step's freed blocks (malloc.py)
-    # a local folder stores its weights in another type than they are loaded in
-    converts: bool = False
     rows: int | None = None  # of the training file; None: not counted
     cache_bytes: int | None = None  # of the tokenised rows; None: not there yet
 
@@ -75,6 +73,18 @@ class Job:
         return parameters + self.shape.lora_parameters * DTYPE_BYTES["float32"]
 
     @property
+    def stored_dtype(self) -> str:
+        """The type that a local folder's config.json gives its weights."""
+        config = self.shape.config
+        return config.get("dtype") or config.get("torch_dtype") or self.recipe.model.dtype
+
+    @property
+    def converts(self) -> bool:
+        """A local folder stores its weights in another type than they are loaded in: each rank has
+        a copy of its own, and the files' pages beside it."""
+        return self.recipe.model.path is not None and self.stored_dtype != self.recipe.model.dtype
+
+    @property
     def untied_bytes(self) -> int:
         """The output embedding, which exists for a moment before it is tied to the input's; not in
         a stored model."""
@@ -87,7 +97,7 @@ class Job:
     def mapped_weights_bytes(self) -> int:
         """Frozen weights of a local folder: pages of its files, which all ranks share. Quantised,
         they are a rank's."""
-        if self.recipe.model.path is None or self.recipe.quantization is not None:
+        if self.recipe.model.path is None or self.recipe.quantization is not None or self.converts:
             return 0
         if self.strategy.device == "cuda" or self.strategy.engine == "deepspeed":
             return 0
@@ -207,12 +217,15 @@ def _loading(job: Job) -> dict[str, int]:
     if strategy.engine == "ddp" and strategy.device == "cpu":
         sent = min(job.built_bytes, 2 * BROADCAST_BYTES)
     built = 0 if is_mapped and not job.converts else job.built_bytes
-    is_read = strategy.device == "cuda"
+    is_read = strategy.device == "cuda" or job.converts
+    # bytes of a type that is not listed, as of 8 bits: as many as are loaded, which is more
+    element_bytes = DTYPE_BYTES.get(job.stored_dtype, DTYPE_BYTES[job.recipe.model.dtype])
+    stored = job.shape.parameters * element_bytes
     if is_mapped and job.recipe.quantization is not None:  # a tensor at a time, to where it trains
         built, is_read = 0 if strategy.device == "cuda" else job.states.weights_bytes, True
     return {
         "weights": job.ranks * built,
-        "weights' files": job.built_bytes if is_mapped and is_read else 0,
+        "weights' files": stored if is_mapped and is_read else 0,
         "while building": job.ranks * max(job.untied_bytes, sent),
     }
 

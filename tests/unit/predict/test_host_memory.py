@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -91,6 +92,22 @@ def test_frozen_weights_of_a_folder_are_mapped_once_for_all_ranks() -> None:
     parts = estimate(ranks, IMPORTS).by_phase["train"]
     assert parts["weights' files"] == 400_000_000
     assert parts["model"] == 2 * 100_000_000
+
+
+def test_weights_of_another_type_are_converted_in_each_rank_beside_their_files() -> None:
+    def loading(stored: dict[str, str]) -> Mapping[str, Mapping[str, int]]:
+        asked = job(strategy("multi_cpu", 2), path="/model", lora_parameters=1_000_000)
+        shape = replace(asked.shape, config={"model_type": "gpt2", **stored})
+        return estimate(replace(asked, shape=shape), IMPORTS).by_phase
+
+    converted = loading({"dtype": "bfloat16"})
+    assert converted["load"]["weights"] == 2 * (400_000_000 + 4_000_000)
+    assert converted["load"]["weights' files"] == 200_000_000
+    assert "weights' files" not in converted["train"]  # the frozen weights are each rank's own
+    assert loading({"torch_dtype": "bfloat16"}) == converted
+    mapped = loading({"dtype": "float32"})
+    assert "weights" not in mapped["load"]
+    assert mapped == loading({})
 
 
 def test_ddp_on_cpus_loads_with_one_more_copy_of_the_weights() -> None:
