@@ -237,7 +237,7 @@ def test_a_radeon_that_no_tool_lists_is_an_obstacle(tmp_path):
     cards.file(root, "dev/kfd")
     gpus, obstacle, _, _ = found(tmp_path)
     assert gpus == []
-    assert "an AMD card is here (PCI 0000:00:00.0, driver amdgpu, 20.0 GiB)" in obstacle
+    assert "an AMD card is here (PCI 0000:00:00.0, driver amdgpu, 19.98 GiB)" in obstacle
     assert "install rocm-smi or amd-smi" in obstacle
     (root / "dev/kfd").unlink()
     assert "--device /dev/kfd --device /dev/dri" in found(tmp_path)[1]
@@ -246,12 +246,12 @@ def test_a_radeon_that_no_tool_lists_is_an_obstacle(tmp_path):
 
 def test_an_mi300_is_no_display_and_counts(tmp_path):
     cards.device(tmp_path / "root", cards.AMD, "0x120000", "amdgpu", vram_gib=192)
-    assert "192.0 GiB" in found(tmp_path)[1]
+    assert "192.00 GiB" in found(tmp_path)[1]
 
 
 @pytest.mark.parametrize(
     ("vram_gib", "said"),
-    [(0.5, "0.5 GiB of memory of its own"), (4, "4.0 GiB"), (None, "not known")],
+    [(0.5, "0.50 GiB of memory of its own"), (4, "4.00 GiB"), (None, "not known")],
 )
 def test_the_graphics_of_a_laptops_processor_refuse_nothing_and_are_named(tmp_path, vram_gib, said):
     root = cards.device(tmp_path / "root", cards.AMD, "0x030000", "amdgpu", vram_gib)

@@ -121,7 +121,7 @@ def test_an_rlimit_of_the_child_is_a_limit(tmp_path):
     code = "from launch.probe import machine; print(*min(machine.host_limits(env={})), sep='|')"
     address_space_kib = 1 << 20
     said = run_python(code, shell_first=f"ulimit -v {address_space_kib}")
-    assert said == f"{1 << 30}|RLIMIT_AS = 1.0 GiB"
+    assert said == f"{1 << 30}|RLIMIT_AS = 1.00 GiB"
     assert "RLIMIT_DATA" in run_python(code, shell_first=f"ulimit -d {address_space_kib}")
 
 

@@ -151,7 +151,7 @@ def test_graphics_built_into_the_processor_is_left_out_and_named(tmp_path):
     if found and found[0].vendor == "nvidia":
         pytest.skip("an NVIDIA GPU is here and goes first")
     assert [gpu.architecture for gpu in found] == ["gfx1030"]
-    assert "GPU 1 (Raphael, 0.1 GiB) is too small to train on" in reason
+    assert "GPU 1 (Raphael, 64.0 MiB) is too small to train on" in reason
 
 
 @pytest.mark.parametrize(

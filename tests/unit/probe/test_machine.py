@@ -55,10 +55,10 @@ def limit(root: Path, env: dict[str, str] | None = None) -> tuple[int, str]:
 
 def test_without_any_cap_the_limit_is_memtotal(tmp_path):
     root = tree(tmp_path, [V2_MOUNT], ["0::/"], {})
-    assert limit(root) == (64 * GIB, "MemTotal in /proc/meminfo = 64.0 GiB")
+    assert limit(root) == (64 * GIB, "MemTotal in /proc/meminfo = 64.00 GiB")
     assert probe_machine.host_available(root, {}) == (
         32 * GIB,
-        "MemAvailable in /proc/meminfo = 32.0 GiB",
+        "MemAvailable in /proc/meminfo = 32.00 GiB",
     )
 
 
@@ -69,7 +69,7 @@ def test_a_v2_ancestor_with_the_smallest_limit_binds(tmp_path):
         "user.slice/job/step/memory.max": "max",
     }
     root = tree(tmp_path, [V2_MOUNT], ["0::/user.slice/job/step"], files)
-    assert limit(root) == (8 * GIB, "/sys/fs/cgroup/user.slice/memory.max = 8.0 GiB")
+    assert limit(root) == (8 * GIB, "/sys/fs/cgroup/user.slice/memory.max = 8.00 GiB")
     # MemTotal and the two folders that have a number
     assert len(probe_machine.host_limits(root, {})) == 3
 
@@ -77,7 +77,7 @@ def test_a_v2_ancestor_with_the_smallest_limit_binds(tmp_path):
 def test_v2_memory_high_is_a_limit_too(tmp_path):
     files: dict[str, str | int] = {"job/memory.max": 8 * GIB, "job/memory.high": 6 * GIB}
     root = tree(tmp_path, [V2_MOUNT], ["0::/job"], files)
-    assert limit(root) == (6 * GIB, "/sys/fs/cgroup/job/memory.high = 6.0 GiB")
+    assert limit(root) == (6 * GIB, "/sys/fs/cgroup/job/memory.high = 6.00 GiB")
 
 
 def test_a_v1_limit_binds_and_its_word_for_unlimited_does_not(tmp_path):
@@ -90,7 +90,7 @@ def test_a_v1_limit_binds_and_its_word_for_unlimited_does_not(tmp_path):
     root = tree(tmp_path, [V1_MOUNT], own, files)
     assert limit(root) == (
         4 * GIB,
-        "/sys/fs/cgroup/memory/slurm/job_7/memory.limit_in_bytes = 4.0 GiB",
+        "/sys/fs/cgroup/memory/slurm/job_7/memory.limit_in_bytes = 4.00 GiB",
     )
     assert len(probe_machine.host_limits(root, {})) == 2
 
@@ -122,7 +122,7 @@ def test_a_container_that_mounts_its_own_part_of_the_tree_is_found_there(tmp_pat
         "memory/inner/memory.limit_in_bytes": V1_UNLIMITED,
     }
     root = tree(tmp_path, [mount], ["4:memory:/docker/abc/inner"], files)
-    assert limit(root) == (2 * GIB, "/sys/fs/cgroup/memory/memory.limit_in_bytes = 2.0 GiB")
+    assert limit(root) == (2 * GIB, "/sys/fs/cgroup/memory/memory.limit_in_bytes = 2.00 GiB")
 
 
 @pytest.mark.parametrize("own", ["0::/docker/abcdef", "0::/../sibling"])
@@ -135,7 +135,7 @@ def test_a_process_outside_the_mounted_part_takes_the_limit_at_the_mount_point(t
 def test_a_mount_point_with_a_space_is_unescaped(tmp_path):
     mount = r"31 23 0:28 / /sys/fs/cgroup/a\040b rw,relatime - cgroup2 cgroup2 rw"
     root = tree(tmp_path, [mount], ["0::/job"], {"a b/job/memory.max": 2 * GIB})
-    assert limit(root)[1] == "/sys/fs/cgroup/a b/job/memory.max = 2.0 GiB"
+    assert limit(root)[1] == "/sys/fs/cgroup/a b/job/memory.max = 2.00 GiB"
 
 
 def test_page_cache_counts_as_free_in_v2(tmp_path):
@@ -154,7 +154,7 @@ def test_page_cache_counts_as_free_in_v2(tmp_path):
     assert available == 6 * GIB
     assert (
         reason
-        == "/sys/fs/cgroup/job/memory.max = 8.0 GiB less 2.0 GiB in use that cannot be reclaimed"
+        == "/sys/fs/cgroup/job/memory.max = 8.00 GiB less 2.00 GiB in use that cannot be reclaimed"
     )
 
 
@@ -216,7 +216,7 @@ def test_a_cgroup_over_its_soft_limit_has_nothing_available_rather_than_less(tmp
 )
 def test_slurm_limits_are_megabytes_or_carry_a_suffix_and_zero_is_none(tmp_path, env, gib, where):
     root = tree(tmp_path, [], [], {})
-    assert limit(root, env) == (gib * GIB, f"{where} = {gib:.1f} GiB")
+    assert limit(root, env) == (gib * GIB, f"{where} = {gib:.2f} GiB")
     assert probe_machine.host_available(root, env)[0] == min(gib, 32) * GIB
 
 
@@ -310,7 +310,7 @@ def test_this_machine_is_probed_with_a_reason_beside_each_fact(tmp_path):
 def test_the_environment_of_this_process_is_the_default(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_MEM_PER_NODE", "64")
     machine = probe_machine.machine(tree(tmp_path, [], [], {}))
-    assert machine.host_limit_reason == "SLURM_MEM_PER_NODE = 0.1 GiB"
+    assert machine.host_limit_reason == "SLURM_MEM_PER_NODE = 64.0 MiB"
     assert machine.host_available_bytes == 64 << 20
 
 
@@ -318,10 +318,10 @@ def test_describe_says_each_fact_in_gib_with_its_reason():
     lines = probe_machine.describe(probe_machine.described(MACHINES / "2x3080-20g-16g.yaml"))
     assert (
         lines[1]
-        == "GPU 0: NVIDIA GeForce RTX 3080, 19.6 GiB free of 20.0 GiB, 8.6, driver 550.54.15"
+        == "GPU 0: NVIDIA GeForce RTX 3080, 19.60 GiB free of 20.00 GiB, 8.6, driver 550.54.15"
         " (described)"
     )
-    assert "host memory available: 7.0 GiB (described)" in lines
+    assert "host memory available: 7.00 GiB (described)" in lines
     assert len(lines) == 9
 
 
