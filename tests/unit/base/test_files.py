@@ -26,7 +26,7 @@ from launch.schema.result import (
     UsedTokens,
 )
 from launch.supervise import heartbeats, oom_record
-from tests.builders import plan, wish
+from tests.builders import plan, recipe_of
 from training.data.encode import CacheCounts
 from training.data.tokenise import TokenisedUnit
 
@@ -133,7 +133,7 @@ def test_what_can_be_done_without_is_ignored_where_it_is_damaged(tmp_path, conte
 
 def test_a_recipe_goes_through_its_file(tmp_path):
     run = RunDir(tmp_path)
-    run.write_plan(wish(), plan())
-    assert run.read_recipe() == wish()
+    run.write_plan(recipe_of(), plan())
+    assert run.read_recipe() == recipe_of()
     assert asdict(run.read_plan()) == asdict(plan())
     assert isinstance(run.read_recipe(), Recipe)
