@@ -97,6 +97,7 @@ def resolve(
         )
     config, parameters_by_name = model_config.read(recipe.model, root=FILES)
     cut = Path(recipe.tokenizer.path or recipe.model.path or "")
+    model_config.check_tokenizer(cut)
     if (
         machine_file is None
         and cut.parts
