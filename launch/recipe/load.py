@@ -136,7 +136,7 @@ def _recipe(layer: _Layer) -> Recipe:
 
 class Override(str):
     """`section.key=value`; `typed` is what the user wrote where that was another name
-    (seed_cli.py)."""
+    (launch/recipe/guides)."""
 
     typed: str = ""
 
