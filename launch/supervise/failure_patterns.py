@@ -218,6 +218,8 @@ PATTERNS = (
             r"OpenBLAS error: Memory allocation still failed",
             r"memory allocation of \d+ bytes failed",
             r"failed to map segment from shared object",
+            # oneDNN's, which names no cause
+            rf"{EXCEPTION}RuntimeError: could not create a (primitive|memory)\b",
         ),
     ),
     Pattern(
