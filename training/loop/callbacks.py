@@ -219,6 +219,7 @@ class Reporter(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
+        *,
         logs: dict[str, Any],
         **kwargs: Any,
     ) -> None:
