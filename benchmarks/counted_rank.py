@@ -79,7 +79,7 @@ if __name__ == "__main__":
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         fsdp_on_cpu.engage_fsdp()
     run.LowMemTrainer = Phased  # type: ignore[misc]  run.py makes the one it finds under this name
-    build = run._build
+    build = run.build_parts
 
     def marked(*args: Any) -> run.Parts:
         parts = build(*args)
@@ -87,7 +87,7 @@ if __name__ == "__main__":
         parts.trainer.add_callback(Marks())
         return parts
 
-    run._build = marked
+    run.build_parts = marked
     attempt = Path(sys.argv[sys.argv.index("--run-dir") + 1]) / "attempts" / "01"
     status = train_low_mem.main(sys.argv[1:])
     mark("")

@@ -23,8 +23,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 # to go on first.
 from launch.base import interpreter  # noqa: E402
 
-interpreter.go_on_with_packages()
-interpreter.go_on_in_utf8()
+interpreter.prepare(sys.argv[1:])
 
 from launch import __main__ as launcher  # noqa: E402
 from launch.base.errors import LaunchError  # noqa: E402

@@ -40,11 +40,11 @@ def trainer(recipe: Recipe, plan: Plan, length: int, padded: bool, steps: int) -
 
     torch.manual_seed(0)
     with torch.device("cpu"):
-        made = build._from_shape(
+        made = build.from_shape(
             recipe.model, plan.shape, recipe.quantized(strategy.mixed_precision)
         )
         made.config._attn_implementation = strategy.attn_implementation
-        network = build._prepared(made, recipe.model, recipe.lora, plan.lora_targets)
+        network = build.prepare_to_train(made, recipe.model, recipe.lora, plan.lora_targets)
     found = Repeated(
         order=SampleOrder(
             9, strategy.per_device_train_batch_size, strategy.gradient_accumulation_steps, 1, 0, 0

@@ -167,7 +167,7 @@ def at_step(step: str, do: str, rank: int | None = 1, **more: Any) -> dict[str, 
     when = f"args[2].global_step == ({step})"
     return {
         "module": "training.control.stop_callback",
-        "attribute": "Obey.on_step_end",
+        "attribute": "StopCallback.on_step_end",
         "when": when,
         "rank": rank,
         "do": do,

@@ -33,7 +33,7 @@ from launch.data import token_hashes
 from launch.run_folder import layout, manifest
 from launch.run_folder.layout import AttemptDir, RunDir, Start
 from launch.schema.plan import MULTIPLE, Plan, Strategy
-from launch.schema.recipe import Recipe
+from launch.schema.recipe import Recipe, affected_by, keys, leaves
 from training.checkpoints import best, commit, convert
 from training.compat import transformers_private
 from training.compat.transformers_private import Network
@@ -83,7 +83,7 @@ def train(
             f"training: transformers refuses these values: {' '.join(str(error).split())}"
         ) from error
     running = setup.check(start.plan.strategy, args)
-    setup.check_agreement(_what_trains(start))
+    setup.check_agreement(_agreed_keys(start))
     setup.connect(start.plan.strategy)
     control.connect(timeout_s)
     with ExitStack() as held:
@@ -101,7 +101,7 @@ def train(
             os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.tensorboard)
             if args.process_index == 0:
                 layout.show_events(run, start.recipe)
-            parts = _build(start, run, attempt, args, tokens, control)
+            parts = build_parts(start, run, attempt, args, tokens, control)
             watch(parts.trainer)
             _attempt(start, run, attempt, parts)
     if torch.distributed.is_initialized():
@@ -111,17 +111,12 @@ def train(
         raise Halted(control.agreed)
 
 
-def _what_trains(start: Start) -> dict[str, Any]:
-    """The leaves of recipe and strategy that all ranks have in common; where a machine stands is
-    its own."""
-    own = {"machine_rank", "network_interface", "dataloader_num_workers"}
-    parts = {**start.recipe.model_dump(), "strategy": asdict(start.plan.strategy)}
-    return {
-        f"{section}.{key}" if isinstance(values, dict) else section: value
-        for section, values in parts.items()
-        for key, value in (values.items() if isinstance(values, dict) else [("", values)])
-        if key not in own
-    }
+def _agreed_keys(start: Start) -> dict[str, Any]:
+    """The leaves of recipe and strategy that all ranks have in common: not what is each machine's
+    own."""
+    own = {key.rpartition(".")[2] for key in keys() if "machine" in affected_by(key)}
+    values = leaves({**start.recipe.model_dump(), "strategy": asdict(start.plan.strategy)})
+    return {key: value for key, value in values.items() if key.rpartition(".")[2] not in own}
 
 
 def _check_shared(attempt: AttemptDir) -> None:
@@ -170,7 +165,7 @@ def _hold_to_free_memory(plan: Plan, device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction(share, device)
 
 
-def _build(
+def build_parts(
     start: Start,
     run: RunDir,
     attempt: AttemptDir,

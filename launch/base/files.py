@@ -66,10 +66,10 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise _damaged(path, error) from error
+        raise damaged_file(path, error) from error
 
 
-def _damaged(path: Path, error: Exception) -> CheckpointError:
+def damaged_file(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"{path}: missing or damaged ({str(error).splitlines()[0]}); put a whole copy of it back,"
         " or start over with --resume never"

@@ -4,10 +4,13 @@ not. Standard library only, because it is imported first."""
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+# SIGUSR1: Slurm's early warning
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 PACKAGES = (
     "torch",
     "transformers",
@@ -20,6 +23,30 @@ PACKAGES = (
 )  # scripts/lib/bootstrap.sh asks for the same
 # Nothing is pasted into it: the words follow as arguments.
 BOOTSTRAP = 'ROOT="$1"; shift; source "$ROOT/scripts/lib/bootstrap.sh"; exec "$PYTHON" "$@"'
+
+
+def prepare(argv: list[str]) -> None:
+    """Make this process ready to import the rest: stop signals, packages and UTF-8. `doctor` runs
+    without the packages, because it says which are missing."""
+    end_on_stop_signals()
+    if argv[:1] != ["doctor"]:
+        go_on_with_packages()
+    go_on_in_utf8()
+
+
+def end_on_stop_signals() -> None:
+    """Until launch/supervise/stop_signals.py handles signals, a stop signal ends this process with
+    the exit code of a stopped run; SIGUSR2 (save) has nothing to save yet."""
+
+    def end(number: int, frame: object) -> None:
+        if number != signal.SIGUSR2:
+            name = signal.Signals(number).name
+            os.write(2, f"error: stopped by {name} while no rank ran\n".encode())
+            os._exit(130 if number == signal.SIGINT else 75)
+
+    for number in (*STOPS, signal.SIGUSR2):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup's
+            signal.signal(number, end)
 
 
 def go_on_with_packages() -> None:

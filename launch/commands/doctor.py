@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Mapping
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from launch.base import environment
+from launch.base import compile_caches, environment
 from launch.base.errors import ResourceError
+from launch.base.workspace import Workspace
+from launch.commands import recipe_arguments
 from launch.probe import import_memory, link_causes, link_test, torch_build
 from launch.probe import machine as probe_machine
 from launch.schema.machine import GIB, Link, Machine
@@ -150,10 +154,27 @@ def _gib(size: int) -> str:
     return f"{size / GIB:.2f} GiB"
 
 
-def main(machine_file: Path | None, cache: Path, run_dir: Path) -> int:
-    """`python -m launch doctor`; 3 when something stops training."""
-    if machine_file:
-        print("\n".join(probe_machine.describe(probe_machine.described(machine_file))))
+def add_parser(subparsers: Any) -> ArgumentParser:
+    text = "show what this machine offers, test the link between its GPUs, name what is wrong"
+    parser = subparsers.add_parser("doctor", help=text, description=text, allow_abbrev=False)
+    parser.add_argument(
+        "--machine",
+        type=Path,
+        help="a described machine (configs/machines/*.yaml) instead of this one",
+    )
+    return parser
+
+
+def main(arguments: Namespace, others: Sequence[str]) -> int:
+    """The exit code is 3 when something stops training."""
+    recipe_arguments.reject("doctor", others)
+    compile_caches.settle()
+    if arguments.machine:
+        print("\n".join(probe_machine.describe(probe_machine.described(arguments.machine))))
         print("link: not tested: a described machine")
         return 0
-    return 0 if examine(cache, run_dir, os.environ, lambda line: print(line, flush=True)) else 3
+    workspace = Workspace.here()
+    is_fine = examine(
+        workspace.cache, workspace.root, os.environ, lambda line: print(line, flush=True)
+    )
+    return 0 if is_fine else 3

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from launch.base.errors import ConfigError
 from launch.plan.candidates import CPU_MODES, LaunchConstraints
-from launch.render.deepspeed import _found, read_deepspeed
+from launch.render.deepspeed import existing_path, read_deepspeed
 from launch.schema.plan import Plan
 from launch.schema.recipe import MODES, Mode
 
@@ -66,7 +66,7 @@ def _sharding_mode(environ: Mapping[str, str]) -> Mode | None:
         return None
     path = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if path:
-        zero = read_deepspeed(_found(path)).get("zero_optimization", {})
+        zero = read_deepspeed(existing_path(path)).get("zero_optimization", {})
         stage = zero.get("stage", 0)
         offload = (zero.get("offload_optimizer") or {}).get("device", "none")
         offload_param = (zero.get("offload_param") or {}).get("device", "none")

@@ -8,12 +8,16 @@ import os
 import shutil
 import subprocess
 import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from launch.base import environment, files
+from launch.base import compile_caches, environment, files
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.text import size
 from launch.base.workspace import CODE
+from launch.commands import recipe_arguments
 from launch.predict import model_config
 from launch.probe import machine
 from launch.run_folder import layout
@@ -21,8 +25,19 @@ from launch.run_folder import layout
 ADAPTER = "adapter_config.json"
 
 
-def run(source: Path, out: Path) -> int:
+def add_parser(subparsers: Any) -> ArgumentParser:
+    text = "merge a LoRA adapter into its base: one ordinary model folder"
+    parser = subparsers.add_parser("merge", help=text, description=text, allow_abbrev=False)
+    parser.add_argument("source", type=Path, help="the folder of an adapter, or of a run")
+    parser.add_argument("--out", type=Path, required=True, help="a new folder")
+    return parser
+
+
+def main(arguments: Namespace, others: Sequence[str]) -> int:
     """Merge what is in `source`, a run or an adapter, into `out`; the child's exit code."""
+    recipe_arguments.reject("merge", others)
+    compile_caches.settle()
+    source, out = arguments.source, arguments.out
     adapter = _adapter(source)
     base = base_of(adapter)
     model_config.check_adapter(adapter)

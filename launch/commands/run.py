@@ -8,23 +8,29 @@ import shlex
 import statistics
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-from launch.base import files
+from launch.base import compile_caches, files
 from launch.base.errors import CheckpointError, DoesNotFit, Interrupted
+from launch.base.text import shown
 from launch.base.workspace import CODE
+from launch.commands import recipe_arguments, tune
 from launch.data import token_cache
-from launch.plan.resolve import Resolved
+from launch.plan.resolve import Resolved, resolve
 from launch.predict import estimate
 from launch.predict.history import cache_keys, calibration
 from launch.predict.history.calibration import Figures, Measurement
 from launch.predict.history.ledger import Ledger
 from launch.predict.oom_history import OomHistory
+from launch.probe import network
+from launch.recipe.guides import gpt2_variables
 from launch.render import command, write
 from launch.report import html, text
 from launch.run_folder import disk_space, layout, resume, steps
@@ -39,6 +45,44 @@ from launch.supervise.stop_signals import StopSignals
 MAX_PLANS = 3  # of one start; each is made with more evidence than the one before
 # (test the link, by how much predictions were exceeded) -> a plan
 Decide = Callable[[bool, OomHistory], Resolved]
+
+
+def add_parser(subparsers: Any) -> ArgumentParser:
+    parser = recipe_arguments.add_parser(
+        subparsers, "run", "train", "[BATCH] [--dry-run] [--resume auto|never|PATH]"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="everything but the last call")
+    parser.add_argument(
+        "--from-environment",
+        action="store_true",
+        help=f"{', '.join(gpt2_variables.NAMES)} set keys of the recipe",
+    )
+    parser.add_argument(
+        "--resume", default="auto", help="auto (default), never, or a run or checkpoint folder"
+    )
+    return parser
+
+
+def main(arguments: Namespace, others: Sequence[str]) -> int:
+    variables = gpt2_variables.translate(os.environ) if arguments.from_environment else []
+    for override in variables:
+        print(shown(f"{override.typed}: {override.removeprefix('--')}"))
+    typed = recipe_arguments.read("run", others, arguments.switches, variables)
+    compile_caches.settle()
+    if typed.is_auto and not arguments.dry_run:
+        tune.tune_recipe(typed, again=False)
+
+    def decide(test_link: bool, oom_history: OomHistory) -> Resolved:
+        resolved = resolve(
+            typed.recipe,
+            typed.overrides,
+            constraints=replace(typed.constraints, oom_history=oom_history),
+            say=recipe_arguments.say,
+            test_link=test_link,
+        )
+        return replace(resolved, plan=network.located(resolved.plan))
+
+    return run(decide, arguments.resume, arguments.dry_run)
 
 
 def run(decide: Decide, wish: str, dry_run: bool) -> int:
@@ -111,7 +155,7 @@ def run(decide: Decide, wish: str, dry_run: bool) -> int:
             recipe, resolved.machine, plan, result, chat_command(recipe.output_dir)
         ):
             screen.say(line)
-        ended = [_attempt_row(one, screen.say) for one in run.attempts()]
+        ended = [attempt_row(one, screen.say) for one in run.attempts()]
         held_out = [
             one for attempt in run.attempts() for one in steps.evaluations(attempt, screen.say)
         ]
@@ -344,7 +388,7 @@ def _command(resolved: Resolved, run: layout.RunDir, attempt: AttemptDir) -> Com
     )
 
 
-def _attempt_row(attempt: AttemptDir, say: Callable[[str], None]) -> tuple[str, str]:
+def attempt_row(attempt: AttemptDir, say: Callable[[str], None]) -> tuple[str, str]:
     """(what an attempt ran, how it ended) for the report; `say` gets a line for a file that cannot
     be read."""
     ran = ending = "not readable"

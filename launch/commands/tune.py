@@ -17,25 +17,28 @@ import shutil
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 
-from launch.base import environment, files
+from launch.base import compile_caches, environment, files
 from launch.base.errors import DoesNotFit, ResourceError, Stopped
 from launch.base.text import gib
 from launch.base.workspace import CODE
+from launch.commands import recipe_arguments
+from launch.commands.recipe_arguments import RecipeArguments
 from launch.plan import search
 from launch.plan.candidates import LaunchConstraints
-from launch.plan.resolve import Resolved, with_counts
+from launch.plan.resolve import Resolved, resolve, with_counts
 from launch.predict import estimate
 from launch.predict.estimate import describe
 from launch.predict.history import cache_keys
-from launch.predict.history.ledger import Ledger, Trial, Tuned
+from launch.predict.history.ledger import Ledger, Tuned
 from launch.render import command as render_command
 from launch.render import write
 from launch.run_folder import steps
@@ -62,6 +65,51 @@ class Outcome:
     why: str = ""
 
 
+def add_parser(subparsers: Any) -> ArgumentParser:
+    parser = recipe_arguments.add_parser(
+        subparsers, "tune", "find the fastest batch by short real trials", "[--forget]"
+    )
+    parser.add_argument(
+        "--forget", action="store_true", help="forget the tuned batch, and do not tune"
+    )
+    return parser
+
+
+def main(arguments: Namespace, others: Sequence[str]) -> int:
+    typed = recipe_arguments.read("tune", others, arguments.switches)
+    return tune_recipe(typed, forget=arguments.forget)
+
+
+def tune_recipe(typed: RecipeArguments, forget: bool = False, again: bool = True) -> int:
+    """Tune, or forget the tuned batch; `again` False: not where it has been done before."""
+    say = recipe_arguments.say
+    compile_caches.settle()
+    constraints = replace(typed.constraints, wants_tuned=False)
+    # any cut may win, so all are traced by one child, and none of the asked one's own
+    resolved = resolve(
+        typed.recipe,
+        typed.overrides,
+        constraints=replace(constraints, free_batch=True),
+        say=say,
+        test_link=True,
+    )
+    of = (
+        cache_keys.machine_key(resolved.machine),
+        cache_keys.model_key(resolved.plan.shape),
+        cache_keys.recipe_key(resolved.recipe),
+    )
+    ledger = Ledger(resolved.workspace.ledger_file, print)
+    if forget:
+        print(
+            "forgotten"
+            if ledger.forget(*of)
+            else "nothing was tuned for this machine, model and recipe"
+        )
+    elif again or ledger.recall(*of) is None:
+        tune(resolved, constraints, say)
+    return 0
+
+
 def tune(resolved: Resolved, constraints: LaunchConstraints, say: Say) -> Tuned:
     """Run the trials and keep the fastest that fits. Raises DoesNotFit when none does."""
     context = resolved.context
@@ -76,7 +124,7 @@ def tune(resolved: Resolved, constraints: LaunchConstraints, say: Say) -> Tuned:
         longest = context.question(resolved.plan.strategy).lengths
         resolved = replace(resolved, plan=replace(resolved.plan, lengths=longest))
         trials = _Trials(
-            resolved, rows, place, ledger, say, lambda one: estimate.share_of_longest(context, one)
+            resolved, rows, place, say, lambda one: estimate.share_of_longest(context, one)
         )
         candidates = search.ranked(context, constraints)
         if candidates:
@@ -126,17 +174,10 @@ class _Trials:
         resolved: Resolved,
         rows: Path,
         place: Path,
-        ledger: Ledger,
         say: Say,
         share: Callable[[Strategy], float],
     ) -> None:
-        self._resolved, self._rows, self._place, self._ledger, self._say = (
-            resolved,
-            rows,
-            place,
-            ledger,
-            say,
-        )
+        self._resolved, self._rows, self._place, self._say = resolved, rows, place, say
         self._share = share  # of the seconds of a trial, where rows are shorter than the longest
         self.done: list[tuple[Strategy, Outcome]] = []
 
@@ -154,18 +195,6 @@ class _Trials:
         size = f", peak {gib(outcome.peak_bytes)}" if outcome.peak_bytes else ""
         self._say(
             f"         {outcome.ended}{seconds}{size}{f': {outcome.why}' if outcome.why else ''}"
-        )
-        self._ledger.record_trial(
-            Trial(
-                time=time.time(),
-                machine_key=cache_keys.machine_key(self._resolved.machine),
-                model_key=cache_keys.model_key(self._resolved.plan.shape),
-                recipe_key=cache_keys.recipe_key(self._resolved.recipe),
-                strategy=strategy,
-                ended=outcome.ended,
-                peak_bytes=outcome.peak_bytes,
-                step_s=outcome.step_s,
-            )
         )
         return outcome
 

@@ -48,7 +48,7 @@ def build(
         recipe.model.dtype,
         recipe.quantized(candidates.asked_precision(recipe)),
     )
-    targets = _lora_targets(recipe, model_type, parameters)
+    targets = select_lora_targets(recipe, model_type, parameters)
     return PlanContext(recipe, machine, shape, parameters, whole, data_format, targets)
 
 
@@ -96,7 +96,7 @@ def _check_chunks(recipe: Recipe, model_type: str) -> None:
         )
 
 
-def _lora_targets(
+def select_lora_targets(
     recipe: Recipe, model_type: str, shapes: predict_parameters.Shapes
 ) -> tuple[str, ...]:
     if recipe.lora is None:

@@ -13,8 +13,8 @@ from itertools import islice
 from launch.base.errors import DoesNotFit
 from launch.plan import candidates, explain
 from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
-from launch.plan.search import _search, _sorted
-from launch.plan.ways_to_fit import MAX_WAYS, _does_not_fit, _ways
+from launch.plan.search import search_waves, table_order
+from launch.plan.ways_to_fit import MAX_WAYS, does_not_fit_message, ways_to_fit
 from launch.predict.estimate import Judged, PlanContext
 from launch.predict.oom_history import CLEARLY_BELOW
 from launch.schema.plan import Change, Plan, Rendezvous
@@ -48,19 +48,21 @@ def _chosen(
     recipe = context.recipe
     possible, refusals = candidates.possible(context, constraints)
     judged: list[tuple[Judged, str]] = []
-    chosen = _search(context, possible, constraints, judged)
+    chosen = search_waves(context, possible, constraints, judged)
     softer = ({"below": CLEARLY_BELOW}, {"is_last": False}, {"fewer_is_less": True})
     for change in softer if context.oom_history.ran_out else ():
         oom_history = replace(context.oom_history, **change)
         if chosen is None and oom_history != context.oom_history:
             context = replace(context, oom_history=oom_history)
             judged.clear()
-            chosen = _search(context, possible, constraints, judged)
+            chosen = search_waves(context, possible, constraints, judged)
     if chosen is None:
         ways = (
-            list(islice(_ways(context, constraints), MAX_WAYS)) if constraints.offers_ways else None
+            list(islice(ways_to_fit(context, constraints), MAX_WAYS))
+            if constraints.offers_ways
+            else None
         )
-        raise DoesNotFit(_does_not_fit(context, judged, refusals, ways))
+        raise DoesNotFit(does_not_fit_message(context, judged, refusals, ways))
     lost = (
         f"{one.candidate.mode} with {one.candidate.num_processes} process(es): {one.misses}"
         for one, _ in judged
@@ -80,7 +82,7 @@ def _chosen(
         switches=explain.switches(context, candidate, constraints),
         changes=(*changes, *explain.changes(context, candidate, judged, constraints)),
         rejected=(*refusals, *dict.fromkeys(lost)),
-        table=tuple(explain.table(_sorted(judged))) if chosen.memory.peak else (),
+        table=tuple(explain.table(table_order(judged))) if chosen.memory.peak else (),
         step_s=chosen.time.step_s if chosen.time else None,
         lengths=context.question(candidate).lengths,
         rendezvous=_rendezvous(recipe.launch),

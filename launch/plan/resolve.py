@@ -27,7 +27,12 @@ from launch.predict.traces import Traces
 from launch.probe import import_memory, link_causes, link_test, packages, torch_build
 from launch.probe import machine as probe_machine
 from launch.recipe import load
-from launch.recipe.paths import _absolute, _model_that_is_there, _rooted, _tokenizer_that_is_there
+from launch.recipe.paths import (
+    absolute_override,
+    use_existing_model,
+    use_existing_tokenizer,
+    with_absolute_paths,
+)
 from launch.schema.machine import Device, Link, Machine
 from launch.schema.plan import Change, Plan, Strategy
 from launch.schema.recipe import Recipe
@@ -71,12 +76,16 @@ def resolve(
     if machine_file is None:
         packages.refuse_old()
     has_gpu = bool(machine.gpus) and not constraints.force_cpu
-    recipe, changed = load.load(recipe_name, [_absolute(text) for text in overrides], has_gpu)
+    recipe, changed = load.load(
+        recipe_name, [absolute_override(text) for text in overrides], has_gpu
+    )
     if machine_file is None and not constraints.force_cpu and recipe.launch.mode not in CPU_MODES:
         _refuse_cards(recipe, machine, constraints)
     is_file = "/" in recipe_name or recipe_name.endswith((".yaml", ".yml"))
-    recipe, first = _model_that_is_there(_rooted(recipe, Path.cwd() if is_file else workspace.root))
-    recipe, found = _tokenizer_that_is_there(recipe)
+    recipe, first = use_existing_model(
+        with_absolute_paths(recipe, Path.cwd() if is_file else workspace.root)
+    )
+    recipe, found = use_existing_tokenizer(recipe)
     for name in ("runs", "logs", ".cache"):
         files.refuse_strangers(workspace.root / name)
     files.check_output(Path(recipe.output_dir))

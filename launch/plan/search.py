@@ -25,7 +25,7 @@ def _behind(one: Judged, chosen: Judged) -> str:
     return f"slower: {ratio:.2f} x" if ratio > 1 else f"not clearly faster: {ratio:.2f} x"
 
 
-def _search(
+def search_waves(
     context: PlanContext,
     possible: Sequence[Candidate],
     constraints: LaunchConstraints,
@@ -34,7 +34,7 @@ def _search(
     """What the first wave with one that fits chooses; where whole copies fit in much slower pieces
     only, the faster of that and of copies shared out."""
     for wave in candidates.wanted(context, possible, constraints):
-        chosen = _fastest(context, wave, judged, constraints.free_batch)
+        chosen = fastest(context, wave, judged, constraints.free_batch)
         if chosen is not None:
             break
     else:
@@ -44,7 +44,7 @@ def _search(
     if not chosen.candidate.is_whole or chosen.seconds <= MUCH_SLOWER * quickest or not shared:
         return chosen
     others: list[tuple[Judged, str]] = []
-    other = _fastest(context, shared, others, constraints.free_batch)
+    other = fastest(context, shared, others, constraints.free_batch)
     best = other if other is not None and other.seconds * AS_FAST < chosen.seconds else chosen
     known = [*judged, *others]
     judged[:] = [
@@ -54,7 +54,7 @@ def _search(
     return best
 
 
-def _fastest(
+def fastest(
     context: PlanContext,
     wanted: Sequence[Candidate],
     judged: list[tuple[Judged, str]],
@@ -155,13 +155,13 @@ def ranked(context: PlanContext, constraints: LaunchConstraints) -> list[Judged]
     with context.asking():
         for wave in candidates.free_waves(context, possible):
             judged: list[tuple[Judged, str]] = []
-            if _fastest(context, wave, judged, is_free=True) is not None:
+            if fastest(context, wave, judged, is_free=True) is not None:
                 fitting = [one for one, _ in judged if one.misses is None and one.time is not None]
                 return sorted(fitting, key=lambda one: one.seconds)
     return []
 
 
-def _sorted(judged: Sequence[tuple[Judged, str]]) -> list[tuple[Judged, str]]:
+def table_order(judged: Sequence[tuple[Judged, str]]) -> list[tuple[Judged, str]]:
     """The chosen one first, then the nearest: what fits by time, what does not by bytes; no more
     than people read."""
     ranked = sorted(

@@ -10,7 +10,7 @@ from launch.base.text import gib
 from launch.plan import candidates
 from launch.plan import context as plan_context
 from launch.plan.candidates import LaunchConstraints
-from launch.plan.search import _fastest
+from launch.plan.search import fastest
 from launch.predict import parameters
 from launch.predict.estimate import Judged, PlanContext, describe
 from launch.predict.oom_history import CLEARLY_BELOW
@@ -19,7 +19,7 @@ from launch.schema.recipe import LoraSection, QuantizationSection
 MAX_WAYS = 3  # offered where nothing fits; each may have to be traced
 
 
-def _does_not_fit(
+def does_not_fit_message(
     context: PlanContext,
     judged: Sequence[tuple[Judged, str]],
     refusals: Sequence[str],
@@ -45,7 +45,7 @@ def _does_not_fit(
     )
 
 
-def _ways(context: PlanContext, constraints: LaunchConstraints) -> Iterator[str]:
+def ways_to_fit(context: PlanContext, constraints: LaunchConstraints) -> Iterator[str]:
     """Flags with which a candidate fits, its bytes beside them; only what was computed to fit is
     offered."""
     recipe = context.recipe
@@ -124,7 +124,7 @@ def _ways(context: PlanContext, constraints: LaunchConstraints) -> Iterator[str]
             else [[one, *candidates.cuts(other, one)][-1] for one in possible]
         )
         whole = [one for one in frugal if one.is_whole]
-        chosen = _fastest(other, whole, []) or _fastest(
+        chosen = fastest(other, whole, []) or fastest(
             other, [one for one in frugal if one not in whole], []
         )
         if chosen is not None:

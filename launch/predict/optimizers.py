@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from launch.base.errors import ConfigError
 from launch.base.text import nearest
-from launch.predict.parameters import LORA_TARGETS, Shape, Shapes, _total, trainable_shapes
+from launch.predict.parameters import LORA_TARGETS, Shape, Shapes, total_elements, trainable_shapes
 from launch.schema.plan import MemoryEstimate
 from launch.schema.recipe import DTYPE_BYTES, LoraSection, QuantizationSection
 
@@ -165,11 +165,11 @@ def model_state(
         for name, shape in trainable.items()
     ):
         optimizer_bytes += _8BIT[optim] * BNB_MAP_BYTES
-    base_bytes = _total(shapes) * element_bytes
+    base_bytes = total_elements(shapes) * element_bytes
     if quantization is not None:
         base_bytes = _quantized_bytes(shapes, quantization, model_type, element_bytes)
     return MemoryEstimate(
-        weights_bytes=base_bytes + (0 if lora is None else _total(trainable) * LORA_BYTES),
-        gradients_bytes=_total(trainable) * trainable_bytes,
+        weights_bytes=base_bytes + (0 if lora is None else total_elements(trainable) * LORA_BYTES),
+        gradients_bytes=total_elements(trainable) * trainable_bytes,
         optimizer_bytes=optimizer_bytes,
     )

@@ -312,8 +312,8 @@ def count(
 ) -> tuple[int, int, int]:
     """(parameters without LoRA's, trainable parameters, LoRA's parameters); the third is part of
     the second."""
-    trainable = _total(trainable_shapes(shapes, freeze, lora, model_type))
-    return _total(shapes), trainable, 0 if lora is None else trainable
+    trainable = total_elements(trainable_shapes(shapes, freeze, lora, model_type))
+    return total_elements(shapes), trainable, 0 if lora is None else trainable
 
 
 def _lora_shapes(shapes: Shapes, lora: LoraSection, model_type: str) -> Shapes:
@@ -360,5 +360,5 @@ def _modules(shapes: Shapes) -> list[str]:
     return sorted(prefixes, key=lambda prefix: prefix.count("."))  # outermost first
 
 
-def _total(shapes: Shapes) -> int:
+def total_elements(shapes: Shapes) -> int:
     return sum(map(math.prod, shapes.values()))

@@ -24,35 +24,9 @@ from launch.predict.time.timing import Affine, WorkCost
 from launch.predict.trace_client import TracingChild
 from launch.probe import packages
 from launch.schema.plan import Born, ModelSize, Peak, Strategy
-from launch.schema.recipe import Recipe
+from launch.schema.recipe import Recipe, affecting
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
-# What no allocation of a step depends on.
-UNFELT = {
-    "per_device_train_batch_size",
-    "per_device_eval_batch_size",
-    "gradient_accumulation_steps",
-    "num_train_epochs",
-    "max_steps",
-    "learning_rate",
-    "learning_rate_scaling",
-    "learning_rate_batch_size",
-    "warmup_steps",
-    "lr_scheduler_type",
-    "logging_steps",
-    "save_steps",
-    "save_total_limit",
-    "eval_steps",
-    "seed",
-    "dataloader_num_workers",
-    "bf16",
-    "fp16",
-    "gradient_checkpointing",
-    "num_output_chunks",
-    "tf32",
-    "use_liger_kernel",
-    "liger_kernel_config",
-}
 
 
 @dataclass(frozen=True)
@@ -215,6 +189,12 @@ class Traces:
         self._recipe, self._shape, self._lora_targets = recipe, shape, tuple(lora_targets)
         self._folder, self._say = folder, say
         self._child = child or TracingChild(folder)
+        values = recipe.model_dump(mode="json")
+        self._deciding = {
+            section: affecting(values[section], section, "memory")
+            for section in ("model", "lora", "quantization", "training")
+            if values[section] is not None
+        }
         self._known: dict[str, Trace] = {}
         # why a step could not be traced: its candidates are judged by states alone
         self.failure: str | None = None
@@ -225,7 +205,7 @@ class Traces:
 
     def fetch(self, questions: Sequence[Question]) -> None:
         """Have these traced, those that are not known yet. Close when there are no more."""
-        missing = {self._name(one): one for one in questions if self.get(one) is None}
+        missing = {self.name(one): one for one in questions if self.get(one) is None}
         if not missing or self.failure:
             return
         self._say(
@@ -254,29 +234,23 @@ class Traces:
 
     def get(self, question: Question) -> Trace | None:
         """The trace, if it is known."""
-        name = self._name(question)
+        name = self.name(question)
         if name not in self._known:
             file = self._folder / f"{name}.json"
             try:
                 content = json.loads(file.read_text(encoding="utf-8"))
             except (FileNotFoundError, json.JSONDecodeError):
                 return None
-            self._known[name] = Trace(tuple(content["peaks"]), _work(content["work"]), file)
+            self._known[name] = Trace(tuple(content["peaks"]), read_work(content["work"]), file)
         return self._known[name]
 
-    def _name(self, question: Question) -> str:
+    def name(self, question: Question) -> str:
+        """A hash of all that a trace depends on."""
         recipe, strategy = self._recipe, question.strategy
         facts = {
-            "model": recipe.model.model_dump(
-                mode="json", exclude={"shape", "path", "attn_implementation"}
-            ),
+            **self._deciding,
             "config": dict(self._shape.config),
-            "lora": recipe.lora.model_dump(mode="json") if recipe.lora else None,
             "lora_targets": self._lora_targets,
-            "quantization": (
-                recipe.quantization.model_dump(mode="json") if recipe.quantization else None
-            ),
-            "training": recipe.training.model_dump(mode="json", exclude=UNFELT),
             "device": strategy.device,
             "gpu": [question.architecture, question.fused_attention],
             "engine": [
@@ -289,6 +263,7 @@ class Traces:
             "attention": [strategy.attn_implementation, question.documents],
             "gradient_checkpointing": strategy.gradient_checkpointing,
             "num_output_chunks": strategy.num_output_chunks,
+            "torch_compile": strategy.torch_compile,
             "bucket_elements": BUCKET_ELEMENTS,
             "lengths": question.lengths,
             "is_single": question.is_single,
@@ -301,7 +276,7 @@ class Traces:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def _work(found: Mapping[str, Any]) -> WorkCost:
+def read_work(found: Mapping[str, Any]) -> WorkCost:
     return WorkCost(
         matmul_flops={dtype: Affine(*parts) for dtype, parts in found["matmul_flops"].items()},
         attention_flops={

@@ -447,12 +447,6 @@ def parse_rocm_smi(text: str) -> Listed:
     return listed
 
 
-def parse_amd_smi(static: str, metric: str) -> Listed:
-    """The GPUs in what `amd-smi static --asic --driver --json` and `amd-smi metric --mem-usage
-    --json` print, as ROCm 6 and 7 do. Raises ValueError where there is no list."""
-    return _amd_smi_gpus(_amd_smi_rows(static), _amd_smi_rows(metric))
-
-
 def _amd_smi_rows(text: str) -> dict[int, Mapping[str, Any]]:
     """The object of each GPU by its number: in a list, or since ROCm 7 in a list under gpu_data."""
     start = re.search(r"^[\[{]", text, re.MULTILINE)  # Python's warnings are printed before it

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from launch.base.errors import ConfigError
@@ -32,17 +32,8 @@ NO_GPU = (
     "no GPU here: the small default model; name one with --model.shape=NAME or --model.path=FOLDER"
 )
 
-SECTIONS: dict[str, type[BaseModel]] = {
-    "model": schema_recipe.ModelSection,
-    "tokenizer": schema_recipe.TokenizerSection,
-    "lora": schema_recipe.LoraSection,
-    "quantization": schema_recipe.QuantizationSection,
-    "data": schema_recipe.DataSection,
-    "training": schema_recipe.TrainingSection,
-    "launch": schema_recipe.LaunchSection,
-    "numerics": schema_recipe.NumericsSection,
-    "evaluation": schema_recipe.EvaluationSection,
-}
+# --resume is a flag of its own
+SECTIONS = {name: part for name, part in schema_recipe.SECTIONS.items() if name != "resume"}
 
 # a source, or a choice that is switched on -> the keys that mean nothing beside another one
 BELONGING = {

@@ -21,7 +21,7 @@ PATH_KEYS = (
 )
 
 
-def _model_that_is_there(recipe: Recipe) -> tuple[Recipe, list[Change]]:
+def use_existing_model(recipe: Recipe) -> tuple[Recipe, list[Change]]:
     """model.path_if_there as model.path, where that folder holds a model and no other was named."""
     section = recipe.model
     folder = section.path_if_there
@@ -37,7 +37,7 @@ def _model_that_is_there(recipe: Recipe) -> tuple[Recipe, list[Change]]:
     return recipe.model_copy(update={"model": chosen}), [change]
 
 
-def _tokenizer_that_is_there(recipe: Recipe) -> tuple[Recipe, list[Change]]:
+def use_existing_tokenizer(recipe: Recipe) -> tuple[Recipe, list[Change]]:
     """tokenizer.path_if_there as tokenizer.path, where that folder exists and nothing else was
     named."""
     section = recipe.tokenizer
@@ -54,7 +54,7 @@ def _tokenizer_that_is_there(recipe: Recipe) -> tuple[Recipe, list[Change]]:
     return recipe.model_copy(update={"tokenizer": chosen}), [change]
 
 
-def _absolute(override: str) -> str:
+def absolute_override(override: str) -> str:
     """A path typed on the command line is relative to where it was typed; the text is kept for
     messages."""
     key, equals, value = override.partition("=")
@@ -71,7 +71,7 @@ def _absolute(override: str) -> str:
     return made
 
 
-def _rooted(recipe: Recipe, base: Path) -> Recipe:
+def with_absolute_paths(recipe: Recipe, base: Path) -> Recipe:
     """The recipe with every path absolute."""
     raw = recipe.model_dump(exclude_unset=True)  # what was left open stays open to planning
     for dotted in PATH_KEYS:

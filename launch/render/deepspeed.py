@@ -64,7 +64,7 @@ OURS = (  # keys of a DeepSpeed file that the recipe decides
 )
 
 
-def _found(path: str) -> Path:
+def existing_path(path: str) -> Path:
     """A DeepSpeed file as typed or, since our Accelerate files name theirs from the checkout, from
     there."""
     return Path(path) if Path(path).exists() else CODE / path
@@ -102,7 +102,7 @@ def deepspeed_file(
         return None
     config = json.loads(deepspeed_config(plan, max_grad_norm))
     path = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    theirs = read_deepspeed(_found(path)) if path else {}
+    theirs = read_deepspeed(existing_path(path)) if path else {}
     for section in ("optimizer", "scheduler"):
         if section in theirs:
             raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -21,30 +21,13 @@ from launch.recipe import load
 from launch.run_folder import manifest
 from launch.run_folder import steps as run_folder_steps
 from launch.run_folder.layout import RunDir
-from launch.run_folder.resume import leaves
 from launch.schema.machine import Machine
-from launch.schema.plan import Plan, Strategy
-from launch.schema.recipe import Recipe
+from launch.schema.plan import Plan
+from launch.schema.recipe import Recipe, affected_by, leaves
 from launch.schema.result import StepEvent
 
 # by which tokens of a step may differ where one batch counts packed sequences and the other rows
 NEARLY = 0.05
-# Of a recipe: names, and what is told by the strategy that ran or by what the rows were made of.
-UNTOLD = frozenset(
-    {
-        "name",
-        "output_dir",
-        "log_dir",
-        "data.train_file",
-        "data.validation_file",
-        "tokenizer.path",
-        "launch.mode",
-        "launch.num_processes",
-        "training.bf16",
-        "training.fp16",
-        *(f"training.{field.name}" for field in fields(Strategy)),
-    }
-)
 MADE_OF = {  # words for the parts of rundir.token_identity()
     "version": "how this version tokenises",
     "train": "the content of data.train_file",
@@ -212,7 +195,7 @@ def _of_model(a: Side, b: Side) -> Iterator[Difference]:
             "model", [f"{one.name} of {one.parameters:,} parameters" for one in shapes], blocks=True
         )
         configs = [
-            leaves({key: one.config[key] for key in one.config if key not in cache_keys.UNTOLD})
+            leaves({key: one.config[key] for key in one.config if key not in cache_keys.ORIGIN})
             for one in shapes
         ]
         yield from _by_key(configs, "config.")
@@ -280,11 +263,17 @@ def _of_the_rest(a: Side, b: Side) -> Iterator[Difference]:
     both = a.libraries.keys() & b.libraries.keys()
     yield from _by_key([{name: side.libraries[name] for name in both} for side in (a, b)])
     yield from _by_key([asdict(side.plan.strategy) for side in (a, b)])
-    asked = [leaves(side.recipe.model_dump()) for side in (a, b)]
-    yield from _by_key([{key: one[key] for key in one.keys() - UNTOLD} for one in asked])
+    recipes = [leaves(side.recipe.model_dump()) for side in (a, b)]
+    yield from _by_key([{key: keys[key] for key in keys if is_compared(key)} for keys in recipes])
     seen = [f"{side.steps[-1].samples_seen:,}" for side in (a, b)]
     if seen[0] != seen[1] and a.is_packed == b.is_packed:
         yield _differs("samples trained", seen)
+
+
+def is_compared(key: str) -> bool:
+    """Whether runs are compared by this key of their recipes: not where the strategy that ran or
+    the content of a file says it, nor by their names."""
+    return not affected_by(key) & {"planned", "source", "name"}
 
 
 def _by_key(values: Sequence[Mapping[str, Any]], prefix: str = "") -> Iterator[Difference]:

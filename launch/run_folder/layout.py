@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from launch.base import locks
 from launch.base.errors import CheckpointError, ResourceError
-from launch.base.files import _damaged, read_json, write_atomic, write_json
+from launch.base.files import damaged_file, read_json, write_atomic, write_json
 from launch.base.text import shown
 from launch.base.workspace import Workspace
 from launch.data.token_cache import TOKENS_MADE_OF
@@ -159,7 +159,7 @@ class RunDir:
         Raises CheckpointError where the run's recipe is damaged."""
         recipe = read_json(self.recipe_file)
         if recipe is None or not isinstance(recipe.get("output_dir"), str):
-            raise _damaged(self.recipe_file, ValueError("no key output_dir"))
+            raise damaged_file(self.recipe_file, ValueError("no key output_dir"))
         own, asked = Path(recipe["output_dir"]), Path(output_dir)
         return own.resolve() == asked.resolve() or (
             own.name == asked.name and not own.parent.exists()
@@ -224,13 +224,13 @@ class RunDir:
         try:
             return Recipe.model_validate_json(self.recipe_file.read_bytes())
         except (FileNotFoundError, ValidationError) as error:
-            raise _damaged(self.recipe_file, error) from error
+            raise damaged_file(self.recipe_file, error) from error
 
     def read_plan(self) -> Plan:
         try:
             return TypeAdapter(Plan).validate_json(self.plan_file.read_bytes())
         except (FileNotFoundError, ValidationError) as error:
-            raise _damaged(self.plan_file, error) from error
+            raise damaged_file(self.plan_file, error) from error
 
 
 @dataclass(frozen=True)

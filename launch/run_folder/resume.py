@@ -17,34 +17,8 @@ from launch.data import token_cache
 from launch.run_folder import manifest
 from launch.run_folder.layout import RunDir
 from launch.schema.plan import Plan
-from launch.schema.recipe import Allowed, Recipe
+from launch.schema.recipe import Allowed, Recipe, affected_by, leaves
 
-# What may differ between a run and its continuation: it cuts or reports the same training, or
-# places it elsewhere.
-FREE_KEYS = frozenset(
-    {
-        "output_dir",
-        "log_dir",
-        "launch",
-        "evaluation",
-        "resume",
-        "training.per_device_train_batch_size",
-        "training.per_device_eval_batch_size",
-        "training.gradient_accumulation_steps",
-        "training.gradient_checkpointing",
-        "training.num_output_chunks",
-        "model.attn_implementation",
-        "training.logging_steps",
-        "training.save_steps",
-        "training.save_total_limit",
-        "training.eval_steps",
-        "training.dataloader_num_workers",
-        "data.batch_by_tokens",
-        "data.train_file",  # the rows count, not their place: the token cache names their content
-        "data.validation_file",
-        "tokenizer.path",
-    }
-)
 # The word of resume.allow that lets a changed key, or a key of a changed section, pass; others are
 # never let pass.
 WORDS: Mapping[str, Allowed] = {
@@ -297,8 +271,7 @@ def _differences(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: Path) -> I
     is_cut_otherwise = False  # which says already why the rows are others
     for key in sorted(old.keys() | new.keys()):
         section = key.split(".")[0]
-        free = key in FREE_KEYS or section in FREE_KEYS
-        if not free and old.get(key) != new.get(key):
+        if not may_change(key) and old.get(key) != new.get(key):
             yield Change(
                 f"{key} {_shown(old.get(key))} -> {_shown(new.get(key))}",
                 WORDS.get(key) or WORDS.get(section),
@@ -332,15 +305,10 @@ def _differences(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: Path) -> I
         )
 
 
-def leaves(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, item in value.items():
-        found |= (
-            leaves(item, f"{prefix}{key}.")
-            if isinstance(item, Mapping)
-            else {f"{prefix}{key}": item}
-        )
-    return found
+def may_change(key: str) -> bool:
+    """Whether a run and its continuation may differ in a key: neither the weights nor the rows
+    depend on it. Of a file the content is compared, of a batch its effective size."""
+    return not affected_by(key) & {"weights", "rows"}
 
 
 def _shown(value: Any) -> str:

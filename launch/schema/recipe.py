@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -13,6 +14,8 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+
+from launch.schema.affects import EVERYTHING, Effect, affects, marked
 
 Mode = Literal[
     "cpu",
@@ -54,6 +57,8 @@ AttnImplementation = Literal["sdpa", "eager", "flash_attention_2"]
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+AFFECTS_STEP = affects("weights", "memory", "step_time")
+
 
 class Section(BaseModel):
     """A strict, frozen part of a recipe; an unknown key is an error."""
@@ -64,15 +69,17 @@ class Section(BaseModel):
 class ModelSection(Section):
     """Which model: a named shape in configs/models/, or a local Hugging Face folder."""
 
-    shape: str | None = None
-    path: str | None = None
-    path_if_there: str | None = None  # used instead of the shape, when the folder holds a model
+    shape: Annotated[str | None, affects("weights")] = None
+    path: Annotated[str | None, affects("weights")] = None
+    # used instead of the shape, when the folder holds a model
+    path_if_there: Annotated[str | None, affects("source")] = None
     # module names whose parameters are not trained, e.g. [shared, encoder]
-    freeze: tuple[str, ...] = ()
-    dtype: Dtype = "float32"  # of the weights in memory; training.bf16 is the autocast on top of it
-    attn_implementation: AttnImplementation | None = (
-        None  # eager keeps every score: length x length per head; None: planned
-    )
+    freeze: Annotated[tuple[str, ...], AFFECTS_STEP] = ()
+    # of the weights in memory; training.bf16 is the autocast on top of it
+    dtype: Annotated[Dtype, AFFECTS_STEP] = "float32"
+    attn_implementation: Annotated[
+        AttnImplementation | None, affects("memory", "step_time", "planned")
+    ] = None  # eager keeps every score: length x length per head; None: planned
 
     @model_validator(mode="after")
     def one_source(self) -> ModelSection:
@@ -87,64 +94,72 @@ class ModelSection(Section):
 class TokenizerSection(Section):
     """A tokenizer folder, or how to train a byte-level BPE from the data at first start."""
 
-    path: str | None = None  # a local folder
+    path: Annotated[str | None, affects("source")] = None  # a local folder
     # used instead of training one, when the folder exists (and path is not given)
-    path_if_there: str | None = None
-    vocab_size: PositiveInt | None = None  # of a trained tokenizer; default: the model shape's
-    split: Literal["word", "character"] = "word"  # character: merges never cross a character
+    path_if_there: Annotated[str | None, affects("source")] = None
+    # of a trained tokenizer; default: the model shape's
+    vocab_size: Annotated[PositiveInt | None, affects("weights", "rows", "memory", "step_time")] = (
+        None
+    )
+    # character: merges never cross a character
+    split: Annotated[Literal["word", "character"], affects("weights", "rows")] = "word"
 
 
 class LoraSection(Section):
     """PEFT's LoraConfig, in its own words."""
 
-    r: PositiveInt = 16
-    lora_alpha: PositiveInt = 32
-    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
-    target_modules: tuple[str, ...] | None = None  # default: by architecture
+    r: Annotated[PositiveInt, AFFECTS_STEP] = 16
+    lora_alpha: Annotated[PositiveInt, affects("weights")] = 32
+    lora_dropout: Annotated[float, AFFECTS_STEP] = Field(default=0.0, ge=0, lt=1)
+    # default: by architecture
+    target_modules: Annotated[tuple[str, ...] | None, AFFECTS_STEP] = None
 
 
 class QuantizationSection(Section):
     """transformers' BitsAndBytesConfig, in its own words: weights of 4 bits, frozen under LoRA
     (QLoRA)."""
 
-    load_in_4bit: bool  # false is the same as no section
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
-    bnb_4bit_use_double_quant: bool = True
+    load_in_4bit: Annotated[bool, AFFECTS_STEP]  # false is the same as no section
+    bnb_4bit_quant_type: Annotated[Literal["nf4", "fp4"], AFFECTS_STEP] = "nf4"
+    bnb_4bit_use_double_quant: Annotated[bool, AFFECTS_STEP] = True
     # default: the precision of training, else model.dtype
-    bnb_4bit_compute_dtype: Dtype | None = None
+    bnb_4bit_compute_dtype: Annotated[Dtype | None, AFFECTS_STEP] = None
 
 
 class DataSection(Section):
     """Where the rows are and which columns to read; columns are found by name unless they are given
     here."""
 
-    train_file: str  # a file, a folder of shards, or a pattern of them
-    validation_file: str | None = None  # likewise
-    prompt_column: str | None = None
-    response_column: str | None = None
-    text_column: str | None = None
-    messages_column: str | None = None
+    # a file, a folder of shards, or a pattern of them
+    train_file: Annotated[str, affects("source")]
+    validation_file: Annotated[str | None, affects("source")] = None  # likewise
+    prompt_column: Annotated[str | None, affects("rows")] = None
+    response_column: Annotated[str | None, affects("rows")] = None
+    text_column: Annotated[str | None, affects("rows")] = None
+    messages_column: Annotated[str | None, affects("rows")] = None
     # columns, or keys of messages, whose content is left out on purpose
-    ignore_columns: tuple[str, ...] = ()
+    ignore_columns: Annotated[tuple[str, ...], affects("rows")] = ()
     # tokens: of the whole sequence (decoder), of each side (T5)
-    max_length: int = Field(default=512, ge=8, le=1 << 20)
-    max_train_samples: PositiveInt | None = None
-    max_validation_samples: PositiveInt | None = None
+    max_length: Annotated[int, affects("rows", "memory", "step_time")] = Field(
+        default=512, ge=8, le=1 << 20
+    )
+    max_train_samples: Annotated[PositiveInt | None, affects("rows")] = None
+    max_validation_samples: Annotated[PositiveInt | None, affects("rows")] = None
     # of each of the two, left out and counted; one more is an error
-    max_bad_rows: int = Field(default=0, ge=0)
+    max_bad_rows: Annotated[int, affects("rows")] = Field(default=0, ge=0)
     # several rows in one sequence of max_length, each with positions and attention of its own
-    packing: bool = False
+    packing: Annotated[bool, affects("rows", "memory", "step_time")] = False
     # tokenise while training, and keep a few tokens ahead only: pretraining, packed, max_steps
-    streaming: bool = False
-    shuffle_buffer_mib: float | None = Field(
+    streaming: Annotated[bool, affects("rows", "memory", "step_time")] = False
+    shuffle_buffer_mib: Annotated[float | None, affects("rows")] = Field(
         default=None, gt=0, le=65_536, allow_inf_nan=False
     )  # of a stream; None: 16
     # rows of about one length in an optimizer step; every row once an epoch
-    group_by_length: bool = False
+    group_by_length: Annotated[bool, affects("rows")] = False
     # A step's rows in micro-batches of rows of about one length: as many as take no more padded
     # tokens than per_device_train_batch_size of the longest do. Marian's mini-batch-fit, OpenNMT's
     # batch_type tokens.
-    batch_by_tokens: bool = False
+    batch_by_tokens: Annotated[bool, affects("memory", "step_time")] = False
 
     @field_validator("ignore_columns", mode="before")
     @classmethod
@@ -192,38 +207,56 @@ class TrainingSection(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    per_device_train_batch_size: int = Field(default=8, ge=1, le=65_536)
+    per_device_train_batch_size: Annotated[int, affects("batch", "planned")] = Field(
+        default=8, ge=1, le=65_536
+    )
     # None: 3x the training, <= 64
-    per_device_eval_batch_size: int | None = Field(default=None, ge=1, le=65_536)
-    gradient_accumulation_steps: int = Field(default=1, ge=1, le=65_536)
-    num_train_epochs: float = Field(default=3.0, gt=0, le=100_000, allow_inf_nan=False)
-    max_steps: int = Field(default=-1, ge=-1)
-    learning_rate: float = Field(default=5e-5, gt=0, le=10, allow_inf_nan=False)
+    per_device_eval_batch_size: Annotated[int | None, affects("memory", "planned")] = Field(
+        default=None, ge=1, le=65_536
+    )
+    gradient_accumulation_steps: Annotated[int, affects("batch", "planned")] = Field(
+        default=1, ge=1, le=65_536
+    )
+    num_train_epochs: Annotated[float, affects("weights")] = Field(
+        default=3.0, gt=0, le=100_000, allow_inf_nan=False
+    )
+    max_steps: Annotated[int, affects("weights")] = Field(default=-1, ge=-1)
+    learning_rate: Annotated[float, affects("weights")] = Field(
+        default=5e-5, gt=0, le=10, allow_inf_nan=False
+    )
     # below 1: a share of all steps
-    warmup_steps: float = Field(default=0, ge=0, allow_inf_nan=False)
-    learning_rate_scaling: Literal["none", "linear", "sqrt"] = (
+    warmup_steps: Annotated[float, affects("weights")] = Field(default=0, ge=0, allow_inf_nan=False)
+    learning_rate_scaling: Annotated[Literal["none", "linear", "sqrt"], affects("weights")] = (
         "none"  # with the effective batch, where another one runs
     )
     # the effective batch that learning_rate is for
-    learning_rate_batch_size: int | None = Field(default=None, ge=1)
-    lr_scheduler_type: Schedule = "linear"
-    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    max_grad_norm: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    optim: str = "adamw_torch_fused"
-    bf16: bool = False
-    fp16: bool = False
-    gradient_checkpointing: bool = False
+    learning_rate_batch_size: Annotated[int | None, affects("weights")] = Field(default=None, ge=1)
+    lr_scheduler_type: Annotated[Schedule, affects("weights")] = "linear"
+    weight_decay: Annotated[float, affects("weights", "memory")] = Field(
+        default=0.0, ge=0, allow_inf_nan=False
+    )
+    max_grad_norm: Annotated[float, AFFECTS_STEP] = Field(default=1.0, ge=0, allow_inf_nan=False)
+    optim: Annotated[str, AFFECTS_STEP] = "adamw_torch_fused"
+    bf16: Annotated[bool, affects("weights", "memory", "step_time", "planned")] = False
+    fp16: Annotated[bool, affects("weights", "memory", "step_time", "planned")] = False
+    gradient_checkpointing: Annotated[bool, affects("memory", "step_time", "planned")] = False
     # of the positions, for the loss; None: planned
-    num_output_chunks: int | None = Field(default=None, ge=1, le=1024)
-    logging_steps: int = Field(default=10, ge=1)
-    save_steps: int = Field(default=500, ge=1)
+    num_output_chunks: Annotated[int | None, affects("memory", "step_time", "planned")] = Field(
+        default=None, ge=1, le=1024
+    )
+    logging_steps: Annotated[int, affects("interruptions")] = Field(default=10, ge=1)
+    save_steps: Annotated[int, affects("interruptions")] = Field(default=500, ge=1)
     # the two newest good checkpoints are always kept
-    save_total_limit: int = Field(default=3, ge=1)
-    eval_steps: int | None = Field(default=None, ge=1)  # default: once an epoch
+    save_total_limit: Annotated[int, affects("interruptions")] = Field(default=3, ge=1)
+    # default: once an epoch
+    eval_steps: Annotated[int | None, affects("interruptions")] = Field(default=None, ge=1)
     # the lowest held-out loss decides; its checkpoint is kept beside the others
-    load_best_model_at_end: bool = False
-    seed: int = Field(default=23333, ge=0, lt=1 << 32)
-    dataloader_num_workers: int | None = Field(default=None, ge=0, le=64)  # default: planned
+    load_best_model_at_end: Annotated[bool, affects("weights")] = False
+    seed: Annotated[int, affects("weights", "rows")] = Field(default=23333, ge=0, lt=1 << 32)
+    # default: planned
+    dataloader_num_workers: Annotated[int | None, affects("step_time", "planned", "machine")] = (
+        Field(default=None, ge=0, le=64)
+    )
 
     @field_validator("max_steps")
     @classmethod
@@ -292,38 +325,48 @@ class TrainingSection(BaseModel):
 class LaunchSection(Section):
     """How to run; everything left out is planned."""
 
-    mode: Literal["auto", Mode] = "auto"
-    num_processes: int | None = Field(default=None, ge=1, le=1024)  # of all nodes together
+    mode: Annotated[Literal["auto", Mode], affects("plan", "planned")] = "auto"
+    # of all nodes together
+    num_processes: Annotated[int | None, affects("plan", "planned")] = Field(
+        default=None, ge=1, le=1024
+    )
     # the same command runs on each, with its own machine_rank
-    nodes: int = Field(default=1, ge=1, le=256)
-    machine_rank: int = Field(default=0, ge=0)
+    nodes: Annotated[int, affects("plan")] = Field(default=1, ge=1, le=256)
+    machine_rank: Annotated[int, affects("machine")] = Field(default=0, ge=0)
     # of the node with machine_rank 0, as the other nodes reach it
-    main_process_ip: str | None = None
+    main_process_ip: Annotated[str | None, affects("name")] = None
     # with several nodes; else any free one is taken
-    main_process_port: int = Field(default=29500, ge=1024, le=65_535)
+    main_process_port: Annotated[int, affects("name")] = Field(default=29500, ge=1024, le=65_535)
     # between the nodes, e.g. eth1; default: the one that leads to that address
-    network_interface: str | None = None
-    join_timeout_s: PositiveInt = 300  # for all nodes to be there
+    network_interface: Annotated[str | None, affects("machine")] = None
+    # for all nodes to be there
+    join_timeout_s: Annotated[PositiveInt, affects("interruptions")] = 300
     # share of the free VRAM that planning may use
-    vram_fraction: float = Field(default=0.95, gt=0, le=1)
+    vram_fraction: Annotated[float, affects("plan")] = Field(default=0.95, gt=0, le=1)
     # start as asked, whatever was predicted; what runs out then is planned again
-    assume_fits: bool = False
+    assume_fits: Annotated[bool, affects("plan")] = False
     # out of memory: plan again with the effective batch held, or stop
-    on_oom: Literal["replan", "fail"] = "replan"
+    on_oom: Annotated[Literal["replan", "fail"], affects("interruptions")] = "replan"
     # refuse the run where the batch does not fit, instead of splitting it
-    exact_batch: bool = False
+    exact_batch: Annotated[bool, affects("plan")] = False
     # names of variables that ranks get besides those of launch/base/environment.py
-    pass_env: tuple[str, ...] = ()
+    pass_env: Annotated[tuple[str, ...], affects("memory", "step_time")] = ()
     # host RAM left to the rest of the machine
-    host_reserve_gib: float = Field(default=2.0, ge=0, allow_inf_nan=False)
+    host_reserve_gib: Annotated[float, affects("plan")] = Field(
+        default=2.0, ge=0, allow_inf_nan=False
+    )
     # after killed or hanging ranks, lost connections, crashes; 0: never
-    max_restarts: int = Field(default=10, ge=0)
+    max_restarts: Annotated[int, affects("interruptions")] = Field(default=10, ge=0)
     # a step may take this long, whatever is usual
-    hang_floor_s: float = Field(default=60, gt=0, allow_inf_nan=False)
+    hang_floor_s: Annotated[float, affects("interruptions")] = Field(
+        default=60, gt=0, allow_inf_nan=False
+    )
     # save and stop before; Slurm's too
-    time_limit_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    time_limit_s: Annotated[float | None, affects("interruptions")] = Field(
+        default=None, gt=0, allow_inf_nan=False
+    )
     # of the host's RAM; above: save, stop; 0: never
-    host_stop_fraction: float = Field(default=0.97, ge=0, le=1)
+    host_stop_fraction: Annotated[float, affects("interruptions")] = Field(default=0.97, ge=0, le=1)
 
     @model_validator(mode="after")
     def nodes_can_meet(self) -> LaunchSection:
@@ -358,7 +401,7 @@ class NumericsSection(Section):
     """What is done about numbers that are finite and yet too large; what is not finite always ends
     the run."""
 
-    skip_spikes_above: float | None = Field(
+    skip_spikes_above: Annotated[float | None, affects("weights")] = Field(
         default=None, gt=1, allow_inf_nan=False
     )  # gradient norm / median; None: off
 
@@ -366,7 +409,7 @@ class NumericsSection(Section):
 class ResumeSection(Section):
     """What may have changed in a run that is continued, although it changes what is trained."""
 
-    allow: tuple[Allowed, ...] = ()
+    allow: Annotated[tuple[Allowed, ...], affects("interruptions")] = ()
 
     @field_validator("allow", mode="before")
     @classmethod
@@ -384,8 +427,8 @@ class EvaluationSection(Section):
     """What is measured besides the loss on the validation file."""
 
     # held-out rows answered before and after training; 0 is none
-    exact_match_rows: int = Field(default=0, ge=0)
-    max_new_tokens: int = Field(default=64, ge=1, le=4096)
+    exact_match_rows: Annotated[int, affects("interruptions")] = Field(default=0, ge=0)
+    max_new_tokens: Annotated[int, affects("interruptions")] = Field(default=64, ge=1, le=4096)
 
 
 Concession = Literal["quantization", "lora.r", "data.max_length"]
@@ -395,8 +438,8 @@ class Recipe(Section):
     """A whole run as the user wants it, resolved: file, overrides and the machine's defaults
     already merged."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    task: Literal["sft", "pretrain"]
+    name: Annotated[str, affects("name")] = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    task: Annotated[Literal["sft", "pretrain"], affects("weights", "rows", "memory", "step_time")]
     model: ModelSection
     tokenizer: TokenizerSection = TokenizerSection()
     lora: LoraSection | None = None
@@ -407,11 +450,11 @@ class Recipe(Section):
     numerics: NumericsSection = NumericsSection()
     evaluation: EvaluationSection = EvaluationSection()
     # what may be given up where nothing else fits; it changes the result
-    allow: tuple[Concession, ...] = ()
+    allow: Annotated[tuple[Concession, ...], affects("plan")] = ()
     resume: ResumeSection = ResumeSection()
-    output_dir: str
+    output_dir: Annotated[str, affects("name")]
     # a folder that also gets training.log, and TensorBoard's events of each run
-    log_dir: str | None = None
+    log_dir: Annotated[str | None, affects("name")] = None
 
     @model_validator(mode="after")
     def best_of_held_out_rows(self) -> Recipe:
@@ -471,3 +514,100 @@ class Recipe(Section):
         given = {"bf16": "bfloat16", "fp16": "float16", "no": self.model.dtype}[precision]
         chosen = self.quantization.bnb_4bit_compute_dtype or given
         return self.quantization.model_copy(update={"bnb_4bit_compute_dtype": chosen})
+
+
+# ---- what a key affects
+# ---------------------------------------------------------------------------
+
+SECTIONS: Mapping[str, type[BaseModel]] = {
+    "model": ModelSection,
+    "tokenizer": TokenizerSection,
+    "lora": LoraSection,
+    "quantization": QuantizationSection,
+    "data": DataSection,
+    "training": TrainingSection,
+    "launch": LaunchSection,
+    "numerics": NumericsSection,
+    "evaluation": EvaluationSection,
+    "resume": ResumeSection,
+}
+
+# Keys of TrainingArguments without a field here that do not affect everything.
+EXTRAS: Mapping[str, frozenset[Effect]] = {
+    # liger: traced as transformers' own modules
+    "tf32": frozenset({"weights", "step_time", "planned"}),
+    "use_liger_kernel": frozenset({"weights", "step_time", "planned"}),
+    "liger_kernel_config": frozenset({"weights", "step_time"}),
+    "torch_compile": frozenset({"weights", "memory", "step_time", "planned"}),
+    **dict.fromkeys(
+        ("adam_beta1", "adam_beta2", "adam_epsilon", "lr_scheduler_kwargs"), frozenset({"weights"})
+    ),
+    **dict.fromkeys(
+        (
+            "dataloader_pin_memory",
+            "dataloader_prefetch_factor",
+            "dataloader_persistent_workers",
+        ),
+        frozenset({"step_time"}),
+    ),
+    **dict.fromkeys(
+        (
+            "ddp_timeout",
+            "eval_delay",
+            "eval_on_start",
+            "log_level",
+            "log_level_replica",
+            "log_on_each_node",
+            "logging_first_step",
+            "logging_strategy",
+            "run_name",
+            "save_on_each_node",
+        ),
+        frozenset({"interruptions"}),
+    ),
+}
+
+
+def keys() -> list[str]:
+    """Every key of the schema, dotted."""
+    return [
+        key
+        for name in Recipe.model_fields
+        for key in (
+            [f"{name}.{key}" for key in SECTIONS[name].model_fields] if name in SECTIONS else [name]
+        )
+    ]
+
+
+def affected_by(key: str) -> frozenset[Effect]:
+    """What a dotted key affects; a whole section: what any of its keys does."""
+    section, _, name = key.partition(".")
+    if section not in SECTIONS:
+        return marked(Recipe.model_fields[section].metadata)
+    fields = SECTIONS[section].model_fields
+    if not name:
+        return frozenset().union(*(marked(field.metadata) for field in fields.values()))
+    name = name.partition(".")[0]
+    return marked(fields[name].metadata) if name in fields else EXTRAS.get(name, EVERYTHING)
+
+
+def affecting(values: Mapping[str, Any], section: str, *effects: Effect) -> dict[str, Any]:
+    """The values of a section that affect one of these, and that the strategy does not tell."""
+    found = {key: affected_by(f"{section}.{key}") for key in values}
+    return {
+        key: value
+        for key, value in values.items()
+        if found[key] & {*effects} and "planned" not in found[key]
+    }
+
+
+def leaves(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested mapping as dotted keys and their values."""
+    result: dict[str, Any] = {}
+    for key, item in value.items():
+        result |= (
+            leaves(item, f"{prefix}{key}.")
+            if isinstance(item, Mapping)
+            else {f"{prefix}{key}": item}
+        )
+    return result

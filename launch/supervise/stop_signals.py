@@ -11,14 +11,13 @@ from types import FrameType
 from typing import ParamSpec, TypeVar
 
 from launch.base.errors import Interrupted
+from launch.base.interpreter import STOPS
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
 ECHO_S = 1.0  # timeout(1) sends a signal twice; later, the same one again is impatience
 AGAIN_S = 0.1  # between two tries to end what a stop interrupts
-# SIGUSR1: Slurm's early warning
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopSignals:

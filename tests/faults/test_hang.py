@@ -79,7 +79,7 @@ def test_slow_saves_and_evaluations_are_no_hang(tmp_path):
         },
         "evaluation": {
             "module": "training.control.stop_callback",
-            "attribute": "Obey.between_batches",
+            "attribute": "StopCallback.between_batches",
             "do": sleep,
             "times": 2,
         },

@@ -25,7 +25,7 @@ DONE = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "PREEMPTED", "NODE_FAIL")
 NO_WARNING = "--signal=B:CONT@1"
 SLOW = {  # from its fifth step on the first life would take four minutes
     "module": "training.control.stop_callback",
-    "attribute": "Obey.on_step_end",
+    "attribute": "StopCallback.on_step_end",
     "when": "'SLURM_RESTART_COUNT' not in os.environ and args[2].global_step >= 5",
     "rank": 0,
     "do": "import time; time.sleep(2)",

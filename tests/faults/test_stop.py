@@ -114,9 +114,12 @@ def test_the_same_signal_again_ends_it_at_once_and_keeps_the_old_checkpoints(tmp
 
 SECTIONS = {  # section -> what is slow there
     "load": {"module": "training.model.build", "attribute": "build"},
-    "evaluation": {"module": "training.control.stop_callback", "attribute": "Obey.between_batches"},
+    "evaluation": {
+        "module": "training.control.stop_callback",
+        "attribute": "StopCallback.between_batches",
+    },
     "save": {"module": "training.checkpoints.commit", "attribute": "commit"},
-    "export": {"module": "training.loop.export", "attribute": "_save"},
+    "export": {"module": "training.loop.export", "attribute": "save_weights"},
 }
 
 

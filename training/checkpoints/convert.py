@@ -107,10 +107,10 @@ def _zero(source: Path, described: Mapping[str, Any], shapes: Mapping[str, torch
     through files."""
     folder = source / (source / "latest").read_text(encoding="utf-8")
     files = sorted(folder.glob("*_optim_states.pt"), key=_rank_of)
-    ranks = [_unpickled(file)["optimizer_state_dict"] for file in files]
+    ranks = [read_pickle(file)["optimizer_state_dict"] for file in files]
     found: dict[str, list[torch.Tensor]] = {}
     if described["zero_stage"] == 3:
-        order = _unpickled(next(folder.glob("*zero_pp_rank_0_*_model_states.pt")))["param_shapes"]
+        order = read_pickle(next(folder.glob("*zero_pp_rank_0_*_model_states.pt")))["param_shapes"]
         for rank in ranks:
             states = rank["optimizer_state_dict"]["state"]
             for number, (sub_group, flat) in enumerate(
@@ -183,7 +183,7 @@ PLAIN |= {("torch", name) for name in ("Tensor", "float32", "float16", "bfloat16
 PLAIN |= {("torch.nn.parameter", "Parameter")}
 
 
-def _unpickled(file: Path) -> dict[str, Any]:
+def read_pickle(file: Path) -> dict[str, Any]:
     """A file of DeepSpeed's, without DeepSpeed."""
     return torch.load(file, weights_only=False, map_location="cpu", pickle_module=_PickleModule)
 

@@ -20,13 +20,13 @@ def main(tokens: Path, folder: Path, count: int) -> None:
     folder.mkdir(parents=True)
     for part in ("train", "validation"):
         if files := token_cache.token_files(tokens, part):
-            _write(files, folder / f"{part}.arrow", count)
+            write_rows(files, folder / f"{part}.arrow", count)
     shutil.copytree(tokens / "tokenizer", folder / "tokenizer")
     shutil.copyfile(tokens / token_cache.TOKENS_READY, folder / token_cache.TOKENS_READY)
     token_hashes.write(folder)
 
 
-def _write(sources: list[Path], target: Path, count: int) -> None:
+def write_rows(sources: list[Path], target: Path, count: int) -> None:
     """The row with the longest input and the one with the longest labels in turn, `count` rows in
     all."""
     longest: dict[str, tuple[int, dict[str, list[int]]]] = {}

@@ -65,8 +65,9 @@ def rebuilds_tensor(module: str, name: str) -> bool:
 # ---- in a trace
 
 
-def storage_id(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """The address of the storage, by which tensors that share it are known."""
+    return storage._cdata
 
 
 def is_view(tensor: torch.Tensor) -> bool:

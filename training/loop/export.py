@@ -44,7 +44,7 @@ def write(
             shutil.rmtree(leftover)
     nan_guard.check_export(network, trainer.state.global_step)
     aside.mkdir(parents=True)
-    held = _save(network, cut, recipe, aside, trainer.state.global_step)
+    held = save_weights(network, cut, recipe, aside, trainer.state.global_step)
     (aside / "README.md").write_text(_card(trainer, recipe, plan, held), encoding="utf-8")
     facts: dict[str, Any] = {
         "run": run_id,
@@ -74,7 +74,7 @@ def _swap(aside: Path, target: Path, old: Path, is_another_runs: bool) -> None:
         shutil.rmtree(old)
 
 
-def _save(
+def save_weights(
     model: Network, cut: PreTrainedTokenizerBase, recipe: Recipe, folder: Path, step: int
 ) -> str:
     """LoRA on a named shape is merged (its random base is stored nowhere else); on a local folder

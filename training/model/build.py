@@ -42,9 +42,9 @@ def build(
     torch.manual_seed(seed)
     model: Network
     if section.path is None:
-        model = _from_shape(section, shape, quantization, attention)
+        model = from_shape(section, shape, quantization, attention)
     else:
-        model = _from_folder(section, quantization, device or torch.device("cpu"), attention)
+        model = from_folder(section, quantization, device or torch.device("cpu"), attention)
     vocabulary = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > vocabulary:
         raise ConfigError(
@@ -53,7 +53,7 @@ def build(
             " tokens"
         )
     _set_special_tokens(model, tokenizer)
-    return _prepared(model, section, lora, lora_targets)
+    return prepare_to_train(model, section, lora, lora_targets)
 
 
 def folder_config(folder: str | Path) -> PreTrainedConfig:
@@ -80,12 +80,12 @@ def without_weights(
 ) -> Network:
     """The same model on the meta device: parameters have a shape and a type, and no values."""
     with torch.device("meta"):
-        model = _from_shape(section, shape, quantization)
+        model = from_shape(section, shape, quantization)
         transformers_private.set_attention(model, attention)
-        return _prepared(model, section, lora, lora_targets)
+        return prepare_to_train(model, section, lora, lora_targets)
 
 
-def _prepared(
+def prepare_to_train(
     model: PreTrainedModel,
     section: ModelSection,
     lora: LoraSection | None,
@@ -95,10 +95,10 @@ def _prepared(
     for name, parameter in model.named_parameters():
         if any(name == prefix or name.startswith(prefix + ".") for prefix in section.freeze):
             parameter.requires_grad_(False)
-    return _with_lora(model, lora, lora_targets) if lora else model
+    return with_lora(model, lora, lora_targets) if lora else model
 
 
-def _from_shape(
+def from_shape(
     section: ModelSection,
     shape: ModelSize,
     quantization: QuantizationSection | None = None,
@@ -117,7 +117,7 @@ def _from_shape(
     return model
 
 
-def _from_folder(
+def from_folder(
     section: ModelSection,
     quantization: QuantizationSection | None,
     device: torch.device,
@@ -160,7 +160,7 @@ def _set_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
             config.decoder_start_token_id = tokenizer.pad_token_id if start is None else start
 
 
-def _with_lora(
+def with_lora(
     model: PreTrainedModel, lora: LoraSection, targets: tuple[str, ...]
 ) -> torch.nn.Module:
     from peft import LoraConfig, TaskType, get_peft_model

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from training.compat import torch_private
 from training.compat.torch_private import TorchDispatchMode, tree_iter
 
+aten = torch.ops.aten
 BATCH = 1009  # prime: no width, vocabulary or length that is used divides by it
 # sequence number that autograd gives to nodes that accumulate into a leaf
 FINAL_NODE = (1 << 64) - 1
@@ -186,11 +187,11 @@ class Recorder(TorchDispatchMode):
             self._suspended -= 1
 
     def _id(self, tensor: torch.Tensor) -> int | None:
-        return self._ids.get(torch_private.storage_id(tensor))
+        return self._ids.get(torch_private.storage_key(tensor.untyped_storage()))
 
     def _add(self, tensor: torch.Tensor, op: str, layer: Layer | None) -> int | None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = torch_private.storage_key(storage)
         if key in self._ids:
             return None
         number = len(self.log.blocks)
@@ -237,7 +238,7 @@ class Recorder(TorchDispatchMode):
             with self:
                 return self.decompositions[func](*args, **kwargs)
         # item(), bool(): a fake tensor has no value
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is aten._local_scalar_dense.default:
             return self._answer(args[0])
         into: list[int | None] | None = None
         if (

@@ -5,66 +5,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from launch.schema.machine import GIB, Machine
 from launch.schema.plan import ModelSize
-from launch.schema.recipe import Recipe
+from launch.schema.recipe import Recipe, affected_by, leaves
 
 # keys of a config that name its origin, not the model
-UNTOLD = {"_name_or_path", "transformers_version"}
-# What an optimizer step does not feel. A key that is added to the recipe counts until it is listed
-# here: being tuned once more costs minutes, the result of other work costs a run.
-UNFELT: Mapping[str, Any] = {
-    "name": True,
-    "output_dir": True,
-    "log_dir": True,
-    "evaluation": True,
-    "resume": True,
-    "model": {"shape", "path", "path_if_there"},  # model_key has their content
-    "tokenizer": {"path", "path_if_there"},
-    # rows are cut at max_length, so trials hold for other rows as far as theirs were that long
-    "data": {
-        "train_file",
-        "validation_file",
-        "prompt_column",
-        "response_column",
-        "text_column",
-        "messages_column",
-        "ignore_columns",
-        "max_train_samples",
-        "max_validation_samples",
-        "group_by_length",  # a trial's rows are of one length
-    },
-    "training": {
-        "per_device_train_batch_size",  # their product counts: how it is cut is what tuning finds
-        "gradient_accumulation_steps",
-        "num_train_epochs",
-        "max_steps",
-        "learning_rate",
-        "warmup_steps",
-        "lr_scheduler_type",
-        "weight_decay",
-        "logging_steps",
-        "save_steps",
-        "save_total_limit",
-        "load_best_model_at_end",
-        "eval_steps",
-        "seed",
-    },
-    "launch": {
-        "machine_rank",
-        "main_process_ip",
-        "main_process_port",
-        "network_interface",
-        "join_timeout_s",
-        "max_restarts",
-        "hang_floor_s",
-        "time_limit_s",
-        "host_stop_fraction",
-    },
-}
+ORIGIN = {"_name_or_path", "transformers_version"}
 
 
 def machine_key(machine: Machine) -> str:
@@ -89,18 +37,23 @@ def machine_key(machine: Machine) -> str:
 def model_key(shape: ModelSize) -> str:
     """Config and number of parameters: the same model under another name or in another folder is
     the same."""
-    config = {key: value for key, value in shape.config.items() if key not in UNTOLD}
+    config = {key: value for key, value in shape.config.items() if key not in ORIGIN}
     return _key("model", [config, shape.parameters])
 
 
 def recipe_key(recipe: Recipe) -> str:
-    """The whole recipe less what an optimizer step does not feel; of the batch only its effective
-    size."""
-    felt = recipe.model_dump(mode="json", exclude=dict(UNFELT))
+    """What memory and seconds of an optimizer step depend on, and what planning may choose from; of
+    the batch only its effective size."""
+    values = leaves(recipe.model_dump(mode="json"))
+    deciding = {
+        key: value
+        for key, value in values.items()
+        if affected_by(key) & {"memory", "step_time", "plan"}
+    }
     training = recipe.training
     # of a process
     batch = training.per_device_train_batch_size * training.gradient_accumulation_steps
-    return _key("recipe", [felt, batch])
+    return _key("recipe", [deciding, batch])
 
 
 def _key(kind: str, facts: list[Any]) -> str:

@@ -16,11 +16,10 @@ from launch.schema.machine import GIB, Device
 from launch.schema.plan import Plan
 from launch.schema.recipe import Mode, Precision
 
-Quantity = Literal["allocated_bytes", "reserved_bytes", "outside_bytes", "host_pss_bytes", "step_s"]
+Quantity = Literal["allocated_bytes", "reserved_bytes", "host_pss_bytes", "step_s"]
 WORDS: dict[Quantity, str] = {
     "allocated_bytes": "allocated",
     "reserved_bytes": "reserved",
-    "outside_bytes": "outside the allocator",
     "host_pss_bytes": "host RAM",
     "step_s": "seconds per step",
 }
@@ -36,7 +35,6 @@ class Figures:
 
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
-    outside_bytes: int | None = None  # on the device, outside the allocator: context, NCCL
     host_pss_bytes: int | None = None
     step_s: float | None = None  # of an optimizer step
 
@@ -90,9 +88,7 @@ def compare(plan: Plan, measured: Mapping[str, int], host_budget_bytes: int) -> 
     no evaluation has happened by then. The step's rows may be shorter than the longest: that it
     took less says nothing."""
     estimate, budget = plan.estimate, plan.budget_bytes
-    # 0: an older version's plan
-    allocated = estimate.step_allocated_bytes or estimate.allocated_bytes
-    reserved = estimate.step_reserved_bytes or estimate.reserved_bytes
+    allocated, reserved = estimate.step_allocated_bytes, estimate.step_reserved_bytes
     of_step = estimate.device_bytes - estimate.reserved_bytes + reserved
     pairs = [
         ("reserved", reserved, measured["reserved_bytes"], of_step, budget),

@@ -1,5 +1,4 @@
-"""Predicted and measured figures of past runs, short trials, the results of
-tuning.
+"""Predicted and measured figures of past runs, and the results of tuning.
 
 One SQLite file that launchers write, never ranks. What goes wrong with it is said and stops no run.
 """
@@ -10,12 +9,12 @@ import fcntl
 import json
 import sqlite3
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import TypeVar, get_args
 
 from pydantic import TypeAdapter
 
@@ -48,28 +47,12 @@ SCHEMA = (
     per_device_train_batch_size INTEGER NOT NULL, gradient_accumulation_steps INTEGER NOT NULL,
     max_length INTEGER NOT NULL, mixed_precision TEXT NOT NULL,
     gradient_checkpointing INTEGER NOT NULL, versions TEXT NOT NULL, {FIGURES}){STRICT}""",
-    f"""CREATE TABLE trials ({KEYS}, strategy TEXT NOT NULL, ended TEXT NOT NULL,
-    peak_bytes INTEGER, step_s REAL){STRICT}""",
     f"""CREATE TABLE tuned ({KEYS}, strategy TEXT NOT NULL, why TEXT NOT NULL, step_s REAL NOT NULL,
     PRIMARY KEY (machine_key, model_key, recipe_key)){STRICT}""",
     f"PRAGMA application_id = {APPLICATION_ID}",
     f"PRAGMA user_version = {SCHEMA_VERSION}",
 )
 OF_KEYS = "WHERE machine_key = ? AND model_key = ? AND recipe_key = ?"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """A few real steps with one strategy."""
-
-    time: float  # unix time
-    machine_key: str
-    model_key: str
-    recipe_key: str
-    strategy: Strategy
-    ended: Literal["fits", "oom", "failed", "stopped"]
-    peak_bytes: int | None = None
-    step_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +68,8 @@ class Tuned:
     step_s: float
 
 
+TUNED = TypeAdapter(Tuned)
 Answer = TypeVar("Answer")
-Noun = TypeVar("Noun", Trial, Tuned)
 Work = Callable[[sqlite3.Connection], Answer]  # within one transaction
 
 
@@ -110,34 +93,27 @@ class Ledger:
     def record(self, measurement: Measurement) -> None:
         self._write("measurements", measurement)
 
-    def record_trial(self, trial: Trial) -> None:
-        self._write("trials", trial)
-
     def remember(self, tuned: Tuned) -> None:
         """Keep this result, instead of an earlier one of the same keys."""
         self._write("tuned", tuned)
 
     def recall(self, machine_key: str, model_key: str, recipe_key: str) -> Tuned | None:
-        found = self._read(
-            Tuned, f"SELECT * FROM tuned {OF_KEYS}", machine_key, model_key, recipe_key
-        )
-        return found[0] if found else None
-
-    def trials(self, machine_key: str, model_key: str, recipe_key: str) -> list[Trial]:
-        """Newest first."""
-        query = f"SELECT * FROM trials {OF_KEYS} ORDER BY time DESC, rowid DESC"
-        return self._read(Trial, query, machine_key, model_key, recipe_key)
+        keys = (machine_key, model_key, recipe_key)
+        row = self._use(lambda db: db.execute(f"SELECT * FROM tuned {OF_KEYS}", keys).fetchone())
+        if row is None:
+            return None
+        try:
+            return TUNED.validate_python({**row, "strategy": json.loads(row["strategy"])})
+        except ValueError as error:
+            reason = " ".join(str(error).split())[:200]
+            self.say(f"ledger: {self.path}: 1 row(s) not of this version are passed over: {reason}")
+            return None
 
     def forget(self, machine_key: str, model_key: str, recipe_key: str) -> bool:
-        """Drop the remembered result and the trials behind it; False: there were none."""
-        statements = [f"DELETE FROM {table} {OF_KEYS}" for table in ("tuned", "trials")]
+        """Drop the remembered result; False: there was none."""
         keys = (machine_key, model_key, recipe_key)
-        return (
-            self._use(
-                lambda db: sum(db.execute(one, keys).rowcount for one in statements), 0, writes=True
-            )
-            > 0
-        )
+        query = f"DELETE FROM tuned {OF_KEYS}"
+        return bool(self._use(lambda db: db.execute(query, keys).rowcount, writes=True))
 
     def residuals(
         self, quantity: Quantity, device: Device, machine_key: str | None = None
@@ -149,7 +125,7 @@ class Ledger:
             " LIMIT ?"
         )
         query, values = f"{_residuals(quantity)} AND {only}", (device, machine_key, NEWEST)
-        rows = self._use(lambda db: db.execute(query, values).fetchall(), [])
+        rows = self._use(lambda db: db.execute(query, values).fetchall()) or ()
         return [row["residual"] for row in rows]
 
     def margin(
@@ -170,8 +146,11 @@ class Ledger:
 
     def calibration_lines(self) -> list[str]:
         """What all runs so far say about the predictions, for people."""
-        rows = self._use(
-            lambda db: {q: db.execute(_residuals(q)).fetchall() for q in calibration.WORDS}, {}
+        rows = (
+            self._use(
+                lambda db: {q: db.execute(_residuals(q)).fetchall() for q in calibration.WORDS}
+            )
+            or {}
         )
         lines = []
         for quantity, device in product(calibration.WORDS, get_args(Device)):
@@ -186,7 +165,7 @@ class Ledger:
     # ---- the file
     # ---------------------------------------------------------------------------
 
-    def _write(self, table: str, noun: Measurement | Trial | Tuned) -> None:
+    def _write(self, table: str, noun: Measurement | Tuned) -> None:
         row = asdict(noun)
         for side in ("predicted", "measured"):
             row |= {f"{side}_{quantity}": value for quantity, value in row.pop(side, {}).items()}
@@ -195,49 +174,46 @@ class Ledger:
             for key, value in row.items()
         }
         statement = f"REPLACE INTO {table} ({', '.join(row)}) VALUES (:{', :'.join(row)})"
-        self._use(lambda db: db.execute(statement, row).rowcount, 0, writes=True)
+        self._use(lambda db: db.execute(statement, row).rowcount, writes=True)
 
-    def _read(self, noun: type[Noun], query: str, *keys: str) -> list[Noun]:
-        adapter, found, errors = TypeAdapter(noun), [], []
-        for row in self._use(lambda db: db.execute(query, keys).fetchall(), []):
-            try:
-                found.append(
-                    adapter.validate_python({**row, "strategy": json.loads(row["strategy"])})
-                )
-            except ValueError as error:
-                errors.append(" ".join(str(error).split())[:200])
-        if errors:
-            self.say(
-                f"ledger: {self.path}: {len(errors)} row(s) not of this version are passed over:"
-                f" {errors[0]}"
-            )
-        return found
-
-    def _use(self, work: Work[Answer], otherwise: Answer, writes: bool = False) -> Answer:
-        """The work's answer; `otherwise`, and a line that says why, where the file cannot be
-        used."""
+    def _use(self, work: Work[Answer], writes: bool = False) -> Answer | None:
+        """The work's answer; None, with a line that says why, where the file cannot be used."""
         try:
-            try:
-                inode = self.path.stat().st_ino
-            except FileNotFoundError:
-                inode = 0
-            try:
-                return self._transaction(work, otherwise, writes)
-            except (_Unfit, sqlite3.DatabaseError) as error:
-                if not _is_damage(error):
-                    raise
-                self._set_aside(inode, str(error))
-            return self._transaction(work, otherwise, writes)
+            if writes:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+            elif not self.path.exists():
+                return None
+            with self._lock(fcntl.LOCK_SH):
+                inode = self.path.stat().st_ino if self.path.exists() else 0
+                try:
+                    return self._transaction(work, writes)
+                except (_Unfit, sqlite3.DatabaseError) as error:
+                    if not _is_damage(error):
+                        raise
+                    damage = str(error)
+            self._set_aside(inode, damage)
+            with self._lock(fcntl.LOCK_SH):
+                return self._transaction(work, writes) if writes or self.path.exists() else None
         except (_Unfit, _Newer, sqlite3.Error, OSError) as error:
             lost = "nothing new is kept" if writes else "nothing is recalled"
             self.say(f"ledger: {self.path} cannot be used: {error}; {lost}, the run goes on")
-            return otherwise
+            return None
 
-    def _transaction(self, work: Work[Answer], otherwise: Answer, writes: bool) -> Answer:
-        if writes:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        elif not self.path.exists():
-            return otherwise
+    @property
+    def lock_file(self) -> Path:
+        return self.path.with_name(f".{self.path.name}.lock")
+
+    @contextmanager
+    def _lock(self, kind: int) -> Iterator[None]:
+        """Keep the file under its name while it is open, or alone while it is renamed: SQLite would
+        roll the journal of the new file back into the old one."""
+        with ExitStack() as opened:
+            with suppress(OSError):  # a folder where no file can be made: none is renamed there
+                file = opened.enter_context(self.lock_file.open("a"))
+                fcntl.flock(file, kind)
+            yield
+
+    def _transaction(self, work: Work[Answer], writes: bool) -> Answer | None:
         # rw for readers too: what a killed launcher left half-written is rolled back before anybody
         # reads it
         uri = f"{self.path.absolute().as_uri()}?mode={'rwc' if writes else 'rw'}"
@@ -247,7 +223,7 @@ class Ledger:
             db.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
             if not _is_ledger(db):
                 if not writes:
-                    return otherwise
+                    return None
                 for statement in SCHEMA:
                     db.execute(statement)
             answer = work(db)
@@ -257,17 +233,13 @@ class Ledger:
     def _set_aside(self, inode: int, why: str) -> None:
         """Rename the file that has this inode, unless another launcher did: the fresh one in its
         place must stay."""
-        try:
-            with self.path.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # whoever renames this file holds it
-                if self.path.stat().st_ino != inode:
-                    return
-                aside = self.path.with_name(
-                    f"{self.path.name}.aside-{time.strftime('%Y%m%d-%H%M%S')}-{inode}"
-                )
-                self.path.rename(aside)
-        except FileNotFoundError:  # the other launcher says it
-            return
+        with self._lock(fcntl.LOCK_EX):
+            if not self.path.exists() or self.path.stat().st_ino != inode:
+                return  # the other launcher says it
+            aside = self.path.with_name(
+                f"{self.path.name}.aside-{time.strftime('%Y%m%d-%H%M%S')}-{inode}"
+            )
+            self.path.rename(aside)
         self.say(f"ledger: {self.path}: {why}; it is kept as {aside.name}, a new one begins")
 
 

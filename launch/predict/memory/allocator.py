@@ -11,9 +11,8 @@ driver places a new segment above the older ones and refuses only when memory is
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from math import gcd
+from collections.abc import Iterable
+from dataclasses import dataclass
 from operator import attrgetter
 
 from launch.predict.memory.allocator_config import INTERVALS, MIB, TORCH_DEFAULTS, AllocatorConfig
@@ -77,30 +76,6 @@ def replay(
         elif size_bytes < 0 and block_id in live:
             allocator.free(live.pop(block_id))
     return allocator.report()
-
-
-def smallest_capacity(events: Sequence[Event], config: AllocatorConfig = TORCH_DEFAULTS) -> int:
-    """Bytes the driver must have for the log to pass, retries allowed, whatever fraction of them a
-    process may use.
-
-    By bisection: with these bytes the log passes, with one step less (2 MiB, or 1 under an odd
-    large_segment_size_mb) it does not. Best fit may let it pass with still fewer all the same, by
-    chance.
-    """
-    config = replace(config, per_process_memory_fraction=1.0)
-    # segments and pages are multiples of it
-    step_bytes = gcd(ROUND_LARGE_BYTES, config.large_segment_bytes)
-    fails, passes = 0, replay(events, config).peak_reserved_bytes // step_bytes
-    # an expandable segment has fewer addresses now
-    while replay(events, config, passes * step_bytes).out_of_memory:
-        fails, passes = passes, passes + passes // 8 + 1
-    while passes - fails > 1:
-        middle = (fails + passes) // 2
-        if replay(events, config, middle * step_bytes).out_of_memory:
-            fails = middle
-        else:
-            passes = middle
-    return passes * step_bytes
 
 
 class Block:

@@ -1,10 +1,10 @@
-"""What a device computes and moves per second at its peak: configs/rates.yaml for cards, the ISA
-for CPUs."""
+"""What a device computes and moves per second at its peak: configs/rates.yaml for cards, one
+assumption for CPUs."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -20,12 +20,9 @@ OTHER_CARDS = frozenset({"ti", "super", "xt", "xtx", "gre", "d", "ada", "nvl"})
 # anywhere in a name: fewer units at lower clocks
 OTHER_CHIPS = frozenset({"laptop", "mobile", "max"})
 
-# FLOP per clock and core: two FMA units of the widest vectors. Source: Intel 64 and IA-32
-# Architectures Optimization Reference Manual (AMX: 1024 bfloat16 operations per clock and core).
-# The first flag that a CPU has counts.
-CPU_FLOAT32 = {"avx512f": 64, "avx2": 32, "avx": 16, "sve": 32, "asimd": 16}
-CPU_BFLOAT16 = {"amx_bf16": 1024, "avx512_bf16": 128}
-CPU_LEAST = 8  # SSE2
+# FLOP per clock and core, assumed of every CPU: two FMA units of AVX2, in float32 and bfloat16
+# alike. Source: Intel 64 and IA-32 Architectures Optimization Reference Manual.
+CPU_FLOP_PER_CLOCK = 32
 CPU_HZ = 2.5e9  # assumed, of all cores under load
 # Two channels of DDR4-3200, 25.6 GB/s each (JEDEC). AdamW moved 52 GB/s in
 # benchmarks/results/offload_optimizer.md.
@@ -65,11 +62,11 @@ UNKNOWN = Rates(
 )
 
 
-def of(machine: Machine, strategy: Strategy, cpu_flags: Collection[str] = ()) -> Rates:
+def of(machine: Machine, strategy: Strategy) -> Rates:
     """The peak of the slowest device a rank of this strategy gets; of a machine's whole CPU where
     it trains there."""
     if strategy.device == "cpu":
-        return cpu(machine.cpu_count, cpu_flags)
+        return cpu(machine.cpu_count)
     return min((card(gpu) for gpu in machine.gpus[: strategy.processes_per_machine]), key=_speed)
 
 
@@ -90,20 +87,17 @@ def card(gpu: Gpu) -> Rates:
     )
 
 
-def cpu(cores: int, flags: Collection[str] = ()) -> Rates:
-    """The peak of this many cores; `flags` are those of /proc/cpuinfo, none: AVX2 is assumed."""
-    per_clock = next((CPU_FLOAT32[flag] for flag in CPU_FLOAT32 if flag in flags), CPU_LEAST)
-    if not flags:
-        per_clock = CPU_FLOAT32["avx2"]
-    half = next((CPU_BFLOAT16[flag] for flag in CPU_BFLOAT16 if flag in flags), 0) or per_clock
+def cpu(cores: int) -> Rates:
+    """The peak of this many cores of an assumed CPU."""
+    flops_per_s = CPU_FLOP_PER_CLOCK * CPU_HZ * cores
     return Rates(
         name=f"{cores} core(s)",
-        flops_per_s={"float32": per_clock * CPU_HZ * cores, "bfloat16": half * CPU_HZ * cores},
+        flops_per_s={"float32": flops_per_s, "bfloat16": flops_per_s},
         bytes_per_s=HOST_BYTES_PER_S,
         link_bytes_per_s=None,
         source=(
-            f"assumed: {per_clock} FLOP per clock and core at {CPU_HZ / 1e9} GHz, two channels of"
-            " DDR4-3200"
+            f"assumed: {CPU_FLOP_PER_CLOCK} FLOP per clock and core at {CPU_HZ / 1e9} GHz, two"
+            " channels of DDR4-3200"
         ),
         is_assumed=True,
     )

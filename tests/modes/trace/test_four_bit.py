@@ -221,12 +221,12 @@ def test_a_shape_is_quantised_where_a_folder_is_and_merges_back_to_its_own_layer
         config = {**config, "model_type": "qwen2"}
     counted = model_config.ModelSize(shape, config, 0, 0)
     torch.manual_seed(0)
-    whole = build._from_shape(section, counted)
+    whole = build.from_shape(section, counted)
     whole.save_pretrained(tmp_path / "folder")
     torch.manual_seed(0)
-    made = build._from_shape(section, counted, NF4)
+    made = build.from_shape(section, counted, NF4)
     folder = ModelSection(path=str(tmp_path / "folder"))
-    loaded = build._from_folder(folder, NF4, torch.device("cpu"))
+    loaded = build.from_folder(folder, NF4, torch.device("cpu"))
     expected = dict(made.named_parameters())
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, expected[name]), name
@@ -239,7 +239,7 @@ def test_a_shape_is_quantised_where_a_folder_is_and_merges_back_to_its_own_layer
         name for name, _ in four_bit.layers(loaded)
     ]
     with torch.device("meta"):
-        empty = dict(build._from_shape(section, counted, NF4).named_parameters())
+        empty = dict(build.from_shape(section, counted, NF4).named_parameters())
     for name, parameter in expected.items():
         found = [(one.shape, one.dtype) for one in (empty[name], *four_bit.scales(empty[name]))]
         assert found == [
@@ -250,7 +250,7 @@ def test_a_shape_is_quantised_where_a_folder_is_and_merges_back_to_its_own_layer
     targets = tuple(
         one for one in kind if any(name.endswith(f".{one}") for name, _ in made.named_modules())
     )
-    adapted = build._with_lora(made, LoraSection(r=2), targets).eval()  # of T5, wo is not quantised
+    adapted = build.with_lora(made, LoraSection(r=2), targets).eval()  # of T5, wo is not quantised
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.02)

@@ -259,7 +259,7 @@ def wish_of_depth(shape: str, key: str, layers: int, **sections: Any) -> tuple[R
     recipe, plan = wish("llama-tiny", **sections)
     config, _ = model_config.read(recipe.model.model_copy(update={"shape": shape}), root=CODE)
     config = {**config, **dict.fromkeys(trace_step.DEPTH_KEYS[config["model_type"]], layers)}
-    targets = plan_context._lora_targets(
+    targets = plan_context.select_lora_targets(
         recipe, config["model_type"], {f"x.{t}.weight": (1, 1) for t in "qkvo"}
     )
     if config["model_type"] == "llama":

@@ -178,8 +178,8 @@ PATHS: dict[str, tuple[list[str], int, str]] = {
         "model.shape: there is no '/etc/passwd'",
     ),
     "a flag twice over": (["--resume"], 2, "--resume"),
-    "a word too many": (["4", "5"], 2, "unrecognized arguments: .*5"),
-    "an unknown flag": (["--verbose"], 2, "--verbose: no flag of its own"),
+    "a word too many": (["4", "5"], 2, "run: 5 was not expected"),
+    "an unknown flag": (["--verbose"], 2, "--verbose: a key of the recipe needs a value"),
     "data that is a folder": (
         ["--data.train_file={root}/workspace"],
         4,

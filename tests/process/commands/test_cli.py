@@ -44,7 +44,7 @@ def test_a_batch_that_is_none_is_refused_in_one_line(tmp_path, batch):
     ("words", "exit_code", "expected"),
     [
         (["--training.lerning_rate=1"], 2, "did you mean learning_rate"),
-        (["--bogus"], 2, "--bogus: no flag of its own"),
+        (["--bogus"], 2, "--bogus: a key of the recipe needs a value"),
         (["--tokenizer.path=/nowhere"], 3, "tokenizer.path: there is no folder /nowhere"),
         (["--training.lr_scheduler_type=foo"], 2, "lr_scheduler_type"),
         (["4", "--training.per_device_train_batch_size=7"], 2, "both given"),

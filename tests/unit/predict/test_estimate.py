@@ -15,7 +15,7 @@ from launch.predict import estimate, model_config
 from launch.predict.history import calibration
 from launch.predict.memory.allocator import EMPTY_CACHE, FREED, CachingAllocator
 from launch.predict.memory.allocator_config import AllocatorConfig
-from launch.predict.traces import Question, Trace, _work
+from launch.predict.traces import Question, Trace, read_work
 from launch.schema.machine import GIB
 from launch.schema.plan import MemoryEstimate, Plan, Strategy
 from launch.schema.recipe import Recipe
@@ -35,7 +35,7 @@ class Recorded:
 
     def __init__(self) -> None:
         content = json.loads(RECORDED.read_text(encoding="utf-8"))
-        self._trace = Trace(tuple(content["peaks"]), _work(content["work"]), RECORDED)
+        self._trace = Trace(tuple(content["peaks"]), read_work(content["work"]), RECORDED)
 
     def fetch(self, questions: Sequence[Question]) -> None:
         pass
@@ -81,7 +81,7 @@ def test_an_evaluation_begins_with_an_empty_cache():
 
 def test_states_that_are_there_before_the_first_step_keep_no_segment_of_it():
     content = json.loads(RECORDED.read_text(encoding="utf-8"))
-    trace = Trace(tuple(content["peaks"]), _work(content["work"]), RECORDED)
+    trace = Trace(tuple(content["peaks"]), read_work(content["work"]), RECORDED)
     for makes_states, left in ((True, 2_898_264_064), (False, 1_639_972_864)):
         begun, rest = trace.run(8, 24, makes_states)
         assert rest[0] == EMPTY_CACHE

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from launch.base.workspace import Workspace
 from launch.predict.history import cache_keys, calibration, ledger
 from launch.predict.history.calibration import Figures, Measurement
-from launch.predict.history.ledger import Ledger, Trial, Tuned
+from launch.predict.history.ledger import Ledger, Tuned
 from launch.schema.machine import GIB
 from launch.schema.plan import ModelSize, Strategy
 from tests.builders import CODE, gpu, machine, plan, wish
@@ -74,19 +74,6 @@ def measurement(
         "measured": Figures(allocated_bytes=took),
     }
     return Measurement(**{**facts, **given})
-
-
-def trial(strategy: Strategy, **given: Any) -> Trial:
-    return Trial(
-        **{
-            "time": 1.0,
-            **KEYS,
-            "strategy": strategy,
-            "ended": "fits",
-            "peak_bytes": GIB,
-            **given,
-        }
-    )
 
 
 def tuned(strategy: Strategy, **given: Any) -> Tuned:
@@ -224,13 +211,6 @@ def test_a_recipe_whose_steps_differ_has_another_key(sections):
     assert cache_keys.recipe_key(wish(**sections)) != cache_keys.recipe_key(wish())
 
 
-def test_all_that_a_key_leaves_out_is_in_the_recipe():
-    known = wish().model_dump()
-    for section, names in cache_keys.UNFELT.items():
-        assert section in known
-        assert names is True or names <= set(known[section]), section
-
-
 def test_keys_are_the_same_in_every_process():
     code = (
         "from launch.predict.history import cache_keys as keys; from tests.builders import machine,"
@@ -253,14 +233,12 @@ def test_keys_are_the_same_in_every_process():
 
 def test_reading_where_nothing_is_yet_makes_no_file(book, said):
     assert book.recall(**KEYS) is None
-    assert book.trials(**KEYS) == book.residuals("allocated_bytes", "cuda") == said == []
+    assert book.residuals("allocated_bytes", "cuda") == said == []
     assert not book.path.parent.exists()
 
 
 def test_every_field_of_a_measurement_is_in_its_row(book, said):
-    figures = Figures(
-        allocated_bytes=1, reserved_bytes=2, outside_bytes=3, host_pss_bytes=1 << 40, step_s=0.5
-    )
+    figures = Figures(allocated_bytes=1, reserved_bytes=2, host_pss_bytes=1 << 40, step_s=0.5)
     kept = measurement(predicted=figures, measured=Figures(reserved_bytes=7))
     book.record(kept)
     with closing(sqlite3.connect(book.path)) as db:
@@ -277,18 +255,6 @@ def test_every_field_of_a_measurement_is_in_its_row(book, said):
     assert said == []
 
 
-def test_trials_come_back_newest_first_and_only_those_of_the_keys(book, strategy, said):
-    for at, ended in ((1.0, "fits"), (3.0, "oom"), (2.0, "stopped")):
-        book.record_trial(trial(strategy, time=at, ended=ended, peak_bytes=None))
-    for name in KEYS:
-        book.record_trial(trial(strategy, time=9.0, **{name: "another"}))
-    expected = [(3.0, "oom"), (2.0, "stopped"), (1.0, "fits")]
-    assert book.trials(**KEYS) == [
-        trial(strategy, time=at, ended=ended, peak_bytes=None) for at, ended in expected
-    ]
-    assert said == []
-
-
 def test_tuning_again_replaces_what_was_remembered(book, strategy, said):
     better = replace(strategy, per_device_train_batch_size=32)
     book.remember(tuned(strategy))
@@ -299,28 +265,21 @@ def test_tuning_again_replaces_what_was_remembered(book, strategy, said):
     assert said == []
 
 
-def test_what_is_forgotten_is_gone_with_its_trials_and_nothing_else_is(book, strategy):
+def test_what_is_forgotten_is_gone_and_nothing_else_is(book, strategy):
     book.remember(tuned(strategy))
     book.remember(tuned(strategy, model_key="another"))
-    book.record_trial(trial(strategy))
     assert book.forget(**KEYS)
     assert book.recall(**KEYS) is None
-    assert book.trials(**KEYS) == []
     assert book.recall(**{**KEYS, "model_key": "another"}) is not None
     assert not book.forget(**KEYS)
 
 
 def test_a_strategy_that_this_version_does_not_know_is_passed_over_and_said(book, strategy, said):
     book.remember(tuned(strategy))
-    book.record_trial(trial(strategy))
-    book.record_trial(trial(strategy, time=2.0))
-    change(
-        book.path,
-        "UPDATE tuned SET strategy = '{}'",
-        "UPDATE trials SET strategy = 'no JSON' WHERE time = 1.0",
-    )
+    change(book.path, "UPDATE tuned SET strategy = '{}'")
     assert book.recall(**KEYS) is None
-    assert [found.time for found in book.trials(**KEYS)] == [2.0]
+    change(book.path, "UPDATE tuned SET strategy = 'no JSON'")
+    assert book.recall(**KEYS) is None
     assert len(said) == 2
     assert all("1 row(s) not of this version are passed over" in line for line in said)
 
@@ -562,20 +521,40 @@ def is_blocked(pid: int) -> bool:
     )
 
 
-def test_a_launcher_that_comes_late_leaves_the_fresh_file_in_its_place(book, launchers, said):
+def test_a_launcher_that_comes_late_leaves_the_fresh_file_in_its_place(
+    book, launchers, said, tmp_path
+):
+    fresh = Ledger(tmp_path / "fresh.sqlite", said.append)
+    fresh.record(measurement("fresh"))
     book.path.parent.mkdir(parents=True)
     garbage(book.path)
-    with book.path.open("rb") as damaged:
-        fcntl.flock(damaged, fcntl.LOCK_EX)  # as one that is about to rename it
+    with book.lock_file.open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)  # as a launcher that has the damaged file open
         launchers[0].begin(book.path, ["late"])
+        deadline = time.monotonic() + 30
+        while not is_blocked(launchers[0].child.pid):  # it has seen the damage
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        fresh.path.replace(book.path)
+    assert launchers[0].end() == ([], [2])
+    assert asides(book.path) == said == []
+
+
+def test_a_damaged_file_is_not_set_aside_while_another_has_it_open(book, launchers):
+    """That one would take the journal of the fresh file for its own, and remove it."""
+    book.path.parent.mkdir(parents=True)
+    garbage(book.path)
+    with book.lock_file.open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        launchers[0].begin(book.path, ["waits"])
         deadline = time.monotonic() + 30
         while not is_blocked(launchers[0].child.pid):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        book.path.rename(book.path.with_name("elsewhere"))
-        book.record(measurement("fresh"))
-    assert launchers[0].end() == ([], [2])
-    assert asides(book.path) == said == []
+        assert asides(book.path) == []
+    (line,), _ = launchers[0].end()
+    assert len(asides(book.path)) == 1
+    assert "it is kept as" in line
 
 
 def test_a_reader_of_a_file_whose_tables_another_is_about_to_make_finds_nothing(book, said):
@@ -679,11 +658,11 @@ def test_an_empty_file_is_a_new_ledger(book, said):
             [
                 "PRAGMA writable_schema = ON",
                 (
-                    "UPDATE sqlite_master SET sql = 'CREATE TABLE trials (time REAL) STRICT STRICT'"
-                    " WHERE name = 'trials'"
+                    "UPDATE sqlite_master SET sql = 'CREATE TABLE tuned (time REAL) STRICT STRICT'"
+                    " WHERE name = 'tuned'"
                 ),
             ],
-            'malformed database schema (trials) - near "STRICT"',
+            'malformed database schema (tuned) - near "STRICT"',
         ),
     ],
 )

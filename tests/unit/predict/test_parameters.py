@@ -548,8 +548,8 @@ def test_4_bit_weights_are_those_of_the_real_bitsandbytes(name, dtype, compute, 
     )
     kind = config["model_type"]
     shapes = predict_parameters.parameters_by_name(config)
-    made = build._prepared(
-        build._from_shape(
+    made = build.prepare_to_train(
+        build.from_shape(
             ModelSection(shape="any", dtype=dtype), ModelSize("any", config, 0, 0), section
         ),
         ModelSection(shape="any"),

@@ -231,7 +231,7 @@ def test_between_machines_the_network_decides():
 
 
 def test_ranks_on_one_cpu_share_its_cores_and_its_memory():
-    cpu = rates.cpu(8, {"avx2"})
+    cpu = rates.cpu(8)
     alone = seconds(way(4, 4, device="cpu", mode="cpu"), on=cpu)
     both = seconds(way(4, 2, ranks=2, device="cpu", mode="multi_cpu", backend="gloo"), on=cpu)
     assert alone.samples == both.samples
@@ -239,14 +239,9 @@ def test_ranks_on_one_cpu_share_its_cores_and_its_memory():
     assert both.step_s > alone.step_s
 
 
-def test_cores_and_their_vectors_count():
-    two, eight = rates.cpu(2, {"avx2"}), rates.cpu(8, {"avx2"})
+def test_cores_count():
+    two, eight = rates.cpu(2), rates.cpu(8)
     assert eight.flops_per_s["float32"] == 4 * two.flops_per_s["float32"]
-    assert (
-        rates.cpu(2, {"avx2", "avx512f"}).flops_per_s["float32"] == 2 * two.flops_per_s["float32"]
-    )
-    assert rates.cpu(2).flops_per_s == two.flops_per_s
-    assert rates.cpu(2, {"sse2"}).flops_per_s["float32"] < two.flops_per_s["float32"]
 
 
 def test_the_parts_add_up_and_say_where_they_are_from():

@@ -231,18 +231,26 @@ def test_a_plain_list_without_gfx_names_is_parsed(tmp_path):
     assert (gpu.total_bytes, gpu.free_bytes) == (8176 << 20, 7974 << 20)
 
 
-def test_warnings_of_amd_smi_are_skipped_and_its_serial_is_the_uuid():
+def amd_smi_that_prints(folder: Path, static: str, metric: str) -> dict[str, str]:
+    (folder / "static.txt").write_text(static)
+    (folder / "metric.txt").write_text(metric)
+    return rocm_smi_program(folder, f"cat '{folder}'/\"$1\".txt", "amd-smi")
+
+
+def test_warnings_of_amd_smi_are_skipped_and_its_serial_is_the_uuid(tmp_path):
     static = (DATA / "amd-smi-static-rx7800xt.txt").read_text()
-    ((uuid, gpu),) = gpus.parse_amd_smi(static, '[{"gpu": 0, "mem_usage": "N/A"}]')
+    env = amd_smi_that_prints(tmp_path, static, '[{"gpu": 0, "mem_usage": "N/A"}]')
+    ((uuid, gpu),), _ = gpus.amd_smi(env)
     assert (uuid, gpu.architecture, gpu.total_bytes) == ("GPU-4162405e51bb99b0", "gfx1101", 0)
 
 
 @pytest.mark.parametrize(
     "text", ["", "no GPUs", "{}", '{"gpu_data": 3}', '[{"asic": {}}]', "[1]", "[{"]
 )
-def test_what_amd_smi_does_not_print_is_an_error(text):
-    with pytest.raises(ValueError, match=r"Expecting|expected"):
-        gpus.parse_amd_smi(text, "[]")
+def test_what_amd_smi_does_not_print_is_a_reason(tmp_path, text):
+    listed, reason = gpus.amd_smi(amd_smi_that_prints(tmp_path, text, "[]"))
+    assert listed == []
+    assert "Expecting" in reason or "expected" in reason
 
 
 def test_an_amd_smi_that_fails_is_a_reason(tmp_path):

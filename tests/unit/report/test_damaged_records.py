@@ -11,7 +11,7 @@ import pytest
 
 from launch.base import files
 from launch.base.errors import CheckpointError
-from launch.commands.run import _attempt_row
+from launch.commands.run import attempt_row
 from launch.run_folder import steps
 from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.result import HeldOut
@@ -88,7 +88,7 @@ def test_a_value_of_another_type_is_damage(attempt):
 
 
 def test_the_row_of_an_attempt_is_made_of_what_can_be_read(attempt):
-    complete = _attempt_row(attempt, pytest.fail)
+    complete = attempt_row(attempt, pytest.fail)
     assert complete[1] == "somebody killed it (SIGKILL)"
     for file, every in (
         (attempt.supervisor_file, 13),
@@ -97,12 +97,12 @@ def test_the_row_of_an_attempt_is_made_of_what_can_be_read(attempt):
     ):
         for _ in flips(file, every):
             said: list[str] = []
-            ran, ending = _attempt_row(attempt, said.append)
+            ran, ending = attempt_row(attempt, said.append)
             assert (ran == "not readable") + (ending == "not readable") == len(said)
             assert all(
                 str(attempt.root) in line and "missing from the report" in line for line in said
             )
-    assert _attempt_row(attempt, pytest.fail) == complete
+    assert attempt_row(attempt, pytest.fail) == complete
 
 
 def test_only_the_last_attempts_outcome_says_whether_a_run_is_complete(attempt):

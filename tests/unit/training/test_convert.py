@@ -31,7 +31,7 @@ def test_an_object_in_a_pickle_gives_its_attributes_and_no_code_of_it_runs(tmp_p
     parameter = torch.nn.Parameter(torch.arange(6.0))
     content = {"flat": parameter, "step": 3, "at": Held(7), "scaler": Payload(marker)}
     torch.save(content, file, _use_new_zipfile_serialization=zipped)
-    found = convert._unpickled(file)
+    found = convert.read_pickle(file)
     assert torch.equal(found["flat"], parameter)
     assert (found["step"], found["at"].start) == (3, 7)
     assert not marker.exists()

@@ -203,7 +203,7 @@ def test_tokenising_packs_and_counts_before_and_after(tmp_path):
         row = rows[1]
         assert row.lengths is not None
         assert (row.number, row.lengths.sum()) == (1, len(row.input_ids))
-    trial_rows._write([tmp_path / "sft"], tmp_path / "longest", 8)  # for trials
+    trial_rows.write_rows([tmp_path / "sft"], tmp_path / "longest", 8)  # for trials
     for row in batches.TokenRows(tmp_path / "longest"):
         assert row.lengths is not None
         assert row.lengths.sum() == len(row.input_ids) >= paths["sft"][1].longest_input - 1

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ NAMES = [
     ),
     ("rebuilds_tensor", "torch._utils:_rebuild_tensor_v2", None),
     ("rebuilds_tensor", "torch._tensor:_rebuild_from_type_v2", None),
-    ("storage_id", "torch:UntypedStorage._cdata", None),
+    ("storage_key", "torch:UntypedStorage._cdata", None),
     ("is_view", "torch:Tensor._is_view", None),
     ("schema", "torch:ops.aten.add.Tensor._schema", None),
     ("packet", "torch:ops.aten.add.Tensor._overloadpacket", None),
@@ -189,18 +190,18 @@ def test_activation_checkpointing_is_asked_for_under_the_name_that_transformers_
 
 def private_uses(source: Path) -> list[str]:
     """file:line of each private attribute that is not the object's own."""
-    uses = []
+    private, uses = re.compile("_[^_]"), []
     for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Attribute):
             owner = node.value.id if isinstance(node.value, ast.Name) else ""
-            is_private = node.attr.startswith("_") and not node.attr.startswith("__")
+            is_private = private.match(node.attr) is not None
             # operators of ATen, os._exit and namedtuples' methods are documented
             is_documented = owner in ("self", "aten", "os") or node.attr in ("_fields", "_replace")
             if is_private and not is_documented:
                 uses.append(f"{source.name}:{node.lineno} {node.attr}")
         elif isinstance(node, ast.ImportFrom) and node.module:
             parts = [*node.module.split("."), *(alias.name for alias in node.names)]
-            uses += [f"{source.name}:{node.lineno} {part}" for part in parts if part[0] == "_" != part[1]]
+            uses += [f"{source.name}:{node.lineno} {part}" for part in parts if private.match(part)]
     return uses
 
 
