@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 TAG = re.compile(r"lowmem-([0-9a-f]+)-\d+-[01]$")  # the process that made the namespace
-STOP_S = 5.0  # for processes in a namespace to be gone after SIGKILL
+STOP_S = 60.0  # for processes in a namespace to be gone after SIGKILL
 _numbers = itertools.count()
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from launch.base import locks
 from launch.base.errors import LockHeld
+from tests import cost
 
 HOLD = """
 import os, sys, time
@@ -45,12 +46,14 @@ def holder(path: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
 
 def test_a_second_start_is_refused_at_once_with_process_host_and_time(tmp_path):
     with holder(tmp_path / "lock") as child:
-        began = time.monotonic()
-        with pytest.raises(
-            LockHeld, match=rf"the run is in use by process {child.pid} on \S+ since \d{{4}}-"
-        ):
-            locks.lock(tmp_path / "lock", "the run").__enter__()
-        assert time.monotonic() - began < 2
+
+        def start() -> None:
+            with pytest.raises(
+                LockHeld, match=rf"the run is in use by process {child.pid} on \S+ since \d{{4}}-"
+            ):
+                locks.lock(tmp_path / "lock", "the run").__enter__()
+
+        assert cost.count_calls(start, of=time.sleep) == 0
     with locks.lock(tmp_path / "lock", "the run"):
         assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
     assert (tmp_path / "lock").read_text() == ""

@@ -157,7 +157,7 @@ def test_a_killed_start_goes_on_from_the_units_that_were_finished(tmp_path, cut)
     assert len(children) == 2
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    psutil.wait_procs(children, timeout=30)
+    psutil.wait_procs(children, timeout=60)
     assert not any(child.is_running() for child in children), "children outlived their parent"
     there = {path: path.stat().st_mtime_ns for path in killed.folder.glob("train-*.arrow")}
     assert 4 <= len(there) < len(killed.units)

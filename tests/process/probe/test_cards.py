@@ -68,7 +68,7 @@ def found(tmp_path: Path, **extra: str) -> tuple[list[int], str, str, str]:
 
 
 def plan(tmp_path: Path, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    rows = f"--data.train_file={tmp_path / 'house' / 'rows.jsonl'}"
+    rows = f"--data.train_file={tmp_path}/workspace/rows.jsonl"
     argv = [
         sys.executable,
         "-m",

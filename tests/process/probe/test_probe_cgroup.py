@@ -3,7 +3,6 @@ vendor libraries."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -136,20 +135,18 @@ print(*probe.cpus(env={}))
     assert run_python(code) == "1 sched_getaffinity"
 
 
-def test_importing_probe_is_quick_and_brings_none_of_the_big_libraries():
+def test_importing_probe_imports_few_modules_and_none_of_the_big_libraries():
     code = """
-import sys, time
-start = time.process_time()
-import launch.probe
-print(time.process_time() - start)
+import sys
+before = set(sys.modules)
+import launch.probe.machine
+imported = set(sys.modules) - before
 heavy = {"torch", "numpy", "pydantic", "yaml", "pynvml", "psutil"}
-print(*{name.partition(".")[0] for name in sys.modules} & heavy)
+print(len(imported), *{name.partition(".")[0] for name in imported} & heavy)
 """
-    seconds, *brought = min(
-        (run_python(code).splitlines() for _ in range(5)), key=lambda lines: float(lines[0])
-    )
-    assert float(seconds) < (0.020 if "CI" not in os.environ else 0.060)  # shared runners are slow
-    assert brought == []
+    number, *heavy = run_python(code).split()
+    assert int(number) < 100
+    assert heavy == []
 
 
 # ---- fake vendor libraries

@@ -446,7 +446,7 @@ class Launcher:
 
     def close(self) -> None:
         self.child.stdin.close()
-        assert self.child.wait(timeout=30) == 0
+        assert self.child.wait(timeout=60) == 0
         self.child.stdout.close()
 
 
@@ -508,7 +508,7 @@ def killed_within_a_write(path: Path) -> None:
     )
     assert child.stdout.readline() == b"half\n"
     child.kill()
-    child.communicate(timeout=30)
+    child.communicate(timeout=60)
     assert path.stat().st_size > size
     assert path.with_name(f"{path.name}-journal").exists()
 
@@ -531,7 +531,7 @@ def test_a_launcher_that_comes_late_leaves_the_fresh_file_in_its_place(
     with book.lock_file.open("a") as other:
         fcntl.flock(other, fcntl.LOCK_SH)  # as a launcher that has the damaged file open
         launchers[0].begin(book.path, ["late"])
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not is_blocked(launchers[0].child.pid):  # it has seen the damage
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -547,7 +547,7 @@ def test_a_damaged_file_is_not_set_aside_while_another_has_it_open(book, launche
     with book.lock_file.open("a") as other:
         fcntl.flock(other, fcntl.LOCK_SH)
         launchers[0].begin(book.path, ["waits"])
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not is_blocked(launchers[0].child.pid):
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -172,10 +172,10 @@ def test_a_rocm_smi_that_prints_garbage_is_a_reason_and_no_exception(tmp_path, s
 
 
 def test_a_rocm_smi_that_hangs_is_killed_and_is_a_reason(tmp_path):
-    env = rocm_smi_program(tmp_path, f"echo $$ > '{tmp_path}/pid'; exec sleep 60")
+    env = rocm_smi_program(tmp_path, f"echo $$ > '{tmp_path}/pid'; exec sleep 600")
     start = time.monotonic()
     pairs, reason = gpus.rocm_smi(env, timeout_s=0.5)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60
     assert (pairs, reason) == ([], f"{tmp_path}/rocm-smi did not answer within 0.5 s")
     with pytest.raises(ProcessLookupError, match="No such process"):
         os.kill(int((tmp_path / "pid").read_text()), 0)

@@ -1,4 +1,5 @@
-"""Rules for the tests themselves: they read public names only, and inject faults that exist."""
+"""Rules for the tests themselves: they read public names only, inject faults that exist, and
+have no time limits that a busy machine breaks."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 PRODUCT = ("launch", "training")
+CLOCKS = ("monotonic", "perf_counter", "process_time", "time")
+MIN_LIMIT_S = 60  # a shorter limit fails on a busy machine
 
 
 def sources(*folders: str) -> list[Path]:
@@ -86,3 +89,31 @@ def test_every_fault_names_a_function_that_is_defined(module, attribute):
     for name in attribute.split("."):
         (definition,) = (node for node in scope if name in names_of(node))
         scope = definition.body if isinstance(definition, ast.ClassDef) else []
+
+
+def short_limits(tree: ast.Module) -> Iterator[ast.AST]:
+    """Assertions that little time has passed (`assert clock() - began < 2`), short `timeout=`s."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Compare(
+                left=ast.BinOp(left=ast.Call(func=ast.Attribute(attr=clock)), op=ast.Sub()),
+                ops=[ast.Lt() | ast.LtE()],
+                comparators=[limit],
+            ) if clock in CLOCKS:
+                if not (isinstance(limit, ast.Constant) and limit.value >= MIN_LIMIT_S):
+                    yield node
+            case ast.keyword(arg="timeout", value=ast.Constant(value=limit_s)):
+                if limit_s < MIN_LIMIT_S:
+                    yield node
+
+
+def test_no_fast_test_depends_on_the_speed_of_the_machine():
+    problems = {}
+    for source in sources("tests/unit", "tests/process"):
+        tree = ast.parse(source.read_text(encoding="utf-8"))
+        lines = [f"{node.lineno}: {ast.unparse(node)}" for node in short_limits(tree)]
+        if lines:
+            problems[path_name(source)] = lines
+    assert problems == {"tests/process/supervise/test_hosts.py": ["64: timeout=0.5"]}, (
+        "a connection that cannot be made may be given up early"
+    )

@@ -3,7 +3,7 @@ reads as YAML 1.2."""
 
 from __future__ import annotations
 
-import time
+import re
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 from launch.base.errors import ConfigError
 from launch.recipe import strict_yaml
+from tests import cost
+
+MOST_CALLS = 10_000  # most take about 800; the YAML parser in Python takes ten times as many
 
 pytestmark = pytest.mark.unit
 
@@ -152,25 +155,31 @@ BAD_YAML = {  # name -> (document, what the message must name)
 def test_bad_yaml_is_refused_at_once_in_one_line_that_names_key_or_line(name, write):
     document, expected = BAD_YAML[name]
     file = write(document)
-    times = []
-    for _ in range(3):  # the machine may be busy: the fastest counts
-        start = time.perf_counter()
-        with pytest.raises(ConfigError, match=expected) as caught:
+    errors: list[ConfigError] = []
+
+    def read() -> None:
+        try:
             strict_yaml.read_yaml(file)
-        times.append(time.perf_counter() - start)
-    message = str(caught.value)
+        except ConfigError as error:
+            errors.append(error)
+
+    calls = cost.count_calls(read)
+    message = str(errors[0])
+    assert re.search(expected, message)
     assert message.isprintable(), "one line, without characters that hide"
     assert len(message) < 1500
     assert str(file) in message
-    assert min(times) < 0.05
+    assert calls < MOST_CALLS
 
 
-def test_a_large_document_is_refused_within_two_seconds(write):
+def test_of_a_large_document_only_so_many_values_are_read(write):
     file = write(GOOD + "".join(f"key{i}: 1\n" for i in range(70_000)))
-    start = time.perf_counter()
-    with pytest.raises(ConfigError, match=r"key\d+: found more than 1000 values"):
-        strict_yaml.read_yaml(file)
-    assert time.perf_counter() - start < 2
+
+    def read() -> None:
+        with pytest.raises(ConfigError, match=r"key\d+: found more than 1000 values"):
+            strict_yaml.read_yaml(file)
+
+    assert cost.count_calls(read) < 100_000
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from launch.run_folder.layout import AttemptDir
 from launch.supervise import heartbeats, host_guard
 from launch.supervise.heartbeats import Beat
-from training.control.heartbeat import Heartbeat, p99
+from training.control.heartbeat import WRITE_INTERVAL_S, Heartbeat, p99
 
 
 def beat(section: str = "step", p99_s: float = 0.1) -> Beat:
@@ -48,14 +48,18 @@ def test_a_rank_writes_what_the_supervisor_reads(tmp_path):
     file = tmp_path / "3" / "heartbeat.json"
     file.parent.mkdir()
     assert heartbeats.read(file) is None
-    writing = Heartbeat(file)
-    writing.beat("load")
-    writing.beat("step", 12, 40)
-    writing.beat("step", 13, 40)  # within half a second: not written
+    took_s, began_s = WRITE_INTERVAL_S, time.monotonic()
+    while took_s >= WRITE_INTERVAL_S:  # the machine may be busy
+        writing = Heartbeat(file)
+        writing.beat("load")
+        writing.beat("step", 12, 40)
+        step_s = time.monotonic()
+        writing.beat("step", 13, 40)  # within half a second: not written
+        took_s = time.monotonic() - step_s
     found = heartbeats.read(file)
     assert found is not None
     assert (found.rank, found.section, found.step, found.max_steps) == (3, "step", 12, 40)
-    assert time.monotonic() - found.monotonic_s < 5
+    assert began_s <= found.monotonic_s <= time.monotonic()
     with writing:
         pass
     found = heartbeats.read(file)

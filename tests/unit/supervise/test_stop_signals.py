@@ -40,10 +40,8 @@ def test_a_stop_that_python_swallows_comes_again():
 
     with stop_signals.signals() as heard:
         heard.collect()
-        began = time.monotonic()
         with pytest.raises(Interrupted):
             heard.interrupting(work)()
-        assert time.monotonic() - began < 30
 
 
 def test_what_is_closed_because_of_a_stop_is_closed_in_peace():
