@@ -46,7 +46,6 @@ OWNED = {  # TrainingArguments' fields that the launcher sets -> what to use ins
         "lengths are counted when the rows are tokenised; use data.group_by_length"
     ),
     "dataloader_drop_last": "every sample counts, also the last few",
-    "activation_checkpointing": "use gradient_checkpointing",
     "warmup_ratio": "use warmup_steps; below 1 it is a share of all steps",
     "push_to_hub": _PUBLISH,
     "report_to": "figures are in events.jsonl and report.html of the run folder",
@@ -59,6 +58,11 @@ OWNED = {  # TrainingArguments' fields that the launcher sets -> what to use ins
     "do_train": "use task",
     "do_eval": "use data.validation_file",
     "do_predict": "use evaluation.exact_match_rows",
+}
+# transformers 5.23 renamed these fields, and version 6 drops the old names: old -> new
+RENAMED = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
 }
 _TYPES = {
     "bool": "true or false",
@@ -89,6 +93,9 @@ def installed() -> Mapping[str, frozenset[str]]:
     for node in (node for one in classes if one.name == "TrainingArguments" for node in one.body):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             fields[node.target.id] = frozenset(_alternatives(node.annotation))
+    for old, new in RENAMED.items():  # an older transformers knows the old names alone
+        if old in fields:
+            fields.setdefault(new, fields[old])
     return fields
 
 

@@ -239,7 +239,7 @@ class TrainingSection(BaseModel):
     optim: Annotated[str, AFFECTS_STEP] = "adamw_torch_fused"
     bf16: Annotated[bool, affects("weights", "memory", "step_time", "planned")] = False
     fp16: Annotated[bool, affects("weights", "memory", "step_time", "planned")] = False
-    gradient_checkpointing: Annotated[bool, affects("memory", "step_time", "planned")] = False
+    activation_checkpointing: Annotated[bool, affects("memory", "step_time", "planned")] = False
     # of the positions, for the loss; None: planned
     num_output_chunks: Annotated[int | None, affects("memory", "step_time", "planned")] = Field(
         default=None, ge=1, le=1024

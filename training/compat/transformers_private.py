@@ -116,12 +116,13 @@ def load_weights(trainer: Trainer, folder: str) -> None:
     Trainer._load_from_checkpoint(trainer, folder, trainer.model)
 
 
-def activation_checkpointing(is_on: bool) -> dict[str, bool]:
-    """The argument of TrainingArguments: transformers 5.23 renamed it, and warns about the old
-    name."""
+def by_installed_names(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of TrainingArguments: before 5.23 transformers said gradient_checkpointing."""
     names = {field.name for field in fields(TrainingArguments)}
-    new, old = "activation_checkpointing", "gradient_checkpointing"
-    return {new if new in names else old: is_on}
+    return {
+        name if name in names else name.replace("activation_", "gradient_", 1): value
+        for name, value in arguments.items()
+    }
 
 
 def hold_to_one_gpu(args: TrainingArguments) -> None:

@@ -37,7 +37,12 @@ def of(
         optim=training.optim,
         bf16=strategy.mixed_precision == "bf16",
         fp16=strategy.mixed_precision == "fp16",
-        **transformers_private.activation_checkpointing(strategy.gradient_checkpointing),
+        **transformers_private.by_installed_names(
+            {
+                "activation_checkpointing": strategy.activation_checkpointing,
+                **_extras(training, strategy),
+            }
+        ),
         logging_steps=training.logging_steps,
         logging_nan_inf_filter=False,  # a NaN is shown as a NaN
         save_strategy="steps",
@@ -54,7 +59,6 @@ def of(
         disable_tqdm=True,
         remove_unused_columns=False,
         tf32=None if strategy.tf32 else False,  # not turned on beside torch.compile by itself
-        **_extras(training, strategy),
     )
     if strategy.device == "cuda":
         transformers_private.hold_to_one_gpu(args)

@@ -239,7 +239,7 @@ def test_every_row_is_on_the_screen_of_the_plan():
     recipe = wish(
         training={
             **HALF,
-            "gradient_checkpointing": True,
+            "activation_checkpointing": True,
             "num_output_chunks": 4,
             "optim": "adamw_bnb_8bit",
         }

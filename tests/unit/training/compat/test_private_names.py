@@ -7,6 +7,7 @@ import ast
 import importlib
 import inspect
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -183,9 +184,26 @@ def test_a_schedules_state_has_the_lists_that_are_carried_over():
 def test_activation_checkpointing_is_asked_for_under_the_name_that_transformers_knows(tmp_path):
     from transformers import TrainingArguments
 
-    argument = transformers_private.activation_checkpointing(True)
-    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **argument)
-    assert [getattr(args, name) for name in argument] == [True]
+    every = {"every_n_layers": 2}
+    arguments = transformers_private.by_installed_names(
+        {"activation_checkpointing": True, "activation_checkpointing_kwargs": every}
+    )
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **arguments)
+    assert [getattr(args, name) for name in arguments] == [True, every]
+
+
+def test_an_older_transformers_is_asked_by_its_own_name(monkeypatch):
+    @dataclass
+    class Older:
+        gradient_checkpointing: bool = False
+        seed: int = 0
+
+    monkeypatch.setattr(transformers_private, "TrainingArguments", Older)
+    arguments = {"activation_checkpointing": True, "seed": 1}
+    assert transformers_private.by_installed_names(arguments) == {
+        "gradient_checkpointing": True,
+        "seed": 1,
+    }
 
 
 def private_uses(source: Path) -> list[str]:
