@@ -32,7 +32,7 @@ from launch.predict.oom_history import OomHistory
 from launch.probe import network
 from launch.recipe.guides import gpt2_variables
 from launch.render import command, write
-from launch.report import html, text
+from launch.report import first_screen, html, text
 from launch.run_folder import disk_space, layout, resume, steps
 from launch.run_folder.layout import AttemptDir
 from launch.schema.plan import Command
@@ -49,8 +49,9 @@ Decide = Callable[[bool, OomHistory], Resolved]
 
 def add_parser(subparsers: Any) -> ArgumentParser:
     parser = recipe_arguments.add_parser(
-        subparsers, "run", "train", "[BATCH] [--dry-run] [--resume auto|never|PATH]"
+        subparsers, "run", "train", "[BATCH] [--dry-run] [--explain] [--resume auto|never|PATH]"
     )
+    recipe_arguments.add_explain(parser)
     parser.add_argument("--dry-run", action="store_true", help="everything but the last call")
     parser.add_argument(
         "--from-environment",
@@ -67,7 +68,7 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
     variables = gpt2_variables.translate(os.environ) if arguments.from_environment else []
     for override in variables:
         print(shown(f"{override.typed}: {override.removeprefix('--')}"))
-    typed = recipe_arguments.read("run", others, arguments.switches, variables)
+    typed = recipe_arguments.read(arguments, others, variables)
     compile_caches.settle()
     if typed.is_auto and not arguments.dry_run:
         tune.tune_recipe(typed, again=False)
@@ -82,10 +83,10 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
         )
         return replace(resolved, plan=network.located(resolved.plan))
 
-    return run(decide, arguments.resume, arguments.dry_run)
+    return run(decide, arguments.resume, arguments.dry_run, arguments.explain)
 
 
-def run(decide: Decide, wish: str, dry_run: bool) -> int:
+def run(decide: Decide, wish: str, dry_run: bool, explain: bool = False) -> int:
     """Train, and say how it ended; the exit code."""
     began = time.monotonic()
     with stop_signals.signals() as heard, ExitStack() as held:
@@ -126,9 +127,8 @@ def run(decide: Decide, wish: str, dry_run: bool) -> int:
             if oom_history.ran_out and not start.run.evidence_file.exists():
                 oom_record.write(start.run, oom_history.ran_out)
         screen = Screen(*layout.log_files(workspace.root, start.run, recipe))
-        for line in text.plan_lines(recipe, resolved.machine, resolved.plan):
-            screen.say(line)
-        screen.say(start.line)
+        log_file = layout.log_file(workspace.root, start.run)
+        _show_plan(screen, resolved, start, log_file, explain)
         for line in (
             layout.kept_aside(Path(recipe.output_dir), start.run.run_id) if is_first else ()
         ):
@@ -143,7 +143,6 @@ def run(decide: Decide, wish: str, dry_run: bool) -> int:
             screen.say("dry run: this line trains")
             screen.say(str(_command(resolved, start.run, attempt)))
             return 0
-        screen.say(f"log: {layout.log_file(workspace.root, start.run)}")
         end_s = _end_s(recipe.launch.time_limit_s, began, os.environ)
         resolved, result = _attempts(
             resolved, heard.interrupting(decide), oom_history, start.run, held, screen, heard, end_s
@@ -162,6 +161,30 @@ def run(decide: Decide, wish: str, dry_run: bool) -> int:
         page = html.html(recipe, resolved.machine, plan, result, events, ended, held_out)
         files.write_atomic(run.report_file, page)
     return result.exit_code
+
+
+def _show_plan(
+    screen: Screen, resolved: Resolved, start: resume.Start, log_file: Path, explain: bool
+) -> None:
+    """The plan on the screen in short, or all of it, as in the log."""
+    recipe, machine, plan = resolved.recipe, resolved.machine, resolved.plan
+    whole = [*text.plan_lines(recipe, machine, plan), start.line, f"log: {log_file}"]
+    if explain:
+        for line in whole:
+            screen.say(line)
+        return
+    for line in whole:
+        screen.note(line)
+    below = [("run", start.line), *([] if start.complete else [("log", _near(log_file))])]
+    finished_steps = 0 if start.complete else start.run.last_step()
+    for line in first_screen.lines(recipe, machine, plan, datetime.now(), finished_steps, below):
+        screen.say(line, log=False)
+
+
+def _near(path: Path) -> str:
+    """The path as a command in this folder takes it."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _end_s(time_limit_s: float | None, began: float, environ: Mapping[str, str]) -> float | None:
