@@ -9,13 +9,15 @@ import pytest
 
 from launch.base.errors import ConfigError, NetworkError
 from launch.probe import network
-from tests.builders import plan, wish
+from tests.builders import plan, recipe_of
 
 
 def located(ip: str, machine_rank: int = 0, **launch: object):
     return network.located(
         plan(
-            wish(launch={"nodes": 2, "main_process_ip": ip, "machine_rank": machine_rank, **launch})
+            recipe_of(
+                launch={"nodes": 2, "main_process_ip": ip, "machine_rank": machine_rank, **launch}
+            )
         )
     )
 
