@@ -29,7 +29,7 @@ from training.control.stop_word import Control, Halted
 if TYPE_CHECKING:
     from training.data.tokenise import Job
 
-STAGING = ".parts"  # the end of the name of a folder that is not finished
+STAGING = ".parts"  # ends the name of an unfinished folder
 TOKENIZER_CHARACTERS = 64 << 20  # of a streamed corpus, from its beginning
 ABANDONED_S = 7 * 86400.0
 FIRST_LINE_S, LONGEST_PAUSE_S = 1.0, 30.0  # between lines on tokenised rows
@@ -43,11 +43,10 @@ def ensure(
     goes_on: Callable[[], None] = lambda: None,
     processes: int = 1,
 ) -> Path:
-    """The folder with the tokenised rows, tokenizer/ and counts.json; made once, under a lock, and
-    once more where its hashes say that it is damaged.
+    """Return the folder with the tokenised rows, tokenizer/ and counts.json.
 
-    `goes_on` is called every thousand rows. What a start has tokenised that was killed is not
-    tokenised again."""
+    The folder is made once, under a lock, and again if its hashes show damage. `goes_on` is called
+    every thousand rows. Rows that a killed start has tokenised are not tokenised again."""
     identity = token_cache.token_identity(cache, recipe, plan.shape, plan.data_format)
     folder = token_cache.token_folder(cache, identity)
     if folder.exists() and not token_hashes.fault(folder, goes_on):
@@ -74,12 +73,13 @@ def ensure(
 
 
 def _clear_abandoned(folder: Path) -> None:
-    """Remove what was begun and not finished for long: of data that has changed since, say."""
+    """Remove folders that were left unfinished long ago, for example because the data has
+    changed."""
     for staging in folder.glob(f".*{STAGING}"):
         if time.time() - staging.stat().st_mtime < ABANDONED_S:
             continue
         name = staging.name.removeprefix(".").removesuffix(STAGING)
-        # where somebody is at it
+        # another process may work on it
         with (folder / f"{name}.lock").open("w") as lock, suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(staging)
@@ -94,7 +94,7 @@ def _write(
     goes_on: Callable[[], None],
     processes: int,
 ) -> None:
-    # what these import takes a second, and most starts find their rows tokenised
+    # imported late: they take a second, and most starts find their rows tokenised
     from training.data import tokenise, tokenizer
 
     source = recipe.data
@@ -112,8 +112,8 @@ def _write(
             job, None, source.max_validation_samples, say, goes_on, processes
         )
     vocabulary = len(tokenizer.load(folder / tokenise.TOKENIZER))
-    for left in [*folder.glob("*.tmp"), *folder.glob("*.json")]:
-        left.unlink()
+    for unneeded in [*folder.glob("*.tmp"), *folder.glob("*.json")]:
+        unneeded.unlink()
     files.write_json(folder / token_cache.TOKENS_MADE_OF, identity)
     files.sync_all(folder)
     files.write_json(folder / token_cache.TOKENS_READY, {**counts, "vocabulary": vocabulary})
@@ -121,7 +121,7 @@ def _write(
 
 
 def _tokenizer(recipe: Recipe, plan: Plan, say: Callable[[str], None]) -> Any:
-    """The tokenizer of the recipe's folder, or one that is trained now."""
+    """Load the tokenizer of the recipe's folder, or train a tokenizer."""
     from launch.data import rows as data_rows
     from training.data import tokenizer
 
@@ -139,7 +139,7 @@ def _tokenizer(recipe: Recipe, plan: Plan, say: Callable[[str], None]) -> Any:
 
 
 def _first(texts: Iterator[str]) -> Iterator[str]:
-    """Of a corpus that is streamed as many texts as a tokenizer is trained on."""
+    """Yield the first texts of a streamed corpus, enough to train a tokenizer."""
     characters = 0
     for text in texts:
         yield text
@@ -156,8 +156,9 @@ def _part(
     goes_on: Callable[[], None],
     processes: int,
 ) -> dict[str, Any]:
-    """Tokenise what is not there yet of a part of so many `rows` (None: not counted); its counts,
-    which data.CacheCounts names."""
+    """Tokenise the missing units of a part and return its counts (encode.CacheCounts).
+
+    `rows` is the number of rows of the part, or None if they are not counted."""
     from training.data import tokenise_pool
 
     name = job.source.name
@@ -165,7 +166,7 @@ def _part(
     total, bad = tokenise_pool.part(job, limit, processes, counter, say)
     if not total.rows:
         raise DataError(
-            f"{job.source}: 0 rows with something to learn ({total.samples:,} read,"
+            f"{job.source}: no row has a target to train on ({total.samples:,} read,"
             f" {total.dropped:,} without a target within max_length {job.max_length}); check the"
             " columns and data.max_length"
         )
@@ -180,7 +181,7 @@ def _part(
 
 
 def summary(name: str, counts: dict[str, Any], max_length: int) -> str:
-    """One line on a tokenised file."""
+    """Describe a tokenised file in one line."""
     mean = counts["tokens"] / counts["rows"]
     line = (
         f"{name}: {counts['rows']:,} rows, {mean:.0f} tokens on average, longest"
@@ -194,11 +195,11 @@ def summary(name: str, counts: dict[str, Any], max_length: int) -> str:
         )
         line += f"{mean / max_length:.1%} full"
     if counts["truncated"]:
-        line += f", {counts['truncated']:,} cut at max_length {max_length}"
+        line += f", {counts['truncated']:,} truncated at max_length {max_length}"
     if counts["dropped"]:
-        line += f", {counts['dropped']:,} left out (nothing to learn from)"
+        line += f", {counts['dropped']:,} left out (no target to train on)"
         if counts["dropped"] > counts["samples"] / 2:
-            line += "; more than half: is data.max_length long enough, are these the right columns?"
+            line += "; more than half: check data.max_length and the columns"
     return line
 
 

@@ -862,7 +862,10 @@ def test_4_bit_weights_want_lora_and_false_is_off(write):
 
 @pytest.mark.parametrize("old", sorted(training_arguments.RENAMED))
 def test_the_old_name_of_a_renamed_key_is_taken_and_said(write, old):
-    new, value = training_arguments.RENAMED[old], {"gradient_checkpointing": "true"}.get(old, "null")
+    new, value = (
+        training_arguments.RENAMED[old],
+        {"gradient_checkpointing": "true"}.get(old, "null"),
+    )
     line = f"training.{old} is now training.{new}"
     in_file = load.load(write(with_line(f"{old}: {value}")))
     as_override = load.load(write(GOOD), [f"--training.{old}={value}"])

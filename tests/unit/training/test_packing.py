@@ -35,7 +35,7 @@ def rows(lengths: list[int]) -> list[encode.Row]:
 
 def packed(lengths: list[int], cuts: bool, window: int) -> list[dict[str, np.ndarray]]:
     packer = Packer(ROOM, cuts, window)
-    found = [pack for row in rows(lengths) for pack in packer.add([row])] + list(packer.rest())
+    found = [pack for row in rows(lengths) for pack in packer.add([row])] + list(packer.finish())
     numbers = sorted(number for pack in found for number in pack["documents"].tolist())
     assert numbers == list(range(packer.documents))
     for pack in found:
