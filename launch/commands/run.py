@@ -480,7 +480,7 @@ def _remember(
             gradient_accumulation_steps=strategy.gradient_accumulation_steps,
             max_length=max(plan.lengths),
             mixed_precision=strategy.mixed_precision,
-            gradient_checkpointing=strategy.gradient_checkpointing,
+            gradient_checkpointing=strategy.activation_checkpointing,
             versions={
                 package: version(package) for package in ("torch", "transformers", "accelerate")
             },

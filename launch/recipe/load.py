@@ -62,8 +62,11 @@ def load(
     path = _find(name_or_path)
     file = str(path)
     base, top = _read(path), _overrides(overrides)
-    changes: list[Change] = []
-    if (partial := _without_gpu(base)) is not None:
+    partial = _without_gpu(base)
+    changes = [
+        change for layer in (base, partial, top) if layer for change in _with_new_names(layer)
+    ]
+    if partial is not None:
         small = _over(base, partial)
         _refuse([problem for problem in _problems(small, file) if problem[0] in partial.where])
         if not has_gpu and "model" not in top.data:
@@ -123,6 +126,22 @@ def _read(path: Path) -> _Layer:
         found, keys = show(data) if data else "nothing", ", ".join(Recipe.model_fields)
         raise ConfigError(f"{path}:1: found {found}, expected the keys of a recipe: {keys}")
     return _Layer(data, where)
+
+
+def _with_new_names(layer: _Layer) -> Iterator[Change]:
+    """Rename the keys of `training:` that transformers has renamed; one change for each."""
+    training = layer.data.get("training")
+    for old, new in training_arguments.RENAMED.items():
+        if not isinstance(training, dict) or old not in training:
+            continue
+        place = layer.where.pop(("training", old))
+        if new in training:
+            raise ConfigError(f"{place}: training.{old} is training.{new}, which is set too")
+        training[new] = training.pop(old)
+        layer.where["training", new] = place
+        value = plain(training[new])
+        renamed = f"training.{old} is now training.{new}"
+        yield Change(f"training.{new}", value, value, renamed)
 
 
 def _recipe(layer: _Layer) -> Recipe:

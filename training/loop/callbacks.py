@@ -223,6 +223,7 @@ class Reporter(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
+        *,
         logs: dict[str, Any],
         **kwargs: Any,
     ) -> None:

@@ -138,6 +138,7 @@ def translate(config: str) -> tuple[str, tuple[Override, ...], tuple[str, ...]]:
 
 def _translated(section: str, key: str, value: Any, place: str) -> Iterator[tuple[str, Any, str]]:
     """(recipe key, value, what differs) of one key; none where it says what is done anyway."""
+    name = training_arguments.RENAMED.get(key, key)
     keys: Keys = (section, key)
     if (section, key) in FIXED:
         only, reason = FIXED[section, key]
@@ -181,8 +182,8 @@ def _translated(section: str, key: str, value: Any, place: str) -> Iterator[tupl
             value,
             "" if target.rpartition(".")[2] == key else f"{target}={strict_yaml.plain(value)}",
         )
-    elif section in TAKES_TRAINING and _is_training(key):
-        yield f"training.{key}", value, ""
+    elif section in TAKES_TRAINING and _is_training(name):
+        yield f"training.{name}", value, ""
     else:
         raise wrong(place, keys, "an unknown key", f"a key of {section}", _hint(section, key))
 
