@@ -44,14 +44,14 @@ CASES = (
         "gpt2",
         {**GPT2, **NARROW, "n_layer": 2, "n_embd": 192},
         EFFECTIVE,
-        {"gradient_checkpointing": False},
+        {"activation_checkpointing": False},
     ),
     Case(
         "qwen2",
         {**QWEN, **NARROW, "num_hidden_layers": 4, "hidden_size": 192, "intermediate_size": 512}
         | {"num_attention_heads": 6},
         EFFECTIVE,
-        {"gradient_checkpointing": False},
+        {"activation_checkpointing": False},
     ),
 )
 TRIED = re.compile(

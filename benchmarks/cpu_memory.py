@@ -85,7 +85,7 @@ T5 = {
     "feed_forward_proj": "gated-gelu",
     "decoder_start_token_id": 0,
 }
-CHECKPOINTING, AUTOCAST = {"gradient_checkpointing": True}, {"bf16": True}
+CHECKPOINTING, AUTOCAST = {"activation_checkpointing": True}, {"bf16": True}
 HALF, EAGER = {"dtype": "bfloat16"}, {"attn_implementation": "eager"}
 
 

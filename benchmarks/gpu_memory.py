@@ -29,7 +29,7 @@ FOUR_BIT = {"load_in_4bit": True}
 HALF, AUTOCAST, CHECKPOINTING = (
     {"dtype": "bfloat16"},
     {"bf16": True},
-    {"gradient_checkpointing": True},
+    {"activation_checkpointing": True},
 )
 
 

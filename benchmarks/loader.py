@@ -31,13 +31,13 @@ from launch.plan.resolve import resolve
 from launch.predict import estimate
 from launch.run_folder.layout import AttemptDir
 from launch.run_folder.steps import STEADY_FROM, events
+from training.compat.python_private import end_what_cannot_send
 from training.control.heartbeat import p99
 from training.data.batches import (
     Collator,
     EpochLoader,
     NumberedRows,
     SampleOrder,
-    end_what_cannot_send,
 )
 from training.data.encode import CACHE_SCHEMA
 

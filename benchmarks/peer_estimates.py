@@ -119,7 +119,7 @@ def formula(folder: Path) -> int:
     )
     layer_bytes = s * b * h * 34 + 5 * a * s * s * b
     layers_bytes = num_layers * layer_bytes
-    if strategy.gradient_checkpointing:
+    if strategy.activation_checkpointing:
         layers_bytes = num_layers * 2 * s * b * h + layer_bytes
     scale = _element_bytes(_recipe(folder)) // 2
     return (
@@ -141,7 +141,7 @@ def mem_tracker(folder: Path) -> int:
     network = _on_meta(folder, recipe)
     network.config.use_cache = False
     network.train()
-    if training.get("gradient_checkpointing"):
+    if training.get("activation_checkpointing"):
         network.gradient_checkpointing_enable({"use_reentrant": False})
     with FakeTensorMode():
         _fill_with_fakes(network)

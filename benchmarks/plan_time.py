@@ -28,7 +28,7 @@ LORA_7B = (
     "--model.shape=llama-7b",
     "--lora.r=16",
     "--model.dtype=bfloat16",
-    "--training.gradient_checkpointing=true",
+    "--training.activation_checkpointing=true",
 )
 RECIPES = {  # -> words laid over configs/recipes/sft_fast.yaml, whose own model is the T5
     "GPT-2 124M": ("--model.shape=gpt2-small",),

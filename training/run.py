@@ -36,6 +36,8 @@ from launch.schema.plan import MULTIPLE, Plan, Strategy
 from launch.schema.recipe import Recipe, affected_by, keys, leaves
 from launch.schema.result import Outcome, Scores
 from training.checkpoints import best, commit, convert
+from training.compat import transformers_private
+from training.compat.transformers_private import Network
 from training.control.heartbeat import Heartbeat
 from training.control.stop_callback import StopCallback, StopConditions
 from training.control.stop_word import Control, Halted
@@ -228,7 +230,7 @@ def build_parts(
         model=network,
         args=args,
         data_collator=Collator(
-            cut.pad_token_id,
+            int(cut.pad_token_id),  # pyright: ignore[reportArgumentType]
             network.config.decoder_start_token_id if network.config.is_encoder_decoder else None,
             multiple=MULTIPLE[plan.strategy.device],
             is_packed=recipe.data.packing,
@@ -276,11 +278,12 @@ def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> No
             save_seconds=trainer.save_s,
             model_dir=start.recipe.output_dir,
         )
+        state = None
         if is_complete:
             parts.heartbeat.beat("export")
             state = setup.gathered(start.plan.strategy, trainer)
     if is_complete and args.process_index == 0:
-        network = trainer.accelerator.unwrap_model(trainer.model)
+        network: Network = trainer.accelerator.unwrap_model(trainer.model)
         if state is not None:
             network = _whole_model(start, parts.tokenizer, state)
         held = export.write(
@@ -428,7 +431,7 @@ def _check_counts(network: torch.nn.Module, plan: Plan) -> None:
         f"planned {planned:,} parameters, {plan.shape.trainable_parameters:,} trainable; built"
         f" {total:,}, {trainable:,}"
     )
-    attention = network.config._attn_implementation
+    attention = transformers_private.attention(network)
     assert attention == plan.strategy.attn_implementation, (
         f"planned {plan.strategy.attn_implementation}, got {attention}"
     )
@@ -436,9 +439,9 @@ def _check_counts(network: torch.nn.Module, plan: Plan) -> None:
 
 
 def _questions(recipe: Recipe, plan: Plan) -> Pairs:
-    if not recipe.evaluation.exact_match_rows or recipe.data.validation_file is None:
-        return []
     source, limit = recipe.data, recipe.evaluation.exact_match_rows
+    if not limit or source.validation_file is None:
+        return []
     return evaluate.questions(
         Path(source.validation_file), plan.data_format, limit, source.max_bad_rows
     )

@@ -67,9 +67,12 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
         str(adapter),
     ]
     variables = environment.passed(os.environ) | {"PYTHONPATH": str(CODE), "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [*argv, "--out", str(out.absolute())], env=variables, check=False
-    ).returncode
+    done = subprocess.run(
+        [*argv, "--out", str(out.absolute())], env=variables, stderr=subprocess.PIPE, check=False
+    )
+    if done.returncode:  # else libraries' warnings and bars
+        os.write(2, done.stderr)
+    return done.returncode
 
 
 def _adapter(source: Path) -> Path:

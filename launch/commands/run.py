@@ -20,7 +20,7 @@ from typing import Any
 from launch.base import compile_caches, files
 from launch.base.errors import CheckpointError, DoesNotFit, Interrupted
 from launch.base.text import shown
-from launch.base.workspace import CODE
+from launch.base.workspace import FILES
 from launch.commands import recipe_arguments, tune
 from launch.data import token_cache
 from launch.plan.resolve import Resolved, resolve
@@ -479,7 +479,7 @@ def _remember(
             gradient_accumulation_steps=strategy.gradient_accumulation_steps,
             max_length=max(plan.lengths),
             mixed_precision=strategy.mixed_precision,
-            gradient_checkpointing=strategy.gradient_checkpointing,
+            gradient_checkpointing=strategy.activation_checkpointing,
             versions={
                 package: version(package) for package in ("torch", "transformers", "accelerate")
             },
@@ -502,6 +502,6 @@ def _remember(
 def chat_command(model: str) -> str:
     """A line that can be pasted, to talk with a model."""
     return (
-        f"{shlex.quote(sys.executable)} {shlex.quote(str(CODE / 'scripts' / 'chat.py'))}"
+        f"{shlex.quote(sys.executable)} {shlex.quote(str(FILES / 'scripts' / 'chat.py'))}"
         f" {shlex.quote(model)}"
     )

@@ -114,7 +114,7 @@ def _as_asked(context: PlanContext, constraints: LaunchConstraints) -> Iterator[
             per_device_eval_batch_size=training.per_device_eval_batch_size
             or _eval_batch(training.per_device_train_batch_size),
             mixed_precision=precision,
-            gradient_checkpointing=training.gradient_checkpointing,
+            activation_checkpointing=training.activation_checkpointing,
             num_output_chunks=training.num_output_chunks or 1,
             torch_compile=training.compiles and constraints.no_compiler is None,
             attn_implementation=kernels.attention(
@@ -242,7 +242,7 @@ def wanted(
                 gradient_accumulation_steps=tuned.gradient_accumulation_steps,
                 per_device_eval_batch_size=context.recipe.training.per_device_eval_batch_size
                 or _eval_batch(tuned.per_device_train_batch_size),
-                gradient_checkpointing=tuned.gradient_checkpointing,
+                activation_checkpointing=tuned.activation_checkpointing,
                 num_output_chunks=tuned.num_output_chunks,
             )
             for one in possible
@@ -312,7 +312,7 @@ def cuts(context: PlanContext, candidate: Candidate, any_size: bool = False) -> 
     recipe = context.recipe
     asked = candidate.per_device_train_batch_size
     per_rank = asked * candidate.gradient_accumulation_steps
-    may_checkpoint = "gradient_checkpointing" not in recipe.training.model_fields_set
+    may_checkpoint = "activation_checkpointing" not in recipe.training.model_fields_set
     for micro_batch in range(per_rank if any_size else asked, 0, -1):
         if per_rank % micro_batch or (recipe.launch.exact_batch and micro_batch != asked):
             continue
@@ -326,11 +326,13 @@ def cuts(context: PlanContext, candidate: Candidate, any_size: bool = False) -> 
         if micro_batch != asked or any_size:
             yield cut
         checkpoints = (
-            (False, True) if may_checkpoint and not cut.gradient_checkpointing else (False,)
+            (False, True) if may_checkpoint and not cut.activation_checkpointing else (False,)
         )
         chunks = (1, OUTPUT_CHUNKS) if _may_chunk(context, cut) else (cut.num_output_chunks,)
         for checkpointed, chunked in itertools.product(checkpoints, chunks):
-            other = replace(cut, gradient_checkpointing=cut.gradient_checkpointing or checkpointed)
+            other = replace(
+                cut, activation_checkpointing=cut.activation_checkpointing or checkpointed
+            )
             other = replace(other, num_output_chunks=chunked)
             if other != cut:
                 yield other

@@ -123,7 +123,7 @@ def _link_why(context: PlanContext, candidate: Candidate) -> Iterator[str]:
     tokens = candidate.effective_batch_size * context.recipe.data.max_length
     # activations' gradients, weights' gradients
     backward = shape.parameters + shape.trainable_parameters
-    again = shape.parameters if candidate.gradient_checkpointing else 0
+    again = shape.parameters if candidate.activation_checkpointing else 0
     step_flops = 2.0 * tokens * (shape.parameters + backward + again)
     cost = cost_line(link, context.whole.gradients_bytes, step_flops, candidate.num_processes)
     if cost:
@@ -213,9 +213,9 @@ def _batch_changes(
             str(candidate.gradient_accumulation_steps),
         )
         found.append(Change("training.gradient_accumulation_steps", *steps, reason))
-    if candidate.gradient_checkpointing and not training.gradient_checkpointing:
+    if candidate.activation_checkpointing and not training.activation_checkpointing:
         reason = f"{missed}; recomputing activations changes no result"
-        found.append(Change("training.gradient_checkpointing", "false", "true", reason))
+        found.append(Change("training.activation_checkpointing", "false", "true", reason))
     if candidate.num_output_chunks > (training.num_output_chunks or 1):
         reason = f"{missed}; the loss is the same sum, its logits made in parts"
         found.append(

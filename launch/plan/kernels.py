@@ -186,12 +186,12 @@ def switches(
         (words for name, words in OF_OPTIMIZERS if name in training.optim), "asked for"
     )
     yield Switch("optimizer", training.optim, of_optimizer)
-    is_asked = "gradient_checkpointing" in training.model_fields_set
+    is_asked = "activation_checkpointing" in training.model_fields_set
     by = _by(
-        is_asked and training.gradient_checkpointing == chosen.gradient_checkpointing,
-        chosen.gradient_checkpointing,
+        is_asked and training.activation_checkpointing == chosen.activation_checkpointing,
+        chosen.activation_checkpointing,
     )
-    yield Switch("recompute", _on(chosen.gradient_checkpointing), by)
+    yield Switch("recompute", _on(chosen.activation_checkpointing), by)
     if chosen.torch_compile:
         why = (
             "asked for: training steps, not evaluations; its own memory and speed are not predicted"

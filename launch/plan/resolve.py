@@ -14,7 +14,7 @@ from pathlib import Path
 
 from launch.base import environment, files
 from launch.base.errors import DoesNotFit, ResourceError
-from launch.base.workspace import CODE, Workspace
+from launch.base.workspace import FILES, Workspace
 from launch.data import columns, token_cache, token_hashes
 from launch.plan import context as plan_context
 from launch.plan import planner, relax
@@ -95,8 +95,9 @@ def resolve(
         raise ResourceError(
             f"tokenizer.path: there is no folder {recipe.tokenizer.path}; give one, or leave it out"
         )
-    config, parameters_by_name = model_config.read(recipe.model, root=CODE)
+    config, parameters_by_name = model_config.read(recipe.model, root=FILES)
     cut = Path(recipe.tokenizer.path or recipe.model.path or "")
+    model_config.check_tokenizer(cut)
     if (
         machine_file is None
         and cut.parts
@@ -328,7 +329,7 @@ def _write_sample_data(recipe: Recipe, workspace: Workspace, say: Callable[[str]
     if recipe.data.validation_file and Path(recipe.data.validation_file) != valid:
         return
     say(f"{SAMPLE_FILES[0]} is not there: writing the sample data (scripts/make_sample_data.py)")
-    script = CODE / "scripts" / "make_sample_data.py"
+    script = FILES / "scripts" / "make_sample_data.py"
     argv = [sys.executable, str(script), "--out-dir", str(train.parent)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode != 0:

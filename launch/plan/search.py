@@ -106,7 +106,7 @@ def fastest(
 
 
 def _is_indirect(candidate: Candidate) -> bool:
-    return candidate.gradient_checkpointing or candidate.num_output_chunks > 1
+    return candidate.activation_checkpointing or candidate.num_output_chunks > 1
 
 
 def _evaluated(context: PlanContext, candidate: Candidate) -> Candidate:

@@ -438,7 +438,7 @@ def describe(candidate: Strategy) -> str:
         f" {candidate.per_device_train_batch_size}"
     )
     words += f" x {candidate.gradient_accumulation_steps}"
-    words += ", checkpointing" if candidate.gradient_checkpointing else ""
+    words += ", checkpointing" if candidate.activation_checkpointing else ""
     return words + (
         f", loss in {candidate.num_output_chunks} chunks" if candidate.num_output_chunks > 1 else ""
     )

@@ -261,7 +261,7 @@ class Traces:
             ],
             "mixed_precision": strategy.mixed_precision,
             "attention": [strategy.attn_implementation, question.documents],
-            "gradient_checkpointing": strategy.gradient_checkpointing,
+            "activation_checkpointing": strategy.activation_checkpointing,
             "num_output_chunks": strategy.num_output_chunks,
             "torch_compile": strategy.torch_compile,
             "bucket_elements": BUCKET_ELEMENTS,

@@ -19,13 +19,14 @@ from pydantic_core import ErrorDetails
 
 from launch.base.errors import ConfigError
 from launch.base.text import SECRET_NAME, holds_secret, nearest
+from launch.base.workspace import FILES
 from launch.recipe import key_reference, strict_yaml, training_arguments
 from launch.recipe.strict_yaml import Keys, dotted, mend, plain, show, wrong
 from launch.schema import recipe as schema_recipe
 from launch.schema.plan import Change
 from launch.schema.recipe import SECTIONS, Recipe
 
-RECIPES = Path(__file__).resolve().parents[2] / "configs" / "recipes"
+RECIPES = FILES / "configs" / "recipes"
 MAX_PROBLEMS = 5  # lines of one message; a file with more mistakes is read again anyway
 OVERRIDE_FORM = "--section.key=value, as in --training.learning_rate=1e-4"
 NO_GPU = (
@@ -61,8 +62,11 @@ def load(
     path = _find(name_or_path)
     file = str(path)
     base, top = _read(path), _overrides(overrides)
-    changes: list[Change] = []
-    if (partial := _without_gpu(base)) is not None:
+    partial = _without_gpu(base)
+    changes = [
+        change for layer in (base, partial, top) if layer for change in _with_new_names(layer)
+    ]
+    if partial is not None:
         small = _over(base, partial)
         _refuse([problem for problem in _problems(small, file) if problem[0] in partial.where])
         if not has_gpu and "model" not in top.data:
@@ -124,6 +128,22 @@ def _read(path: Path) -> _Layer:
     return _Layer(data, where)
 
 
+def _with_new_names(layer: _Layer) -> Iterator[Change]:
+    """Rename the keys of `training:` that transformers has renamed; one change for each."""
+    training = layer.data.get("training")
+    for old, new in training_arguments.RENAMED.items():
+        if not isinstance(training, dict) or old not in training:
+            continue
+        place = layer.where.pop(("training", old))
+        if new in training:
+            raise ConfigError(f"{place}: training.{old} is training.{new}, which is set too")
+        training[new] = training.pop(old)
+        layer.where["training", new] = place
+        value = plain(training[new])
+        renamed = f"training.{old} is now training.{new}"
+        yield Change(f"training.{new}", value, value, renamed)
+
+
 def _recipe(layer: _Layer) -> Recipe:
     # JSON, because pydantic's strict mode takes a list for a tuple only there
     return Recipe.model_validate_json(json.dumps(layer.data), strict=True)
@@ -135,7 +155,7 @@ def _recipe(layer: _Layer) -> Recipe:
 
 class Override(str):
     """`section.key=value`; `typed` is what the user wrote where that was another name
-    (seed_cli.py)."""
+    (launch/recipe/guides)."""
 
     typed: str = ""
 

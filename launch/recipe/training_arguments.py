@@ -47,7 +47,6 @@ OWNED = {  # TrainingArguments' fields that the launcher sets -> what to use ins
         "lengths are counted when the rows are tokenised; use data.group_by_length"
     ),
     "dataloader_drop_last": "every sample counts, also the last few",
-    "activation_checkpointing": "use gradient_checkpointing",
     "warmup_ratio": "use warmup_steps; below 1 it is a share of all steps",
     "push_to_hub": _PUBLISH,
     "report_to": "figures are in events.jsonl and report.html of the run folder",
@@ -60,6 +59,11 @@ OWNED = {  # TrainingArguments' fields that the launcher sets -> what to use ins
     "do_train": "use task",
     "do_eval": "use data.validation_file",
     "do_predict": "use evaluation.exact_match_rows",
+}
+# transformers 5.23 renamed these fields, and version 6 drops the old names: old -> new
+RENAMED = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
 }
 _TYPES = {
     "bool": "true or false",
@@ -107,6 +111,10 @@ def installed() -> Mapping[str, Field]:
                 _default(options.get("default")),
                 _meaning(options.get("metadata")),
             )
+    for old, new in RENAMED.items():
+        if old in fields:  # an older transformers knows the old names alone
+            fields.setdefault(new, fields[old])
+            del fields[old]
     return fields
 
 

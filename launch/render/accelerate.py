@@ -49,7 +49,7 @@ def accelerate_config(plan: Plan, deepspeed_file: str) -> str:
             "fsdp_cpu_ram_efficient_loading": False,
             # a full one would need all states in one rank's host RAM
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-            "fsdp_activation_checkpointing": False,  # training.gradient_checkpointing does it
+            "fsdp_activation_checkpointing": False,  # training.activation_checkpointing does it
         }
     if launched:
         config["main_process_port"] = meeting.main_process_port if meeting else 0  # 0: any free one

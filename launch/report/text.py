@@ -109,7 +109,7 @@ def change_lines(changes: Sequence[Change]) -> Iterator[str]:
     for reason in dict.fromkeys(change.reason for change in changes):
         yield f"  changed    {reason}"
         for change in changes:
-            if change.reason == reason:
+            if change.reason == reason and change.requested != change.effective:
                 yield (
                     f"             {change.key}: asked {change.requested}, runs {change.effective}"
                 )

@@ -60,7 +60,7 @@ class Strategy:
     gradient_accumulation_steps: int
     per_device_eval_batch_size: int
     mixed_precision: Precision
-    gradient_checkpointing: bool
+    activation_checkpointing: bool
     dataloader_num_workers: int
     num_machines: int = 1
     # logits of so many parts of the positions are made one after another

@@ -356,7 +356,7 @@ class TrainingSection(BaseModel):
     fp16: Annotated[bool, affects("weights", "memory", "step_time", "planned")] = Field(
         default=False, description="Train under float16 autocast with loss scaling."
     )
-    gradient_checkpointing: Annotated[bool, affects("memory", "step_time", "planned")] = Field(
+    activation_checkpointing: Annotated[bool, affects("memory", "step_time", "planned")] = Field(
         default=False,
         description="Recompute activations in the backward pass instead of storing them.",
     )

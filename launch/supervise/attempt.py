@@ -68,7 +68,10 @@ def run(
     processes.adopt()
     with stop_signals.signals() if heard is None else nullcontext(heard) as heard:
         heard.collect()
-        ended = prepare(resolved, rundir_, attempt, screen.say, heard)
+        try:
+            ended = prepare(resolved, rundir_, attempt, screen.say, heard)
+        finally:
+            screen.stop()
         if ended.returncode == 0 and heard.stop is None:
             watch = RankWatcher(
                 rundir_,
@@ -189,11 +192,14 @@ def prepare(
     inherited = environment.passed(os.environ, resolved.recipe.launch.pass_env)
     added = {"PYTHONPATH": str(CODE), "HF_HUB_OFFLINE": "1", "LOWMEM_RUN": run.tag}
     said_file = attempt.root / "tokenise.log"
-    with said_file.open("wb") as file:
+    # what libraries print goes where the ranks' output goes
+    with said_file.open("wb") as file, attempt.log_file.open("ab") as log:
         child = subprocess.Popen(
             argv,
             env=inherited | added,
+            stdin=subprocess.DEVNULL,
             stdout=file,
+            stderr=log,
             start_new_session=True,
             preexec_fn=processes.die_with_launcher,
         )

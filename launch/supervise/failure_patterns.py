@@ -120,7 +120,7 @@ PATTERNS = (
     Pattern(
         "data",
         4,
-        "the data holds what the model or its reader cannot take",
+        "the data has content that the model or its reader cannot take",
         "see that tokenizer.vocab_size (or the tokenizer of tokenizer.path) fits the model, and"
         " that data.train_file is a whole file in UTF-8",
         (
@@ -142,7 +142,7 @@ PATTERNS = (
     Pattern(
         "host_oom",
         6,
-        "the host has no room for more pinned memory",
+        "the host cannot pin more memory",
         "see `ulimit -l` (make it unlimited); or train without offload: name another mode with"
         " launch.mode",
         (
@@ -187,8 +187,7 @@ PATTERNS = (
     Pattern(
         "killed",
         1,
-        "somebody killed a data loader's worker with SIGKILL; the kernel's out-of-memory counter"
-        " did not grow",
+        "a data loader's worker was killed with SIGKILL, but not by the kernel's OOM killer",
         f"{AGAIN} to continue",
         (r"DataLoader worker \(pid \d+\) is killed by signal: Killed",),
     ),
@@ -218,6 +217,8 @@ PATTERNS = (
             r"OpenBLAS error: Memory allocation still failed",
             r"memory allocation of \d+ bytes failed",
             r"failed to map segment from shared object",
+            # oneDNN's, which names no cause
+            rf"{EXCEPTION}RuntimeError: could not create a (primitive|memory)\b",
         ),
     ),
     Pattern(
@@ -239,7 +240,7 @@ PATTERNS = (
     Pattern(
         "port",
         11,
-        "another process holds the port at which the ranks were to meet",
+        "another process holds the port at which the ranks meet",
         "end it (`ss -tlnp` names it), or give another one with --launch.main_process_port",
         (
             r"EADDRINUSE",
@@ -301,7 +302,7 @@ PATTERNS = (
     Pattern(
         "device_oom",
         12,
-        "a library of the GPU could not start, most often for want of GPU memory",
+        "a library of the GPU could not start, most often because GPU memory is short",
         SMALLER,
         (
             r"CUBLAS_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)\W+when calling .?cublas\w*Create",
@@ -327,7 +328,7 @@ PATTERNS = (
     Pattern(
         "collective_timeout",
         11,
-        "a rank did not come to a collective operation in time",
+        "a rank did not reach a collective operation in time",
         "see ranks/*/stacks.txt and which rank is behind; where a rank is only slow (evaluation, a"
         " save), raise training.ddp_timeout",
         (

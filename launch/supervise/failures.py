@@ -32,7 +32,7 @@ SIGNALS = {
     "SIGSEGV": "native code touched memory that is not its own",
     "SIGBUS": "a file or /dev/shm behind mapped memory is gone, cut short or full",
     "SIGILL": "native code was built for another CPU",
-    "SIGABRT": "native code gave up; its last words are in the log",
+    "SIGABRT": "native code called abort(); its last message is in the log",
     "SIGFPE": "native code divided by zero",
 }
 SIGNAL_FIX = (
@@ -136,8 +136,7 @@ def _fallen(evidence: Evidence) -> Failure:
         return Failure(
             "killed",
             1,
-            "somebody killed a process of the run with SIGKILL; the kernel's out-of-memory counter"
-            " did not grow",
+            "a process of the run was killed with SIGKILL, but not by the kernel's OOM killer",
             _killed(evidence.log_tail),
             CONTINUE,
         )
@@ -267,7 +266,7 @@ def _unknown(evidence: Evidence) -> Failure:
     return Failure(
         "unknown",
         1,
-        f"the launcher ended with {evidence.returncode} and no rank said why",
+        f"the launcher ended with exit code {evidence.returncode} and no rank left a reason",
         _last_words(evidence.log_tail),
         "read the attempt's log.txt",
     )

@@ -77,7 +77,9 @@ def decide(
             f"step {reached} ended in the same failure before ({failure.kind}): no further restart",
         )
     if history.in_vain >= NO_PROGRESS:
-        return Next("stop", f"{NO_PROGRESS} restarts committed no new step: no further one")
+        return Next(
+            "stop", f"{NO_PROGRESS} restarts in a row committed no new step: no further restart"
+        )
     if history.restarts >= limit:
         return Next("stop", f"launch.max_restarts {limit} is used up" if limit else "")
     wait_s = min(FIRST_WAIT_S * 2**history.in_vain, LONGEST_WAIT_S)

@@ -150,8 +150,8 @@ class RankWatcher:
             self._stopping_since = now
             if self._told.stop is not None:
                 self._screen.say(
-                    f"{signal.Signals(self._told.stop).name}: the ranks save and stop; again: at"
-                    " once"
+                    f"{signal.Signals(self._told.stop).name}: saving a checkpoint, then stopping."
+                    " Send it again to stop now."
                 )
         number = signal.SIGINT if self._told.stop == signal.SIGINT else signal.SIGTERM
         for beat in beats:
@@ -216,7 +216,7 @@ class RankWatcher:
         if beat.pid not in self._ended.ended_ranks:
             self._ended.ended_ranks.append(beat.pid)
             self._screen.say(
-                f"rank {beat.rank} (process {beat.pid}, {beat.section}) is ended: another rank"
-                f" ended {waited_s:.0f} s ago, and it did not follow"
+                f"ending rank {beat.rank} (process {beat.pid}, {beat.section}) with SIGKILL:"
+                f" another rank ended {waited_s:.0f} s ago, and this rank still runs"
             )
         processes.send(beat.pid, signal.SIGKILL)

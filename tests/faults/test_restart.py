@@ -36,8 +36,7 @@ def test_kill_minus_nine_of_a_rank_restarts_and_the_end_is_that_of_an_uninterrup
         said = child.said()
         assert stopping.fired(tmp_path, "kill") == 1
         assert (
-            said.count("restart 1 of 10 in 1 s, from step 8: somebody killed a process of the run")
-            == 1
+            said.count("restart 1 of 10 in 1 s, from step 8: a process of the run was killed") == 1
         )
         assert "resuming from checkpoint-000008" in said
         assert len(child.run.attempts()) == 2
@@ -82,7 +81,7 @@ def test_three_restarts_without_a_new_checkpoint_are_the_last(tmp_path):
     training = {"save_steps": 1000}
     with stopping.launched(tmp_path, faults={"kill": fault}, training=training) as child:
         assert child.wait(within_s=200) == 1, child.said()
-        assert "3 restarts committed no new step: no further one" in child.said()
+        assert "3 restarts in a row committed no new step: no further restart" in child.said()
         assert len(child.run.attempts()) == 4
         assert child.left() == []
 
@@ -143,10 +142,9 @@ def test_kill_minus_nine_of_a_rank_is_named_where_the_other_takes_no_signal_and_
         injected()
         assert child.wait(240) == 0, child.said()
         said, first, second = child.said(), *child.run.attempts()
-        assert f"rank 0 (process {waits.pid}, step) is ended: another rank ended" in said
+        assert f"ending rank 0 (process {waits.pid}, step) with SIGKILL: another rank ended" in said
         assert (
-            said.count("restart 1 of 10 in 1 s, from step 4: somebody killed a process of the run")
-            == 1
+            said.count("restart 1 of 10 in 1 s, from step 4: a process of the run was killed") == 1
         )
         failure = json.loads(first.supervisor_file.read_text())["failure"]
         assert failure["kind"] == "killed"

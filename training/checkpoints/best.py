@@ -12,6 +12,7 @@ from pathlib import Path
 from transformers import Trainer, TrainerState
 
 from launch.run_folder import manifest
+from training.compat import transformers_private
 
 logger = logging.getLogger("lowmem")
 
@@ -34,7 +35,7 @@ def take(trainer: Trainer, checkpoints: Path) -> None:
         )
         state.best_global_step = state.best_metric = None
         return
-    Trainer._load_from_checkpoint(trainer, str(checkpoints / name), trainer.model)
+    transformers_private.load_weights(trainer, str(checkpoints / name))
     logger.info(
         "the model is step %d's: lowest held-out loss %.4f",
         state.best_global_step,

@@ -16,10 +16,11 @@ from typing import IO, Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import Trainer
 
 from launch.base.errors import CheckpointError
 from launch.schema.plan import Strategy
+from training.compat import deepspeed_private, torch_private
+from training.compat.transformers_private import Network, OpenTrainer
 
 FILE = "states.safetensors"
 WEIGHT = "weight"
@@ -40,10 +41,10 @@ def is_needed(described: Mapping[str, Any], strategy: Strategy) -> bool:
     return not (same_slices and described["world_size"] == strategy.num_processes)
 
 
-def write(source: Path, described: Mapping[str, Any], trainer: Trainer, folder: Path) -> None:
+def write(source: Path, described: Mapping[str, Any], trainer: OpenTrainer, folder: Path) -> None:
     """The states of a checkpoint that has been verified, in `folder`. Raises CheckpointError when
     they are others."""
-    shapes = {name: getattr(one, "ds_shape", one.shape) for name, one in trained(trainer)}
+    shapes = {name: deepspeed_private.whole_shape(one) for name, one in trained(trainer)}
     states = {"plain": _plain, "ddp": _plain, "deepspeed": _zero, "fsdp2": _fsdp2}[
         described["engine"]
     ](source, described, shapes)
@@ -62,13 +63,13 @@ def write(source: Path, described: Mapping[str, Any], trainer: Trainer, folder: 
     save_file(shaped, folder / FILE)
 
 
-def trained(trainer: Trainer) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def trained(trainer: OpenTrainer) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Every trained parameter with its name in the model itself, whatever it is wrapped in."""
-    network = trainer.accelerator.unwrap_model(trainer.model)
+    network: Network = trainer.accelerator.unwrap_model(trainer.model)
     return ((name, one) for name, one in network.named_parameters() if one.requires_grad)
 
 
-def optimizer_names(trainer: Trainer) -> list[list[str]]:
+def optimizer_names(trainer: OpenTrainer) -> list[list[str]]:
     """The names of the optimizer's parameters, by group: its file only numbers them."""
     names = {id(parameter): name for name, parameter in trained(trainer)}
     return [[names[id(one)] for one in group["params"]] for group in trainer.optimizer.param_groups]
@@ -156,9 +157,7 @@ class _Unpickler(pickle.Unpickler):
     runs."""
 
     def find_class(self, module: str, name: str) -> Any:
-        is_plain = (module, name) in PLAIN or (
-            module == "torch._utils" and name.startswith("_rebuild_")
-        )
+        is_plain = (module, name) in PLAIN or torch_private.rebuilds_tensor(module, name)
         if is_plain or (module.startswith("torch") and name.endswith("Storage")):
             return super().find_class(module, name)
         return _StandIn
@@ -181,7 +180,7 @@ PLAIN |= {("torch", name) for name in ("Tensor", "float32", "float16", "bfloat16
     ("builtins", "dict")
 }
 # calls only what is here
-PLAIN |= {("torch._tensor", "_rebuild_from_type_v2"), ("torch.nn.parameter", "Parameter")}
+PLAIN |= {("torch.nn.parameter", "Parameter")}
 
 
 def read_pickle(file: Path) -> dict[str, Any]:
@@ -200,33 +199,19 @@ class _PickleModule:
 
 
 def _fsdp2(source: Path, described: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> States:
-    from torch.distributed import checkpoint as dcp
-    from torch.distributed.checkpoint import format_utils
-
-    def whole(folder: str) -> dict[str, Any]:
-        content: dict[str, Any] = {}
-        format_utils._load_state_dict(  # what torch's own dcp_to_torch_save does, without its file
-            content,
-            storage_reader=dcp.FileSystemReader(source / folder),
-            planner=format_utils._EmptyStateDictLoadPlanner(),
-            no_dist=True,
-        )
-        return content
-
-    found = {
-        f"{WEIGHT}/{name}": tensor
-        for name, tensor in whole("pytorch_model_fsdp_0")["model"].items()
-    }
-    for name, states in whole("optimizer_0")["optimizer"]["state"].items():
-        found |= {f"{key}/{name}": torch.as_tensor(value) for key, value in states.items()}
-    return found
+    weights = torch_private.read_sharded(source / "pytorch_model_fsdp_0")["model"]
+    states = {f"{WEIGHT}/{name}": tensor for name, tensor in weights.items()}
+    optimizer = torch_private.read_sharded(source / "optimizer_0")["optimizer"]
+    for name, of_parameter in optimizer["state"].items():
+        states |= {f"{key}/{name}": torch.as_tensor(value) for key, value in of_parameter.items()}
+    return states
 
 
 # ---- into the engine that runs
 # ---------------------------------------------------------------------------
 
 
-def load(trainer: Trainer, strategy: Strategy, folder: Path) -> list[str]:
+def load(trainer: OpenTrainer, strategy: Strategy, folder: Path) -> list[str]:
     """Put this rank's part of the states where they belong; names of parameters whose optimizer
     states were not there.
 
@@ -253,13 +238,13 @@ def load(trainer: Trainer, strategy: Strategy, folder: Path) -> list[str]:
     return [name for name in parameters if set(keys[name]) <= {WEIGHT}]
 
 
-def load_schedule(trainer: Trainer, state: dict[str, Any]) -> None:
+def load_schedule(trainer: OpenTrainer, state: dict[str, Any]) -> None:
     """The schedule where it stood, and its rate in the optimizer: all groups have the same one.
 
     DeepSpeed leaves out a group without parameters, such as that without weight decay under
     LoRA."""
     groups = trainer.optimizer.param_groups
-    for key in ("base_lrs", "_last_lr", "lr_lambdas"):
+    for key in torch_private.SCHEDULE_LISTS:
         if key in state:
             state[key] = state[key][:1] * len(groups)
     trainer.lr_scheduler.load_state_dict(state)
@@ -267,7 +252,7 @@ def load_schedule(trainer: Trainer, state: dict[str, Any]) -> None:
         group["lr"] = state["_last_lr"][0]
 
 
-def _into_torch(trainer: Trainer, parameter: torch.nn.Parameter, states: States) -> None:
+def _into_torch(trainer: OpenTrainer, parameter: torch.nn.Parameter, states: States) -> None:
     """Plain, DDP and FSDP2: the optimizer has a state for each parameter, cut as the parameter
     is."""
     _local(parameter).copy_(_local(_placed(states.pop(WEIGHT), parameter)))
@@ -290,7 +275,7 @@ def _into_torch(trainer: Trainer, parameter: torch.nn.Parameter, states: States)
     }
 
 
-def _placed(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _placed(tensor: torch.Tensor, like: Any) -> torch.Tensor:
     """The whole tensor as `like` is: its type and device, and under FSDP2 this rank's part."""
     tensor = tensor.to(like.device, like.dtype, copy=True)
     if not hasattr(like, "placements"):
@@ -300,21 +285,19 @@ def _placed(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _begin_zero(trainer: Trainer, like: States) -> None:
+def _begin_zero(trainer: OpenTrainer, like: States) -> None:
     """Empty states for this rank's flat slices, which the optimizer makes at its first step only,
     and their step."""
-    zero = trainer.deepspeed.optimizer
-    is_zero3 = hasattr(zero, "fp32_partitioned_groups_flat")
-    flats = zero.fp32_partitioned_groups_flat if is_zero3 else zero.single_partition_of_fp32_groups
+    zero = deepspeed_private.optimizer(trainer)
     step = like.get("step")
     for group in zero.optimizer.param_groups:
         if "step" in group:
             group["step"] = int(step) if step is not None else group["step"]
-    for flat in flats:
+    for flat in deepspeed_private.master_slices(zero):
         state: dict[str, Any] = {
             key: torch.zeros_like(flat) for key, one in like.items() if one.dim() and key != WEIGHT
         }
@@ -330,15 +313,15 @@ def _begin_zero(trainer: Trainer, like: States) -> None:
             zero.optimizer.state[flat] = state
 
 
-def _into_zero(trainer: Trainer, parameter: torch.nn.Parameter, states: States) -> None:
+def _into_zero(trainer: OpenTrainer, parameter: torch.nn.Parameter, states: States) -> None:
     """ZeRO 1 and 2: a slice of all parameters joined, of which this parameter may have a part on
     this rank."""
     parameter.copy_(states[WEIGHT])
-    mapping = parameter._hp_mapping
+    mapping = deepspeed_private.slice_mapping(parameter)
     if mapping is None:
         return
-    zero = trainer.deepspeed.optimizer
-    flat = zero.single_partition_of_fp32_groups[mapping.param_group_index]
+    zero = deepspeed_private.optimizer(trainer)
+    flat = deepspeed_private.master_slices(zero)[mapping.param_group_index]
     inside, of_slice = mapping.lp_fragment_address, mapping.hp_fragment_address
     for key, value in states.items():
         if value.dim():
@@ -347,7 +330,7 @@ def _into_zero(trainer: Trainer, parameter: torch.nn.Parameter, states: States) 
             target[of_slice.start : of_slice.start + of_slice.numel].copy_(part)
 
 
-def _into_zero3(trainer: Trainer, parameter: torch.nn.Parameter, states: States) -> None:
+def _into_zero3(trainer: OpenTrainer, parameter: torch.nn.Parameter, states: States) -> None:
     """Each parameter is cut into equal parts, the last one padded."""
     import deepspeed
     from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state

@@ -30,13 +30,14 @@ def write_rows(sources: list[Path], target: Path, count: int) -> None:
     """The row with the longest input and the one with the longest labels in turn, `count` rows in
     all."""
     longest: dict[str, tuple[int, dict[str, list[int]]]] = {}
+    schema = None
     for source in sources:
         with pa.memory_map(str(source)) as file:
             table = pa.ipc.open_stream(file).read_all()
             schema = table.schema
             for column in ("input_ids", "labels") if len(table) else ():
-                lengths = pc.list_value_length(table.column(column))
-                length = pc.max(lengths)
+                lengths = pc.call_function("list_value_length", [table.column(column)])
+                length = pc.call_function("max", [lengths])
                 if column not in longest or length.as_py() > longest[column][0]:
                     longest[column] = (
                         length.as_py(),

@@ -6,11 +6,8 @@ The cache is mapped, so a rank holds no row in private memory."""
 from __future__ import annotations
 
 import itertools
-import os
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import queues
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,7 +58,7 @@ class TokenRows(Dataset):
             return NOTHING
         if not len(indices):
             return []
-        table = self.rows[list(map(int, indices))]
+        table: Any = self.rows[list(map(int, indices))]
         columns = [table.column(name).combine_chunks() for name in self._columns]
         return [
             Row(*(column[i].values.to_numpy() for column in columns)) for i in range(len(indices))
@@ -74,7 +71,8 @@ class TokenRows(Dataset):
 
         table = self.rows.data
         columns = [
-            pc.list_value_length(table.column(name)).to_numpy() for name in ("input_ids", "labels")
+            pc.call_function("list_value_length", [table.column(name)]).to_numpy()
+            for name in ("input_ids", "labels")
         ]
         return np.stack(columns, axis=1)
 
@@ -220,20 +218,6 @@ class EpochLoader(DataLoader):
     def set_epoch(self, epoch: int) -> None:
         # a SampleOrder in training; torch's annotation knows only Sampler
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
-
-
-def end_what_cannot_send(worker: int) -> None:
-    """For a data worker's start: one that cannot hand a batch over, as with /dev/shm full, ends,
-    and so does its rank.
-
-    multiprocessing prints the error and drops the batch, for which the rank waits for ever.
-    """
-
-    def ends(error: Exception, _: Any) -> None:
-        traceback.print_exception(error)
-        os._exit(1)
-
-    queues.Queue._on_queue_feeder_error = staticmethod(ends)
 
 
 @dataclass(frozen=True)

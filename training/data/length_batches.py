@@ -80,7 +80,7 @@ class TokenBudget:
             widest = np.maximum.accumulate(padded[at:])
             # by rank 0, were this sample the part's last
             held = np.arange(len(widest))[:, None] // world_size + 1
-            fits = (held * widest <= budget).all(axis=1)
+            fits = np.all(held * widest <= budget, axis=1)
             at += len(fits) if fits.all() else max(int(fits.argmin()) // world_size, 1) * world_size
             ends.append(at)
         worth = MICRO_STEP_SHARE * world_size * budget.sum()

@@ -253,8 +253,8 @@ class Feeder(TrainerCallback):
                 for child in [child for child, unit in busy.items() if unit is None][
                     : len(missing)
                 ]:
-                    busy[child] = missing.pop(0)
-                    child.give(busy[child])
+                    unit = busy[child] = missing.pop(0)
+                    child.give(unit)
                 for key, _ in selector.select(timeout=POLL_S):
                     for words in key.data.messages():
                         if "unit" in words:

@@ -43,7 +43,7 @@ def part(
     name, count = job.source.name, len(job.units)
     missing = [unit for unit in range(count) if job.done(unit) is None]
     if len(missing) < count:
-        say(say(f"{name}: {count - len(missing):,} of {count:,} parts were tokenised earlier"))
+        say(f"{name}: {count - len(missing):,} of {count:,} parts were tokenised earlier")
     several = min(processes, len(missing)) if limit is None else 1
     if several > 1:
         say(f"tokenising {name} in {len(missing):,} parts with {several} processes")

@@ -7,8 +7,8 @@ import functools
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from pydantic import ValidationError
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
 from launch.base.errors import ConfigError, ResourceError
 from launch.schema.plan import Strategy
+from training.compat import deepspeed_private, transformers_private
+from training.compat.transformers_private import Network, OpenTrainer
 from training.model import four_bit
 
 EXPECTED = {  # engine -> what Accelerate must have made of it, on (cpu, cuda)
@@ -111,11 +113,7 @@ def _prepare_deepspeed(strategy: Strategy, deepspeed_file: Path) -> None:
     os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(deepspeed_file)
     if strategy.device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-        import deepspeed.ops
-
-        # An all-reduce through shared memory, compiled at the first start (25 s, and for ever if
-        # that was killed once). Gloo gives the same bits; without it no compiler is needed.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed_private.leave_out_compiled_all_reduce()
 
 
 def check_agreement(mine: Mapping[str, Any]) -> None:
@@ -175,7 +173,7 @@ def check(strategy: Strategy, args: TrainingArguments) -> str:
     )
 
 
-def check_engine(strategy: Strategy, trainer: Trainer) -> None:
+def check_engine(strategy: Strategy, trainer: OpenTrainer) -> None:
     """Raises ConfigError when Accelerate has not engaged the engine that was planned."""
     expected = EXPECTED[strategy.engine][strategy.device == "cuda"]
     found = trainer.accelerator.distributed_type
@@ -191,7 +189,7 @@ def check_engine(strategy: Strategy, trainer: Trainer) -> None:
         )
 
 
-def autocast_fsdp2(trainer: Trainer) -> None:
+def autocast_fsdp2(trainer: OpenTrainer) -> None:
     """Compute FSDP2's forwards under autocast, and add gradients up in float32, as DDP does.
 
     Accelerate (1.15) prepares a model for FSDP2 without autocast, and its policy casts what enters
@@ -211,7 +209,7 @@ def autocast_fsdp2(trainer: Trainer) -> None:
         output_dtype=torch.float32,
         cast_forward_inputs=False,
     )
-    network = accelerator.unwrap_model(trainer.model)
+    network: Network = accelerator.unwrap_model(trainer.model)
     # which generate() calls
     base = network.get_base_model() if hasattr(network, "peft_config") else network
     plain_forward = base.forward
@@ -238,24 +236,12 @@ def refuse_data_parallel(model: torch.nn.Module) -> None:
         )
 
 
-@contextmanager
-def whole_weights(strategy: Strategy) -> Iterator[None]:
-    """transformers builds a model in shards under ZeRO-3; inside, it does not: random initial
-    weights of a shard are not those of the same seed."""
-    if strategy.zero_stage < 3:
-        yield
-        return
-    from transformers.integrations import deepspeed as integration
-
-    weakref = integration._hf_deepspeed_config_weak_ref
-    integration.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        integration._hf_deepspeed_config_weak_ref = weakref
+def whole_weights(strategy: Strategy) -> AbstractContextManager[None]:
+    """Build a model whole on every rank inside, also under ZeRO-3."""
+    return transformers_private.without_zero_init() if strategy.zero_stage == 3 else nullcontext()
 
 
-def tie_by_module(network: torch.nn.Module) -> None:
+def tie_by_module(network: Network) -> None:
     """Under FSDP2: modules whose weight is the input embedding's become that one module, except the
     output layer.
 
@@ -284,7 +270,9 @@ def numel(parameter: torch.Tensor) -> int:
     )
 
 
-def held_bytes(strategy: Strategy, trainer: Trainer, gradients_bytes: int) -> dict[str, int | None]:
+def held_bytes(
+    strategy: Strategy, trainer: OpenTrainer, gradients_bytes: int
+) -> dict[str, int | None]:
     """Bytes of states that this rank holds on its device, and on the host for it; None is not
     measured."""
     if strategy.engine == "deepspeed":
@@ -307,13 +295,9 @@ def local_bytes(tensor: Any) -> int:
     return tensor.to_local().nbytes if hasattr(tensor, "to_local") else tensor.nbytes
 
 
-def _deepspeed_bytes(strategy: Strategy, trainer: Trainer) -> dict[str, int | None]:
-    zero = trainer.deepspeed.optimizer
-    slices = (
-        zero.fp32_partitioned_groups_flat
-        if strategy.zero_stage == 3
-        else zero.single_partition_of_fp32_groups
-    )
+def _deepspeed_bytes(strategy: Strategy, trainer: OpenTrainer) -> dict[str, int | None]:
+    zero = deepspeed_private.optimizer(trainer)
+    slices = deepspeed_private.master_slices(zero)
     states = [
         value
         for state in zero.optimizer.state.values()
@@ -321,10 +305,10 @@ def _deepspeed_bytes(strategy: Strategy, trainer: Trainer) -> dict[str, int | No
         if torch.is_tensor(value)
     ]
     optimizer_bytes = sum(tensor.nbytes for tensor in [*slices, *states])
-    parts = [getattr(parameter, "ds_tensor", parameter) for parameter in trainer.model.parameters()]
+    parts = map(deepspeed_private.local_part, trainer.model.parameters())
     weights_bytes = sum(part.nbytes for part in parts)
     gradients_bytes = (
-        zero.grad_partitions_flat_buffer.nbytes if strategy.zero_stage == 3 else None
+        deepspeed_private.gradient_slices(zero).nbytes if strategy.zero_stage == 3 else None
     )  # else freed at once
     if not strategy.offloads:
         return {
@@ -347,7 +331,7 @@ def _deepspeed_bytes(strategy: Strategy, trainer: Trainer) -> dict[str, int | No
     }
 
 
-def gathered(strategy: Strategy, trainer: Trainer) -> dict[str, torch.Tensor] | None:
+def gathered(strategy: Strategy, trainer: OpenTrainer) -> Any:
     """The whole state dict on rank 0's host where ranks hold parts of the weights; None where each
     holds them all. Collective."""
     if strategy.engine == "fsdp2" or strategy.zero_stage == 3:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from transformers import TrainingArguments
 
 from launch.schema.plan import Plan, Strategy
 from launch.schema.recipe import COMPILE_KEYS, LIGER_LOSSES, Recipe, TrainingSection
+from training.compat import transformers_private
 
 SWITCHED = ("tf32", "use_liger_kernel")  # as the plan says
 
@@ -37,7 +37,12 @@ def of(
         optim=training.optim,
         bf16=strategy.mixed_precision == "bf16",
         fp16=strategy.mixed_precision == "fp16",
-        **_checkpointing(strategy.gradient_checkpointing),
+        **transformers_private.by_installed_names(
+            {
+                "activation_checkpointing": strategy.activation_checkpointing,
+                **_extras(training, strategy),
+            }
+        ),
         logging_steps=training.logging_steps,
         logging_nan_inf_filter=False,  # a NaN is shown as a NaN
         save_strategy="steps",
@@ -54,11 +59,9 @@ def of(
         disable_tqdm=True,
         remove_unused_columns=False,
         tf32=None if strategy.tf32 else False,  # not turned on beside torch.compile by itself
-        **_extras(training, strategy),
     )
     if strategy.device == "cuda":
-        if args.n_gpu > 1:  # transformers would run this process on all it sees (nn.DataParallel)
-            args._n_gpu = 1
+        transformers_private.hold_to_one_gpu(args)
         # Also against TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which containers set. TrainingArguments'
         # own way leaves that as it is, and asking for this flag is an error after it (torch 2.13:
         # "mix of the legacy and new APIs").
@@ -86,15 +89,3 @@ def _extras(training: TrainingSection, strategy: Strategy) -> dict[str, Any]:
     if not strategy.dataloader_num_workers:
         found.pop("dataloader_prefetch_factor", None)
     return found
-
-
-def _checkpointing(on: bool) -> dict[str, Any]:
-    """transformers 5.23 renamed the field; older ones know only the first name."""
-    names = {field.name for field in fields(TrainingArguments)}
-    return {
-        (
-            "activation_checkpointing"
-            if "activation_checkpointing" in names
-            else "gradient_checkpointing"
-        ): on
-    }

@@ -14,6 +14,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.utils import logging as transformers_logging
 
 from launch.base import files as base_files
 from launch.base import processes
@@ -220,6 +221,7 @@ class Reporter(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
+        *,
         logs: dict[str, Any],
         **kwargs: Any,
     ) -> None:
@@ -361,6 +363,7 @@ def start_logging(files: list[Path], rank: int) -> None:
     error."""
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False
+    transformers_logging.disable_progress_bar()  # "Writing model shards" beside our own
     plain = _Shown("%(asctime)s  %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     handlers: list[logging.Handler] = [
         _StandardOutput() if rank == 0 else logging.StreamHandler(sys.stderr)

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from launch.data.rows import BadRows, samples
 from launch.schema.plan import DataFormat
+from training.compat.transformers_private import Network
 
 
 def questions(
@@ -29,7 +30,7 @@ def questions(
 
 
 def answer(
-    model: torch.nn.Module,
+    model: Network,
     tokenizer: PreTrainedTokenizerBase,
     conversations: Sequence[list[dict[str, str]]],
     max_new_tokens: int,
@@ -47,12 +48,12 @@ def answer(
         ]
     else:
         texts = [
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
             for messages in conversations
         ]
         rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
     width = max(map(len, rows))
-    padded = torch.full((len(rows), width), tokenizer.pad_token_id)
+    padded = torch.full((len(rows), width), int(tokenizer.pad_token_id))  # pyright: ignore
     mask = torch.zeros(len(rows), width, dtype=torch.long)
     for i, ids in enumerate(rows):  # on the left, so that every answer starts at the same position
         padded[i, width - len(ids) :] = torch.tensor(ids)
@@ -76,7 +77,7 @@ def answer(
 
 
 def scores(
-    model: torch.nn.Module,
+    model: Network,
     tokenizer: PreTrainedTokenizerBase,
     pairs: Sequence[tuple[list[dict[str, str]], str]],
     max_new_tokens: int,

@@ -16,13 +16,14 @@ from launch.run_folder import layout
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 from launch.schema.result import ExportedModel
+from training.compat.transformers_private import Network
 from training.loop import nan_guard
 from training.loop.trainer import LowMemTrainer
 from training.model import four_bit
 
 
 def write(
-    network: torch.nn.Module,
+    network: Network,
     trainer: LowMemTrainer,
     cut: PreTrainedTokenizerBase,
     recipe: Recipe,
@@ -73,7 +74,7 @@ def _swap(aside: Path, target: Path, old: Path, is_another_runs: bool) -> None:
 
 
 def save_weights(
-    model: torch.nn.Module, cut: PreTrainedTokenizerBase, recipe: Recipe, folder: Path, step: int
+    model: Network, cut: PreTrainedTokenizerBase, recipe: Recipe, folder: Path, step: int
 ) -> str:
     """LoRA on a named shape is merged (its random base is stored nowhere else); on a local folder
     it stays apart.

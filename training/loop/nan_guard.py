@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from launch.base import files
 from launch.base.errors import NonFinite
+from training.compat import deepspeed_private, torch_private
+from training.compat.transformers_private import OpenTrainer
 from training.data.batches import SampleOrder
 
 logger = logging.getLogger("lowmem")
@@ -81,7 +83,7 @@ class NanGuard(TrainerCallback):
         self._losses: list[torch.Tensor] = []
         self._overflows = self._skipped = 0
         self._norms, self._step_losses = Spikes(), Spikes()
-        self.trainer: Trainer
+        self.trainer: OpenTrainer
 
     # ---- before the optimizer step
     # ---------------------------------------------------------------------------
@@ -210,39 +212,23 @@ class NanGuard(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self.trainer.is_deepspeed_enabled:
-            self._inside(self.trainer.deepspeed.optimizer)
+            self._inside(deepspeed_private.optimizer(self.trainer))
 
     def _inside(self, zero: Any) -> None:
         """Check where DeepSpeed has the norm and has not stepped yet; it would skip or take such a
         step in silence."""
         may_step = True
-        update_scale, step_group = zero._update_scale, zero._optimizer_step
-        # ZeRO 1, 2; 3
-        name = "scaled_global_norm" if hasattr(zero, "scaled_global_norm") else "_get_norm_groups"
-        norm_of = getattr(zero, name)
 
-        def norm(*args: Any, **kwargs: Any) -> Any:
+        def see_norms(norms: list[Any]) -> None:
             nonlocal may_step
-            found = norm_of(*args, **kwargs)
-            groups = torch.stack(
-                [torch.as_tensor(one) for one in (found if isinstance(found, list) else [found])]
-            )
+            groups = torch.stack([torch.as_tensor(norm) for norm in norms])
             # -1: DeepSpeed's word for NaN
             if not self._fp16 or bool((groups.isfinite() & (groups >= 0)).all()):
                 may_step = self.check_step(_combined(groups.tolist()) / float(zero.loss_scale))
-            return found
 
-        def scale(has_overflow: bool = False) -> None:
-            if has_overflow:
-                self.check_step(math.inf)
-            update_scale(has_overflow)
-
-        def step(group: int) -> None:
-            if may_step:
-                step_group(group)
-
-        setattr(zero, name, norm)
-        zero._update_scale, zero._optimizer_step = scale, step
+        deepspeed_private.watch_step(
+            zero, see_norms, lambda: self.check_step(math.inf), lambda: may_step
+        )
 
     # ---- after it
     # ---------------------------------------------------------------------------
@@ -288,16 +274,8 @@ class NanGuard(TrainerCallback):
         trainer, step = self.trainer, self.trainer.state.global_step
         named = [(name, parameter.data) for name, parameter in trainer.model.named_parameters()]
         if trainer.is_deepspeed_enabled:
-            zero = trainer.deepspeed.optimizer
-            name = (
-                "fp32_partitioned_groups_flat"
-                if hasattr(zero, "fp32_partitioned_groups_flat")
-                else None
-            )
-            named += [
-                ("the fp32 copy", one)
-                for one in getattr(zero, name or "single_partition_of_fp32_groups")
-            ]
+            zero = deepspeed_private.optimizer(trainer)
+            named += [("the fp32 copy", flat) for flat in deepspeed_private.master_slices(zero)]
             states = zero.optimizer.state
         else:
             states = trainer.optimizer.state
@@ -337,10 +315,8 @@ def all_finite(tensors: Iterable[Any]) -> bool:
     for tensor in whole:
         if tensor.is_floating_point() and tensor.numel() and tensor.element_size() > 1:
             by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    highest = [
-        torch.stack(torch._foreach_norm(group, math.inf)).max() for group in by_kind.values()
-    ]
-    return all(math.isfinite(one.item()) for one in highest)
+    highest = [torch_private.largest(group) for group in by_kind.values()]
+    return all(math.isfinite(value.item()) for value in highest)
 
 
 def _names(named: Iterable[tuple[str, Any]]) -> list[str]:
@@ -353,9 +329,9 @@ def _names(named: Iterable[tuple[str, Any]]) -> list[str]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What of a tensor this rank holds."""
-    held = getattr(tensor, "ds_tensor", tensor)
-    return held.to_local() if hasattr(held, "to_local") else held.detach()
+    """The part of a tensor that this rank holds."""
+    part = deepspeed_private.local_part(tensor)
+    return part.to_local() if hasattr(part, "to_local") else part.detach()
 
 
 def _combined(norms: Sequence[float]) -> float:
@@ -371,7 +347,7 @@ def _told(name: str, facts: dict[str, Any]) -> dict[int, dict[str, Any]]:
     be waited for."""
     if not torch.distributed.is_initialized():
         return {0: facts}
-    store = torch.distributed.distributed_c10d._get_default_store()
+    store = torch_private.default_store()
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     known: dict[int, dict[str, Any]] = {}
     for stage in ("told", "read"):  # whoever holds the store stays until all have read

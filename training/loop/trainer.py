@@ -6,14 +6,15 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
-from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from launch.base import files as base_files
@@ -21,6 +22,9 @@ from launch.data.rows import IGNORED
 from launch.run_folder import manifest
 from launch.schema.plan import Strategy
 from training.checkpoints import best, commit, convert
+from training.compat import deepspeed_private
+from training.compat.python_private import end_what_cannot_send
+from training.compat.transformers_private import Network, OpenTrainer
 from training.control.stop_callback import StopCallback
 from training.control.stop_word import Halted
 from training.data.batches import (
@@ -28,7 +32,6 @@ from training.data.batches import (
     EpochLoader,
     SampleOrder,
     TokenRows,
-    end_what_cannot_send,
 )
 from training.engines import setup
 from training.loop import nan_guard
@@ -53,7 +56,7 @@ def empty_cache() -> None:
         torch.cuda.empty_cache()
 
 
-class LowMemTrainer(Trainer):
+class LowMemTrainer(OpenTrainer):
     """Trainer, except: an optimizer step covers exactly the next effective batch of a fixed order;
     the gradient is of the mean over the target tokens of the step on all ranks; a checkpoint is
     whole or not there."""
@@ -87,20 +90,14 @@ class LowMemTrainer(Trainer):
         if watch is not None:
             watch.trainer = self
 
-    def _wrap_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """Under DDP a gradient is a view of the bucket that is reduced: one copy of the gradients
-        less."""
-        wrapped = super()._wrap_model(model, *args, **kwargs)
-        setup.refuse_data_parallel(wrapped)
-        if self.accelerator.ddp_handler is not None:
-            self.accelerator.ddp_handler.gradient_as_bucket_view = True
-        return wrapped
+    def refuse_wrapper(self, network: Network) -> None:
+        setup.refuse_data_parallel(network)
 
     def _loss(
         self,
         outputs: Any,
         labels: torch.Tensor,
-        num_items_in_batch: torch.Tensor | int | None = None,
+        num_items_in_batch: Any = None,
     ) -> torch.Tensor:
         loss = self._loss_sum(outputs.logits, labels) / num_items_in_batch
         if self.watch is not None:
@@ -117,10 +114,10 @@ class LowMemTrainer(Trainer):
         """`logits`: the sum itself, where a chunked head has made it."""
         return logits if self._head else target_loss_sum(logits, labels, self._shift)
 
-    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+    def gradient_norm(self, library: Callable[[], Any]) -> Any:
         """The norm over all ranks, looked at before the optimizer steps. DeepSpeed has stepped by
-        now (finite.py)."""
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        now (nan_guard.py)."""
+        norm = library()
         if self.watch is None or self.is_deepspeed_enabled:
             return norm
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -142,13 +139,6 @@ class LowMemTrainer(Trainer):
             prefetch_factor=self.args.dataloader_prefetch_factor if workers else None,
             worker_init_fn=end_what_cannot_send,
         )
-
-    def _prepare_input(self, data: Any) -> Any:
-        """To a GPU without waiting: batches stand in pinned memory, and the kernels that read them
-        come after."""
-        if isinstance(data, torch.Tensor) and self.args.device.type == "cuda":
-            return data.to(self.args.device, non_blocking=True)
-        return super()._prepare_input(data)
 
     def get_train_dataloader(self) -> DataLoader:
         """Not prepared by Accelerate, which would pad the last batch with repeated samples: the
@@ -176,11 +166,6 @@ class LowMemTrainer(Trainer):
         batches = super().get_batch_samples(*args, **kwargs)
         self.meter.waited_s += time.monotonic() - began
         return batches
-
-    def _get_num_items_in_batch(
-        self, batch_samples: list[Any], device: torch.device
-    ) -> torch.Tensor | int | None:
-        return super()._get_num_items_in_batch([batch for batch in batch_samples if batch], device)
 
     def training_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
@@ -216,10 +201,10 @@ class LowMemTrainer(Trainer):
         finally:
             empty_cache()
 
-    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+    def is_best_metric(self, library: Callable[[], bool], metrics: dict[str, float]) -> bool:
         """Whether the held-out loss has never been so low; such a step's checkpoint is written and
         kept (best.py)."""
-        is_best = bool(metrics) and super()._determine_best_metric(metrics, trial)
+        is_best = bool(metrics) and library()
         if is_best and not self.control.should_save:
             self.control.should_save = True
             if self.obey:
@@ -228,7 +213,7 @@ class LowMemTrainer(Trainer):
 
     def evaluation_loop(
         self,
-        dataloader: DataLoader,
+        dataloader: Any,
         description: str,
         *args: Any,
         metric_key_prefix: str = "eval",
@@ -267,26 +252,26 @@ class LowMemTrainer(Trainer):
         if self.watch is not None:
             self.watch.check_evaluation(loss, sums, dataloader.batch_sampler)
         return EvalLoopOutput(
-            predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset)
+            predictions=np.empty(0),
+            label_ids=None,
+            metrics=metrics,
+            num_samples=len(dataloader.dataset),
         )
 
-    def _load_from_checkpoint(
-        self, resume_from_checkpoint: str, model: torch.nn.Module | None = None
-    ) -> None:
+    def load_weights(self, library: Callable[[], None]) -> None:
         """The weights of a checkpoint of this engine; converted ones come with their states,
         later."""
         if not self.is_converted:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            library()
 
-    def _prepare_for_training(
-        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
+    def prepare_training(
+        self, library: Callable[[str | None], Any], resume_from_checkpoint: str | None
     ) -> tuple[torch.nn.Module, DataLoader]:
         """Trainer's own, which also loads optimizer and schedule."""
         if not self.is_converted:
-            return super()._prepare_for_training(
-                max_steps, train_dataloader, resume_from_checkpoint
-            )
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+            return library(resume_from_checkpoint)
+        assert resume_from_checkpoint and self._strategy
+        prepared = library(None)
         folder = Path(resume_from_checkpoint)
         without = convert.load(self, self._strategy, folder)
         convert.load_schedule(self, torch.load(folder / "scheduler.pt", weights_only=True))
@@ -304,20 +289,19 @@ class LowMemTrainer(Trainer):
         if not self.is_deepspeed_enabled:
             super().save_model(output_dir, _internal_call)
 
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+    def save_checkpoint(self, library: Callable[[], None]) -> None:
         """Trainer's own files, written aside by all ranks and hashed by all; committed and rotated
         by rank 0."""
         if self.watch is not None:
             self.watch.check_checkpoint()
         began = time.monotonic()
         step = self.state.global_step
-        checkpoints = Path(self.args.output_dir)
+        checkpoints = Path(str(self.args.output_dir))
         # just resumed from, or saved a moment ago: nothing has changed
         if manifest.name(step) in self.verified:
             return
         save = commit.Save(checkpoints, step, self.args.process_index, self.args.world_size)
         empty_cache()  # a step's cached blocks are no use to what gathers weights
-        parent = super()  # the class's own, which a function inside cannot name
 
         def begin() -> None:
             self.meter.keep_rows(synced=True)
@@ -330,7 +314,7 @@ class LowMemTrainer(Trainer):
         def write() -> None:
             self.args.output_dir = str(save.staging)
             try:
-                parent._save_checkpoint(model, trial)
+                library()
             finally:
                 self.args.output_dir = str(checkpoints)
 
@@ -356,23 +340,18 @@ class LowMemTrainer(Trainer):
         )
         self.save_s += time.monotonic() - began
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+    def save_optimizer(self, library: Callable[[], None], output_dir: str) -> None:
         """DeepSpeed's part without its barriers in the way of an error, its `latest` and its Python
         script."""
         if not self.is_deepspeed_enabled:
-            super()._save_optimizer_and_scheduler(output_dir)
-            return
+            return library()
         engine = self.model_wrapped
         writer = commit.DelayedWrites(engine.checkpoint_engine)
-        copies, engine._copy_recovery_script = engine._copy_recovery_script, _leave_out
-        engine.checkpoint_engine = writer
-        try:
+        with deepspeed_private.saving_with(engine, writer):
             is_adapter = hasattr(self.model, "peft_config")
             engine.save_checkpoint(
                 output_dir, save_latest=False, exclude_frozen_parameters=is_adapter
             )
-        finally:
-            engine.checkpoint_engine, engine._copy_recovery_script = writer.writer, copies
         writer.check()
         if self.args.should_save:
             self.model.config.save_pretrained(output_dir)
@@ -380,7 +359,3 @@ class LowMemTrainer(Trainer):
                 Path(output_dir) / "latest", f"global_step{engine.global_steps}"
             )
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
-
-
-def _leave_out(folder: str) -> None:
-    """A checkpoint holds no program."""

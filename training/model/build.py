@@ -19,6 +19,8 @@ from transformers import (
 from launch.base.errors import ConfigError, ResourceError
 from launch.schema.plan import ModelSize
 from launch.schema.recipe import AttnImplementation, LoraSection, ModelSection, QuantizationSection
+from training.compat import transformers_private
+from training.compat.transformers_private import Network
 from training.model import four_bit
 
 
@@ -32,12 +34,13 @@ def build(
     quantization: QuantizationSection | None = None,
     device: torch.device | None = None,
     attention: AttnImplementation = "sdpa",
-) -> torch.nn.Module:
+) -> Network:
     """The model on the CPU, in training mode's initial state; the same weights on every rank for
     the same seed.
 
     A folder that is quantised (Recipe.quantized()) is loaded to `device`, a tensor at a time."""
     torch.manual_seed(seed)
+    model: Network
     if section.path is None:
         model = from_shape(section, shape, quantization, attention)
     else:
@@ -74,12 +77,11 @@ def without_weights(
     lora_targets: tuple[str, ...],
     quantization: QuantizationSection | None = None,
     attention: AttnImplementation = "sdpa",
-) -> torch.nn.Module:
+) -> Network:
     """The same model on the meta device: parameters have a shape and a type, and no values."""
     with torch.device("meta"):
         model = from_shape(section, shape, quantization)
-        # made with it, transformers would look for a card
-        model.config._attn_implementation = attention
+        transformers_private.set_attention(model, attention)
         return prepare_to_train(model, section, lora, lora_targets)
 
 

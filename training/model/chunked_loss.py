@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from launch.data.rows import IGNORED
+from training.compat.transformers_private import Network
 
 
 class ChunkedHead:
@@ -21,7 +22,7 @@ class ChunkedHead:
     It stands inside the model, where an engine's hooks and autocast hold. For models that return
     its output as it is (launch.candidates.CHUNKED)."""
 
-    def __init__(self, network: torch.nn.Module, chunks: int, shift: bool) -> None:
+    def __init__(self, network: Network, chunks: int, shift: bool) -> None:
         head = network.get_output_embeddings()
         self._project, self._chunks, self._shift = head.forward, chunks, shift
         self._labels: torch.Tensor | None = None

@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
 from launch.schema.recipe import QuantizationSection
+from training.compat import bitsandbytes_private, transformers_private
+from training.compat.transformers_private import Network
 
 SCALES_BLOCK = 256  # scales that share a scale: bitsandbytes 0.50 functional.quantize_4bit
 
@@ -29,24 +31,21 @@ def config(section: QuantizationSection) -> BitsAndBytesConfig:
     return BitsAndBytesConfig(**section.model_dump())
 
 
-def quantize(model: PreTrainedModel, section: QuantizationSection) -> None:
+def quantize(model: Network, section: QuantizationSection) -> None:
     """Replace the linear layers that from_pretrained() would replace, one after the other, where
     they are.
 
     On the meta device too: the same tensors, without values."""
-    import bitsandbytes
-    from transformers.quantizers.auto import AutoHfQuantizer
+    from bitsandbytes import functional as four_bit
 
     with torch.device("cpu"):  # bitsandbytes makes this table at its first use, and keeps it
-        bitsandbytes.functional.name2qmap.setdefault(
-            "dynamic", bitsandbytes.functional.create_dynamic_map()
-        )
+        four_bit.name2qmap.setdefault("dynamic", four_bit.create_dynamic_map())
     whole = dict(model.named_modules())
-    AutoHfQuantizer.from_config(config(section))._process_model_before_weight_loading(model, None)
+    transformers_private.quantize_layers(model, config(section))
     for name, layer in layers(model):
         source = whole.pop(name)
         weight = source.weight.data.T if isinstance(source, Conv1D) else source.weight.data
-        layer.weight = type(layer.weight)(weight, **vars(layer.weight))._quantize(weight.device)
+        layer.weight = bitsandbytes_private.quantized(layer.weight, weight)
         if layer.bias is not None:
             layer.bias = torch.nn.Parameter(source.bias.data, requires_grad=False)
     model.is_loaded_in_4bit = True  # PEFT asks
@@ -65,10 +64,10 @@ def settle(model: torch.nn.Module) -> None:
 
 def layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """(name, bitsandbytes.nn.Linear4bit) of each quantised layer."""
-    import bitsandbytes
+    from bitsandbytes.nn import Linear4bit  # pyright: ignore[reportPrivateImportUsage]
 
     for name, module in list(model.named_modules()):
-        if isinstance(module, bitsandbytes.nn.Linear4bit):
+        if isinstance(module, Linear4bit):
             yield name, module
 
 
@@ -85,6 +84,12 @@ def scales(parameter: torch.Tensor) -> list[torch.Tensor]:
     ]
 
 
+def copy_state(weight: Any, empty: Any) -> None:
+    """Give a 4-bit weight's quantisation state, without values, to the parameter in its place."""
+    if getattr(weight, "quant_state", None) is not None:
+        empty.quant_state = without_values(weight.quant_state)
+
+
 def without_values(state: Any) -> Any:
     """A weight's quantisation state with empty tensors, made where a tensor is made now."""
     made = copy.copy(state)
@@ -98,21 +103,21 @@ def without_values(state: Any) -> Any:
     return made
 
 
-def merged(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+def merged(model: Network, dtype: torch.dtype) -> torch.nn.Module:
     """The model as it was trained, of ordinary layers on the CPU: dequantised weights plus LoRA's,
     rounded once.
 
     PEFT's own merging would quantise the sum again."""
-    import bitsandbytes
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit  # pyright: ignore[reportPrivateImportUsage]
 
     weights: dict[str, torch.Tensor] = {}
     for name, layer in list(model.get_base_model().named_modules()):
         has_adapter = hasattr(layer, "get_base_layer")
         base = layer.get_base_layer() if has_adapter else layer
-        if isinstance(base, bitsandbytes.nn.Linear4bit) and not name.endswith(".base_layer"):
-            weight = bitsandbytes.functional.dequantize_4bit(
-                base.weight.data, base.weight.quant_state
-            ).float()
+        if isinstance(base, Linear4bit) and not name.endswith(".base_layer"):
+            packed: Any = base.weight
+            weight = dequantize_4bit(packed.data, packed.quant_state).float()
             if has_adapter:
                 weight += layer.get_delta_weight("default")
             weights[name] = weight.to("cpu", dtype)
@@ -146,13 +151,8 @@ def _ordinary(layer: Any, weight: torch.Tensor) -> torch.nn.Module:
 def decompositions(on_cuda: bool) -> dict[Any, Callable[..., torch.Tensor]]:
     """What the product with a 4-bit weight does inside, for a dispatch mode to see: operator -> its
     kernel."""
-    from bitsandbytes.backends.default.ops import _gemm_4bit_default_impl
-
-    return {
-        torch.ops.bitsandbytes.gemm_4bit.default: (
-            _gemm_on_cuda if on_cuda else _gemm_4bit_default_impl
-        )
-    }
+    kernel = _gemm_on_cuda if on_cuda else bitsandbytes_private.gemm_4bit()
+    return {torch.ops.bitsandbytes.gemm_4bit.default: kernel}
 
 
 def _gemm_on_cuda(

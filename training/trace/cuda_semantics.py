@@ -21,17 +21,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch._refs
-from accelerate import accelerator
-from torch._subclasses.fake_impls import op_implementations_dict
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.optim import optimizer as torch_optimizer
-from torch.utils import _foreach_utils
-from transformers import modeling_flash_attention_utils as flash_utils
-from transformers.utils import import_utils
+import torch
+
+from training.compat import accelerate_private, torch_private, transformers_private
+from training.compat.torch_private import FakeTensor, FakeTensorMode, op_implementations_dict
 
 aten = torch.ops.aten
-AUTOCAST = torch._C.DispatchKey.AutocastCPU
 HALF = (torch.float16, torch.bfloat16)
 CUDNN = 91900  # of a torch that does not tell: what the CUDA 13 build of torch 2.11 brings (9.19.0)
 
@@ -63,7 +58,7 @@ def cuda_semantics(target: Target, fp16: bool = False) -> Iterator[None]:
     differ. The scaler of gradients is not there; on a card it holds three scalars."""
     with ExitStack() as stack:
         library = torch.library.Library("aten", "IMPL")
-        stack.callback(library._destroy)
+        stack.callback(torch_private.destroy, library)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "Overriding a previously registered kernel": meant
             library.impl("scaled_dot_product_attention", attention(target), "AutogradCPU")
@@ -72,25 +67,10 @@ def cuda_semantics(target: Target, fp16: bool = False) -> Iterator[None]:
             library.impl("log_softmax.int", _softmax(aten._log_softmax.default), "AutogradCPU")
             _autocast_as_cuda(library)
         types = [torch.Tensor, torch.nn.Parameter, FakeTensor]
-        devices = [*_foreach_utils._get_foreach_kernels_supported_devices(), "cpu"]
         for owner, name, value in (
-            # Of a fake tensor, transformers would keep a mask that masks nothing, and an optimizer
-            # loop in Python.
-            (import_utils, "is_fake_tensor", lambda tensor: False),
-            (torch_optimizer, "_foreach_supported_types", types),
-            (_foreach_utils, "_foreach_supported_types", types),
-            (torch_optimizer, "_get_foreach_kernels_supported_devices", lambda: devices),
-            (
-                flash_utils,
-                "_lazy_imports",
-                lambda *args, **kwargs: (None, _flash_attn_varlen, None, None, None),
-            ),
-            (flash_utils, "_loaded_implementation", None),
-            *(
-                [(accelerator, "get_mixed_precision_context_manager", _autocast_fp16)]
-                if fp16
-                else []
-            ),
+            *torch_private.foreach_on_cpu(types),
+            *transformers_private.fakes_as_real(_flash_attn_varlen),
+            *([accelerate_private.fp16_on_cpu()] if fp16 else []),
         ):
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
@@ -102,10 +82,6 @@ def cuda_semantics(target: Target, fp16: bool = False) -> Iterator[None]:
         FakeTensorMode.cache_clear()  # of results of the other kind
         stack.callback(FakeTensorMode.cache_clear)
         yield
-
-
-def _autocast_fp16(native_amp: bool = False, autocast_kwargs: Any = None) -> Any:
-    return torch.autocast("cpu", dtype=torch.float16, enabled=native_amp)
 
 
 # ---- attention
@@ -344,7 +320,7 @@ def _math(call: Call) -> torch.Tensor:
     scores = query @ (key.transpose(-2, -1) * root)
     if mask is not None:
         scores.add_(mask)
-    scores = torch._safe_softmax(scores, -1)
+    scores = torch_private.safe_softmax(scores, -1)
     if call.dropout_p > 0:
         scores = torch.dropout(scores, call.dropout_p, True)
     return (scores @ value).to(call.query.dtype)
@@ -479,8 +455,8 @@ PROMOTE = (
 def _autocast_as_cuda(library: torch.library.Library) -> None:
     """Give the CPU's autocast the lists of CUDA's. Both compute the same products in half
     precision, but for a few that are made of those."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    for name in torch._C._dispatch_get_all_op_names():
+    has_kernel = torch_private.has_kernel
+    for name in torch_private.operator_names():
         is_of_cpu = name.startswith("aten::") and has_kernel(name, "AutocastCPU")
         if is_of_cpu and not has_kernel(name, "AutocastCUDA"):
             library.impl(
@@ -494,18 +470,13 @@ def _autocast_as_cuda(library: torch.library.Library) -> None:
                 library.impl(name, policy(operator), "AutocastCPU")
 
 
-def _without_autocast(operator: Any, args: Any, kwargs: Any) -> Any:
-    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(AUTOCAST)):
-        return operator(*args, **kwargs)
-
-
 def _wide(value: Any) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.dtype in HALF else value
 
 
 def _in_fp32(operator: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        return _without_autocast(
+        return torch_private.without_autocast(
             operator, map(_wide, args), {name: _wide(value) for name, value in kwargs.items()}
         )
 
@@ -513,13 +484,15 @@ def _in_fp32(operator: Any) -> Callable[..., Any]:
 
 
 def _out_in_fp32(operator: Any) -> Callable[..., Any]:
-    position = [argument.name for argument in operator._schema.arguments].index("dtype")
+    position = [argument.name for argument in torch_private.schema(operator).arguments].index(
+        "dtype"
+    )
 
     def run(*args: Any, **kwargs: Any) -> Any:
         given = kwargs.get("dtype", args[position] if len(args) > position else None)
         if given is None and args[0].is_floating_point() and args[0].dtype != torch.float64:
             args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
-        return _without_autocast(operator, args, kwargs)
+        return torch_private.without_autocast(operator, args, kwargs)
 
     return run
 
@@ -531,6 +504,10 @@ def _promoted(operator: Any) -> Callable[..., Any]:
         is_wide = any(
             isinstance(value, torch.Tensor) and value.dtype == torch.float32 for value in args
         )
-        return run_wide(*args, **kwargs) if is_wide else _without_autocast(operator, args, kwargs)
+        return (
+            run_wide(*args, **kwargs)
+            if is_wide
+            else torch_private.without_autocast(operator, args, kwargs)
+        )
 
     return run

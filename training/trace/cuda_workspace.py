@@ -119,7 +119,7 @@ def _efficient_forward(
     key: torch.Tensor,
     value: torch.Tensor,
     *rest: Any,
-    **_: Any,
+    **options: Any,
 ) -> list[int]:
     """kNeedsOutputAccumulatorBuffer in mem_eff_attention/kernel_forward.h: an fp32 output of wide
     heads."""

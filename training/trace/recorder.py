@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from training.compat import torch_private
+from training.compat.torch_private import TorchDispatchMode, tree_iter
+
+aten = torch.ops.aten
 BATCH = 1009  # prime: no width, vocabulary or length that is used divides by it
 # sequence number that autograd gives to nodes that accumulate into a leaf
 FINAL_NODE = (1 << 64) - 1
@@ -132,7 +134,7 @@ class Recorder(TorchDispatchMode):
         def enter(module: torch.nn.Module, args: Any) -> None:
             self._layers.append(layer)
             self._left = None
-            self._ranges.append((torch.autograd._get_sequence_nr(), -1, layer))
+            self._ranges.append((torch_private.next_node_number(), -1, layer))
 
         return enter
 
@@ -141,7 +143,7 @@ class Recorder(TorchDispatchMode):
         for at in reversed(range(len(self._ranges))):
             start, end, of = self._ranges[at]
             if of == layer and end < 0:
-                self._ranges[at] = (start, torch.autograd._get_sequence_nr(), of)
+                self._ranges[at] = (start, torch_private.next_node_number(), of)
                 return
 
     def layer(self) -> Layer | None:
@@ -154,11 +156,10 @@ class Recorder(TorchDispatchMode):
         # the last one's output is let go
         if self._left is not None and not self.phase.startswith("backward"):
             return self._left
-        node = torch._C._current_autograd_node()
-        if node is None:
+        number = torch_private.current_node_number()
+        if number is None:
             self._last = None
             return None
-        number = node._sequence_nr()
         if number != FINAL_NODE:
             self._last = next(
                 (of for start, end, of in self._ranges if start <= number < end), None
@@ -186,11 +187,11 @@ class Recorder(TorchDispatchMode):
             self._suspended -= 1
 
     def _id(self, tensor: torch.Tensor) -> int | None:
-        return self._ids.get(tensor.untyped_storage()._cdata)
+        return self._ids.get(torch_private.storage_key(tensor.untyped_storage()))
 
     def _add(self, tensor: torch.Tensor, op: str, layer: Layer | None) -> int | None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = torch_private.storage_key(storage)
         if key in self._ids:
             return None
         number = len(self.log.blocks)
@@ -237,7 +238,7 @@ class Recorder(TorchDispatchMode):
             with self:
                 return self.decompositions[func](*args, **kwargs)
         # item(), bool(): a fake tensor has no value
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is aten._local_scalar_dense.default:
             return self._answer(args[0])
         into: list[int | None] | None = None
         if (
@@ -249,11 +250,11 @@ class Recorder(TorchDispatchMode):
             # that is no view; under a dispatch mode never. Remembered, and taken back in settle().
             into = (
                 [self._id(args[0])]
-                if isinstance(args[0], torch.Tensor) and not args[0]._is_view()
+                if isinstance(args[0], torch.Tensor) and not torch_private.is_view(args[0])
                 else []
             )
         out = func(*args, **kwargs)
-        name = func._schema.name
+        name = torch_private.schema(func).name
         if name == "prim::device":
             return out
         before = len(self.log.blocks)
@@ -313,20 +314,20 @@ class Recorder(TorchDispatchMode):
         if not self.phase.startswith(("forward", "backward")):
             return
         work = self.log.work.setdefault((self.phase.partition(":")[0], layer), Work())
-        returned = func._schema.returns
+        returned = torch_private.schema(func).returns
         if not outputs or (
             returned and returned[0].alias_info is not None and not returned[0].alias_info.is_write
         ):
             return  # a view moves nothing
         work.kernels += 1
-        is_attention = "scaled_dot_product" in func._schema.name
-        formula = flop_registry.get(func._overloadpacket)
+        is_attention = "scaled_dot_product" in torch_private.schema(func).name
+        formula = flop_registry.get(torch_private.packet(func))
         flops: float | None = None
         if formula is not None:
             flops = formula(*args, **kwargs, out_val=out)
         elif is_attention:  # the CPU's kernel, which the registry leaves out
             sizes = [tensor.shape for tensor in args if isinstance(tensor, torch.Tensor)]
-            backward = "backward" in func._schema.name
+            backward = "backward" in torch_private.schema(func).name
             flops = (
                 sdpa_backward_flop_count(*sizes[:4]) if backward else sdpa_flop_count(*sizes[:3])
             )

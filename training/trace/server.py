@@ -62,7 +62,7 @@ def _shared(recipe: Recipe, plan: Plan, question: dict[str, Any], plain: dict[An
     same = (
         strategy.engine if is_cast else "",
         strategy.mixed_precision,
-        strategy.gradient_checkpointing,
+        strategy.activation_checkpointing,
         strategy.num_output_chunks,
         strategy.attn_implementation,
         question["documents"],

@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate.utils import fsdp_utils
-from torch.utils._pytree import tree_map_only
 
 from launch.schema.plan import Strategy
 from launch.schema.recipe import Recipe
+from training.compat import accelerate_private, transformers_private
+from training.compat.torch_private import tree_map_only
 from training.trace import sharded_fsdp2, sharded_zero
 from training.trace.recorder import Log
 from training.trace.rewrite_log import Landmarks, Rewriting, landmarks, ready
@@ -46,9 +46,9 @@ def as_computed(network: torch.nn.Module, strategy: Strategy) -> Strategy:
 def _fsdp2_modules(network: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The modules that Accelerate shards on their own: the layers, the embeddings, the final
     norm."""
-    layer_classes = getattr(network, "_no_split_modules", None) or ()
+    layer_classes = transformers_private.layer_classes(network)
     yield from (module for module in network.modules() if type(module).__name__ in layer_classes)
-    final_norm = getattr(fsdp_utils, "_find_final_norm", lambda network: None)(network)
+    final_norm = accelerate_private.final_norm(network)
     embeddings = (
         getattr(network, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")
     )

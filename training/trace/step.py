@@ -11,20 +11,19 @@ from __future__ import annotations
 import gc
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
-from transformers.utils import import_utils
 
 from launch.schema.plan import Plan, Strategy
 from launch.schema.recipe import Recipe
+from training.compat import torch_private, transformers_private
+from training.compat.torch_private import FakeTensorMode, unset_fake_temporarily
 from training.data.batches import SampleOrder
 from training.loop import arguments
 from training.loop.callbacks import StepMeter
@@ -70,13 +69,13 @@ class _Tracer(LowMemTrainer):
         self._micro += 1
         return loss
 
-    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
+    def clip_gradients(self, library: Callable[[], Any]) -> Any:
         self.recorder.mark("optimizer")
-        return super()._clip_grad_norm(model)
+        return library()
 
-    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+    def gradient_norm(self, library: Callable[[], Any]) -> Any:
         self.recorder.mark("optimizer")
-        return super()._get_grad_norm(*args, **kwargs)
+        return super().gradient_norm(library)
 
 
 class _Batches:
@@ -175,16 +174,15 @@ def materialised(network: torch.nn.Module) -> None:
     """Replace what stands on the meta device by fake tensors on the CPU; ties are kept."""
     known: dict[int, torch.Tensor] = {}
     for module in network.modules():
-        for held in (module._parameters, module._buffers):
+        for held in torch_private.tensors_by_name(module):
             for name, tensor in held.items():
                 if tensor is None:
                     continue
                 if id(tensor) not in known:
                     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-                    if held is module._parameters:
+                    if isinstance(tensor, torch.nn.Parameter):
                         empty = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
-                    if getattr(tensor, "quant_state", None) is not None:
-                        empty.quant_state = four_bit.without_values(tensor.quant_state)
+                    four_bit.copy_state(tensor, empty)
                     known[id(tensor)] = empty
                     known[id(empty)] = empty
                 held[name] = known[id(tensor)]
@@ -222,7 +220,7 @@ def step(
     recorder = Recorder(batch)
     recorder.padded, recorder.widest = padded, plan.shape.config["vocab_size"]
     fp16 = planned.mixed_precision == "fp16"
-    with cuda_semantics(target, fp16) if target else _fakes_taken_for_real():
+    with cuda_semantics(target, fp16) if target else transformers_private.fake_masks_as_real():
         if recipe.quantization is not None:
             recorder.decompositions = four_bit.decompositions(on_cuda=target is not None)
         if target:
@@ -247,18 +245,6 @@ def step(
         )
         log.events.insert(0, Event(len(log.blocks) - 1, True, "start", None))
     return log
-
-
-@contextmanager
-def _fakes_taken_for_real() -> Iterator[None]:
-    """transformers asks a mask whether it masks anything; of fake tensors it would not, and keep
-    it."""
-    asks = import_utils.is_fake_tensor
-    import_utils.is_fake_tensor = lambda tensor: False
-    try:
-        yield
-    finally:
-        import_utils.is_fake_tensor = asks
 
 
 def _tracer(

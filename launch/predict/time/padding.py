@@ -117,7 +117,7 @@ def mean_cut(
     alike = replace(  # what many candidates have in common
         strategy,
         per_device_eval_batch_size=1,
-        gradient_checkpointing=False,
+        activation_checkpointing=False,
         num_output_chunks=1,
         dataloader_num_workers=0,
     )

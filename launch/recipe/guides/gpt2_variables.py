@@ -29,8 +29,8 @@ SWITCHES: Mapping[str, tuple[str, Mapping[str, bool], Mapping[str, bool]]] = {
     ),
     "ENABLE_GRAD_CKPT": (
         "--gradient_checkpointing",
-        {"training.gradient_checkpointing": True},
-        {"training.gradient_checkpointing": False},
+        {"training.activation_checkpointing": True},
+        {"training.activation_checkpointing": False},
     ),
 }
 NAMES = ("MODEL_SIZE", *VALUES, *SWITCHES)

@@ -19,9 +19,9 @@ from launch.schema.plan import Plan
 from tests.builders import CODE, recipe
 
 ROOM_GIB = 400.0  # of a card that holds everything, for figures of what cannot run
-CHECKPOINTED = "--training.gradient_checkpointing=true"
+CHECKPOINTED = "--training.activation_checkpointing=true"
 SHORT = "--data.max_length=512"
-PLAIN = "--training.gradient_checkpointing=false"
+PLAIN = "--training.activation_checkpointing=false"
 LORA_7B = (
     "--model.shape=qwen1.5-7b",
     "--model.dtype=bfloat16",

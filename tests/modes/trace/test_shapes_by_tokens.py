@@ -26,7 +26,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, eager": ("llama-tiny", {"model": {"attn_implementation": "eager"}}),
     "llama, checkpointing, loss in chunks": (
         "llama-tiny",
-        {"training": {"gradient_checkpointing": True, "num_output_chunks": 4}},
+        {"training": {"activation_checkpointing": True, "num_output_chunks": 4}},
     ),
     "t5, autocast": ("t5-tiny", {"training": {"bf16": True}}),
 }

@@ -102,8 +102,8 @@ def test_bfloat16_weights_are_multiplied_and_updated_as_such():
     assert found.dtypes[PRODUCT] == {torch.bfloat16}
 
 
-def test_gradient_checkpointing_computes_each_layer_twice(plain):
-    found = seen(training={"gradient_checkpointing": True})
+def test_activation_checkpointing_computes_each_layer_twice(plain):
+    found = seen(training={"activation_checkpointing": True})
     assert found.calls[ATTENTION] == 2 * plain.calls[ATTENTION]
     assert found.calls[CROSS_ENTROPY] == plain.calls[CROSS_ENTROPY], (
         "more than the layers was computed again"
@@ -140,12 +140,12 @@ def test_an_adapter_alone_is_updated(plain):
 SWITCHED: dict[str, dict[str, Any]] = {
     "as it is": {},
     "bf16, recomputed, loss in parts": {
-        "training": {"bf16": True, "gradient_checkpointing": True, "num_output_chunks": 4}
+        "training": {"bf16": True, "activation_checkpointing": True, "num_output_chunks": 4}
     },
     "bfloat16 weights, eager": {"model": {"dtype": "bfloat16", "attn_implementation": "eager"}},
     "8-bit states": {"training": {"optim": "adamw_bnb_8bit"}},
     "no fused update, recomputed": {
-        "training": {"optim": "adamw_torch", "gradient_checkpointing": True}
+        "training": {"optim": "adamw_torch", "activation_checkpointing": True}
     },
 }
 
@@ -177,7 +177,7 @@ def test_each_row_that_the_plan_prints_is_what_the_steps_do(plain, name):
 
 @pytest.mark.parametrize(
     ("packing", "training"),
-    [(False, {"gradient_checkpointing": True, "num_output_chunks": 4}), (True, {})],
+    [(False, {"activation_checkpointing": True, "num_output_chunks": 4}), (True, {})],
 )
 def test_flash_attention_gets_each_document_alone_and_gives_the_losses_of_sdpa(packing, training):
     """The package's kernel in plain PyTorch (flash_on_cpu.py); all that leads to it is what runs on
@@ -193,7 +193,7 @@ def test_flash_attention_gets_each_document_alone_and_gives_the_losses_of_sdpa(p
         with flash_on_cpu.there() as calls:
             runs[said] = stepped(recipe, here)
             times = (
-                LAYERS * MICRO_STEPS * STEPS * (2 if "gradient_checkpointing" in training else 1)
+                LAYERS * MICRO_STEPS * STEPS * (2 if "activation_checkpointing" in training else 1)
             )
             of_each = [10] * 3 + [2] if packing else [LENGTH]
             first = of_each if packing else [LENGTH // 2]

@@ -109,7 +109,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama-tiny",
         {
             "model": {"dtype": "bfloat16"},
-            "training": {"gradient_checkpointing": True, "gradient_accumulation_steps": 2},
+            "training": {"activation_checkpointing": True, "gradient_accumulation_steps": 2},
         },
     ),
     "llama, adafactor, eager": (
@@ -137,7 +137,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "lora": {"r": 4},
             "training": {
                 "bf16": True,
-                "gradient_checkpointing": True,
+                "activation_checkpointing": True,
                 "gradient_accumulation_steps": 2,
                 "num_output_chunks": 5,
             },
@@ -152,7 +152,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama-tiny",
         {
             "data": PACKED,
-            "training": {"per_device_train_batch_size": 1, "gradient_checkpointing": True},
+            "training": {"per_device_train_batch_size": 1, "activation_checkpointing": True},
         },
     ),
     "gpt2, packed, eager": (
@@ -167,7 +167,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "model": {"dtype": "bfloat16"},
             "training": {
                 "bf16": True,
-                "gradient_checkpointing": True,
+                "activation_checkpointing": True,
                 "gradient_accumulation_steps": 2,
             },
         },
@@ -209,7 +209,7 @@ def test_a_traced_step_holds_what_the_real_one_holds(name, tmp_path, monkeypatch
     )
     # a checkpoint keeps the state of the CPU's random numbers, 5,056 bytes: much of a tiny model,
     # none of a card
-    rel = 0.01 if recipe.quantization and recipe.training.gradient_checkpointing else 0.002
+    rel = 0.01 if recipe.quantization and recipe.training.activation_checkpointing else 0.002
     assert traced == pytest.approx(real_peak_bytes(recipe, plan, padded), rel=rel)
 
 
@@ -224,7 +224,7 @@ def test_a_traced_step_holds_what_the_real_one_holds(name, tmp_path, monkeypatch
         (
             "qwen2-0.5b",
             "num_hidden_layers",
-            {"training": {"gradient_checkpointing": True, "bf16": True}},
+            {"training": {"activation_checkpointing": True, "bf16": True}},
         ),
         ("llama-7b", "num_hidden_layers", {"lora": {"r": 8}, "model": {"dtype": "bfloat16"}}),
         ("t5-chatlm-0.2b", "num_layers", {}),
@@ -232,7 +232,7 @@ def test_a_traced_step_holds_what_the_real_one_holds(name, tmp_path, monkeypatch
         (
             "llama-7b",
             "num_hidden_layers",
-            {**FOUR_BIT, "training": {"bf16": True, "gradient_checkpointing": True}},
+            {**FOUR_BIT, "training": {"bf16": True, "activation_checkpointing": True}},
         ),
     ],
 )

@@ -243,7 +243,7 @@ def test_every_row_is_on_the_screen_of_the_plan():
     recipe = recipe_of(
         training={
             **HALF,
-            "gradient_checkpointing": True,
+            "activation_checkpointing": True,
             "num_output_chunks": 4,
             "optim": "adamw_bnb_8bit",
         }

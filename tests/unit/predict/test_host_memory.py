@@ -39,7 +39,7 @@ def strategy(mode: str = "cpu", ranks: int = 1, workers: int = 0) -> Strategy:
         gradient_accumulation_steps=1,
         per_device_eval_batch_size=8,
         mixed_precision="no",
-        gradient_checkpointing=False,
+        activation_checkpointing=False,
         dataloader_num_workers=workers,
     )
 

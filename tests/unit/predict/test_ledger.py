@@ -201,7 +201,7 @@ def test_a_recipe_is_known_again_when_an_optimizer_step_feels_no_difference(sect
         {"training": {"gradient_accumulation_steps": 4}},
         {"training": {"bf16": True}},
         {"training": {"optim": "adafactor"}},
-        {"training": {"gradient_checkpointing": True}},
+        {"training": {"activation_checkpointing": True}},
         {"training": {"torch_compile": True}},  # a field that only TrainingArguments knows
         {"launch": {"mode": "cpu"}},
         {"launch": {"vram_fraction": 0.7}},

@@ -88,7 +88,7 @@ def way(batch: int = 4, accumulation: int = 8, ranks: int = 1, **fields: Any) ->
         "gradient_accumulation_steps": accumulation,
         "per_device_eval_batch_size": batch,
         "mixed_precision": "bf16",
-        "gradient_checkpointing": False,
+        "activation_checkpointing": False,
         "dataloader_num_workers": 0,
     }
     return Strategy(**{**given, **fields})
@@ -167,7 +167,7 @@ def test_more_accumulation_of_smaller_micro_batches_is_slower(mode):
 def test_checkpointing_is_slower_by_about_its_forward_pass():
     plain = seconds(way()).step_s
     checkpointed = seconds(
-        way(gradient_checkpointing=True), small(LLAMA_AUTOCAST_CHECKPOINTED, passes=4)
+        way(activation_checkpointing=True), small(LLAMA_AUTOCAST_CHECKPOINTED, passes=4)
     ).step_s
     assert 1.15 < checkpointed / plain < 1.45
 
@@ -430,7 +430,9 @@ def test_a_7b_model_on_eight_cards(
         passes=4 if checkpointed else 3,
         trained=parameters,
     )
-    strategy = way(batch, accumulation, ranks=8, mode="fsdp2", gradient_checkpointing=checkpointed)
+    strategy = way(
+        batch, accumulation, ranks=8, mode="fsdp2", activation_checkpointing=checkpointed
+    )
     found = timing.estimate(work, strategy, shape(parameters), whole(parameters), card_rates)
     assert 0.7 < tokens_per_s(found, length, ranks=8) / published < 1.3
 
@@ -469,7 +471,11 @@ def test_lora_of_qwen_at_short_and_long_lengths(parameters, layers, width, lengt
     work = decoder(parameters, layers, width, 151_936, length, counts, trained=140e6)
     adapted = shape(parameters, trained=140e6, lora=140e6)
     found = timing.estimate(
-        work, way(1, 8, gradient_checkpointing=True), adapted, whole(parameters, 2, 140e6), A100_80
+        work,
+        way(1, 8, activation_checkpointing=True),
+        adapted,
+        whole(parameters, 2, 140e6),
+        A100_80,
     )
     assert 0.8 < found.step_s / published_s < 1.2
     assert (found.launch_s > 0) == (length <= 256 or (parameters < 2e9 and length <= 1024))

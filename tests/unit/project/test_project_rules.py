@@ -43,6 +43,7 @@ LAYERS = {
         *("run_folder", "render", "supervise", "report", "commands", "__main__"),
     ),
     "training": (
+        "compat",
         "checkpoints",
         "control",
         "data",

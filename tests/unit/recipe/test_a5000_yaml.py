@@ -72,8 +72,8 @@ def test_the_guides_keys_become_the_recipes(read, tmp_path):
     )
     assert (training.dataloader_num_workers, training.extras["torch_compile"]) == (8, True)
     assert (
-        training.gradient_checkpointing is False
-        and "gradient_checkpointing" in training.model_fields_set
+        training.activation_checkpointing is False
+        and "activation_checkpointing" in training.model_fields_set
     )
     assert recipe.lora is not None and recipe.quantization is None
     assert (recipe.lora.r, recipe.lora.lora_alpha, recipe.lora.target_modules) == (

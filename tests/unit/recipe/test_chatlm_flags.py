@@ -67,7 +67,7 @@ def test_every_form_that_google_fire_reads_is_read(flags):
         ("--validation_file=b=c.parquet", "--data.validation_file=b=c.parquet"),
         ("--training.weight_decay=0.1", "--training.weight_decay=0.1"),
         ("--data.max-length=64", "--data.max_length=64"),
-        ("--training.gradient_checkpointing", "--training.gradient_checkpointing=true"),
+        ("--training.activation_checkpointing", "--training.activation_checkpointing=true"),
         ("--model.shape=t5-tiny", "--model.shape=t5-tiny"),
         ("--output_dir=elsewhere", "--output_dir=elsewhere"),
     ],

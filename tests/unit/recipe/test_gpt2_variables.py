@@ -27,7 +27,7 @@ def test_every_variable_of_the_guide_sets_its_key():
     training = recipe.training
     assert recipe.model.shape == "gpt2-medium"
     assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (16, 8)
-    assert (training.fp16, training.bf16, training.gradient_checkpointing) == (True, False, True)
+    assert (training.fp16, training.bf16, training.activation_checkpointing) == (True, False, True)
     assert (training.dataloader_num_workers, training.num_train_epochs) == (4, 3)
     assert (recipe.data.max_length, recipe.output_dir) == (256, "./output_single_optimized")
 
@@ -44,13 +44,17 @@ def test_an_empty_switch_is_off_as_in_the_guides_script():
     recipe, _ = load.load(
         "single_gpu_optimized", translate({"ENABLE_FP16": "", "ENABLE_GRAD_CKPT": ""})
     )
-    assert (recipe.training.fp16, recipe.training.bf16, recipe.training.gradient_checkpointing) == (
+    assert (
+        recipe.training.fp16,
+        recipe.training.bf16,
+        recipe.training.activation_checkpointing,
+    ) == (
         False,
         False,
         False,
     )
     # so that planning leaves it off
-    assert "gradient_checkpointing" in recipe.training.model_fields_set
+    assert "activation_checkpointing" in recipe.training.model_fields_set
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from launch.base.errors import ConfigError
 from launch.recipe import load, strict_yaml, training_arguments
+from launch.report import text as text_report
 from launch.schema.plan import Change
 from launch.schema.recipe import Recipe
 from tests import cost
@@ -857,3 +858,38 @@ def test_4_bit_weights_want_lora_and_false_is_off(write):
     assert "quantization" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"quantization\.load_in_4bit: found nothing"):
         load.load(write(GOOD + "lora: {r: 4}\nquantization: {bnb_4bit_quant_type: nf4}\n"))
+
+
+@pytest.mark.parametrize("old", sorted(training_arguments.RENAMED))
+def test_the_old_name_of_a_renamed_key_is_taken_and_said(write, old):
+    new, value = (
+        training_arguments.RENAMED[old],
+        {"gradient_checkpointing": "true"}.get(old, "null"),
+    )
+    line = f"training.{old} is now training.{new}"
+    in_file = load.load(write(with_line(f"{old}: {value}")))
+    as_override = load.load(write(GOOD), [f"--training.{old}={value}"])
+    expected, no_changes = load.load(write(with_line(f"{new}: {value}")))
+    assert no_changes == ()
+    for recipe, changes in (in_file, as_override):
+        assert recipe == expected
+        assert [change.reason for change in changes] == [line]
+        assert [text.strip() for text in text_report.change_lines(changes)] == [
+            f"changed    {line}"
+        ]
+
+
+def test_the_old_name_beside_the_new_one_is_refused(write):
+    both = with_line("gradient_checkpointing: true").replace(
+        "training:\n", "training:\n  activation_checkpointing: false\n"
+    )
+    with pytest.raises(
+        ConfigError, match=r"is training\.activation_checkpointing, which is set too"
+    ):
+        load.load(write(both))
+
+
+def test_an_override_with_an_old_name_wins_over_the_file(write):
+    path = write(with_line("activation_checkpointing: true"))
+    recipe, _ = load.load(path, ["--training.gradient_checkpointing=false"])
+    assert recipe.training.activation_checkpointing is False

@@ -35,7 +35,7 @@ def test_where_nothing_else_is_left_fewer_samples_are_less_if_nothing_else_is_gi
 
     assert ruled_out(HALF) is None
     assert ruled_out(STRATEGY)
-    recomputing = replace(STEP, candidate=replace(STRATEGY, gradient_checkpointing=True))
+    recomputing = replace(STEP, candidate=replace(STRATEGY, activation_checkpointing=True))
     assert recomputing.rules_out(HALF, 11 * GIB, is_traced=True, fewer_is_less=True)
     assert replace(STEP, of="host").rules_out(HALF, 11 * GIB, is_traced=True, fewer_is_less=True)
 
@@ -44,7 +44,7 @@ def test_without_a_trace_a_smaller_micro_batch_or_checkpointing_is_less():
     assert STEP.rules_out(STRATEGY, 10 * GIB, is_traced=False)
     assert STEP.rules_out(HALF, 10 * GIB, is_traced=False) is None
     assert (
-        STEP.rules_out(replace(STRATEGY, gradient_checkpointing=True), 10 * GIB, is_traced=False)
+        STEP.rules_out(replace(STRATEGY, activation_checkpointing=True), 10 * GIB, is_traced=False)
         is None
     )
 
@@ -83,7 +83,7 @@ def test_a_card_that_ran_out_in_writing_needs_other_states_and_no_other_batch(se
     again = plan(recipe, two, oom_history=OomHistory(ran_out=(failed,)))
     assert again.strategy.zero_stage == 1
     assert again.strategy.per_device_train_batch_size == 8
-    assert again.strategy.gradient_checkpointing == first.strategy.gradient_checkpointing
+    assert again.strategy.activation_checkpointing == first.strategy.activation_checkpointing
     assert f"ran out of memory in {section}" in " ".join(again.rejected)
 
 
@@ -96,7 +96,7 @@ def test_the_plan_after_it_holds_the_effective_batch(section):
     assert again.strategy.effective_batch_size == first.strategy.effective_batch_size
     batches = again.strategy.per_device_train_batch_size, again.strategy.per_device_eval_batch_size
     assert batches == ((8, 3) if section == "evaluation" else batches)
-    assert section == "evaluation" or batches[0] < 8 or again.strategy.gradient_checkpointing
+    assert section == "evaluation" or batches[0] < 8 or again.strategy.activation_checkpointing
 
 
 def test_the_next_start_of_an_unfinished_run_knows_what_ran_out(tmp_path):

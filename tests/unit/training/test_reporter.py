@@ -3,6 +3,8 @@ step alone."""
 
 from __future__ import annotations
 
+import logging
+import re
 import time
 from pathlib import Path
 
@@ -105,3 +107,17 @@ def test_a_steps_counts_are_those_of_all_its_micro_batches(tmp_path):
         for one in steps.events(loop.attempt)
     ]
     assert found == [(60, 80, 8, 1.0)] * 3
+
+
+def test_log_lines_say_the_time_left_from_the_third_step_until_the_last(tmp_path, caplog):
+    loop = Loop(tmp_path)
+    with caplog.at_level(logging.INFO, logger="lowmem"):
+        for step in range(1, 10):
+            loop.step()
+            if step > 1:
+                time.sleep(0.2)  # 7 steps are left after the second, 0.2 s each
+            loop.log()
+    lines = [record.getMessage() for record in caplog.records if "step " in record.getMessage()]
+    assert [" ETA " in line for line in lines] == [False, False, *[True] * 6, False]
+    seconds = int(re.search(r"  ETA 0:00:(\d\d)  loss ", lines[2])[1])
+    assert 1 <= seconds <= 20  # 6 steps of at least 0.2 s

@@ -1,0 +1,92 @@
+"""The private names and undocumented attributes of DeepSpeed (0.19) that training uses or
+replaces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def optimizer(trainer: Any) -> Any:
+    """The optimizer of ZeRO, around the recipe's own."""
+    return trainer.deepspeed.optimizer
+
+
+def master_slices(zero: Any) -> list[torch.Tensor]:
+    """This rank's flat float32 copies of the weights that are trained, by group."""
+    if hasattr(zero, "fp32_partitioned_groups_flat"):  # ZeRO 3
+        return zero.fp32_partitioned_groups_flat
+    return zero.single_partition_of_fp32_groups
+
+
+def gradient_slices(zero: Any) -> torch.Tensor:
+    """This rank's gradients under ZeRO 3, in one buffer."""
+    return zero.grad_partitions_flat_buffer
+
+
+def slice_mapping(parameter: torch.Tensor) -> Any:
+    """Where this rank's flat slice has a part of the parameter, for ZeRO 1 and 2; None: nowhere."""
+    return parameter._hp_mapping  # pyright: ignore
+
+
+def local_part(parameter: Any) -> Any:
+    """The part of a parameter that this rank holds under ZeRO 3; elsewhere the parameter."""
+    return getattr(parameter, "ds_tensor", parameter)
+
+
+def whole_shape(parameter: Any) -> torch.Size:
+    """The shape of a parameter of which this rank may hold a part."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def watch_step(
+    zero: Any,
+    see_norms: Callable[[list[Any]], None],
+    overflowed: Callable[[], object],
+    may_step: Callable[[], bool],
+) -> None:
+    """Call `see_norms` with the norms of a step's gradients before the step, `overflowed` before
+    the loss scale falls; step only if `may_step`."""
+    update_scale, step_group = zero._update_scale, zero._optimizer_step
+    # ZeRO 1, 2; 3
+    name = "scaled_global_norm" if hasattr(zero, "scaled_global_norm") else "_get_norm_groups"
+    norm_of = getattr(zero, name)
+
+    def norm(*args: Any, **kwargs: Any) -> Any:
+        norms = norm_of(*args, **kwargs)
+        see_norms(norms if isinstance(norms, list) else [norms])
+        return norms
+
+    def scale(has_overflow: bool = False) -> None:
+        if has_overflow:
+            overflowed()
+        update_scale(has_overflow)
+
+    def step(group: int) -> None:
+        if may_step():
+            step_group(group)
+
+    setattr(zero, name, norm)
+    zero._update_scale, zero._optimizer_step = scale, step
+
+
+@contextmanager
+def saving_with(engine: Any, writer: Any) -> Iterator[None]:
+    """Inside, the engine saves through `writer` and copies no Python script into checkpoints."""
+    copies, engine._copy_recovery_script = engine._copy_recovery_script, lambda folder: None
+    own, engine.checkpoint_engine = engine.checkpoint_engine, writer
+    try:
+        yield
+    finally:
+        engine.checkpoint_engine, engine._copy_recovery_script = own, copies
+
+
+def leave_out_compiled_all_reduce() -> None:
+    """An all-reduce through shared memory, compiled at the first start (25 s, and for ever if that
+    was killed once). Gloo gives the same bits; without it no compiler is needed."""
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

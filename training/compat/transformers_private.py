@@ -1,0 +1,196 @@
+"""The private names of transformers (5.0 to 5.23) that training uses or overrides, and the
+arguments that it has renamed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+from transformers.utils import import_utils
+
+# A PreTrainedModel, or PEFT's or an engine's wrapper of one. Its attributes (config, generate,
+# merge_and_unload, ...) are found through nn.Module.__getattr__, which a type checker reads as
+# Tensor | Module.
+Network = Any
+
+
+class OpenTrainer(Trainer):
+    """Trainer whose private steps are public methods: `library` is Trainer's own step."""
+
+    model: Any
+    model_wrapped: Any
+    optimizer: Any
+    lr_scheduler: Any
+    train_dataset: Any
+    eval_dataset: Any
+    processing_class: Any
+
+    def refuse_wrapper(self, network: Network) -> None:
+        """Raise where a network is wrapped in what the loss does not allow."""
+
+    def gradient_norm(self, library: Callable[[], Any]) -> Any:
+        return library()
+
+    def clip_gradients(self, library: Callable[[], Any]) -> Any:
+        return library()
+
+    def is_best_metric(self, library: Callable[[], bool], metrics: dict[str, float]) -> bool:
+        return library()
+
+    def load_weights(self, library: Callable[[], None]) -> None:
+        library()
+
+    def prepare_training(
+        self, library: Callable[[str | None], Any], resume_from_checkpoint: str | None
+    ) -> tuple[torch.nn.Module, DataLoader]:
+        return library(resume_from_checkpoint)
+
+    def save_checkpoint(self, library: Callable[[], None]) -> None:
+        library()
+
+    def save_optimizer(self, library: Callable[[], None], output_dir: str) -> None:
+        library()
+
+    def _wrap_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """Under DDP a gradient is a view of the bucket that is reduced: one copy of the gradients
+        less."""
+        wrapped = super()._wrap_model(model, *args, **kwargs)
+        self.refuse_wrapper(wrapped)
+        if self.accelerator.ddp_handler is not None:
+            self.accelerator.ddp_handler.gradient_as_bucket_view = True
+        return wrapped
+
+    def _prepare_input(self, data: Any) -> Any:
+        """To a GPU without waiting: batches stand in pinned memory, and the kernels that read them
+        come after."""
+        if isinstance(data, torch.Tensor) and self.args.device.type == "cuda":
+            return data.to(self.args.device, non_blocking=True)
+        return super()._prepare_input(data)
+
+    def _get_num_items_in_batch(
+        self, batch_samples: list[Any], device: torch.device
+    ) -> torch.Tensor | int | None:
+        return super()._get_num_items_in_batch([batch for batch in batch_samples if batch], device)
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        parent = super()
+        return self.gradient_norm(lambda: parent._get_grad_norm(*args, **kwargs))
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
+        parent = super()
+        return self.clip_gradients(lambda: parent._clip_grad_norm(model))
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        parent = super()
+        return self.is_best_metric(lambda: parent._determine_best_metric(metrics, trial), metrics)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        parent = super()
+        self.load_weights(lambda: parent._load_from_checkpoint(resume_from_checkpoint, model))
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
+    ) -> tuple[torch.nn.Module, DataLoader]:
+        parent = super()
+        return self.prepare_training(
+            lambda folder: parent._prepare_for_training(max_steps, train_dataloader, folder),
+            resume_from_checkpoint,
+        )
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        parent = super()
+        self.save_checkpoint(lambda: parent._save_checkpoint(model, trial))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        parent = super()
+        self.save_optimizer(lambda: parent._save_optimizer_and_scheduler(output_dir), output_dir)
+
+
+def load_weights(trainer: Trainer, folder: str) -> None:
+    """Put a checkpoint's weights in place of the model's, as Trainer does."""
+    Trainer._load_from_checkpoint(trainer, folder, trainer.model)
+
+
+def by_installed_names(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of TrainingArguments: before 5.23 transformers said gradient_checkpointing."""
+    names = {field.name for field in fields(TrainingArguments)}
+    return {
+        name if name in names else name.replace("activation_", "gradient_", 1): value
+        for name, value in arguments.items()
+    }
+
+
+def hold_to_one_gpu(args: TrainingArguments) -> None:
+    """Keep transformers from running this process on all GPUs that it sees (nn.DataParallel)."""
+    if args.n_gpu > 1:
+        args._n_gpu = 1
+
+
+def attention(network: Network) -> str:
+    return network.config._attn_implementation
+
+
+def set_attention(network: Network, name: str) -> None:
+    """Set the attention of a network that is made: while making it, transformers would look for a
+    card."""
+    network.config._attn_implementation = name
+
+
+def layer_classes(network: Network) -> tuple[str, ...]:
+    """The classes of modules that are sharded whole."""
+    return tuple(getattr(network, "_no_split_modules", None) or ())
+
+
+def quantize_layers(network: Network, config: Any) -> None:
+    """Replace the linear layers that from_pretrained() would replace."""
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    AutoHfQuantizer.from_config(config)._process_model_before_weight_loading(network, None)
+
+
+@contextmanager
+def without_zero_init() -> Iterator[None]:
+    """transformers builds a model in shards under ZeRO-3; inside, it does not: random initial
+    weights of a shard are not those of the same seed."""
+    from transformers.integrations import deepspeed as integration
+
+    reference = integration._hf_deepspeed_config_weak_ref
+    integration.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        integration._hf_deepspeed_config_weak_ref = reference
+
+
+_REAL_MASKS = (import_utils, "is_fake_tensor", lambda tensor: False)
+
+
+@contextmanager
+def fake_masks_as_real() -> Iterator[None]:
+    """transformers asks a mask whether it masks anything; of fake tensors it would not, and keep
+    it."""
+    owner, name, value = _REAL_MASKS
+    library = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, library)
+
+
+def fakes_as_real(flash_attn_varlen: Any) -> list[tuple[Any, str, Any]]:
+    """(owner, name, value) with which fake tensors are masked as real ones, and flash_attn's kernel
+    is this function. Of a fake tensor, transformers would keep a mask that masks nothing."""
+    from transformers import modeling_flash_attention_utils as flash_utils
+
+    functions = (None, flash_attn_varlen, None, None, None)
+    return [
+        _REAL_MASKS,
+        (flash_utils, "_lazy_imports", lambda *args, **kwargs: functions),
+        (flash_utils, "_loaded_implementation", None),
+    ]
