@@ -144,7 +144,7 @@ def test_out_of_memory_in_saving_does_not_touch_training(tmp_path):
     when = "args[0].state.global_step >= 4"
     fault = {
         "module": "training.loop.trainer",
-        "attribute": "LowMemTrainer._save_checkpoint",
+        "attribute": "LowMemTrainer.save_checkpoint",
         "when": when,
         "rank": 1,
         "do": do,
