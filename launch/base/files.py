@@ -79,7 +79,7 @@ def read(path: Path, noun: type[Noun]) -> Noun | None:
         if not stat.S_ISREG(path.stat().st_mode):
             raise damaged_file(path, "not a regular file")
         return _adapter(noun).validate_json(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # of its folder, too
         return None
     except OSError as error:
         raise damaged_file(path, str(error.strerror)) from error
