@@ -39,7 +39,7 @@ def finished(tmp_path_factory) -> tuple[Path, str, str]:
     folder = tmp_path_factory.mktemp("finished")
     training = {"num_train_epochs": 8, "save_steps": 5, "eval_steps": 1}
     recipe = str(builders.recipe(folder, training=training, **SECTIONS))
-    done = builders.launch(folder / "workspace", "run", recipe)
+    done = builders.launch(folder / "workspace", "run", recipe, "--explain")
     assert done.returncode == 0, done.stderr + done.stdout
     return folder, recipe, done.stdout
 
