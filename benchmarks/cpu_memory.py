@@ -244,7 +244,8 @@ def measured(case: Case, folder: Path, counter: Path) -> dict[str, Any]:
     recipe_file = write_data(folder, case)
     resolved = resolve(str(recipe_file), [])
     if case.mode == "fsdp2":
-        resolved = replace(resolved, plan=as_fsdp2(resolved.plan, resolved.recipe))
+        plan = as_fsdp2(resolved.plan, resolved.recipe, resolved.context.parameters)
+        resolved = replace(resolved, plan=plan)
     attempt = counted(resolved, counter)
     plain = started(case, folder, recipe_file)
     ranks = [json.loads(file.read_text()) for file in sorted(attempt.root.glob("allocator-*.json"))]

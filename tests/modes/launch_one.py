@@ -14,6 +14,7 @@ from launch.base.workspace import CODE
 from launch.data import token_cache
 from launch.plan.resolve import resolve
 from launch.predict import sharding
+from launch.predict.parameters import Shapes
 from launch.probe import machine
 from launch.render import command as render_command
 from launch.render import write
@@ -27,11 +28,11 @@ from launch.supervise.screen import Screen
 SHIM = CODE / "tests" / "modes" / "fsdp_on_cpu.py"
 
 
-def as_fsdp2(plan: Plan, recipe: Recipe) -> Plan:
-    """A plan for ranks with a full copy each, with the states shared out."""
+def as_fsdp2(plan: Plan, recipe: Recipe, parameters: Shapes) -> Plan:
+    """A plan for ranks with a full copy each, with the states sharded."""
     strategy = replace(plan.strategy, mode="fsdp2")
     estimate = sharding.per_rank(
-        plan.estimate, {}, recipe, strategy, plan.shape.config["model_type"]
+        plan.estimate, parameters, recipe, strategy, plan.shape.config["model_type"]
     )
     return replace(plan, strategy=strategy, estimate=estimate)
 
@@ -46,8 +47,10 @@ def through_shim(command: Command) -> Command:
 def fsdp2(recipe_file: str, overrides: Sequence[str]) -> int:
     """What `python -m launch run` does, with the mode changed after planning."""
     resolved = resolve(recipe_file, [*overrides, "--launch.mode=multi_cpu"])
-    resolved = replace(resolved, plan=as_fsdp2(resolved.plan, resolved.recipe))
-    recipe, plan, workspace = resolved.recipe, resolved.plan, resolved.workspace
+    assert resolved.context is not None
+    plan = as_fsdp2(resolved.plan, resolved.recipe, resolved.context.parameters)
+    resolved = replace(resolved, plan=plan)
+    recipe, workspace = resolved.recipe, resolved.workspace
     tokens = token_cache.token_cache(workspace.cache, recipe, plan.shape, plan.data_format)
     start = resume.decide(workspace.runs, recipe, plan, tokens, "auto", datetime.now())
     print(start.line)
