@@ -52,7 +52,7 @@ SHARED_FOLDER_S = 30.0  # a network file system may show a new folder late
 
 
 Pairs = list[tuple[list[dict[str, str]], str]]  # (messages up to the last answer, that answer)
-OpenRun = Callable[[Start, Path, ExitStack], tuple[str, str] | None]
+OpenRun = Callable[[Start, ExitStack], tuple[str, str] | None]
 
 
 def train(
@@ -85,7 +85,7 @@ def train(
     setup.connect(start.plan.strategy)
     control.connect(timeout_s)
     with ExitStack() as held:
-        folders = _agreed(args, lambda: open_run(start, tokens, held))
+        folders = _agreed(args, lambda: open_run(start, held))
         if folders is not None:
             run, attempt = RunDir(Path(folders[0])), AttemptDir(Path(folders[1]))
             _check_shared(attempt)
@@ -133,13 +133,12 @@ def _check_shared(attempt: AttemptDir) -> None:
 def _tokens(start: Start) -> Path:
     """The folder of the tokenised rows; verified, or made, here when no launcher has done so
     before."""
-    known = files.read_json(start.run.tokens_file) if start.run else None
-    folder = Path(known["folder"]) if known else None
+    used = files.read_json(start.run.tokens_file) if start.run else None
+    folder = Path(used["folder"]) if used else None
     if folder and folder.exists() and (start.supervised or not token_hashes.fault(folder)):
         return folder
-    return prepare.ensure(
-        start.recipe, start.plan, start.workspace.cache, print, processes=start.tokenising_processes
-    )
+    prepare.ensure(start.tokens, print, processes=start.tokenising_processes)
+    return start.tokens.folder
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,13 @@ sees half a file."""
 
 from __future__ import annotations
 
+import shutil
 import time
 import traceback
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,13 @@ from launch.base.errors import CheckpointError, ResourceError
 from launch.base.files import damaged_file, read_json, write_atomic, write_json
 from launch.base.text import shown
 from launch.base.workspace import Workspace
-from launch.data.token_cache import TOKENS_MADE_OF
+from launch.data import token_cache
+from launch.data.token_cache import TokenCache
 from launch.schema.machine import Machine
 from launch.schema.plan import Plan, Rendezvous
 from launch.schema.recipe import Recipe
 
+DRY_RUN = "dry-run"  # the folder of a recipe's last dry run, beside its runs
 SAMPLES = "samples.i32"  # of a rank: step, number of rows, the rows, as little-endian int32
 
 
@@ -35,6 +39,8 @@ class AttemptDir:
         self.log_file = root / "log.txt"  # all that the launcher and the ranks print
         self.train_log = root / "train.log"  # rank 0's own lines
         self.machine_file = root / "machine.json"  # on which it was planned
+        self.tokenising_file = root / "tokenising.json"  # a TokenCache: rows to be tokenised
+        self.tokenising_log = root / "tokenise.log"
         self.events_file = root / "events.jsonl"
         self.held_out_file = root / "held_out.jsonl"
         self.outcome_file = root / "outcome.json"
@@ -48,6 +54,15 @@ class AttemptDir:
 
     def read_plan(self) -> Plan:
         return TypeAdapter(Plan).validate_json(self.plan_file.read_bytes())
+
+    def read_machine(self) -> Machine:
+        return TypeAdapter(Machine).validate_json(self.machine_file.read_bytes())
+
+    def write_tokenising(self, tokens: TokenCache) -> None:
+        write_atomic(self.tokenising_file, TypeAdapter(TokenCache).dump_json(tokens).decode())
+
+    def read_tokenising(self) -> TokenCache:
+        return TypeAdapter(TokenCache).validate_json(self.tokenising_file.read_bytes())
 
     def rank(self, rank: int) -> Path:
         """The folder of one rank's own files; made on first use."""
@@ -131,12 +146,22 @@ class RunDir:
         raise AssertionError("a thousand runs within a second")
 
     @classmethod
-    def all(cls, runs: Path, recipe_name: str) -> list[RunDir]:
-        """The recipe's runs, the newest first."""
-        return [
-            cls(path.parent)
-            for path in sorted((runs / recipe_name).glob("*/plan.json"), reverse=True)
-        ]
+    def dry_run(cls, runs: Path, recipe_name: str) -> RunDir:
+        """The folder of the recipe's dry runs, emptied. It is no run: nothing trains in it."""
+        run = cls(runs / recipe_name / DRY_RUN)
+        shutil.rmtree(run.root, ignore_errors=True)
+        run.checkpoints.mkdir(parents=True)
+        return run
+
+    @classmethod
+    def all(cls, runs: Path, recipe_name: str = "*") -> list[RunDir]:
+        """The runs of a recipe, or of all recipes; the newest of each first."""
+        plans = sorted(runs.glob(f"{recipe_name}/*/plan.json"), reverse=True)
+        return [run for path in plans if not (run := cls(path.parent)).is_dry_run]
+
+    @property
+    def is_dry_run(self) -> bool:
+        return self.root.name == DRY_RUN
 
     @classmethod
     def newest(cls, runs: Path, recipe_name: str) -> RunDir | None:
@@ -213,12 +238,11 @@ class RunDir:
         write_atomic(self.recipe_file, recipe.model_dump_json(indent=1) + "\n")
         write_json(self.plan_file, asdict(plan))
 
-    def write_tokens(self, folder: Path) -> None:
+    def write_tokens(self, tokens: TokenCache) -> None:
         """Which tokenised rows it trains, and what they were made of: their folder may be gone one
         day."""
-        write_json(
-            self.tokens_file, {"folder": str(folder), "made_of": read_json(folder / TOKENS_MADE_OF)}
-        )
+        content = {"folder": str(tokens.folder), "made_of": tokens.identity}
+        write_json(self.tokens_file, content)
 
     def read_recipe(self) -> Recipe:
         try:
@@ -248,6 +272,11 @@ class Start:
     run: RunDir | None = None
     attempt: AttemptDir | None = None
     deepspeed_file: Path | None = None
+
+    @cached_property
+    def tokens(self) -> TokenCache:
+        recipe, plan = self.recipe, self.plan
+        return token_cache.token_cache(self.workspace.cache, recipe, plan.shape, plan.data_format)
 
 
 def left_in(path: Path) -> Path:
