@@ -23,7 +23,7 @@ from launch.base.workspace import Workspace
 from launch.data import token_cache
 from launch.data.token_cache import TokenCache
 from launch.schema.machine import Machine
-from launch.schema.plan import Plan, Rendezvous
+from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 
 DRY_RUN = "dry-run"  # the folder of a recipe's last dry run, beside its runs
@@ -158,6 +158,12 @@ class RunDir:
         """The runs of a recipe, or of all recipes; the newest of each first."""
         plans = sorted(runs.glob(f"{recipe_name}/*/plan.json"), reverse=True)
         return [run for path in plans if not (run := cls(path.parent)).is_dry_run]
+
+    def remove_if_unused(self) -> None:
+        """Remove a folder in which nothing was planned and no failure was written down."""
+        failed = any(attempt.supervisor_file.exists() for attempt in self.attempts())
+        if not failed and not self.plan_file.exists():
+            shutil.rmtree(self.root, ignore_errors=True)
 
     @property
     def is_dry_run(self) -> bool:
@@ -341,9 +347,3 @@ def output_lock(workspace: Workspace, recipe: Recipe) -> ExitStack:
 def run_lock(run: RunDir) -> AbstractContextManager[None]:
     """One start at a time in a run's folder, whatever recipe or output folder it was reached by."""
     return locks.lock(run.lock_file, str(run.root))
-
-
-def own_run(runs: Path, recipe_name: str, meeting: Rendezvous, now: datetime) -> RunDir:
-    """Where a machine other than number 0 keeps its part of a run, apart from the runs that can be
-    continued."""
-    return RunDir.create(runs / recipe_name, f"machine{meeting.machine_rank}", now)
