@@ -27,6 +27,6 @@ def add_parser(subparsers: Any) -> ArgumentParser:
 def main(arguments: Namespace, others: Sequence[str]) -> int:
     typed = recipe_arguments.read("plan", others, arguments.switches)
     compile_caches.settle()
-    resolved = resolve(typed.recipe, typed.overrides, arguments.machine, typed.constraints)
-    print(shown("\n".join(text.plan_lines(resolved.recipe, resolved.machine, resolved.plan))))
+    choice = resolve(typed.recipe, typed.overrides, arguments.machine, typed.constraints)
+    print(shown("\n".join(text.plan_lines(choice.recipe, choice.machine, choice.plan))))
     return 0

@@ -1,5 +1,5 @@
-"""`python -m launch run`: a start from its facts to its report. Tokenise, plan, open the run folder,
-supervise attempts."""
+"""`python -m launch run`: read the facts, tokenise, plan, open the run folder, supervise attempts,
+report."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Planned:
-    """A choice for rows that are tokenised; `attempt`: in which they were, if they were just now."""
+    """A choice for rows that are tokenised; `attempt`: the one that has just tokenised them."""
 
     start: Start
     choice: Choice
@@ -194,11 +194,11 @@ def _plan(
     while True:
         assert context.tokens is not None
         if not start.signals.interrupting(tokenising.are_there)(context.tokens):
-            attempt, result = tokenising.until_done(
+            attempt, failed = tokenising.until_done(
                 context, new_run(), start.screen.say, start.signals
             )
-            if result.failure is not None:
-                return result
+            if failed is not None:
+                return failed
             context = plan_context.with_rows(context)
             if context.recipe == start.context.recipe:
                 start = replace(start, context=context)
@@ -323,7 +323,7 @@ def _attempts(planned: Planned, oom_history: OomHistory, run: RunDir) -> tuple[C
             committed,
             launch.max_restarts,
             launch.on_oom == "replan",
-            is_plans_fault=shortage is None or shortage.rules,
+            is_plans_fault=shortage is None or shortage.is_own,
         )
         if following.why:
             screen.say(following.why)
@@ -336,7 +336,7 @@ def _attempts(planned: Planned, oom_history: OomHistory, run: RunDir) -> tuple[C
             screen.say(
                 "the job kept to its plan, others took the memory: planned again for what is left"
             )
-        num_plans += shortage.rules
+        num_plans += shortage.is_own
         oom_history = oom_history.for_plan(is_last=num_plans == MAX_PLANS)
         if num_plans > MAX_PLANS:
             screen.say(

@@ -273,7 +273,7 @@ class Start:
     plan: Plan
     supervised: bool
     machine: Machine | None = None
-    wish: str = "auto"  # of --resume
+    resume: str = "auto"  # value of --resume
     tokenising_processes: int = 1
     run: RunDir | None = None
     attempt: AttemptDir | None = None

@@ -41,9 +41,9 @@ def are_there(tokens: TokenCache) -> bool:
 
 def until_done(
     context: PlanContext, run: RunDir, say: Callable[[str], None], signals: StopSignals
-) -> tuple[AttemptDir, RunResult]:
+) -> tuple[AttemptDir, RunResult | None]:
     """Tokenise the context's rows in attempts of the run, until one succeeds or no further one
-    would: the last attempt and its result."""
+    would: the last attempt, and its result where it failed."""
     assert context.tokens is not None
     history, launch = restarts.History(), context.recipe.launch
     train_file = shown(Path(context.recipe.data.train_file).name)
@@ -55,11 +55,12 @@ def until_done(
         attempt.write_tokenising(context.tokens)
         started = Started()
         ended = _child(context, run, attempt, say, signals)
+        if ended.returncode == 0:
+            return attempt, None
         result = supervise_attempt.result_of(
             started, ended, run, attempt, signals.stop, context.machine.host_limit_bytes
         )
-        if result.failure is None:
-            return attempt, result
+        assert result.failure is not None
         is_memory = result.failure.kind in restarts.MEMORY
         following = restarts.decide(
             *(result.failure, history, 0, 0, 0, launch.max_restarts, launch.on_oom == "replan"),
