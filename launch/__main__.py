@@ -22,7 +22,7 @@ from launch.base.text import nearest, shown
 from launch.supervise import stop_signals
 
 # in the order of --help; each is a module of launch/commands/
-VERBS = ("run", "plan", "tune", "doctor", "report", "compare", "samples", "merge")
+VERBS = ("run", "plan", "tune", "doctor", "report", "compare", "samples", "merge", "keys")
 STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES}
 PATH_ERRORS = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP}
 EXIT_CODES = """
@@ -79,7 +79,7 @@ def _dispatch(argv: list[str]) -> int:
     subparsers = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     for name in [verb] if verb in VERBS else VERBS:
         module = importlib.import_module(f"launch.commands.{name}")
-        module.add_parser(subparsers).set_defaults(main=module.main)
+        module.add_parser(subparsers).set_defaults(main=module.main, verb=name)
     arguments, others = parser.parse_known_args(argv)
     return arguments.main(arguments, others)
 

@@ -178,7 +178,7 @@ def build_parts(
     if args.device.type == "cuda":
         _hold_to_free_memory(plan, args.device)
     meter = StepMeter(attempt.samples_file(rank))
-    draw = not start.supervised and sys.stderr.isatty()
+    draw = not start.supervised and sys.stdout.isatty()
     asked_rate = recipe.training.learning_rate
     watch = nan_guard.NanGuard(
         order, attempt.root, recipe.numerics.skip_spikes_above, args.fp16, asked_rate

@@ -65,13 +65,14 @@ def shown(text: str) -> str:
     return visible(SECRET_VALUE.sub("[secret]", text))
 
 
-def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
+def nearest(word: str, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> list[str]:
     """The known names most like a word that is none of them, best first, upper and lower case
     aside."""
     import difflib  # 5 ms, which only a mistake costs
 
     names = {name.lower(): name for name in known}
-    return [names[near] for near in difflib.get_close_matches(word[:255].lower(), names, count)]
+    near = difflib.get_close_matches(word[:255].lower(), names, count, cutoff)
+    return [names[name] for name in near]
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

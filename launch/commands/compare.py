@@ -24,7 +24,7 @@ def add_parser(subparsers: Any) -> ArgumentParser:
 
 
 def main(arguments: Namespace, others: Sequence[str]) -> int:
-    recipe_arguments.reject("compare", others)
+    recipe_arguments.reject(arguments, others)
     from launch.report import compare  # rich's tables
 
     return compare.run(Workspace.here(), arguments.first, arguments.second, arguments.anyway)

@@ -167,7 +167,7 @@ def add_parser(subparsers: Any) -> ArgumentParser:
 
 def main(arguments: Namespace, others: Sequence[str]) -> int:
     """The exit code is 3 when something stops training."""
-    recipe_arguments.reject("doctor", others)
+    recipe_arguments.reject(arguments, others)
     compile_caches.settle()
     if arguments.machine:
         print("\n".join(probe_machine.describe(probe_machine.described(arguments.machine))))

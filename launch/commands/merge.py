@@ -35,7 +35,7 @@ def add_parser(subparsers: Any) -> ArgumentParser:
 
 def main(arguments: Namespace, others: Sequence[str]) -> int:
     """Merge what is in `source`, a run or an adapter, into `out`; the child's exit code."""
-    recipe_arguments.reject("merge", others)
+    recipe_arguments.reject(arguments, others)
     compile_caches.settle()
     source, out = arguments.source, arguments.out
     adapter = _adapter(source)

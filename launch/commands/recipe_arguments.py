@@ -1,22 +1,28 @@
-"""Arguments that plan, run and tune share: a recipe, a batch size and keys of the recipe."""
+"""Arguments that plan, run and tune share: a recipe, a batch size and keys of the recipe; and the
+answer to a flag that there is not."""
 
 from __future__ import annotations
 
 import os
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+import shlex
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from launch.base.errors import ConfigError
-from launch.base.text import shown
+from launch.base.text import holds_secret, nearest, shown
+from launch.base.workspace import CODE
 from launch.commands import foreign_launcher
 from launch.plan.candidates import LaunchConstraints
-from launch.recipe import load
+from launch.recipe import key_reference, load
 from launch.recipe.strict_yaml import show
+from launch.schema.recipe import SECTIONS, Recipe
 
 AUTO = "auto"
 BATCH_KEY = "per_device_train_batch_size"
+SWITCHES = ("assume_fits", "exact_batch")  # flags that are short for a key of launch:
+ALIKE = 0.8  # difflib's ratio for a flag without a section, which could be a key of any
 EPILOG = """RECIPE is a name in configs/recipes/, or a file. BATCH is per_device_train_batch_size,
 or auto: the fastest, found by short trials unless an earlier start has found it.
 
@@ -47,28 +53,34 @@ def add_parser(subparsers: Any, verb: str, description: str, usage: str) -> Argu
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    for flag, key in (("--assume-fits", "assume_fits"), ("--exact-batch", "exact_batch")):
-        parser.add_argument(
-            flag,
-            action="append_const",
-            dest="switches",
-            const=f"--launch.{key}=true",
-            help=f"short for --launch.{key}=true",
-        )
+    for key in SWITCHES:
+        flag = f"--{key.replace('_', '-')}"
+        parser.add_argument(flag, action="store_true", help=f"short for --launch.{key}=true")
     return parser
 
 
+def add_explain(parser: ArgumentParser) -> None:
+    """The flag of plan and run that shows the whole plan instead of the first screen."""
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="show the whole plan: every setting, its reason and the alternatives",
+    )
+
+
 def read(
-    verb: str, others: Sequence[str], switches: Sequence[str] | None, variables: Sequence[str] = ()
+    arguments: Namespace, others: Sequence[str], variables: Sequence[str] = ()
 ) -> RecipeArguments:
     """What argparse left: a recipe, a batch size and keys. `variables` are overrides of weaker
     standing. Raises ConfigError."""
-    keys, names = _split(others)
+    keys, names = _split(arguments, others)
+    is_tune = arguments.verb == "tune"
     if not names:
-        raise _mistake(verb, "expected a recipe")
-    reject(verb, names[1 if verb == "tune" else 2 :])
+        raise _mistake(arguments, "expected a recipe")
+    reject(arguments, names[1 if is_tune else 2 :])
     batch = names[1] if len(names) == 2 else None
-    overrides = [*variables, *(switches or ()), *keys]
+    switches = [f"--launch.{key}=true" for key in SWITCHES if getattr(arguments, key)]
+    overrides = [*variables, *switches, *keys]
     batch_keys = [
         text for text in overrides if text.partition("=")[0].replace("-", "_").endswith(BATCH_KEY)
     ]
@@ -80,13 +92,33 @@ def read(
     constraints = LaunchConstraints(
         force_gloo=foreign_launcher.asks_for_gloo(os.environ),
         free_batch=batch == AUTO,
-        wants_tuned=batch in (None, AUTO) and not batch_keys and verb != "tune",
+        wants_tuned=batch in (None, AUTO) and not batch_keys and not is_tune,
     )
     return RecipeArguments(names[0], batch == AUTO, overrides, constraints)
 
 
-def _split(others: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Keys as `--key=value`, and the words that are none. A key without = takes the next word."""
+def reject(arguments: Namespace, others: Sequence[str]) -> None:
+    """Refuse words that the verb does not take. Raises ConfigError."""
+    for word in others:
+        if word.startswith("--"):
+            flag = _flag(arguments, word.partition("=")[0][2:], "")
+            raise _mistake(arguments, f"{word.partition('=')[0]}: no such flag", flag)
+        raise _mistake(arguments, f"{show(word)[1:-1]} was not expected")
+
+
+def say(line: str) -> None:
+    """Print a line at once, into a file too, without secrets."""
+    print(shown(line), flush=True)
+
+
+def _mistake(arguments: Namespace, problem: str, instead: str | None = None) -> ConfigError:
+    fix = f"write {instead}" if instead else f"see python -m launch {arguments.verb} --help"
+    return ConfigError(f"{arguments.verb}: {problem}; {fix}")
+
+
+def _split(arguments: Namespace, others: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Keys as `--key=value`, and the words that are none. A key without = takes the next word.
+    Raises ConfigError for a flag that is no key."""
     keys: list[str] = []
     names: list[str] = []
     queue = list(others)
@@ -94,25 +126,54 @@ def _split(others: Sequence[str]) -> tuple[list[str], list[str]]:
         word = queue.pop(0)
         if not word.startswith("--"):
             names.append(word)
-        elif "=" in word:
-            keys.append(word)
-        elif queue and not queue[0].startswith("--"):
-            keys.append(f"{word}={queue.pop(0)}")
-        else:
-            raise ConfigError(f"{word}: a key of the recipe needs a value, as in {word}=VALUE")
+            continue
+        name, equals, value = word.partition("=")
+        if not equals and queue and not queue[0].startswith("--"):
+            value = queue.pop(0)
+        plain = name[2:].replace("-", "_")
+        is_key = "." in plain or (plain in Recipe.model_fields and plain not in SECTIONS)
+        if not is_key or not (equals or value):
+            raise ConfigError(_advice(arguments, name, plain, value, is_key))
+        keys.append(f"{name}={value}")
     return keys, names
 
 
-def reject(verb: str, others: Sequence[str]) -> None:
-    """Refuse what argparse left of a verb that takes no recipe. Raises ConfigError."""
-    if others:
-        raise _mistake(verb, f"{show(others[0])[1:-1]} was not expected")
+def _advice(arguments: Namespace, name: str, plain: str, value: str, is_key: bool) -> str:
+    """The line for a flag that there is not, or for a key without a value: what to type instead."""
+    types = {key.name: key.type for key in key_reference.all_keys()}
+    if is_key and plain in types:
+        return f"{name}: a key of the recipe needs a value; write {_typed(plain, types[plain], '')}"
+    section = plain.rpartition(".")[0]
+    flag = None if section else _flag(arguments, plain, value)
+    key = key_reference.likely(plain, section)
+    if plain == "model" and (CODE / "configs" / "models" / f"{value}.yaml").is_file():
+        key = "model.shape"
+    if key is None and flag is None and not section:
+        last_parts = key_reference.by_last_part()
+        key = next((last_parts[near] for near in nearest(plain, last_parts, cutoff=ALIKE)), None)
+    instead = flag or (_typed(key, types[key], value) if key else None)
+    if instead:
+        return f"{name}: no such {'key' if section else 'flag'}; write {instead}"
+    lists = f"python -m launch keys {section if section in SECTIONS else ''}".rstrip()
+    return f"{name}: no such {'key' if section else 'flag or key'}; {lists} lists the keys"
 
 
-def _mistake(verb: str, what: str) -> ConfigError:
-    return ConfigError(f"{verb}: {what}; see python -m launch {verb} --help")
+def _flag(arguments: Namespace, plain: str, value: str) -> str | None:
+    """The flag of this verb that was meant, as it is typed."""
+    flags = {
+        name.replace("_", ""): name
+        for name, default in vars(arguments).items()
+        if name not in ("verb", "main") and (default is None or isinstance(default, bool | str))
+    }
+    for near in nearest(plain.replace("_", "").replace("-", ""), flags, cutoff=ALIKE):
+        takes_value = not isinstance(getattr(arguments, flags[near]), bool)
+        text = f"--{flags[near].replace('_', '-')}"
+        return f"{text}={shlex.quote(value or 'VALUE')}" if takes_value else text
+    return None
 
 
-def say(line: str) -> None:
-    """Print a line at once, into a file too, without secrets."""
-    print(shown(line), flush=True)
+def _typed(key: str, kind: str, value: str) -> str:
+    """A key of the recipe as it is typed; a value that may be a secret is not repeated."""
+    if not value or holds_secret(value):
+        value = "true" if kind == "true or false" else "VALUE"
+    return f"--{key}={shlex.quote(value)}"

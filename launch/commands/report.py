@@ -24,6 +24,6 @@ def add_parser(subparsers: Any) -> ArgumentParser:
 
 
 def main(arguments: Namespace, others: Sequence[str]) -> int:
-    recipe_arguments.reject("report", others)
+    recipe_arguments.reject(arguments, others)
     print("\n".join(Ledger(Workspace.here().ledger_file, print).calibration_lines()))
     return 0

@@ -37,7 +37,7 @@ from launch.predict.oom_history import OomHistory
 from launch.probe import network
 from launch.recipe.guides import gpt2_variables
 from launch.render import command, write
-from launch.report import html, text
+from launch.report import first_screen, html, text
 from launch.run_folder import disk_space, layout, steps
 from launch.run_folder import resume as run_resume
 from launch.run_folder.layout import AttemptDir, RunDir
@@ -54,8 +54,9 @@ MAX_PLANS = 3  # of one start; each is made with more evidence than the one befo
 
 def add_parser(subparsers: Any) -> ArgumentParser:
     parser = recipe_arguments.add_parser(
-        subparsers, "run", "train", "[BATCH] [--dry-run] [--resume auto|never|PATH]"
+        subparsers, "run", "train", "[BATCH] [--dry-run] [--explain] [--resume auto|never|PATH]"
     )
+    recipe_arguments.add_explain(parser)
     parser.add_argument("--dry-run", action="store_true", help="everything but the last call")
     parser.add_argument(
         "--from-environment",
@@ -72,11 +73,11 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
     variables = gpt2_variables.translate(os.environ) if arguments.from_environment else []
     for override in variables:
         print(shown(f"{override.typed}: {override.removeprefix('--')}"))
-    typed = recipe_arguments.read("run", others, arguments.switches, variables)
+    typed = recipe_arguments.read(arguments, others, variables)
     compile_caches.settle()
     if typed.is_auto and not arguments.dry_run:
         tune.tune_recipe(typed, again=False)
-    return run(typed, arguments.resume, arguments.dry_run)
+    return run(typed, arguments.resume, arguments.dry_run, arguments.explain)
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Planned:
     attempt: AttemptDir | None = None
 
 
-def run(typed: RecipeArguments, resume: str, dry_run: bool) -> int:
+def run(typed: RecipeArguments, resume: str, dry_run: bool, explain: bool = False) -> int:
     """Train, and say how it ended; the exit code."""
     began, screen = time.monotonic(), Screen()
     with stop_signals.signals() as signals, ExitStack() as locks:
@@ -151,6 +152,9 @@ def run(typed: RecipeArguments, resume: str, dry_run: bool) -> int:
             screen.log_to(*layout.log_files(workspace.root, new_run(), recipe))
             return _show_end(planned, text.failure_lines(planned), screen)
         opened = _open(planned, resume, new_run)
+        logs = layout.log_files(workspace.root, opened.run, recipe)
+        has_log = not dry_run and not opened.complete
+        _show_plan(planned, opened, logs[0] if has_log else None, explain)
         if opened.complete:
             return 0
         if dry_run:
@@ -159,8 +163,7 @@ def run(typed: RecipeArguments, resume: str, dry_run: bool) -> int:
         # a run that takes another's over
         if oom_history.ran_out and not opened.run.evidence_file.exists():
             oom_record.write(opened.run, oom_history.ran_out)
-        screen.log_to(*layout.log_files(workspace.root, opened.run, recipe))
-        screen.say(f"log: {layout.log_file(workspace.root, opened.run)}")
+        screen.log_to(*logs)
         if planned.attempt is not None and planned.attempt.root.parents[1] != opened.run.root:
             planned = replace(planned, attempt=None)
         choice, result = _attempts(planned, oom_history, opened.run)
@@ -197,22 +200,22 @@ def _plan(
             attempt, failed = tokenising.until_done(
                 context, new_run(), start.screen.say, start.signals
             )
+            start.screen.stop()
             if failed is not None:
                 return failed
             context = plan_context.with_rows(context)
             if context.recipe == start.context.recipe:
                 start = replace(start, context=context)
         choice = start.choose(context, oom_history)
-        if choice.context.tokens == context.tokens:
+        if choice.recipe.data == context.recipe.data:
             return Planned(start, choice, attempt)
         context = choice.context
 
 
 def _open(planned: Planned, resume: str, new_run: Callable[[], RunDir]) -> run_resume.Start:
-    """The run folder to go on in, with the lines that say what will run; nothing is written but a
-    new folder."""
+    """The run folder to go on in; nothing is written but a new folder."""
     start, choice = planned.start, planned.choice
-    recipe, plan, screen = choice.recipe, choice.plan, start.screen
+    recipe, plan = choice.recipe, choice.plan
     if start.is_first:
         assert choice.context.tokens is not None
         opened = run_resume.decide(
@@ -222,16 +225,41 @@ def _open(planned: Planned, resume: str, new_run: Callable[[], RunDir]) -> run_r
         rank = recipe.launch.machine_rank
         line = f"machine {rank}: joining machine 0, whose run this is"
         opened = run_resume.Start(new_run(), line)
-    lines = [*text.plan_lines(recipe, choice.machine, plan), opened.line]
-    if start.is_first:
-        lines += layout.kept_aside(Path(recipe.output_dir), opened.run.run_id)
-        if opened.complete:
-            lines += [f"chat with it: {chat_command(recipe.output_dir)}"]
-        else:
-            lines += disk_space.check(opened.run, recipe, plan)
-    for line in lines:
-        screen.say(line)
     return opened
+
+
+def _show_plan(
+    planned: Planned, opened: run_resume.Start, log_file: Path | None, explain: bool
+) -> None:
+    """The plan on the screen in short, or all of it, as in the log. Raises ResourceError where the
+    disk has no room for its checkpoints."""
+    choice, screen = planned.choice, planned.start.screen
+    recipe, machine, plan = choice.recipe, choice.machine, choice.plan
+    whole = [*text.plan_lines(recipe, machine, plan), opened.line]
+    whole += [f"log: {log_file}"] if log_file else []
+    if not explain:
+        for line in whole:
+            screen.note(line)
+        below = [("run", opened.line), *([("log", _near(log_file))] if log_file else [])]
+        steps_done = 0 if opened.complete else opened.run.last_step()
+        whole = first_screen.lines(recipe, machine, plan, datetime.now(), steps_done, below)
+    for line in whole:
+        screen.say(line, log=explain)
+    if not planned.start.is_first:
+        return
+    for line in layout.kept_aside(Path(recipe.output_dir), opened.run.run_id):
+        screen.say(line)
+    if opened.complete:
+        screen.say(f"chat with it: {chat_command(recipe.output_dir)}")
+        return
+    for line in disk_space.check(opened.run, recipe, plan):
+        screen.say(line)
+
+
+def _near(path: Path) -> str:
+    """The path as a command in this folder takes it."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _finish_dry_run(planned: Planned, folder: RunDir, resume: str) -> int:

@@ -20,6 +20,6 @@ def add_parser(subparsers: Any) -> ArgumentParser:
 
 
 def main(arguments: Namespace, others: Sequence[str]) -> int:
-    recipe_arguments.reject("samples", others)
+    recipe_arguments.reject(arguments, others)
     print("\n".join(sample_audit.lines(RunDir(arguments.run))))
     return 0

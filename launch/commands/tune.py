@@ -79,7 +79,7 @@ def add_parser(subparsers: Any) -> ArgumentParser:
 
 
 def main(arguments: Namespace, others: Sequence[str]) -> int:
-    typed = recipe_arguments.read("tune", others, arguments.switches)
+    typed = recipe_arguments.read(arguments, others)
     return tune_recipe(typed, forget=arguments.forget)
 
 

@@ -39,6 +39,7 @@ class TokenCache:
     data_format: DataFormat
     identity: Mapping[str, Any]  # everything that decides the bytes of the tokenised rows
     folder: Path
+    rows: int | None = None  # of the training file; None: not counted
 
 
 def token_cache(

@@ -75,7 +75,13 @@ def with_recipe(context: PlanContext, recipe: Recipe) -> PlanContext:
         context.tokens.folder.parent.parent, recipe, counted.shape, context.data_format
     )
     return with_rows(
-        replace(changed, tokens=tokens, lengths=(source, target), counts=None, cache_bytes=None)
+        replace(
+            changed,
+            tokens=replace(tokens, rows=context.rows),
+            lengths=(source, target),
+            counts=None,
+            cache_bytes=None,
+        )
     )
 
 

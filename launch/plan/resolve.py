@@ -143,12 +143,13 @@ def read(
         )
     context = plan_context.build(recipe, machine, config, parameters, data_format)
     device: Device = "cuda" if has_gpu else "cpu"
+    tokens = token_cache.token_cache(workspace.cache, recipe, context.shape, data_format)
     has_base = recipe.lora is not None and recipe.model.path is not None
     context = replace(
         context,
         changes=(*changed, *of_model, *of_tokenizer),
         rows=rows,
-        tokens=token_cache.token_cache(workspace.cache, recipe, context.shape, data_format),
+        tokens=replace(tokens, rows=rows),
         base_fingerprint=(
             model_config.weights_fingerprint(Path(str(recipe.model.path))) if has_base else None
         ),

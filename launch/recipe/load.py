@@ -19,11 +19,11 @@ from pydantic_core import ErrorDetails
 
 from launch.base.errors import ConfigError
 from launch.base.text import SECRET_NAME, holds_secret, nearest
-from launch.recipe import strict_yaml, training_arguments
+from launch.recipe import key_reference, strict_yaml, training_arguments
 from launch.recipe.strict_yaml import Keys, dotted, mend, plain, show, wrong
 from launch.schema import recipe as schema_recipe
 from launch.schema.plan import Change
-from launch.schema.recipe import Recipe
+from launch.schema.recipe import SECTIONS, Recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "configs" / "recipes"
 MAX_PROBLEMS = 5  # lines of one message; a file with more mistakes is read again anyway
@@ -31,9 +31,6 @@ OVERRIDE_FORM = "--section.key=value, as in --training.learning_rate=1e-4"
 NO_GPU = (
     "no GPU here: the small default model; name one with --model.shape=NAME or --model.path=FOLDER"
 )
-
-# --resume is a flag of its own
-SECTIONS = {name: part for name, part in schema_recipe.SECTIONS.items() if name != "resume"}
 
 # a source, or a choice that is switched on -> the keys that mean nothing beside another one
 BELONGING = {
@@ -264,30 +261,19 @@ def _replaced(base: _Layer, partial: _Layer) -> Iterator[Change]:
 
 
 def _unknown(keys: Keys) -> tuple[str, str]:
-    """What was expected instead of an unknown key, and the nearest name."""
+    """What was expected instead of an unknown key, and the key that was meant."""
     *sections, name = map(str, keys)
-    own = (
-        [*SECTIONS[sections[0]].model_fields] if sections else [*Recipe.model_fields, "without_gpu"]
-    )
-    if sections == ["training"]:
-        own += [
-            key for key in training_arguments.installed() if training_arguments.instead(key) is None
-        ]
-    elsewhere = {
-        key: f"{section}.{key}" for section, model in SECTIONS.items() for key in model.model_fields
-    }
-    if name in elsewhere:
-        near = [elsewhere[name]]
-    else:
-        near = nearest(name, own) or [elsewhere[key] for key in nearest(name, elsewhere)]
+    section = sections[0] if sections else ""
     expected = (
-        "a field of TrainingArguments"
-        if sections == ["training"]
-        else f"a key of {dotted(keys[:-1])}"
+        "a field of TrainingArguments" if section == "training" else f"a key of {dotted(keys[:-1])}"
     )
+    near = key_reference.likely(name, section) if section else None
+    if not section:
+        top = nearest(name, [*Recipe.model_fields, "without_gpu"])
+        near = top[0] if top else key_reference.likely(name)
     if near:
-        return expected, f"did you mean {near[0]}?"
-    return expected, "delete it" if sections == ["training"] else f"there are {', '.join(own)}"
+        return expected, f"did you mean {near.removeprefix(f'{section}.')}?"
+    return expected, f"python -m launch keys {section}".rstrip() + " lists the keys"
 
 
 _EXPECTED = {

@@ -9,11 +9,12 @@ from __future__ import annotations
 import ast
 import importlib.util
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from launch.recipe.strict_yaml import mend, show
+from launch.recipe.strict_yaml import mend, plain, show
 
 _MICRO_BATCH = (
     "per_device_train_batch_size is fitted before the start and the effective batch is held"
@@ -74,10 +75,18 @@ def instead(key: str) -> str | None:
     return OWNED.get(key) or (_PUBLISH if key.startswith("hub_") else None)
 
 
+@dataclass(frozen=True)
+class Field:
+    """A field of TrainingArguments, from its source."""
+
+    types: frozenset[str]  # the alternatives of its annotation
+    default: str
+    meaning: str
+
+
 @lru_cache(maxsize=1)
-def installed() -> Mapping[str, frozenset[str]]:
-    """TrainingArguments' fields -> the alternatives of their types, from the installed source; {}:
-    not installed."""
+def installed() -> Mapping[str, Field]:
+    """TrainingArguments' fields, from the installed source; {}: not installed."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or not spec.submodule_search_locations:
         return {}
@@ -85,11 +94,43 @@ def installed() -> Mapping[str, frozenset[str]]:
         encoding="utf-8"
     )
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
-    fields: dict[str, frozenset[str]] = {}
+    fields: dict[str, Field] = {}
     for node in (node for one in classes if one.name == "TrainingArguments" for node in one.body):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            fields[node.target.id] = frozenset(_alternatives(node.annotation))
+            options = (
+                {word.arg: word.value for word in node.value.keywords}
+                if isinstance(node.value, ast.Call)
+                else {}
+            )
+            fields[node.target.id] = Field(
+                frozenset(_alternatives(node.annotation)),
+                _default(options.get("default")),
+                _meaning(options.get("metadata")),
+            )
     return fields
+
+
+def free() -> dict[str, Field]:
+    """The installed fields that the launcher does not set."""
+    return {name: field for name, field in installed().items() if instead(name) is None}
+
+
+def _default(value: ast.expr | None) -> str:
+    return (plain(value.value) or '""') if isinstance(value, ast.Constant) else "by transformers"
+
+
+def _meaning(metadata: ast.expr | None) -> str:
+    """The help text of a field, on one line."""
+    if not isinstance(metadata, ast.Dict):
+        return ""
+    texts = {
+        ast.unparse(key): value
+        for key, value in zip(metadata.keys, metadata.values, strict=True)
+        if key
+    }
+    value = texts.get("'help'")
+    text = value.value if isinstance(value, ast.Constant) else ""
+    return " ".join(str(text).replace("%%", "%").split())
 
 
 def _alternatives(annotation: ast.expr) -> Iterator[str]:
@@ -102,12 +143,17 @@ def _alternatives(annotation: ast.expr) -> Iterator[str]:
 
 def wrong_type(key: str, value: Any) -> tuple[str, str, str] | None:
     """Found, expected and what to do, where an installed field does not take this value."""
-    types = installed()[key]
+    types = installed()[key].types
     # an enumeration or a Literal: TrainingArguments itself decides
     known = types <= {*_TYPES, "dict", "None"}
     if not known or (value is None and "None" in types) or type(value).__name__ in types:
         return None
     if type(value) is int and "float" in types:
         return None
-    expected = " or ".join(text for name, text in _TYPES.items() if name in types) or "a mapping"
+    expected = takes(types)
     return show(value), expected, mend(value, expected)
+
+
+def takes(types: frozenset[str]) -> str:
+    """The values that a field of these types takes, in words."""
+    return " or ".join(text for name, text in _TYPES.items() if name in types) or "a mapping"

@@ -9,7 +9,7 @@ from typing import Any
 
 from launch.base.text import size
 from launch.schema.machine import Machine
-from launch.schema.plan import Change, MemoryEstimate, Plan
+from launch.schema.plan import Change, MemoryEstimate, Plan, Strategy
 from launch.schema.recipe import Recipe
 from launch.schema.result import RunResult
 
@@ -32,7 +32,7 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
     for line in (plan.data_format.reason, *plan.data_format.notes):
         yield f"             {line}"
     yield from _batch_lines(plan)
-    samples = plan.samples
+    samples, steps = plan.samples, total_steps(recipe, plan)
     length = (
         f"{training.max_steps} steps"
         if training.max_steps > 0
@@ -41,36 +41,17 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
     if samples is not None and training.max_steps < 0:
         length += f" of {-(-samples // strategy.effective_batch_size):,} steps"
     rate = training.learning_rate_at(strategy.effective_batch_size)
-    epoch_steps = -(-samples // strategy.effective_batch_size) if samples else 0
-    steps = (
-        training.max_steps
-        if training.max_steps > 0
-        else math.ceil(training.num_train_epochs * epoch_steps)
-    )
     warmup = f"{training.warmup_steps:g}"
     if 0 < training.warmup_steps < 1:  # a share, as transformers rounds it
-        warmup += (
-            f" of all steps: {math.ceil(training.warmup_steps * steps)}"
-            if steps
-            else " of all steps"
-        )
+        warmup += " of all steps"
+        warmup += f": {math.ceil(training.warmup_steps * steps)}" if steps else ""
     warms_up = training.lr_scheduler_type != "constant"
     yield (
         f"  schedule   {length}, learning rate {rate:g} {training.lr_scheduler_type},"
         f" {f'warm-up {warmup}' if warms_up else 'no warm-up'}, max_length {recipe.data.max_length}"
     )
-    if training.warmup_steps and not warms_up:
-        yield (
-            f"             training.warmup_steps {training.warmup_steps:g} has no effect: constant"
-            " has no warm-up, constant_with_warmup has"
-        )
-    elif 0 < steps <= training.warmup_steps:
-        yield (
-            f"             warm-up takes all of the {steps} steps: the rate never reaches {rate:g}"
-        )
-    if samples is not None and samples < strategy.effective_batch_size:
-        kind = "packed sequences" if plan.packing else "rows"
-        yield f"             the effective batch holds all {samples:,} {kind}: one step an epoch"
+    for line in schedule_notes(recipe, plan):
+        yield f"             {line}"
     yield from padding_lines(plan)
     backend = f", backend {strategy.backend}" if strategy.backend else ""
     yield f"  mode       {strategy.mode}{backend}"
@@ -88,6 +69,39 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
             ["  compared   ", *[" " * 13] * len(plan.table)], plan.table, strict=False
         ):
             yield head + line
+
+
+def total_steps(recipe: Recipe, plan: Plan) -> int | None:
+    """Optimizer steps of the whole training; None while its samples are not counted."""
+    if recipe.training.max_steps > 0:
+        return recipe.training.max_steps
+    if plan.samples is None:
+        return None
+    epoch_steps = -(-plan.samples // plan.strategy.effective_batch_size)
+    return math.ceil(recipe.training.num_train_epochs * epoch_steps)
+
+
+def schedule_notes(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    """Sentences on a schedule that may surprise its author."""
+    training, samples, steps = recipe.training, plan.samples, total_steps(recipe, plan) or 0
+    batch = plan.strategy.effective_batch_size
+    if training.warmup_steps and training.lr_scheduler_type == "constant":
+        yield (
+            f"training.warmup_steps {training.warmup_steps:g} has no effect: constant has no"
+            " warm-up, constant_with_warmup has"
+        )
+    elif 0 < steps <= training.warmup_steps:
+        rate = training.learning_rate_at(batch)
+        yield f"warm-up takes all of the {steps} steps: the rate never reaches {rate:g}"
+    if samples is not None and samples < batch:
+        kind = "packed sequences" if plan.packing else "rows"
+        yield f"the effective batch holds all {samples:,} {kind}: one step an epoch"
+
+
+def notes(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    """Sentences that a reader of the short plan should not miss, the most important first."""
+    yield from schedule_notes(recipe, plan)
+    yield from plan.data_format.notes
 
 
 def change_lines(changes: Sequence[Change]) -> Iterator[str]:
@@ -117,16 +131,12 @@ def rows_lines(plan: Plan) -> Iterator[str]:
 
 def _batch_lines(plan: Plan) -> Iterator[str]:
     strategy = plan.strategy
-    yield (
-        f"  batch      {strategy.per_device_train_batch_size} per device x"
-        f" {strategy.gradient_accumulation_steps} accumulation x {strategy.num_processes}"
-        f" process(es) = {strategy.effective_batch_size} effective"
-    )
+    yield f"  batch      {batch(strategy)}"
     if plan.by_tokens:
         yield from _by_tokens_lines(plan)
     if plan.packing:
         count = strategy.effective_batch_size
-        held = f"of at most {_length(plan)} tokens"
+        held = f"of at most {longest(plan)} tokens"
         if plan.padding:
             each = count / plan.padding.samples
             held = (
@@ -134,6 +144,16 @@ def _batch_lines(plan: Plan) -> Iterator[str]:
                 f" {plan.padding.tokens * each:,.0f} tokens"
             )
         yield f"             a step covers {count} packed sequences {held}, instead of {count} rows"
+
+
+def batch(strategy: Strategy) -> str:
+    """How the effective batch is made up."""
+    ending = "" if strategy.num_processes == 1 else "es"
+    return (
+        f"{strategy.per_device_train_batch_size} per device x"
+        f" {strategy.gradient_accumulation_steps} accumulation x {strategy.num_processes}"
+        f" process{ending} = {strategy.effective_batch_size} effective"
+    )
 
 
 def _by_tokens_lines(plan: Plan) -> Iterator[str]:
@@ -150,7 +170,7 @@ def _by_tokens_lines(plan: Plan) -> Iterator[str]:
     rows = strategy.per_device_train_batch_size
     yield (
         f"             by tokens: a micro-batch has at most {most}, padding included, as {rows} of"
-        f" the longest rows ({_length(plan)}) have"
+        f" the longest rows ({longest(plan)}) have"
     )
     if plan.padding and plan.padding.micro_steps:
         micro_steps = plan.padding.micro_steps
@@ -214,7 +234,7 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
         held = (
             f"{plan.micro_batch_tokens[0]:,} tokens at once"
             if varies
-            else f"rows of {_length(plan)} tokens"
+            else f"rows of {longest(plan)} tokens"
         )
         yield (
             f"  memory     {size(estimate.device_bytes)} per process of {size(plan.budget_bytes)}:"
@@ -243,7 +263,7 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
             )
 
 
-def _length(plan: Plan) -> str:
+def longest(plan: Plan) -> str:
     source, target = plan.lengths
     return (
         f"{source:,}"

@@ -69,17 +69,30 @@ class Section(BaseModel):
 class ModelSection(Section):
     """Which model: a named shape in configs/models/, or a local Hugging Face folder."""
 
-    shape: Annotated[str | None, affects("weights")] = None
-    path: Annotated[str | None, affects("weights")] = None
-    # used instead of the shape, when the folder holds a model
-    path_if_there: Annotated[str | None, affects("source")] = None
-    # module names whose parameters are not trained, e.g. [shared, encoder]
-    freeze: Annotated[tuple[str, ...], AFFECTS_STEP] = ()
-    # of the weights in memory; training.bf16 is the autocast on top of it
-    dtype: Annotated[Dtype, AFFECTS_STEP] = "float32"
+    shape: Annotated[str | None, affects("weights")] = Field(
+        default=None, description="Name of a model in configs/models/, built with random weights."
+    )
+    path: Annotated[str | None, affects("weights")] = Field(
+        default=None, description="Local Hugging Face folder of the model (safetensors)."
+    )
+    path_if_there: Annotated[str | None, affects("source")] = Field(
+        default=None, description="Folder that is used instead of the shape if it holds a model."
+    )
+    freeze: Annotated[tuple[str, ...], AFFECTS_STEP] = Field(
+        default=(),
+        description="Names of modules whose parameters are not trained, e.g. [shared, encoder].",
+    )
+    dtype: Annotated[Dtype, AFFECTS_STEP] = Field(
+        default="float32",
+        description="Type of the weights in memory; training.bf16 is the autocast on top of it.",
+    )
     attn_implementation: Annotated[
         AttnImplementation | None, affects("memory", "step_time", "planned")
-    ] = None  # eager keeps every score: length x length per head; None: planned
+    ] = Field(
+        default=None,
+        description="Attention kernels; eager keeps every score (length x length per head). "
+        "null: planned.",
+    )
 
     @model_validator(mode="after")
     def one_source(self) -> ModelSection:
@@ -94,72 +107,143 @@ class ModelSection(Section):
 class TokenizerSection(Section):
     """A tokenizer folder, or how to train a byte-level BPE from the data at first start."""
 
-    path: Annotated[str | None, affects("source")] = None  # a local folder
-    # used instead of training one, when the folder exists (and path is not given)
-    path_if_there: Annotated[str | None, affects("source")] = None
-    # of a trained tokenizer; default: the model shape's
-    vocab_size: Annotated[PositiveInt | None, affects("weights", "rows", "memory", "step_time")] = (
-        None
+    path: Annotated[str | None, affects("source")] = Field(
+        default=None,
+        description="Local folder of a tokenizer. null: the model folder's, or one trained from"
+        " the data.",
     )
-    # character: merges never cross a character
-    split: Annotated[Literal["word", "character"], affects("weights", "rows")] = "word"
+    path_if_there: Annotated[str | None, affects("source")] = Field(
+        default=None,
+        description="Folder that is used instead of training a tokenizer if it exists and path "
+        "is not given.",
+    )
+    vocab_size: Annotated[PositiveInt | None, affects("weights", "rows", "memory", "step_time")] = (
+        Field(
+            default=None,
+            description="Vocabulary of a trained tokenizer. null: that of the model's shape.",
+        )
+    )
+    split: Annotated[Literal["word", "character"], affects("weights", "rows")] = Field(
+        default="word",
+        description="How a trained tokenizer splits text; with character, merges never cross a "
+        "character.",
+    )
 
 
 class LoraSection(Section):
     """PEFT's LoraConfig, in its own words."""
 
-    r: Annotated[PositiveInt, AFFECTS_STEP] = 16
-    lora_alpha: Annotated[PositiveInt, affects("weights")] = 32
-    lora_dropout: Annotated[float, AFFECTS_STEP] = Field(default=0.0, ge=0, lt=1)
-    # default: by architecture
-    target_modules: Annotated[tuple[str, ...] | None, AFFECTS_STEP] = None
+    r: Annotated[PositiveInt, AFFECTS_STEP] = Field(default=16, description="Rank of the adapters.")
+    lora_alpha: Annotated[PositiveInt, affects("weights")] = Field(
+        default=32,
+        description="Scale of the adapters: their output is multiplied by lora_alpha / r.",
+    )
+    lora_dropout: Annotated[float, AFFECTS_STEP] = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of the adapters' input that is dropped during training.",
+    )
+    target_modules: Annotated[tuple[str, ...] | None, AFFECTS_STEP] = Field(
+        default=None,
+        description="Names of the modules that get an adapter. null: chosen by architecture.",
+    )
 
 
 class QuantizationSection(Section):
     """transformers' BitsAndBytesConfig, in its own words: weights of 4 bits, frozen under LoRA
     (QLoRA)."""
 
-    load_in_4bit: Annotated[bool, AFFECTS_STEP]  # false is the same as no section
-    bnb_4bit_quant_type: Annotated[Literal["nf4", "fp4"], AFFECTS_STEP] = "nf4"
-    bnb_4bit_use_double_quant: Annotated[bool, AFFECTS_STEP] = True
-    # default: the precision of training, else model.dtype
-    bnb_4bit_compute_dtype: Annotated[Dtype | None, AFFECTS_STEP] = None
+    load_in_4bit: Annotated[bool, AFFECTS_STEP] = Field(
+        description="Keep the linear weights in 4 bits under LoRA (QLoRA); false is the same as"
+        " no section."
+    )
+    bnb_4bit_quant_type: Annotated[Literal["nf4", "fp4"], AFFECTS_STEP] = Field(
+        default="nf4", description="Kind of the 4-bit numbers."
+    )
+    bnb_4bit_use_double_quant: Annotated[bool, AFFECTS_STEP] = Field(
+        default=True, description="Quantize the scales of the 4-bit blocks too."
+    )
+    bnb_4bit_compute_dtype: Annotated[Dtype | None, AFFECTS_STEP] = Field(
+        default=None,
+        description="Type of the arithmetic. null: the precision of training, else model.dtype.",
+    )
 
 
 class DataSection(Section):
     """Where the rows are and which columns to read; columns are found by name unless they are given
     here."""
 
-    # a file, a folder of shards, or a pattern of them
-    train_file: Annotated[str, affects("source")]
-    validation_file: Annotated[str | None, affects("source")] = None  # likewise
-    prompt_column: Annotated[str | None, affects("rows")] = None
-    response_column: Annotated[str | None, affects("rows")] = None
-    text_column: Annotated[str | None, affects("rows")] = None
-    messages_column: Annotated[str | None, affects("rows")] = None
-    # columns, or keys of messages, whose content is left out on purpose
-    ignore_columns: Annotated[tuple[str, ...], affects("rows")] = ()
-    # tokens: of the whole sequence (decoder), of each side (T5)
-    max_length: Annotated[int, affects("rows", "memory", "step_time")] = Field(
-        default=512, ge=8, le=1 << 20
+    train_file: Annotated[str, affects("source")] = Field(
+        description="Training rows: a file, a folder of shards, or a pattern of files."
     )
-    max_train_samples: Annotated[PositiveInt | None, affects("rows")] = None
-    max_validation_samples: Annotated[PositiveInt | None, affects("rows")] = None
-    # of each of the two, left out and counted; one more is an error
-    max_bad_rows: Annotated[int, affects("rows")] = Field(default=0, ge=0)
-    # several rows in one sequence of max_length, each with positions and attention of its own
-    packing: Annotated[bool, affects("rows", "memory", "step_time")] = False
-    # tokenise while training, and keep a few tokens ahead only: pretraining, packed, max_steps
-    streaming: Annotated[bool, affects("rows", "memory", "step_time")] = False
+    validation_file: Annotated[str | None, affects("source")] = Field(
+        default=None,
+        description="Held-out rows: a file, a folder of shards, or a pattern of files.",
+    )
+    prompt_column: Annotated[str | None, affects("rows")] = Field(
+        default=None, description="Column of the prompt. null: found by name."
+    )
+    response_column: Annotated[str | None, affects("rows")] = Field(
+        default=None, description="Column of the response. null: found by name."
+    )
+    text_column: Annotated[str | None, affects("rows")] = Field(
+        default=None, description="Column of plain text. null: found by name."
+    )
+    messages_column: Annotated[str | None, affects("rows")] = Field(
+        default=None, description="Column of conversations. null: found by name."
+    )
+    ignore_columns: Annotated[tuple[str, ...], affects("rows")] = Field(
+        default=(),
+        description="Columns, or keys of messages, whose content is left out on purpose.",
+    )
+    max_length: Annotated[int, affects("rows", "memory", "step_time")] = Field(
+        default=512,
+        ge=8,
+        le=1 << 20,
+        description="Most tokens of a sequence (decoder), or of each side (T5); longer rows "
+        "lose their end in SFT and become several in pretraining.",
+    )
+    max_train_samples: Annotated[PositiveInt | None, affects("rows")] = Field(
+        default=None, description="Train on at most this many rows."
+    )
+    max_validation_samples: Annotated[PositiveInt | None, affects("rows")] = Field(
+        default=None, description="Evaluate on at most this many rows."
+    )
+    max_bad_rows: Annotated[int, affects("rows")] = Field(
+        default=0,
+        ge=0,
+        description="Unreadable rows of each file that are left out and counted; one more is an"
+        " error.",
+    )
+    packing: Annotated[bool, affects("rows", "memory", "step_time")] = Field(
+        default=False,
+        description="Put several rows into one sequence of max_length, each with its own "
+        "positions and attention.",
+    )
+    streaming: Annotated[bool, affects("rows", "memory", "step_time")] = Field(
+        default=False,
+        description="Tokenise while training and store few tokens; needs task pretrain, packing"
+        " and max_steps.",
+    )
     shuffle_buffer_mib: Annotated[float | None, affects("rows")] = Field(
-        default=None, gt=0, le=65_536, allow_inf_nan=False
-    )  # of a stream; None: 16
-    # rows of about one length in an optimizer step; every row once an epoch
-    group_by_length: Annotated[bool, affects("rows")] = False
-    # A step's rows in micro-batches of rows of about one length: as many as take no more padded
-    # tokens than per_device_train_batch_size of the longest do. Marian's mini-batch-fit, OpenNMT's
-    # batch_type tokens.
-    batch_by_tokens: Annotated[bool, affects("memory", "step_time")] = False
+        default=None,
+        gt=0,
+        le=65_536,
+        allow_inf_nan=False,
+        description="Buffer in which a stream is shuffled, in MiB. null: 16.",
+    )
+    group_by_length: Annotated[bool, affects("rows")] = Field(
+        default=False,
+        description="Fill an optimizer step with rows of about one length; every row once an "
+        "epoch.",
+    )
+    batch_by_tokens: Annotated[bool, affects("memory", "step_time")] = Field(
+        default=False,
+        description="Split a step into micro-batches of rows of about one length, with at most "
+        "as many padded tokens as per_device_train_batch_size of the longest rows "
+        "have.",
+    )
 
     @field_validator("ignore_columns", mode="before")
     @classmethod
@@ -202,60 +286,119 @@ COMPILE_KEYS = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 
 
 class TrainingSection(BaseModel):
-    """TrainingArguments' own names. The ones planning needs are typed here; the others are checked
-    against the fields of the installed transformers (training_fields.py) and kept as extras."""
+    """TrainingArguments' own names. The keys that planning needs are typed here; the others are
+    checked against the installed transformers (launch/recipe/training_arguments.py) and kept as
+    extras."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     per_device_train_batch_size: Annotated[int, affects("batch", "planned")] = Field(
-        default=8, ge=1, le=65_536
+        default=8, ge=1, le=65_536, description="Rows of a micro-batch on one device."
     )
-    # None: 3x the training, <= 64
     per_device_eval_batch_size: Annotated[int | None, affects("memory", "planned")] = Field(
-        default=None, ge=1, le=65_536
+        default=None,
+        ge=1,
+        le=65_536,
+        description="Rows of a micro-batch in evaluation. null: 3 times that of training, at "
+        "most 64.",
     )
     gradient_accumulation_steps: Annotated[int, affects("batch", "planned")] = Field(
-        default=1, ge=1, le=65_536
+        default=1,
+        ge=1,
+        le=65_536,
+        description="Micro-batches of one optimizer step on each device.",
     )
     num_train_epochs: Annotated[float, affects("weights")] = Field(
-        default=3.0, gt=0, le=100_000, allow_inf_nan=False
+        default=3.0,
+        gt=0,
+        le=100_000,
+        allow_inf_nan=False,
+        description="Passes over the training rows.",
     )
-    max_steps: Annotated[int, affects("weights")] = Field(default=-1, ge=-1)
+    max_steps: Annotated[int, affects("weights")] = Field(
+        default=-1, ge=-1, description="Optimizer steps; -1: as many as num_train_epochs has."
+    )
     learning_rate: Annotated[float, affects("weights")] = Field(
-        default=5e-5, gt=0, le=10, allow_inf_nan=False
+        default=5e-5, gt=0, le=10, allow_inf_nan=False, description="Peak learning rate."
     )
-    # below 1: a share of all steps
-    warmup_steps: Annotated[float, affects("weights")] = Field(default=0, ge=0, allow_inf_nan=False)
-    learning_rate_scaling: Annotated[Literal["none", "linear", "sqrt"], affects("weights")] = (
-        "none"  # with the effective batch, where another one runs
+    warmup_steps: Annotated[float, affects("weights")] = Field(
+        default=0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Optimizer steps of the warmup; below 1 a share of all steps.",
     )
-    # the effective batch that learning_rate is for
-    learning_rate_batch_size: Annotated[int | None, affects("weights")] = Field(default=None, ge=1)
-    lr_scheduler_type: Annotated[Schedule, affects("weights")] = "linear"
+    learning_rate_scaling: Annotated[Literal["none", "linear", "sqrt"], affects("weights")] = Field(
+        default="none",
+        description="Scale the learning rate with the effective batch; needs "
+        "learning_rate_batch_size.",
+    )
+    learning_rate_batch_size: Annotated[int | None, affects("weights")] = Field(
+        default=None, ge=1, description="Effective batch that learning_rate is for."
+    )
+    lr_scheduler_type: Annotated[Schedule, affects("weights")] = Field(
+        default="linear", description="Course of the learning rate after the warmup."
+    )
     weight_decay: Annotated[float, affects("weights", "memory")] = Field(
-        default=0.0, ge=0, allow_inf_nan=False
+        default=0.0, ge=0, allow_inf_nan=False, description="Weight decay of the optimizer."
     )
-    max_grad_norm: Annotated[float, AFFECTS_STEP] = Field(default=1.0, ge=0, allow_inf_nan=False)
-    optim: Annotated[str, AFFECTS_STEP] = "adamw_torch_fused"
-    bf16: Annotated[bool, affects("weights", "memory", "step_time", "planned")] = False
-    fp16: Annotated[bool, affects("weights", "memory", "step_time", "planned")] = False
-    gradient_checkpointing: Annotated[bool, affects("memory", "step_time", "planned")] = False
-    # of the positions, for the loss; None: planned
+    max_grad_norm: Annotated[float, AFFECTS_STEP] = Field(
+        default=1.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Gradients are clipped to this norm; 0: never.",
+    )
+    optim: Annotated[str, AFFECTS_STEP] = Field(
+        default="adamw_torch_fused", description="Optimizer, by TrainingArguments' name."
+    )
+    bf16: Annotated[bool, affects("weights", "memory", "step_time", "planned")] = Field(
+        default=False, description="Train under bfloat16 autocast."
+    )
+    fp16: Annotated[bool, affects("weights", "memory", "step_time", "planned")] = Field(
+        default=False, description="Train under float16 autocast with loss scaling."
+    )
+    gradient_checkpointing: Annotated[bool, affects("memory", "step_time", "planned")] = Field(
+        default=False,
+        description="Recompute activations in the backward pass instead of storing them.",
+    )
     num_output_chunks: Annotated[int | None, affects("memory", "step_time", "planned")] = Field(
-        default=None, ge=1, le=1024
+        default=None,
+        ge=1,
+        le=1024,
+        description="Parts in which the loss computes the logits, to save memory. null: planned.",
     )
-    logging_steps: Annotated[int, affects("interruptions")] = Field(default=10, ge=1)
-    save_steps: Annotated[int, affects("interruptions")] = Field(default=500, ge=1)
-    # the two newest good checkpoints are always kept
-    save_total_limit: Annotated[int, affects("interruptions")] = Field(default=3, ge=1)
-    # default: once an epoch
-    eval_steps: Annotated[int | None, affects("interruptions")] = Field(default=None, ge=1)
-    # the lowest held-out loss decides; its checkpoint is kept beside the others
-    load_best_model_at_end: Annotated[bool, affects("weights")] = False
-    seed: Annotated[int, affects("weights", "rows")] = Field(default=23333, ge=0, lt=1 << 32)
-    # default: planned
+    logging_steps: Annotated[int, affects("interruptions")] = Field(
+        default=10, ge=1, description="Optimizer steps between two log lines."
+    )
+    save_steps: Annotated[int, affects("interruptions")] = Field(
+        default=500, ge=1, description="Optimizer steps between two checkpoints."
+    )
+    save_total_limit: Annotated[int, affects("interruptions")] = Field(
+        default=3,
+        ge=1,
+        description="Checkpoints to keep; the two newest good ones are always kept.",
+    )
+    eval_steps: Annotated[int | None, affects("interruptions")] = Field(
+        default=None,
+        ge=1,
+        description="Optimizer steps between two evaluations. null: once an epoch.",
+    )
+    load_best_model_at_end: Annotated[bool, affects("weights")] = Field(
+        default=False,
+        description="Export the weights with the lowest held-out loss; their checkpoint is kept.",
+    )
+    seed: Annotated[int, affects("weights", "rows")] = Field(
+        default=23333,
+        ge=0,
+        lt=1 << 32,
+        description="Random seed of weights, order of rows and dropout.",
+    )
     dataloader_num_workers: Annotated[int | None, affects("step_time", "planned", "machine")] = (
-        Field(default=None, ge=0, le=64)
+        Field(
+            default=None,
+            ge=0,
+            le=64,
+            description="Processes that load rows for each rank. null: planned.",
+        )
     )
 
     @field_validator("max_steps")
@@ -325,48 +468,89 @@ class TrainingSection(BaseModel):
 class LaunchSection(Section):
     """How to run; everything left out is planned."""
 
-    mode: Annotated[Literal["auto", Mode], affects("plan", "planned")] = "auto"
-    # of all nodes together
+    mode: Annotated[Literal["auto", Mode], affects("plan", "planned")] = Field(
+        default="auto", description="Launch mode; auto: planned."
+    )
     num_processes: Annotated[int | None, affects("plan", "planned")] = Field(
-        default=None, ge=1, le=1024
+        default=None, ge=1, le=1024, description="Ranks of all nodes together. null: planned."
     )
-    # the same command runs on each, with its own machine_rank
-    nodes: Annotated[int, affects("plan")] = Field(default=1, ge=1, le=256)
-    machine_rank: Annotated[int, affects("machine")] = Field(default=0, ge=0)
-    # of the node with machine_rank 0, as the other nodes reach it
-    main_process_ip: Annotated[str | None, affects("name")] = None
-    # with several nodes; else any free one is taken
-    main_process_port: Annotated[int, affects("name")] = Field(default=29500, ge=1024, le=65_535)
-    # between the nodes, e.g. eth1; default: the one that leads to that address
-    network_interface: Annotated[str | None, affects("machine")] = None
-    # for all nodes to be there
-    join_timeout_s: Annotated[PositiveInt, affects("interruptions")] = 300
-    # share of the free VRAM that planning may use
-    vram_fraction: Annotated[float, affects("plan")] = Field(default=0.95, gt=0, le=1)
-    # start as asked, whatever was predicted; what runs out then is planned again
-    assume_fits: Annotated[bool, affects("plan")] = False
-    # out of memory: plan again with the effective batch held, or stop
-    on_oom: Annotated[Literal["replan", "fail"], affects("interruptions")] = "replan"
-    # refuse the run where the batch does not fit, instead of splitting it
-    exact_batch: Annotated[bool, affects("plan")] = False
-    # names of variables that ranks get besides those of launch/base/environment.py
-    pass_env: Annotated[tuple[str, ...], affects("memory", "step_time")] = ()
-    # host RAM left to the rest of the machine
+    nodes: Annotated[int, affects("plan")] = Field(
+        default=1,
+        ge=1,
+        le=256,
+        description="Machines; the same command runs on each, with its own machine_rank.",
+    )
+    machine_rank: Annotated[int, affects("machine")] = Field(
+        default=0, ge=0, description="Number of this machine, from 0."
+    )
+    main_process_ip: Annotated[str | None, affects("name")] = Field(
+        default=None,
+        description="Address of the machine with machine_rank 0, as the others reach it.",
+    )
+    main_process_port: Annotated[int, affects("name")] = Field(
+        default=29500,
+        ge=1024,
+        le=65_535,
+        description="Port of that machine, used with several machines.",
+    )
+    network_interface: Annotated[str | None, affects("machine")] = Field(
+        default=None,
+        description="Interface between the machines, e.g. eth1. null: the one that leads to "
+        "that address.",
+    )
+    join_timeout_s: Annotated[PositiveInt, affects("interruptions")] = Field(
+        default=300, description="Seconds to wait until all machines have joined."
+    )
+    vram_fraction: Annotated[float, affects("plan")] = Field(
+        default=0.95, gt=0, le=1, description="Share of the free VRAM that a plan may use."
+    )
+    assume_fits: Annotated[bool, affects("plan")] = Field(
+        default=False,
+        description="Start as asked, whatever memory is predicted; what runs out is planned again.",
+    )
+    on_oom: Annotated[Literal["replan", "fail"], affects("interruptions")] = Field(
+        default="replan",
+        description="After running out of memory: plan again with the effective batch held, or "
+        "stop.",
+    )
+    exact_batch: Annotated[bool, affects("plan")] = Field(
+        default=False, description="Refuse a micro-batch that does not fit instead of splitting it."
+    )
+    pass_env: Annotated[tuple[str, ...], affects("memory", "step_time")] = Field(
+        default=(),
+        description="Names of environment variables that ranks get besides the usual ones.",
+    )
     host_reserve_gib: Annotated[float, affects("plan")] = Field(
-        default=2.0, ge=0, allow_inf_nan=False
+        default=2.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Host RAM that is left to other programs, in GiB.",
     )
-    # after killed or hanging ranks, lost connections, crashes; 0: never
-    max_restarts: Annotated[int, affects("interruptions")] = Field(default=10, ge=0)
-    # a step may take this long, whatever is usual
+    max_restarts: Annotated[int, affects("interruptions")] = Field(
+        default=10,
+        ge=0,
+        description="Restarts after killed or hanging ranks, lost connections and crashes; 0: "
+        "none.",
+    )
     hang_floor_s: Annotated[float, affects("interruptions")] = Field(
-        default=60, gt=0, allow_inf_nan=False
+        default=60,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds that any step may take before it counts as hanging.",
     )
-    # save and stop before; Slurm's too
     time_limit_s: Annotated[float | None, affects("interruptions")] = Field(
-        default=None, gt=0, allow_inf_nan=False
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Save and stop before this many seconds are over; the limit of a Slurm job "
+        "counts too.",
     )
-    # of the host's RAM; above: save, stop; 0: never
-    host_stop_fraction: Annotated[float, affects("interruptions")] = Field(default=0.97, ge=0, le=1)
+    host_stop_fraction: Annotated[float, affects("interruptions")] = Field(
+        default=0.97,
+        ge=0,
+        le=1,
+        description="Share of host RAM above which the run is saved and stopped; 0: never.",
+    )
 
     @model_validator(mode="after")
     def nodes_can_meet(self) -> LaunchSection:
@@ -402,14 +586,21 @@ class NumericsSection(Section):
     the run."""
 
     skip_spikes_above: Annotated[float | None, affects("weights")] = Field(
-        default=None, gt=1, allow_inf_nan=False
-    )  # gradient norm / median; None: off
+        default=None,
+        gt=1,
+        allow_inf_nan=False,
+        description="Skip a step whose gradient norm is this many times the median. null: never.",
+    )
 
 
 class ResumeSection(Section):
     """What may have changed in a run that is continued, although it changes what is trained."""
 
-    allow: Annotated[tuple[Allowed, ...], affects("interruptions")] = ()
+    allow: Annotated[tuple[Allowed, ...], affects("interruptions")] = Field(
+        default=(),
+        description="What may differ from the run that is continued, although it changes the "
+        "result.",
+    )
 
     @field_validator("allow", mode="before")
     @classmethod
@@ -426,9 +617,14 @@ class ResumeSection(Section):
 class EvaluationSection(Section):
     """What is measured besides the loss on the validation file."""
 
-    # held-out rows answered before and after training; 0 is none
-    exact_match_rows: Annotated[int, affects("interruptions")] = Field(default=0, ge=0)
-    max_new_tokens: Annotated[int, affects("interruptions")] = Field(default=64, ge=1, le=4096)
+    exact_match_rows: Annotated[int, affects("interruptions")] = Field(
+        default=0,
+        ge=0,
+        description="Held-out rows that are answered before and after training; 0: none.",
+    )
+    max_new_tokens: Annotated[int, affects("interruptions")] = Field(
+        default=64, ge=1, le=4096, description="Most tokens of such an answer."
+    )
 
 
 Concession = Literal["quantization", "lora.r", "data.max_length"]
@@ -438,23 +634,43 @@ class Recipe(Section):
     """A whole run as the user wants it, resolved: file, overrides and the machine's defaults
     already merged."""
 
-    name: Annotated[str, affects("name")] = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    task: Annotated[Literal["sft", "pretrain"], affects("weights", "rows", "memory", "step_time")]
-    model: ModelSection
-    tokenizer: TokenizerSection = TokenizerSection()
-    lora: LoraSection | None = None
-    quantization: QuantizationSection | None = None  # None: off
-    data: DataSection
-    training: TrainingSection = TrainingSection()
-    launch: LaunchSection = LaunchSection()
-    numerics: NumericsSection = NumericsSection()
-    evaluation: EvaluationSection = EvaluationSection()
-    # what may be given up where nothing else fits; it changes the result
-    allow: Annotated[tuple[Concession, ...], affects("plan")] = ()
-    resume: ResumeSection = ResumeSection()
-    output_dir: Annotated[str, affects("name")]
-    # a folder that also gets training.log, and TensorBoard's events of each run
-    log_dir: Annotated[str | None, affects("name")] = None
+    name: Annotated[str, affects("name")] = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        description="Name of the recipe and of its folder in runs/.",
+    )
+    task: Annotated[
+        Literal["sft", "pretrain"], affects("weights", "rows", "memory", "step_time")
+    ] = Field(description="Supervised fine-tuning, or pretraining.")
+    model: ModelSection = Field(description="Which model.")
+    tokenizer: TokenizerSection = Field(default=TokenizerSection(), description="Which tokenizer.")
+    lora: LoraSection | None = Field(
+        default=None, description="Train LoRA adapters only. null: all weights."
+    )
+    quantization: QuantizationSection | None = Field(
+        default=None, description="Keep frozen weights in 4 bits. null: off."
+    )
+    data: DataSection = Field(description="Which rows.")
+    training: TrainingSection = Field(
+        default=TrainingSection(), description="TrainingArguments' fields."
+    )
+    launch: LaunchSection = Field(default=LaunchSection(), description="How to run.")
+    numerics: NumericsSection = Field(
+        default=NumericsSection(), description="What to do about spikes."
+    )
+    evaluation: EvaluationSection = Field(
+        default=EvaluationSection(), description="What to measure besides the held-out loss."
+    )
+    allow: Annotated[tuple[Concession, ...], affects("plan")] = Field(
+        default=(), description="What may be relaxed if nothing else fits; it changes the result."
+    )
+    resume: ResumeSection = Field(
+        default=ResumeSection(), description="What a continued run may change."
+    )
+    output_dir: Annotated[str, affects("name")] = Field(description="Folder of the finished model.")
+    log_dir: Annotated[str | None, affects("name")] = Field(
+        default=None,
+        description="Folder that also gets training.log and the TensorBoard events of each run.",
+    )
 
     @model_validator(mode="after")
     def best_of_held_out_rows(self) -> Recipe:

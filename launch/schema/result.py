@@ -34,10 +34,11 @@ class StepEvent:
     # of `seconds`: until rank 0 had its batches, and all ranks knew of theirs
     data_seconds: float | None = None
 
-    def line(self) -> str:
+    def line(self, time_left: str = "") -> str:
         """The line in every log; loss, tokens, samples and seconds may be means over the steps
         since the last one."""
-        return f"step {self.step}/{self.max_steps}  epoch {self.epoch:.2f}  {self.metrics()}"
+        parts = (f"step {self.step}/{self.max_steps}", f"epoch {self.epoch:.2f}", time_left)
+        return "  ".join([*filter(None, parts), self.metrics()])
 
     def metrics(self) -> str:
         """The words every screen and log uses for a step's figures."""

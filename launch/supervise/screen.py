@@ -12,23 +12,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.text import Text
+from rich.console import Console
 
+from launch.base.progress import RowProgress
+from launch.base.progress_bar import ProgressBar
 from launch.base.text import shown
 from launch.run_folder.layout import AttemptDir
 from launch.supervise import heartbeats
 
-STEP_LINE = re.compile(r"  step \d+/\d+  epoch \S+  ")
+STEP_LINE = re.compile(r"  step \d+/\d+  epoch \S+  (ETA \S+  )?")
 SECTION_WORDS = {
     "load": "loading the model",
     "first step": "the first step",
@@ -91,7 +83,7 @@ class Screen:
         self._console = Console(file=cast(TextIO, output), highlight=False, soft_wrap=True)
         self._logs: list[TextIO] = []
         self._unlogged: list[str] = []  # lines from before there was a log
-        self._live: Live | None = None
+        self._bar: ProgressBar | None = None
         self.log_to(*log_files)
 
     def log_to(self, *log_files: Path) -> None:
@@ -101,18 +93,25 @@ class Screen:
             self._logs.append(file.open("a", encoding="utf-8"))
         lines, self._unlogged = self._unlogged, []
         for line in lines if log_files else ():
-            self._note(line)
+            self.note(line)
 
     def say(self, line: str = "", log: bool = True) -> None:
-        """One line, above the bar if there is one, and in the log."""
-        self._print(line)
+        """One line, above the bar if there is one, and in the log. Rows that are tokenised move the
+        bar of a terminal instead."""
+        rows = RowProgress.read(line)
+        if rows and self._console.is_terminal:
+            self._bar = self._bar or ProgressBar(self._console, stays=False)
+            self._bar.show(f"tokenising {rows.name}", rows.rows, rows.total)
+        else:
+            self._print(line)
         if log:
-            self._note(line)
+            self.note(line)
 
     def _print(self, line: str) -> None:
         self._console.print(shown(line), markup=False)
 
-    def _note(self, line: str) -> None:
+    def note(self, line: str) -> None:
+        """One line in the log alone; of those that come before there is a log, later."""
         if not self._logs:
             self._unlogged.append(line)
         for log in list(self._logs):
@@ -127,25 +126,10 @@ class Screen:
                 )
 
     def start(self, attempt: AttemptDir) -> None:
-        self._attempt = attempt
-        self._lines = Tail(attempt.train_log)
-        self._figures = ""
-        if not self._console.is_terminal:
-            return
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=self._console,
-        )
-        self._task = self._progress.add_task("starting", total=None)
-        self._live = Live(
-            self._shown(), console=self._console, refresh_per_second=4, transient=False
-        )
-        self._live.start()
+        self.stop()
+        self._attempt, self._lines, self._figures = attempt, Tail(attempt.train_log), ""
+        if self._console.is_terminal:
+            self._bar = ProgressBar(self._console, stays=True)
 
     def update(self) -> None:
         """Read what the ranks have written since the last call."""
@@ -153,27 +137,19 @@ class Screen:
             step = STEP_LINE.search(line)
             if step:
                 self._figures = line[step.end() :]
-            if not (step and self._live):  # the bar shows the steps
+            if not (step and self._bar):  # the bar shows the steps
                 self._print(line)
-            self._note(line)
+            self.note(line)
         beat = heartbeats.read(self._attempt.heartbeat_file(0))
-        if self._live and beat:
-            self._progress.update(
-                self._task,
-                description=SECTION_WORDS.get(beat.section, beat.section),
-                completed=beat.step or None,
-                total=beat.max_steps or None,
-            )
-            self._live.update(self._shown())
+        if self._bar and beat:
+            work = SECTION_WORDS.get(beat.section, beat.section)
+            self._bar.show(work, beat.step, beat.max_steps, self._figures)
 
     def stop(self) -> None:
-        self.update()
-        if self._live:
-            self._live.stop()
-            self._live = None
-
-    def _shown(self) -> Group:
-        return Group(self._progress, Text(self._figures, no_wrap=True, overflow="ellipsis"))
+        """No bar any more; lines go on."""
+        if self._bar:
+            self._bar.stop()
+            self._bar = None
 
 
 class Tail:

@@ -90,6 +90,7 @@ class RankWatcher:
                 )
                 if line := self._progress.slow(beats, now):
                     self._screen.say(line)
+            self._screen.update()
         finally:
             self._screen.stop()
             # nothing outlives the attempt, however it ended

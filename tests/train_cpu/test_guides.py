@@ -65,7 +65,7 @@ def test_the_amd_guides_wrapper_trains_as_its_variables_say(tmp_path):
         **checkpointing,
     )
     assert "BATCH_SIZE=6: training.per_device_train_batch_size=6" in said
-    assert "6 per device x 4 accumulation x 1 process(es) = 24 effective" in said
+    assert "6 per device x 4 accumulation x 1 process = 24 effective" in said
     run_dir = builders.only_run(tmp_path / "workspace", "single_gpu_optimized")
     strategy = json.loads((run_dir / "plan.json").read_text())["strategy"]
     assert (strategy["gradient_checkpointing"], strategy["mixed_precision"]) == (True, "no")
@@ -89,7 +89,7 @@ def test_the_a6000_guides_torchrun_line_is_one_training_of_two_ranks(tmp_path):
     workers = ["--training.dataloader_num_workers=1", "--training.logging_steps=1"]
     said = run(tmp_path, sys.executable, *TORCHRUN, TRAIN, *words, *cut, *workers)
     assert len(re.findall(r"rank [01] of 2 on .*backend gloo \(torch.distributed\)", said)) == 2
-    assert "3 per device x 4 accumulation x 2 process(es) = 24 effective" in said
+    assert "3 per device x 4 accumulation x 2 processes = 24 effective" in said
     run_dir = builders.only_run(tmp_path / "workspace", "minigpt_medium")
     assert [event["samples_seen"] for event in builders.events(run_dir)] == [24, 48]
     recipe = json.loads((run_dir / "recipe.json").read_text())
@@ -158,7 +158,7 @@ def adapted(tmp_path_factory, base) -> tuple[Path, str]:
 def test_the_a5000_guides_line_trains_an_adapter_and_leaves_the_guides_log(adapted):
     folder, said = adapted
     assert "training.warmup_ratio: training.warmup_steps=0.1" in said
-    assert "4 per device x 3 accumulation x 1 process(es) = 12 effective" in said
+    assert "4 per device x 3 accumulation x 1 process = 12 effective" in said
     assert (
         len(re.findall(r"  step \d/4  epoch", (folder / "results/logs/training.log").read_text()))
         == 4

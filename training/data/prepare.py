@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from launch.base import files
 from launch.base import processes as base_processes
 from launch.base.errors import DataError, LaunchError
+from launch.base.progress import RowProgress
 from launch.data import token_cache, token_hashes
 from launch.data.token_cache import TokenCache
 from launch.run_folder.layout import AttemptDir
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 STAGING = ".parts"  # the end of the name of a folder that is not finished
 TOKENIZER_CHARACTERS = 64 << 20  # of a streamed corpus, from its beginning
 ABANDONED_S = 7 * 86400.0
+FIRST_LINE_S, LONGEST_PAUSE_S = 1.0, 30.0  # between lines on tokenised rows
 
 
 def ensure(
@@ -95,10 +97,12 @@ def _write(
     counts: dict[str, Any] = {}
     if not source.streaming:
         job = tokenise.job(tokens.recipe, tokens.shape, tokens.data_format, folder, "train")
-        counts["train"] = _part(job, source.max_train_samples, say, goes_on, processes)
+        limit = source.max_train_samples
+        counts["train"] = _part(job, tokens.rows, limit, say, goes_on, processes)
     if source.validation_file:
         job = tokenise.job(tokens.recipe, tokens.shape, tokens.data_format, folder, "validation")
-        counts["validation"] = _part(job, source.max_validation_samples, say, goes_on, processes)
+        limit = source.max_validation_samples
+        counts["validation"] = _part(job, None, limit, say, goes_on, processes)
     vocabulary = len(tokenizer.load(folder / tokenise.TOKENIZER))
     for left in [*folder.glob("*.tmp"), *folder.glob("*.json")]:
         left.unlink()
@@ -139,17 +143,19 @@ def _first(texts: Iterator[str]) -> Iterator[str]:
 
 def _part(
     job: Job,
+    rows: int | None,
     limit: int | None,
     say: Callable[[str], None],
     goes_on: Callable[[], None],
     processes: int,
 ) -> dict[str, Any]:
-    """Tokenise what is not there yet of a part; its counts, which data.CacheCounts names."""
+    """Tokenise what is not there yet of a part of so many `rows` (None: not counted); its counts,
+    which data.CacheCounts names."""
     from training.data import tokenise_pool
 
     name = job.source.name
-    with _progress(f"tokenising {name}", goes_on) as advance:
-        total, bad = tokenise_pool.part(job, limit, processes, advance, say)
+    counter = _RowCounter(name, rows, say, goes_on)
+    total, bad = tokenise_pool.part(job, limit, processes, counter, say)
     if not total.rows:
         raise DataError(
             f"{job.source}: 0 rows with something to learn ({total.samples:,} read,"
@@ -189,17 +195,28 @@ def summary(name: str, counts: dict[str, Any], max_length: int) -> str:
     return line
 
 
-def _progress(title: str, goes_on: Callable[[], None]) -> Any:
-    from tqdm import tqdm
+class _RowCounter:
+    """Counts the rows of a part, and says at growing intervals how many are tokenised."""
 
-    class Advance(tqdm):
-        def __call__(self, rows: int) -> None:
-            self.update(rows)
-            goes_on()
+    def __init__(
+        self,
+        name: str,
+        total: int | None,
+        say: Callable[[str], None],
+        goes_on: Callable[[], None],
+    ) -> None:
+        self._name, self._total, self._say, self._goes_on = name, total, say, goes_on
+        self._rows, self._began = 0, time.monotonic()
+        self._due = self._began + FIRST_LINE_S
 
-    return Advance(
-        desc=title, unit=" rows", file=sys.stderr, disable=not sys.stderr.isatty(), leave=False
-    )
+    def __call__(self, rows: int) -> None:
+        self._rows += rows
+        self._goes_on()
+        now = time.monotonic()
+        if now >= self._due:
+            seconds = now - self._began
+            self._say(RowProgress(self._name, self._rows, self._total).line(seconds))
+            self._due = now + min(max(FIRST_LINE_S, seconds / 10), LONGEST_PAUSE_S)
 
 
 def main() -> int:

@@ -1,5 +1,4 @@
-"""What a rank tells the outside while it trains: events, log lines, and a bar when nobody else
-draws."""
+"""Progress of a rank while it trains: events, log lines, and a bar where no launcher draws one."""
 
 from __future__ import annotations
 
@@ -18,6 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from launch.base import files as base_files
 from launch.base import processes
+from launch.base.progress import eta
 from launch.base.text import shown
 from launch.run_folder.layout import AttemptDir
 from launch.schema.result import HeldOut, StepEvent
@@ -153,7 +153,9 @@ class Reporter(TrainerCallback):
             None,
         )
         self.host = HostMemory()
-        self._bar = _Bar() if draw and rank == 0 else None
+        self._bar = _bar() if draw and rank == 0 else None
+        self._figures = ""
+        self._second_step_at: float | None = None  # the first step is no measure of the others
         self._step_began = 0.0
         self._learning_rate = 0.0
         self.gradients_bytes = 0
@@ -211,8 +213,9 @@ class Reporter(TrainerCallback):
             self._write_second_step()
             now = time.monotonic()
         self._step_began = now
+        self._second_step_at = self._second_step_at or (now if self._steps > 1 else None)
         if self._bar:
-            self._bar.advance(state.global_step, state.max_steps)
+            self._bar.show("training", state.global_step, state.max_steps, self._figures)
 
     def on_log(
         self,
@@ -259,7 +262,7 @@ class Reporter(TrainerCallback):
     ) -> None:
         self.flush(state.max_steps, None)
         if self._bar:
-            self._bar.close()
+            self._bar.stop()
 
     def flush(self, max_steps: int, grad_norm: float | None) -> None:
         """Write the steps since the last flush; every rank calls it at the same step."""
@@ -289,10 +292,17 @@ class Reporter(TrainerCallback):
             key: sum(step[key] for step in steps) / len(steps)
             for key in ("loss", "seconds", "tokens", "samples")
         }
-        shown = replace(self.last_event, **means)
-        if self._bar:
-            self._bar.show(shown)
-        logger.info("%s", shown.line())
+        mean = replace(self.last_event, **means)
+        self._figures = mean.metrics()
+        logger.info("%s", mean.line(self._time_left(mean)))
+
+    def _time_left(self, event: StepEvent) -> str:
+        """At the pace of this attempt, evaluations and checkpoints included; "" before two steps
+        and after the last."""
+        steps_left, past = event.max_steps - event.step, self._steps - STEADY_STEP
+        if self._second_step_at is None or past < 1 or steps_left < 1:
+            return ""
+        return eta(steps_left * (time.monotonic() - self._second_step_at) / past)
 
     def _write(self, file: IO[str] | None, figures: Sequence[StepEvent | HeldOut]) -> None:
         """Figures that the disk refuses are lost, and that is said once; training goes on."""
@@ -325,23 +335,20 @@ def vram_peaks(device: torch.device) -> tuple[int, int, int]:
     return allocated, reserved, total
 
 
-class _Bar:
-    """The bar of a direct start on a terminal; under the launcher the launcher draws."""
+def _bar() -> Any:
+    """The bar of a start without a launcher, on a terminal; else the launcher draws."""
+    from rich.console import Console
 
-    def __init__(self) -> None:
-        from tqdm import tqdm
+    from launch.base.progress_bar import ProgressBar
 
-        self._bar = tqdm(unit="step", dynamic_ncols=True, file=sys.stderr)
+    return ProgressBar(Console(highlight=False, soft_wrap=True), stays=True)
 
-    def advance(self, step: int, max_steps: int) -> None:
-        self._bar.total = max_steps
-        self._bar.update(step - self._bar.n)
 
-    def show(self, event: StepEvent) -> None:
-        self._bar.set_postfix_str(event.metrics())
+class _StandardOutput(logging.Handler):
+    """Prints: while there is a bar, standard output is its console."""
 
-    def close(self) -> None:
-        self._bar.close()
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), flush=True)
 
 
 class _Shown(logging.Formatter):
@@ -358,7 +365,7 @@ def start_logging(files: list[Path], rank: int) -> None:
     logger.propagate = False
     plain = _Shown("%(asctime)s  %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     handlers: list[logging.Handler] = [
-        logging.StreamHandler(sys.stdout if rank == 0 else sys.stderr)
+        _StandardOutput() if rank == 0 else logging.StreamHandler(sys.stderr)
     ]
     for path in files if rank == 0 else []:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -54,7 +54,7 @@ def test_beside_a_card_that_is_nearly_full_the_free_one_alone_is_offered(tmp_pat
     assert alone in offered(refused.stderr)
     taken = builders.launch(tmp_path / "workspace", *words, *alone)
     assert taken.returncode == 0, taken.stderr
-    assert "1 process(es)" in taken.stdout
+    assert "x 1 process =" in taken.stdout
 
 
 @pytest.mark.campaign
@@ -62,7 +62,7 @@ def test_where_whole_copies_fit_in_single_samples_only_sharded_ones_are_taken_if
     tmp_path,
 ):
     on = ["--machine", described(tmp_path, (7.6, 7.6), 32.0)]
-    words = ["plan", "sft_fast", "16", "--launch.vram_fraction=0.5", *on]
+    words = ["plan", "sft_fast", "16", "--explain", "--launch.vram_fraction=0.5", *on]
     automatic = builders.launch(tmp_path / "workspace", *words)
     assert automatic.returncode == 0, automatic.stderr
     chosen = re.search(r"(\S+) x2, batch .* ([\d.]+)  chosen", automatic.stdout)
@@ -83,7 +83,7 @@ def test_data_workers_are_as_many_as_the_cpus_feed_and_fewer_where_host_ram_has_
             described(tmp_path, (23.6,), available_gib),
             "--launch.host_reserve_gib=0",
         ]
-        done = builders.launch(tmp_path / "workspace", "plan", recipe, *on, *words)
+        done = builders.launch(tmp_path / "workspace", "plan", "--explain", recipe, *on, *words)
         assert done.returncode == 0, done.stderr
         said = re.search(r"data workers \d+(?::| instead) .*", done.stdout)
         needed = re.search(r"host RAM   ([\d.]+) GiB in (?:train|save)", done.stdout)

@@ -122,7 +122,7 @@ def test_two_ranks_train_an_adapter_for_a_local_folder_and_chat_loads_both_in_4_
         "--model.dtype=bfloat16",
         "--training.bf16=true",
     ]
-    done = builders.launch(tmp_path / "workspace", "run", str(recipe), *words)
+    done = builders.launch(tmp_path / "workspace", "run", "--explain", str(recipe), *words)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "computed in bfloat16; the rest keeps model.dtype bfloat16" in done.stdout
     run = builders.only_run(tmp_path / "workspace")
@@ -177,7 +177,14 @@ def test_the_7b_model_of_the_guide_fits_a_16_gib_card_in_4_bits_and_in_16_bits_i
     sections = {"model": {"dtype": "bfloat16"}, "data": {"max_length": 256}, "lora": {"r": 32}}
     recipe = builders.recipe(tmp_path, shape="llama-7b", training=training, **sections)
     on = ["--machine", str(builders.CODE / "configs/machines/a5000-16g.yaml")]
-    words = ["plan", str(recipe), *on, "--launch.mode=single_gpu", "--launch.exact_batch=true"]
+    words = [
+        "plan",
+        "--explain",
+        str(recipe),
+        *on,
+        "--launch.mode=single_gpu",
+        "--launch.exact_batch=true",
+    ]
     refused = builders.launch(tmp_path / "workspace", *words)
     assert refused.returncode == 3
     assert "checkpointing: 15." in refused.stderr

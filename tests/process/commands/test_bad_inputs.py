@@ -179,7 +179,7 @@ PATHS: dict[str, tuple[list[str], int, str]] = {
     ),
     "a flag twice over": (["--resume"], 2, "--resume"),
     "a word too many": (["4", "5"], 2, "run: 5 was not expected"),
-    "an unknown flag": (["--verbose"], 2, "--verbose: a key of the recipe needs a value"),
+    "an unknown flag": (["--verbose"], 2, "--verbose: no such flag or key"),
     "data that is a folder": (
         ["--data.train_file={root}/workspace"],
         4,

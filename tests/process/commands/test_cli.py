@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from launch.__main__ import VERBS, main
 from launch.probe import import_memory
 from launch.probe.import_memory import ASSUMED
 from tests import builders
@@ -48,10 +52,70 @@ def test_a_batch_that_is_none_is_refused_in_one_line_before_torch_is_imported(tm
 
 
 @pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        (["--dryrun"], "--dry-run"),
+        (["--dry_run"], "--dry-run"),
+        (["--resum", "never"], "--resume=never"),
+        (["--lr"], "--training.learning_rate=VALUE"),
+        (["--lr=3e-5"], "--training.learning_rate=3e-5"),
+        (["--learning_rate", "3e-5"], "--training.learning_rate=3e-5"),
+        (["--lerning-rate", "3e-5"], "--training.learning_rate=3e-5"),
+        (["--batch_size", "4"], "--training.per_device_train_batch_size=4"),
+        (["--epochs", "3"], "--training.num_train_epochs=3"),
+        (["--model", "t5-tiny"], "--model.shape=t5-tiny"),
+        (["--model", "/my models/x"], "'--model.path=/my models/x'"),
+        (["--packing"], "--data.packing=true"),
+        (["--training.bf16"], "--training.bf16=true"),
+    ],
+)
+def test_a_flag_that_there_is_not_is_answered_with_a_line_that_can_be_pasted(
+    capsys, words, instead
+):
+    assert main(["run", "sft_fast", *words]) == 2
+    line = capsys.readouterr().err.strip()
+    assert line.startswith(f"error: {words[0].partition('=')[0]}: ")
+    assert shlex.split(line.partition("; write ")[2]) == shlex.split(instead)
+
+
+def test_help_lists_every_verb_with_one_line(tmp_path):
+    done = builders.launch(tmp_path, "--help", COLUMNS="200")
+    assert done.returncode == 0
+    for verb in VERBS:
+        assert re.search(rf"^ +{verb} +\w+.+$", done.stdout, re.MULTILINE)
+        assert (builders.CODE / "launch" / "commands" / f"{verb}.py").is_file()
+
+
+def test_keys_lists_a_section_with_types_defaults_and_meanings(capsys):
+    assert main(["keys", "lora"]) == 0
+    text = capsys.readouterr().out
+    assert "lora.r: a whole number, more than 0; default 16\n    Rank of the adapters.\n" in text
+    assert "data." not in text
+    assert main(["keys", "lor"]) == 2
+    assert "did you mean lora?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("number", "exit_code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGUSR1, 75)],
+)
+def test_a_stop_signal_during_the_imports_ends_with_a_documented_exit_code(
+    tmp_path, number, exit_code
+):
+    (tmp_path / "pydantic").mkdir()
+    (tmp_path / "pydantic" / "__init__.py").write_text(
+        f"import os, time\nos.kill(os.getpid(), {int(number)})\ntime.sleep(60)\n"
+    )
+    path = f"{tmp_path}:{builders.CODE}"
+    done = builders.launch(tmp_path / "workspace", "plan", "sft_fast", PYTHONPATH=path)
+    assert is_one_line(done, exit_code) == f"error: stopped by {number.name} while no rank ran\n"
+
+
+@pytest.mark.parametrize(
     ("words", "exit_code", "expected"),
     [
         (["--training.lerning_rate=1"], 2, "did you mean learning_rate"),
-        (["--bogus"], 2, "--bogus: a key of the recipe needs a value"),
+        (["--bogus"], 2, "--bogus: no such flag or key; python -m launch keys lists the keys"),
         (["--tokenizer.path=/nowhere"], 3, "tokenizer.path: there is no folder /nowhere"),
         (["--training.lr_scheduler_type=foo"], 2, "lr_scheduler_type"),
         (["4", "--training.per_device_train_batch_size=7"], 2, "both given"),
@@ -88,6 +152,19 @@ def test_a_folder_that_holds_someone_elses_files_is_never_replaced(tmp_path):
         builders.launch(tmp_path / "workspace", "run", str(recipe)), 3
     )
     assert (tmp_path / "model/thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--dry-run", "20"],
+        ["--training.learning_rate", "3e-5", "20", "--resume", "never", "--dry-run"],
+    ],
+)
+def test_a_batch_size_stands_before_or_behind_flags_and_keys(tmp_path, words):
+    done = wrapper(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    assert "20 per device" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -137,7 +214,7 @@ def test_a_run_is_planned_for_a_machine_one_does_not_have(tmp_path):
     machine = str(builders.CODE / "configs/machines/2x3080-20g-16g.yaml")
     done = builders.launch(tmp_path, "plan", "sft_fast", "20", "--machine", machine)
     assert done.returncode == 0, done.stderr
-    assert "20 per device x 2 accumulation x 2 process(es) = 80 effective" in done.stdout
+    assert "20 per device x 2 accumulation x 2 processes = 80 effective" in done.stdout
     assert "187,692,288 parameters, 94,396,032 trained" in done.stdout
 
 
@@ -150,5 +227,5 @@ def test_dry_run_writes_the_run_folder_and_prints_a_line_that_can_be_pasted(tmp_
     assert line in (run / "command.sh").read_text()
     for name in ("recipe.yaml", "plan.json", "accelerate.yaml"):
         assert (run / name).exists()
-    assert "per_device_train_batch_size: asked 16" not in done.stdout
+    assert "per_device_train_batch_size 16 ->" not in done.stdout
     assert "20 per device" in done.stdout

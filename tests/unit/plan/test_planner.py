@@ -116,7 +116,7 @@ def test_without_a_trace_the_plan_says_that_activations_are_not_predicted():
     recipe = wish()
     lines = "\n".join(text.plan_lines(recipe, machine(), plan(recipe)))
     assert "activations are not predicted" in lines
-    assert "16 per device x 2 accumulation x 1 process(es) = 32 effective" in lines
+    assert "16 per device x 2 accumulation x 1 process = 32 effective" in lines
 
 
 def link(backend: str | None, **env: str) -> Link:

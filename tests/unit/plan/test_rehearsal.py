@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,11 +43,14 @@ def rehearsal(machine_name: str, overrides: list[str]) -> str:
     texts.append(accelerate.accelerate_config(plan, str(run.deepspeed_file)))
     if plan.strategy.engine == "deepspeed":
         texts.append(deepspeed.deepspeed_config(plan, recipe.training.max_grad_norm))
-    texts.append(
-        str(command.command(plan, machine, run, run.attempt(1), Workspace(Path("/workspace")), {}))
-        + "\n"
-    )
-    return "\n".join(texts).replace(sys.executable, "python").replace(str(CODE), "/checkout")
+    line = command.command(plan, machine, run, run.attempt(1), Workspace(Path("/workspace")), {})
+    texts.append(f"{replace(line, argv=[without_places(word) for word in line.argv])}\n")
+    return without_places("\n".join(texts))
+
+
+def without_places(text: str) -> str:
+    """The same text on every machine; a path of this one may need quotes in a command line."""
+    return text.replace(sys.executable, "python").replace(str(CODE), "/checkout")
 
 
 @pytest.mark.parametrize("case", CASES)

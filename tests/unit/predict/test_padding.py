@@ -162,7 +162,7 @@ def test_a_plan_by_tokens_says_what_bounds_a_micro_batch():
     recipe = builders.wish(data={"train_file": "x", "max_length": 128, "batch_by_tokens": True})
     plan = builders.plan(recipe, builders.machine())
     words = "\n".join(text.plan_lines(recipe, builders.machine(), plan))
-    assert "16 per device x 2 accumulation x 1 process(es) = 32 effective" in words
+    assert "16 per device x 2 accumulation x 1 process = 32 effective" in words
     assert (
         "by tokens: a micro-batch has at most 2,048 tokens, padding included, as 16 of the longest"
         " rows (128) have" in words

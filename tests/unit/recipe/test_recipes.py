@@ -114,7 +114,7 @@ BAD_RECIPES = {  # name -> (document, what the message must name)
     ),
     "a key like no other": (
         with_line("qqq: 1", "model"),
-        r":5: model\.qqq: .*there are shape, path, path_if_there, freeze, dtype",
+        r":5: model\.qqq: .*python -m launch keys model lists the keys",
     ),
     "a missing section": (
         GOOD.replace("data:", "#"),

@@ -1,0 +1,42 @@
+"""How far long work is, as a line that people read and the launcher's bar reads back."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+ROWS_LINE = re.compile(
+    r"tokenising (?P<name>.+): (?P<rows>[\d,]+)(?: of (?P<total>[\d,]+))? rows\b"
+)
+
+
+def eta(seconds: float) -> str:
+    """The time left, as h:mm:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"ETA {minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+@dataclass(frozen=True)
+class RowProgress:
+    """Rows of a file that are tokenised so far."""
+
+    name: str
+    rows: int
+    total: int | None  # None: not counted
+
+    def line(self, seconds: float) -> str:
+        """`seconds`: since the first row."""
+        if not self.total or not self.rows:
+            return f"tokenising {self.name}: {self.rows:,} rows"
+        left_s = seconds * max(self.total - self.rows, 0) / self.rows
+        return f"tokenising {self.name}: {self.rows:,} of {self.total:,} rows, {eta(left_s)}"
+
+    @classmethod
+    def read(cls, line: str) -> RowProgress | None:
+        """What a line says; None for a line of another kind."""
+        if not (match := ROWS_LINE.fullmatch(line.partition(", ETA")[0])):
+            return None
+        rows, total = (
+            int((number or "0").replace(",", "")) for number in match.group("rows", "total")
+        )
+        return cls(match["name"], rows, total or None)

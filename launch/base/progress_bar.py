@@ -1,0 +1,55 @@
+"""A bar with the time left at the bottom of a terminal, below the lines that its console prints."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+PACE_S = 600.0  # the time left is estimated from the steps of so many seconds
+
+
+class ProgressBar:
+    """One bar from its making to stop(); only its console may write to the terminal meanwhile."""
+
+    def __init__(self, console: Console, stays: bool) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=console,
+            speed_estimate_period=PACE_S,
+        )
+        self._task = self._progress.add_task("starting", total=None)
+        self._live = Live(
+            self._progress,
+            console=console,
+            refresh_per_second=4,
+            transient=not stays,
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        self._live.start()
+
+    def show(self, work: str, completed: int, total: int | None, figures: str = "") -> None:
+        """`figures` stand in a line of their own, as much of them as fits."""
+        self._progress.update(
+            self._task, description=work, completed=completed or None, total=total or None
+        )
+        line = Text(figures, no_wrap=True, overflow="ellipsis")
+        self._live.update(Group(self._progress, line) if figures else self._progress)
+
+    def stop(self) -> None:
+        self._live.stop()

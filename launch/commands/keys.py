@@ -1,0 +1,43 @@
+"""`python -m launch keys`: every key of a recipe with its type, default and meaning."""
+
+from __future__ import annotations
+
+import textwrap
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from launch.base.errors import ConfigError
+from launch.base.text import nearest
+from launch.commands import recipe_arguments
+from launch.recipe import key_reference
+from launch.recipe.strict_yaml import show
+from launch.schema.recipe import SECTIONS
+
+WIDTH = 100  # columns
+
+
+def add_parser(subparsers: Any) -> ArgumentParser:
+    text = "list the keys of a recipe: type, default, meaning"
+    parser = subparsers.add_parser("keys", help=text, description=text, allow_abbrev=False)
+    parser.add_argument("section", nargs="?", help="of this section alone, or this key alone")
+    return parser
+
+
+def main(arguments: Namespace, others: Sequence[str]) -> int:
+    recipe_arguments.reject(arguments, others)
+    section: str = arguments.section or ""
+    keys = [
+        key
+        for key in key_reference.all_keys()
+        if not section or f"{key.name}.".startswith(f"{section}.")
+    ]
+    if not keys:
+        near = nearest(section, SECTIONS) or [key_reference.likely(section) or ""]
+        hint = f"did you mean {near[0]}?" if near[0] else "python -m launch keys lists all"
+        raise ConfigError(f"keys: {show(section)} is no section and no key of a recipe; {hint}")
+    indent = " " * 4
+    for key in keys:
+        print(f"{key.name}: {key.type}; default {key.default}")
+        print(textwrap.fill(key.meaning, WIDTH, initial_indent=indent, subsequent_indent=indent))
+    return 0

@@ -1,0 +1,133 @@
+"""Every key of a recipe with its type, default and meaning, and the key that a wrong name means.
+
+Source: the schema's fields, and TrainingArguments' own for what `training:` takes besides."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+from launch.base.text import nearest
+from launch.recipe import training_arguments
+from launch.recipe.strict_yaml import plain
+from launch.schema.recipe import SECTIONS, Recipe
+
+# a name of other programs -> the key of the recipe
+ALIASES = {
+    **dict.fromkeys(("lr", "learn_rate"), "training.learning_rate"),
+    **dict.fromkeys(
+        ("batch", "batch_size", "bs", "train_batch_size", "micro_batch_size", "batch_size_per_gpu"),
+        "training.per_device_train_batch_size",
+    ),
+    **dict.fromkeys(("epoch", "epochs", "num_epochs", "n_epochs"), "training.num_train_epochs"),
+    **dict.fromkeys(("steps", "num_steps"), "training.max_steps"),
+    **dict.fromkeys(
+        ("accumulation", "grad_accum", "gradient_accum", "accumulation_steps"),
+        "training.gradient_accumulation_steps",
+    ),
+    **dict.fromkeys(("workers", "num_workers"), "training.dataloader_num_workers"),
+    **dict.fromkeys(("optimizer",), "training.optim"),
+    **dict.fromkeys(("scheduler", "lr_scheduler"), "training.lr_scheduler_type"),
+    **dict.fromkeys(("warmup",), "training.warmup_steps"),
+    **dict.fromkeys(("wd",), "training.weight_decay"),
+    **dict.fromkeys(("clip", "grad_clip", "gradient_clipping"), "training.max_grad_norm"),
+    **dict.fromkeys(
+        ("seq_len", "max_seq_len", "max_seq_length", "block_size", "context_length", "cutoff_len"),
+        "data.max_length",
+    ),
+    **dict.fromkeys(("data", "dataset", "data_path", "train_data"), "data.train_file"),
+    **dict.fromkeys(("eval_file", "val_file", "validation_data"), "data.validation_file"),
+    **dict.fromkeys(("model", "model_path", "model_name_or_path", "base_model"), "model.path"),
+    **dict.fromkeys(("tokenizer", "tokenizer_path"), "tokenizer.path"),
+    **dict.fromkeys(("output", "out"), "output_dir"),
+    **dict.fromkeys(("gpus", "num_gpus", "nproc_per_node"), "launch.num_processes"),
+    **dict.fromkeys(("lora", "rank", "lora_r", "lora_rank"), "lora.r"),
+    **dict.fromkeys(("qlora", "use_4bit"), "quantization.load_in_4bit"),
+}
+_BOUNDS = {Ge: "at least", Gt: "more than", Le: "at most", Lt: "less than"}
+_TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of the recipe, as people read it."""
+
+    name: str  # section.key, or a key of the top level
+    type: str
+    default: str
+    meaning: str
+
+
+def all_keys() -> Iterator[Key]:
+    """Every key, in the order of the schema; those of the top level first."""
+    for name, field in Recipe.model_fields.items():
+        if name not in SECTIONS:
+            yield _key(name, field)
+    for section, model in SECTIONS.items():
+        for name, field in model.model_fields.items():
+            yield _key(f"{section}.{name}", field)
+        if section == "training":
+            for name, field in training_arguments.free().items():
+                if name not in model.model_fields:
+                    kind = training_arguments.takes(field.types)
+                    yield Key(f"training.{name}", kind, field.default, field.meaning)
+
+
+def _key(name: str, field: FieldInfo) -> Key:
+    kind = _type(field.annotation)
+    bounds = [
+        f"{_BOUNDS[type(bound)]} {getattr(bound, type(bound).__name__.lower()):.15g}"
+        for bound in field.metadata
+        if type(bound) in _BOUNDS
+    ]
+    default = "none: it must be given" if field.is_required() else _plain(field.default)
+    return Key(name, ", ".join([kind, *bounds]), default, field.description or "")
+
+
+def _plain(value: Any) -> str:
+    return plain(list(value) if isinstance(value, tuple) else value)
+
+
+def _type(annotation: Any) -> str:
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_type(kind) for kind in inner if kind is not type(None))
+    if origin is Literal:
+        return " | ".join(map(str, inner))
+    if origin is tuple:
+        return f"a [list] of {_type(inner[0])}"
+    if hasattr(annotation, "__metadata__"):  # PositiveInt
+        return f"{_type(inner[0])}, more than 0"
+    return _TYPES.get(annotation, str(annotation))
+
+
+# ---- the key that a wrong name means
+# ---------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def by_last_part() -> Mapping[str, str]:
+    """learning_rate -> training.learning_rate; of several the first in the schema's order."""
+    names: dict[str, str] = {}
+    for key in all_keys():
+        names.setdefault(key.name.rpartition(".")[2], key.name)
+    return names
+
+
+def likely(name: str, section: str = "") -> str | None:
+    """The key that a wrong name means: near in its own section, with the same last part in another
+    one, or by another program's word for it."""
+    in_section = [key.name for key in all_keys() if key.name.startswith(f"{section}.")]
+    last = name.rpartition(".")[2].lower().replace("-", "_")
+    if f"{section}.{last}" in in_section:
+        return f"{section}.{last}"
+    if last in by_last_part() or last in ALIASES:
+        return by_last_part().get(last) or ALIASES[last]
+    near = nearest(last, [key.rpartition(".")[2] for key in in_section])
+    return f"{section}.{near[0]}" if near else None

@@ -1,0 +1,181 @@
+"""The first screen: a plan in at most 14 lines of 100 columns. The whole plan is in text.py."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from launch.base.text import size
+from launch.predict.estimate import host_budget_bytes
+from launch.report.text import batch, longest, notes, total_steps
+from launch.schema.machine import Machine
+from launch.schema.plan import Change, Plan
+from launch.schema.recipe import Recipe
+
+LINES, COLUMNS, LABEL = 14, 100, 13
+NAME_COLUMNS = 36  # of a model; of a longer path its last part
+VALUE_COLUMNS = 24  # of a requested or effective value; a longer one is shortened
+FARTHEST_END_S = 100 * 365 * 86400.0  # beyond it no date is given
+
+
+def lines(
+    recipe: Recipe,
+    machine: Machine,
+    plan: Plan,
+    now: datetime,
+    finished_steps: int = 0,
+    below: Sequence[tuple[str, str]] = (),
+) -> list[str]:
+    """The plan in short. `below` are labels and texts that the caller adds at its end; `now` is
+    local time."""
+    screen = [
+        _short(f"plan for {recipe.name} on {machine.name}", COLUMNS),
+        _line("model", _model(recipe, plan)),
+        _line("data", _data(recipe, plan)),
+        _line("batch", batch(plan.strategy) + (" packed sequences" if plan.packing else "")),
+        _line("mode", _mode(machine, plan)),
+        _line("memory", _memory(plan)),
+        _line("host RAM", _host_memory(recipe, machine, plan)),
+        _line("time", _time(recipe, plan, now, finished_steps)),
+    ]
+    end = [
+        f"  {label if not i else '':<{LABEL - 2}}{line}"  # whole: what can be pasted stays so
+        for label, text in below
+        for i, line in enumerate(text.splitlines())
+    ]
+    changes, num_hidden = _changes(plan.changes, max(LINES - len(screen) - len(end) - 1, 1))
+    screen += changes
+    hidden = f"{num_hidden} more change{'' if num_hidden == 1 else 's'}, " if num_hidden else ""
+    end.insert(0, _line("more", f"--explain shows {hidden}all settings and their reasons"))
+    for note in notes(recipe, plan):
+        folded = _folded("note", note)
+        if len(screen) + len(folded) + len(end) <= LINES:
+            screen += folded
+    return screen + end
+
+
+def _line(label: str, text: str) -> str:
+    return f"  {label:<{LABEL - 2}}{_short(text, COLUMNS - LABEL)}"
+
+
+def _short(text: str, columns: int) -> str:
+    """The text, or its beginning and its end."""
+    if len(text) <= columns:
+        return text
+    head = (columns - 3) * 2 // 3
+    return f"{text[:head]}...{text[len(text) - (columns - 3 - head) :]}"
+
+
+def _folded(label: str, text: str) -> list[str]:
+    """The text as lines of a paragraph with the label before the first."""
+    paragraph = textwrap.wrap(text, COLUMNS - LABEL, break_on_hyphens=False)
+    labels = [label, *[""] * len(paragraph)]
+    return [f"  {word:<{LABEL - 2}}{line}" for word, line in zip(labels, paragraph, strict=False)]
+
+
+def _model(recipe: Recipe, plan: Plan) -> str:
+    shape = plan.shape
+    kind = "LoRA, " if recipe.lora else ""
+    bits = ", weights in 4 bits" if recipe.quantized(plan.strategy.mixed_precision) else ""
+    name = shape.name if len(shape.name) <= NAME_COLUMNS else Path(shape.name).name
+    return (
+        f"{name}: {shape.parameters:,} parameters, {kind}{shape.trainable_parameters:,}"
+        f" trained{bits}"
+    )
+
+
+def _data(recipe: Recipe, plan: Plan) -> str:
+    rows = "rows are not counted" if plan.rows is None else f"{plan.rows:,} rows"
+    lengths = f"lengths are assumed: {longest(plan)} tokens each"
+    if plan.padding and plan.padding.rows:
+        mean = plan.padding.tokens / plan.padding.rows
+        lengths = f"{mean:,.0f} tokens on average, at most {longest(plan)}"
+    return f"{Path(recipe.data.train_file).name}: {rows}, {lengths}"
+
+
+def _mode(machine: Machine, plan: Plan) -> str:
+    strategy = plan.strategy
+    precision = {"no": "float32"}.get(strategy.mixed_precision, strategy.mixed_precision)
+    device = f"{machine.cpu_count} CPU cores"
+    if strategy.device == "cuda":
+        count = strategy.processes_per_machine
+        device = f"{count} x {machine.gpus[0].name}" if count > 1 else machine.gpus[0].name
+    if strategy.num_machines > 1:
+        device += f" on each of {strategy.num_machines} machines"
+    backend = f"backend {strategy.backend}, " if strategy.backend else ""
+    return f"{strategy.mode}, {backend}{precision}, {device}"
+
+
+def _memory(plan: Plan) -> str:
+    estimate = plan.estimate
+    of_budget = f"of {size(plan.budget_bytes)} per process"
+    if estimate.peak is None:
+        return (
+            f"model states {size(estimate.model_state_bytes)} {of_budget}; activations are not"
+            " predicted"
+        )
+    return f"{size(estimate.device_bytes)} predicted {of_budget}, most in {estimate.peak.section}"
+
+
+def _host_memory(recipe: Recipe, machine: Machine, plan: Plan) -> str:
+    estimate, budget = plan.estimate, size(host_budget_bytes(recipe, machine))
+    if not estimate.host:
+        return f"not predicted; {budget} available"
+    return f"{size(estimate.host_bytes)} predicted of {budget}, most in {estimate.host_phase}"
+
+
+def _time(recipe: Recipe, plan: Plan, now: datetime, finished_steps: int) -> str:
+    """Seconds a step, steps, hours and the end, as far as they are known before training."""
+    steps = total_steps(recipe, plan)
+    if plan.step_s is None:
+        count = "" if steps is None else f"{steps:,} steps; "
+        return f"{count}seconds a step are not known yet: a step of this kind could not be traced"
+    pace = f"{plan.step_s:.3g} s a step predicted"
+    if steps is None:
+        return f"{pace}; steps and end are not known before the rows are counted"
+    steps_left = max(steps - finished_steps, 0)
+    seconds = plan.step_s * steps_left
+    left = f"{steps_left:,} of {steps:,} steps left" if finished_steps else f"{steps:,} steps"
+    if seconds > FARTHEST_END_S:
+        return f"{pace} x {left} = {_duration(seconds)}"
+    # minutes are rounded up: a start at 10:00 that takes 10 s ends at 10:01
+    end = (now + timedelta(seconds=seconds + 59)).replace(second=0)
+    day = "" if end.date() == now.date() else f"{end:%Y-%m-%d} "
+    return f"{pace} x {left} = {_duration(seconds)}: ends about {day}{end:%H:%M}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:,.1f} h" if seconds < 172_800 else f"{seconds / 86400:,.1f} days"
+
+
+def _changes(changes: Sequence[Change], most: int) -> tuple[list[str], int]:
+    """As many changes as `most` lines take, and the number of the others."""
+    # the first clause of a reason is the cause; its others stand in the whole plan
+    causes = [replace(change, reason=change.reason.partition(";")[0]) for change in changes]
+    counts = Counter(change.reason for change in causes)
+    causes.sort(key=lambda change: counts[change.reason])  # what a preset changes comes last
+    for count in range(len(causes), 0, -1):
+        lines = [line for text in _texts(causes[:count]) for line in _folded("changed", text)]
+        if len(lines) <= most:
+            return lines, len(causes) - count
+    return [], len(causes)
+
+
+def _texts(causes: Sequence[Change]) -> Iterator[str]:
+    """A sentence for each cause, with its changes."""
+    for cause in dict.fromkeys(change.reason for change in causes):
+        values = ", ".join(
+            f"{change.key.rpartition('.')[2]} {_short(change.requested, VALUE_COLUMNS)} ->"
+            f" {_short(change.effective, VALUE_COLUMNS)}"
+            for change in causes
+            if change.reason == cause
+        )
+        yield f"{values} ({cause})"

@@ -1,0 +1,100 @@
+"""The plan in short: at most 14 lines of 100 columns, and nothing is changed in silence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime
+
+import pytest
+
+from launch.report import first_screen
+from launch.schema.plan import Change
+from tests.builders import machine, plan, wish
+
+NOW = datetime(2026, 3, 5, 22, 10)
+LOG = ("log", "logs/chat_trainer_wish-20260305-221000.log")
+
+
+def screen(*below: tuple[str, str], finished_steps: int = 0, on=None, **facts) -> list[str]:
+    recipe, on = wish(training={"num_train_epochs": 3}), on or machine()
+    made = replace(plan(recipe, on), rows=640, **facts)
+    lines = first_screen.lines(recipe, on, made, NOW, finished_steps, below)
+    assert len(lines) <= first_screen.LINES
+    assert max(map(len, lines)) <= first_screen.COLUMNS
+    return lines
+
+
+def value(lines: list[str], label: str) -> str:
+    (line,) = (line for line in lines if line.startswith(f"  {label} "))
+    return line.removeprefix(f"  {label}").strip()
+
+
+@pytest.mark.parametrize(
+    ("step_s", "finished_steps", "words"),
+    [
+        (1.0, 0, "1 s a step predicted x 60 steps = 60 s: ends about 22:11"),
+        (60.0, 0, "60 s a step predicted x 60 steps = 60 min: ends about 23:10"),
+        (240.0, 0, "240 s a step predicted x 60 steps = 4.0 h: ends about 2026-03-06 02:10"),
+        (240.0, 45, "240 s a step predicted x 15 of 60 steps left = 60 min: ends about 23:10"),
+        (1e9, 0, "1e+09 s a step predicted x 60 steps = 694,444.4 days"),
+        (None, 0, "60 steps; seconds a step are not known yet: a step of this kind could not be"),
+    ],
+)
+def test_the_time_is_a_step_times_the_steps_that_are_left_and_the_clock_at_its_end(
+    step_s, finished_steps, words
+):
+    lines = screen(step_s=step_s, finished_steps=finished_steps)
+    assert value(lines, "time").startswith(words)
+
+
+def test_steps_that_are_not_counted_have_no_end():
+    lines = screen(step_s=2.0, packing=True)
+    assert value(lines, "time").startswith("2 s a step predicted; steps and end are not known")
+
+
+def change(number: int, reason: str = "no GPU here: the small model; name another") -> Change:
+    return Change(f"training.key_{number:02}", "x" * 30, "small", reason)
+
+
+def test_changes_that_fit_are_all_shown_under_their_cause():
+    lines = screen(LOG, step_s=1.0, changes=(change(1), change(2)))
+    (text,) = (line for line in lines if line.startswith("  changed"))
+    assert "key_01 xxx" in text
+    assert "-> small" in text
+    whole = " ".join(line.strip() for line in lines)
+    assert "key_02 " in whole
+    assert "(no GPU here: the small model)" in whole
+    assert value(lines, "more") == "--explain shows all settings and their reasons"
+    assert lines[-1].endswith(LOG[1])
+
+
+@pytest.mark.parametrize("count", [5, 14, 200])
+def test_changes_that_do_not_fit_are_counted_and_a_preset_gives_way_to_single_causes(count):
+    memory = Change("training.batch", "16", "4", "16 samples need 30 GiB; the batch stays 32")
+    made = (*(change(number) for number in range(count)), memory)
+    lines = screen(("run", "starting a new run"), LOG, step_s=1.0, changes=made)
+    assert len(lines) == first_screen.LINES
+    whole = "\n".join(lines)
+    assert "batch 16 -> 4 (16 samples need 30 GiB)" in whole
+    shown = sum(f"key_{number:02} " in whole for number in range(count))
+    assert 0 < shown < count
+    assert f"--explain shows {count - shown} more change" in value(lines, "more")
+
+
+def test_lengths_are_said_to_be_assumed_until_rows_are_tokenised():
+    assert "640 rows, lengths are assumed: 128 tokens each" in value(screen(), "data")
+
+
+def test_a_warning_is_shown_where_lines_are_left():
+    small = plan(wish())
+    noted = replace(small.data_format, notes=("columns that are not read: url, score",))
+    assert value(screen(data_format=noted), "note") == "columns that are not read: url, score"
+
+
+def test_long_names_are_shortened_and_a_path_that_can_be_pasted_is_not():
+    path = "/" + "long/" * 40 + "run.log"
+    on = machine(name="a machine " * 20)
+    recipe = wish(data={"train_file": "/data/" + "x" * 200 + ".parquet"})
+    lines = first_screen.lines(recipe, on, plan(recipe, on), NOW, 0, (("log", path),))
+    assert lines[-1].endswith(path)
+    assert max(map(len, lines[:-1])) <= first_screen.COLUMNS
