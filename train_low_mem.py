@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""What every rank runs: --run-dir under our launcher, `train` and the guides' flags under
-accelerate or torchrun."""
+"""Run training on a rank: with --run-dir under the lowmem launcher, with `train` and the guides'
+flags under accelerate or torchrun."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ from launch.run_folder.layout import AttemptDir, RunDir
 from training.control.heartbeat import Heartbeat
 from training.control.stop_word import Control, Halted
 
-RANK_0_SPEAKS_S = 10.0  # another rank's error is held back for so long
+RANK_0_SPEAKS_S = 10.0  # other ranks wait so long before they print their error
 
 
 def main(argv: list[str], request: Callable[[], Request] | None = None) -> int:
-    """`request`: what another entry than `train` was asked for."""
+    """Run one rank to its end and return its exit code.
+
+    `request` translates the flags of an entry point other than `train`."""
     rank = int(os.environ.get("RANK", "0"))
     settle_process()
     control = Control()
@@ -42,17 +44,18 @@ def main(argv: list[str], request: Callable[[], Request] | None = None) -> int:
     # and 27.5 (2 cores).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if {"WORLD_SIZE", "LOWMEM_SUPERVISED", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys():
-        # torchrun passes signals on before it dies; accelerate's launcher of one process dies of
-        # them, and so does either of what it does not know: then this rank saves first
+        # torchrun passes signals on before it ends. accelerate's launcher of one process ends
+        # without passing them on, and so do both for signals that they do not know: this rank saves
+        # first.
         passes_on = {"WORLD_SIZE", "LOWMEM_SUPERVISED"} <= os.environ.keys()
         die_with_launcher(signal.SIGKILL if passes_on else signal.SIGTERM)
-    opened: list[AttemptDir] = []  # filled as soon as there is an attempt to leave word in
+    opened: list[AttemptDir] = []  # filled as soon as there is an attempt to write the error to
     try:
         compile_caches.settle()
         if request is not None or argv[:1] == ["train"]:
-            asked = request() if request else chatlm_flags.translate(argv[1:])
-            start = attach.from_request(asked)
-            if asked.dry_run:
+            guide_request = request() if request else chatlm_flags.translate(argv[1:])
+            start = attach.from_request(guide_request)
+            if guide_request.dry_run:
                 return 0
         else:
             parser = argparse.ArgumentParser(description=__doc__)
@@ -76,7 +79,7 @@ def main(argv: list[str], request: Callable[[], Request] | None = None) -> int:
                 faulthandler.register(signal.SIGQUIT, file=stacks, all_threads=True)
         for package in packages.unused(start.recipe, start.plan.strategy):
             sys.modules.setdefault(package, None)  # type: ignore[arg-type]  to Python: not installed
-        from training import run  # torch comes in here: a wrong flag has been answered by now
+        from training import run  # imports torch: a wrong flag has been refused by now
 
         run.train(start, attach.open_run, opened, control=control)
     except Halted as halted:
@@ -94,8 +97,8 @@ def main(argv: list[str], request: Callable[[], Request] | None = None) -> int:
     except LaunchError as error:
         for attempt in opened:
             attempt.leave_word(rank, error)
-        # the first rank that ends takes all others with it; what every rank finds, a slower rank 0
-        # is to say
+        # The first rank that ends takes all others with it; an error that every rank finds is left
+        # to rank 0, which may be slower.
         if rank == 0 or (
             "LOWMEM_SUPERVISED" not in os.environ and control.is_left_alone(RANK_0_SPEAKS_S)
         ):
@@ -109,9 +112,10 @@ def main(argv: list[str], request: Callable[[], Request] | None = None) -> int:
 
 
 def leave(code: int) -> None:
-    """End this rank now. The interpreter's own way out ends in SIGABRT now and then, where a
-    library's thread is still there: "terminate called without an active exception", after all work
-    is done."""
+    """End this rank now, when all work is done.
+
+    The interpreter's own exit sometimes ends in SIGABRT while a thread of a library still runs
+    ("terminate called without an active exception")."""
     for child in multiprocessing.active_children():  # data loaders' workers
         child.terminate()
         child.join(timeout=1)
@@ -119,21 +123,21 @@ def leave(code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):  # nobody reads on, or the disk behind it is full
+        except (OSError, ValueError):  # the reader is gone, or the disk is full
             continue
     os._exit(code)
 
 
 def run_and_leave(argv: list[str], request: Callable[[], Request] | None = None) -> None:
-    """main(), and the end of this process."""
+    """Run main() and end this process with its exit code."""
     try:
-        ended = main(argv, request)
+        exit_code = main(argv, request)
     except SystemExit as error:  # argparse's
-        ended = error.code if isinstance(error.code, int) else 1
-    except BaseException:  # noqa: BLE001  every way out is the one below
+        exit_code = error.code if isinstance(error.code, int) else 1
+    except BaseException:  # noqa: BLE001  leave() below is the only exit
         traceback.print_exc()
-        ended = 1
-    leave(ended)
+        exit_code = 1
+    leave(exit_code)
 
 
 if __name__ == "__main__":

@@ -302,14 +302,15 @@ def verdicts(row: dict[str, Any]) -> dict[str, bool]:
 
 
 def table(results: dict[str, Any] | None, gpu: dict[str, Any] | None) -> str:
-    """The rows of docs/modes.md: one a mode and number of ranks, the worst of its cases."""
-    said = [
+    """Format the table of docs/modes.md: a row for each mode and number of ranks, with the worst of
+    its cases."""
+    sources = [
         f"{where} rows: "
-        + (f"{found['date']}, {found['machine']}; {_versions(found)}." if found else "not yet run.")
-        for where, found in (("CPU", results), ("GPU", gpu))
+        + (f"{part['date']}, {part['machine']}; {_versions(part)}." if part else "not yet run.")
+        for where, part in (("CPU", results), ("GPU", gpu))
     ]
     lines = [
-        " ".join(said),
+        " ".join(sources),
         "",
         (
             "| mode | ranks | where | runs | fits | equal (worst loss error) | resumes | exports |"
@@ -338,11 +339,11 @@ def table(results: dict[str, Any] | None, gpu: dict[str, Any] | None) -> str:
         *_bf16_lines((results or {}).get("bf16")),
         "",
         (
-            f"Orphans: after {ended['passed']} of {ended['of']} endings (each CPU mode: success, a"
-            " killed rank, Ctrl-C, SIGTERM, SIGKILL of the launcher) nothing of the run was alive"
-            f" or listening 5 s later ({ended['date']})."
+            f"Processes left behind: after {ended['passed']} of {ended['of']} endings (each CPU"
+            " mode: success, a killed rank, Ctrl-C, SIGTERM, SIGKILL of the launcher) no process of"
+            f" the run was alive or listening 5 s later ({ended['date']})."
             if ended
-            else "Orphans: not yet run."
+            else "Processes left behind: not yet run."
         ),
     ]
     return "\n".join(lines)

@@ -14,6 +14,7 @@ import argparse
 import errno
 import importlib
 import os
+from pathlib import Path
 from typing import NoReturn
 
 from launch.base import processes
@@ -70,7 +71,7 @@ def _dispatch(argv: list[str]) -> int:
         near = "".join(f"; did you mean {name}?" for name in nearest(verb, VERBS))
         raise ConfigError(f"{verb or 'nothing'}: expected one of {', '.join(VERBS)}{near}")
     parser = _Parser(
-        prog="python -m launch",
+        prog="lowmem" if Path(sys.argv[0]).name == "lowmem" else "python -m launch",
         description="Trains language models inside the memory you have.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

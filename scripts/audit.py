@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Known vulnerabilities of requirements.lock, by pip-audit; a waiver, with its reason, stands in
-audit_waivers.txt.
+"""Look up known vulnerabilities of requirements.lock with pip-audit.
 
-Exit code 1: there is one that is not waived. Where pip-audit or its service cannot be reached, or
-knows none of the packages, that is said, and the code is 0: nothing was checked."""
+audit_waivers.txt holds waivers with their reasons. The exit code is 1 if a vulnerability is not
+waived. If pip-audit or its service cannot be reached, or knows none of the packages, the script
+says NOT CHECKED and ends with 0."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ LIMIT_S = 120
 
 
 def waivers(path: Path) -> dict[str, str]:
-    """Vulnerability -> reason, of lines `ID  reason`."""
+    """Read lines `ID  reason` as {vulnerability: reason}."""
     lines = [
         line
         for line in path.read_text(encoding="utf-8").splitlines()
         if line and not line.startswith("#")
     ]
-    found = dict(line.split(maxsplit=1) for line in lines)
-    assert all(found.values()), f"{path}: a waiver without a reason"
-    return found
+    reasons = dict(line.split(maxsplit=1) for line in lines)
+    assert all(reasons.values()), f"{path}: a waiver without a reason"
+    return reasons
 
 
 def main() -> int:
-    known = waivers(ROOT / "scripts" / "audit_waivers.txt")
-    with tempfile.TemporaryDirectory() as place:
+    waived = waivers(ROOT / "scripts" / "audit_waivers.txt")
+    with tempfile.TemporaryDirectory() as folder:
         pins = re.findall(
             r"^[\w.-]+==[^\s;\\]+", (ROOT / "requirements.lock").read_text(), re.MULTILINE
         )
-        listed = Path(place) / "pins.txt"
+        listed = Path(folder) / "pins.txt"
         listed.write_text("\n".join(pins) + "\n")
         argv = [
             sys.executable,
@@ -66,21 +66,21 @@ def main() -> int:
             " mirror, or offline)"
         )
         return 0
-    found = {
-        (one["id"], answer["name"], answer["version"])
+    vulnerabilities = {
+        (vulnerability["id"], answer["name"], answer["version"])
         for answer in checked
-        for one in answer["vulns"]
+        for vulnerability in answer["vulns"]
     }
-    for number, name, version in sorted(found):
+    for number, name, version in sorted(vulnerabilities):
         print(
             f"audit: {name} {version}: {number}"
-            + (f" waived: {known[number]}" if number in known else "")
+            + (f" waived: {waived[number]}" if number in waived else "")
         )
     print(
-        f"audit: {len(checked)} of {len(answers)} packages checked, {len(found)} known"
-        " vulnerabilities"
+        f"audit: {len(checked)} of {len(answers)} packages checked, {len(vulnerabilities)}"
+        " known vulnerabilities"
     )
-    return int(any(number not in known for number, _, _ in found))
+    return int(any(number not in waived for number, _, _ in vulnerabilities))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Talk to a trained model: chat.py FOLDER asks and answers line by line; chat.py FOLDER "question"
-answers once."""
+"""Talk to a trained model.
+
+chat.py FOLDER answers each line of the input; chat.py FOLDER "question" answers once."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-# E402: what is imported below is ours, and lies in the folder above; `interpreter` needs the
-# standard library only, the rest may need packages that this Python lacks, so that another one has
-# to go on first.
+# E402: the modules below are in the folder above. `interpreter` needs only the standard library;
+# the other modules may need packages that this Python lacks, so another Python may have to go on
+# first.
 from launch.base import interpreter
 
 interpreter.go_on_with_packages()
@@ -36,8 +37,8 @@ def _with_model(folder: Path) -> Path:
 
 
 def load(folder: Path):  # noqa: ANN201  torch is imported late, so its types cannot be named here
-    """(model, tokenizer) of a folder that a run wrote; the base of an adapter as it was trained on,
-    in 4 bits too."""
+    """Load (model, tokenizer) from a folder that a run wrote. The base of an adapter is loaded as
+    it was in training, also in 4 bits."""
     is_adapter = (folder / merge.ADAPTER).is_file()
     base = merge.base_of(folder) if is_adapter else folder
     if is_adapter:
@@ -45,11 +46,13 @@ def load(folder: Path):  # noqa: ANN201  torch is imported late, so its types ca
     model_config.check_folder(base)
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers.utils import logging
 
     from training.data import tokenizer
     from training.model import four_bit
     from training.model.build import folder_config
 
+    logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     in_4_bits = {}
     if is_adapter and (
@@ -78,14 +81,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="the model's folder, or a run's")
     parser.add_argument(
-        "question", nargs="*", help="asked once; left out: read from standard input, line by line"
+        "question",
+        nargs="*",
+        help="the question; without it, questions are read from standard input, line by line",
     )
     parser.add_argument("--max-new-tokens", type=int, default=128)
     arguments = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is ever downloaded
     try:
         compile_caches.settle()
-        model, cut = load(_with_model(left_in(arguments.folder)))
+        model, tokenizer = load(_with_model(left_in(arguments.folder)))
     except LaunchError as error:
         print(f"error: {visible(str(error))}", file=sys.stderr)
         return error.exit_code
@@ -93,7 +98,7 @@ def main() -> int:
 
     def reply(question: str) -> str:
         return answer(
-            model, cut, [[{"role": "user", "content": question}]], arguments.max_new_tokens
+            model, tokenizer, [[{"role": "user", "content": question}]], arguments.max_new_tokens
         )[0]
 
     if arguments.question:

@@ -71,8 +71,10 @@ def english_numeral(number: int) -> str:
     if number < 100:
         tens, ones = divmod(number, 10)
         return ENGLISH_TENS[tens - 2] + (f"-{ENGLISH_ONES[ones]}" if ones else "")
-    hundreds, rest = divmod(number, 100)
-    return f"{ENGLISH_ONES[hundreds]} hundred" + (f" {english_numeral(rest)}" if rest else "")
+    hundreds, below_100 = divmod(number, 100)
+    return f"{ENGLISH_ONES[hundreds]} hundred" + (
+        f" {english_numeral(below_100)}" if below_100 else ""
+    )
 
 
 def digits_to_chinese() -> Iterator[Row]:
@@ -166,7 +168,7 @@ def draw(train_rows: int, valid_rows: int, seed: int) -> tuple[list[Row], list[R
     rows: list[Row] = []
     for position, kind in enumerate(
         sorted(kinds, key=len)
-    ):  # small kinds first: what they lack, larger ones give
+    ):  # small kinds first; larger kinds give the rows that they lack
         share = min(len(kind), missing // (len(kinds) - position))
         rows += rng.sample(kind, share)
         missing -= share
@@ -177,8 +179,8 @@ def draw(train_rows: int, valid_rows: int, seed: int) -> tuple[list[Row], list[R
 
 
 def write_part(path: Path, rows: list[Row], is_sample: bool = True) -> Path:
-    """Write one parquet file aside, then rename it: a reader sees the old file or the new one,
-    never half of one."""
+    """Write one parquet file under another name, then rename it: a reader sees the old file or the
+    new file, never a part of it."""
     metadata = {SAMPLE_KEY: b"1"} if is_sample else None
     schema = pa.schema([("prompt", pa.string()), ("response", pa.string())], metadata=metadata)
     prompts, responses = zip(*rows, strict=True)

@@ -42,7 +42,7 @@ Row = tuple[str, str]  # prompt, response
 
 
 def pair(sample: Sample) -> Row | None:
-    """The last answer of a conversation and all that was said before it; None where there is no
+    """Split a conversation into its last answer and all turns before it; None if it has no
     answer."""
     if isinstance(sample, str):
         return None
@@ -55,8 +55,8 @@ def pair(sample: Sample) -> Row | None:
 
 
 def draw(rows: Iterator[Row], count: int, rng: random.Random) -> tuple[list[Row], int]:
-    """(`count` of the rows, each as likely as any other, in a random order; how many there
-    were)."""
+    """Draw `count` rows, each with the same probability, in a random order. Returns them and the
+    number of all rows."""
     drawn: list[Row] = []
     number = 0
     for number, row in enumerate(rows, 1):
@@ -69,16 +69,16 @@ def draw(rows: Iterator[Row], count: int, rng: random.Random) -> tuple[list[Row]
 
 
 def split(rows: list[Row], num_samples: int, valid_ratio: float) -> tuple[list[Row], list[Row]]:
-    """(training, validation): as many as asked for, or in that proportion of fewer; neither is
-    empty."""
-    wanted = max(1, round(num_samples * valid_ratio))
-    if len(rows) < num_samples + wanted:
-        wanted = min(max(1, round(len(rows) * valid_ratio / (1 + valid_ratio))), len(rows) - 1)
-    return rows[wanted:], rows[:wanted]
+    """Split rows into (training, validation): as many as requested, or fewer in that proportion.
+    Neither part is empty."""
+    num_valid = max(1, round(num_samples * valid_ratio))
+    if len(rows) < num_samples + num_valid:
+        num_valid = min(max(1, round(len(rows) * valid_ratio / (1 + valid_ratio))), len(rows) - 1)
+    return rows[num_valid:], rows[:num_valid]
 
 
 def is_sample(path: Path) -> bool:
-    """Whether a file is the sample data that a first start writes."""
+    """Tell whether a file is the sample data that a first start writes."""
     try:
         return SAMPLE_KEY in (pq.read_schema(path).metadata or {})
     except pa.ArrowException:
@@ -86,20 +86,20 @@ def is_sample(path: Path) -> bool:
 
 
 def distinct(rows: Iterator[Row]) -> Iterator[Row]:
-    """Each row once: one that is in both files would be learned by heart and then asked for."""
-    seen: set[int] = set()  # of hashes, not of texts
+    """Yield each row once: a row in both files would be trained and then used for validation."""
+    hashes: set[int] = set()  # smaller than the texts
     for row in rows:
-        if hash(row) not in seen:
-            seen.add(hash(row))
+        if hash(row) not in hashes:
+            hashes.add(hash(row))
             yield row
 
 
 def prepare(arguments: argparse.Namespace) -> Iterator[str]:
-    """Write both files; what was done, in lines."""
+    """Write both files and yield lines that report it."""
     if arguments.num_samples < 1 or not 0 < arguments.valid_ratio < 1:
-        found = f"{arguments.num_samples} and {arguments.valid_ratio}"
+        values = f"{arguments.num_samples} and {arguments.valid_ratio}"
         raise ConfigError(
-            f"--num_samples and --valid_ratio: found {found}, expected at least 1, and between 0"
+            f"--num_samples and --valid_ratio: found {values}, expected at least 1, and between 0"
             " and 1"
         )
     if arguments.output.suffix != ".parquet":
@@ -109,22 +109,23 @@ def prepare(arguments: argparse.Namespace) -> Iterator[str]:
     for path in parts:
         if path.exists() and path.samefile(arguments.input):
             raise ConfigError(
-                f"--input {path}: would be replaced by what is drawn from it; give another --output"
+                f"--input {path}: would be replaced by the rows drawn from it; give another"
+                " --output"
             )
         if path.exists() and not arguments.overwrite and not is_sample(path):
             raise ConfigError(
-                f"{path}: is there, and is not the sample data; add --overwrite, or give another"
+                f"{path}: exists and is not the sample data; add --overwrite, or give another"
                 " --output"
             )
-    named = {
+    columns_by_key = {
         key: getattr(arguments, key)
         for key in ("prompt_column", "response_column", "messages_column")
     }
-    named["ignore_columns"] = [
+    columns_by_key["ignore_columns"] = [
         name for name in arguments.ignore_columns.strip("[]").split(",") if name
     ]
     section = DataSection(
-        train_file=str(arguments.input), max_bad_rows=arguments.max_bad_rows, **named
+        train_file=str(arguments.input), max_bad_rows=arguments.max_bad_rows, **columns_by_key
     )
     data_format = columns.detect(section, Path.cwd())
     if data_format.kind == "text":
@@ -144,8 +145,8 @@ def prepare(arguments: argparse.Namespace) -> Iterator[str]:
             else:
                 without += 1
 
-    wanted = arguments.num_samples + max(1, round(arguments.num_samples * arguments.valid_ratio))
-    rows, number = draw(distinct(pairs()), wanted, random.Random(arguments.seed))
+    num_rows = arguments.num_samples + max(1, round(arguments.num_samples * arguments.valid_ratio))
+    rows, number = draw(distinct(pairs()), num_rows, random.Random(arguments.seed))
     if len(rows) < 2:
         raise DataError(
             f"{arguments.input}: found {len(rows)} different rows with an answer, expected 2 or"
@@ -159,8 +160,8 @@ def prepare(arguments: argparse.Namespace) -> Iterator[str]:
     ):
         if count:
             yield f"  {count:,} left out: {reason}"
-    if len(rows) < wanted:
-        yield f"  asked for {wanted:,} rows, there are {len(rows):,}"
+    if len(rows) < num_rows:
+        yield f"  {num_rows:,} rows were requested, there are {len(rows):,}"
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     for path, part in zip(
         parts, split(rows, arguments.num_samples, arguments.valid_ratio), strict=True

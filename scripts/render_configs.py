@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write configs/accelerate and configs/deepspeed: as launch/render makes them of sft_fast."""
+"""Write configs/accelerate and configs/deepspeed as launch/render makes them for sft_fast."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DATA = DataFormat(
 
 
 def planned(machine_name: str, overrides: Sequence[str]) -> tuple[Machine, Recipe, Plan]:
-    """sft_fast with overrides on a described machine; its data need not be there."""
+    """Plan sft_fast with overrides on a described machine, without its data."""
     machine = probe_machine.described(CODE / "configs" / "machines" / f"{machine_name}.yaml")
     recipe, changes = load.load("sft_fast", overrides, bool(machine.gpus))
     config, parameters = model_config.read(recipe.model, root=CODE)
@@ -39,7 +39,7 @@ def planned(machine_name: str, overrides: Sequence[str]) -> tuple[Machine, Recip
 
 
 def files(mode: Mode) -> dict[str, str]:
-    """Path below the checkout -> content, of one mode."""
+    """Render the files of a mode as {path below the checkout: content}."""
     _, recipe, plan = planned(
         CPU_MACHINE if mode in candidates.CPU_MODES else GPU_MACHINE, [f"--launch.mode={mode}"]
     )

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Train by a guide's own line, with our launcher or under torchrun and accelerate:
+"""Train with the commands of a guide, under the lowmem launcher, torchrun or accelerate:
 
     train.py --mode pretrain|sft --config medium|large
     train.py --config config/training_config.yaml [--resume]
 
---dry-run: say what would run. --resume (by default as far as there is something), --resume never,
---resume PATH. Any key of a recipe can be set: --data.train_file=my.jsonl
---training.learning_rate=1e-4
+--dry-run says what would run. A run continues by default if it is unfinished; --resume never starts
+from the beginning, --resume PATH names a run. Any key of a recipe can be set:
+--data.train_file=my.jsonl --training.learning_rate=1e-4
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import os
 import sys
 from pathlib import Path
 
-# instead of scripts/, whose names are nobody's modules
+# instead of scripts/, which holds no modules to import
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-# E402: what is imported below is ours, and lies in the folder above; `interpreter` needs the
-# standard library only, the rest may need packages that this Python lacks, so that another one has
-# to go on first.
+# E402: the modules below are in the folder above. `interpreter` needs only the standard library;
+# the other modules may need packages that this Python lacks, so another Python may have to go on
+# first.
 from launch.base import interpreter  # noqa: E402
 
 interpreter.prepare(sys.argv[1:])
@@ -48,10 +48,10 @@ def main(argv: list[str]) -> int:
         return error.exit_code
     for line in request.notes:
         print(shown(line))
-    words = ["run", request.recipe, *request.overrides, f"--resume={request.resume}"]
-    words += ["--dry-run"] if request.dry_run else []
-    words += ["--launch.mode=cpu"] if request.cpu else []
-    return launcher.main(words)
+    arguments = ["run", request.recipe, *request.overrides, f"--resume={request.resume}"]
+    arguments += ["--dry-run"] if request.dry_run else []
+    arguments += ["--launch.mode=cpu"] if request.cpu else []
+    return launcher.main(arguments)
 
 
 if __name__ == "__main__":

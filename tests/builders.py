@@ -217,7 +217,7 @@ def machine(gpus: int = 0, cards: tuple[Gpu, ...] = (), **fields: Any) -> Machin
     return Machine(**{**facts, **fields})
 
 
-def wish(**sections: Any) -> Recipe:
+def recipe_of(**sections: Any) -> Recipe:
     """A recipe as planning sees it."""
     content: dict[str, Any] = {
         "name": "wish",
@@ -240,8 +240,8 @@ DATA_FORMAT = DataFormat(
 
 
 def plan(recipe: Recipe | None = None, on: Machine | None = None, **constraints: Any) -> Plan:
-    """What the planner chooses for a wish on a machine."""
-    recipe = recipe or wish()
+    """What the planner chooses for a recipe on a machine."""
+    recipe = recipe or recipe_of()
     config, parameters_by_name = model_config.read(recipe.model, root=CODE)
     return planner.choose(
         plan_context.build(recipe, on or machine(), config, parameters_by_name, DATA_FORMAT),

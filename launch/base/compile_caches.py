@@ -4,6 +4,7 @@ user's alone."""
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -27,6 +28,8 @@ def settle(environ: MutableMapping[str, str] = os.environ) -> None:
     of which only that is asked (torch 2.13, default_cache_dir). Not under LOWMEM_ROOT, which may
     have a space in its name: inductor's g++ lines break at one. Raises ResourceError for a folder
     that somebody else could have written to."""
+    if (named := environ.get("TMPDIR")) and not Path(named).is_dir():
+        raise ResourceError(f"TMPDIR {named}: there is no such folder; make it, or unset TMPDIR")
     try:
         temporary = Path(tempfile.gettempdir())
     except FileNotFoundError as error:
@@ -63,6 +66,6 @@ def _make_private(folder: Path, variable: str) -> None:
         )
     if mode & OTHERS_WRITE:
         raise ResourceError(
-            f"{folder}: others may write to it (mode {mode & 0o777:o}), and compiled code is kept"
-            f" and run there; chmod go-w it, or set {variable} to a folder of your own"
+            f"{folder}: others may write to it (mode {stat.S_IMODE(mode):o}), and compiled code is"
+            f" kept and run there; chmod go-w it, or set {variable} to a folder of your own"
         )

@@ -4,6 +4,7 @@ not. Standard library only, because it is imported first."""
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import sys
 from importlib.util import find_spec
@@ -34,6 +35,11 @@ def prepare(argv: list[str]) -> None:
     go_on_in_utf8()
 
 
+def lowmem() -> None:
+    """The command of an installed package: `lowmem VERB` is `python -m launch VERB`."""
+    runpy.run_module("launch", run_name="__main__")
+
+
 def end_on_stop_signals() -> None:
     """Until launch/supervise/stop_signals.py handles signals, a stop signal ends this process with
     the exit code of a stopped run; SIGUSR2 (save) has nothing to save yet."""
@@ -56,7 +62,8 @@ def go_on_with_packages() -> None:
     if not missing:
         return
     root = str(Path(__file__).resolve().parents[2])
-    if os.environ.get("LOWMEM_IN_VENV") == root or len(sys.orig_argv) < 2:
+    has_bootstrap = Path(root, "scripts/lib/bootstrap.sh").is_file()
+    if not has_bootstrap or os.environ.get("LOWMEM_IN_VENV") == root or len(sys.orig_argv) < 2:
         raise ImportError(f"{sys.executable} lacks {', '.join(missing)}; install requirements.txt")
     print(
         f"lowmem: {sys.executable} lacks {', '.join(missing)}; going on with .venv",

@@ -1,4 +1,4 @@
-"""Folders of this checkout, or of LOWMEM_ROOT: data, runs, logs, models and caches."""
+"""Folders of the code and its files, and of a workspace: data, runs, logs, models and caches."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ from pathlib import Path
 from launch.base.errors import ConfigError
 from launch.base.text import HIDDEN
 
-CODE = Path(__file__).resolve().parents[2]  # the checkout: configs/, scripts/, train_low_mem.py
+CODE = Path(__file__).resolve().parents[2]  # launch/, training/ and train_low_mem.py
+CHECKOUT = (CODE / "configs" / "recipes").is_dir()
+# configs/, config/ and scripts/; pyproject.toml installs them into launch/
+FILES = CODE if CHECKOUT else CODE / "launch" / "_files"
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where data/, runs/, logs/, model_save/ and the caches are: the checkout, or LOWMEM_ROOT."""
+    """Where data/, runs/, logs/, model_save/ and the caches are: LOWMEM_ROOT, or the checkout; of
+    an installed package the folder where it is started."""
 
     root: Path
 
     @classmethod
     def here(cls) -> Workspace:
-        named = os.environ.get("LOWMEM_ROOT") or str(CODE)
+        named = os.environ.get("LOWMEM_ROOT") or str(CODE if CHECKOUT else Path.cwd())
         if HIDDEN.search(named) or "\n" in named or "\t" in named:
             raise ConfigError(
                 f"LOWMEM_ROOT {named!r}: holds a control character; name another folder"

@@ -12,7 +12,7 @@ from typing import Any
 
 from launch.base.errors import ConfigError
 from launch.base.text import holds_secret, nearest, shown
-from launch.base.workspace import CODE
+from launch.base.workspace import FILES
 from launch.commands import foreign_launcher
 from launch.plan.candidates import LaunchConstraints
 from launch.recipe import key_reference, load
@@ -146,7 +146,7 @@ def _advice(arguments: Namespace, name: str, plain: str, value: str, is_key: boo
     section = plain.rpartition(".")[0]
     flag = None if section else _flag(arguments, plain, value)
     key = key_reference.likely(plain, section)
-    if plain == "model" and (CODE / "configs" / "models" / f"{value}.yaml").is_file():
+    if plain == "model" and (FILES / "configs" / "models" / f"{value}.yaml").is_file():
         key = "model.shape"
     if key is None and flag is None and not section:
         last_parts = key_reference.by_last_part()

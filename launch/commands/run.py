@@ -21,7 +21,7 @@ from typing import Any
 from launch.base import compile_caches, files
 from launch.base.errors import CheckpointError, DoesNotFit, Interrupted
 from launch.base.text import shown
-from launch.base.workspace import CODE, Workspace
+from launch.base.workspace import FILES, Workspace
 from launch.commands import recipe_arguments, tune
 from launch.commands.recipe_arguments import RecipeArguments
 from launch.plan import context as plan_context
@@ -558,6 +558,6 @@ def _remember(
 def chat_command(model: str) -> str:
     """A line that can be pasted, to talk with a model."""
     return (
-        f"{shlex.quote(sys.executable)} {shlex.quote(str(CODE / 'scripts' / 'chat.py'))}"
+        f"{shlex.quote(sys.executable)} {shlex.quote(str(FILES / 'scripts' / 'chat.py'))}"
         f" {shlex.quote(model)}"
     )

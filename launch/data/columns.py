@@ -256,9 +256,7 @@ def _chosen(
         _refuse_untrained(found, {}, ignored)
     raise DataError(
         f"{found.path}: its columns are of no known format; found columns {_listed(found)};"
-        f" {_flags(found)}. Known: messages, conversations, instruction/input/output,"
-        " instruction/output, input/target, instruction/context/response, text/role,"
-        " prompt/response, input/output, text"
+        f" {_flags(found)}. Known: {', '.join('/'.join(row[2].values()) for row in KNOWN)}"
     )
 
 

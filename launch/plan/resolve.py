@@ -12,7 +12,7 @@ from pathlib import Path
 
 from launch.base import environment, files
 from launch.base.errors import ResourceError
-from launch.base.workspace import CODE, Workspace
+from launch.base.workspace import FILES, Workspace
 from launch.data import columns, token_cache
 from launch.plan import context as plan_context
 from launch.plan import planner
@@ -106,8 +106,9 @@ def read(
         raise ResourceError(
             f"tokenizer.path: there is no folder {recipe.tokenizer.path}; give one, or leave it out"
         )
-    config, parameters = model_config.read(recipe.model, root=CODE)
+    config, parameters = model_config.read(recipe.model, root=FILES)
     tokenizer = Path(recipe.tokenizer.path or recipe.model.path or "")
+    model_config.check_tokenizer(tokenizer)
     if (
         machine_file is None
         and tokenizer.parts
@@ -267,7 +268,7 @@ def _write_sample_data(recipe: Recipe, workspace: Workspace, say: Say) -> None:
     if recipe.data.validation_file and Path(recipe.data.validation_file) != valid:
         return
     say(f"{SAMPLE_FILES[0]} is not there: writing the sample data (scripts/make_sample_data.py)")
-    script = CODE / "scripts" / "make_sample_data.py"
+    script = FILES / "scripts" / "make_sample_data.py"
     argv = [sys.executable, str(script), "--out-dir", str(train.parent)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode != 0:

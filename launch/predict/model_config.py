@@ -120,6 +120,16 @@ def check_folder(folder: Path) -> None:
         )
 
 
+def check_tokenizer(folder: Path) -> None:
+    """Refuse a tokenizer that brings code. Raises ResourceError."""
+    file = folder / "tokenizer_config.json"
+    if file.is_file() and "auto_map" in (_json(file) or {}):
+        raise ResourceError(
+            f"{file}: auto_map asks for code that comes with the tokenizer (trust_remote_code),"
+            " which is never run; remove auto_map, or give another --tokenizer.path=FOLDER"
+        )
+
+
 def check_adapter(folder: Path) -> None:
     """Refuse a LoRA adapter without safetensors: peft would open a pickle in their place. Raises
     ResourceError."""

@@ -23,9 +23,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from launch.base.errors import ResourceError
+from launch.base.workspace import CODE
 from launch.schema.machine import Gpu, Machine
 
-CODE = Path(__file__).resolve().parent.parent
 ROCM, ROCM_FOLDER = "rocm", "rocm7.2"  # in LOWMEM_TORCH; in PyTorch's index, for torch 2.13
 # A build's architectures stand in this file, as torch.cuda.get_arch_list() would return them.
 LIBRARY = Path("lib", "libtorch_python.so")

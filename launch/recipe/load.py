@@ -19,13 +19,14 @@ from pydantic_core import ErrorDetails
 
 from launch.base.errors import ConfigError
 from launch.base.text import SECRET_NAME, holds_secret, nearest
+from launch.base.workspace import FILES
 from launch.recipe import key_reference, strict_yaml, training_arguments
 from launch.recipe.strict_yaml import Keys, dotted, mend, plain, show, wrong
 from launch.schema import recipe as schema_recipe
 from launch.schema.plan import Change
 from launch.schema.recipe import SECTIONS, Recipe
 
-RECIPES = Path(__file__).resolve().parents[2] / "configs" / "recipes"
+RECIPES = FILES / "configs" / "recipes"
 MAX_PROBLEMS = 5  # lines of one message; a file with more mistakes is read again anyway
 OVERRIDE_FORM = "--section.key=value, as in --training.learning_rate=1e-4"
 NO_GPU = (
@@ -135,7 +136,7 @@ def _recipe(layer: _Layer) -> Recipe:
 
 class Override(str):
     """`section.key=value`; `typed` is what the user wrote where that was another name
-    (seed_cli.py)."""
+    (launch/recipe/guides)."""
 
     typed: str = ""
 

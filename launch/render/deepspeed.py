@@ -10,7 +10,7 @@ from typing import Any
 
 from launch.base import files
 from launch.base.errors import ConfigError, ResourceError
-from launch.base.workspace import CODE
+from launch.base.workspace import FILES
 from launch.predict.sharding import BUCKET_ELEMENTS
 from launch.schema.plan import Plan
 
@@ -67,7 +67,7 @@ OURS = (  # keys of a DeepSpeed file that the recipe decides
 def existing_path(path: str) -> Path:
     """A DeepSpeed file as typed or, since our Accelerate files name theirs from the checkout, from
     there."""
-    return Path(path) if Path(path).exists() else CODE / path
+    return Path(path) if Path(path).exists() else FILES / path
 
 
 def read_deepspeed(path: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def test_tf32_rounds_products_where_the_plan_says_on_and_only_there(asked):
     cards = machine.machine().gpus[:1]
     if not architectures.of(cards[0]).tf32:
         pytest.skip(f"{cards[0].name} has no TF32")
-    recipe = builders.wish(training={"tf32": asked})
+    recipe = builders.recipe_of(training={"tf32": asked})
     chosen = builders.plan(recipe, builders.machine(cards=cards))
     assert chosen.strategy.tf32 == asked
     arguments.of(recipe, chosen, 9, False, {})

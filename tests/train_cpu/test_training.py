@@ -91,7 +91,7 @@ def test_the_schedule_is_in_the_log_and_a_checkpoint_is_written_every_save_steps
 def test_a_response_that_does_not_fit_is_counted_and_the_end_token_is_learned(finished):
     folder, said = finished
     assert "45 rows" in said
-    assert "2 left out (nothing to learn from)" in said
+    assert "2 left out (no target to train on)" in said
     (cache,) = (folder / "workspace/.cache/tokens").glob("*/train.arrow")
     tokenizer = AutoTokenizer.from_pretrained(cache.parent / "tokenizer")
     responses = {row["response"] for row in builders.rows(45)}

@@ -1,8 +1,8 @@
-"""Checkpoints, whole or not there: written aside by all ranks, hashed, synced, sealed, renamed;
-then rotated by step.
+"""Commit checkpoints completely or not at all.
 
-What fails on one rank fails on all of them, with the same error; nothing of the unfinished
-checkpoint stays."""
+All ranks write a checkpoint to a temporary folder; it is hashed, synced, sealed and renamed. Then
+old checkpoints are removed. A failure on one rank is raised on all ranks with the same error, and
+the unfinished checkpoint is removed."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ from launch.base import files as base_files
 from launch.base.errors import StorageError
 from launch.run_folder import manifest
 
-STAGING = "tmp-"  # with a checkpoint's name behind it: not finished
+STAGING = "tmp-"  # followed by the name of an unfinished checkpoint
 TRASH = "tmp-trash-"  # being removed
 CONVERTED = "tmp-converted-"  # for this start only
-OURS = re.compile(rf"^({STAGING}|{TRASH}|{CONVERTED})checkpoint-\d{{6,}}$")
-# a pickle of the arguments, tokens included; nothing of ours reads it
+TEMPORARY = re.compile(rf"^({STAGING}|{TRASH}|{CONVERTED})checkpoint-\d{{6,}}$")
+# a pickle of the arguments, including tokens; lowmem never reads it
 NOT_KEPT = "training_args.bin"
-MIN_VERIFIED = 2  # so many good checkpoints are kept whatever the limit says: one can be damaged
+MIN_VERIFIED = 2  # kept whatever the limit says, because a checkpoint can be damaged
 ROOM_FACTOR = 1.1  # of the last checkpoint's size must be free before a save
-# How the writers of torch, safetensors and tokenizers, which are not Python, say that a write
-# failed.
+# Messages of the native writers of torch, safetensors and tokenizers for a failed write.
 WRITE_FAILED = re.compile(
     r"PytorchStreamWriter|inline_container|iostream error|unexpected pos|write\(\): fd|\(os error"
     r" \d+\)"
@@ -47,7 +46,7 @@ WRITE_FAILED = re.compile(
 
 @dataclass(frozen=True)
 class Save:
-    """One save of one step, as this rank takes part in it."""
+    """A save of one step, on this rank."""
 
     checkpoints: Path
     step: int
@@ -60,11 +59,11 @@ class Save:
 
     @property
     def staged(self) -> Path:
-        """Where Trainer writes, given `staging` as its output_dir."""
+        """The folder that Trainer writes when `staging` is its output_dir."""
         return self.staging / f"checkpoint-{self.step}"
 
     def on_all(self, do: Callable[[], Any]) -> list[Any]:
-        """What `do` returns on each rank: it succeeds on all of them, or raises on all of them.
+        """Call `do` on each rank and return the results of all ranks, or raise on all ranks.
         Collective.
 
         Raises StorageError for a write that failed on any rank.
@@ -75,56 +74,57 @@ class Save:
             result = do()
         except Exception as error:  # noqa: BLE001  it is raised again, here and on the other ranks
             failed = error
-        words = (
+        problem = (
             None
             if failed is None
             else (storage_problem(failed), f"{type(failed).__name__}: {failed}")
         )
-        found = self._gather((result, words))
-        if not any(words for _, words in found):
-            return [result for result, _ in found]
+        outcomes = self._gather((result, problem))
+        if not any(problem for _, problem in outcomes):
+            return [result for result, _ in outcomes]
         if self.rank == 0:
-            # what cannot be removed now is cleared at the next start
+            # the next start removes files that cannot be removed now
             shutil.rmtree(self.staging, ignore_errors=True)
-        self._gather(None)  # the room is there again before anybody writes what happened
-        rank, (problem, text) = next(
-            (rank, words) for rank, (_, words) in enumerate(found) if words
+        self._gather(None)  # the space is free again before a rank writes its error
+        rank, (storage, text) = next(
+            (rank, problem) for rank, (_, problem) in enumerate(outcomes) if problem
         )
-        if problem is not None:
-            raise StorageError(self._unwritten(rank, problem)) from failed
+        if storage is not None:
+            raise StorageError(self._unwritten(rank, storage)) from failed
         if failed is not None:
             raise failed
         raise RuntimeError(f"the checkpoint of step {self.step} failed on rank {rank}: {text}")
 
     def on_first(self, do: Callable[[], Any]) -> Any:
-        """What `do` returns on rank 0, which alone does it. Collective; raises as on_all."""
+        """Call `do` on rank 0 alone and return its result on all ranks. Collective; raises as
+        on_all."""
         return self.on_all(do if self.rank == 0 else _nothing)[0]
 
     def _unwritten(self, rank: int, problem: str) -> str:
         try:
-            kept = (
+            committed = (
                 ", ".join(folder.name for folder in manifest.committed(self.checkpoints))
                 or "none yet"
             )
             free = f"{free_bytes(self.checkpoints):,} bytes are free"
         except OSError as error:
-            kept, free = "what is there cannot be read", str(error.strerror)
+            committed, free = "the folder cannot be read", str(error.strerror)
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         if limit != resource.RLIM_INFINITY:
             free += f"; no file may be larger than {limit:,} bytes (ulimit -f)"
         return (
             f"{self.checkpoints}: the checkpoint of step {self.step} could not be written (rank"
-            f" {rank}: {problem}; {free}). Kept: {kept}. Make room, or mend the disk, and run the"
-            " same line again to continue; fewer are kept with --training.save_total_limit"
+            f" {rank}: {problem}; {free}). Kept: {committed}. Free some space, or repair the disk,"
+            " and run the same line again to continue; --training.save_total_limit keeps fewer"
         )
 
-    def _gather(self, mine: Any) -> list[Any]:
-        """Everybody's, on every rank."""
+    def _gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, on every rank."""
         if self.world_size == 1:
-            return [mine]
-        found: list[Any] = [None] * self.world_size
-        torch.distributed.all_gather_object(found, mine)
-        return found
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(values, value)
+        return values
 
 
 def _nothing() -> None:
@@ -132,23 +132,23 @@ def _nothing() -> None:
 
 
 def storage_problem(error: BaseException) -> str | None:
-    """What a disk has refused, in words; None for an error that is not a disk's."""
+    """Describe the refusal of a disk; None for an error that is not of a disk."""
     # torch.distributed.checkpoint's: {rank: (exception, traceback)}
     inner = getattr(error, "failures", None)
-    for one in [wrapped[0] for wrapped in inner.values()] if inner else [error]:
-        if isinstance(one, StorageError):
-            return str(one)
-        if isinstance(one, OSError):
-            where = f"{Path(one.filename).name}: " if isinstance(one.filename, str) else ""
-            return f"{where}{one.strerror or one}"
-        if WRITE_FAILED.search(str(one)):
-            return str(one).splitlines()[0]
+    for cause in [wrapped[0] for wrapped in inner.values()] if inner else [error]:
+        if isinstance(cause, StorageError):
+            return str(cause)
+        if isinstance(cause, OSError):
+            where = f"{Path(cause.filename).name}: " if isinstance(cause.filename, str) else ""
+            return f"{where}{cause.strerror or cause}"
+        if WRITE_FAILED.search(str(cause)):
+            return str(cause).splitlines()[0]
     return None
 
 
 class DelayedWrites:
-    """DeepSpeed's writer, whose failures wait: between its writes it has barriers, which every rank
-    must reach."""
+    """Wraps DeepSpeed's writer and delays its errors: every rank must reach the barriers between
+    its writes."""
 
     def __init__(self, writer: Any) -> None:
         self.writer, self.failed = writer, None
@@ -201,14 +201,15 @@ def check_room(checkpoints: Path, predicted_bytes: int) -> None:
 
 
 def listing(staged: Path) -> dict[str, int]:
-    """Every file of a staged checkpoint with its size; what is not kept is removed."""
+    """List the files of a staged checkpoint with their sizes, without the file that is removed."""
     (staged / NOT_KEPT).unlink(missing_ok=True)
     paths = (path for path in staged.rglob("*") if path.is_file())
     return {str(path.relative_to(staged)): path.stat().st_size for path in sorted(paths)}
 
 
 def deal(files: Mapping[str, int], ranks: int) -> list[list[str]]:
-    """The files that each rank hashes and syncs: the largest first, to who has least."""
+    """Divide the files among the ranks to hash and sync: the largest first, to the rank with the
+    fewest bytes."""
     hands: list[list[str]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for relative in sorted(files, key=lambda relative: (-files[relative], relative)):
@@ -219,20 +220,20 @@ def deal(files: Mapping[str, int], ranks: int) -> list[list[str]]:
 
 
 def describe(staged: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    """{file: bytes, sha256}, with each file on the disk: hashed from memory while the disk
+    """Sync each file and return {file: bytes, sha256}. Files are hashed from memory while the disk
     writes."""
     with ThreadPoolExecutor(1) as pool:
         synced = [pool.submit(base_files.sync, staged / relative) for relative in names]
-        found = {
+        described = {
             relative: {
                 "bytes": (staged / relative).stat().st_size,
                 "sha256": manifest.sha256(staged / relative),
             }
             for relative in names
         }
-        for one in synced:
-            one.result()
-    return found
+        for written in synced:
+            written.result()
+    return described
 
 
 def commit(
@@ -246,13 +247,11 @@ def commit(
     process calls it.
 
     After the rename the checkpoint is complete on disk; before it, nothing by that name exists.
-    Raises StorageError where somebody else's folder has the name.
+    Raises StorageError if a folder that lowmem did not write has the name.
     """
     final = checkpoints / manifest.name(step)
     if final.exists() and final not in manifest.ours(checkpoints):
-        raise StorageError(
-            f"{final.name} is there already and no save of ours made it; move it away"
-        )
+        raise StorageError(f"{final.name} exists, and lowmem did not write it; move it away")
     folders = [*(path for path in staged.rglob("*") if path.is_dir()), staged]
     described = {
         **facts,
@@ -268,7 +267,7 @@ def commit(
     _close_to_others([staged / manifest.FILE])
     for folder in folders:
         base_files.sync(folder)
-    # only a rejected one can stand here: resume would have continued behind a good one
+    # only a rejected checkpoint can be here: a run continues after a good one
     if final.exists():
         discard(final)
     manifest.list_commit(checkpoints, final.name, described["seal"])
@@ -278,7 +277,7 @@ def commit(
 
 
 def _close_to_others(paths: list[Path]) -> bool:
-    """Only the owner may write; False where the file system has no such modes."""
+    """Let only the owner write; return False if the file system has no such modes."""
     for path in paths:
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & manifest.WRITABLE_BY_OTHERS:
@@ -291,11 +290,11 @@ def _close_to_others(paths: list[Path]) -> bool:
 
 
 def rotate(checkpoints: Path, keep: int, verified: set[str], best: str | None = None) -> None:
-    """Remove the oldest of our checkpoints beyond `keep`, and never so many that fewer than two
-    verified ones remain; nor the `best`, which counts for none of them.
+    """Remove the oldest checkpoints beyond `keep`.
 
-    `verified`: names that this process has committed or hashed; others are hashed only when the
-    last two good ones depend on them. A damaged checkpoint counts for nothing.
+    At least two verified checkpoints remain, and the `best`, which is not counted. `verified` names
+    the checkpoints that this process has committed or hashed; others are hashed only if they are
+    needed as one of the last two. A damaged checkpoint is not counted.
     """
     good, checked, spare = 0, 0, []
     for folder in reversed(manifest.ours(checkpoints)):
@@ -324,9 +323,9 @@ def discard(folder: Path) -> None:
 
 
 def clear_staging(checkpoints: Path) -> None:
-    """Remove what a killed save, removal or start left behind; nobody else's folders."""
+    """Remove the temporary folders of a killed save, removal or start, and no other folders."""
     for folder in checkpoints.glob("tmp-*"):
-        if OURS.match(folder.name):
+        if TEMPORARY.match(folder.name):
             shutil.rmtree(folder)
 
 
@@ -335,8 +334,8 @@ def clear_staging(checkpoints: Path) -> None:
 
 
 def converted(source: Path, write: Callable[[Path], None]) -> Path:
-    """A folder that Trainer resumes from, with what `write` puts there instead of the engine's own
-    files."""
+    """Make a folder that Trainer resumes from, with the files of `write` in place of the
+    engine's."""
     folder = source.with_name(f"{CONVERTED}{source.name}")
     folder.mkdir()
     write(folder)
@@ -363,7 +362,7 @@ def rebase(source: Path, checkpoints: Path, order: Any) -> Path:
             _link(source / relative, staged / relative)
     state = json.loads((source / "trainer_state.json").read_text(encoding="utf-8"))
     state.update(global_step=step, epoch=epoch + offset / order.samples)
-    state.update(best_metric=None, best_global_step=None)  # its checkpoint is another run's
+    state.update(best_metric=None, best_global_step=None)  # its checkpoint belongs to another run
     base_files.write_json(staged / "trainer_state.json", state)
     schedule = torch.load(source / "scheduler.pt", weights_only=True)
     schedule.update(last_epoch=step, _step_count=step + 1)

@@ -40,12 +40,13 @@ def main() -> int:
         importlib.import_module(module)
     if arguments.role == "rank":
         _first_step(arguments.device)
-    print(json.dumps(held()))
+    print(json.dumps(memory_bytes()))
     return 0
 
 
 def _first_step(device: str) -> None:
-    """What the first step brings in: threads, kernels' pages, and on a GPU the context."""
+    """Take a first step: it starts threads, loads the pages of kernels, and on a GPU makes the
+    context."""
     import torch
 
     layer = torch.nn.Linear(64, 64, device=device)
@@ -56,8 +57,8 @@ def _first_step(device: str) -> None:
     optimizer.step()
 
 
-def held() -> dict[str, int]:
-    """Bytes of this process. Shared memory of a driver, which is its own, counts as private."""
+def memory_bytes() -> dict[str, int]:
+    """Measure this process. Shared memory of a driver belongs to it alone and counts as private."""
     sizes = {}
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
         key, _, size = line.partition(":")

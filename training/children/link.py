@@ -1,9 +1,8 @@
-"""One rank of the link test: a checked all-reduce, then timed ones, over the backend that the
-command line names.
+"""Run one rank of the link test: a checked all-reduce, then timed ones, over a given backend.
 
-Started by launch/probe/link_test.py once a rank, in the environment whose transport is to be
-tested. Prints READY when torch and the device are there, so that a slow start is not taken for a
-link that hangs; rank 0 ends with a JSON line.
+launch/probe/link_test.py starts it for each rank, in the environment whose transport is tested. It
+prints READY when torch and the device are ready, so that a slow start does not count as a link that
+hangs. Rank 0 prints a JSON line at the end.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
-READY = "link test: ready"  # preflight.py looks for this line
-BUFFER_BYTES = 64 << 20  # above DDP's bucket of 25 MiB: what bounds it is bandwidth, not latency
+READY = "link test: ready"  # link_test.py looks for this line
+BUFFER_BYTES = 64 << 20  # above DDP's bucket of 25 MiB: limited by bandwidth, not by latency
 MEASURE_S = 1.0
 MAX_REPEATS = 5
 MATMUL_SIZE = 4096
@@ -41,10 +40,10 @@ def main() -> None:
         "--store", required=True, help="absolute path of a file not there yet, one for all ranks"
     )
     parser.add_argument("--timeout-s", type=float, required=True, help="of each collective")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     device = torch.device("cpu")
-    if given.device == "cuda":
-        device = torch.device("cuda", given.rank)
+    if arguments.device == "cuda":
+        device = torch.device("cuda", arguments.rank)
         # says what is wrong with driver or build, where set_device names an attribute
         torch.cuda.init()
         torch.cuda.set_device(device)
@@ -53,36 +52,36 @@ def main() -> None:
         torch.set_num_threads(1)
     print(READY, flush=True)
     dist.init_process_group(
-        given.backend,
-        init_method=Path(given.store).as_uri(),
-        rank=given.rank,
-        world_size=given.world_size,
-        timeout=timedelta(seconds=given.timeout_s),
+        arguments.backend,
+        init_method=Path(arguments.store).as_uri(),
+        rank=arguments.rank,
+        world_size=arguments.world_size,
+        timeout=timedelta(seconds=arguments.timeout_s),
     )
-    bus_bytes_per_s = measure(device, given.rank, given.world_size)
+    bus_bytes_per_s = measure(device, arguments.rank, arguments.world_size)
     slowest = torch.tensor(
-        matmul_flops_per_s(device) if given.device == "cuda" else 0.0, device=device
+        matmul_flops_per_s(device) if arguments.device == "cuda" else 0.0, device=device
     )
     dist.all_reduce(slowest, dist.ReduceOp.MIN)
     result = {
         "backend": dist.get_backend(),
         "world_size": dist.get_world_size(),
         "bus_bytes_per_s": bus_bytes_per_s,
-        "nccl": ".".join(map(str, nccl.version())) if given.backend == "nccl" else None,
+        "nccl": ".".join(map(str, nccl.version())) if arguments.backend == "nccl" else None,
         "flops_per_s": slowest.item() or None,
     }
     dist.destroy_process_group()
-    if given.rank == 0:
+    if arguments.rank == 0:
         print(json.dumps(result), flush=True)
     sys.stdout.flush()
     os._exit(0)  # the destructors of a driver or of NCCL may hang, and the test is over
 
 
 def measure(device: torch.device, rank: int, world_size: int) -> float:
-    """Bus bandwidth, the slowest rank's: the bytes that each card must send and receive, per
-    second.
+    """Measure the bus bandwidth of the slowest rank: the bytes that each card must send and receive
+    per second.
 
-    Source: nccl-tests, doc/PERFORMANCE.md. A sum over the buffer is checked before and after: some
+    Source: nccl-tests, doc/PERFORMANCE.md. The buffer is checked before and after, because some
     links lose data.
     """
     expected = world_size * (world_size + 1) / 2
@@ -112,7 +111,7 @@ def measure(device: torch.device, rank: int, world_size: int) -> float:
 
 
 def timed_all_reduce(buffer: torch.Tensor, device: torch.device) -> float:
-    """Seconds of one all-reduce in place."""
+    """Time one all-reduce in place, in seconds."""
     synchronize(device)
     began = time.perf_counter()
     dist.all_reduce(buffer)
@@ -121,25 +120,25 @@ def timed_all_reduce(buffer: torch.Tensor, device: torch.device) -> float:
 
 
 def agreed_max(seconds: float, device: torch.device) -> float:
-    """The slowest rank's time, so that all ranks decide alike."""
+    """Return the slowest rank's time, so that all ranks decide alike."""
     slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return slowest.item()
 
 
 def matmul_flops_per_s(device: torch.device) -> float:
-    """What a card computes on a large half-precision matmul; a real step reaches a part of it."""
+    """Measure a large matmul in half precision; a real step reaches a part of its speed."""
     dtype = (
         torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     )
-    left, right = (
+    first, second = (
         torch.ones(MATMUL_SIZE, MATMUL_SIZE, dtype=dtype, device=device) for _ in range(2)
     )
     best = float("inf")
     for _ in range(5):  # the first ones warm up
         synchronize(device)
         began = time.perf_counter()
-        torch.mm(left, right)
+        torch.mm(first, second)
         synchronize(device)
         best = min(best, time.perf_counter() - began)
     return 2 * MATMUL_SIZE**3 / best

@@ -1,5 +1,5 @@
-"""A LoRA adapter merged into its base, as one ordinary folder: a child of `python -m launch
-merge`."""
+"""Merge a LoRA adapter into its base, as one ordinary folder. `python -m launch merge` starts
+it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from launch.base.text import shown
 
 
 def merge(base: Path, adapter: Path, out: Path) -> None:
-    """Write `out` aside and rename it. The weights keep the base's dtype; the sum of both is
-    rounded once."""
+    """Write `out` under another name and rename it. The weights keep the base's dtype, and their
+    sum is rounded once."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -26,17 +26,17 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
     config = build.folder_config(base)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     try:
-        whole = family.from_pretrained(
+        base_model = family.from_pretrained(
             base, dtype="auto", local_files_only=True, trust_remote_code=False, use_safetensors=True
         )
-        adapted = PeftModel.from_pretrained(whole, adapter, local_files_only=True)
+        adapted = PeftModel.from_pretrained(base_model, adapter, local_files_only=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise ResourceError(
             f"{adapter} on {base}: cannot be loaded ({str(error).splitlines()[0]})"
         ) from error
     try:
         merged = adapted.merge_and_unload(safe_merge=True)
-    except ValueError as error:  # what is not finite
+    except ValueError as error:  # values that are not finite
         raise ResourceError(
             f"{adapter}: {str(error).splitlines()[0]}; take another checkpoint"
         ) from error
@@ -53,7 +53,7 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
         aside.rename(out)
     except OSError as error:
         raise StorageError(
-            f"{error.filename or out}: {error.strerror}; make room, or give another --out"
+            f"{error.filename or out}: {error.strerror}; free some space, or give another --out"
         ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -72,7 +72,9 @@ def main() -> int:
         return error.exit_code
     quantization = (files.read_json(arguments.adapter / "lowmem.json") or {}).get("quantization")
     if quantization:
-        print("the adapter was trained on weights of 4 bits; it is merged into the whole ones")
+        print(
+            "the adapter was trained on 4-bit weights; it is merged into the full-precision weights"
+        )
     print(f"merged into {shown(str(arguments.out))}")
     return 0
 

@@ -1,7 +1,7 @@
-"""`accelerate launch` for the ranks of one machine, with their meeting place on its loopback.
+"""Run `accelerate launch` for the ranks of one machine, with a rendezvous on its loopback only.
 
-torch's store listens on every interface, whatever address it is given, and lets in who reaches it
-(torch 2.13). Here it is handed a socket that is bound already."""
+torch's store listens on every interface, whatever its address, and accepts anybody who reaches it
+(torch 2.13). Here the store gets a socket that is already bound."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOOPBACK = "127.0.0.1"
 def store(
     host: str, port: int, world_size: int | None, is_master: bool, *args: Any, **options: Any
 ) -> TCPStore:
-    """The store that static rendezvous asks for; as the server, on the loopback alone."""
+    """Make the store of the static rendezvous; the server listens on the loopback only."""
     if is_master:
         listener = socket.create_server((LOOPBACK, port), backlog=socket.SOMAXCONN)
         options["master_listen_fd"] = listener.detach()
@@ -29,7 +29,7 @@ if __name__ == "__main__":
     from accelerate.commands import launch
 
     assert static_tcp_rendezvous.TCPStore is TCPStore, (
-        "torch's static rendezvous makes its store in another way now"
+        "torch's static rendezvous makes its store in another way in this version"
     )
     static_tcp_rendezvous.TCPStore = store
     sys.argv[0] = "accelerate-launch"

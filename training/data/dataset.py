@@ -1,5 +1,4 @@
-"""What a run trains on, as one rank sees it: the rows, the order in which they come, and what feeds
-a stream."""
+"""The data of a run on one rank: its rows, their order, and the callbacks that feed a stream."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from training.data.length_batches import TokenBudget
 
 
 class Samples(NamedTuple):
-    """Of training."""
+    """The samples of the training."""
 
     rows: NumberedRows | streaming.StreamRows
     order: SampleOrder
@@ -34,8 +33,9 @@ def of(
     tokens: Path,
     goes_on: Callable[[], None],
 ) -> Samples:
-    """The samples of this rank, from where the run goes on; `goes_on` is called while a stream is
-    waited for."""
+    """Return the samples of this rank, from the sample at which the run continues.
+
+    `goes_on` is called while a rank waits for a stream."""
     recipe, plan = start.recipe, start.plan
     continues = base_files.read_json(run.continues_file) or {}
     place = (
@@ -57,7 +57,7 @@ def of(
             [streaming.Feeder(job, counts, positions, args.seed)] if is_first else [],
         )
     rows = NumberedRows(*token_cache.token_files(tokens, "train"))
-    # as many tokens as a micro-batch of the longest rows has: what the plan was made for
+    # the tokens of a micro-batch of the longest rows, for which the plan was made
     budget = TokenBudget(rows.lengths, *plan.micro_batch_tokens, MULTIPLE[plan.strategy.device])
     order = SampleOrder(
         len(rows),
@@ -71,14 +71,13 @@ def of(
 
 
 def number(start: Start, tokens: Path) -> int:
-    """What an epoch's batches are cut from; of a stream, which has no end, all that the run
-    takes."""
+    """Count the samples of an epoch. A stream has no end: all samples of the run are one epoch."""
     if start.recipe.data.streaming:
         return start.recipe.training.max_steps * start.plan.strategy.effective_batch_size
     return len(NumberedRows(*token_cache.token_files(tokens, "train")))
 
 
 def held_out(tokens: Path) -> TokenRows | None:
-    """The rows to evaluate on, if there are any."""
+    """Return the rows to evaluate on, if there are any."""
     files = token_cache.token_files(tokens, "validation")
     return TokenRows(*files) if files else None

@@ -1,5 +1,4 @@
-"""From samples to token ids: the encoder and the tokenised Arrow cache. No torch: it runs before
-any rank."""
+"""Encode samples as token ids and write the Arrow cache. No torch: this runs before any rank."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ Row = dict[str, list[int]]  # input_ids, labels
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns samples into token ids. Raises nothing: a sample without targets becomes None and is
-    counted.
+    """Turns samples into token ids. A sample without targets becomes no row and is counted.
 
     Decoder: one sequence, labels IGNORED outside the targets. T5: input_ids for the encoder, labels
     for the decoder.
@@ -36,12 +34,12 @@ class Encoder:
     encoder_decoder: bool
     task: str
     max_length: int
-    # a pretraining text is one row, however long: it will be cut when it is packed
+    # a pretraining text is one row of any length: packing splits it
     whole_texts: bool = False
 
     def segments(self, sample: Sample) -> list[tuple[str, bool]]:
-        """(text, is it a target) in order; each is tokenised alone, as generation will see the
-        prompt alone."""
+        """Split a sample into (text, is it a target) in order. Each text is tokenised alone,
+        because generation sees the prompt alone."""
         if isinstance(sample, str):
             if not self.encoder_decoder:
                 return [(sample, True)]
@@ -67,8 +65,8 @@ class Encoder:
             if not (prompt.startswith(done) and answered.startswith(prompt)):
                 raise DataError(
                     "the tokenizer's chat_template renders a conversation differently once it is"
-                    " answered, so the response cannot be told from the prompt; use a tokenizer"
-                    " with a plain chat_template"
+                    " answered, so the response cannot be separated from the prompt; use a"
+                    " tokenizer with a plain chat_template"
                 )
             parts += [(prompt[len(done) :], False), (answered[len(prompt) :], True)]
             done = answered
@@ -80,8 +78,8 @@ class Encoder:
         )
 
     def encode(self, batch: Sequence[Sample]) -> list[list[dict[str, list[int]]]]:
-        """The rows that each sample of the batch becomes: none, one, or (long pretraining texts)
-        several."""
+        """Encode each sample of the batch as no row, one row, or several rows (long pretraining
+        texts)."""
         parts = [self.segments(sample) for sample in batch]
         texts = [text for part in parts for text, _ in part]
         ids = iter(self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
@@ -100,11 +98,9 @@ class Encoder:
             return [{"input_ids": [*source, eos], "labels": target}] if target else []
         if self.task == "pretrain":
             ids = [*part[0][0], eos] if part[0][0] else []
-            whole = {"input_ids": ids, "labels": [IGNORED, *ids[1:]]}
+            row = {"input_ids": ids, "labels": [IGNORED, *ids[1:]]}
             return (
-                [whole]
-                if self.whole_texts and len(ids) > 1
-                else list(pieces(whole, self.max_length))
+                [row] if self.whole_texts and len(ids) > 1 else list(pieces(row, self.max_length))
             )
         if part[-1][0] and part[-1][0][-1] != eos:
             part[-1][0].append(eos)
@@ -118,12 +114,13 @@ class Encoder:
 
 
 def pieces(row: Row, max_length: int) -> Iterator[Row]:
-    """A row of a decoder in pieces of at most `max_length`; a token alone has nothing to learn."""
+    """Split a decoder's row into pieces of at most `max_length`, without a last piece of one
+    token."""
     ids, labels = row["input_ids"], row["labels"]
-    for at in range(0, len(ids), max_length):
-        if len(ids) - at > 1:
-            end = at + max_length
-            yield {"input_ids": ids[at:end], "labels": [IGNORED, *labels[at + 1 : end]]}
+    for start in range(0, len(ids), max_length):
+        if len(ids) - start > 1:
+            end = start + max_length
+            yield {"input_ids": ids[start:end], "labels": [IGNORED, *labels[start + 1 : end]]}
 
 
 # ---- the cache
@@ -132,12 +129,12 @@ def pieces(row: Row, max_length: int) -> Iterator[Row]:
 COUNTED_BEFORE = {"samples", "dropped", "truncated", "lengths", "stride"}  # rows are packed
 SUMMED = ("samples", "rows", "bad", "dropped", "truncated", "tokens", "target_tokens", "documents")
 LARGEST = ("longest", "longest_input", "longest_target")
-# of long samples fewer than 1,000 are tokenised at once: a token takes 200 bytes meanwhile
+# fewer than 1,000 long samples are tokenised at once, because a token takes 200 bytes meanwhile
 BATCH_CHARACTERS = 1 << 20
-# at least, of as many rows: from them the plan says how much of a step is padding
+# the least number of rows whose lengths are stored; the plan computes padding from them
 LENGTHS_KEPT = 2048
 CACHE_SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32()))])
-# Of packed sequences: tokens and numbers of the documents in each.
+# for packed sequences: the lengths and the numbers of the documents in each
 PACKED_SCHEMA = CACHE_SCHEMA.append(pa.field("lengths", pa.list_(pa.int32()))).append(
     pa.field("documents", pa.list_(pa.int32()))
 )
@@ -145,28 +142,28 @@ PACKED_SCHEMA = CACHE_SCHEMA.append(pa.field("lengths", pa.list_(pa.int32()))).a
 
 @dataclass
 class CacheCounts:
-    """What tokenising a file gave; written beside it, read by the plan and the report."""
+    """Counts of a tokenised file, written beside it and read by the plan and the report."""
 
     samples: int = 0  # rows of the file
     rows: int = 0  # rows of the cache
-    bad: int = 0  # rows of the file that could not be read, and were left out (data.max_bad_rows)
+    bad: int = 0  # rows of the file that cannot be read, left out (data.max_bad_rows)
     # samples without a target (an empty response, or a prompt that fills max_length)
     dropped: int = 0
-    truncated: int = 0  # rows that reached max_length and were cut
+    truncated: int = 0  # rows that were truncated at max_length
     tokens: int = 0
     target_tokens: int = 0
     longest: int = 0
     longest_input: int = 0
     shortest_input: int = 0
-    longest_target: int = 0  # labels, which are as long as the input but for T5
+    longest_target: int = 0  # labels; as long as the input, except for T5
     # tokens of input and labels of every stride-th row
     lengths: list[tuple[int, int]] = field(default_factory=list)
     stride: int = 1
 
-    documents: int = 0  # in the rows, which are packed sequences; 0: they are not
+    documents: int = 0  # documents in packed sequences; 0 if rows are not packed
 
     def add(self, rows: Iterable[Mapping[str, Sequence[int]]], max_length: int) -> None:
-        """The rows that one sample has become."""
+        """Count the rows of one sample."""
         self.samples += 1
         self.dropped += not rows
         for row in rows:
@@ -185,10 +182,10 @@ class CacheCounts:
             self.truncated += max(length, len(row["labels"])) >= max_length
 
     def join(self, others: Iterable[CacheCounts]) -> CacheCounts:
-        """Of these rows and those that follow them."""
+        """Add the counts of the rows that follow."""
         both = [self, *others]
         stride = max(counts.stride for counts in both)
-        lengths = [one for counts in both for one in counts.lengths[:: stride // counts.stride]]
+        lengths = [pair for counts in both for pair in counts.lengths[:: stride // counts.stride]]
         while len(lengths) >= 2 * LENGTHS_KEPT:
             lengths, stride = lengths[::2], 2 * stride
         summed = {name: sum(getattr(counts, name) for counts in both) for name in SUMMED}
@@ -215,18 +212,17 @@ def write_cache(
     progress: Any,
     packer: Packer | None,
 ) -> CacheCounts:
-    """Tokenise `source` into the Arrow stream file `path`, at most 1,000 samples in memory at a
-    time; with a `packer` its window too.
+    """Tokenise `source` into the Arrow stream file `path`.
 
-    Of packed rows the lengths, and what was read, dropped and cut, are counted before they are
-    packed."""
+    At most 1,000 samples are in memory at a time, and with a `packer` its window. The lengths of
+    packed rows, and the numbers of read, dropped and truncated rows, are counted before packing."""
     counts, packed = CacheCounts(), CacheCounts()
     schema = PACKED_SCHEMA if packer else CACHE_SCHEMA
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
 
         def write(rows: Iterable[Mapping[str, Any]]) -> None:
-            left = iter(rows)
-            while some := list(islice(left, 1000)):
+            source_rows = iter(rows)
+            while some := list(islice(source_rows, 1000)):
                 columns = {name: [row[name] for row in some] for name in schema.names}
                 writer.write_batch(pa.RecordBatch.from_pydict(columns, schema=schema))
                 if packer:
@@ -235,17 +231,17 @@ def write_cache(
         for batch in _batches(source, 1000, limit):
             rows: list[Row] = []
             for encoded in encoder.encode(batch):
-                cut = (
+                split = (
                     [piece for row in encoded for piece in pieces(row, encoder.max_length)]
                     if packer
                     else encoded
                 )
-                counts.add(cut, encoder.max_length)
+                counts.add(split, encoder.max_length)
                 rows += encoded
             write(packer.add(rows) if packer else rows)
             progress(len(batch))
         if packer:
-            write(packer.rest())
+            write(packer.finish())
     if packer is None:
         return counts
     before = {name: value for name, value in asdict(counts).items() if name in COUNTED_BEFORE}

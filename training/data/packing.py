@@ -1,9 +1,9 @@
-"""Documents packed into sequences: several rows in one, each with positions and attention of its
-own. No torch.
+"""Pack documents into sequences: several rows in a sequence, each with its own positions and
+attention. No torch.
 
-A row that fits is never cut: rows of a window are packed by best fit, the longest first.
-Pretraining texts follow one another and are cut where a sequence is full. Deterministic, and a
-window is all that is held.
+A row that fits is never split: the rows of a window are packed by best fit, the longest first.
+Pretraining texts follow one another and are split at the end of a sequence. Packing is
+deterministic and holds only a window in memory.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Sequences = Iterator[dict[str, np.ndarray]]
 
 @dataclass
 class Packer:
-    """Takes rows in their order and gives sequences of at most `max_length` tokens; documents are
+    """Packs rows in their order into sequences of at most `max_length` tokens; documents are
     numbered from 0."""
 
     max_length: int
-    cuts: bool  # texts are cut at the end of a sequence, and no place in it stays empty
+    splits: bool  # texts are split at the end of a sequence, so that all sequences are full
     window_tokens: int = WINDOW_TOKENS
     documents: int = 0  # so far
     _rows: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     _tokens: int = 0
 
     def add(self, rows: Iterable[Row]) -> Sequences:
-        """The sequences that are full with these rows."""
+        """Add rows and yield the sequences that they fill."""
         for row in rows:
             self._rows.append(
                 (np.array(row["input_ids"], np.int32), np.array(row["labels"], np.int32))
@@ -45,13 +45,13 @@ class Packer:
             if self._tokens >= self.window_tokens:
                 yield from self._packed(is_last=False)
 
-    def rest(self) -> Sequences:
-        """What is left, once all rows are here."""
+    def finish(self) -> Sequences:
+        """Yield the last sequences, after all rows were added."""
         yield from self._packed(is_last=True)
 
     def _packed(self, is_last: bool) -> Sequences:
         rows, self._rows, self._tokens = self._rows, [], 0
-        if self.cuts:
+        if self.splits:
             rows, packs = self._in_order(rows, is_last)
         else:
             packs = best_fit([len(ids) for ids, _ in rows], self.max_length)
@@ -67,23 +67,23 @@ class Packer:
     def _in_order(
         self, rows: list[tuple[np.ndarray, np.ndarray]], is_last: bool
     ) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[list[int]]]:
-        """(pieces, which of them each sequence holds). The last sequence waits for more rows, if
-        there will be any."""
+        """Split rows into (pieces, the pieces of each sequence). The last sequence waits for more
+        rows, unless `is_last`."""
         pieces: list[tuple[np.ndarray, np.ndarray]] = []
         packs: list[list[int]] = [[]]
-        room = self.max_length
+        free = self.max_length
         for ids, labels in rows:
             while len(ids):
-                taken = min(room, len(ids))
-                if len(ids) - taken in range(1, LEAST):  # what is left would be no document
+                taken = min(free, len(ids))
+                if len(ids) - taken in range(1, LEAST):  # the remaining token would be no document
                     taken -= 1
                 if taken < LEAST:
                     packs.append([])
-                    room = self.max_length
+                    free = self.max_length
                     continue
                 packs[-1].append(len(pieces))
                 pieces.append((ids[:taken], np.concatenate([[np.int32(IGNORED)], labels[1:taken]])))
-                ids, labels, room = ids[taken:], labels[taken:], room - taken
+                ids, labels, free = ids[taken:], labels[taken:], free - taken
         if not is_last:
             waiting = packs.pop()
             self._rows = [pieces[piece] for piece in waiting]
@@ -91,17 +91,17 @@ class Packer:
         return pieces, [pack for pack in packs if pack]
 
 
-def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Which rows share a sequence: the longest row first, each into the fullest sequence that still
-    has room for it."""
+def best_fit(lengths: Sequence[int], max_length: int) -> list[list[int]]:
+    """Divide rows among sequences: the longest row first, each into the fullest sequence that still
+    has space for it."""
     packs: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (room left, sequence) in order
+    spaces: list[tuple[int, int]] = []  # (free tokens, sequence) in order
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        at = bisect_left(rooms, (lengths[row], 0))
-        left, pack = rooms.pop(at) if at < len(rooms) else (room, len(packs))
+        place = bisect_left(spaces, (lengths[row], 0))
+        free, pack = spaces.pop(place) if place < len(spaces) else (max_length, len(packs))
         if pack == len(packs):
             packs.append([])
         packs[pack].append(row)
-        if left - lengths[row] >= LEAST:
-            insort(rooms, (left - lengths[row], pack))
+        if free - lengths[row] >= LEAST:
+            insort(spaces, (free - lengths[row], pack))
     return sorted(sorted(pack) for pack in packs)

@@ -27,7 +27,7 @@ from training.control.stop_word import Control, Halted
 if TYPE_CHECKING:
     from training.data.tokenise import Job
 
-STAGING = ".parts"  # the end of the name of a folder that is not finished
+STAGING = ".parts"  # ends the name of an unfinished folder
 TOKENIZER_CHARACTERS = 64 << 20  # of a streamed corpus, from its beginning
 ABANDONED_S = 7 * 86400.0
 FIRST_LINE_S, LONGEST_PAUSE_S = 1.0, 30.0  # between lines on tokenised rows
@@ -68,12 +68,13 @@ def ensure(
 
 
 def _clear_abandoned(folder: Path) -> None:
-    """Remove what was begun and not finished for long: of data that has changed since, say."""
+    """Remove folders that were left unfinished long ago, for example because the data has
+    changed."""
     for staging in folder.glob(f".*{STAGING}"):
         if time.time() - staging.stat().st_mtime < ABANDONED_S:
             continue
         name = staging.name.removeprefix(".").removesuffix(STAGING)
-        # where somebody is at it
+        # another process may work on it
         with (folder / f"{name}.lock").open("w") as lock, suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(staging)
@@ -86,7 +87,7 @@ def _write(
     goes_on: Callable[[], None],
     processes: int,
 ) -> None:
-    # what these import takes a second, and most starts find their rows tokenised
+    # imported late: they take a second, and most starts find their rows tokenised
     from training.data import tokenise, tokenizer
 
     source = tokens.recipe.data
@@ -132,7 +133,7 @@ def _tokenizer(tokens: TokenCache, say: Callable[[str], None]) -> Any:
 
 
 def _first(texts: Iterator[str]) -> Iterator[str]:
-    """Of a corpus that is streamed as many texts as a tokenizer is trained on."""
+    """Yield the first texts of a streamed corpus, enough to train a tokenizer."""
     characters = 0
     for text in texts:
         yield text
@@ -149,8 +150,9 @@ def _part(
     goes_on: Callable[[], None],
     processes: int,
 ) -> dict[str, Any]:
-    """Tokenise what is not there yet of a part of so many `rows` (None: not counted); its counts,
-    which data.CacheCounts names."""
+    """Tokenise the missing units of a part and return its counts (encode.CacheCounts).
+
+    `rows` is the number of rows of the part, or None if they are not counted."""
     from training.data import tokenise_pool
 
     name = job.source.name
@@ -158,7 +160,7 @@ def _part(
     total, bad = tokenise_pool.part(job, limit, processes, counter, say)
     if not total.rows:
         raise DataError(
-            f"{job.source}: 0 rows with something to learn ({total.samples:,} read,"
+            f"{job.source}: no row has a target to train on ({total.samples:,} read,"
             f" {total.dropped:,} without a target within max_length {job.max_length}); check the"
             " columns and data.max_length"
         )
@@ -173,7 +175,7 @@ def _part(
 
 
 def summary(name: str, counts: dict[str, Any], max_length: int) -> str:
-    """One line on a tokenised file."""
+    """Describe a tokenised file in one line."""
     mean = counts["tokens"] / counts["rows"]
     line = (
         f"{name}: {counts['rows']:,} rows, {mean:.0f} tokens on average, longest"
@@ -187,11 +189,11 @@ def summary(name: str, counts: dict[str, Any], max_length: int) -> str:
         )
         line += f"{mean / max_length:.1%} full"
     if counts["truncated"]:
-        line += f", {counts['truncated']:,} cut at max_length {max_length}"
+        line += f", {counts['truncated']:,} truncated at max_length {max_length}"
     if counts["dropped"]:
-        line += f", {counts['dropped']:,} left out (nothing to learn from)"
+        line += f", {counts['dropped']:,} left out (no target to train on)"
         if counts["dropped"] > counts["samples"] / 2:
-            line += "; more than half: is data.max_length long enough, are these the right columns?"
+            line += "; more than half: check data.max_length and the columns"
     return line
 
 

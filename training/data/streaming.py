@@ -256,7 +256,7 @@ class Feeder(TrainerCallback):
                     busy[child] = missing.pop(0)
                     child.give(busy[child])
                 for key, _ in selector.select(timeout=POLL_S):
-                    for words in key.data.said():
+                    for words in key.data.messages():
                         if "unit" in words:
                             busy[key.data] = None
                             self._finished(words["unit"])

@@ -1,9 +1,9 @@
 """Tokenise units of a corpus: `python -m training.data.tokenise FOLDER`, a child of
 training.data.prepare.
 
-Reads the numbers of units, one a line; says in a line of JSON how many rows it has read, and when a
-unit's files are there. A unit is committed by a rename, so one that was begun and not finished is
-none.
+It reads the number of a unit from each line of its input. It prints lines of JSON: the number of
+rows that it has read, and each finished unit. A unit is committed by a rename, so an unfinished
+unit does not count.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TOKENIZER = "tokenizer"
 
 @dataclass(frozen=True)
 class Job:
-    """What every process knows that tokenises a part, "train" or "validation", into a folder."""
+    """The settings for tokenising a part, "train" or "validation", shared by all its processes."""
 
     folder: Path
     part: str
@@ -50,16 +50,18 @@ class Job:
 
     @cached_property
     def units(self) -> list[data_units.Unit]:
-        return data_units.cut(shards.of(self.source), self.data_format, self.unit_bytes)
+        return data_units.divide(shards.of(self.source), self.data_format, self.unit_bytes)
 
     @cached_property
     def encoder(self) -> encode.Encoder:
-        cut = tokenizer.load(self.folder / TOKENIZER)
-        return encode.Encoder(cut, self.encoder_decoder, self.task, self.max_length, self._is_cut)
+        loaded = tokenizer.load(self.folder / TOKENIZER)
+        return encode.Encoder(
+            loaded, self.encoder_decoder, self.task, self.max_length, self._splits_texts
+        )
 
     @property
-    def _is_cut(self) -> bool:
-        """Texts follow one another in full sequences."""
+    def _splits_texts(self) -> bool:
+        """True if texts follow one another in full sequences."""
         return self.packing and self.task == "pretrain"
 
     def rows_file(self, unit: int) -> Path:
@@ -71,29 +73,28 @@ class Job:
         return self.folder / f"{self.part}-{unit:05d}.json"
 
     def write(self) -> None:
-        """For the processes to read."""
+        """Write the job for its processes to read."""
         files.write_atomic(self.folder / JOB, TypeAdapter(Job).dump_json(self).decode())
 
     def done(self, unit: int) -> dict[str, Any] | None:
-        """What a unit gave; None where it has not been tokenised yet."""
+        """Read the counts of a unit; None if it has not been tokenised yet."""
         return files.read_json(self.counts_file(unit))
 
     def failed(self, unit: int) -> dict[str, Any] | None:
-        """Why another process could not tokenise a unit."""
+        """Read the error of another process that could not tokenise a unit."""
         return files.read_json(self.counts_file(unit).with_suffix(".failed"))
 
     def tokenise(
         self, unit: int, limit: int | None, progress: Callable[[int], Any]
     ) -> dict[str, Any]:
-        """Write a unit's rows and, last, what they are: its counts, the rows that were left out, or
-        why it failed.
+        """Write the rows of a unit, then its counts and bad rows; return these, or its error.
 
-        A failure is not kept: with the data mended the unit is tokenised again."""
+        An error is not stored: after the data was corrected, the unit is tokenised again."""
         bad = rows.BadRows(self.max_bad_rows)
         source = chain.from_iterable(
             rows.samples_of(of, self.data_format, bad) for of in self.units[unit]
         )
-        packer = data_packing.Packer(self.max_length, self._is_cut) if self.packing else None
+        packer = data_packing.Packer(self.max_length, self._splits_texts) if self.packing else None
         aside = self.rows_file(unit).with_suffix(".tmp")
         try:
             counts = encode.write_cache(source, self.encoder, aside, limit, progress, packer)
@@ -102,9 +103,9 @@ class Job:
             return {"error": str(error), "bad": bad.errors}
         files.sync(aside)
         aside.rename(self.rows_file(unit))
-        found = {"counts": asdict(counts), "bad": bad.errors}
-        files.write_json(self.counts_file(unit), found)
-        return found
+        result = {"counts": asdict(counts), "bad": bad.errors}
+        files.write_json(self.counts_file(unit), result)
+        return result
 
 
 def job(recipe: Recipe, shape: ModelSize, data_format: DataFormat, folder: Path, part: str) -> Job:
@@ -128,17 +129,17 @@ def job(recipe: Recipe, shape: ModelSize, data_format: DataFormat, folder: Path,
 
 def main() -> None:
     processes.settle_process()
-    told = TypeAdapter(Job).validate_json((Path(sys.argv[1]) / JOB).read_bytes())
+    parsed = TypeAdapter(Job).validate_json((Path(sys.argv[1]) / JOB).read_bytes())
 
-    def say(**words: Any) -> None:
-        # shorter than a pipe's buffer: whole, whoever else writes
-        os.write(1, (json.dumps(words) + "\n").encode())
+    def report(**fields: Any) -> None:
+        # shorter than a pipe's buffer, so lines of several processes do not mix
+        os.write(1, (json.dumps(fields) + "\n").encode())
 
     for line in sys.stdin:
-        found = told.tokenise(int(line), None, lambda count: say(rows=count))
-        if "error" in found:
-            files.write_json(told.counts_file(int(line)).with_suffix(".failed"), found)
-        say(unit=int(line))
+        result = parsed.tokenise(int(line), None, lambda count: report(rows=count))
+        if "error" in result:
+            files.write_json(parsed.counts_file(int(line)).with_suffix(".failed"), result)
+        report(unit=int(line))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""A part of the data tokenised by as many processes as there is room for: units
-(training/data/units.py) side by side.
+"""Tokenise the units of a part of the data (training/data/units.py) in several processes.
 
-The files are the same whatever their number: one per unit, each of its rows alone."""
+Each unit has its own file, so the files are the same for any number of processes."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ from launch.schema.machine import GIB
 from training.data.encode import CacheCounts
 from training.data.tokenise import Job
 
-ROOM_CHECKS = 64  # while a part is tokenised
-# a CPU each
+SPACE_CHECKS = 64  # times that the disk space is checked while a part is tokenised
+# each process uses one CPU
 LONE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -37,14 +36,14 @@ def part(
     progress: Callable[[int], Any],
     say: Callable[[str], None],
 ) -> tuple[CacheCounts, BadRows]:
-    """Tokenise the units that are not there yet: what all of them hold, and what was left out.
+    """Tokenise the units that are missing; return the counts of all units and the bad rows.
 
-    Rows count in their order: of two faults the first is raised. With a limit it is one unit after
-    another: how many rows are left for one, those before it say."""
+    If several units have an error, the error of the first unit is raised. With a limit, the units
+    are tokenised one after another, because the units before decide how many rows are left."""
     name, count = job.source.name, len(job.units)
     missing = [unit for unit in range(count) if job.done(unit) is None]
     if len(missing) < count:
-        say(f"{name}: {count - len(missing):,} of {count:,} parts are there from an earlier start")
+        say(say(f"{name}: {count - len(missing):,} of {count:,} parts were tokenised earlier"))
     several = min(processes, len(missing)) if limit is None else 1
     if several > 1:
         say(f"tokenising {name} in {len(missing):,} parts with {several} processes")
@@ -52,24 +51,24 @@ def part(
         _run(job, missing, several, progress)
     bad, total = BadRows(job.max_bad_rows), CacheCounts()
     for unit in range(count):
-        left = None if limit is None else limit - total.samples
-        found = job.done(unit) or job.failed(unit) or job.tokenise(unit, left, progress)
-        for error in found["bad"]:
+        unit_limit = None if limit is None else limit - total.samples
+        result = job.done(unit) or job.failed(unit) or job.tokenise(unit, unit_limit, progress)
+        for error in result["bad"]:
             bad.add(DataError(error))
-        if "error" in found:
-            raise DataError(found["error"])
-        _check_room(job, unit)
-        total = total.join([CacheCounts(**found["counts"])])
+        if "error" in result:
+            raise DataError(result["error"])
+        _check_disk_space(job, unit)
+        total = total.join([CacheCounts(**result["counts"])])
         if total.samples == limit:
             break
     total.bad = bad.count
     return total, bad
 
 
-def _check_room(job: Job, unit: int) -> None:
-    """Raises ResourceError where the disk has no room for the units that are still missing."""
+def _check_disk_space(job: Job, unit: int) -> None:
+    """Raise ResourceError if the disk has no space for the units that are still missing."""
     count = len(job.units)
-    if unit % max(count // ROOM_CHECKS, 1):
+    if unit % max(count // SPACE_CHECKS, 1):
         return
     files = list(job.folder.glob(f"{job.part}-*.arrow"))
     more = sum(file.stat().st_size for file in files) * (count - len(files)) // max(len(files), 1)
@@ -77,14 +76,14 @@ def _check_room(job: Job, unit: int) -> None:
     if more > free:
         raise ResourceError(
             f"{job.folder.parent}: the tokens of {job.source} take about {more / GIB:,.1f} GiB"
-            f" more, {free / GIB:,.1f} GiB are free. Put LOWMEM_ROOT on a larger disk, make room,"
-            " or (pretraining, packed) keep only a few of them: --data.streaming=true"
+            f" more, {free / GIB:,.1f} GiB are free. Put LOWMEM_ROOT on a larger disk, free some"
+            " space, or (pretraining, packed) keep only a few of them: --data.streaming=true"
             " --training.max_steps=N"
         )
 
 
 class Child:
-    """One process with at most one unit."""
+    """A process that tokenises at most one unit at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._process = subprocess.Popen(
@@ -93,7 +92,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            start_new_session=True,  # a Ctrl-C is for us, who end it
+            start_new_session=True,  # Ctrl-C goes to this process, which ends the child
             preexec_fn=base_processes.die_with_launcher,
         )
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -101,18 +100,18 @@ class Child:
         self._unread = b""
 
     def give(self, unit: int) -> None:
-        with suppress(BrokenPipeError):  # it has died: said() will tell
+        with suppress(BrokenPipeError):  # the child has ended: messages() raises
             self._stdin.write(f"{unit}\n".encode())
 
-    def said(self) -> list[dict[str, Any]]:
-        """What it has said since. Where it was killed this process ends likewise: it is as if we
-        had done the work."""
+    def messages(self) -> list[dict[str, Any]]:
+        """Read its new messages. If it was killed, this process is killed too, as if it had done
+        the work itself."""
         content = os.read(self.stdout.fileno(), 1 << 16)
         if not content:
             code = self._process.wait()
             if code < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-            raise RuntimeError(f"a process that tokenises ended with {code}; what it said is above")
+            raise RuntimeError(f"a process that tokenises ended with {code}; its output is above")
         *lines, self._unread = (self._unread + content).split(b"\n")
         return [json.loads(line) for line in lines]
 
@@ -124,26 +123,26 @@ class Child:
 
 
 def _run(job: Job, units: Sequence[int], processes: int, progress: Callable[[int], Any]) -> None:
-    """Deal these units in their order, each to who is free; after one that fails no other is
-    begun."""
-    left = iter(units)
-    with selectors.DefaultSelector() as selector, ExitStack() as held:
+    """Give the units in their order to processes that are free; after an error, start no other
+    unit."""
+    waiting = iter(units)
+    with selectors.DefaultSelector() as selector, ExitStack() as children:
         for _ in range(processes):
             child = Child(job.folder)
-            held.callback(child.end)
+            children.callback(child.end)
             selector.register(child.stdout, selectors.EVENT_READ, child)
-            child.give(next(left))
+            child.give(next(waiting))
         while selector.get_map():
             for key, _ in selector.select():
                 child = key.data
-                for words in child.said():
-                    progress(words.get("rows", 0))
-                    if "unit" not in words:
+                for message in child.messages():
+                    progress(message.get("rows", 0))
+                    if "unit" not in message:
                         continue
-                    _check_room(job, words["unit"])
-                    if job.failed(words["unit"]):
-                        left = iter(())
-                    following = next(left, None)
+                    _check_disk_space(job, message["unit"])
+                    if job.failed(message["unit"]):
+                        waiting = iter(())
+                    following = next(waiting, None)
                     if following is None:
                         selector.unregister(child.stdout)
                     else:

@@ -1,4 +1,4 @@
-"""The tokenizer: from a local folder, or trained from the run's own data as byte-level BPE."""
+"""Load a tokenizer from a local folder, or train a byte-level BPE on the run's data."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PAD, END, USER, ASSISTANT, SYSTEM = SPECIAL_TOKENS = [
     "<|system|>",
 ]
 
-CHAT_TEMPLATE = (  # of a trained tokenizer: one token a role, END after each answer
+CHAT_TEMPLATE = (  # of a trained tokenizer: a token for each role, END after each answer
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}<|assistant|>{{ message['content'] }}<|end|>"
     "{% else %}<|{{ message['role'] }}|>{{ message['content'] }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-PLAIN_TEMPLATE = (  # for a folder that brings none: a line a turn, the end token after each answer
+PLAIN_TEMPLATE = (  # for a folder without a template: a line for each turn, END after each answer
     # The newlines are expressions: transformers renders with trim_blocks, which removes one that
     # follows a block.
     "{% for message in messages %}"
@@ -36,9 +36,9 @@ PLAIN_TEMPLATE = (  # for a folder that brings none: a line a turn, the end toke
 
 
 def load(folder: Path) -> PreTrainedTokenizerBase:
-    """The folder's tokenizer, with the pad token and chat template that training needs.
+    """Load the folder's tokenizer, with the pad token and chat template that training needs.
 
-    Raises ResourceError when the folder holds no tokenizer, or one without an end token.
+    Raises ResourceError when the folder holds no tokenizer, or a tokenizer without an end token.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -64,11 +64,10 @@ def load(folder: Path) -> PreTrainedTokenizerBase:
 def train(
     texts: Iterator[str], section: TokenizerSection, vocab_size: int
 ) -> PreTrainedTokenizerBase:
-    """A byte-level BPE of at most `vocab_size` tokens; every Unicode text survives encoding and
-    decoding.
+    """Train a byte-level BPE of at most `vocab_size` tokens, which can encode every Unicode text.
 
-    With split "character" merges never cross a character, so a token is a character or a byte of a
-    rare one.
+    With split "character", merges never cross a character, so a token is a character or a byte of a
+    rare character.
     """
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=section.split == "word")

@@ -1,8 +1,7 @@
-"""A corpus in units: rows that follow each other in its shards, tokenised alone, one after another
-or side by side.
+"""Divide a corpus into units: consecutive rows of its shards, which are tokenised independently.
 
-What a unit holds depends on the files alone, so the rows are the same however many processes share
-them.
+The content of a unit depends on the files alone, so the rows are the same for any number of
+processes.
 """
 
 from __future__ import annotations
@@ -22,28 +21,28 @@ from launch.schema.plan import DataFormat
 Unit = tuple[Slice, ...]
 
 
-def cut(files: Sequence[Path], data_format: DataFormat, size: int) -> list[Unit]:
-    """Units of about `size` bytes of the files as they are stored. Small shards share one, large
-    ones are cut.
+def divide(files: Sequence[Path], data_format: DataFormat, size: int) -> list[Unit]:
+    """Divide files into units of about `size` bytes on the disk. Small shards share a unit, large
+    shards are split.
 
-    What can be read from its beginning only (packed, tar, JSON array) stays whole, and so does a
-    file of turns."""
+    A file that can only be read from its beginning (compressed, tar, JSON array) is not split, nor
+    is a file of turns."""
     units: list[Unit] = []
     unit: list[Slice] = []
-    held = 0
+    unit_bytes = 0
     for piece, piece_bytes in _pieces(files, data_format, size):
-        if unit and held + piece_bytes > size:
+        if unit and unit_bytes + piece_bytes > size:
             units.append(tuple(unit))
-            unit, held = [], 0
+            unit, unit_bytes = [], 0
         unit.append(piece)
-        held += piece_bytes
+        unit_bytes += piece_bytes
     return [*units, tuple(unit)]
 
 
 def _pieces(
     files: Sequence[Path], data_format: DataFormat, size: int
 ) -> Iterator[tuple[Slice, int]]:
-    """(slice, its bytes), in order."""
+    """Yield (slice, its bytes) in order."""
     for file in files:
         file_bytes = file.stat().st_size
         is_packed = file.suffix.lower() in shards.COMPRESSIONS
@@ -58,20 +57,20 @@ def _pieces(
             yield from _tables(file, data_format.file_type, size)
         else:
             count = -(-file_bytes // size)
-            cuts = [file_bytes * at // count for at in range(count + 1)]
-            for start, end in pairwise(cuts):
+            bounds = [file_bytes * i // count for i in range(count + 1)]
+            for start, end in pairwise(bounds):
                 yield Slice(file, start, end), end - start
 
 
 def _tables(file: Path, file_type: str, size: int) -> Iterator[tuple[Slice, int]]:
-    """Row groups of a parquet file, or batches of an Arrow file, as many as make up `size`."""
-    start, held, at = 0, 0, -1
-    for at, group_bytes in enumerate(_group_bytes(file, file_type)):
-        if held and held + group_bytes > size:
-            yield Slice(file, start, at), held
-            start, held = at, 0
-        held += group_bytes
-    yield Slice(file, start, at + 1), held
+    """Join row groups of a parquet file, or batches of an Arrow file, up to `size` bytes."""
+    start, joined_bytes, group = 0, 0, -1
+    for group, group_bytes in enumerate(_group_bytes(file, file_type)):
+        if joined_bytes and joined_bytes + group_bytes > size:
+            yield Slice(file, start, group), joined_bytes
+            start, joined_bytes = group, 0
+        joined_bytes += group_bytes
+    yield Slice(file, start, group + 1), joined_bytes
 
 
 def _group_bytes(file: Path, file_type: str) -> list[int]:
@@ -80,8 +79,8 @@ def _group_bytes(file: Path, file_type: str) -> list[int]:
             with shards.arrow_batches(file) as (_, batches):
                 return [batch.nbytes for batch in batches]
         with pq.ParquetFile(file) as opened:
-            found = opened.metadata
-            groups = [found.row_group(at) for at in range(found.num_row_groups)]
+            metadata = opened.metadata
+            groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
             return [
                 sum(group.column(i).total_compressed_size for i in range(group.num_columns))
                 for group in groups

@@ -7,12 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
+from launch.base.workspace import FILES
 from launch.schema.machine import GIB, Gpu, Machine
 from launch.schema.plan import Strategy
 
-FILE = Path(__file__).resolve().parents[3] / "configs" / "rates.yaml"
+FILE = FILES / "configs" / "rates.yaml"
 DTYPES = ("float32", "tfloat32", "bfloat16", "float16")
 
 # After the words of a row's name these make it another card's: a 3080 is no 3080 Ti.

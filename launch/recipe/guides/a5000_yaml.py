@@ -11,7 +11,7 @@ from typing import Any
 
 from launch.base.errors import ConfigError
 from launch.base.text import nearest
-from launch.base.workspace import CODE, Workspace
+from launch.base.workspace import FILES, Workspace
 from launch.recipe import strict_yaml, training_arguments
 from launch.recipe.load import Override
 from launch.recipe.paths import PATH_KEYS
@@ -93,11 +93,11 @@ def translate(config: str) -> tuple[str, tuple[Override, ...], tuple[str, ...]]:
     """(recipe, overrides, what differs from what it says) of the file as typed. Raises
     ConfigError."""
     file = Path(config).expanduser()
-    if not file.exists() and not file.is_absolute() and (CODE / file).exists():
-        file = CODE / file  # the guide's path, typed in another folder
+    if not file.exists() and not file.is_absolute() and (FILES / file).exists():
+        file = FILES / file  # the guide's path, typed in another folder
     content, where = strict_yaml.read_yaml(file)
     # paths of the shipped file are those of recipes, of another one those that a person would type
-    base = Workspace.here().root if file.resolve().is_relative_to(CODE / "config") else Path.cwd()
+    base = Workspace.here().root if file.resolve().is_relative_to(FILES / "config") else Path.cwd()
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: found {show(content)}, expected the sections {', '.join(KEYS)}")
     overrides: dict[str, Override] = {}
@@ -146,7 +146,7 @@ def _translated(section: str, key: str, value: Any, place: str) -> Iterator[tupl
     elif section == "model" and key in MODEL_NAMES:
         if not isinstance(value, str) or not value:
             raise wrong(place, keys, show(value), "a folder, or a name of configs/models")
-        is_shape = (CODE / "configs" / "models" / f"{value}.yaml").is_file() and not Path(
+        is_shape = (FILES / "configs" / "models" / f"{value}.yaml").is_file() and not Path(
             value
         ).is_dir()
         note = (

@@ -14,7 +14,7 @@ from liger_kernel.ops import rms_norm
 from triton.runtime import interpreter
 
 from tests import real_steps
-from tests.builders import machine, plan, wish
+from tests.builders import machine, plan, recipe_of
 
 kernels: Counter[str] = Counter()
 
@@ -43,7 +43,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     for is_on in (False, True):
         training = {"per_device_train_batch_size": 2, "use_liger_kernel": is_on}
-        recipe = wish(model={"shape": "llama-tiny"}, training=training)
+        recipe = recipe_of(model={"shape": "llama-tiny"}, training=training)
         chosen = plan(recipe, machine(1))
         (said,) = (one.runs for one in chosen.switches if one.name == "liger")
         trainer = real_steps.trainer(recipe, chosen, 16, True, 2)

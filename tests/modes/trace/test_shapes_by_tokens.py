@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 from tests import real_steps
-from tests.modes.trace.test_trace import peak_bytes, wish
+from tests.modes.trace.test_trace import peak_bytes, recipe_of
 from training.trace import recorder, step
 from training.trace.cuda_semantics import Target
 
@@ -35,7 +35,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def planned(name: str) -> tuple[Recipe, Plan]:
     shape, sections = CASES[name]
     training = {"per_device_train_batch_size": ROWS, "gradient_accumulation_steps": PARTS}
-    return wish(shape, **{**sections, "training": {**training, **sections.get("training", {})}})
+    return recipe_of(
+        shape, **{**sections, "training": {**training, **sections.get("training", {})}}
+    )
 
 
 def traced(recipe: Recipe, plan: Plan, rows: int, length: int, target: Target | None = None) -> int:

@@ -17,7 +17,7 @@ from launch.probe import packages
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 from tests import flash_on_cpu, real_steps
-from tests.builders import machine, plan, wish
+from tests.builders import machine, plan, recipe_of
 from training.loop import arguments
 
 LAYERS = 2  # of llama-tiny
@@ -57,7 +57,7 @@ class Seen(TorchDispatchMode):
 def asked(shape: str = "llama-tiny", **sections: Any) -> Recipe:
     cut = {"per_device_train_batch_size": SAMPLES, "gradient_accumulation_steps": MICRO_STEPS}
     sections["training"] = {**cut, **sections.get("training", {})}
-    return wish(model={"shape": shape, **sections.pop("model", {})}, **sections)
+    return recipe_of(model={"shape": shape, **sections.pop("model", {})}, **sections)
 
 
 def seen(shape: str = "llama-tiny", **sections: Any) -> Seen:
@@ -208,7 +208,7 @@ def test_flash_attention_gets_each_document_alone_and_gives_the_losses_of_sdpa(p
 # Where there is none the plan says so, and steps run as they are: tests/unit has that.
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler: apt-get install g++")
 def test_torch_compile_runs_training_steps_in_graphs_and_evaluations_without():
-    recipe = wish(
+    recipe = recipe_of(
         model={"shape": "llama-tiny"},
         training={"per_device_train_batch_size": 2, "torch_compile": True},
     )
@@ -228,7 +228,9 @@ def test_torch_compile_runs_training_steps_in_graphs_and_evaluations_without():
 
 
 def test_without_a_compiler_the_plan_says_that_steps_run_as_they_are():
-    recipe = wish(model={"shape": "llama-tiny"}, training={"torch_compile_backend": "inductor"})
+    recipe = recipe_of(
+        model={"shape": "llama-tiny"}, training={"torch_compile_backend": "inductor"}
+    )
     assert arguments.of(recipe, plan(recipe), 9, False, {}).torch_compile
     reason = packages.no_compiler(False, {"PATH": "/nowhere"})
     assert reason is not None

@@ -34,7 +34,7 @@ DATA = DataFormat(
 )
 
 
-def wish(shape: str, **sections: Any) -> tuple[Recipe, Plan]:
+def recipe_of(shape: str, **sections: Any) -> tuple[Recipe, Plan]:
     content = {
         "name": "traced",
         "task": "sft",
@@ -198,7 +198,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_traced_step_holds_what_the_real_one_holds(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shape, sections = CASES[name]
-    recipe, plan = wish(shape, **sections)
+    recipe, plan = recipe_of(shape, **sections)
     padded = recipe.data.packing or ("one sample" not in name and "nothing padded" not in name)
     samples = plan.strategy.per_device_train_batch_size
     log = trace_step.whole_step(
@@ -256,7 +256,7 @@ def test_a_deep_model_is_the_shallow_one_with_more_of_the_middle(
 
 
 def wish_of_depth(shape: str, key: str, layers: int, **sections: Any) -> tuple[Recipe, Plan]:
-    recipe, plan = wish("llama-tiny", **sections)
+    recipe, plan = recipe_of("llama-tiny", **sections)
     config, _ = model_config.read(recipe.model.model_copy(update={"shape": shape}), root=CODE)
     config = {**config, **dict.fromkeys(trace_step.DEPTH_KEYS[config["model_type"]], layers)}
     targets = plan_context.select_lora_targets(
@@ -283,7 +283,7 @@ def test_layers_that_differ_are_not_repeated(tmp_path, monkeypatch):
 
 def test_peaks_are_those_of_the_log_at_any_batch(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    recipe, plan = wish("t5-tiny")
+    recipe, plan = recipe_of("t5-tiny")
     log = trace_step.step(recipe, plan, (LENGTH, 32))
     found = peaks.peaks(log)
     for samples in (1, 2, 3, 8, 64, 1000):
@@ -297,7 +297,7 @@ def test_peaks_are_those_of_the_log_at_any_batch(tmp_path, monkeypatch):
 
 
 def test_a_question_is_answered_once_and_read_again(tmp_path: Path, monkeypatch):
-    recipe, plan = wish("llama-tiny")
+    recipe, plan = recipe_of("llama-tiny")
     said: list[str] = []
     traces = Traces(recipe, plan.shape, plan.lora_targets, tmp_path / "traces", said.append)
     question = Question(plan.strategy, (LENGTH, LENGTH))
@@ -321,7 +321,7 @@ def test_a_question_is_answered_once_and_read_again(tmp_path: Path, monkeypatch)
 
 
 def test_a_step_that_cannot_be_traced_is_said_and_judged_by_states(tmp_path):
-    recipe, plan = wish("llama-tiny")
+    recipe, plan = recipe_of("llama-tiny")
     broken = replace(plan.shape, config={**plan.shape.config, "hidden_act": "no such function"})
     traces = Traces(recipe, broken, (), tmp_path / "traces")
     with closing(traces):
@@ -337,7 +337,9 @@ def test_flash_attention_is_traced_as_pytorchs_own_flash_kernel_without_masks(pa
 
     def step(package: str | None, documents: int, padded: bool) -> tuple[int, dict]:
         training = {"bf16": True, "per_device_train_batch_size": 4}
-        recipe = builders.wish(training=training, data={"packing": packing and package is None})
+        recipe = builders.recipe_of(
+            training=training, data={"packing": packing and package is None}
+        )
         chosen = builders.plan(recipe, machine(1), no_flash_attn=package)
         log = trace_step.step(
             recipe, chosen, (128, 128), padded, target=Target("8.6", documents=documents)

@@ -134,7 +134,7 @@ def test_a_link_that_another_user_made_is_refused_wherever_it_leads(temporary):
 
 
 @pytest.mark.parametrize("variable", ["TMPDIR", *VARIABLES])
-@pytest.mark.parametrize("bits", [0o777, 0o770, 0o702])
+@pytest.mark.parametrize("bits", [0o777, 0o770, 0o702, 0o1777])
 def test_a_folder_that_others_may_write_to_is_refused_with_its_mode(temporary, variable, bits):
     named = (
         temporary / f"lowmem-{os.geteuid()}"
@@ -149,6 +149,14 @@ def test_a_folder_that_others_may_write_to_is_refused_with_its_mode(temporary, v
     assert done.returncode == 3, done.stdout + done.stderr
     assert f"{named}: others may write to it (mode {bits:o})" in done.stderr
     assert f"chmod go-w it, or set {variable} to a folder of your own" in done.stderr
+
+
+def test_a_folder_for_temporary_files_that_does_not_exist_is_refused_by_name(temporary):
+    gone = temporary / "gone"
+    done = start(gone, *ENTRIES["doctor"])
+    expected = f"error: TMPDIR {gone}: there is no such folder; make it, or unset TMPDIR\n"
+    assert (done.returncode, done.stderr) == (3, expected)
+    assert not gone.exists()
 
 
 def test_a_file_in_the_place_of_a_folder_is_named(temporary):

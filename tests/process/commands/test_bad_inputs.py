@@ -449,7 +449,7 @@ def late_files(workspace: Workspace) -> dict[str, tuple[Path, str]]:
     empty = b"\n".join([b'{"prompt": "one", "response": ""}'] * 3)
     found["rows without an answer"] = (
         workspace.file("late/empty.jsonl", empty),
-        r"empty\.jsonl: 0 rows with something to learn",
+        r"empty\.jsonl: no row has a target to train on",
     )
     return found
 

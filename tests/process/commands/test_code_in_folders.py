@@ -176,15 +176,14 @@ def test_plan_and_run_refuse_a_model_that_brings_code_before_a_step_is_traced(tm
     )
 
 
-def test_a_tokenizer_that_brings_code_is_refused_where_the_rows_are_tokenised(tmp_path):
-    brings = write_folder(tmp_path / "brings", model_type="stranger", auto_map=MAPPED)
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_a_tokenizer_that_alone_brings_code_is_refused_at_the_plan(tmp_path, command):
+    brings = write_folder(tmp_path / "brings", model_type="stranger")
     (brings / "tokenizer_config.json").write_text(
         json.dumps({"auto_map": {"AutoTokenizer": ["code.Cut", "code.Cut"]}})
     )
     shutil.copy(brings / "code.py", brings / "tokenization.py")
     recipe = builders.recipe(tmp_path)
-    done = start(tmp_path, "-m", "launch", "run", str(recipe), f"--tokenizer.path={brings}")
-    assert not (tmp_path / "proof").exists()
-    assert done.returncode == 3, done.stdout + done.stderr
-    assert "no tokenizer can be loaded from this folder" in done.stdout + done.stderr
+    done = start(tmp_path, "-m", "launch", command, str(recipe), f"--tokenizer.path={brings}")
+    refused(done, tmp_path, str(brings / "tokenizer_config.json"), "auto_map", "never run")
     assert "[y/N]" not in done.stdout + done.stderr

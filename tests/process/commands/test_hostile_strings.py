@@ -268,7 +268,7 @@ def test_what_is_rendered_holds_every_string_as_text(tmp_path, monkeypatch):
         root = tmp_path / str(number) / text
         root.mkdir(parents=True)
         monkeypatch.setenv("LOWMEM_ROOT", str(root))
-        recipe = builders.wish(
+        recipe = builders.recipe_of(
             data={"train_file": str(root / "train.parquet")},
             output_dir=str(root / "model"),
             training={"run_name": text},
@@ -280,7 +280,7 @@ def test_what_is_rendered_holds_every_string_as_text(tmp_path, monkeypatch):
             },
         )
         machine = builders.machine()
-        plan = builders.plan(builders.wish())
+        plan = builders.plan(builders.recipe_of())
         plan = replace(plan, rendezvous=Rendezvous(0, text, 29500, text, 300))
         run = layout.RunDir.create(root / "runs", recipe.name, datetime(2026, 1, 1))
         workspace = Workspace.here()

@@ -61,7 +61,7 @@ def test_neither_part_is_empty_however_few_rows_there_are(tmp_path, count, sizes
     done = prepare(tmp_path, alpaca(count), "--num_samples=5000")
     assert done.returncode == 0, done.stderr
     assert tuple(map(len, parts(tmp_path))) == sizes
-    assert f"asked for 5,500 rows, there are {count}" in done.stdout
+    assert f"5,500 rows were requested, there are {count}" in done.stdout
 
 
 def test_rows_without_an_answer_and_rows_that_are_there_twice_are_left_out_and_counted(tmp_path):
@@ -134,6 +134,6 @@ def test_the_users_files_are_not_replaced_but_the_sample_is(tmp_path):
         "--output=small/sft_train_small.parquet",
     ]
     refused = prepare(tmp_path, alpaca(5), *words)
-    assert "would be replaced by what is drawn from it" in refused.stderr
+    assert "would be replaced by the rows drawn from it" in refused.stderr
     replaced = prepare(tmp_path, alpaca(5), "--output=small/sft_train_small.parquet")
     assert replaced.returncode == 0, replaced.stderr

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -35,13 +36,13 @@ UNIT_BYTES = 6_000
 
 
 @pytest.fixture(scope="module")
-def cut():
+def bpe():
     return tokenizer.train(iter(TEXTS[:50]), TokenizerSection(), 400)
 
 
-def job(folder: Path, source: Path, cut, **fields) -> Job:
+def job(folder: Path, source: Path, bpe, **fields) -> Job:
     folder.mkdir(parents=True)
-    cut.save_pretrained(folder / "tokenizer")
+    bpe.save_pretrained(folder / "tokenizer")
     data_format = DataFormat("text", {"text": "text"}, "jsonl", "")
     given = {
         "data_format": data_format,
@@ -78,46 +79,46 @@ def made(job: Job, processes: int, limit: int | None = None) -> dict[str, bytes]
     return {path.name: path.read_bytes() for path in job.folder.glob("train*.arrow")}
 
 
-def test_the_files_are_the_same_whatever_the_number_of_processes(tmp_path, cut):
+def test_the_files_are_the_same_whatever_the_number_of_processes(tmp_path, bpe):
     source = corpus(tmp_path / "corpus")
-    alone = made(job(tmp_path / "1", source, cut), 1)
+    alone = made(job(tmp_path / "1", source, bpe), 1)
     assert len(alone) > 20
-    assert made(job(tmp_path / "3", source, cut), 3) == alone
+    assert made(job(tmp_path / "3", source, bpe), 3) == alone
     rows = TokenRows(*token_cache.token_files(tmp_path / "3", "train"))
-    text = cut.decode([token for row in rows for token in row.input_ids.tolist()])
+    text = bpe.decode([token for row in rows for token in row.input_ids.tolist()])
     assert text == "".join(f"{text}<|end|>" for text in TEXTS)
     assert sum(len(row.input_ids) >= 63 for row in rows) >= len(rows) - len(alone)
 
 
-def test_row_groups_of_parquet_are_shared_out_too(tmp_path, cut):
+def test_row_groups_of_parquet_are_shared_out_too(tmp_path, bpe):
     pq.write_table(
         pa.table({"text": TEXTS}), tmp_path / "a.parquet", row_group_size=50, compression="none"
     )
     fields = {"data_format": DataFormat("text", {"text": "text"}, "parquet", ""), "packing": False}
-    alone = made(job(tmp_path / "1", tmp_path / "a.parquet", cut, **fields), 1)
+    alone = made(job(tmp_path / "1", tmp_path / "a.parquet", bpe, **fields), 1)
     assert len(alone) > 10
-    assert made(job(tmp_path / "2", tmp_path / "a.parquet", cut, **fields), 2) == alone
+    assert made(job(tmp_path / "2", tmp_path / "a.parquet", bpe, **fields), 2) == alone
 
 
-def test_a_limit_holds_over_all_units(tmp_path, cut):
+def test_a_limit_holds_over_all_units(tmp_path, bpe):
     source = corpus(tmp_path / "corpus")
-    one = job(tmp_path / "1", source, cut, packing=False, task="sft")
+    one = job(tmp_path / "1", source, bpe, packing=False, task="sft")
     counts, _ = tokenise_pool.part(one, 777, 4, lambda rows: None, print)
     assert counts.samples == 777
     assert len(TokenRows(*token_cache.token_files(one.folder, "train"))) == counts.rows
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_of_several_bad_rows_the_first_that_is_too_many_is_named(tmp_path, cut, processes):
+def test_of_several_bad_rows_the_first_that_is_too_many_is_named(tmp_path, bpe, processes):
     source = corpus(tmp_path / "corpus", bad=(300, 800, 1000))
-    some = job(tmp_path / "some", source, cut, max_bad_rows=3)
+    some = job(tmp_path / "some", source, bpe, max_bad_rows=3)
     counts, bad = tokenise_pool.part(some, None, processes, lambda rows: None, print)
     assert (counts.bad, counts.samples) == (3, 1197)
     assert "a.jsonl:301: " in bad.errors[0]
-    none = job(tmp_path / "none", source, cut)
+    none = job(tmp_path / "none", source, bpe)
     with pytest.raises(DataError, match=r"a\.jsonl:301: not valid JSON"):
         tokenise_pool.part(none, None, processes, lambda rows: None, print)
-    few = job(tmp_path / "few", source, cut, max_bad_rows=2)
+    few = replace(some, max_bad_rows=2)  # its units are there: none is tokenised again
     with pytest.raises(
         DataError, match=r"b\.jsonl:101: .*; it is bad row 3, data\.max_bad_rows allows 2"
     ):
@@ -149,9 +150,9 @@ def start(job: Job) -> subprocess.Popen:
     return parent
 
 
-def test_a_killed_start_goes_on_from_the_units_that_were_finished(tmp_path, cut):
+def test_a_killed_start_goes_on_from_the_units_that_were_finished(tmp_path, bpe):
     source = corpus(tmp_path / "corpus")
-    killed = job(tmp_path / "killed", source, cut)
+    killed = job(tmp_path / "killed", source, bpe)
     parent = start(killed)
     children = psutil.Process(parent.pid).children()
     assert len(children) == 2
@@ -163,20 +164,20 @@ def test_a_killed_start_goes_on_from_the_units_that_were_finished(tmp_path, cut)
     assert 4 <= len(there) < len(killed.units)
     again = TypeAdapter(Job).validate_python(vars(killed))
     found = made(again, 2)
-    assert found == made(job(tmp_path / "whole", source, cut), 1)
+    assert found == made(job(tmp_path / "whole", source, bpe), 1)
     assert {path: path.stat().st_mtime_ns for path in there} == there, (
         "a finished unit was tokenised again"
     )
 
 
-def test_a_child_that_is_killed_ends_its_parent_as_it_was_ended(tmp_path, cut):
-    parent = start(job(tmp_path / "job", corpus(tmp_path / "corpus"), cut))
+def test_a_child_that_is_killed_ends_its_parent_as_it_was_ended(tmp_path, bpe):
+    parent = start(job(tmp_path / "job", corpus(tmp_path / "corpus"), bpe))
     psutil.Process(parent.pid).children()[0].send_signal(signal.SIGKILL)
     assert parent.wait(timeout=60) == -signal.SIGKILL
 
 
-def test_a_disk_without_room_for_the_rest_is_said_at_once(tmp_path, cut):
-    one = job(tmp_path / "job", corpus(tmp_path / "corpus"), cut)
+def test_a_disk_without_room_for_the_rest_is_said_at_once(tmp_path, bpe):
+    one = job(tmp_path / "job", corpus(tmp_path / "corpus"), bpe)
     with (one.folder / "train-00001.arrow").open("wb") as file:
         file.truncate(8 << 40)  # sparse
     with pytest.raises(

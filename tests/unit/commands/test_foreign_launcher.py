@@ -12,7 +12,7 @@ from launch.base.errors import ConfigError, ResourceError
 from launch.commands import foreign_launcher
 from launch.plan.candidates import LaunchConstraints
 from launch.render import deepspeed as render_deepspeed
-from tests.builders import machine, plan, wish
+from tests.builders import machine, plan, recipe_of
 
 CPU = {"device": "cpu"}
 
@@ -124,7 +124,7 @@ def test_fsdp_has_to_be_the_second(tmp_path):
 
 def test_the_users_deepspeed_file_keeps_what_is_not_the_recipes_and_the_rest_is_said(tmp_path):
     said: list[str] = []
-    chosen = plan(wish(launch={"mode": "deepspeed_zero2"}), machine(2))
+    chosen = plan(recipe_of(launch={"mode": "deepspeed_zero2"}), machine(2))
     environ = deepspeed(
         tmp_path,
         train_micro_batch_size_per_gpu=99,
@@ -147,14 +147,14 @@ def test_the_users_deepspeed_file_keeps_what_is_not_the_recipes_and_the_rest_is_
 
 
 def test_an_optimizer_in_the_users_deepspeed_file_is_refused(tmp_path):
-    chosen = plan(wish(launch={"mode": "deepspeed_zero2"}), machine(2))
+    chosen = plan(recipe_of(launch={"mode": "deepspeed_zero2"}), machine(2))
     environ = deepspeed(tmp_path, optimizer={"type": "AdamW"})
     with pytest.raises(ConfigError, match="optimizer is the recipe's"):
         render_deepspeed.deepspeed_file(chosen, 1.0, tmp_path, environ, print)
 
 
 def test_a_deepspeed_file_that_asks_for_deepspeeds_own_optimizer_is_refused_with_the_fix(tmp_path):
-    chosen = plan(wish(launch={"mode": "deepspeed_zero2_offload"}), machine(2))
+    chosen = plan(recipe_of(launch={"mode": "deepspeed_zero2_offload"}), machine(2))
     environ = deepspeed(tmp_path, zero_force_ds_cpu_optimizer=True)
     refused = r"ds\.json: zero_force_ds_cpu_optimizer true .* set it to false, or remove it"
     with pytest.raises(ConfigError, match=refused):
@@ -166,7 +166,7 @@ def test_a_recipe_and_a_launcher_that_disagree_are_refused():
         ConfigError, match="deepspeed_zero3, but the ranks were started as deepspeed_zero2"
     ):
         plan(
-            wish(launch={"mode": "deepspeed_zero3"}),
+            recipe_of(launch={"mode": "deepspeed_zero3"}),
             machine(2),
             num_processes=2,
             mode="deepspeed_zero2",
@@ -174,7 +174,7 @@ def test_a_recipe_and_a_launcher_that_disagree_are_refused():
 
 
 def test_values_given_to_accelerate_that_the_recipe_decides_are_said():
-    chosen = plan(wish(launch={"mode": "deepspeed_zero2"}), machine(2))
+    chosen = plan(recipe_of(launch={"mode": "deepspeed_zero2"}), machine(2))
     given_flags = {
         "ACCELERATE_MIXED_PRECISION": "bf16",
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",

@@ -30,7 +30,7 @@ def made(tmp_path_factory) -> tuple[Path, Recipe, Plan]:
     data = {"max_length": 64}
     for key, count in (("train_file", 60), ("validation_file", 10)):
         data[key] = str(builders.write_parquet(folder / f"{key}.parquet", builders.rows(count)))
-    recipe = builders.wish(data=data)
+    recipe = builders.recipe_of(data=data)
     plan = builders.plan(recipe)
     prepare.ensure(tokens_of(folder / "cache", recipe, plan), print)
     return folder / "cache", recipe, plan

@@ -16,7 +16,7 @@ from launch.base.errors import ConfigError, ResourceError
 from launch.probe import packages
 from launch.report import text
 from launch.schema.plan import Plan
-from tests.builders import gpu, machine, plan, wish
+from tests.builders import gpu, machine, plan, recipe_of
 
 pytestmark = pytest.mark.unit
 
@@ -32,7 +32,7 @@ def attention(
     card: dict[str, Any] | None = None, given: dict[str, Any] = THERE, **sections: Any
 ) -> tuple[str, str]:
     """What a plan for one card says of its attention, which is what runs."""
-    recipe = wish(**{"training": HALF, **sections})
+    recipe = recipe_of(**{"training": HALF, **sections})
     chosen = plan(recipe, machine(cards=(gpu(**card),) if card is not None else ()), **given)
     runs, why = row(chosen, "attention")
     assert chosen.strategy.attn_implementation == runs
@@ -121,7 +121,7 @@ def test_rows_that_follow_one_another_are_hardly_padded():
         "tokens": 16 * 205,
         "longest_input": 400,
     }
-    recipe = wish(training=HALF)
+    recipe = recipe_of(training=HALF)
     share = {
         attention: padding.of(counts, chosen.strategy, 8, recipe.data, (400, 400)).share
         for attention, given in (("sdpa", GONE), ("flash_attention_2", THERE))
@@ -138,30 +138,33 @@ def test_tf32_is_off_unless_asked_for_and_a_float32_plan_says_what_it_would_give
         gpu(architecture="8.0", total_bytes=40 << 30, free_bytes=39 << 30),
         name="NVIDIA A100-SXM4-40GB",
     )
-    runs, why = row(plan(wish(), machine(cards=(a100,))), "tf32")
+    runs, why = row(plan(recipe_of(), machine(cards=(a100,))), "tf32")
     assert runs == "off"
     assert (
         why
         == "not asked for; --training.tf32=true: products with 10 bits of mantissa, up to 8 x as"
         " fast"
     )
-    assert "no faster than float32" in row(plan(wish(), machine(1)), "tf32")[1]
-    assert "tf32" not in [one.name for one in plan(wish(training=HALF), machine(1)).switches]
-    assert row(plan(wish(), machine(cards=(gpu(architecture="7.5"),))), "tf32") == (
+    assert "no faster than float32" in row(plan(recipe_of(), machine(1)), "tf32")[1]
+    assert "tf32" not in [one.name for one in plan(recipe_of(training=HALF), machine(1)).switches]
+    assert row(plan(recipe_of(), machine(cards=(gpu(architecture="7.5"),))), "tf32") == (
         "off",
         "7.5 has none",
     )
-    assert row(plan(wish(training={"tf32": False}), machine(1)), "tf32") == ("off", "asked for")
-    on = plan(wish(training={"tf32": True}), machine(1))
+    assert row(plan(recipe_of(training={"tf32": False}), machine(1)), "tf32") == (
+        "off",
+        "asked for",
+    )
+    on = plan(recipe_of(training={"tf32": True}), machine(1))
     assert on.strategy.tf32
     assert row(on, "tf32") == ("on", "asked for: float32 products have 10 bits of mantissa")
-    both = plan(wish(training={"tf32": True, **HALF}), machine(1))
+    both = plan(recipe_of(training={"tf32": True, **HALF}), machine(1))
     assert row(both, "tf32")[1].endswith("under bf16 few are left")
 
 
 def test_tf32_on_a_cpu_is_refused():
     with pytest.raises(ConfigError, match="a CPU has no TF32; drop it"):
-        plan(wish(training={"tf32": True}))
+        plan(recipe_of(training={"tf32": True}))
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -169,8 +172,9 @@ def test_the_flag_is_as_the_plan_says_whatever_a_containers_variable_says(asked)
     """As in NVIDIA's images; with TrainingArguments' own switch alone the variable wins."""
     child = (
         "import json, sys, torch; from training.loop import arguments; from tests.builders import"
-        f" machine, plan, wish\nrecipe = wish(training={{'tf32': {asked}}}); chosen = plan(recipe,"
-        " machine(1))\nbefore = torch.backends.cuda.matmul.allow_tf32; arguments.of(recipe,"
+        f" machine, plan, recipe_of\nrecipe = recipe_of(training={{'tf32': {asked}}})"
+        "; chosen = plan(recipe, machine(1))\nbefore = torch.backends.cuda.matmul.allow_tf32;"
+        " arguments.of(recipe,"
         " chosen, 9, False, {})\nprint(json.dumps([before,"
         " torch.backends.cuda.matmul.allow_tf32]))"
     )
@@ -188,7 +192,7 @@ def test_the_flag_is_as_the_plan_says_whatever_a_containers_variable_says(asked)
 
 def liger(recipe_sections: dict[str, Any], cards: int = 1, no_liger: str | None = None) -> Plan:
     training = {"use_liger_kernel": True, **recipe_sections.pop("training", {})}
-    return plan(wish(training=training, **recipe_sections), machine(cards), no_liger=no_liger)
+    return plan(recipe_of(training=training, **recipe_sections), machine(cards), no_liger=no_liger)
 
 
 def test_liger_is_on_where_it_can_run_and_the_plan_says_what_is_not_predicted():
@@ -197,7 +201,7 @@ def test_liger_is_on_where_it_can_run_and_the_plan_says_what_is_not_predicted():
     runs, why = row(chosen, "liger")
     assert runs == "on"
     assert "predicted without its kernels" in why
-    assert row(plan(wish(), machine(1)), "liger") == ("off", "not asked for")
+    assert row(plan(recipe_of(), machine(1)), "liger") == ("off", "not asked for")
 
 
 @pytest.mark.parametrize(
@@ -236,7 +240,7 @@ def test_liger_that_cannot_run_is_refused_with_the_reason(sections, cards, no_li
 
 
 def test_every_row_is_on_the_screen_of_the_plan():
-    recipe = wish(
+    recipe = recipe_of(
         training={
             **HALF,
             "gradient_checkpointing": True,
@@ -262,27 +266,29 @@ def test_every_row_is_on_the_screen_of_the_plan():
         "             compile    off: not asked for",
     ):
         assert words in said
-    assert row(plan(wish(training={"torch_compile": True}), no_compiler="no g++"), "compile") == (
+    assert row(
+        plan(recipe_of(training={"torch_compile": True}), no_compiler="no g++"), "compile"
+    ) == (
         "off",
         "no g++",
     )
-    old = plan(wish(training=HALF), machine(cards=(gpu(architecture="7.5"),)))
+    old = plan(recipe_of(training=HALF), machine(cards=(gpu(architecture="7.5"),)))
     assert row(old, "precision") == ("fp16 autocast", "training.bf16, which the card lacks")
 
 
 def test_the_rows_are_kept_with_the_plan(tmp_path):
     from launch.run_folder.layout import RunDir
 
-    chosen = plan(wish(), machine(1))
+    chosen = plan(recipe_of(), machine(1))
     run = RunDir(tmp_path)
-    run.write_plan(wish(), chosen)
+    run.write_plan(recipe_of(), chosen)
     assert run.read_plan().switches == chosen.switches
 
 
 @pytest.mark.parametrize("optim", ["lion_32bit", "paged_adamw_8bit", "rmsprop_bnb"])
 def test_bitsandbytes_is_not_left_out_where_its_optimizer_runs(optim):
-    assert "bitsandbytes" not in packages.unused(wish(training={"optim": optim}), None)
-    assert "bitsandbytes" in packages.unused(wish(), None)
+    assert "bitsandbytes" not in packages.unused(recipe_of(training={"optim": optim}), None)
+    assert "bitsandbytes" in packages.unused(recipe_of(), None)
 
 
 @pytest.mark.parametrize(
@@ -308,9 +314,9 @@ def test_bitsandbytes_is_not_left_out_where_its_optimizer_runs(optim):
 def test_a_package_that_the_recipe_needs_and_that_is_not_there_is_named(
     package, sections, words, monkeypatch
 ):
-    recipe = wish(**sections)
+    recipe = recipe_of(**sections)
     packages.refuse_missing(recipe)
     monkeypatch.setitem(sys.modules, package, None)  # how Python says that it is not installed
     with pytest.raises(ResourceError, match=words):
         packages.refuse_missing(recipe)
-    packages.refuse_missing(wish())
+    packages.refuse_missing(recipe_of())

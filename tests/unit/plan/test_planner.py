@@ -15,7 +15,7 @@ from launch.render import command
 from launch.report import text
 from launch.run_folder.layout import RunDir
 from launch.schema.machine import GIB, Link
-from tests.builders import CODE, DATA_FORMAT, gpu, machine, plan, wish
+from tests.builders import CODE, DATA_FORMAT, gpu, machine, plan, recipe_of
 from training.loop import arguments
 
 
@@ -32,18 +32,21 @@ def test_without_a_gpu_one_process_trains_on_the_cpu():
 def test_every_gpu_is_used_unless_a_number_is_given():
     two = plan(on=machine(2)).strategy
     assert (two.mode, two.num_processes, two.backend) == ("dual_gpu_nccl", 2, "nccl")
-    one = plan(wish(launch={"num_processes": 1}), machine(2)).strategy
+    one = plan(recipe_of(launch={"num_processes": 1}), machine(2)).strategy
     assert (one.mode, one.num_processes, one.backend) == ("single_gpu", 1, None)
 
 
 def test_gloo_that_was_asked_for_is_gloo():
     assert plan(on=machine(2), force_gloo=True).strategy.backend == "gloo"
-    assert plan(wish(launch={"mode": "dual_gpu_gloo"}), machine(2)).strategy.mode == "dual_gpu_gloo"
+    assert (
+        plan(recipe_of(launch={"mode": "dual_gpu_gloo"}), machine(2)).strategy.mode
+        == "dual_gpu_gloo"
+    )
 
 
 def test_the_batch_of_the_user_is_never_changed():
     for batch in (1, 7, 20, 4096):
-        recipe = wish(
+        recipe = recipe_of(
             training={"per_device_train_batch_size": batch, "gradient_accumulation_steps": 3}
         )
         strategy = plan(recipe, machine(2)).strategy
@@ -60,20 +63,20 @@ def test_ranks_that_are_running_already_are_taken_as_they_are():
     ("recipe", "on", "words"),
     [
         (
-            wish(training={"fp16": True}, model={"dtype": "bfloat16"}),
+            recipe_of(training={"fp16": True}, model={"dtype": "bfloat16"}),
             machine(1),
             "takes no bfloat16 gradients",
         ),
-        (wish(launch={"num_processes": 3}), machine(2), "there are 2 GPU"),
-        (wish(launch={"mode": "cpu", "num_processes": 2}), machine(), "is one process"),
+        (recipe_of(launch={"num_processes": 3}), machine(2), "there are 2 GPU"),
+        (recipe_of(launch={"mode": "cpu", "num_processes": 2}), machine(), "is one process"),
         (
-            wish(launch={"mode": "cpu", "nodes": 2, "main_process_ip": "10.0.0.1"}),
+            recipe_of(launch={"mode": "cpu", "nodes": 2, "main_process_ip": "10.0.0.1"}),
             machine(),
             "launch.nodes says 2",
         ),
-        (wish(training={"fp16": True}), machine(), "no effect on a CPU"),
-        (wish(data={"max_length": 4096}), machine(), "data.max_length 4096"),
-        (wish(model={"freeze": ["encodr"]}), machine(), "encodr"),
+        (recipe_of(training={"fp16": True}), machine(), "no effect on a CPU"),
+        (recipe_of(data={"max_length": 4096}), machine(), "data.max_length 4096"),
+        (recipe_of(model={"freeze": ["encodr"]}), machine(), "encodr"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason(recipe, on, words):
@@ -86,11 +89,11 @@ def test_what_cannot_be_is_refused_with_the_reason(recipe, on, words):
 )
 def test_a_mode_whose_cards_are_not_there_is_refused_as_a_missing_device(mode, gpus, words):
     with pytest.raises(ResourceError, match=f"launch.mode {mode} needs {words}"):
-        plan(wish(launch={"mode": mode}), machine(gpus))
+        plan(recipe_of(launch={"mode": mode}), machine(gpus))
 
 
 def test_a_model_whose_states_do_not_fit_is_refused_with_numbers_and_ways_out():
-    recipe = wish(model={"shape": "llama-7b"}, data={"max_length": 512})
+    recipe = recipe_of(model={"shape": "llama-7b"}, data={"max_length": 512})
     numbers = r"25\.10 GiB weights \+ 25\.10 GiB gradients \+ 50\.21 GiB optimizer"
     ways = r"would fit: .*--lora\.r=16 --model\.dtype=bfloat16 \(dual_gpu_nccl, 13\.\d"
     with pytest.raises(DoesNotFit, match=f"{numbers}.*{ways}"):
@@ -98,7 +101,7 @@ def test_a_model_whose_states_do_not_fit_is_refused_with_numbers_and_ways_out():
 
 
 def test_lora_in_bfloat16_of_the_same_model_fits_and_its_states_are_counted_apart():
-    recipe = wish(model={"shape": "llama-7b", "dtype": "bfloat16"}, lora={"r": 16})
+    recipe = recipe_of(model={"shape": "llama-7b", "dtype": "bfloat16"}, lora={"r": 16})
     chosen = plan(recipe, machine(1))
     assert chosen.estimate.weights_bytes == pytest.approx(12.7 * GIB, rel=0.01)
     assert chosen.shape.trainable_parameters == chosen.shape.lora_parameters == 39_976_960
@@ -107,13 +110,13 @@ def test_lora_in_bfloat16_of_the_same_model_fits_and_its_states_are_counted_apar
 
 def test_bf16_on_a_card_without_it_becomes_fp16_and_is_said():
     turing = machine(cards=(gpu(architecture="7.5"),))
-    chosen = plan(wish(training={"bf16": True}), turing)
+    chosen = plan(recipe_of(training={"bf16": True}), turing)
     assert chosen.strategy.mixed_precision == "fp16"
     assert [change.key for change in chosen.changes] == ["training.bf16"]
 
 
 def test_without_a_trace_the_plan_says_that_activations_are_not_predicted():
-    recipe = wish()
+    recipe = recipe_of()
     lines = "\n".join(text.plan_lines(recipe, machine(), plan(recipe)))
     assert "activations are not predicted" in lines
     assert "16 per device x 2 accumulation x 1 process = 32 effective" in lines
@@ -170,26 +173,26 @@ def test_where_nccl_fails_gloo_or_one_card_trains_and_the_plan_says_why():
 )
 def test_what_the_user_named_is_not_replaced_by_what_works(section, found, words):
     with pytest.raises(ConfigError, match=words):
-        plan(wish(launch=section), machine(2), link=found)
+        plan(recipe_of(launch=section), machine(2), link=found)
 
 
 def test_the_plan_says_when_one_card_is_faster_than_two():
     slow = Link("gloo", {}, 0.05e9, 60e12, (), "Gloo works")
-    lines = "\n".join(plan(wish(launch={"mode": "dual_gpu_gloo"}), machine(2), link=slow).why)
+    lines = "\n".join(plan(recipe_of(launch={"mode": "dual_gpu_gloo"}), machine(2), link=slow).why)
     assert "one is faster (--launch.num_processes=1)" in lines
     assert "link: not tested" in "\n".join(plan(on=machine(2)).why)
 
 
 def test_without_the_package_deepspeed_is_not_planned_and_a_named_mode_says_so():
     with pytest.raises(ConfigError, match="the package deepspeed is not installed"):
-        plan(wish(launch={"mode": "deepspeed_zero2"}), machine(2), has_deepspeed=False)
-    large = wish(model={"shape": "llama-7b"})
+        plan(recipe_of(launch={"mode": "deepspeed_zero2"}), machine(2), has_deepspeed=False)
+    large = recipe_of(model={"shape": "llama-7b"})
     with pytest.raises(DoesNotFit, match="the package deepspeed is not installed"):
         plan(large, machine(2), has_deepspeed=False)
 
 
 def test_over_gloo_what_does_not_fit_every_card_is_offloaded_on_one_at_the_same_effective_batch():
-    recipe = wish(
+    recipe = recipe_of(
         model={"shape": "qwen2-0.5b"}, data={"max_length": 64}, launch={"vram_fraction": 0.2}
     )
     chosen = plan(recipe, machine(2, host_available_bytes=64 * GIB), link=link("gloo"))
@@ -199,7 +202,7 @@ def test_over_gloo_what_does_not_fit_every_card_is_offloaded_on_one_at_the_same_
 
 def test_ranks_that_are_running_and_a_number_that_was_asked_for_have_to_agree():
     with pytest.raises(ConfigError, match="num_processes 3, but 2 rank"):
-        plan(wish(launch={"num_processes": 3}), num_processes=2)
+        plan(recipe_of(launch={"num_processes": 3}), num_processes=2)
 
 
 def test_where_one_card_is_nearly_full_the_other_alone_is_a_way_out():
@@ -208,11 +211,11 @@ def test_where_one_card_is_nearly_full_the_other_alone_is_a_way_out():
     with pytest.raises(
         DoesNotFit, match=r"would fit: --launch.mode=auto --launch.num_processes=1 \(single_gpu"
     ):
-        plan(wish(model={"shape": "t5-chatlm-0.2b"}), uneven, has_deepspeed=False)
+        plan(recipe_of(model={"shape": "t5-chatlm-0.2b"}), uneven, has_deepspeed=False)
 
 
 def test_ways_out_are_of_a_mode_that_fits_and_never_the_line_that_was_typed():
-    recipe = wish(
+    recipe = recipe_of(
         model={"shape": "llama-7b", "dtype": "bfloat16"},
         lora={"r": 16},
         training={"bf16": True},
@@ -227,7 +230,7 @@ def test_ways_out_are_of_a_mode_that_fits_and_never_the_line_that_was_typed():
 
 
 def test_the_variable_of_the_guides_does_not_forbid_offloading_on_one_card():
-    recipe = wish(
+    recipe = recipe_of(
         model={"shape": "qwen2-0.5b"}, data={"max_length": 64}, launch={"vram_fraction": 0.2}
     )
     strategy = plan(recipe, machine(2, host_available_bytes=64 * GIB), force_gloo=True).strategy
@@ -240,7 +243,9 @@ def test_the_variable_of_the_guides_does_not_forbid_offloading_on_one_card():
 
 def test_4_bit_weights_are_a_way_out_where_they_fit():
     launch = {"mode": "single_gpu"}
-    recipe = wish(model={"shape": "llama-7b", "dtype": "bfloat16"}, lora={"r": 16}, launch=launch)
+    recipe = recipe_of(
+        model={"shape": "llama-7b", "dtype": "bfloat16"}, lora={"r": 16}, launch=launch
+    )
     small = machine(1, cards=(gpu(total_bytes=8 * GIB, free_bytes=8 * GIB),))
     with pytest.raises(
         DoesNotFit, match=r"--quantization\.load_in_4bit=true \(single_gpu, 4\.20 GiB\)"
@@ -251,7 +256,7 @@ def test_4_bit_weights_are_a_way_out_where_they_fit():
         match=r"--lora\.r=16 --quantization\.load_in_4bit=true \(single_gpu, 4\.20 GiB\)",
     ):
         plan(recipe.model_copy(update={"lora": None}), small)
-    taken = wish(
+    taken = recipe_of(
         model={"shape": "llama-7b", "dtype": "bfloat16"},
         lora={"r": 16},
         launch=launch,
@@ -263,41 +268,41 @@ def test_4_bit_weights_are_a_way_out_where_they_fit():
 def test_4_bit_products_are_computed_in_the_precision_of_training():
     four_bit = {"lora": {"r": 4}, "quantization": {"load_in_4bit": True}}
     words = {
-        "float32": wish(**four_bit),
-        "bfloat16": wish(**four_bit, training={"bf16": True}),
-        "float16": wish(**four_bit, training={"fp16": True}),
+        "float32": recipe_of(**four_bit),
+        "bfloat16": recipe_of(**four_bit, training={"bf16": True}),
+        "float16": recipe_of(**four_bit, training={"fp16": True}),
     }
     for dtype, recipe in words.items():
         assert f"computed in {dtype}" in "\n".join(plan(recipe, machine(1)).why)
     old = machine(1, cards=(gpu(architecture="7.5"),))
     assert "computed in float16" in "\n".join(plan(words["bfloat16"], old).why)
-    half = wish(**four_bit, model={"shape": "llama-tiny", "dtype": "bfloat16"})
+    half = recipe_of(**four_bit, model={"shape": "llama-tiny", "dtype": "bfloat16"})
     assert "computed in bfloat16" in "\n".join(plan(half, machine(1)).why)
     named = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}
-    asked = wish(lora={"r": 4}, quantization=named, training={"bf16": True})
+    asked = recipe_of(lora={"r": 4}, quantization=named, training={"bf16": True})
     assert "computed in float32" in "\n".join(plan(asked, machine(1)).why)
 
 
 def test_an_adapter_on_bfloat16_weights_trains_under_an_fp16_scaler():
     """Its own weights are float32, and the others get no gradients."""
-    adapter = wish(training={"fp16": True}, model={"dtype": "bfloat16"}, lora={"r": 4})
+    adapter = recipe_of(training={"fp16": True}, model={"dtype": "bfloat16"}, lora={"r": 4})
     assert plan(adapter, machine(1)).strategy.mixed_precision == "fp16"
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_float16_weights_under_an_fp16_scaler_are_planned_for_deepspeed_only(gpus):
     half = {"model": {"dtype": "float16"}, "training": {"fp16": True}}
-    chosen = plan(wish(**half), machine(gpus))
+    chosen = plan(recipe_of(**half), machine(gpus))
     assert chosen.strategy.engine == "deepspeed"
     assert "takes no float16 gradients" in chosen.rejected[0]
     for mode in ("single_gpu", "dual_gpu_nccl") if gpus > 1 else ("single_gpu",):
-        named = wish(**half, launch={"mode": mode})
+        named = recipe_of(**half, launch={"mode": mode})
         with pytest.raises(
             ConfigError, match=f"launch.mode {mode} cannot train model.dtype float16 "
         ):
             plan(named, machine(gpus))
     with pytest.raises(ConfigError, match="or use a deepspeed mode"):
-        plan(wish(**half), machine(gpus), has_deepspeed=False)
+        plan(recipe_of(**half), machine(gpus), has_deepspeed=False)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +311,7 @@ def test_float16_weights_under_an_fp16_scaler_are_planned_for_deepspeed_only(gpu
 )
 def test_float16_weights_without_such_gradients_or_without_a_scaler_are_planned_as_asked(other, on):
     half = {"model": {"dtype": "float16"}, "training": {"fp16": True}}
-    assert plan(wish(**{**half, **other}), on).strategy.mode == "single_gpu"
+    assert plan(recipe_of(**{**half, **other}), on).strategy.mode == "single_gpu"
 
 
 @pytest.mark.parametrize(
@@ -316,7 +321,7 @@ def test_float16_weights_without_such_gradients_or_without_a_scaler_are_planned_
 def test_ranks_keep_the_memory_that_planning_left_free_unless_a_share_was_asked_for(
     tmp_path, section, share
 ):
-    recipe = wish(launch=section)
+    recipe = recipe_of(launch=section)
     run = RunDir(tmp_path)
     run.write_plan(recipe, plan(recipe, machine(1)))
     # recipe.json has every default, the plan knows better
@@ -331,7 +336,7 @@ def test_a_rate_that_shall_follow_the_effective_batch_does_and_the_plan_says_so(
         "learning_rate_batch_size": 32,
         "warmup_steps": 0.1,
     }
-    recipe = wish(training=training)
+    recipe = recipe_of(training=training)
     here, two = plan(recipe), plan(recipe, machine(2))
     assert not [change for change in here.changes if change.key == "training.learning_rate"]
     (change,) = [change for change in two.changes if change.key == "training.learning_rate"]
@@ -350,11 +355,11 @@ def test_a_rate_that_shall_follow_the_effective_batch_does_and_the_plan_says_so(
 )
 def test_a_rate_scales_from_a_batch_by_a_rule_and_not_with_one_of_them(training):
     with pytest.raises(ValueError, match="set both"):
-        wish(training=training)
+        recipe_of(training=training)
 
 
 def test_by_tokens_the_longest_rows_are_judged_and_a_whole_step_of_short_ones():
-    recipe = wish(data={"train_file": "x", "max_length": 128, "batch_by_tokens": True})
+    recipe = recipe_of(data={"train_file": "x", "max_length": 128, "batch_by_tokens": True})
     config, parameters = model_config.read(recipe.model, root=CODE)
     context = plan_context.build(recipe, machine(), config, parameters, DATA_FORMAT)
     cut = plan(recipe, machine()).strategy
@@ -392,7 +397,7 @@ def test_splits_by_tokens_share_the_trace_of_the_longest_rows_and_short_rows_are
         def get(self, question):
             return None
 
-    recipe = wish(data={"train_file": "x", "max_length": 128, "batch_by_tokens": True})
+    recipe = recipe_of(data={"train_file": "x", "max_length": 128, "batch_by_tokens": True})
     config, parameters = model_config.read(recipe.model, root=CODE)
     asked = Asked()
     context = replace(

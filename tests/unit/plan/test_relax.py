@@ -9,13 +9,13 @@ import pytest
 from launch.base.errors import DoesNotFit
 from launch.base.workspace import CODE
 from launch.plan import relax, resolve
-from tests.builders import wish
+from tests.builders import recipe_of
 
 LORA = {"r": 16, "lora_alpha": 32}
 
 
 def given_up(**sections):
-    recipe = wish(model={"shape": "llama-7b"}, **sections)
+    recipe = recipe_of(model={"shape": "llama-7b"}, **sections)
     return [
         {change.key: change.effective for change in changes}
         for _, changes in relax.rungs(recipe, "llama")
@@ -41,7 +41,7 @@ def test_four_bits_need_an_adapter():
 
 
 def test_a_change_names_what_was_asked_for_at_first():
-    recipe = wish(data={"max_length": 256}, allow=["data.max_length"])
+    recipe = recipe_of(data={"max_length": 256}, allow=["data.max_length"])
     *_, (last, changes) = relax.rungs(recipe, "t5")
     assert last.data.max_length == 64
     assert [(change.requested, change.effective) for change in changes] == [("256", "64")]

@@ -19,7 +19,7 @@ from launch.predict.traces import Question, Trace, read_work
 from launch.schema.machine import GIB
 from launch.schema.plan import MemoryEstimate, Plan, Strategy
 from launch.schema.recipe import Recipe
-from tests.builders import CODE, DATA_FORMAT, gpu, machine, plan, wish
+from tests.builders import CODE, DATA_FORMAT, gpu, machine, plan, recipe_of
 
 RECORDED = Path(__file__).parents[2] / "data" / "traces" / "gpt2-small-512.json"
 # Reserved by torch 2.13.0+cu130, whose kernels did nothing: in the second step of 8 rows, in an
@@ -52,7 +52,9 @@ def asked(**data: str) -> Recipe:
             "gradient_accumulation_steps": 1,
         },
     )
-    return wish(model=model, data={"max_length": 512, **data}, training={**batch, "bf16": True})
+    return recipe_of(
+        model=model, data={"max_length": 512, **data}, training={**batch, "bf16": True}
+    )
 
 
 def judged(recipe: Recipe, eval_samples: int = 24) -> tuple[Strategy, MemoryEstimate]:

@@ -26,7 +26,7 @@ from launch.predict.history.calibration import Figures, Measurement
 from launch.predict.history.ledger import Ledger, Tuned
 from launch.schema.machine import GIB
 from launch.schema.plan import ModelSize, Strategy
-from tests.builders import CODE, gpu, machine, plan, wish
+from tests.builders import CODE, gpu, machine, plan, recipe_of
 
 KEYS = {"machine_key": "machine-1", "model_key": "model-1", "recipe_key": "recipe-1"}
 
@@ -185,7 +185,7 @@ def test_a_model_is_known_by_its_content_not_by_its_name():
     ],
 )
 def test_a_recipe_is_known_again_when_an_optimizer_step_feels_no_difference(sections):
-    assert cache_keys.recipe_key(wish(**sections)) == cache_keys.recipe_key(wish())
+    assert cache_keys.recipe_key(recipe_of(**sections)) == cache_keys.recipe_key(recipe_of())
 
 
 @pytest.mark.parametrize(
@@ -208,22 +208,22 @@ def test_a_recipe_is_known_again_when_an_optimizer_step_feels_no_difference(sect
     ],
 )
 def test_a_recipe_whose_steps_differ_has_another_key(sections):
-    assert cache_keys.recipe_key(wish(**sections)) != cache_keys.recipe_key(wish())
+    assert cache_keys.recipe_key(recipe_of(**sections)) != cache_keys.recipe_key(recipe_of())
 
 
 def test_keys_are_the_same_in_every_process():
     code = (
         "from launch.predict.history import cache_keys as keys; from tests.builders import machine,"
-        " wish"
+        " recipe_of"
     )
     code += "; print(keys.machine_key(machine(2)))"
-    code += "; print(keys.recipe_key(wish()))"
+    code += "; print(keys.recipe_key(recipe_of()))"
     argv = [sys.executable, "-P", "-c", code]
     env = {"PYTHONPATH": str(CODE), "PYTHONHASHSEED": "7"}
     done = subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.split() == [
         cache_keys.machine_key(machine(2)),
-        cache_keys.recipe_key(wish()),
+        cache_keys.recipe_key(recipe_of()),
     ]
 
 

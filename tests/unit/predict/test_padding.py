@@ -57,7 +57,7 @@ def test_the_plan_tells_the_padding_that_an_epoch_has(
             real += lengths[batch].sum()
             computed += (-(-lengths[batch].max(axis=0) // 8) * 8).sum() * len(batch)
     strategy = replace(
-        builders.plan(builders.wish(), builders.machine()).strategy,
+        builders.plan(builders.recipe_of(), builders.machine()).strategy,
         per_device_train_batch_size=cut[0],
         gradient_accumulation_steps=cut[1],
         num_processes=cut[2],
@@ -102,7 +102,7 @@ def test_lengths_that_are_kept_are_spread_over_the_whole_file():
 
 
 def test_counts_of_an_older_version_tell_nothing():
-    strategy = builders.plan(builders.wish(), builders.machine()).strategy
+    strategy = builders.plan(builders.recipe_of(), builders.machine()).strategy
     assert (
         padding.of({"rows": 10, "tokens": 100}, strategy, 1, DataSection(train_file="x"), (9, 9))
         is None
@@ -110,7 +110,7 @@ def test_counts_of_an_older_version_tell_nothing():
 
 
 def test_a_packed_plan_says_what_a_step_covers_before_and_after_tokenising():
-    recipe = builders.wish(data={"train_file": "x", "max_length": 128, "packing": True})
+    recipe = builders.recipe_of(data={"train_file": "x", "max_length": 128, "packing": True})
     plan = builders.plan(recipe, builders.machine())
     words = "\n".join(text.plan_lines(recipe, builders.machine(), plan))
     assert "a step covers 32 packed sequences of at most 128 tokens, instead of 32 rows" in words
@@ -140,7 +140,7 @@ def test_a_packed_plan_says_what_a_step_covers_before_and_after_tokenising():
 
 
 def test_a_plan_with_much_padding_names_what_leaves_less():
-    recipe = builders.wish()
+    recipe = builders.recipe_of()
     plan = builders.plan(recipe, builders.machine())
     random = padding.of(counted(rows(3000, False)), plan.strategy, 1, recipe.data, (128, 128))
     assert random is not None
@@ -159,7 +159,9 @@ def test_a_plan_with_much_padding_names_what_leaves_less():
 
 
 def test_a_plan_by_tokens_says_what_bounds_a_micro_batch():
-    recipe = builders.wish(data={"train_file": "x", "max_length": 128, "batch_by_tokens": True})
+    recipe = builders.recipe_of(
+        data={"train_file": "x", "max_length": 128, "batch_by_tokens": True}
+    )
     plan = builders.plan(recipe, builders.machine())
     words = "\n".join(text.plan_lines(recipe, builders.machine(), plan))
     assert "16 per device x 2 accumulation x 1 process = 32 effective" in words

@@ -7,13 +7,13 @@ import pytest
 from launch.base.errors import ConfigError, DoesNotFit
 from launch.report import text
 from launch.schema.machine import GIB
-from tests.builders import machine, plan, wish
+from tests.builders import machine, plan, recipe_of
 
 P = 254_272  # parameters of llama-tiny
 
 
 def states(mode: str, gpus: int = 2, **sections) -> dict[str, int]:
-    estimate = plan(wish(launch={"mode": mode}, **sections), machine(gpus)).estimate
+    estimate = plan(recipe_of(launch={"mode": mode}, **sections), machine(gpus)).estimate
     names = ("weights", "gradients", "optimizer", "offloaded")
     return {name: getattr(estimate, f"{name}_bytes") for name in names}
 
@@ -52,7 +52,7 @@ def test_fsdp2_under_autocast_trains_float32_weights_whatever_they_were_loaded_a
 
 
 def test_lora_shares_out_the_adapters_states_only():
-    whole = plan(wish(launch={"mode": "deepspeed_zero2"}, lora={"r": 4}), machine(2))
+    whole = plan(recipe_of(launch={"mode": "deepspeed_zero2"}, lora={"r": 4}), machine(2))
     adapters = whole.shape.lora_parameters
     assert whole.estimate.weights_bytes == 4 * (P + adapters)
     assert whole.estimate.optimizer_bytes == 6 * adapters
@@ -78,18 +78,18 @@ def test_lora_shares_out_the_adapters_states_only():
 )
 def test_what_an_engine_cannot_do_is_refused_with_the_reason(sections, on, words):
     with pytest.raises((ConfigError, ValueError), match=words):
-        plan(wish(**sections), on)
+        plan(recipe_of(**sections), on)
 
 
 def test_gloo_on_gpus_is_for_ddp_alone():
     with pytest.raises(ConfigError, match="needs NCCL"):
-        plan(wish(launch={"mode": "deepspeed_zero2"}), machine(2), force_gloo=True)
+        plan(recipe_of(launch={"mode": "deepspeed_zero2"}), machine(2), force_gloo=True)
     assert plan(on=machine(2), force_gloo=True).strategy.mode == "dual_gpu_gloo"
 
 
 def test_a_model_too_large_for_one_card_is_shared_out_before_it_is_offloaded():
     """0.5 billion parameters: 7.4, 6.4, 5.5, 4.6 and 1.8 GiB of states a card, and none."""
-    recipe = wish(model={"shape": "qwen2-0.5b"}, data={"max_length": 64})
+    recipe = recipe_of(model={"shape": "qwen2-0.5b"}, data={"max_length": 64})
     small = machine(2, host_available_bytes=64 * GIB)
     modes = {}
     for fraction in (0.95, 0.36, 0.3, 0.26, 0.12, 0.05):
@@ -106,7 +106,7 @@ def test_a_model_too_large_for_one_card_is_shared_out_before_it_is_offloaded():
 
 
 def test_offloaded_states_have_to_fit_the_host_with_all_its_ranks():
-    recipe = wish(
+    recipe = recipe_of(
         model={"shape": "qwen2-0.5b"},
         data={"max_length": 64},
         launch={"mode": "deepspeed_zero2_offload"},
@@ -119,7 +119,7 @@ def test_offloaded_states_have_to_fit_the_host_with_all_its_ranks():
 
 
 def test_the_plan_shows_where_offloaded_states_are():
-    recipe = wish(launch={"mode": "deepspeed_zero2_offload"}, training={"bf16": True})
+    recipe = recipe_of(launch={"mode": "deepspeed_zero2_offload"}, training={"bf16": True})
     lines = "\n".join(text.plan_lines(recipe, machine(2), plan(recipe, machine(2))))
     assert "bf16 weights, float32 copies" in lines
     assert "+ 1.9 MiB in host RAM" in lines
@@ -136,12 +136,12 @@ def test_the_plan_shows_where_offloaded_states_are():
 )
 def test_nodes_that_cannot_meet_are_refused(section, words):
     with pytest.raises(ValueError, match=words):
-        wish(launch=section)
+        recipe_of(launch=section)
 
 
 def test_two_nodes_hold_the_effective_batch_of_all_their_cards():
     chosen = plan(
-        wish(launch={"nodes": 2, "main_process_ip": "10.0.0.1", "machine_rank": 1}), machine(2)
+        recipe_of(launch={"nodes": 2, "main_process_ip": "10.0.0.1", "machine_rank": 1}), machine(2)
     )
     strategy = chosen.strategy
     assert (strategy.num_processes, strategy.num_machines, strategy.processes_per_machine) == (
@@ -157,7 +157,7 @@ def test_two_nodes_hold_the_effective_batch_of_all_their_cards():
 def test_4_bit_weights_are_not_shared_out(mode):
     sections = {"lora": {"r": 4}, "quantization": {"load_in_4bit": True}}
     with pytest.raises(ConfigError, match=f"{mode} cannot share out 4-bit weights.*dual_gpu_nccl"):
-        plan(wish(launch={"mode": mode}, **sections), machine(2))
-    chosen = plan(wish(**sections), machine(2))
+        plan(recipe_of(launch={"mode": mode}, **sections), machine(2))
+    chosen = plan(recipe_of(**sections), machine(2))
     assert chosen.strategy.mode == "dual_gpu_nccl"
     assert "deepspeed_zero3 cannot share out 4-bit weights" in "\n".join(chosen.rejected)

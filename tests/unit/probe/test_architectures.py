@@ -18,7 +18,7 @@ from launch.report import text
 from launch.run_folder.layout import RunDir
 from launch.schema.machine import Gpu
 from launch.schema.plan import Command
-from tests.builders import gpu, machine, plan, wish
+from tests.builders import gpu, machine, plan, recipe_of
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
@@ -101,34 +101,35 @@ def test_the_architecture_of_every_described_machine_is_known():
     ],
 )
 def test_bf16_that_the_hardware_lacks_becomes_fp16_and_the_reason_is_printed(card, said):
-    recipe = wish(training={"bf16": True})
+    recipe = recipe_of(training={"bf16": True})
     chosen = plan(recipe, machine(cards=(card,)))
     assert chosen.strategy.mixed_precision == "fp16"
     assert f"  changed    {said}" in text.plan_lines(recipe, machine(), chosen)
 
 
 def test_bf16_stays_on_an_r9700_and_nothing_is_said_to_change():
-    chosen = plan(wish(training={"bf16": True}), machine(cards=(radeon("gfx1201"),)))
+    chosen = plan(recipe_of(training={"bf16": True}), machine(cards=(radeon("gfx1201"),)))
     assert (chosen.strategy.mixed_precision, chosen.changes) == ("bf16", ())
 
 
 def test_a_card_that_is_not_used_does_not_decide_the_precision():
     cards = (gpu(0), gpu(1, architecture="7.5"))
-    recipe = wish(training={"bf16": True}, launch={"num_processes": 1})
+    recipe = recipe_of(training={"bf16": True}, launch={"num_processes": 1})
     assert plan(recipe, machine(cards=cards)).strategy.mixed_precision == "bf16"
     assert (
-        plan(wish(training={"bf16": True}), machine(cards=cards)).strategy.mixed_precision == "fp16"
+        plan(recipe_of(training={"bf16": True}), machine(cards=cards)).strategy.mixed_precision
+        == "fp16"
     )
 
 
 @pytest.mark.parametrize("card", [gpu(architecture="7.5"), radeon("gfx1201")])
 def test_tf32_on_a_card_without_it_is_refused(card):
     with pytest.raises(ConfigError, match=r"training.tf32: true, but .* has no TF32"):
-        plan(wish(training={"tf32": True}), machine(cards=(card,)))
+        plan(recipe_of(training={"tf32": True}), machine(cards=(card,)))
 
 
 def test_tf32_on_ampere_is_taken():
-    assert plan(wish(training={"tf32": True}), machine(1)).strategy.device == "cuda"
+    assert plan(recipe_of(training={"tf32": True}), machine(1)).strategy.device == "cuda"
 
 
 def command(card: Gpu, environ: dict[str, str]) -> Command:
@@ -171,7 +172,7 @@ def test_attention_without_a_fused_kernel_is_said_once_per_kind_of_card():
 
 def test_nothing_of_it_is_done_or_said_on_the_cpu():
     on = machine(cards=(radeon("gfx1200"),))
-    chosen = plan(wish(launch={"mode": "cpu"}), on)
+    chosen = plan(recipe_of(launch={"mode": "cpu"}), on)
     run = RunDir(Path("/workspace/runs/wish/1"))
     made = render_command.command(
         chosen, on, run, run.attempt(1), Workspace(Path("/workspace")), os.environ

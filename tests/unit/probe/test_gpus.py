@@ -15,6 +15,7 @@ guide to its own unit tests.
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ from launch.schema.machine import GIB, Gpu
 pytestmark = pytest.mark.unit
 
 DATA = Path(__file__).parents[2] / "data"
+QUOTED_DATA = shlex.quote(str(DATA))
 
 
 def rocm_smi_program(folder: Path, script: str, name: str = "rocm-smi") -> dict[str, str]:
@@ -73,7 +75,7 @@ def test_cuda_visible_devices_selects_in_its_own_order_and_ends_at_the_first_str
 
 
 def test_an_empty_cuda_visible_devices_hides_every_gpu_and_says_so(tmp_path):
-    env = rocm_smi_program(tmp_path, f"cat '{DATA / 'rocm-smi-6-rx7900xt.txt'}'")
+    env = rocm_smi_program(tmp_path, f"cat {QUOTED_DATA}/rocm-smi-6-rx7900xt.txt")
     found, reason = gpus.usable(env | {"CUDA_VISIBLE_DEVICES": ""})
     assert found == ()
     assert 'CUDA_VISIBLE_DEVICES="" leaves 0 of ' in reason
@@ -108,7 +110,7 @@ def test_what_is_no_list_of_gpus_is_an_error(text):
 
 
 def test_the_rocm_smi_on_path_is_asked(tmp_path):
-    env = rocm_smi_program(tmp_path, f"cat '{DATA / 'rocm-smi-5-2xmi100.txt'}'")
+    env = rocm_smi_program(tmp_path, f"cat {QUOTED_DATA}/rocm-smi-5-2xmi100.txt")
     pairs, reason = gpus.rocm_smi(env)
     assert [uuid for uuid, _ in pairs] == ["GPU-6bd1e1ca1bd4d2f5", "GPU-01c27d29e3b0a54e"]
     assert reason == f"{tmp_path}/rocm-smi lists 2"
@@ -132,7 +134,7 @@ def test_amd_gpus_are_selected_as_rocr_and_then_hip_do_and_numbered_as_hip_does(
     tmp_path, env, cards
 ):
     found, reason = gpus.usable(
-        rocm_smi_program(tmp_path, f"cat '{DATA / 'rocm-smi-5-2xmi100.txt'}'") | env
+        rocm_smi_program(tmp_path, f"cat {QUOTED_DATA}/rocm-smi-5-2xmi100.txt") | env
     )
     if found and found[0].vendor == "nvidia":
         pytest.skip("an NVIDIA GPU is here and goes first")
@@ -144,7 +146,7 @@ def test_amd_gpus_are_selected_as_rocr_and_then_hip_do_and_numbered_as_hip_does(
 
 def test_graphics_built_into_the_processor_is_left_out_and_named(tmp_path):
     found, reason = gpus.usable(
-        rocm_smi_program(tmp_path, f"cat '{DATA / 'rocm-smi-6-rx6800-and-igpu.txt'}'")
+        rocm_smi_program(tmp_path, f"cat {QUOTED_DATA}/rocm-smi-6-rx6800-and-igpu.txt")
     )
     if found and found[0].vendor == "nvidia":
         pytest.skip("an NVIDIA GPU is here and goes first")
@@ -195,8 +197,8 @@ def amd_smi_program(folder: Path, card: str) -> dict[str, str]:
     """An environment with an amd-smi that prints what was captured of this card."""
     script = f"""
         case "$*" in
-            "static --asic --driver --json") cat '{DATA}/amd-smi-static-{card}.txt' ;;
-            "metric --mem-usage --json") cat '{DATA}/amd-smi-metric-{card}.txt' ;;
+            "static --asic --driver --json") cat {QUOTED_DATA}/amd-smi-static-{card}.txt ;;
+            "metric --mem-usage --json") cat {QUOTED_DATA}/amd-smi-metric-{card}.txt ;;
             *) echo "amd-smi: error: argument" >&2; exit 2 ;;
         esac"""
     return rocm_smi_program(folder, script, "amd-smi")
@@ -216,7 +218,7 @@ def test_amd_smi_is_asked_where_there_is_no_rocm_smi(tmp_path):
 
 def test_rocm_smi_goes_before_amd_smi(tmp_path):
     env = amd_smi_program(tmp_path, "2xr9700")
-    rocm_smi_program(tmp_path, f"cat '{DATA / 'rocm-smi-6-rx7900xt.txt'}'")
+    rocm_smi_program(tmp_path, f"cat {QUOTED_DATA}/rocm-smi-6-rx7900xt.txt")
     found, _ = gpus.usable(env)
     if found and found[0].vendor == "nvidia":
         pytest.skip("an NVIDIA GPU is here and goes first")
@@ -265,7 +267,7 @@ def test_an_amd_smi_that_fails_is_a_reason(tmp_path):
 
 def test_the_amdsmi_library_goes_first(tmp_path):
     code = "import os; from launch.probe import gpus; print(gpus._amd(os.environ))"
-    env = rocm_smi_program(tmp_path, f"cat '{DATA / 'rocm-smi-6-rx7900xt.txt'}'")
+    env = rocm_smi_program(tmp_path, f"cat {QUOTED_DATA}/rocm-smi-6-rx7900xt.txt")
     env |= {"PYTHONPATH": f"{DATA / 'fake_amdsmi'}{os.pathsep}{DATA.parents[1]}"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True

@@ -9,13 +9,15 @@ import pytest
 
 from launch.base.errors import ConfigError, NetworkError
 from launch.probe import network
-from tests.builders import plan, wish
+from tests.builders import plan, recipe_of
 
 
 def located(ip: str, machine_rank: int = 0, **launch: object):
     return network.located(
         plan(
-            wish(launch={"nodes": 2, "main_process_ip": ip, "machine_rank": machine_rank, **launch})
+            recipe_of(
+                launch={"nodes": 2, "main_process_ip": ip, "machine_rank": machine_rank, **launch}
+            )
         )
     )
 
@@ -27,7 +29,11 @@ def test_a_single_machine_is_left_alone():
 
 @pytest.mark.parametrize("machine_rank", [0, 1])
 def test_the_interface_is_the_one_that_leads_there(machine_rank):
-    assert located("127.0.0.1", machine_rank).rendezvous.network_interface == "lo"
+    with socket.socket() as free:  # the usual port may be in use on this machine
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    located_plan = located("127.0.0.1", machine_rank, main_process_port=port)
+    assert located_plan.rendezvous.network_interface == "lo"
 
 
 def test_a_name_that_means_this_machine_everywhere_is_refused():

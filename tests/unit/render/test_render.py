@@ -17,7 +17,7 @@ from launch.run_folder.layout import RunDir
 from launch.schema.plan import Command
 from launch.schema.recipe import MODES
 from scripts import render_configs
-from tests.builders import gpu, machine, plan, wish
+from tests.builders import gpu, machine, plan, recipe_of
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_accelerate_loads_what_is_written_and_reads_the_same(tmp_path, on, num_p
     from accelerate.commands.config import load_config_from_file
 
     chosen = plan(
-        wish(launch={"num_processes": num_processes}, training={"bf16": bool(on.gpus)}), on
+        recipe_of(launch={"num_processes": num_processes}, training={"bf16": bool(on.gpus)}), on
     )
     path = tmp_path / "accelerate.yaml"
     path.write_text(accelerate.accelerate_config(chosen, "unused.json"))
@@ -65,7 +65,7 @@ def test_configs_holds_nothing_else():
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode.startswith("deepspeed")])
 def test_a_deepspeed_file_agrees_with_its_plan_in_every_number(mode):
-    chosen = plan(wish(launch={"mode": mode}, training={"bf16": True}), machine(2))
+    chosen = plan(recipe_of(launch={"mode": mode}, training={"bf16": True}), machine(2))
     config = json.loads(deepspeed.deepspeed_config(chosen, 0.5))
     assert "auto" not in json.dumps(config)
     strategy = chosen.strategy
@@ -95,7 +95,9 @@ def test_several_machines_meet_where_the_recipe_says():
         "main_process_ip": "10.0.0.1",
         "network_interface": "eth1",
     }
-    config = yaml.safe_load(accelerate.accelerate_config(plan(wish(launch=launch), machine(2)), ""))
+    config = yaml.safe_load(
+        accelerate.accelerate_config(plan(recipe_of(launch=launch), machine(2)), "")
+    )
     expected = {
         "num_machines": 2,
         "machine_rank": 1,
@@ -114,7 +116,12 @@ def test_several_machines_meet_where_the_recipe_says():
 def command(on, **launch) -> Command:
     run = RunDir(Path("/a 'b\" c/runs/wish/1"))
     return render_command.command(
-        plan(wish(launch=launch), on), on, run, run.attempt(1), Workspace(Path("/a 'b\" c")), {}
+        plan(recipe_of(launch=launch), on),
+        on,
+        run,
+        run.attempt(1),
+        Workspace(Path("/a 'b\" c")),
+        {},
     )
 
 

@@ -53,7 +53,7 @@ def begun(
         "gradient_accumulation_steps": 1,
         **sections.pop("training", {}),
     }
-    recipe = builders.wish(name=name, data=data, training=training, **sections)
+    recipe = builders.recipe_of(name=name, data=data, training=training, **sections)
     machine = builders.machine()
     plan = builders.plan(recipe, machine)
     run = RunDir.create(workspace.runs, name, datetime(2026, 1, 1))

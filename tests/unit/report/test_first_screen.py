@@ -9,14 +9,14 @@ import pytest
 
 from launch.report import first_screen
 from launch.schema.plan import Change
-from tests.builders import machine, plan, wish
+from tests.builders import machine, plan, recipe_of
 
 NOW = datetime(2026, 3, 5, 22, 10)
 LOG = ("log", "logs/chat_trainer_wish-20260305-221000.log")
 
 
 def screen(*below: tuple[str, str], finished_steps: int = 0, on=None, **facts) -> list[str]:
-    recipe, on = wish(training={"num_train_epochs": 3}), on or machine()
+    recipe, on = recipe_of(training={"num_train_epochs": 3}), on or machine()
     made = replace(plan(recipe, on), rows=640, **facts)
     lines = first_screen.lines(recipe, on, made, NOW, finished_steps, below)
     assert len(lines) <= first_screen.LINES
@@ -86,7 +86,7 @@ def test_lengths_are_said_to_be_assumed_until_rows_are_tokenised():
 
 
 def test_a_warning_is_shown_where_lines_are_left():
-    small = plan(wish())
+    small = plan(recipe_of())
     noted = replace(small.data_format, notes=("columns that are not read: url, score",))
     assert value(screen(data_format=noted), "note") == "columns that are not read: url, score"
 
@@ -94,7 +94,7 @@ def test_a_warning_is_shown_where_lines_are_left():
 def test_long_names_are_shortened_and_a_path_that_can_be_pasted_is_not():
     path = "/" + "long/" * 40 + "run.log"
     on = machine(name="a machine " * 20)
-    recipe = wish(data={"train_file": "/data/" + "x" * 200 + ".parquet"})
+    recipe = recipe_of(data={"train_file": "/data/" + "x" * 200 + ".parquet"})
     lines = first_screen.lines(recipe, on, plan(recipe, on), NOW, 0, (("log", path),))
     assert lines[-1].endswith(path)
     assert max(map(len, lines[:-1])) <= first_screen.COLUMNS

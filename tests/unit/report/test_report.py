@@ -8,7 +8,7 @@ import pytest
 
 from launch.report import html, text
 from launch.schema.result import Failure, HeldOut, RunResult
-from tests.builders import machine, plan, wish
+from tests.builders import machine, plan, recipe_of
 
 SUMMARY = {
     "step": 3,
@@ -37,7 +37,7 @@ SUMMARY = {
     ],
 )
 def test_answers_are_told_as_far_as_they_were_scored(scores, words):
-    recipe, on = wish(), machine()
+    recipe, on = recipe_of(), machine()
     result = RunResult("/run", 0, None, 2.0, 1 << 30, {**SUMMARY, **scores})
     lines = text.result_lines(recipe, on, plan(recipe, on), result, "chat")
     answers = [line for line in lines if "answers" in line]
@@ -54,7 +54,7 @@ def test_answers_are_told_as_far_as_they_were_scored(scores, words):
 
 
 def test_the_loss_of_the_exported_weights_is_told():
-    recipe, on = wish(), machine()
+    recipe, on = recipe_of(), machine()
     summary = {**SUMMARY, "exported_step": 10, "exported_eval_loss": 7.5923}
     lines = text.result_lines(
         recipe, on, plan(recipe, on), RunResult("/run", 0, None, 2.0, 1 << 30, summary), ""
@@ -63,7 +63,7 @@ def test_the_loss_of_the_exported_weights_is_told():
 
 
 def test_columns_that_are_not_read_have_a_line_in_the_plan():
-    recipe, on = wish(), machine()
+    recipe, on = recipe_of(), machine()
     made = plan(recipe, on)
     noted = replace(
         made,
@@ -76,7 +76,7 @@ def test_columns_that_are_not_read_have_a_line_in_the_plan():
 
 def test_a_constant_rate_has_no_warm_up():
     recipe, on = (
-        wish(training={"lr_scheduler_type": "constant", "warmup_steps": 100, "max_steps": 3}),
+        recipe_of(training={"lr_scheduler_type": "constant", "warmup_steps": 100, "max_steps": 3}),
         machine(),
     )
     words = "\n".join(text.plan_lines(recipe, on, plan(recipe, on)))
@@ -89,7 +89,7 @@ def test_a_constant_rate_has_no_warm_up():
     ("section", "words"), [("evaluation", ["  where  in evaluation at step 120"]), ("", [])]
 )
 def test_a_failure_says_in_which_section_it_came(section, words):
-    recipe, on = wish(), machine()
+    recipe, on = recipe_of(), machine()
     failure = Failure(
         "device_oom", 12, "the GPU ran out of memory", "CUDA out of memory", "halve it", section
     )

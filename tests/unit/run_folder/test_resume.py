@@ -17,13 +17,13 @@ from launch.render import write
 from launch.run_folder import resume
 from launch.run_folder.layout import RunDir
 from launch.schema.recipe import Recipe
-from tests.builders import machine, plan, wish
+from tests.builders import machine, plan, recipe_of
 
 NOW = datetime(2026, 11, 22)
 
 
 def recipe(out: Path, **training: float) -> Recipe:
-    return wish(output_dir=str(out), training={"learning_rate": 1e-3, **training})
+    return recipe_of(output_dir=str(out), training={"learning_rate": 1e-3, **training})
 
 
 def trained(workspace: Path, asked: Recipe, day: int, is_complete: bool = False) -> RunDir:

@@ -16,7 +16,7 @@ from launch.run_folder import resume
 from launch.schema import affects as schema_affects
 from launch.schema.plan import ModelSize
 from launch.schema.recipe import SECTIONS, Recipe, affected_by, keys
-from tests.builders import plan, wish
+from tests.builders import plan, recipe_of
 
 MODEL = ModelSize("tiny", {"model_type": "llama"}, 1000, 1000)
 
@@ -28,7 +28,7 @@ def trace_name(recipe: Recipe) -> str:
 
 def with_training(**changes: object) -> Recipe:
     data = {"train_file": "/data/a", "validation_file": "/data/b", "max_length": 128}
-    return wish(data=data, training=changes)
+    return recipe_of(data=data, training=changes)
 
 
 def test_every_key_of_the_schema_says_what_it_affects():
@@ -81,14 +81,14 @@ def test_what_a_step_feels_traces_again_and_forgets_the_tuned_batch(change):
 
 
 def test_lora_alpha_scales_the_adapter_and_is_no_other_step():
-    before, after = wish(lora={}), wish(lora={"lora_alpha": 64})
+    before, after = recipe_of(lora={}), recipe_of(lora={"lora_alpha": 64})
     assert trace_name(after) == trace_name(before)
     assert cache_keys.recipe_key(after) == cache_keys.recipe_key(before)
     assert "lora_alpha" in str(after)
 
 
 def test_a_longer_limit_of_rows_of_the_same_lengths_is_the_same_trace():
-    assert trace_name(wish(data={"max_length": 256})) == trace_name(wish())
+    assert trace_name(recipe_of(data={"max_length": 256})) == trace_name(recipe_of())
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from launch.schema.machine import GIB
 from launch.schema.plan import MemoryEstimate, Peak
 from launch.schema.result import Failure, RunResult
 from launch.supervise import oom_record
-from tests.builders import DATA_FORMAT, machine, plan, wish
+from tests.builders import DATA_FORMAT, machine, plan, recipe_of
 
 STRATEGY = plan().strategy
 HALF = replace(STRATEGY, per_device_train_batch_size=STRATEGY.per_device_train_batch_size // 2)
@@ -75,7 +75,7 @@ def test_what_ran_out_of_the_host_says_nothing_of_the_card():
 
 @pytest.mark.parametrize("section", ["save", "export"])
 def test_a_card_that_ran_out_in_writing_needs_other_states_and_no_other_batch(section):
-    recipe = wish(training={"per_device_train_batch_size": 8})
+    recipe = recipe_of(training={"per_device_train_batch_size": 8})
     two = machine(gpus=2)
     first = plan(recipe, two)
     assert first.strategy.mode == "dual_gpu_nccl"
@@ -89,7 +89,7 @@ def test_a_card_that_ran_out_in_writing_needs_other_states_and_no_other_batch(se
 
 @pytest.mark.parametrize("section", ["step", "evaluation"])
 def test_the_plan_after_it_holds_the_effective_batch(section):
-    recipe = wish(training={"per_device_train_batch_size": 8, "per_device_eval_batch_size": 6})
+    recipe = recipe_of(training={"per_device_train_batch_size": 8, "per_device_eval_batch_size": 6})
     first = plan(recipe)
     failed = OomEvent("device", section, first.strategy, first.estimate.device_bytes)
     again = plan(recipe, oom_history=OomHistory(ran_out=(failed,)))
@@ -131,7 +131,7 @@ def test_the_last_plan_of_a_start_takes_much_less_in_fewer_samples():
 def host_misses(oom_history: OomHistory, needed_bytes: int) -> str | None:
     """Of a plan on CPUs with so many predicted bytes of host RAM, where the budgets do not
     count."""
-    recipe = wish()
+    recipe = recipe_of()
     config, parameters = model_config.read(recipe.model, root=CODE)
     context = plan_context.build(recipe, machine(), config, parameters, DATA_FORMAT)
     context = replace(context, oom_history=oom_history, assume_fits=True)

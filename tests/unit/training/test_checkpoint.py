@@ -216,7 +216,7 @@ def test_a_damaged_checkpoint_is_none_of_the_two_that_stay(tmp_path, damaged):
 def test_a_folder_of_that_name_that_is_not_ours_is_never_replaced(tmp_path):
     (tmp_path / "checkpoint-000005").mkdir()
     (tmp_path / "checkpoint-000005/mine").touch()
-    with pytest.raises(StorageError, match="no save of ours made it"):
+    with pytest.raises(StorageError, match="lowmem did not write it"):
         committed(tmp_path, 5)
     assert (tmp_path / "checkpoint-000005/mine").exists()
 

@@ -35,7 +35,7 @@ def rows(lengths: list[int]) -> list[encode.Row]:
 
 def packed(lengths: list[int], cuts: bool, window: int) -> list[dict[str, np.ndarray]]:
     packer = Packer(ROOM, cuts, window)
-    found = [pack for row in rows(lengths) for pack in packer.add([row])] + list(packer.rest())
+    found = [pack for row in rows(lengths) for pack in packer.add([row])] + list(packer.finish())
     numbers = sorted(number for pack in found for number in pack["documents"].tolist())
     assert numbers == list(range(packer.documents))
     for pack in found:
@@ -177,7 +177,7 @@ def test_logits_loss_and_gradient_of_packed_documents_are_those_of_each_alone(fa
 
 def test_tokenising_packs_and_counts_before_and_after(tmp_path):
     texts = ["two 二 three 三", "the end of a sentence", "日期 2024-03-05"] * 40
-    cut = tokenizer.train(iter(texts), builders.wish().tokenizer, 400)
+    cut = tokenizer.train(iter(texts), builders.recipe_of().tokenizer, 400)
     paths = {}
     for task in ("sft", "pretrain"):
         encoder = encode.Encoder(cut, False, task, 16, whole_texts=task == "pretrain")
@@ -224,11 +224,11 @@ def test_tokenising_packs_and_counts_before_and_after(tmp_path):
     ],
 )
 def test_what_cannot_be_packed_is_refused_with_the_reason(sections, words):
-    wish = builders.wish(**{**sections, "data": {"train_file": "x", "packing": True}})
+    recipe_of = builders.recipe_of(**{**sections, "data": {"train_file": "x", "packing": True}})
     with pytest.raises(ConfigError, match=words):
-        builders.plan(wish)
+        builders.plan(recipe_of)
 
 
 def test_packing_and_grouping_together_are_refused():
     with pytest.raises(ValueError, match="packing leaves nothing for group_by_length to do"):
-        builders.wish(data={"train_file": "x", "packing": True, "group_by_length": True})
+        builders.recipe_of(data={"train_file": "x", "packing": True, "group_by_length": True})

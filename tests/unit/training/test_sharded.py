@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from launch.schema.plan import Strategy
-from tests.builders import wish
+from tests.builders import recipe_of
 from training.trace.recorder import Block, Event, Layer, Log
 from training.trace.rewrite_log import FROZEN
 from training.trace.sharded import as_computed, shared_out
@@ -134,7 +134,7 @@ def on_gpus(mode: str, ranks: int = 2) -> Strategy:
 
 
 def shared(step: Step, of: Strategy) -> Log:
-    return shared_out(step.log, wish(), of, step.tied, BUCKET)
+    return shared_out(step.log, recipe_of(), of, step.tied, BUCKET)
 
 
 def live(log: Log, batch: int = 1, *kinds: str) -> list[int]:
@@ -385,7 +385,7 @@ def test_zero1_keeps_its_bucket_from_the_first_backward_of_a_step_to_the_end_of_
 def test_a_gradient_that_is_larger_than_the_bucket_stays_until_it_is_reduced():
     step = Step()
 
-    log = shared_out(step.log, wish(), strategy("deepspeed_zero2"), step.tied, LAYER // 4 - 1)
+    log = shared_out(step.log, recipe_of(), strategy("deepspeed_zero2"), step.tied, LAYER // 4 - 1)
 
     assert most(log, "backward:0", "gradients") >= LAYER + step.whole // 2
 

@@ -108,4 +108,4 @@ def test_what_cannot_be_streamed_is_refused_with_the_reason(sections, words):
         "training": {"max_steps": 5, **sections.get("training", {})},
     }
     with pytest.raises(ValidationError, match=words):
-        builders.wish(**given)
+        builders.recipe_of(**given)

@@ -1,0 +1,106 @@
+"""The pages that users read: short enough, in two languages, without dead links or dead keys."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import typing
+import unicodedata
+from pathlib import Path
+
+import pydantic
+import pytest
+
+from launch.schema.recipe import Recipe
+from scripts import make_sample_data
+
+ROOT = Path(__file__).resolve().parents[3]
+READMES = (ROOT / "README.md", ROOT / "README.zh-CN.md")
+PAGES = (*READMES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+BLOCK = re.compile(r"^```\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+KEY = re.compile(
+    r"--(model|tokenizer|data|lora|quantization|training|evaluation|numerics|launch)\.(\w+)"
+)
+
+
+def ask_readme():
+    spec = importlib.util.spec_from_file_location("ask_readme", ROOT / ".ci/ask_readme.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def columns(line: str) -> int:
+    """A Chinese character takes two columns of a terminal."""
+    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in line)
+
+
+def path_name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", READMES, ids=path_name)
+def test_a_readme_has_at_most_130_lines_of_100_columns(page):
+    lines = page.read_text(encoding="utf-8").splitlines()
+    prose = BLOCK.sub("", page.read_text(encoding="utf-8")).splitlines()
+    assert 80 < len(lines) <= 130
+    assert not [line for line in prose if columns(line) > 110]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=path_name)
+def test_every_link_of_a_page_leads_to_a_file(page):
+    links = LINK.findall(page.read_text(encoding="utf-8"))
+    local = [link for link in links if "://" not in link]
+    assert [link for link in local if not (page.parent / link).exists()] == []
+
+
+def test_the_index_names_every_page_once_in_order():
+    index = (ROOT / "docs/README.md").read_text(encoding="utf-8")
+    entries = re.findall(r"^(\d+)\. \[(\S+)\]\((\S+)\):", index, re.MULTILINE)
+    assert [int(number) for number, _, _ in entries] == list(range(1, len(entries) + 1))
+    assert all(title == link for _, title, link in entries)
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert sorted(link for _, _, link in entries) == sorted(pages)
+
+
+def test_both_readmes_have_the_same_commands_and_links():
+    english, chinese = (page.read_text(encoding="utf-8") for page in READMES)
+
+    def commands(text: str) -> list[str]:
+        lines = "".join(BLOCK.findall(text)).splitlines()
+        stripped = [line.split(" #")[0].rstrip() for line in lines]
+        return [line for line in stripped if line and not line.startswith("#")]
+
+    assert commands(english) == commands(chinese)
+    assert len(commands(english)) >= 20
+    swapped = {"README.md": "README.zh-CN.md", "README.zh-CN.md": "README.md"}
+    links = [swapped.get(link, link) for link in LINK.findall(english)]
+    assert sorted(links) == sorted(LINK.findall(chinese))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=path_name)
+def test_a_key_that_a_page_sets_is_a_key_of_a_recipe(page):
+    def section(name: str) -> type[pydantic.BaseModel]:
+        annotation = Recipe.model_fields[name].annotation
+        choices = (annotation, *typing.get_args(annotation))
+        return next(c for c in choices if isinstance(c, type) and issubclass(c, pydantic.BaseModel))
+
+    def is_known(name: str, key: str) -> bool:
+        from_transformers = section(name).model_config.get("extra") == "allow"
+        return from_transformers or key in section(name).model_fields
+
+    keys = set(KEY.findall(page.read_text(encoding="utf-8")))
+    assert [f"{name}.{key}" for name, key in keys if not is_known(name, key)] == []
+
+
+def test_questions_of_the_readmes_have_their_right_answer_and_are_in_no_training_data():
+    """.ci/run asks them to the model of the quick start; here is what it has to answer."""
+    kinds = {row for kind in make_sample_data.KINDS for row in kind()}
+    train, valid = make_sample_data.draw(5000, 500, 23333)
+    for page in READMES:
+        rows = {(question, answer) for _, question, answer in ask_readme().commands(page)}
+        assert len(rows) >= 2
+        assert rows <= kinds
+        assert not rows & set(train + valid)

@@ -1,0 +1,132 @@
+"""The lists of CONTRIBUTING, "How to add": what they name is enough, shown on a copy of the
+code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def files_named(kind: str) -> set[str]:
+    """The Python files of launch/ and training/ that CONTRIBUTING names for adding `kind`."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    items = re.findall(r"^- \*\*(.+?)\*\*((?:.|\n(?!- |\n))*)", page, re.MULTILINE)
+    (item,) = [text for name, text in items if name == kind]
+    return set(re.findall(r"`((?:launch|training)/\S+\.py)`", item))
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    for folder in ("launch", "training", "configs", "scripts"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
+    return tmp_path
+
+
+def add(copy: Path, file: str, after: str, text: str) -> str:
+    """Insert `text` after the first `after` of a file; return the file."""
+    source = (copy / file).read_text(encoding="utf-8")
+    before, found, behind = source.partition(after)
+    assert found, f"{file} has no {after!r}"
+    (copy / file).write_text(before + found + text + behind, encoding="utf-8")
+    return file
+
+
+def run(copy: Path, script: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script, *arguments],
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(copy), "LOWMEM_ROOT": str(copy)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_launch_mode(copy):
+    candidates = "launch/plan/candidates.py"
+    changed = {
+        add(copy, "launch/schema/recipe.py", "\nMode = Literal[", '\n    "dual_gpu_dummy",'),
+        add(copy, candidates, "\nSEVERAL_PROCESSES = (", '"dual_gpu_dummy", '),
+        add(copy, candidates, "\nGPU_MODES = (", '"dual_gpu_dummy", '),
+    }
+    assert changed == files_named("A launch mode")
+    script = """
+from scripts import render_configs
+from launch.render import accelerate
+_, recipe, plan = render_configs.planned("2x3080-20g-16g", ["--launch.mode=dual_gpu_dummy"])
+strategy = plan.strategy
+config = accelerate.accelerate_config(plan, None)
+print(strategy.mode, strategy.engine, strategy.num_processes, strategy.backend)
+print("distributed_type: MULTI_GPU" in config)
+"""
+    assert run(copy, script) == "dual_gpu_dummy ddp 2 nccl\nTrue\n"
+
+
+def test_a_failure_kind(copy):
+    row = """
+    Pattern(
+        "coffee",
+        11,
+        "the coffee machine is empty",
+        "fill it",
+        (r"BeanError: no beans",),
+    ),"""
+    changed = {
+        add(copy, "launch/supervise/failure_patterns.py", "\nPATTERNS = (", row),
+        add(copy, "launch/supervise/restarts.py", "PASSING = frozenset({", '"coffee", '),
+    }
+    assert changed == files_named("A failure kind")
+    script = """
+from launch.schema.result import Evidence
+from launch.supervise import failures, restarts
+evidence = Evidence(
+    returncode=1, rank_errors=(), log_tail="step 3\\nkitchen.BeanError: no beans left",
+    oom_kills=0, host_limit_bytes=3 << 30, host_peak_bytes=2 << 30, completed=False,
+)
+failure = failures.classify(evidence)
+following = restarts.decide(failure, restarts.History(), 0, 3, 2, limit=10)
+print(failure.kind, failure.exit_code, failure.proof, following.action, sep="|")
+"""
+    assert run(copy, script) == "coffee|11|kitchen.BeanError: no beans left|again\n"
+
+
+def test_a_data_format(copy):
+    row = """
+    (
+        "riddle",
+        "prompt_response",
+        {"prompt": "riddle", "response": "solution"},
+        None,
+    ),"""
+    changed = {add(copy, "launch/data/columns.py", "str | None], ...] = (", row)}
+    assert changed == files_named("A data format")
+    riddle = {"riddle": "What has teeth and cannot bite?", "solution": "A comb."}
+    (copy / "riddles.jsonl").write_text(json.dumps(riddle) + "\n", encoding="utf-8")
+    script = """
+from pathlib import Path
+from launch.data import columns, rows
+from launch.schema.recipe import DataSection
+found = columns.detect(DataSection(train_file="riddles.jsonl"), Path("."))
+(sample,) = rows.samples(Path("riddles.jsonl"), found)
+print(found.reason, *(turn["content"] for turn in sample), sep="|")
+"""
+    reason, question, answer = run(copy, script).strip().split("|")
+    assert reason == "riddle: data.train_file has the columns riddle, solution"
+    assert {"riddle": question, "solution": answer} == riddle
+
+
+@pytest.mark.parametrize("kind", ["An engine", "A model family", "A version of torch"])
+def test_the_files_that_are_named_are_there(kind):
+    assert files_named(kind)
+    assert [file for file in files_named(kind) if not (ROOT / file).is_file()] == []
