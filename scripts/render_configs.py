@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 CODE = Path(__file__).resolve().parent.parent
@@ -32,14 +33,9 @@ def planned(machine_name: str, overrides: Sequence[str]) -> tuple[Machine, Recip
     """Plan sft_fast with overrides on a described machine, without its data."""
     machine = probe_machine.described(CODE / "configs" / "machines" / f"{machine_name}.yaml")
     recipe, changes = load.load("sft_fast", overrides, bool(machine.gpus))
-    config, parameters_by_name = model_config.read(recipe.model, root=CODE)
-    return (
-        machine,
-        recipe,
-        planner.choose(
-            plan_context.build(recipe, machine, config, parameters_by_name, DATA), changes
-        ),
-    )
+    config, parameters = model_config.read(recipe.model, root=CODE)
+    context = plan_context.build(recipe, machine, config, parameters, DATA)
+    return machine, recipe, planner.choose(replace(context, changes=changes)).plan
 
 
 def files(mode: Mode) -> dict[str, str]:

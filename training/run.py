@@ -55,7 +55,7 @@ SHARED_FOLDER_S = 30.0  # a network file system may show a new folder late
 
 
 Pairs = list[tuple[list[dict[str, str]], str]]  # (messages up to the last answer, that answer)
-OpenRun = Callable[[Start, Path, ExitStack], tuple[str, str] | None]
+OpenRun = Callable[[Start, ExitStack], tuple[str, str] | None]
 
 
 def train(
@@ -88,7 +88,7 @@ def train(
     setup.connect(start.plan.strategy)
     control.connect(timeout_s)
     with ExitStack() as held:
-        folders = _agreed(args, lambda: open_run(start, tokens, held))
+        folders = _agreed(args, lambda: open_run(start, held))
         if folders is not None:
             run, attempt = RunDir(Path(folders[0])), AttemptDir(Path(folders[1]))
             _check_shared(attempt)
@@ -140,9 +140,8 @@ def _tokens(start: Start) -> Path:
     folder = used.folder if used else None
     if folder and folder.exists() and (start.supervised or not token_hashes.fault(folder)):
         return folder
-    return prepare.ensure(
-        start.recipe, start.plan, start.workspace.cache, print, processes=start.tokenising_processes
-    )
+    prepare.ensure(start.tokens, print, processes=start.tokenising_processes)
+    return start.tokens.folder
 
 
 @dataclass(frozen=True)

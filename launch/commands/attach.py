@@ -1,11 +1,12 @@
-"""A start that is not ours: accelerate launch or torchrun has made the ranks and each asks here
-what to run."""
+"""Starts of ranks that another launcher has made: accelerate launch, torchrun, or the pasted line
+of a dry run."""
 
 from __future__ import annotations
 
 import os
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -13,19 +14,21 @@ from launch.base.errors import ConfigError
 from launch.base.text import shown
 from launch.base.workspace import Workspace
 from launch.commands import foreign_launcher
-from launch.plan.resolve import resolve, tokenising_processes
+from launch.plan.context import tokenising_processes
+from launch.plan.resolve import resolve
 from launch.probe import architectures, gpus, machine
 from launch.recipe.guides.chatlm_flags import Request
 from launch.render import deepspeed
 from launch.render.write import write_run
 from launch.report import text
-from launch.run_folder import disk_space, layout, resume
+from launch.run_folder import disk_space, layout
+from launch.run_folder import resume as run_resume
 from launch.run_folder.layout import RunDir, Start, output_lock, run_lock
 
 
-def from_run_dir(run: RunDir, attempt: int) -> Start:
-    """The start that a plan in a run folder describes."""
-    return Start(
+def from_run_dir(run: RunDir, attempt: int, resume: str = "auto") -> Start:
+    """The start that a plan in a run folder describes; of a dry run, in a run of its own."""
+    start = Start(
         workspace=Workspace.here(),
         recipe=run.read_recipe(),
         plan=run.read_plan(),
@@ -34,6 +37,10 @@ def from_run_dir(run: RunDir, attempt: int) -> Start:
         attempt=run.attempt(attempt),
         deepspeed_file=run.deepspeed_file,
     )
+    if start.supervised or not run.is_dry_run:
+        return start
+    machine = run.attempt(attempt).read_machine()
+    return replace(start, run=None, attempt=None, machine=machine, resume=resume)
 
 
 def from_request(request: Request) -> Start:
@@ -44,63 +51,65 @@ def from_request(request: Request) -> Start:
     for line in request.notes:
         say(shown(line))
     constraints = foreign_launcher.constraints(os.environ, _launcher(), request.cpu)
-    resolved = resolve(
+    choice = resolve(
         request.recipe, request.overrides, constraints=constraints, say=say, trace=False
     )
-    if resolved.plan.strategy.device == "cuda":  # PyTorch reads these at its first attention
-        chosen = resolved.machine.gpus[: resolved.plan.strategy.processes_per_machine]
+    if choice.plan.strategy.device == "cuda":  # PyTorch reads these at its first attention
+        chosen = choice.machine.gpus[: choice.plan.strategy.processes_per_machine]
         for key, value in architectures.environment(chosen).items():
             os.environ.setdefault(key, value)
-        if resolved.plan.strategy.num_processes == 1:  # CUDA reads these once; no torch is here yet
-            os.environ.update(gpus.visible_devices(resolved.machine, 1))
+        if choice.plan.strategy.num_processes == 1:  # CUDA reads these once; no torch is here yet
+            os.environ.update(gpus.visible_devices(choice.machine, 1))
     if is_first:
-        lines = text.plan_lines(resolved.recipe, resolved.machine, resolved.plan)
+        lines = text.plan_lines(choice.recipe, choice.machine, choice.plan)
         lines += foreign_launcher.unused(
-            os.environ, resolved.plan, resolved.recipe.training.max_grad_norm
+            os.environ, choice.plan, choice.recipe.training.max_grad_norm
         )
         print(shown("\n".join(lines)), flush=True)
     return Start(
-        workspace=resolved.workspace,
-        recipe=resolved.recipe,
-        plan=resolved.plan,
+        workspace=Workspace.here(),
+        recipe=choice.recipe,
+        plan=choice.plan,
         supervised=False,
-        machine=resolved.machine,
-        wish=request.resume,
-        tokenising_processes=tokenising_processes(resolved),
+        machine=choice.machine,
+        resume=request.resume,
+        tokenising_processes=tokenising_processes(choice.context),
         deepspeed_file=deepspeed.deepspeed_file(
-            resolved.plan,
-            resolved.recipe.training.max_grad_norm,
-            resolved.workspace.cache,
+            choice.plan,
+            choice.recipe.training.max_grad_norm,
+            Workspace.here().cache,
             os.environ,
             say,
         ),
     )
 
 
-def open_run(start: Start, tokens: Path, held: ExitStack) -> tuple[str, str] | None:
-    """On rank 0: the folders of the run and of the attempt, locked until `held` closes; None when
-    it is complete."""
+def open_run(start: Start, locks: ExitStack) -> tuple[str, str] | None:
+    """On rank 0: the folders of the run and of the attempt, locked until `locks` closes; None when
+    the run is complete."""
+    recipe, plan, runs = start.recipe, start.plan, start.workspace.runs
     if start.run and start.attempt:
         if not start.supervised:
-            held.enter_context(output_lock(start.workspace, start.recipe))
-            held.enter_context(run_lock(start.run))
+            locks.enter_context(output_lock(start.workspace, recipe))
+            locks.enter_context(run_lock(start.run))
         start.attempt.root.mkdir(parents=True, exist_ok=True)
         return str(start.run.root), str(start.attempt.root)
     assert start.machine is not None
-    held.enter_context(output_lock(start.workspace, start.recipe))
-    decided = resume.decide(
-        start.workspace.runs, start.recipe, start.plan, tokens, start.wish, datetime.now()
+    locks.enter_context(output_lock(start.workspace, recipe))
+    opened = run_resume.decide(
+        *(runs, recipe, plan, start.tokens, start.resume),
+        lambda: RunDir.create(runs, recipe.name, datetime.now()),
     )
-    aside = layout.kept_aside(Path(start.recipe.output_dir), decided.run.run_id)
-    print(shown("\n".join([decided.line, *aside])), flush=True)
-    if decided.complete:
+    aside = layout.kept_aside(Path(recipe.output_dir), opened.run.run_id)
+    print(shown("\n".join([opened.line, *aside])), flush=True)
+    if opened.complete:
         return None
-    held.enter_context(run_lock(decided.run))
-    for line in disk_space.check(decided.run, start.recipe, start.plan):
+    locks.enter_context(run_lock(opened.run))
+    for line in disk_space.check(opened.run, recipe, plan):
         print(line, flush=True)
-    attempt = write_run(decided.run, start.recipe, start.machine, start.plan, start.workspace)
-    decided.run.write_tokens(tokens)
-    return str(decided.run.root), str(attempt.root)
+    attempt = write_run(opened.run, recipe, start.machine, plan, start.workspace)
+    opened.run.write_tokens(start.tokens)
+    return str(opened.run.root), str(attempt.root)
 
 
 def _ranks_that_were_asked_for(cpu: bool) -> None:

@@ -29,8 +29,8 @@ def add_parser(subparsers: Any) -> ArgumentParser:
 def main(arguments: Namespace, others: Sequence[str]) -> int:
     typed = recipe_arguments.read(arguments, others)
     compile_caches.settle()
-    resolved = resolve(typed.recipe, typed.overrides, arguments.machine, typed.constraints)
-    recipe, machine, plan = resolved.recipe, resolved.machine, resolved.plan
+    choice = resolve(typed.recipe, typed.overrides, arguments.machine, typed.constraints)
+    recipe, machine, plan = choice.recipe, choice.machine, choice.plan
     if arguments.explain:
         lines = text.plan_lines(recipe, machine, plan)
     else:

@@ -1,5 +1,5 @@
-"""A start from its plan to its report: open the run, tokenise, plan again with what is known then,
-supervise."""
+"""`python -m launch run`: read the facts, tokenise, plan, open the run folder, supervise attempts,
+report."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,15 @@ from typing import Any
 from launch.base import compile_caches, files
 from launch.base.errors import CheckpointError, DoesNotFit, Interrupted
 from launch.base.text import shown
-from launch.base.workspace import FILES
+from launch.base.workspace import FILES, Workspace
 from launch.commands import recipe_arguments, tune
-from launch.data import token_cache
-from launch.plan.resolve import Resolved, resolve
+from launch.commands.recipe_arguments import RecipeArguments
+from launch.plan import context as plan_context
+from launch.plan import planner, resolve
+from launch.plan.candidates import LaunchConstraints
+from launch.plan.planner import Choice
 from launch.predict import estimate
+from launch.predict.estimate import PlanContext
 from launch.predict.history import cache_keys, calibration
 from launch.predict.history.calibration import Figures, Measurement
 from launch.predict.history.ledger import Ledger
@@ -33,18 +38,18 @@ from launch.probe import network
 from launch.recipe.guides import gpt2_variables
 from launch.render import command, write
 from launch.report import first_screen, html, text
-from launch.run_folder import disk_space, layout, resume, steps
-from launch.run_folder.layout import AttemptDir
+from launch.run_folder import disk_space, layout, steps
+from launch.run_folder import resume as run_resume
+from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.plan import Command
+from launch.schema.recipe import Recipe
 from launch.schema.result import Failure, RunResult, SecondStep, StepEvent
 from launch.supervise import attempt as supervise_attempt
-from launch.supervise import failures, oom_record, restarts, stop_signals
+from launch.supervise import failures, oom_record, restarts, stop_signals, tokenising
 from launch.supervise.screen import Screen
 from launch.supervise.stop_signals import StopSignals
 
 MAX_PLANS = 3  # of one start; each is made with more evidence than the one before
-# (test the link, by how much predictions were exceeded) -> a plan
-Decide = Callable[[bool, OomHistory], Resolved]
 
 
 def add_parser(subparsers: Any) -> ArgumentParser:
@@ -72,119 +77,222 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
     compile_caches.settle()
     if typed.is_auto and not arguments.dry_run:
         tune.tune_recipe(typed, again=False)
+    return run(typed, arguments.resume, arguments.dry_run, arguments.explain)
 
-    def decide(test_link: bool, oom_history: OomHistory) -> Resolved:
-        resolved = resolve(
+
+@dataclass(frozen=True)
+class Start:
+    """Everything that the plans and attempts of one start have in common."""
+
+    workspace: Workspace
+    context: PlanContext
+    constraints: LaunchConstraints
+    screen: Screen
+    signals: StopSignals
+    locks: ExitStack
+    end_s: float | None  # when it must be over, on the monotonic clock
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is machine 0, whose run the others join."""
+        return self.context.recipe.launch.machine_rank == 0
+
+    def choose(self, context: PlanContext, oom_history: OomHistory) -> Choice:
+        """Plan with what was seen so far. A stop raises Interrupted."""
+        constraints = replace(self.constraints, oom_history=oom_history)
+        choice = self.signals.interrupting(planner.choose)(context, constraints)
+        return replace(choice, plan=network.located(choice.plan))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A choice for rows that are tokenised; `attempt`: the one that has just tokenised them."""
+
+    start: Start
+    choice: Choice
+    attempt: AttemptDir | None = None
+
+
+def run(typed: RecipeArguments, resume: str, dry_run: bool, explain: bool = False) -> int:
+    """Train, and say how it ended; the exit code."""
+    began, screen = time.monotonic(), Screen()
+    with stop_signals.signals() as signals, ExitStack() as locks:
+        facts = resolve.read(
             typed.recipe,
             typed.overrides,
-            constraints=replace(typed.constraints, oom_history=oom_history),
-            say=recipe_arguments.say,
-            test_link=test_link,
+            constraints=typed.constraints,
+            say=screen.say,
+            test_link=True,
         )
-        return replace(resolved, plan=network.located(resolved.plan))
-
-    return run(decide, arguments.resume, arguments.dry_run, arguments.explain)
-
-
-def run(decide: Decide, wish: str, dry_run: bool, explain: bool = False) -> int:
-    """Train, and say how it ended; the exit code."""
-    began = time.monotonic()
-    with stop_signals.signals() as heard, ExitStack() as held:
-        resolved = decide(True, OomHistory())
-        workspace, meeting = resolved.workspace, resolved.plan.rendezvous
-        oom_history = OomHistory()
-        # what earlier starts of the run have shown
-        if wish != "never" and not resolved.recipe.launch.assume_fits:
-            known = oom_record.of_unfinished(
-                workspace.runs, resolved.recipe.name, resolved.recipe.output_dir
-            )
-            oom_history = oom_record.counting(known, resolved.machine)
-        if oom_history.ran_out:
-            try:
-                resolved = decide(False, oom_history)
-            except DoesNotFit as error:
-                raise DoesNotFit(
-                    f"{error}. {oom_record.words(oom_history, resolved.machine)}"
-                ) from error
-        recipe = resolved.recipe
-        is_first = meeting is None or meeting.machine_rank == 0
-        if meeting is not None and not is_first:
-            start = resume.Start(
-                layout.own_run(workspace.runs, recipe.name, meeting, datetime.now()),
-                f"machine {meeting.machine_rank}: joining machine 0, whose run this is",
-            )
-        else:
-            held.enter_context(layout.output_lock(workspace, recipe))
-            tokens = token_cache.token_cache(
-                workspace.cache, recipe, resolved.plan.shape, resolved.plan.data_format
-            )
-            start = resume.decide(
-                workspace.runs, recipe, resolved.plan, tokens, wish, datetime.now()
-            )
-        if not start.complete:
-            held.enter_context(layout.run_lock(start.run))
-            # a run that takes another's over
-            if oom_history.ran_out and not start.run.evidence_file.exists():
-                oom_record.write(start.run, oom_history.ran_out)
-        screen = Screen(*layout.log_files(workspace.root, start.run, recipe))
-        log_file = layout.log_file(workspace.root, start.run)
-        _show_plan(screen, resolved, start, log_file, explain)
-        for line in (
-            layout.kept_aside(Path(recipe.output_dir), start.run.run_id) if is_first else ()
-        ):
-            screen.say(line)
-        if start.complete:
-            screen.say(f"chat with it: {chat_command(recipe.output_dir)}")
-            return 0
-        for line in disk_space.check(start.run, recipe, resolved.plan) if is_first else ():
-            screen.say(line)
-        if dry_run:
-            attempt = write.write_run(start.run, recipe, resolved.machine, resolved.plan, workspace)
-            screen.say("dry run: this line trains")
-            screen.say(str(_command(resolved, start.run, attempt)))
-            return 0
+        recipe, workspace = facts.context.recipe, facts.workspace
         end_s = _end_s(recipe.launch.time_limit_s, began, os.environ)
-        resolved, result = _attempts(
-            resolved, heard.interrupting(decide), oom_history, start.run, held, screen, heard, end_s
+        start = Start(workspace, facts.context, facts.constraints, screen, signals, locks, end_s)
+        if start.is_first:
+            locks.enter_context(layout.output_lock(workspace, recipe))
+        oom_history = _earlier_shortages(start, resume)
+
+        @cache  # one folder, whoever needs it first: tokenising or the run
+        def new_run() -> RunDir:
+            new_folder = _new_run(start, recipe, dry_run)
+            locks.callback(new_folder.remove_if_unused)
+            return new_folder
+
+        try:
+            planner.refuse_hopeless(start.context, start.constraints)
+            if dry_run:
+                planned = Planned(start, start.choose(start.context, oom_history))
+            else:
+                planned = _plan(start, oom_history, new_run)
+        except DoesNotFit as error:
+            if not oom_history.ran_out:
+                raise
+            seen = oom_record.words(oom_history, start.context.machine)
+            raise DoesNotFit(f"{error}. {seen}") from error
+        if isinstance(planned, RunResult):
+            screen.log_to(*layout.log_files(workspace.root, new_run(), recipe))
+            return _show_end(planned, text.failure_lines(planned), screen)
+        opened = _open(planned, resume, new_run)
+        logs = layout.log_files(workspace.root, opened.run, recipe)
+        has_log = not dry_run and not opened.complete
+        _show_plan(planned, opened, logs[0] if has_log else None, explain)
+        if opened.complete:
+            return 0
+        if dry_run:
+            return _finish_dry_run(planned, new_run(), resume)
+        locks.enter_context(layout.run_lock(opened.run))
+        # a run that takes another's over
+        if oom_history.ran_out and not opened.run.evidence_file.exists():
+            oom_record.write(opened.run, oom_history.ran_out)
+        screen.log_to(*logs)
+        if planned.attempt is not None and planned.attempt.root.parents[1] != opened.run.root:
+            planned = replace(planned, attempt=None)
+        choice, result = _attempts(planned, oom_history, opened.run)
+        return _report(start, choice, result)
+
+
+def _earlier_shortages(start: Start, resume: str) -> OomHistory:
+    """What earlier starts of the run have shown, as far as it still counts on this machine."""
+    recipe, machine = start.context.recipe, start.context.machine
+    if resume == "never" or recipe.launch.assume_fits:
+        return OomHistory()
+    earlier = oom_record.of_unfinished(start.workspace.runs, recipe.name, recipe.output_dir)
+    return oom_record.counting(earlier, machine)
+
+
+def _new_run(start: Start, recipe: Recipe, dry_run: bool = False) -> RunDir:
+    """A new folder. Machines other than number 0 keep their part of a run apart from the runs that
+    can be continued."""
+    runs, name = start.workspace.runs, recipe.name
+    if not start.is_first:
+        runs, name = runs / name, f"machine{recipe.launch.machine_rank}"
+    return RunDir.dry_run(runs, name) if dry_run else RunDir.create(runs, name, datetime.now())
+
+
+def _plan(
+    start: Start, oom_history: OomHistory, new_run: Callable[[], RunDir]
+) -> Planned | RunResult:
+    """Tokenise the rows, unless they are there already, and choose a plan for them; the result of
+    tokenising where that failed. Where `allow:` relaxes max_length, once more for shorter rows."""
+    context, attempt = start.context, None
+    while True:
+        assert context.tokens is not None
+        if not start.signals.interrupting(tokenising.are_there)(context.tokens):
+            attempt, failed = tokenising.until_done(
+                context, new_run(), start.screen.say, start.signals
+            )
+            start.screen.stop()
+            if failed is not None:
+                return failed
+            context = plan_context.with_rows(context)
+            if context.recipe == start.context.recipe:
+                start = replace(start, context=context)
+        choice = start.choose(context, oom_history)
+        if choice.recipe.data == context.recipe.data:
+            return Planned(start, choice, attempt)
+        context = choice.context
+
+
+def _open(planned: Planned, resume: str, new_run: Callable[[], RunDir]) -> run_resume.Start:
+    """The run folder to go on in; nothing is written but a new folder."""
+    start, choice = planned.start, planned.choice
+    recipe, plan = choice.recipe, choice.plan
+    if start.is_first:
+        assert choice.context.tokens is not None
+        opened = run_resume.decide(
+            start.workspace.runs, recipe, plan, choice.context.tokens, resume, new_run
         )
-        run, recipe, plan = layout.RunDir(Path(result.run_dir)), resolved.recipe, resolved.plan
-        events = [event for one in run.attempts() for event in steps.events(one, screen.say)]
-        _remember(resolved, run, result, events, screen)
-        for line in text.result_lines(
-            recipe, resolved.machine, plan, result, chat_command(recipe.output_dir)
-        ):
-            screen.say(line)
-        ended = [attempt_row(one, screen.say) for one in run.attempts()]
-        held_out = [
-            one for attempt in run.attempts() for one in steps.evaluations(attempt, screen.say)
-        ]
-        page = html.html(recipe, resolved.machine, plan, result, events, ended, held_out)
-        files.write_atomic(run.report_file, page)
-    return result.exit_code
+    else:
+        rank = recipe.launch.machine_rank
+        line = f"machine {rank}: joining machine 0, whose run this is"
+        opened = run_resume.Start(new_run(), line)
+    return opened
 
 
 def _show_plan(
-    screen: Screen, resolved: Resolved, start: resume.Start, log_file: Path, explain: bool
+    planned: Planned, opened: run_resume.Start, log_file: Path | None, explain: bool
 ) -> None:
-    """The plan on the screen in short, or all of it, as in the log."""
-    recipe, machine, plan = resolved.recipe, resolved.machine, resolved.plan
-    whole = [*text.plan_lines(recipe, machine, plan), start.line, f"log: {log_file}"]
-    if explain:
+    """The plan on the screen in short, or all of it, as in the log. Raises ResourceError where the
+    disk has no room for its checkpoints."""
+    choice, screen = planned.choice, planned.start.screen
+    recipe, machine, plan = choice.recipe, choice.machine, choice.plan
+    whole = [*text.plan_lines(recipe, machine, plan), opened.line]
+    whole += [f"log: {log_file}"] if log_file else []
+    if not explain:
         for line in whole:
-            screen.say(line)
-        return
+            screen.note(line)
+        below = [("run", opened.line), *([("log", _near(log_file))] if log_file else [])]
+        steps_done = 0 if opened.complete else opened.run.last_step()
+        whole = first_screen.lines(recipe, machine, plan, datetime.now(), steps_done, below)
     for line in whole:
-        screen.note(line)
-    below = [("run", start.line), *([] if start.complete else [("log", _near(log_file))])]
-    finished_steps = 0 if start.complete else start.run.last_step()
-    for line in first_screen.lines(recipe, machine, plan, datetime.now(), finished_steps, below):
-        screen.say(line, log=False)
+        screen.say(line, log=explain)
+    if not planned.start.is_first:
+        return
+    for line in layout.kept_aside(Path(recipe.output_dir), opened.run.run_id):
+        screen.say(line)
+    if opened.complete:
+        screen.say(f"chat with it: {chat_command(recipe.output_dir)}")
+        return
+    for line in disk_space.check(opened.run, recipe, plan):
+        screen.say(line)
 
 
 def _near(path: Path) -> str:
     """The path as a command in this folder takes it."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def _finish_dry_run(planned: Planned, folder: RunDir, resume: str) -> int:
+    """Write the plan's files, and show the line that trains them in a run of their own."""
+    start, choice = planned.start, planned.choice
+    attempt = write.write_run(
+        folder, choice.recipe, choice.machine, choice.plan, start.workspace, resume=resume
+    )
+    start.screen.say("dry run: this line trains")
+    start.screen.say(str(_command(start, choice, folder, attempt, resume)))
+    return 0
+
+
+def _report(start: Start, choice: Choice, result: RunResult) -> int:
+    """Show and write down how a run ended."""
+    screen, recipe, plan = start.screen, choice.recipe, choice.plan
+    run = RunDir(Path(result.run_dir))
+    attempts = run.attempts()
+    events = [event for one in attempts for event in steps.events(one, screen.say)]
+    _remember(start, choice, run, result, events)
+    chat = chat_command(recipe.output_dir)
+    _show_end(result, text.result_lines(recipe, choice.machine, plan, result, chat), screen)
+    rows = [attempt_row(one, screen.say) for one in attempts]
+    held_out = [evaluation for one in attempts for evaluation in steps.evaluations(one, screen.say)]
+    page = html.html(recipe, choice.machine, plan, result, events, rows, held_out)
+    files.write_atomic(run.report_file, page)
+    return result.exit_code
+
+
+def _show_end(result: RunResult, lines: Sequence[str], screen: Screen) -> int:
+    for line in lines:
+        screen.say(line)
+    return result.exit_code
 
 
 def _end_s(time_limit_s: float | None, began: float, environ: Mapping[str, str]) -> float | None:
@@ -196,52 +304,44 @@ def _end_s(time_limit_s: float | None, began: float, environ: Mapping[str, str])
     return min(ends, default=None)
 
 
-def _attempts(
-    resolved: Resolved,
-    decide: Decide,
-    oom_history: OomHistory,
-    run: layout.RunDir,
-    held: ExitStack,
-    screen: Screen,
-    heard: StopSignals,
-    end_s: float | None,
-) -> tuple[Resolved, RunResult]:
+def _attempts(planned: Planned, oom_history: OomHistory, run: RunDir) -> tuple[Choice, RunResult]:
     """Attempts until one ends well, or fails in a way that no further one would mend.
 
     A plan that its second step refutes is made again, with what is known by then, and so is one
     that ran out of memory; a failure that may pass is followed by another attempt. Each goes on
     from the last checkpoint."""
-    plans, history = 1, restarts.History()
+    start, choice, screen = planned.start, planned.choice, planned.start.screen
+    num_plans, history, attempt = 1, restarts.History(), planned.attempt
     while True:
         began = run.last_step()
-        resolved, result, compared = _attempt(
-            resolved, decide, oom_history, run, screen, heard, end_s, is_last=plans == MAX_PLANS
-        )
+        result, comparisons = _attempt(start, choice, run, attempt, is_last=num_plans == MAX_PLANS)
+        attempt = None
         if result.plan_again:
-            plans += 1
-            screen.say(f"stopped to plan again: {compared[0].over}")
+            num_plans += 1
+            comparison = comparisons[0]
+            screen.say(f"stopped to plan again: {comparison.over}")
             oom_history = oom_record.add_refuted(
-                oom_history, compared[0], resolved.plan, resolved.machine, run
+                oom_history, comparison, choice.plan, choice.machine, run
             )
-            oom_history = oom_history.for_plan(is_last=plans == MAX_PLANS)
+            oom_history = oom_history.for_plan(is_last=num_plans == MAX_PLANS)
             try:
-                resolved = decide(False, oom_history)
+                choice = start.choose(start.context, oom_history)
             except Interrupted:
-                return resolved, _stopped(result, heard)
+                return choice, _stopped(result, start.signals)
             except DoesNotFit as error:
                 screen.say(f"no other plan: {error}")
-                return resolved, _refuted(result, compared[0])
-            for line in text.planned_lines(resolved.plan):
+                return choice, _refuted(result, comparison)
+            for line in text.planned_lines(choice.plan):
                 screen.say(line)
             continue
         if result.failure is None or result.unkillable:  # beside those no other attempt has room
-            return resolved, result
-        launch = resolved.recipe.launch
+            return choice, result
+        launch = choice.recipe.launch
         reached, committed = result.last_step, run.last_step()
         shortage = None
         if result.failure.kind in restarts.MEMORY:
             shortage = oom_record.of_attempt(
-                run, result.failure, resolved.plan, resolved.machine, result
+                run, result.failure, choice.plan, choice.machine, result
             )
         following = restarts.decide(
             result.failure,
@@ -251,163 +351,122 @@ def _attempts(
             committed,
             launch.max_restarts,
             launch.on_oom == "replan",
-            is_plans_fault=shortage is None or shortage.rules,
+            is_plans_fault=shortage is None or shortage.is_own,
         )
         if following.why:
             screen.say(following.why)
-        if following.action == "stop" or not _waited(following.wait_s, heard):
-            if shortage is not None and shortage.section == "tokenise":
-                fix = (
-                    "it was tokenising, not training: give it more memory; the same line again"
-                    " keeps finished parts"
-                )
-                result = replace(result, failure=replace(result.failure, fix=fix))
-            return resolved, result
-        if shortage is not None:
-            oom_history = oom_record.add(oom_history, shortage, run, result.host_peak_bytes)
-            if shortage.section == "tokenise":  # which no plan changes
-                continue
+        if following.action == "stop" or not start.signals.wait(following.wait_s):
+            return choice, result
+        if shortage is None:
+            continue
+        oom_history = oom_record.add(oom_history, shortage, run, result.host_peak_bytes)
+        if not shortage.is_own:
+            screen.say(
+                "the job kept to its plan, others took the memory: planned again for what is left"
+            )
+        num_plans += shortage.is_own
+        oom_history = oom_history.for_plan(is_last=num_plans == MAX_PLANS)
+        if num_plans > MAX_PLANS:
+            screen.say(
+                f"{MAX_PLANS} plans took more memory than there is: this start makes no further one"
+            )
+            oom_history = replace(oom_history, spent=(*oom_history.spent, choice.recipe))
+        screen.say(
+            f"out of memory at step {reached}: {result.failure.cause} ({result.failure.proof})"
+        )
+        new_run = cache(lambda: _new_run(start, start.context.recipe))
+        try:
+            again = _plan(start, oom_history, new_run)
+        except Interrupted:
+            return choice, _stopped(result, start.signals)
+        except DoesNotFit as error:
+            screen.say(f"no other plan: {error}")
+            fix = 'see the line "no other plan" above: it says what would fit'
             if not shortage.is_own:
-                screen.say(
-                    "the job kept to its plan, others took the memory: planned again for what is"
-                    " left"
+                fix = (
+                    "others hold the memory: run the same line again to continue, when they have"
+                    " ended"
                 )
-            plans += shortage.rules
-            oom_history = oom_history.for_plan(is_last=plans == MAX_PLANS)
-            if plans > MAX_PLANS:
-                screen.say(
-                    f"{MAX_PLANS} plans took more memory than there is: this start makes no"
-                    " further one"
-                )
-                oom_history = replace(oom_history, spent=(*oom_history.spent, resolved.recipe))
-            try:
-                again = _planned_again(
-                    resolved, decide, oom_history, result.failure, reached, committed, screen
-                )
-            except Interrupted:
-                return resolved, _stopped(result, heard)
-            if again is None:
-                fix = 'see the line "no other plan" above: it says what would fit'
-                if not shortage.is_own:
-                    fix = (
-                        "others hold the memory: run the same line again to continue, when they"
-                        " have ended"
-                    )
-                return resolved, replace(result, failure=replace(result.failure, fix=fix))
-            if again.recipe != resolved.recipe:  # it trains something else now
-                run, plans = (
-                    layout.RunDir.create(again.workspace.runs, again.recipe.name, datetime.now()),
-                    1,
-                )
-                held.enter_context(layout.run_lock(run))
-                oom_record.write(run, oom_history.ran_out)
-                screen.say(f"starting over in {run.run_id}: what was given up changes the result")
-            resolved = again
+            return choice, replace(result, failure=replace(result.failure, fix=fix))
+        if isinstance(again, RunResult):
+            return choice, again
+        _say_planned_again(choice, again.choice, committed, screen)
+        if again.choice.recipe != choice.recipe:  # it trains something else now
+            run, num_plans, attempt = new_run(), 1, again.attempt
+            start.locks.enter_context(layout.run_lock(run))
+            oom_record.write(run, oom_history.ran_out)
+            screen.say(f"starting over in {run.run_id}: what was given up changes the result")
+        choice = again.choice
 
 
-def _planned_again(
-    resolved: Resolved,
-    decide: Decide,
-    oom_history: OomHistory,
-    failure: Failure,
-    reached: int,
-    committed: int,
-    screen: Screen,
-) -> Resolved | None:
-    """A plan that takes clearly less of what ran out, with the line that says so; None where there
-    is none."""
-    screen.say(f"out of memory at step {reached}: {failure.cause} ({failure.proof})")
-    try:
-        again = decide(False, oom_history)
-    except DoesNotFit as error:
-        screen.say(f"no other plan: {error}")
-        return None
+def _say_planned_again(before: Choice, choice: Choice, committed: int, screen: Screen) -> None:
     source = f"from step {committed}" if committed else "from the beginning"
     screen.say(
-        f"planned again, {source}: {again.plan.strategy.mode} with"
-        f" {again.plan.strategy.num_processes} process(es)"
+        f"planned again, {source}: {choice.plan.strategy.mode} with"
+        f" {choice.plan.strategy.num_processes} process(es)"
     )
-    changes = [change for change in again.plan.changes if change not in resolved.plan.changes]
-    for line in (*text.change_lines(changes), *text.planned_lines(again.plan)):
+    changes = [change for change in choice.plan.changes if change not in before.plan.changes]
+    for line in (*text.change_lines(changes), *text.planned_lines(choice.plan)):
         screen.say(line)
-    return again
 
 
-def _stopped(result: RunResult, heard: StopSignals) -> RunResult:
+def _stopped(result: RunResult, signals: StopSignals) -> RunResult:
     """The end of a start that was stopped while the plan after an attempt was made."""
-    assert heard.stop is not None
-    failure = failures.stopped(heard.stop, " while a plan was made again")
+    assert signals.stop is not None
+    failure = failures.stopped(signals.stop, " while a plan was made again")
     return replace(result, exit_code=failure.exit_code, failure=failure, plan_again=False)
 
 
-def _refuted(result: RunResult, compared: calibration.Comparison) -> RunResult:
+def _refuted(result: RunResult, comparison: calibration.Comparison) -> RunResult:
     """The end of a start whose plan needs more than there is, and that has no smaller one."""
-    of_host = "host" in compared.needs
+    of_host = "host" in comparison.needs
     failure = Failure(
         "host_oom" if of_host else "device_oom",
         6 if of_host else 12,
-        f"the plan needs more memory than there is: {compared.over}",
+        f"the plan needs more memory than there is: {comparison.over}",
         "what step 2 took",
         'see the line "no other plan" above: it says what would fit',
     )
     return replace(result, exit_code=failure.exit_code, failure=failure, plan_again=False)
 
 
-def _waited(seconds: float, heard: StopSignals) -> bool:
-    """Whether nobody said stop meanwhile."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until and heard.stop is None:
-        time.sleep(min(0.2, max(until - time.monotonic(), 0)))
-    return heard.stop is None
-
-
 def _attempt(
-    resolved: Resolved,
-    decide: Decide,
-    oom_history: OomHistory,
-    run: layout.RunDir,
-    screen: Screen,
-    heard: StopSignals,
-    end_s: float | None,
-    is_last: bool,
-) -> tuple[Resolved, RunResult, list[calibration.Comparison]]:
-    attempt = write.write_run(
-        run, resolved.recipe, resolved.machine, resolved.plan, resolved.workspace
-    )
-    compared: list[calibration.Comparison] = []
-
-    def ready() -> Command:
-        """Once the rows are tokenised their lengths are known: what was planned for max_length is
-        planned again."""
-        nonlocal resolved
-        # a run that goes on keeps its own
-        again = decide(False, oom_history) if attempt.number == 1 else resolved
-        if sum(again.plan.lengths) < sum(resolved.plan.lengths):
-            resolved = again
-            write.write_plan(run, again.recipe, again.machine, again.plan, again.workspace, attempt)
-            screen.say("planned again for the rows that there are:")
-            for line in text.planned_lines(again.plan):
-                screen.say(line)
-        elif resolved.plan.padding is None:
-            for line in text.rows_lines(again.plan):
-                screen.say(line)
-        return _command(resolved, run, attempt)
+    start: Start, choice: Choice, run: RunDir, attempt: AttemptDir | None, is_last: bool
+) -> tuple[RunResult, list[calibration.Comparison]]:
+    """Write the plan's files, and run the ranks to their end."""
+    recipe, machine, plan, screen = choice.recipe, choice.machine, choice.plan, start.screen
+    attempt = write.write_run(run, recipe, machine, plan, start.workspace, attempt)
+    assert choice.context.tokens is not None
+    run.write_tokens(choice.context.tokens)
+    comparisons: list[calibration.Comparison] = []
 
     def check(measured: SecondStep) -> bool:
-        budget = estimate.host_budget_bytes(resolved.recipe, resolved.machine)
-        compared.append(calibration.compare(resolved.plan, measured, budget))
-        for line in compared[0].lines:
+        budget = estimate.host_budget_bytes(recipe, machine)
+        comparisons.append(calibration.compare(plan, measured, budget))
+        for line in comparisons[0].lines:
             screen.say(line)
-        return is_last or not compared[0].over
+        return is_last or not comparisons[0].over
 
-    result = supervise_attempt.run(resolved, run, attempt, ready, screen, check, heard, end_s)
+    result = supervise_attempt.run(
+        recipe,
+        machine,
+        run,
+        attempt,
+        _command(start, choice, run, attempt),
+        screen,
+        check,
+        start.signals,
+        start.end_s,
+    )
     supervise_attempt.write_outcome(result, attempt)
-    return resolved, result, compared
+    return result, comparisons
 
 
-def _command(resolved: Resolved, run: layout.RunDir, attempt: AttemptDir) -> Command:
+def _command(
+    start: Start, choice: Choice, run: RunDir, attempt: AttemptDir, resume: str = "auto"
+) -> Command:
     return command.command(
-        resolved.plan, resolved.machine, run, attempt, resolved.workspace, os.environ
+        choice.plan, choice.machine, run, attempt, start.workspace, os.environ, resume
     )
 
 
@@ -416,7 +475,8 @@ def attempt_row(attempt: AttemptDir, say: Callable[[str], None]) -> tuple[str, s
     be read."""
     ran = ending = "not readable"
     try:
-        ran = estimate.describe(attempt.read_plan().strategy)
+        is_planned = attempt.plan_file.exists()
+        ran = estimate.describe(attempt.read_plan().strategy) if is_planned else "tokenising"
     except CheckpointError as error:
         say(f"{attempt.plan_file}: missing from the report, damaged ({str(error).splitlines()[0]})")
     try:
@@ -443,14 +503,10 @@ def _ending(attempt: AttemptDir) -> str:
 
 
 def _remember(
-    resolved: Resolved,
-    run: layout.RunDir,
-    result: RunResult,
-    events: Sequence[StepEvent],
-    screen: Screen,
+    start: Start, choice: Choice, run: RunDir, result: RunResult, events: Sequence[StepEvent]
 ) -> None:
     """The run's figures beside their predictions, in the ledger that later plans read."""
-    plan, recipe, machine = resolved.plan, resolved.recipe, resolved.machine
+    plan, recipe, machine, screen = choice.plan, choice.recipe, choice.machine, start.screen
     strategy, memory, summary = plan.strategy, plan.estimate, result.summary
     if result.failure or memory.peak is None or not summary.get("complete"):
         return
@@ -464,7 +520,7 @@ def _remember(
         for evaluation in steps.evaluations(run.attempts()[-1], screen.say)
     ):
         allocated, reserved = memory.step_allocated_bytes, memory.step_reserved_bytes
-    Ledger(resolved.workspace.ledger_file, screen.say).record(
+    Ledger(start.workspace.ledger_file, screen.say).record(
         Measurement(
             time=time.time(),
             run_id=run.run_id,

@@ -29,23 +29,25 @@ import psutil
 from launch.base import compile_caches, environment, files
 from launch.base.errors import DoesNotFit, ResourceError, Stopped
 from launch.base.text import size
-from launch.base.workspace import CODE
+from launch.base.workspace import CODE, Workspace
 from launch.commands import recipe_arguments
 from launch.commands.recipe_arguments import RecipeArguments
-from launch.plan import search
-from launch.plan.candidates import LaunchConstraints
-from launch.plan.resolve import Resolved, resolve, with_counts
+from launch.plan import context as plan_context
+from launch.plan import planner, resolve, search
+from launch.plan.planner import Choice
+from launch.plan.resolve import Facts
 from launch.predict import estimate
-from launch.predict.estimate import describe
+from launch.predict.estimate import PlanContext, describe
 from launch.predict.history import cache_keys
 from launch.predict.history.ledger import Ledger, Tuned
 from launch.render import command as render_command
 from launch.render import write
 from launch.run_folder import steps
 from launch.run_folder.layout import RunDir
-from launch.schema.plan import Plan, Strategy
-from launch.schema.result import UsedTokens
+from launch.schema.plan import Strategy
+from launch.schema.result import RunResult, UsedTokens
 from launch.supervise import attempt as supervise_attempt
+from launch.supervise import stop_signals, tokenising
 from launch.supervise.screen import Screen
 
 MAX_TRIALS = 3
@@ -82,57 +84,51 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
 
 
 def tune_recipe(typed: RecipeArguments, forget: bool = False, again: bool = True) -> int:
-    """Tune, or forget the tuned batch; `again` False: not where it has been done before."""
+    """Tune, or forget the tuned batch; `again` False: only a recipe that was not tuned before."""
     say = recipe_arguments.say
     compile_caches.settle()
-    constraints = replace(typed.constraints, wants_tuned=False)
-    # any cut may win, so all are traced by one child, and none of the asked one's own
-    resolved = resolve(
-        typed.recipe,
-        typed.overrides,
-        constraints=replace(constraints, free_batch=True),
-        say=say,
-        test_link=True,
+    # any split of the batch may win, so all are traced by one child
+    constraints = replace(typed.constraints, wants_tuned=False, free_batch=True)
+    facts = resolve.read(
+        typed.recipe, typed.overrides, constraints=constraints, say=say, test_link=True
     )
-    of = (
-        cache_keys.machine_key(resolved.machine),
-        cache_keys.model_key(resolved.plan.shape),
-        cache_keys.recipe_key(resolved.recipe),
+    context = facts.context
+    keys = (
+        cache_keys.machine_key(context.machine),
+        cache_keys.model_key(context.shape),
+        cache_keys.recipe_key(context.recipe),
     )
-    ledger = Ledger(resolved.workspace.ledger_file, print)
+    ledger = Ledger(facts.workspace.ledger_file, print)
     if forget:
         print(
             "forgotten"
-            if ledger.forget(*of)
+            if ledger.forget(*keys)
             else "nothing was tuned for this machine, model and recipe"
         )
-    elif again or ledger.recall(*of) is None:
-        tune(resolved, constraints, say)
+    elif again or ledger.recall(*keys) is None:
+        planner.refuse_hopeless(context, facts.constraints)
+        tune(facts, say)
     return 0
 
 
-def tune(resolved: Resolved, constraints: LaunchConstraints, say: Say) -> Tuned:
+def tune(facts: Facts, say: Say) -> Tuned:
     """Run the trials and keep the fastest that fits. Raises DoesNotFit when none does."""
-    context = resolved.context
-    assert context is not None
-    ledger = Ledger(resolved.workspace.ledger_file, say)
-    place = resolved.workspace.cache / "trials" / f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
+    cache = facts.workspace.cache
+    ledger = Ledger(facts.workspace.ledger_file, say)
+    place = cache / "trials" / f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
     _sweep(place.parent)
     try:
-        rows = _longest_rows(resolved, place, say)
-        context = with_counts(resolved.workspace, context)  # known now that the rows are tokenised
-        # a trial by tokens is cut as the run will be
-        longest = context.question(resolved.plan.strategy).lengths
-        resolved = replace(resolved, plan=replace(resolved.plan, lengths=longest))
-        trials = _Trials(
-            resolved, rows, place, say, lambda one: estimate.share_of_longest(context, one)
-        )
-        candidates = search.ranked(context, constraints)
+        context = _with_tokenised_rows(facts.context, place, say)
+        choice = planner.choose(context, facts.constraints)
+        context = choice.context
+        rows = _longest_rows(context, place, choice.plan.strategy.effective_batch_size)
+        trials = _Trials(facts.workspace, choice, rows, place, say)
+        candidates = search.ranked(context, replace(facts.constraints, free_batch=False))
         if candidates:
             _confirm([(one.candidate, one.memory.device_bytes) for one in candidates], trials)
         else:
             say("no prediction: the batch is found by bisection")
-            _bisect(resolved.plan.strategy, trials)
+            _bisect(choice.plan.strategy, trials)
     finally:
         shutil.rmtree(place, ignore_errors=True)
     fits = [(strategy, outcome) for strategy, outcome in trials.done if outcome.ended == "fits"]
@@ -142,15 +138,14 @@ def tune(resolved: Resolved, constraints: LaunchConstraints, say: Say) -> Tuned:
             + "; ".join(f"{describe(s)}: {o.why}" for s, o in trials.done)
         )
     fastest_s = min(outcome.step_s or math.inf for _, outcome in fits)
-    # in the order of prediction: what a few steps of a busy machine do not tell apart is decided by
-    # it
+    # in the order of prediction: a few steps of a busy machine do not tell near ones apart
     best, outcome = next(one for one in fits if (one[1].step_s or math.inf) <= fastest_s * AS_FAST)
     assert outcome.step_s is not None
     tuned = Tuned(
         time=time.time(),
-        machine_key=cache_keys.machine_key(resolved.machine),
-        model_key=cache_keys.model_key(resolved.plan.shape),
-        recipe_key=cache_keys.recipe_key(resolved.recipe),
+        machine_key=cache_keys.machine_key(context.machine),
+        model_key=cache_keys.model_key(context.shape),
+        recipe_key=cache_keys.recipe_key(context.recipe),
         strategy=best,
         why=f"fastest of {len(trials.done)} trial(s): {outcome.step_s:.3g} s a step",
         step_s=outcome.step_s,
@@ -171,15 +166,10 @@ class _Trials:
     """Runs trials one after another and keeps how each ended."""
 
     def __init__(
-        self,
-        resolved: Resolved,
-        rows: Path,
-        place: Path,
-        say: Say,
-        share: Callable[[Strategy], float],
+        self, workspace: Workspace, choice: Choice, rows: Path, place: Path, say: Say
     ) -> None:
-        self._resolved, self._rows, self._place, self._say = resolved, rows, place, say
-        self._share = share  # of the seconds of a trial, where rows are shorter than the longest
+        self._workspace, self._choice = workspace, choice
+        self._rows, self._place, self._say = rows, place, say
         self.done: list[tuple[Strategy, Outcome]] = []
 
     def run(self, strategy: Strategy) -> Outcome:
@@ -188,7 +178,8 @@ class _Trials:
         outcome = self._outcome(strategy, number)
         seconds = ""
         if outcome.step_s:
-            seconds, share = f", {outcome.step_s:.3g} s a step", self._share(strategy)
+            seconds = f", {outcome.step_s:.3g} s a step"
+            share = estimate.share_of_longest(self._choice.context, strategy)
             if share < 1:
                 outcome = replace(outcome, step_s=share * outcome.step_s)
                 seconds += f" of the longest rows: {outcome.step_s:.3g} s of the recipe's own"
@@ -200,7 +191,7 @@ class _Trials:
         return outcome
 
     def _outcome(self, strategy: Strategy, number: int) -> Outcome:
-        recipe = self._resolved.recipe
+        recipe, machine = self._choice.recipe, self._choice.machine
         training = recipe.training.model_copy(
             update={
                 "max_steps": STEPS,
@@ -218,23 +209,16 @@ class _Trials:
                 "evaluation": recipe.evaluation.model_copy(update={"exact_match_rows": 0}),
             }
         )
-        plan: Plan = replace(self._resolved.plan, strategy=strategy, recipe_name=trial.name)
-        resolved = replace(self._resolved, recipe=trial, plan=plan)
+        plan = replace(self._choice.plan, strategy=strategy, recipe_name=trial.name)
         run = RunDir.create(self._place / "runs", trial.name, datetime.now())
-        attempt = write.write_run(run, trial, resolved.machine, plan, resolved.workspace)
+        attempt = write.write_run(run, trial, machine, plan, self._workspace)
         files.write_json(run.tokens_file, UsedTokens(self._rows))
-        command = render_command.command(
-            plan, resolved.machine, run, attempt, resolved.workspace, os.environ
-        )
-        result = supervise_attempt.run(
-            resolved, run, attempt, lambda: command, Screen(stream=io.StringIO())
-        )
+        command = render_command.command(plan, machine, run, attempt, self._workspace, os.environ)
+        screen = Screen(stream=io.StringIO())
+        result = supervise_attempt.run(trial, machine, run, attempt, command, screen)
         if result.failure is not None:
             is_memory = result.exit_code in OUT_OF_MEMORY
-            if result.failure.kind == "stopped":
-                raise Stopped(
-                    f"tuning was {result.failure.cause}; nothing is kept", result.exit_code
-                )
+            _raise_if_stopped(result)
             return Outcome("oom" if is_memory else "failed", why=result.failure.cause)
         events = steps.events(attempt)
         peak = max(event.vram_reserved_bytes for event in events) or result.host_peak_bytes
@@ -295,26 +279,36 @@ def _bisect(asked: Strategy, trials: _Trials) -> None:
             high = middle
 
 
-def _longest_rows(resolved: Resolved, place: Path, say: Say) -> Path:
-    """A token cache of the longest rows alone, as many as a trial takes; the recipe's own rows are
-    tokenised for it."""
-    recipe, plan, workspace = resolved.recipe, resolved.plan, resolved.workspace
+def _with_tokenised_rows(context: PlanContext, place: Path, say: Say) -> PlanContext:
+    """The context with the lengths of the recipe's rows, which are tokenised if need be."""
+    assert context.tokens is not None
+    if tokenising.are_there(context.tokens):
+        return context
     run = RunDir.create(place / "runs", "tokens", datetime.now())
-    attempt = write.write_run(run, recipe, resolved.machine, plan, workspace)
-    if supervise_attempt.prepare(resolved, run, attempt, say).returncode != 0:
-        errors = attempt.rank_errors()
-        raise ResourceError(errors[0].message if errors else "tokenising failed")
-    used = run.read_tokens()
-    assert used is not None  # prepare() has written it
-    rows = plan.strategy.effective_batch_size * STEPS
+    with stop_signals.signals() as signals:
+        _, result = tokenising.until_done(context, run, say, signals)
+    if result is not None and result.failure is not None:
+        _raise_if_stopped(result)
+        raise ResourceError(result.failure.cause)
+    return plan_context.with_rows(context)
+
+
+def _raise_if_stopped(result: RunResult) -> None:
+    if result.failure is not None and result.failure.kind == "stopped":
+        raise Stopped(f"tuning was {result.failure.cause}; nothing is kept", result.exit_code)
+
+
+def _longest_rows(context: PlanContext, place: Path, effective_batch_size: int) -> Path:
+    """A token cache of the longest rows alone, as many as a trial takes."""
+    assert context.tokens is not None
     argv = [
         sys.executable,
         "-P",
         "-m",
         "training.children.trial_rows",
-        str(used.folder),
+        str(context.tokens.folder),
         str(place / "rows"),
-        str(rows),
+        str(effective_batch_size * STEPS),
     ]
     variables = {**environment.passed(os.environ), "PYTHONPATH": str(CODE)}
     done = subprocess.run(argv, env=variables, capture_output=True, text=True, check=False)

@@ -1,10 +1,11 @@
-"""Name and files of the token cache of a recipe's rows; launch/ and training/ both read it."""
+"""Tokenised rows of a recipe: what decides their bytes, and the folder that keeps them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from launch.schema.recipe import Recipe
 
 TOKEN_CACHE_VERSION = 2  # raise when training/ tokenises the same input to other rows
 
-TOKENS_MADE_OF = "made_of.json"  # of a token cache: token_identity()
+TOKENS_MADE_OF = "made_of.json"  # of a token cache: TokenCache.identity
 
 # of a token cache: what its rows are; its folder is renamed when all is written
 TOKENS_READY = "counts.json"
@@ -29,11 +30,30 @@ def folder_fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def token_identity(
+@dataclass(frozen=True)
+class TokenCache:
+    """Rows of one content, tokenised in one way."""
+
+    recipe: Recipe
+    shape: ModelSize
+    data_format: DataFormat
+    identity: Mapping[str, Any]  # everything that decides the bytes of the tokenised rows
+    folder: Path
+    rows: int | None = None  # of the training file; None: not counted
+
+
+def token_cache(
+    cache: Path, recipe: Recipe, shape: ModelSize, data_format: DataFormat
+) -> TokenCache:
+    """The tokenised rows of a recipe. Reads data files whose content is not known yet."""
+    identity = _identity(cache, recipe, shape, data_format)
+    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
+    return TokenCache(recipe, shape, data_format, identity, cache / "tokens" / name)
+
+
+def _identity(
     cache: Path, recipe: Recipe, shape: ModelSize, data_format: DataFormat
 ) -> dict[str, Any]:
-    """Everything that decides the bytes of a run's tokenised rows. Reads files that the cache does
-    not know yet."""
     data, known = recipe.data, known_files(cache)
     files = [Path(file) for file in (data.train_file, data.validation_file) if file]
     # rows of one unit are not packed with those of another
@@ -73,11 +93,6 @@ def token_identity(
     }
 
 
-def token_cache(cache: Path, recipe: Recipe, shape: ModelSize, data_format: DataFormat) -> Path:
-    """The folder of this run's tokenised rows."""
-    return token_folder(cache, token_identity(cache, recipe, shape, data_format))
-
-
 def token_files(folder: Path, part: str) -> list[Path]:
     """The tokenised rows of a part, "train" or "validation", in their order: one file, or one of
     each unit."""
@@ -88,9 +103,3 @@ def token_files(folder: Path, part: str) -> list[Path]:
 def known_files(cache: Path) -> shards.FileFacts:
     """What earlier starts have read of data files."""
     return shards.FileFacts(cache / "files.json")
-
-
-def token_folder(cache: Path, identity: Mapping[str, Any]) -> Path:
-    """The folder of rows that were made of this."""
-    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
-    return cache / "tokens" / name

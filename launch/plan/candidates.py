@@ -51,8 +51,6 @@ class LaunchConstraints:
     oom_history: OomHistory = NO_OOM_HISTORY  # by which an attempt of this run has refuted its plan
     free_batch: bool = False  # any cut of the effective batch will do
     wants_tuned: bool = False  # no batch was typed: what tuning has found before is used
-    assume_fits: bool = False  # whatever is predicted
-    offers_ways: bool = True  # where nothing fits, looks for flags with which it would
     tuned: Candidate | None = None  # what short trials found the fastest here
 
 

@@ -1,16 +1,19 @@
-"""Everything that a plan is chosen with, and the checks of lengths, packing and chunks that need
-it."""
+"""Facts that a plan is chosen with, and the checks of lengths, packing and chunks that need
+them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from launch.base.errors import ConfigError
+from launch.data import token_cache, token_hashes
 from launch.plan import candidates
 from launch.plan.candidates import CHUNKED
 from launch.predict import optimizers
 from launch.predict import parameters as predict_parameters
-from launch.predict.estimate import PlanContext
+from launch.predict.estimate import PlanContext, host_budget_bytes
+from launch.predict.memory import host_memory
 from launch.schema.machine import Machine
 from launch.schema.plan import DataFormat, ModelSize
 from launch.schema.recipe import Recipe
@@ -50,6 +53,62 @@ def build(
     )
     targets = select_lora_targets(recipe, model_type, parameters)
     return PlanContext(recipe, machine, shape, parameters, whole, data_format, targets)
+
+
+def with_recipe(context: PlanContext, recipe: Recipe) -> PlanContext:
+    """The same for another recipe on the same model and data files: with other adapters, precision,
+    launch section or max_length."""
+    config = dict(context.shape.config)
+    counted = build(recipe, context.machine, config, context.parameters, context.data_format)
+    changed = replace(
+        context,
+        recipe=recipe,
+        shape=counted.shape,
+        whole=counted.whole,
+        lora_targets=counted.lora_targets,
+        traces=context.traces and context.traces.of(recipe, counted.shape, counted.lora_targets),
+    )
+    if recipe.data == context.recipe.data or context.tokens is None:
+        return changed
+    source, target = (min(length, recipe.data.max_length) for length in context.lengths)
+    tokens = token_cache.token_cache(
+        context.tokens.folder.parent.parent, recipe, counted.shape, context.data_format
+    )
+    return with_rows(
+        replace(
+            changed,
+            tokens=replace(tokens, rows=context.rows),
+            lengths=(source, target),
+            counts=None,
+            cache_bytes=None,
+        )
+    )
+
+
+def with_rows(context: PlanContext) -> PlanContext:
+    """The context with the lengths of its tokenised rows; unchanged while they are not there, and
+    for a recipe that streams its rows."""
+    assert context.tokens is not None
+    counts = token_hashes.counts(context.tokens.folder)
+    if counts is None or "train" not in counts:
+        return context
+    parts = [part for part in counts.values() if isinstance(part, dict)]
+    longest = max(part["longest_input"] for part in parts)
+    return replace(
+        context,
+        lengths=(longest, max(part["longest_target"] for part in parts)),
+        is_ragged=any(part["shortest_input"] < longest for part in parts),
+        counts=counts["train"],
+        cache_bytes=sum(file.stat().st_size for file in context.tokens.folder.glob("*.arrow")),
+    )
+
+
+def tokenising_processes(context: PlanContext) -> int:
+    """How many processes may tokenise the rows side by side."""
+    budget = host_budget_bytes(context.recipe, context.machine)
+    return host_memory.tokenising_processes(
+        context.recipe.data, context.imports, context.machine.cpu_count, budget
+    )
 
 
 def _check_length(recipe: Recipe, config: dict[str, Any]) -> None:

@@ -81,8 +81,8 @@ def _where(
             "optimizer states in host RAM, updated there by the same optimizer: slower, and no"
             " compiled op is needed"
         )
-    if constraints.assume_fits:
-        yield "launch.assume_fits: what is predicted was not compared with what there is"
+    if recipe.launch.assume_fits:
+        yield "launch.assume_fits: predicted memory was not checked against available memory"
     if constraints.force_gloo and candidate.num_processes == 1:
         yield "ACCELERATE_USE_GLOO=1 has no effect on one process"
     elif constraints.force_gloo:

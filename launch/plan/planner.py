@@ -1,51 +1,124 @@
 """Which way to run a recipe on a machine: of all candidates the fastest that fits, and why the
 others do not.
 
-Pure, but for the traces it asks for: values in, a Plan out. A user's batch is obeyed where it fits;
-else it is split at the same effective batch, and the plan says so."""
+Pure, but for the traces it asks for. A user's batch is used where it fits; otherwise it is split at
+the same effective batch, and the plan says so."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from launch.base.errors import DoesNotFit
-from launch.plan import candidates, explain
+from launch.plan import candidates, explain, relax
+from launch.plan import context as plan_context
 from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
 from launch.plan.search import search_waves, table_order
 from launch.plan.ways_to_fit import MAX_WAYS, does_not_fit_message, ways_to_fit
+from launch.predict import estimate
 from launch.predict.estimate import Judged, PlanContext
 from launch.predict.oom_history import CLEARLY_BELOW
+from launch.schema.machine import Machine
 from launch.schema.plan import Change, Plan, Rendezvous
-from launch.schema.recipe import LaunchSection
+from launch.schema.recipe import LaunchSection, Recipe
 
 
-def choose(
-    context: PlanContext,
-    changes: Sequence[Change] = (),
-    constraints: LaunchConstraints = NO_CONSTRAINTS,
-    rows: int | None = None,
-) -> Plan:
-    """The fastest candidate that fits. Raises DoesNotFit with the nearest misses, ConfigError for
-    what cannot be."""
-    context = replace(
-        context,
-        link=constraints.link,
-        oom_history=constraints.oom_history,
-        assume_fits=constraints.assume_fits,
-    )
+@dataclass(frozen=True)
+class Choice:
+    """A plan, and the context that it was chosen in: its recipe is as `allow:` has relaxed it."""
+
+    context: PlanContext
+    plan: Plan
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.context.recipe
+
+    @property
+    def machine(self) -> Machine:
+        return self.context.machine
+
+
+def choose(context: PlanContext, constraints: LaunchConstraints = NO_CONSTRAINTS) -> Choice:
+    """The fastest candidate that fits; if none does, the one that relaxes least of what the recipe
+    allows. Raises DoesNotFit with the nearest misses, ConfigError for a recipe that cannot run."""
+    spent = constraints.oom_history.spent
     with context.asking():
-        return _chosen(context, changes, constraints, rows)
+        try:
+            if context.recipe in spent:
+                raise DoesNotFit(
+                    f"{context.recipe.name}: all plans of this start took more memory than there"
+                    " is, each less than the one before; the same line again tries a smaller one,"
+                    " from the last checkpoint if there is one"
+                )
+            return _choose_for(context, constraints)
+        except DoesNotFit as refusal:
+            if not context.recipe.allow:
+                raise
+            relaxations = list(_relaxed(context))
+            for relaxed, _ in relaxations:
+                with suppress(DoesNotFit):  # the next one relaxes more
+                    if relaxed.recipe not in spent:
+                        return _choose_for(relaxed, constraints)
+            most = relaxations[-1][1] if relaxations else ()
+            tried = ", ".join(f"{change.key} {change.effective}" for change in most)
+            raise DoesNotFit(
+                f"{refusal}. Nor does it fit with all that allow:"
+                f" [{', '.join(context.recipe.allow)}] gives up ({tried or 'nothing here'})"
+            ) from refusal
 
 
-def _chosen(
-    context: PlanContext,
-    changes: Sequence[Change],
-    constraints: LaunchConstraints,
-    rows: int | None,
-) -> Plan:
-    recipe = context.recipe
+def refuse_hopeless(context: PlanContext, constraints: LaunchConstraints) -> None:
+    """Raise DoesNotFit for a recipe that cannot fit, before its rows are tokenised: because of its
+    model states, without a trace; because of the least that a step of max_length holds, after one
+    of that length."""
+    contexts = [context, *(relaxed for relaxed, _ in _relaxed(context))]
+    if context.recipe.launch.assume_fits:
+        return
+    if all(_exceeds(one, constraints, with_step=False) for one in contexts):
+        choose(replace(context, traces=None), constraints)
+    elif context.counts is not None or not all(
+        _exceeds(one, constraints, with_step=True) for one in contexts
+    ):
+        return
+    choose(context, constraints)
+
+
+def _relaxed(context: PlanContext) -> Iterator[tuple[PlanContext, tuple[Change, ...]]]:
+    """The context with each recipe that `allow:` permits, and what that recipe relaxes."""
+    for recipe, changes in relax.rungs(context.recipe, context.shape.config["model_type"]):
+        relaxed = plan_context.with_recipe(context, recipe)
+        yield replace(relaxed, changes=(*context.changes, *changes)), changes
+
+
+def _exceeds(context: PlanContext, constraints: LaunchConstraints, with_step: bool) -> bool:
+    """Whether the states of every candidate exceed a budget; `with_step`: and the least that its
+    smallest allowed micro-batch holds."""
+    possible, _ = candidates.possible(context, constraints)
+    return all(
+        estimate.hopeless(context, [one, *candidates.cuts(context, one)][-1], with_step)
+        for one in possible
+    )
+
+
+def _choose_for(context: PlanContext, constraints: LaunchConstraints) -> Choice:
+    """The choice for the context's own recipe."""
+    recipe, history = context.recipe, constraints.oom_history
+    context = replace(context, link=constraints.link, oom_history=history)
+    if constraints.wants_tuned:
+        constraints = replace(constraints, tuned=context.recall(context.shape, recipe))
+    # a plan that ran out of memory is followed by one within the budgets, if there is one
+    if recipe.launch.assume_fits and history.ran_out:
+        with suppress(DoesNotFit):
+            return Choice(context, _chosen(context, constraints))
+    context = replace(context, assume_fits=recipe.launch.assume_fits)
+    return Choice(context, _chosen(context, constraints))
+
+
+def _chosen(context: PlanContext, constraints: LaunchConstraints) -> Plan:
+    recipe, rows = context.recipe, context.rows
     possible, refusals = candidates.possible(context, constraints)
     judged: list[tuple[Judged, str]] = []
     chosen = search_waves(context, possible, constraints, judged)
@@ -57,11 +130,7 @@ def _chosen(
             judged.clear()
             chosen = search_waves(context, possible, constraints, judged)
     if chosen is None:
-        ways = (
-            list(islice(ways_to_fit(context, constraints), MAX_WAYS))
-            if constraints.offers_ways
-            else None
-        )
+        ways = None if recipe.allow else list(islice(ways_to_fit(context, constraints), MAX_WAYS))
         raise DoesNotFit(does_not_fit_message(context, judged, refusals, ways))
     lost = (
         f"{one.candidate.mode} with {one.candidate.num_processes} process(es): {one.misses}"
@@ -80,7 +149,7 @@ def _chosen(
         lora_targets=context.lora_targets,
         why=explain.why(context, chosen, constraints),
         switches=explain.switches(context, candidate, constraints),
-        changes=(*changes, *explain.changes(context, candidate, judged, constraints)),
+        changes=(*context.changes, *explain.changes(context, candidate, judged, constraints)),
         rejected=(*refusals, *dict.fromkeys(lost)),
         table=tuple(explain.table(table_order(judged))) if chosen.memory.peak else (),
         step_s=chosen.time.step_s if chosen.time else None,

@@ -1,5 +1,4 @@
-"""From what was typed to a recipe and a plan: the one path that plan, run and the guides' direct
-start all take."""
+"""Facts of a start, each read once: machine, recipe, model, data, packages, links."""
 
 from __future__ import annotations
 
@@ -7,21 +6,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from launch.base import environment, files
-from launch.base.errors import DoesNotFit, ResourceError
+from launch.base.errors import ResourceError
 from launch.base.workspace import FILES, Workspace
-from launch.data import columns, token_cache, token_hashes
+from launch.data import columns, token_cache
 from launch.plan import context as plan_context
-from launch.plan import planner, relax
-from launch.plan.candidates import CPU_MODES, ONE_PROCESS, LaunchConstraints
+from launch.plan import planner
+from launch.plan.candidates import CPU_MODES, NO_CONSTRAINTS, ONE_PROCESS, LaunchConstraints
+from launch.plan.planner import Choice
 from launch.predict import model_config
-from launch.predict.estimate import PlanContext, host_budget_bytes
-from launch.predict.memory import host_memory
+from launch.predict.estimate import PlanContext
 from launch.predict.memory.allocator import TORCH_DEFAULTS, AllocatorConfig
 from launch.predict.traces import Traces
 from launch.probe import import_memory, link_causes, link_test, packages, torch_build
@@ -34,37 +32,50 @@ from launch.recipe.paths import (
     with_absolute_paths,
 )
 from launch.schema.machine import Device, Link, Machine
-from launch.schema.plan import Change, Plan, Strategy
+from launch.schema.plan import ModelSize, Strategy
 from launch.schema.recipe import Recipe
 
 TOKENIZER_FILES = ("token*", "*.model", "vocab*")  # names in a folder; *.model: sentencepiece
 SAMPLE_FILES = ("data/sft_train_small_train.parquet", "data/sft_train_small_valid.parquet")
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Resolved:
-    """A start, decided but not begun."""
+class Facts:
+    """Everything that a start is decided with."""
 
     workspace: Workspace
-    recipe: Recipe
-    machine: Machine
-    plan: Plan
-    context: PlanContext | None = None  # what the plan was chosen with
+    context: PlanContext
+    constraints: LaunchConstraints
 
 
 def resolve(
     recipe_name: str,
     overrides: Sequence[str],
     machine_file: Path | None = None,
-    constraints: LaunchConstraints = LaunchConstraints(),  # noqa: B008  a frozen value
-    say: Callable[[str], None] = lambda line: None,
+    constraints: LaunchConstraints = NO_CONSTRAINTS,
+    say: Say = lambda line: None,
+    trace: bool = True,
+) -> Choice:
+    """The plan for a recipe, with the lengths of its rows if they are tokenised, else with
+    max_length."""
+    facts = read(recipe_name, overrides, machine_file, constraints, say, trace=trace)
+    planner.refuse_hopeless(facts.context, facts.constraints)
+    return planner.choose(facts.context, facts.constraints)
+
+
+def read(
+    recipe_name: str,
+    overrides: Sequence[str],
+    machine_file: Path | None = None,
+    constraints: LaunchConstraints = NO_CONSTRAINTS,
+    say: Say = lambda line: None,
     test_link: bool = False,
     trace: bool = True,
-) -> Resolved:
-    """Read, probe, count and plan; imports no torch. Writes nothing but traces, and sample data
-    that a recipe names.
+) -> Facts:
+    """Read, probe and count; imports no torch. Writes nothing but sample data that a recipe names.
 
-    `trace` False: the plan counts model states alone, as where many ranks start at once."""
+    `trace` False: plans count model states alone, as where many ranks start at once."""
     workspace = Workspace.here()
     machine = (
         probe_machine.described(machine_file)
@@ -82,10 +93,10 @@ def resolve(
     if machine_file is None and not constraints.force_cpu and recipe.launch.mode not in CPU_MODES:
         _refuse_cards(recipe, machine, constraints)
     is_file = "/" in recipe_name or recipe_name.endswith((".yaml", ".yml"))
-    recipe, first = use_existing_model(
+    recipe, of_model = use_existing_model(
         with_absolute_paths(recipe, Path.cwd() if is_file else workspace.root)
     )
-    recipe, found = use_existing_tokenizer(recipe)
+    recipe, of_tokenizer = use_existing_tokenizer(recipe)
     for name in ("runs", "logs", ".cache"):
         files.refuse_strangers(workspace.root / name)
     files.check_output(Path(recipe.output_dir))
@@ -95,16 +106,16 @@ def resolve(
         raise ResourceError(
             f"tokenizer.path: there is no folder {recipe.tokenizer.path}; give one, or leave it out"
         )
-    config, parameters_by_name = model_config.read(recipe.model, root=FILES)
-    cut = Path(recipe.tokenizer.path or recipe.model.path or "")
-    model_config.check_tokenizer(cut)
+    config, parameters = model_config.read(recipe.model, root=FILES)
+    tokenizer = Path(recipe.tokenizer.path or recipe.model.path or "")
+    model_config.check_tokenizer(tokenizer)
     if (
         machine_file is None
-        and cut.parts
-        and not any(file for form in TOKENIZER_FILES for file in cut.glob(form))
+        and tokenizer.parts
+        and not any(file for form in TOKENIZER_FILES for file in tokenizer.glob(form))
     ):
         raise ResourceError(
-            f"{cut}: found no tokenizer.json or its like; name a tokenizer with"
+            f"{tokenizer}: found no tokenizer.json or its like; name a tokenizer with"
             " --tokenizer.path=FOLDER"
         )
     _write_sample_data(recipe, workspace, say)
@@ -131,69 +142,34 @@ def resolve(
         constraints = replace(
             constraints, link=_link(recipe, machine, constraints, workspace, say, test_link)
         )
-    changes = (*changed, *first, *found)
-
-    def planned(recipe: Recipe, changes: Sequence[Change]) -> Resolved:
-        context = plan_context.build(recipe, machine, config, parameters_by_name, data_format)
-        base = (
-            model_config.weights_fingerprint(Path(recipe.model.path))
-            if recipe.lora and recipe.model.path
-            else None
+    context = plan_context.build(recipe, machine, config, parameters, data_format)
+    device: Device = "cuda" if has_gpu else "cpu"
+    tokens = token_cache.token_cache(workspace.cache, recipe, context.shape, data_format)
+    has_base = recipe.lora is not None and recipe.model.path is not None
+    context = replace(
+        context,
+        changes=(*changed, *of_model, *of_tokenizer),
+        rows=rows,
+        tokens=replace(tokens, rows=rows),
+        base_fingerprint=(
+            model_config.weights_fingerprint(Path(str(recipe.model.path))) if has_base else None
+        ),
+        imports=import_memory.known(workspace.cache, device),
+    )
+    if machine_file is None and workspace.ledger_file.exists():
+        context = replace(context, recall=_recall(workspace, machine, say))
+    if trace:
+        context = replace(
+            context,
+            traces=Traces(recipe, context.shape, context.lora_targets, workspace.traces, say),
+            allocator=(
+                AllocatorConfig.parse(_allocator_settings(os.environ))
+                if has_gpu
+                else TORCH_DEFAULTS
+            ),
+            error_margin=_error_margin(workspace, machine, device, say),
         )
-        context = replace(with_counts(workspace, context), rows=rows, base_fingerprint=base)
-        device = "cuda" if has_gpu else "cpu"
-        if trace:
-            context = replace(
-                context,
-                traces=Traces(recipe, context.shape, context.lora_targets, workspace.traces, say),
-                imports=import_memory.known(workspace.cache, device),
-                allocator=(
-                    AllocatorConfig.parse(_allocator_settings(os.environ))
-                    if has_gpu
-                    else TORCH_DEFAULTS
-                ),
-                error_margin=_usual(workspace, machine, device, say),
-            )
-        wants_tuned = (
-            constraints.wants_tuned and machine_file is None and workspace.ledger_file.exists()
-        )
-        tuned = _tuned(workspace, context, say) if wants_tuned else None
-        known = replace(
-            constraints,
-            tuned=tuned,
-            assume_fits=recipe.launch.assume_fits,
-            offers_ways=not recipe.allow,
-        )
-        # what ran out once is planned within the budgets, where that can be
-        with suppress(DoesNotFit):
-            if known.assume_fits and constraints.oom_history.ran_out:
-                plan = planner.choose(context, changes, replace(known, assume_fits=False), rows)
-                return Resolved(workspace, recipe, machine, plan, context)
-        return Resolved(
-            workspace, recipe, machine, planner.choose(context, changes, known, rows), context
-        )
-
-    try:
-        if recipe in constraints.oom_history.spent:
-            raise DoesNotFit(
-                f"{recipe.name}: all plans of this start took more memory than there is, each less"
-                " than the one before; the same line again tries a smaller one, from the last"
-                " checkpoint if there is one"
-            )
-        return planned(recipe, changes)
-    except DoesNotFit as refusal:
-        if not recipe.allow:
-            raise
-        given_up: tuple[Change, ...] = ()
-        for gentler, given_up in relax.rungs(recipe, config["model_type"]):
-            with suppress(DoesNotFit):  # the next one gives up more
-                if gentler not in constraints.oom_history.spent:
-                    return planned(gentler, (*changes, *given_up))
-        relaxed = ", ".join(f"{change.key} {change.effective}" for change in given_up)
-        raise DoesNotFit(
-            f"{refusal}. Nor does it fit with all that allow: [{', '.join(recipe.allow)}] gives up"
-            f" ({relaxed or 'nothing here'})"
-        ) from refusal
+    return Facts(workspace, plan_context.with_rows(context), constraints)
 
 
 def _with_one_gpu(machine: Machine) -> Machine:
@@ -227,69 +203,32 @@ def _allocator_settings(environ: Mapping[str, str]) -> str:
     return next((environ[name] for name in names if environ.get(name)), "")
 
 
-def _usual(
-    workspace: Workspace, machine: Machine, device: Device, say: Callable[[str], None]
-) -> float:
-    """By which share of itself a prediction has to be exceeded here to be a surprise; 0 while too
-    few runs tell."""
+def _error_margin(workspace: Workspace, machine: Machine, device: Device, say: Say) -> float:
+    """Share by which measured memory exceeds a prediction here in the usual run; 0 while too few
+    runs have been measured."""
     if not workspace.ledger_file.exists():
         return 0.0
     from launch.predict.history.cache_keys import machine_key
     from launch.predict.history.ledger import Ledger
 
     ledger = Ledger(workspace.ledger_file, say)
-    return max(
-        ledger.margin("reserved_bytes", device, machine_key(machine), prior=0.0).fraction, 0.0
-    )
+    margin = ledger.margin("reserved_bytes", device, machine_key(machine), prior=0.0)
+    return max(margin.fraction, 0.0)
 
 
-def _tuned(
-    workspace: Workspace, context: PlanContext, say: Callable[[str], None]
-) -> Strategy | None:
-    """What trials have found before for this machine, model and recipe."""
+def _recall(
+    workspace: Workspace, machine: Machine, say: Say
+) -> Callable[[ModelSize, Recipe], Strategy | None]:
+    """A reader of the strategies that trials on this machine have found."""
     from launch.predict.history import cache_keys
     from launch.predict.history.ledger import Ledger
 
-    of = (
-        cache_keys.machine_key(context.machine),
-        cache_keys.model_key(context.shape),
-        cache_keys.recipe_key(context.recipe),
-    )
-    found = Ledger(workspace.ledger_file, say).recall(*of)
-    return found.strategy if found else None
+    def recall(shape: ModelSize, recipe: Recipe) -> Strategy | None:
+        keys = cache_keys.model_key(shape), cache_keys.recipe_key(recipe)
+        tuned = Ledger(workspace.ledger_file, say).recall(cache_keys.machine_key(machine), *keys)
+        return tuned.strategy if tuned else None
 
-
-def with_counts(workspace: Workspace, context: PlanContext) -> PlanContext:
-    """The subject with what is known of its tokenised rows; as it is where none have been tokenised
-    yet."""
-    tokens = token_cache.token_cache(
-        workspace.cache, context.recipe, context.shape, context.data_format
-    )
-    counts = token_hashes.counts(tokens)
-    # not tokenised yet, or damaged: they will be again; streamed
-    if counts is None or "train" not in counts:
-        return context
-    parts = [part for part in counts.values() if isinstance(part, dict)]
-    if not all("shortest_input" in part for part in parts):  # written by an older version
-        return context
-    longest = max(part["longest_input"] for part in parts)
-    return replace(
-        context,
-        lengths=(longest, max(part["longest_target"] for part in parts)),
-        is_ragged=any(part["shortest_input"] < longest for part in parts),
-        counts=counts["train"],
-        cache_bytes=sum(file.stat().st_size for file in tokens.glob("*.arrow")),
-    )
-
-
-def tokenising_processes(resolved: Resolved) -> int:
-    """How many processes may tokenise this start's data side by side."""
-    device = resolved.plan.strategy.device
-    budget = host_budget_bytes(resolved.recipe, resolved.machine)
-    held = import_memory.known(resolved.workspace.cache, device)
-    return host_memory.tokenising_processes(
-        resolved.recipe.data, held, resolved.machine.cpu_count, budget
-    )
+    return recall
 
 
 def _link(
@@ -297,7 +236,7 @@ def _link(
     machine: Machine,
     constraints: LaunchConstraints,
     workspace: Workspace,
-    say: Callable[[str], None],
+    say: Say,
     test: bool,
 ) -> Link | None:
     """What carries an all-reduce between this machine's GPUs: as known, or tested now. None: it
@@ -321,7 +260,7 @@ def _link(
     return link
 
 
-def _write_sample_data(recipe: Recipe, workspace: Workspace, say: Callable[[str], None]) -> None:
+def _write_sample_data(recipe: Recipe, workspace: Workspace, say: Say) -> None:
     """The guides' small data set, when a recipe asks for it and nobody has put it there."""
     train, valid = (workspace.root / name for name in SAMPLE_FILES)
     if Path(recipe.data.train_file) != train or train.exists():

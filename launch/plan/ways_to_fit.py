@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.text import size
@@ -26,8 +25,9 @@ def does_not_fit_message(
     ways: Sequence[str] | None,
 ) -> str:
     shape, whole, recipe = context.shape, context.whole, context.recipe
+    judged_by = "" if context.traces is not None else "By model states alone, "
     advice = (
-        f". This would fit: {'; '.join(ways)}"
+        f". {judged_by}{'t' if judged_by else 'T'}his would fit: {'; '.join(ways)}"
         if ways
         else ". Use a smaller model (--model.shape=...)"
     )
@@ -103,16 +103,7 @@ def ways_to_fit(context: PlanContext, constraints: LaunchConstraints) -> Iterato
             continue
         update = {"model": section, "lora": lora, "quantization": quantization, "launch": place}
         variant = recipe.model_copy(update=update)
-        other = plan_context.build(
-            variant,
-            context.machine,
-            dict(context.shape.config),
-            context.parameters,
-            context.data_format,
-        )
-        traces = context.traces and context.traces.of(variant, other.shape, other.lora_targets)
-        differs = {"whole": other.whole, "lora_targets": other.lora_targets, "traces": traces}
-        other = replace(context, recipe=variant, shape=other.shape, **differs)
+        other = plan_context.with_recipe(context, variant)
         try:
             possible, _ = candidates.possible(other, constraints)
         except (ConfigError, ResourceError):  # this machine cannot start it: no way out
@@ -120,7 +111,7 @@ def ways_to_fit(context: PlanContext, constraints: LaunchConstraints) -> Iterato
         # of each the most frugal cut; a batch of one with its checkpointing settled has none
         frugal = (
             possible
-            if traces is None
+            if other.traces is None
             else [[one, *candidates.cuts(other, one)][-1] for one in possible]
         )
         whole = [one for one in frugal if one.is_whole]

@@ -9,12 +9,13 @@ alone, and the plan says so.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from launch.base.text import size
+from launch.data.token_cache import TokenCache
 from launch.predict import parameters as predict_parameters
 from launch.predict import sharding
 from launch.predict.memory import allocator as memory_allocator
@@ -28,7 +29,16 @@ from launch.predict.traces import Question, Trace, Traces
 from launch.probe import architectures
 from launch.probe.import_memory import ASSUMED, Imports
 from launch.schema.machine import GIB, Link, Machine
-from launch.schema.plan import MULTIPLE, DataFormat, MemoryEstimate, ModelSize, Padding, Strategy
+from launch.schema.plan import (
+    MULTIPLE,
+    Change,
+    DataFormat,
+    MemoryEstimate,
+    ModelSize,
+    Padding,
+    Peak,
+    Strategy,
+)
 from launch.schema.recipe import DTYPE_BYTES, Recipe
 
 USUAL_DOCUMENT = 128  # tokens, assumed while none have been counted
@@ -38,6 +48,11 @@ CONTEXT_BYTES = {"nvidia": 512 << 20, "amd": 768 << 20}
 # A communicator of two ranks, and of more: github.com/NVIDIA/nccl issue 964, A100.
 NCCL_BYTES, NCCL_MORE_BYTES = 544 << 20, 688 << 20
 
+
+WIDTH_NAMES = ("hidden_size", "n_embd", "d_model")  # of a config: features of a token
+LAYER_NAMES = ("num_hidden_layers", "n_layer", "num_decoder_layers", "num_layers")
+# For backward, without checkpointing: inputs of the norms, of attention's and of the MLP's products
+KEPT_TENSORS_A_LAYER = 8
 
 LEAST_LENGTH = 8  # tokens of a row that is worth a trace
 
@@ -60,13 +75,17 @@ class PlanContext:
     allocator: memory_allocator.AllocatorConfig = memory_allocator.TORCH_DEFAULTS
     imports: Imports = ASSUMED  # what the job's processes hold before there is a model
     base_fingerprint: str | None = None  # of the weights that an adapter is trained for
+    changes: tuple[Change, ...] = ()  # values that the recipe replaced before planning
     rows: int | None = None  # of the training file
+    tokens: TokenCache | None = None  # where the tokenised rows are, or will be
     cache_bytes: int | None = None  # of the tokenised rows; None: not there yet
     # of the tokenised training file, as tokenising wrote them
     counts: Mapping[str, Any] | None = None
     error_margin: float = 0.0  # share by which past predictions were exceeded, at the level wanted
     oom_history: OomHistory = NO_OOM_HISTORY  # and that of this very run
     assume_fits: bool = False  # budgets do not count, only what ran out
+    # the fastest strategy in real trials of a recipe on this machine
+    recall: Callable[[ModelSize, Recipe], Strategy | None] = lambda shape, recipe: None
 
     def question(self, candidate: Strategy) -> Question:
         multiple = MULTIPLE[candidate.device]
@@ -182,120 +201,140 @@ class Judged:
         return self.time.step_s if self.time else 0.0
 
 
-def hopeless(subject: PlanContext, candidate: Strategy) -> Judged | None:
+def hopeless(context: PlanContext, candidate: Strategy, with_step: bool = False) -> Judged | None:
     """The candidate judged by what no trace changes, where that alone exceeds a budget: model
-    states on the device; on the host what processes import, build and save."""
-    memory = _states(subject, candidate)
-    if subject.traces is not None:
+    states on the device; on the host what processes import, build and save. `with_step`: with the
+    least that a step holds of its rows as well."""
+    memory = _states(context, candidate)
+    if with_step:
+        parts = {"states": memory.model_state_bytes}
+        parts["activations"] = _least_activation_bytes(context, candidate)
+        memory = replace(memory, peak=Peak("forward", "", parts))
+    if context.traces is not None:
         fewest = candidate
-        if subject.recipe.training.dataloader_num_workers is None:
+        if context.recipe.training.dataloader_num_workers is None:
             fewest = replace(candidate, dataloader_num_workers=0)
-        memory = _with_host(subject, fewest, memory, None, 0, exact=False)
-    judged = _judged(subject, candidate, memory, None)
+        memory = _with_host(context, fewest, memory, None, 0, exact=False)
+    judged = _judged(context, candidate, memory, None)
     return judged if judged.misses else None
 
 
-def judge(subject: PlanContext, candidate: Strategy, exact: bool = True) -> Judged:
+def _least_activation_bytes(context: PlanContext, candidate: Strategy) -> int:
+    """Bytes that the longest rows take at least: the input of each layer, which checkpointing keeps
+    too, and the logits of one chunk."""
+    config, (_, target) = context.shape.config, context.question(candidate).lengths
+    width, layers = (
+        next((config[name] for name in names if config.get(name)), 0)
+        for names in (WIDTH_NAMES, LAYER_NAMES)
+    )
+    element_bytes = 4 if candidate.mixed_precision == "no" else 2
+    kept = KEPT_TENSORS_A_LAYER if not candidate.activation_checkpointing else 1
+    of_layers = kept * layers * width * element_bytes
+    of_logits = config["vocab_size"] * 4 // candidate.num_output_chunks
+    return candidate.per_device_train_batch_size * target * (of_layers + of_logits)
+
+
+def judge(context: PlanContext, candidate: Strategy, exact: bool = True) -> Judged:
     """Predict one candidate and compare it with both budgets; `exact` replays the allocator, and
     traces what else than the longest rows the highest peak may be of, which takes longer."""
-    states = _states(subject, candidate)
-    trace = subject.trace(candidate)
-    steps = [(subject.question(candidate), candidate.per_device_train_batch_size)]
+    states = _states(context, candidate)
+    trace = context.trace(candidate)
+    steps = [(context.question(candidate), candidate.per_device_train_batch_size)]
     if exact:
-        steps = subject.shapes(candidate)
-        subject.fetch_steps(question for question, _ in steps)
-    shapes = [(subject.trace_of(question), rows) for question, rows in steps]
+        steps = context.shapes(candidate)
+        context.fetch_steps(question for question, _ in steps)
+    shapes = [(context.trace_of(question), rows) for question, rows in steps]
     known = [(found, rows) for found, rows in shapes if found is not None]
     if trace is None or len(known) < len(shapes):
-        return _judged(subject, candidate, states, None)
-    memories = [_with_peak(subject, candidate, states, found, rows, exact) for found, rows in known]
+        return _judged(context, candidate, states, None)
+    memories = [_with_peak(context, candidate, states, found, rows, exact) for found, rows in known]
     memory = max(memories, key=lambda one: (one.device_bytes, one.host_bytes))
     return _judged(
-        subject, candidate, memory, _time(subject, candidate, trace, subject.mean_cut(candidate))
+        context, candidate, memory, _time(context, candidate, trace, context.mean_cut(candidate))
     )
 
 
-def share_of_longest(subject: PlanContext, candidate: Strategy) -> float:
+def share_of_longest(context: PlanContext, candidate: Strategy) -> float:
     """Predicted seconds of a step over those of one whose rows are all as long as the longest; 1
     where not known."""
-    trace, cut = subject.trace(candidate), subject.mean_cut(candidate)
+    trace, cut = context.trace(candidate), context.mean_cut(candidate)
     if trace is None or cut is None:
         return 1.0
     return (
-        _time(subject, candidate, trace, cut).step_s / _time(subject, candidate, trace, None).step_s
+        _time(context, candidate, trace, cut).step_s / _time(context, candidate, trace, None).step_s
     )
 
 
-def _time(subject: PlanContext, candidate: Strategy, trace: Trace, cut: Cut | None) -> TimeEstimate:
-    work = StepWork(trace.work, _update(subject.whole))
-    speed = rates.of(subject.machine, candidate)
-    return timing.estimate(work, candidate, subject.shape, subject.whole, speed, subject.link, cut)
+def _time(context: PlanContext, candidate: Strategy, trace: Trace, cut: Cut | None) -> TimeEstimate:
+    work = StepWork(trace.work, _update(context.whole))
+    speed = rates.of(context.machine, candidate)
+    return timing.estimate(work, candidate, context.shape, context.whole, speed, context.link, cut)
 
 
 def _judged(
-    subject: PlanContext, candidate: Strategy, memory: MemoryEstimate, time: TimeEstimate | None
+    context: PlanContext, candidate: Strategy, memory: MemoryEstimate, time: TimeEstimate | None
 ) -> Judged:
-    budget = budget_bytes(subject.recipe, subject.machine, candidate)
+    budget = budget_bytes(context.recipe, context.machine, candidate)
     of_host = host_bytes(candidate, memory) / max(
-        host_budget_bytes(subject.recipe, subject.machine), 1
+        host_budget_bytes(context.recipe, context.machine), 1
     )
     excess = max(memory.device_bytes / max(budget, 1), of_host)
     return Judged(
-        candidate, memory, time, budget, _misses(subject, candidate, memory, budget), excess
+        candidate, memory, time, budget, _misses(context, candidate, memory, budget), excess
     )
 
 
-def _states(subject: PlanContext, candidate: Strategy) -> MemoryEstimate:
-    model_type = subject.shape.config["model_type"]
+def _states(context: PlanContext, candidate: Strategy) -> MemoryEstimate:
+    model_type = context.shape.config["model_type"]
     return sharding.per_rank(
-        subject.whole, subject.parameters, subject.recipe, candidate, model_type
+        context.whole, context.parameters, context.recipe, candidate, model_type
     )
 
 
 def _with_peak(
-    subject: PlanContext,
+    context: PlanContext,
     candidate: Strategy,
     states: MemoryEstimate,
     trace: Trace,
     samples: int,
     exact: bool,
 ) -> MemoryEstimate:
-    counts = samples, _eval_samples(subject, candidate)
+    counts = samples, _eval_samples(context, candidate)
     memory = replace(
         states,
         peak=trace.peak(*counts),
         step_allocated_bytes=trace.peak(samples, None).allocated_bytes,
     )
-    memory = _with_host(subject, candidate, memory, trace, samples, exact)
+    memory = _with_host(context, candidate, memory, trace, samples, exact)
     if candidate.device == "cpu":
         return memory
-    outside = CONTEXT_BYTES[subject.machine.gpus[0].vendor]
+    outside = CONTEXT_BYTES[context.machine.gpus[0].vendor]
     if candidate.backend == "nccl":
         outside += NCCL_BYTES if candidate.num_processes == 2 else NCCL_MORE_BYTES
     reserved, of_step = memory.allocated_bytes, memory.step_allocated_bytes
     if exact:
-        room = budget_bytes(subject.recipe, subject.machine, candidate) - outside
+        room = budget_bytes(context.recipe, context.machine, candidate) - outside
         begun, rest = trace.run(*counts, makes_states=candidate.engine != "deepspeed")
-        of_step = _reserved_bytes(begun, subject.allocator, room)
-        reserved = _reserved_bytes([*begun, *rest], subject.allocator, room)
+        of_step = _reserved_bytes(begun, context.allocator, room)
+        reserved = _reserved_bytes([*begun, *rest], context.allocator, room)
     memory = replace(
         memory, fragmentation_bytes=max(reserved - memory.allocated_bytes, 0), outside_bytes=outside
     )
     memory = replace(memory, step_reserved_bytes=max(of_step, memory.step_allocated_bytes))
-    free = min(gpu.free_bytes for gpu in subject.machine.gpus[: candidate.processes_per_machine])
+    free = min(gpu.free_bytes for gpu in context.machine.gpus[: candidate.processes_per_machine])
     # the error bar is part of what planning leaves free
-    kept = int(free * (1 - subject.recipe.launch.vram_fraction))
+    kept = int(free * (1 - context.recipe.launch.vram_fraction))
     margin = max(
-        int(subject.error_margin * memory.reserved_bytes) - kept,
-        int(subject.oom_history.device * memory.reserved_bytes),
+        int(context.error_margin * memory.reserved_bytes) - kept,
+        int(context.oom_history.device * memory.reserved_bytes),
         0,
     )
     return replace(memory, margin_bytes=margin)
 
 
-def _eval_samples(subject: PlanContext, candidate: Strategy) -> int | None:
+def _eval_samples(context: PlanContext, candidate: Strategy) -> int | None:
     """Samples of an evaluation's batch; None where nothing is evaluated."""
-    return candidate.per_device_eval_batch_size if subject.recipe.evaluates else None
+    return candidate.per_device_eval_batch_size if context.recipe.evaluates else None
 
 
 def _reserved_bytes(
@@ -312,7 +351,7 @@ def _reserved_bytes(
 
 
 def _with_host(
-    subject: PlanContext,
+    context: PlanContext,
     candidate: Strategy,
     memory: MemoryEstimate,
     trace: Trace | None,
@@ -320,7 +359,7 @@ def _with_host(
     exact: bool,
 ) -> MemoryEstimate:
     """With what the job takes of the host; without a trace, all but what a step takes on CPUs."""
-    counts = samples, _eval_samples(subject, candidate)
+    counts = samples, _eval_samples(context, candidate)
     sizes = (
         {section: peak.allocated_bytes for section, peak in trace.peaks(*counts).items()}
         if trace
@@ -336,31 +375,31 @@ def _with_host(
     # its bucket is as large as asked for, and filled as far as there are gradients
     if candidate.engine == "deepspeed":
         element_bytes = 4 if candidate.mixed_precision == "no" else 2
-        filled = min(subject.shape.trainable_parameters, sharding.BUCKET_ELEMENTS)
+        filled = min(context.shape.trainable_parameters, sharding.BUCKET_ELEMENTS)
         written[sharding.BUCKET_ELEMENTS * element_bytes] = filled * element_bytes
     untouched = sum(size - touched for size, touched in written.items())
-    first = next(iter(subject.parameters.values()))
+    first = next(iter(context.parameters.values()))
     holes = 0
     if candidate.device == "cpu" and exact and trace is not None:
         held = malloc.held_bytes(trace.events(*counts), written)
         holes = max(held - max(sizes.values()) + untouched, 0)
     job = host_memory.Job(
-        recipe=subject.recipe,
+        recipe=context.recipe,
         strategy=candidate,
-        shape=subject.shape,
+        shape=context.shape,
         states=memory,
         step_bytes=max(
             (size for section, size in sizes.items() if section != "evaluation"), default=0
         ),
         evaluation_bytes=evaluated.allocated_bytes if evaluated else 0,
-        embedding_bytes=math.prod(first) * DTYPE_BYTES[subject.recipe.model.dtype],
+        embedding_bytes=math.prod(first) * DTYPE_BYTES[context.recipe.model.dtype],
         untouched_bytes=untouched,
         reduced_bytes=sum(written.values()),
         holes_bytes=holes,
-        rows=subject.rows,
-        cache_bytes=subject.cache_bytes,
+        rows=context.rows,
+        cache_bytes=context.cache_bytes,
     )
-    predicted = host_memory.estimate(job, subject.imports)
+    predicted = host_memory.estimate(job, context.imports)
     return replace(memory, host=predicted.by_cause, host_phase=predicted.phase)
 
 
@@ -390,33 +429,33 @@ def host_budget_bytes(recipe: Recipe, machine: Machine) -> int:
 
 
 def _misses(
-    subject: PlanContext, candidate: Strategy, memory: MemoryEstimate, budget: int
+    context: PlanContext, candidate: Strategy, memory: MemoryEstimate, budget: int
 ) -> str | None:
     """Which budget is exceeded, with numbers; None when it fits."""
-    ruled_out = subject.oom_history.rules_out(
+    ruled_out = context.oom_history.rules_out(
         "device", candidate, memory.device_bytes - memory.margin_bytes, memory
     )
     if ruled_out:
         return ruled_out
-    if memory.device_bytes > budget and not subject.assume_fits:
+    if memory.device_bytes > budget and not context.assume_fits:
         if memory.peak is None:
             return f"model states {size(memory.model_state_bytes)} each, budget {size(budget)}"
         return f"{size(memory.device_bytes)} in {memory.peak.section}, budget {size(budget)}"
-    return misses_host(subject, candidate, memory)
+    return misses_host(context, candidate, memory)
 
 
-def misses_host(subject: PlanContext, candidate: Strategy, memory: MemoryEstimate) -> str | None:
+def misses_host(context: PlanContext, candidate: Strategy, memory: MemoryEstimate) -> str | None:
     """Whether the machine's RAM is exceeded, with numbers; None when it is not."""
-    host = host_budget_bytes(subject.recipe, subject.machine)
-    needed = int(host_bytes(candidate, memory) * (1 + subject.oom_history.host))
-    ruled_out = subject.oom_history.rules_out(
+    host = host_budget_bytes(context.recipe, context.machine)
+    needed = int(host_bytes(candidate, memory) * (1 + context.oom_history.host))
+    ruled_out = context.oom_history.rules_out(
         "host", candidate, host_bytes(candidate, memory), memory
     )
     if ruled_out:
         return ruled_out
-    if needed > host and not subject.assume_fits:
+    if needed > host and not context.assume_fits:
         phase = f" in {memory.host_phase}" if memory.host_phase else ""
-        available = size(subject.machine.host_available_bytes)
+        available = size(context.machine.host_available_bytes)
         budget = f"{size(host)} ({available} available less launch.host_reserve_gib)"
         return f"{size(needed)} in host RAM{phase}, budget {budget}"
     return None

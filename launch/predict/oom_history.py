@@ -26,7 +26,7 @@ class OomEvent:
     has."""
 
     of: Literal["device", "host"]
-    # that the ranks were in: load, step, evaluation, save...; tokenise: there were none yet
+    # that the ranks were in: load, step, evaluation, save...
     section: str
     candidate: Strategy
     # Of that memory, by the plan, as it is before errors of past predictions are added; of its
@@ -39,16 +39,11 @@ class OomEvent:
     available_bytes: int = 0
     is_own: bool = True  # the job took it, not others
 
-    @property
-    def rules(self) -> bool:
-        """Whether it says anything about plans."""
-        return self.is_own and self.section != "tokenise"
-
     def counts(self, machine: Machine) -> bool:
         """Whether it still does in another start: not where there is clearly more memory than there
         was."""
         now = available_bytes(self.of, machine, self.candidate)
-        return self.rules and (
+        return self.is_own and (
             not self.available_bytes or now * CLEARLY_BELOW <= self.available_bytes
         )
 

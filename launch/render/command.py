@@ -28,9 +28,10 @@ def command(
     attempt: AttemptDir,
     workspace: Workspace,
     environ: Mapping[str, str],
+    resume: str = "auto",
 ) -> Command:
-    """What starts the ranks; env holds only what is added to the environment. The user's
-    OMP_NUM_THREADS is obeyed."""
+    """The line that starts the ranks; env holds only what is added to the environment. The user's
+    OMP_NUM_THREADS is obeyed. `resume` is for the line of a dry run, which opens a run itself."""
     strategy = plan.strategy
     per_machine = strategy.processes_per_machine
     threads = environ.get("OMP_NUM_THREADS") or str(max(1, machine.cpu_count // per_machine))
@@ -66,6 +67,7 @@ def command(
             str(run.root),
             "--attempt",
             str(attempt.number),
+            *(["--resume", resume] if resume != "auto" else []),
         ),
         env={
             "HF_HUB_OFFLINE": "1",

@@ -83,11 +83,10 @@ def find(workspace: Workspace, word: str) -> RunDir:
 
     Raises ResourceError."""
     for path in (Path(word).expanduser(), workspace.runs / word):
-        if (path / "plan.json").is_file():
-            return _trained([RunDir(path.resolve())], word)
-    known = [
-        RunDir(path.parent) for path in sorted(workspace.runs.glob("*/*/plan.json"), reverse=True)
-    ]
+        run = RunDir(path.resolve())
+        if run.plan_file.is_file() and not run.is_dry_run:
+            return _trained([run], word)
+    known = RunDir.all(workspace.runs)
     place = Path(word).expanduser().resolve()
     if named := [
         run

@@ -296,20 +296,22 @@ def result_lines(
 ) -> list[str]:
     """How the run ended, and what was predicted beside what was measured."""
     if result.failure:
-        failure = result.failure
-        return [
-            f"error: {failure.cause}",
-            *(
-                [f"  where  in {failure.section} at step {result.last_step}"]
-                if failure.section
-                else []
-            ),
-            f"  proof  {failure.proof}",
-            f"  fix    {failure.fix}",
-            *([f"  note   {result.note}"] if result.note else []),
-            f"  run    {result.run_dir}",
-        ]
+        return failure_lines(result)
     return list(_success_lines(recipe, machine, plan, result, chat))
+
+
+def failure_lines(result: RunResult) -> list[str]:
+    """How a run failed, and what to do."""
+    failure = result.failure
+    assert failure is not None
+    return [
+        f"error: {failure.cause}",
+        *([f"  where  in {failure.section} at step {result.last_step}"] if failure.section else []),
+        f"  proof  {failure.proof}",
+        f"  fix    {failure.fix}",
+        *([f"  note   {result.note}"] if result.note else []),
+        f"  run    {result.run_dir}",
+    ]
 
 
 def _success_lines(

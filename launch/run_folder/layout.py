@@ -3,11 +3,13 @@ sees half a file."""
 
 from __future__ import annotations
 
+import shutil
 import time
 import traceback
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,9 +18,10 @@ from launch.base.errors import CheckpointError, ResourceError
 from launch.base.files import damaged_file, read, read_or_none, write_atomic, write_json
 from launch.base.text import shown
 from launch.base.workspace import Workspace
-from launch.data.token_cache import TOKENS_MADE_OF
+from launch.data import token_cache
+from launch.data.token_cache import TokenCache
 from launch.schema.machine import Machine
-from launch.schema.plan import Plan, Rendezvous
+from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 from launch.schema.result import (
     AttemptEnd,
@@ -31,6 +34,7 @@ from launch.schema.result import (
 )
 
 Noun = TypeVar("Noun")
+DRY_RUN = "dry-run"  # the folder of a recipe's last dry run, beside its runs
 SAMPLES = "samples.i32"  # of a rank: step, number of rows, the rows, as little-endian int32
 
 
@@ -43,6 +47,8 @@ class AttemptDir:
         self.log_file = root / "log.txt"  # all that the launcher and the ranks print
         self.train_log = root / "train.log"  # rank 0's own lines
         self.machine_file = root / "machine.json"  # on which it was planned
+        self.tokenising_file = root / "tokenising.json"  # a TokenCache: rows to be tokenised
+        self.tokenising_log = root / "tokenise.log"
         self.events_file = root / "events.jsonl"
         self.held_out_file = root / "held_out.jsonl"
         self.outcome_file = root / "outcome.json"
@@ -68,6 +74,12 @@ class AttemptDir:
 
     def read_second_step(self) -> SecondStep | None:
         return read(self.second_step_file, SecondStep)
+
+    def write_tokenising(self, tokens: TokenCache) -> None:
+        write_json(self.tokenising_file, tokens)
+
+    def read_tokenising(self) -> TokenCache:
+        return _there(self.tokenising_file, TokenCache)
 
     def rank(self, rank: int) -> Path:
         """The folder of one rank's own files; made on first use."""
@@ -148,12 +160,28 @@ class RunDir:
         raise AssertionError("a thousand runs within a second")
 
     @classmethod
-    def all(cls, runs: Path, recipe_name: str) -> list[RunDir]:
-        """The recipe's runs, the newest first."""
-        return [
-            cls(path.parent)
-            for path in sorted((runs / recipe_name).glob("*/plan.json"), reverse=True)
-        ]
+    def dry_run(cls, runs: Path, recipe_name: str) -> RunDir:
+        """The folder of the recipe's dry runs, emptied. It is no run: nothing trains in it."""
+        run = cls(runs / recipe_name / DRY_RUN)
+        shutil.rmtree(run.root, ignore_errors=True)
+        run.checkpoints.mkdir(parents=True)
+        return run
+
+    @classmethod
+    def all(cls, runs: Path, recipe_name: str = "*") -> list[RunDir]:
+        """The runs of a recipe, or of all recipes; the newest of each first."""
+        plans = sorted(runs.glob(f"{recipe_name}/*/plan.json"), reverse=True)
+        return [run for path in plans if not (run := cls(path.parent)).is_dry_run]
+
+    def remove_if_unused(self) -> None:
+        """Remove a folder in which nothing was planned and no failure was written down."""
+        failed = any(attempt.supervisor_file.exists() for attempt in self.attempts())
+        if not failed and not self.plan_file.exists():
+            shutil.rmtree(self.root, ignore_errors=True)
+
+    @property
+    def is_dry_run(self) -> bool:
+        return self.root.name == DRY_RUN
 
     @classmethod
     def newest(cls, runs: Path, recipe_name: str) -> RunDir | None:
@@ -227,10 +255,10 @@ class RunDir:
         write_atomic(self.recipe_file, recipe.model_dump_json(indent=1) + "\n")
         write_json(self.plan_file, asdict(plan))
 
-    def write_tokens(self, folder: Path) -> None:
+    def write_tokens(self, tokens: TokenCache) -> None:
         """Which tokenised rows it trains, and what they were made of: their folder may be gone one
         day."""
-        write_json(self.tokens_file, UsedTokens(folder, read(folder / TOKENS_MADE_OF, dict)))
+        write_json(self.tokens_file, UsedTokens(tokens.folder, tokens.identity))
 
     def read_tokens(self) -> UsedTokens | None:
         return read(self.tokens_file, UsedTokens)
@@ -270,11 +298,16 @@ class Start:
     plan: Plan
     supervised: bool
     machine: Machine | None = None
-    wish: str = "auto"  # of --resume
+    resume: str = "auto"  # value of --resume
     tokenising_processes: int = 1
     run: RunDir | None = None
     attempt: AttemptDir | None = None
     deepspeed_file: Path | None = None
+
+    @cached_property
+    def tokens(self) -> TokenCache:
+        recipe, plan = self.recipe, self.plan
+        return token_cache.token_cache(self.workspace.cache, recipe, plan.shape, plan.data_format)
 
 
 def left_in(path: Path) -> Path:
@@ -338,9 +371,3 @@ def output_lock(workspace: Workspace, recipe: Recipe) -> ExitStack:
 def run_lock(run: RunDir) -> AbstractContextManager[None]:
     """One start at a time in a run's folder, whatever recipe or output folder it was reached by."""
     return locks.lock(run.lock_file, str(run.root))
-
-
-def own_run(runs: Path, recipe_name: str, meeting: Rendezvous, now: datetime) -> RunDir:
-    """Where a machine other than number 0 keeps its part of a run, apart from the runs that can be
-    continued."""
-    return RunDir.create(runs / recipe_name, f"machine{meeting.machine_rank}", now)

@@ -4,16 +4,15 @@ silently from zero."""
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from launch.base import files as base_files
 from launch.base.errors import CheckpointError
-from launch.data import token_cache
+from launch.data.token_cache import TokenCache
 from launch.run_folder import manifest
 from launch.run_folder.layout import RunDir
 from launch.schema.plan import Plan
@@ -49,34 +48,40 @@ class Start:
     complete: bool = False
 
 
-def decide(runs: Path, recipe: Recipe, plan: Plan, tokens: Path, wish: str, now: datetime) -> Start:
-    """wish: auto, never, or a path to a run or one of its checkpoints.
+NewRun = Callable[[], RunDir]
+
+
+def decide(
+    runs: Path, recipe: Recipe, plan: Plan, tokens: TokenCache, resume: str, new_run: NewRun
+) -> Start:
+    """`resume`: auto, never, or a path to a run or one of its checkpoints. `new_run` makes the
+    folder of a new run.
 
     Raises CheckpointError when a run could be continued but what trains has changed.
     """
     # a key that cannot be had is said before hours of training, not at the first save
     manifest.key()
-    if wish == "never":
-        return Start(RunDir.create(runs, recipe.name, now), "starting a new run (--resume never)")
-    if wish != "auto":
-        return _from_path(Path(wish).expanduser(), runs, recipe, plan, tokens, now)
+    if resume == "never":
+        return Start(new_run(), "starting a new run (--resume never)")
+    if resume != "auto":
+        return _from_path(Path(resume).expanduser(), recipe, plan, tokens, new_run)
     begun, others = _of_this_output(runs, recipe)
     if not begun:
         return Start(
-            RunDir.create(runs, recipe.name, now),
+            new_run(),
             "\n".join(["starting a new run", *_unfinished(others)]),
         )
     newest, changes = begun[0], _changes(begun[0], recipe, plan, tokens)
     if changes and (same := _unchanged(begun[1:], recipe, plan, tokens)):
-        return _continued(same, None, (), runs, recipe, now)
+        return _continued(same, None, (), recipe, new_run)
     if newest.outcome() and changes:
         words = "; ".join(change.text for change in changes)
         lines = [
             f"starting a new run: {newest.run_id} had {words}",
             *_unfinished([*begun[1:], *others]),
         ]
-        return Start(RunDir.create(runs, recipe.name, now), "\n".join(lines))
-    return _continued(newest, None, changes, runs, recipe, now)
+        return Start(new_run(), "\n".join(lines))
+    return _continued(newest, None, changes, recipe, new_run)
 
 
 def _of_this_output(runs: Path, recipe: Recipe) -> tuple[list[RunDir], list[RunDir]]:
@@ -99,7 +104,7 @@ def _of_this_output(runs: Path, recipe: Recipe) -> tuple[list[RunDir], list[RunD
 
 
 def _unchanged(
-    earlier: Sequence[RunDir], recipe: Recipe, plan: Plan, tokens: Path
+    earlier: Sequence[RunDir], recipe: Recipe, plan: Plan, tokens: TokenCache
 ) -> RunDir | None:
     """The first of these runs that is unfinished and trains the same; damaged ones are passed
     over."""
@@ -125,17 +130,21 @@ def _unfinished(earlier: Sequence[RunDir]) -> list[str]:
 
 
 def _from_path(
-    path: Path, runs: Path, recipe: Recipe, plan: Plan, tokens: Path, now: datetime
+    path: Path, recipe: Recipe, plan: Plan, tokens: TokenCache, new_run: NewRun
 ) -> Start:
     is_checkpoint = path.name.startswith("checkpoint-")
     run = RunDir(path.parent.parent if is_checkpoint else path)
-    if not run.plan_file.exists() or (is_checkpoint and not (path / manifest.FILE).exists()):
+    if (
+        run.is_dry_run
+        or not run.plan_file.exists()
+        or (is_checkpoint and not (path / manifest.FILE).exists())
+    ):
         raise CheckpointError(
             f"--resume {path}: found no run of ours there; give a folder runs/<recipe>/<time>, or"
             " one of its checkpoints/checkpoint-<step>, or auto, or never"
         )
     return _continued(
-        run, path if is_checkpoint else None, _changes(run, recipe, plan, tokens), runs, recipe, now
+        run, path if is_checkpoint else None, _changes(run, recipe, plan, tokens), recipe, new_run
     )
 
 
@@ -143,9 +152,8 @@ def _continued(
     earlier: RunDir,
     checkpoint: Path | None,
     changes: Sequence[Change],
-    runs: Path,
     recipe: Recipe,
-    now: datetime,
+    new_run: NewRun,
 ) -> Start:
     """The run itself where nothing has changed, or a new one that takes over its newest, or the
     given, checkpoint."""
@@ -162,7 +170,7 @@ def _continued(
     if is_same_run:
         return Start(earlier, "\n".join([f"continuing {earlier.run_id}", *lines]))
     reason = "; ".join(change.text for change in changes) or "--resume"
-    start = _take_over(source, runs, recipe, now, reason)
+    start = _take_over(source, new_run, reason)
     if any(change.word in ("data", "seed") for change in changes):
         lines.append(
             "the order of samples is another one: in this epoch some may come twice and others not"
@@ -233,13 +241,13 @@ def _versions(source: Path, recipe: Recipe) -> list[str]:
     return [f"{source.name} was written with other libraries: {words}"]
 
 
-def _take_over(source: Path, runs: Path, recipe: Recipe, now: datetime, reason: str) -> Start:
+def _take_over(source: Path, new_run: NewRun, reason: str) -> Start:
     """A new run that goes on from another run's checkpoint, at the same sample."""
     facts = manifest.read(source)
     samples_seen = facts.get("samples_seen")
     if samples_seen is None:
         raise CheckpointError(f"{source}: its manifest does not say how many samples it has seen")
-    run = RunDir.create(runs, recipe.name, now)
+    run = new_run()
     continues = Continues(source.resolve(), samples_seen, facts.get("group_size"))
     base_files.write_json(run.continues_file, continues)
     return Start(
@@ -250,8 +258,8 @@ def _take_over(source: Path, runs: Path, recipe: Recipe, now: datetime, reason: 
     )
 
 
-def _changes(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: Path) -> list[Change]:
-    found = list(_differences(earlier, recipe, plan, tokens))
+def _changes(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: TokenCache) -> list[Change]:
+    found = list(_differences(earlier, recipe, tokens))
     planned = earlier.read_plan()
     before, now = planned.strategy.effective_batch_size, plan.strategy.effective_batch_size
     if before != now:
@@ -265,7 +273,7 @@ def _changes(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: Path) -> list[
     return found
 
 
-def _differences(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: Path) -> Iterator[Change]:
+def _differences(earlier: RunDir, recipe: Recipe, tokens: TokenCache) -> Iterator[Change]:
     old, new = leaves(earlier.read_recipe().model_dump()), leaves(recipe.model_dump())
     is_cut_otherwise = False  # which says already why the rows are others
     for key in sorted(old.keys() | new.keys()):
@@ -277,8 +285,8 @@ def _differences(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: Path) -> I
             )
             is_cut_otherwise |= section in ("data", "tokenizer")
     used = earlier.read_tokens()
-    if used and used.folder.name != tokens.name and not is_cut_otherwise:
-        now = token_cache.token_identity(tokens.parent.parent, recipe, plan.shape, plan.data_format)
+    if used and used.folder.name != tokens.folder.name and not is_cut_otherwise:
+        now = tokens.identity
         before = used.made_of or {}
         files = {
             "train": recipe.data.train_file,

@@ -30,8 +30,6 @@ def of_attempt(
     attempt = run.attempts()[-1]
     beats = [beat for beat in heartbeats.read_all(attempt) if beat.section != "tokenise"]
     section = max(beats, key=lambda beat: beat.monotonic_s).section if beats else "load"
-    if not attempt.log_file.exists():  # no rank was started
-        section = "tokenise"
     memory = plan.estimate
     predicted = memory.device_bytes - memory.margin_bytes
     if of_host:
@@ -74,7 +72,7 @@ def add(
     Where the job took more host RAM than was predicted, predictions are corrected by that share
     from now on."""
     write(run, (*read(run), one))
-    if not one.rules:
+    if not one.is_own:
         return oom_history
     host = oom_history.host
     if one.of == "host" and one.predicted_bytes:

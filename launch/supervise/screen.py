@@ -82,10 +82,18 @@ class Screen:
         output = _Output(stream or sys.stdout or io.StringIO())  # None: started with it closed
         self._console = Console(file=cast(TextIO, output), highlight=False, soft_wrap=True)
         self._logs: list[TextIO] = []
+        self._unlogged: list[str] = []  # lines from before there was a log
+        self._bar: ProgressBar | None = None
+        self.log_to(*log_files)
+
+    def log_to(self, *log_files: Path) -> None:
+        """Write the lines to these files too, from the first one on."""
         for file in log_files:
             file.parent.mkdir(parents=True, exist_ok=True)
             self._logs.append(file.open("a", encoding="utf-8"))
-        self._bar: ProgressBar | None = None
+        lines, self._unlogged = self._unlogged, []
+        for line in lines if log_files else ():
+            self.note(line)
 
     def say(self, line: str = "", log: bool = True) -> None:
         """One line, above the bar if there is one, and in the log. Rows that are tokenised move the
@@ -103,7 +111,9 @@ class Screen:
         self._console.print(shown(line), markup=False)
 
     def note(self, line: str) -> None:
-        """One line in the log alone."""
+        """One line in the log alone; of those that come before there is a log, later."""
+        if not self._logs:
+            self._unlogged.append(line)
         for log in list(self._logs):
             try:
                 log.write(shown(line) + "\n")

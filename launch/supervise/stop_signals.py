@@ -41,6 +41,8 @@ class StopSignals:
         was called."""
 
         def interruptible(*args: P.args, **kwargs: P.kwargs) -> Result:
+            if self._raises:
+                return work(*args, **kwargs)
             self._raises = True
             try:
                 try:
@@ -53,6 +55,13 @@ class StopSignals:
                 self.collect()
 
         return interruptible
+
+    def wait(self, seconds: float) -> bool:
+        """Wait; whether no stop came meanwhile."""
+        until_s = time.monotonic() + seconds
+        while time.monotonic() < until_s and self.stop is None:
+            time.sleep(min(0.2, max(until_s - time.monotonic(), 0)))
+        return self.stop is None
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR2:

@@ -45,7 +45,7 @@ Found = TypeVar("Found")
 
 def job(recipe: Recipe, plan: Plan, attempt: Path) -> Job:
     """What the units are made into: files in the attempt's folder, which all ranks see."""
-    return tokenise.job(recipe, plan, attempt / WINDOW, "train")
+    return tokenise.job(recipe, plan.shape, plan.data_format, attempt / WINDOW, "train")
 
 
 class Layout:

@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from launch.base import files, processes
 from launch.base.errors import DataError
 from launch.data import rows, shards
-from launch.schema.plan import DataFormat, Plan
+from launch.schema.plan import DataFormat, ModelSize
 from launch.schema.recipe import Recipe
 from training.data import encode, tokenizer
 from training.data import packing as data_packing
@@ -117,8 +117,8 @@ class Job:
         return tokenised
 
 
-def job(recipe: Recipe, plan: Plan, folder: Path, part: str) -> Job:
-    """Make the job for "train" or "validation" of a recipe. A streamed corpus has small units."""
+def job(recipe: Recipe, shape: ModelSize, data_format: DataFormat, folder: Path, part: str) -> Job:
+    """The job of a recipe's "train" or "validation"; units of what is streamed are small."""
     data = recipe.data
     source = Path(data.train_file if part == "train" else str(data.validation_file))
     is_streamed = data.streaming and part == "train"
@@ -126,8 +126,8 @@ def job(recipe: Recipe, plan: Plan, folder: Path, part: str) -> Job:
         folder,
         part,
         source,
-        plan.data_format,
-        plan.shape.is_encoder_decoder,
+        data_format,
+        shape.is_encoder_decoder,
         recipe.task,
         data.max_length,
         data.packing,

@@ -12,6 +12,7 @@ import pytest
 from launch.base import files
 from launch.base.errors import CheckpointError
 from launch.base.workspace import Workspace
+from launch.data.token_cache import TokenCache
 from launch.render import write
 from launch.run_folder import resume
 from launch.run_folder.layout import RunDir
@@ -38,8 +39,10 @@ def trained(workspace: Path, asked: Recipe, day: int, is_complete: bool = False)
 
 
 def decided(workspace: Path, asked: Recipe) -> resume.Start:
+    runs, planned = workspace / "runs", plan(asked)
+    tokens = TokenCache(asked, planned.shape, planned.data_format, {}, workspace / "tokens" / "x")
     return resume.decide(
-        workspace / "runs", asked, plan(asked), workspace / "tokens" / "x", "auto", NOW
+        runs, asked, planned, tokens, "auto", lambda: RunDir.create(runs, asked.name, NOW)
     )
 
 

@@ -204,13 +204,6 @@ def test_what_others_took_is_no_evidence_against_the_plan(tmp_path):
     )
 
 
-def test_tokenising_is_no_evidence_against_the_plan(tmp_path):
-    one = shortage(tmp_path, 1, 9 * GIB, ranks=False)
-    assert (one.section, one.rules) == ("tokenise", False)
-    assert oom_record.add(OomHistory(), one, RunDir(tmp_path)) == OomHistory()
-    assert oom_record.read(RunDir(tmp_path)) == (one,), "it is not written down"
-
-
 def test_a_shortage_counts_until_there_is_clearly_more_memory():
     one = replace(STEP, of="host", limit_bytes=12 * GIB, available_bytes=8 * GIB)
     known = OomHistory(ran_out=(one,))
