@@ -79,7 +79,7 @@ def read(path: Path, noun: type[Noun]) -> Noun | None:
         if not stat.S_ISREG(path.stat().st_mode):
             raise damaged_file(path, "not a regular file")
         return _adapter(noun).validate_json(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # of its folder, too
         return None
     except OSError as error:
         raise damaged_file(path, str(error.strerror)) from error
@@ -153,6 +153,8 @@ def check_output(folder: Path) -> None:
     for ending in ("tmp", "old"):  # export.py's
         refuse_strangers(folder.with_name(f".{folder.name}.{ending}"))
     parent = next(path for path in folder.parents if path.exists())
+    if not parent.is_dir():
+        raise ResourceError(f"output_dir {folder}: {parent} is a file; choose another folder")
     # /proc and its like hold no files
     if not os.access(parent, os.W_OK) or not os.statvfs(parent).f_blocks:
         raise ResourceError(

@@ -348,7 +348,8 @@ class _StandardOutput(logging.Handler):
     """Prints: while there is a bar, standard output is its console."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), flush=True)
+        # in one write: ranks share the terminal
+        print(f"{self.format(record)}\n", end="", flush=True)
 
 
 class _Shown(logging.Formatter):

@@ -36,7 +36,7 @@ screen.start(attempt)
 with attempt.train_log.open("a") as log:
     for step in range(1, 5):
         beat = {"section": "step", "step": step, "max_steps": 4, "monotonic_s": 1.0, "p99_s": 0.1}
-        beat |= {"pid": 1, "boot": processes.boot_id()}
+        beat |= {"rank": 0, "pid": 1, "boot": processes.boot_id()}
         attempt.heartbeat_file(0).write_text(json.dumps(beat))
         log.write(f"now  step {step}/4  epoch 0.10  ETA 0:00:0{4 - step}  loss 1.0  figures\\n")
         log.write(f"a line of rank 0 after step {step}\\n")
