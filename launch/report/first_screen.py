@@ -106,6 +106,8 @@ def _mode(machine: Machine, plan: Plan) -> str:
         device = f"{count} x {machine.gpus[0].name}" if count > 1 else machine.gpus[0].name
     if strategy.num_machines > 1:
         device += f" on each of {strategy.num_machines} machines"
+        if plan.rendezvous:
+            device += f", this one is number {plan.rendezvous.machine_rank}"
     backend = f"backend {strategy.backend}, " if strategy.backend else ""
     return f"{strategy.mode}, {backend}{precision}, {device}"
 
