@@ -105,9 +105,8 @@ def _mode(machine: Machine, plan: Plan) -> str:
         count = strategy.processes_per_machine
         device = f"{count} x {machine.gpus[0].name}" if count > 1 else machine.gpus[0].name
     if strategy.num_machines > 1:
-        device += f" on each of {strategy.num_machines} machines"
-        if plan.rendezvous:
-            device += f", this one is number {plan.rendezvous.machine_rank}"
+        own = f"machine_rank {plan.rendezvous.machine_rank} of " if plan.rendezvous else ""
+        device += f" ({own}{strategy.num_machines} machines)"
     backend = f"backend {strategy.backend}, " if strategy.backend else ""
     return f"{strategy.mode}, {backend}{precision}, {device}"
 

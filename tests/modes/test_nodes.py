@@ -69,7 +69,7 @@ def test_two_machines_give_the_losses_of_two_ranks_on_one(tmp_path, recipe, mode
         second = start(b, tmp_path / "two", recipe, 1, a.address, word)
         (code, said), (other_code, other_said) = ended(first, 90), ended(second, 30)
     assert (code, other_code) == (0, 0), said + other_said
-    assert "on each of 2 machines, this one is number 1" in other_said
+    assert "(machine_rank 1 of 2 machines)" in other_said
     assert losses(tmp_path / "two") == losses(tmp_path / "one")
 
 
