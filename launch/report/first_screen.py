@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from launch.schema.recipe import Recipe
 
 LINES, COLUMNS, LABEL = 14, 100, 13
 NAME_COLUMNS = 36  # of a model; of a longer path its last part
+SHOWN_OF_A_CAUSE = 3  # changes; a preset makes a dozen
 VALUE_COLUMNS = 24  # of a requested or effective value; a longer one is shortened
 FARTHEST_END_S = 100 * 365 * 86400.0  # beyond it no date is given
 
@@ -66,7 +65,7 @@ def _short(text: str, columns: int) -> str:
     """The text, or its beginning and its end."""
     if len(text) <= columns:
         return text
-    head = (columns - 3) * 2 // 3
+    head = (columns - 3) // 2
     return f"{text[:head]}...{text[len(text) - (columns - 3 - head) :]}"
 
 
@@ -158,25 +157,35 @@ def _duration(seconds: float) -> str:
 
 
 def _changes(changes: Sequence[Change], most: int) -> tuple[list[str], int]:
-    """As many changes as `most` lines take, and the number of the others."""
-    # the first clause of a reason is the cause; its others stand in the whole plan
-    causes = [replace(change, reason=change.reason.partition(";")[0]) for change in changes]
-    counts = Counter(change.reason for change in causes)
-    causes.sort(key=lambda change: counts[change.reason])  # what a preset changes comes last
-    for count in range(len(causes), 0, -1):
-        lines = [line for text in _texts(causes[:count]) for line in _folded("changed", text)]
+    """As many causes with their changes as `most` lines take, and the number of changes that are
+    not shown."""
+    causes: dict[str, list[Change]] = {}
+    for change in changes:
+        # the first clause of a reason is the cause; its others stand in the whole plan
+        causes.setdefault(change.reason.partition(";")[0], []).append(change)
+    # what a preset changes comes last
+    by_size = sorted(causes.items(), key=lambda item: len(item[1]))
+    lines_each = max(most // max(len(by_size), 1), 1)
+    columns = lines_each * (COLUMNS - LABEL) - 10 * (lines_each - 1)  # wrapping wastes some
+    for count in range(len(by_size), 0, -1):
+        texts = [_cause(cause, group, columns) for cause, group in by_size[:count]]
+        lines = [line for text, _ in texts for line in _folded("changed", text)]
         if len(lines) <= most:
-            return lines, len(causes) - count
-    return [], len(causes)
+            return lines, len(changes) - sum(num_shown for _, num_shown in texts)
+    return [], len(changes)
 
 
-def _texts(causes: Sequence[Change]) -> Iterator[str]:
-    """A sentence for each cause, with its changes."""
-    for cause in dict.fromkeys(change.reason for change in causes):
+def _cause(cause: str, changes: Sequence[Change], columns: int) -> tuple[str, int]:
+    """A text of at most `columns` with the first changes of a cause, and their number."""
+    text = ""
+    for num_shown in range(min(len(changes), SHOWN_OF_A_CAUSE), 0, -1):
         values = ", ".join(
             f"{change.key.rpartition('.')[2]} {_short(change.requested, VALUE_COLUMNS)} ->"
             f" {_short(change.effective, VALUE_COLUMNS)}"
-            for change in causes
-            if change.reason == cause
+            for change in changes[:num_shown]
         )
-        yield f"{values} ({cause})"
+        others = len(changes) - num_shown
+        text = f"{values}{f' and {others} more' if others else ''} ({cause})"
+        if len(text) <= columns:
+            return text, num_shown
+    return _short(text, columns), 1

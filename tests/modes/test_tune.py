@@ -13,6 +13,7 @@ from launch.base.workspace import Workspace
 from launch.predict.history import calibration
 from launch.predict.history.ledger import Ledger
 from launch.schema.plan import MemoryEstimate, Peak
+from launch.schema.result import SecondStep
 from tests import builders
 from tests.builders import launch
 
@@ -84,23 +85,27 @@ def test_an_ended_run_is_in_the_ledger_and_the_report_shows_its_error(tmp_path):
 
 def estimated(allocated: int, host: int) -> MemoryEstimate:
     return MemoryEstimate(
-        1, 1, 1, peak=Peak("backward", "mm", {"activations": allocated}), host={"model": host}
+        *(1, 1, 1),
+        peak=Peak("backward", "mm", {"activations": allocated}),
+        host={"model": host},
+        step_allocated_bytes=allocated,
+        step_reserved_bytes=allocated,
     )
 
 
 def test_a_step_that_took_more_than_predicted_is_said_and_refutes_a_plan_without_room():
     plan = replace(builders.plan(), estimate=estimated(10 * GIB, 4 * GIB), budget_bytes=11 * GIB)
-    measured = {"allocated_bytes": 0, "reserved_bytes": 0, "free_bytes": 0, "host_pss_bytes": 0}
+    measured = SecondStep(allocated_bytes=0, reserved_bytes=0, free_bytes=0, host_pss_bytes=0)
     assert calibration.compare(plan, measured, 8 * GIB).lines == ()
-    close = calibration.compare(plan, {**measured, "allocated_bytes": int(10.2 * GIB)}, 8 * GIB)
+    close = calibration.compare(plan, replace(measured, allocated_bytes=int(10.2 * GIB)), 8 * GIB)
     assert (close.lines, close.over) == ((), "")
-    above = calibration.compare(plan, {**measured, "allocated_bytes": int(10.5 * GIB)}, 8 * GIB)
+    above = calibration.compare(plan, replace(measured, allocated_bytes=int(10.5 * GIB)), 8 * GIB)
     assert above.lines == ("step 2: allocated 10.50 GiB, predicted 10.00 (+5.0%)",)
     assert above.over == ""
-    far = calibration.compare(plan, {**measured, "allocated_bytes": 12 * GIB}, 8 * GIB)
+    far = calibration.compare(plan, replace(measured, allocated_bytes=12 * GIB), 8 * GIB)
     assert "exceed the budget of 11.00 GiB" in far.over
-    assert far.oom_history == pytest.approx(0.2)
-    host = calibration.compare(plan, {**measured, "host_pss_bytes": 9 * GIB}, 8 * GIB)
+    assert far.exceeded == pytest.approx(0.2)
+    host = calibration.compare(plan, replace(measured, host_pss_bytes=9 * GIB), 8 * GIB)
     assert "host RAM 9.00 GiB, predicted 4.00 (+125.0%)" in host.over
     assert host.host_exceeded == pytest.approx(1.25)
 

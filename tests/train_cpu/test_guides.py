@@ -234,13 +234,13 @@ def test_sft_of_the_a6000_guide_starts_from_what_pretraining_left(tmp_path):
     said = run(
         tmp_path, sys.executable, TRAIN, "--mode", "sft", f"--data.train_file={train}", "--dry-run"
     )
-    assert "training starts from random weights" in said
+    assert "training starts from random weights" in " ".join(said.split())
     run(tmp_path, sys.executable, TRAIN, "--mode=pretrain", f"--data.train_file={train}", *common)
     pairs = write_jsonl(tmp_path / "pairs.jsonl", [{"input": "1 + 1", "output": "2"}] * 8)
     said = run(
         tmp_path, sys.executable, TRAIN, "--mode", "sft", f"--data.train_file={pairs}", *common
     )
-    assert f"runs {tmp_path / 'house/model_save/minigpt_medium'}" in said
+    assert "igpt_medium (the model of model.path_if_there is there)" in said
     assert (tmp_path / "workspace/model_save/minigpt_medium_sft/config.json").exists()
 
 

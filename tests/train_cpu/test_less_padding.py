@@ -46,8 +46,9 @@ def stopped(request, tmp_path_factory) -> tuple[Path, str]:
 def continued(stopped: tuple[Path, str], tmp_path: Path, *words: str) -> tuple[Path, str]:
     """(house, what was printed) of the stopped run, continued with these words."""
     workspace = shutil.copytree(stopped[0] / "workspace", tmp_path / "workspace")
-    recipe = str(stopped[0] / "tiny.yaml")
-    done = builders.launch(workspace, "run", recipe, f"--output_dir={tmp_path / 'model'}", *words)
+    # into another output folder a run is continued only where it is named
+    named = (f"--resume={builders.only_run(workspace)}", f"--output_dir={tmp_path / 'model'}")
+    done = builders.launch(workspace, "run", str(stopped[0] / "tiny.yaml"), *named, *words)
     assert done.returncode == 0, done.stderr
     return workspace, done.stdout
 
