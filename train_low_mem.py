@@ -61,19 +61,22 @@ def main(argv: list[str], request: Callable[[], Request] | None = None) -> int:
             parser = argparse.ArgumentParser(description=__doc__)
             parser.add_argument("--run-dir", type=Path, required=True)
             parser.add_argument("--attempt", type=int, required=True)
+            parser.add_argument("--resume", default="auto")
             arguments = parser.parse_args(argv)
-            start = attach.from_run_dir(RunDir(arguments.run_dir), arguments.attempt)
+            run_dir = RunDir(arguments.run_dir)
+            start = attach.from_run_dir(run_dir, arguments.attempt, arguments.resume)
             if start.run and start.run.outcome():
                 print(
                     f"{start.run.root} is complete: nothing to train; the recipe's line with"
                     " --resume never starts over"
                 )
                 return 0
-            opened.append(start.attempt)
-            Heartbeat(start.attempt.heartbeat_file(rank)).beat("load")
-            stacks = start.attempt.stacks_file(rank).open("a", encoding="utf-8")
-            # the supervisor sends SIGQUIT when a rank hangs
-            faulthandler.register(signal.SIGQUIT, file=stacks, all_threads=True)
+            if start.attempt:  # a dry run has none
+                opened.append(start.attempt)
+                Heartbeat(start.attempt.heartbeat_file(rank)).beat("load")
+                stacks = start.attempt.stacks_file(rank).open("a", encoding="utf-8")
+                # the supervisor asks when it hangs
+                faulthandler.register(signal.SIGQUIT, file=stacks, all_threads=True)
         for package in packages.unused(start.recipe, start.plan.strategy):
             sys.modules.setdefault(package, None)  # type: ignore[arg-type]  to Python: not installed
         from training import run  # imports torch: a wrong flag has been refused by now
@@ -97,7 +100,7 @@ def main(argv: list[str], request: Callable[[], Request] | None = None) -> int:
         # The first rank that ends takes all others with it; an error that every rank finds is left
         # to rank 0, which may be slower.
         if rank == 0 or (
-            "LOWMEM_SUPERVISED" not in os.environ and control.is_left_alone(RANK_0_SPEAKS_S)
+            "LOWMEM_SUPERVISED" not in os.environ and control.is_undisturbed(RANK_0_SPEAKS_S)
         ):
             print(f"error: {shown(str(error))}", file=sys.stderr)
         return error.exit_code

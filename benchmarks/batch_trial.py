@@ -16,7 +16,6 @@ import statistics
 import sys
 import time
 from dataclasses import replace
-from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,37 +31,34 @@ def say(**values: Any) -> None:
 
 def ours(recipe_file: str, batch: int) -> None:
     """Train under our launcher, whatever planning would have said of the batch."""
-    from launch.data import token_cache
+    from launch.base.workspace import Workspace
     from launch.plan.resolve import resolve
     from launch.render import command as render_command
-    from launch.render import write
-    from launch.run_folder import layout, resume
+    from launch.run_folder import layout
     from launch.supervise import attempt as supervise_attempt
     from launch.supervise.screen import Screen
+    from tests import builders
 
     steps = (f"max_steps={STEPS}", f"eval_steps={STEPS}", f"save_steps={STEPS + 1}")
     overrides = [f"--training.{word}" for word in steps] + ["--launch.host_reserve_gib=0"]
-    resolved = resolve(recipe_file, overrides, trace=False)
-    asked = resolved.plan.strategy
+    choice = resolve(recipe_file, overrides, trace=False)
+    asked = choice.plan.strategy
     strategy = replace(
         asked,
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=asked.effective_batch_size // batch,
         per_device_eval_batch_size=batch,
     )
-    plan, workspace = replace(resolved.plan, strategy=strategy), resolved.workspace
-    tokens = token_cache.token_cache(workspace.cache, resolved.recipe, plan.shape, plan.data_format)
-    run = resume.decide(workspace.runs, resolved.recipe, plan, tokens, "never", datetime.now()).run
-    attempt = write.write_run(run, resolved.recipe, resolved.machine, plan, workspace)
-    command = render_command.command(plan, resolved.machine, run, attempt, workspace, os.environ)
+    choice, workspace = (
+        replace(choice, plan=replace(choice.plan, strategy=strategy)),
+        Workspace.here(),
+    )
+    machine = choice.machine
     with contextlib.redirect_stdout(io.StringIO()):
-        result = supervise_attempt.run(
-            replace(resolved, plan=plan),
-            run,
-            attempt,
-            lambda: command,
-            Screen(layout.log_file(workspace.root, run)),
-        )
+        run, attempt = builders.opened_run(choice)
+        command = render_command.command(choice.plan, machine, run, attempt, workspace, os.environ)
+        screen = Screen(layout.log_file(workspace.root, run))
+        result = supervise_attempt.run(choice.recipe, machine, run, attempt, command, screen)
     if result.failure is not None:
         say(failure=result.failure.kind)
         return

@@ -23,23 +23,23 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from benchmarks import recording
-from launch.data import token_cache
-from launch.plan.resolve import Resolved, resolve
+from launch.base.workspace import Workspace
+from launch.plan.planner import Choice
+from launch.plan.resolve import resolve
 from launch.predict import estimate
 from launch.render import command as render_command
-from launch.render import write
-from launch.run_folder import layout, resume
+from launch.run_folder import layout
 from launch.run_folder.layout import AttemptDir
 from launch.schema.plan import Command
 from launch.supervise import attempt as supervise_attempt
 from launch.supervise.screen import Screen
+from tests import builders
 from tests.modes.launch_one import as_fsdp2
 
 LENGTH = 256
@@ -242,11 +242,11 @@ def measured(case: Case, folder: Path, counter: Path) -> dict[str, Any]:
     """Run a case and put what was predicted beside what was counted."""
     os.environ["LOWMEM_ROOT"] = str(folder)
     recipe_file = write_data(folder, case)
-    resolved = resolve(str(recipe_file), [])
+    choice = resolve(str(recipe_file), [])
     if case.mode == "fsdp2":
-        plan = as_fsdp2(resolved.plan, resolved.recipe, resolved.context.parameters)
-        resolved = replace(resolved, plan=plan)
-    attempt = counted(resolved, counter)
+        plan = as_fsdp2(choice.plan, choice.recipe, choice.context.parameters)
+        choice = replace(choice, plan=plan)
+    attempt = counted(choice, counter)
     plain = started(case, folder, recipe_file)
     ranks = [json.loads(file.read_text()) for file in sorted(attempt.root.glob("allocator-*.json"))]
     steps = [
@@ -256,16 +256,15 @@ def measured(case: Case, folder: Path, counter: Path) -> dict[str, Any]:
         if one["name"].startswith("step ") and one["name"] != "step 1"
     ]
     evaluations = [one for rank in ranks for one in rank if one["name"] == "evaluation"]
-    about = resolved.about
-    assert about is not None
-    strategy = resolved.plan.strategy
-    about = replace(about, lengths=(case.length, case.length), is_ragged=case.padded)
-    with about.asking():
-        about.fetch([strategy])
-    trace = about.trace(strategy)
-    assert trace is not None, about.traces and about.traces.failure
+    context = choice.context
+    strategy = choice.plan.strategy
+    context = replace(context, lengths=(case.length, case.length), is_ragged=case.padded)
+    with context.asking():
+        context.fetch([strategy])
+    trace = context.trace(strategy)
+    assert trace is not None, context.traces and context.traces.failure
     peaks = trace.peaks(case.batch, min(strategy.per_device_eval_batch_size, 3 * case.batch))
-    judged = estimate.judge(about, strategy)
+    judged = estimate.judge(context, strategy)
     trained = max(
         peak.allocated_bytes for section, peak in peaks.items() if section != "evaluation"
     )
@@ -282,13 +281,12 @@ def measured(case: Case, folder: Path, counter: Path) -> dict[str, Any]:
     }
 
 
-def counted(resolved: Resolved, counter: Path) -> AttemptDir:
+def counted(choice: Choice, counter: Path) -> AttemptDir:
     """An attempt whose ranks have counted what their allocator hands out."""
-    plan, workspace = resolved.plan, resolved.workspace
-    tokens = token_cache.token_cache(workspace.cache, resolved.recipe, plan.shape, plan.data_format)
-    run = resume.decide(workspace.runs, resolved.recipe, plan, tokens, "never", datetime.now()).run
-    attempt = write.write_run(run, resolved.recipe, resolved.machine, plan, workspace)
-    command = render_command.command(plan, resolved.machine, run, attempt, workspace, os.environ)
+    plan, machine, workspace = choice.plan, choice.machine, Workspace.here()
+    with contextlib.redirect_stdout(io.StringIO()):
+        run, attempt = builders.opened_run(choice)
+    command = render_command.command(plan, machine, run, attempt, workspace, os.environ)
     instead = {
         str(recording.CODE / "train_low_mem.py"): str(
             recording.CODE / "benchmarks" / "counted_rank.py"
@@ -299,9 +297,8 @@ def counted(resolved: Resolved, counter: Path) -> AttemptDir:
         tuple(instead.get(word, word) for word in command.argv), {**command.env, **added}
     )
     with contextlib.redirect_stdout(io.StringIO()):
-        result = supervise_attempt.run(
-            resolved, run, attempt, lambda: command, Screen(layout.log_file(workspace.root, run))
-        )
+        screen = Screen(layout.log_file(workspace.root, run))
+        result = supervise_attempt.run(choice.recipe, machine, run, attempt, command, screen)
     assert result.failure is None, (result.failure, attempt.log_file.read_text()[-3000:])
     return attempt
 

@@ -119,36 +119,26 @@ def recipe(folder: Path, case: Case) -> Path:
 def run(folder: Path, case: Case, batch: int) -> dict[str, Any] | None:
     """Train with this micro-batch; the plan's and the second step's figures, or None: out of
     memory."""
-    from launch.data import token_cache
+    from launch.base.workspace import Workspace
     from launch.plan.resolve import resolve
     from launch.render import command as render_command
-    from launch.render import write
-    from launch.run_folder import resume
     from launch.supervise import attempt as supervise_attempt
     from launch.supervise.screen import Screen
+    from tests import builders
 
     os.environ["LOWMEM_ROOT"] = str(folder)
-    resolved = resolve(
-        str(recipe(folder, case)), [f"--training.per_device_train_batch_size={batch}"]
-    )
-    plan, workspace = resolved.plan, resolved.workspace
-    tokens = token_cache.token_cache(workspace.cache, resolved.recipe, plan.shape, plan.data_format)
-    from datetime import datetime
-
-    start = resume.decide(workspace.runs, resolved.recipe, plan, tokens, "never", datetime.now())
-    attempt = write.write_run(start.run, resolved.recipe, resolved.machine, plan, workspace)
-    command = render_command.command(
-        plan, resolved.machine, start.run, attempt, workspace, os.environ
-    )
+    choice = resolve(str(recipe(folder, case)), [f"--training.per_device_train_batch_size={batch}"])
+    plan, machine = choice.plan, choice.machine
+    run, attempt = builders.opened_run(choice)
+    command = render_command.command(plan, machine, run, attempt, Workspace.here(), os.environ)
     with Path(os.devnull).open("w") as nowhere:
-        result = supervise_attempt.run(
-            resolved, start.run, attempt, lambda: command, Screen(stream=nowhere)
-        )
+        screen = Screen(stream=nowhere)
+        result = supervise_attempt.run(choice.recipe, machine, run, attempt, command, screen)
     if result.exit_code == 12:
         return None
     assert result.failure is None, result.failure
     measured = json.loads(attempt.second_step_file.read_text())
-    gpu = resolved.machine.gpus[0]
+    gpu = machine.gpus[0]
     return {
         "batch": batch,
         "allocated": [plan.estimate.step_allocated_bytes, measured["allocated_bytes"]],

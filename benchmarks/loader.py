@@ -134,9 +134,8 @@ def long_rows(path: Path, length: int, count: int = 2000) -> Path:
 def predicted() -> dict[str, Any]:
     """What the roofline says that an H200 takes with the quick start's own model."""
     resolved = resolve("sft_fast", [], H200)
-    strategy, about = resolved.plan.strategy, resolved.about
-    assert about is not None
-    time_of = estimate.judge(about, strategy).time
+    strategy = resolved.plan.strategy
+    time_of = estimate.judge(resolved.context, strategy).time
     assert time_of is not None, "the step has no trace"
     tokens = strategy.effective_batch_size * 2 * resolved.recipe.data.max_length
     return {

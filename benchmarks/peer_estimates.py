@@ -19,21 +19,18 @@ import yaml
 
 def ours(folder: Path) -> int:
     """The step traced, as for a plan; LOWMEM_TRACES says where traces are kept."""
+    from launch.base.workspace import Workspace
     from launch.plan.resolve import resolve
     from launch.predict.traces import Traces
 
     resolved = resolve(str(folder / "recipe.yaml"), [], trace=False)
-    about, strategy, length = (
-        resolved.about,
-        resolved.plan.strategy,
-        resolved.recipe.data.max_length,
-    )
-    assert about is not None
-    traces = Traces(resolved.recipe, about.shape, about.lora_targets, resolved.workspace.traces)
-    about = replace(about, lengths=(length, length), traces=traces)
-    with about.asking():
-        about.fetch([strategy])
-    trace = about.trace(strategy)
+    context, strategy = resolved.context, resolved.plan.strategy
+    length, folder = resolved.recipe.data.max_length, Workspace.here().traces
+    traces = Traces(resolved.recipe, context.model, context.lora_targets, folder)
+    context = replace(context, lengths=(length, length), traces=traces)
+    with context.asking():
+        context.fetch([strategy])
+    trace = context.trace(strategy)
     if trace is None:
         raise RuntimeError(traces.failure)
     batch = strategy.per_device_train_batch_size

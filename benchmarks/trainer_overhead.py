@@ -133,7 +133,7 @@ def job_of(batch: int, steps: int, rows: Path, model: Path, place: Path) -> Job:
     order = SampleOrder(len(TokenRows(tokens)), batch, 1, 1, 0, SEED)
     numbers = [row for step in range(1, steps + 1) for row in order.rows_of(step, [0])]
     assert len(numbers) == steps * batch, (
-        f"an epoch of {order.samples} rows has no {steps} whole steps"
+        f"an epoch of {order.num_samples} rows has no {steps} whole steps"
     )
     return Job(batch, steps, model, tokens, numbers, content, place / "workspace")
 

@@ -18,6 +18,7 @@ if sys.argv[:1] == ["-c"]:
     interpreter.go_on_with_packages()
 
 from launch.base.workspace import CODE
+from launch.plan.context import model_size
 from launch.predict import model_config
 from launch.recipe import load
 
@@ -63,7 +64,7 @@ def _shown(name: str) -> TrainingConfig:
     config = TrainingConfig(
         name=name,
         model=str(recipe.model.shape),
-        parameters=model_config.load(recipe.model, recipe.lora, root=CODE).parameters,
+        parameters=model_size(recipe, *model_config.read(recipe.model, root=CODE)).parameters,
         max_length=recipe.data.max_length,
         batch_size=batch,
         gradient_accumulation_steps=steps,

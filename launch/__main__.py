@@ -22,8 +22,18 @@ from launch.base.errors import ConfigError, Interrupted, LaunchError, ResourceEr
 from launch.base.text import nearest, shown
 from launch.supervise import stop_signals
 
-# in the order of --help; each is a module of launch/commands/
-VERBS = ("run", "plan", "tune", "doctor", "report", "compare", "samples", "merge", "keys")
+# verbs in the order of --help, and their modules in launch/commands/
+VERBS = {
+    "run": "run",
+    "plan": "plan",
+    "tune": "tune",
+    "doctor": "doctor",
+    "report": "past_runs",
+    "compare": "past_runs",
+    "samples": "past_runs",
+    "merge": "merge",
+    "keys": "recipe_keys",
+}
 STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES}
 PATH_ERRORS = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP}
 EXIT_CODES = """
@@ -79,8 +89,8 @@ def _dispatch(argv: list[str]) -> int:
     )
     subparsers = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     for name in [verb] if verb in VERBS else VERBS:
-        module = importlib.import_module(f"launch.commands.{name}")
-        module.add_parser(subparsers).set_defaults(main=module.main, verb=name)
+        module = importlib.import_module(f"launch.commands.{VERBS[name]}")
+        module.add_parser(subparsers, name).set_defaults(main=module.main, verb=name)
     arguments, others = parser.parse_known_args(argv)
     return arguments.main(arguments, others)
 

@@ -25,9 +25,9 @@ def waivers(path: Path) -> dict[str, str]:
         for line in path.read_text(encoding="utf-8").splitlines()
         if line and not line.startswith("#")
     ]
-    reasons = dict(line.split(maxsplit=1) for line in lines)
-    assert all(reasons.values()), f"{path}: a waiver without a reason"
-    return reasons
+    reason_of = dict(line.split(maxsplit=1) for line in lines)
+    assert all(reason_of.values()), f"{path}: a waiver without a reason"
+    return reason_of
 
 
 def main() -> int:
@@ -54,22 +54,22 @@ def main() -> int:
             print(f"audit: NOT CHECKED: no answer in {LIMIT_S} s")
             return 0
     try:
-        answers = json.loads(done.stdout)["dependencies"]
+        packages = json.loads(done.stdout)["dependencies"]
     except ValueError:
         last = (done.stderr.strip().splitlines() or ["no answer"])[-1]
         print(f"audit: NOT CHECKED: {last[:200]}")
         return 0
-    checked = [answer for answer in answers if "skip_reason" not in answer]
+    checked = [package for package in packages if "skip_reason" not in package]
     if not checked:
         print(
-            f"audit: NOT CHECKED: the advisory service knows none of the {len(answers)} packages (a"
-            " mirror, or offline)"
+            f"audit: NOT CHECKED: the advisory service knows none of the {len(packages)} packages"
+            " (a mirror, or offline)"
         )
         return 0
     vulnerabilities = {
-        (vulnerability["id"], answer["name"], answer["version"])
-        for answer in checked
-        for vulnerability in answer["vulns"]
+        (vulnerability["id"], package["name"], package["version"])
+        for package in checked
+        for vulnerability in package["vulns"]
     }
     for number, name, version in sorted(vulnerabilities):
         print(
@@ -77,7 +77,7 @@ def main() -> int:
             + (f" waived: {waived[number]}" if number in waived else "")
         )
     print(
-        f"audit: {len(checked)} of {len(answers)} packages checked, {len(vulnerabilities)}"
+        f"audit: {len(checked)} of {len(packages)} packages checked, {len(vulnerabilities)}"
         " known vulnerabilities"
     )
     return int(any(number not in waived for number, _, _ in vulnerabilities))

@@ -6,6 +6,7 @@ chat.py FOLDER answers each line of the input; chat.py FOLDER "question" answers
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from pathlib import Path
@@ -46,13 +47,15 @@ def load(folder: Path):  # noqa: ANN201  torch is imported late, so its types ca
     model_config.check_folder(base)
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
     from training.data import tokenizer
     from training.model import four_bit
     from training.model.build import folder_config
 
-    logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
+    # bitsandbytes warns of an optional package for 4-bit weights on CPUs
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     in_4_bits = {}
     exported = files.read(folder / "lowmem.json", ExportedModel)
@@ -93,10 +96,10 @@ def main() -> int:
     except LaunchError as error:
         print(f"error: {visible(str(error))}", file=sys.stderr)
         return error.exit_code
-    from training.loop.evaluate import answer
+    from training.loop.evaluate import greedy_answers
 
     def reply(question: str) -> str:
-        return answer(
+        return greedy_answers(
             model, tokenizer, [[{"role": "user", "content": question}]], arguments.max_new_tokens
         )[0]
 

@@ -34,7 +34,7 @@ import pyarrow.parquet as pq  # noqa: E402
 from launch.base.errors import ConfigError, DataError, LaunchError, ResourceError  # noqa: E402
 from launch.base.text import shown  # noqa: E402
 from launch.data import columns  # noqa: E402
-from launch.data.rows import BadRows, Sample, samples  # noqa: E402
+from launch.data.rows import BadRows, Sample, read_samples  # noqa: E402
 from launch.schema.recipe import DataSection  # noqa: E402
 from scripts.make_sample_data import SAMPLE_KEY, write_part  # noqa: E402
 
@@ -138,7 +138,7 @@ def prepare(arguments: argparse.Namespace) -> Iterator[str]:
 
     def pairs() -> Iterator[Row]:
         nonlocal read, without
-        for sample in samples(Path(arguments.input), data_format, bad):
+        for sample in read_samples(Path(arguments.input), data_format, bad):
             read += 1
             if (row := pair(sample)) is not None:
                 yield row

@@ -5,22 +5,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 CODE = Path(__file__).resolve().parent.parent
 # run as a script: launch/ is beside scripts/, so it is imported after this line
 sys.path.insert(0, str(CODE))
 
-from launch.plan import candidates, planner  # noqa: E402
 from launch.plan import context as plan_context  # noqa: E402
+from launch.plan import planner  # noqa: E402
 from launch.predict import model_config  # noqa: E402
 from launch.probe import machine as probe_machine  # noqa: E402
 from launch.recipe import load  # noqa: E402
 from launch.render import accelerate  # noqa: E402
 from launch.render import deepspeed as render_deepspeed  # noqa: E402
 from launch.schema.machine import Machine  # noqa: E402
+from launch.schema.modes import LAUNCH_MODES, Mode  # noqa: E402
 from launch.schema.plan import DataFormat, Plan  # noqa: E402
-from launch.schema.recipe import MODES, Mode, Recipe  # noqa: E402
+from launch.schema.recipe import Recipe  # noqa: E402
 
 GPU_MACHINE, CPU_MACHINE = "2x3080-20g-16g", "cpu"
 DATA = DataFormat(
@@ -32,30 +34,24 @@ def planned(machine_name: str, overrides: Sequence[str]) -> tuple[Machine, Recip
     """Plan sft_fast with overrides on a described machine, without its data."""
     machine = probe_machine.described(CODE / "configs" / "machines" / f"{machine_name}.yaml")
     recipe, changes = load.load("sft_fast", overrides, bool(machine.gpus))
-    config, parameters_by_name = model_config.read(recipe.model, root=CODE)
-    return (
-        machine,
-        recipe,
-        planner.choose(
-            plan_context.build(recipe, machine, config, parameters_by_name, DATA), changes
-        ),
-    )
+    config, parameters = model_config.read(recipe.model, root=CODE)
+    context = plan_context.build(recipe, machine, config, parameters, DATA)
+    return machine, recipe, planner.choose(replace(context, changes=changes)).plan
 
 
 def files(mode: Mode) -> dict[str, str]:
     """Render the files of a mode as {path below the checkout: content}."""
-    _, recipe, plan = planned(
-        CPU_MACHINE if mode in candidates.CPU_MODES else GPU_MACHINE, [f"--launch.mode={mode}"]
-    )
+    machine = CPU_MACHINE if LAUNCH_MODES[mode].device == "cpu" else GPU_MACHINE
+    _, recipe, plan = planned(machine, [f"--launch.mode={mode}"])
     deepspeed = f"configs/deepspeed/{mode.removeprefix('deepspeed_')}.json"
     made = {f"configs/accelerate/{mode}.yaml": accelerate.accelerate_config(plan, deepspeed)}
-    if plan.strategy.engine == "deepspeed":
+    if plan.strategy.launch_mode.engine == "deepspeed":
         made[deepspeed] = render_deepspeed.deepspeed_config(plan, recipe.training.max_grad_norm)
     return made
 
 
 def main() -> None:
-    for mode in MODES:
+    for mode in LAUNCH_MODES:
         for path, text in files(mode).items():
             (CODE / path).parent.mkdir(exist_ok=True)
             (CODE / path).write_text(text, encoding="utf-8")

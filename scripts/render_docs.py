@@ -27,8 +27,8 @@ TABLE = "\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
 def page() -> str:
     """The whole text of docs/keys.md."""
     parts = [HEADING]
-    for section, keys in groupby(key_reference.all_keys(), _section):
-        parts += [f"\n## {section or 'top level'}{TABLE}", *map(_row, keys)]
+    for section, section_keys in groupby(key_reference.all_keys(), _section):
+        parts += [f"\n## {section or 'top level'}{TABLE}", *map(_row, section_keys)]
     return "".join(parts)
 
 

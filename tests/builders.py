@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,18 @@ import pyarrow.parquet as pq
 import yaml
 
 from launch.base import compile_caches
+from launch.base.workspace import Workspace
 from launch.plan import candidates, planner
 from launch.plan import context as plan_context
-from launch.predict import model_config
+from launch.plan.planner import Choice
+from launch.predict import model_config, parameters
+from launch.render import write
+from launch.run_folder import resume as run_resume
+from launch.run_folder.layout import DRY_RUN, AttemptDir, RunDir
 from launch.schema.machine import GIB, Gpu, Machine
-from launch.schema.plan import DataFormat, Plan
-from launch.schema.recipe import Recipe
+from launch.schema.plan import DataFormat, ModelSize, Plan
+from launch.schema.recipe import LoraSection, ModelSection, Recipe
+from launch.supervise import stop_signals, tokenising
 
 CODE = Path(__file__).resolve().parent.parent
 TRACES = {"LOWMEM_TRACES": str(CODE / ".cache" / "traces-of-tests")}
@@ -144,9 +151,29 @@ def events(run: Path) -> list[dict[str, Any]]:
 
 
 def only_run(workspace: Path, name: str = "tiny") -> Path:
-    """The one run folder of the house."""
-    (found,) = (path.parent for path in (workspace / "runs" / name).glob("*/plan.json"))
-    return found
+    """The one run folder of a recipe, or that of its dry run where nothing was trained."""
+    runs = RunDir.all(workspace / "runs", name)
+    dry_run = RunDir(workspace / "runs" / name / DRY_RUN)
+    (run,) = runs or [dry_run]
+    assert run.plan_file.exists()
+    return run.root
+
+
+def opened_run(choice: Choice, resume: str = "never") -> tuple[RunDir, AttemptDir]:
+    """The run folder for a choice, its rows tokenised, and a new attempt."""
+    workspace, context, recipe = Workspace.here(), choice.context, choice.recipe
+    assert context.tokens is not None
+    opened = run_resume.decide(
+        *(workspace.runs, recipe, choice.plan, context.tokens, resume),
+        lambda: RunDir.create(workspace.runs, recipe.name, datetime.now()),
+    )
+    print(opened.line)
+    run = opened.run
+    if not tokenising.are_there(context.tokens):
+        with stop_signals.signals() as signals:
+            tokenising.until_done(context, run, print, signals)
+    run.write_tokens(context.tokens)
+    return run, write.write_run(run, recipe, choice.machine, choice.plan, workspace)
 
 
 def weights(folder: Path) -> dict[str, Any]:
@@ -188,6 +215,15 @@ def machine(gpus: int = 0, cards: tuple[Gpu, ...] = (), **fields: Any) -> Machin
     return Machine(**{**facts, **fields})
 
 
+def model_size(
+    model: ModelSection, lora: LoraSection | None, vocab_size: int | None = None, *, root: Path
+) -> ModelSize:
+    """The model of a recipe's section, read and counted."""
+    config, tensor_shapes = model_config.read(model, vocab_size, root=root)
+    counts = parameters.count(tensor_shapes, model.freeze, lora, config["model_type"])
+    return ModelSize(model.shape or Path(model.path or "").name, config, *counts)
+
+
 def recipe_of(**sections: Any) -> Recipe:
     """A recipe as planning sees it."""
     content: dict[str, Any] = {
@@ -216,5 +252,5 @@ def plan(recipe: Recipe | None = None, on: Machine | None = None, **constraints:
     config, parameters_by_name = model_config.read(recipe.model, root=CODE)
     return planner.choose(
         plan_context.build(recipe, on or machine(), config, parameters_by_name, DATA_FORMAT),
-        constraints=candidates.LaunchConstraints(**constraints),
-    )
+        candidates.LaunchConstraints(**constraints),
+    ).plan

@@ -27,7 +27,7 @@ FILE = "LOWMEM_FAULT_LOG"  # the variable that names the file
 
 def write(file: Path, item: pytest.Item, mark: pytest.Mark, report: pytest.TestReport) -> None:
     folder = getattr(item, "funcargs", {}).get("tmp_path")
-    runs = [RunDir(path.parent) for path in sorted(folder.rglob("plan.json"))] if folder else []
+    runs = [RunDir(path.parent) for path in sorted(folder.rglob("attempts"))] if folder else []
     ends = [end for run in runs for attempt in run.attempts() if (end := _end(attempt))]
     *numbers, proof = mark.args
     line = {

@@ -30,6 +30,11 @@ def is_launcher(words: list[str]) -> bool:
     )
 
 
+def runs_of(workspace: Path) -> list[RunDir]:
+    """The runs that were begun, also those that tokenise and have no plan yet."""
+    return [RunDir(path.parents[1]) for path in workspace.glob("runs/*/[0-9]*/attempts/01")]
+
+
 class Child:
     """`python -m launch run` of a tiny recipe, or another line that trains it, and its run
     folder."""
@@ -54,8 +59,8 @@ class Child:
     @property
     def run(self) -> RunDir:
         """The one run that there is, whatever its recipe is called."""
-        (found,) = self.workspace.glob("runs/*/*/plan.json")
-        return RunDir(found.parent)
+        (run,) = runs_of(self.workspace)
+        return run
 
     def said(self) -> str:
         return self.out.read_text(encoding="utf-8", errors="replace")
@@ -211,8 +216,8 @@ def ended(child: Child) -> Iterator[Child]:
         if child.process.poll() is None:
             child.process.kill()
             child.process.wait()
-        for path in child.workspace.glob("runs/*/*/plan.json"):
-            processes.end_tree(RunDir(path.parent).tag)
+        for run in runs_of(child.workspace):
+            processes.end_tree(run.tag)
         if child.tag:
             processes.end_tree(child.tag)
 

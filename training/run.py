@@ -33,7 +33,7 @@ from launch.data import token_hashes
 from launch.run_folder import layout, manifest
 from launch.run_folder.layout import AttemptDir, RunDir, Start
 from launch.schema.plan import MULTIPLE, Plan, Strategy
-from launch.schema.recipe import Recipe, affected_by, keys, leaves
+from launch.schema.recipe import Recipe, affected_by, all_keys, leaves
 from launch.schema.result import Outcome, Scores
 from training.checkpoints import best, commit, convert
 from training.compat import transformers_private
@@ -55,7 +55,7 @@ SHARED_FOLDER_S = 30.0  # a network file system may show a new folder late
 
 
 Pairs = list[tuple[list[dict[str, str]], str]]  # (messages up to the last answer, that answer)
-OpenRun = Callable[[Start, Path, ExitStack], tuple[str, str] | None]
+OpenRun = Callable[[Start, ExitStack], tuple[str, str] | None]
 
 
 def train(
@@ -69,8 +69,7 @@ def train(
     the attempt.
 
     `open_run` gives rank 0 the folders of the run and the attempt; `opened` receives the attempt
-    once it is known; `watch` the trainer before it trains. Raises Halted where the ranks were told
-    to stop.
+    once it is known, `watch` the trainer before it trains. Raises Halted at a stop.
     """
     control = control or Control()
     tokens = _tokens(start)
@@ -83,12 +82,12 @@ def train(
         raise ConfigError(
             f"training: transformers refuses these values: {' '.join(str(error).split())}"
         ) from error
-    running = setup.check(start.plan.strategy, args)
+    engine_line = setup.check(start.plan.strategy, args)
     setup.check_agreement(_agreed_keys(start))
     setup.connect(start.plan.strategy)
     control.connect(timeout_s)
-    with ExitStack() as held:
-        folders = _agreed(args, lambda: open_run(start, tokens, held))
+    with ExitStack() as locks:
+        folders = _agreed(args, lambda: open_run(start, locks))
         if folders is not None:
             run, attempt = RunDir(Path(folders[0])), AttemptDir(Path(folders[1]))
             _check_shared(attempt)
@@ -97,7 +96,7 @@ def train(
             if not start.supervised:
                 logs += layout.log_files(start.workspace.root, run, start.recipe)
             start_logging(logs, args.process_index)
-            _say(args, running)
+            _say(args, engine_line)
             args.output_dir = str(run.checkpoints)
             os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.tensorboard)
             if args.process_index == 0:
@@ -113,9 +112,9 @@ def train(
 
 
 def _agreed_keys(start: Start) -> dict[str, Any]:
-    """The leaves of recipe and strategy that all ranks have in common: not what is each machine's
-    own."""
-    own = {key.rpartition(".")[2] for key in keys() if "machine" in affected_by(key)}
+    """The leaves of recipe and strategy that all ranks have in common: not those that differ by
+    machine."""
+    own = {key.rpartition(".")[2] for key in all_keys() if "machine" in affected_by(key)}
     values = leaves({**start.recipe.model_dump(), "strategy": asdict(start.plan.strategy)})
     return {key: value for key, value in values.items() if key.rpartition(".")[2] not in own}
 
@@ -134,33 +133,32 @@ def _check_shared(attempt: AttemptDir) -> None:
 
 
 def _tokens(start: Start) -> Path:
-    """The folder of the tokenised rows; verified, or made, here when no launcher has done so
+    """The folder of the tokenised rows, verified or made here where no launcher has done so
     before."""
     used = start.run.read_tokens() if start.run else None
     folder = used.folder if used else None
     if folder and folder.exists() and (start.supervised or not token_hashes.fault(folder)):
         return folder
-    return prepare.ensure(
-        start.recipe, start.plan, start.workspace.cache, print, processes=start.tokenising_processes
-    )
+    prepare.ensure(start.tokens, print, processes=start.tokenising_processes)
+    return start.tokens.folder
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What an attempt is made of, on this rank."""
+    """The objects that an attempt trains with on this rank."""
 
     tokenizer: PreTrainedTokenizerBase
     trainer: LowMemTrainer
     order: SampleOrder
     reporter: Reporter
     heartbeat: Heartbeat
-    obey: StopCallback
+    stop_callback: StopCallback
     control: Control
 
 
 def _hold_to_free_memory(plan: Plan, device: torch.device) -> None:
-    """This rank's allocator takes no more than is free now: who shares the card is not the one who
-    runs out."""
+    """Limit this rank's allocator to the memory that is free now, so that other programs on the
+    card do not run out."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     share = plan.allocator_fraction * free_bytes / total_bytes
     torch.cuda.set_per_process_memory_fraction(share, device)
@@ -175,21 +173,25 @@ def build_parts(
     control: Control,
 ) -> Parts:
     recipe, plan, rank = start.recipe, start.plan, args.process_index
-    own = start.attempt or attempt  # of a machine: each launcher watches its own ranks
-    heartbeat = Heartbeat(own.heartbeat_file(rank))
+    # each machine's launcher watches its own ranks
+    heartbeat = Heartbeat((start.attempt or attempt).heartbeat_file(rank))
     heartbeat.beat("load")
-    rows, order, feeders = dataset.of(start, run, attempt, args, tokens, heartbeat.again)
+    rows, order, feeders = dataset.of(start, run, attempt, args, tokens, heartbeat.beat)
     if args.device.type == "cuda":
         _hold_to_free_memory(plan, args.device)
     meter = StepMeter(attempt.samples_file(rank))
     draw = not start.supervised and sys.stdout.isatty()
-    asked_rate = recipe.training.learning_rate
     watch = nan_guard.NanGuard(
-        order, attempt.root, recipe.numerics.skip_spikes_above, args.fp16, asked_rate
+        order,
+        attempt.root,
+        recipe.numerics.skip_spikes_above,
+        args.fp16,
+        recipe.training.learning_rate,
     )
     reporter = Reporter(attempt, rank, meter, order, args.device, draw, watch.check_loss)
-    obey = StopCallback(control, heartbeat, StopConditions(run) if rank == 0 else None)
-    cut = data_tokenizer.load(tokens / "tokenizer")
+    conditions = StopConditions(run) if rank == 0 else None
+    stop_callback = StopCallback(control, heartbeat, conditions)
+    tokenizer = data_tokenizer.load(tokens / "tokenizer")
     with setup.whole_weights(plan.strategy) if recipe.model.path is None else nullcontext():
         quantization = recipe.quantized(plan.strategy.mixed_precision)
         network = build.build(
@@ -197,40 +199,40 @@ def build_parts(
             plan.shape,
             recipe.lora,
             plan.lora_targets,
-            cut,
+            tokenizer,
             args.seed,
             quantization,
             args.device,
             plan.strategy.attn_implementation,
         )
-    if plan.strategy.engine == "fsdp2":
+    if plan.strategy.launch_mode.engine == "fsdp2":
         setup.tie_by_module(network)
     _check_counts(network, plan)
     trainer = LowMemTrainer(
         order=order,
         meter=meter,
-        watch=watch,
+        guard=watch,
         keep_checkpoints=recipe.training.save_total_limit,
         output_chunks=plan.strategy.num_output_chunks,
         facts={
             "mode": plan.strategy.mode,
-            "engine": plan.strategy.engine,
-            "zero_stage": plan.strategy.zero_stage,
+            "engine": plan.strategy.launch_mode.engine,
+            "zero_stage": plan.strategy.launch_mode.zero_stage,
             "world_size": args.world_size,
             "effective_batch_size": order.effective_batch_size,
             **({"group_size": order.group_size} if recipe.data.group_by_length else {}),
             "rows": len(rows),
-            # the fingerprint of the data: of its content and of how it is cut
+            # the fingerprint of the data: of its content and of how it is tokenised
             "tokens": tokens.name,
             "recipe": hashlib.sha256(recipe.model_dump_json().encode()).hexdigest(),
             "checkpoint_bytes": plan.checkpoint_bytes,  # predicted
         },
-        obey=obey,
+        stop_callback=stop_callback,
         strategy=plan.strategy,
         model=network,
         args=args,
         data_collator=Collator(
-            int(cut.pad_token_id),  # pyright: ignore[reportArgumentType]
+            int(tokenizer.pad_token_id),  # pyright: ignore[reportArgumentType]
             network.config.decoder_start_token_id if network.config.is_encoder_decoder else None,
             multiple=MULTIPLE[plan.strategy.device],
             is_packed=recipe.data.packing,
@@ -238,14 +240,14 @@ def build_parts(
         ),
         train_dataset=rows,
         eval_dataset=dataset.held_out(tokens),
-        processing_class=cut,
-        callbacks=[reporter, watch, obey, *feeders],
+        processing_class=tokenizer,
+        callbacks=[reporter, watch, stop_callback, *feeders],
     )
     setup.check_engine(plan.strategy, trainer)
-    if plan.strategy.engine == "fsdp2":
+    if plan.strategy.launch_mode.engine == "fsdp2":
         setup.autocast_fsdp2(trainer)
-    trainer.remove_callback(PrinterCallback)  # the log has the same figures in our words
-    return Parts(cut, trainer, order, reporter, heartbeat, obey, control)
+    trainer.remove_callback(PrinterCallback)  # the log has the same figures already
+    return Parts(tokenizer, trainer, order, reporter, heartbeat, stop_callback, control)
 
 
 def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> None:
@@ -260,7 +262,7 @@ def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> No
     if resume is not None:
         trainer.verified.add(Path(resume.checkpoint).name)
         trainer.is_converted = resume.is_converted
-    with parts.control.held(), parts.heartbeat:
+    with parts.control.deferred(), parts.heartbeat:
         metrics = _trained(parts, start.recipe, pairs, scores, resume.folder if resume else None)
         is_complete = (
             trainer.state.global_step >= trainer.state.max_steps and not parts.control.agreed
@@ -286,16 +288,16 @@ def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> No
         network: Network = trainer.accelerator.unwrap_model(trainer.model)
         if state is not None:
             network = _whole_model(start, parts.tokenizer, state)
-        held = export.write(
+        exported = export.write(
             network,
             trainer,
             parts.tokenizer,
             start.recipe,
             start.plan,
             run.run_id,
-            parts.control.held,
+            parts.control.deferred,
         )
-        logger.info("model: %s (%s)", start.recipe.output_dir, held)
+        logger.info("model: %s (%s)", start.recipe.output_dir, exported)
     for folder in _outcome_folders(start, attempt, args):
         seconds, host_bytes = time.monotonic() - began, parts.reporter.host.highest()
         files.write_json(
@@ -306,7 +308,7 @@ def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> No
 def _trained(
     parts: Parts, recipe: Recipe, pairs: Pairs, scores: dict[str, Any], resume: str | None
 ) -> dict[str, float]:
-    """Train, then score; less where the ranks agree to stop. Returns Trainer's metrics."""
+    """Train, then score, unless the ranks agree to stop. Returns Trainer's metrics."""
     metrics: dict[str, float] = {}
     try:
         metrics = parts.trainer.train(resume_from_checkpoint=resume).metrics
@@ -326,44 +328,40 @@ def _trained(
 def _outcome_folders(
     start: Start, attempt: AttemptDir, args: TrainingArguments
 ) -> list[AttemptDir]:
-    """Where this rank says how it ended: rank 0 in the run's attempt, another machine's first rank
-    in its own."""
+    """Folders in which this rank writes how it ended: rank 0 in the run's attempt, another
+    machine's first rank in its own."""
     if args.process_index == 0:
         return [attempt]
-    is_other_machines = start.attempt is not None and start.attempt.root != attempt.root
-    return (
-        [start.attempt]
-        if start.attempt and is_other_machines and args.local_process_index == 0
-        else []
-    )
+    is_own = start.attempt is not None and start.attempt.root != attempt.root
+    return [start.attempt] if start.attempt and is_own and not args.local_process_index else []
 
 
 def _whole_model(
-    start: Start, cut: PreTrainedTokenizerBase, state: dict[str, torch.Tensor]
+    start: Start, tokenizer: PreTrainedTokenizerBase, state: dict[str, torch.Tensor]
 ) -> torch.nn.Module:
-    """The model again on this rank's host, with the weights that the ranks held in parts."""
+    """The model on this rank's host, with the weights of all shards."""
     recipe, plan = start.recipe, start.plan
     with setup.whole_weights(plan.strategy):
         network = build.build(
-            recipe.model, plan.shape, recipe.lora, plan.lora_targets, cut, recipe.training.seed
+            recipe.model,
+            plan.shape,
+            recipe.lora,
+            plan.lora_targets,
+            tokenizer,
+            recipe.training.seed,
         )
     network.load_state_dict(state)
     return network
 
 
 class _ScoreBefore(TrainerCallback):
-    """Answers before the first step; by then the model is on its device, whole or in shards."""
+    """Scores before the first step; by then the model is on its device, sharded or not."""
 
     def __init__(
         self, parts: Parts, recipe: Recipe, pairs: Pairs, scores: dict[str, Any], file: Path
     ) -> None:
-        self._parts, self._recipe, self._pairs, self._scores, self._file = (
-            parts,
-            recipe,
-            pairs,
-            scores,
-            file,
-        )
+        self._parts, self._recipe, self._pairs = parts, recipe, pairs
+        self._scores, self._file = scores, file
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -399,29 +397,33 @@ def _say(args: TrainingArguments, line: str) -> None:
 
 
 def _score(parts: Parts, recipe: Recipe, pairs: Pairs, when: str, scores: dict[str, Any]) -> None:
-    """Answer, compare, and note it. As many rows at once as an evaluation was planned for, whose
-    logits are more than the keys and values that answers are made with."""
-    trainer, limit = parts.trainer, recipe.evaluation.max_new_tokens
-    device, between, batch = (
+    """Answer held-out questions and add the scores. The batch is that of an evaluation, whose
+    logits take more memory than the keys and values of answers."""
+    trainer = parts.trainer
+    empty_cache()
+    new = evaluate.scores(
+        trainer.model,
+        parts.tokenizer,
+        pairs,
+        recipe.evaluation.max_new_tokens,
         trainer.args.device,
-        parts.obey.between_batches,
+        parts.stop_callback.between_batches,
         trainer.args.per_device_eval_batch_size,
     )
     empty_cache()
-    found = evaluate.scores(trainer.model, parts.tokenizer, pairs, limit, device, between, batch)
-    empty_cache()
-    scores.update({f"{name}_{when}": score for name, score in found.items()})
+    scores.update({f"{name}_{when}": score for name, score in new.items()})
     logger.info(
         "exact match %s training: %.1f %% of %d held-out rows, BLEU %.1f",
         when,
-        100 * found["exact_match"],
+        100 * new["exact_match"],
         len(pairs),
-        100 * found["bleu"],
+        100 * new["bleu"],
     )
 
 
 def _check_counts(network: torch.nn.Module, plan: Plan) -> None:
-    """What was planned for is what was built: an estimate for another model would be worthless."""
+    """Assert that the model has the planned parameters, without which the estimate is
+    worthless."""
     total = sum(map(setup.numel, network.parameters()))
     trainable = sum(
         setup.numel(parameter) for parameter in network.parameters() if parameter.requires_grad
@@ -448,8 +450,7 @@ def _questions(recipe: Recipe, plan: Plan) -> Pairs:
 
 
 def _agreed(args: TrainingArguments, decide: Callable[[], Any]) -> Any:
-    """What rank 0 decides, on every rank; a user's mistake that it finds is raised on every
-    rank."""
+    """Rank 0's decision on every rank; a LaunchError of rank 0 is raised on every rank."""
     decision: list[Any] = [None]
     if args.process_index == 0:
         try:
@@ -465,8 +466,7 @@ def _agreed(args: TrainingArguments, decide: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True)
 class _Resume:
-    """What a start goes on from: its folder as Trainer reads it, and the checkpoint that it was
-    made from."""
+    """The checkpoint to go on from, and the folder in which Trainer reads it."""
 
     folder: str
     checkpoint: str
@@ -474,35 +474,35 @@ class _Resume:
 
 
 def _resume_point(start: Start, run: RunDir, parts: Parts) -> _Resume | None:
-    """The newest checkpoint that verifies. Raises CheckpointError when there are some and none
+    """The newest checkpoint that verifies. Raises CheckpointError if there are checkpoints and none
     does."""
     allow = start.recipe.resume.allow
     commit.clear_staging(run.checkpoints)
-    found, faults = manifest.newest_valid(run.checkpoints, allow)
+    checkpoint, faults = manifest.newest_valid(run.checkpoints, allow)
     for fault in faults:
         logger.warning("not resuming from it: %s", fault)
-    if found is None and faults:
+    if checkpoint is None and faults:
         raise CheckpointError(
             f"{run.checkpoints}: no checkpoint can be used ({'; '.join(faults)}); --resume never"
             " starts over"
         )
     continues = run.read_continues()
-    if found is None and continues:
+    if checkpoint is None and continues:
         source = continues.checkpoint
         if problem := manifest.fault(source, allow=allow):
             raise CheckpointError(f"{source}: {problem}; give another one with --resume PATH")
-        found = commit.rebase(source, run.checkpoints, parts.order)
-    if found is None:
+        checkpoint = commit.rebase(source, run.checkpoints, parts.order)
+    if checkpoint is None:
         return None
-    facts, strategy = manifest.read(found), start.plan.strategy
-    logger.info("resuming from %s: %s samples seen", found.name, f"{facts['samples_seen']:,}")
+    facts, strategy = manifest.read(checkpoint), start.plan.strategy
+    logger.info("resuming from %s: %s samples seen", checkpoint.name, f"{facts['samples_seen']:,}")
     if facts["world_size"] != strategy.num_processes:
         logger.info(
             "the number of ranks was %d: random states, as of dropout, start anew",
             facts["world_size"],
         )
     if not convert.is_needed(facts, strategy):
-        return _Resume(str(found), str(found), False)
+        return _Resume(str(checkpoint), str(checkpoint), False)
     logger.info(
         "converting it from %s with %d rank(s) for %s with %d",
         facts["mode"],
@@ -510,8 +510,5 @@ def _resume_point(start: Start, run: RunDir, parts: Parts) -> _Resume | None:
         strategy.mode,
         strategy.num_processes,
     )
-    return _Resume(
-        str(commit.converted(found, partial(convert.write, found, facts, parts.trainer))),
-        str(found),
-        True,
-    )
+    write = partial(convert.write, checkpoint, facts, parts.trainer)
+    return _Resume(str(commit.converted(checkpoint, write)), str(checkpoint), True)

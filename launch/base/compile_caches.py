@@ -1,5 +1,5 @@
-"""Folders of compiled code: torch, Triton and DeepSpeed run what they find there, so each is its
-user's alone."""
+"""Folders of compiled code. torch, Triton and DeepSpeed run the code that they find there, so only
+the user may write to them."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ OTHERS_WRITE = 0o022  # mode bits: group and others
 
 
 def settle(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Lead this process and its children to folders of compiled code that only this user writes to.
+    """Point this process and its children to folders of compiled code that only this user can
+    write to.
 
-    A variable that the user set stays, and its folder is checked as ours are. TMPDIR becomes our
-    folder in the one for temporary files: torch keeps precompiled headers and pickles in a folder
-    of which only that is asked (torch 2.13, default_cache_dir). Not under LOWMEM_ROOT, which may
-    have a space in its name: inductor's g++ lines break at one. Raises ResourceError for a folder
-    that somebody else could have written to."""
+    A variable that the user set stays, and its folder is checked too. TMPDIR becomes a folder of
+    ours among the temporary files, because torch keeps precompiled headers and pickles under TMPDIR
+    whatever else is set (torch 2.13, default_cache_dir). The folders are not under LOWMEM_ROOT,
+    whose name may contain a space: inductor's g++ command lines break at a space. Raises
+    ResourceError for a folder that another user could have written to."""
     if (named := environ.get("TMPDIR")) and not Path(named).is_dir():
         raise ResourceError(f"TMPDIR {named}: there is no such folder; make it, or unset TMPDIR")
     try:
         temporary = Path(tempfile.gettempdir())
     except FileNotFoundError as error:
         raise ResourceError(
-            f"there is no folder for temporary files ({error.strerror}); set TMPDIR to one"
+            f"there is no folder for temporary files ({error.strerror}); set TMPDIR to a folder"
         ) from error
     name = f"lowmem-{os.geteuid()}"
     own = temporary if temporary.name == name else temporary / name
@@ -47,13 +48,13 @@ def settle(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def _make_private(folder: Path, variable: str) -> None:
-    """Make the folder, mode 0700, or check the one that is there: its user is this one, and only
-    they write to it."""
+    """Make the folder with mode 0700, or check that an existing folder belongs to this user and
+    that nobody else can write to it."""
     fix = f"remove it, or set {variable} to a folder of your own"
     files.refuse_strangers(folder)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # of a link and its target
+        # of a symbolic link and of its target
         owners, mode = {folder.lstat().st_uid, folder.stat().st_uid}, folder.stat().st_mode
     except OSError as error:
         raise ResourceError(

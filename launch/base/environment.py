@@ -1,5 +1,5 @@
-"""Which variables of the user's environment reach the processes that train: what is needed there,
-and no secret."""
+"""Variables of the user's environment that are passed to the training processes: those that are
+needed there, and no secrets."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from launch.base.text import SECRET_NAME
 
-# Whole names, and beginnings of names. Proxies are not among them (ranks reach nothing, and a
-# proxy's address may hold a password), nor are a tracker's (the only one is TensorBoard, which
-# writes files).
+# Full names, and beginnings of names. Variables of proxies are not among them, because ranks use no
+# network service and a proxy's address may contain a password. Variables of trackers are not
+# either: the only tracker is TensorBoard, which writes files.
 PASSED = re.compile(
     r"(PATH|HOME|USER|LOGNAME|SHELL|HOSTNAME|PWD|TMPDIR|TEMP|TMP|LANG|LANGUAGE|TZ|TERM|COLUMNS|LINES|NO_COLOR"
     r"|VIRTUAL_ENV|CC|CXX|CFLAGS|CXXFLAGS|CPATH|LIBRARY_PATH|MAX_JOBS|GLIBC_TUNABLES|XDG_CACHE_HOME|XDG_STATE_HOME|XDG_RUNTIME_DIR)\Z"
@@ -23,8 +23,8 @@ PASSED = re.compile(
 
 
 def passed(environ: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, str]:
-    """The variables that a child is given; `more` (launch.pass_env) are names that the user wants
-    there as well."""
+    """The variables that a child process gets. `more` (launch.pass_env) are further names that the
+    user wants to pass."""
     return {
         name: value
         for name, value in environ.items()

@@ -1,4 +1,4 @@
-"""What can be wrong, as the user reads it: one line on stderr and a documented exit code, never a
+"""Errors as the user reads them: one line on stderr and a documented exit code, never a
 traceback."""
 
 from __future__ import annotations
@@ -7,8 +7,8 @@ import signal
 
 
 class LaunchError(Exception):
-    """A mistake or a shortage the user can mend; the message says what was found, what was
-    expected, what to do."""
+    """A mistake or a shortage that the user can mend. The message says what was found, what was
+    expected and what to do."""
 
     exit_code = 1
 
@@ -20,30 +20,30 @@ class ConfigError(LaunchError):
 
 
 class ResourceError(LaunchError):
-    """A file, a folder, a device or memory that the run needs is not there."""
+    """A file, a folder, a device or memory that the run needs is missing."""
 
     exit_code = 3
 
 
 class DoesNotFit(ResourceError):
-    """No candidate fits the machine; the message names the nearest misses in GiB."""
+    """No candidate fits the machine. The message names the nearest misses in GiB."""
 
 
 class DataError(LaunchError):
-    """A data file cannot be used as it is; the message names file and line or column."""
+    """A data file cannot be used as it is. The message names the file and the line or column."""
 
     exit_code = 4
 
 
 class CheckpointError(LaunchError):
-    """There are checkpoints, but none that this run may continue from."""
+    """There are checkpoints, but this run may continue from none of them."""
 
     exit_code = 5
 
 
 class NonFinite(LaunchError):
     """A loss, a gradient or a weight is NaN or infinite, or the gradients stay far above all
-    before."""
+    earlier gradients."""
 
     exit_code = 8
 
@@ -65,13 +65,13 @@ class StorageError(LaunchError):
 
 
 class NetworkError(LaunchError):
-    """Machines or ranks that cannot reach each other."""
+    """Machines or ranks cannot reach each other."""
 
     exit_code = 11
 
 
 class Stopped(LaunchError):
-    """A signal ended it: 75, or 130 where it was Ctrl-C."""
+    """A signal ended the run. The exit code is 75, or 130 after Ctrl-C."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -79,8 +79,8 @@ class Stopped(LaunchError):
 
 
 class Interrupted(BaseException):
-    """A stop signal while nothing runs yet; no Exception, so that nobody takes it for an answer to
-    what was tried."""
+    """A stop signal arrived before any rank ran. It is not an Exception, so that no handler of
+    failed attempts catches it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name} while no rank ran")

@@ -1,8 +1,9 @@
-"""Files that are written aside, synced and renamed, and folders that are refused where another user
-may write."""
+"""Files that are written to a temporary name, synced and renamed, and checks of folders that other
+users could write to."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -30,7 +31,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file's content, or a folder's names, outlast a power cut."""
+    """Make a file's content, or the names in a folder, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -39,15 +40,15 @@ def sync(path: Path) -> None:
 
 
 def sync_all(folder: Path) -> None:
-    """sync() everything in it: else, after a power cut, the word that it is whole may outlast what
-    it speaks of."""
+    """sync() the folder and everything in it. Otherwise a file that says "complete" could survive a
+    power cut while the files that it describes do not."""
     for path in [*folder.rglob("*"), folder]:
         sync(path)
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """JSON text that every reader takes: NaN and infinities, which JSON has no numbers for, as
-    "nan", "inf", "-inf"."""
+    """JSON text that every reader accepts. NaN and infinities, which JSON lacks, become the texts
+    "nan", "inf" and "-inf"."""
     return json.dumps(_in_json(value), ensure_ascii=False, indent=indent, allow_nan=False)
 
 
@@ -58,20 +59,22 @@ def _in_json(value: Any) -> Any:
         return [_in_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
+    if dump := getattr(value, "model_dump", None):  # a recipe, which is a pydantic model
+        return dump(mode="json")
     return str(value) if isinstance(value, Path) else value
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a noun (a dataclass) or a mapping as JSON; read() is its reader."""
+    """Write a noun (a dataclass) or a mapping as JSON. read() reads it back."""
     content = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
     write_atomic(path, to_json(content, indent=1) + "\n")
 
 
 def read(path: Path, noun: type[Noun]) -> Noun | None:
-    """The noun that a JSON file holds, or None when there is no such file.
+    """The noun that a JSON file holds, or None if there is no such file.
 
-    Raises CheckpointError naming the file, and the key where it is one, for a damaged file and for
-    what is no regular file: a FIFO would be waited for.
+    Raises CheckpointError for a damaged file, with its name and the wrong key. A file that is not
+    regular is refused too, because reading a FIFO would wait for a writer.
     """
     from pydantic import ValidationError
 
@@ -90,7 +93,7 @@ def read(path: Path, noun: type[Noun]) -> Noun | None:
 
 
 def read_or_none(path: Path, noun: type[Noun]) -> Noun | None:
-    """read(), for a file that can be made again: None where it is damaged too."""
+    """read() for a file that can be made again: None if it is missing or damaged."""
     with suppress(CheckpointError):
         return read(path, noun)
     return None
@@ -110,31 +113,36 @@ def damaged_file(path: Path, reason: str) -> CheckpointError:
     )
 
 
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def free_bytes(path: Path) -> int:
-    """What this user may still write on the disk of a folder, or of the nearest one above that is
-    there."""
+    """Bytes that this user may still write on the disk of a folder, or of its nearest parent that
+    exists."""
     disk = os.statvfs(next(folder for folder in (path, *path.parents) if folder.exists()))
     return disk.f_bavail * disk.f_frsize
 
 
 def refuse_strangers(path: Path) -> None:
-    """Raises ResourceError for a name that somebody else has put into a folder where anybody may
-    write, as /tmp is."""
+    """Raises ResourceError for a name that another user has created in a folder where anybody may
+    write, such as /tmp."""
     for place in (path, *path.parents):
         try:
-            found, above = place.lstat(), place.parent.stat()
+            status, above = place.lstat(), place.parent.stat()
         except (FileNotFoundError, NotADirectoryError):
             continue
-        if above.st_mode & stat.S_IWOTH and found.st_uid not in (os.geteuid(), above.st_uid):
+        if above.st_mode & stat.S_IWOTH and status.st_uid not in (os.geteuid(), above.st_uid):
             raise ResourceError(
-                f"{place}: belongs to user {found.st_uid}, in a folder where anybody may write;"
+                f"{place}: belongs to user {status.st_uid}, in a folder where anybody may write;"
                 " choose another name"
             )
 
 
 def check_output(folder: Path) -> None:
-    """The model's folder is replaced as a whole at the end, so it must be ours or empty, and
-    writable.
+    """Check the model's folder, which is replaced as a whole at the end: it must be ours or empty,
+    and writable.
 
     Raises ResourceError.
     """

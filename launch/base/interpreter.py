@@ -1,5 +1,5 @@
-"""The Python that runs us: another one where this one lacks the packages, UTF-8 where the locale is
-not. Standard library only, because it is imported first."""
+"""The Python that runs this program: .venv's Python if the current Python lacks packages, and UTF-8
+mode if the locale is not UTF-8. Standard library only, because it is imported first."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PACKAGES = (
     "rich",
     "pyarrow",
 )  # scripts/lib/bootstrap.sh asks for the same
-# Nothing is pasted into it: the words follow as arguments.
+# Nothing is pasted into this text: the command line follows as arguments.
 BOOTSTRAP = 'ROOT="$1"; shift; source "$ROOT/scripts/lib/bootstrap.sh"; exec "$PYTHON" "$@"'
 
 
 def prepare(argv: list[str]) -> None:
-    """Make this process ready to import the rest: stop signals, packages and UTF-8. `doctor` runs
-    without the packages, because it says which are missing."""
+    """Prepare this process for its other imports: stop signals, packages and UTF-8. `doctor` runs
+    without the packages, because it says which packages are missing."""
     end_on_stop_signals()
     if argv[:1] != ["doctor"]:
         go_on_with_packages()
@@ -36,13 +36,13 @@ def prepare(argv: list[str]) -> None:
 
 
 def lowmem() -> None:
-    """The command of an installed package: `lowmem VERB` is `python -m launch VERB`."""
+    """Run the command of an installed package: `lowmem VERB` is `python -m launch VERB`."""
     runpy.run_module("launch", run_name="__main__")
 
 
 def end_on_stop_signals() -> None:
-    """Until launch/supervise/stop_signals.py handles signals, a stop signal ends this process with
-    the exit code of a stopped run; SIGUSR2 (save) has nothing to save yet."""
+    """End this process at a stop signal with the exit code of a stopped run, until
+    launch/supervise/stop_signals.py handles signals. SIGUSR2 (save) has nothing to save yet."""
 
     def end(number: int, frame: object) -> None:
         if number != signal.SIGUSR2:
@@ -56,8 +56,8 @@ def end_on_stop_signals() -> None:
 
 
 def go_on_with_packages() -> None:
-    """Run the same command line with .venv's Python, made first if need be, where this Python lacks
-    a package."""
+    """Run the same command line with .venv's Python if this Python lacks a package. .venv is made
+    first if it is missing."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if not missing:
         return
@@ -77,8 +77,7 @@ def go_on_with_packages() -> None:
 
 
 def go_on_in_utf8() -> None:
-    """Run the same command line in UTF-8 mode where a locale cannot name every file; Python's own
-    way out."""
+    """Run the same command line in Python's UTF-8 mode if the locale cannot name every file."""
     if sys.getfilesystemencoding() != "utf-8":
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -1,5 +1,5 @@
-"""One start at a time: a lock that names its holder, and that a dead holder's leftovers cannot
-keep."""
+"""Locks that allow one start at a time. A lock names its holder, and child processes of a dead
+holder cannot keep it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from typing import Any
 from launch.base import processes
 from launch.base.errors import LockHeld
 
-# for a forked worker of a dead holder, which has the lock's file open too, to end by itself
+# time in which a forked worker of a dead holder, which has the lock's file open too, may end
 LEFTOVER_S = 1.0
 RETRY_S = 0.05
 
 
 @contextmanager
 def lock(path: Path, what: str) -> Iterator[None]:
-    """Hold `path` for this process; the kernel lets go when the process ends, however it ends.
+    """Hold `path` for this process. The kernel releases it when the process ends, however it ends.
 
-    Where it does not, because a child of the dead holder has the file open, or the file system has
-    forgotten nothing, the lock is taken over once its holder is proved dead. Raises LockHeld naming
-    the process that has it.
+    If the kernel does not, because a child of the dead holder has the file open or the file system
+    keeps the lock, the lock is taken over as soon as its holder is proved dead. Raises LockHeld,
+    which names the process that holds the lock.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = _taken(path, what)
@@ -39,19 +39,14 @@ def lock(path: Path, what: str) -> Iterator[None]:
 
 
 def _taken(path: Path, what: str) -> int:
-    """The descriptor that holds the lock."""
+    """Take the lock; return the file descriptor that holds it."""
     until = time.monotonic() + LEFTOVER_S
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = _holder(file)
-            os.close(file)
-            if not _is_dead(holder):
-                raise LockHeld(
-                    f"{what} is in use by {_words(holder)}; wait for it, or stop it"
-                ) from error
+        except BlockingIOError:
+            _refuse_living(file, what)
             if time.monotonic() > until:
                 return _replace(path, what)
             time.sleep(RETRY_S)
@@ -63,15 +58,11 @@ def _taken(path: Path, what: str) -> int:
 
 
 def _replace(path: Path, what: str) -> int:
-    """A new file in the place of one that only a dead holder's children have open."""
+    """Put a new file in the place of a file that only children of a dead holder have open."""
     guard = os.open(path.with_name(f"{path.name}.guard"), os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(guard, fcntl.LOCK_EX)  # of two that take over, the second finds the first alive
-        there = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        holder = _holder(there)
-        os.close(there)
-        if not _is_dead(holder):
-            raise LockHeld(f"{what} is in use by {_words(holder)}; wait for it, or stop it")
+        _refuse_living(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), what)
         aside = path.with_name(f"{path.name}.{os.getpid()}")
         file = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -82,21 +73,31 @@ def _replace(path: Path, what: str) -> int:
         os.close(guard)
 
 
+def _refuse_living(file: int, what: str) -> None:
+    """Close the lock's file. Raises LockHeld unless its holder is proved dead."""
+    holder = _holder(file)
+    os.close(file)
+    if not _is_dead(holder):
+        name = "process {pid} on {host} since {since}" if holder else "another process"
+        raise LockHeld(f"{what} is in use by {name.format(**holder)}; wait for it, or stop it")
+
+
 def _sign(file: int) -> None:
-    me = {
+    """Write this process into the lock's file, as its holder."""
+    holder = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
-        "started": _started(os.getpid()),
+        "started": _start_ticks(os.getpid()),
         "boot": processes.boot_id(),
         "namespace": _namespace(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
     os.ftruncate(file, 0)
-    os.pwrite(file, json.dumps(me).encode(), 0)
+    os.pwrite(file, json.dumps(holder).encode(), 0)
 
 
 def _holder(file: int) -> dict[str, Any]:
-    """What the holder wrote; {} while it is writing, or where it could not."""
+    """The facts that the holder wrote; {} while it is writing, or if it could not write."""
     try:
         return json.loads(os.pread(file, 4096, 0))
     except ValueError:
@@ -104,22 +105,22 @@ def _holder(file: int) -> dict[str, Any]:
 
 
 def _is_dead(holder: dict[str, Any]) -> bool:
-    """Proved to be: it was of this machine, and that boot is over, or its pid is nobody's or
-    another's by now."""
+    """True if the holder is proved dead: it ran on this machine, and either that boot is over, or
+    no process or another process has its pid now."""
     if holder.get("host") != socket.gethostname():
         return False
     if holder["boot"] != processes.boot_id():
         return True
     if holder["namespace"] != _namespace():  # a container of the same name, whose pids are others
         return False
-    return _started(holder["pid"]) != holder["started"]
+    return _start_ticks(holder["pid"]) != holder["started"]
 
 
-def _started(pid: int) -> int | None:
-    """A process's start, in clock ticks since boot: with its pid it is one process alone. None: it
-    is gone."""
+def _start_ticks(pid: int) -> int | None:
+    """The start of a process in clock ticks since boot, which with the pid identifies the process.
+    None: it is gone."""
     try:
-        words = (
+        fields = (
             Path(f"/proc/{pid}/stat")
             .read_text(encoding="utf-8", errors="replace")
             .rpartition(")")[2]
@@ -127,17 +128,11 @@ def _started(pid: int) -> int | None:
         )
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if words[0] in "ZX" else int(words[19])
+    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def _namespace() -> str:
     return str(Path("/proc/self/ns/pid").readlink())
-
-
-def _words(holder: dict[str, Any]) -> str:
-    if not holder:
-        return "another process"
-    return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
 
 
 def _is_same(file: int, path: Path) -> bool:

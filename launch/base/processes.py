@@ -1,5 +1,5 @@
-"""The processes of a run, found by the tag in their environment: launchers put ranks into sessions
-of their own."""
+"""The processes of a run. They are found by the tag in their environment, because launchers start
+ranks in sessions of their own."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ import resource
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-POLL_S = 0.2  # between two looks at a run
+POLL_S = 0.2  # between two checks of a run
 UNKILLABLE_S = 10.0  # after SIGKILL
-PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
+PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG = 36, 1  # prctl(2)
+HIGHEST = re.compile(r"VmHWM:\s+(\d+) kB")
 
 
 def adopt() -> None:
-    """From now on orphans below this process become its children: none is lost from sight."""
+    """Make orphans below this process its children from now on, so that none is lost."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def tagged(tag: str) -> list[psutil.Process]:
-    """Every process that carries the run's tag in its environment, wherever it stands in the
-    process tree."""
+    """Every process that has the run's tag in its environment, wherever it is in the process
+    tree."""
     return [
         process
         for process in psutil.process_iter()
@@ -45,33 +47,27 @@ def is_tagged(process: psutil.Process, tag: str) -> bool:
 
 
 def end_tree(tag: str) -> list[psutil.Process]:
-    """SIGKILL to every process of the run; those that not even that ends, after UNKILLABLE_S."""
+    """Send SIGKILL to every process of the run; return the processes that are still there after
+    UNKILLABLE_S."""
     until = time.monotonic() + UNKILLABLE_S
-    while left := tagged(tag):
-        if time.monotonic() > until:
-            return left
-        for process in left:
+    while (remaining := tagged(tag)) and time.monotonic() <= until:
+        for process in remaining:
             send(process.pid, signal.SIGKILL)
         time.sleep(0.05)
-    return []
+    return remaining
 
 
 def reap() -> None:
-    """Take note of the ends of adopted orphans; no child whose end somebody waits for may be
-    there."""
-    while True:
-        try:
-            if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                return
-        except ChildProcessError:
-            return
+    """Collect the exit codes of adopted orphans. There must be no child whose end somebody else
+    waits for."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def send(pid: int, number: int) -> None:
-    try:
+    with suppress(ProcessLookupError):  # gone meanwhile
         os.kill(pid, number)
-    except ProcessLookupError:
-        return  # gone meanwhile
 
 
 def cpu_s(pid: int) -> float:
@@ -93,20 +89,15 @@ def is_alive(pid: int) -> bool:
     return status(pid) not in ("gone", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
-PR_SET_PDEATHSIG = 1  # prctl(2)
-
-HIGHEST = re.compile(r"VmHWM:\s+(\d+) kB")
-
-
 def die_with_launcher(number: int = signal.SIGKILL) -> None:
-    """From now on the kernel sends this process a signal when its parent dies: no rank outlives its
+    """Let the kernel send this process a signal when its parent dies, so that no rank outlives its
     launcher."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def settle_process() -> None:
-    """From now on what this process and its children write is its user's alone, no crash writes
-    memory to disk, and a character that a terminal's encoding lacks is written out."""
+    """Make files of this process and its children private to the user, write no memory to disk
+    after a crash, and write characters that a terminal's encoding lacks as escapes."""
     os.umask(0o077)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     for stream in (sys.stdout, sys.stderr):
@@ -115,22 +106,20 @@ def settle_process() -> None:
 
 
 def boot_id() -> str:
-    """This boot of this machine; another boot, or another machine, has another."""
+    """The identifier of this boot of this machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def job_pss_bytes(root_pid: int) -> tuple[int, int]:
     """(PSS of a process and its descendants now, the most that it can have been), as if no other
-    job ran here.
+    job ran on this machine.
 
-    Pages of a process's own count for it, those it shares once for the job: beside other jobs that
-    map the same libraries their PSS would be less, by what those count. The second figure adds what
-    each process had more at its highest (VmHWM) than it has now, so that no peak between two reads
-    is lost: of several ranks that peak apart it is an upper bound. Processes that end meanwhile are
-    left out.
+    Private pages count for their process, and shared pages count once for the job. The real PSS is
+    smaller beside other jobs that map the same libraries. The second figure adds the difference
+    between each process's highest RSS (VmHWM) and its RSS now, so that no peak between two reads is
+    lost. For several ranks that peak at different times it is an upper bound. Processes that end
+    meanwhile are left out.
     """
-    import psutil  # 20 ms that planning need not pay
-
     own = shared = above = 0
     try:
         root = psutil.Process(root_pid)

@@ -1,4 +1,4 @@
-"""How far long work is, as a line that people read and the launcher's bar reads back."""
+"""Progress of long work, as a line that people read and that the launcher's bar parses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ ROWS_LINE = re.compile(
 
 def eta(seconds: float) -> str:
     """The time left, as h:mm:ss."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"ETA {minutes // 60}:{minutes % 60:02}:{rest:02}"
+    minutes, seconds_left = divmod(round(seconds), 60)
+    return f"ETA {minutes // 60}:{minutes % 60:02}:{seconds_left:02}"
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class RowProgress:
     total: int | None  # None: not counted
 
     def line(self, seconds: float) -> str:
-        """`seconds`: since the first row."""
+        """The line of text. `seconds` have passed since the first row."""
         if not self.total or not self.rows:
             return f"tokenising {self.name}: {self.rows:,} rows"
         left_s = seconds * max(self.total - self.rows, 0) / self.rows
@@ -33,7 +33,7 @@ class RowProgress:
 
     @classmethod
     def read(cls, line: str) -> RowProgress | None:
-        """What a line says; None for a line of another kind."""
+        """The progress that a line reports; None for a line of another kind."""
         if not (match := ROWS_LINE.fullmatch(line.partition(", ETA")[0])):
             return None
         rows, total = (

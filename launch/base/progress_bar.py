@@ -16,11 +16,12 @@ from rich.progress import (
 )
 from rich.text import Text
 
-PACE_S = 600.0  # the time left is estimated from the steps of so many seconds
+PACE_S = 600.0  # the time left is estimated from the steps of the last so many seconds
 
 
 class ProgressBar:
-    """One bar from its making to stop(); only its console may write to the terminal meanwhile."""
+    """A bar that is shown until stop() is called. Until then only its console may write to the
+    terminal."""
 
     def __init__(self, console: Console, stays: bool) -> None:
         self._progress = Progress(
@@ -44,7 +45,7 @@ class ProgressBar:
         self._live.start()
 
     def show(self, work: str, completed: int, total: int | None, figures: str = "") -> None:
-        """`figures` stand in a line of their own, as much of them as fits."""
+        """Show the progress. `figures` get a line of their own, which is shortened to fit."""
         self._progress.update(
             self._task, description=work, completed=completed or None, total=total or None
         )

@@ -1,5 +1,5 @@
-"""Text for people: without secrets and control characters, with the nearest known name, sizes in
-GiB."""
+"""Text for people: secrets and control characters are removed, a wrong name gets the nearest right
+name, and sizes are in GiB."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import contextlib
 import functools
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from launch.schema.machine import GIB, MIB
 
-# What a terminal obeys or hides: control characters but tab and newline, halves of characters,
-# changes of direction
+# Characters that control a terminal or that it hides: control characters except tab and newline,
+# surrogates, changes of direction
 HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 
 # Names of variables and keys whose values are secrets, and values that are secrets wherever they
@@ -27,19 +27,19 @@ SECRET_VALUE = re.compile(
     r"|\bsk-[A-Za-z0-9_-]{20,}|\bxox[abprs]-[A-Za-z0-9-]{10,}|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+"
 )
 
-LEAST_SECRET = 8  # characters; a shorter value of such a name stands in too many innocent words
+LEAST_SECRET = 8  # characters; a shorter value occurs in too many harmless words
 
 
 def visible(text: str) -> str:
-    """The text as it may be shown anywhere: what would act on a terminal, or not be seen, is
-    written out."""
-    return HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+    """The text as it may be shown anywhere: characters that a terminal obeys or hides are written
+    as escapes."""
+    return HIDDEN.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
 @functools.cache
-def _known() -> re.Pattern[str] | None:
-    """The secrets that this process was given: in its environment, and as the token that hf
-    stores."""
+def _secrets() -> re.Pattern[str]:
+    """SECRET_VALUE, and the secrets of this process: values in its environment, and the token that
+    hf stores."""
     values = {value for name, value in os.environ.items() if SECRET_NAME.search(name)}
     home = os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser()
     with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -49,36 +49,37 @@ def _known() -> re.Pattern[str] | None:
             .strip()
         )
     long = sorted((value for value in values if len(value) >= LEAST_SECRET), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, long))) if long else None
+    return re.compile("|".join([*map(re.escape, long), SECRET_VALUE.pattern]))
 
 
 def holds_secret(text: str) -> bool:
-    """Whether a secret that is known here, or what looks like one, stands in the text."""
-    known = _known()
-    return bool(SECRET_VALUE.search(text) or (known and known.search(text)))
+    """True if the text contains a secret of this process, or a value that looks like a secret."""
+    return _secrets().search(text) is not None
 
 
 def shown(text: str) -> str:
     """The text for a terminal, a log or a report: visible, and without secrets."""
-    known = _known()
-    text = known.sub("[secret]", text) if known else text
-    return visible(SECRET_VALUE.sub("[secret]", text))
+    return visible(_secrets().sub("[secret]", text))
 
 
-def nearest(word: str, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> list[str]:
-    """The known names most like a word that is none of them, best first, upper and lower case
-    aside."""
-    import difflib  # 5 ms, which only a mistake costs
-
-    names = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(word[:255].lower(), names, count, cutoff)
-    return [names[name] for name in near]
+def from_here(path: Path) -> str:
+    """The path as a command in the current folder takes it."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """The words of an error that point from a wrong name to the right ones."""
-    names = list(known)
-    near = nearest(word, names, 3)
+def nearest(name: str, names: Iterable[str], count: int = 1, cutoff: float = 0.6) -> list[str]:
+    """The names that are most like a wrong name, best first. Upper and lower case do not count."""
+    import difflib  # takes 5 ms, which only a mistake should cost
+
+    by_lower = {right.lower(): right for right in names}
+    near = difflib.get_close_matches(name[:255].lower(), by_lower, count, cutoff)
+    return [by_lower[lower] for lower in near]
+
+
+def suggestion(name: str, names: Sequence[str]) -> str:
+    """The part of an error that leads from a wrong name to the right names."""
+    near = nearest(name, names, 3)
     return f"nearest: {', '.join(near)}" if near else f"there are: {', '.join(names[:12])}"
 
 

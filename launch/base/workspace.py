@@ -17,8 +17,8 @@ FILES = CODE if CHECKOUT else CODE / "launch" / "_files"
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where data/, runs/, logs/, model_save/ and the caches are: LOWMEM_ROOT, or the checkout; of
-    an installed package the folder where it is started."""
+    """The folder of data/, runs/, logs/, model_save/ and the caches: LOWMEM_ROOT, or the checkout,
+    or for an installed package the folder where it is started."""
 
     root: Path
 
@@ -41,7 +41,8 @@ class Workspace:
 
     @property
     def traces(self) -> Path:
-        """Traced steps; they depend on no workspace, so several may share a folder."""
+        """The folder of traced steps. They depend on no workspace, so several workspaces may share
+        it."""
         return Path(os.environ.get("LOWMEM_TRACES") or self.cache / "traces").resolve()
 
     @property

@@ -1,31 +1,41 @@
-"""A start that is not ours: accelerate launch or torchrun has made the ranks and each asks here
-what to run."""
+"""Starts of ranks that another launcher has made: accelerate launch, torchrun, or the pasted line
+of a dry run."""
 
 from __future__ import annotations
 
 import os
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 from launch.base.errors import ConfigError
-from launch.base.text import shown
+from launch.base.text import from_here, shown
 from launch.base.workspace import Workspace
 from launch.commands import foreign_launcher
-from launch.plan.resolve import resolve, tokenising_processes
-from launch.probe import architectures, gpus, machine
+from launch.plan.context import tokenising_processes
+from launch.plan.resolve import resolve
+from launch.probe import architectures, gpus
+from launch.probe import machine as probe_machine
 from launch.recipe.guides.chatlm_flags import Request
 from launch.render import deepspeed
 from launch.render.write import write_run
-from launch.report import text
-from launch.run_folder import disk_space, layout, resume
+from launch.report import first_screen, text
+from launch.run_folder import disk_space, layout
+from launch.run_folder import resume as run_resume
 from launch.run_folder.layout import RunDir, Start, output_lock, run_lock
+from launch.schema.machine import Machine
+from launch.schema.plan import Plan
+from launch.schema.recipe import Recipe
+from launch.supervise.screen import Screen
+
+SHOWN_LATER = [("run", "-"), ("log", "-")]  # by open_run(); the first screen leaves lines for them
 
 
-def from_run_dir(run: RunDir, attempt: int) -> Start:
-    """The start that a plan in a run folder describes."""
-    return Start(
+def from_run_dir(run: RunDir, attempt: int, resume: str = "auto") -> Start:
+    """The start that a plan in a run folder describes; of a dry run, in a run of its own."""
+    start = Start(
         workspace=Workspace.here(),
         recipe=run.read_recipe(),
         plan=run.read_plan(),
@@ -34,94 +44,122 @@ def from_run_dir(run: RunDir, attempt: int) -> Start:
         attempt=run.attempt(attempt),
         deepspeed_file=run.deepspeed_file,
     )
+    if start.supervised or not run.is_dry_run:
+        return start
+    machine = run.attempt(attempt).read_machine()
+    return replace(start, run=None, attempt=None, machine=machine, resume=resume)
 
 
 def from_request(request: Request) -> Start:
-    """The start that was asked for, with the ranks that are there. Rank 0 prints the plan."""
-    _ranks_that_were_asked_for(request.cpu)
+    """The start that a guide's flags describe, with the ranks that another launcher has started.
+    Rank 0 shows the plan; open_run() adds the run and the log."""
+    _start_all_ranks(request.cpu)
     is_first = os.environ.get("RANK", "0") == "0"
     say = print if is_first else lambda line: None
     for line in request.notes:
         say(shown(line))
     constraints = foreign_launcher.constraints(os.environ, _launcher(), request.cpu)
-    resolved = resolve(
+    choice = resolve(
         request.recipe, request.overrides, constraints=constraints, say=say, trace=False
     )
-    if resolved.plan.strategy.device == "cuda":  # PyTorch reads these at its first attention
-        chosen = resolved.machine.gpus[: resolved.plan.strategy.processes_per_machine]
+    if choice.plan.strategy.device == "cuda":  # PyTorch reads these at its first attention
+        chosen = choice.machine.gpus[: choice.plan.strategy.processes_per_machine]
         for key, value in architectures.environment(chosen).items():
             os.environ.setdefault(key, value)
-        if resolved.plan.strategy.num_processes == 1:  # CUDA reads these once; no torch is here yet
-            os.environ.update(gpus.visible_devices(resolved.machine, 1))
+        if choice.plan.strategy.num_processes == 1:  # CUDA reads these once; no torch is here yet
+            os.environ.update(gpus.visible_devices(choice.machine, 1))
+            if "one process uses one of" in choice.machine.gpus_reason:
+                say(shown(f"GPUs: {choice.machine.gpus_reason}"))
     if is_first:
-        lines = text.plan_lines(resolved.recipe, resolved.machine, resolved.plan)
-        lines += foreign_launcher.unused(
-            os.environ, resolved.plan, resolved.recipe.training.max_grad_norm
-        )
+        recipe, machine, plan = choice.recipe, choice.machine, choice.plan
+        lines = _full_plan(recipe, machine, plan)
+        if not request.dry_run:
+            for line in foreign_launcher.unused(os.environ, plan, recipe.training.max_grad_norm):
+                print(shown(line))
+            lines = first_screen.lines(
+                recipe, machine, plan, datetime.now(), below=SHOWN_LATER, source="the log has"
+            )[: -len(SHOWN_LATER)]
         print(shown("\n".join(lines)), flush=True)
     return Start(
-        workspace=resolved.workspace,
-        recipe=resolved.recipe,
-        plan=resolved.plan,
+        workspace=Workspace.here(),
+        recipe=choice.recipe,
+        plan=choice.plan,
         supervised=False,
-        machine=resolved.machine,
-        wish=request.resume,
-        tokenising_processes=tokenising_processes(resolved),
+        machine=choice.machine,
+        resume=request.resume,
+        tokenising_processes=tokenising_processes(choice.context),
         deepspeed_file=deepspeed.deepspeed_file(
-            resolved.plan,
-            resolved.recipe.training.max_grad_norm,
-            resolved.workspace.cache,
+            choice.plan,
+            choice.recipe.training.max_grad_norm,
+            Workspace.here().cache,
             os.environ,
             say,
         ),
     )
 
 
-def open_run(start: Start, tokens: Path, held: ExitStack) -> tuple[str, str] | None:
-    """On rank 0: the folders of the run and of the attempt, locked until `held` closes; None when
-    it is complete."""
+def _full_plan(recipe: Recipe, machine: Machine, plan: Plan) -> list[str]:
+    """The plan with every setting, and a line for each of accelerate's values that does not run."""
+    return [
+        *text.plan_lines(recipe, machine, plan),
+        *foreign_launcher.unused(os.environ, plan, recipe.training.max_grad_norm),
+    ]
+
+
+def open_run(start: Start, locks: ExitStack) -> tuple[str, str] | None:
+    """Open the folders of the run and of the attempt on rank 0, locked until `locks` closes; None
+    when the run is complete."""
+    recipe, plan, runs = start.recipe, start.plan, start.workspace.runs
     if start.run and start.attempt:
         if not start.supervised:
-            held.enter_context(output_lock(start.workspace, start.recipe))
-            held.enter_context(run_lock(start.run))
+            locks.enter_context(output_lock(start.workspace, recipe))
+            locks.enter_context(run_lock(start.run))
         start.attempt.root.mkdir(parents=True, exist_ok=True)
         return str(start.run.root), str(start.attempt.root)
     assert start.machine is not None
-    held.enter_context(output_lock(start.workspace, start.recipe))
-    decided = resume.decide(
-        start.workspace.runs, start.recipe, start.plan, tokens, start.wish, datetime.now()
+    locks.enter_context(output_lock(start.workspace, recipe))
+    opened = run_resume.decide(
+        *(runs, recipe, plan, start.tokens, start.resume),
+        lambda: RunDir.create(runs, recipe.name, datetime.now()),
     )
-    aside = layout.kept_aside(Path(start.recipe.output_dir), decided.run.run_id)
-    print(shown("\n".join([decided.line, *aside])), flush=True)
-    if decided.complete:
+    logs, screen = layout.log_files(start.workspace.root, opened.run, recipe), Screen()
+    for line in _full_plan(recipe, start.machine, plan):
+        screen.note(line)
+    for line in (
+        *first_screen.labelled("run", opened.line),
+        *([] if opened.complete else first_screen.labelled("log", from_here(logs[0]))),
+        *layout.kept_aside(Path(recipe.output_dir), opened.run.run_id),
+    ):
+        screen.say(line)
+    if opened.complete:
         return None
-    held.enter_context(run_lock(decided.run))
-    for line in disk_space.check(decided.run, start.recipe, start.plan):
-        print(line, flush=True)
-    attempt = write_run(decided.run, start.recipe, start.machine, start.plan, start.workspace)
-    decided.run.write_tokens(tokens)
-    return str(decided.run.root), str(attempt.root)
+    locks.enter_context(run_lock(opened.run))
+    screen.log_to(*logs)
+    for line in disk_space.check(opened.run, recipe, plan):
+        screen.say(line)
+    attempt = write_run(opened.run, recipe, start.machine, plan, start.workspace)
+    opened.run.write_tokens(start.tokens)
+    return str(opened.run.root), str(attempt.root)
 
 
-def _ranks_that_were_asked_for(cpu: bool) -> None:
-    """accelerate launch --cpu starts one process whatever --num_processes says: start the ranks
-    that were asked for, or say that it cannot be done. accelerate leaves MASTER_ADDR in the
-    environment exactly in that case."""
+def _start_all_ranks(cpu: bool) -> None:
+    """Start the ranks of --num_processes, because accelerate launch --cpu starts one process
+    whatever that flag says. accelerate leaves MASTER_ADDR in the environment exactly in that
+    case. Raises ConfigError."""
     if "WORLD_SIZE" in os.environ or "MASTER_ADDR" not in os.environ:
         return
-    number = foreign_launcher.flag(foreign_launcher.words_of(_launcher()), "num_processes")
-    asked = int(number) if number and number.isdigit() else None
-    if asked is None or (not cpu and machine.machine().gpus):
+    number = foreign_launcher.flag(foreign_launcher.argv_of(_launcher()), "num_processes")
+    if not (number and number.isdigit()) or (not cpu and probe_machine.machine().gpus):
         raise ConfigError(
-            "accelerate launch started one process although more were asked for; add --multi_gpu"
-            " (it works on a machine without GPUs too: this entrypoint puts the ranks on the CPU)"
+            "accelerate launch started one process instead of --num_processes; add --multi_gpu (it"
+            " works on a machine without GPUs too: this entrypoint puts the ranks on the CPU)"
         )
     print(
         "accelerate launch --cpu starts one process whatever --num_processes says: starting"
-        f" {asked} with torchrun"
+        f" {number} with torchrun",
+        flush=True,
     )
-    sys.stdout.flush()
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(asked)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", number]
     for key in ("MASTER_ADDR", "MASTER_PORT"):
         del os.environ[key]
     os.execv(sys.executable, [sys.executable, *launcher, *sys.argv, *([] if cpu else ["--cpu"])])

@@ -1,12 +1,12 @@
-"""What this machine offers, whether its GPUs reach each other, what a job's processes import, and
-what is wrong with it: one fix per problem."""
+"""`python -m launch doctor`: describe this machine, test the link between its GPUs, and name each
+problem with its fix."""
 
 from __future__ import annotations
 
 import os
 import resource
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ MIN_OPEN_FILES = 1024
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong and what mends it."""
+    """A problem of the machine, and its fix."""
 
     what: str
     fix: str
@@ -43,12 +43,12 @@ class Problem:
 def examine(
     cache: Path, run_dir: Path, environ: Mapping[str, str], say: Callable[[str], None]
 ) -> bool:
-    """Say everything about this machine; True if nothing stops training."""
+    """Describe this machine and its problems; True if none of them stops training."""
     machine = probe_machine.machine(run_dir=run_dir)
     for line in probe_machine.describe(machine):
         say(line)
-    found = [*_torch_problems(machine), *problems(machine)]
-    stops = any(problem.stops for problem in found)
+    all_problems = [*_torch_problems(machine), *problems(machine)]
+    stops = any(problem.stops for problem in all_problems)
     if len(machine.gpus) < 2:
         say(f"link: not tested: {len(machine.gpus)} GPU(s), a link needs two")
     elif stops:
@@ -62,65 +62,57 @@ def examine(
         stops = is_blocked(link)
     if not stops:
         try:
-            held = import_memory.measure(cache, "cuda" if machine.gpus else "cpu")
+            memory = import_memory.measure(cache, "cuda" if machine.gpus else "cpu")
         except ResourceError as error:
-            found.append(import_problem(error))
+            all_problems.append(import_problem(error))
             stops = True
         else:
             say(
-                f"imports: a rank holds {size(held.rank_bytes)}, accelerate"
-                f" {size(held.agent_bytes)}, libraries once {size(held.mapped_bytes)} of host RAM;"
-                " plans count with that"
+                f"imports: a rank takes {size(memory.rank_bytes)}, accelerate"
+                f" {size(memory.agent_bytes)}, shared libraries {size(memory.mapped_bytes)} of"
+                " host RAM; plans count this memory"
             )
-    for problem in found:
+    for problem in all_problems:
         say(str(problem))
     return not stops
 
 
-def problems(machine: Machine) -> list[Problem]:
-    """What is wrong with a machine; torch and the link aside."""
-    found: list[Problem] = []
+def problems(machine: Machine) -> Iterator[Problem]:
+    """Problems of a machine; torch and the link aside."""
     if machine.gpus_obstacle:
         what, _, fix = machine.gpus_obstacle.rpartition("; fix: ")
-        found.append(
-            Problem(
-                what, f"{fix}; to train on the CPU on purpose add --launch.mode=cpu", stops=True
-            )
-        )
-    shm_wanted = max(SHM_BYTES, SHM_BYTES_PER_RANK * len(machine.gpus))
-    if len(machine.gpus) > 1 and machine.shm_bytes < shm_wanted:
-        found.append(
-            Problem(
-                f"/dev/shm has {size(machine.shm_bytes)}, {len(machine.gpus)} ranks want"
-                f" {size(shm_wanted)}",
-                link_causes.BY_NAME["shm_too_small"].fix,
-            )
+        fix += "; to train on the CPU on purpose add --launch.mode=cpu"
+        yield Problem(what, fix, stops=True)
+    shm_needed = max(SHM_BYTES, SHM_BYTES_PER_RANK * len(machine.gpus))
+    if len(machine.gpus) > 1 and machine.shm_bytes < shm_needed:
+        yield Problem(
+            f"/dev/shm has {size(machine.shm_bytes)}, {len(machine.gpus)} ranks need"
+            f" {size(shm_needed)}",
+            link_causes.BY_NAME["shm_too_small"].fix,
         )
     if machine.disk_free_bytes < LOW_DISK_BYTES:
-        stops = machine.disk_free_bytes < MIN_DISK_BYTES
-        said = f"{size(machine.disk_free_bytes)} of disk are {machine.disk_reason}"
-        found.append(
-            Problem(said, "free some, or set LOWMEM_ROOT to a folder on a larger disk", stops)
+        yield Problem(
+            f"{size(machine.disk_free_bytes)} of disk are {machine.disk_reason}",
+            "free some, or set LOWMEM_ROOT to a folder on a larger disk",
+            stops=machine.disk_free_bytes < MIN_DISK_BYTES,
         )
     if machine.host_available_bytes < MIN_HOST_BYTES:
-        said = (
+        yield Problem(
             f"{size(machine.host_available_bytes)} of host memory are available"
-            f" ({machine.host_available_reason})"
+            f" ({machine.host_available_reason})",
+            "end other programs, or raise that limit",
+            stops=True,
         )
-        found.append(Problem(said, "end other programs, or raise that limit", stops=True))
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if open_files < MIN_OPEN_FILES:
-        found.append(
-            Problem(
-                f"a process may open {open_files} files, data loaders want {MIN_OPEN_FILES}",
-                "ulimit -n 4096",
-            )
+        yield Problem(
+            f"a process may open {open_files} files, data loaders need {MIN_OPEN_FILES}",
+            "ulimit -n 4096",
         )
-    return found
 
 
 def is_blocked(link: Link) -> bool:
-    """No choice of transport mends it: training on one GPU fails as the test did."""
+    """True if no choice of transport mends it: training on one GPU fails as the test did."""
     return any(
         not link_causes.BY_NAME[attempt.cause].cards_work
         for attempt in link.tries
@@ -136,13 +128,13 @@ def _torch_problems(machine: Machine) -> list[Problem]:
                 "torch is not installed", "python -m pip install -r requirements.txt", stops=True
             )
         ]
-    said = torch_build.refusal(build, machine.gpus, machine.cuda_driver, os.environ)
-    what, _, fix = said.partition("; fix: ")
-    return [Problem(what, fix, stops=True)] if said else []
+    refusal = torch_build.refusal(build, machine.gpus, machine.cuda_driver, os.environ)
+    what, _, fix = refusal.partition("; fix: ")
+    return [Problem(what, fix, stops=True)] if refusal else []
 
 
 def import_problem(error: ResourceError) -> Problem:
-    """What a process that imports a rank's packages, and computes a step, failed with."""
+    """The problem of a process that could not import a rank's packages, or compute a step."""
     cause, _ = link_causes.find(str(error), "failed")
     if cause.name in ("driver", "card_busy"):
         return Problem(str(error), cause.fix, stops=True)
@@ -151,9 +143,9 @@ def import_problem(error: ResourceError) -> Problem:
     )
 
 
-def add_parser(subparsers: Any) -> ArgumentParser:
+def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
     text = "show what this machine offers, test the link between its GPUs, name what is wrong"
-    parser = subparsers.add_parser("doctor", help=text, description=text, allow_abbrev=False)
+    parser = recipe_arguments.add_simple_parser(subparsers, verb, text)
     parser.add_argument(
         "--machine",
         type=Path,

@@ -1,5 +1,4 @@
-"""What a launcher that is not ours has decided before the ranks ask: how many, on which machines,
-with which engine."""
+"""Decisions of a launcher that is not ours: the number of ranks, the machines, the engine."""
 
 from __future__ import annotations
 
@@ -7,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from launch.base.errors import ConfigError
-from launch.plan.candidates import CPU_MODES, LaunchConstraints
+from launch.plan.candidates import LaunchConstraints
 from launch.render.deepspeed import existing_path, read_deepspeed
+from launch.schema.modes import LAUNCH_MODES, LaunchMode, Mode
 from launch.schema.plan import Plan
-from launch.schema.recipe import MODES, Mode
 
 GLOO_VARIABLE = "ACCELERATE_USE_GLOO"  # the guides' own; Accelerate has none
 
@@ -18,14 +17,14 @@ GLOO_VARIABLE = "ACCELERATE_USE_GLOO"  # the guides' own; Accelerate has none
 def constraints(environ: Mapping[str, str], launcher: Path, force_cpu: bool) -> LaunchConstraints:
     """The fixed part of a plan, from a rank's environment and the command line of the process above
     it."""
-    named = _mode_of_config_file(words_of(launcher))
+    mode = _mode_of_config_file(argv_of(launcher))
     world = int(environ.get("WORLD_SIZE", "1"))
     return LaunchConstraints(
         num_processes=world,
         num_machines=world // int(environ.get("LOCAL_WORLD_SIZE", world)),
         mode=_sharding_mode(environ),
-        force_cpu=force_cpu or named in CPU_MODES,
-        force_gloo=asks_for_gloo(environ) or named == "dual_gpu_gloo",
+        force_cpu=force_cpu or (mode is not None and mode.device == "cpu"),
+        force_gloo=asks_for_gloo(environ) or (mode is not None and mode.backend == "gloo"),
     )
 
 
@@ -33,24 +32,26 @@ def asks_for_gloo(environ: Mapping[str, str]) -> bool:
     return environ.get(GLOO_VARIABLE, "").lower() in ("1", "true", "yes")
 
 
-def words_of(cmdline: Path) -> list[str]:
+def argv_of(cmdline: Path) -> list[str]:
     """A process's argv, from its /proc/<pid>/cmdline."""
     return cmdline.read_bytes().decode("utf-8", "replace").split("\0") if cmdline.exists() else []
 
 
-def flag(words: list[str], name: str) -> str | None:
-    """The value of --name, with - or _ between words, in an argv."""
-    for i, word in enumerate(words):
-        found, equals, value = word.partition("=")
-        if found.removeprefix("--").replace("-", "_") == name and found.startswith("--"):
-            return value if equals else (words[i + 1] if i + 1 < len(words) else None)
+def flag(argv: list[str], name: str) -> str | None:
+    """The value of --name, written with - or _, in an argv."""
+    for argument, following in zip(argv, [*argv[1:], None], strict=True):
+        typed, equals, value = argument.partition("=")
+        if typed.startswith("--") and typed[2:].replace("-", "_") == name:
+            return value if equals else following
     return None
 
 
-def _mode_of_config_file(words: list[str]) -> str | None:
-    """Accelerate's file cannot say CPU or Gloo for several ranks; ours are named by their mode."""
-    path = flag(words, "config_file")
-    return Path(path).stem if path and Path(path).stem in MODES else None
+def _mode_of_config_file(argv: list[str]) -> LaunchMode | None:
+    """The mode by which a configuration file of ours is named: Accelerate's own keys cannot say CPU
+    or Gloo for several ranks."""
+    path = flag(argv, "config_file")
+    name = Path(path).stem if path else None
+    return next((row for mode, row in LAUNCH_MODES.items() if mode == name), None)
 
 
 def _sharding_mode(environ: Mapping[str, str]) -> Mode | None:
@@ -74,19 +75,20 @@ def _sharding_mode(environ: Mapping[str, str]) -> Mode | None:
         stage = environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
         offload = environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none")
         offload_param = environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none")
-    for mode in MODES:
-        name = f"deepspeed_zero{stage}" + ("_offload" if offload == "cpu" else "")
-        if (
-            mode == name
-            and offload in ("none", "cpu")
-            and (offload == offload_param or stage not in (3, "3"))
+    of_deepspeed: dict[Mode, LaunchMode] = {
+        mode: row for mode, row in LAUNCH_MODES.items() if row.engine == "deepspeed"
+    }
+    for mode, row in of_deepspeed.items():
+        device = "cpu" if row.offloads else "none"
+        if (str(stage), offload) == (str(row.zero_stage), device) and (
+            offload_param == device or not row.shards_parameters
         ):
             return mode
     raise ConfigError(
         f"DeepSpeed was started with stage {stage}, offload_optimizer {offload}, offload_param"
         f" {offload_param}; there"
         + " are "
-        + ", ".join(mode for mode in MODES if mode.startswith("deepspeed"))
+        + ", ".join(of_deepspeed)
         + " (files of theirs: configs/accelerate, configs/deepspeed)"
     )
 
@@ -112,12 +114,10 @@ def unused(environ: Mapping[str, str], plan: Plan, max_grad_norm: float) -> list
             "training.max_grad_norm",
         ),
     }
-    found = []
-    for name, (variable, runs, key) in decided.items():
-        asked = environ.get(variable, runs)
-        defaults = {"mixed_precision": "no", "gradient_accumulation_steps": "1"}
-        if asked not in (runs, defaults.get(name), "auto"):
-            found.append(
-                f"accelerate was given {name} {asked}; the recipe says {runs}, which runs ({key})"
-            )
-    return found
+    defaults = {"mixed_precision": "no", "gradient_accumulation_steps": "1"}
+    return [
+        f"accelerate was given {name} {environ[variable]}; the recipe says {runs}, which runs"
+        f" ({key})"
+        for name, (variable, runs, key) in decided.items()
+        if environ.get(variable, runs) not in (runs, defaults.get(name), "auto")
+    ]

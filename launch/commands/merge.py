@@ -24,9 +24,9 @@ from launch.run_folder import layout
 ADAPTER = "adapter_config.json"
 
 
-def add_parser(subparsers: Any) -> ArgumentParser:
+def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
     text = "merge a LoRA adapter into its base: one ordinary model folder"
-    parser = subparsers.add_parser("merge", help=text, description=text, allow_abbrev=False)
+    parser = recipe_arguments.add_simple_parser(subparsers, verb, text)
     parser.add_argument("source", type=Path, help="the folder of an adapter, or of a run")
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
     return parser
@@ -82,7 +82,7 @@ def _adapter(source: Path) -> Path:
         return source.absolute()
     if (source / "adapter" / ADAPTER).is_file():
         raise ConfigError(
-            f"{source}: found the adapter merged already (a shape's weights are nowhere else)"
+            f"{source}: the adapter is already merged into the model in this folder; use that"
         )
     raise ResourceError(
         f"{source}: found no {ADAPTER}, expected a LoRA adapter, or the run that trained one"

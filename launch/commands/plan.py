@@ -15,9 +15,9 @@ from launch.plan.resolve import resolve
 from launch.report import first_screen, text
 
 
-def add_parser(subparsers: Any) -> ArgumentParser:
+def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
     parser = recipe_arguments.add_parser(
-        subparsers, "plan", "show what would run, and why", "[BATCH] [--machine FILE] [--explain]"
+        subparsers, verb, "show what would run, and why", "[BATCH] [--machine FILE] [--explain]"
     )
     recipe_arguments.add_explain(parser)
     parser.add_argument(
@@ -29,8 +29,8 @@ def add_parser(subparsers: Any) -> ArgumentParser:
 def main(arguments: Namespace, others: Sequence[str]) -> int:
     typed = recipe_arguments.read(arguments, others)
     compile_caches.settle()
-    resolved = resolve(typed.recipe, typed.overrides, arguments.machine, typed.constraints)
-    recipe, machine, plan = resolved.recipe, resolved.machine, resolved.plan
+    choice = resolve(typed.recipe, typed.overrides, arguments.machine, typed.constraints)
+    recipe, machine, plan = choice.recipe, choice.machine, choice.plan
     if arguments.explain:
         lines = text.plan_lines(recipe, machine, plan)
     else:

@@ -1,5 +1,5 @@
 """Arguments that plan, run and tune share: a recipe, a batch size and keys of the recipe; and the
-answer to a flag that there is not."""
+error for an unknown flag."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Every key of the recipe can be set, as --section.key=value or --section.key valu
 
 @dataclass(frozen=True)
 class RecipeArguments:
-    """What plan, run and tune are asked for."""
+    """The recipe, the batch size and the keys that plan, run and tune take."""
 
     recipe: str
     is_auto: bool  # the batch size was typed as `auto`
@@ -42,8 +42,8 @@ class RecipeArguments:
 
 
 def add_parser(subparsers: Any, verb: str, description: str, usage: str) -> ArgumentParser:
-    """The parser of a verb that takes a recipe. The recipe, the batch size and keys are left to
-    read(), because argparse would take the value of an unknown flag for one of them."""
+    """The parser of a verb that takes a recipe. read() takes the recipe, the batch size and keys,
+    because argparse would take the value of an unknown flag for one of them."""
     parser = subparsers.add_parser(
         verb,
         help=description,
@@ -59,6 +59,13 @@ def add_parser(subparsers: Any, verb: str, description: str, usage: str) -> Argu
     return parser
 
 
+def add_simple_parser(subparsers: Any, verb: str, description: str) -> ArgumentParser:
+    """The parser of a verb that takes no recipe."""
+    return subparsers.add_parser(
+        verb, help=description, description=description, allow_abbrev=False
+    )
+
+
 def add_explain(parser: ArgumentParser) -> None:
     """The flag of plan and run that shows the whole plan instead of the first screen."""
     parser.add_argument(
@@ -71,22 +78,22 @@ def add_explain(parser: ArgumentParser) -> None:
 def read(
     arguments: Namespace, others: Sequence[str], variables: Sequence[str] = ()
 ) -> RecipeArguments:
-    """What argparse left: a recipe, a batch size and keys. `variables` are overrides of weaker
-    standing. Raises ConfigError."""
-    keys, names = _split(arguments, others)
+    """Read the recipe, the batch size and the keys that argparse has passed over. `variables` are
+    overrides that keys replace. Raises ConfigError."""
+    key_flags, names = _split(arguments, others)
     is_tune = arguments.verb == "tune"
     if not names:
         raise _mistake(arguments, "expected a recipe")
     reject(arguments, names[1 if is_tune else 2 :])
     batch = names[1] if len(names) == 2 else None
     switches = [f"--launch.{key}=true" for key in SWITCHES if getattr(arguments, key)]
-    overrides = [*variables, *switches, *keys]
+    overrides = [*variables, *switches, *key_flags]
     batch_keys = [
         text for text in overrides if text.partition("=")[0].replace("-", "_").endswith(BATCH_KEY)
     ]
     if batch is not None and batch_keys:
         other = getattr(batch_keys[0], "typed", "") or f"--training.{BATCH_KEY}"
-        raise ConfigError(f"batch {batch} and {other} are both given; keep one")
+        raise ConfigError(f"batch {batch} and {other} are both given; leave one of them out")
     if batch not in (None, AUTO):
         overrides.append(f"--training.{BATCH_KEY}={load.check_batch(batch)}")
     constraints = LaunchConstraints(
@@ -98,7 +105,7 @@ def read(
 
 
 def reject(arguments: Namespace, others: Sequence[str]) -> None:
-    """Refuse words that the verb does not take. Raises ConfigError."""
+    """Refuse arguments that the verb does not take. Raises ConfigError."""
     for word in others:
         if word.startswith("--"):
             flag = _flag(arguments, word.partition("=")[0][2:], "")
@@ -117,9 +124,9 @@ def _mistake(arguments: Namespace, problem: str, instead: str | None = None) -> 
 
 
 def _split(arguments: Namespace, others: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Keys as `--key=value`, and the words that are none. A key without = takes the next word.
+    """Keys as `--key=value`, and the other arguments. A key without = takes the next argument.
     Raises ConfigError for a flag that is no key."""
-    keys: list[str] = []
+    key_flags: list[str] = []
     names: list[str] = []
     queue = list(others)
     while queue:
@@ -134,12 +141,12 @@ def _split(arguments: Namespace, others: Sequence[str]) -> tuple[list[str], list
         is_key = "." in plain or (plain in Recipe.model_fields and plain not in SECTIONS)
         if not is_key or not (equals or value):
             raise ConfigError(_advice(arguments, name, plain, value, is_key))
-        keys.append(f"{name}={value}")
-    return keys, names
+        key_flags.append(f"{name}={value}")
+    return key_flags, names
 
 
 def _advice(arguments: Namespace, name: str, plain: str, value: str, is_key: bool) -> str:
-    """The line for a flag that there is not, or for a key without a value: what to type instead."""
+    """The error for an unknown flag or a key without a value, with what to type instead."""
     types = {key.name: key.type for key in key_reference.all_keys()}
     if is_key and plain in types:
         return f"{name}: a key of the recipe needs a value; write {_typed(plain, types[plain], '')}"

@@ -1,11 +1,11 @@
 """Confirm the fastest candidates by short real trials, each a fresh `accelerate launch`, and
-remember what won.
+remember the fastest.
 
-A trial takes steps of whole effective batches in which every micro-batch is as long as the longest
-row, then evaluates. What a step of the recipe's own rows takes of that is predicted, cut by cut:
-less of a small micro-batch is padding. At most MAX_TRIALS run and at most one may run out of
-memory: after it only what is predicted to take much less is tried. Without a prediction the batch
-is found by bisection.
+A trial takes steps of effective batches in which every micro-batch is as long as the longest row,
+then evaluates. The share of that time that the recipe's own rows take is predicted for each split
+of the batch, because small micro-batches have less padding. At most MAX_TRIALS run, and at most one
+of them may run out of memory: after it only candidates with much lower predictions are tried.
+Without a prediction the batch is found by bisection.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,36 +30,38 @@ import psutil
 from launch.base import compile_caches, environment, files
 from launch.base.errors import DoesNotFit, ResourceError, Stopped
 from launch.base.text import size
-from launch.base.workspace import CODE
+from launch.base.workspace import CODE, Workspace
 from launch.commands import recipe_arguments
 from launch.commands.recipe_arguments import RecipeArguments
-from launch.plan import search
-from launch.plan.candidates import LaunchConstraints
-from launch.plan.resolve import Resolved, resolve, with_counts
+from launch.plan import context as plan_context
+from launch.plan import planner, resolve, search
+from launch.plan.planner import Choice
+from launch.plan.resolve import Facts
 from launch.predict import estimate
-from launch.predict.estimate import describe
+from launch.predict.estimate import PlanContext, describe
 from launch.predict.history import cache_keys
 from launch.predict.history.ledger import Ledger, Tuned
 from launch.render import command as render_command
 from launch.render import write
 from launch.run_folder import steps
 from launch.run_folder.layout import RunDir
-from launch.schema.plan import Plan, Strategy
-from launch.schema.result import UsedTokens
+from launch.schema.plan import Strategy
+from launch.schema.result import Failure, UsedTokens
 from launch.supervise import attempt as supervise_attempt
+from launch.supervise import stop_signals, tokenising
 from launch.supervise.screen import Screen
 
 MAX_TRIALS = 3
 STEPS = 3  # of a trial; the first finds no optimizer states
-MUCH_LESS = 0.8  # of the prediction of what ran out of memory
-AS_FAST = 1.1  # trials whose seconds differ by less are not told apart
+MUCH_LESS = 0.8  # of the prediction of the trial that ran out of memory
+AS_FAST = 1.1  # trials whose seconds differ by less count as equally fast
 OUT_OF_MEMORY = (6, 12)  # exit codes: host RAM, VRAM
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a trial ended."""
+    """The end of a trial."""
 
     ended: Literal["fits", "oom", "failed"]
     step_s: float | None = None
@@ -66,9 +69,9 @@ class Outcome:
     why: str = ""
 
 
-def add_parser(subparsers: Any) -> ArgumentParser:
+def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
     parser = recipe_arguments.add_parser(
-        subparsers, "tune", "find the fastest batch by short real trials", "[--forget]"
+        subparsers, verb, "find the fastest batch by short real trials", "[--forget]"
     )
     parser.add_argument(
         "--forget", action="store_true", help="forget the tuned batch, and do not tune"
@@ -82,57 +85,58 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
 
 
 def tune_recipe(typed: RecipeArguments, forget: bool = False, again: bool = True) -> int:
-    """Tune, or forget the tuned batch; `again` False: not where it has been done before."""
+    """Tune, or forget the tuned batch; `again` False: only a recipe that was not tuned before."""
     say = recipe_arguments.say
     compile_caches.settle()
-    constraints = replace(typed.constraints, wants_tuned=False)
-    # any cut may win, so all are traced by one child, and none of the asked one's own
-    resolved = resolve(
-        typed.recipe,
-        typed.overrides,
-        constraints=replace(constraints, free_batch=True),
-        say=say,
-        test_link=True,
+    # any split of the batch may win, so all are traced by one child
+    constraints = replace(typed.constraints, wants_tuned=False, free_batch=True)
+    facts = resolve.read(
+        typed.recipe, typed.overrides, constraints=constraints, say=say, test_link=True
     )
-    of = (
-        cache_keys.machine_key(resolved.machine),
-        cache_keys.model_key(resolved.plan.shape),
-        cache_keys.recipe_key(resolved.recipe),
-    )
-    ledger = Ledger(resolved.workspace.ledger_file, print)
+    context = facts.context
+    # a recipe that `allow:` has relaxed is tuned under the key of the relaxed recipe
+    relaxed = [relaxed for relaxed, _ in planner.relaxed_contexts(context)]
+    ledger_keys = [_ledger_keys(recipe_context) for recipe_context in (context, *relaxed)]
+    ledger = Ledger(facts.workspace.ledger_file, print)
     if forget:
-        print(
-            "forgotten"
-            if ledger.forget(*of)
-            else "nothing was tuned for this machine, model and recipe"
-        )
-    elif again or ledger.recall(*of) is None:
-        tune(resolved, constraints, say)
+        num_forgotten = sum(ledger.forget(**recipe_keys) for recipe_keys in ledger_keys)
+        nothing = "nothing was tuned for this machine, model and recipe"
+        print("forgotten" if num_forgotten else nothing)
+    elif again or not any(ledger.recall(**recipe_keys) for recipe_keys in ledger_keys):
+        planner.refuse_hopeless(context, facts.constraints)
+        tune(facts, say)
     return 0
 
 
-def tune(resolved: Resolved, constraints: LaunchConstraints, say: Say) -> Tuned:
+def _ledger_keys(context: PlanContext) -> dict[str, str]:
+    """The ledger's keys of the machine, the model and the recipe."""
+    return {
+        "machine_key": cache_keys.machine_key(context.machine),
+        "model_key": cache_keys.model_key(context.model),
+        "recipe_key": cache_keys.recipe_key(context.recipe),
+    }
+
+
+def tune(facts: Facts, say: Say) -> Tuned:
     """Run the trials and keep the fastest that fits. Raises DoesNotFit when none does."""
-    context = resolved.context
-    assert context is not None
-    ledger = Ledger(resolved.workspace.ledger_file, say)
-    place = resolved.workspace.cache / "trials" / f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
+    cache = facts.workspace.cache
+    ledger = Ledger(facts.workspace.ledger_file, say)
+    place = cache / "trials" / f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
     _sweep(place.parent)
     try:
-        rows = _longest_rows(resolved, place, say)
-        context = with_counts(resolved.workspace, context)  # known now that the rows are tokenised
-        # a trial by tokens is cut as the run will be
-        longest = context.question(resolved.plan.strategy).lengths
-        resolved = replace(resolved, plan=replace(resolved.plan, lengths=longest))
-        trials = _Trials(
-            resolved, rows, place, say, lambda one: estimate.share_of_longest(context, one)
-        )
-        candidates = search.ranked(context, constraints)
+        context = _with_tokenised_rows(facts.context, place, say)
+        choice = planner.choose(context, facts.constraints)
+        context = choice.context
+        rows = _longest_rows(context, place, choice.plan.strategy.effective_batch_size)
+        trials = _Trials(facts.workspace, choice, rows, place, say)
+        candidates = search.ranked(context, replace(facts.constraints, free_batch=False))
         if candidates:
-            _confirm([(one.candidate, one.memory.device_bytes) for one in candidates], trials)
+            _confirm(
+                [(judged.candidate, judged.memory.device_bytes) for judged in candidates], trials
+            )
         else:
             say("no prediction: the batch is found by bisection")
-            _bisect(resolved.plan.strategy, trials)
+            _bisect(choice.plan.strategy, trials)
     finally:
         shutil.rmtree(place, ignore_errors=True)
     fits = [(strategy, outcome) for strategy, outcome in trials.done if outcome.ended == "fits"]
@@ -142,44 +146,34 @@ def tune(resolved: Resolved, constraints: LaunchConstraints, say: Say) -> Tuned:
             + "; ".join(f"{describe(s)}: {o.why}" for s, o in trials.done)
         )
     fastest_s = min(outcome.step_s or math.inf for _, outcome in fits)
-    # in the order of prediction: what a few steps of a busy machine do not tell apart is decided by
-    # it
-    best, outcome = next(one for one in fits if (one[1].step_s or math.inf) <= fastest_s * AS_FAST)
-    assert outcome.step_s is not None
-    tuned = Tuned(
-        time=time.time(),
-        machine_key=cache_keys.machine_key(resolved.machine),
-        model_key=cache_keys.model_key(resolved.plan.shape),
-        recipe_key=cache_keys.recipe_key(resolved.recipe),
-        strategy=best,
-        why=f"fastest of {len(trials.done)} trial(s): {outcome.step_s:.3g} s a step",
-        step_s=outcome.step_s,
+    # in the order of prediction: a few steps on a busy machine cannot tell similar speeds apart
+    best, step_s = next(
+        (strategy, outcome.step_s)
+        for strategy, outcome in fits
+        if outcome.step_s and outcome.step_s <= fastest_s * AS_FAST
     )
+    why = f"fastest of {len(trials.done)} trial(s): {step_s:.3g} s a step"
+    tuned = Tuned(time=time.time(), **_ledger_keys(context), strategy=best, why=why, step_s=step_s)
     ledger.remember(tuned)
     say(f"tuned: {describe(best)}, {tuned.why}; kept for later runs of this recipe here")
     return tuned
 
 
 def _sweep(trials: Path) -> None:
-    """Remove what tunings that were killed have left."""
-    for left in trials.glob("*-*-*"):
-        if not psutil.pid_exists(int(left.name.rpartition("-")[2])):
-            shutil.rmtree(left, ignore_errors=True)
+    """Remove the folders of tunings that were killed."""
+    for folder in trials.glob("*-*-*"):
+        if not psutil.pid_exists(int(folder.name.rpartition("-")[2])):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Trials:
     """Runs trials one after another and keeps how each ended."""
 
     def __init__(
-        self,
-        resolved: Resolved,
-        rows: Path,
-        place: Path,
-        say: Say,
-        share: Callable[[Strategy], float],
+        self, workspace: Workspace, choice: Choice, rows: Path, place: Path, say: Say
     ) -> None:
-        self._resolved, self._rows, self._place, self._say = resolved, rows, place, say
-        self._share = share  # of the seconds of a trial, where rows are shorter than the longest
+        self._workspace, self._choice = workspace, choice
+        self._rows, self._place, self._say = rows, place, say
         self.done: list[tuple[Strategy, Outcome]] = []
 
     def run(self, strategy: Strategy) -> Outcome:
@@ -188,7 +182,8 @@ class _Trials:
         outcome = self._outcome(strategy, number)
         seconds = ""
         if outcome.step_s:
-            seconds, share = f", {outcome.step_s:.3g} s a step", self._share(strategy)
+            seconds = f", {outcome.step_s:.3g} s a step"
+            share = estimate.share_of_longest(self._choice.context, strategy)
             if share < 1:
                 outcome = replace(outcome, step_s=share * outcome.step_s)
                 seconds += f" of the longest rows: {outcome.step_s:.3g} s of the recipe's own"
@@ -200,7 +195,7 @@ class _Trials:
         return outcome
 
     def _outcome(self, strategy: Strategy, number: int) -> Outcome:
-        recipe = self._resolved.recipe
+        recipe, machine = self._choice.recipe, self._choice.machine
         training = recipe.training.model_copy(
             update={
                 "max_steps": STEPS,
@@ -218,103 +213,103 @@ class _Trials:
                 "evaluation": recipe.evaluation.model_copy(update={"exact_match_rows": 0}),
             }
         )
-        plan: Plan = replace(self._resolved.plan, strategy=strategy, recipe_name=trial.name)
-        resolved = replace(self._resolved, recipe=trial, plan=plan)
+        plan = replace(self._choice.plan, strategy=strategy, recipe_name=trial.name)
         run = RunDir.create(self._place / "runs", trial.name, datetime.now())
-        attempt = write.write_run(run, trial, resolved.machine, plan, resolved.workspace)
+        attempt = write.write_run(run, trial, machine, plan, self._workspace)
         files.write_json(run.tokens_file, UsedTokens(self._rows))
-        command = render_command.command(
-            plan, resolved.machine, run, attempt, resolved.workspace, os.environ
-        )
-        result = supervise_attempt.run(
-            resolved, run, attempt, lambda: command, Screen(stream=io.StringIO())
-        )
+        command = render_command.command(plan, machine, run, attempt, self._workspace, os.environ)
+        screen = Screen(stream=io.StringIO())
+        result = supervise_attempt.run(trial, machine, run, attempt, command, screen)
         if result.failure is not None:
-            is_memory = result.exit_code in OUT_OF_MEMORY
-            if result.failure.kind == "stopped":
-                raise Stopped(
-                    f"tuning was {result.failure.cause}; nothing is kept", result.exit_code
-                )
-            return Outcome("oom" if is_memory else "failed", why=result.failure.cause)
+            ended = "oom" if result.exit_code in OUT_OF_MEMORY else "failed"
+            _raise_if_stopped(result.failure)
+            return Outcome(ended, why=result.failure.cause)
         events = steps.events(attempt)
         peak = max(event.vram_reserved_bytes for event in events) or result.host_peak_bytes
-        # others only ever add to it
+        # other programs only ever make a step slower
         return Outcome("fits", min(event.seconds for event in events[1:]), peak)
 
 
 def _confirm(candidates: Sequence[tuple[Strategy, int]], trials: _Trials) -> None:
-    """The fastest by prediction, then others that differ from what ran."""
-    limit = math.inf
-    failed = 0
-    for strategy, predicted in _different(candidates):
-        if len(trials.done) == MAX_TRIALS or failed:
+    """Try the fastest by prediction, then others; after a failure only those with a much lower
+    prediction."""
+    limit_bytes = 0.0
+    for strategy, predicted_bytes in islice(_different(candidates), MAX_TRIALS):
+        if trials.run(strategy).ended != "fits":
+            limit_bytes = MUCH_LESS * predicted_bytes
             break
-        if predicted <= limit:
-            failed += trials.run(strategy).ended != "fits"
-            if failed:
-                limit = MUCH_LESS * predicted
-    left = [strategy for strategy, predicted in candidates if predicted <= limit]
     tried = {strategy for strategy, _ in trials.done}
-    for strategy in (one for one in left if one not in tried):
-        if len(trials.done) == MAX_TRIALS or not failed:
-            break
+    smaller = [
+        strategy
+        for strategy, predicted_bytes in candidates
+        if predicted_bytes <= limit_bytes and strategy not in tried
+    ]
+    for strategy in smaller[: MAX_TRIALS - len(trials.done)]:
         if trials.run(strategy).ended == "oom":  # a second one is not risked
             break
 
 
 def _different(candidates: Sequence[tuple[Strategy, int]]) -> Iterator[tuple[Strategy, int]]:
-    """The fastest; then what is nearly as fast with half its micro-batch, or less; then the next in
+    """The fastest; then the fastest with at most half its micro-batch; then the others in
     order."""
-    best = candidates[0]
-    yield best
-    smaller = [
-        one
-        for one in candidates[1:]
-        if 2 * one[0].per_device_train_batch_size <= best[0].per_device_train_batch_size
-    ]
-    if smaller:
-        yield smaller[0]
-    yield from (one for one in candidates[1:] if not smaller or one != smaller[0])
+    best, *others = candidates
+    half = best[0].per_device_train_batch_size / 2
+    smaller = [row for row in others if row[0].per_device_train_batch_size <= half][:1]
+    yield from (best, *smaller, *(row for row in others if row not in smaller))
 
 
-def _bisect(asked: Strategy, trials: _Trials) -> None:
-    """The largest micro-batch that fits, of the divisors of what a rank trains in a step: ceil(log2
-    n) + 1 trials."""
-    per_rank = asked.per_device_train_batch_size * asked.gradient_accumulation_steps
+def _bisect(requested: Strategy, trials: _Trials) -> None:
+    """Find the largest micro-batch that fits, of the divisors of a rank's samples per step, in
+    ceil(log2 n) + 1 trials."""
+    per_rank = requested.per_device_train_batch_size * requested.gradient_accumulation_steps
     sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
     low, high = 0, len(sizes)  # sizes[:low] fit, sizes[high:] do not
     while low < high:
         middle = (low + high) // 2
         size = sizes[middle]
-        cut = replace(
-            asked, per_device_train_batch_size=size, gradient_accumulation_steps=per_rank // size
+        split = replace(
+            requested,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=per_rank // size,
         )
-        if trials.run(cut).ended == "fits":
+        if trials.run(split).ended == "fits":
             low = middle + 1
         else:
             high = middle
 
 
-def _longest_rows(resolved: Resolved, place: Path, say: Say) -> Path:
-    """A token cache of the longest rows alone, as many as a trial takes; the recipe's own rows are
-    tokenised for it."""
-    recipe, plan, workspace = resolved.recipe, resolved.plan, resolved.workspace
+def _with_tokenised_rows(context: PlanContext, place: Path, say: Say) -> PlanContext:
+    """The context with the lengths of the recipe's rows, which are tokenised if they are not
+    yet."""
+    assert context.tokens is not None
+    if tokenising.are_there(context.tokens):
+        return context
     run = RunDir.create(place / "runs", "tokens", datetime.now())
-    attempt = write.write_run(run, recipe, resolved.machine, plan, workspace)
-    if supervise_attempt.prepare(resolved, run, attempt, say).returncode != 0:
-        errors = attempt.rank_errors()
-        raise ResourceError(errors[0].message if errors else "tokenising failed")
-    used = run.read_tokens()
-    assert used is not None  # prepare() has written it
-    rows = plan.strategy.effective_batch_size * STEPS
+    try:
+        with stop_signals.signals() as signals:
+            tokenising.until_done(context, run, say, signals)
+    except tokenising.Failed as failed:
+        _raise_if_stopped(failed.failure)
+        raise ResourceError(failed.failure.cause) from failed
+    return plan_context.with_rows(context)
+
+
+def _raise_if_stopped(failure: Failure) -> None:
+    if failure.kind == "stopped":
+        raise Stopped(f"tuning was {failure.cause}; nothing is kept", failure.exit_code)
+
+
+def _longest_rows(context: PlanContext, place: Path, effective_batch_size: int) -> Path:
+    """A token cache of the longest rows alone, as many as a trial takes."""
+    assert context.tokens is not None
     argv = [
         sys.executable,
         "-P",
         "-m",
         "training.children.trial_rows",
-        str(used.folder),
+        str(context.tokens.folder),
         str(place / "rows"),
-        str(rows),
+        str(effective_batch_size * STEPS),
     ]
     variables = {**environment.passed(os.environ), "PYTHONPATH": str(CODE)}
     done = subprocess.run(argv, env=variables, capture_output=True, text=True, check=False)

@@ -1,11 +1,14 @@
-"""From a data file to samples: rows, conversations, texts; a row that is none is named by file and
-line, or counted."""
+"""Read a data file: its rows, and the conversations or texts that they make. A bad row is named by
+file and line, or counted. The launcher reads the first rows here, the tokeniser all of them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,14 @@ ROLE_NAMES = {
     "gpt": "assistant",
     "bot": "assistant",
     "model": "assistant",
+}
+ROWS_AT_ONCE = 1000  # of a table
+MESSAGE_KEYS = (("role", "content"), ("from", "value"))
+BLANKS = re.compile(r"[ \t\n\r]*")
+DECODER = json.JSONDecoder()
+JSON_KINDS = {
+    **{str: "string", type(None): "null", bool: "true or false", dict: "an object"},
+    **dict.fromkeys((int, float), "a number"),
 }
 
 
@@ -61,8 +72,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row is, as an error names it: counting the lines before a slice can wait until there
-    is one."""
+    """The place of a row, as an error names it. The lines before a slice are counted only then."""
 
     of: Slice
     number: int | str  # from 1 in the slice; of a WebDataset the sample's key
@@ -75,10 +85,10 @@ class Place:
 
 
 def _lines_before(of: Slice) -> int:
-    left, count, last = of.start, 0, b""
+    remaining_bytes, count, last = of.start, 0, b""
     with of.path.open("rb") as file:
-        while chunk := file.read(min(left, 1 << 20)):
-            left -= len(chunk)
+        while chunk := file.read(min(remaining_bytes, 1 << 20)):
+            remaining_bytes -= len(chunk)
             count += chunk.count(b"\n")
             last = chunk[-1:]
     # a line that begins before the slice and ends in it belongs to the one before
@@ -86,202 +96,296 @@ def _lines_before(of: Slice) -> int:
 
 
 Rows = Iterator[tuple[Place, dict[str, Any]]]
+ColumnChoice = Callable[[Any], list[str]]  # of a table: its Arrow schema -> the columns to read
 
 
-def read_rows(of: Slice, data_format: DataFormat, bad: BadRows) -> Rows:
-    """(place, columns) of the rows of a slice, one batch in memory at a time.
-
-    Of a table they are the columns of the format, and those that may carry content which it would
-    drop."""
-    file_type = data_format.file_type
+def read_rows(
+    of: Slice, file_type: str, bad: BadRows, choice: ColumnChoice, at_once: int = ROWS_AT_ONCE
+) -> Rows:
+    """(place, columns) of the rows of a slice. Of a table, `at_once` rows are in memory at a time,
+    and only the columns of `choice` are read."""
+    rows: Iterator[tuple[Place, dict[str, Any] | DataError | None]]
     if file_type == "parquet":
-        yield from _parquet_rows(of, data_format)
+        rows = _parquet_rows(of, choice, at_once)
     elif file_type == "arrow":
-        yield from _arrow_rows(of, data_format)
+        rows = _arrow_rows(of, choice, at_once)
     elif file_type == "webdataset":
-        for key, sample in shards.tar_samples(of.path):
-            if isinstance(sample, DataError):
-                bad.add(sample)
-            else:
-                yield Place(of, key), sample
+        rows = ((Place(of, key), row) for key, row in shards.tar_samples(of.path))
     elif file_type == "json":
-        for number, row in enumerate(_array(of.path), start=1):
-            if isinstance(row, dict):
-                yield Place(of, number), row
-            else:
-                bad.add(
-                    DataError(
-                        f"{of.path}: element {number}: found {type(row).__name__}, expected an"
-                        " object"
-                    )
-                )
+        rows = (
+            (Place(of, number), _object(element, f"{of.path}: element {number}"))
+            for number, element in _elements(of)
+        )
     else:
-        for number, raw in _lines(of):
-            place = Place(of, number, is_line=True)
-            try:
-                row = _row(place, raw, file_type)
-            except DataError as error:
-                bad.add(error)
-                continue
-            if row is not None:
-                yield place, row
+        rows = ((place, _line_row(place, line, file_type)) for place, line in _lines(of))
+    for place, row in rows:
+        if isinstance(row, DataError):
+            bad.add(row)
+        elif row is not None:
+            yield place, row
 
 
-def _columns_to_read(names: Sequence[str], data_format: DataFormat) -> list[str]:
-    used = list(data_format.columns.values())
-    others = [name for name in names if name not in used and name not in data_format.ignored]
-    return [*used, *(name for name in others if untrained.is_column(name))]
+def json_kind(value: Any) -> str:
+    """The kind of a JSON value, in words."""
+    if not isinstance(value, list):
+        return JSON_KINDS[type(value)]
+    if value and all(map(_is_message, value)):
+        return "messages"
+    return "a list" if value else "an empty list"
 
 
-def _parquet_rows(of: Slice, data_format: DataFormat) -> Rows:
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and any(
+        all(isinstance(value.get(key), str) for key in pair) for pair in MESSAGE_KEYS
+    )
+
+
+def _object(value: Any, where: object) -> dict[str, Any] | DataError:
+    if isinstance(value, dict):
+        return value
+    return DataError(
+        f'{where}: holds {json_kind(value)}; each row must be an object, e.g. {{"text": "..."}}'
+    )
+
+
+# ---- parquet and Arrow
+# ---------------------------------------------------------------------------
+
+
+def _parquet_rows(of: Slice, choice: ColumnChoice, at_once: int) -> Rows:
     import pyarrow as pa  # not at the top: a plan needs none of it
     import pyarrow.parquet as pq
 
-    number, path = 0, of.path
+    number = 0
     try:
-        # the buffer would keep every row group that was read
-        with pq.ParquetFile(path, pre_buffer=False) as file:
-            columns = _columns_to_read(file.schema_arrow.names, data_format)
-            groups = [file.metadata.row_group(at) for at in range(file.metadata.num_row_groups)][
-                : of.end
-            ]
+        # Whole row groups are not buffered: one of pictures may be larger than memory.
+        with pq.ParquetFile(of.path, pre_buffer=False, buffer_size=1 << 20) as file:
+            columns = choice(file.schema_arrow)
+            group_numbers = range(file.metadata.num_row_groups)[: of.end]
+            groups = [file.metadata.row_group(i) for i in group_numbers]
+            group_numbers = group_numbers[of.start :]
             number = sum(group.num_rows for group in groups[: of.start])
-            for at, group in enumerate(groups[of.start :], start=of.start):
-                chunks = [group.column(i) for i in range(group.num_columns)]
-                read = [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] in columns]
-                unpacked = sum(chunk.total_uncompressed_size for chunk in read)
-                if unpacked > MAX_ROW_BYTES * max(group.num_rows, 1):
-                    raise DataError(
-                        f"{path}: row group {at + 1} unpacks to {unpacked:,} bytes for"
-                        f" {group.num_rows:,} rows, over {MAX_ROW_BYTES >> 20} MiB a row; is it"
-                        " damaged? Write shorter rows"
-                    )
-            wanted = list(range(of.start, len(groups)))
-            for batch in file.iter_batches(batch_size=1000, row_groups=wanted, columns=columns):
+            for group_number in group_numbers:
+                _check_row_group(of.path, group_number, groups[group_number], columns)
+            for batch in file.iter_batches(
+                batch_size=at_once, row_groups=list(group_numbers), columns=columns
+            ):
                 for row in batch.to_pylist():
                     number += 1
                     yield Place(of, number), row
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(_cut(path, number, error)) from error
+        raise DataError(_cut_file(of.path, number, error)) from error
 
 
-def _arrow_rows(of: Slice, data_format: DataFormat) -> Rows:
-    """Rows of shards that datasets.save_to_disk has written; only what is read of them is in
-    memory."""
+def _check_row_group(path: Path, number: int, group: Any, columns: Sequence[str]) -> None:
+    """Refuse a row group that would unpack to far more bytes than its rows can have."""
+    chunks = [group.column(i) for i in range(group.num_columns)]
+    unpacked_bytes = sum(
+        chunk.total_uncompressed_size
+        for chunk in chunks
+        if chunk.path_in_schema.split(".")[0] in columns
+    )
+    if unpacked_bytes > MAX_ROW_BYTES * max(group.num_rows, 1):
+        raise DataError(
+            f"{path}: row group {number + 1} unpacks to {unpacked_bytes:,} bytes for"
+            f" {group.num_rows:,} rows, over {MAX_ROW_BYTES >> 20} MiB a row; is it damaged? Write"
+            " shorter rows"
+        )
+
+
+def _arrow_rows(of: Slice, choice: ColumnChoice, at_once: int) -> Rows:
+    """Rows of shards that datasets.save_to_disk has written, mapped into memory."""
     import pyarrow as pa
 
     number = 0
     try:
         with shards.arrow_batches(of.path) as (schema, batches):
-            columns = _columns_to_read(schema.names, data_format)
-            for at, batch in enumerate(islice(batches, of.end)):
-                if at < of.start:
-                    number += batch.num_rows
-                    continue
-                for begin in range(0, batch.num_rows, 1000):
-                    for row in batch.select(columns).slice(begin, 1000).to_pylist():
+            columns = choice(schema)
+            number = sum(batch.num_rows for batch in islice(batches, of.start))
+            for batch in islice(batches, None if of.end is None else of.end - of.start):
+                for begin in range(0, batch.num_rows, at_once):
+                    for row in batch.select(columns).slice(begin, at_once).to_pylist():
                         number += 1
                         yield Place(of, number), row
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(_cut(of.path, number, error)) from error
+        raise DataError(_cut_file(of.path, number, error)) from error
 
 
-def _cut(path: Path, number: int, error: Exception) -> str:
+def _cut_file(path: Path, number: int, error: Exception) -> str:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return f"{path}: cannot be read after row {number:,} ({reason}); write or copy it again"
 
 
-def _array(path: Path) -> list[Any]:
+# ---- JSON and text
+# ---------------------------------------------------------------------------
+
+
+def _elements(of: Slice) -> Iterator[tuple[int, Any]]:
+    """(number from 1, element) of a file that is one array, read only as far as they are asked
+    for."""
+    path, number, text, end = of.path, 0, "", 0
     try:
-        with shards.opened(path) as file:
-            return json.loads(file.read().decode("utf-8-sig"))
-    except OSError as error:  # packed, and cut
-        raise DataError(_cut(path, 0, error)) from error
+        with TextIOWrapper(shards.opened(path), "utf-8-sig", newline="") as file:
+            while of.end is None or end < of.end:
+                try:
+                    element = _next_element(text, end, "," if number else "[")
+                except json.JSONDecodeError as error:
+                    more = file.read(max(len(text), 1 << 20))
+                    if not more or len(text) - end > MAX_ROW_BYTES:
+                        too_long = f", or longer than {MAX_ROW_BYTES >> 20} MiB" if more else ""
+                        raise DataError(
+                            f"{path}:{error.lineno}: is not JSON ({error.msg} at character"
+                            f" {error.colno}){too_long}; mend the file"
+                        ) from error
+                    text += more
+                    continue
+                if element is None:
+                    if (text[text.index("]", end) + 1 :] + file.read()).strip():
+                        raise DataError(f"{path}: has text after its array; mend the file")
+                    return
+                value, end = element
+                number += 1
+                yield number, value
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: byte {error.start} is not UTF-8; convert the file to UTF-8"
-        ) from error
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{path}:{error.lineno}: not valid JSON ({error.msg} at character {error.colno}); mend"
-            " the file"
-        ) from error
+        raise _wrong_byte(path) from error
+    except OSError as error:  # packed, and cut
+        raise DataError(_cut_file(path, number, error)) from error
     except (ValueError, RecursionError) as error:
+        # a number of 5,000 digits, brackets 100,000 deep
         raise DataError(f"{path}: cannot be read as JSON ({error}); mend the file") from error
 
 
-def _lines(of: Slice) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line) of those that begin in the slice."""
+def _next_element(text: str, position: int, mark: str) -> tuple[Any, int] | None:
+    """(the element behind the mark, its end); None at the end of the array. Raises JSONDecodeError
+    where the text is malformed, or ends before the element does."""
+    position = _past_blanks(text, position)
+    if mark == "," and text[position : position + 1] == "]":
+        return None
+    if text[position : position + 1] != mark:
+        raise json.JSONDecodeError(f"Expecting {mark!r} delimiter", text, position)
+    position = _past_blanks(text, position + 1)
+    if mark == "[" and text[position : position + 1] == "]":
+        return None
+    value, end = DECODER.raw_decode(text, position)
+    if end == len(text):  # of 12 only the 1 may have been read
+        raise json.JSONDecodeError("Expecting ',' delimiter", text, end)
+    return value, end
+
+
+def _past_blanks(text: str, position: int) -> int:
+    matched = BLANKS.match(text, position)
+    return matched.end() if matched else position
+
+
+def _lines(of: Slice) -> Iterator[tuple[Place, bytes]]:
+    """The lines that begin in the slice; each is numbered from 1."""
     number = 0
     try:
         with shards.opened(of.path) as file:
-            at = of.start
-            if at:
-                file.seek(at - 1)
+            offset = of.start
+            if offset:
+                file.seek(offset - 1)
                 # what begins before belongs to the slice before
-                at += len(file.readline(MAX_ROW_BYTES)) - 1
-            while (of.end is None or at < of.end) and (raw := file.readline(MAX_ROW_BYTES)):
-                number, at = number + 1, at + len(raw)
+                offset += len(file.readline(MAX_ROW_BYTES)) - 1
+            while (of.end is None or offset < of.end) and (raw := file.readline(MAX_ROW_BYTES)):
+                number, offset = number + 1, offset + len(raw)
+                place = Place(of, number, is_line=True)
                 if len(raw) == MAX_ROW_BYTES and not raw.endswith(b"\n"):
-                    place = Place(of, number, is_line=True)
                     raise DataError(
                         f"{place}: longer than {MAX_ROW_BYTES >> 20} MiB; write one row a line"
                     )
-                yield number, raw
+                yield place, raw
     except OSError as error:  # packed, and cut
-        raise DataError(_cut(of.path, number, error)) from error
+        raise DataError(_cut_file(of.path, number, error)) from error
 
 
-def _row(place: Place, raw: bytes, file_type: str) -> dict[str, Any] | None:
-    """The row of a line; None where it is blank."""
-    is_first = place.number == 1 and not place.of.start
-    try:
-        line = raw.decode("utf-8-sig" if is_first else "utf-8").strip()
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{place}:{error.start}: this byte of the line is not UTF-8; convert the file to UTF-8"
-        ) from error
-    if not line:
+def _line_row(place: Place, raw: bytes, file_type: str) -> dict[str, Any] | DataError | None:
+    """The row of a line, or the error of a bad line; None for a blank line."""
+    line = _decoded(place, raw, is_first=place.number == 1 and not place.of.start)
+    if isinstance(line, DataError):
+        return line
+    if not (line := line.strip()):
         return None
     if file_type == "text":
         return {"text": line}
     try:
-        row = json.loads(line, object_pairs_hook=_once)
+        row = json.loads(line, object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as error:
-        raise DataError(
-            f"{place}: not valid JSON ({error.msg} at character {error.pos}); mend or remove the"
-            " line"
-        ) from error
+        return DataError(
+            f"{place}: is not JSON ({error.msg} at character {error.pos + 1}); mend or remove the"
+            " line: each line must be one object, a .json file may be one array of objects"
+        )
     except (ValueError, RecursionError) as error:
         # a key twice, a number of 5,000 digits, brackets 100,000 deep
-        raise DataError(
-            f"{place}: cannot be read as JSON ({error}); mend or remove the line"
-        ) from error
-    if not isinstance(row, dict):
-        raise DataError(f"{place}: found {type(row).__name__}, expected one JSON object a line")
-    return row
+        return DataError(f"{place}: cannot be read as JSON ({error}); mend the line or remove it")
+    if isinstance(row, list) and shards.suffix(place.of.path) != ".json":
+        return DataError(
+            f"{place}: holds a list; a file that is one array of objects must end in .json"
+        )
+    return _object(row, place)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def _decoded(place: object, raw: bytes, is_first: bool) -> str | DataError:
+    """The text of a line, without the byte order mark of the first line; an error for bytes that
+    are not UTF-8."""
+    start = len(BOM_UTF8) if is_first and raw.startswith(BOM_UTF8) else 0
+    try:
+        return raw[start:].decode()
+    except UnicodeDecodeError as error:
+        wrong = f"{place}:{start + error.start}"
+    if raw.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+        return DataError(
+            f"{wrong}: is UTF-16; convert the file to UTF-8, e.g. iconv -f UTF-16 -t UTF-8"
+        )
+    if raw.startswith(b"\x1f\x8b"):
+        return DataError(f"{wrong}: is compressed with gzip; unpack the file with gunzip")
+    return DataError(
+        f"{wrong}: this byte is not UTF-8; convert the file to UTF-8, e.g. iconv -f GB18030 -t"
+        " UTF-8"
+    )
+
+
+def _wrong_byte(path: Path) -> DataError:
+    """The error for the first line that is not UTF-8, in a file where one is."""
+    with shards.opened(path) as file:
+        lines = (
+            _decoded(f"{path}:{number}", raw, number == 1) for number, raw in enumerate(file, 1)
+        )
+        return next(line for line in lines if isinstance(line, DataError))
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} twice")
-    return found
+    return fields
 
 
-def samples(path: Path, data_format: DataFormat, bad: BadRows | None = None) -> Iterator[Sample]:
+# ---- samples
+# ---------------------------------------------------------------------------
+
+
+def read_samples(
+    path: Path, data_format: DataFormat, bad: BadRows | None = None
+) -> Iterator[Sample]:
     """The rows of a file, or of all its shards, as conversations or texts; `bad` (none allowed by
-    default) counts what is neither."""
+    default) counts rows that are neither."""
     bad = bad or BadRows()
     for shard in shards.of(path):
         yield from samples_of(Slice(shard), data_format, bad)
 
 
 def samples_of(of: Slice, data_format: DataFormat, bad: BadRows) -> Iterator[Sample]:
-    """samples(), of a slice."""
+    """read_samples(), of a slice."""
     columns = data_format.columns
-    rows = _without_loss(read_rows(of, data_format, bad), data_format)
+
+    def choice(schema: Any) -> list[str]:
+        used = list(columns.values())
+        others = (name for name in schema.names if name not in (*used, *data_format.ignored))
+        return [*used, *(name for name in others if untrained.is_column(name))]
+
+    rows = _without_loss(read_rows(of, data_format.file_type, bad, choice), data_format)
     if data_format.kind == "oasst":
         yield from _paired_turns(rows, columns["text"], columns["role"], bad)
         return
@@ -303,7 +407,8 @@ def _without_loss(rows: Rows, data_format: DataFormat) -> Rows:
         names: list[untrained.Name] = [(column, None) for column in untrained.columns(row, passed)]
         if messages is not None:
             names += [
-                (messages, key) for key in dict.fromkeys(untrained.keys(row.get(messages), ignored))
+                (messages, key)
+                for key in dict.fromkeys(untrained.message_keys(row.get(messages), ignored))
             ]
         if names:
             raise untrained.refusal(str(place), names)
@@ -326,15 +431,10 @@ def _sample(row: dict[str, Any], data_format: DataFormat, where: Place) -> Sampl
 def _string(row: dict[str, Any], column: str, where: Place) -> str:
     value = row.get(column)
     if not isinstance(value, str):
-        found = (
-            "no such key"
-            if column not in row
-            else "null"
-            if value is None
-            else type(value).__name__
-        )
+        kind = "null" if value is None else type(value).__name__
+        kind = kind if column in row else "no such key"
         raise DataError(
-            f"{where}: column '{column}': found {found}, expected text; mend or remove the row"
+            f"{where}: column '{column}': found {kind}, expected text; mend or remove the row"
         )
     return _text(value, column, where)
 

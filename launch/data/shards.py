@@ -1,5 +1,5 @@
-"""The files behind data.train_file: one, or the shards of a corpus; how each is opened, and what is
-known of it."""
+"""The files behind data.train_file: one, or the shards of a corpus; the ways to open
+them, and facts of them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import glob
 import hashlib
 import io
 import json
-import os
 import re
 import tarfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from launch.base import files as base_files
 from launch.base.errors import DataError
 
 FileType = Literal["parquet", "jsonl", "json", "text", "arrow", "webdataset"]
@@ -30,6 +31,7 @@ SUFFIXES: dict[str, FileType] = {
     ".tar": "webdataset",
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # of the types that are read by lines
+TABLES = ("parquet", "arrow")  # with a schema
 SAVED_SPLITS, SAVED_SPLIT = "dataset_dict.json", "state.json"  # datasets.save_to_disk's
 MAX_ROW_BYTES = 64 << 20  # of a line, of a member of a tar, of a row of a parquet file on average
 # WebDataset: the key of a sample, and what of it this is
@@ -60,14 +62,11 @@ def of(path: Path) -> tuple[Path, ...]:
     if is_folder:
         return _in_folder(path)
     if not is_there and glob.has_magic(str(path)):
-        at = Path(path.anchor or ".")
-        matches = at.glob(str(path.relative_to(path.anchor)))
-        found = tuple(
-            sorted(match for match in matches if match.name[0] not in "._" and match.is_file())
-        )
-        if not found:
+        matches = Path(path.anchor or ".").glob(str(path.relative_to(path.anchor)))
+        files = sorted(match for match in matches if match.name[0] not in "._" and match.is_file())
+        if not files:
             raise DataError(f"{path}: no file matches this pattern")
-        return found
+        return tuple(files)
     return (path,)
 
 
@@ -86,15 +85,15 @@ def _in_folder(folder: Path) -> tuple[Path, ...]:
                 f"{folder / SAVED_SPLIT}: does not name the data set's files ({error!r})"
             ) from error
     try:
-        found = tuple(sorted(entry for entry in folder.iterdir() if _is_data(entry)))
+        files = sorted(entry for entry in folder.iterdir() if _is_data(entry))
     except OSError as error:
         raise DataError(f"{folder}: cannot be listed: {error.strerror or error}") from error
-    if not found:
+    if not files:
         raise DataError(
             f"{folder}: no data file lies in this folder (known: {', '.join(SUFFIXES)}); give a"
             f" file, a folder of shards, or a pattern like '{folder}/**/*.parquet'"
         )
-    return found
+    return tuple(files)
 
 
 def _is_data(path: Path) -> bool:
@@ -133,7 +132,7 @@ def arrow_batches(path: Path) -> Iterator[tuple[Any, Iterator[Any]]]:
             with pa.ipc.open_file(mapped) as reader:
                 yield (
                     reader.schema,
-                    (reader.get_batch(at) for at in range(reader.num_record_batches)),
+                    (reader.get_batch(number) for number in range(reader.num_record_batches)),
                 )
 
 
@@ -142,7 +141,7 @@ def stored_bytes(path: Path) -> int:
 
 
 def unit_bytes(path: Path) -> int:
-    """How much of it is one unit (training/data/units.py): a cache has not more files than can be
+    """Bytes of one unit (training/data/units.py). A cache has at most as many files as can be
     mapped."""
     return max(UNIT_BYTES, -(-stored_bytes(path) // MOST_UNITS))
 
@@ -231,13 +230,13 @@ def _tar_row(path: Path, key: str, members: dict[str, bytes]) -> dict[str, Any] 
     return others | row
 
 
-# ---- what is known of a file
+# ---- facts of a file
 # ---------------------------------------------------------------------------
 
 
 class FileFacts:
-    """What was read of files before: their hashes, columns, rows. Holds while size, times and inode
-    stay the same.
+    """Facts read of files before: their hashes, columns, rows. They hold while size, times and
+    inode stay the same.
 
     Without a file nothing is remembered."""
 
@@ -250,41 +249,40 @@ class FileFacts:
                 self._entries = json.loads(file.read_text(encoding="utf-8"))
 
     def get(self, path: Path, what: str, read: Callable[[], Any]) -> Any:
-        """What `read` gives for this file, which is called only where it is not known."""
+        """A fact of this file. `read` is called only if it is not remembered."""
         stamp, began = _stamp(path), time.time()
         entry = self._entries.get(str(path), {})
-        if entry.get("stamp") == stamp and what in entry:
+        if entry.get("stamp") != stamp:
+            entry = {"stamp": stamp}
+        if what in entry:
             return entry[what]
         value = read()
         if _stamp(path) == stamp and began - max(stamp[1:3]) / 1e9 > self._racy_s:
-            kept = entry if entry.get("stamp") == stamp else {"stamp": stamp}
-            self._entries[str(path)] = {**kept, what: value}
+            self._entries[str(path)] = {**entry, what: value}
             self._is_new = True
         return value
 
     def keep(self) -> None:
-        """Write it down for later starts."""
+        """Write the facts to their file, for later starts."""
         if self._file is not None and self._is_new:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            aside = self._file.with_name(f".{self._file.name}.{os.getpid()}.tmp")
-            aside.write_text(json.dumps(self._entries), encoding="utf-8")
-            aside.replace(self._file)
+            base_files.write_atomic(self._file, json.dumps(self._entries))
             self._is_new = False
 
 
 def _stamp(path: Path) -> list[int]:
-    found = path.stat()
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
-def fingerprint(path: Path, known: FileFacts) -> str:
+def fingerprint(path: Path, facts: FileFacts) -> str:
     """sha256 of a data file's bytes; of several shards, of their hashes in order: their names do
     not count."""
     files = of(path)
     if len(files) == 1 and files[0].stat().st_size < MEMO_BYTES:
-        return _sha256(files[0])
-    hashes = [known.get(file, "sha256", lambda file=file: _sha256(file)) for file in files]
-    known.keep()
+        return base_files.sha256(files[0])
+    hashes = [facts.get(file, "sha256", partial(base_files.sha256, file)) for file in files]
+    facts.keep()
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("\n".join(hashes).encode()).hexdigest()
 
 
@@ -301,8 +299,3 @@ def ends_fingerprint(path: Path) -> str:
             opened.seek(max(size - ENDS_BYTES, 0))
             digest.update(opened.read(ENDS_BYTES))
     return digest.hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

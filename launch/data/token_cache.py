@@ -1,10 +1,11 @@
-"""Name and files of the token cache of a recipe's rows; launch/ and training/ both read it."""
+"""Tokenised rows of a recipe: the facts that decide their bytes, and the folder that keeps them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,14 @@ from launch.schema.recipe import Recipe
 
 TOKEN_CACHE_VERSION = 2  # raise when training/ tokenises the same input to other rows
 
-TOKENS_MADE_OF = "made_of.json"  # of a token cache: token_identity()
+TOKENS_MADE_OF = "made_of.json"  # of a token cache: TokenCache.identity
 
 # of a token cache: what its rows are; its folder is renamed when all is written
 TOKENS_READY = "counts.json"
 
 
 def folder_fingerprint(folder: Path) -> str:
-    """sha256 over the small files of a tokenizer folder (weights do not change how text is cut)."""
+    """sha256 over the small files of a tokenizer folder (weights do not change tokens)."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.suffix in {".json", ".model", ".txt", ".jinja"}:
@@ -29,12 +30,31 @@ def folder_fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def token_identity(
-    cache: Path, recipe: Recipe, shape: ModelSize, data_format: DataFormat
+@dataclass(frozen=True)
+class TokenCache:
+    """Rows of one content, tokenised in one way."""
+
+    recipe: Recipe
+    model: ModelSize
+    data_format: DataFormat
+    identity: Mapping[str, Any]  # everything that decides the bytes of the tokenised rows
+    folder: Path
+    rows: int | None = None  # of the training file; None: not counted
+
+
+def token_cache(
+    cache: Path, recipe: Recipe, model: ModelSize, data_format: DataFormat
+) -> TokenCache:
+    """The tokenised rows of a recipe. Reads data files whose content is not known yet."""
+    identity = _identity(cache, recipe, model, data_format)
+    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
+    return TokenCache(recipe, model, data_format, identity, cache / "tokens" / name)
+
+
+def _identity(
+    cache: Path, recipe: Recipe, model: ModelSize, data_format: DataFormat
 ) -> dict[str, Any]:
-    """Everything that decides the bytes of a run's tokenised rows. Reads files that the cache does
-    not know yet."""
-    data, known = recipe.data, known_files(cache)
+    data, facts = recipe.data, known_files(cache)
     files = [Path(file) for file in (data.train_file, data.validation_file) if file]
     # rows of one unit are not packed with those of another
     units = [
@@ -46,10 +66,10 @@ def token_identity(
         "train": (
             shards.ends_fingerprint(Path(data.train_file))
             if data.streaming
-            else shards.fingerprint(Path(data.train_file), known)
+            else shards.fingerprint(Path(data.train_file), facts)
         ),
         "validation": (
-            shards.fingerprint(Path(data.validation_file), known) if data.validation_file else None
+            shards.fingerprint(Path(data.validation_file), facts) if data.validation_file else None
         ),
         "columns": (
             [data_format.kind, data_format.file_type, dict(data_format.columns)]
@@ -64,18 +84,13 @@ def token_identity(
             + [["units", size] for size in units if data.packing]
         ),
         "task": recipe.task,
-        "encoder_decoder": shape.is_encoder_decoder,
+        "encoder_decoder": model.is_encoder_decoder,
         "tokenizer": (
             folder_fingerprint(Path(tokenizer_path))
             if tokenizer_path
-            else [recipe.tokenizer.split, recipe.tokenizer.vocab_size or shape.config["vocab_size"]]
+            else [recipe.tokenizer.split, recipe.tokenizer.vocab_size or model.config["vocab_size"]]
         ),
     }
-
-
-def token_cache(cache: Path, recipe: Recipe, shape: ModelSize, data_format: DataFormat) -> Path:
-    """The folder of this run's tokenised rows."""
-    return token_folder(cache, token_identity(cache, recipe, shape, data_format))
 
 
 def token_files(folder: Path, part: str) -> list[Path]:
@@ -86,11 +101,5 @@ def token_files(folder: Path, part: str) -> list[Path]:
 
 
 def known_files(cache: Path) -> shards.FileFacts:
-    """What earlier starts have read of data files."""
+    """Facts of data files that earlier starts have read."""
     return shards.FileFacts(cache / "files.json")
-
-
-def token_folder(cache: Path, identity: Mapping[str, Any]) -> Path:
-    """The folder of rows that were made of this."""
-    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
-    return cache / "tokens" / name

@@ -57,8 +57,8 @@ def fault(folder: Path, goes_on: Callable[[], None] = lambda: None) -> str | Non
 
 
 def counts(folder: Path) -> dict[str, Any] | None:
-    """What the rows of a token cache are, for planning; None where it is not there, or this part of
-    it is damaged."""
+    """Counts of the rows of a token cache, for planning; None where there is no cache, or this part
+    of it is damaged."""
     files = _read(folder)
     if files is None:
         return None

@@ -37,7 +37,7 @@ KEYS: Mapping[str, str] = {  # of a message
 }
 WEIGHTS = ("weight", "train", "training")  # 1 or true on an answer is what training does
 EMPTY_JSON = ("", "[]", "{}")
-DEPTH = 16  # of lists in lists; what is deeper counts as content
+MAX_DEPTH = 16  # of lists in lists; what is deeper counts as content
 
 Name = tuple[str, str | None]  # a column, and a key of its messages
 
@@ -60,7 +60,7 @@ def columns(row: Mapping[str, Any], passed: Collection[str] = ()) -> Iterator[st
             yield column
 
 
-def keys(turns: Any, ignored: Collection[str] = ()) -> Iterator[str]:
+def message_keys(turns: Any, ignored: Collection[str] = ()) -> Iterator[str]:
     """Keys of a row's messages whose content would be dropped."""
     for turn in turns if isinstance(turns, list) else ():
         if not isinstance(turn, dict) or turn.keys() <= MESSAGE_KEYS:
@@ -76,31 +76,29 @@ def _is_answer(turn: Mapping[str, Any]) -> bool:
     return (turn.get("role") or turn.get("from")) in ("assistant", "gpt", "bot", "model")
 
 
-def is_empty(value: Any, depth: int = DEPTH) -> bool:
+def is_empty(value: Any, levels: int = MAX_DEPTH) -> bool:
     """True for a value without content: null, NaN, "", [], {}, or nothing but such values. False
     and 0 are content."""
     if isinstance(value, str):
         return value.strip() in EMPTY_JSON
     if isinstance(value, Mapping | list | tuple):
         items = value.values() if isinstance(value, Mapping) else value
-        return depth > 0 and all(is_empty(item, depth - 1) for item in items)
+        return levels > 0 and all(is_empty(item, levels - 1) for item in items)
     return value is None or value != value or value == b""
 
 
 def refusal(place: str, names: Sequence[Name]) -> DataError:
     """The error for content of these names in the row at `place`."""
-    reasons: dict[str, list[str]] = {}
+    places_by_reason: dict[str, list[str]] = {}
     for column, key in names:
-        word = (
-            f"column {column!r}"
-            if key is None
-            else f"key {key!r} of a message in column {column!r}"
-        )
-        reason = KEYS[_plain(key or column)]
-        reasons.setdefault(reason, []).append(word)
-    found = "; ".join(f"{', '.join(words)} {reason}" for reason, words in reasons.items())
+        of_message = "" if key is None else f"key {key!r} of a message in "
+        places = places_by_reason.setdefault(KEYS[_plain(key or column)], [])
+        places.append(f"{of_message}column {column!r}")
+    dropped = "; ".join(
+        f"{', '.join(places)} {reason}" for reason, places in places_by_reason.items()
+    )
     flags = ",".join(dict.fromkeys(key or column for column, key in names))
     return DataError(
-        f"{place}: has content that would be dropped: {found}. To train on the rest of each row,"
+        f"{place}: has content that would be dropped: {dropped}. To train on the rest of each row,"
         f" add --data.ignore_columns=[{flags}]"
     )

@@ -1,5 +1,5 @@
-"""Every way to run a recipe on a machine: modes and ranks, cuts of the batch, and the waves in
-which they are tried."""
+"""Candidates for a plan: modes and ranks, splits of the batch, and the waves in which they are
+tried."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from launch.predict.estimate import PlanContext
 from launch.predict.oom_history import NO_OOM_HISTORY, OomHistory
 from launch.probe import architectures
 from launch.schema.machine import Gpu, Link, Machine
+from launch.schema.modes import LAUNCH_MODES, Mode
 from launch.schema.plan import Strategy as Candidate
-from launch.schema.recipe import LaunchSection, Mode, Precision, Recipe
+from launch.schema.recipe import LaunchSection, Precision, Recipe
 
 # samples; the guides' 3x the training batch is a ceiling, and logits are the larger part of it
 MAX_EVAL_BATCH = 64
@@ -23,19 +24,11 @@ OUTPUT_CHUNKS = 8  # where the plan decides, as many as torchtune's default
 # their forward returns what the output projection gives
 CHUNKED = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "t5")
 
-CPU_MODES = ("cpu", "multi_cpu")
-ONE_PROCESS = ("cpu", "single_gpu")
-SEVERAL_PROCESSES = ("multi_cpu", "dual_gpu_nccl", "dual_gpu_gloo")
-GPU_MODES = ("single_gpu", "dual_gpu_nccl", "dual_gpu_gloo")
-# Fastest first where the states fit: each row holds less on the cards than the one before and moves
-# more bytes.
-SHARDED: tuple[Mode, ...] = ("deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3")
-OFFLOADED: tuple[Mode, ...] = ("deepspeed_zero2_offload", "deepspeed_zero3_offload")
-
 
 @dataclass(frozen=True)
 class LaunchConstraints:
-    """What a start outside our launcher has fixed already: ranks are running when we are asked."""
+    """Facts that limit the candidates: a start by another launcher, packages, the link, earlier
+    attempts."""
 
     num_processes: int | None = None
     num_machines: int = 1
@@ -49,11 +42,9 @@ class LaunchConstraints:
     no_flash_attn: str | None = ""
     no_liger: str | None = None
     oom_history: OomHistory = NO_OOM_HISTORY  # by which an attempt of this run has refuted its plan
-    free_batch: bool = False  # any cut of the effective batch will do
-    wants_tuned: bool = False  # no batch was typed: what tuning has found before is used
-    assume_fits: bool = False  # whatever is predicted
-    offers_ways: bool = True  # where nothing fits, looks for flags with which it would
-    tuned: Candidate | None = None  # what short trials found the fastest here
+    free_batch: bool = False  # any split of the effective batch will do
+    wants_tuned: bool = False  # no batch was typed: the result of an earlier tuning is used
+    tuned: Candidate | None = None  # the fastest in short trials on this machine
 
 
 NO_CONSTRAINTS = LaunchConstraints()
@@ -62,18 +53,13 @@ NO_CONSTRAINTS = LaunchConstraints()
 def possible(
     context: PlanContext, constraints: LaunchConstraints
 ) -> tuple[list[Candidate], list[str]]:
-    """(candidates with the recipe's own batch that this machine can start, why not the others)."""
+    """Return the candidates with the recipe's own batch that this machine can start, and why the
+    others cannot."""
     possible, refusals = [], []
     for candidate in _as_asked(context, constraints):
         refused = sharding.refusal(context.recipe, candidate) or _unavailable(
             candidate, constraints
         )
-        if not refused and candidate.num_output_chunks > 1 and _holds_head_in_parts(candidate):
-            chunks = f"training.num_output_chunks {candidate.num_output_chunks}"
-            refused = (
-                f"{candidate.mode} holds the output weights in parts, which {chunks} cannot use;"
-                " leave one out"
-            )
         if refused and candidate.mode in (context.recipe.launch.mode, constraints.mode):
             raise ConfigError(f"launch.mode {refused}")
         if refused:
@@ -86,19 +72,20 @@ def possible(
 
 
 def _as_asked(context: PlanContext, constraints: LaunchConstraints) -> Iterator[Candidate]:
-    """Every way this version knows to run the recipe as it was asked for, fastest first."""
-    recipe, machine, config = context.recipe, context.machine, context.shape.config
+    """Yield a candidate for each mode that the recipe allows, with its own batch, fastest first."""
+    recipe, machine, config = context.recipe, context.machine, context.model.config
     launch, training = recipe.launch, recipe.training
-    on_gpu = bool(machine.gpus) and not constraints.force_cpu and launch.mode not in CPU_MODES
-    if launch.mode in GPU_MODES and not on_gpu:
+    on_gpu = bool(machine.gpus) and not constraints.force_cpu and launch.device != "cpu"
+    if launch.device == "cuda" and not on_gpu:
         raise ResourceError(
             f"launch.mode {launch.mode} needs a GPU, found none ({machine.gpus_reason}); use cpu or"
             " multi_cpu"
         )
     for mode, num_processes, instead_of in _ways_to_start(launch, machine, constraints, on_gpu):
-        several = num_processes > 1 or mode.startswith("deepspeed")
+        row = LAUNCH_MODES[mode]
+        several = num_processes > 1 or row.engine == "deepspeed"
         gloo = not on_gpu or (
-            num_processes > 1 and (mode == "dual_gpu_gloo" or constraints.force_gloo)
+            num_processes > 1 and (row.backend == "gloo" or constraints.force_gloo)
         )
         gpus = machine.gpus[:num_processes] if on_gpu else ()
         precision = _precision(recipe, gpus)
@@ -163,12 +150,12 @@ def _ways_to_start(
         return
     # ranks; two show on a CPU what sharing out means
     least = launch.nodes if launch.nodes > 1 or on_gpu else 2
-    count = asked or (1 if mode in ONE_PROCESS else max(per_node * launch.nodes, least))
-    if mode in ONE_PROCESS and launch.nodes > 1:
-        raise ConfigError(f"launch.mode {mode} is one process, launch.nodes says {launch.nodes}")
-    if mode in ONE_PROCESS and count > 1:
-        raise ConfigError(f"launch.mode {mode} is one process, launch.num_processes says {count}")
-    if mode in SEVERAL_PROCESSES and count == 1:
+    row = LAUNCH_MODES[mode]
+    count = asked or (1 if row.processes == "one" else max(per_node * launch.nodes, least))
+    for key, number in (("nodes", launch.nodes), ("num_processes", count)):
+        if row.processes == "one" and number > 1:
+            raise ConfigError(f"launch.mode {mode} is one process, launch.{key} says {number}")
+    if row.processes == "several" and count == 1:
         if asked:
             raise ConfigError(
                 f"launch.mode {mode} needs two processes or more, launch.num_processes says 1"
@@ -176,68 +163,65 @@ def _ways_to_start(
         raise ResourceError(
             f"launch.mode {mode} needs two GPUs or more, there is {per_node}; use single_gpu"
         )
-    if mode == "dual_gpu_nccl" and constraints.force_gloo:
-        yield "dual_gpu_gloo", count, count
-    else:
-        yield mode, count, count
+    if row.backend == "nccl" and constraints.force_gloo:
+        mode = "dual_gpu_gloo"
+    yield mode, count, count
 
 
 def _automatic(
     asked: int | None, per_node: int, nodes: int, on_gpu: bool, constraints: LaunchConstraints
 ) -> Iterator[tuple[Mode, int, int]]:
-    """What `launch.mode: auto` may mean. Where ranks are running already, their number and engine
-    are fixed."""
+    """Yield the modes that `launch.mode: auto` may choose. Ranks that are running already fix their
+    number and engine."""
+    count = asked or per_node * nodes  # on CPUs one rank a node
     if not on_gpu:
-        count = asked or nodes
-        on_cpu: Mode = "multi_cpu" if count > 1 else "cpu"
-        yield on_cpu, count, count
+        yield ("multi_cpu" if count > 1 else "cpu"), count, count
         return
-    count = asked or per_node * nodes
     together: Mode = "dual_gpu_gloo" if constraints.force_gloo else "dual_gpu_nccl"
-    first: Mode = "single_gpu" if count == 1 else together
-    yield first, count, count
+    yield ("single_gpu" if count == 1 else together), count, count
     if constraints.num_processes is not None:
         return
     nccl_fails = constraints.link is not None and constraints.link.backend != "nccl"
+    zero: list[Mode] = [mode for mode, row in LAUNCH_MODES.items() if row.engine == "deepspeed"]
+    offloaded: list[Mode] = [mode for mode in zero if LAUNCH_MODES[mode].offloads]
     if count == 1 or not (nccl_fails or constraints.force_gloo):
-        for mode in (*(SHARDED if count > 1 else ()), *OFFLOADED):
+        for mode in zero if count > 1 else offloaded:
             yield mode, count, count
         return
     if nccl_fails and not constraints.force_gloo:
         yield "dual_gpu_gloo", count, count
     if asked is None and nodes == 1:
-        alone: tuple[Mode, ...] = ("single_gpu", *OFFLOADED)
+        alone: list[Mode] = ["single_gpu", *offloaded]
         for mode in alone:
             yield mode, 1, count
 
 
 def _unavailable(candidate: Candidate, constraints: LaunchConstraints) -> str | None:
-    """Why this machine's packages or the link test rule a candidate out, or None."""
-    if candidate.engine == "deepspeed" and not constraints.has_deepspeed:
-        return f"{candidate.mode} cannot run: the package deepspeed is not installed"
+    """Return the reason why this machine's packages or the link test rule a candidate out, or
+    None."""
     link = constraints.link
-    if link is None or candidate.device == "cpu" or candidate.processes_per_machine == 1:
+    if candidate.launch_mode.engine == "deepspeed" and not constraints.has_deepspeed:
+        obstacle = "the package deepspeed is not installed"
+    elif link is None or candidate.device == "cpu" or candidate.processes_per_machine == 1:
         return None
-    if link.backend is None:
-        return f"{candidate.mode} cannot run: {link.reason}; `python -m launch doctor` says why"
-    if candidate.backend == "nccl" and link.backend == "gloo":
-        return (
-            f"{candidate.mode} cannot run: NCCL does not work between these GPUs ({link.reason});"
-            " use dual_gpu_gloo"
-        )
-    return None
+    elif link.backend is None:
+        obstacle = f"{link.reason}; `python -m launch doctor` says why"
+    elif (candidate.backend, link.backend) == ("nccl", "gloo"):
+        obstacle = f"NCCL does not work between these GPUs ({link.reason}); use dual_gpu_gloo"
+    else:
+        return None
+    return f"{candidate.mode} cannot run: {obstacle}"
 
 
-def wanted(
+def waves(
     context: PlanContext, possible: Sequence[Candidate], constraints: LaunchConstraints
 ) -> Iterator[list[Candidate]]:
-    """The waves of candidates: what tuning has found first, any cut of the batch where none was
-    asked for."""
-    if constraints.tuned is not None:
-        tuned = constraints.tuned
+    """Yield the waves of candidates in the order of the search: the result of an earlier tuning,
+    then any split of a batch that was left open, then the recipe's own batch and its splits."""
+    if (tuned := constraints.tuned) is not None:
         yield [
             replace(
-                one,
+                candidate,
                 per_device_train_batch_size=tuned.per_device_train_batch_size,
                 gradient_accumulation_steps=tuned.gradient_accumulation_steps,
                 per_device_eval_batch_size=context.recipe.training.per_device_eval_batch_size
@@ -245,111 +229,121 @@ def wanted(
                 activation_checkpointing=tuned.activation_checkpointing,
                 num_output_chunks=tuned.num_output_chunks,
             )
-            for one in possible
-            if (one.mode, one.num_processes, one.effective_batch_size)
+            for candidate in possible
+            if (candidate.mode, candidate.num_processes, candidate.effective_batch_size)
             == (tuned.mode, tuned.num_processes, tuned.effective_batch_size)
         ]
     if constraints.free_batch and context.traces is not None:
         yield from free_waves(context, possible)
-    yield from _waves(context, possible)
+    yield from _waves_of_batch(context, possible)
 
 
 def free_waves(context: PlanContext, possible: Sequence[Candidate]) -> Iterator[list[Candidate]]:
-    """Every cut of the effective batch: of whole copies first, then of those shared out or
-    offloaded."""
-    whole = [one for one in possible if one.is_whole]
-    others = [one for one in possible if one not in whole]
-    yield [cut for one in whole for cut in cuts(context, one, any_size=True)]
-    yield [cut for one in others for cut in cuts(context, one, any_size=True)]
+    """Yield every split of the effective batch: first of modes whose ranks hold full copies, then
+    of sharded and offloaded ones."""
+    for is_whole in (True, False):
+        group = [candidate for candidate in possible if candidate.launch_mode.is_whole == is_whole]
+        yield _splits_of_all(context, group, any_size=True)
 
 
-def _waves(context: PlanContext, possible: Sequence[Candidate]) -> Iterator[list[Candidate]]:
-    """What is tried, in order: as it was asked for, then whole copies in smaller pieces, then
-    shared out or offloaded.
+def _waves_of_batch(
+    context: PlanContext, possible: Sequence[Candidate]
+) -> Iterator[list[Candidate]]:
+    """Yield the recipe's own batch, then smaller micro-batches of full copies, then of sharded and
+    offloaded ones.
 
-    What an earlier wave settles is not traced for a later one. Under mixed precision whole copies
-    come first: they keep float32 weights and autocast, DeepSpeed and FSDP2 compute everything in 16
-    bits."""
-    whole = [one for one in possible if one.is_whole]
-    shared = [one for one in possible if one not in whole and not one.offloads]
-    offloaded = [one for one in possible if one.offloads]
+    A later wave is not traced if an earlier one has a candidate that fits. Under mixed precision
+    full copies come first: they keep float32 weights and autocast, while DeepSpeed and FSDP2
+    compute everything in 16 bits."""
+    copies = [candidate for candidate in possible if candidate.launch_mode.is_whole]
+    sharded = _sharded(possible)
+    offloaded = [candidate for candidate in possible if candidate.launch_mode.offloads]
     if context.recipe.training.bf16 or context.recipe.training.fp16:
-        yield whole
-        yield shared
+        yield copies
+        yield sharded
     else:
-        yield [*whole, *shared]
+        yield [*copies, *sharded]
     if context.traces is None:
         yield offloaded
         if context.oom_history.ran_out:
-            yield [cut for one in possible for cut in cuts(context, one)]
+            yield _splits_of_all(context, possible)
         return
-    smaller = [cut for one in whole for cut in cuts(context, one)]
-    yield [cut for cut in smaller if cut.per_device_train_batch_size > 1]
-    rest = [cut for one in (*shared, *offloaded) for cut in cuts(context, one)]
-    yield [*offloaded, *rest, *(cut for cut in smaller if cut.per_device_train_batch_size == 1)]
+    of_copies = _splits_of_all(context, copies)
+    yield [split for split in of_copies if split.per_device_train_batch_size > 1]
+    single_samples = [split for split in of_copies if split.per_device_train_batch_size == 1]
+    yield [*offloaded, *_splits_of_all(context, [*sharded, *offloaded]), *single_samples]
 
 
-def shared_cuts(
+def _sharded(possible: Sequence[Candidate]) -> list[Candidate]:
+    """Those whose ranks share the states on their devices."""
+    modes = ((candidate, candidate.launch_mode) for candidate in possible)
+    return [candidate for candidate, mode in modes if not (mode.is_whole or mode.offloads)]
+
+
+def sharded_splits(
     context: PlanContext, possible: Sequence[Candidate], constraints: LaunchConstraints
 ) -> list[Candidate]:
-    """Copies shared out in smaller pieces, none of a single sample; nothing where tuning or a free
-    batch decides."""
+    """Sharded candidates and their splits, without those of a single sample; none if tuning or a
+    free batch decides."""
     if constraints.tuned is not None or constraints.free_batch or context.traces is None:
         return []
-    shared = [one for one in possible if not one.is_whole and not one.offloads]
     return [
-        cut
-        for one in shared
-        for cut in (one, *cuts(context, one))
-        if cut.per_device_train_batch_size > 1
+        split
+        for candidate in _sharded(possible)
+        for split in (candidate, *splits(context, candidate))
+        if split.per_device_train_batch_size > 1
     ]
 
 
-def cuts(context: PlanContext, candidate: Candidate, any_size: bool = False) -> Iterator[Candidate]:
-    """The same effective batch in smaller micro-batches (`any_size`: in all), with and without
-    checkpointing, with the loss whole and in chunks, where that was left open; the largest
-    first."""
-    recipe = context.recipe
+def _splits_of_all(
+    context: PlanContext, group: Sequence[Candidate], any_size: bool = False
+) -> list[Candidate]:
+    return [split for candidate in group for split in splits(context, candidate, any_size)]
+
+
+def splits(
+    context: PlanContext, candidate: Candidate, any_size: bool = False
+) -> Iterator[Candidate]:
+    """Yield the same effective batch in smaller micro-batches (`any_size`: in all), the largest
+    first. Checkpointing and output chunks are tried where the recipe leaves them open."""
+    training = context.recipe.training
     asked = candidate.per_device_train_batch_size
     per_rank = asked * candidate.gradient_accumulation_steps
-    may_checkpoint = "activation_checkpointing" not in recipe.training.model_fields_set
+    may_checkpoint = "activation_checkpointing" not in training.model_fields_set
+    checkpoints = (False, True) if may_checkpoint else (candidate.activation_checkpointing,)
+    chunks = (
+        (1, OUTPUT_CHUNKS) if _may_chunk(context, candidate) else (candidate.num_output_chunks,)
+    )
     for micro_batch in range(per_rank if any_size else asked, 0, -1):
-        if per_rank % micro_batch or (recipe.launch.exact_batch and micro_batch != asked):
+        if per_rank % micro_batch or (context.recipe.launch.exact_batch and micro_batch != asked):
             continue
-        cut = replace(
-            candidate,
-            per_device_train_batch_size=micro_batch,
-            gradient_accumulation_steps=per_rank // micro_batch,
-            per_device_eval_batch_size=recipe.training.per_device_eval_batch_size
-            or _eval_batch(micro_batch),
-        )
-        if micro_batch != asked or any_size:
-            yield cut
-        checkpoints = (
-            (False, True) if may_checkpoint and not cut.activation_checkpointing else (False,)
-        )
-        chunks = (1, OUTPUT_CHUNKS) if _may_chunk(context, cut) else (cut.num_output_chunks,)
-        for checkpointed, chunked in itertools.product(checkpoints, chunks):
-            other = replace(
-                cut, activation_checkpointing=cut.activation_checkpointing or checkpointed
+        for checkpointing, num_chunks in itertools.product(checkpoints, chunks):
+            split = replace(
+                candidate,
+                per_device_train_batch_size=micro_batch,
+                gradient_accumulation_steps=per_rank // micro_batch,
+                per_device_eval_batch_size=training.per_device_eval_batch_size
+                or _eval_batch(micro_batch),
+                activation_checkpointing=checkpointing,
+                num_output_chunks=num_chunks,
             )
-            other = replace(other, num_output_chunks=chunked)
-            if other != cut:
-                yield other
+            if any_size or split != candidate:
+                yield split
+
+
+def most_frugal(context: PlanContext, candidate: Candidate) -> Candidate:
+    """The smallest of its splits, or itself if a single sample cannot be split."""
+    return [candidate, *splits(context, candidate)][-1]
 
 
 def _may_chunk(context: PlanContext, candidate: Candidate) -> bool:
     training = context.recipe.training
     return (
         training.num_output_chunks is None
-        and context.shape.config["model_type"] in CHUNKED
-        and not _holds_head_in_parts(candidate)
+        and context.model.config["model_type"] in CHUNKED
+        and not candidate.launch_mode.shards_parameters
         and not candidate.torch_compile
     )
-
-
-def _holds_head_in_parts(candidate: Candidate) -> bool:
-    return candidate.engine == "fsdp2" or candidate.zero_stage == 3
 
 
 def _eval_batch(micro_batch: int) -> int:
@@ -357,7 +351,8 @@ def _eval_batch(micro_batch: int) -> int:
 
 
 def asked_precision(recipe: Recipe) -> Precision:
-    """Before a card is known, which may have fp16 instead of bf16: sizes are the same."""
+    """The precision that the recipe asks for; a card without bf16 computes in fp16, which takes the
+    same bytes."""
     return "bf16" if recipe.training.bf16 else "fp16" if recipe.training.fp16 else "no"
 
 
@@ -368,23 +363,21 @@ def _precision(recipe: Recipe, gpus: Sequence[Gpu]) -> Precision:
             "training.fp16: true has no effect on a CPU (it would train in fp32); use bf16 or"
             " neither"
         )
-    found = asked_precision(recipe)
     without_bf16 = architectures.without_bf16(gpus) if training.bf16 else ""
-    if without_bf16:
-        found = "fp16"
+    precision: Precision = "fp16" if without_bf16 else asked_precision(recipe)
     # adapters are float32
-    if found == "fp16" and recipe.model.dtype == "bfloat16" and recipe.lora is None:
+    if precision == "fp16" and recipe.model.dtype == "bfloat16" and recipe.lora is None:
         card = f" ({without_bf16})" if without_bf16 else ""
         raise ConfigError(
             f"model.dtype: bfloat16 beside fp16 autocast{card}, whose loss scaler takes no bfloat16"
             " gradients; leave model.dtype out, or use bf16 on a card that has it"
         )
-    return found
+    return precision
 
 
 def workers(recipe: Recipe, machine: Machine, num_processes: int, on_gpu: bool) -> int:
-    """Data workers of a rank: the recipe's, else as many as its share of the CPUs feeds a GPU
-    with."""
+    """Number of data workers of a rank: the recipe's, or one for each CPU of its share, at most 4,
+    and none without a GPU."""
     if recipe.training.dataloader_num_workers is not None:
         return recipe.training.dataloader_num_workers
     return max(0, min(4, machine.cpu_count // num_processes - 1)) if on_gpu else 0

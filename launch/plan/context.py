@@ -1,16 +1,19 @@
-"""Everything that a plan is chosen with, and the checks of lengths, packing and chunks that need
-it."""
+"""Facts that a plan is chosen with, and the checks of lengths, packing and chunks that need
+them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from launch.base.errors import ConfigError
+from launch.data import token_cache, token_hashes
 from launch.plan import candidates
 from launch.plan.candidates import CHUNKED
 from launch.predict import optimizers
 from launch.predict import parameters as predict_parameters
-from launch.predict.estimate import PlanContext
+from launch.predict.estimate import PlanContext, host_budget_bytes
+from launch.predict.memory import host_memory
 from launch.schema.machine import Machine
 from launch.schema.plan import DataFormat, ModelSize
 from launch.schema.recipe import Recipe
@@ -19,7 +22,7 @@ from launch.schema.recipe import Recipe
 def model_size(
     recipe: Recipe, config: dict[str, Any], parameters: predict_parameters.Shapes
 ) -> ModelSize:
-    """The model of a recipe, counted."""
+    """Count the parameters of a recipe's model."""
     total, trainable, lora = predict_parameters.count(
         parameters, recipe.model.freeze, recipe.lora, config["model_type"]
     )
@@ -33,13 +36,13 @@ def build(
     parameters: predict_parameters.Shapes,
     data_format: DataFormat,
 ) -> PlanContext:
-    """What all candidates have in common. Raises ConfigError for what no candidate can be."""
+    """Build the facts that all candidates share. Raises ConfigError for a recipe that no candidate
+    can run."""
     model_type = config["model_type"]
     _check_length(recipe, config)
     _check_packing(recipe, model_type)
     _check_chunks(recipe, model_type)
-    shape = model_size(recipe, config, parameters)
-    whole = optimizers.model_state(
+    states = optimizers.model_state(
         parameters,
         recipe.model.freeze,
         recipe.lora,
@@ -49,7 +52,64 @@ def build(
         recipe.quantized(candidates.asked_precision(recipe)),
     )
     targets = select_lora_targets(recipe, model_type, parameters)
-    return PlanContext(recipe, machine, shape, parameters, whole, data_format, targets)
+    counted = model_size(recipe, config, parameters)
+    return PlanContext(recipe, machine, counted, parameters, states, data_format, targets)
+
+
+def with_recipe(context: PlanContext, recipe: Recipe) -> PlanContext:
+    """The context for another recipe on the same model and data files, with other adapters,
+    precision, launch section or max_length."""
+    config = dict(context.model.config)
+    counted = build(recipe, context.machine, config, context.parameters, context.data_format)
+    changed = replace(
+        context,
+        recipe=recipe,
+        model=counted.model,
+        full_copy=counted.full_copy,
+        lora_targets=counted.lora_targets,
+        traces=context.traces and context.traces.of(recipe, counted.model, counted.lora_targets),
+    )
+    if recipe.data == context.recipe.data or context.tokens is None:
+        return changed
+    source, target = (min(length, recipe.data.max_length) for length in context.lengths)
+    tokens = token_cache.token_cache(
+        context.tokens.folder.parent.parent, recipe, counted.model, context.data_format
+    )
+    return with_rows(
+        replace(
+            changed,
+            tokens=replace(tokens, rows=context.rows),
+            lengths=(source, target),
+            counts=None,
+            cache_bytes=None,
+        )
+    )
+
+
+def with_rows(context: PlanContext) -> PlanContext:
+    """The context with the lengths of its tokenised rows; unchanged while they are not there, and
+    for a recipe that streams its rows."""
+    assert context.tokens is not None
+    counts = token_hashes.counts(context.tokens.folder)
+    if counts is None or "train" not in counts:
+        return context
+    parts = [part for part in counts.values() if isinstance(part, dict)]
+    longest_input = max(part["longest_input"] for part in parts)
+    return replace(
+        context,
+        lengths=(longest_input, max(part["longest_target"] for part in parts)),
+        is_ragged=any(part["shortest_input"] < longest_input for part in parts),
+        counts=counts["train"],
+        cache_bytes=sum(file.stat().st_size for file in context.tokens.folder.glob("*.arrow")),
+    )
+
+
+def tokenising_processes(context: PlanContext) -> int:
+    """The number of processes that may tokenise the rows side by side."""
+    budget = host_budget_bytes(context.recipe, context.machine)
+    return host_memory.tokenising_processes(
+        context.recipe.data, context.import_memory, context.machine.cpu_count, budget
+    )
 
 
 def _check_length(recipe: Recipe, config: dict[str, Any]) -> None:
@@ -66,15 +126,13 @@ def _check_length(recipe: Recipe, config: dict[str, Any]) -> None:
 
 
 def _check_packing(recipe: Recipe, model_type: str) -> None:
-    if not recipe.data.packing:
-        return
-    if model_type == "t5":
+    if recipe.data.packing and model_type == "t5":
         raise ConfigError(
             "data.packing: true, but the model is a T5: its encoder attends both ways and its"
             " decoder to all of the encoder's output, and transformers keeps documents apart in"
             " neither; use data.group_by_length or data.batch_by_tokens"
         )
-    if recipe.training.extras.get("use_cache"):
+    if recipe.data.packing and recipe.training.extras.get("use_cache"):
         raise ConfigError(
             "training.use_cache: true, but transformers keeps packed documents apart only without a"
             " cache; leave it out (training has no use for one)"
@@ -97,11 +155,13 @@ def _check_chunks(recipe: Recipe, model_type: str) -> None:
 
 
 def select_lora_targets(
-    recipe: Recipe, model_type: str, shapes: predict_parameters.Shapes
+    recipe: Recipe, model_type: str, parameters: predict_parameters.Shapes
 ) -> tuple[str, ...]:
     if recipe.lora is None:
         return ()
     targets = recipe.lora.target_modules or predict_parameters.LORA_TARGETS[model_type]
     return tuple(
-        target for target in targets if any(name.endswith(f".{target}.weight") for name in shapes)
+        target
+        for target in targets
+        if any(name.endswith(f".{target}.weight") for name in parameters)
     )

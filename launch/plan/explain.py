@@ -1,5 +1,4 @@
-"""What a plan says of itself: why it is as it is, and every value that differs from what was asked
-for."""
+"""Explanations of a plan: reasons, kernels, and every value that differs from the recipe's."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from launch.schema.recipe import Recipe
 
 
 def why(context: PlanContext, chosen: Judged, constraints: LaunchConstraints) -> tuple[str, ...]:
-    """Where it runs and what for, what the ranks talk over, what could not be predicted."""
+    """Explain the device, the link between the ranks, and missing predictions."""
     candidate = chosen.candidate
     return (
         *_where(context.recipe, context.machine, candidate, constraints),
@@ -30,10 +29,11 @@ def why(context: PlanContext, chosen: Judged, constraints: LaunchConstraints) ->
 def switches(
     context: PlanContext, candidate: Candidate, constraints: LaunchConstraints
 ) -> tuple[Switch, ...]:
-    """Which kernels run, and why."""
+    """The switches that decide which kernels run."""
     gpus = context.machine.gpus[: candidate.num_processes] if candidate.device == "cuda" else ()
-    words = constraints.no_flash_attn, constraints.no_compiler
-    return tuple(kernels.switches(context.recipe, context.shape.config, candidate, gpus, *words))
+    obstacles = constraints.no_flash_attn, constraints.no_compiler
+    config = context.model.config
+    return tuple(kernels.switches(context.recipe, config, candidate, gpus, *obstacles))
 
 
 def changes(
@@ -55,12 +55,8 @@ def _where(
     recipe: Recipe, machine: Machine, candidate: Candidate, constraints: LaunchConstraints
 ) -> Iterator[str]:
     if candidate.device == "cpu":
-        cause = (
-            "asked for"
-            if constraints.force_cpu or recipe.launch.mode in ("cpu", "multi_cpu")
-            else machine.gpus_reason
-        )
-        yield f"device cpu: {cause}"
+        is_asked = constraints.force_cpu or recipe.launch.device == "cpu"
+        yield f"device cpu: {'asked for' if is_asked else machine.gpus_reason}"
         if candidate.processes_per_machine > machine.cpu_count:
             yield (
                 f"{candidate.processes_per_machine} processes share {machine.cpu_count} CPU(s):"
@@ -71,22 +67,23 @@ def _where(
         yield from architectures.attention_notes(machine.gpus[: candidate.num_processes])
     if candidate.num_machines > 1 and recipe.launch.nodes > 1:
         launch = recipe.launch
-        meet = f"{launch.main_process_ip}:{launch.main_process_port}"
         yield (
             f"{launch.nodes} machines, this one is number {launch.machine_rank}; they meet at"
-            f" {meet}"
+            f" {launch.main_process_ip}:{launch.main_process_port}"
         )
-    if candidate.offloads:
+    if candidate.launch_mode.offloads:
         yield (
             "optimizer states in host RAM, updated there by the same optimizer: slower, and no"
             " compiled op is needed"
         )
-    if constraints.assume_fits:
-        yield "launch.assume_fits: what is predicted was not compared with what there is"
-    if constraints.force_gloo and candidate.num_processes == 1:
-        yield "ACCELERATE_USE_GLOO=1 has no effect on one process"
-    elif constraints.force_gloo:
-        yield "backend gloo: ACCELERATE_USE_GLOO=1"
+    if recipe.launch.assume_fits:
+        yield "launch.assume_fits: predicted memory was not checked against available memory"
+    if constraints.force_gloo:
+        yield (
+            "ACCELERATE_USE_GLOO=1 has no effect on one process"
+            if candidate.num_processes == 1
+            else "backend gloo: ACCELERATE_USE_GLOO=1"
+        )
     if quantized := recipe.quantized(candidate.mixed_precision):
         double = ", their scales in 8" if quantized.bnb_4bit_use_double_quant else ""
         yield (
@@ -111,8 +108,8 @@ def _where(
 
 
 def _link_why(context: PlanContext, candidate: Candidate) -> Iterator[str]:
-    """What the ranks talk over, and what it costs where every sample is as long as it may be."""
-    link, shape = context.link, context.shape
+    """Explain the link between the ranks, and its cost if every sample has max_length tokens."""
+    link, model = context.link, context.model
     if candidate.device == "cpu" or candidate.num_processes == 1:
         return
     if link is None:
@@ -122,12 +119,11 @@ def _link_why(context: PlanContext, candidate: Candidate) -> Iterator[str]:
 
     tokens = candidate.effective_batch_size * context.recipe.data.max_length
     # activations' gradients, weights' gradients
-    backward = shape.parameters + shape.trainable_parameters
-    again = shape.parameters if candidate.activation_checkpointing else 0
-    step_flops = 2.0 * tokens * (shape.parameters + backward + again)
-    cost = cost_line(link, context.whole.gradients_bytes, step_flops, candidate.num_processes)
-    if cost:
-        yield cost
+    backward = model.parameters + model.trainable_parameters
+    again = model.parameters if candidate.activation_checkpointing else 0
+    step_flops = 2.0 * tokens * (model.parameters + backward + again)
+    cost = cost_line(link, context.full_copy.gradients_bytes, step_flops, candidate.num_processes)
+    yield from [cost] if cost else []
 
 
 def _trace_why(context: PlanContext, chosen: Judged) -> Iterator[str]:
@@ -137,24 +133,21 @@ def _trace_why(context: PlanContext, chosen: Judged) -> Iterator[str]:
         yield f"time: {chosen.time.step_s:.3g} s a step predicted ({chosen.time.reason})"
 
 
-def _precision_changes(recipe: Recipe, machine: Machine, candidate: Candidate) -> list[Change]:
+def _precision_changes(recipe: Recipe, machine: Machine, candidate: Candidate) -> Iterator[Change]:
     if recipe.training.bf16 and candidate.mixed_precision == "fp16":
         reason = architectures.without_bf16(machine.gpus[: candidate.num_processes])
-        return [Change("training.bf16", "bf16", "fp16 with a loss scaler", reason)]
-    return []
+        yield Change("training.bf16", "bf16", "fp16 with a loss scaler", reason)
 
 
 def _rate_changes(recipe: Recipe, candidate: Candidate) -> Iterator[Change]:
-    """A rate that was asked to follow the effective batch."""
+    """A learning rate that follows the effective batch, as the recipe asks."""
     training, batch = recipe.training, candidate.effective_batch_size
     rate = training.learning_rate_at(batch)
     if rate != training.learning_rate:
-        how = {"linear": "in proportion to", "sqrt": "with the square root of"}[
-            training.learning_rate_scaling
-        ]
+        scaling = {"linear": "in proportion to", "sqrt": "with the square root of"}
         reason = (
-            f"{how} the effective batch, {batch} instead of {training.learning_rate_batch_size}, as"
-            " asked for"
+            f"{scaling[training.learning_rate_scaling]} the effective batch, {batch} instead of"
+            f" {training.learning_rate_batch_size}, as asked for"
         )
         yield Change("training.learning_rate", f"{training.learning_rate:g}", f"{rate:g}", reason)
 
@@ -172,73 +165,69 @@ def _batch_changes(
     candidate: Candidate,
     judged: Sequence[tuple[Judged, str]],
     constraints: LaunchConstraints,
-) -> list[Change]:
-    """Said where the batch is cut in another way than it was asked for: the effective batch is
-    held."""
-    training, held = (
-        context.recipe.training,
-        f"the effective batch stays {candidate.effective_batch_size}",
-    )
-    found: list[Change] = []
+) -> Iterator[Change]:
+    """Each setting of the batch that differs from the recipe's; the effective batch is the same."""
+    training = context.recipe.training
     asked, runs = training.per_device_train_batch_size, candidate.per_device_train_batch_size
-    reasons = [
-        one.misses
-        for one, _ in judged
-        if one.misses and one.candidate.per_device_train_batch_size == asked
-    ]
-    missed = (
-        f"{asked} samples at once need {reasons[0]}" if reasons else "the fastest by prediction"
+    steps, runs_steps = training.gradient_accumulation_steps, candidate.gradient_accumulation_steps
+    asked_eval, runs_eval = (
+        training.per_device_eval_batch_size,
+        candidate.per_device_eval_batch_size,
     )
-    tuned = constraints.tuned and replace(
-        constraints.tuned, per_device_eval_batch_size=candidate.per_device_eval_batch_size
+    stays = f"the effective batch stays {candidate.effective_batch_size}"
+    missed = next(
+        (
+            f"{asked} samples at once need {loser.misses}"
+            for loser, _ in judged
+            if loser.misses and loser.candidate.per_device_train_batch_size == asked
+        ),
+        "the fastest by prediction",
     )
-    if tuned == replace(
-        candidate, dataloader_num_workers=tuned.dataloader_num_workers if tuned else 0
+    if (tuned := constraints.tuned) and tuned == replace(
+        candidate,
+        dataloader_num_workers=tuned.dataloader_num_workers,
+        per_device_eval_batch_size=tuned.per_device_eval_batch_size,
     ):
         missed = "tuned: the fastest of real trials on this machine"
-    if asked != runs:
-        reason = f"{missed}; {held}"
-        found.append(Change("training.per_device_train_batch_size", str(asked), str(runs), reason))
-    elif training.gradient_accumulation_steps != candidate.gradient_accumulation_steps:
-        instead = candidate.gradient_accumulation_steps // training.gradient_accumulation_steps
-        reason = (
-            f"{candidate.num_processes} process instead of {candidate.num_processes * instead}:"
-            f" {held}"
-        )
-    else:
-        reason = ""
-    if training.gradient_accumulation_steps != candidate.gradient_accumulation_steps:
-        steps = (
-            str(training.gradient_accumulation_steps),
-            str(candidate.gradient_accumulation_steps),
-        )
-        found.append(Change("training.gradient_accumulation_steps", *steps, reason))
-    if candidate.activation_checkpointing and not training.activation_checkpointing:
-        reason = f"{missed}; recomputing activations changes no result"
-        found.append(Change("training.activation_checkpointing", "false", "true", reason))
-    if candidate.num_output_chunks > (training.num_output_chunks or 1):
-        reason = f"{missed}; the loss is the same sum, its logits made in parts"
-        found.append(
-            Change("training.num_output_chunks", "1", str(candidate.num_output_chunks), reason)
-        )
-    wanted = training.per_device_eval_batch_size
-    if wanted is not None and wanted != candidate.per_device_eval_batch_size:
-        runs_eval = str(candidate.per_device_eval_batch_size)
-        reason = f"evaluating {wanted} samples at once does not fit; the result is the same"
-        found.append(Change("training.per_device_eval_batch_size", str(wanted), runs_eval, reason))
-    return found
+    split = (
+        f"{missed}; {stays}"
+        if asked != runs
+        else f"{candidate.num_processes} process instead of"
+        f" {candidate.num_processes * runs_steps // steps}: {stays}"
+    )
+    checkpoints = candidate.activation_checkpointing and not training.activation_checkpointing
+    chunks = candidate.num_output_chunks
+    recomputes = f"{missed}; recomputing activations changes no result"
+    in_parts = f"{missed}; the loss is the same sum, its logits made in parts"
+    eval_misses = f"evaluating {asked_eval} samples at once does not fit; the result is the same"
+    rows = (
+        (asked != runs, "per_device_train_batch_size", asked, runs, split),
+        (steps != runs_steps, "gradient_accumulation_steps", steps, runs_steps, split),
+        (checkpoints, "activation_checkpointing", "false", "true", recomputes),
+        (chunks > (training.num_output_chunks or 1), "num_output_chunks", 1, chunks, in_parts),
+        (
+            asked_eval not in (None, runs_eval),
+            "per_device_eval_batch_size",
+            asked_eval,
+            runs_eval,
+            eval_misses,
+        ),
+    )
+    for differs, key, requested, effective, reason in rows:
+        if differs:
+            yield Change(f"training.{key}", str(requested), str(effective), reason)
 
 
 def table(judged: Sequence[tuple[Judged, str]]) -> list[str]:
-    """One line a candidate: what it is, what it would take, why it lost or won."""
+    """Render a line for each candidate: its peak, its time, why it lost or won."""
     rows = [("candidate", "live peak", "s/step", "")]
-    for one, verdict in judged:
-        seconds = f"{one.time.step_s:.3g}" if one.time else "?"
-        rows.append((describe(one.candidate), size(one.memory.allocated_bytes), seconds, verdict))
-    widths = [max(len(row[at]) for row in rows) for at in range(3)]
+    for each, verdict in judged:
+        seconds = f"{each.time.step_s:.3g}" if each.time else "?"
+        rows.append((describe(each.candidate), size(each.memory.allocated_bytes), seconds, verdict))
+    first, second, third = (max(map(len, column)) for column in list(zip(*rows, strict=True))[:3])
     return [
-        f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip()
-        for row in rows
+        f"{name:<{first}}  {peak:>{second}}  {seconds:>{third}}  {verdict}".rstrip()
+        for name, peak, seconds, verdict in rows
     ]
 
 
@@ -253,7 +242,7 @@ def all_reduce_s(link: Link, gradient_bytes: int, num_processes: int) -> float:
 
 
 def cost_line(link: Link, gradient_bytes: int, step_flops: float, num_processes: int) -> str | None:
-    """What the all-reduce costs per optimizer step, and whether one card would be faster; None
+    """Cost of the all-reduce in an optimizer step, and whether a single card would be faster; None
     without a link.
 
     `step_flops` are those of the whole effective batch. Compute is taken at the card's matmul
@@ -263,18 +252,16 @@ def cost_line(link: Link, gradient_bytes: int, step_flops: float, num_processes:
     if link.backend is None or not link.bytes_per_s or num_processes < 2:
         return None
     reduce_s = all_reduce_s(link, gradient_bytes, num_processes)
-    said = (
+    cost = (
         f"all-reduce of {gradient_bytes / GIB:.2f} GiB at {link.bytes_per_s / 1e9:.2f} GB/s"
         f" costs {_seconds(reduce_s)} per optimizer step"
     )
-    if not link.flops_per_s:
-        return said
-    alone_s = step_flops / link.flops_per_s
+    alone_s = step_flops / link.flops_per_s if link.flops_per_s else 0.0
     together_s = reduce_s + alone_s / num_processes
-    if together_s <= alone_s:
-        return said
+    if not alone_s or together_s <= alone_s:
+        return cost
     return (
-        f"{said}; at matmul speed {num_processes} cards then need {_seconds(together_s)} per step"
+        f"{cost}; at matmul speed {num_processes} cards then need {_seconds(together_s)} per step"
         f" and one card {_seconds(alone_s)}: one is faster (--launch.num_processes=1), or a larger"
         " effective batch"
     )

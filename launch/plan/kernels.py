@@ -1,15 +1,15 @@
-"""Which kernels a step runs, by what was asked for, the model, the cards and the packages; and a
+"""Choice of the kernels of a step, from the recipe, the model, the cards and the packages; and a
 line on each. Pure.
 
-What was asked for by name and cannot work is refused. What was left open is chosen where it
-computes the same function: the package flash_attn. TF32 rounds float32 products to 10 bits of
-mantissa, so it is on only where it is asked for: TrainingArguments would turn it on beside
-torch.compile, and containers do by TORCH_ALLOW_TF32_CUBLAS_OVERRIDE."""
+A kernel that the recipe names and that cannot work is refused. A kernel that the recipe leaves open
+is used only if it computes the same function: the package flash_attn. TF32 rounds float32 products
+to 10 bits of mantissa, so it is on only if the recipe asks for it: TrainingArguments would turn it
+on beside torch.compile, and containers do by TORCH_ALLOW_TF32_CUBLAS_OVERRIDE."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from launch.base.errors import ConfigError, ResourceError
 from launch.predict.time import rates
@@ -26,7 +26,7 @@ WORTH_ROUNDING = 1.5  # peak of TF32 over float32's: 8 on an A100, 1 on a GeForc
 # of MODEL_TYPE_TO_APPLY_LIGER_FN in liger_kernel 0.8
 LIGER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
-OF_OPTIMIZERS = (  # a word of its name -> what it does
+OF_OPTIMIZERS = (  # part of an optimizer's name, its way to update
     (
         "8bit",
         (
@@ -50,11 +50,11 @@ def attention(
     precision: Precision,
     no_package: str | None,
 ) -> AttnImplementation:
-    """The implementation that was asked for, else flash_attn's where it can run, else PyTorch's.
-    `gpus`: none on a CPU.
+    """The implementation that the recipe names, or flash_attn's if it can run, or PyTorch's.
 
-    `no_package`: why flash_attn cannot be used; "": nothing is known of the machine's packages.
-    Raises ConfigError and ResourceError for one that cannot run."""
+    `gpus`: none on a CPU. `no_package`: the reason why flash_attn cannot be used; "": the packages
+    of the machine are not known. Raises ConfigError and ResourceError for a named implementation
+    that cannot run."""
     asked = recipe.model.attn_implementation
     if asked not in (None, FLASH):
         return asked
@@ -75,25 +75,38 @@ def no_flash(
     precision: Precision,
     no_package: str | None,
 ) -> str | None:
-    """Why attention is not flash_attn's; None where it is, or would be."""
-    lacking = [gpu for gpu in gpus if not architectures.of(gpu).flash_attn]
-    width = _head_width(config)
+    """The reason why attention is not flash_attn's; None if it is, or would be."""
+    model_type, width = config["model_type"], _head_width(config)
     is_asked = recipe.model.attn_implementation == FLASH
-    if not gpus:
-        return "flash_attn has kernels for GPUs only"
-    if config["model_type"] not in FLASH_FAMILIES:
-        return f"transformers has no flash_attn for {config['model_type']}"
-    if lacking:
-        return f"flash_attn has no kernels for {lacking[0].name} ({lacking[0].architecture})"
-    if precision == "no" and recipe.model.dtype == "float32":
-        return "flash_attn computes in 16 bits only (training.bf16)"
-    if width > FLASH_WIDEST:
-        return f"flash_attn takes heads of at most {FLASH_WIDEST}, these have {width}"
-    if not is_asked and recipe.training.compiles:
-        return "torch.compile would compile anew for each length of flattened rows"
-    if no_package == "":
-        return None if is_asked else "whether flash_attn is installed there is not known"
-    return no_package
+    lacking = _lacking(gpus, "flash_attn")
+    obstacles = (
+        (not gpus, "flash_attn has kernels for GPUs only"),
+        (model_type not in FLASH_FAMILIES, f"transformers has no flash_attn for {model_type}"),
+        (lacking, f"flash_attn has no kernels for {lacking}"),
+        (
+            precision == "no" and recipe.model.dtype == "float32",
+            "flash_attn computes in 16 bits only (training.bf16)",
+        ),
+        (
+            width > FLASH_WIDEST,
+            f"flash_attn takes heads of at most {FLASH_WIDEST}, these have {width}",
+        ),
+        (
+            not is_asked and recipe.training.compiles,
+            "torch.compile would compile anew for each length of flattened rows",
+        ),
+        (
+            not is_asked and no_package == "",
+            "whether flash_attn is installed there is not known",
+        ),
+    )
+    return next((reason for is_met, reason in obstacles if is_met), no_package or None)
+
+
+def _lacking(gpus: Sequence[Gpu], feature: Literal["flash_attn", "tf32"]) -> str:
+    """Name the first card whose architecture lacks a feature; "" if there is none."""
+    lacking = (gpu for gpu in gpus if not getattr(architectures.of(gpu), feature))
+    return next((f"{gpu.name} ({gpu.architecture})" for gpu in lacking), "")
 
 
 def _head_width(config: Mapping[str, Any]) -> int:
@@ -106,48 +119,42 @@ def _head_width(config: Mapping[str, Any]) -> int:
 
 
 def tf32(recipe: Recipe, gpus: Sequence[Gpu]) -> bool:
-    """Whether float32 products are rounded: as asked for. Raises ConfigError where no card can."""
-    if not recipe.training.extras.get("tf32"):
-        return False
-    if not gpus:
-        raise ConfigError("training.tf32: true, but a CPU has no TF32; drop it")
-    if without := [gpu for gpu in gpus if not architectures.of(gpu).tf32]:
-        raise ConfigError(
-            f"training.tf32: true, but {without[0].name} ({without[0].architecture}) has no TF32;"
-            " drop it"
-        )
-    return True
+    """True if the recipe asks for rounded float32 products. Raises ConfigError if a card cannot."""
+    is_asked = bool(recipe.training.extras.get("tf32"))
+    lacking = _lacking(gpus, "tf32") if gpus else "a CPU"
+    if is_asked and lacking:
+        raise ConfigError(f"training.tf32: true, but {lacking} has no TF32; drop it")
+    return is_asked
 
 
 def liger(recipe: Recipe, model_type: str, gpus: Sequence[Gpu], no_package: str | None) -> bool:
-    """Whether Liger's norms, rotary embedding and SwiGLU replace transformers'. Raises where they
-    cannot."""
+    """True if Liger's norms, rotary embedding and SwiGLU replace those of transformers. Raises
+    ConfigError and ResourceError if they cannot."""
     extras = recipe.training.extras
-    if losses := [
-        name for name in LIGER_LOSSES if (extras.get("liger_kernel_config") or {}).get(name)
-    ]:
+    losses = extras.get("liger_kernel_config") or {}
+    if loss := next((name for name in LIGER_LOSSES if losses.get(name)), None):
         raise ConfigError(
-            f"training.liger_kernel_config: {losses[0]}: true, but the loss is not the model's"
+            f"training.liger_kernel_config: {loss}: true, but the loss is not the model's"
             " here; leave it out: training.num_output_chunks makes the logits in parts, with the"
             " same sum"
         )
     if not extras.get("use_liger_kernel"):
         return False
-    if not gpus:
-        raise ConfigError(
-            "training.use_liger_kernel: true, but its kernels are for GPUs; leave it out"
-        )
-    if model_type not in LIGER_FAMILIES:
-        known = ", ".join(LIGER_FAMILIES)
-        raise ConfigError(
-            f"training.use_liger_kernel: true, but the model is a {model_type}; there are {known}"
-        )
-    if no_package:
-        raise ResourceError(f"training.use_liger_kernel: true, but {no_package}; or leave it out")
+    for is_met, kind, reason in (
+        (not gpus, ConfigError, "its kernels are for GPUs; leave it out"),
+        (
+            model_type not in LIGER_FAMILIES,
+            ConfigError,
+            f"the model is a {model_type}; there are {', '.join(LIGER_FAMILIES)}",
+        ),
+        (no_package, ResourceError, f"{no_package}; or leave it out"),
+    ):
+        if is_met:
+            raise kind(f"training.use_liger_kernel: true, but {reason}")
     return True
 
 
-# ---- said
+# ---- explained
 
 
 def switches(
@@ -182,32 +189,27 @@ def switches(
     logits = f"logits in {chunks} parts" if chunks > 1 else "logits whole"
     of_loss = _by(training.num_output_chunks is not None, chunks > 1, "parts are not needed")
     yield Switch("loss", logits, of_loss)
-    of_optimizer = next(
-        (words for name, words in OF_OPTIMIZERS if name in training.optim), "asked for"
-    )
-    yield Switch("optimizer", training.optim, of_optimizer)
+    of_optimizer = next((text for name, text in OF_OPTIMIZERS if name in training.optim), None)
+    yield Switch("optimizer", training.optim, of_optimizer or "asked for")
+    recomputes = chosen.activation_checkpointing
     is_asked = "activation_checkpointing" in training.model_fields_set
-    by = _by(
-        is_asked and training.activation_checkpointing == chosen.activation_checkpointing,
-        chosen.activation_checkpointing,
-    )
-    yield Switch("recompute", _on(chosen.activation_checkpointing), by)
+    by = _by(is_asked and training.activation_checkpointing == recomputes, recomputes)
+    yield Switch("recompute", _on(recomputes), by)
+    why = no_compiler if training.compiles and no_compiler else "not asked for"
     if chosen.torch_compile:
         why = (
             "asked for: training steps, not evaluations; its own memory and speed are not predicted"
         )
-    else:
-        why = no_compiler if training.compiles and no_compiler else "not asked for"
     yield Switch("compile", _on(chosen.torch_compile), why)
 
 
 def precision(recipe: Recipe, chosen: Strategy) -> str:
-    """What products are computed in, and where that is decided."""
+    """The number type of products, and the way to it."""
     if chosen.mixed_precision == "no":
         return recipe.model.dtype
     return (
         f"{chosen.mixed_precision}"
-        f" {'weights, float32 copies' if chosen.engine == 'deepspeed' else 'autocast'}"
+        f" {'weights, float32 copies' if chosen.launch_mode.engine == 'deepspeed' else 'autocast'}"
     )
 
 
@@ -223,15 +225,14 @@ def _why_precision(recipe: Recipe, chosen: Strategy) -> str:
     if chosen.mixed_precision == "no":
         return "model.dtype; neither training.bf16 nor fp16 is on"
     asked = "bf16" if recipe.training.bf16 else "fp16"
-    why = f"training.{asked}" + (
-        "" if asked == chosen.mixed_precision else ", which the card lacks"
+    lacks = "" if asked == chosen.mixed_precision else ", which the card lacks"
+    rounds = (
+        f"; ranks exchange weights in {chosen.mixed_precision}: unlike DDP, norms and embeddings"
+        " are rounded to it"
+        if chosen.launch_mode.engine == "fsdp2"
+        else ""
     )
-    if chosen.engine == "fsdp2":
-        why += (
-            f"; ranks exchange weights in {chosen.mixed_precision}: unlike DDP, norms and"
-            " embeddings are rounded to it"
-        )
-    return why
+    return f"training.{asked}{lacks}{rounds}"
 
 
 def _why_tf32(recipe: Recipe, chosen: Strategy, gpus: Sequence[Gpu]) -> str:
@@ -243,8 +244,8 @@ def _why_tf32(recipe: Recipe, chosen: Strategy, gpus: Sequence[Gpu]) -> str:
         )
     if asked is not None:
         return "asked for"
-    if without := [gpu for gpu in gpus if not architectures.of(gpu).tf32]:
-        return f"{without[0].architecture} has none"
+    if lacking := _lacking(gpus, "tf32"):
+        return f"{lacking} has no TF32"
     peak = rates.card(gpus[0]).flops_per_s
     times = peak.get("tfloat32", peak["float32"]) / peak["float32"]
     if times < WORTH_ROUNDING:

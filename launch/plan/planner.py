@@ -1,51 +1,125 @@
-"""Which way to run a recipe on a machine: of all candidates the fastest that fits, and why the
-others do not.
+"""Choice of a plan: of all candidates the fastest that fits, and why the others do not.
 
-Pure, but for the traces it asks for: values in, a Plan out. A user's batch is obeyed where it fits;
-else it is split at the same effective batch, and the plan says so."""
+Pure, except for the traces that it requests. A user's batch is used if it fits. Otherwise it is
+split with the same effective batch, and the plan says so."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from launch.base.errors import DoesNotFit
-from launch.plan import candidates, explain
+from launch.plan import candidates, explain, relax
+from launch.plan import context as plan_context
 from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
 from launch.plan.search import search_waves, table_order
 from launch.plan.ways_to_fit import MAX_WAYS, does_not_fit_message, ways_to_fit
+from launch.predict import estimate
 from launch.predict.estimate import Judged, PlanContext
 from launch.predict.oom_history import CLEARLY_BELOW
+from launch.schema.machine import Machine
 from launch.schema.plan import Change, Plan, Rendezvous
-from launch.schema.recipe import LaunchSection
+from launch.schema.recipe import LaunchSection, Recipe
 
 
-def choose(
-    context: PlanContext,
-    changes: Sequence[Change] = (),
-    constraints: LaunchConstraints = NO_CONSTRAINTS,
-    rows: int | None = None,
-) -> Plan:
-    """The fastest candidate that fits. Raises DoesNotFit with the nearest misses, ConfigError for
-    what cannot be."""
-    context = replace(
-        context,
-        link=constraints.link,
-        oom_history=constraints.oom_history,
-        assume_fits=constraints.assume_fits,
-    )
+@dataclass(frozen=True)
+class Choice:
+    """A plan, and the context of the choice, whose recipe `allow:` may have relaxed."""
+
+    context: PlanContext
+    plan: Plan
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.context.recipe
+
+    @property
+    def machine(self) -> Machine:
+        return self.context.machine
+
+
+def choose(context: PlanContext, constraints: LaunchConstraints = NO_CONSTRAINTS) -> Choice:
+    """Choose the fastest candidate that fits. If none fits, the recipe is relaxed as little as
+    possible, by the settings under its `allow:`.
+
+    Raises DoesNotFit with the nearest misses, ConfigError for a recipe that cannot run."""
+    spent = constraints.oom_history.spent
     with context.asking():
-        return _chosen(context, changes, constraints, rows)
+        try:
+            if context.recipe in spent:
+                raise DoesNotFit(
+                    f"{context.recipe.name}: all plans of this start took more memory than there"
+                    " is, each less than the one before; the same line again tries a smaller one,"
+                    " from the last checkpoint if there is one"
+                )
+            return _choose_for(context, constraints)
+        except DoesNotFit as refusal:
+            if not context.recipe.allow:
+                raise
+            tried: list[str] = []
+            for relaxed, changes in relaxed_contexts(context):
+                tried = [f"{change.key} {change.effective}" for change in changes]
+                with suppress(DoesNotFit):  # the next context relaxes more
+                    if relaxed.recipe not in spent:
+                        return _choose_for(relaxed, constraints)
+            raise DoesNotFit(
+                f"{refusal}. Nor does it fit with all that allow:"
+                f" [{', '.join(context.recipe.allow)}] gives up"
+                f" ({', '.join(tried) or 'nothing here'})"
+            ) from refusal
 
 
-def _chosen(
-    context: PlanContext,
-    changes: Sequence[Change],
-    constraints: LaunchConstraints,
-    rows: int | None,
-) -> Plan:
-    recipe = context.recipe
+def refuse_hopeless(context: PlanContext, constraints: LaunchConstraints) -> None:
+    """Raise DoesNotFit for a recipe that cannot fit, before its rows are tokenised.
+
+    Model states are compared with the budgets first, which needs no trace; then the least memory of
+    a step of max_length, which needs a trace of that length."""
+    if context.recipe.launch.assume_fits:
+        return
+    contexts = [context, *(relaxed for relaxed, _ in relaxed_contexts(context))]
+    if all(_exceeds(variant, constraints, with_step=False) for variant in contexts):
+        choose(replace(context, traces=None), constraints)
+    if context.counts is None and all(
+        _exceeds(variant, constraints, with_step=True) for variant in contexts
+    ):
+        choose(context, constraints)
+
+
+def relaxed_contexts(context: PlanContext) -> Iterator[tuple[PlanContext, tuple[Change, ...]]]:
+    """Yield the context with each recipe that `allow:` permits, and the changes of that recipe."""
+    for recipe, changes in relax.relaxations(context.recipe, context.model.config["model_type"]):
+        relaxed = plan_context.with_recipe(context, recipe)
+        yield replace(relaxed, changes=(*context.changes, *changes)), changes
+
+
+def _exceeds(context: PlanContext, constraints: LaunchConstraints, with_step: bool) -> bool:
+    """Return True if the states of every candidate exceed a budget; `with_step`: the states and the
+    least memory of its smallest allowed micro-batch."""
+    possible, _ = candidates.possible(context, constraints)
+    return all(
+        estimate.hopeless(context, candidates.most_frugal(context, candidate), with_step)
+        for candidate in possible
+    )
+
+
+def _choose_for(context: PlanContext, constraints: LaunchConstraints) -> Choice:
+    """Choose for the context's own recipe."""
+    recipe, history = context.recipe, constraints.oom_history
+    context = replace(context, link=constraints.link, oom_history=history)
+    if constraints.wants_tuned:
+        constraints = replace(constraints, tuned=context.recall(context.model, recipe))
+    # a plan that ran out of memory is followed by one within the budgets, if there is one
+    if recipe.launch.assume_fits and history.ran_out:
+        with suppress(DoesNotFit):
+            return Choice(context, _chosen(context, constraints))
+    context = replace(context, assume_fits=recipe.launch.assume_fits)
+    return Choice(context, _chosen(context, constraints))
+
+
+def _chosen(context: PlanContext, constraints: LaunchConstraints) -> Plan:
+    recipe, rows = context.recipe, context.rows
     possible, refusals = candidates.possible(context, constraints)
     judged: list[tuple[Judged, str]] = []
     chosen = search_waves(context, possible, constraints, judged)
@@ -57,22 +131,18 @@ def _chosen(
             judged.clear()
             chosen = search_waves(context, possible, constraints, judged)
     if chosen is None:
-        ways = (
-            list(islice(ways_to_fit(context, constraints), MAX_WAYS))
-            if constraints.offers_ways
-            else None
-        )
+        ways = None if recipe.allow else list(islice(ways_to_fit(context, constraints), MAX_WAYS))
         raise DoesNotFit(does_not_fit_message(context, judged, refusals, ways))
     lost = (
-        f"{one.candidate.mode} with {one.candidate.num_processes} process(es): {one.misses}"
-        for one, _ in judged
-        if one.misses and one.memory.peak is None
+        f"{loser.candidate.mode} with {loser.candidate.num_processes} process(es): {loser.misses}"
+        for loser, _ in judged
+        if loser.misses and loser.memory.peak is None
     )
     candidate = chosen.candidate
     return Plan(
         recipe_name=recipe.name,
         strategy=candidate,
-        shape=context.shape,
+        shape=context.model,
         data_format=context.data_format,
         estimate=chosen.memory,
         budget_bytes=chosen.budget_bytes,
@@ -80,7 +150,7 @@ def _chosen(
         lora_targets=context.lora_targets,
         why=explain.why(context, chosen, constraints),
         switches=explain.switches(context, candidate, constraints),
-        changes=(*changes, *explain.changes(context, candidate, judged, constraints)),
+        changes=(*context.changes, *explain.changes(context, candidate, judged, constraints)),
         rejected=(*refusals, *dict.fromkeys(lost)),
         table=tuple(explain.table(table_order(judged))) if chosen.memory.peak else (),
         step_s=chosen.time.step_s if chosen.time else None,
@@ -100,9 +170,11 @@ def _chosen(
 
 
 def _allocator_fraction(launch: LaunchSection) -> float:
-    """A share that the recipe names binds the ranks too. The default binds planning only: what it
-    leaves free is for a prediction that is too low. Only planning can tell them apart: a run's
-    recipe.json has every default in it."""
+    """Return the share of free memory that a rank's allocator may take.
+
+    A share that the recipe names limits the ranks too. The default limits planning only: the rest
+    is for a prediction that is too low. A run's recipe.json has every default in it, so only
+    planning can tell the two apart."""
     return launch.vram_fraction if "vram_fraction" in launch.model_fields_set else 1.0
 
 

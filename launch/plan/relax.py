@@ -1,5 +1,5 @@
-"""What a recipe gives up where nothing else fits, as far as its `allow:` says. Unlike a plan, it
-changes the result."""
+"""Relaxations of a recipe when nothing else fits, limited to its `allow:`. They change the training
+result, unlike a plan."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LENGTH_SHARES = (0.75, 0.5, 0.375, 0.25)
 REASON = "nothing else fits, and allow: says so; this changes the result"
 
 
-def rungs(recipe: Recipe, model_type: str) -> Iterator[tuple[Recipe, tuple[Change, ...]]]:
-    """(recipe, what was given up) of each rung, with all of those before it: 4 bits, lower rank,
-    shorter rows."""
+def relaxations(recipe: Recipe, model_type: str) -> Iterator[tuple[Recipe, tuple[Change, ...]]]:
+    """Yield recipes, each with more relaxed than the one before, and their changes so far: 4 bits,
+    then lower ranks, then shorter rows."""
     given_up: dict[str, Change] = {}
 
     def lower(
@@ -42,10 +42,13 @@ def rungs(recipe: Recipe, model_type: str) -> Iterator[tuple[Recipe, tuple[Chang
         four_bit = QuantizationSection(load_in_4bit=True)
         yield lower({"quantization": four_bit}, ("quantization.load_in_4bit", "false", "true"))
     while "lora.r" in recipe.allow and adapter and adapter.r >= 2 * LEAST_R:
-        # the same lora_alpha / r
-        halved = LoraSection(**{**adapter.model_dump(), **_halved(adapter)})
-        alpha = ("lora.lora_alpha", adapter.lora_alpha, halved.lora_alpha)
-        yield lower({"lora": halved}, ("lora.r", adapter.r, halved.r), alpha)
+        rank, alpha = adapter.r // 2, max(adapter.lora_alpha // 2, 1)  # the same lora_alpha / r
+        halved = LoraSection(**{**adapter.model_dump(), "r": rank, "lora_alpha": alpha})
+        yield lower(
+            {"lora": halved},
+            ("lora.r", adapter.r, rank),
+            ("lora.lora_alpha", adapter.lora_alpha, alpha),
+        )
         adapter = halved
     asked = recipe.data.max_length
     for share in LENGTH_SHARES if "data.max_length" in recipe.allow else ():
@@ -53,7 +56,3 @@ def rungs(recipe: Recipe, model_type: str) -> Iterator[tuple[Recipe, tuple[Chang
         if shorter >= LEAST_LENGTH:
             data = recipe.data.model_copy(update={"max_length": shorter})
             yield lower({"data": data}, ("data.max_length", recipe.data.max_length, shorter))
-
-
-def _halved(adapter: LoraSection) -> dict[str, int]:
-    return {"r": adapter.r // 2, "lora_alpha": max(adapter.lora_alpha // 2, 1)}

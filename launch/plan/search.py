@@ -13,15 +13,15 @@ from launch.schema.plan import Strategy as Candidate
 
 TABLE_ROWS = 10
 
-AS_FAST = 1.05  # predicted seconds that differ by less are not told apart
+AS_FAST = 1.05  # smaller ratios of predicted seconds are no difference
 
-MUCH_SLOWER = 1.25  # times the quickest that was looked at, whether that fits or not
+MUCH_SLOWER = 1.25  # times the quickest candidate, whether that fits or not
 
 
-def _behind(one: Judged, chosen: Judged) -> str:
-    if not (one.time and chosen.time):
+def _behind(loser: Judged, chosen: Judged) -> str:
+    if not (loser.time and chosen.time):
         return "comes later"
-    ratio = one.seconds / chosen.seconds
+    ratio = loser.seconds / chosen.seconds
     return f"slower: {ratio:.2f} x" if ratio > 1 else f"not clearly faster: {ratio:.2f} x"
 
 
@@ -31,77 +31,67 @@ def search_waves(
     constraints: LaunchConstraints,
     judged: list[tuple[Judged, str]],
 ) -> Judged | None:
-    """What the first wave with one that fits chooses; where whole copies fit in much slower pieces
-    only, the faster of that and of copies shared out."""
-    for wave in candidates.wanted(context, possible, constraints):
-        chosen = fastest(context, wave, judged, constraints.free_batch)
-        if chosen is not None:
-            break
-    else:
-        return None
-    shared = candidates.shared_cuts(context, possible, constraints)
-    quickest = min(one.seconds for one, _ in judged if one.time) if chosen.time else 0.0
-    if not chosen.candidate.is_whole or chosen.seconds <= MUCH_SLOWER * quickest or not shared:
+    """Choose the fastest candidate of the first wave in which one fits. If full copies fit only in
+    much slower pieces, sharded candidates are compared with them."""
+    waves = candidates.waves(context, possible, constraints)
+    winners = (fastest(context, wave, judged, constraints.free_batch) for wave in waves)
+    chosen = next((winner for winner in winners if winner is not None), None)
+    if chosen is None or not chosen.candidate.launch_mode.is_whole:
+        return chosen
+    sharded = candidates.sharded_splits(context, possible, constraints)
+    quickest = min(loser.seconds for loser, _ in judged if loser.time) if chosen.time else 0.0
+    if chosen.seconds <= MUCH_SLOWER * quickest or not sharded:
         return chosen
     others: list[tuple[Judged, str]] = []
-    other = fastest(context, shared, others, constraints.free_batch)
+    other = fastest(context, sharded, others, constraints.free_batch)
     best = other if other is not None and other.seconds * AS_FAST < chosen.seconds else chosen
-    known = [*judged, *others]
     judged[:] = [
-        (one, words if one.misses else "chosen" if one is best else _behind(one, best))
-        for one, words in known
+        (each, verdict if each.misses else "chosen" if each is best else _behind(each, best))
+        for each, verdict in [*judged, *others]
     ]
     return best
 
 
 def fastest(
     context: PlanContext,
-    wanted: Sequence[Candidate],
+    wave: Sequence[Candidate],
     judged: list[tuple[Judged, str]],
     is_free: bool = False,
 ) -> Judged | None:
-    """The fastest of these that fits; all are added to `judged` with why they won or lost.
+    """Choose the fastest of a wave that fits. All are added to `judged` with a verdict.
 
-    Where no time is predicted the order given counts. The allocator is replayed for those that may
-    win only. Of those as fast as can be told apart the first of the order given wins, which is
-    nearest to what was asked for; where any batch will do (`is_free`), one without checkpointing
-    and chunks."""
-    lost = {
-        at: found
-        for at, one in enumerate(wanted)
-        if (found := estimate.hopeless(context, _evaluated(context, one)))
-    }
-    context.fetch(one for at, one in enumerate(wanted) if at not in lost)
+    Without predicted times the order of the wave decides. The allocator is replayed only for those
+    that may win. Of candidates that are about equally fast the first of the wave wins, which is
+    nearest to the recipe; if any batch will do (`is_free`), one without checkpointing and
+    chunks."""
+    hopeless = [estimate.hopeless(context, _evaluated(context, candidate)) for candidate in wave]
+    pairs = list(zip(wave, hopeless, strict=True))
+    context.fetch(candidate for candidate, miss in pairs if not miss)
     rough = [
-        lost.get(at)
+        miss
         or estimate.judge(
-            context, _with_fewer_workers(context, _evaluated(context, one)), exact=False
+            context, _with_fewer_workers(context, _evaluated(context, candidate)), exact=False
         )
-        for at, one in enumerate(wanted)
+        for candidate, miss in pairs
     ]
-    order = sorted(
-        range(len(rough)), key=lambda at: (rough[at].time is None, rough[at].seconds, at)
-    )
-    fitting = [at for at in order if rough[at].misses is None]
-    if fitting:
-        near = [at for at in fitting if rough[at].seconds <= rough[fitting[0]].seconds * AS_FAST]
-        if is_free:
-            near.sort(key=lambda at: (_is_indirect(rough[at].candidate), rough[at].seconds))
-        else:
-            near.sort()
-        order = [*near, *(at for at in order if at not in near)]
+    order = sorted(rough, key=lambda each: (each.time is None, each.seconds))
+    fitting = [each for each in order if each.misses is None]
+    near = [each for each in fitting if each.seconds <= fitting[0].seconds * AS_FAST]
+    if is_free:
+        near.sort(key=lambda each: (_is_indirect(each.candidate), each.seconds))
+    else:
+        near = [each for each in rough if each in near]
     chosen: Judged | None = None
-    for at in order:
-        one = rough[at]
-        if one.misses is None and chosen is None:
-            one = estimate.judge(context, one.candidate)
-        if one.misses is not None:
-            judged.append((one, f"does not fit: {one.misses}"))
+    for each in (*near, *(each for each in order if each not in near)):
+        if each.misses is None and chosen is None:
+            each = estimate.judge(context, each.candidate)
+        if each.misses is not None:
+            verdict = f"does not fit: {each.misses}"
         elif chosen is None:
-            chosen = one
-            judged.append((one, "chosen"))
+            chosen, verdict = each, "chosen"
         else:
-            judged.append((one, _behind(one, chosen)))
+            verdict = _behind(each, chosen)
+        judged.append((each, verdict))
     return chosen
 
 
@@ -110,12 +100,12 @@ def _is_indirect(candidate: Candidate) -> bool:
 
 
 def _evaluated(context: PlanContext, candidate: Candidate) -> Candidate:
-    """The candidate with an evaluation batch that takes no more than training does; one that was
-    asked for, no more than fits. Evaluation does not decide the weights, so it gives way first."""
+    """Reduce the evaluation batch to one that takes no more memory than training; a batch of the
+    recipe, to one that fits. Evaluation does not decide the weights, so it is reduced first."""
     count = candidate.per_device_eval_batch_size
-    for one in context.oom_history.ran_out:
-        if one.section == "evaluation":
-            count = max(1, min(count, one.candidate.per_device_eval_batch_size // 2))
+    for event in context.oom_history.ran_out:
+        if event.section == "evaluation":
+            count = max(1, min(count, event.candidate.per_device_eval_batch_size // 2))
     trace = context.trace(candidate)
     if trace is None or not context.recipe.evaluates:
         return replace(candidate, per_device_eval_batch_size=count)
@@ -130,46 +120,43 @@ def _evaluated(context: PlanContext, candidate: Candidate) -> Candidate:
 
 
 def _with_fewer_workers(context: PlanContext, candidate: Candidate) -> Candidate:
-    """The candidate with as many data workers as host RAM has room for, where their number was left
-    to planning."""
+    """Reduce the number of data workers to what host RAM holds, unless the recipe names it."""
     if context.recipe.training.dataloader_num_workers is not None:
         return candidate
     fewer = candidate
     while fewer.dataloader_num_workers:
-        if (
-            estimate.misses_host(context, fewer, estimate.judge(context, fewer, exact=False).memory)
-            is None
-        ):
-            return fewer
+        memory = estimate.judge(context, fewer, exact=False).memory
+        if estimate.misses_host(context, fewer, memory) is None:
+            break
         fewer = replace(fewer, dataloader_num_workers=fewer.dataloader_num_workers - 1)
     return fewer
 
 
 def ranked(context: PlanContext, constraints: LaunchConstraints) -> list[Judged]:
-    """Every way to cut the effective batch that fits, the fastest first; empty where nothing was
-    traced."""
+    """Rank every split of the effective batch that fits, the fastest first; none without traces."""
     context = replace(context, link=constraints.link)
     possible, _ = candidates.possible(context, constraints)
+    judged: list[tuple[Judged, str]] = []
     if context.traces is None:
         return []
     with context.asking():
         for wave in candidates.free_waves(context, possible):
-            judged: list[tuple[Judged, str]] = []
+            judged.clear()
             if fastest(context, wave, judged, is_free=True) is not None:
-                fitting = [one for one, _ in judged if one.misses is None and one.time is not None]
-                return sorted(fitting, key=lambda one: one.seconds)
-    return []
+                break
+    fitting = [each for each, _ in judged if each.misses is None and each.time]
+    return sorted(fitting, key=lambda each: each.seconds)
 
 
 def table_order(judged: Sequence[tuple[Judged, str]]) -> list[tuple[Judged, str]]:
-    """The chosen one first, then the nearest: what fits by time, what does not by bytes; no more
-    than people read."""
+    """Put the chosen candidate first, then those that fit by time and the others by bytes; at most
+    TABLE_ROWS."""
     ranked = sorted(
         judged,
-        key=lambda one: (
-            one[1] != "chosen",
-            bool(one[0].misses),
-            one[0].seconds if not one[0].misses else one[0].memory.device_bytes,
+        key=lambda pair: (
+            pair[1] != "chosen",
+            bool(pair[0].misses),
+            pair[0].memory.device_bytes if pair[0].misses else pair[0].seconds,
         ),
     )
     return ranked[:TABLE_ROWS]

@@ -1,5 +1,5 @@
-"""A model's shape from configs/models/<name>.yaml or from a local Hugging Face folder, read without
-torch.
+"""A model's config and parameters, from configs/models/<name>.yaml or from a local Hugging Face
+folder, read without torch.
 
 Of weights only the safetensors headers are read. Nothing a folder names is executed or downloaded.
 """
@@ -7,7 +7,6 @@ Of weights only the safetensors headers are read. Nothing a folder names is exec
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import struct
@@ -21,13 +20,12 @@ import yaml
 from launch.base.errors import ConfigError, LaunchError, ResourceError
 from launch.base.text import suggestion
 from launch.predict import parameters as predict_parameters
-from launch.schema.plan import ModelSize
-from launch.schema.recipe import LoraSection, ModelSection
+from launch.schema.recipe import ModelSection
 
 INDEX_NAME = "model.safetensors.index.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 10 << 20  # a config.json has kilobytes; the index of a 400B model about 200 KiB
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a weight file, for its fingerprint
+NUM_PARTS, PART_BYTES = 64, 1 << 16  # of a weight file, for its fingerprint
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 HARMLESS_PRIVATE_KEYS = ("_name_or_path", "_attn_implementation")  # the second with any ending
 OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack", ".gguf"}
@@ -54,7 +52,7 @@ DTYPE_BITS |= {"I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64}
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where a safetensors file holds one tensor."""
+    """The shape of a tensor, and its place in a safetensors file."""
 
     shape: tuple[int, ...]
     file: Path
@@ -62,28 +60,14 @@ class Tensor:
     end: int
 
 
-def load(
-    model: ModelSection, lora: LoraSection | None, vocab_size: int | None = None, *, root: Path
-) -> ModelSize:
-    """The shape of the model a recipe names, counted. `vocab_size`: the vocabulary really used,
-    where it is another.
-
-    Raises ConfigError (an unknown shape, a size that is none) and ResourceError (a folder that
-    cannot be loaded).
-    """
-    config, shapes = read(model, vocab_size, root=root)
-    parameters, trainable, lora_parameters = predict_parameters.count(
-        shapes, model.freeze, lora, config["model_type"]
-    )
-    name = model.shape or Path(model.path or "").name
-    return ModelSize(name, config, parameters, trainable, lora_parameters)
-
-
 def read(
     model: ModelSection, vocab_size: int | None = None, *, root: Path
 ) -> tuple[dict[str, Any], predict_parameters.Shapes]:
-    """(config, name and shape of every parameter): what predict.model_state() needs besides the
-    recipe."""
+    """(config, name and shape of every parameter) of the model that a recipe names. `vocab_size`:
+    the vocabulary really used, if it is not the config's.
+
+    Raises ConfigError (an unknown model, a size that is none) and ResourceError (a folder that
+    cannot be loaded)."""
     changes = {} if vocab_size is None else {"vocab_size": vocab_size}
     if model.shape is not None:
         config = _named_config(model.shape, root / "configs" / "models") | changes
@@ -103,8 +87,10 @@ def read(
             )
         return config, {name: tensor.shape for name, tensor in tensors.items()}
     untied = _untied(tensors, config, folder)
-    shapes = predict_parameters.parameters_by_name(config | changes)
-    return config | changes, shapes | {name: shapes[source] for name, source in untied.items()}
+    tensor_shapes = predict_parameters.parameters_by_name(config | changes)
+    return config | changes, tensor_shapes | {
+        name: tensor_shapes[source] for name, source in untied.items()
+    }
 
 
 def check_folder(folder: Path) -> None:
@@ -137,9 +123,9 @@ def check_adapter(folder: Path) -> None:
         _header(folder / ADAPTER_WEIGHTS)
         return
     others = sorted(path.name for path in folder.glob("adapter_model.*"))
-    found = f"its weights are {others[0]}" if others else "it has no weights"
+    weights = f"its weights are {others[0]}" if others else "it has no weights"
     raise ResourceError(
-        f"{folder}: {found}; expected {ADAPTER_WEIGHTS}, for only safetensors are read"
+        f"{folder}: {weights}; expected {ADAPTER_WEIGHTS}, for only safetensors are read"
     )
 
 
@@ -263,13 +249,15 @@ def _tensors(folder: Path) -> dict[str, Tensor] | None:
         return _header(single)
     if index.is_file():
         return _sharded(folder, index)
-    found = sorted(path.name for path in folder.iterdir() if path.is_file())
-    shards = [name for name in found if name.startswith("model") and name.endswith(".safetensors")]
+    file_names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    shards = [
+        name for name in file_names if name.startswith("model") and name.endswith(".safetensors")
+    ]
     if shards:
         raise ResourceError(f"{folder}: has {shards[0]} but no {INDEX_NAME}; copy the model again")
     others = [
         name
-        for name in found
+        for name in file_names
         if Path(name).suffix in OTHER_WEIGHTS
         and name not in TRAINER_FILES
         and not name.startswith("rng_state")
@@ -284,16 +272,16 @@ def _tensors(folder: Path) -> dict[str, Tensor] | None:
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """sha256 over each weight file's name, size and SAMPLES parts of its bytes: the weights of
+    """sha256 over each weight file's name, size and NUM_PARTS parts of its bytes: the weights of
     another training differ in nearly every part, and a model of 14 GB is not read whole."""
     digest = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")):
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode())
         with file.open("rb") as stream:
-            for at in range(SAMPLES):
-                stream.seek(at * max(size - SAMPLE_BYTES, 0) // (SAMPLES - 1))
-                digest.update(stream.read(SAMPLE_BYTES))
+            for number in range(NUM_PARTS):
+                stream.seek(number * max(size - PART_BYTES, 0) // (NUM_PARTS - 1))
+                digest.update(stream.read(PART_BYTES))
     return digest.hexdigest()
 
 
@@ -418,18 +406,12 @@ def _untied(tensors: dict[str, Tensor], config: Mapping[str, Any], folder: Path)
     }
 
 
-def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    if one == other:
-        return True
-    if one.end - one.start != other.end - other.start:
-        return False
-    with one.file.open("rb") as first, other.file.open("rb") as second:
-        first.seek(one.start)
-        second.seek(other.start)
-        for offset in itertools.count(0, 1 << 20):
-            num_bytes = min(1 << 20, one.end - one.start - offset)
-            if num_bytes <= 0:
-                return True
-            if first.read(num_bytes) != second.read(num_bytes):
-                return False
-    return True
+def _same_bytes(tensor: Tensor, other: Tensor) -> bool:
+    num_bytes = tensor.end - tensor.start
+    if tensor == other or num_bytes != other.end - other.start:
+        return tensor == other
+    with tensor.file.open("rb") as file, other.file.open("rb") as other_file:
+        file.seek(tensor.start)
+        other_file.seek(other.start)
+        sizes = (min(1 << 20, num_bytes - offset) for offset in range(0, num_bytes, 1 << 20))
+        return all(file.read(size) == other_file.read(size) for size in sizes)

@@ -26,7 +26,7 @@ class OomEvent:
     has."""
 
     of: Literal["device", "host"]
-    # that the ranks were in: load, step, evaluation, save...; tokenise: there were none yet
+    # that the ranks were in: load, step, evaluation, save...
     section: str
     candidate: Strategy
     # Of that memory, by the plan, as it is before errors of past predictions are added; of its
@@ -34,21 +34,16 @@ class OomEvent:
     predicted_bytes: int
     # that a second step showed it to need, which is more than the budget; 0: it ran out
     measured_bytes: int = 0
-    limit_bytes: int = 0  # of that memory, on this machine; 0: an older version's
+    limit_bytes: int = 0  # of that memory, on this machine
     # of it for the job: when it was planned or had ended, the more of both
     available_bytes: int = 0
     is_own: bool = True  # the job took it, not others
 
-    @property
-    def rules(self) -> bool:
-        """Whether it says anything about plans."""
-        return self.is_own and self.section != "tokenise"
-
     def counts(self, machine: Machine) -> bool:
-        """Whether it still does in another start: not where there is clearly more memory than there
+        """True if it limits plans of another start: not if there is clearly more memory than there
         was."""
         now = available_bytes(self.of, machine, self.candidate)
-        return self.rules and (
+        return self.is_own and (
             not self.available_bytes or now * CLEARLY_BELOW <= self.available_bytes
         )
 
@@ -62,8 +57,8 @@ class OomEvent:
         is_last: bool = False,
         below: float = CLEARLY_BELOW,
     ) -> str | None:
-        """Why a candidate that needs so much would end in the same way; None where it takes clearly
-        less."""
+        """The reason why a candidate that needs so much would end in the same way; None if it takes
+        clearly less."""
         if self.of == "device" and self.section in WRITING:
             if states_bytes < CLEARLY_BELOW * self.predicted_bytes:
                 return None
@@ -120,7 +115,7 @@ class OomEvent:
 
 @dataclass(frozen=True)
 class OomHistory:
-    """What attempts have shown: evidence that narrows the next choice."""
+    """The memory failures of earlier attempts, which limit the next choice."""
 
     device: float = 0.0  # share by which a prediction was exceeded
     host: float = 0.0
@@ -135,14 +130,14 @@ class OomHistory:
     def rules_out(
         self, of: str, candidate: Strategy, needed_bytes: int, memory: MemoryEstimate
     ) -> str | None:
-        """Why what was seen of that memory rules out a candidate that needs so much of it; None
-        where it does not.
+        """The reason why these failures rule out a candidate that needs so much of that memory;
+        None if they do not.
 
         All bytes are without what is added for errors of predictions: those of one start are
         alike."""
         is_traced, states_bytes = memory.peak is not None, memory.model_state_bytes
-        reasons = (
-            one.rules_out(
+        refusals = (
+            event.rules_out(
                 candidate,
                 needed_bytes,
                 is_traced,
@@ -151,10 +146,10 @@ class OomHistory:
                 self.is_last,
                 self.below,
             )
-            for one in self.ran_out
-            if one.of == of
+            for event in self.ran_out
+            if event.of == of
         )
-        return next((reason for reason in reasons if reason), None)
+        return next(filter(None, refusals), None)
 
     def for_plan(self, is_last: bool) -> OomHistory:
         """The same for the next plan of a start; the last one takes much less."""
@@ -165,8 +160,8 @@ NO_OOM_HISTORY = OomHistory()
 
 
 def available_bytes(of: str, machine: Machine, candidate: Strategy) -> int:
-    """What of a memory a job could use, as the machine was probed: of the card with the least, or
-    of host RAM."""
+    """Bytes of a memory that a job could use, as the machine was probed: of the card with the
+    least, or of host RAM."""
     if of == "device" and candidate.device == "cuda":
         return min(
             (gpu.free_bytes for gpu in machine.gpus[: candidate.processes_per_machine]), default=0

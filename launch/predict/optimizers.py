@@ -60,7 +60,7 @@ def _bnb_8bit(num_states: int) -> OptimizerBytes:
 
 
 def _is_embedding(name: str) -> bool:
-    """Whether the Trainer gives this parameter 32-bit states, as it does to every nn.Embedding."""
+    """True if the Trainer gives this parameter 32-bit states, as it does to every nn.Embedding."""
     module = name.removesuffix(".weight").rpartition(".")[2]
     return module in ("shared", "wte", "wpe", "relative_attention_bias") or "embed" in module
 
@@ -97,7 +97,7 @@ OPTIMIZERS: dict[str, OptimizerBytes] = {
 
 
 def _quantized_bytes(
-    shapes: Shapes, section: QuantizationSection, model_type: str, element_bytes: int
+    tensor_shapes: Shapes, section: QuantizationSection, model_type: str, element_bytes: int
 ) -> int:
     """Weights of which the linear layers that transformers would quantise have 4 bits. Without
     LoRA's."""
@@ -109,7 +109,7 @@ def _quantized_bytes(
     assert section.bnb_4bit_compute_dtype is not None
     linear = set(LORA_TARGETS[model_type]) - set(KEPT_WHOLE.get(model_type, ()))
     total = 0
-    for name, shape in shapes.items():
+    for name, shape in tensor_shapes.items():
         module, _, kind = name.rpartition(".")
         if module.rpartition(".")[2] not in linear:
             total += math.prod(shape) * element_bytes
@@ -130,7 +130,7 @@ def _four_bit_bytes(size: int, double: bool) -> int:
 
 
 def model_state(
-    shapes: Shapes,
+    tensor_shapes: Shapes,
     freeze: Sequence[str],
     lora: LoraSection | None,
     model_type: str,
@@ -153,7 +153,7 @@ def model_state(
             f"training.optim: the memory of {optim!r} is not known; known: {', '.join(OPTIMIZERS)}"
             + "".join(f"; nearest: {near}" for near in nearest(optim, OPTIMIZERS))
         )
-    trainable = trainable_shapes(shapes, freeze, lora, model_type)
+    trainable = trainable_shapes(tensor_shapes, freeze, lora, model_type)
     element_bytes = DTYPE_BYTES[dtype]
     trainable_bytes = element_bytes if lora is None else LORA_BYTES
     state_bytes = OPTIMIZERS[optim]
@@ -165,9 +165,9 @@ def model_state(
         for name, shape in trainable.items()
     ):
         optimizer_bytes += _8BIT[optim] * BNB_MAP_BYTES
-    base_bytes = total_elements(shapes) * element_bytes
+    base_bytes = total_elements(tensor_shapes) * element_bytes
     if quantization is not None:
-        base_bytes = _quantized_bytes(shapes, quantization, model_type, element_bytes)
+        base_bytes = _quantized_bytes(tensor_shapes, quantization, model_type, element_bytes)
     return MemoryEstimate(
         weights_bytes=base_bytes + (0 if lora is None else total_elements(trainable) * LORA_BYTES),
         gradients_bytes=total_elements(trainable) * trainable_bytes,

@@ -1,5 +1,4 @@
-"""What a model's parameters are, and what its states cost: counted from its Hugging Face config
-alone.
+"""The parameters of a model, counted from its Hugging Face config alone.
 
 Pure: no file, clock or environment. `Shapes` maps each parameter's name, as named_parameters()
 gives it, to its shape; a tied parameter is there once. Holds for transformers 5.23:
@@ -132,10 +131,12 @@ def _values(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     """The config's values over the defaults, each checked: sizes are whole numbers above 0,
     switches are booleans."""
     aliases = _ALIASES.get(model_type, {})
-    given = dict(config) | {aliases[key]: value for key, value in config.items() if key in aliases}
+    values_by_key = dict(config) | {
+        aliases[key]: value for key, value in config.items() if key in aliases
+    }
     values: dict[str, Any] = {}
     for key, default in _DEFAULTS[model_type].items():
-        value = given.get(key, default)
+        value = values_by_key.get(key, default)
         if isinstance(default, bool):
             right, expected = isinstance(value, bool), "true or false"
         elif key in _TEXT_KEYS:
@@ -177,16 +178,17 @@ def _t5(values: dict[str, Any]) -> Shapes:
             "it must be an activation (relu) or gated-<activation> (gated-gelu)"
         )
     up_names = ("wi_0", "wi_1") if activation[0] == "gated" else ("wi",)
-    shapes: Shapes = {"shared.weight": (values["vocab_size"], width)}
+    tensor_shapes: Shapes = {"shared.weight": (values["vocab_size"], width)}
 
-    def attention(prefix: str, name: str, has_bias_table: bool) -> None:
-        for projection in ("q", "k", "v"):
-            shapes[f"{prefix}.{name}.{projection}.weight"] = (inner, width)
-        shapes[f"{prefix}.{name}.o.weight"] = (width, inner)
-        if has_bias_table:
-            table = (values["relative_attention_num_buckets"], values["num_heads"])
-            shapes[f"{prefix}.{name}.relative_attention_bias.weight"] = table
-        shapes[f"{prefix}.layer_norm.weight"] = (width,)
+    def attention(layer: str, name: str, has_bias_table: bool) -> Shapes:
+        prefix = f"{layer}.{name}"
+        table = (values["relative_attention_num_buckets"], values["num_heads"])
+        return {
+            **{f"{prefix}.{projection}.weight": (inner, width) for projection in ("q", "k", "v")},
+            f"{prefix}.o.weight": (width, inner),
+            **({f"{prefix}.relative_attention_bias.weight": table} if has_bias_table else {}),
+            f"{layer}.layer_norm.weight": (width,),
+        }
 
     for stack, num_layers in (
         ("encoder", values["num_layers"]),
@@ -194,16 +196,19 @@ def _t5(values: dict[str, Any]) -> Shapes:
     ):
         for i in range(num_layers):
             layer = f"{stack}.block.{i}.layer"
-            attention(f"{layer}.0", "SelfAttention", has_bias_table=i == 0)
+            tensor_shapes |= attention(f"{layer}.0", "SelfAttention", has_bias_table=i == 0)
             if stack == "decoder":
-                attention(f"{layer}.1", "EncDecAttention", has_bias_table=False)
+                tensor_shapes |= attention(f"{layer}.1", "EncDecAttention", has_bias_table=False)
             mlp = f"{layer}.{2 if stack == 'decoder' else 1}"
-            for name in up_names:
-                shapes[f"{mlp}.DenseReluDense.{name}.weight"] = (feed_forward, width)
-            shapes[f"{mlp}.DenseReluDense.wo.weight"] = (width, feed_forward)
-            shapes[f"{mlp}.layer_norm.weight"] = (width,)
-        shapes[f"{stack}.final_layer_norm.weight"] = (width,)
-    return shapes  # transformers 5 ties lm_head to shared whatever the config says
+            ups = {
+                f"{mlp}.DenseReluDense.{name}.weight": (feed_forward, width) for name in up_names
+            }
+            tensor_shapes |= ups | {
+                f"{mlp}.DenseReluDense.wo.weight": (width, feed_forward),
+                f"{mlp}.layer_norm.weight": (width,),
+            }
+        tensor_shapes[f"{stack}.final_layer_norm.weight"] = (width,)
+    return tensor_shapes  # transformers 5 ties lm_head to shared whatever the config says
 
 
 def _gpt2(values: dict[str, Any]) -> Shapes:
@@ -212,27 +217,34 @@ def _gpt2(values: dict[str, Any]) -> Shapes:
     _heads_divide("n_embd", width, "n_head", values["n_head"])
     if values["add_cross_attention"]:
         raise ConfigError("gpt2 config: add_cross_attention true is not supported; remove it")
-    shapes: Shapes = {
+    tensor_shapes: Shapes = {
         "transformer.wte.weight": (values["vocab_size"], width),
         "transformer.wpe.weight": (values["n_positions"], width),
     }
 
-    def with_bias(name: str, shape: Shape) -> None:
-        shapes[f"{name}.weight"] = shape
-        shapes[f"{name}.bias"] = shape[-1:]
+    def with_bias(shapes_by_module: Shapes) -> Shapes:
+        return {
+            name: dimensions
+            for module, shape in shapes_by_module.items()
+            for name, dimensions in ((f"{module}.weight", shape), (f"{module}.bias", shape[-1:]))
+        }
 
     for i in range(values["n_layer"]):
         block = f"transformer.h.{i}"
-        with_bias(f"{block}.ln_1", (width,))
-        with_bias(f"{block}.attn.c_attn", (width, 3 * width))  # Conv1D: (in, out)
-        with_bias(f"{block}.attn.c_proj", (width, width))
-        with_bias(f"{block}.ln_2", (width,))
-        with_bias(f"{block}.mlp.c_fc", (width, inner))
-        with_bias(f"{block}.mlp.c_proj", (inner, width))
-    with_bias("transformer.ln_f", (width,))
+        tensor_shapes |= with_bias(
+            {
+                f"{block}.ln_1": (width,),
+                f"{block}.attn.c_attn": (width, 3 * width),  # Conv1D: (in, out)
+                f"{block}.attn.c_proj": (width, width),
+                f"{block}.ln_2": (width,),
+                f"{block}.mlp.c_fc": (width, inner),
+                f"{block}.mlp.c_proj": (inner, width),
+            }
+        )
+    tensor_shapes |= with_bias({"transformer.ln_f": (width,)})
     if not values["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (values["vocab_size"], width)
-    return shapes
+        tensor_shapes["lm_head.weight"] = (values["vocab_size"], width)
+    return tensor_shapes
 
 
 def _llama(values: dict[str, Any], model_type: str) -> Shapes:
@@ -241,7 +253,7 @@ def _llama(values: dict[str, Any], model_type: str) -> Shapes:
     # llama refuses such a config even where head_dim is given
     if head_dim is None or model_type == "llama":
         quotient = _heads_divide("hidden_size", width, "num_attention_heads", heads)
-        head_dim = quotient if head_dim is None else head_dim
+        head_dim = head_dim or quotient
     kv_heads = heads if values["num_key_value_heads"] is None else values["num_key_value_heads"]
     _heads_divide("num_attention_heads", heads, "num_key_value_heads", kv_heads)
     attention_bias, mlp_bias = values.get("attention_bias", False), values.get("mlp_bias", False)
@@ -250,32 +262,32 @@ def _llama(values: dict[str, Any], model_type: str) -> Shapes:
         kv_heads * head_dim,
         values["intermediate_size"],
     )
-    shapes: Shapes = {"model.embed_tokens.weight": (values["vocab_size"], width)}
+    tensor_shapes: Shapes = {"model.embed_tokens.weight": (values["vocab_size"], width)}
 
-    def linear(name: str, num_out: int, num_in: int, bias: bool) -> None:
-        shapes[f"{name}.weight"] = (num_out, num_in)
-        if bias:
-            shapes[f"{name}.bias"] = (num_out,)
+    def linear(name: str, num_out: int, num_in: int, bias: bool) -> Shapes:
+        weight: Shapes = {f"{name}.weight": (num_out, num_in)}
+        return weight | {f"{name}.bias": (num_out,)} if bias else weight
 
+    qkv_bias = attention_bias or model_type == "qwen2"
     for i in range(values["num_hidden_layers"]):
-        layer = f"model.layers.{i}"
-        qkv_bias = attention_bias or model_type == "qwen2"
-        linear(f"{layer}.self_attn.q_proj", inner, width, qkv_bias)
-        linear(f"{layer}.self_attn.k_proj", kv_inner, width, qkv_bias)
-        linear(f"{layer}.self_attn.v_proj", kv_inner, width, qkv_bias)
-        linear(f"{layer}.self_attn.o_proj", width, inner, attention_bias)
-        if model_type == "qwen3":
-            shapes[f"{layer}.self_attn.q_norm.weight"] = (head_dim,)
-            shapes[f"{layer}.self_attn.k_norm.weight"] = (head_dim,)
-        linear(f"{layer}.mlp.gate_proj", feed_forward, width, mlp_bias)
-        linear(f"{layer}.mlp.up_proj", feed_forward, width, mlp_bias)
-        linear(f"{layer}.mlp.down_proj", width, feed_forward, mlp_bias)
-        shapes[f"{layer}.input_layernorm.weight"] = (width,)
-        shapes[f"{layer}.post_attention_layernorm.weight"] = (width,)
-    shapes["model.norm.weight"] = (width,)
+        attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+        head_norms = ("q_norm", "k_norm") if model_type == "qwen3" else ()
+        tensor_shapes |= {
+            **linear(f"{attention}.q_proj", inner, width, qkv_bias),
+            **linear(f"{attention}.k_proj", kv_inner, width, qkv_bias),
+            **linear(f"{attention}.v_proj", kv_inner, width, qkv_bias),
+            **linear(f"{attention}.o_proj", width, inner, attention_bias),
+            **{f"{attention}.{norm}.weight": (head_dim,) for norm in head_norms},
+            **linear(f"{mlp}.gate_proj", feed_forward, width, mlp_bias),
+            **linear(f"{mlp}.up_proj", feed_forward, width, mlp_bias),
+            **linear(f"{mlp}.down_proj", width, feed_forward, mlp_bias),
+            f"model.layers.{i}.input_layernorm.weight": (width,),
+            f"model.layers.{i}.post_attention_layernorm.weight": (width,),
+        }
+    tensor_shapes["model.norm.weight"] = (width,)
     if not values["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (values["vocab_size"], width)
-    return shapes
+        tensor_shapes["lm_head.weight"] = (values["vocab_size"], width)
+    return tensor_shapes
 
 
 # ---- what trains
@@ -283,7 +295,7 @@ def _llama(values: dict[str, Any], model_type: str) -> Shapes:
 
 
 def trainable_shapes(
-    shapes: Shapes, freeze: Sequence[str], lora: LoraSection | None, model_type: str
+    tensor_shapes: Shapes, freeze: Sequence[str], lora: LoraSection | None, model_type: str
 ) -> Shapes:
     """The parameters that get gradients: those `freeze` leaves, or with LoRA its own
     (x.lora_A.weight) and no others.
@@ -292,41 +304,41 @@ def trainable_shapes(
     """
     frozen: set[str] = set()
     for entry in freeze:
-        matched = {name for name in shapes if name == entry or name.startswith(f"{entry}.")}
+        matched = {name for name in tensor_shapes if name == entry or name.startswith(f"{entry}.")}
         if not matched:
-            modules = _modules(shapes)
+            modules = _modules(tensor_shapes)
             raise ConfigError(
                 f"model.freeze: {entry!r} matches no parameter; {suggestion(entry, modules)}"
             )
         frozen |= matched
     if lora is not None:
-        return _lora_shapes(shapes, lora, model_type)
-    trainable = {name: shape for name, shape in shapes.items() if name not in frozen}
+        return _lora_shapes(tensor_shapes, lora, model_type)
+    trainable = {name: shape for name, shape in tensor_shapes.items() if name not in frozen}
     if not trainable:
         raise ConfigError(f"model.freeze: {', '.join(freeze)} leave nothing to train; remove one")
     return trainable
 
 
 def count(
-    shapes: Shapes, freeze: Sequence[str], lora: LoraSection | None, model_type: str
+    tensor_shapes: Shapes, freeze: Sequence[str], lora: LoraSection | None, model_type: str
 ) -> tuple[int, int, int]:
     """(parameters without LoRA's, trainable parameters, LoRA's parameters); the third is part of
     the second."""
-    trainable = total_elements(trainable_shapes(shapes, freeze, lora, model_type))
-    return total_elements(shapes), trainable, 0 if lora is None else trainable
+    trainable = total_elements(trainable_shapes(tensor_shapes, freeze, lora, model_type))
+    return total_elements(tensor_shapes), trainable, 0 if lora is None else trainable
 
 
-def _lora_shapes(shapes: Shapes, lora: LoraSection, model_type: str) -> Shapes:
+def _lora_shapes(tensor_shapes: Shapes, lora: LoraSection, model_type: str) -> Shapes:
     targets = lora.target_modules or LORA_TARGETS.get(model_type)
     if targets is None:
         raise ConfigError(
             f"lora.target_modules has no default for model_type {model_type!r}; name the modules,"
             f" e.g. {list(_LLAMA_TARGETS)}; those of this model:"
-            f" {', '.join(_matrix_modules(shapes))}"
+            f" {', '.join(_matrix_modules(tensor_shapes))}"
         )
     adapters: Shapes = {}
     unmatched = set(targets)
-    for name, shape in shapes.items():
+    for name, shape in tensor_shapes.items():
         module = name.removesuffix(".weight")
         hits = {target for target in targets if module == target or module.endswith(f".{target}")}
         if module == name or not hits or len(shape) != 2:
@@ -340,25 +352,27 @@ def _lora_shapes(shapes: Shapes, lora: LoraSection, model_type: str) -> Shapes:
         entry = sorted(unmatched)[0]
         raise ConfigError(
             f"lora.target_modules: {entry!r} matches no linear layer;"
-            f" {suggestion(entry, _matrix_modules(shapes))}"
+            f" {suggestion(entry, _matrix_modules(tensor_shapes))}"
         )
     return adapters
 
 
-def _matrix_modules(shapes: Shapes) -> list[str]:
+def _matrix_modules(tensor_shapes: Shapes) -> list[str]:
     """Last names of the modules that hold a matrix: q_proj, down_proj, ..."""
-    matrices = (name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2)
+    matrices = (
+        name.removesuffix(".weight") for name, shape in tensor_shapes.items() if len(shape) == 2
+    )
     return list(dict.fromkeys(name.rpartition(".")[2] for name in matrices))
 
 
-def _modules(shapes: Shapes) -> list[str]:
+def _modules(tensor_shapes: Shapes) -> list[str]:
     prefixes = dict.fromkeys(
-        ".".join(parts[:depth])
-        for parts in (name.split(".") for name in shapes)
-        for depth in range(1, len(parts))
+        ".".join(parts[:num_parts])
+        for parts in (name.split(".") for name in tensor_shapes)
+        for num_parts in range(1, len(parts))
     )
     return sorted(prefixes, key=lambda prefix: prefix.count("."))  # outermost first
 
 
-def total_elements(shapes: Shapes) -> int:
-    return sum(map(math.prod, shapes.values()))
+def total_elements(tensor_shapes: Shapes) -> int:
+    return sum(map(math.prod, tensor_shapes.values()))

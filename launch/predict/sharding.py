@@ -1,5 +1,5 @@
-"""What each engine does with a model's states: which rank or host holds how many bytes of them, and
-what it refuses."""
+"""The division of a model's states by each engine: bytes on each rank and host, and the recipes
+that the engine refuses."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from launch.predict import optimizers, parameters
 from launch.predict.parameters import Shapes
+from launch.schema.modes import Refusal
 from launch.schema.plan import MemoryEstimate, Strategy
 from launch.schema.recipe import DTYPE_BYTES, ModelSection, Recipe
 
@@ -21,114 +22,121 @@ MASTER_BYTES = 4
 
 
 def refusal(recipe: Recipe, strategy: Strategy) -> str | None:
-    """Why this engine cannot run the recipe as it was asked for, or None."""
-    mode, training = strategy.mode, recipe.training
-    if strategy.engine in ("plain", "ddp"):
-        is_half = recipe.model.dtype == "float16" and recipe.lora is None  # adapters are float32
-        if is_half and strategy.mixed_precision == "fp16":
-            return (
-                f"{mode} cannot train model.dtype float16 beside fp16 autocast, whose loss scaler"
-                " takes no float16 gradients; leave model.dtype out, or use a deepspeed mode, which"
-                " trains a float32 copy of the weights"
-            )
-        return None
-    if recipe.quantization is not None:
-        return (
-            f"{mode} cannot share out 4-bit weights, whose scales stand beside them; use a mode"
-            " whose ranks hold them whole: single_gpu, dual_gpu_nccl, multi_cpu or cpu"
-        )
-    if strategy.device == "cpu" and strategy.engine == "fsdp2":
-        return (
-            "fsdp2 needs GPUs: on CPUs Accelerate leaves FSDP out and trains plain DDP; use"
-            " deepspeed_zero3, multi_cpu"
-        )
-    if strategy.device == "cuda" and strategy.backend == "gloo":
-        return (
-            f"{mode} needs NCCL; over Gloo GPUs train with DDP only: use dual_gpu_gloo, or"
-            " single_gpu"
-        )
-    if strategy.engine == "fsdp2" and strategy.num_processes == 1:
-        return (
-            "fsdp2 shares the states out over ranks, and there is one; use single_gpu or"
-            " deepspeed_zero2_offload"
-        )
-    if training.load_best_model_at_end:
-        return (
-            f"{mode} has no whole weights in its checkpoints, and training.load_best_model_at_end"
-            " wants them; leave it out, or use single_gpu, dual_gpu_nccl, multi_cpu or cpu"
-        )
-    if training.optim not in ELEMENTWISE:
-        known = ", ".join(ELEMENTWISE)
-        return (
-            f"{mode} cuts tensors up, and training.optim {training.optim} needs them whole; use"
-            f" {known}"
-        )
-    if (
-        strategy.engine == "deepspeed"
-        and recipe.model.dtype != "float32"
-        and strategy.mixed_precision == "no"
-    ):
-        return (
-            f"{mode} with model.dtype {recipe.model.dtype} needs training.bf16 or training.fp16:"
-            " DeepSpeed trains a float32 copy of the weights and casts"
-        )
-    return None
+    """The reason why this mode cannot run the recipe as it is, or None."""
+    training, dtype = recipe.training, recipe.model.dtype
+    is_fp16 = dtype == "float16" and recipe.lora is None  # adapters are float32
+    refusals: dict[Refusal, tuple[bool, str]] = {
+        "float16 beside fp16": (
+            is_fp16 and strategy.mixed_precision == "fp16",
+            "cannot train model.dtype float16 beside fp16 autocast, whose loss scaler takes no"
+            " float16 gradients; leave model.dtype out, or use a deepspeed mode, which trains a"
+            " float32 copy of the weights",
+        ),
+        "4-bit weights": (
+            recipe.quantization is not None,
+            "cannot share out 4-bit weights, whose scales stand beside them; use a mode whose ranks"
+            " hold full copies of them: single_gpu, dual_gpu_nccl, multi_cpu or cpu",
+        ),
+        "CPUs": (
+            strategy.device == "cpu",
+            "needs GPUs: on CPUs Accelerate leaves FSDP out and trains plain DDP; use"
+            " deepspeed_zero3, multi_cpu",
+        ),
+        "Gloo between GPUs": (
+            strategy.device == "cuda" and strategy.backend == "gloo",
+            "needs NCCL; over Gloo GPUs train with DDP only: use dual_gpu_gloo, or single_gpu",
+        ),
+        "one rank": (
+            strategy.num_processes == 1,
+            "shares the states out over ranks, and there is one; use single_gpu or"
+            " deepspeed_zero2_offload",
+        ),
+        "load_best_model_at_end": (
+            training.load_best_model_at_end,
+            "has no whole weights in its checkpoints, and training.load_best_model_at_end wants"
+            " them; leave it out, or use single_gpu, dual_gpu_nccl, multi_cpu or cpu",
+        ),
+        "optimizers of whole tensors": (
+            training.optim not in ELEMENTWISE,
+            f"cuts tensors up, and training.optim {training.optim} needs them whole; use"
+            f" {', '.join(ELEMENTWISE)}",
+        ),
+        "half weights without autocast": (
+            dtype != "float32" and strategy.mixed_precision == "no",
+            f"with model.dtype {dtype} needs training.bf16 or training.fp16: DeepSpeed trains a"
+            " float32 copy of the weights and casts",
+        ),
+        "output chunks": (
+            strategy.num_output_chunks > 1,
+            "holds the output weights in parts, which training.num_output_chunks"
+            f" {strategy.num_output_chunks} cannot use; leave one out",
+        ),
+    }
+    texts = (refusals[name] for name in strategy.launch_mode.refuses)
+    return next((f"{strategy.mode} {text}" for applies, text in texts if applies), None)
 
 
 def per_rank(
-    whole: MemoryEstimate, shapes: Shapes, recipe: Recipe, strategy: Strategy, model_type: str
+    full_copy: MemoryEstimate,
+    tensor_shapes: Shapes,
+    recipe: Recipe,
+    strategy: Strategy,
+    model_type: str,
 ) -> MemoryEstimate:
-    """What one rank holds of states that a full copy would hold as `whole`.
+    """The part of one rank in states whose full copy is `full_copy`.
 
     Source: DeepSpeed 0.19 stage_1_and_2.py and stage3.py (the float32 slice is a clone); torch
     fully_shard (dimension 0 of each parameter). Padding of the slices is left out: below
     num_processes elements a tensor.
     """
-    ranks = strategy.num_processes
-    if strategy.engine in ("plain", "ddp"):
-        return whole
-    trainable = parameters.trainable_shapes(shapes, recipe.model.freeze, recipe.lora, model_type)
+    ranks, mode = strategy.num_processes, strategy.launch_mode
+    if mode.is_whole:
+        return full_copy
+    trainable = parameters.trainable_shapes(
+        tensor_shapes, recipe.model.freeze, recipe.lora, model_type
+    )
     trained = sum(math.prod(shape) for shape in trainable.values())
-    if strategy.engine == "fsdp2":
+    if mode.engine == "fsdp2":
         # Accelerate makes trained weights float32
         if strategy.mixed_precision != "no" and not recipe.lora:
             added = trained * (MASTER_BYTES - DTYPE_BYTES[recipe.model.dtype])
             state_bytes = optimizers.OPTIMIZERS[recipe.training.optim]("", (trained,), MASTER_BYTES)
-            whole = replace(
-                whole,
-                weights_bytes=whole.weights_bytes + added,
+            full_copy = replace(
+                full_copy,
+                weights_bytes=full_copy.weights_bytes + added,
                 gradients_bytes=trained * MASTER_BYTES,
                 optimizer_bytes=state_bytes,
             )
         return replace(
-            whole,
-            weights_bytes=math.ceil(whole.weights_bytes / ranks),
-            gradients_bytes=math.ceil(whole.gradients_bytes / ranks),
-            optimizer_bytes=math.ceil(whole.optimizer_bytes / ranks),
+            full_copy,
+            weights_bytes=math.ceil(full_copy.weights_bytes / ranks),
+            gradients_bytes=math.ceil(full_copy.gradients_bytes / ranks),
+            optimizer_bytes=math.ceil(full_copy.optimizer_bytes / ranks),
         )
     adapters = trained if recipe.lora else 0
     element_bytes = _deepspeed_element_bytes(recipe.model, strategy)
-    weights = (sum(math.prod(shape) for shape in shapes.values()) + adapters) * element_bytes
+    weights = (sum(math.prod(shape) for shape in tensor_shapes.values()) + adapters) * element_bytes
     gradients = trained * element_bytes
     states = trained * MASTER_BYTES + optimizers.OPTIMIZERS[recipe.training.optim](
         "", (trained,), MASTER_BYTES
     )
-    stage = strategy.zero_stage
     on_device = {
-        "weights_bytes": math.ceil(weights / ranks) if stage == 3 else weights,
-        "gradients_bytes": math.ceil(gradients / ranks) if stage >= 2 else gradients,
+        "weights_bytes": math.ceil(weights / ranks) if mode.shards_parameters else weights,
+        "gradients_bytes": (
+            math.ceil(gradients / ranks) if "gradients" in mode.shards else gradients
+        ),
         "optimizer_bytes": math.ceil(states / ranks),
     }
-    if not strategy.offloads:
-        return replace(whole, **on_device)
+    if not mode.offloads:
+        return replace(full_copy, **on_device)
     # the host holds the slice's states and its float32 gradients; under ZeRO-3 the slices of
     # weights and gradients too
     offloaded = on_device.pop("optimizer_bytes") + math.ceil(trained * MASTER_BYTES / ranks)
     on_device["gradients_bytes"] = 0
-    if stage == 3:
+    if mode.shards_parameters:
         offloaded += on_device["weights_bytes"] + math.ceil(gradients / ranks)
         on_device["weights_bytes"] = 0
-    return replace(whole, **on_device, optimizer_bytes=0, offloaded_bytes=offloaded)
+    return replace(full_copy, **on_device, optimizer_bytes=0, offloaded_bytes=offloaded)
 
 
 def _deepspeed_element_bytes(model: ModelSection, strategy: Strategy) -> int:

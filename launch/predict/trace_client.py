@@ -1,6 +1,6 @@
 """The child that traces steps, `python -m training.trace.server FOLDER`.
 
-It is kept while a plan is made, because its imports take longer than a trace."""
+It runs as long as a plan is made, because its imports take longer than a trace."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,22 +27,20 @@ class TracingChild:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._left_out: object = None
-        self._place: tempfile.TemporaryDirectory[str] | None = None
+        self._unused_packages: object = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._says: BinaryIO | None = None
+        self._stderr: BinaryIO | None = None
+        self._resources = ExitStack()  # of the child
 
     def ask(self, request: Mapping[str, Any]) -> str | None:
-        """Have the request's questions answered by files in the folder; why that could not be, or
+        """Have the request's questions answered by files in the folder; the reason of a failure, or
         None."""
         # what is imported once cannot be left out any more
-        if request["unused_packages"] != self._left_out:
+        if request["unused_packages"] != self._unused_packages:
             self.close()
-        if self._process is None:
-            self._start()
-            self._left_out = request["unused_packages"]
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
+        process = self._process or self._start()
+        self._unused_packages = request["unused_packages"]
+        assert process.stdin is not None and process.stdout is not None
         try:
             process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
@@ -55,41 +54,39 @@ class TracingChild:
 
     def close(self) -> None:
         """End the child, if there is one."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        assert process.stdin is not None and process.stdout is not None and self._says is not None
-        process.kill()
-        process.wait()
-        for stream in (process.stdin, process.stdout, self._says):
-            stream.close()
-        assert self._place is not None
-        self._place.cleanup()
+        if self._process is not None:
+            self._process.kill()
+        self._process = None
+        self._resources.close()
 
-    def _start(self) -> None:
+    def _start(self) -> subprocess.Popen[bytes]:
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._place = tempfile.TemporaryDirectory(dir=self._folder)
-        self._says = (Path(self._place.name) / "stderr").open("w+b")  # as long as the child lives
+        cwd = self._resources.enter_context(tempfile.TemporaryDirectory(dir=self._folder))
+        # SIM115: the stack closes the file with the child, not a `with` in this function
+        self._stderr = self._resources.enter_context(Path(cwd, "stderr").open("w+b"))  # noqa: SIM115
         inherited = environment.passed(os.environ)
         variables = {
             key: value for key, value in inherited.items() if not key.startswith("ACCELERATE_")
         }
         variables |= {"PYTHONPATH": str(CODE), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "training.trace.server", str(self._folder)],
-            env=variables,
-            cwd=self._place.name,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._says,
-            preexec_fn=die_with_launcher,
+        self._process = self._resources.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-P", "-m", "training.trace.server", str(self._folder)],
+                env=variables,
+                cwd=cwd,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                preexec_fn=die_with_launcher,
+            )
         )
+        return self._process
 
     def _failure(self) -> str:
         """The last line of a child that has ended by itself."""
-        assert self._process is not None and self._says is not None
+        assert self._process is not None and self._stderr is not None
         code = self._process.wait()
-        self._says.seek(0)
-        words = self._says.read().decode(errors="replace").strip().splitlines()
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
         self.close()
-        return words[-1] if words else f"the tracing child ended with {code}"
+        return lines[-1] if lines else f"the tracing child ended with {code}"

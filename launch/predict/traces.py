@@ -1,9 +1,9 @@
-"""Traces of training steps: asked of training.trace.server, kept by content, read as peaks at any
+"""Traces of training steps, made by training.trace.server and stored by content; peaks at any
 micro-batch.
 
 What a trace depends on is its name: model, precision, length, optimizer..., the versions of the
-packages that run the step, and our own code. A trace that is there is read in a millisecond; one
-that is not takes a child some seconds.
+packages that run the step, and our own code. A stored trace is read in a millisecond; a new trace
+takes a child some seconds.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -58,47 +59,46 @@ class Trace:
     work: WorkCost
     file: Path
 
-    def peak(self, samples: int, eval_samples: int | None) -> Peak:
+    def peak(self, num_samples: int, eval_samples: int | None) -> Peak:
         """The highest moment at so many samples a micro-batch; `eval_samples` None: nothing is
         evaluated."""
         return max(
-            self.peaks(samples, eval_samples).values(), key=lambda peak: peak.allocated_bytes
+            self.peaks(num_samples, eval_samples).values(), key=lambda peak: peak.allocated_bytes
         )
 
-    def peaks(self, samples: int, eval_samples: int | None) -> dict[str, Peak]:
+    def peaks(self, num_samples: int, eval_samples: int | None) -> dict[str, Peak]:
         """The highest moment of each section that happens."""
-        found: dict[str, Peak] = {}
+        peaks: dict[str, Peak] = {}
         for moment in self.moments:
             section = moment["section"]
-            count = eval_samples if section == "evaluation" else samples
+            count = eval_samples if section == "evaluation" else num_samples
             if count is None:
                 continue
             parts = {
                 name: fixed + count * sample for name, (fixed, sample) in moment["parts"].items()
             }
             peak = Peak(section, moment["op"], parts)
-            if section not in found or peak.allocated_bytes > found[section].allocated_bytes:
-                found[section] = peak
-        return found
+            if section not in peaks or peak.allocated_bytes > peaks[section].allocated_bytes:
+                peaks[section] = peak
+        return peaks
 
-    def events(self, samples: int, eval_samples: int | None) -> list[Event]:
+    def events(self, num_samples: int, eval_samples: int | None) -> list[Event]:
         """Every allocation (block, bytes) and free (block, -1) of a step in the steady state and of
         the evaluation after it, for an allocator to replay."""
-        log, found = self._log(), []
+        log, events = self._log(), []
         for number in log["events"]:
-            if number < 0:
-                found.append((~number, FREED))
-                continue
-            size_bytes = _size(log["blocks"][number], samples, eval_samples)
+            size_bytes = FREED
+            if number >= 0:
+                size_bytes = _size(log["blocks"][number], num_samples, eval_samples)
             if size_bytes is None:
                 break
-            found.append((number, size_bytes))
-        return found
+            events.append((number if number >= 0 else ~number, size_bytes))
+        return events
 
     def run(
-        self, samples: int, eval_samples: int | None, makes_states: bool
+        self, num_samples: int, eval_samples: int | None, makes_states: bool
     ) -> tuple[list[Event], list[Event]]:
-        """What a card's allocator goes through: (two steps; after them an evaluation, if there is
+        """The events of a card's allocator: (two steps; after them an evaluation, if there is
         one, and another step, each with an emptied cache, as trainer.py empties it before and after
         an evaluation and before a save).
 
@@ -110,8 +110,8 @@ class Trace:
         lasting = {number for number, block in enumerate(blocks) if block[2] in ("start", "state")}
         end = next(
             (
-                at
-                for at, number in enumerate(events)
+                index
+                for index, number in enumerate(events)
                 if number >= 0 and blocks[number][2] == "evaluation"
             ),
             None,
@@ -119,58 +119,55 @@ class Trace:
         step, evaluation = events[:end], [] if end is None or eval_samples is None else events[end:]
         # the next step would not begin as this one
         if any(~number in lasting for number in step if number < 0):
-            both = self.events(samples, eval_samples)
+            both = self.events(num_samples, eval_samples)
             return both[: len(step)], [EMPTY_CACHE, *both[len(step) :]]
 
         def sized(number: int, turn: int = 0) -> Event:
-            size_bytes = _size(blocks[number], samples, eval_samples)
+            size_bytes = _size(blocks[number], num_samples, eval_samples)
             assert size_bytes is not None
-            return (number if number in lasting else number + turn * len(blocks)), size_bytes
+            return freed(number, turn)[0], size_bytes
+
+        def freed(number: int, turn: int) -> Event:
+            return (number if number in lasting else number + turn * len(blocks)), FREED
 
         def once(turn: int, start: Sequence[int], late: Sequence[int] = ()) -> list[Event]:
             """The step in its `turn`, its blocks with numbers of their own; before it `start` is
             born, `late` in it."""
-            found = [sized(number) for number in start]
-            for at, number in enumerate(step):
-                if at == log["update"]:
-                    found += [sized(number) for number in late]
+            events = [sized(number) for number in start]
+            for index, number in enumerate(step):
+                if index == log["update"]:
+                    events += map(sized, late)
                 if number >= 0 and number not in lasting:
-                    found.append(sized(number, turn))
+                    events.append(sized(number, turn))
                 elif number < 0:
-                    found.append(
-                        (~number if ~number in lasting else ~number + turn * len(blocks), FREED)
-                    )
-            return (
-                found
-                if log["update"] < len(step)
-                else [*found, *(sized(number) for number in late)]
-            )
+                    events.append(freed(~number, turn))
+            return events if log["update"] < len(step) else [*events, *map(sized, late)]
 
         def ended(turn: int) -> list[Event]:
-            """What of that turn lives on until the next one begins."""
-            freed = {~number for number in step if number < 0}
+            """The ends of the turn's blocks that live on until the next turn begins."""
+            ends = {~number for number in step if number < 0}
             born = [number for number in step if number >= 0 and number not in lasting]
-            return [(number + turn * len(blocks), FREED) for number in born if number not in freed]
+            return [freed(number, turn) for number in born if number not in ends]
 
         births = [number for number in step if number >= 0 and number in lasting]
         late = [number for number in births if blocks[number][2] == "state"] if makes_states else []
-        begun = once(1, [number for number in births if number not in late], late)
-        begun += [*ended(1), *once(0, ())]
-        rest = [EMPTY_CACHE]
+        steps = once(1, [number for number in births if number not in late], late)
+        steps += [*ended(1), *once(0, ())]
+        later = [EMPTY_CACHE]
         if evaluation:
-            rest += [sized(number) if number >= 0 else (~number, FREED) for number in evaluation]
-            rest += [EMPTY_CACHE]
-        return begun, [*rest, *ended(0), *once(2, ())]
+            later += [sized(number) if number >= 0 else (~number, FREED) for number in evaluation]
+            later += [EMPTY_CACHE]
+        return steps, [*later, *ended(0), *once(2, ())]
 
     def _log(self) -> dict[str, Any]:
         return json.loads(self.file.with_suffix(".log").read_text(encoding="utf-8"))
 
 
-def _size(block: tuple[int, int, Born], samples: int, eval_samples: int | None) -> int | None:
+def _size(block: tuple[int, int, Born], num_samples: int, eval_samples: int | None) -> int | None:
     """Bytes of a block (fixed, per sample, when it is born); None: of an evaluation that does not
     happen."""
     fixed, sample, born = block
-    count = eval_samples if born == "evaluation" else samples
+    count = eval_samples if born == "evaluation" else num_samples
     return None if count is None else fixed + count * sample
 
 
@@ -180,13 +177,13 @@ class Traces:
     def __init__(
         self,
         recipe: Recipe,
-        shape: ModelSize,
+        model: ModelSize,
         lora_targets: Sequence[str],
         folder: Path,
         say: Any = lambda line: None,
         child: TracingChild | None = None,
     ) -> None:
-        self._recipe, self._shape, self._lora_targets = recipe, shape, tuple(lora_targets)
+        self._recipe, self._model, self._lora_targets = recipe, model, tuple(lora_targets)
         self._folder, self._say = folder, say
         self._child = child or TracingChild(folder)
         values = recipe.model_dump(mode="json")
@@ -195,68 +192,73 @@ class Traces:
             for section in ("model", "lora", "quantization", "training")
             if values[section] is not None
         }
-        self._known: dict[str, Trace] = {}
+        self._cached: dict[str, Trace] = {}
         # why a step could not be traced: its candidates are judged by states alone
         self.failure: str | None = None
 
-    def of(self, recipe: Recipe, shape: ModelSize, lora_targets: Sequence[str]) -> Traces:
+    def of(self, recipe: Recipe, model: ModelSize, lora_targets: Sequence[str]) -> Traces:
         """The traces of another recipe, kept in the same place, made by the same child."""
-        return Traces(recipe, shape, lora_targets, self._folder, self._say, self._child)
+        return Traces(recipe, model, lora_targets, self._folder, self._say, self._child)
 
     def fetch(self, questions: Sequence[Question]) -> None:
-        """Have these traced, those that are not known yet. Close when there are no more."""
-        missing = {self.name(one): one for one in questions if self.get(one) is None}
+        """Have these steps traced, as far as their traces are not stored. Close when there are no
+        more."""
+        missing = {
+            self.name(question): question for question in questions if self.get(question) is None
+        }
         if not missing or self.failure:
             return
+        lengths = sorted({max(question.lengths) for question in missing.values()}, reverse=True)
         self._say(
-            f"tracing a step of {self._shape.name} ({len(missing)} variant(s)): once, then known"
+            f"tracing {len(missing)} step(s) of {self._model.name}, at"
+            f" {', '.join(map(str, lengths))} tokens: kept for later plans"
         )
         request = {
             "recipe": self._recipe.model_dump(mode="json"),
-            "shape": asdict(self._shape),
+            "shape": asdict(self._model),
             "lora_targets": self._lora_targets,
             "unused_packages": sorted(
-                set.intersection(*(self._unused(one) for one in missing.values()))
+                set.intersection(*(self._unused(question) for question in missing.values()))
             ),
             "questions": {
-                name: asdict(one) | {"bucket_elements": BUCKET_ELEMENTS}
-                for name, one in missing.items()
+                name: asdict(question) | {"bucket_elements": BUCKET_ELEMENTS}
+                for name, question in missing.items()
             },
         }
         self.failure = self._child.ask(request)
 
     def close(self) -> None:
-        """No more questions for now: end the child that answers them."""
+        """End the child that answers questions; another question starts another child."""
         self._child.close()
 
     def _unused(self, question: Question) -> set[str]:
         return set(packages.unused(self._recipe, question.strategy))
 
     def get(self, question: Question) -> Trace | None:
-        """The trace, if it is known."""
+        """The trace, if it is stored."""
         name = self.name(question)
-        if name not in self._known:
+        if name not in self._cached:
             file = self._folder / f"{name}.json"
             try:
                 content = json.loads(file.read_text(encoding="utf-8"))
             except (FileNotFoundError, json.JSONDecodeError):
                 return None
-            self._known[name] = Trace(tuple(content["peaks"]), read_work(content["work"]), file)
-        return self._known[name]
+            self._cached[name] = Trace(tuple(content["peaks"]), read_work(content["work"]), file)
+        return self._cached[name]
 
     def name(self, question: Question) -> str:
         """A hash of all that a trace depends on."""
         recipe, strategy = self._recipe, question.strategy
         facts = {
             **self._deciding,
-            "config": dict(self._shape.config),
+            "config": dict(self._model.config),
             "lora_targets": self._lora_targets,
             "device": strategy.device,
             "gpu": [question.architecture, question.fused_attention],
             "engine": [
-                strategy.engine,
-                strategy.zero_stage,
-                strategy.offloads,
+                strategy.launch_mode.engine,
+                strategy.launch_mode.zero_stage,
+                strategy.launch_mode.offloads,
                 strategy.num_processes,
             ],
             "mixed_precision": strategy.mixed_precision,
@@ -276,31 +278,27 @@ class Traces:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def read_work(found: Mapping[str, Any]) -> WorkCost:
+def read_work(work: Mapping[str, Any]) -> WorkCost:
     return WorkCost(
-        matmul_flops={dtype: Affine(*parts) for dtype, parts in found["matmul_flops"].items()},
-        attention_flops={
-            dtype: Affine(*parts) for dtype, parts in found["attention_flops"].items()
-        },
-        bytes_moved=Affine(*found["bytes_moved"]),
-        num_kernels=Affine(found["num_kernels"]),
-        num_matmuls=Affine(found["num_matmuls"]),
+        matmul_flops={dtype: Affine(*parts) for dtype, parts in work["matmul_flops"].items()},
+        attention_flops={dtype: Affine(*parts) for dtype, parts in work["attention_flops"].items()},
+        bytes_moved=Affine(*work["bytes_moved"]),
+        num_kernels=Affine(work["num_kernels"]),
+        num_matmuls=Affine(work["num_matmuls"]),
     )
 
 
 @cache
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
+    installed: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found
+        with suppress(PackageNotFoundError):
+            installed[package] = version(package)
+    return installed
 
 
 @cache
 def _code() -> str:
-    """What training/ does now: a trace of other code is another trace."""
+    """A hash of training/: a trace of other code is another trace."""
     files = sorted((CODE / "training").rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

@@ -1,5 +1,5 @@
-"""What each GPU architecture computes with: bf16, fp16, TF32, fused attention. Pure facts, no
-torch.
+"""Number formats and attention kernels of each GPU architecture: bf16, fp16, TF32 and fused
+attention. Constants only, no torch.
 
 Sources. NVIDIA: CUDA C++ Programming Guide, "Arithmetic Instructions" (tensor cores for fp16 from
 7.0, bf16 and TF32 from 8.0). AMD bf16: HIP documentation, "Hardware features" (none in RDNA 1 and
@@ -9,7 +9,7 @@ Fused attention: PyTorch's sdp_utils.cpp asks AOTriton whether it has kernels fo
 whether it calls them experimental; the answers are in AOTriton's v3src/util.cc, here those of
 0.12b, which torch 2.13 builds with (pytorch/pytorch pull 184288). The package flash_attn: its
 README (Ampere and newer; MI200, MI300 and MI350 by composable kernels; its Triton kernels for
-others have to be asked for, and are left out here).
+other cards need a setting of the user, and are left out here).
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ Attention = Literal["fused", "experimental", "math", "unknown"]
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the hardware has; what it lacks PyTorch emulates, slowly, or refuses."""
+    """The abilities of the hardware. PyTorch emulates missing abilities slowly, or refuses them."""
 
     bf16: bool
     fp16: bool  # faster than fp32
     tf32: bool  # as transformers sees it: no AMD card
-    # math: the scores of a layer, batch x heads x length^2, are held in memory
+    # math: the scores of a layer, batch x heads x length^2, are stored in memory
     attention: Attention
     flash_attn: bool = False  # the package of that name has kernels for it
 
 
-# From the newest: the first row whose compute capability is not above the card's.
+# Newest first. The first row whose compute capability is not above the card's applies.
 NVIDIA: tuple[tuple[tuple[int, int], Architecture], ...] = (
     # Ampere
     ((8, 0), Architecture(bf16=True, fp16=True, tf32=True, attention="fused", flash_attn=True)),
@@ -71,7 +71,7 @@ AMD: dict[str, Architecture] = {
     "gfx1200": _EXPERIMENTAL,  # RX 9060
     "gfx1201": _FUSED,  # RX 9070, Radeon AI PRO R9700; official since AOTriton 0.10b
 }
-# gfx names that no AOTriton knows: RDNA 1 and 2 (gfx10), and what came before gfx908
+# gfx names without kernels in AOTriton: RDNA 1 and 2 (gfx10), and cards older than gfx908
 _FAMILIES: tuple[tuple[str, Architecture], ...] = (
     ("gfx11", _MATH),
     ("gfx12", _MATH),
@@ -79,7 +79,7 @@ _FAMILIES: tuple[tuple[str, Architecture], ...] = (
     ("gfx", _OLD),
 )
 
-# Of a card that does not tell: it gets what it was asked for, and nothing is said of its attention.
+# A card that does not report its architecture: it runs as requested, without a note on attention.
 UNKNOWN = Architecture(bf16=True, fp16=True, tf32=True, attention="unknown", flash_attn=True)
 
 
@@ -106,16 +106,15 @@ def environment(gpus: Sequence[Gpu]) -> dict[str, str]:
 
 
 def attention_notes(gpus: Sequence[Gpu]) -> Iterator[str]:
-    """A line per kind of card whose attention needs a word: allowed with a variable, or without a
-    fused kernel."""
-    for name in dict.fromkeys(gpu.architecture for gpu in gpus):
-        facts = next(of(gpu) for gpu in gpus if gpu.architecture == name)
-        if facts.attention == "experimental":
+    """Yield a line for each kind of card whose attention needs a variable, or has no fused
+    kernel."""
+    for name, attention in {gpu.architecture: of(gpu).attention for gpu in gpus}.items():
+        if attention == "experimental":
             yield (
                 f"attention: PyTorch calls its fused kernels for {name} experimental;"
                 f" {ALLOW_EXPERIMENTAL}=1 allows them, unless you set that variable yourself"
             )
-        elif facts.attention == "math":
+        elif attention == "math":
             yield (
                 f"attention: PyTorch has no fused kernel for {name}; every layer holds its scores"
                 " in memory (batch x heads x length^2)"
@@ -123,7 +122,7 @@ def attention_notes(gpus: Sequence[Gpu]) -> Iterator[str]:
 
 
 def without_bf16(gpus: Sequence[Gpu]) -> str:
-    """Why these cards do not train in bf16; empty when all of them do."""
+    """The reason why these cards do not train in bf16; "" if all of them do."""
     lacking = [gpu for gpu in gpus if not of(gpu).bf16]
     if not lacking:
         return ""

@@ -1,5 +1,5 @@
-"""Signs of a graphics card that need no vendor's library: the PCI bus, device files, what drivers
-write into /sys."""
+"""Signs of a graphics card that need no vendor's library: the PCI bus, device files, and the files
+of drivers in /sys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from launch.base.text import size
 from launch.schema.machine import GIB
 
-# another folder than / that holds dev, proc and sys; scripts/lib/bootstrap.sh too
+# another folder than / that holds dev, proc and sys; scripts/lib/bootstrap.sh reads it too
 SYSTEM_ROOT = "LOWMEM_SYSTEM_ROOT"
 VENDORS = {"0x10de": "nvidia", "0x1002": "amd"}
 DISPLAY, ACCELERATOR = "0x03", "0x12"  # PCI classes; AMD's MI300 is of the second
@@ -28,7 +28,7 @@ class Card:
     vendor: str
     address: str
     driver: str  # of the kernel; "" without one
-    vram_bytes: int | None  # as amdgpu writes it; None where nobody does
+    vram_bytes: int | None  # as amdgpu writes it; None without amdgpu
 
     def __str__(self) -> str:
         return f"PCI {self.address}, {f'driver {self.driver}' if self.driver else 'no driver'}"
@@ -40,8 +40,9 @@ def system_root(environ: Mapping[str, str]) -> Path:
 
 
 def cards(root: Path, vendor: str) -> list[Card]:
-    """A vendor's graphics cards on the PCI bus, less those that a virtual machine has."""
-    found = []
+    """A vendor's graphics cards on the PCI bus, except cards that are passed to a virtual
+    machine."""
+    on_bus = []
     for device in sorted(root.glob("sys/bus/pci/devices/*")):
         kind, of = _read(device / "class"), VENDORS.get(_read(device / "vendor"))
         if of != vendor or not kind.startswith((DISPLAY, ACCELERATOR) if of == "amd" else DISPLAY):
@@ -49,12 +50,12 @@ def cards(root: Path, vendor: str) -> list[Card]:
         driver = (device / "driver").resolve().name if (device / "driver").exists() else ""
         size = _read(device / "mem_info_vram_total")
         if driver != PASSED_ON:
-            found.append(Card(vendor, device.name, driver, int(size) if size.isdigit() else None))
-    return found
+            on_bus.append(Card(vendor, device.name, driver, int(size) if size.isdigit() else None))
+    return on_bus
 
 
 def nvidia(root: Path) -> list[str]:
-    """Every sign of an NVIDIA card, in words."""
+    """Descriptions of every sign of an NVIDIA card."""
     files = [
         f"/dev/{path.name}"
         for pattern in NVIDIA_FILES
@@ -64,10 +65,10 @@ def nvidia(root: Path) -> list[str]:
 
 
 def amd(root: Path) -> tuple[list[str], list[str]]:
-    """(signs of AMD cards to train on, AMD graphics that count for none), in words.
+    """(descriptions of AMD cards to train on, descriptions of AMD graphics that do not count).
 
-    /dev/kfd alone says nothing: amdgpu makes it on every laptop with a Ryzen. The size of the
-    card's own memory does.
+    /dev/kfd alone proves nothing, because amdgpu makes it on every laptop with a Ryzen. The size
+    of the card's own memory decides.
     """
     signs, passed_over = [], []
     for card in cards(root, "amd"):
@@ -82,7 +83,7 @@ def amd(root: Path) -> tuple[list[str], list[str]]:
 
 
 def amd_fix(root: Path) -> str:
-    """The one thing that lets this process see the AMD cards that are there."""
+    """The fix that makes the installed AMD cards visible to this process."""
     compute = root / "dev/kfd"
     if not compute.exists():
         return (
@@ -98,7 +99,7 @@ def amd_fix(root: Path) -> str:
 
 
 def _read(file: Path) -> str:
-    """The text of a small file; "" where there is none, or it has just gone."""
+    """The text of a small file; "" if there is none or it has just disappeared."""
     try:
         return file.read_text(encoding="ascii", errors="replace").strip()
     except OSError:

@@ -1,5 +1,5 @@
-"""The GPUs a run may use: as NVML, amdsmi, rocm-smi or amd-smi lists them, less those that the
-environment hides."""
+"""The GPUs that a run may use: as NVML, amdsmi, rocm-smi or amd-smi lists them, without those that
+the environment hides."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from launch.base.text import size
 from launch.probe import gpu_signs
 from launch.schema.machine import GIB, Gpu, Machine
 
-# below it: the graphics of a Ryzen or an APU, which rocm-smi lists beside the real card
+# graphics of a Ryzen or an APU, which rocm-smi lists beside the real card, are smaller
 MIN_VRAM_BYTES = 2 * GIB
 VENDOR_TOOL_TIMEOUT_S = 5.0
 
@@ -65,71 +65,77 @@ COMPUTE_FIX = (
 
 Parsed = TypeVar("Parsed")
 Listed = list[tuple[str, Gpu]]  # (uuid, or "" when unknown; GPU) in the vendor's order
+ROCM_SMI_QUERY = (
+    "--showproductname",
+    "--showmeminfo",
+    "vram",
+    "--showdriverversion",
+    "--showuniqueid",
+    "--json",
+)
+AMD_SMI_QUERIES = (
+    ("static", "--asic", "--driver", "--json"),
+    ("metric", "--mem-usage", "--json"),
+)
 
 
 @dataclass(frozen=True)
 class Found:
-    """The GPUs that a process can use, why these, and what keeps it from cards that are here."""
+    """The GPUs that a process can use, the reason, and the obstacle to the use of other installed
+    cards."""
 
     gpus: tuple[Gpu, ...]
     reason: str
-    # with its fix; "": there is no card, the cards work, or a variable hides them
+    # with its fix; "" if there is no card, the cards work, or a variable hides them
     obstacle: str = ""
-    cuda_driver: str = ""  # the newest CUDA that the NVIDIA driver serves
-
-
-def usable(env: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str]:
-    """The GPUs a child with this environment can use, in the order it will number them, and why
-    these."""
-    found = find(env, gpu_signs.system_root(env))
-    return found.gpus, found.reason
+    cuda_driver: str = ""  # the newest CUDA that the NVIDIA driver supports
 
 
 def find(env: Mapping[str, str], root: Path = Path("/")) -> Found:
-    """The GPUs of the machine whose dev and sys are below `root`, less those that the environment
-    hides."""
+    """The GPUs of the machine whose dev and sys are below `root`, in the order in which a child
+    with this environment numbers them. GPUs that the environment hides are left out."""
     nvidia = _nvidia()
     listed, reason = nvidia.listed, nvidia.reason
     variables = ["CUDA_VISIBLE_DEVICES"]
     if not listed:
         listed, amd_reason = _amd(env)
         reason = amd_reason if listed else f"{reason}; {amd_reason}"
-        # ROCR's list is numbered anew by HIP, which reads CUDA's variable where its own is not set.
+        # HIP numbers ROCR's list anew. It reads CUDA's variable if its own is not set.
         # Source: ROCm docs
         hip = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in env else "CUDA_VISIBLE_DEVICES"
         variables = ["ROCR_VISIBLE_DEVICES", hip]
-    reasons = [reason]
+    notes = [reason]
     nvidia_names = {gpu.name for _, gpu in listed if gpu.vendor == "nvidia"}
     if len(nvidia_names) > 1 and env.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        reasons.append(
+        notes.append(
             "they differ: set CUDA_DEVICE_ORDER=PCI_BUS_ID, or CUDA numbers the fastest first"
         )
     obstacles = [] if nvidia.listed else [*nvidia.obstacles, *_nvidia_signs(nvidia, root)]
     for variable in variables:
         if variable in env:
             before = len(listed)
-            listed, said = visible(listed, env[variable])
-            reasons.append(f'{variable}="{env[variable]}" {said}')
+            listed, effect = visible(listed, env[variable])
+            notes.append(f'{variable}="{env[variable]}" {effect}')
             if before and not listed:
                 obstacles.append(_names_none(variable, env[variable], before))
         if variable == "ROCR_VISIBLE_DEVICES" and variable in env:
-            # from here on a number is the one HIP counts by, as the command line will use it
+            # from here on the index is HIP's number, which the command line will use
             listed = [(uuid, replace(gpu, index=index)) for index, (uuid, gpu) in enumerate(listed)]
     small = [gpu for _, gpu in listed if gpu.total_bytes < MIN_VRAM_BYTES]
     for gpu in small:
         if gpu.total_bytes:
-            reasons.append(
+            notes.append(
                 f"GPU {gpu.index} ({gpu.name}, {size(gpu.total_bytes)}) is too small to train on"
             )
         else:
-            reasons.append(
+            notes.append(
                 f"GPU {gpu.index} ({gpu.name}): {gpu.reason} does not say how much memory it has"
             )
-            obstacles.append(f"{reasons[-1]}; {SIZE_UNKNOWN}")
-    found = tuple(gpu for _, gpu in listed if gpu not in small)
-    if not found and not nvidia.listed:
+            obstacles.append(f"{notes[-1]}; {SIZE_UNKNOWN}")
+    usable = tuple(gpu for _, gpu in listed if gpu not in small)
+    if not usable and not nvidia.listed:
         signs, passed_over = gpu_signs.amd(root)
-        reasons += passed_over
+        notes += passed_over
         obstacles += [
             f"an AMD card is here ({sign}) and cannot be asked; fix: {gpu_signs.amd_fix(root)}"
             for sign in signs
@@ -137,12 +143,12 @@ def find(env: Mapping[str, str], root: Path = Path("/")) -> Found:
     is_hidden = any(
         variable in env and HIDES.fullmatch(env[variable]) for variable in ALL_VARIABLES
     )
-    obstacle = "" if found or is_hidden or not obstacles else obstacles[0]
-    return Found(found, "; ".join(reasons), obstacle, nvidia.cuda_driver)
+    obstacle = "" if usable or is_hidden or not obstacles else obstacles[0]
+    return Found(usable, "; ".join(notes), obstacle, nvidia.cuda_driver)
 
 
 def _names_none(variable: str, value: str, count: int) -> str:
-    """The obstacle of a variable that leaves no card and was not meant to."""
+    """The obstacle of a variable that hides all cards without intent."""
     if "MIG-" in value:
         return (
             f"{variable}={value} names a part of a card (MIG), which lowmem cannot plan for yet;"
@@ -156,23 +162,17 @@ def _names_none(variable: str, value: str, count: int) -> str:
     )
 
 
-def _nvidia_signs(asked: _Nvidia, root: Path) -> list[str]:
-    """The obstacle of NVIDIA cards that leave signs and are not listed."""
+def _nvidia_signs(nvidia: _Nvidia, root: Path) -> list[str]:
+    """The obstacle of NVIDIA cards that leave signs but are not listed."""
     signs = gpu_signs.nvidia(root)
-    fix = "install nvidia-ml-py" if "nvidia-ml-py" in asked.reason else NO_LIBRARY_FIX
-    return (
-        [
-            f"an NVIDIA card is here ({', '.join(signs)}) and cannot be asked ({asked.reason});"
-            f" fix: {fix}"
-        ]
-        if signs
-        else []
-    )
+    fix = "install nvidia-ml-py" if "nvidia-ml-py" in nvidia.reason else NO_LIBRARY_FIX
+    obstacle = f"an NVIDIA card is here ({', '.join(signs)}) and cannot be asked ({nvidia.reason})"
+    return [f"{obstacle}; fix: {fix}"] if signs else []
 
 
 def visible(listed: Listed, value: str) -> tuple[Listed, str]:
-    """What CUDA_VISIBLE_DEVICES or its AMD kin leaves, in its order: indices, or UUIDs which may be
-    abbreviated.
+    """The GPUs that CUDA_VISIBLE_DEVICES or a variable of AMD names, in its order. Entries are
+    indices or UUIDs, which may be abbreviated.
 
     The list ends at the first entry that is no GPU. Source: CUDA C++ Programming Guide, CUDA
     environment variables.
@@ -192,7 +192,7 @@ def visible(listed: Listed, value: str) -> tuple[Listed, str]:
 
 @dataclass(frozen=True)
 class _Nvidia:
-    """NVML's answer."""
+    """The reply of NVML."""
 
     listed: Listed
     reason: str
@@ -209,9 +209,8 @@ def _nvidia() -> _Nvidia:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:  # no driver, or one that does not fit its library
         is_absent = _code(error) == LIBRARY_NOT_FOUND
-        return _Nvidia(
-            [], f"NVML: {error}", () if is_absent else (_trouble("NVML cannot be asked", error),)
-        )
+        obstacles = () if is_absent else (_trouble("NVML cannot be asked", error),)
+        return _Nvidia([], f"NVML: {error}", obstacles)
     listed: Listed = []
     problems, obstacles, count, cuda_driver = [], [], 0, ""
     try:
@@ -226,77 +225,65 @@ def _nvidia() -> _Nvidia:
                 major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
                 uuid = pynvml.nvmlDeviceGetUUID(handle)
             except pynvml.NVMLError as error:
-                # fallen off the bus, or not ours under Slurm: the others still work
+                # fallen off the bus, or not ours under Slurm: the other cards still work
                 problems.append(f"GPU {index}: {error}")
                 of = name if name == f"GPU {index}" else f"GPU {index} ({name})"
-                if _code(error) == NOT_SUPPORTED:
-                    obstacles.append(f"{of}: NVML says Not Supported of its memory; {UNIFIED}")
-                else:
-                    obstacles.append(_trouble(of, error))
+                unified = f"{of}: NVML says Not Supported of its memory; {UNIFIED}"
+                is_unified = _code(error) == NOT_SUPPORTED
+                obstacles.append(unified if is_unified else _trouble(of, error))
                 continue
             sizes, capability = (int(memory.total), int(memory.free)), f"{major}.{minor}"
-            listed.append(
-                (
-                    uuid,
-                    Gpu(index, name, "nvidia", *sizes, capability, driver, f"NVML device {index}"),
-                )
-            )
+            gpu = Gpu(index, name, "nvidia", *sizes, capability, driver, f"NVML device {index}")
+            listed.append((uuid, gpu))
         cuda_driver = _cuda_driver(pynvml)
     except pynvml.NVMLError as error:
         problems.append(str(error))
         obstacles.append(_trouble("NVML cannot be asked", error))
     finally:
         pynvml.nvmlShutdown()
-    if len(listed) < count:  # CUDA does not count a card that it may not open, nor one that is lost
+    if len(listed) < count:  # CUDA does not count a lost card, nor a card that it may not open
         listed = [(uuid, replace(gpu, uuid=uuid)) for uuid, gpu in listed]
     if cuda_driver == NO_LIBCUDA:
-        problems.append(NO_LIBCUDA)
-        return _Nvidia(
-            [],
-            "; ".join([f"NVML lists {len(listed)}", *problems]),
-            (f"{NO_LIBCUDA}; {COMPUTE_FIX}",),
-        )
-    return _Nvidia(
-        listed, "; ".join([f"NVML lists {len(listed)}", *problems]), tuple(obstacles), cuda_driver
-    )
+        reason = "; ".join([f"NVML lists {len(listed)}", *problems, NO_LIBCUDA])
+        return _Nvidia([], reason, (f"{NO_LIBCUDA}; {COMPUTE_FIX}",))
+    reason = "; ".join([f"NVML lists {len(listed)}", *problems])
+    return _Nvidia(listed, reason, tuple(obstacles), cuda_driver)
 
 
 def _cuda_driver(pynvml: Any) -> str:
-    """The newest CUDA that the driver's libcuda serves; "" where the driver does not say,
-    NO_LIBCUDA without one."""
-    # an nvidia-ml-py of the user's may be older
+    """The newest CUDA that the driver's libcuda supports; "" if the driver does not report it,
+    NO_LIBCUDA if there is no libcuda."""
+    # the user's nvidia-ml-py may be older
     ask = getattr(pynvml, "nvmlSystemGetCudaDriverVersion_v2", None)
-    if ask is None:
-        return ""
     try:
-        number = ask()
+        number = ask() if ask else None
     except pynvml.NVMLError as error:
         return NO_LIBCUDA if _code(error) == LIBRARY_NOT_FOUND else ""
-    return f"{number // 1000}.{number % 1000 // 10}"
+    return f"{number // 1000}.{number % 1000 // 10}" if number is not None else ""
 
 
 def _code(error: Exception) -> int | None:
-    """NVML's number of an error."""
+    """The number of an NVML error."""
     return getattr(error, "value", None)
 
 
-def _trouble(subject: str, error: Exception) -> str:
-    """An obstacle: NVML's words and number, and the fix."""
+def _trouble(name: str, error: Exception) -> str:
+    """The obstacle of an NVML error: its text and number, and the fix."""
     code = _code(error)
     number = "" if code is None else f" (NVML error {code})"
-    return f"{subject}: {error}{number}; fix: {FIXES.get(code or 0, FIX)}"
+    return f"{name}: {error}{number}; fix: {FIXES.get(code or 0, FIX)}"
 
 
 def _amd(env: Mapping[str, str]) -> tuple[Listed, str]:
-    """From the first that lists a GPU: the amdsmi library, rocm-smi, amd-smi (newer ROCm has no
-    rocm-smi)."""
-    reasons = []
+    """The GPUs that the first of these lists: the amdsmi library, rocm-smi, amd-smi (newer ROCm has
+    no rocm-smi)."""
+    failures = []
     for ask in (_amdsmi, rocm_smi, amd_smi):
         listed, reason = ask(env)
         if listed:
-            return listed, "; ".join([*reasons, reason])
-        reasons += [reason] if reason else []
-    return [], "; ".join(reasons)
+            return listed, "; ".join([*failures, reason])
+        failures += [reason] if reason else []
+    return [], "; ".join(failures)
 
 
 def _amdsmi(env: Mapping[str, str]) -> tuple[Listed, str]:
@@ -305,7 +292,7 @@ def _amdsmi(env: Mapping[str, str]) -> tuple[Listed, str]:
     except ModuleNotFoundError:
         return [], ""
     except (ImportError, OSError, KeyError, AttributeError) as error:
-        # what its import raises without libamd_smi.so
+        # its import raises these without libamd_smi.so
         return [], f"amdsmi: {error!r}"
     try:
         amdsmi.amdsmi_init()
@@ -336,90 +323,67 @@ def _amdsmi_gpu(amdsmi: Any, index: int, handle: object) -> tuple[str, Gpu]:
 def rocm_smi(
     env: Mapping[str, str], timeout_s: float = VENDOR_TOOL_TIMEOUT_S
 ) -> tuple[Listed, str]:
-    """What the rocm-smi on env's PATH lists; without it, or when it hangs or prints nonsense,
-    nothing and why."""
-    asked = [
-        "--showproductname",
-        "--showmeminfo",
-        "vram",
-        "--showdriverversion",
-        "--showuniqueid",
-        "--json",
-    ]
-    try:
-        program, listed = _ask("rocm-smi", asked, env, timeout_s, parse_rocm_smi)
-    except _NoAnswer as error:
-        return [], str(error)
-    return listed, f"{program} lists {len(listed)}"
+    """The GPUs that the rocm-smi on env's PATH lists. If it is missing, hangs or prints nonsense:
+    no GPUs, and the reason."""
+    return _ask("rocm-smi", [ROCM_SMI_QUERY], env, timeout_s, parse_rocm_smi, lambda listed: listed)
 
 
 def amd_smi(env: Mapping[str, str], timeout_s: float = VENDOR_TOOL_TIMEOUT_S) -> tuple[Listed, str]:
-    """What the amd-smi on env's PATH lists; without it, or when it hangs or prints nonsense,
-    nothing and why."""
-    try:
-        program, static = _ask(
-            "amd-smi", ["static", "--asic", "--driver", "--json"], env, timeout_s, _amd_smi_rows
-        )
-        _, metric = _ask(
-            "amd-smi", ["metric", "--mem-usage", "--json"], env, timeout_s, _amd_smi_rows
-        )
-    except _NoAnswer as error:
-        return [], str(error)
-    listed = _amd_smi_gpus(static, metric)
-    return listed, f"{program} lists {len(listed)}"
-
-
-class _NoAnswer(Exception):
-    """A vendor's tool is not there, hangs, or prints no list of GPUs; the message says which."""
+    """The GPUs that the amd-smi on env's PATH lists. If it is missing, hangs or prints nonsense: no
+    GPUs, and the reason."""
+    return _ask("amd-smi", AMD_SMI_QUERIES, env, timeout_s, _amd_smi_rows, _amd_smi_gpus)
 
 
 def _ask(
     tool: str,
-    asked: Sequence[str],
+    queries: Sequence[Sequence[str]],
     env: Mapping[str, str],
     timeout_s: float,
     parse: Callable[[str], Parsed],
-) -> tuple[str, Parsed]:
-    """(path of the tool, what parse makes of its output). Raises _NoAnswer, also where parse raises
-    ValueError."""
+    combine: Callable[..., Listed],
+) -> tuple[Listed, str]:
+    """Run a tool once for each query, parse its outputs and combine them into a list of GPUs. If
+    that fails: no GPUs, and the reason. `parse` raises ValueError for nonsense."""
     program = shutil.which(tool, path=env.get("PATH", ""))
     if program is None:
-        raise _NoAnswer(f"no {tool} on PATH")
-    try:
-        child = subprocess.Popen(
-            [program, *asked],
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-        )
-    except OSError as error:
-        raise _NoAnswer(f"{program}: {error.strerror}") from error
-    try:
-        out, err = child.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired as error:
-        child.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            # stuck inside the driver it dies later, and we do not wait for that
-            child.wait(timeout=1)
-        raise _NoAnswer(f"{program} did not answer within {timeout_s:g} s") from error
-    try:
-        return program, parse(out)
-    except ValueError as error:
-        said = next(
-            (line.strip()[:120] for line in f"{err}\n{out}".split("\n") if line.strip()), "nothing"
-        )
-        raise _NoAnswer(
-            f"{program} exited with {child.returncode} and printed no list of GPUs ({error}):"
-            f" {said}"
-        ) from error
+        return [], f"no {tool} on PATH"
+    parsed = []
+    for query in queries:
+        try:
+            child = subprocess.Popen(
+                [program, *query],
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+            )
+        except OSError as error:
+            return [], f"{program}: {error.strerror}"
+        try:
+            out, err = child.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                # a child that is stuck inside the driver ends later, which we do not wait for
+                child.wait(timeout=1)
+            return [], f"{program} did not answer within {timeout_s:g} s"
+        try:
+            parsed.append(parse(out))
+        except ValueError as error:
+            lines = [line.strip()[:120] for line in f"{err}\n{out}".split("\n") if line.strip()]
+            return [], (
+                f"{program} exited with {child.returncode} and printed no list of GPUs ({error}):"
+                f" {(lines or ['nothing'])[0]}"
+            )
+    listed = combine(*parsed)
+    return listed, f"{program} lists {len(listed)}"
 
 
 def parse_rocm_smi(text: str) -> Listed:
-    """The GPUs in what `rocm-smi --json` prints, as ROCm 3 to 7 spell it. Raises ValueError where
-    there is no list."""
+    """The GPUs in the output of `rocm-smi --json`, as ROCm 3 to 7 spell it. Raises ValueError if it
+    has no list."""
     # warnings are printed before it
     document, _ = json.JSONDecoder().raw_decode(text[max(text.find("{"), 0) :])
     if not isinstance(document, dict) or not all(
@@ -434,9 +398,9 @@ def parse_rocm_smi(text: str) -> Listed:
     for key, card in spelled.items():
         if not (match := re.fullmatch(r"card(\d+)", key)):
             continue
-        total, used = (card.get(f"vram total {word}memory (b)", "") for word in ("", "used "))
-        known = total.isdigit() and used.isdigit()  # "N/A" otherwise
-        sizes = (int(total), int(total) - int(used)) if known else (0, 0)
+        total, used = (card.get(f"vram total {part}memory (b)", "") for part in ("", "used "))
+        has_sizes = total.isdigit() and used.isdigit()  # "N/A" otherwise
+        sizes = (int(total), int(total) - int(used)) if has_sizes else (0, 0)
         name = _first(card, "card series", "device name", "card model") or key
         driver = _first(card, "driver version") or _first(
             spelled.get("system", {}), "driver version"
@@ -448,7 +412,7 @@ def parse_rocm_smi(text: str) -> Listed:
 
 
 def _amd_smi_rows(text: str) -> dict[int, Mapping[str, Any]]:
-    """The object of each GPU by its number: in a list, or since ROCm 7 in a list under gpu_data."""
+    """The object of each GPU by its number. Since ROCm 7 the list is under gpu_data."""
     start = re.search(r"^[\[{]", text, re.MULTILINE)  # Python's warnings are printed before it
     document, _ = json.JSONDecoder().raw_decode(text[start.start() if start else 0 :])
     rows = document.get("gpu_data") if isinstance(document, dict) else document
@@ -490,23 +454,19 @@ def _first(card: Mapping[str, Any], *names: str) -> str:
 
 
 def _amd_uuid(serial: str) -> str:
-    """The 64-bit unique id as ROCR_VISIBLE_DEVICES wants it; cards without one are addressed by
-    index only."""
-    return (
-        f"GPU-{serial.lower().removeprefix('0x').zfill(16)}"
-        if serial.lower().startswith("0x")
-        else ""
-    )
+    """The 64-bit unique id as ROCR_VISIBLE_DEVICES expects it; "" for cards without it, which are
+    addressed by index only."""
+    digits = serial.lower().removeprefix("0x")
+    return f"GPU-{digits.zfill(16)}" if digits != serial.lower() else ""
 
 
 def visible_devices(machine: Machine, num_processes: int) -> dict[str, str]:
-    """The variables that leave a run its first `num_processes` GPUs, one per rank and in their
-    order."""
+    """The variables that give a run its first `num_processes` GPUs in their order, one per rank."""
     chosen = machine.gpus[:num_processes]
     indices = ",".join(gpu.uuid or str(gpu.index) for gpu in chosen)
     if chosen[0].vendor == "amd":
-        # HIP reads this before CUDA_VISIBLE_DEVICES, and counts what ROCR_VISIBLE_DEVICES leaves,
-        # as gpus.py does. RCCL has no names of its own: it reads NCCL_*.
+        # HIP reads this before CUDA_VISIBLE_DEVICES, and numbers the cards that
+        # ROCR_VISIBLE_DEVICES names, as this module does. RCCL reads NCCL_* variables.
         return {"HIP_VISIBLE_DEVICES": indices}
     # NVML counts in this order
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": indices}

@@ -1,7 +1,7 @@
-"""What the processes of a job hold once they are imported: constants, or what `doctor` has measured
+"""Memory of a job's processes after their imports: constants, or figures that `doctor` has measured
 on this machine.
 
-Without the packages that few runs use; host_memory.py adds those."""
+The packages that few runs use are not counted; host_memory.py adds them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from launch.base import environment, files
 from launch.base.errors import ResourceError
 from launch.base.workspace import CODE
 from launch.probe import packages
+from launch.probe.torch_build import numbers
 from launch.schema.machine import MIB, Device
 
 PACKAGES = (
@@ -34,12 +36,12 @@ PACKAGES = (
 )
 ROLES = ("launcher", "agent", "prepare", "rank")
 CHILD_TIMEOUT_S = 120
-OLDEST_FLASH_ATTN = (2, 3, 3)  # transformers takes no older one
+OLDEST_FLASH_ATTN = (2, 3, 3)  # the oldest version that transformers accepts
 
 
-def known(cache: Path, device: Device) -> Imports:
-    """As measured before, else the constants. Starts nothing."""
-    measured = files.read_or_none(kept_file(cache, device), Imports)
+def measured_or_assumed(cache: Path, device: Device) -> Imports:
+    """The figures that were measured earlier, else the constants. Starts no process."""
+    measured = files.read_or_none(figures_file(cache, device), Imports)
     if measured:
         return measured
     on_device = ASSUMED_CUDA_BYTES if device == "cuda" else 0
@@ -47,44 +49,51 @@ def known(cache: Path, device: Device) -> Imports:
 
 
 def measure(cache: Path, device: Device) -> Imports:
-    """Measured now, in one child per role, some seconds in all, and kept. Raises ResourceError
-    where a child fails."""
+    """Measure the figures now, in a child for each role (some seconds in all), and store them.
+    Raises ResourceError if a child fails."""
     children = {role: _child(role, device) for role in ROLES}
     private = {f"{role}_bytes": child["private_bytes"] for role, child in children.items()}
     mapped = max(child["mapped_bytes"] for child in children.values())
-    file = kept_file(cache, device)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    files.write_json(file, {**private, "mapped_bytes": mapped, "reason": "measured here"})
-    return known(cache, device)
+    _store(
+        figures_file(cache, device), private | {"mapped_bytes": mapped, "reason": "measured here"}
+    )
+    return measured_or_assumed(cache, device)
 
 
 def no_flash_attn(cache: Path) -> str | None:
-    """Why attention cannot be the package flash_attn's here; None where it can.
+    """The reason why the package flash_attn cannot compute attention here; None if it can.
 
-    One built for another torch is installed and cannot be imported: that is tried in a child, once
-    per version."""
-    try:
-        found = version("flash-attn")
-    except PackageNotFoundError:
+    A flash_attn that was built for another torch cannot be imported. A child process tries the
+    import once per version."""
+    installed = packages.version("flash-attn")
+    if not installed:
         return "the package flash_attn is not installed"
-    if tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < OLDEST_FLASH_ATTN:
-        return f"flash_attn {found} is older than {'.'.join(map(str, OLDEST_FLASH_ATTN))}"
-    identity = json.dumps([found, _version("torch"), sys.version, sys.prefix])
-    kept = (
-        cache / "imports" / f"flash-attn-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.json"
-    )
-    known = files.read_or_none(kept, dict[str, str])
-    if known is None or "failure" not in known:
-        known = {"failure": _import_failure("flash_attn")}
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        files.write_json(kept, known)
-    return (
-        f"flash_attn {found} cannot be imported ({known['failure']})" if known["failure"] else None
-    )
+    if numbers(installed)[:3] < OLDEST_FLASH_ATTN:
+        return f"flash_attn {installed} is older than {'.'.join(map(str, OLDEST_FLASH_ATTN))}"
+    identity = [installed, packages.version("torch"), sys.version, sys.prefix]
+    file = _file(cache, "flash-attn-", identity)
+    result = files.read_or_none(file, dict[str, str])
+    if result is None or "failure" not in result:
+        result = {"failure": _import_failure("flash_attn")}
+        _store(file, result)
+    failure = result["failure"]
+    return f"flash_attn {installed} cannot be imported ({failure})" if failure else None
+
+
+def _file(cache: Path, prefix: str, identity: Sequence[Any]) -> Path:
+    """The cache file of a result; its name contains a hash of everything that the result depends
+    on."""
+    digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:24]
+    return cache / "imports" / f"{prefix}{digest}.json"
+
+
+def _store(file: Path, result: Mapping[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    files.write_json(file, result)
 
 
 def _import_failure(package: str) -> str:
-    """The last line of a Python that imports it and fails; "" where it does not."""
+    """The last line of a Python process that fails to import the package; "" if it succeeds."""
     argv = [sys.executable, "-P", "-c", f"import {package}"]
     try:
         done = subprocess.run(
@@ -96,8 +105,8 @@ def _import_failure(package: str) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"not done after {CHILD_TIMEOUT_S} s"
-    words = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    return words[-1] if done.returncode else ""
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return lines[-1] if done.returncode else ""
 
 
 def _child(role: str, device: Device) -> dict[str, int]:
@@ -133,7 +142,7 @@ def _child(role: str, device: Device) -> dict[str, int]:
 
 
 def _reason(stderr: str) -> str:
-    """The line that names the exception; CUDA's and HIP's go on with advice that says nothing of
+    """The line that names the exception. Errors of CUDA and HIP end with advice that does not name
     the cause."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     named = [
@@ -143,33 +152,22 @@ def _reason(stderr: str) -> str:
     return (errors or named or lines or [""])[-1]
 
 
-def kept_file(cache: Path, device: Device) -> Path:
-    """Where the figures are kept: a name made of all that they depend on."""
-    identity = [
-        [[package, _version(package)] for package in PACKAGES],
-        [sys.version, platform.machine(), platform.node(), device],
-    ]
-    return (
-        cache / "imports" / f"{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:24]}.json"
-    )
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+def figures_file(cache: Path, device: Device) -> Path:
+    """The file of the measured figures."""
+    versions = [[package, packages.version(package)] for package in PACKAGES]
+    machine = [sys.version, platform.machine(), platform.node(), device]
+    return _file(cache, "", [versions, machine])
 
 
 @dataclass(frozen=True)
 class Imports:
-    """What each process of a job holds before there is a model: private bytes each, mapped bytes
-    once for all."""
+    """Memory of each process of a job before there is a model: private bytes of each process, and
+    mapped bytes that all share."""
 
     launcher_bytes: int
     agent_bytes: int  # of accelerate launch, which imports torch too
     prepare_bytes: int
-    rank_bytes: int  # with what its device's runtime takes on the host
+    rank_bytes: int  # with the host memory of its device's runtime
     mapped_bytes: int
     reason: str
 

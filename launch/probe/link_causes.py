@@ -1,5 +1,5 @@
-"""Why a link test fails, by the lines that NCCL, RCCL, Gloo, torch and the driver print, and what
-to try next. Pure."""
+"""Causes of a failed link test, recognised by the lines that NCCL, RCCL, Gloo, torch and the driver
+print, and the tries that can help."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_P2P: Env = {"NCCL_P2P_DISABLE": "1"}
 NO_SHM: Env = {"NCCL_SHM_DISABLE": "1"}
 SOCKETS_ONLY: Env = {**NO_P2P, **NO_SHM}
 NO_P2P_NO_IB: Env = {**NO_P2P, "NCCL_IB_DISABLE": "1"}
-# NCCL, fastest first; Gloo and one GPU come after it
+# tries with NCCL, the fastest first; Gloo and a single GPU come after them
 LADDER = (AS_IS, NO_CUMEM_HOST, NO_P2P, NO_SHM, SOCKETS_ONLY)
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ufffd]")
@@ -27,12 +27,12 @@ class Cause:
     """A known reason for a failure."""
 
     name: str
-    regex: re.Pattern[str] | None  # of a line of output; None: recognised by how the try ended
+    regex: re.Pattern[str] | None  # of a line of output; None: recognised by the end of the try
     what: str
-    fix: str  # the one thing a user can do
+    fix: str  # the one action that the user can take
     worth: tuple[Env, ...]  # the NCCL tries that can help, in this order
-    cards_work: bool = True  # False: Gloo cannot help either, nor may one GPU
-    lasting: bool = True  # False: it may be gone in a minute, so nothing is remembered
+    cards_work: bool = True  # False: neither Gloo nor a single GPU can help
+    lasting: bool = True  # False: the cause may disappear soon, so no result is stored
 
 
 CAUSES = (
@@ -50,7 +50,7 @@ CAUSES = (
         " of torch that fits it: docs/cards.md",
         worth=(),
         cards_work=False,
-        lasting=False,  # a driver that has been mended is asked again
+        lasting=False,  # the driver may have been repaired at the next start
     ),
     Cause(
         "card_busy",
@@ -183,12 +183,12 @@ BY_NAME = {cause.name: cause for cause in (*CAUSES, UNKNOWN)}
 
 
 def find(output: str, how: str) -> tuple[Cause, str]:
-    """The cause and the line that shows it, from all ranks' output, or else from how they ended
-    (Ended.how)."""
+    """The cause and the line that shows it: by the output of all ranks, or else by the way they
+    ended (Ended.how)."""
     if how == "stuck":
         return BY_NAME[how], BY_NAME[how].what
     lines = [CONTROL.sub("", line).strip() for line in output.splitlines()]
-    # of a traceback: the message follows
+    # a traceback repeats the message after this line
     lines = [line for line in lines if not line.startswith("raise ")]
     for cause in CAUSES:
         for line in lines:
@@ -201,5 +201,5 @@ def find(output: str, how: str) -> tuple[Cause, str]:
         for line in lines
         if re.search(r"error|warn|fail|refused|expected", line, re.IGNORECASE)
     ]
-    worded = [line for line in lines if re.search(r"[a-zA-Z]", line)]
-    return UNKNOWN, (errors or worded or ["it said nothing"])[-1][:SAID_CHARACTERS]
+    with_letters = [line for line in lines if re.search(r"[a-zA-Z]", line)]
+    return UNKNOWN, (errors or with_letters or ["it said nothing"])[-1][:SAID_CHARACTERS]

@@ -1,5 +1,5 @@
-"""The children of one try of the link test: start a rank each, wait within limits, leave nothing
-behind."""
+"""The child processes of a try of the link test: they are started for each rank, waited for within
+limits, and cleaned up."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from typing import Literal
 
 from launch.base import processes
 
-# a rank's line when torch and its device are there (training/children/link.py)
+# the line that a rank prints when torch and its device are ready (training/children/link.py)
 READY = "link test: ready"
 POLL_S = 0.02
-LAST_WORDS_S = 0.5  # the other ranks' time to say why, after the first has failed
-KILL_S = 5.0  # a process that SIGKILL has not ended by then is stuck in a driver
+LAST_WORDS_S = 0.5  # time for messages of the other ranks after the first has failed
+KILL_S = 5.0  # a process that still exists this long after SIGKILL is stuck in a driver
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long the link test may take, in seconds."""
+    """Time limits of the link test in seconds."""
 
     total_s: float = 56.0
-    # of one try, until all ranks are ready: a first import of torch from a slow disk
+    # of a try until all ranks are ready, for a first import of torch from a slow disk
     start_s: float = 25.0
-    try_s: float = 10.0  # of one try, from then on
+    try_s: float = 10.0  # of a try after that
 
 
 @dataclass(frozen=True)
 class Ended:
-    """What came of a try."""
+    """The end of a try."""
 
     how: Literal["done", "failed", "hang", "not_started", "stuck"]  # done: every rank ended with 0
     output: str  # of all ranks, stdout and stderr
@@ -50,44 +50,47 @@ def run(
     deadline: float,
     shm: Path,
 ) -> Ended:
-    """Run argv once per rank, until all have ended, one has failed, or time is up. `deadline` is of
-    time.monotonic().
+    """Run argv once per rank until all ranks have ended, a rank has failed, or time is up.
+    `deadline` is a time of time.monotonic().
 
-    Afterwards no rank runs, and what NCCL left in `shm` is removed: the next try may need the room.
+    Afterwards no rank runs, and files that NCCL left in `shm` are removed, because the next try may
+    need the space.
     """
     before = _segments(shm)
     with tempfile.TemporaryDirectory(prefix="lowmem-link-") as name:
         folder = Path(name)
         ranks: list[subprocess.Popen[bytes]] = []
-        stuck: list[int] = []
+        common = ["--world-size", str(world_size), "--store", str(folder / "store")]
+        common += ["--timeout-s", f"{limits.try_s:g}"]
         try:
             for rank in range(world_size):
-                words = [*argv, "--rank", str(rank), "--world-size", str(world_size)]
-                words += ["--store", str(folder / "store"), "--timeout-s", f"{limits.try_s:g}"]
-                ranks.append(_start(words, environment, folder / f"{rank}.txt"))
+                rank_argv = [*argv, "--rank", str(rank), *common]
+                ranks.append(_start(rank_argv, environment, folder / f"{rank}.txt"))
             how, start_s = _wait(ranks, folder, limits, deadline)
-            signals = [_signal_line(rank, child.returncode) for rank, child in enumerate(ranks)]
+            signals = [
+                f"rank {rank} failed: killed by signal {-code} ({signal.Signals(-code).name})"
+                for rank, child in enumerate(ranks)
+                if (code := child.returncode) is not None and code < 0
+            ]
         finally:
-            stuck = _kill(ranks)
+            is_stuck = _kill(ranks)
             remove_unmapped(_segments(shm) - before)
-        output = "\n".join(
-            [_read(folder, rank) for rank in range(world_size)] + [line for line in signals if line]
-        )
-    return Ended("stuck" if stuck else how, output, start_s)
+        output = "\n".join([*(_read(folder, rank) for rank in range(world_size)), *signals])
+    return Ended("stuck" if is_stuck else how, output, start_s)
 
 
 def _start(
-    words: Sequence[str], environment: Mapping[str, str], log: Path
+    argv: Sequence[str], environment: Mapping[str, str], log: Path
 ) -> subprocess.Popen[bytes]:
     with log.open("wb") as file:
         return subprocess.Popen(
-            words,
+            argv,
             env=dict(environment),
             cwd=log.parent,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            # Ctrl-C on the terminal is for us, and killpg reaches what a rank starts
+            # Ctrl-C goes to this process only, and killpg reaches children of the rank
             start_new_session=True,
             preexec_fn=processes.die_with_launcher,
         )
@@ -96,7 +99,7 @@ def _start(
 def _wait(
     ranks: Sequence[subprocess.Popen[bytes]], folder: Path, limits: Limits, deadline: float
 ) -> tuple[Literal["done", "failed", "hang", "not_started"], float]:
-    """(how it ended, seconds until all ranks were ready)."""
+    """Wait for the ranks; return (their end, seconds until all ranks were ready)."""
     began = time.monotonic()
     limit, start_s, ready, failed = min(began + limits.start_s, deadline), 0.0, False, False
     while True:
@@ -116,34 +119,24 @@ def _wait(
         time.sleep(POLL_S)
 
 
-def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int]:
-    """SIGKILL to every rank that still runs and to what it started; the pids that survive it."""
+def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> bool:
+    """Send SIGKILL to every rank that still runs and to its children; return True if a rank
+    survives."""
     for child in ranks:
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
     deadline = time.monotonic() + KILL_S
-    stuck = []
     for child in ranks:
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(timeout=max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            stuck.append(child.pid)
-    return stuck
-
-
-def _signal_line(rank: int, returncode: int | None) -> str:
-    if returncode is None or returncode >= 0:
-        return ""
-    return (
-        f"rank {rank} failed: killed by signal {-returncode} ({signal.Signals(-returncode).name})"
-    )
+    return any(child.returncode is None for child in ranks)
 
 
 def _read(folder: Path, rank: int) -> str:
     return (folder / f"{rank}.txt").read_text(encoding="utf-8", errors="replace")
 
 
-# ---- what a killed rank leaves in /dev/shm
+# ---- files of killed ranks in /dev/shm
 # ---------------------------------------------------------------------------
 
 
@@ -152,8 +145,8 @@ def _segments(shm: Path) -> set[Path]:
 
 
 def remove_unmapped(new: set[Path]) -> None:
-    """Unlink the segments that are this user's and that no process has mapped: those of a run
-    beside this one stay."""
+    """Unlink the segments that belong to this user and that no process has mapped. Segments of
+    another run stay."""
     new = {path for path in new if _owner(path) == os.getuid()}
     if not new:
         return

@@ -1,17 +1,15 @@
-"""The link test: before several GPUs train, which transport carries an all-reduce between them, and
-what it costs.
+"""The link test: it finds the transport that carries an all-reduce between several GPUs, and its
+speed, before they train.
 
-A search from the fastest to the surest; each try is a real all-reduce by children
-(training/children/link.py).
+The search goes from the fastest to the safest transport. Each try is a real all-reduce by child
+processes (training/children/link.py).
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,25 +22,26 @@ from pydantic import TypeAdapter
 from launch.base import files
 from launch.base.errors import ResourceError
 from launch.base.workspace import CODE
-from launch.probe import gpus, link_causes, link_ranks
+from launch.probe import gpus, link_causes, link_ranks, packages
 from launch.probe.link_causes import Env
 from launch.probe.link_ranks import Limits
+from launch.probe.torch_build import numbers
 from launch.schema.machine import Link, LinkTry, Machine
 
 COLLECTIVE = (sys.executable, "-P", "-m", "training.children.link")
-CACHE_VERSION = 1  # raise when a try means something else
+CACHE_VERSION = 1  # raise it if the meaning of a try changes
 FAILURE_KEPT_S = 24 * 3600.0
 KEPT_RESULTS = 16
 PACKAGES = ("torch", "nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
-OBEYED = ("NCCL_", "RCCL_", "GLOO_")  # prefixes of what a user sets to choose a transport
+OBEYED = ("NCCL_", "RCCL_", "GLOO_")  # prefixes of variables by which a user chooses a transport
 # accelerate refuses these cards unless both are set, and its launcher sets them. Source:
 # check_cuda_p2p_ib_support
 RTX_40XX_DRIVER = (550, 40, 7)
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A result in the cache, with the facts it holds for."""
+class CachedLink:
+    """A result in the cache, with the facts for which it is valid."""
 
     time: float  # unix time
     facts: Mapping[str, Any]
@@ -64,8 +63,8 @@ def link(
     """The fastest transport that works between the first `num_processes` GPUs, from the cache
     unless `fresh`.
 
-    NCCL's variables in `environ` are obeyed: they are in every try, and Link.env holds only what is
-    added to them. Raises ResourceError where there are fewer GPUs than processes.
+    NCCL's variables in `environ` are part of every try, and Link.env holds only the variables that
+    are added to them. Raises ResourceError if there are fewer GPUs than processes.
     """
     if num_processes < 2:
         return Link(None, {}, None, None, (), "one process: nothing to link")
@@ -75,34 +74,34 @@ def link(
             " lower num_processes"
         )
     path, facts = cache / "link.json", _facts(machine, num_processes, environ, collective, device)
-    if not fresh and (kept := _kept(path, say).get(_key(facts))) and _is_valid(kept):
-        return kept.link
-    found = _Search(machine, num_processes, environ, collective, device, say, limits, shm).run()
-    if all(link_causes.BY_NAME[attempt.cause].lasting for attempt in found.tries):
-        _keep(path, facts, found, say)
-    _of_this_process[path, _key(facts)] = found
-    return found
+    if not fresh and (cached := _read_cache(path, say).get(_key(facts))) and _is_valid(cached):
+        return cached.link
+    tested = _Search(machine, num_processes, environ, collective, device, say, limits, shm).run()
+    if all(link_causes.BY_NAME[attempt.cause].lasting for attempt in tested.tries):
+        _store(path, facts, tested, say)
+    _of_this_process[path, _key(facts)] = tested
+    return tested
 
 
-# Results of this process's own tests, those that are not kept for later starts too: a plan that is
-# made again, hours later perhaps, is for the link that the first one was for.
+# Results of this process's own tests, also those that are not stored for later starts: a later plan
+# of the same run, perhaps after hours, must use the link of the first plan.
 _of_this_process: dict[tuple[Path, str], Link] = {}
 
 
-def known(
+def last_result(
     machine: Machine,
     num_processes: int,
     cache: Path,
     environ: Mapping[str, str],
     collective: Sequence[str] = COLLECTIVE,
 ) -> Link | None:
-    """The result of this process's last test of these GPUs, else of an earlier start's, else None;
-    tests nothing."""
+    """The result of this process's last test of these GPUs, else that of an earlier start, else
+    None. Nothing is tested."""
     path, facts = cache / "link.json", _facts(machine, num_processes, environ, collective, "cuda")
     if tested := _of_this_process.get((path, _key(facts))):
         return tested
-    kept = _kept(path, lambda line: None).get(_key(facts))
-    return kept.link if kept and _is_valid(kept) else None
+    cached = _read_cache(path, lambda line: None).get(_key(facts))
+    return cached.link if cached and _is_valid(cached) else None
 
 
 # ---- the search
@@ -111,7 +110,7 @@ def known(
 
 @dataclass
 class _Search:
-    """One walk from NCCL as it is to one GPU."""
+    """A search from NCCL without changes down to a single GPU."""
 
     machine: Machine
     num_processes: int
@@ -133,24 +132,24 @@ class _Search:
 
     def run(self) -> Link:
         worth: list[Env] = list(link_causes.LADDER)
-        considered: list[Env] = []  # as the ladder has them
-        tried: list[Env] = []  # as they were added to the user's environment
-        is_cold = True  # the first start may be the one that reads torch from a slow disk
+        considered: list[Env] = []  # entries of the ladder
+        tried: list[Env] = []  # the variables that were added to the user's environment
+        is_cold = True  # the first start may have to read torch from a slow disk
         while worth:
-            wanted, *rest = worth
-            considered.append(wanted)
+            candidate, *remaining = worth
+            considered.append(candidate)
             added = {
                 key: value
-                for key, value in {**self.required, **wanted}.items()
+                for key, value in {**self.required, **candidate}.items()
                 if key not in self.environ
             }
             if added in tried:
-                self._say_repeated(wanted, added)
+                self._say_repeated(candidate, added)
             elif tried and self.deadline - time.monotonic() < 2 * (
                 self.start_s + self.limits.try_s
             ):
-                left = ", ".join(_name("nccl", env) for env in worth)
-                self._skip(f"{left}: no time for more than Gloo within {self.limits.total_s:g} s")
+                names = ", ".join(_name("nccl", env) for env in worth)
+                self._skip(f"{names}: no time for more than Gloo within {self.limits.total_s:g} s")
                 break
             else:
                 tried.append(added)
@@ -160,15 +159,15 @@ class _Search:
                     return self._works(result)
                 if not cause.cards_work:
                     return self._one_gpu(f"{cause.what}, which no other transport mends")
-                # says nothing of this transport, nor of the next start
+                # this failure tells nothing about the transport or the next start
                 if is_cold and cause.name == "not_started":
                     is_cold, self.start_s = False, 0.0
                     self.deadline += self.tries[-1].seconds
                     considered.pop()
                     tried.pop()
                     continue
-                rest = [env for env in cause.worth if env not in considered]
-            worth = rest
+                remaining = [env for env in cause.worth if env not in considered]
+            worth = remaining
         result = self._try("gloo", self.required, self.deadline)
         return (
             self._works(result) if result else self._one_gpu("no transport works between the GPUs")
@@ -177,7 +176,7 @@ class _Search:
     def _try(
         self, backend: Literal["nccl", "gloo"], added: Env, deadline: float
     ) -> dict[str, Any] | None:
-        """Rank 0's result if it worked; the try itself goes to self.tries."""
+        """Try a transport and add the try to self.tries. Returns rank 0's result if it worked."""
         self.say(f"link test: {_name(backend, added)}, {self.num_processes} processes")
         began = time.monotonic()
         argv = [*self.collective, "--backend", backend, "--device", self.device]
@@ -198,25 +197,22 @@ class _Search:
         )
         self.start_s = max(self.start_s, ended.start_s)
         result = _result(ended.output, backend) if ended.how == "done" else None
-        name, said = "", ""
+        seconds, name, evidence_line = time.monotonic() - began, "", ""
         if result is None:
-            cause, said = link_causes.find(ended.output, ended.how)
+            cause, evidence_line = link_causes.find(ended.output, ended.how)
             name = cause.name
-        self.tries.append(
-            LinkTry(backend, added, result is not None, time.monotonic() - began, said, name)
-        )
+        self.tries.append(LinkTry(backend, added, result is not None, seconds, evidence_line, name))
         return result
 
     def _skip(self, why: str) -> None:
         self.skipped.append(why)
         self.say(f"link test: skipped {why}")
 
-    def _say_repeated(self, wanted: Env, added: Env) -> None:
-        given = {**self.required, **self.environ}
-        already = " ".join(f"{key}={given[key]}" for key in wanted if key in given)
-        self._skip(
-            f"{_name('nccl', wanted)}: with {already} set it is the same as {_name('nccl', added)}"
-        )
+    def _say_repeated(self, candidate: Env, added: Env) -> None:
+        present = {**self.required, **self.environ}
+        already = " ".join(f"{key}={present[key]}" for key in candidate if key in present)
+        names = _name("nccl", candidate), _name("nccl", added)
+        self._skip(f"{names[0]}: with {already} set it is the same as {names[1]}")
 
     def _works(self, result: Mapping[str, Any]) -> Link:
         last = self.tries[-1]
@@ -236,28 +232,26 @@ class _Search:
 
 
 def _required(machine: Machine) -> Env:
-    """What accelerate insists on for these cards, whatever the backend."""
+    """The variables that accelerate requires for these cards with any backend."""
     for gpu in machine.gpus:
-        driver = tuple(int(number) for number in re.findall(r"\d+", gpu.driver))
+        driver = numbers(gpu.driver)
         if gpu.vendor == "nvidia" and "RTX 40" in gpu.name and driver and driver < RTX_40XX_DRIVER:
             return link_causes.NO_P2P_NO_IB
     return {}
 
 
 def _result(output: str, backend: str) -> dict[str, Any] | None:
-    """Rank 0's JSON line, if it is about this backend."""
-    for line in output.splitlines():
-        if line.startswith('{"backend"'):
-            result = json.loads(line)
-            return result if result["backend"] == backend else None
-    return None
+    """The content of rank 0's first JSON line, if it is of this backend."""
+    lines = [line for line in output.splitlines() if line.startswith('{"backend"')]
+    result = json.loads(lines[0]) if lines else {}
+    return result if result.get("backend") == backend else None
 
 
 def _name(backend: str, env: Env) -> str:
-    words = " ".join(f"{key}={value}" for key, value in sorted(env.items()))
+    settings = " ".join(f"{key}={value}" for key, value in sorted(env.items()))
     return (
         f"{backend.upper() if backend == 'nccl' else backend.title()}"
-        f" {f'with {words}' if words else 'as it is'}"
+        f" {f'with {settings}' if settings else 'as it is'}"
     )
 
 
@@ -272,8 +266,8 @@ def _facts(
     collective: Sequence[str],
     device: str,
 ) -> dict[str, Any]:
-    """Everything that a result depends on. The size of /dev/shm and the kernel's command line are
-    what fixes change."""
+    """Everything that a result depends on. Fixes change the size of /dev/shm and the kernel's
+    command line."""
     return {
         "version": CACHE_VERSION,
         "collective": list(collective),
@@ -283,7 +277,7 @@ def _facts(
             for gpu in machine.gpus[:num_processes]
         ],
         "num_processes": num_processes,
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": {name: version for name in PACKAGES if (version := packages.version(name))},
         "kernel": os.uname().release,
         "kernel_command_line": _kernel_command_line(),
         "shm_bytes": machine.shm_bytes,
@@ -296,17 +290,10 @@ def _facts(
 
 
 def _kernel_command_line() -> str:
-    """Where iommu=pt stands; "" in sandboxes that hide it."""
+    """The command line of the kernel, which may contain iommu=pt; "" in sandboxes that hide it."""
     try:
         return Path("/proc/cmdline").read_text(errors="replace").strip()
     except OSError:
-        return ""
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
         return ""
 
 
@@ -314,11 +301,11 @@ def _key(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def _kept(path: Path, say: Callable[[str], None]) -> dict[str, Kept]:
-    """What earlier tests found, oldest first; nothing when the file cannot be used, and that is
-    said."""
+def _read_cache(path: Path, say: Callable[[str], None]) -> dict[str, CachedLink]:
+    """The results of earlier tests, oldest first. If the file cannot be used, a line says so and
+    there are none."""
     try:
-        return TypeAdapter(dict[str, Kept]).validate_json(path.read_bytes())
+        return TypeAdapter(dict[str, CachedLink]).validate_json(path.read_bytes())
     except FileNotFoundError:
         return {}
     except (ValueError, OSError) as error:
@@ -326,35 +313,37 @@ def _kept(path: Path, say: Callable[[str], None]) -> dict[str, Kept]:
         return {}
 
 
-def _is_valid(kept: Kept) -> bool:
-    """A link that works stays; a failed search is believed for a day."""
-    return kept.link.backend is not None or 0 <= time.time() - kept.time < FAILURE_KEPT_S
+def _is_valid(cached: CachedLink) -> bool:
+    """True for a working link, and for a failed search that is at most a day old."""
+    return cached.link.backend is not None or 0 <= time.time() - cached.time < FAILURE_KEPT_S
 
 
-def _keep(path: Path, facts: Mapping[str, Any], found: Link, say: Callable[[str], None]) -> None:
-    key = _key(facts)
-    others = [(name, kept) for name, kept in _kept(path, lambda line: None).items() if name != key]
-    entries = dict([*others, (key, Kept(time.time(), facts, found))][-KEPT_RESULTS:])
+def _store(path: Path, facts: Mapping[str, Any], link: Link, say: Callable[[str], None]) -> None:
+    entries = _read_cache(path, lambda line: None)
+    entries.pop(_key(facts), None)
+    entries[_key(facts)] = CachedLink(time.time(), facts, link)
+    newest = list(entries.items())[-KEPT_RESULTS:]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_json(path, {name: asdict(kept) for name, kept in entries.items()})
+        files.write_json(path, {name: asdict(cached) for name, cached in newest})
     except OSError as error:  # a full disk does not make the link worse
         say(f"link test: the result is not kept: {path}: {error.strerror}")
 
 
 def lines(link: Link) -> list[str]:
-    """What was tried, what each said, what works at what speed, and one fix per problem."""
-    said = [
+    """Lines for people: the tries and their results, the working link and its speed, and a fix for
+    each problem."""
+    report = [
         f"link: {link.reason}"
         + (f", {link.bytes_per_s / 1e9:.2f} GB/s bus bandwidth" if link.bytes_per_s else "")
     ]
     if link.flops_per_s:
-        said.append(f"  one card: {link.flops_per_s / 1e12:.1f} TFLOP/s in half precision")
+        report.append(f"  one card: {link.flops_per_s / 1e12:.1f} TFLOP/s in half precision")
     for attempt in link.tries:
         ending = "works" if attempt.ok else f"failed: {attempt.said}"
-        said.append(f"  {_name(attempt.backend, attempt.env)} ({attempt.seconds:.1f} s) {ending}")
-    said += [f"  skipped {why}" for why in link.skipped]
+        report.append(f"  {_name(attempt.backend, attempt.env)} ({attempt.seconds:.1f} s) {ending}")
+    report += [f"  skipped {why}" for why in link.skipped]
     for name in dict.fromkeys(attempt.cause for attempt in link.tries if not attempt.ok):
         cause = link_causes.BY_NAME[name]
-        said.append(f"  problem: {cause.what}; fix: {cause.fix}")
-    return said
+        report.append(f"  problem: {cause.what}; fix: {cause.fix}")
+    return report

@@ -1,7 +1,5 @@
-"""What this machine has and what a run may use of it: host memory, CPUs, /dev/shm, disk, a reason
-beside each.
-
-GPUs are in gpus.py.
+"""The resources of this machine that a run may use, each with its reason: host memory, CPUs,
+/dev/shm and disk. GPUs are in gpus.py.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from launch.base import files
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.text import nearest, size
 
-# at run time where a noun is built: schema brings pydantic, 100 ms that oom_kills() need not pay
+# Functions that build nouns import them: schema imports pydantic, 100 ms that oom_kills() avoids.
 if TYPE_CHECKING:
     from launch.schema.machine import Machine
 
@@ -28,21 +26,21 @@ UNLIMITED = 1 << 60
 # sbatch(1): megabytes
 SLURM_UNITS = {"": 1 << 20, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 CAP_FILES = {1: ("memory.limit_in_bytes",), 2: ("memory.max", "memory.high")}
-# What cannot be dropped under pressure, so not page cache. Source: kernel docs, cgroup-v2.rst and
-# cgroup-v1/memory.rst
+# Memory that cannot be dropped under pressure, which excludes page cache. Source: kernel docs,
+# cgroup-v2.rst and cgroup-v1/memory.rst
 UNRECLAIMABLE = {
     1: ("total_rss", "total_shmem"),
     2: ("anon", "shmem", "slab_unreclaimable", "kernel_stack", "pagetables", "sock"),
 }
 
-Cap = tuple[int, str]  # bytes, where they come from
+Cap = tuple[int, str]  # bytes, and their source
 
 
 def machine(
     root: Path = Path("/"), env: Mapping[str, str] | None = None, run_dir: Path = Path()
 ) -> Machine:
-    """This machine. `root` holds proc, sys and dev; `env` defaults to os.environ; the disk is that
-    of `run_dir`."""
+    """This machine. `root` holds proc, sys and dev, `env` defaults to os.environ, and the disk is
+    that of `run_dir`."""
     from launch.probe import gpu_signs, gpus
     from launch.schema.machine import Machine
 
@@ -50,15 +48,15 @@ def machine(
     limit = min(host_limits(root, env), key=_size)
     host = (*limit, *host_available(root, env), *cpus(root, env), *_shm(root), *_disk(run_dir))
     signs = gpu_signs.system_root(env) if root == Path("/") else root
-    found = gpus.find(env, signs)
-    # in its fields' order: each value, then its reason
+    cards = gpus.find(env, signs)
+    # in the order of its fields: each value, then its reason
     return Machine(
-        os.uname().nodename, found.gpus, found.reason, *host, found.obstacle, found.cuda_driver
+        os.uname().nodename, cards.gpus, cards.reason, *host, cards.obstacle, cards.cuda_driver
     )
 
 
 def describe(machine: Machine) -> list[str]:
-    """One line per fact with its reason, as `python -m launch doctor` prints it."""
+    """A line for each fact with its reason, as `python -m launch doctor` prints it."""
     return [
         f"machine: {machine.name}",
         *(
@@ -85,8 +83,8 @@ def describe(machine: Machine) -> list[str]:
 
 
 def host_limits(root: Path = Path("/"), env: Mapping[str, str] | None = None) -> list[Cap]:
-    """Every cap on this process's host memory: MemTotal, the cgroup chain, Slurm, the rlimits. The
-    smallest binds."""
+    """Every limit of this process's host memory: MemTotal, the cgroup chain, Slurm and the rlimits.
+    The smallest limit applies."""
     caps = [(_meminfo(root)["MemTotal"], "MemTotal in /proc/meminfo")]
     caps += [(cap, f"{folder}/{name}") for cap, _, folder, name in _cgroup_caps(root)]
     caps += [*_slurm_caps(os.environ if env is None else env), *_rlimit_caps()]
@@ -94,62 +92,57 @@ def host_limits(root: Path = Path("/"), env: Mapping[str, str] | None = None) ->
 
 
 def host_available(root: Path = Path("/"), env: Mapping[str, str] | None = None) -> Cap:
-    """What a run can still use now, page cache counting as free, and what binds it."""
+    """The bytes that a run can still use now, and the limit that applies. Page cache counts as
+    free."""
     available = _meminfo(root)["MemAvailable"]
     free = [(available, f"MemAvailable in /proc/meminfo = {size(available)}")]
     for cap, version, folder, name in _cgroup_caps(root):
         use = _counters(root, f"{folder}/memory.stat")
         used = sum(use.get(key, 0) for key in UNRECLAIMABLE[version])
-        said = (
+        use_text = (
             f"{size(used)} in use that cannot be reclaimed"
             if use
             else "nothing: its memory.stat cannot be read"
         )
-        free.append((max(0, cap - used), f"{folder}/{name} = {size(cap)} less {said}"))
+        free.append((max(0, cap - used), f"{folder}/{name} = {size(cap)} less {use_text}"))
     caps = [*_slurm_caps(os.environ if env is None else env), *_rlimit_caps()]
     free += [(cap, f"{where} = {size(cap)}") for cap, where in caps]
     return min(free, key=_size)
 
 
 def oom_kills(root: Path = Path("/")) -> int:
-    """The oom_kill counter of the nearest cgroup that has one, 0 without any. v2 counts
-    descendants, v1 does not."""
+    """The oom_kill counter of the nearest cgroup that has such a counter, else 0. Version 2 counts
+    descendants, version 1 does not."""
     for version, folder in _cgroups(root, "memory"):
-        counters = _counters(
-            root, f"{folder}/{'memory.events' if version == 2 else 'memory.oom_control'}"
-        )
+        name = "memory.events" if version == 2 else "memory.oom_control"
+        counters = _counters(root, f"{folder}/{name}")
         if "oom_kill" in counters:
             return counters["oom_kill"]
     return 0
 
 
 def cpus(root: Path = Path("/"), env: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """How many CPUs this process may use at once, and what binds it."""
+    """The number of CPUs that this process may use at once, and the limit that applies."""
     env = os.environ if env is None else env
     caps = [(len(os.sched_getaffinity(0)), "sched_getaffinity")]
     for version, folder in _cgroups(root, "cpu"):
         name = "cpu.max" if version == 2 else "cpu.cfs_quota_us"
-        quota, *rest = (_read(root, f"{folder}/{name}") or "max").split()
-        period = rest[0] if rest else _read(root, f"{folder}/cpu.cfs_period_us") or "100000"
+        quota, *periods = (_read(root, f"{folder}/{name}") or "max").split()
+        period = periods[0] if periods else _read(root, f"{folder}/cpu.cfs_period_us") or "100000"
         if quota.isdigit():  # neither "max" nor -1
-            caps.append(
-                (
-                    max(1, math.ceil(int(quota) / int(period))),
-                    f"{folder}/{name} = {quota} of {period} us",
-                )
-            )
-    for variable in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"):
-        if count := _slurm_count(env, variable):
-            caps.append((count, variable))
+            count = max(1, math.ceil(int(quota) / int(period)))
+            caps.append((count, f"{folder}/{name} = {quota} of {period} us"))
+    variables = ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE")
+    caps += [(count, name) for name in variables if (count := _slurm_count(env, name))]
     return min(caps, key=_size)
 
 
 def _cgroups(root: Path, controller: str) -> list[tuple[int, str]]:
-    """(version, folder) of this process's own cgroup, then of each ancestor that can be seen; both
-    versions if hybrid.
+    """(version, folder) of this process's own cgroup, then of each visible ancestor, in both
+    versions if both are mounted.
 
-    A container sees only a part of the tree, mounted elsewhere: mountinfo says which part (its root
-    field) and where.
+    A container sees only a part of the hierarchy, which is mounted elsewhere. mountinfo names the
+    part (its root field) and the mount point.
     """
     mounts: dict[int, list[tuple[PurePosixPath, PurePosixPath]]] = {1: [], 2: []}
     for line in (_read(root, "/proc/self/mountinfo") or "").splitlines():
@@ -158,33 +151,28 @@ def _cgroups(root: Path, controller: str) -> list[tuple[int, str]]:
         if kind == "cgroup2" or (kind == "cgroup" and controller in options[-1].split(",")):
             part, point = (PurePosixPath(_unescaped(text)) for text in before.split()[3:5])
             mounts[2 if kind == "cgroup2" else 1].append((part, point))
-    found = []
+    folders = []
     for line in (_read(root, "/proc/self/cgroup") or "").splitlines():
         number, controllers, own = line.split(":", 2)
         version = 2 if number == "0" and not controllers else 1
         if version == 1 and controller not in controllers.split(","):
             continue
         path = PurePosixPath(own)
-        inside = [
-            mount
-            for mount in mounts[version]
-            if path.is_relative_to(mount[0]) and ".." not in path.parts
+        chains = [
+            (point / path.relative_to(part), point)
+            for part, point in mounts[version]
+            if path.is_relative_to(part) and ".." not in path.parts
         ]
-        if inside:
-            chains = [(point / path.relative_to(part), point) for part, point in inside]
-        else:
-            # our cgroup lies outside what is mounted here: its mount point is the nearest folder
-            # there is
-            chains = [(point, point) for _, point in mounts[version][:1]]
-        for folder, point in chains:
-            found += [
+        # if our cgroup is not mounted here, the mount point is the nearest visible folder
+        for folder, point in chains or [(point, point) for _, point in mounts[version][:1]]:
+            folders += [
                 (version, str(up)) for up in (folder, *folder.parents) if up.is_relative_to(point)
             ]
-    return found
+    return folders
 
 
 def _cgroup_caps(root: Path) -> Iterator[tuple[int, int, str, str]]:
-    """(bytes, cgroup version, folder, file) of each memory limit on the chain."""
+    """Yield (bytes, cgroup version, folder, file) for each memory limit on the chain."""
     for version, folder in _cgroups(root, "memory"):
         for name in CAP_FILES[version]:
             text = _read(root, f"{folder}/{name}") or "max"
@@ -193,8 +181,8 @@ def _cgroup_caps(root: Path) -> Iterator[tuple[int, int, str, str]]:
 
 
 def _slurm_caps(env: Mapping[str, str]) -> Iterator[Cap]:
-    """Slurm's memory limits for this node; it may enforce them by summing RSS, without a cgroup. 0
-    is no limit."""
+    """Yield Slurm's memory limits for this node, which it may enforce by the sum of RSS without a
+    cgroup. 0 is no limit."""
     if node := _slurm_bytes(env, "SLURM_MEM_PER_NODE"):
         yield node, "SLURM_MEM_PER_NODE"
     for share, count in (
@@ -232,7 +220,7 @@ def _rlimit_caps() -> list[Cap]:
 
 def _meminfo(root: Path) -> dict[str, int]:
     lines = (line.split() for line in (_read(root, "/proc/meminfo") or "").splitlines())
-    sizes = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1:] == ["kB"]}
+    sizes = {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[-1:] == ["kB"]}
     for key in ("MemTotal", "MemAvailable"):
         if key not in sizes:
             raise ResourceError(
@@ -251,15 +239,14 @@ def _shm(root: Path) -> Cap:
 
 
 def _disk(run_dir: Path) -> Cap:
-    folder = next(
-        path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.exists()
-    )
+    absolute = run_dir.absolute()
+    folder = next(path for path in (absolute, *absolute.parents) if path.exists())
     return files.free_bytes(folder), f"free to this user at {folder}"
 
 
 def _read(root: Path, path: str) -> str | None:
-    """A file below root, None where it cannot be read: kernels and containers leave out most of
-    them."""
+    """The text of a file below root; None if it cannot be read, because kernels and containers
+    leave out most of these files."""
     try:
         return (root / path.lstrip("/")).read_text(errors="surrogateescape").strip()
     except OSError:
@@ -280,13 +267,13 @@ def _size(cap: Cap) -> int:
     return cap[0]
 
 
-# ---- a machine one does not have
+# ---- machines that are only described
 # ---------------------------------------------------------------------------
 
 
 def described(path: Path) -> Machine:
-    """The machine a file like those in configs/machines/ describes; its keys are Machine's and
-    Gpu's, sizes in GiB."""
+    """The machine that a file like those in configs/machines/ describes. The keys are fields of
+    Machine and Gpu, with sizes in GiB."""
     import yaml
 
     from launch.schema.machine import Gpu, Machine
@@ -312,8 +299,8 @@ def described(path: Path) -> Machine:
 
 
 def _checked(path: Path, values: object, noun: type, prefix: str = "") -> dict[str, Any]:
-    """The values by field name, sizes in bytes; ConfigError for the first key that is unknown,
-    missing or wrong."""
+    """The values by field name, with sizes in bytes. Raises ConfigError for the first key that is
+    unknown, missing or wrong."""
     import dataclasses
     import typing
 
@@ -331,40 +318,41 @@ def _checked(path: Path, values: object, noun: type, prefix: str = "") -> dict[s
                 f"; did you mean {name}?" for name in nearest(key, fields.keys() - values.keys())
             )
             raise ConfigError(f"{path}: unknown key {prefix}{key}{near}")
-    facts = {}
     optional = {
         field.name for field in dataclasses.fields(noun) if field.default is not dataclasses.MISSING
     }
+    facts = {}
     for key, (name, hint) in fields.items():
-        if key not in values and name in optional:
-            continue
-        if key not in values:
+        if key not in values and name not in optional:
             raise ConfigError(f"{path}: missing key {prefix}{key}")
-        value = values[key]
-        number = (
-            isinstance(value, int | float)
-            and not isinstance(value, bool)
-            and 0 <= value < UNLIMITED
-        )
-        if key.endswith("_gib"):
-            expected, good, value = (
-                "a size in GiB such as 19.6",
-                number,
-                int(value * GIB) if number else value,
-            )
-        elif hint is int:
-            least = 1 if key == "cpu_count" else 0
-            expected, good = (
-                f"a whole number, at least {least}",
-                number and isinstance(value, int) and value >= least,
-            )
-        elif key == "gpus":
-            expected, good = "a list, [] for none", isinstance(value, list)
-        elif hint is str:
-            expected, good = "text (a number in quotes)", isinstance(value, str)
-        else:
-            expected, good = " or ".join(typing.get_args(hint)), value in typing.get_args(hint)
-        if not good:
-            raise ConfigError(f"{path}: {prefix}{key} is {value!r}; expected {expected}")
-        facts[name] = value
+        if key in values:
+            facts[name] = value = values[key]
+            if expected := _expected(key, hint, value):
+                raise ConfigError(f"{path}: {prefix}{key} is {value!r}; expected {expected}")
+            if key.endswith("_gib"):
+                facts[name] = int(value * GIB)
     return facts
+
+
+def _expected(key: str, hint: Any, value: Any) -> str:
+    """A description of the right values if this value is wrong; "" if it is right."""
+    import typing
+
+    is_number = type(value) in (int, float) and 0 <= value < UNLIMITED
+    least = 1 if key == "cpu_count" else 0
+    rules = {
+        "size": ("a size in GiB such as 19.6", is_number),
+        int: (
+            f"a whole number, at least {least}",
+            is_number and type(value) is int and value >= least,
+        ),
+        tuple: ("a list, [] for none", isinstance(value, list)),
+        str: ("text (a number in quotes)", isinstance(value, str)),
+        typing.Literal: (
+            " or ".join(map(str, typing.get_args(hint))),
+            value in typing.get_args(hint),
+        ),
+    }
+    kind = "size" if key.endswith("_gib") else typing.get_origin(hint) or hint
+    description, is_right = rules[kind]
+    return "" if is_right else description

@@ -1,5 +1,5 @@
-"""Before several machines meet: whether this one can, over which interface, and where it keeps its
-own files."""
+"""Checks of the network before several machines meet: the address of the meeting place, and the
+interface that leads to it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import socket
 from collections.abc import Mapping
 from dataclasses import replace
 
+import psutil
+
 from launch.base.errors import ConfigError, NetworkError
 from launch.schema.plan import Plan, Rendezvous
 
 
 def addresses() -> dict[str, list[str]]:
     """This machine's interfaces and their IPv4 addresses."""
-    import psutil  # 20 ms that planning need not pay
-
     return {
         name: [entry.address for entry in entries if entry.family == socket.AF_INET]
         for name, entries in psutil.net_if_addrs().items()
@@ -22,32 +22,32 @@ def addresses() -> dict[str, list[str]]:
 
 
 def located(plan: Plan) -> Plan:
-    """The plan with the interface that leads to the meeting place, if the recipe names none.
+    """The plan with the interface that leads to the meeting place, unless the recipe names it.
 
-    Raises ConfigError for an interface or address that cannot be right here, NetworkError when
-    there is no way there.
+    Raises ConfigError for an interface or address that is wrong on this machine, and NetworkError
+    if there is no route.
     """
     meeting = plan.rendezvous
     if meeting is None:
         return plan
     here = addresses()
     right = _interface(meeting, here)
-    asked = meeting.network_interface
-    if asked is not None and asked not in here:
+    named = meeting.network_interface
+    if named is not None and named not in here:
         raise ConfigError(
-            f"launch.network_interface {asked}: this machine has {', '.join(sorted(here))}"
+            f"launch.network_interface {named}: this machine has {', '.join(sorted(here))}"
         )
-    if asked is not None and right is not None and asked != right:
+    if named is not None and right not in (None, named):
         raise ConfigError(
-            f"launch.network_interface {asked} ({', '.join(here[asked]) or 'no address'}):"
+            f"launch.network_interface {named} ({', '.join(here[named]) or 'no address'}):"
             f" {meeting.main_process_ip} is reached over {right}; use that, or leave the key out"
         )
-    return replace(plan, rendezvous=replace(meeting, network_interface=asked or right))
+    return replace(plan, rendezvous=replace(meeting, network_interface=named or right))
 
 
 def _address(name: str) -> str:
-    """The IPv4 address of a name or number. Raises NetworkError, and ConfigError for a name that
-    means only here."""
+    """The IPv4 address of a name or number. Raises NetworkError, and ConfigError for a name that is
+    valid on this machine only."""
     try:
         address = socket.gethostbyname(name)
     except OSError as error:
@@ -63,14 +63,14 @@ def _address(name: str) -> str:
 
 
 def _interface(meeting: Rendezvous, here: Mapping[str, list[str]]) -> str | None:
-    """The interface with the meeting place's address (machine 0), or the one that packets to it
-    leave by."""
+    """The interface that has the meeting place's address (machine 0), or the interface by which
+    packets to it leave."""
     ip, port = _address(meeting.main_process_ip), meeting.main_process_port
     if meeting.machine_rank == 0:
-        holders = [name for name, held in here.items() if ip in held]
+        holders = [name for name, own in here.items() if ip in own]
         if not holders:
             shown = ", ".join(
-                f"{name} {' '.join(held)}" for name, held in sorted(here.items()) if held
+                f"{name} {' '.join(own)}" for name, own in sorted(here.items()) if own
             )
             raise ConfigError(
                 f"launch.main_process_ip {ip} is no address of this machine, number 0, which has"
@@ -87,8 +87,8 @@ def _interface(meeting: Rendezvous, here: Mapping[str, list[str]]) -> str | None
         return holders[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((ip, port))  # UDP: nothing is sent, the kernel only chooses the way
+            probe.connect((ip, port))  # UDP: nothing is sent, the kernel only chooses the route
         except OSError as error:
             raise NetworkError(f"launch.main_process_ip {ip}: {error.strerror}") from error
-        own = probe.getsockname()[0]
-    return next((name for name, held in here.items() if own in held), None)
+        source = probe.getsockname()[0]
+    return next((name for name, own in here.items() if source in own), None)

@@ -1,20 +1,20 @@
-"""Which installed packages are too old, and which a rank of a run has no use for."""
+"""Installed packages: those that are too old, and those that a rank of a run does not use."""
 
 from __future__ import annotations
 
-import re
 import shutil
 import sysconfig
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 from launch.base.errors import ResourceError
+from launch.probe.torch_build import numbers
 from launch.schema.plan import Strategy
 from launch.schema.recipe import Recipe
 
-# Below these a file that somebody else made can run code, or corrupt memory (CVE-2026-24747;
+# With older versions a file of somebody else can run code or corrupt memory (CVE-2026-24747;
 # CVE-2026-4372, -1839)
 OLDEST = {"torch": (2, 10), "transformers": (5, 3)}
 
@@ -24,42 +24,48 @@ OPTIONAL = ("peft", "bitsandbytes", "deepspeed")
 def refuse_old() -> None:
     """Raises ResourceError for an installed package that is too old to be trusted with files."""
     for package, oldest in OLDEST.items():
-        try:
-            found = version(package)
-        except PackageNotFoundError:
-            continue  # a machine that only plans
-        numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
-        if numbers < oldest:
-            wanted = ".".join(map(str, oldest))
+        installed = version(package)
+        if installed and numbers(installed)[:2] < oldest:
+            expected = ".".join(map(str, oldest))
             raise ResourceError(
-                f"{package} {found} is installed, expected {wanted} or newer: older ones run code"
-                f" that a checkpoint or a model folder brings; pip install '{package}>={wanted}'"
+                f"{package} {installed} is installed, expected {expected} or newer: older versions"
+                " run code that a checkpoint or a model folder brings; pip install"
+                f" '{package}>={expected}'"
             )
 
 
+def version(package: str) -> str:
+    """The version of an installed package; "" if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 def no_compiler(on_gpu: bool, environ: Mapping[str, str]) -> str | None:
-    """Why torch.compile's inductor cannot build its kernels here; None where it can. Source: torch
-    2.13 _inductor/cpp_builder.py (g++, or CXX; Python's headers), triton's runtime/build.py (CC,
-    gcc or clang)."""
+    """The reason why torch.compile's inductor cannot build its kernels here; None if it can.
+
+    Source: torch 2.13 _inductor/cpp_builder.py (g++, or CXX; Python's headers), triton's
+    runtime/build.py (CC, gcc or clang)."""
     if on_gpu and find_spec("triton") is None:
         return "the package triton is not installed"
-    wanted = [environ.get("CC"), "gcc", "clang"] if on_gpu else [environ.get("CXX") or "g++"]
-    if not any(name and shutil.which(name, path=environ.get("PATH")) for name in wanted):
-        names = " or ".join(name for name in wanted if name)
-        return f"there is no compiler ({names}); install one, as by apt-get install g++"
+    programs = [environ.get("CC"), "gcc", "clang"] if on_gpu else [environ.get("CXX") or "g++"]
+    if not any(name and shutil.which(name, path=environ.get("PATH")) for name in programs):
+        names = " or ".join(filter(None, programs))
+        return f"there is no compiler ({names}); install one, for example: apt-get install g++"
     header = Path(sysconfig.get_path("include"), "Python.h")
     return None if header.exists() else f"Python's headers are not installed ({header})"
 
 
 def no_liger(environ: Mapping[str, str]) -> str | None:
-    """Why Liger's kernels cannot be built here; None where they can."""
+    """The reason why Liger's kernels cannot be built here; None if they can."""
     if find_spec("liger_kernel") is None:
         return "the package liger_kernel is not installed: pip install liger-kernel"
     return no_compiler(True, environ)
 
 
 def refuse_missing(recipe: Recipe) -> None:
-    """Raises ResourceError for a package that the recipe needs and that is not installed."""
+    """Raises ResourceError if a package that the recipe needs is not installed."""
     for package, key in {
         "peft": "lora" if recipe.lora else "",
         "bitsandbytes": "quantization" if recipe.quantization else _bitsandbytes_key(recipe),
@@ -71,22 +77,22 @@ def refuse_missing(recipe: Recipe) -> None:
 
 
 def _bitsandbytes_key(recipe: Recipe) -> str:
-    """The key that asks for bitsandbytes' optimizer."""
-    is_asked = any(word in recipe.training.optim for word in ("8bit", "32bit", "bnb", "paged"))
-    return f"training.optim: {recipe.training.optim}" if is_asked else ""
+    """The key that selects an optimizer of bitsandbytes; "" if none does."""
+    optim = recipe.training.optim
+    is_its_own = any(part in optim for part in ("8bit", "32bit", "bnb", "paged"))
+    return f"training.optim: {optim}" if is_its_own else ""
 
 
 def unused(recipe: Recipe, strategy: Strategy | None) -> list[str]:
-    """Packages that transformers and accelerate import wherever they are installed, and this run
+    """Packages that transformers and accelerate import if they are installed, and that this run
     does not use.
 
-    `strategy` None: whatever runs without DeepSpeed. What they cost a rank at its start:
-    benchmarks/start_up.py.
+    `strategy` is None for any run without DeepSpeed. benchmarks/start_up.py measures the time that
+    these packages cost a rank.
     """
-    uses_bitsandbytes = bool(_bitsandbytes_key(recipe)) or recipe.quantization is not None
-    is_used = (
-        recipe.lora is not None,
-        uses_bitsandbytes,
-        strategy is not None and strategy.engine == "deepspeed",
-    )
-    return [package for package, used in zip(OPTIONAL, is_used, strict=True) if not used]
+    is_used = {
+        "peft": recipe.lora is not None,
+        "bitsandbytes": bool(_bitsandbytes_key(recipe)) or recipe.quantization is not None,
+        "deepspeed": strategy is not None and strategy.launch_mode.engine == "deepspeed",
+    }
+    return [package for package in OPTIONAL if not is_used[package]]

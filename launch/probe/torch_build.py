@@ -1,11 +1,11 @@
-"""The installed build of torch, read without importing it: can it compute on this machine's cards,
-and which one can.
+"""The installed build of torch, read without importing it: its support for this machine's cards,
+and the build that supports them.
 
-A card needs kernels of its own architecture, and a driver that serves the build's CUDA. Sources:
+A card needs kernels of its own architecture, and a driver that supports the build's CUDA. Sources:
 CUDA C++ Programming Guide, "Binary Compatibility" (code for 8.0 runs on 8.6 and 8.9, not on 9.0);
 torch/cuda/__init__.py, DEVICE_REQUIREMENT (Jetson's own capabilities run their own code only);
-NVIDIA's "CUDA Compatibility" (since CUDA 11 a driver of the same major version serves every minor
-one, except for PTX, which a driver older than the build cannot compile).
+NVIDIA's "CUDA Compatibility" (since CUDA 11 a driver of the same major version supports every
+minor version, except for PTX, which a driver older than the build cannot compile).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,7 +35,7 @@ NAMES = re.compile(
 )
 JETSON = ((5, 3), (6, 2), (7, 2), (8, 7), (10, 1))
 
-# What LOWMEM_TORCH names -> the architectures of torch 2.13's build, by platform.machine(). Source:
+# A value of LOWMEM_TORCH -> the architectures of torch 2.13's build, by platform.machine(). Source:
 # torch 2.13's torch/cuda/__init__.py, PYTORCH_RELEASES_CODE_CC; those of cu130 on x86_64 measured
 # with torch.cuda.get_arch_list()
 CUDA_BUILDS: dict[str, dict[str, str]] = {
@@ -47,7 +48,7 @@ CUDA_BUILDS: dict[str, dict[str, str]] = {
         "aarch64": "sm_80 sm_90",
     },
 }
-OLDEST_DRIVER = {13: "580", 12: "525"}  # CUDA's major version -> the oldest driver that serves it
+OLDEST_DRIVER = {13: "580", 12: "525"}  # CUDA's major version -> its oldest driver
 # The gfx names of torch 2.13's rocm7.2 build. Source: pytorch release/2.13,
 # .ci/docker/manywheel/build.sh
 ROCM_BUILD = (
@@ -65,68 +66,60 @@ class TorchBuild:
     version: str
     cuda: str = ""  # the CUDA it was built with, such as "13.0"
     hip: str = ""
-    architectures: tuple[str, ...] = ()  # sm_86, compute_90, gfx1100; () where they are not known
+    architectures: tuple[str, ...] = ()  # sm_86, compute_90, gfx1100; () if they are not known
 
 
 def installed() -> TorchBuild | None:
-    """The build that this Python would import; None without one."""
+    """The build that this Python would import; None if there is none."""
     spec = find_spec("torch")
     folders = list(spec.submodule_search_locations or ()) if spec else []
     return read(Path(folders[0])) if folders else None
 
 
 def read(folder: Path) -> TorchBuild | None:
-    """The build in a folder torch of site-packages; None where that is no torch."""
+    """The build in the folder torch of site-packages; None if the folder holds no torch."""
     try:
-        tree = ast.parse((folder / "version.py").read_text(encoding="utf-8"))
+        module = ast.parse((folder / "version.py").read_text(encoding="utf-8"))
     except (OSError, SyntaxError):
         return None
-    words: dict[str, object] = {}
-    for line in tree.body:
-        targets = (
-            line.targets
-            if isinstance(line, ast.Assign)
-            else [line.target]
-            if isinstance(line, ast.AnnAssign)
-            else []
-        )
-        if isinstance(line, ast.Assign | ast.AnnAssign) and isinstance(line.value, ast.Constant):
-            words |= {
-                target.id: line.value.value for target in targets if isinstance(target, ast.Name)
-            }
-    version, cuda, hip = (str(words.get(name) or "") for name in ("__version__", "cuda", "hip"))
+    constants = {
+        target.id: line.value.value
+        for line in module.body
+        if isinstance(line, ast.Assign | ast.AnnAssign) and isinstance(line.value, ast.Constant)
+        for target in (line.targets if isinstance(line, ast.Assign) else [line.target])
+        if isinstance(target, ast.Name)
+    }
+    version, cuda, hip = (str(constants.get(name) or "") for name in ("__version__", "cuda", "hip"))
     names = _architectures(folder / LIBRARY) if cuda or hip else ()
     return TorchBuild(version, cuda, hip, names) if version else None
 
 
 def _architectures(library: Path) -> tuple[str, ...]:
-    """The names in the file; () where there are none, or no file."""
-    try:
-        with (
-            library.open("rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
-        ):
-            for first in (b"\0sm_", b"\0compute_", b"\0gfx"):
-                start = content.find(first)
-                while start >= 0:
-                    if found := NAMES.match(content, start):
-                        return tuple(found[1].decode("ascii").split())
-                    start = content.find(first, start + 1)
-    except (OSError, ValueError):  # ValueError: an empty file
-        pass
+    """The names in the file; () if it has none, or if there is no file."""
+    with (
+        suppress(OSError, ValueError),  # ValueError: an empty file
+        library.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
+        for first in (b"\0sm_", b"\0compute_", b"\0gfx"):
+            start = content.find(first)
+            while start >= 0:
+                if match := NAMES.match(content, start):
+                    return tuple(match[1].decode("ascii").split())
+                start = content.find(first, start + 1)
     return ()
 
 
-# ---- which build a card needs
+# ---- the build that a card needs
 # ---------------------------------------------------------------------------
 
 
 def serves(architectures: Sequence[str], gpu: Gpu, compiles_ptx: bool = True) -> bool:
-    """Whether code for these architectures runs on a card; True where the card does not say what it
-    is.
+    """True if code for these architectures runs on a card, or if the card does not report its
+    architecture.
 
-    `compiles_ptx`: the driver is as new as the build, so that it can compile what is there as PTX
-    only."""
+    `compiles_ptx`: the driver is as new as the build, so it can compile kernels that the build has
+    as PTX only."""
     if gpu.vendor == "amd":
         name = gpu.architecture.partition(":")[0]
         return not name.startswith("gfx") or name in architectures
@@ -137,16 +130,14 @@ def serves(architectures: Sequence[str], gpu: Gpu, compiles_ptx: bool = True) ->
         if not (parts := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)):
             continue
         code = int(parts[2]), int(parts[3])
-        is_own = card == code or ({card, code} == {(10, 1), (11, 0)})
-        if is_own or (
-            parts[4] != "a"
-            and parts[1] == "sm"
-            and card[0] == code[0]
-            and card > code
-            and card not in JETSON
+        is_same = card == code or {card, code} == {(10, 1), (11, 0)}
+        is_compatible = parts[1] == "sm" and parts[4] != "a" and card not in JETSON
+        is_ptx = parts[1] == "compute" and not parts[4] and compiles_ptx
+        if (
+            is_same
+            or (is_compatible and card[0] == code[0] and card > code)
+            or (is_ptx and card >= code)
         ):
-            return True
-        if parts[1] == "compute" and not parts[4] and compiles_ptx and card >= code:
             return True
     return False
 
@@ -154,8 +145,8 @@ def serves(architectures: Sequence[str], gpu: Gpu, compiles_ptx: bool = True) ->
 def refusal(
     build: TorchBuild | None, gpus: Sequence[Gpu], cuda_driver: str, environ: Mapping[str, str]
 ) -> str:
-    """Why this build cannot compute on these cards, and the line that installs one which can; ""
-    where it can."""
+    """The reason why this build cannot compute on these cards, and the line that installs a build
+    that can; "" if it can."""
     if build is None or not gpus:
         return ""
     for gpu in gpus:
@@ -173,21 +164,20 @@ def refusal(
 
 
 def refuse(machine: Machine, gpus: Sequence[Gpu]) -> None:
-    """Raises ResourceError where the installed torch cannot compute on these cards of this
-    machine."""
-    if said := refusal(installed(), gpus, machine.cuda_driver, os.environ):
-        raise ResourceError(said)
+    """Raises ResourceError if the installed torch cannot compute on these cards of this machine."""
+    if message := refusal(installed(), gpus, machine.cuda_driver, os.environ):
+        raise ResourceError(message)
 
 
 def _nvidia_trouble(build: TorchBuild, gpu: Gpu, cuda_driver: str) -> str:
     if not build.cuda:
         return f"it is a build for {'AMD cards' if build.hip else 'CPUs'}"
-    built, driver = _numbers(build.cuda), _numbers(cuda_driver)
+    built, driver = numbers(build.cuda), numbers(cuda_driver)
     if driver and built[:1] > driver[:1]:
-        wanted = f" ({OLDEST_DRIVER[built[0]]} or newer)" if built[0] in OLDEST_DRIVER else ""
+        driver_note = f" ({OLDEST_DRIVER[built[0]]} or newer)" if built[0] in OLDEST_DRIVER else ""
         return (
             f"driver {gpu.driver} serves CUDA up to {cuda_driver}, this build needs"
-            f" {built[0]}.x{wanted}"
+            f" {built[0]}.x{driver_note}"
         )
     is_new = not driver or driver >= built
     if build.architectures and not serves(build.architectures, gpu, is_new):
@@ -204,8 +194,7 @@ def _amd_trouble(build: TorchBuild, gpu: Gpu, environ: Mapping[str, str]) -> str
 
 
 def _fix(build: TorchBuild, gpus: Sequence[Gpu], gpu: Gpu, cuda_driver: str) -> str:
-    """The line that installs the right build; where no build serves the card, what else there
-    is."""
+    """The line that installs the right build. If no build supports the card, other advice."""
     name = best(gpus, cuda_driver)
     if name and name != installed_name(build):
         return install_line(name, build)
@@ -220,21 +209,21 @@ def _fix(build: TorchBuild, gpus: Sequence[Gpu], gpu: Gpu, cuda_driver: str) -> 
             f" for {gpu.name} alone: {install_line(best([gpu], cuda_driver), build)}"
         )
     newer = best(gpus, "")
-    if newer and _numbers(cuda_driver):
-        driver = OLDEST_DRIVER[_numbers(_cuda_of(newer))[0]]
+    if newer and numbers(cuda_driver):
+        driver = OLDEST_DRIVER[numbers(_cuda_of(newer))[0]]
         return f"update the NVIDIA driver to {driver} or newer, then {install_line(newer, build)}"
     return "no build of torch 2.13 has kernels for it; train on the CPU: --launch.mode=cpu"
 
 
 def best(gpus: Sequence[Gpu], cuda_driver: str) -> str:
-    """The word of LOWMEM_TORCH for a build that serves all of these cards with this driver; ""
-    where there is none."""
+    """The value of LOWMEM_TORCH for a build that supports all of these cards with this driver; ""
+    if there is none."""
     if gpus[0].vendor == "amd":
         return ROCM if all(serves(ROCM_BUILD.split(), gpu) for gpu in gpus) else ""
-    driver = _numbers(cuda_driver)
+    driver = numbers(cuda_driver)
     for name, by_machine in CUDA_BUILDS.items():
         names = by_machine.get(platform.machine(), "").split()
-        if (not driver or driver[0] >= _numbers(_cuda_of(name))[0]) and all(
+        if (not driver or driver[0] >= numbers(_cuda_of(name))[0]) and all(
             serves(names, gpu) for gpu in gpus
         ):
             return name
@@ -242,34 +231,35 @@ def best(gpus: Sequence[Gpu], cuda_driver: str) -> str:
 
 
 def installed_name(build: TorchBuild) -> str:
-    """The word of LOWMEM_TORCH for this build."""
+    """The value of LOWMEM_TORCH for this build."""
     if build.hip:
         return ROCM
     return f"cu{build.cuda.replace('.', '')}" if build.cuda else "cpu"
 
 
 def install_line(name: str, build: TorchBuild) -> str:
-    """A line to paste that puts another build in place of this one, into .venv or into the user's
-    own Python."""
+    """A line to paste that replaces this build with another build, in .venv or in the user's own
+    Python."""
     if is_own_venv():
         return f"LOWMEM_TORCH={name} {shlex.quote(str(CODE / 'scripts' / 'install.sh'))}"
-    word = ROCM_FOLDER if name == ROCM else name
-    wanted = f"torch=={build.version.partition('+')[0]}+{word}"
+    folder = ROCM_FOLDER if name == ROCM else name
+    requirement = f"torch=={build.version.partition('+')[0]}+{folder}"
     return (
-        f"{shlex.quote(sys.executable)} -m pip install {wanted} --index-url"
-        f" https://download.pytorch.org/whl/{word}"
+        f"{shlex.quote(sys.executable)} -m pip install {requirement} --index-url"
+        f" https://download.pytorch.org/whl/{folder}"
     )
 
 
 def is_own_venv() -> bool:
-    """Whether this Python is the one of .venv, which scripts/lib/bootstrap.sh fills."""
+    """True if this Python is that of .venv, which scripts/lib/bootstrap.sh fills."""
     return Path(sys.prefix).resolve() == (CODE / ".venv").resolve()
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The numbers in a version: "2.13.0" -> (2, 13, 0)."""
+    return tuple(map(int, re.findall(r"\d+", version)))
 
 
 def _cuda_of(name: str) -> str:
     """cu126 -> 12.6"""
     return f"{name[2:-1]}.{name[-1]}"
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

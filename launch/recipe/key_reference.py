@@ -1,6 +1,6 @@
 """Every key of a recipe with its type, default and meaning, and the key that a wrong name means.
 
-Source: the schema's fields, and TrainingArguments' own for what `training:` takes besides."""
+Source: the schema's fields, and TrainingArguments' fields for the other keys of `training:`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 @dataclass(frozen=True)
 class Key:
-    """A key of the recipe, as people read it."""
+    """A key of the recipe with texts for people."""
 
     name: str  # section.key, or a key of the top level
     type: str
@@ -65,7 +65,7 @@ class Key:
 
 
 def all_keys() -> Iterator[Key]:
-    """Every key, in the order of the schema; those of the top level first."""
+    """Yield every key in the order of the schema. Keys of the top level come first."""
     for name, field in Recipe.model_fields.items():
         if name not in SECTIONS:
             yield _key(name, field)
@@ -86,12 +86,9 @@ def _key(name: str, field: FieldInfo) -> Key:
         for bound in field.metadata
         if type(bound) in _BOUNDS
     ]
-    default = "none: it must be given" if field.is_required() else _plain(field.default)
+    value = list(field.default) if isinstance(field.default, tuple) else field.default
+    default = "none: it must be given" if field.is_required() else plain(value)
     return Key(name, ", ".join([kind, *bounds]), default, field.description or "")
-
-
-def _plain(value: Any) -> str:
-    return plain(list(value) if isinstance(value, tuple) else value)
 
 
 def _type(annotation: Any) -> str:
@@ -113,16 +110,14 @@ def _type(annotation: Any) -> str:
 
 @lru_cache(maxsize=1)
 def by_last_part() -> Mapping[str, str]:
-    """learning_rate -> training.learning_rate; of several the first in the schema's order."""
-    names: dict[str, str] = {}
-    for key in all_keys():
-        names.setdefault(key.name.rpartition(".")[2], key.name)
-    return names
+    """The full name of each last part: learning_rate -> training.learning_rate. The first key in
+    the schema's order wins."""
+    return {key.name.rpartition(".")[2]: key.name for key in reversed([*all_keys()])}
 
 
 def likely(name: str, section: str = "") -> str | None:
-    """The key that a wrong name means: near in its own section, with the same last part in another
-    one, or by another program's word for it."""
+    """The key that a wrong name means: a near name in its own section, a key with the same last
+    part in another section, or the key with this name in other programs."""
     in_section = [key.name for key in all_keys() if key.name.startswith(f"{section}.")]
     last = name.rpartition(".")[2].lower().replace("-", "_")
     if f"{section}.{last}" in in_section:

@@ -1,8 +1,8 @@
-"""YAML and `--section.key=value` become one Recipe, or one line per mistake that says where it is
-and what to do.
+"""Loading of recipes: YAML and `--section.key=value` become a Recipe, or one line for each mistake
+that names its place and a fix.
 
-A recipe file may hold, beside Recipe's own keys, `without_gpu:`, a partial recipe that is laid over
-the file where there is no GPU and the user named no model.
+Besides Recipe's own keys a recipe file may contain `without_gpu:`. This partial recipe overrides
+the file if there is no GPU and the user has named no model.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from launch.base.errors import ConfigError
 from launch.base.text import SECRET_NAME, holds_secret, nearest
 from launch.base.workspace import FILES
 from launch.recipe import key_reference, strict_yaml, training_arguments
-from launch.recipe.strict_yaml import Keys, dotted, mend, plain, show, wrong
+from launch.recipe.strict_yaml import KeyPath, dotted, mend, plain, show, wrong
 from launch.schema import recipe as schema_recipe
 from launch.schema.plan import Change
 from launch.schema.recipe import SECTIONS, Recipe
 
 RECIPES = FILES / "configs" / "recipes"
-MAX_PROBLEMS = 5  # lines of one message; a file with more mistakes is read again anyway
+MAX_PROBLEMS = 5  # lines of a message; a file with more mistakes is read again anyway
 OVERRIDE_FORM = "--section.key=value, as in --training.learning_rate=1e-4"
 NO_GPU = (
     "no GPU here: the small default model; name one with --model.shape=NAME or --model.path=FOLDER"
 )
 
-# a source, or a choice that is switched on -> the keys that mean nothing beside another one
+# a source, or a choice that is switched on -> the keys that lose their meaning if it changes
 BELONGING = {
     ("model", "shape"): ("path", "path_if_there", "freeze"),
     ("model", "path"): ("shape", "path_if_there", "freeze"),
@@ -45,19 +45,15 @@ REPLACED = {
     "data": "these are held-out rows of the recipe's own data, which you replaced",
     "data.batch_by_tokens": "data.packing leaves nothing for it to do",
 }
-# -> what runs without
+# key -> the value that runs without held-out rows
 NEEDS_HELD_OUT = {("evaluation", "exact_match_rows"): 0, ("training", "eval_steps"): None}
 NOTHING_HELD_OUT = "no rows are held out to evaluate on; name some with --data.validation_file=FILE"
-
-
-# ---- the way in
-# ---------------------------------------------------------------------------
 
 
 def load(
     name_or_path: str, overrides: Sequence[str] = (), has_gpu: bool = True
 ) -> tuple[Recipe, tuple[Change, ...]]:
-    """The recipe of that name or file with the overrides, and what was replaced in it. Raises
+    """The recipe of that name or file with the overrides, and the values that were replaced. Raises
     ConfigError."""
     path = _find(name_or_path)
     file = str(path)
@@ -86,12 +82,11 @@ def load(
     _refuse(_problems(final, file))
     recipe = _recipe(final)
     if recipe.data.validation_file is None:
-        for (section, key), nothing in NEEDS_HELD_OUT.items():
-            value = getattr(getattr(recipe, section), key)
-            if value and (section, key) in top.where:
-                changes.append(
-                    Change(f"{section}.{key}", plain(value), plain(nothing), NOTHING_HELD_OUT)
-                )
+        changes += [
+            Change(f"{section}.{key}", plain(value), plain(without), NOTHING_HELD_OUT)
+            for (section, key), without in NEEDS_HELD_OUT.items()
+            if (section, key) in top.where and (value := getattr(getattr(recipe, section), key))
+        ]
     return recipe, tuple(changes)
 
 
@@ -123,16 +118,17 @@ def _find(name_or_path: str) -> Path:
 def _read(path: Path) -> _Layer:
     data, where = strict_yaml.read_yaml(path)
     if not isinstance(data, dict) or not data:
-        found, keys = show(data) if data else "nothing", ", ".join(Recipe.model_fields)
-        raise ConfigError(f"{path}:1: found {found}, expected the keys of a recipe: {keys}")
+        content, names = show(data) if data else "nothing", ", ".join(Recipe.model_fields)
+        raise ConfigError(f"{path}:1: found {content}, expected the keys of a recipe: {names}")
     return _Layer(data, where)
 
 
 def _with_new_names(layer: _Layer) -> Iterator[Change]:
-    """Rename the keys of `training:` that transformers has renamed; one change for each."""
-    training = layer.data.get("training")
+    """Rename the keys of `training:` that transformers has renamed. Yields a change for each
+    key."""
+    training = layer.section("training")
     for old, new in training_arguments.RENAMED.items():
-        if not isinstance(training, dict) or old not in training:
+        if old not in training:
             continue
         place = layer.where.pop(("training", old))
         if new in training:
@@ -149,122 +145,124 @@ def _recipe(layer: _Layer) -> Recipe:
     return Recipe.model_validate_json(json.dumps(layer.data), strict=True)
 
 
-# ---- layers: the file, its without_gpu, the user's overrides
+# ---- layers: the file, its without_gpu, and the user's overrides
 # -------------------------------------------------------
 
 
 class Override(str):
-    """`section.key=value`; `typed` is what the user wrote where that was another name
+    """A text `section.key=value`. `typed` is the text that the user wrote, if it was another name
     (launch/recipe/guides)."""
 
-    typed: str = ""
+    typed: str
+
+    def __new__(cls, text: str, typed: str = "") -> Override:
+        override = super().__new__(cls, text)
+        override.typed = typed
+        return override
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """A recipe or a part of one, as it was written, and the place of each key."""
+    """A recipe or a part of a recipe, as it was written, and the place of each key."""
 
     data: dict[str, Any]
-    where: dict[Keys, str]
+    where: dict[KeyPath, str]
+
+    def section(self, name: str) -> dict[str, Any]:
+        """The keys of a section; {} if it is not written, or is no section by mistake."""
+        content = self.data.get(name)
+        return content if isinstance(content, dict) else {}
 
     def get(self, section: str, key: str) -> Any:
-        """The value that a recipe without this key would have, if it is not here."""
-        content = self.data.get(section)
-        if isinstance(content, dict) and key in content:
-            return content[key]
-        known = SECTIONS[section].model_fields.get(key) if section in SECTIONS else None
-        return None if known is None or known.is_required() else known.default
+        """The value of a key. If it is not written, its default."""
+        if key in self.section(section):
+            return self.section(section)[key]
+        field = SECTIONS[section].model_fields.get(key) if section in SECTIONS else None
+        return None if field is None or field.is_required() else field.default
 
 
 def _over(base: _Layer, top: _Layer) -> _Layer:
-    """`top` laid over `base`, key by key; another source (BELONGING) leaves nothing of what
-    belonged to the first."""
+    """Merge `top` over `base`, key by key. Another source (BELONGING) removes the keys that
+    belonged to the first source."""
     data = dict(base.data)
     for key, value in top.data.items():
         below = data.get(key)
         if not isinstance(value, dict) or below is None:
             data[key] = value
         elif isinstance(below, dict):
-            # anything else is a mistake in the file, which validation reports
+            # any other value is a mistake in the file, which validation reports
             data[key] = {**below, **value}
     for (section, key), belonging in BELONGING.items():
-        before, given = base.data.get(section), top.data.get(section)
-        if not isinstance(before, dict) or not isinstance(given, dict):
-            continue
-        if given.get(key) and given[key] != before.get(key):
+        before, chosen = base.section(section), top.section(section)
+        if before and chosen.get(key) and chosen[key] != before.get(key):
             data[section] = {
-                k: v for k, v in data[section].items() if k in given or k not in belonging
+                k: v for k, v in data[section].items() if k in chosen or k not in belonging
             }
-    kept = {
-        keys: place
-        for keys, place in base.where.items()
-        if len(keys) < 3 or keys[:2] not in top.where
+    below = {
+        key_path: place
+        for key_path, place in base.where.items()
+        if len(key_path) < 3 or key_path[:2] not in top.where
     }
-    return _Layer(data, {**kept, **top.where})
+    return _Layer(data, {**below, **top.where})
 
 
-def _dropped(before: _Layer, after: _Layer, reasons: Mapping[str, str]) -> list[Change]:
-    """What went with the source it belonged to; `reasons` by section, or by section.key."""
-    changes = []
-    for section, reason in reasons.items():
-        old, new = before.data.get(section), after.data.get(section)
-        if isinstance(old, dict) and isinstance(new, dict):
-            for key, value in old.items():
-                name = f"{section}.{key}"
-                if value and key not in new:
-                    left = plain(after.get(section, key))
-                    changes.append(Change(name, plain(value), left, reasons.get(name, reason)))
-    return changes
+def _dropped(before: _Layer, after: _Layer, explanations: Mapping[str, str]) -> list[Change]:
+    """Changes of keys that were removed with their source. `explanations` are by section, or by
+    section.key."""
+    return [
+        Change(
+            f"{section}.{key}",
+            plain(value),
+            plain(after.get(section, key)),
+            explanations.get(f"{section}.{key}", explanation),
+        )
+        for section, explanation in explanations.items()
+        if isinstance(after.data.get(section), dict)
+        for key, value in before.section(section).items()
+        if value and key not in after.section(section)
+    ]
 
 
 def _overrides(texts: Sequence[str]) -> _Layer:
     data: dict[str, Any] = {}
-    where: dict[Keys, str] = {}
+    where: dict[KeyPath, str] = {}
     for text in texts:
         name, equals, value = text.removeprefix("--").partition("=")
         section, dot, key = name.replace("-", "_").partition(".")
-        place = (
-            f"--{name}=..." if SECRET_NAME.search(name) or holds_secret(value) else show(text)[1:-1]
-        )
-        if isinstance(text, Override) and text.typed:
-            place = show(text.typed)[1:-1]
+        is_secret = SECRET_NAME.search(name) or holds_secret(value)
+        typed = getattr(text, "typed", "") or (f"--{name}=..." if is_secret else text)
+        place = show(typed)[1:-1]
         if not equals or not re.fullmatch(
             r"[a-z]\w*(\.[a-z]\w*)?", section + dot + key, re.ASCII | re.IGNORECASE
         ):
-            found = "no '='" if not equals else f"the key {show(name)}"
-            raise ConfigError(f"override {place}: found {found}, expected {OVERRIDE_FORM}")
-        keys: Keys = (section, key) if key else (section,)
-        parsed = strict_yaml.parse_value(value.strip(" "), keys, place)
-        if key:
-            content = data.get(section)
-            data[section] = {**(content if isinstance(content, dict) else {}), key: parsed}
-        else:
-            data[section] = parsed
-        where[(section,)] = where[keys] = place
+            mistake = f"the key {show(name)}" if equals else "no '='"
+            raise ConfigError(f"override {place}: found {mistake}, expected {OVERRIDE_FORM}")
+        key_path: KeyPath = (section, key) if key else (section,)
+        parsed = strict_yaml.parse_value(value.strip(" "), key_path, place)
+        above = data.get(section)
+        data[section] = (
+            {**(above if isinstance(above, dict) else {}), key: parsed} if key else parsed
+        )
+        where[(section,)] = where[key_path] = place
     return _Layer(data, where)
 
 
 def _without_gpu(base: _Layer) -> _Layer | None:
-    """Takes the partial recipe out of the file's layer."""
-    if "without_gpu" not in base.data:
+    """Take the partial recipe out of the file's layer."""
+    name = "without_gpu"
+    if name not in base.data:
         return None
-    data = base.data.pop("without_gpu")
+    data = base.data.pop(name)
     if not isinstance(data, dict):
-        raise wrong(
-            base.where[("without_gpu",)],
-            ("without_gpu",),
-            show(data),
-            "a part of a recipe",
-            "delete it",
-        )
+        raise wrong(base.where[(name,)], (name,), show(data), "a part of a recipe", "delete it")
     return _Layer(
         data,
-        {keys[1:]: place for keys, place in base.where.items() if keys[:1] == ("without_gpu",)},
+        {key_path[1:]: place for key_path, place in base.where.items() if key_path[:1] == (name,)},
     )
 
 
 def _replaced(base: _Layer, partial: _Layer) -> Iterator[Change]:
-    """One change for each value of the file that the partial recipe replaces with another one."""
+    """Yield a change for each value of the file that the partial recipe replaces."""
     for section, content in partial.data.items():
         if not isinstance(content, dict):
             if base.data.get(section) != content:
@@ -280,12 +278,14 @@ def _replaced(base: _Layer, partial: _Layer) -> Iterator[Change]:
 # ---------------------------------------------------------------------------
 
 
-def _unknown(keys: Keys) -> tuple[str, str]:
-    """What was expected instead of an unknown key, and the key that was meant."""
-    *sections, name = map(str, keys)
+def _unknown(key_path: KeyPath) -> tuple[str, str]:
+    """(expected keys, advice) for an unknown key: the key that was probably meant."""
+    *sections, name = map(str, key_path)
     section = sections[0] if sections else ""
     expected = (
-        "a field of TrainingArguments" if section == "training" else f"a key of {dotted(keys[:-1])}"
+        "a field of TrainingArguments"
+        if section == "training"
+        else f"a key of {dotted(key_path[:-1])}"
     )
     near = key_reference.likely(name, section) if section else None
     if not section:
@@ -307,105 +307,102 @@ _EXPECTED = {
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 
 
-def _problems(layer: _Layer, file: str) -> list[tuple[Keys, ConfigError]]:
-    """Every mistake that makes no Recipe of this layer."""
-    problems: list[tuple[Keys, ConfigError]] = []
+def _problems(layer: _Layer, file: str) -> list[tuple[KeyPath, ConfigError]]:
+    """Every mistake that keeps this layer from becoming a Recipe."""
+    problems: list[tuple[KeyPath, ConfigError]] = []
 
-    def place(keys: Keys) -> str:
+    def place(key_path: KeyPath) -> str:
         return next(
-            (layer.where[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in layer.where),
+            (
+                layer.where[key_path[:n]]
+                for n in range(len(key_path), 0, -1)
+                if key_path[:n] in layer.where
+            ),
             file,
         )
 
     try:
         _recipe(layer)
     except ValidationError as error:
-        for one in error.errors(include_url=False):
-            between = _between(one, layer) if one["type"] == "value_error" else ""
-            problems.append((one["loc"], _schema_problem(one, between or place(one["loc"]), file)))
-    training = layer.data.get("training")
-    for key, value in training.items() if isinstance(training, dict) else ():
-        keys = ("training", key)
+        for detail in error.errors(include_url=False):
+            loc = detail["loc"]
+            between = _between(detail, layer) if detail["type"] == "value_error" else ""
+            problems.append((loc, _schema_problem(detail, between or place(loc), file)))
+    for key, value in layer.section("training").items():
+        key_path = ("training", key)
         if key not in schema_recipe.TrainingSection.model_fields and (
             mistake := _training_mistake(key, value)
         ):
-            problems.append((keys, wrong(place(keys), keys, *mistake)))
-    for keys, text in _texts(layer.data):
+            problems.append((key_path, wrong(place(key_path), key_path, *mistake)))
+    for key_path, text in _texts(layer.data):
         if holds_secret(text):
-            found, do = "what looks like a secret", "delete it; it would stand in files of the run"
-            problems = [(other, problem) for other, problem in problems if other != keys]
-            problems.append(
-                (keys, wrong(place(keys), keys, found, "a value that anybody may read", do))
-            )
+            secret, public = "what looks like a secret", "a value that anybody may read"
+            advice = "delete it; it would stand in files of the run"
+            problems = [(other, problem) for other, problem in problems if other != key_path]
+            problems.append((key_path, wrong(place(key_path), key_path, secret, public, advice)))
     output_dir = layer.data.get("output_dir")
     if isinstance(output_dir, str):
         parts = Path(output_dir).parts
         if not parts or ".." in parts or any(len(part.encode()) > 255 for part in parts):
             expected = "a folder without .. and with names of at most 255 bytes"
-            keys = ("output_dir",)
-            problems.append(
-                (
-                    keys,
-                    wrong(place(keys), keys, show(output_dir), expected, "write the folder itself"),
-                )
-            )
+            key_path, advice = ("output_dir",), "write the folder itself"
+            mistake = wrong(place(key_path), key_path, show(output_dir), expected, advice)
+            problems.append((key_path, mistake))
     return problems
 
 
-def _between(one: ErrorDetails, layer: _Layer) -> str:
-    """The places of the keys that a mistake between several of them names, as far as they were
-    written."""
-    words = re.findall(r"[a-z]\w*(?:\.[a-z]\w*)?", str(one.get("ctx", {}).get("error", "")))
-    named = [(*one["loc"][:1], word) if one["loc"] else tuple(word.split(".")) for word in words]
+def _between(detail: ErrorDetails, layer: _Layer) -> str:
+    """The places of the keys that a mistake between several keys names, if they were written."""
+    section = detail["loc"][:1]
+    names = re.findall(r"[a-z]\w*(?:\.[a-z]\w*)?", str(detail.get("ctx", {}).get("error", "")))
+    named = [(*section, name) if section else tuple(name.split(".")) for name in names]
     return " and ".join(
         dict.fromkeys(
-            layer.where[keys]
-            for keys in named
-            if len(keys) == 2
-            and keys in layer.where
-            and keys[1] in (layer.data.get(str(keys[0])) or ())
+            layer.where[key_path]
+            for key_path in named
+            if len(key_path) == 2
+            and key_path in layer.where
+            and key_path[1] in (layer.data.get(str(key_path[0])) or ())
         )
     )
 
 
-def _texts(value: Any, keys: Keys = ()) -> Iterator[tuple[Keys, str]]:
-    """Every text of a recipe and where it stands."""
+def _texts(value: Any, key_path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+    """Yield every text of a recipe with its key path."""
     if isinstance(value, str):
-        yield keys, value
+        yield key_path, value
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from _texts(item, (*keys, key))
+            yield from _texts(item, (*key_path, key))
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            yield from _texts(item, (*keys, index))
+            yield from _texts(item, (*key_path, index))
 
 
-def _schema_problem(one: ErrorDetails, place: str, file: str) -> ConfigError:
-    """What pydantic says about one value, in our words."""
-    keys, kind, context = one["loc"], one["type"], one.get("ctx", {})
+def _schema_problem(detail: ErrorDetails, place: str, file: str) -> ConfigError:
+    """The error for a mistake that pydantic has found in a value."""
+    key_path, kind, context = detail["loc"], detail["type"], detail.get("ctx", {})
     if kind == "value_error":
-        return ConfigError(f"{place}: {f'{dotted(keys)}: ' if keys else ''}{context['error']}")
-    if kind == "missing":
-        return wrong(
-            file,
-            keys,
-            "nothing",
-            "a value",
-            f"write it into the file or give --{dotted(keys)}=VALUE",
+        return ConfigError(
+            f"{place}: {f'{dotted(key_path)}: ' if key_path else ''}{context['error']}"
         )
+    if kind == "missing":
+        advice = f"write it into the file or give --{dotted(key_path)}=VALUE"
+        return wrong(file, key_path, "nothing", "a value", advice)
     if kind == "extra_forbidden":
-        return wrong(place, keys, "an unknown key", *_unknown(keys))
+        return wrong(place, key_path, "an unknown key", *_unknown(key_path))
     bounds = [
-        f"{word} {context[bound]:.15g}" for bound, word in _BOUNDS.items() if bound in context
+        f"{phrase} {context[bound]:.15g}" for bound, phrase in _BOUNDS.items() if bound in context
     ]
     expected = context.get("expected") or context.get("pattern") or " and ".join(bounds)
-    expected = expected or _EXPECTED.get(kind) or one["msg"]
-    return wrong(place, keys, show(one["input"]), expected, mend(one["input"], expected))
+    expected = expected or _EXPECTED.get(kind) or detail["msg"]
+    value = detail["input"]
+    return wrong(place, key_path, show(value), expected, mend(value, expected))
 
 
 def _training_mistake(key: str, value: Any) -> tuple[str, str, str] | None:
-    """Found, expected and what to do about a key of `training:` that Recipe does not know
-    itself."""
+    """(actual, expected, advice) for a wrong key or value of `training:` that has no field in
+    Recipe."""
     instead = training_arguments.instead(key)
     if instead and (key, value) != ("save_strategy", "steps"):
         return "a field that the launcher sets", "it left out", instead
@@ -426,7 +423,7 @@ def _training_mistake(key: str, value: Any) -> tuple[str, str, str] | None:
     return training_arguments.wrong_type(key, value)
 
 
-def _refuse(problems: Sequence[tuple[Keys, ConfigError]]) -> None:
+def _refuse(problems: Sequence[tuple[KeyPath, ConfigError]]) -> None:
     if problems:
         lines = [str(problem) for _, problem in problems[:MAX_PROBLEMS]]
         more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []

@@ -1,4 +1,5 @@
-"""Paths in recipes: made absolute, and replaced by what an earlier command left."""
+"""Paths in recipes: they are made absolute, and replaced by a model or tokenizer that an earlier
+command has left."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ PATH_KEYS = (
 
 
 def use_existing_model(recipe: Recipe) -> tuple[Recipe, list[Change]]:
-    """model.path_if_there as model.path, where that folder holds a model and no other was named."""
+    """Use model.path_if_there as model.path if that folder holds a model and no other was named."""
     section = recipe.model
     folder = section.path_if_there
     if folder is None or section.path is not None:
@@ -38,8 +39,8 @@ def use_existing_model(recipe: Recipe) -> tuple[Recipe, list[Change]]:
 
 
 def use_existing_tokenizer(recipe: Recipe) -> tuple[Recipe, list[Change]]:
-    """tokenizer.path_if_there as tokenizer.path, where that folder exists and nothing else was
-    named."""
+    """Use tokenizer.path_if_there as tokenizer.path if that folder exists and no other tokenizer
+    was named."""
     section = recipe.tokenizer
     named = section.path or recipe.model.path
     if named or section.path_if_there is None or not Path(section.path_if_there).is_dir():
@@ -55,8 +56,8 @@ def use_existing_tokenizer(recipe: Recipe) -> tuple[Recipe, list[Change]]:
 
 
 def absolute_override(override: str) -> str:
-    """A path typed on the command line is relative to where it was typed; the text is kept for
-    messages."""
+    """The override with an absolute path: a path on the command line is relative to the current
+    folder. The typed text stays for messages."""
     key, equals, value = override.partition("=")
     if (
         not equals
@@ -64,21 +65,16 @@ def absolute_override(override: str) -> str:
         or value in ("", "null", "~")
     ):
         return override
-    made = load.Override(f"{key}={_join(Path.cwd(), value)}")
-    made.typed = (
-        override.typed if isinstance(override, load.Override) and override.typed else override
-    )
-    return made
+    typed = getattr(override, "typed", "") or override
+    return load.Override(f"{key}={_join(Path.cwd(), value)}", typed)
 
 
 def with_absolute_paths(recipe: Recipe, base: Path) -> Recipe:
     """The recipe with every path absolute."""
-    raw = recipe.model_dump(exclude_unset=True)  # what was left open stays open to planning
+    raw = recipe.model_dump(exclude_unset=True)  # a key that is not set stays open to planning
     for dotted in PATH_KEYS:
-        *parents, key = dotted.split(".")
-        section = raw
-        for parent in parents:
-            section = section.get(parent, {})
+        name, _, key = dotted.rpartition(".")
+        section = raw.get(name, {}) if name else raw
         if section.get(key) is not None:
             section[key] = _join(base, section[key])
     return Recipe.model_validate(raw)

@@ -1,5 +1,5 @@
 """YAML as recipes are written: plain values of the core schema, each key once, and the place of
-every one of them.
+each key.
 
 Anchors, tags, second documents, control characters and numbers that are not finite are refused,
 each in one line.
@@ -10,22 +10,23 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from launch.base.errors import ConfigError
+from launch.base.text import nearest
 
 MAX_BYTES = 1_000_000  # of a recipe file
 MAX_DEPTH = 20
 MAX_VALUES = 1000  # of a recipe file; the largest of configs/recipes has 40
 
-Keys = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
-# YAML 1.2's core schema: 1e-4 is a float; no, yes, 12:30:00 and 2024-01-01 are text; 017 is 17 and
-# 0o17 is 15
+# YAML 1.2's core schema: 1e-4 is a float, and no, yes, 12:30:00 and 2024-01-01 are text. 017 is 17,
+# and 0o17 is 15.
 _CORE = {
     "null": re.compile(r"(?:~|null|Null|NULL|)\Z"),
     "bool": re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z"),
@@ -34,11 +35,11 @@ _CORE = {
         r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"
     ),
 }
-# Characters that end a line or hide in one, lone surrogates among them; a file may hold line ends
-# between its values
+# Characters that end a line or hide in a line, such as lone surrogates. A file may contain line
+# ends between its values.
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
 _CONTROL_IN_FILE = re.compile(CONTROL.pattern.replace("\x00-\x1f", "\x00-\x09\x0b\x0c\x0e-\x1f"))
-# only its events are used: no tag is ever constructed
+# only its events are used, so no tag is ever constructed
 _Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -46,8 +47,8 @@ _Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # ---------------------------------------------------------------------------
 
 
-def read_yaml(path: Path) -> tuple[Any, dict[Keys, str]]:
-    """The value in a YAML file, None where it is empty, and the place of each of its keys. Raises
+def read_yaml(path: Path) -> tuple[Any, dict[KeyPath, str]]:
+    """The value in a YAML file, None for an empty file, and the place of each key. Raises
     ConfigError."""
     name = str(path)
     if bad := CONTROL.search(name):
@@ -76,23 +77,27 @@ def read_yaml(path: Path) -> tuple[Any, dict[Keys, str]]:
     return reader.document(), reader.where
 
 
-def parse_value(text: str, keys: Keys, place: str) -> Any:
-    """A value of the command line. A flow list or a quoted text is YAML; all else is one plain
-    scalar, so that paths need no quotes."""
+def parse_value(text: str, key_path: KeyPath, place: str) -> Any:
+    """The value of a text on the command line. A flow list or a quoted text is YAML. Any other text
+    is a plain scalar, so that paths need no quotes."""
     if bad := CONTROL.search(text):
         raise wrong(
-            place, keys, f"the control character {bad[0]!r}", "text on one line", "delete it"
+            place, key_path, f"the control character {bad[0]!r}", "text on one line", "delete it"
         )
     if text.startswith("{"):
         raise wrong(
-            place, keys, "a mapping", "a single value or a [list]", "write it into a recipe file"
+            place,
+            key_path,
+            "a mapping",
+            "a single value or a [list]",
+            "write it into a recipe file",
         )
     if text[:1] in ("[", '"', "'"):
-        return _Reader(text, lambda _: place).document(keys)
+        return _Reader(text, lambda _: place).document(key_path)
     try:
         return _resolve(text)
     except ValueError as error:
-        raise wrong(place, keys, str(error), "a finite number", "write one") from None
+        raise wrong(place, key_path, str(error), "a finite number", "write one") from None
 
 
 def _text_of(raw: bytes, name: str) -> str:
@@ -114,7 +119,7 @@ def _text_of(raw: bytes, name: str) -> str:
 
 
 def _resolve(text: str) -> Any:
-    """The value of a plain scalar. Raises ValueError for a number that is not finite or absurdly
+    """The value of a plain scalar. Raises ValueError for a number that is not finite or is much too
     long."""
     if _CORE["null"].match(text):
         return None
@@ -133,14 +138,14 @@ def _resolve(text: str) -> Any:
 
 
 class _Reader:
-    """One YAML document as plain Python values, and the place of each of its keys."""
+    """Reader of a YAML document: plain Python values, and the place of each key."""
 
     def __init__(self, text: str, place: Callable[[int], str]) -> None:
         self.events: Iterator[Any] = yaml.parse(text, Loader=_Parser)
         self.place = place
-        self.where: dict[Keys, str] = {}
+        self.where: dict[KeyPath, str] = {}
 
-    def document(self, keys: Keys = ()) -> Any:
+    def document(self, key_path: KeyPath = ()) -> Any:
         try:
             next(self.events)  # the stream starts
             start = next(self.events)
@@ -150,7 +155,7 @@ class _Reader:
                 raise ConfigError(
                     f"{self.place(1)}: found a % directive, expected none; delete the line"
                 )
-            value = self.value(next(self.events), keys)
+            value = self.value(next(self.events), key_path)
             next(self.events)  # the document ends
             if not isinstance(extra := next(self.events), yaml.StreamEndEvent):
                 line = extra.start_mark.line + 1
@@ -167,46 +172,56 @@ class _Reader:
                 " and quotes here and one line above"
             ) from None
 
-    def value(self, event: Any, keys: Keys) -> Any:
-        place = self.where[keys] = self.where.get(keys) or self.place(event.start_mark.line + 1)
+    def value(self, event: Any, key_path: KeyPath) -> Any:
+        place = self.where[key_path] = self.where.get(key_path) or self.place(
+            event.start_mark.line + 1
+        )
         if isinstance(event, yaml.AliasEvent) or event.anchor:
             raise wrong(
-                place, keys, "an anchor or alias (& or *)", "a value", "write it out, or quote it"
+                place,
+                key_path,
+                "an anchor or alias (& or *)",
+                "a value",
+                "write it out, or quote it",
             )
         if event.tag is not None:
             raise wrong(
-                place, keys, f"the tag {show(event.tag)}", "a value without one", "delete the tag"
+                place,
+                key_path,
+                f"the tag {show(event.tag)}",
+                "a value without one",
+                "delete the tag",
             )
-        if len(keys) > MAX_DEPTH:
-            raise wrong(place, keys[:3], f"more than {MAX_DEPTH} levels", "fewer", "flatten it")
+        if len(key_path) > MAX_DEPTH:
+            raise wrong(place, key_path[:3], f"more than {MAX_DEPTH} levels", "fewer", "flatten it")
         if len(self.where) > MAX_VALUES:
             raise wrong(
                 place,
-                keys[:3],
+                key_path[:3],
                 f"more than {MAX_VALUES} values",
                 "a recipe",
                 "is this a data file?",
             )
         if isinstance(event, yaml.MappingStartEvent):
-            return dict(self.items(keys))
+            return dict(self.items(key_path))
         if isinstance(event, yaml.SequenceStartEvent):
             values: list[Any] = []
             while not isinstance(event := next(self.events), yaml.SequenceEndEvent):
-                values.append(self.value(event, (*keys, len(values))))
+                values.append(self.value(event, (*key_path, len(values))))
             return values
-        return self.scalar(event, keys, place)
+        return self.scalar(event, key_path, place)
 
-    def items(self, keys: Keys) -> Iterator[tuple[str, Any]]:
+    def items(self, key_path: KeyPath) -> Iterator[tuple[str, Any]]:
         while not isinstance(event := next(self.events), yaml.MappingEndEvent):
             place = self.place(event.start_mark.line + 1)
             if not isinstance(event, yaml.ScalarEvent) or event.anchor or event.tag is not None:
                 raise wrong(
-                    place, keys, "a key that is not a plain word", "key: value", "name the key"
+                    place, key_path, "a key that is not a plain word", "key: value", "name the key"
                 )
-            key = self.scalar(event, keys, place)
+            key = self.scalar(event, key_path, place)
             if not isinstance(key, str):
-                raise wrong(place, keys, f"the key {show(key)}", "a word", "name the key")
-            inner = (*keys, key)
+                raise wrong(place, key_path, f"the key {show(key)}", "a word", "name the key")
+            inner = (*key_path, key)
             if inner in self.where:
                 raise wrong(
                     place,
@@ -218,10 +233,14 @@ class _Reader:
             self.where[inner] = place
             yield key, self.value(next(self.events), inner)
 
-    def scalar(self, event: Any, keys: Keys, place: str) -> Any:
+    def scalar(self, event: Any, key_path: KeyPath, place: str) -> Any:
         if bad := CONTROL.search(event.value):
             raise wrong(
-                place, keys, f"the control character {bad[0]!r}", "text on one line", "delete it"
+                place,
+                key_path,
+                f"the control character {bad[0]!r}",
+                "text on one line",
+                "delete it",
             )
         if not event.implicit[0]:  # in quotes, or a block of text
             return event.value
@@ -229,7 +248,7 @@ class _Reader:
             return _resolve(event.value)
         except ValueError as error:
             raise wrong(
-                place, keys, str(error), "a finite number", "write one, or quotes if it is text"
+                place, key_path, str(error), "a finite number", "write one, or quotes if it is text"
             ) from None
 
 
@@ -238,7 +257,7 @@ class _Reader:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes exactly the text that _resolve() would not read back as text."""
+    """Writer that quotes exactly the texts that _resolve() would not read back as text."""
 
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012  PyYAML copies it on the first add
 
@@ -259,35 +278,38 @@ def dump(value: Any) -> str:
 # ---------------------------------------------------------------------------
 
 
-def wrong(place: str, keys: Keys, found: str, expected: str, do: str = "") -> ConfigError:
-    return ConfigError(
-        f"{place}: {dotted(keys)}: found {found}, expected {expected}" + (f"; {do}" if do else "")
-    )
+def wrong(
+    place: str, key_path: KeyPath, actual: str, expected: str, advice: str = ""
+) -> ConfigError:
+    text = f"{place}: {dotted(key_path)}: found {actual}, expected {expected}"
+    return ConfigError(f"{text}; {advice}" if advice else text)
+
+
+def check_choice(typed: str, value: str, choices: Sequence[str], other: str = "") -> None:
+    """Raises ConfigError, with the nearest choice, for a value that is none of the choices."""
+    if value not in choices:
+        near = "".join(f"; did you mean {choice}?" for choice in nearest(value, choices))
+        raise ConfigError(
+            f"{typed}: found {show(value)}, expected one of {', '.join(choices)}{other}{near}"
+        )
 
 
 def show(value: Any) -> str:
-    """A found value on one short line."""
+    """The value on one short line."""
     text = repr(value) if isinstance(value, str) else plain(value)
     return text if len(text) <= 80 else f"{text[:60]}...{text[-1]}"
 
 
 def plain(value: Any) -> str:
-    return (
-        value
-        if isinstance(value, str)
-        else "null"
-        if value is None
-        else json.dumps(value, ensure_ascii=False)
-    )
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def dotted(keys: Keys) -> str:
-    return ".".join(show(str(key))[1:-1] for key in keys) or "the top level"
+def dotted(key_path: KeyPath) -> str:
+    return ".".join(show(str(key))[1:-1] for key in key_path) or "the top level"
 
 
 def mend(value: Any, expected: str) -> str:
-    """What to do when a value has another type than the expected one; "" where there is nothing to
-    advise."""
+    """Advice for a value whose type is not the expected type; "" if there is none."""
     if isinstance(value, str):
         if "number" in expected and _CORE["float"].match(value) and re.search("[0-9]", value):
             return "drop the quotes"

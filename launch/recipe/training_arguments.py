@@ -1,7 +1,7 @@
-"""TrainingArguments' fields that a recipe does not type: which there are, what they take, which the
+"""TrainingArguments' fields that a recipe does not type: their types, and the fields that the
 launcher sets.
 
-Read from the source of the installed transformers, which is not imported.
+They are read from the source of the installed transformers, which is not imported.
 """
 
 from __future__ import annotations
@@ -75,13 +75,14 @@ _TYPES = {
 
 
 def instead(key: str) -> str | None:
-    """What to use instead of a field that the launcher sets; None: it does not."""
+    """Advice on what to use instead of a field that the launcher sets; None if it does not set
+    it."""
     return OWNED.get(key) or (_PUBLISH if key.startswith("hub_") else None)
 
 
 @dataclass(frozen=True)
 class Field:
-    """A field of TrainingArguments, from its source."""
+    """A field of TrainingArguments, as its source declares it."""
 
     types: frozenset[str]  # the alternatives of its annotation
     default: str
@@ -90,19 +91,19 @@ class Field:
 
 @lru_cache(maxsize=1)
 def installed() -> Mapping[str, Field]:
-    """TrainingArguments' fields, from the installed source; {}: not installed."""
+    """TrainingArguments' fields, from the installed source; {} if transformers is not installed."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or not spec.submodule_search_locations:
         return {}
     source = Path(spec.submodule_search_locations[0], "training_args.py").read_text(
         encoding="utf-8"
     )
-    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     fields: dict[str, Field] = {}
-    for node in (node for one in classes if one.name == "TrainingArguments" for node in one.body):
+    for node in classes["TrainingArguments"].body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             options = (
-                {word.arg: word.value for word in node.value.keywords}
+                {option.arg: option.value for option in node.value.keywords}
                 if isinstance(node.value, ast.Call)
                 else {}
             )
@@ -112,7 +113,7 @@ def installed() -> Mapping[str, Field]:
                 _meaning(options.get("metadata")),
             )
     for old, new in RENAMED.items():
-        if old in fields:  # an older transformers knows the old names alone
+        if old in fields:  # an older transformers has the old names only
             fields.setdefault(new, fields[old])
             del fields[old]
     return fields
@@ -150,18 +151,17 @@ def _alternatives(annotation: ast.expr) -> Iterator[str]:
 
 
 def wrong_type(key: str, value: Any) -> tuple[str, str, str] | None:
-    """Found, expected and what to do, where an installed field does not take this value."""
+    """(actual, expected, advice) if an installed field does not take this value."""
     types = installed()[key].types
-    # an enumeration or a Literal: TrainingArguments itself decides
-    known = types <= {*_TYPES, "dict", "None"}
-    if not known or (value is None and "None" in types) or type(value).__name__ in types:
-        return None
-    if type(value) is int and "float" in types:
+    name = type(value).__name__
+    accepted_by = {"NoneType": {"None"}, "int": {"int", "float"}}.get(name, {name})
+    # TrainingArguments itself checks enumerations and Literals
+    if accepted_by & types or not types <= {*_TYPES, "dict", "None"}:
         return None
     expected = takes(types)
     return show(value), expected, mend(value, expected)
 
 
 def takes(types: frozenset[str]) -> str:
-    """The values that a field of these types takes, in words."""
+    """A description of the values that a field of these types takes."""
     return " or ".join(text for name, text in _TYPES.items() if name in types) or "a mapping"

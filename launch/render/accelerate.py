@@ -6,19 +6,18 @@ import yaml
 
 from launch.schema.plan import Plan
 
-DISTRIBUTED_TYPE = {"plain": "NO", "ddp": "MULTI_GPU", "deepspeed": "DEEPSPEED", "fsdp2": "FSDP"}
-
 
 def accelerate_config(plan: Plan, deepspeed_file: str) -> str:
-    """The Accelerate YAML. The same on CPUs: the entrypoint's use_cpu puts the ranks there
-    (MULTI_CPU would start one process). Batch, accumulation and clipping stand in the plan and, for
-    DeepSpeed, in `deepspeed_file` alone."""
+    """Render the Accelerate YAML. It is the same on CPUs: the entrypoint's use_cpu puts the ranks
+    there (MULTI_CPU would start one process). Batch, accumulation and clipping stand only in the
+    plan and, for DeepSpeed, in `deepspeed_file`."""
     strategy, meeting = plan.strategy, plan.rendezvous
-    launched = strategy.engine != "plain"
+    row = strategy.launch_mode
+    launched = row.engine != "plain"
     config: dict[str, object] = {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
-        "distributed_type": DISTRIBUTED_TYPE[strategy.engine],
+        "distributed_type": row.distributed_type.replace("_CPU", "_GPU"),
         "downcast_bf16": "no",
         "enable_cpu_affinity": False,
         "machine_rank": meeting.machine_rank if meeting else 0,
@@ -29,17 +28,17 @@ def accelerate_config(plan: Plan, deepspeed_file: str) -> str:
         "same_network": True,
         "use_cpu": strategy.device == "cpu" and not launched,
     }
-    if strategy.engine == "deepspeed":  # precision is in its own file
+    if row.engine == "deepspeed":  # precision is in its own file
         config["deepspeed_config"] = {
             "deepspeed_config_file": deepspeed_file,
-            "zero3_init_flag": strategy.zero_stage == 3,
+            "zero3_init_flag": row.shards_parameters,
         }
         if strategy.num_machines > 1:
             # pdsh would leak the environment
             config["deepspeed_config"]["deepspeed_multinode_launcher"] = "standard"
     else:
         config["mixed_precision"] = strategy.mixed_precision
-    if strategy.engine == "fsdp2":
+    if row.engine == "fsdp2":
         config["fsdp_config"] = {
             "fsdp_version": 2,
             # the classes are the model's _no_split_modules

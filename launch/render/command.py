@@ -1,4 +1,4 @@
-"""A plan as the files and the command line that run it."""
+"""The command line that starts the ranks of a plan."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from launch.schema.plan import Command, Plan
 
 
 def _launcher(plan: Plan) -> tuple[str, ...]:
-    """Accelerate's launcher; several ranks of one machine meet on its loopback."""
-    if plan.strategy.engine != "plain" and plan.strategy.num_machines == 1:
+    """Accelerate's launcher; several ranks of a single machine connect over its loopback."""
+    if plan.strategy.launch_mode.engine != "plain" and plan.strategy.num_machines == 1:
         return (str(CODE / "training" / "children" / "on_loopback.py"),)
     return ("-m", "accelerate.commands.launch")
 
@@ -28,24 +28,23 @@ def command(
     attempt: AttemptDir,
     workspace: Workspace,
     environ: Mapping[str, str],
+    resume: str = "auto",
 ) -> Command:
-    """What starts the ranks; env holds only what is added to the environment. The user's
-    OMP_NUM_THREADS is obeyed."""
+    """Render the line that starts the ranks; env holds only variables that are added. The user's
+    OMP_NUM_THREADS counts. `resume` is for the line of a dry run, which opens a run itself."""
     strategy = plan.strategy
     per_machine = strategy.processes_per_machine
     threads = environ.get("OMP_NUM_THREADS") or str(max(1, machine.cpu_count // per_machine))
     added: dict[str, str] = dict(plan.link.env) if plan.link else {}
+    defaults = dict(malloc.SETTINGS)
     if strategy.device == "cuda":
-        wanted = architectures.environment(machine.gpus[:per_machine])
+        defaults = dict(architectures.environment(machine.gpus[:per_machine]))
         added |= visible_devices(machine, per_machine)
-        added |= {key: environ.get(key, value) for key, value in wanted.items()}
-    if strategy.device == "cpu":
-        added |= {key: environ.get(key, value) for key, value in malloc.SETTINGS.items()}
-        if strategy.engine == "deepspeed":
-            added["DS_ACCELERATOR"] = "cpu"
+    elif strategy.launch_mode.engine == "deepspeed":
+        added["DS_ACCELERATOR"] = "cpu"
     if strategy.backend == "gloo" and strategy.num_machines == 1:
-        # nobody else's business
-        added["GLOO_SOCKET_IFNAME"] = environ.get("GLOO_SOCKET_IFNAME", "lo")
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"  # not reachable from other machines
+    added |= {key: environ.get(key, value) for key, value in defaults.items()}
     if plan.rendezvous and plan.rendezvous.network_interface:
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         added |= dict.fromkeys(names, plan.rendezvous.network_interface)
@@ -66,6 +65,7 @@ def command(
             str(run.root),
             "--attempt",
             str(attempt.number),
+            *(["--resume", resume] if resume != "auto" else []),
         ),
         env={
             "HF_HUB_OFFLINE": "1",

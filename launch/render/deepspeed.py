@@ -16,28 +16,29 @@ from launch.schema.plan import Plan
 
 
 def deepspeed_config(plan: Plan, max_grad_norm: float) -> str:
-    """The DeepSpeed JSON, every value explicit. The optimizer is the recipe's own, also where its
-    states are offloaded: one class everywhere, so that a checkpoint of one stage can be taken on by
-    another, and no op to compile."""
-    strategy = plan.strategy
+    """Render the DeepSpeed JSON, with every value explicit. The optimizer is the recipe's own, also
+    if its states are offloaded: the same class in every stage, so that a checkpoint of one stage
+    can be continued by another, and no op has to be compiled."""
+    strategy, row = plan.strategy, plan.strategy.launch_mode
     zero: dict[str, object] = {
-        "stage": strategy.zero_stage,
+        "stage": row.zero_stage,
         "contiguous_gradients": True,
         "overlap_comm": strategy.device == "cuda",
         "reduce_bucket_size": BUCKET_ELEMENTS,
     }
-    if strategy.zero_stage < 3:
-        zero["allgather_bucket_size"] = BUCKET_ELEMENTS
+    if row.shards_parameters:
+        zero |= {
+            "stage3_prefetch_bucket_size": BUCKET_ELEMENTS,
+            "stage3_max_live_parameters": 2 * BUCKET_ELEMENTS,
+            # once, for the export; checkpoints are sharded
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
     else:
-        zero["stage3_prefetch_bucket_size"] = BUCKET_ELEMENTS
-        zero["stage3_max_live_parameters"] = 2 * BUCKET_ELEMENTS
-        # once, for the export; checkpoints are sharded
-        zero["stage3_gather_16bit_weights_on_model_save"] = True
-    if strategy.offloads:
-        where = {"device": "cpu", "pin_memory": strategy.device == "cuda"}
-        zero["offload_optimizer"] = where
-        if strategy.zero_stage == 3:
-            zero["offload_param"] = where
+        zero["allgather_bucket_size"] = BUCKET_ELEMENTS
+    if row.offloads:
+        states = ("offload_optimizer", *(("offload_param",) if row.shards_parameters else ()))
+        device = {"device": "cpu", "pin_memory": strategy.device == "cuda"}
+        zero |= dict.fromkeys(states, device)
     config: dict[str, Any] = {
         "train_batch_size": strategy.effective_batch_size,
         "train_micro_batch_size_per_gpu": strategy.per_device_train_batch_size,
@@ -65,24 +66,23 @@ OURS = (  # keys of a DeepSpeed file that the recipe decides
 
 
 def existing_path(path: str) -> Path:
-    """A DeepSpeed file as typed or, since our Accelerate files name theirs from the checkout, from
-    there."""
+    """The path as typed, or below the checkout: our Accelerate files name theirs from there."""
     return Path(path) if Path(path).exists() else FILES / path
 
 
 def read_deepspeed(path: Path) -> dict[str, Any]:
-    """A DeepSpeed file. Raises ResourceError, ConfigError."""
+    """Read a DeepSpeed file. Raises ResourceError, ConfigError."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ResourceError(f"deepspeed_config_file {path}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"deepspeed_config_file {path}: not JSON ({error})") from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise ConfigError(
-            f"deepspeed_config_file {path}: found {type(found).__name__}, expected an object"
+            f"deepspeed_config_file {path}: found {type(config).__name__}, expected an object"
         )
-    return found
+    return config
 
 
 def deepspeed_file(
@@ -92,13 +92,13 @@ def deepspeed_file(
     environ: Mapping[str, str],
     say: Callable[[str], None],
 ) -> Path | None:
-    """The file that the ranks read: the user's own, where batch, precision and clipping are the
-    recipe's.
+    """Write the file that the ranks read: the user's own, with the recipe's batch, precision and
+    clipping.
 
-    Each value that is not the user's any more is said. Raises ConfigError for a section or switch
+    A line names each value that the recipe replaces. Raises ConfigError for a section or switch
     that would replace the recipe's optimizer or schedule.
     """
-    if plan.strategy.engine != "deepspeed":
+    if plan.strategy.launch_mode.engine != "deepspeed":
         return None
     config = json.loads(deepspeed_config(plan, max_grad_norm))
     path = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
@@ -114,10 +114,10 @@ def deepspeed_file(
             f"{path}: zero_force_ds_cpu_optimizer true replaces the recipe's optimizer"
             " (training.optim) by DeepSpeed's; set it to false, or remove it"
         )
+    config |= {key: value for key, value in theirs.items() if key not in OURS}
     for key, value in theirs.items():
-        if key not in OURS:
-            config[key] = value
-        elif value != config[key] and value != "auto" and not _is_auto(value):
+        enabled = value.get("enabled") if isinstance(value, dict) else value
+        if value != config[key] and "auto" not in (value, enabled):
             say(
                 f"{path}: {key} says {json.dumps(value)}, the recipe says"
                 f" {json.dumps(config[key])}, which runs"
@@ -127,7 +127,3 @@ def deepspeed_file(
     made.parent.mkdir(parents=True, exist_ok=True)
     files.write_atomic(made, text)
     return made
-
-
-def _is_auto(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("enabled") == "auto"

@@ -17,23 +17,16 @@ from launch.schema.recipe import Recipe
 
 
 def write_run(
-    run: RunDir, recipe: Recipe, machine: Machine, plan: Plan, workspace: Workspace
-) -> AttemptDir:
-    """Render a plan into its run folder, with a new attempt."""
-    attempt = run.new_attempt()
-    write_plan(run, recipe, machine, plan, workspace, attempt)
-    return attempt
-
-
-def write_plan(
     run: RunDir,
     recipe: Recipe,
     machine: Machine,
     plan: Plan,
     workspace: Workspace,
-    attempt: AttemptDir,
-) -> None:
-    """The plan's files, in place of those that are there."""
+    resume: str = "auto",
+) -> AttemptDir:
+    """Render a plan into its run folder, for the attempt that has tokenised its rows or a new
+    attempt."""
+    attempt = run.unplanned_attempt()
     run.write_plan(recipe, plan)
     files.write_json(attempt.plan_file, asdict(plan))  # the run's own is that of its last attempt
     files.write_json(attempt.machine_file, asdict(machine))
@@ -41,11 +34,12 @@ def write_plan(
     files.write_atomic(
         run.accelerate_file, accelerate.accelerate_config(plan, str(run.deepspeed_file))
     )
-    if plan.strategy.engine == "deepspeed":
+    if plan.strategy.launch_mode.engine == "deepspeed":
         files.write_atomic(
             run.deepspeed_file, deepspeed.deepspeed_config(plan, recipe.training.max_grad_norm)
         )
-    command = render_command.command(plan, machine, run, attempt, workspace, os.environ)
+    command = render_command.command(plan, machine, run, attempt, workspace, os.environ, resume)
     files.write_atomic(
         run.command_file, f"#!/bin/sh\n# attempt {attempt.number} of {run.run_id}\n{command}\n"
     )
+    return attempt

@@ -1,4 +1,4 @@
-"""Two runs as their folders tell them, and whether they are one comparison."""
+"""Two runs read from their folders, and the differences that forbid a comparison."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe, affected_by, leaves
 from launch.schema.result import Continues, StepEvent
 
-# by which tokens of a step may differ where one batch counts packed sequences and the other rows
+# share by which the tokens of a step may differ where one batch counts packed sequences and the
+# other rows
 NEARLY = 0.05
-MADE_OF = {  # words for the parts of rundir.token_identity()
-    "version": "how this version tokenises",
+MADE_OF = {  # names for the parts of token_cache.token_identity()
+    "version": "the version that tokenised",
     "train": "the content of data.train_file",
     "columns": "the columns that are read",
     "limits": "max_length or how many rows are read",
@@ -42,7 +43,7 @@ MADE_OF = {  # words for the parts of rundir.token_identity()
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two; its plan is that of the last attempt that trained."""
+    """A or B of a comparison; its plan is that of the last attempt that trained."""
 
     run: RunDir
     recipe: Recipe
@@ -53,14 +54,13 @@ class Side:
     ending: str
     continues: Continues | None
     parts: tuple[run_folder_steps.Stretch, ...]
-    last_parts: tuple[
-        run_folder_steps.Stretch, ...
-    ]  # those that ran by this plan's strategy: speed and memory are theirs
+    # those that ran with this plan's strategy: speed and memory are theirs
+    last_parts: tuple[run_folder_steps.Stretch, ...]
     host_peak_bytes: int
 
     @cached_property
     def steps(self) -> list[StepEvent]:
-        """Those that count."""
+        """The steps that count."""
         return [step for part in self.parts for step in part.counted]
 
     @property
@@ -68,8 +68,7 @@ class Side:
         return self.recipe.data.packing
 
     def missing(self) -> float:
-        """Samples of steps that were trained, but not written down before a kill, or whose run is
-        gone."""
+        """Samples of trained steps that a kill left unrecorded, or whose run is gone."""
         gaps = (
             after.samples_seen - after.samples - before.samples_seen
             for before, after in pairwise(self.steps)
@@ -83,15 +82,14 @@ def find(workspace: Workspace, word: str) -> RunDir:
 
     Raises ResourceError."""
     for path in (Path(word).expanduser(), workspace.runs / word):
-        if (path / "plan.json").is_file():
-            return _trained([RunDir(path.resolve())], word)
-    known = [
-        RunDir(path.parent) for path in sorted(workspace.runs.glob("*/*/plan.json"), reverse=True)
-    ]
+        run = RunDir(path.resolve())
+        if run.plan_file.is_file() and not run.is_dry_run:
+            return _trained([run], word)
+    runs = RunDir.all(workspace.runs)
     place = Path(word).expanduser().resolve()
     if named := [
         run
-        for run in known
+        for run in runs
         if word in (run.run_id, run.root.parent.name) or place == run.root.parent
     ]:
         return _trained(named, word)
@@ -101,7 +99,7 @@ def find(workspace: Workspace, word: str) -> RunDir:
             f"{word}: this recipe has no run in {workspace.runs}; python -m launch run {word}"
             " makes one"
         )
-    names = own | {run.root.parent.name for run in known} | {run.run_id for run in known}
+    names = own | {run.root.parent.name for run in runs} | {run.run_id for run in runs}
     raise ResourceError(
         f"{word}: found no run, expected the name of a recipe that has run, a run's name"
         f" (recipe-time) or its folder; {suggestion(word, sorted(names))}"
@@ -168,31 +166,31 @@ def read(run: RunDir, say: run_folder_steps.Say = lambda line: None) -> Side:
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that is not the same in both; `blocks`: figures would be of two different
-    things."""
+    """A difference between A and B; with `blocks` their figures cannot be compared."""
 
     text: str
     blocks: bool = False
 
 
 def differences(a: Side, b: Side) -> list[Difference]:
-    """All of them, first those that block."""
-    found = [*_of_model(a, b), *_of_data(a, b), *_of_batch(a, b), *_of_the_rest(a, b)]
-    return sorted(found, key=lambda one: not one.blocks)
+    """All differences, first those that block."""
+    both = [*_of_model(a, b), *_of_data(a, b), *_of_batch(a, b), *_of_start(a, b)]
+    return sorted(both, key=lambda difference: not difference.blocks)
 
 
 def _of_model(a: Side, b: Side) -> Iterator[Difference]:
-    shapes = a.plan.shape, b.plan.shape
-    if cache_keys.model_key(shapes[0]) != cache_keys.model_key(shapes[1]):
-        yield _differs(
-            "model", [f"{one.name} of {one.parameters:,} parameters" for one in shapes], blocks=True
-        )
+    models = a.plan.shape, b.plan.shape
+    if cache_keys.model_key(models[0]) != cache_keys.model_key(models[1]):
+        names = [f"{model.name} of {model.parameters:,} parameters" for model in models]
+        yield _differs("model", names, blocks=True)
         configs = [
-            leaves({key: one.config[key] for key in one.config if key not in cache_keys.ORIGIN})
-            for one in shapes
+            leaves({key: model.config[key] for key in model.config if key not in cache_keys.ORIGIN})
+            for model in models
         ]
         yield from _by_key(configs, "config.")
-    trained = [f"{one.trainable_parameters:,} ({one.lora_parameters:,} of LoRA)" for one in shapes]
+    trained = [
+        f"{model.trainable_parameters:,} ({model.lora_parameters:,} of LoRA)" for model in models
+    ]
     if trained[0] != trained[1]:
         yield _differs("trained parameters", trained, blocks=True)
 
@@ -200,19 +198,19 @@ def _of_model(a: Side, b: Side) -> Iterator[Difference]:
 def _of_data(a: Side, b: Side) -> Iterator[Difference]:
     if a.made_of is None or b.made_of is None:
         yield Difference(
-            "data: the file that says what the rows were made of is not there", blocks=True
+            "data: tokens.json, which names the content of the rows, is not there", blocks=True
         )
         return
     made = [
-        {**one, "limits": [limit for limit in one["limits"] if limit != "packed"]}
-        for one in (a.made_of, b.made_of)
+        {**made_of, "limits": [limit for limit in made_of["limits"] if limit != "packed"]}
+        for made_of in (a.made_of, b.made_of)
     ]
-    if other := [words for key, words in MADE_OF.items() if made[0][key] != made[1][key]]:
-        yield Difference(f"data: A and B differ in {', '.join(other)}", blocks=True)
-    held_out = [one["validation"] for one in made]
-    if held_out[0] != held_out[1]:
-        words = [f"sha256 {word[:12]}" if word else "none" for word in held_out]
-        yield _differs("held-out rows", words, blocks=None not in held_out)
+    if parts := [name for key, name in MADE_OF.items() if made[0][key] != made[1][key]]:
+        yield Difference(f"data: A and B differ in {', '.join(parts)}", blocks=True)
+    hashes = [made_of["validation"] for made_of in made]
+    if hashes[0] != hashes[1]:
+        names = [f"sha256 {sha256[:12]}" if sha256 else "none" for sha256 in hashes]
+        yield _differs("held-out rows", names, blocks=None not in hashes)
 
 
 def _of_batch(a: Side, b: Side) -> Iterator[Difference]:
@@ -222,14 +220,14 @@ def _of_batch(a: Side, b: Side) -> Iterator[Difference]:
             yield _differs("effective batch", sizes, blocks=True)
         return
     tokens = [sum(step.tokens for step in side.steps) / len(side.steps) for side in (a, b)]
-    words = [
+    batches = [
         f"{size} {'packed sequences' if side.is_packed else 'rows'} of {mean:,.0f} tokens in all"
         for side, size, mean in zip((a, b), sizes, tokens, strict=True)
     ]
-    yield _differs("effective batch", words, blocks=abs(tokens[1] / tokens[0] - 1) > NEARLY)
+    yield _differs("effective batch", batches, blocks=abs(tokens[1] / tokens[0] - 1) > NEARLY)
 
 
-def _of_the_rest(a: Side, b: Side) -> Iterator[Difference]:
+def _of_start(a: Side, b: Side) -> Iterator[Difference]:
     for name, side in (("A", a), ("B", b)):
         if len(side.last_parts) < len(side.parts):
             yield Difference(
@@ -252,26 +250,28 @@ def _of_the_rest(a: Side, b: Side) -> Iterator[Difference]:
         or machines[1] is None
         or cache_keys.machine_key(machines[0]) != cache_keys.machine_key(machines[1])
     ):
-        yield _differs("machine", [_machine(one) for one in machines])
+        yield _differs("machine", [_machine(machine) for machine in machines])
     both = a.libraries.keys() & b.libraries.keys()
     yield from _by_key([{name: side.libraries[name] for name in both} for side in (a, b)])
     yield from _by_key([asdict(side.plan.strategy) for side in (a, b)])
     recipes = [leaves(side.recipe.model_dump()) for side in (a, b)]
-    yield from _by_key([{key: keys[key] for key in keys if is_compared(key)} for keys in recipes])
+    yield from _by_key(
+        [{key: recipe[key] for key in recipe if is_compared(key)} for recipe in recipes]
+    )
     seen = [f"{side.steps[-1].samples_seen:,}" for side in (a, b)]
     if seen[0] != seen[1] and a.is_packed == b.is_packed:
         yield _differs("samples trained", seen)
 
 
 def is_compared(key: str) -> bool:
-    """Whether runs are compared by this key of their recipes: not where the strategy that ran or
-    the content of a file says it, nor by their names."""
+    """True if runs are compared by this key of their recipes: not by names, nor by keys whose
+    strategy or file content is compared itself."""
     return not affected_by(key) & {"planned", "source", "name"}
 
 
 def _by_key(values: Sequence[Mapping[str, Any]], prefix: str = "") -> Iterator[Difference]:
     for key in sorted(values[0].keys() | values[1].keys()):
-        pair = [one.get(key) for one in values]
+        pair = [side.get(key) for side in values]
         if pair[0] != pair[1]:
             yield _differs(prefix + key, ["none" if value is None else value for value in pair])
 

@@ -1,5 +1,4 @@
-"""`python -m launch compare A B`: two runs that are one comparison, as a table and as one HTML
-page."""
+"""`python -m launch compare A B`: two runs side by side, as a table and as an HTML page."""
 
 from __future__ import annotations
 
@@ -7,6 +6,7 @@ import html as markup
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 from rich import box
@@ -25,7 +25,7 @@ from launch.report.comparable import Difference, Side
 from launch.run_folder import steps
 from launch.schema.result import StepEvent
 
-LAST_PART = 0.1  # of the samples, over which the training loss is averaged
+LAST_PART = 0.1  # of the samples; the training loss is their mean
 MOST_MEANS = 100  # points of a curve
 COLORS = ("#f59e0b", "#1d4ed8")  # of A and B
 WIDTHS = (4.5, 1.5)  # B is drawn over A: where they agree both are seen
@@ -37,19 +37,19 @@ RULES = (
 
 
 def run(workspace: Workspace, first: str, second: str, anyway: bool) -> int:
-    """Print both, what differs and the table, and write the page; the exit code. Raises ConfigError
-    where they are no comparison, ResourceError where there is no such run."""
-    found = [comparable.find(workspace, word) for word in (first, second)]
-    if found[0].root == found[1].root:
-        raise ConfigError(f"{first} and {second} are the same run, {found[0].root}; give two")
-    a, b = (comparable.read(run, lambda line: print(shown(line))) for run in found)
+    """Print both runs, their differences and the table, and write the page; the exit code. Raises
+    ConfigError where they cannot be compared, ResourceError where there is no such run."""
+    runs = [comparable.find(workspace, name) for name in (first, second)]
+    if runs[0].root == runs[1].root:
+        raise ConfigError(f"{first} and {second} are the same run, {runs[0].root}; give two")
+    a, b = (comparable.read(run, lambda line: print(shown(line))) for run in runs)
     differs = comparable.differences(a, b)
-    for line in [*heading(a, b, differs), *(f"differs: {one.text}" for one in differs)]:
+    for line in [*heading(a, b, differs), *(f"differs: {item.text}" for item in differs)]:
         print(shown(line))
-    if (blocking := [one.text for one in differs if one.blocks]) and not anyway:
+    if (blocking := [item.text for item in differs if item.blocks]) and not anyway:
         raise ConfigError(
-            f"these two are no comparison: {'; '.join(blocking)}. Make them alike, or add --anyway"
-            " to see all figures"
+            f"these runs cannot be compared: {'; '.join(blocking)}. Make them alike, or add"
+            " --anyway to see all figures"
         )
     table = figures(a, b)
     print(shown(as_text(table)))
@@ -63,7 +63,7 @@ def run(workspace: Workspace, first: str, second: str, anyway: bool) -> int:
 
 
 def heading(a: Side, b: Side, differs: Sequence[Difference]) -> Iterator[str]:
-    """Which runs these are, and what they have in common."""
+    """Lines that name the runs and their common settings."""
     for name, side in (("A", a), ("B", b)):
         tokens = sum(step.tokens for step in side.steps)
         yield (
@@ -72,7 +72,7 @@ def heading(a: Side, b: Side, differs: Sequence[Difference]) -> Iterator[str]:
             f" {'packed sequences' if side.is_packed else 'samples'}, {tokens:,.0f} non-padding"
             " tokens"
         )
-    if not any(one.blocks for one in differs):
+    if not any(difference.blocks for difference in differs):
         trained = f"{a.plan.shape.name} ({a.plan.shape.trainable_parameters:,} parameters trained)"
         yield f"same: model {trained}, data" + (
             ", effective batch" if a.is_packed == b.is_packed else ""
@@ -85,7 +85,7 @@ def heading(a: Side, b: Side, differs: Sequence[Difference]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Figure:
-    """One quantity of A and B; None: there is none, as `missing` says."""
+    """A quantity of A and B; `missing` is shown for None."""
 
     name: str
     values: tuple[float | None, float | None]
@@ -97,7 +97,7 @@ class Figure:
         """A, B, B/A."""
         a, b = self.values
         ratio = f"{b / a:.3f}" if self.has_ratio and a and b is not None else ""
-        of_a, of_b = (self.missing if one is None else self.text(one) for one in self.values)
+        of_a, of_b = (self.missing if value is None else self.text(value) for value in self.values)
         return of_a, of_b, ratio
 
 
@@ -135,32 +135,22 @@ def _of_memory(a: Side, b: Side) -> Iterator[Figure]:
             missing=missing,
         )
 
-    yield of("VRAM allocated, peak", _allocated, "no GPU")
-    if "cuda" in (a.plan.strategy.device, b.plan.strategy.device):
-        yield of(
-            "  predicted",
-            lambda side: side.plan.estimate.allocated_bytes if _is_predicted(side) else 0,
-        )
-    yield of("VRAM reserved, peak", _reserved, "no GPU")
-    if "cuda" in (a.plan.strategy.device, b.plan.strategy.device):
-        yield of(
-            "  predicted",
-            lambda side: side.plan.estimate.reserved_bytes if _is_predicted(side) else 0,
-        )
+    for kind in ("allocated", "reserved"):
+        measured = partial(_vram_peak, quantity=f"vram_{kind}_bytes")
+        yield of(f"VRAM {kind}, peak", measured, "no GPU")
+        if "cuda" in (a.plan.strategy.device, b.plan.strategy.device):
+            yield of("  predicted", partial(_predicted, quantity=f"{kind}_bytes"))
     yield of("host RAM of the job (PSS), peak", lambda side: side.host_peak_bytes)
     yield of("  predicted", lambda side: side.plan.estimate.host_bytes)
 
 
-def _allocated(side: Side) -> int:
-    return max(step.vram_allocated_bytes for part in side.last_parts for step in part.counted)
+def _vram_peak(side: Side, quantity: str) -> int:
+    return max(getattr(step, quantity) for part in side.last_parts for step in part.counted)
 
 
-def _reserved(side: Side) -> int:
-    return max(step.vram_reserved_bytes for part in side.last_parts for step in part.counted)
-
-
-def _is_predicted(side: Side) -> bool:
-    return side.plan.estimate.peak is not None and side.plan.strategy.device == "cuda"
+def _predicted(side: Side, quantity: str) -> int:
+    is_predicted = side.plan.estimate.peak and side.plan.strategy.device == "cuda"
+    return getattr(side.plan.estimate, quantity) if is_predicted else 0
 
 
 def _of_losses(a: Side, b: Side) -> Iterator[Figure]:
@@ -180,8 +170,8 @@ def _of_losses(a: Side, b: Side) -> Iterator[Figure]:
         x, y = max(
             pairs, key=lambda pair: (min(pair[0][0], pair[1][0]), -abs(pair[0][0] - pair[1][0]))
         )
-        at = f"{x[0]:,.0f}" if x[0] == y[0] else f"{x[0]:,.0f} and {y[0]:,.0f}"
-        yield Figure(f"held-out loss at {at} {unit}", (x[1], y[1]), _loss)
+        counts = " and ".join(dict.fromkeys(f"{point[0]:,.0f}" for point in (x, y)))
+        yield Figure(f"held-out loss at {counts} {unit}", (x[1], y[1]), _loss)
     else:
         yield Figure(f"held-out loss at equal {unit}", (None, None), _loss, missing="none")
     if unit == "samples":
@@ -193,8 +183,8 @@ def _of_losses(a: Side, b: Side) -> Iterator[Figure]:
 
 
 def _unit(a: Side, b: Side) -> str:
-    """What losses are compared at: tokens, where a sample is a row in one and a packed sequence in
-    the other."""
+    """The unit of progress by which losses are compared: tokens where a sample is a row in A and a
+    packed sequence in B, or the other way round."""
     return "samples" if a.is_packed == b.is_packed else "tokens"
 
 
@@ -209,28 +199,24 @@ def _seen(side: Side, unit: str) -> list[float]:
 
 def _last_loss(side: Side, unit: str, common: float) -> float | None:
     """Mean over the samples of the last part up to `common`, and over one step at least."""
-    up_to = [
-        (step, at) for step, at in zip(side.steps, _seen(side, unit), strict=True) if at <= common
-    ]
-    last = [step for step, at in up_to if at > (1 - LAST_PART) * common] or [
-        step for step, _ in up_to[-1:]
-    ]
-    return (
-        sum(step.loss * step.samples for step in last) / sum(step.samples for step in last)
-        if last
-        else None
-    )
+    seen = zip(side.steps, _seen(side, unit), strict=True)
+    up_to = [(step, count) for step, count in seen if count <= common]
+    last = [step for step, count in up_to if count > (1 - LAST_PART) * common]
+    last = last or [step for step, _ in up_to[-1:]]
+    num_samples = sum(step.samples for step in last)
+    return sum(step.loss * step.samples for step in last) / num_samples if last else None
 
 
 def _scores(side: Side, unit: str) -> list[tuple[float, float]]:
     """(samples or tokens, held-out loss) of each evaluation."""
-    found, before = [], 0.0
+    points, before = [], 0.0
     for part in side.parts:
-        for one in part.evaluations:
-            tokens = before + sum(step.tokens for step in part.counted if step.step <= one.step)
-            found.append((one.samples_seen if unit == "samples" else tokens, one.loss))
+        for evaluation in part.evaluations:
+            trained = [step.tokens for step in part.counted if step.step <= evaluation.step]
+            count = evaluation.samples_seen if unit == "samples" else before + sum(trained)
+            points.append((count, evaluation.loss))
         before += sum(step.tokens for step in part.counted)
-    return found
+    return points
 
 
 def _number(value: float) -> str:
@@ -245,12 +231,12 @@ def _loss(value: float) -> str:
     return f"{value:.4f}"
 
 
-# ---- what people see
+# ---- the table and the page
 # ---------------------------------------------------------------------------
 
 
 def as_text(table: Sequence[Figure]) -> str:
-    """The table for a terminal as wide as this one."""
+    """The table, as wide as this terminal."""
     drawn = Table(box=box.SIMPLE_HEAD)
     drawn.add_column("")
     for name in ("A", "B", "B/A"):
@@ -279,7 +265,7 @@ def html(a: Side, b: Side, differs: Sequence[Difference], table: Sequence[Figure
     )
     same = "".join(f"<p>{_escaped(line)}</p>" for line in head[2:])
     listed = "".join(
-        f"<li{' class=bad' if one.blocks else ''}>{_escaped(one.text)}</li>" for one in differs
+        f"<li{' class=bad' if item.blocks else ''}>{_escaped(item.text)}</li>" for item in differs
     )
     rows = "".join(
         f"<tr><td{' class=sub' if figure.name.startswith(' ') else ''}>"
@@ -310,8 +296,8 @@ def _curves(a: Side, b: Side) -> str:
     def drawn(
         title: str, points: Sequence[list[tuple[float, float]]], from_zero: bool = False
     ) -> str:
-        lines = [svg.Line(*given) for given in zip(points, COLORS, WIDTHS, strict=True)]
-        return svg.figure(title, lines, unit, from_zero)
+        lines = map(svg.Line, points, COLORS, WIDTHS)
+        return svg.figure(title, list(lines), unit, from_zero)
 
     losses = [
         _means(side, unit, count, lambda some: sum(step.loss for step in some) / len(some))
@@ -338,7 +324,7 @@ def _means(
 ) -> list[tuple[float, float]]:
     """(samples or tokens after them, mean) of each `count` steps."""
     seen = _seen(side, unit)
-    groups = [slice(at, at + count) for at in range(0, len(seen), count)]
+    groups = [slice(start, start + count) for start in range(0, len(seen), count)]
     return [(seen[group][-1], mean(side.steps[group])) for group in groups]
 
 

@@ -1,4 +1,4 @@
-"""The first screen: a plan in at most 14 lines of 100 columns. The whole plan is in text.py."""
+"""The first screen: a plan in at most 14 lines of 100 columns. text.py has the full plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from launch.base.text import size
 from launch.predict.estimate import host_budget_bytes
-from launch.report.text import batch, longest, notes, total_steps
+from launch.report.text import batch, length_text, notes, total_steps
 from launch.schema.machine import Machine
 from launch.schema.plan import Change, Plan
 from launch.schema.recipe import Recipe
@@ -28,9 +28,10 @@ def lines(
     now: datetime,
     finished_steps: int = 0,
     below: Sequence[tuple[str, str]] = (),
+    source: str = "--explain shows",
 ) -> list[str]:
-    """The plan in short. `below` are labels and texts that the caller adds at its end; `now` is
-    local time."""
+    """The plan in short. `below` are labels and texts of the last lines; `now` is local time;
+    `source` tells where the full plan is."""
     screen = [
         _short(f"plan for {recipe.name} on {machine.name}", COLUMNS),
         _line("model", _model(recipe, plan)),
@@ -41,20 +42,28 @@ def lines(
         _line("host RAM", _host_memory(recipe, machine, plan)),
         _line("time", _time(recipe, plan, now, finished_steps)),
     ]
-    end = [
-        f"  {label if not i else '':<{LABEL - 2}}{line}"  # whole: what can be pasted stays so
-        for label, text in below
-        for i, line in enumerate(text.splitlines())
-    ]
+    end = [line for label, text in below for line in labelled(label, text)]
     changes, num_hidden = _changes(plan.changes, max(LINES - len(screen) - len(end) - 1, 1))
     screen += changes
     hidden = f"{num_hidden} more change{'' if num_hidden == 1 else 's'}, " if num_hidden else ""
-    end.insert(0, _line("more", f"--explain shows {hidden}all settings and their reasons"))
+    end.insert(0, _line("more", f"{source} {hidden}all settings and their reasons"))
     for note in notes(recipe, plan):
         folded = _folded("note", note)
         if len(screen) + len(folded) + len(end) <= LINES:
             screen += folded
     return screen + end
+
+
+def labelled(label: str, text: str) -> list[str]:
+    """The text with the label before its first line; long lines stay whole, so that a command can
+    be pasted."""
+    return _with_label(label, text.splitlines())
+
+
+def _with_label(label: str, paragraph: Sequence[str]) -> list[str]:
+    return [
+        f"  {'' if number else label:<{LABEL - 2}}{line}" for number, line in enumerate(paragraph)
+    ]
 
 
 def _line(label: str, text: str) -> str:
@@ -71,28 +80,26 @@ def _short(text: str, columns: int) -> str:
 
 def _folded(label: str, text: str) -> list[str]:
     """The text as lines of a paragraph with the label before the first."""
-    paragraph = textwrap.wrap(text, COLUMNS - LABEL, break_on_hyphens=False)
-    labels = [label, *[""] * len(paragraph)]
-    return [f"  {word:<{LABEL - 2}}{line}" for word, line in zip(labels, paragraph, strict=False)]
+    return _with_label(label, textwrap.wrap(text, COLUMNS - LABEL, break_on_hyphens=False))
 
 
 def _model(recipe: Recipe, plan: Plan) -> str:
-    shape = plan.shape
+    model = plan.shape
     kind = "LoRA, " if recipe.lora else ""
     bits = ", weights in 4 bits" if recipe.quantized(plan.strategy.mixed_precision) else ""
-    name = shape.name if len(shape.name) <= NAME_COLUMNS else Path(shape.name).name
+    name = model.name if len(model.name) <= NAME_COLUMNS else Path(model.name).name
     return (
-        f"{name}: {shape.parameters:,} parameters, {kind}{shape.trainable_parameters:,}"
+        f"{name}: {model.parameters:,} parameters, {kind}{model.trainable_parameters:,}"
         f" trained{bits}"
     )
 
 
 def _data(recipe: Recipe, plan: Plan) -> str:
     rows = "rows are not counted" if plan.rows is None else f"{plan.rows:,} rows"
-    lengths = f"lengths are assumed: {longest(plan)} tokens each"
+    lengths = f"lengths are assumed: {length_text(plan)} tokens each"
     if plan.padding and plan.padding.rows:
         mean = plan.padding.tokens / plan.padding.rows
-        lengths = f"{mean:,.0f} tokens on average, at most {longest(plan)}"
+        lengths = f"{mean:,.0f} tokens on average, at most {length_text(plan)}"
     return f"{Path(recipe.data.train_file).name}: {rows}, {lengths}"
 
 
@@ -133,19 +140,19 @@ def _time(recipe: Recipe, plan: Plan, now: datetime, finished_steps: int) -> str
     steps = total_steps(recipe, plan)
     if plan.step_s is None:
         count = "" if steps is None else f"{steps:,} steps; "
-        return f"{count}seconds a step are not known yet: a step of this kind could not be traced"
+        return f"{count}seconds a step are not known yet: no step of this kind was traced"
     pace = f"{plan.step_s:.3g} s a step predicted"
     if steps is None:
         return f"{pace}; steps and end are not known before the rows are counted"
     steps_left = max(steps - finished_steps, 0)
     seconds = plan.step_s * steps_left
-    left = f"{steps_left:,} of {steps:,} steps left" if finished_steps else f"{steps:,} steps"
+    count = f"{steps_left:,} of {steps:,} steps left" if finished_steps else f"{steps:,} steps"
     if seconds > FARTHEST_END_S:
-        return f"{pace} x {left} = {_duration(seconds)}"
+        return f"{pace} x {count} = {_duration(seconds)}"
     # minutes are rounded up: a start at 10:00 that takes 10 s ends at 10:01
     end = (now + timedelta(seconds=seconds + 59)).replace(second=0)
     day = "" if end.date() == now.date() else f"{end:%Y-%m-%d} "
-    return f"{pace} x {left} = {_duration(seconds)}: ends about {day}{end:%H:%M}"
+    return f"{pace} x {count} = {_duration(seconds)}: ends about {day}{end:%H:%M}"
 
 
 def _duration(seconds: float) -> str:

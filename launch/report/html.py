@@ -36,50 +36,16 @@ def html(
     attempts: Sequence[tuple[str, str]] = (),
     evaluations: Sequence[HeldOut] = (),
 ) -> str:
-    """The run as one self-contained page: end, attempts (what ran, how it ended), figures, curves,
-    plan."""
+    """The run as a self-contained page: end, figures, attempts (strategy, end), curves, plan."""
     ended = "complete" if result.failure is None else result.failure.cause
     summary = result.summary
-    rows = []
-    if summary:
-        estimate = plan.estimate
-        for name in (*STATES, "offloaded"):
-            predicted, found = getattr(estimate, f"{name}_bytes"), summary[f"{name}_bytes"]
-            if found is None and predicted:
-                rows.append((f"{name} per process", size(predicted), "not measured", ""))
-            elif found:
-                off = f"{found / predicted - 1:+.2%}" if predicted else ""
-                rows.append((f"{name} per process", size(predicted), size(found), off))
-        peaks = [("host RAM peak of the job (PSS)", estimate.host_bytes, result.host_peak_bytes)]
-        if summary["vram_allocated_bytes"]:
-            peaks.append(
-                (
-                    "VRAM peak, allocated",
-                    estimate.allocated_bytes if estimate.peak else 0,
-                    summary["vram_allocated_bytes"],
-                )
-            )
-            peaks.append(
-                (
-                    "VRAM peak, reserved",
-                    estimate.reserved_bytes if estimate.peak else 0,
-                    summary["vram_reserved_bytes"],
-                )
-            )
-        for name, predicted, found in peaks:
-            off = f"{found / predicted - 1:+.2%}" if predicted else ""
-            rows.append(
-                (
-                    name,
-                    size(predicted) if predicted else "not predicted",
-                    size(found),
-                    off,
-                )
-            )
+    rows = _memory_rows(plan, result) if summary else []
     table = "".join(
-        f"<tr><td>{name}</td><td class=n>{predicted}</td><td class=n>{found}</td><td"
-        f" class=n>{error}</td></tr>"
-        for name, predicted, found, error in rows
+        f"<tr><td>{name}</td><td class=n>{size(predicted) if predicted else 'not predicted'}</td>"
+        f"<td class=n>{'not measured' if measured is None else size(measured)}</td>"
+        f"<td class=n>{f'{measured / predicted - 1:+.2%}' if measured and predicted else ''}</td>"
+        "</tr>"
+        for name, predicted, measured in rows
     )
     figures = "".join(
         svg.figure(
@@ -95,8 +61,8 @@ def html(
             ("host RAM of the job, GiB", "host_pss_bytes", 1 / GIB, True),
         )
     )
-    held_out = svg.Line([(one.step, one.loss) for one in evaluations])
-    figures += svg.figure("loss on the held-out rows", [held_out], "step", False)
+    losses = svg.Line([(evaluation.step, evaluation.loss) for evaluation in evaluations])
+    figures += svg.figure("loss on the held-out rows", [losses], "step", False)
     tried = "".join(
         f"<tr><td>{number}</td><td>{markup.escape(ran)}</td><td>{markup.escape(how)}</td></tr>"
         for number, (ran, how) in enumerate(attempts, 1)
@@ -123,3 +89,22 @@ def html(
         + (f"<h2>End</h2><pre>{result_text}</pre>" if result_text else "")
         + "</html>\n"
     )
+
+
+def _memory_rows(plan: Plan, result: RunResult) -> list[tuple[str, int, int | None]]:
+    """(name, predicted bytes or 0, measured bytes or None) of the memory that the run took."""
+    estimate, summary = plan.estimate, result.summary
+    states = [
+        (f"{name} per process", getattr(estimate, f"{name}_bytes"), summary[f"{name}_bytes"])
+        for name in (*STATES, "offloaded")
+    ]
+    rows = [
+        (name, predicted, measured)
+        for name, predicted, measured in states
+        if measured or (measured is None and predicted)
+    ]
+    rows.append(("host RAM peak of the job (PSS)", estimate.host_bytes, result.host_peak_bytes))
+    for kind in ("allocated", "reserved") if summary["vram_allocated_bytes"] else ():
+        predicted = getattr(estimate, f"{kind}_bytes") if estimate.peak else 0
+        rows.append((f"VRAM peak, {kind}", predicted, summary[f"vram_{kind}_bytes"]))
+    return rows

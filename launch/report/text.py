@@ -1,4 +1,4 @@
-"""What people read: the plan before, the result after, on a terminal and as one HTML page."""
+"""Texts of a plan before training and of the result after it, for terminals, logs and pages."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ STATES = ("weights", "gradients", "optimizer")
 
 
 def plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> list[str]:
-    """The plan: what was asked for, what runs, and why."""
+    """The full plan: every setting, its reason, and the alternatives."""
     return list(_plan_lines(recipe, machine, plan))
 
 
 def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
-    strategy, shape, training = plan.strategy, plan.shape, recipe.training
+    strategy, model, training = plan.strategy, plan.shape, recipe.training
     yield f"plan for {recipe.name} on {machine.name}"
-    trained = f"{shape.trainable_parameters:,} trained"
-    yield f"  model      {shape.name}: {shape.parameters:,} parameters, {trained}"
+    trained = f"{model.trainable_parameters:,} trained"
+    yield f"  model      {model.name}: {model.parameters:,} parameters, {trained}"
     rows = "" if plan.rows is None else f" ({plan.rows:,} rows)"
     yield f"  data       {recipe.data.train_file}{rows}"
     for line in (plan.data_format.reason, *plan.data_format.notes):
         yield f"             {line}"
     yield from _batch_lines(plan)
-    samples, steps = plan.samples, total_steps(recipe, plan)
+    num_samples, steps = plan.num_samples, total_steps(recipe, plan)
     length = (
         f"{training.max_steps} steps"
         if training.max_steps > 0
         else f"{training.num_train_epochs:g} epochs"
     )
-    if samples is not None and training.max_steps < 0:
-        length += f" of {-(-samples // strategy.effective_batch_size):,} steps"
+    if num_samples is not None and training.max_steps < 0:
+        length += f" of {-(-num_samples // strategy.effective_batch_size):,} steps"
     rate = training.learning_rate_at(strategy.effective_batch_size)
     warmup = f"{training.warmup_steps:g}"
     if 0 < training.warmup_steps < 1:  # a share, as transformers rounds it
@@ -57,33 +57,32 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
     yield f"  mode       {strategy.mode}{backend}"
     for line in plan.why:
         yield f"             {line}"
-    for head, switch in zip(["kernels", *[""] * len(plan.switches)], plan.switches, strict=False):
+    for number, switch in enumerate(plan.switches):
+        head = "" if number else "kernels"
         yield f"  {head:<10} {switch.name:<10} {switch.runs}: {switch.why}"
     yield from _memory_lines(plan)
     yield f"  output     {recipe.output_dir}"
     yield from change_lines(plan.changes)
     for line in plan.rejected:
         yield f"  rejected   {line}"
-    if len(plan.table) > 2:
-        for head, line in zip(
-            ["  compared   ", *[" " * 13] * len(plan.table)], plan.table, strict=False
-        ):
-            yield head + line
+    for number, line in enumerate(plan.table if len(plan.table) > 2 else ()):
+        yield f"  {'' if number else 'compared':<10} {line}"
 
 
 def total_steps(recipe: Recipe, plan: Plan) -> int | None:
     """Optimizer steps of the whole training; None while its samples are not counted."""
     if recipe.training.max_steps > 0:
         return recipe.training.max_steps
-    if plan.samples is None:
+    if plan.num_samples is None:
         return None
-    epoch_steps = -(-plan.samples // plan.strategy.effective_batch_size)
+    epoch_steps = -(-plan.num_samples // plan.strategy.effective_batch_size)
     return math.ceil(recipe.training.num_train_epochs * epoch_steps)
 
 
 def schedule_notes(recipe: Recipe, plan: Plan) -> Iterator[str]:
     """Sentences on a schedule that may surprise its author."""
-    training, samples, steps = recipe.training, plan.samples, total_steps(recipe, plan) or 0
+    training, num_samples = recipe.training, plan.num_samples
+    steps = total_steps(recipe, plan) or 0
     batch = plan.strategy.effective_batch_size
     if training.warmup_steps and training.lr_scheduler_type == "constant":
         yield (
@@ -93,9 +92,9 @@ def schedule_notes(recipe: Recipe, plan: Plan) -> Iterator[str]:
     elif 0 < steps <= training.warmup_steps:
         rate = training.learning_rate_at(batch)
         yield f"warm-up takes all of the {steps} steps: the rate never reaches {rate:g}"
-    if samples is not None and samples < batch:
+    if num_samples is not None and num_samples < batch:
         kind = "packed sequences" if plan.packing else "rows"
-        yield f"the effective batch holds all {samples:,} {kind}: one step an epoch"
+        yield f"the effective batch holds all {num_samples:,} {kind}: one step an epoch"
 
 
 def notes(recipe: Recipe, plan: Plan) -> Iterator[str]:
@@ -105,7 +104,7 @@ def notes(recipe: Recipe, plan: Plan) -> Iterator[str]:
 
 
 def change_lines(changes: Sequence[Change]) -> Iterator[str]:
-    """What runs otherwise than it was asked for, by reason."""
+    """Settings that run otherwise than they were requested, by reason."""
     for reason in dict.fromkeys(change.reason for change in changes):
         yield f"  changed    {reason}"
         for change in changes:
@@ -116,17 +115,10 @@ def change_lines(changes: Sequence[Change]) -> Iterator[str]:
 
 
 def planned_lines(plan: Plan) -> Iterator[str]:
-    """Of a plan that replaces another: what it runs, and what that takes."""
+    """Batch, padding and memory of a plan that replaces another."""
     yield from _batch_lines(plan)
     yield from padding_lines(plan)
     yield from _memory_lines(plan)
-
-
-def rows_lines(plan: Plan) -> Iterator[str]:
-    """Of a plan that was made before its rows were tokenised: what they say of it."""
-    if plan.packing:
-        yield from _batch_lines(plan)
-    yield from padding_lines(plan)
 
 
 def _batch_lines(plan: Plan) -> Iterator[str]:
@@ -136,18 +128,21 @@ def _batch_lines(plan: Plan) -> Iterator[str]:
         yield from _by_tokens_lines(plan)
     if plan.packing:
         count = strategy.effective_batch_size
-        held = f"of at most {longest(plan)} tokens"
+        content = f"of at most {length_text(plan)} tokens"
         if plan.padding:
-            each = count / plan.padding.samples
-            held = (
-                f"with about {plan.padding.rows * each:,.0f} rows and"
-                f" {plan.padding.tokens * each:,.0f} tokens"
+            share = count / plan.padding.samples
+            content = (
+                f"with about {plan.padding.rows * share:,.0f} rows and"
+                f" {plan.padding.tokens * share:,.0f} tokens"
             )
-        yield f"             a step covers {count} packed sequences {held}, instead of {count} rows"
+        yield (
+            f"             a step covers {count} packed sequences {content}, instead of"
+            f" {count} rows"
+        )
 
 
 def batch(strategy: Strategy) -> str:
-    """How the effective batch is made up."""
+    """The factors of the effective batch."""
     ending = "" if strategy.num_processes == 1 else "es"
     return (
         f"{strategy.per_device_train_batch_size} per device x"
@@ -157,7 +152,7 @@ def batch(strategy: Strategy) -> str:
 
 
 def _by_tokens_lines(plan: Plan) -> Iterator[str]:
-    """What data.batch_by_tokens makes of a batch: its rows vary, its tokens are bounded."""
+    """Micro-batches under data.batch_by_tokens: their rows vary, their tokens are limited."""
     strategy = plan.strategy
     if strategy.gradient_accumulation_steps == 1:
         yield (
@@ -170,7 +165,7 @@ def _by_tokens_lines(plan: Plan) -> Iterator[str]:
     rows = strategy.per_device_train_batch_size
     yield (
         f"             by tokens: a micro-batch has at most {most}, padding included, as {rows} of"
-        f" the longest rows ({longest(plan)}) have"
+        f" the longest rows ({length_text(plan)}) have"
     )
     if plan.padding and plan.padding.micro_steps:
         micro_steps = plan.padding.micro_steps
@@ -182,40 +177,38 @@ def _by_tokens_lines(plan: Plan) -> Iterator[str]:
 
 
 def padding_lines(plan: Plan) -> Iterator[str]:
-    """How much of a step is padding, once the rows are tokenised; and what would leave less."""
+    """The share of padding in a step, once the rows are tokenised, and settings with less."""
     padding = plan.padding
     if padding is None:
         return
-    words = f"  padding    {padding.share:.0%} of the tokens that a step computes"
+    line = f"  padding    {padding.share:.0%} of the tokens that a step computes"
     if padding.order == "packed":
-        words += f"; {padding.at_random:.0%} if rows were not packed"
+        line += f"; {padding.at_random:.0%} if rows were not packed"
     elif plan.by_tokens:
-        words += f"; {padding.at_random:.0%} if rows came at random"
+        line += f"; {padding.at_random:.0%} if rows came at random"
         if padding.in_quarters is not None and padding.share - padding.in_quarters > WORTH_A_WORD:
-            cut = plan.strategy
-            finer = (
-                f"{cut.per_device_train_batch_size // 4} x {cut.gradient_accumulation_steps * 4}"
-            )
-            words += (
+            rows = plan.strategy.per_device_train_batch_size // 4
+            finer = f"{rows} x {plan.strategy.gradient_accumulation_steps * 4}"
+            line += (
                 f"; {padding.in_quarters:.0%} if micro-batches were {finer}, the same step in"
                 " smaller pieces"
             )
     elif padding.order == "by_length":
-        words += f"; {padding.at_random:.0%} if rows were not grouped by length"
+        line += f"; {padding.at_random:.0%} if rows were not grouped by length"
     elif padding.by_tokens is not None and padding.share - padding.by_tokens > WORTH_A_WORD:
-        words += (
+        line += (
             f"; --data.batch_by_tokens=true leaves {padding.by_tokens:.0%}, and trains the same"
             " steps"
         )
         if padding.by_tokens - padding.by_length > WORTH_A_WORD:
-            words += (
+            line += (
                 f"; with steps of one length, --data.group_by_length=true, {padding.by_length:.0%}"
             )
     elif padding.share - padding.by_length > WORTH_A_WORD:
-        words += (
+        line += (
             f"; --data.group_by_length=true leaves {padding.by_length:.0%}, in steps of one length"
         )
-    yield words
+    yield line
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:
@@ -231,14 +224,14 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
         )
     else:
         varies = plan.by_tokens and plan.strategy.gradient_accumulation_steps > 1
-        held = (
+        content = (
             f"{plan.micro_batch_tokens[0]:,} tokens at once"
             if varies
-            else f"rows of {longest(plan)} tokens"
+            else f"rows of {length_text(plan)} tokens"
         )
         yield (
             f"  memory     {size(estimate.device_bytes)} per process of {size(plan.budget_bytes)}:"
-            f" peak {size(peak.allocated_bytes)} in {peak.section} ({peak.op}), {held}"
+            f" peak {size(peak.allocated_bytes)} in {peak.section} ({peak.op}), {content}"
         )
         yield f"             {_parts(peak.parts)}"
         above = {
@@ -246,9 +239,9 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
             "context and communicators": estimate.outside_bytes,
             "for errors of past predictions": estimate.margin_bytes,
         }
-        known = [f"{size(held)} {name}" for name, held in above.items() if held]
-        if known:
-            yield f"             + {', '.join(known)}"
+        if any(above.values()):
+            parts = [f"{size(count)} {name}" for name, count in above.items() if count]
+            yield f"             + {', '.join(parts)}"
     if estimate.offloaded_bytes:
         yield f"             {size(estimate.offloaded_bytes)} of states in host RAM"
     if estimate.host:
@@ -263,7 +256,7 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
             )
 
 
-def longest(plan: Plan) -> str:
+def length_text(plan: Plan) -> str:
     source, target = plan.lengths
     return (
         f"{source:,}"
@@ -273,43 +266,52 @@ def longest(plan: Plan) -> str:
 
 
 def _parts(parts: Mapping[str, int]) -> str:
-    """The larger parts, in order; what is below a hundredth of them is not worth a word."""
-    least = sum(parts.values()) / 100
+    """The parts by size; those below a hundredth of the sum are left out."""
+    least = max(sum(parts.values()) / 100, 1)
     ordered = sorted(parts.items(), key=lambda part: -part[1])
-    return ", ".join(f"{name} {size(held)}" for name, held in ordered if held >= max(least, 1))
+    return ", ".join(f"{name} {size(count)}" for name, count in ordered if count >= least)
 
 
 def _states(estimate: MemoryEstimate | Mapping[str, Any]) -> str:
-    """Predicted or measured states of a process, in words."""
-    held = asdict(estimate) if isinstance(estimate, MemoryEstimate) else estimate
-    parts = {name: held[f"{name}_bytes"] for name in STATES}
-    known = {name: value for name, value in parts.items() if value is not None}
-    words = ", ".join(
-        f"{name} {size(known[name]) if name in known else 'not measured'}" for name in STATES
+    """The text of a process's predicted or measured states."""
+    sizes = asdict(estimate) if isinstance(estimate, MemoryEstimate) else estimate
+    states = {name: sizes[f"{name}_bytes"] for name in STATES}
+    total = sum(count or 0 for count in states.values())
+    parts = ", ".join(
+        f"{name} {'not measured' if count is None else size(count)}"
+        for name, count in states.items()
     )
-    offloaded = f" + {size(held['offloaded_bytes'])} in host RAM" if held["offloaded_bytes"] else ""
-    return f"{size(sum(known.values()))} ({words}){offloaded}"
+    offloaded = sizes["offloaded_bytes"]
+    return f"{size(total)} ({parts})" + (f" + {size(offloaded)} in host RAM" if offloaded else "")
 
 
 def result_lines(
     recipe: Recipe, machine: Machine, plan: Plan, result: RunResult, chat: str
 ) -> list[str]:
-    """How the run ended, and what was predicted beside what was measured."""
+    """The end of a run, with predicted figures beside measured ones."""
     if result.failure:
-        failure = result.failure
-        return [
-            f"error: {failure.cause}",
-            *(
-                [f"  where  in {failure.section} at step {result.last_step}"]
-                if failure.section
-                else []
-            ),
-            f"  proof  {failure.proof}",
-            f"  fix    {failure.fix}",
-            *([f"  note   {result.note}"] if result.note else []),
-            f"  run    {result.run_dir}",
-        ]
+        return failure_lines(result)
     return list(_success_lines(recipe, machine, plan, result, chat))
+
+
+def failure_lines(result: RunResult) -> list[str]:
+    """The cause of a failure, its proof, and its fix."""
+    failure = result.failure
+    assert failure is not None
+    return [
+        f"error: {failure.cause}",
+        *([f"  where  in {failure.section} at step {result.last_step}"] if failure.section else []),
+        f"  proof  {failure.proof}",
+        f"  fix    {failure.fix}",
+        *([f"  note   {result.note}"] if result.note else []),
+        f"  run    {result.run_dir}",
+    ]
+
+
+def _before_and_after(summary: Mapping[str, Any], score: str, unit: str = "") -> str:
+    before = summary.get(f"{score}_before")  # None: continued from another run's checkpoint
+    start = f"{100 * before:.1f}{unit} before, " if before is not None else ""
+    return f"{start}{100 * summary[f'{score}_after']:.1f}{unit} after"
 
 
 def _success_lines(
@@ -325,29 +327,24 @@ def _success_lines(
         f" (step {of_step:,}: lowest held-out loss)" if of_step else ""
     )
     if summary.get("exact_match_after") is not None:
-        # None: continued from another run, whose first weights are gone
-        before = summary.get("exact_match_before")
-        said = f"{100 * before:.1f} % before, " if before is not None else ""
-        yield (
-            f"  answers    exact match {said}{100 * summary['exact_match_after']:.1f} % after, on"
-            " held-out rows"
-        )
+        scores = _before_and_after(summary, "exact_match", " %")
+        yield f"  answers    exact match {scores}, on held-out rows"
     if summary.get("bleu_after") is not None:
-        before = summary.get("bleu_before")
-        said = f"{100 * before:.1f} before, " if before is not None else ""
-        yield f"             BLEU {said}{100 * summary['bleu_after']:.1f} after"
+        yield f"             BLEU {_before_and_after(summary, 'bleu')}"
     losses = {"on the last step": summary["loss"], "on the held-out rows": summary["eval_loss"]}
     if of_step:
         losses[f"on them at step {of_step:,}, whose weights these are"] = summary.get(
             "exported_eval_loss"
         )
-    known = [f"{value:.4f} {where}" for where, value in losses.items() if value is not None]
-    if known:  # another machine than number 0 has none
-        yield f"  loss       {', '.join(known)}"
+    measured = [f"{value:.4f} {where}" for where, value in losses.items() if value is not None]
+    if measured:  # another machine than number 0 has none
+        yield f"  loss       {', '.join(measured)}"
     peak = plan.estimate.peak
-    whole = f"peak {size(peak.allocated_bytes)} per process in {peak.section}; " if peak else ""
-    host = f"; host RAM {size(plan.estimate.host_bytes)}" if plan.estimate.host else ""
-    yield f"  predicted  {whole}model states {_states(plan.estimate)}{host}"
+    yield f"  predicted  model states {_states(plan.estimate)}"
+    if peak:
+        yield f"             peak {size(peak.allocated_bytes)} per process in {peak.section}"
+    if plan.estimate.host:
+        yield f"             host RAM {size(plan.estimate.host_bytes)}"
     yield f"  measured   model states {_states(summary)}"
     if summary["vram_allocated_bytes"]:
         yield (

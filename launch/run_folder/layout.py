@@ -1,13 +1,15 @@
-"""Every path of a run, and how its files are written: aside, then renamed, so that a reader never
-sees half a file."""
+"""The paths of a run and the readers and writers of its files. A file is written aside, then
+renamed, so that a reader never sees half a file."""
 
 from __future__ import annotations
 
+import shutil
 import time
 import traceback
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,9 +18,10 @@ from launch.base.errors import CheckpointError, ResourceError
 from launch.base.files import damaged_file, read, read_or_none, write_atomic, write_json
 from launch.base.text import shown
 from launch.base.workspace import Workspace
-from launch.data.token_cache import TOKENS_MADE_OF
+from launch.data import token_cache
+from launch.data.token_cache import TokenCache
 from launch.schema.machine import Machine
-from launch.schema.plan import Plan, Rendezvous
+from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 from launch.schema.result import (
     AttemptEnd,
@@ -31,6 +34,7 @@ from launch.schema.result import (
 )
 
 Noun = TypeVar("Noun")
+DRY_RUN = "dry-run"  # the folder of a recipe's last dry run, beside its runs
 SAMPLES = "samples.i32"  # of a rank: step, number of rows, the rows, as little-endian int32
 
 
@@ -43,6 +47,8 @@ class AttemptDir:
         self.log_file = root / "log.txt"  # all that the launcher and the ranks print
         self.train_log = root / "train.log"  # rank 0's own lines
         self.machine_file = root / "machine.json"  # on which it was planned
+        self.tokenising_file = root / "tokenising.json"  # a TokenCache: rows to be tokenised
+        self.tokenising_log = root / "tokenise.log"
         self.events_file = root / "events.jsonl"
         self.held_out_file = root / "held_out.jsonl"
         self.outcome_file = root / "outcome.json"
@@ -68,6 +74,12 @@ class AttemptDir:
 
     def read_second_step(self) -> SecondStep | None:
         return read(self.second_step_file, SecondStep)
+
+    def write_tokenising(self, tokens: TokenCache) -> None:
+        write_json(self.tokenising_file, tokens)
+
+    def read_tokenising(self) -> TokenCache:
+        return _there(self.tokenising_file, TokenCache)
 
     def rank(self, rank: int) -> Path:
         """The folder of one rank's own files; made on first use."""
@@ -101,8 +113,8 @@ class AttemptDir:
         write_json(self.error_file(rank), cause)
 
     def rank_errors(self) -> list[RankError]:
-        """What failing ranks wrote, earliest first: the first is the root cause, the others follow
-        from it. A damaged file is left out: the log has the same traceback."""
+        """The errors of failing ranks, earliest first: the first is the root cause, the others
+        follow from it. A damaged file is left out: the log has the same traceback."""
         files = self.root.glob("ranks/*/error.json")
         errors = [error for path in files if (error := read_or_none(path, RankError))]
         return sorted(errors, key=lambda error: error.time)
@@ -148,29 +160,44 @@ class RunDir:
         raise AssertionError("a thousand runs within a second")
 
     @classmethod
-    def all(cls, runs: Path, recipe_name: str) -> list[RunDir]:
-        """The recipe's runs, the newest first."""
-        return [
-            cls(path.parent)
-            for path in sorted((runs / recipe_name).glob("*/plan.json"), reverse=True)
-        ]
+    def dry_run(cls, runs: Path, recipe_name: str) -> RunDir:
+        """The folder of the recipe's dry runs, emptied. It is no run: nothing trains in it."""
+        run = cls(runs / recipe_name / DRY_RUN)
+        shutil.rmtree(run.root, ignore_errors=True)
+        run.checkpoints.mkdir(parents=True)
+        return run
+
+    @classmethod
+    def all(cls, runs: Path, recipe_name: str = "*") -> list[RunDir]:
+        """The runs of a recipe, or of all recipes; the newest of each first."""
+        plans = sorted(runs.glob(f"{recipe_name}/*/plan.json"), reverse=True)
+        return [run for path in plans if not (run := cls(path.parent)).is_dry_run]
+
+    def remove_if_unused(self) -> None:
+        """Remove a folder in which nothing was planned and no failure was written down."""
+        failed = any(attempt.supervisor_file.exists() for attempt in self.attempts())
+        if not failed and not self.plan_file.exists():
+            shutil.rmtree(self.root, ignore_errors=True)
+
+    @property
+    def is_dry_run(self) -> bool:
+        return self.root.name == DRY_RUN
 
     @classmethod
     def newest(cls, runs: Path, recipe_name: str) -> RunDir | None:
         """The recipe's last run that has a checkpoint or is complete; else the last that takes
         another's over."""
-        found = cls.all(runs, recipe_name)
-        trained = (run for run in found if run.has_trained())
-        return next(trained, None) or next(
-            (run for run in found if run.continues_file.exists()), None
-        )
+        newest_first = cls.all(runs, recipe_name)
+        trained = (run for run in newest_first if run.has_trained())
+        continuing = (run for run in newest_first if run.continues_file.exists())
+        return next(trained, None) or next(continuing, None)
 
     def has_trained(self) -> bool:
-        """Whether it has a checkpoint of its own, or its model."""
+        """True if the run has a checkpoint of its own, or its model."""
         return any(self.checkpoints.glob("checkpoint-[0-9]*")) or self.outcome() is not None
 
     def writes_to(self, output_dir: str) -> bool:
-        """Whether its model belongs into that folder, or did before a folder above both was moved
+        """True if its model belongs into that folder, or did before a folder above both was moved
         or renamed.
 
         Raises CheckpointError where the run's recipe is damaged."""
@@ -186,8 +213,8 @@ class RunDir:
 
     @property
     def tag(self) -> str:
-        """LOWMEM_RUN in the environment of all its processes; two houses may have runs of one name
-        and second."""
+        """LOWMEM_RUN in the environment of all its processes. It is a path, because two workspaces
+        may have runs of one name and second."""
         return str(self.root)
 
     @property
@@ -199,6 +226,13 @@ class RunDir:
 
     def attempts(self) -> list[AttemptDir]:
         return [AttemptDir(path) for path in sorted((self.root / "attempts").glob("[0-9]*"))]
+
+    def unplanned_attempt(self) -> AttemptDir:
+        """The attempt that has just tokenised the rows and has no plan yet, else a new one."""
+        for attempt in self.attempts()[-1:]:
+            if not attempt.plan_file.exists() and not attempt.supervisor_file.exists():
+                return attempt
+        return self.new_attempt()
 
     def new_attempt(self) -> AttemptDir:
         """The next attempt's folder, made now."""
@@ -227,10 +261,10 @@ class RunDir:
         write_atomic(self.recipe_file, recipe.model_dump_json(indent=1) + "\n")
         write_json(self.plan_file, asdict(plan))
 
-    def write_tokens(self, folder: Path) -> None:
-        """Which tokenised rows it trains, and what they were made of: their folder may be gone one
-        day."""
-        write_json(self.tokens_file, UsedTokens(folder, read(folder / TOKENS_MADE_OF, dict)))
+    def write_tokens(self, tokens: TokenCache) -> None:
+        """Write the folder of the run's tokenised rows, and all that decided them: the folder may
+        be gone one day."""
+        write_json(self.tokens_file, UsedTokens(tokens.folder, tokens.identity))
 
     def read_tokens(self) -> UsedTokens | None:
         return read(self.tokens_file, UsedTokens)
@@ -247,7 +281,7 @@ class RunDir:
 
 @dataclass(frozen=True)
 class _OutputDir:
-    """Of a recipe that another version wrote, too."""
+    """The folder of the model, also in a recipe that another version wrote."""
 
     output_dir: str
 
@@ -262,24 +296,28 @@ def _there(path: Path, noun: type[Noun]) -> Noun:
 
 @dataclass(frozen=True)
 class Start:
-    """What a rank is about to run. `run` and `attempt` are None until rank 0 has opened them for
-    all."""
+    """The work of a rank. `run` and `attempt` are None until rank 0 has opened them for all."""
 
     workspace: Workspace
     recipe: Recipe
     plan: Plan
     supervised: bool
     machine: Machine | None = None
-    wish: str = "auto"  # of --resume
+    resume: str = "auto"  # value of --resume
     tokenising_processes: int = 1
     run: RunDir | None = None
     attempt: AttemptDir | None = None
     deepspeed_file: Path | None = None
 
+    @cached_property
+    def tokens(self) -> TokenCache:
+        recipe, plan = self.recipe, self.plan
+        return token_cache.token_cache(self.workspace.cache, recipe, plan.shape, plan.data_format)
+
 
 def left_in(path: Path) -> Path:
-    """Where the run in `path` left its model, else `path` itself. Raises ResourceError where a run
-    has not finished."""
+    """The model's folder of the run in `path`, else `path` itself. Raises ResourceError for a run
+    that has not finished."""
     run = RunDir(path)
     if not run.plan_file.exists():
         return path
@@ -302,7 +340,7 @@ def kept_aside(folder: Path, run_id: str) -> list[str]:
 
 
 def log_file(root: Path, run: RunDir) -> Path:
-    """Where the guides tell people to look: logs/chat_trainer_<recipe>-<time>.log."""
+    """The log file that the guides name: logs/chat_trainer_<recipe>-<time>.log."""
     return root / "logs" / f"chat_trainer_{run.run_id}.log"
 
 
@@ -323,24 +361,12 @@ def show_events(run: RunDir, recipe: Recipe) -> None:
             (folder / run.run_id).symlink_to(run.tensorboard, target_is_directory=True)
 
 
-def output_lock(workspace: Workspace, recipe: Recipe) -> ExitStack:
-    """One run at a time per recipe and output folder."""
-    held = ExitStack()
-    name = Path(recipe.output_dir).name
-    held.enter_context(
-        locks.lock(
-            workspace.runs / recipe.name / f".lock-{name}", f"{recipe.name} ({recipe.output_dir})"
-        )
-    )
-    return held
+def output_lock(workspace: Workspace, recipe: Recipe) -> AbstractContextManager[None]:
+    """Allow one run at a time per recipe and output folder."""
+    file = workspace.runs / recipe.name / f".lock-{Path(recipe.output_dir).name}"
+    return locks.lock(file, f"{recipe.name} ({recipe.output_dir})")
 
 
 def run_lock(run: RunDir) -> AbstractContextManager[None]:
-    """One start at a time in a run's folder, whatever recipe or output folder it was reached by."""
+    """Allow one start at a time in a run's folder, whatever recipe or output folder led to it."""
     return locks.lock(run.lock_file, str(run.root))
-
-
-def own_run(runs: Path, recipe_name: str, meeting: Rendezvous, now: datetime) -> RunDir:
-    """Where a machine other than number 0 keeps its part of a run, apart from the runs that can be
-    continued."""
-    return RunDir.create(runs / recipe_name, f"machine{meeting.machine_rank}", now)

@@ -1,9 +1,8 @@
-"""What a checkpoint says of itself: files and hashes, sealed with the user's key; its faults; which
-are ours."""
+"""Manifests of checkpoints: files and hashes, sealed with the user's key; faults of a checkpoint;
+the list of our own."""
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import json
 import logging
@@ -12,6 +11,7 @@ import re
 import stat
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +43,12 @@ def read(folder: Path) -> dict[str, Any]:
     return json.loads((folder / FILE).read_text(encoding="utf-8"))
 
 
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 # ---- the seal
 # ---------------------------------------------------------------------------
 
 
 def key_file() -> Path:
-    """Outside every run folder, so that a run that is given away does not carry it."""
+    """The file of the key, outside every run folder: a run that is given away does not carry it."""
     state = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
     return Path(state) / "lowmem" / "checkpoint.key"
 
@@ -64,14 +59,14 @@ def key() -> bytes:
     try:
         if not path.exists():
             _make_key(path)
-        found = path.lstat()
+        status = path.lstat()
         content = path.read_bytes()
     except OSError as error:
         raise ResourceError(
             f"{path}: {error.strerror}; the key that seals checkpoints is kept there, set"
             " XDG_STATE_HOME to a folder of your own that can be written to"
         ) from error
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ResourceError(
             f"{path}: the key that seals checkpoints must be yours alone; chmod 600, or remove it"
         )
@@ -106,15 +101,15 @@ def seal(described: Mapping[str, Any]) -> str:
     return hmac.new(key(), text.encode(), "sha256").hexdigest()
 
 
-# ---- what is wrong with one
+# ---- faults
 # ---------------------------------------------------------------------------
 
 
 def fault(folder: Path, hashed: bool = True, allow: Collection[str] = ()) -> str | None:
-    """What is wrong with a checkpoint, or None: every file is the one that its sealed manifest
-    describes.
+    """The fault of a checkpoint, or None: every file is the one that its sealed manifest describes.
 
-    Not `hashed`: sizes instead of content. `allow` "seal": one that was sealed elsewhere may do."""
+    Without `hashed` sizes are compared instead of content. `allow` "seal" takes a checkpoint that
+    was sealed elsewhere."""
     try:
         described = read(folder)
         files = {
@@ -148,29 +143,27 @@ def fault(folder: Path, hashed: bool = True, allow: Collection[str] = ()) -> str
         return None
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
         try:
-            digests = dict(
-                zip(files, pool.map(sha256, (folder / relative for relative in files)), strict=True)
-            )
+            digests = list(pool.map(base_files.sha256, [folder / relative for relative in files]))
         except OSError as error:
             return f"{folder.name}/{error.filename or ''}: {error.strerror}"
-    changed = next(
-        (relative for relative, digest in digests.items() if digest != files[relative][1]), None
-    )
-    return f"{folder.name}/{changed} was changed after it was written" if changed else None
+    for (relative, (_, expected)), digest in zip(files.items(), digests, strict=True):
+        if digest != expected:
+            return f"{folder.name}/{relative} was changed after it was written"
+    return None
 
 
 def _untrusted(folder: Path, files: Collection[str], checks_modes: bool) -> str | None:
-    """Somebody else could have put, or could still put, something into it that resuming would
-    load."""
+    """The file through which somebody else could have put something into the checkpoint that
+    resuming would load."""
     for path in (folder, *sorted(folder.rglob("*"))):
-        found, shown = path.lstat(), path.relative_to(folder.parent)
-        if stat.S_ISLNK(found.st_mode):
+        status, shown = path.lstat(), path.relative_to(folder.parent)
+        if stat.S_ISLNK(status.st_mode):
             return f"{shown} is a symbolic link, which no checkpoint of ours has; remove it"
-        if found.st_uid not in (os.geteuid(), 0):
-            return f"{shown} belongs to user {found.st_uid}, not to you; chown it if you trust it"
-        if checks_modes and found.st_mode & WRITABLE_BY_OTHERS:
+        if status.st_uid not in (os.geteuid(), 0):
+            return f"{shown} belongs to user {status.st_uid}, not to you; chown it if you trust it"
+        if checks_modes and status.st_mode & WRITABLE_BY_OTHERS:
             return f"{shown} can be written to by others; chmod go-w it if you trust it"
-        if stat.S_ISREG(found.st_mode):
+        if stat.S_ISREG(status.st_mode):
             relative = str(path.relative_to(folder))
             if relative not in files and relative != FILE and LOADED.search(path.name):
                 return (
@@ -183,7 +176,7 @@ def _untrusted(folder: Path, files: Collection[str], checks_modes: bool) -> str 
 def newest_valid(
     checkpoints: Path, allow: Collection[str] = (), hashed: bool = True
 ) -> tuple[Path | None, list[str]]:
-    """The checkpoint to resume from, and what was wrong with each newer one."""
+    """The checkpoint to resume from, and the fault of each newer one."""
     faults = []
     for folder in reversed(committed(checkpoints)):
         problem = fault(folder, hashed, allow)
@@ -224,8 +217,8 @@ def ours(checkpoints: Path) -> list[Path]:
 
 
 def list_commit(checkpoints: Path, folder_name: str, sealed: str) -> None:
-    """Before the rename that makes it visible: a checkpoint that is not listed would never be
-    removed."""
+    """Add a checkpoint to the list, before the rename that makes it visible: a checkpoint that is
+    not listed would never be removed."""
     listed = _listed(checkpoints)
     base_files.write_json(checkpoints / COMMITS, {**listed, folder_name: sealed})
 
@@ -248,18 +241,16 @@ WRITE_FILES = ("torch", "transformers", "deepspeed")
 def versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {}
+    installed = {}
     for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+        with suppress(PackageNotFoundError):
+            installed[package] = version(package)
+    return installed
 
 
 def version_changes(then: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
-    """(package was X, is Y; whether it may read files differently) for each that is not what it
-    was."""
+    """("package X -> Y", True if it may read files differently) for each package of another
+    version."""
     now = versions()
     for package, old in then.items():
         new = now.get(package)

@@ -1,19 +1,18 @@
-"""Where a start begins: a new run, the unfinished one, or nowhere because it is complete. Never
-silently from zero."""
+"""The run that a start uses: a new run, the unfinished one, or none because it is complete. It
+never starts from zero silently."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from launch.base import files as base_files
 from launch.base.errors import CheckpointError
-from launch.data import token_cache
+from launch.data.token_cache import TokenCache
 from launch.run_folder import manifest
 from launch.run_folder.layout import RunDir
 from launch.schema.plan import Plan
@@ -34,7 +33,7 @@ WORDS: Mapping[str, Allowed] = {
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that differs between a run and what would continue it."""
+    """A difference between a run and its continuation."""
 
     text: str
     word: Allowed | None  # of resume.allow; None: never
@@ -49,42 +48,42 @@ class Start:
     complete: bool = False
 
 
-def decide(runs: Path, recipe: Recipe, plan: Plan, tokens: Path, wish: str, now: datetime) -> Start:
-    """wish: auto, never, or a path to a run or one of its checkpoints.
+NewRun = Callable[[], RunDir]
 
-    Raises CheckpointError when a run could be continued but what trains has changed.
+
+def decide(
+    runs: Path, recipe: Recipe, plan: Plan, tokens: TokenCache, resume: str, new_run: NewRun
+) -> Start:
+    """`resume`: auto, never, or a path to a run or one of its checkpoints. `new_run` makes the
+    folder of a new run.
+
+    Raises CheckpointError if a run could be continued but its model, data or settings have changed.
     """
     # a key that cannot be had is said before hours of training, not at the first save
     manifest.key()
-    if wish == "never":
-        return Start(RunDir.create(runs, recipe.name, now), "starting a new run (--resume never)")
-    if wish != "auto":
-        return _from_path(Path(wish).expanduser(), runs, recipe, plan, tokens, now)
+    if resume == "never":
+        return Start(new_run(), "starting a new run (--resume never)")
+    if resume != "auto":
+        return _from_path(Path(resume).expanduser(), recipe, plan, tokens, new_run)
     begun, others = _of_this_output(runs, recipe)
     if not begun:
-        return Start(
-            RunDir.create(runs, recipe.name, now),
-            "\n".join(["starting a new run", *_unfinished(others)]),
-        )
+        return Start(new_run(), "\n".join(["starting a new run", *_unfinished(others)]))
     newest, changes = begun[0], _changes(begun[0], recipe, plan, tokens)
     if changes and (same := _unchanged(begun[1:], recipe, plan, tokens)):
-        return _continued(same, None, (), runs, recipe, now)
+        return _continued(same, None, (), recipe, new_run)
     if newest.outcome() and changes:
-        words = "; ".join(change.text for change in changes)
-        lines = [
-            f"starting a new run: {newest.run_id} had {words}",
-            *_unfinished([*begun[1:], *others]),
-        ]
-        return Start(RunDir.create(runs, recipe.name, now), "\n".join(lines))
-    return _continued(newest, None, changes, runs, recipe, now)
+        differences = "; ".join(change.text for change in changes)
+        line = f"starting a new run: {newest.run_id} had {differences}"
+        return Start(new_run(), "\n".join([line, *_unfinished([*begun[1:], *others])]))
+    return _continued(newest, None, changes, recipe, new_run)
 
 
 def _of_this_output(runs: Path, recipe: Recipe) -> tuple[list[RunDir], list[RunDir]]:
     """(runs of the recipe's name that write to its output_dir, those that write elsewhere), the
     newest first.
 
-    Only such that can be continued or are complete. Raises CheckpointError where the newest is
-    damaged; older ones that are damaged are left out."""
+    Only runs that can be continued or are complete. Raises CheckpointError if the newest is
+    damaged; older damaged runs are left out."""
     own: list[RunDir] = []
     others: list[RunDir] = []
     for run in RunDir.all(runs, recipe.name):
@@ -99,9 +98,9 @@ def _of_this_output(runs: Path, recipe: Recipe) -> tuple[list[RunDir], list[RunD
 
 
 def _unchanged(
-    earlier: Sequence[RunDir], recipe: Recipe, plan: Plan, tokens: Path
+    earlier: Sequence[RunDir], recipe: Recipe, plan: Plan, tokens: TokenCache
 ) -> RunDir | None:
-    """The first of these runs that is unfinished and trains the same; damaged ones are passed
+    """The first of these runs that is unfinished and trains the same; damaged runs are passed
     over."""
     for run in earlier:
         with suppress(CheckpointError):
@@ -111,7 +110,7 @@ def _unchanged(
 
 
 def _unfinished(earlier: Sequence[RunDir]) -> list[str]:
-    """A line for the newest of these runs that has not finished, with the words that continue
+    """A line for the newest of these runs that has not finished, with the flag that continues
     it."""
     for run in earlier:
         with suppress(CheckpointError):
@@ -125,17 +124,21 @@ def _unfinished(earlier: Sequence[RunDir]) -> list[str]:
 
 
 def _from_path(
-    path: Path, runs: Path, recipe: Recipe, plan: Plan, tokens: Path, now: datetime
+    path: Path, recipe: Recipe, plan: Plan, tokens: TokenCache, new_run: NewRun
 ) -> Start:
     is_checkpoint = path.name.startswith("checkpoint-")
     run = RunDir(path.parent.parent if is_checkpoint else path)
-    if not run.plan_file.exists() or (is_checkpoint and not (path / manifest.FILE).exists()):
+    if (
+        run.is_dry_run
+        or not run.plan_file.exists()
+        or (is_checkpoint and not (path / manifest.FILE).exists())
+    ):
         raise CheckpointError(
             f"--resume {path}: found no run of ours there; give a folder runs/<recipe>/<time>, or"
             " one of its checkpoints/checkpoint-<step>, or auto, or never"
         )
     return _continued(
-        run, path if is_checkpoint else None, _changes(run, recipe, plan, tokens), runs, recipe, now
+        run, path if is_checkpoint else None, _changes(run, recipe, plan, tokens), recipe, new_run
     )
 
 
@@ -143,12 +146,11 @@ def _continued(
     earlier: RunDir,
     checkpoint: Path | None,
     changes: Sequence[Change],
-    runs: Path,
     recipe: Recipe,
-    now: datetime,
+    new_run: NewRun,
 ) -> Start:
-    """The run itself where nothing has changed, or a new one that takes over its newest, or the
-    given, checkpoint."""
+    """The run itself if nothing has changed, else a new run that takes over the given checkpoint,
+    or the newest."""
     allow = recipe.resume.allow
     if checkpoint is None and not changes and earlier.outcome():
         return Start(
@@ -162,32 +164,24 @@ def _continued(
     if is_same_run:
         return Start(earlier, "\n".join([f"continuing {earlier.run_id}", *lines]))
     reason = "; ".join(change.text for change in changes) or "--resume"
-    start = _take_over(source, runs, recipe, now, reason)
+    start = _take_over(source, new_run, reason)
     if any(change.word in ("data", "seed") for change in changes):
         lines.append(
-            "the order of samples is another one: in this epoch some may come twice and others not"
-            " at all"
+            "the order of samples has changed: in this epoch some may come twice and others not at"
+            " all"
         )
     return Start(start.run, "\n".join([start.line, *lines]))
 
 
 def _refusal(run: RunDir, refused: Sequence[Change]) -> str:
     texts = "; ".join(change.text for change in refused)
-    words = sorted({change.word for change in refused if change.word})
+    allowed = ",".join(sorted({change.word or "" for change in refused}))
     can_be_allowed = all(change.word for change in refused)
+    override = f" continue all the same with --resume.allow=[{allowed}]," if can_be_allowed else ""
     return (
-        f"{run.root}: this unfinished run cannot be continued, what trains has changed ({texts})."
-        " Undo the change to"
-        + (
-            f" continue it, continue all the same with --resume.allow=[{','.join(words)}],"
-            if can_be_allowed
-            else ""
-        )
-        + (
-            " or start over with --resume never"
-            if can_be_allowed
-            else " continue it, or start over with --resume never"
-        )
+        f"{run.root}: this unfinished run cannot be continued: its model, data or settings have"
+        f" changed ({texts}). Undo the change to continue it,{override} or start over with --resume"
+        " never"
     )
 
 
@@ -202,18 +196,18 @@ def _source(
         if problem := manifest.fault(checkpoint, hashed, allow):
             raise CheckpointError(f"--resume {checkpoint}: {problem}")
         return checkpoint, []
-    found, faults = manifest.newest_valid(run.checkpoints, allow, hashed)
+    newest, faults = manifest.newest_valid(run.checkpoints, allow, hashed)
     continues = run.read_continues()
-    if found is None and not faults and continues:  # nothing of its own yet
-        found = continues.checkpoint
-        if problem := manifest.fault(found, hashed, allow):
-            raise CheckpointError(f"{found}: {problem}")
-    if found is None:
-        words = "; ".join(faults) or "there is none"
+    if newest is None and not faults and continues:  # nothing of its own yet
+        newest = continues.checkpoint
+        if problem := manifest.fault(newest, hashed, allow):
+            raise CheckpointError(f"{newest}: {problem}")
+    if newest is None:
+        reason = "; ".join(faults) or "there is none"
         raise CheckpointError(
-            f"{run.checkpoints}: no checkpoint can be used ({words}); --resume never starts over"
+            f"{run.checkpoints}: no checkpoint can be used ({reason}); --resume never starts over"
         )
-    return found, [f"not resuming from it: {fault}" for fault in faults]
+    return newest, [f"not resuming from it: {fault}" for fault in faults]
 
 
 def _versions(source: Path, recipe: Recipe) -> list[str]:
@@ -224,22 +218,23 @@ def _versions(source: Path, recipe: Recipe) -> list[str]:
     changed = list(manifest.version_changes(manifest.read(source).get("versions", {})))
     if not changed:
         return []
-    words = "; ".join(text for text, _ in changed)
+    libraries = "; ".join(text for text, _ in changed)
     if any(is_deep for _, is_deep in changed) and "versions" not in recipe.resume.allow:
         raise CheckpointError(
-            f"{source}: written with other libraries ({words}), which may read its files or train"
-            " otherwise; install those, or continue all the same with --resume.allow=versions"
+            f"{source}: written with other libraries ({libraries}), which may read its files or"
+            " train otherwise; install those, or continue all the same with"
+            " --resume.allow=versions"
         )
-    return [f"{source.name} was written with other libraries: {words}"]
+    return [f"{source.name} was written with other libraries: {libraries}"]
 
 
-def _take_over(source: Path, runs: Path, recipe: Recipe, now: datetime, reason: str) -> Start:
+def _take_over(source: Path, new_run: NewRun, reason: str) -> Start:
     """A new run that goes on from another run's checkpoint, at the same sample."""
     facts = manifest.read(source)
     samples_seen = facts.get("samples_seen")
     if samples_seen is None:
         raise CheckpointError(f"{source}: its manifest does not say how many samples it has seen")
-    run = RunDir.create(runs, recipe.name, now)
+    run = new_run()
     continues = Continues(source.resolve(), samples_seen, facts.get("group_size"))
     base_files.write_json(run.continues_file, continues)
     return Start(
@@ -250,24 +245,24 @@ def _take_over(source: Path, runs: Path, recipe: Recipe, now: datetime, reason: 
     )
 
 
-def _changes(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: Path) -> list[Change]:
-    found = list(_differences(earlier, recipe, plan, tokens))
+def _changes(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: TokenCache) -> list[Change]:
+    changes = list(_differences(earlier, recipe, tokens))
     planned = earlier.read_plan()
     before, now = planned.strategy.effective_batch_size, plan.strategy.effective_batch_size
     if before != now:
-        found.append(Change(f"effective batch {before} -> {now}", "effective_batch_size"))
+        changes.append(Change(f"effective batch {before} -> {now}", "effective_batch_size"))
     if planned.base_fingerprint != plan.base_fingerprint and recipe.lora and recipe.model.path:
-        found.append(
+        changes.append(
             Change(
                 "model.path: the weights that the adapter is trained for are not the same", "model"
             )
         )
-    return found
+    return changes
 
 
-def _differences(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: Path) -> Iterator[Change]:
+def _differences(earlier: RunDir, recipe: Recipe, tokens: TokenCache) -> Iterator[Change]:
     old, new = leaves(earlier.read_recipe().model_dump()), leaves(recipe.model_dump())
-    is_cut_otherwise = False  # which says already why the rows are others
+    explains_rows = False  # a changed key says already why the rows differ
     for key in sorted(old.keys() | new.keys()):
         section = key.split(".")[0]
         if not may_change(key) and old.get(key) != new.get(key):
@@ -275,11 +270,10 @@ def _differences(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: Path) -> I
                 f"{key} {_shown(old.get(key))} -> {_shown(new.get(key))}",
                 WORDS.get(key) or WORDS.get(section),
             )
-            is_cut_otherwise |= section in ("data", "tokenizer")
+            explains_rows |= section in ("data", "tokenizer")
     used = earlier.read_tokens()
-    if used and used.folder.name != tokens.name and not is_cut_otherwise:
-        now = token_cache.token_identity(tokens.parent.parent, recipe, plan.shape, plan.data_format)
-        before = used.made_of or {}
+    if used and used.folder.name != tokens.folder.name and not explains_rows:
+        now, before = tokens.identity, used.made_of or {}
         files = {
             "train": recipe.data.train_file,
             "validation": recipe.data.validation_file,
@@ -290,22 +284,18 @@ def _differences(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: Path) -> I
             for part, file in files.items()
             if before and before[part] != now[part]
         ]
-        if before and before["version"] != now["version"] and not changed:
-            yield Change(
-                "the rows were tokenised by another version of this program, which may do it"
-                " otherwise",
-                "data",
-            )
-            return
         which = ", ".join(changed) or "a file"
-        yield Change(
-            f"the rows or the tokenizer are not the same: the content of {which} has changed",
-            "data",
-        )
+        text = f"the rows or the tokenizer are not the same: the content of {which} has changed"
+        if before and before["version"] != now["version"] and not changed:
+            text = (
+                "the rows were tokenised by another version of this program, which may do it"
+                " otherwise"
+            )
+        yield Change(text, "data")
 
 
 def may_change(key: str) -> bool:
-    """Whether a run and its continuation may differ in a key: neither the weights nor the rows
+    """True if a run and its continuation may differ in a key: neither the weights nor the rows
     depend on it. Of a file the content is compared, of a batch its effective size."""
     return not affected_by(key) & {"weights", "rows"}
 

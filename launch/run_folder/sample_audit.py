@@ -1,5 +1,4 @@
-"""Which rows a run has trained, in which step: read from what its ranks wrote, and held against its
-epochs."""
+"""The rows that a run has trained, by step, as its ranks wrote them; compared with its epochs."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ from launch.run_folder.layout import AttemptDir, RunDir
 
 
 def lines(run: RunDir) -> list[str]:
-    """How often each row was trained in each epoch. Raises CheckpointError when it is not once in
-    each whole one."""
+    """A line for each epoch. Raises CheckpointError for a row that an epoch trained twice, and for
+    one that does not exist."""
     used = run.read_tokens()
     counts = token_hashes.counts(used.folder) if used else None
     if used is None or counts is None:
@@ -34,14 +33,14 @@ def lines(run: RunDir) -> list[str]:
         documents = _documents(used.folder, counts["train"]["documents"])
     kind = "rows" if documents is None else "packed sequences"
     order = [row for _, taken_then in sorted(taken(run).items()) for row in taken_then]
-    said = []
+    report = []
     for epoch, start in enumerate(range(0, len(order), rows), 1):
-        found = Counter(order[start : start + rows])
-        twice = [row for row, times in found.items() if times > 1]
-        outside = [row for row in found if not 0 <= row < rows]
+        times_by_row = Counter(order[start : start + rows])
+        twice = [row for row, times in times_by_row.items() if times > 1]
+        outside = [row for row in times_by_row if not 0 <= row < rows]
         if twice or outside:
             wrong = (
-                f"row {twice[0]} {found[twice[0]]} times"
+                f"row {twice[0]} {times_by_row[twice[0]]} times"
                 if twice
                 else f"row {outside[0]}, which there is not"
             )
@@ -49,15 +48,14 @@ def lines(run: RunDir) -> list[str]:
                 f"{run.root}: epoch {epoch} has {wrong} ({len(twice)} of {rows} rows more than"
                 " once)"
             )
-        is_whole = len(found) == rows
-        line = f"epoch {epoch}: {'all' if is_whole else len(found)} of {rows:,} {kind}, each once"
+        is_complete, num_rows = len(times_by_row) == rows, len(times_by_row)
+        line = f"epoch {epoch}: {'all' if is_complete else num_rows} of {rows:,} {kind}, each once"
         if documents is not None:
-            held = sum(len(documents[row]) for row in found)
-            line += (
-                f", and so {'all' if is_whole else held} of {counts['train']['documents']:,} rows"
-            )
-        said.append(line)
-    return said or ["no step has been recorded"]
+            num_documents = sum(len(documents[row]) for row in times_by_row)
+            line += f", and so {'all' if is_complete else num_documents} of"
+            line += f" {counts['train']['documents']:,} rows"
+        report.append(line)
+    return report or ["no step has been recorded"]
 
 
 def _of_a_stream(run: RunDir) -> list[str]:
@@ -84,7 +82,7 @@ def _documents(tokens: Path, count: int) -> Any:
             numbers += sorted(
                 before + number for chunk in chunks.chunks for number in chunk.flatten().to_pylist()
             )
-            column += [range(len(held)) for held in chunks.to_pylist()]
+            column += [range(len(documents)) for documents in chunks.to_pylist()]
     if numbers != list(range(count)):
         raise CheckpointError(
             f"{tokens}: its packed sequences do not hold {count:,} rows, each once"
@@ -95,32 +93,26 @@ def _documents(tokens: Path, count: int) -> Any:
 def taken(run: RunDir) -> dict[int, list[int]]:
     """The rows of each optimizer step that counts: a resumed attempt drops what came after its
     checkpoint."""
-    found: dict[int, list[int]] = {}
-    continues = run.read_continues()
-    done = 0
-    if continues:
-        checkpoint = continues.checkpoint
-        earlier = taken(RunDir(checkpoint.parent.parent))
-        last = manifest.step_of(checkpoint)
-        # its steps are counted by its own batch: they come first
-        done = -sum(step <= last for step in earlier)
-        found = {
-            done + i: earlier[step]
-            for i, step in enumerate(sorted(step for step in earlier if step <= last), 1)
-        }
+    rows_by_step: dict[int, list[int]] = {}
+    if continues := run.read_continues():
+        earlier = taken(RunDir(continues.checkpoint.parent.parent))
+        last = manifest.step_of(continues.checkpoint)
+        done = sorted(step for step in earlier if step <= last)
+        # its steps are counted by its own batch: they come first, up to step 0
+        rows_by_step = {i: earlier[step] for i, step in enumerate(done, 1 - len(done))}
     for attempt in run.attempts():
-        steps = _of_attempt(attempt)
-        if steps:
-            found = {step: rows for step, rows in found.items() if step < min(steps)} | steps
-    return found
+        if steps := _of_attempt(attempt):
+            first = min(steps)
+            rows_by_step = {n: rows for n, rows in rows_by_step.items() if n < first} | steps
+    return rows_by_step
 
 
 def _of_attempt(attempt: AttemptDir) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
+    rows_by_step: dict[int, list[int]] = {}
     for file in sorted(attempt.root.glob(f"ranks/*/{layout.SAMPLES}")):
         for step, rows in _records(file):
-            found.setdefault(step, []).extend(rows)
-    return found
+            rows_by_step.setdefault(step, []).extend(rows)
+    return rows_by_step
 
 
 def _records(file: Path) -> Iterator[tuple[int, list[int]]]:
@@ -129,8 +121,7 @@ def _records(file: Path) -> Iterator[tuple[int, list[int]]]:
     numbers = array("i", content[: len(content) // 4 * 4])
     if sys.byteorder == "big":
         numbers.byteswap()
-    at = 0
-    while at + 2 <= len(numbers) and at + 2 + numbers[at + 1] <= len(numbers):
-        step, count = numbers[at], numbers[at + 1]
-        yield step, numbers[at + 2 : at + 2 + count].tolist()
-        at += 2 + count
+    start = 2
+    while start <= len(numbers) and (end := start + numbers[start - 1]) <= len(numbers):
+        yield numbers[start - 2], numbers[start:end].tolist()
+        start = end + 2

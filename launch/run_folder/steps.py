@@ -1,4 +1,4 @@
-"""The steps and evaluations of a run, as rank 0 wrote them, and how fast its steps were."""
+"""The steps and evaluations of a run, as rank 0 wrote them, and the speed of its steps."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def _int(digits: str) -> int:
 
 @dataclass(frozen=True)
 class Stretch:
-    """What one attempt added to its run: of steps that a later attempt trained once more, the later
-    ones count."""
+    """The steps that one attempt added to its run. Of steps that a later attempt trained again, the
+    later ones count."""
 
     attempt: AttemptDir
     counted: tuple[StepEvent, ...]
@@ -90,18 +90,18 @@ class Stretch:
 def stretches(
     run: RunDir, last_step: float = math.inf, say: Say = lambda line: None
 ) -> list[Stretch]:
-    """The attempts of a run in their order, as far as they count; those of the run first that it
-    goes on from."""
-    found: list[Stretch] = []
-    continues, limit = run.read_continues(), last_step
+    """The attempts of a run in their order, as far as they count; first those of the run that it
+    continues."""
+    newest_first: list[Stretch] = []
+    limit = last_step
     for attempt in reversed(run.attempts()):
         trained = events(attempt, say)
         if not trained:
             continue
-        scored = [one for one in evaluations(attempt, say) if one.step <= limit]
+        scored = [event for event in evaluations(attempt, say) if event.step <= limit]
         since = trained[min(STEADY_FROM, len(trained)) - 1].time
-        until = max(one.time for one in [*trained, *scored])
-        found.append(
+        until = max(event.time for event in [*trained, *scored])
+        newest_first.append(
             Stretch(
                 attempt,
                 counted=tuple(step for step in trained if step.step <= limit),
@@ -112,17 +112,17 @@ def stretches(
             )
         )
         limit = min(limit, trained[0].step - 1)
-    if continues:  # its steps are counted by its own batch
+    if continues := run.read_continues():  # its steps are counted by its own batch
         checkpoint = continues.checkpoint
-        found += reversed(
+        newest_first += reversed(
             stretches(RunDir(checkpoint.parent.parent), manifest.step_of(checkpoint), say)
         )
-    return found[::-1]
+    return newest_first[::-1]
 
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast steady steps were. The wait for data is in a step's seconds; logs, evaluations and
+    """The speed of steady steps. The wait for data is in a step's seconds; logs, evaluations and
     saves are not."""
 
     steps: int
@@ -137,7 +137,7 @@ class Speed:
 
 
 def speed(parts: Sequence[Stretch]) -> Speed | None:
-    """None where no attempt came as far as a steady step."""
+    """The speed of the steady steps; None if no attempt reached one."""
     steady = [step for part in parts for step in part.steady]
     seconds = sum(step.seconds for step in steady)
     if not seconds:
@@ -147,13 +147,13 @@ def speed(parts: Sequence[Stretch]) -> Speed | None:
     waits = [step.data_seconds for step in steady if step.data_seconds is not None]
     waited_s = sum(waits) if len(waits) == len(steady) else None
     scored = [
-        one
+        evaluation
         for part in parts
         if part.steady
-        for one in part.evaluations
-        if one.time > part.steady_since
+        for evaluation in part.evaluations
+        if evaluation.time > part.steady_since
     ]
-    evaluating_s = sum(one.seconds for one in scored)
+    evaluating_s = sum(evaluation.seconds for evaluation in scored)
     wall_s = sum(part.wall_s for part in parts if part.steady)
 
     def share(part_s: float | None) -> float | None:

@@ -1,40 +1,33 @@
-"""What a recipe key affects: said once, at its field in launch/schema/recipe.py, and asked by all
-who must know whether a changed key matters to them."""
+"""Effects of recipe keys. Each field in launch/schema/recipe.py names its effects once, and all
+code that compares recipes asks for them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Literal
 
 Effect = Literal[
     "weights",  # the trained weights
-    "rows",  # which rows and tokens are trained, and in which order
-    "memory",  # the allocations of a step of full-length rows: they name its trace
+    "rows",  # the rows and tokens that are trained, and their order
+    "memory",  # the allocations of a step with rows of full length, which identify its trace
     "step_time",  # the seconds of such a step
-    "plan",  # which strategies may be chosen
-    "batch",  # how the effective batch is split: only the product counts
-    "interruptions",  # logs, evaluations, saves, stops, restarts: all between steps
-    "planned",  # the strategy that runs says what became of it
-    "source",  # a path whose content is compared instead
+    "plan",  # the strategies that may be chosen
+    "batch",  # the division of the effective batch: only the product counts
+    "interruptions",  # everything between steps: logs, evaluations, saves, stops, restarts
+    "planned",  # the strategy that runs contains the final value
+    "source",  # a path; its content is compared instead
     "name",  # a name, an address, or a folder that is written to
-    "machine",  # each machine's own: ranks need not agree on it
+    "machine",  # a value of each machine, on which ranks need not agree
 ]
-# Of a key that only TrainingArguments knows, unless recipe.EXTRAS says otherwise.
+# The effects of a key that only TrainingArguments knows, unless recipe.EXTRAS names others.
 EVERYTHING: frozenset[Effect] = frozenset({"weights", "rows", "memory", "step_time"})
 
 
-@dataclass(frozen=True)
-class Affects:
-    """The mark in a field's annotation: Annotated[int, affects("memory")]."""
-
-    effects: frozenset[Effect]
-
-
-def affects(*effects: Effect) -> Affects:
-    return Affects(frozenset(effects))
+def affects(*effects: Effect) -> frozenset[Effect]:
+    """The mark of effects in a field's annotation: Annotated[int, affects("memory")]."""
+    return frozenset(effects)
 
 
 def marked(metadata: Iterable[object]) -> frozenset[Effect]:
-    """The effects in a field's metadata; none: the field does not say."""
-    return frozenset().union(*(mark.effects for mark in metadata if isinstance(mark, Affects)))
+    """The effects in a field's metadata; empty if the field has no mark."""
+    return frozenset().union(*(mark for mark in metadata if isinstance(mark, frozenset)))

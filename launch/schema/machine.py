@@ -1,4 +1,4 @@
-"""The machine: GPUs, host memory, the link between GPUs. Frozen."""
+"""The machine: GPUs, host memory and the link between GPUs, as frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ class Gpu:
     # NVIDIA compute capability ("8.6") or AMD gfx name ("gfx1201"); "" when unknown
     architecture: str
     driver: str
-    reason: str  # where these values come from
-    uuid: str = ""  # names it in CUDA_VISIBLE_DEVICES where CUDA may count otherwise than NVML does
+    reason: str  # the source of these values
+    # names the card in CUDA_VISIBLE_DEVICES if CUDA may number cards differently from NVML
+    uuid: str = ""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run may use here; beside each fact the reason for it."""
+    """The resources that a run may use on this machine. Each fact has its reason beside it."""
 
     name: str
     gpus: tuple[Gpu, ...]
     gpus_reason: str
     host_limit_bytes: int  # the smallest of MemTotal, the cgroup chain, Slurm and the rlimits
     host_limit_reason: str
-    host_available_bytes: int  # what is free under that limit now; page cache counts as free
+    host_available_bytes: int  # free under that limit now; page cache counts as free
     host_available_reason: str
     cpu_count: int
     cpu_reason: str
@@ -46,7 +47,7 @@ class Machine:
     shm_reason: str
     disk_free_bytes: int
     disk_reason: str
-    # why cards that are here cannot be used, and the fix; "": they can, or there are none
+    # why installed cards cannot be used, and the fix; "": they can be used, or there are none
     gpus_obstacle: str = ""
     cuda_driver: str = ""  # the newest CUDA that the NVIDIA driver serves ("12.4"); "" when unknown
 
@@ -56,23 +57,23 @@ class LinkTry:
     """One real all-reduce between the ranks, in one environment."""
 
     backend: Literal["nccl", "gloo"]
-    env: Mapping[str, str]  # what was added to the user's environment
+    env: Mapping[str, str]  # the variables added to the user's environment
     ok: bool
     seconds: float
     said: str  # the line of its output that explains a failure
-    cause: str = ""  # its name in link_causes.py; "" where the line is not known
+    cause: str = ""  # its name in link_causes.py; "" if the line is not known
 
 
 @dataclass(frozen=True)
 class Link:
-    """How the ranks of a run reach each other here, as tested."""
+    """The connection between the ranks of a run on this machine, as tested."""
 
     # None: no transport works, or there is one process: one GPU
     backend: Literal["nccl", "gloo"] | None
-    env: Mapping[str, str]  # what every rank needs besides the user's environment
+    env: Mapping[str, str]  # variables that every rank needs besides the user's environment
     # bus bandwidth as nccl-tests defines it: bytes x 2(N-1)/N / seconds of an all-reduce
     bytes_per_s: float | None
     flops_per_s: float | None  # of the slowest card's half-precision matmul; None without a GPU
     tries: tuple[LinkTry, ...]
     reason: str
-    skipped: tuple[str, ...] = ()  # tries that were not made, and why
+    skipped: tuple[str, ...] = ()  # tries that were left out, and why

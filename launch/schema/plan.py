@@ -1,5 +1,5 @@
-"""The nouns. Everything may import this module; it imports nothing of ours and touches no file,
-clock or process."""
+"""The plan and its parts, as frozen dataclasses. Every module may import this one. It touches no
+file, clock or process."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from launch.schema.machine import Device, Link
-from launch.schema.recipe import AttnImplementation, Mode, Precision
+from launch.schema.modes import LAUNCH_MODES, LaunchMode, Mode
+from launch.schema.recipe import AttnImplementation, Precision
 
-Engine = Literal["plain", "ddp", "deepspeed", "fsdp2"]
 MULTIPLE: dict[Device, int] = {"cpu": 1, "cuda": 8}  # to which the collator pads a batch's length
 
 
@@ -37,7 +37,7 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class DataFormat:
-    """Which columns of the file make a sample."""
+    """The columns of the file that make a sample."""
 
     kind: Literal["prompt_response", "messages", "text", "oasst"]
     # role -> column name; roles: prompt, context, response, messages, text, role
@@ -45,7 +45,7 @@ class DataFormat:
     file_type: Literal["parquet", "jsonl", "json", "text", "arrow", "webdataset"]
     reason: str
     ignored: tuple[str, ...] = ()  # data.ignore_columns
-    notes: tuple[str, ...] = ()  # on the columns that are not read, for the plan
+    notes: tuple[str, ...] = ()  # lines of the plan on columns that are not read
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Strategy:
     activation_checkpointing: bool
     dataloader_num_workers: int
     num_machines: int = 1
-    # logits of so many parts of the positions are made one after another
+    # the positions are divided into this many parts, whose logits are computed one after another
     num_output_chunks: int = 1
     torch_compile: bool = False
     attn_implementation: AttnImplementation = "sdpa"
@@ -81,41 +81,19 @@ class Strategy:
         return self.num_processes // self.num_machines
 
     @property
-    def engine(self) -> Engine:
-        """Who holds the model's states: each rank all of them (plain, ddp), or all ranks
-        together."""
-        if self.mode == "fsdp2":
-            return "fsdp2"
-        if self.mode.startswith("deepspeed"):
-            return "deepspeed"
-        return "ddp" if self.num_processes > 1 else "plain"
-
-    @property
-    def is_whole(self) -> bool:
-        """Each rank holds a whole copy of the model's states."""
-        return self.engine in ("plain", "ddp")
-
-    @property
-    def zero_stage(self) -> int:
-        """1: optimizer states are shared out; 2: and gradients; 3: and weights. 0: not
-        DeepSpeed."""
-        return int(self.mode.removeprefix("deepspeed_zero")[0]) if self.engine == "deepspeed" else 0
-
-    @property
-    def offloads(self) -> bool:
-        """Optimizer states stand in host RAM and are updated there; under ZeRO-3 the weights' home
-        is there too."""
-        return self.mode.endswith("_offload")
+    def launch_mode(self) -> LaunchMode:
+        return LAUNCH_MODES[self.mode]
 
 
-# When a block of a traced step is born: before the step (the optimizer's states apart), in it, or
-# in the evaluation after it.
+# The time at which a block of a traced step is allocated: before the step (optimizer states are
+# separate), in the step, or in the evaluation after it.
 Born = Literal["start", "state", "step", "evaluation"]
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment at which a rank holds most: where in the run, at which operator, and what for."""
+    """The moment at which a rank holds most memory: the part of the run, the operator, and the use
+    of the bytes."""
 
     section: str  # load, forward, backward, optimizer, evaluation
     op: str
@@ -136,7 +114,7 @@ class MemoryEstimate:
     optimizer_bytes: int
     offloaded_bytes: int = 0  # of one rank's states, in host RAM instead
     peak: Peak | None = None  # None: the step could not be traced, only the states are known
-    fragmentation_bytes: int = 0  # what the allocator reserves above what is allocated
+    fragmentation_bytes: int = 0  # reserved by the allocator beyond the allocated bytes
     outside_bytes: int = 0  # outside the allocator: context, communicators
     margin_bytes: int = 0  # by which past predictions were exceeded
     # of the job on this machine, by cause; {}: not predicted
@@ -152,7 +130,7 @@ class MemoryEstimate:
 
     @property
     def allocated_bytes(self) -> int:
-        """The peak; where it is not known, the states, which are less."""
+        """The peak. If it is not known, the states, which are fewer bytes."""
         return self.peak.allocated_bytes if self.peak else self.model_state_bytes
 
     @property
@@ -161,7 +139,7 @@ class MemoryEstimate:
 
     @property
     def device_bytes(self) -> int:
-        """All of it, with the margin."""
+        """The sum, with the margin."""
         return self.reserved_bytes + self.outside_bytes + self.margin_bytes
 
     @property
@@ -171,7 +149,8 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class Change:
-    """A value that does not run as it was asked for, and why: printed before anything is loaded."""
+    """A value that differs from the requested value, and why. It is printed before anything is
+    loaded."""
 
     key: str
     requested: str
@@ -181,7 +160,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Switch:
-    """What decides which kernels a step runs: how it stands, and why so."""
+    """A setting that decides which kernels a step runs: its state, and the reason for it."""
 
     name: str
     runs: str
@@ -190,7 +169,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the nodes of a run meet, and which of them this is."""
+    """The address at which the nodes of a run meet, and the number of this node."""
 
     machine_rank: int
     main_process_ip: str
@@ -201,25 +180,26 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Padding:
-    """What an epoch's tokenised rows are, and how much a step computes besides them; shares are of
-    all it computes."""
+    """The tokenised rows of an epoch, and the padding that a step computes besides them. Shares are
+    parts of all computed tokens."""
 
     order: Literal["random", "by_length", "packed"]
     share: float
-    at_random: float  # were rows to come at random, none packed
-    by_length: float  # were they grouped
-    samples: int  # what a batch counts: rows, or packed sequences
+    at_random: float  # if rows came at random and none were packed
+    by_length: float  # if they were grouped by length
+    samples: int  # the units that a batch counts: rows, or packed sequences
     rows: int
     tokens: int
-    by_tokens: float | None = None  # were a step's rows cut by tokens; None: an older version's
-    # of an optimizer step on average, where its rows are cut by tokens
+    # if a step's micro-batches were limited by tokens; None: a record of an older version
+    by_tokens: float | None = None
+    # of an optimizer step on average, if its micro-batches are limited by tokens
     micro_steps: float | None = None
-    in_quarters: float | None = None  # were they cut into micro-batches of a quarter's tokens
+    in_quarters: float | None = None  # if micro-batches had a quarter of the tokens
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What will run."""
+    """The training that will run: its strategy, its predictions and the reasons."""
 
     recipe_name: str
     strategy: Strategy
@@ -239,16 +219,18 @@ class Plan:
     lengths: tuple[int, int] = (0, 0)
     rendezvous: Rendezvous | None = None  # None: one machine
     link: Link | None = None  # between the ranks; None: not tested
-    packing: bool = False  # what a batch counts are packed sequences
-    by_tokens: bool = False  # a step's rows are cut by tokens: data.batch_by_tokens
+    packing: bool = False  # a batch counts packed sequences
+    by_tokens: bool = False  # micro-batches are limited by tokens: data.batch_by_tokens
     padding: Padding | None = None  # None: the rows have not been tokenised yet
-    # of the weights that an adapter is trained for: no checkpoint holds them
+    # of the frozen weights under an adapter, which no checkpoint holds
     base_fingerprint: str | None = None
-    allocator_fraction: float = 1.0  # of a card's free memory, all that a rank's allocator may take
+    # the share of a card's free memory that a rank's allocator may take
+    allocator_fraction: float = 1.0
 
     @property
-    def samples(self) -> int | None:
-        """What an epoch's batches are cut from: rows, or packed sequences; None: not known yet."""
+    def num_samples(self) -> int | None:
+        """The number of rows or packed sequences that an epoch's batches divide. None: not known
+        yet."""
         if self.packing:
             return self.padding.samples if self.padding else None
         return self.rows
@@ -264,26 +246,27 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """About what a checkpoint takes on the disk: the weights that are trained, or all of them,
-        and the states."""
-        strategy, states, shape = self.strategy, self.estimate, self.shape
-        ranks = strategy.num_processes if strategy.engine in ("deepspeed", "fsdp2") else 1
+        """The approximate size of a checkpoint on the disk: the trained weights, or all weights,
+        and the optimizer states."""
+        strategy, states, model_size = self.strategy, self.estimate, self.shape
+        mode = strategy.launch_mode
+        ranks = 1 if mode.is_whole else strategy.num_processes
         optimizer_bytes = states.optimizer_bytes * ranks
-        if strategy.offloads:  # all of ZeRO's are float32: the weights and, as a rule, two moments
-            optimizer_bytes = 3 * 4 * shape.trainable_parameters
-        if shape.lora_parameters:
-            return 4 * shape.lora_parameters + optimizer_bytes
-        if strategy.engine == "deepspeed":  # whole in rank 0's file, or every rank's part of them
+        if mode.offloads:  # ZeRO's states are float32: the weights and usually two moments
+            optimizer_bytes = 3 * 4 * model_size.trainable_parameters
+        if model_size.lora_parameters:
+            return 4 * model_size.lora_parameters + optimizer_bytes
+        if mode.engine == "deepspeed":  # all weights in rank 0's file, or each rank's part
             return (
                 4 if strategy.mixed_precision == "no" else 2
-            ) * shape.parameters + optimizer_bytes
+            ) * model_size.parameters + optimizer_bytes
         return states.weights_bytes * ranks + optimizer_bytes
 
 
 @dataclass(frozen=True)
 class Command:
-    """A child process: argv and the variables it adds to the environment. str() can be pasted into
-    a shell."""
+    """A child process: argv, and the variables that it adds to the environment. The text of str()
+    can be pasted into a shell."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)

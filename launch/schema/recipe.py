@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PositiveInt,
@@ -16,22 +17,8 @@ from pydantic import (
 )
 
 from launch.schema.affects import EVERYTHING, Effect, affects, marked
-
-Mode = Literal[
-    "cpu",
-    "multi_cpu",
-    "single_gpu",
-    "dual_gpu_nccl",
-    "dual_gpu_gloo",
-    "deepspeed_zero1",
-    "deepspeed_zero2",
-    "deepspeed_zero2_offload",
-    "deepspeed_zero3",
-    "deepspeed_zero3_offload",
-    "fsdp2",
-]
-
-MODES: tuple[Mode, ...] = get_args(Mode)
+from launch.schema.machine import Device
+from launch.schema.modes import LAUNCH_MODES, LaunchMode, Mode
 
 Precision = Literal["no", "bf16", "fp16"]
 
@@ -47,8 +34,8 @@ Schedule = Literal[
     "warmup_stable_decay",
 ]
 
-# seal: a checkpoint that was sealed with another key; versions: another major.minor of a library
-# that writes its files.
+# seal: a checkpoint that was signed with another key; versions: another major.minor version of a
+# library that writes its files.
 Allowed = Literal["data", "model", "seed", "effective_batch_size", "versions", "seal"]
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -60,14 +47,20 @@ DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 AFFECTS_STEP = affects("weights", "memory", "step_time")
 
 
+def _as_tuple(value: Any) -> Any:
+    """A single text or a list as a tuple, which strict validation expects."""
+    values = [value] if isinstance(value, str) else value
+    return tuple(values) if isinstance(values, list) else values
+
+
 class Section(BaseModel):
-    """A strict, frozen part of a recipe; an unknown key is an error."""
+    """A strict, frozen part of a recipe. An unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 class ModelSection(Section):
-    """Which model: a named shape in configs/models/, or a local Hugging Face folder."""
+    """The model: a named shape in configs/models/, or a local Hugging Face folder."""
 
     shape: Annotated[str | None, affects("weights")] = Field(
         default=None, description="Name of a model in configs/models/, built with random weights."
@@ -171,8 +164,7 @@ class QuantizationSection(Section):
 
 
 class DataSection(Section):
-    """Where the rows are and which columns to read; columns are found by name unless they are given
-    here."""
+    """The rows and the columns to read. Columns are found by name unless they are named here."""
 
     train_file: Annotated[str, affects("source")] = Field(
         description="Training rows: a file, a folder of shards, or a pattern of files."
@@ -193,7 +185,7 @@ class DataSection(Section):
     messages_column: Annotated[str | None, affects("rows")] = Field(
         default=None, description="Column of conversations. null: found by name."
     )
-    ignore_columns: Annotated[tuple[str, ...], affects("rows")] = Field(
+    ignore_columns: Annotated[tuple[str, ...], BeforeValidator(_as_tuple), affects("rows")] = Field(
         default=(),
         description="Columns, or keys of messages, whose content is left out on purpose.",
     )
@@ -245,20 +237,9 @@ class DataSection(Section):
         "have.",
     )
 
-    @field_validator("ignore_columns", mode="before")
-    @classmethod
-    def one_column_or_several(cls, value: Any) -> Any:
-        return (
-            (value,)
-            if isinstance(value, str)
-            else tuple(value)
-            if isinstance(value, list)
-            else value
-        )
-
     @property
     def stream_unit_bytes(self) -> int:
-        """Four units of a stream are shuffled together."""
+        """Bytes of a unit of a stream. Four units are shuffled together."""
         return max(int((self.shuffle_buffer_mib or 16) * (1 << 20)) // 4, 1)
 
     @model_validator(mode="after")
@@ -286,8 +267,8 @@ COMPILE_KEYS = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 
 
 class TrainingSection(BaseModel):
-    """TrainingArguments' own names. The keys that planning needs are typed here; the others are
-    checked against the installed transformers (launch/recipe/training_arguments.py) and kept as
+    """Fields with TrainingArguments' names. The keys that planning needs are typed here. The others
+    are checked against the installed transformers (launch/recipe/training_arguments.py) and become
     extras."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -429,25 +410,25 @@ class TrainingSection(BaseModel):
 
     @model_validator(mode="after")
     def schedule_has_its_numbers(self) -> TrainingSection:
-        """Source: get_cosine_with_min_lr_schedule_with_warmup, get_wsd_schedule of transformers
-        5.23."""
+        """Require the keyword that a schedule needs. Source:
+        get_cosine_with_min_lr_schedule_with_warmup, get_wsd_schedule of transformers 5.23."""
         needs = {
             "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
             "warmup_stable_decay": ("num_decay_steps",),
         }
-        asked = needs.get(self.lr_scheduler_type, ())
-        given = self.extras.get("lr_scheduler_kwargs") or {}
-        if asked and not (
-            isinstance(given, dict) and any(given.get(key) is not None for key in asked)
+        names = needs.get(self.lr_scheduler_type, ())
+        options = self.extras.get("lr_scheduler_kwargs") or {}
+        if names and not (
+            isinstance(options, dict) and any(options.get(name) is not None for name in names)
         ):
             raise ValueError(
-                f"lr_scheduler_type {self.lr_scheduler_type} needs {' or '.join(asked)}; write"
-                f" lr_scheduler_kwargs: {{{asked[-1]}: ...}} under training: in a recipe file"
+                f"lr_scheduler_type {self.lr_scheduler_type} needs {' or '.join(names)}; write"
+                f" lr_scheduler_kwargs: {{{names[-1]}: ...}} under training: in a recipe file"
             )
         return self
 
     def learning_rate_at(self, effective_batch_size: int) -> float:
-        """The peak rate: as asked for, or scaled as asked for (linear: arXiv:1706.02677; sqrt:
+        """The peak learning rate, scaled if the recipe says so (linear: arXiv:1706.02677; sqrt:
         arXiv:2205.10287)."""
         ratio = effective_batch_size / (self.learning_rate_batch_size or effective_batch_size)
         return (
@@ -461,12 +442,13 @@ class TrainingSection(BaseModel):
 
     @property
     def compiles(self) -> bool:
-        """A backend or a mode asks for torch.compile too, as in TrainingArguments."""
+        """True if torch.compile is on. A backend or a mode turns it on too, as in
+        TrainingArguments."""
         return any(self.extras.get(key) for key in COMPILE_KEYS)
 
 
 class LaunchSection(Section):
-    """How to run; everything left out is planned."""
+    """The way to run. Keys that are left out are planned."""
 
     mode: Annotated[Literal["auto", Mode], affects("plan", "planned")] = Field(
         default="auto", description="Launch mode; auto: planned."
@@ -552,17 +534,23 @@ class LaunchSection(Section):
         description="Share of host RAM above which the run is saved and stopped; 0: never.",
     )
 
+    @property
+    def named_mode(self) -> LaunchMode | None:
+        """The row of the mode that the recipe names; None: auto."""
+        return None if self.mode == "auto" else LAUNCH_MODES[self.mode]
+
+    @property
+    def device(self) -> Device | None:
+        """The device that the mode's name fixes."""
+        return self.named_mode.device if self.named_mode else None
+
     @model_validator(mode="after")
     def nodes_can_meet(self) -> LaunchSection:
         if self.nodes == 1:
-            given = {
-                key
-                for key in ("machine_rank", "main_process_ip", "network_interface")
-                if getattr(self, key)
-            }
-            if given:
+            cluster_keys = ("machine_rank", "main_process_ip", "network_interface")
+            if superfluous := [key for key in sorted(cluster_keys) if getattr(self, key)]:
                 raise ValueError(
-                    f"{', '.join(sorted(given))}: only for several machines; set launch.nodes too"
+                    f"{', '.join(superfluous)}: only for several machines; set launch.nodes too"
                 )
             return self
         if self.machine_rank >= self.nodes:
@@ -582,8 +570,7 @@ class LaunchSection(Section):
 
 
 class NumericsSection(Section):
-    """What is done about numbers that are finite and yet too large; what is not finite always ends
-    the run."""
+    """Reactions to numbers that are finite but too large. NaN and infinity always end the run."""
 
     skip_spikes_above: Annotated[float | None, affects("weights")] = Field(
         default=None,
@@ -594,28 +581,19 @@ class NumericsSection(Section):
 
 
 class ResumeSection(Section):
-    """What may have changed in a run that is continued, although it changes what is trained."""
+    """Differences that are allowed in a continued run, although they change the result."""
 
-    allow: Annotated[tuple[Allowed, ...], affects("interruptions")] = Field(
-        default=(),
-        description="What may differ from the run that is continued, although it changes the "
-        "result.",
-    )
-
-    @field_validator("allow", mode="before")
-    @classmethod
-    def one_word_or_several(cls, value: Any) -> Any:
-        return (
-            (value,)
-            if isinstance(value, str)
-            else tuple(value)
-            if isinstance(value, list)
-            else value
+    allow: Annotated[tuple[Allowed, ...], BeforeValidator(_as_tuple), affects("interruptions")] = (
+        Field(
+            default=(),
+            description="What may differ from the run that is continued, although it changes the "
+            "result.",
         )
+    )
 
 
 class EvaluationSection(Section):
-    """What is measured besides the loss on the validation file."""
+    """Measurements besides the loss on the validation file."""
 
     exact_match_rows: Annotated[int, affects("interruptions")] = Field(
         default=0,
@@ -631,8 +609,8 @@ Concession = Literal["quantization", "lora.r", "data.max_length"]
 
 
 class Recipe(Section):
-    """A whole run as the user wants it, resolved: file, overrides and the machine's defaults
-    already merged."""
+    """A complete run as the user wants it: the file, the overrides and the machine's defaults are
+    merged."""
 
     name: Annotated[str, affects("name")] = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
@@ -683,24 +661,23 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def what_can_be_streamed(self) -> Recipe:
-        if not self.data.streaming:
-            return self
-        wrong = []
-        if self.task != "pretrain":
-            wrong.append("task: pretrain (rows for SFT fit the disk)")
-        if not self.data.packing:
-            wrong.append(
-                "data.packing: true (the longest row is not known before: full sequences are"
-                " planned for)"
-            )
-        if self.training.max_steps < 0:
-            wrong.append("training.max_steps (how many an epoch has is not known before)")
-        if self.data.max_train_samples is not None:
-            wrong.append("no data.max_train_samples (training.max_steps ends it)")
-        if self.training.dataloader_num_workers:
-            wrong.append("no training.dataloader_num_workers (processes of its own tokenise)")
-        if wrong:
-            raise ValueError(f"data.streaming: true needs {'; '.join(wrong)}")
+        needs = {
+            "task: pretrain (rows for SFT fit the disk)": self.task == "pretrain",
+            "data.packing: true (the longest row is not known before: full sequences are planned"
+            " for)": self.data.packing,
+            "training.max_steps (how many an epoch has is not known before)": (
+                self.training.max_steps >= 0
+            ),
+            "no data.max_train_samples (training.max_steps ends it)": (
+                self.data.max_train_samples is None
+            ),
+            "no training.dataloader_num_workers (processes of its own tokenise)": (
+                not self.training.dataloader_num_workers
+            ),
+        }
+        if self.data.streaming and not all(needs.values()):
+            unmet = [need for need, is_met in needs.items() if not is_met]
+            raise ValueError(f"data.streaming: true needs {'; '.join(unmet)}")
         return self
 
     @field_validator("quantization")
@@ -710,7 +687,7 @@ class Recipe(Section):
     ) -> QuantizationSection | None:
         if value is None or not value.load_in_4bit:
             return None
-        # a lora section with a mistake in it is not there at all
+        # a lora section that contains a mistake is missing here
         if info.data.get("lora", value) is None:
             raise ValueError(
                 "4-bit weights cannot be trained; add LoRA (--lora.r=16), or leave load_in_4bit out"
@@ -719,20 +696,20 @@ class Recipe(Section):
 
     @property
     def evaluates(self) -> bool:
-        """There are held-out rows, so that evaluations happen."""
+        """True if there are held-out rows, so that evaluations happen."""
         return self.data.validation_file is not None
 
     def quantized(self, precision: Precision) -> QuantizationSection | None:
-        """The quantization with its compute dtype decided: that of what autocast gives the
+        """The quantization with its compute dtype: by default the type that autocast gives the
         layers."""
         if self.quantization is None:
             return None
-        given = {"bf16": "bfloat16", "fp16": "float16", "no": self.model.dtype}[precision]
-        chosen = self.quantization.bnb_4bit_compute_dtype or given
-        return self.quantization.model_copy(update={"bnb_4bit_compute_dtype": chosen})
+        autocast = {"bf16": "bfloat16", "fp16": "float16", "no": self.model.dtype}[precision]
+        compute_dtype = self.quantization.bnb_4bit_compute_dtype or autocast
+        return self.quantization.model_copy(update={"bnb_4bit_compute_dtype": compute_dtype})
 
 
-# ---- what a key affects
+# ---- effects of a key
 # ---------------------------------------------------------------------------
 
 SECTIONS: Mapping[str, type[BaseModel]] = {
@@ -748,9 +725,9 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
     "resume": ResumeSection,
 }
 
-# Keys of TrainingArguments without a field here that do not affect everything.
+# Keys of TrainingArguments that have no field here and do not affect everything.
 EXTRAS: Mapping[str, frozenset[Effect]] = {
-    # liger: traced as transformers' own modules
+    # liger is traced as transformers' own modules
     "tf32": frozenset({"weights", "step_time", "planned"}),
     "use_liger_kernel": frozenset({"weights", "step_time", "planned"}),
     "liger_kernel_config": frozenset({"weights", "step_time"}),
@@ -784,7 +761,7 @@ EXTRAS: Mapping[str, frozenset[Effect]] = {
 }
 
 
-def keys() -> list[str]:
+def all_keys() -> list[str]:
     """Every key of the schema, dotted."""
     return [
         key
@@ -796,7 +773,7 @@ def keys() -> list[str]:
 
 
 def affected_by(key: str) -> frozenset[Effect]:
-    """What a dotted key affects; a whole section: what any of its keys does."""
+    """The effects of a dotted key. A section has the effects of all its keys."""
     section, _, name = key.partition(".")
     if section not in SECTIONS:
         return marked(Recipe.model_fields[section].metadata)
@@ -808,12 +785,12 @@ def affected_by(key: str) -> frozenset[Effect]:
 
 
 def affecting(values: Mapping[str, Any], section: str, *effects: Effect) -> dict[str, Any]:
-    """The values of a section that affect one of these, and that the strategy does not tell."""
-    found = {key: affected_by(f"{section}.{key}") for key in values}
+    """The values of a section that have one of these effects and that the strategy does not
+    contain."""
     return {
         key: value
         for key, value in values.items()
-        if found[key] & {*effects} and "planned" not in found[key]
+        if "planned" not in (own := affected_by(f"{section}.{key}")) and own & {*effects}
     }
 
 

@@ -1,4 +1,4 @@
-"""Results of a run: steps, evaluations, failures. Frozen."""
+"""Results of a run: steps, evaluations and failures, as frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from launch.schema.machine import GIB
 
 @dataclass(frozen=True)
 class StepEvent:
-    """One optimizer step as rank 0 writes it to events.jsonl; counts are of all ranks, `tokens`
-    those that are not padding."""
+    """One optimizer step as rank 0 writes it to events.jsonl. Counts are of all ranks, and `tokens`
+    does not count padding."""
 
     step: int
     max_steps: int
@@ -32,17 +32,17 @@ class StepEvent:
     host_pss_bytes: int  # of the whole job, now
     time: float  # unix time
     computed_tokens: int | None = None  # padding included; None: not counted
-    # of `seconds`: until rank 0 had its batches, and all ranks knew of theirs
+    # the part of `seconds` until rank 0 had its batches and all ranks had theirs
     data_seconds: float | None = None
 
     def line(self, time_left: str = "") -> str:
-        """The line in every log; loss, tokens, samples and seconds may be means over the steps
-        since the last one."""
+        """The line in every log. Loss, tokens, samples and seconds may be means over the steps
+        since the last line."""
         parts = (f"step {self.step}/{self.max_steps}", f"epoch {self.epoch:.2f}", time_left)
         return "  ".join([*filter(None, parts), self.metrics()])
 
     def metrics(self) -> str:
-        """The words every screen and log uses for a step's figures."""
+        """The text that every screen and log shows for a step's figures."""
         rate = 1 / self.seconds if self.seconds > 0 else math.inf
         vram = ""
         if self.vram_total_bytes:
@@ -70,7 +70,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class SecondStep:
-    """What the first step in the steady state took, on the fullest rank: second_step.json."""
+    """Memory of the first step in the steady state, on the fullest rank: second_step.json."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -80,21 +80,21 @@ class SecondStep:
 
 @dataclass(frozen=True)
 class RankError:
-    """What a failing rank wrote: ranks/<r>/error.json."""
+    """The error of a failing rank: ranks/<r>/error.json."""
 
     rank: int
     type: str
     message: str
     time: float  # unix time
-    exit_code: int | None = None  # of a LaunchError: the user's to mend
+    exit_code: int | None = None  # of a LaunchError, which the user can mend
     fix: str = ""
     traceback: str = ""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Answers to held-out rows, and the checkpoint that was exported: evaluation.json, and part of
-    outcome.json."""
+    """Scores of answers to held-out rows, and the exported checkpoint: evaluation.json, and a part
+    of outcome.json."""
 
     exact_match_before: float | None = None
     exact_match_after: float | None = None
@@ -106,9 +106,9 @@ class Scores:
 
 @dataclass(frozen=True)
 class Outcome(Scores):
-    """How an attempt ended, by rank 0: outcome.json."""
+    """The end of an attempt, as rank 0 writes it: outcome.json."""
 
-    # what a run that trained nothing has not measured is None, or 0
+    # a run that trained nothing leaves figures at None or 0
     complete: bool = field(kw_only=True)
     ended: Literal["complete", "preempted"] = field(kw_only=True)
     checkpoint: str | None = None  # its newest
@@ -116,7 +116,7 @@ class Outcome(Scores):
     model_dir: str = ""
     step: int = 0
     max_steps: int = 0
-    loss: float | None = None  # None: resumed at the last step
+    loss: float | None = None  # None: the run continued at its last step
     eval_loss: float | None = None
     # states that rank 0 holds; None: not measured
     weights_bytes: int | None = None
@@ -136,13 +136,13 @@ class UsedTokens:
     """The tokenised rows that a run trains: tokens.json."""
 
     folder: Path
-    # token_cache.token_identity(), kept since the folder may be gone one day; None: of a trial
+    # token_cache.token_identity(), because the folder may be deleted one day; None: of a trial
     made_of: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class Continues:
-    """The checkpoint of an older run that a run goes on from: continues.json."""
+    """The checkpoint of an older run that a run continues from: continues.json."""
 
     checkpoint: Path
     samples_seen: int
@@ -151,7 +151,7 @@ class Continues:
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """Where a finished model came from: lowmem.json in its folder."""
+    """The origin of a finished model: lowmem.json in its folder."""
 
     run: str
     recipe: str = ""
@@ -161,8 +161,8 @@ class ExportedModel:
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """What an ended attempt left behind; classify() reads nothing else."""
+class AttemptRecord:
+    """The facts of an ended attempt. classify() reads nothing else."""
 
     returncode: int  # of the launcher; negative: the signal that killed it
     rank_errors: tuple[RankError, ...]  # earliest first
@@ -172,32 +172,32 @@ class Evidence:
     host_peak_bytes: int
     completed: bool  # rank 0 wrote its outcome and reached the last step
     stopped_by: int | None = None  # signal number that the user sent to the supervisor
-    preempted: Outcome | None = None  # where the ranks agreed to stop
-    hang: str = ""  # which rank was silent, where and how long
-    # why the host's RAM was about to run out, where the ranks were stopped for it
+    preempted: Outcome | None = None  # of ranks that agreed to stop
+    hang: str = ""  # the silent rank, the section that it was in, and for how long
+    # why the host's RAM was about to run out, if the ranks were stopped for that
     pressure: str = ""
     # pids of ranks that the supervisor ended, since another had ended before them
     ended_ranks: tuple[int, ...] = ()
-    vram_reserved_bytes: int = 0  # of the fullest rank, by the last step that was logged
+    vram_reserved_bytes: int = 0  # of the fullest rank at the last logged step
     vram_total_bytes: int = 0  # 0: no GPU, or no step
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an attempt ended without a model: cause, the line that proves it, one fix."""
+    """The cause of an attempt that ended without a model, the line that proves it, and one fix."""
 
     kind: str
     exit_code: int
     cause: str
     proof: str
     fix: str
-    # the heartbeat's, in which the rank was that failed first: load, step, evaluation, ...
+    # the section in the heartbeat of the rank that failed first: load, step, evaluation, ...
     section: str = ""
 
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """How the supervisor saw an attempt end: supervisor.json."""
+    """The end of an attempt, as the supervisor saw it: supervisor.json."""
 
     exit_code: int
     failure: Failure | None
@@ -215,9 +215,9 @@ class RunResult:
     seconds: float
     host_peak_bytes: int
     summary: Mapping[str, Any] = field(default_factory=dict)  # rank 0's Outcome, of a complete run
-    plan_again: bool = False  # stopped because its second step took more than was predicted
-    note: str = ""  # what else a reader should know
+    plan_again: bool = False  # stopped because its second step took more memory than predicted
+    note: str = ""  # further information for the reader
     last_step: int = 0  # that a rank reached
-    # least that the job and what was free took together while it was watched; 0: not watched
+    # the minimum of the job's bytes and the free bytes together while it ran; 0: not measured
     host_left_bytes: int = 0
-    unkillable: tuple[int, ...] = ()  # processes of the run that are still there
+    unkillable: tuple[int, ...] = ()  # processes of the run that still exist

@@ -1,5 +1,4 @@
-"""One attempt at a run, from the lock to the report: prepare, start the ranks, watch them, say how
-it ended."""
+"""An attempt at a run: start the ranks, watch them, judge how they ended."""
 
 from __future__ import annotations
 
@@ -7,41 +6,35 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
 from launch.base import environment, files, processes
-from launch.base.errors import Interrupted
-from launch.base.workspace import CODE
-from launch.data import token_cache, token_hashes
-from launch.plan.resolve import Resolved, tokenising_processes
 from launch.probe import machine
 from launch.run_folder.layout import AttemptDir, RunDir
+from launch.schema.machine import Machine
 from launch.schema.plan import Command
-from launch.schema.result import AttemptEnd, Evidence, Outcome, RunResult, SecondStep
+from launch.schema.recipe import Recipe
+from launch.schema.result import AttemptEnd, AttemptRecord, Outcome, RunResult, SecondStep
 from launch.supervise import failures, heartbeats, stop_signals
-from launch.supervise.heartbeats import Progress
-from launch.supervise.screen import Screen, Tail
+from launch.supervise.screen import Screen
 from launch.supervise.stop_signals import StopSignals
 from launch.supervise.watch import Ended, RankWatcher
 
 LOG_TAIL_BYTES = 64 << 10
-TOKENISE_GRACE_S = 5.0  # to remove what is half written
-# What launchers tell their ranks. Left over from one around us, or exported by hand, it would make
-# ours start something else: ACCELERATE_USE_CPU drops DeepSpeed, RANK and WORLD_SIZE another number
-# of ranks.
+# Variables by which launchers configure their ranks. Those of a launcher around this one, or
+# exported by hand, would change what ours starts: ACCELERATE_USE_CPU drops DeepSpeed, RANK and
+# WORLD_SIZE change the number of ranks.
 LAUNCHERS_OWN = re.compile(
     r"(ACCELERATE|FSDP|TORCHELASTIC)_|((LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT))$"
 )
-# torchrun's agent, which accelerate starts several ranks with: it passes signals on to them, also
-# Slurm's early one, which would end it, and leaves it to us how long their checkpoint may take.
-# accelerate has no flag for either.
+# Settings of torchrun's agent, with which accelerate starts several ranks. It passes signals on to
+# them, also Slurm's early signal, which would end it, and does not limit the time for their
+# checkpoint. accelerate has no flag for either.
 AGENTS_OWN = {
     "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     "PET_SHUTDOWN_TIMEOUT": "86400",
@@ -49,56 +42,64 @@ AGENTS_OWN = {
 
 
 def run(
-    resolved: Resolved,
-    rundir_: RunDir,
+    recipe: Recipe,
+    planned_on: Machine,
+    run: RunDir,
     attempt: AttemptDir,
-    ready: Callable[[], Command],
+    command: Command,
     screen: Screen,
     check: Callable[[SecondStep], bool] = lambda measured: True,
-    heard: StopSignals | None = None,
+    signals: StopSignals | None = None,
     end_s: float | None = None,
 ) -> RunResult:
-    """Run the attempt to its end: tokenise, ask what `ready` starts, watch it.
+    """Start the ranks of an attempt and watch them to their end.
 
-    `check` is given what the second step took; where it says False the ranks are ended, and the
-    result, which is no failure, asks to plan again. `heard` collects signals for several attempts;
-    `end_s` is when they must be over, on the monotonic clock."""
-    began = time.monotonic()
-    oom_kills = machine.oom_kills()
+    `check` gets the memory of the second step; if it returns False the ranks are ended, and the
+    result, which is no failure, asks to plan again. `signals` collects signals for several
+    attempts; `end_s` is the time on the monotonic clock at which they must be over."""
+    beginning = Beginning()
     processes.adopt()
-    with stop_signals.signals() if heard is None else nullcontext(heard) as heard:
-        heard.collect()
-        try:
-            ended = prepare(resolved, rundir_, attempt, screen.say, heard)
-        finally:
-            screen.stop()
-        if ended.returncode == 0 and heard.stop is None:
-            watch = RankWatcher(
-                rundir_,
-                attempt,
-                screen,
-                heard,
-                resolved.recipe.launch,
-                resolved.machine.host_limit_bytes,
-                check,
-            )
-            with suppress(Interrupted):  # `heard` has the stop, which the result names
-                command = ready()
-                with attempt.log_file.open("ab") as log:
-                    ended = watch.until_end(_start(command, resolved, rundir_, log, end_s))
+    with stop_signals.signals() if signals is None else nullcontext(signals) as signals:
+        signals.collect()
+        ended, limit_bytes = Ended(), planned_on.host_limit_bytes
+        if signals.stop is None:
+            watch = RankWatcher(run, attempt, screen, signals, recipe.launch, limit_bytes, check)
+            with attempt.log_file.open("ab") as log:
+                child = _start(command, recipe.launch.pass_env, run, log, end_s)
+                ended = watch.until_end(child)
+    return result_of(beginning, ended, run, attempt, signals.stop, limit_bytes)
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The moment at which an attempt began, to compare its end with."""
+
+    monotonic_s: float = field(default_factory=time.monotonic)
+    oom_kills: int = field(default_factory=machine.oom_kills)
+
+
+def result_of(
+    beginning: Beginning,
+    ended: Ended,
+    run: RunDir,
+    attempt: AttemptDir,
+    stopped_by: int | None,
+    host_limit_bytes: int,
+) -> RunResult:
+    """The verdict on an attempt, from the end of its processes and the files in its folder."""
     outcome = attempt.read_outcome()
     completed = bool(outcome and outcome.complete)
-    # the ranks' own last look: what came after the watch's would be lost
+    # the ranks measure once more at their end, after the last measurement from outside
     host_peak_bytes = max(ended.host_peak_bytes, outcome.host_pss_bytes if outcome else 0)
-    evidence = Evidence(
+    record = AttemptRecord(
         returncode=ended.returncode,
         rank_errors=tuple(attempt.rank_errors()),
         log_tail=_tail(attempt.log_file),
-        oom_kills=machine.oom_kills() - oom_kills,
-        host_limit_bytes=resolved.machine.host_limit_bytes,
+        oom_kills=machine.oom_kills() - beginning.oom_kills,
+        host_limit_bytes=host_limit_bytes,
         host_peak_bytes=host_peak_bytes,
         completed=completed,
-        stopped_by=heard.stop,
+        stopped_by=stopped_by,
         preempted=None if completed else outcome,
         hang=ended.hang,
         pressure=ended.pressure,
@@ -106,12 +107,12 @@ def run(
         **last_vram(attempt.events_file),
     )
     beats = heartbeats.read_all(attempt)
-    failure = None if ended.is_refuted else failures.classify(evidence)
+    failure = None if ended.is_refuted else failures.classify(record)
     if failure is not None:
         failure = replace(
-            failure, section=heartbeats.section_of_the_first(beats, evidence.rank_errors)
+            failure, section=heartbeats.section_of_the_first(beats, record.rank_errors)
         )
-    # before there was a rank to say so
+    # a stop before there was a rank to write it
     if outcome is None and failure is not None and failure.kind == "stopped":
         files.write_json(attempt.outcome_file, Outcome(complete=False, ended="preempted"))
     notes = []
@@ -126,10 +127,10 @@ def run(
             f" written: {attempt.log_file}"
         )
     return RunResult(
-        run_dir=str(rundir_.root),
+        run_dir=str(run.root),
         exit_code=failure.exit_code if failure else 0,
         failure=failure,
-        seconds=time.monotonic() - began,
+        seconds=time.monotonic() - beginning.monotonic_s,
         host_peak_bytes=host_peak_bytes,
         host_left_bytes=ended.host_left_bytes,
         summary=asdict(outcome) if outcome and completed else {},
@@ -141,14 +142,14 @@ def run(
 
 
 def _start(
-    command: Command, resolved: Resolved, run: RunDir, log: IO[bytes], end_s: float | None
+    command: Command, pass_env: Sequence[str], run: RunDir, log: IO[bytes], end_s: float | None
 ) -> subprocess.Popen[bytes]:
-    inherited = environment.passed(os.environ, resolved.recipe.launch.pass_env)
+    inherited = environment.passed(os.environ, pass_env)
     variables = {
         **{key: value for key, value in inherited.items() if not LAUNCHERS_OWN.match(key)},
         **AGENTS_OWN,
         **command.env,
-        "LOWMEM_RUN": run.tag,  # the tag by which any process of this run can be found
+        "LOWMEM_RUN": run.tag,  # marks every process of this run
         "LOWMEM_ROOT_PID": str(os.getpid()),
         "LOWMEM_SUPERVISED": "1",
     }
@@ -163,73 +164,6 @@ def _start(
         start_new_session=True,  # Ctrl-C on the terminal is for us; we pass it on
         preexec_fn=processes.die_with_launcher,
     )
-
-
-def prepare(
-    resolved: Resolved,
-    run: RunDir,
-    attempt: AttemptDir,
-    say: Callable[[str], None],
-    heard: StopSignals | None = None,
-) -> Ended:
-    """Tokenise in a child, unless the rows are there already and undamaged. A stop ends the child,
-    and so does its silence."""
-    used = run.read_tokens()
-    folder = used.folder if used else Path()
-    if not used or not folder.exists():
-        of = resolved.recipe, resolved.plan.shape, resolved.plan.data_format
-        folder = token_cache.token_cache(resolved.workspace.cache, *of)
-    try:
-        if folder.exists() and not token_hashes.fault(folder, partial(_raise_stop, heard)):
-            if not used or used.folder != folder:
-                run.write_tokens(folder)
-            return Ended()
-    except Interrupted:
-        return Ended()
-    argv = [sys.executable, "-P", "-m", "training.data.prepare", "--run-dir", str(run.root)]
-    argv += ["--attempt", str(attempt.number), "--cache", str(resolved.workspace.cache)]
-    argv += ["--processes", str(tokenising_processes(resolved))]
-    inherited = environment.passed(os.environ, resolved.recipe.launch.pass_env)
-    added = {"PYTHONPATH": str(CODE), "HF_HUB_OFFLINE": "1", "LOWMEM_RUN": run.tag}
-    said_file = attempt.root / "tokenise.log"
-    # what libraries print goes where the ranks' output goes
-    with said_file.open("wb") as file, attempt.log_file.open("ab") as log:
-        child = subprocess.Popen(
-            argv,
-            env=inherited | added,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=log,
-            start_new_session=True,
-            preexec_fn=processes.die_with_launcher,
-        )
-    lines = Tail(said_file, from_start=True)
-    until, hang, progress = None, "", Progress()
-    while True:
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(timeout=processes.POLL_S)
-        for line in lines.new_lines():
-            say(line)
-        if child.returncode is not None:
-            return Ended(child.returncode, hang=hang)
-        beats = heartbeats.read_all(attempt)
-        if not hang and (
-            hang := progress.silent(beats, time.monotonic(), resolved.recipe.launch.hang_floor_s)
-            or ""
-        ):
-            say(hang)
-            child.kill()
-        if heard is not None and heard.stop is not None:
-            if until is None:
-                child.terminate()
-                until = time.monotonic() + TOKENISE_GRACE_S
-            elif heard.at_once or time.monotonic() > until:
-                child.kill()
-
-
-def _raise_stop(heard: StopSignals | None) -> None:
-    if heard is not None and heard.stop is not None:
-        raise Interrupted(heard.stop)
 
 
 def last_vram(events: Path) -> dict[str, int]:
@@ -253,6 +187,6 @@ def _tail(path: Path) -> str:
 
 
 def write_outcome(result: RunResult, attempt: AttemptDir) -> None:
-    """Beside rank 0's outcome, what the supervisor saw."""
+    """Write the end of the attempt as the supervisor saw it, beside rank 0's outcome."""
     end = AttemptEnd(result.exit_code, result.failure, result.seconds, result.host_peak_bytes)
     files.write_json(attempt.supervisor_file, end)

@@ -31,15 +31,16 @@ class Pattern:
     role: Literal["root", "consequence"] = "root"
 
     def find(self, text: str) -> str | None:
-        """The first line of the text that one of ours ends in."""
-        ends = [
-            found.end() for line in self.lines if (found := re.search(line, text, re.MULTILINE))
-        ]
-        return (
-            text[: min(ends)].rpartition("\n")[2] + text[min(ends) :].partition("\n")[0]
-            if ends
-            else None
-        )
+        """The first line of the text in which one of the pattern's lines ends."""
+        searches = (re.search(line, text, re.MULTILINE) for line in self.lines)
+        matches = sorted(filter(None, searches), key=re.Match.end)
+        return full_line(matches[0]) if matches else None
+
+
+def full_line(match: re.Match[str]) -> str:
+    """The line of the text in which the match ends."""
+    before, after = match.string[: match.end()], match.string[match.end() :]
+    return before.rpartition("\n")[2] + after.partition("\n")[0]
 
 
 # The first that a text has is its cause: special words before general ones, the card's own before

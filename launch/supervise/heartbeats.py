@@ -1,5 +1,4 @@
-"""What the ranks' heartbeats say: whether one has been silent for longer than it ever was, or than
-is allowed."""
+"""Heartbeats of the ranks: a rank that is silent for too long hangs; slow steps are reported."""
 
 from __future__ import annotations
 
@@ -25,7 +24,8 @@ FLOORS = {
     "export": 30,
 }
 BEFORE_TRAINING = ("load", "tokenise")
-# times the limit, for ranks that still compute: one that gets a tenth of a CPU is slow, not stuck
+# times the limit, for ranks that still compute: a rank that gets a tenth of a CPU is slow, not
+# stuck
 SPARED = 2.5
 IDLE = 0.02  # CPU seconds a second: below it a rank computes nothing
 SLOW_WINDOW_S = 10.0
@@ -34,7 +34,7 @@ SLOW_FACTOR = 3.0
 
 @dataclass(frozen=True)
 class Beat:
-    """One rank's latest."""
+    """The latest heartbeat of a rank."""
 
     rank: int
     pid: int
@@ -46,45 +46,44 @@ class Beat:
     boot: str = ""  # of its machine: clocks and pids are of that boot
 
     def limit_s(self, floor_s: float) -> float:
-        """How long it may be silent; `floor_s` is launch.hang_floor_s, and all that a stopped
-        process gets."""
+        """Seconds that the rank may be silent; `floor_s` is launch.hang_floor_s, which is all that
+        a stopped process gets."""
         floors = 1 if self.is_stopped() else FLOORS[self.section]
         return max(floors * floor_s, PACE * self.p99_s)
 
     def is_stopped(self) -> bool:
-        """Whether its process stands still because of a signal or a debugger, however busy its
-        section is."""
+        """True if a signal or a debugger has stopped its process."""
         return processes.status(self.pid) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 def read(file: Path) -> Beat | None:
-    """The beat in a file; None where there is none, or it is being written, or it is another
-    machine's."""
+    """The beat in a file; None where there is none, where it is being written, and where it is
+    another machine's."""
     beat = files.read_or_none(file, Beat)
     return beat if beat and beat.boot == processes.boot_id() else None
 
 
 def read_all(attempt: AttemptDir) -> list[Beat]:
-    """Of the ranks on this machine, by rank."""
+    """Beats of the ranks on this machine, by rank."""
     beats = [beat for file in attempt.root.glob("ranks/*/heartbeat.json") if (beat := read(file))]
     return sorted(beats, key=lambda beat: beat.rank)
 
 
 def section_of_the_first(beats: Sequence[Beat], errors: Sequence[RankError]) -> str:
-    """The section in which an attempt failed: of the rank that left word first, else of the one
-    silent for longest.
+    """The section in which an attempt failed: of the rank that wrote its error first, else of the
+    rank that was silent for longest.
 
     `errors` are the ranks', earliest first; "" where no rank of this machine had begun."""
-    told = {error.rank for error in errors[:1]}
-    candidates = [beat for beat in beats if beat.rank in told] or beats
+    first_ranks = {error.rank for error in errors[:1]}
+    candidates = [beat for beat in beats if beat.rank in first_ranks] or beats
     return min(candidates, key=lambda beat: beat.monotonic_s).section if candidates else ""
 
 
 class Progress:
-    """What ranks did between two looks: CPU time, steps."""
+    """CPU time and steps of the ranks between two looks."""
 
     def __init__(self) -> None:
-        # pid -> (its beat, CPU seconds when that was first seen)
+        # pid -> (time of its beat, CPU seconds when that beat was first seen)
         self._cpu: dict[int, tuple[float, float]] = {}
         # (since, step, CPU seconds by rank)
         self._window: tuple[float, int, dict[int, float]] | None = None
@@ -93,10 +92,9 @@ class Progress:
         self._is_waiting = False
 
     def silent(self, beats: list[Beat], now: float, floor_s: float) -> str | None:
-        """The verdict on the rank that has been silent longest, if it is one that hangs.
+        """A sentence on the rank that has been silent for longest, if it hangs.
 
-        While every rank of ours still computes, and none is stopped, it has SPARED times as
-        long."""
+        While a rank still computes and none is stopped, the limit is SPARED times as long."""
         for beat in beats:
             if self._cpu.get(beat.pid, (None,))[0] != beat.monotonic_s:
                 self._cpu[beat.pid] = (beat.monotonic_s, processes.cpu_s(beat.pid))
@@ -120,8 +118,7 @@ class Progress:
         )
 
     def slow(self, beats: list[Beat], now: float) -> str | None:
-        """A line, once, when steps take several times as long as they did; it is no reason to
-        stop."""
+        """A line, once, when steps take several times as long as before; training goes on."""
         if not beats:
             self._window = None
             return None
@@ -136,8 +133,8 @@ class Progress:
         if any(beat.section != "step" for beat in beats):
             return None
         pace = (now - since) / max(beats[0].step - step, 1)
-        usual = statistics.median(self._paces) if len(self._paces) >= 3 else pace
-        if pace <= SLOW_FACTOR * usual:
+        median_pace = statistics.median(self._paces) if len(self._paces) >= 3 else pace
+        if pace <= SLOW_FACTOR * median_pace:
             self._paces.append(pace)
             self._is_slow = False
             return None
@@ -149,6 +146,6 @@ class Progress:
             for rank in used
         )
         return (
-            f"slow: a step takes {pace:.2g} s, {usual:.2g} s before; CPU that the ranks get:"
+            f"slow: a step takes {pace:.2g} s, {median_pace:.2g} s before; CPU that the ranks get:"
             f" {shares}"
         )

@@ -1,5 +1,4 @@
-"""Whether the host's RAM is about to run out: asked every second, so that ranks save before the
-kernel kills one."""
+"""Checks of the host's free RAM, every second, so that ranks save before the kernel kills one."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ PRESSURE = re.compile(r"^full avg10=([\d.]+)", re.MULTILINE)
 def pressure(
     limit_bytes: int, fraction: float, job_bytes: int, root: Path = Path("/")
 ) -> str | None:
-    """Why a run should stop now, None where it need not. `fraction`: launch.host_stop_fraction of
-    the limit; 0: never.
+    """The reason why a run should stop now, None without one. `fraction` is
+    launch.host_stop_fraction of the limit; 0: never.
 
-    Page cache counts as free. `job_bytes` is the job's PSS: some limits (Slurm's, an rlimit) show
-    no use."""
+    Page cache counts as free. `job_bytes` is the job's PSS, because some limits (Slurm's, an
+    rlimit) do not show how much of them is used."""
     if not fraction:
         return None
     free, why = machine.host_available(root)

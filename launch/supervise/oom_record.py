@@ -1,5 +1,4 @@
-"""What ran out of memory in the attempts of a run: kept in its folder, so that the next start knows
-it too."""
+"""Shortages of memory in the attempts of a run, written to its folder for the next start."""
 
 from __future__ import annotations
 
@@ -24,91 +23,92 @@ from launch.supervise import heartbeats
 def of_attempt(
     run: RunDir, failure: Failure, plan: Plan, planned_on: Machine, result: RunResult
 ) -> OomEvent:
-    """The shortage in which the run's last attempt has just ended; `planned_on`: the machine when
-    it was planned."""
+    """The shortage in which the run's last attempt has just ended; `planned_on` is the machine as
+    it was at the time of the plan."""
     of_host = failure.kind != "device_oom"
     attempt = run.attempts()[-1]
     beats = [beat for beat in heartbeats.read_all(attempt) if beat.section != "tokenise"]
     section = max(beats, key=lambda beat: beat.monotonic_s).section if beats else "load"
-    if not attempt.log_file.exists():  # no rank was started
-        section = "tokenise"
     memory = plan.estimate
     predicted = memory.device_bytes - memory.margin_bytes
     if of_host:
         predicted = estimate.host_bytes(plan.strategy, memory)
     elif section in oom_history.WRITING:
         predicted = memory.model_state_bytes
-    one = OomEvent("host" if of_host else "device", section, plan.strategy, predicted)
-    now, limit = probe_machine.machine(run_dir=run.root), planned_on.host_limit_bytes
-    if one.of == "device" and plan.strategy.device == "cuda":
-        limit = min(gpu.total_bytes for gpu in planned_on.gpus)
-    before, after = (
-        available_bytes(one.of, machine, plan.strategy) for machine in (planned_on, now)
-    )
-    return replace(
-        one,
-        limit_bytes=limit,
+    of, now = "host" if of_host else "device", probe_machine.machine(run_dir=run.root)
+    before, after = (available_bytes(of, machine, plan.strategy) for machine in (planned_on, now))
+    return OomEvent(
+        of,
+        section,
+        plan.strategy,
+        predicted,
+        limit_bytes=_limit_bytes(of, planned_on, plan),
         available_bytes=max(before, after),
-        is_own=_is_own(one, before, after, result),
+        is_own=_is_own(of, predicted, before, after, result),
     )
 
 
-def _is_own(one: OomEvent, before: int, after: int, result: RunResult) -> bool:
-    """Whether the job took the memory, not others: they did where the plan fitted, less than it
-    needs was left to the job meanwhile or is now that it has ended, and they took more than the job
-    did beyond its plan."""
-    left, beyond = after, 0
-    if one.of == "host":
-        beyond = max(result.host_peak_bytes - one.predicted_bytes, 0)
-        left = min(after, result.host_left_bytes or after)
-    fitted = 0 < one.predicted_bytes <= before
-    return not fitted or left >= one.predicted_bytes or beyond >= before - left
+def _limit_bytes(of: str, planned_on: Machine, plan: Plan) -> int:
+    """The size of that memory: of the smallest card, or of the host's limit."""
+    if of == "device" and plan.strategy.device == "cuda":
+        return min(gpu.total_bytes for gpu in planned_on.gpus)
+    return planned_on.host_limit_bytes
+
+
+def _is_own(of: str, predicted: int, before: int, after: int, result: RunResult) -> bool:
+    """True if the job took the memory, False if other programs did.
+
+    Others did where the plan fitted `before`, the job had less than the plan needs meanwhile or
+    `after` its end, and others took more than the job took beyond its plan."""
+    available, excess = after, 0
+    if of == "host":
+        excess = max(result.host_peak_bytes - predicted, 0)
+        available = min(after, result.host_left_bytes or after)
+    fitted = 0 < predicted <= before
+    return not fitted or available >= predicted or excess >= before - available
 
 
 def add(
-    oom_history: OomHistory, one: OomEvent, run: RunDir, host_peak_bytes: int = 0
+    oom_history: OomHistory, event: OomEvent, run: RunDir, host_peak_bytes: int = 0
 ) -> OomHistory:
-    """With another shortage; written down. One that says nothing about plans is written down and
-    changes nothing.
+    """Write a shortage to the run's folder, and return the history with it; unchanged where other
+    programs caused it.
 
     Where the job took more host RAM than was predicted, predictions are corrected by that share
     from now on."""
-    write(run, (*read(run), one))
-    if not one.rules:
+    write(run, (*read(run), event))
+    if not event.is_own:
         return oom_history
     host = oom_history.host
-    if one.of == "host" and one.predicted_bytes:
-        host = max(host, host_peak_bytes / one.predicted_bytes - 1)
-    return replace(oom_history, host=host, ran_out=(*oom_history.ran_out, one))
+    if event.of == "host" and event.predicted_bytes:
+        host = max(host, host_peak_bytes / event.predicted_bytes - 1)
+    return replace(oom_history, host=host, ran_out=(*oom_history.ran_out, event))
 
 
 def add_refuted(
     oom_history: OomHistory, compared: Comparison, plan: Plan, planned_on: Machine, run: RunDir
 ) -> OomHistory:
-    """With a plan whose second step took more than there is; written down."""
+    """Add a plan whose second step took more memory than there is."""
     memory = plan.estimate
     predicted = {
         "device": memory.device_bytes - memory.margin_bytes,
         "host": estimate.host_bytes(plan.strategy, memory),
     }
-    found = oom_history
     for of, measured in compared.needs.items():
         available = available_bytes(of, planned_on, plan.strategy)
-        limit = planned_on.host_limit_bytes
-        if of == "device" and plan.strategy.device == "cuda":
-            limit = min(gpu.total_bytes for gpu in planned_on.gpus)
-        one = OomEvent(of, "step", plan.strategy, predicted[of], measured, limit, available)
-        found = add(found, one, run)
+        limit = _limit_bytes(of, planned_on, plan)
+        event = OomEvent(of, "step", plan.strategy, predicted[of], measured, limit, available)
+        oom_history = add(oom_history, event, run)
     return replace(
-        found,
-        device=max(found.device, compared.exceeded),
-        host=max(found.host, compared.host_exceeded),
+        oom_history,
+        device=max(oom_history.device, compared.exceeded),
+        host=max(oom_history.host, compared.host_exceeded),
     )
 
 
 def read(run: RunDir) -> tuple[OomEvent, ...]:
-    """Every shortage that was written down for a run; nothing where the file is not there or
-    damaged, which costs another attempt."""
+    """The shortages in a run's folder; none where the file is missing or damaged, which costs
+    another attempt."""
     return files.read_or_none(run.evidence_file, tuple[OomEvent, ...]) or ()
 
 
@@ -117,7 +117,8 @@ def write(run: RunDir, ran_out: tuple[OomEvent, ...]) -> None:
 
 
 def of_unfinished(runs: Path, recipe_name: str, output_dir: str | None = None) -> OomHistory:
-    """Of the recipe's newest run, of those that write to that folder, where it is not complete."""
+    """The history of the recipe's newest run that writes to that folder; empty if it is
+    complete."""
     for run in RunDir.all(runs, recipe_name):
         with suppress(CheckpointError):  # resume.decide() says so, where it is the run that goes on
             if output_dir is not None and not run.writes_to(output_dir):
@@ -129,29 +130,27 @@ def of_unfinished(runs: Path, recipe_name: str, output_dir: str | None = None) -
 
 
 def counting(oom_history: OomHistory, machine: Machine) -> OomHistory:
-    """What still counts of an earlier start's shortages, on the machine as it is now."""
-    ran_out = tuple(one for one in oom_history.ran_out if one.counts(machine))
+    """The shortages of an earlier start that still count on the machine as it is now."""
+    ran_out = tuple(event for event in oom_history.ran_out if event.counts(machine))
     return replace(oom_history, ran_out=ran_out)
 
 
-def words(oom_history: OomHistory, machine: Machine) -> str:
-    """The sentence of an error that names the shortages which rule plans out, and what overrides
-    them."""
-    said = []
-    for one in oom_history.ran_out:
-        where = "host RAM" if one.of == "host" else "memory of the card"
-        now = available_bytes(one.of, machine, one.candidate)
-        took = f"took {size(one.measured_bytes)}" if one.measured_bytes else "ran out"
-        then = (
-            f" with {size(one.available_bytes)} of {size(one.limit_bytes)} available"
-            if one.limit_bytes
-            else ""
-        )
-        said.append(
-            f"{estimate.describe(one.candidate)} {took} of {where} in {one.section}{then}, now"
-            f" {size(now)}"
-        )
+def sentence(oom_history: OomHistory, machine: Machine) -> str:
+    """The part of an error that names the shortages which rule plans out, and the flag that
+    ignores them."""
+    shortages = "; ".join(_describe(event, machine) for event in oom_history.ran_out)
     return (
-        "This counts what earlier attempts of this run have shown (evidence.json in its folder):"
-        f" {'; '.join(said)}. --assume-fits starts all the same, from the last checkpoint"
+        "Earlier attempts of this run ran out of memory (evidence.json in its folder):"
+        f" {shortages}. --assume-fits starts all the same, from the last checkpoint"
+    )
+
+
+def _describe(event: OomEvent, machine: Machine) -> str:
+    memory = "host RAM" if event.of == "host" else "memory of the card"
+    took = f"took {size(event.measured_bytes)}" if event.measured_bytes else "ran out"
+    then = f" with {size(event.available_bytes)} of {size(event.limit_bytes)} available"
+    now = size(available_bytes(event.of, machine, event.candidate))
+    return (
+        f"{estimate.describe(event.candidate)} {took} of {memory} in {event.section}"
+        f"{then if event.limit_bytes else ''}, now {now}"
     )

@@ -1,4 +1,4 @@
-"""Whether a failed attempt is worth another one. Pure."""
+"""Decisions on failed attempts: restart, plan again, or stop. Pure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Literal
 from launch.schema.result import Failure
 
 # Kinds that may pass by themselves: a kill, a link that failed once, a port whose holder ends. A
-# configuration, data, a full disk, a shortage of memory, a number that is not finite and a machine
-# that never joined come again.
+# wrong configuration, bad data, a full disk, a shortage of memory, a number that is not finite and
+# a machine that never joined come again.
 PASSING = frozenset({"killed", "hang", "network", "nccl", "collective_timeout", "port"})
-# Of these, such that ended an attempt which had trained: a card or native code that worked so long
-# often does again.
+# Kinds that may pass if the attempt had trained steps: a card or native code that worked so long
+# often works again.
 AFTER_PROGRESS = frozenset({"crash", "unknown", "signal", "gpu_broken"})
 NO_PROGRESS = 3  # restarts in a row that committed no new step
 MEMORY = frozenset({"device_oom", "host_oom", "host_pressure"})  # another plan may take less
@@ -21,7 +21,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 
 @dataclass(frozen=True)
 class Next:
-    """What follows a failure, and why: the words of the line that says it."""
+    """The next action after a failure, and the line that says why."""
 
     action: Literal["again", "plan", "stop"]
     why: str = ""
@@ -48,13 +48,13 @@ def decide(
     replans: bool = True,
     is_plans_fault: bool = True,
 ) -> Next:
-    """What follows a failed attempt, which is then part of `history`.
+    """Decide what follows a failed attempt, and add it to `history`.
 
     The attempt began at the committed step `began` and reached step `reached`; `committed` is the
-    newest step that a checkpoint holds now (0: none), `limit` is launch.max_restarts, `replans`
-    whether launch.on_oom says so. Plans after a shortage of memory are not counted here: each takes
-    less than the one before. `is_plans_fault` is False for a shortage that others caused, or
-    tokenising: it may pass."""
+    newest step that a checkpoint holds now (0: none), `limit` is launch.max_restarts, `replans` is
+    True for launch.on_oom: replan. Plans after a shortage of memory are not counted here, because
+    each takes less than the one before. `is_plans_fault` is False for a shortage that other
+    programs or tokenising caused, which may pass."""
     has_new = committed > began
     history.in_vain = 0 if has_new else history.in_vain
     is_memory = failure.kind in MEMORY
@@ -63,7 +63,7 @@ def decide(
     if is_memory and is_plans_fault:
         return Next("plan")
     end = (failure.kind, reached)
-    is_poison = end in history.ends and reached > 0
+    is_repeated = end in history.ends and reached > 0
     history.ends.append(end)
     if (
         failure.kind not in PASSING
@@ -71,7 +71,7 @@ def decide(
         and not (failure.kind in AFTER_PROGRESS and reached > began)
     ):
         return Next("stop")
-    if is_poison:
+    if is_repeated:
         return Next(
             "stop",
             f"step {reached} ended in the same failure before ({failure.kind}): no further restart",

@@ -1,5 +1,4 @@
-"""What a person sees while a run trains: a bar on a terminal, a line a log interval anywhere
-else."""
+"""The screen of a run that trains: a bar on a terminal, elsewhere a line per log interval."""
 
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ SECTION_WORDS = {
 
 
 class _Output:
-    """A stream that takes everything once nobody reads on: its pipe or terminal is closed, the disk
-    behind it full. Training and its log go on."""
+    """A stream that drops its output once its pipe or terminal is closed, or its disk is full.
+    Training and its log go on."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -55,7 +54,7 @@ class _Output:
             self._give_up()
 
     def _give_up(self) -> None:
-        # what is left in its buffer would fail once more at the end
+        # its buffer would fail once more at the end of the process
         if self._stream is sys.__stdout__:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             for number in _same_device(self._stream.fileno()):
@@ -64,15 +63,12 @@ class _Output:
 
 
 def _same_device(number: int) -> list[int]:
-    """The standard streams that lead where this one does; to a terminal that is gone, all of
-    them."""
-    asked = os.fstat(number)
-    if not stat.S_ISCHR(asked.st_mode):
-        return [number]
-    found = [number]
-    with suppress(OSError):  # a closed stderr leads nowhere
-        found += [2] if os.fstat(2).st_rdev == asked.st_rdev else []
-    return found
+    """The stream, and stderr where both lead to the same terminal."""
+    status = os.fstat(number)
+    with suppress(OSError):  # stderr is closed
+        if stat.S_ISCHR(status.st_mode) and os.fstat(2).st_rdev == status.st_rdev:
+            return [number, 2]
+    return [number]
 
 
 class Screen:
@@ -82,14 +78,22 @@ class Screen:
         output = _Output(stream or sys.stdout or io.StringIO())  # None: started with it closed
         self._console = Console(file=cast(TextIO, output), highlight=False, soft_wrap=True)
         self._logs: list[TextIO] = []
+        self._unlogged: list[str] = []  # lines from before there was a log
+        self._bar: ProgressBar | None = None
+        self.log_to(*log_files)
+
+    def log_to(self, *log_files: Path) -> None:
+        """Write the lines to these files too, from the first one on."""
         for file in log_files:
             file.parent.mkdir(parents=True, exist_ok=True)
             self._logs.append(file.open("a", encoding="utf-8"))
-        self._bar: ProgressBar | None = None
+        lines, self._unlogged = self._unlogged, []
+        for line in lines if log_files else ():
+            self.note(line)
 
     def say(self, line: str = "", log: bool = True) -> None:
-        """One line, above the bar if there is one, and in the log. Rows that are tokenised move the
-        bar of a terminal instead."""
+        """Show one line, above the bar if there is one, and write it to the log. On a terminal,
+        counts of tokenised rows move the bar instead."""
         rows = RowProgress.read(line)
         if rows and self._console.is_terminal:
             self._bar = self._bar or ProgressBar(self._console, stays=False)
@@ -103,7 +107,9 @@ class Screen:
         self._console.print(shown(line), markup=False)
 
     def note(self, line: str) -> None:
-        """One line in the log alone."""
+        """Write one line to the log alone; a line from before there is a log follows later."""
+        if not self._logs:
+            self._unlogged.append(line)
         for log in list(self._logs):
             try:
                 log.write(shown(line) + "\n")
@@ -136,14 +142,14 @@ class Screen:
             self._bar.show(work, beat.step, beat.max_steps, self._figures)
 
     def stop(self) -> None:
-        """No bar any more; lines go on."""
+        """Remove the bar; lines go on."""
         if self._bar:
             self._bar.stop()
             self._bar = None
 
 
 class Tail:
-    """New whole lines of a file that another process appends to."""
+    """New complete lines of a file that another process appends to."""
 
     def __init__(self, path: Path, from_start: bool = False) -> None:
         self._path = path
@@ -154,6 +160,6 @@ class Tail:
             return []
         with self._path.open("rb") as file:
             file.seek(self._offset)
-            whole, newline, _ = file.read().rpartition(b"\n")
-        self._offset += len(whole) + len(newline)
-        return whole.decode("utf-8", "replace").splitlines() if newline else []
+            lines, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(lines) + len(newline)
+        return lines.decode("utf-8", "replace").splitlines() if newline else []

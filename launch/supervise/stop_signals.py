@@ -1,4 +1,4 @@
-"""What signals tell the launcher: stop, stop at once, save."""
+"""Signals to the launcher: stop, stop at once, save."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ AGAIN_S = 0.1  # between two tries to end what a stop interrupts
 
 
 class StopSignals:
-    """What signals have told this process. Until collect() a stop ends it at once (Interrupted):
-    nothing runs yet."""
+    """Signals that this process has received. Until collect() a stop ends it at once (Interrupted),
+    because nothing runs yet."""
 
     def __init__(self) -> None:
-        self.stop: int | None = None  # the first one's number
+        self.stop: int | None = None  # number of the first stop signal
         self.at_once = False  # the same signal came again
         self.save = False
-        self._heard: dict[int, float] = {}
+        self._first_s: dict[int, float] = {}  # by signal
         self._raises = True
 
     def collect(self) -> None:
-        """From now on stops are obeyed by who asks."""
+        """Collect signals from now on; the caller looks at `stop` and acts."""
         self._raises = False
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def interrupting(self, work: Callable[P, Result]) -> Callable[P, Result]:
-        """The same function, which a stop ends at once (Interrupted), even one that came before it
-        was called."""
+        """The same function, which a stop ends at once (Interrupted), even a stop that came before
+        the call."""
 
         def interruptible(*args: P.args, **kwargs: P.kwargs) -> Result:
+            if self._raises:
+                return work(*args, **kwargs)
             self._raises = True
             try:
                 try:
@@ -49,16 +51,23 @@ class StopSignals:
                     return work(*args, **kwargs)
                 finally:
                     self.collect()
-            finally:  # where a stop came just as the first one began
+            finally:  # a stop may come just as the first collect() begins
                 self.collect()
 
         return interruptible
+
+    def wait(self, seconds: float) -> bool:
+        """Wait; True if no stop came meanwhile."""
+        until_s = time.monotonic() + seconds
+        while time.monotonic() < until_s and self.stop is None:
+            time.sleep(min(0.2, max(until_s - time.monotonic(), 0)))
+        return self.stop is None
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR2:
             self.save = True
             return
-        first = self._heard.setdefault(number, time.monotonic())
+        first = self._first_s.setdefault(number, time.monotonic())
         self.at_once |= time.monotonic() - first > ECHO_S
         self.stop = self.stop or number
         if self._raises:
@@ -66,18 +75,18 @@ class StopSignals:
             self.interrupt(number, frame)
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Raise Interrupted, unless that is under way; asked again and again (SIGALRM) until
+        """Raise Interrupted, unless that is under way; called again and again (SIGALRM) until
         collect().
 
-        An exception that comes while Python runs what it runs beside the program (logging's hook
-        after a fork, a destructor) is printed and lost."""
+        Python prints and drops an exception in code that it runs beside the program (logging's hook
+        after a fork, a destructor)."""
         beside = frame is not None and frame.f_globals.get("__name__") == "logging"
         if self._raises and self.stop is not None and not beside and not _is_under_way():
             raise Interrupted(self.stop)
 
 
 def _is_under_way() -> bool:
-    """Whether the program is closing what it has open because of an Interrupted."""
+    """True while an Interrupted is on its way up."""
     error = sys.exc_info()[1]
     while error is not None and not isinstance(error, Interrupted):
         error = error.__context__
@@ -86,17 +95,16 @@ def _is_under_way() -> bool:
 
 @contextmanager
 def signals() -> Iterator[StopSignals]:
-    """Signals are collected instead of dying from them; SIGHUP that nohup has switched off stays
-    off."""
-    told = StopSignals()
+    """Collect signals instead of dying from them; SIGHUP that nohup has switched off stays off."""
+    received = StopSignals()
     numbers = [*STOPS, signal.SIGUSR2]
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         numbers.remove(signal.SIGHUP)
-    before = {number: signal.signal(number, told.receive) for number in numbers}
-    before[signal.SIGALRM] = signal.signal(signal.SIGALRM, told.interrupt)
+    before = {number: signal.signal(number, received.receive) for number in numbers}
+    before[signal.SIGALRM] = signal.signal(signal.SIGALRM, received.interrupt)
     try:
-        yield told
+        yield received
     finally:
-        told.collect()
+        received.collect()
         for number, handler in before.items():
             signal.signal(number, handler)

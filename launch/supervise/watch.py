@@ -1,5 +1,4 @@
-"""The ranks of one attempt, from their start until nothing of them is left: stop them, warn, find
-what hangs."""
+"""Watch of an attempt's ranks until all have ended: pass stops on, warn, end ranks that hang."""
 
 from __future__ import annotations
 
@@ -27,15 +26,14 @@ PSS_INTERVAL_S = 1.0
 LOAD_GRACE_S = 10.0  # for ranks that have trained nothing yet
 STACKS_S = 2.0  # for stacks to be written
 HANG_GRACE_S = 10.0  # between SIGTERM and SIGKILL of ranks that hang
-ALONE_GRACE_S = 10.0  # for a launcher one of whose ranks has ended, and for its other ranks
-# for the launcher to say which rank ended how, once the ranks that were left are ended too
-REPORT_S = 2.0
+ALONE_GRACE_S = 10.0  # for the launcher and the other ranks, once a rank has ended
+REPORT_S = 2.0  # for the launcher to report how each rank ended, once all have ended
 STACKS_SIGNAL = signal.SIGQUIT
 
 
 @dataclass
 class Ended:
-    """How the ranks of an attempt ended, as seen from outside."""
+    """The end of an attempt's ranks, as seen from outside."""
 
     returncode: int = 0  # of the launcher; negative: the signal that ended it
     host_peak_bytes: int = 0
@@ -44,26 +42,26 @@ class Ended:
     is_refuted: bool = False  # the second step took more than was planned
     hang: str = ""  # which rank was silent, where and how long
     pressure: str = ""  # why the host's RAM was about to run out
-    # pids: left by a rank that had ended, and ended here
+    # pids of ranks that ran on after another rank had ended, and were ended here
     ended_ranks: list[int] = field(default_factory=list)
     unkillable: list[int] = field(default_factory=list)
 
 
 class RankWatcher:
-    """Watches a launcher and its ranks; `told` and the host say when to stop them, heartbeats when
-    they hang."""
+    """Watches a launcher and its ranks: signals and the host's free RAM stop them, heartbeats show
+    which of them hang."""
 
     def __init__(
         self,
         run: RunDir,
         attempt: AttemptDir,
         screen: Screen,
-        told: StopSignals,
+        signals: StopSignals,
         launch: LaunchSection,
         host_limit_bytes: int,
         check: Callable[[SecondStep], bool],
     ) -> None:
-        self._run, self._attempt, self._screen, self._told = run, attempt, screen, told
+        self._run, self._attempt, self._screen, self._signals = run, attempt, screen, signals
         self._launch, self._host_limit_bytes, self._check = launch, host_limit_bytes, check
         self._ended = Ended()
         self._signalled: set[int] = set()  # pids of ranks that know they are to stop
@@ -75,7 +73,7 @@ class RankWatcher:
         self._progress = Progress()
 
     def until_end(self, child: subprocess.Popen[bytes]) -> Ended:
-        """Until the launcher and its ranks have ended, or nothing can end them."""
+        """Watch until the launcher and its ranks have ended, or nothing can end them."""
         is_forced = False
         self._screen.start(self._attempt)
         try:
@@ -94,17 +92,17 @@ class RankWatcher:
             self._screen.update()
         finally:
             self._screen.stop()
-            # nothing outlives the attempt, however it ended
-            left = processes.end_tree(self._run.tag)
-        self._ended.unkillable = [process.pid for process in left]
-        if not left:
+            # no process outlives the attempt, however it ended
+            unkillable = processes.end_tree(self._run.tag)
+        self._ended.unkillable = [process.pid for process in unkillable]
+        if not unkillable:
             child.wait()
             processes.reap()
         self._ended.returncode = 1 if is_forced or child.returncode is None else child.returncode
         return self._ended
 
     def _beats(self) -> list[Beat]:
-        """Of the ranks that are there."""
+        """Beats of the ranks that are alive."""
         return [beat for beat in heartbeats.read_all(self._attempt) if processes.is_alive(beat.pid)]
 
     def _is_over(self, child: subprocess.Popen[bytes]) -> bool:
@@ -121,10 +119,12 @@ class RankWatcher:
         if now - self._measured_at < PSS_INTERVAL_S:
             return
         self._measured_at = now
+        # measured on both sides of the job: what it takes or frees meanwhile is not others' memory
+        before = machine.host_available()[0]
         job, highest = processes.job_pss_bytes(os.getpid())
         self._ended.host_peak_bytes = max(self._ended.host_peak_bytes, highest)
-        left = machine.host_available()[0] + job
-        self._ended.host_left_bytes = min(self._ended.host_left_bytes or left, left)
+        for_job = job + max(before, machine.host_available()[0])
+        self._ended.host_left_bytes = min(self._ended.host_left_bytes or for_job, for_job)
         if not self._ended.pressure:
             fraction = self._launch.host_stop_fraction
             self._ended.pressure = host_guard.pressure(self._host_limit_bytes, fraction, job) or ""
@@ -139,21 +139,21 @@ class RankWatcher:
         return self._ended.is_refuted
 
     def _stop(self, child: subprocess.Popen[bytes], beats: list[Beat], now: float) -> bool:
-        """Pass a stop or a wish on to the ranks, not to their launcher, which would end them;
-        whether to kill."""
-        if self._told.save and beats:
-            self._told.save = False
+        """Pass a stop or a request to save on to the ranks, not to their launcher, which would end
+        them; True: kill them."""
+        if self._signals.save and beats:
+            self._signals.save = False
             processes.send(beats[0].pid, signal.SIGUSR2)
-        if self._told.stop is None and not self._ended.pressure:
+        if self._signals.stop is None and not self._ended.pressure:
             return False
         if self._stopping_since is None:
             self._stopping_since = now
-            if self._told.stop is not None:
+            if self._signals.stop is not None:
+                name = signal.Signals(self._signals.stop).name
                 self._screen.say(
-                    f"{signal.Signals(self._told.stop).name}: saving a checkpoint, then stopping."
-                    " Send it again to stop now."
+                    f"{name}: saving a checkpoint, then stopping. Send it again to stop now."
                 )
-        number = signal.SIGINT if self._told.stop == signal.SIGINT else signal.SIGTERM
+        number = signal.SIGINT if self._signals.stop == signal.SIGINT else signal.SIGTERM
         for beat in beats:
             with suppress(psutil.NoSuchProcess):  # it has just ended
                 if beat.pid not in self._signalled and processes.is_tagged(
@@ -164,11 +164,13 @@ class RankWatcher:
         if not beats and not self._signalled and child.poll() is None:
             child.terminate()
         is_training = any(beat.section not in heartbeats.BEFORE_TRAINING for beat in beats)
-        return self._told.at_once or (not is_training and now - self._stopping_since > LOAD_GRACE_S)
+        return self._signals.at_once or (
+            not is_training and now - self._stopping_since > LOAD_GRACE_S
+        )
 
     def _hang(self, beats: list[Beat], now: float) -> bool:
-        """Find a rank that hangs, save all stacks, ask it to end; whether to kill."""
-        if self._alone_since is not None:  # who waits for a rank that has ended is silent
+        """Find a rank that hangs, save all stacks, ask it to end; True: kill it."""
+        if self._alone_since is not None:  # ranks that wait for an ended rank are silent
             return False
         if self._hanging_since is not None:
             if now - self._hanging_since > STACKS_S:
@@ -186,17 +188,17 @@ class RankWatcher:
         self._screen.say(f"{silent}; stacks of all ranks: {self._attempt.root}/ranks/*/stacks.txt")
         for beat in beats:
             processes.send(beat.pid, STACKS_SIGNAL)
-            # one that was stopped writes its stacks only now
+            # a rank that was stopped writes its stacks only now
             processes.send(beat.pid, signal.SIGCONT)
         return False
 
     def _is_alone(self, child: subprocess.Popen[bytes], beats: list[Beat], now: float) -> bool:
-        """End the ranks that are left where one has ended and they have not followed; whether to
-        kill the launcher.
+        """End the remaining ranks where one rank has ended and they have not followed; True: kill
+        the launcher.
 
         In a collective of NCCL a rank takes no signal but SIGKILL, and torchrun's agent, which
-        sends SIGTERM, waits for it: killed with its ranks it would never say which of them ended
-        first, and how."""
+        sends SIGTERM, waits for it. Killed with its ranks, the agent would never report which of
+        them ended first, and how."""
         trained = [
             beat for beat in heartbeats.read_all(self._attempt) if beat.section != "tokenise"
         ]
@@ -212,7 +214,7 @@ class RankWatcher:
         return now - self._alone_since > ALONE_GRACE_S + REPORT_S
 
     def _end_rank(self, beat: Beat, waited_s: float) -> None:
-        """SIGKILL, said once."""
+        """Send SIGKILL, and say so once."""
         if beat.pid not in self._ended.ended_ranks:
             self._ended.ended_ranks.append(beat.pid)
             self._screen.say(

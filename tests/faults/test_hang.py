@@ -3,11 +3,13 @@ is only named."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests import stopping
@@ -48,7 +50,8 @@ def test_a_stopped_rank_is_found_its_stacks_are_saved_and_the_run_is_started_aga
 def test_a_stopped_process_that_tokenises_is_found_and_started_again(tmp_path, injected):
     with stopping.launched(tmp_path, count=100_000, launch={"hang_floor_s": 3}) as child:
         child.until("tokenising", lambda: child.section() == "tokenise")
-        (tokenising,) = child.ranks(1)
+        beat = child.run.attempts()[-1].heartbeat_file(0).read_text()
+        tokenising = psutil.Process(json.loads(beat)["pid"])
         tokenising.send_signal(signal.SIGSTOP)
         injected()
         child.until(

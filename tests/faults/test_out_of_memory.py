@@ -167,7 +167,7 @@ def test_where_nothing_smaller_is_left_the_run_ends_with_its_cause(tmp_path):
         assert 'fix    see the line "no other plan" above' in child.said()
         assert len(found) == len(set(found)) == 3, "a start makes three plans, each of them once"
         assert (
-            "3 plans took more memory than there is: this start makes no further one"
+            "3 plans took more memory than there is: this start makes no further plan"
             in child.said()
         )
         assert child.left() == []
@@ -303,8 +303,8 @@ def test_what_another_process_took_does_not_keep_the_run_from_going_on(tmp_path,
             finally:
                 os.killpg(hog.pid, signal.SIGKILL)
     assert "the cgroup's oom_kill counter grew by" in child.said()
-    assert "others took the memory" in child.said()
-    assert "fix    others hold the memory: run the same line again to continue" in child.said()
+    assert "other programs took the memory" in child.said()
+    assert "fix    other programs hold the memory: when they have ended" in child.said()
     (seen,) = json.loads(child.run.evidence_file.read_text())
     assert not seen["is_own"]
     assert seen["limit_bytes"] == 2 << 30

@@ -7,23 +7,21 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime
 
 from launch.__main__ import main
-from launch.base.workspace import CODE
-from launch.data import token_cache
+from launch.base.workspace import CODE, Workspace
 from launch.plan.resolve import resolve
 from launch.predict import sharding
 from launch.predict.parameters import Shapes
 from launch.probe import machine
 from launch.render import command as render_command
-from launch.render import write
 from launch.report import text
-from launch.run_folder import layout, resume
+from launch.run_folder import layout
 from launch.schema.plan import Command, Plan
 from launch.schema.recipe import Recipe
 from launch.supervise import attempt as supervise_attempt
 from launch.supervise.screen import Screen
+from tests import builders
 
 SHIM = CODE / "tests" / "modes" / "fsdp_on_cpu.py"
 
@@ -46,22 +44,18 @@ def through_shim(command: Command) -> Command:
 
 def fsdp2(recipe_file: str, overrides: Sequence[str]) -> int:
     """What `python -m launch run` does, with the mode changed after planning."""
-    resolved = resolve(recipe_file, [*overrides, "--launch.mode=multi_cpu"])
-    assert resolved.context is not None
-    plan = as_fsdp2(resolved.plan, resolved.recipe, resolved.context.parameters)
-    resolved = replace(resolved, plan=plan)
-    recipe, workspace = resolved.recipe, resolved.workspace
-    tokens = token_cache.token_cache(workspace.cache, recipe, plan.shape, plan.data_format)
-    start = resume.decide(workspace.runs, recipe, plan, tokens, "auto", datetime.now())
-    print(start.line)
-    attempt = write.write_run(start.run, recipe, resolved.machine, plan, workspace)
+    choice = resolve(recipe_file, [*overrides, "--launch.mode=multi_cpu"])
+    plan = as_fsdp2(choice.plan, choice.recipe, choice.context.parameters)
+    choice = replace(choice, plan=plan)
+    recipe, workspace = choice.recipe, Workspace.here()
+    run, attempt = builders.opened_run(choice, "auto")
     command = through_shim(
-        render_command.command(plan, resolved.machine, start.run, attempt, workspace, os.environ)
+        render_command.command(plan, choice.machine, run, attempt, workspace, os.environ)
     )
-    screen = Screen(layout.log_file(workspace.root, start.run))
-    result = supervise_attempt.run(resolved, start.run, attempt, lambda: command, screen)
+    screen = Screen(layout.log_file(workspace.root, run))
+    result = supervise_attempt.run(recipe, choice.machine, run, attempt, command, screen)
     supervise_attempt.write_outcome(result, attempt)
-    print("\n".join(text.result_lines(recipe, resolved.machine, plan, result, "")))
+    print("\n".join(text.result_lines(recipe, choice.machine, plan, result, "")))
     return result.exit_code
 
 

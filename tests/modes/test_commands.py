@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.schema.recipe import MODES
+from launch.schema.modes import LAUNCH_MODES
 from tests import builders
 
 FLAGS = [
@@ -82,7 +82,7 @@ def plain(tmp_path_factory) -> tuple[Path, list[float]]:
     return folder / "train.parquet", [event["loss"] for event in events]
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "fsdp2"])
+@pytest.mark.parametrize("mode", [mode for mode in LAUNCH_MODES if mode != "fsdp2"])
 def test_each_file_of_configs_trains_without_our_launcher(tmp_path, plain, mode):
     """Without a GPU the ranks of the GPU files run on the CPU, and say so."""
     train, expected = plain

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from launch.base import processes
-from launch.plan import candidates
 from launch.run_folder.layout import RunDir
-from launch.schema.recipe import MODES
+from launch.schema.modes import LAUNCH_MODES
 from tests import builders, orphans, stopping
 
-ON_CPUS = [mode for mode in MODES if mode not in candidates.GPU_MODES]
+ON_CPUS = [mode for mode, row in LAUNCH_MODES.items() if row.device != "cuda"]
 ENDINGS = ("success", "a rank is killed", "SIGINT", "SIGTERM", "SIGKILL")
 CODES = {
     "success": 0,

@@ -100,4 +100,4 @@ def test_a_row_that_cannot_be_read_ends_a_streamed_run_with_its_place(tmp_path):
         file.write("{\n")
     done = builders.launch(tmp_path / "workspace", "run", str(path))
     assert done.returncode == 4, done.stdout
-    assert "corpus/1.jsonl:151: not valid JSON" in done.stdout + done.stderr
+    assert "corpus/1.jsonl:151: is not JSON" in done.stdout + done.stderr

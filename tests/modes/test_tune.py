@@ -10,8 +10,10 @@ from dataclasses import replace
 import pytest
 
 from launch.base.workspace import Workspace
-from launch.predict.history import calibration
-from launch.predict.history.ledger import Ledger
+from launch.plan import planner
+from launch.plan.resolve import resolve
+from launch.predict.history import cache_keys, calibration
+from launch.predict.history.ledger import Ledger, Tuned
 from launch.schema.plan import MemoryEstimate, Peak
 from launch.schema.result import SecondStep
 from tests import builders
@@ -64,6 +66,34 @@ def test_auto_tunes_once_and_trains(tmp_path):
     second = launch(tmp_path, "run", str(recipe), "auto", "--resume", "never")
     assert second.returncode == 0, second.stderr
     assert "trial 1" not in second.stdout
+
+
+def test_a_recipe_that_was_tuned_as_allow_relaxed_it_is_not_tuned_again(tmp_path, monkeypatch):
+    recipe = builders.recipe(
+        tmp_path,
+        count=16,
+        allow=["data.max_length"],
+        data={"max_length": 128},
+        training={"max_steps": 1},
+    )
+    monkeypatch.setenv("LOWMEM_ROOT", str(tmp_path))
+    choice = resolve(str(recipe), [], trace=False)
+    *_, (relaxed, _) = planner.relaxed_contexts(choice.context)
+    assert relaxed.recipe.data.max_length < 128
+    tuned = Tuned(
+        time=0.0,
+        machine_key=cache_keys.machine_key(relaxed.machine),
+        model_key=cache_keys.model_key(relaxed.model),
+        recipe_key=cache_keys.recipe_key(relaxed.recipe),
+        strategy=choice.plan.strategy,
+        why="",
+        step_s=1.0,
+    )
+    Ledger(Workspace(tmp_path).ledger_file, print).remember(tuned)
+    ran = launch(tmp_path, "run", str(recipe), "auto")
+    assert ran.returncode == 0, ran.stderr
+    assert "trial 1" not in ran.stdout
+    assert "forgotten" in launch(tmp_path, "tune", str(recipe), "--forget").stdout
 
 
 def test_an_ended_run_is_in_the_ledger_and_the_report_shows_its_error(tmp_path):

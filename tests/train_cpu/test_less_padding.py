@@ -105,7 +105,7 @@ def test_by_tokens_every_engine_takes_the_steps_of_fixed_micro_batches(mode, tmp
         "--training.per_device_train_batch_size=1",
         "--training.gradient_accumulation_steps=4",
     ]
-    found = builders.launch(tmp_path / "workspace", *words)
+    found = builders.launch(tmp_path / "workspace", *words, "--explain")
     assert found.returncode == 0, found.stdout + found.stderr
     assert "micro-steps a step on average" in found.stdout
     ours, theirs = (

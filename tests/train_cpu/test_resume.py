@@ -67,6 +67,7 @@ def test_kill_minus_nine_and_the_same_line_again_give_the_uninterrupted_weights(
     words = ["run", str(recipe), f"--launch.num_processes={ranks}"]
     whole = builders.launch(tmp_path / "whole", *words, f"--output_dir={tmp_path / 'whole_model'}")
     assert whole.returncode == 0, whole.stderr
+    shutil.copytree(tmp_path / "whole/.cache", tmp_path / "killed/.cache")  # tokenised rows
     kill_after(tmp_path / "killed", words, step=13)
     newest = sorted(builders.only_run(tmp_path / "killed").glob("checkpoints/checkpoint-*"))[-1]
     if is_damaged:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -258,6 +259,20 @@ def test_a_base_model_without_a_chat_template_is_trained_exported_and_asked_with
     assert (chat.returncode, chat.stdout) == (0, "two\n"), chat.stderr
 
 
+def test_a_cold_start_traces_one_step_at_the_length_of_its_rows_and_writes_one_plan(tmp_path):
+    traces = tmp_path / "traces"
+    recipe = builders.recipe(tmp_path, training={"max_steps": 2, "warmup_steps": 0})
+    done = builders.launch(tmp_path / "workspace", "run", str(recipe), LOWMEM_TRACES=str(traces))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.findall(r"^tracing (\d+) step\(s\) of", done.stdout, re.MULTILINE) == ["1"]
+    assert len(list(traces.glob("*.json"))) == 1
+    run = RunDir(builders.only_run(tmp_path / "workspace"))
+    assert max(run.read_plan().lengths) < run.read_recipe().data.max_length
+    assert done.stdout.count("plan for tiny on") == 1
+    assert "planned again" not in done.stdout
+    assert [attempt.number for attempt in run.attempts()] == [1]
+
+
 def test_the_pasted_dry_run_line_trains_and_once_its_run_is_complete_no_more(tmp_path):
     recipe = builders.recipe(tmp_path, training={"max_steps": 3, "save_steps": 100})
     dry = builders.launch(tmp_path / "workspace", "run", str(recipe), "--dry-run")
@@ -272,7 +287,7 @@ def test_the_pasted_dry_run_line_trains_and_once_its_run_is_complete_no_more(tmp
 
     paste()
     trained = (tmp_path / "model/model.safetensors").read_bytes()
-    assert "is complete: nothing to train" in paste()
+    assert "is complete; --resume never starts over" in paste()
     assert (tmp_path / "model/model.safetensors").read_bytes() == trained
 
 

@@ -1,8 +1,7 @@
-"""training.load_best_model_at_end: the weights of the step with the lowest held-out loss, instead
-of the last one's.
+"""Take the weights of the step with the lowest held-out loss, instead of the last step's
+(training.load_best_model_at_end).
 
-Which step that is stands in trainer_state.json of every checkpoint, so a run that goes on knows
-it."""
+trainer_state.json of every checkpoint names that step, so that a continued run knows it."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ logger = logging.getLogger("lowmem")
 
 
 def checkpoint_name(state: TrainerState) -> str | None:
-    """The checkpoint that is kept for its held-out loss."""
+    """The name of the checkpoint with the lowest held-out loss."""
     return manifest.name(state.best_global_step) if state.best_global_step else None
 
 

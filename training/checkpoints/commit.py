@@ -32,7 +32,7 @@ TEMPORARY = re.compile(rf"^({STAGING}|{TRASH}|{CONVERTED})checkpoint-\d{{6,}}$")
 # a pickle of the arguments, including tokens; lowmem never reads it
 NOT_KEPT = "training_args.bin"
 MIN_VERIFIED = 2  # kept whatever the limit says, because a checkpoint can be damaged
-ROOM_FACTOR = 1.1  # of the last checkpoint's size must be free before a save
+FREE_FACTOR = 1.1  # of the last checkpoint's size must be free before a save
 # Messages of the native writers of torch, safetensors and tokenizers for a failed write.
 WRITE_FAILED = re.compile(
     r"PytorchStreamWriter|inline_container|iostream error|unexpected pos|write\(\): fd|\(os error"
@@ -69,26 +69,21 @@ class Save:
         Raises StorageError for a write that failed on any rank.
         """
         failed: Exception | None = None
-        result = None
+        result, problem = None, None
         try:
             result = do()
         except Exception as error:  # noqa: BLE001  it is raised again, here and on the other ranks
             failed = error
-        problem = (
-            None
-            if failed is None
-            else (storage_problem(failed), f"{type(failed).__name__}: {failed}")
-        )
-        outcomes = self._gather((result, problem))
-        if not any(problem for _, problem in outcomes):
-            return [result for result, _ in outcomes]
+            problem = (storage_problem(error), f"{type(error).__name__}: {error}")
+        results, problems = zip(*self._gather((result, problem)), strict=True)
+        rank = next((rank for rank, problem in enumerate(problems) if problem), None)
+        if rank is None:
+            return list(results)
         if self.rank == 0:
             # the next start removes files that cannot be removed now
             shutil.rmtree(self.staging, ignore_errors=True)
         self._gather(None)  # the space is free again before a rank writes its error
-        rank, (storage, text) = next(
-            (rank, problem) for rank, (_, problem) in enumerate(outcomes) if problem
-        )
+        storage, text = problems[rank]
         if storage is not None:
             raise StorageError(self._unwritten(rank, storage)) from failed
         if failed is not None:
@@ -98,14 +93,12 @@ class Save:
     def on_first(self, do: Callable[[], Any]) -> Any:
         """Call `do` on rank 0 alone and return its result on all ranks. Collective; raises as
         on_all."""
-        return self.on_all(do if self.rank == 0 else _nothing)[0]
+        return self.on_all(do if self.rank == 0 else lambda: None)[0]
 
     def _unwritten(self, rank: int, problem: str) -> str:
         try:
-            committed = (
-                ", ".join(folder.name for folder in manifest.committed(self.checkpoints))
-                or "none yet"
-            )
+            names = [folder.name for folder in manifest.committed(self.checkpoints)]
+            committed = ", ".join(names) or "none yet"
             free = f"{base_files.free_bytes(self.checkpoints):,} bytes are free"
         except OSError as error:
             committed, free = "the folder cannot be read", str(error.strerror)
@@ -127,15 +120,11 @@ class Save:
         return values
 
 
-def _nothing() -> None:
-    return None
-
-
 def storage_problem(error: BaseException) -> str | None:
-    """Describe the refusal of a disk; None for an error that is not of a disk."""
-    # torch.distributed.checkpoint's: {rank: (exception, traceback)}
-    inner = getattr(error, "failures", None)
-    for cause in [wrapped[0] for wrapped in inner.values()] if inner else [error]:
+    """Describe the refusal of a disk; None for another error."""
+    # of torch.distributed.checkpoint: {rank: (exception, traceback)}
+    failures = getattr(error, "failures", None)
+    for cause in [failure[0] for failure in failures.values()] if failures else [error]:
         if isinstance(cause, StorageError):
             return str(cause)
         if isinstance(cause, OSError):
@@ -147,8 +136,8 @@ def storage_problem(error: BaseException) -> str | None:
 
 
 class DelayedWrites:
-    """Wraps DeepSpeed's writer and delays its errors: every rank must reach the barriers between
-    its writes."""
+    """DeepSpeed's writer with delayed errors: every rank must reach the barriers between its
+    writes."""
 
     def __init__(self, writer: Any) -> None:
         self.writer, self.failed = writer, None
@@ -173,7 +162,7 @@ class DelayedWrites:
             raise self.failed
 
 
-# ---- room
+# ---- disk space
 # ---------------------------------------------------------------------------
 
 
@@ -181,13 +170,13 @@ def size_bytes(folder: Path) -> int:
     return sum(entry["bytes"] for entry in manifest.read(folder)["files"].values())
 
 
-def check_room(checkpoints: Path, predicted_bytes: int) -> None:
-    """Raises StorageError where the next checkpoint will not fit: as large as the last, or as
-    predicted."""
-    kept = [folder for folder in manifest.ours(checkpoints) if (folder / manifest.FILE).exists()]
-    expected = size_bytes(kept[-1]) if kept else predicted_bytes
-    need, free = int(expected * ROOM_FACTOR), base_files.free_bytes(checkpoints)
-    if need > free:
+def check_disk_space(checkpoints: Path, predicted_bytes: int) -> None:
+    """Raises StorageError if the next checkpoint will not fit. It is expected to be as large as the
+    last checkpoint, or else as predicted."""
+    sealed = [folder for folder in manifest.ours(checkpoints) if (folder / manifest.FILE).exists()]
+    expected = size_bytes(sealed[-1]) if sealed else predicted_bytes
+    need = int(expected * FREE_FACTOR)
+    if need > base_files.free_bytes(checkpoints):
         raise StorageError(f"No space left on device: it needs {need:,} bytes")
 
 
@@ -205,29 +194,25 @@ def listing(staged: Path) -> dict[str, int]:
 def deal(files: Mapping[str, int], ranks: int) -> list[list[str]]:
     """Divide the files among the ranks to hash and sync: the largest first, to the rank with the
     fewest bytes."""
-    hands: list[list[str]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for relative in sorted(files, key=lambda relative: (-files[relative], relative)):
-        least = loads.index(min(loads))
-        hands[least].append(relative)
-        loads[least] += files[relative]
-    return hands
+    shares: list[list[str]] = [[] for _ in range(ranks)]
+    for name in sorted(files, key=lambda name: (-files[name], name)):
+        min(shares, key=lambda share: sum(files[dealt] for dealt in share)).append(name)
+    return shares
 
 
 def describe(staged: Path, names: list[str]) -> dict[str, dict[str, Any]]:
     """Sync each file and return {file: bytes, sha256}. Files are hashed from memory while the disk
     writes."""
     with ThreadPoolExecutor(1) as pool:
-        synced = [pool.submit(base_files.sync, staged / relative) for relative in names]
+        synced = pool.map(base_files.sync, [staged / name for name in names])
         described = {
-            relative: {
-                "bytes": (staged / relative).stat().st_size,
-                "sha256": manifest.sha256(staged / relative),
+            name: {
+                "bytes": (staged / name).stat().st_size,
+                "sha256": base_files.sha256(staged / name),
             }
-            for relative in names
+            for name in names
         }
-        for written in synced:
-            written.result()
+        list(synced)  # raises the error of a sync
     return described
 
 
@@ -253,10 +238,8 @@ def commit(
         "step": step,
         "versions": manifest.versions(),
         "files": dict(sorted(files.items())),
+        "keeps_modes": _close_to_others([*(staged / relative for relative in files), *folders]),
     }
-    described["keeps_modes"] = _close_to_others(
-        [*(staged / relative for relative in files), *folders]
-    )
     described["seal"] = manifest.seal(described)
     base_files.write_json(staged / manifest.FILE, described)
     _close_to_others([staged / manifest.FILE])
@@ -288,15 +271,14 @@ def rotate(checkpoints: Path, keep: int, verified: set[str], best: str | None = 
     """Remove the oldest checkpoints beyond `keep`.
 
     At least two verified checkpoints remain, and the `best`, which is not counted. `verified` names
-    the checkpoints that this process has committed or hashed; others are hashed only if they are
-    needed as one of the last two. A damaged checkpoint is not counted.
+    the checkpoints that this process has committed or hashed. Another checkpoint is hashed only if
+    it is needed as one of the last two. A damaged checkpoint is not counted.
     """
     good, checked, spare = 0, 0, []
     for folder in reversed(manifest.ours(checkpoints)):
-        if folder.name == best and checked >= MIN_VERIFIED and good >= keep:
-            continue
         if checked >= MIN_VERIFIED and good >= keep:
-            spare.append(folder)
+            if folder.name != best:
+                spare.append(folder)
         elif checked < MIN_VERIFIED:
             if folder.name in verified or manifest.fault(folder) is None:
                 verified.add(folder.name)
@@ -347,7 +329,7 @@ def rebase(source: Path, checkpoints: Path, order: Any) -> Path:
     Weights, optimizer and random state are the source's; step and schedule are moved to where
     `order` (a SampleOrder whose start is the source's samples_seen) stands.
     """
-    epoch, offset = divmod(order.start, order.samples)
+    epoch, offset = divmod(order.start, order.num_samples)
     step = epoch * order.steps_per_epoch + order.first_step(epoch)[0]
     described = manifest.read(source)
     staged = checkpoints / f"{STAGING}{manifest.name(step)}"
@@ -356,18 +338,15 @@ def rebase(source: Path, checkpoints: Path, order: Any) -> Path:
         if relative not in {"trainer_state.json", "scheduler.pt"}:
             _link(source / relative, staged / relative)
     state = json.loads((source / "trainer_state.json").read_text(encoding="utf-8"))
-    state.update(global_step=step, epoch=epoch + offset / order.samples)
-    state.update(best_metric=None, best_global_step=None)  # its checkpoint belongs to another run
+    state |= {"global_step": step, "epoch": epoch + offset / order.num_samples}
+    state |= {"best_metric": None, "best_global_step": None}  # that checkpoint is another run's
     base_files.write_json(staged / "trainer_state.json", state)
     schedule = torch.load(source / "scheduler.pt", weights_only=True)
     schedule.update(last_epoch=step, _step_count=step + 1)
     torch.save(schedule, staged / "scheduler.pt")
-    facts = {
-        key: value
-        for key, value in described.items()
-        if key not in {"files", "step", "seal", "versions"}
-    }
-    facts.update(effective_batch_size=order.effective_batch_size, rebased_from=str(source))
+    replaced = {"files", "step", "seal", "versions"}
+    facts = {key: value for key, value in described.items() if key not in replaced}
+    facts |= {"effective_batch_size": order.effective_batch_size, "rebased_from": str(source)}
     return commit(staged, checkpoints, step, facts, describe(staged, list(listing(staged))))
 
 

@@ -1,14 +1,14 @@
-"""A checkpoint of one engine or number of ranks, for another: its trained weights and optimizer
+"""Convert a checkpoint for another engine or number of ranks: its trained weights and optimizer
 states by name.
 
-Only what is trained is carried: frozen weights are those that the model was built with. Rank 0
-takes the files apart into one safetensors file, `<state>/<parameter>`, and every rank takes its
-part of it."""
+Only trained parameters are converted; the model already has its frozen weights. Rank 0 writes all
+states to a safetensors file, `<state>/<parameter>`, and every rank reads its part of it."""
 
 from __future__ import annotations
 
 import pickle
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -27,88 +27,97 @@ WEIGHT = "weight"
 # "<state>/<parameter>"; a state is weight, exp_avg, ..., or step, which is a scalar
 States = dict[str, torch.Tensor]
 ADAPTER = ".default."  # PEFT's name of the adapter, which it leaves out of its files
+Shapes = Mapping[str, torch.Size]  # by parameter
 
 
 def is_needed(described: Mapping[str, Any], strategy: Strategy) -> bool:
-    """Whether this engine would misread the checkpoint's own files."""
-    then, now = described["engine"], strategy.engine
-    if {then, now} <= {"plain", "ddp"}:
+    """True if this engine would misread the checkpoint's own files."""
+    then, now = described["engine"], strategy.launch_mode.engine
+    if {then, now} <= {"plain", "ddp"} or then == now == "fsdp2":
         return False
-    if then == "fsdp2" or then != now:
-        return then != now
     # ZeRO 1 and 2 write the same slices, one a rank
-    same_slices = (described["zero_stage"] == 3) == (strategy.zero_stage == 3)
-    return not (same_slices and described["world_size"] == strategy.num_processes)
+    same_slices = (described["zero_stage"] == 3) == (strategy.launch_mode.zero_stage == 3)
+    same_ranks = described["world_size"] == strategy.num_processes
+    return not (then == now and same_slices and same_ranks)
 
 
 def write(source: Path, described: Mapping[str, Any], trainer: OpenTrainer, folder: Path) -> None:
-    """The states of a checkpoint that has been verified, in `folder`. Raises CheckpointError when
-    they are others."""
-    shapes = {name: deepspeed_private.whole_shape(one) for name, one in trained(trainer)}
-    states = {"plain": _plain, "ddp": _plain, "deepspeed": _zero, "fsdp2": _fsdp2}[
-        described["engine"]
-    ](source, described, shapes)
-    missing = [name for name in shapes if f"{WEIGHT}/{name}" not in states]
+    """Write the states of a verified checkpoint to `folder`. Raises CheckpointError if weights of
+    trained parameters are missing."""
+    trained_shapes = {
+        name: deepspeed_private.whole_shape(parameter) for name, parameter in trained(trainer)
+    }
+    states = READERS[described["engine"]](source, described, trained_shapes)
+    missing = [name for name in trained_shapes if f"{WEIGHT}/{name}" not in states]
     if missing:
         raise CheckpointError(
             f"{source}: has no weights for {missing[0]} and {len(missing) - 1} more of the"
             " parameters that this model trains; continue with the mode that wrote it, or start"
             " over with --resume never"
         )
-    shaped = {
-        key: tensor.reshape(shapes[key.partition("/")[2]]).contiguous() if tensor.dim() else tensor
+    content = {
+        key: tensor.reshape(trained_shapes[name]).contiguous() if tensor.dim() else tensor
         for key, tensor in states.items()
-        if key.partition("/")[2] in shapes
+        if (name := key.partition("/")[2]) in trained_shapes
     }
-    save_file(shaped, folder / FILE)
+    save_file(content, folder / FILE)
 
 
 def trained(trainer: OpenTrainer) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Every trained parameter with its name in the model itself, whatever it is wrapped in."""
+    """Every trained parameter with its name in the model without wrappers."""
     network: Network = trainer.accelerator.unwrap_model(trainer.model)
-    return ((name, one) for name, one in network.named_parameters() if one.requires_grad)
+    return (pair for pair in network.named_parameters() if pair[1].requires_grad)
 
 
 def optimizer_names(trainer: OpenTrainer) -> list[list[str]]:
     """The names of the optimizer's parameters, by group: its file only numbers them."""
     names = {id(parameter): name for name, parameter in trained(trainer)}
-    return [[names[id(one)] for one in group["params"]] for group in trainer.optimizer.param_groups]
+    return [
+        [names[id(parameter)] for parameter in group["params"]]
+        for group in trainer.optimizer.param_groups
+    ]
 
 
 # ---- out of the files of an engine
 # ---------------------------------------------------------------------------
 
 
-def _plain(source: Path, described: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> States:
+def _plain(source: Path, described: Mapping[str, Any], trained_shapes: Shapes) -> States:
     files = sorted([*source.glob("model*.safetensors"), *source.glob("adapter_model.safetensors")])
     weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    found: States = {}
-    for name in shapes:
+    states: States = {}
+    for name in trained_shapes:
         stored = name if name in weights else name.replace(ADAPTER, ".")
         if stored in weights:
-            found[f"{WEIGHT}/{name}"] = weights[stored]
-    state = torch.load(source / "optimizer.pt", weights_only=True, map_location="cpu")
-    groups = zip(state["param_groups"], described["optimizer_parameters"], strict=True)
-    numbered = [
-        pair for group, names in groups for pair in zip(group["params"], names, strict=True)
-    ]
-    for number, name in numbered:
-        for key, value in state["state"].get(number, {}).items():
-            found[f"{key}/{name}"] = torch.as_tensor(value)
-    return found
+            states[f"{WEIGHT}/{name}"] = weights[stored]
+    optimizer = torch.load(source / "optimizer.pt", weights_only=True, map_location="cpu")
+    groups = zip(optimizer["param_groups"], described["optimizer_parameters"], strict=True)
+    for group, names in groups:
+        for number, name in zip(group["params"], names, strict=True):
+            of_parameter = optimizer["state"].get(number, {})
+            states |= {f"{key}/{name}": torch.as_tensor(of) for key, of in of_parameter.items()}
+    return states
 
 
-def _rank_of(file: Path) -> int:
-    return int(re.findall(r"zero_pp_rank_(\d+)_", file.name)[0])
-
-
-def _zero(source: Path, described: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> States:
-    """Joins the ranks' slices. Source: DeepSpeed 0.19 checkpoint/ds_to_universal.py, which does so
-    through files."""
+def _zero(source: Path, described: Mapping[str, Any], trained_shapes: Shapes) -> States:
+    """Join the ranks' slices. Source: DeepSpeed 0.19 checkpoint/ds_to_universal.py, which joins
+    them through files."""
     folder = source / (source / "latest").read_text(encoding="utf-8")
-    files = sorted(folder.glob("*_optim_states.pt"), key=_rank_of)
-    ranks = [read_pickle(file)["optimizer_state_dict"] for file in files]
-    found: dict[str, list[torch.Tensor]] = {}
+    files = {
+        int(re.findall(r"zero_pp_rank_(\d+)_", file.name)[0]): file
+        for file in folder.glob("*_optim_states.pt")
+    }
+    ranks = [read_pickle(file)["optimizer_state_dict"] for _, file in sorted(files.items())]
+    parts: dict[str, list[torch.Tensor]] = defaultdict(list)
+
+    def collect(name: str, flat: torch.Tensor, states: States, start: int, length: int) -> None:
+        """Take a rank's part of a parameter's states out of the flat states."""
+        for key, value in {WEIGHT: flat, **states}.items():
+            if torch.is_tensor(value) and value.dim():
+                parts[f"{key}/{name}"].append(value.flatten()[start : start + length])
+            elif key == "step":
+                parts[f"{key}/{name}"].append(torch.as_tensor(float(value)))
+
     if described["zero_stage"] == 3:
         order = read_pickle(next(folder.glob("*zero_pp_rank_0_*_model_states.pt")))["param_shapes"]
         for rank in ranks:
@@ -117,9 +126,9 @@ def _zero(source: Path, described: Mapping[str, Any], shapes: Mapping[str, torch
                 zip(order, rank["fp32_flat_groups"], strict=True)
             ):
                 start = 0
-                for name, shape in sub_group.items():
-                    length = -(-shape.numel() // len(ranks))  # the last rank's is padded
-                    _collect(found, name, {WEIGHT: flat, **states[number]}, start, length)
+                for name, full_shape in sub_group.items():
+                    length = -(-full_shape.numel() // len(ranks))  # the last rank's part is padded
+                    collect(name, flat, states[number], start, length)
                     start += length
     else:
         for rank in ranks:
@@ -127,34 +136,19 @@ def _zero(source: Path, described: Mapping[str, Any], shapes: Mapping[str, torch
             for number, mapping in enumerate(rank["param_slice_mappings"]):
                 flat = rank["single_partition_of_fp32_groups"][number]
                 for name, address in mapping.items():
-                    _collect(
-                        found, name, {WEIGHT: flat, **states[number]}, address.start, address.numel
-                    )
-    joined = {}
-    for key, parts in found.items():
-        size = shapes[key.partition("/")[2]].numel() if key.partition("/")[2] in shapes else None
-        joined[key] = parts[0] if not parts[0].dim() else torch.cat(parts)[:size]
-    return joined
-
-
-def _collect(
-    found: dict[str, list[torch.Tensor]],
-    name: str,
-    states: Mapping[str, Any],
-    start: int,
-    length: int,
-) -> None:
-    """One rank's part of a parameter's states, cut out of the flat ones."""
-    for key, value in states.items():
-        if torch.is_tensor(value) and value.dim():
-            found.setdefault(f"{key}/{name}", []).append(value.flatten()[start : start + length])
-        elif key == "step":
-            found.setdefault(f"{key}/{name}", []).append(torch.as_tensor(float(value)))
+                    collect(name, flat, states[number], address.start, address.numel)
+    sizes = {name: full_shape.numel() for name, full_shape in trained_shapes.items()}
+    return {
+        key: torch.cat(tensors)[: sizes.get(key.partition("/")[2])]
+        if tensors[0].dim()
+        else tensors[0]
+        for key, tensors in parts.items()
+    }
 
 
 class _Unpickler(pickle.Unpickler):
-    """Tensors and containers; any other object becomes an empty one, and no code of its own
-    runs."""
+    """Reads tensors and containers. Any other object becomes an empty object, and its code does not
+    run."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_plain = (module, name) in PLAIN or torch_private.rebuilds_tensor(module, name)
@@ -164,32 +158,29 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _StandIn:
-    """For an object of DeepSpeed's: its attributes."""
+    """Has the attributes of an object of DeepSpeed."""
 
     def __init__(self, *args: Any) -> None:
         pass
 
 
 PLAIN = {
-    ("torch", "Size"),
-    ("torch", "device"),
+    *(("torch", name) for name in ("Size", "device", "Tensor")),
+    *(("torch", name) for name in ("float32", "float16", "bfloat16", "int64")),
     ("collections", "OrderedDict"),
     ("collections", "defaultdict"),
+    ("builtins", "dict"),
+    ("torch.nn.parameter", "Parameter"),  # it calls nothing outside this set
 }
-PLAIN |= {("torch", name) for name in ("Tensor", "float32", "float16", "bfloat16", "int64")} | {
-    ("builtins", "dict")
-}
-# calls only what is here
-PLAIN |= {("torch.nn.parameter", "Parameter")}
 
 
 def read_pickle(file: Path) -> dict[str, Any]:
-    """A file of DeepSpeed's, without DeepSpeed."""
+    """Read a file of DeepSpeed without DeepSpeed."""
     return torch.load(file, weights_only=False, map_location="cpu", pickle_module=_PickleModule)
 
 
 class _PickleModule:
-    """What torch.load asks of a module."""
+    """The names that torch.load uses of the module pickle."""
 
     Unpickler = _Unpickler
 
@@ -198,7 +189,7 @@ class _PickleModule:
         return _Unpickler(file, **kwargs).load()
 
 
-def _fsdp2(source: Path, described: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> States:
+def _fsdp2(source: Path, described: Mapping[str, Any], trained_shapes: Shapes) -> States:
     weights = torch_private.read_sharded(source / "pytorch_model_fsdp_0")["model"]
     states = {f"{WEIGHT}/{name}": tensor for name, tensor in weights.items()}
     optimizer = torch_private.read_sharded(source / "optimizer_0")["optimizer"]
@@ -207,41 +198,42 @@ def _fsdp2(source: Path, described: Mapping[str, Any], shapes: Mapping[str, torc
     return states
 
 
+READERS = {"plain": _plain, "ddp": _plain, "deepspeed": _zero, "fsdp2": _fsdp2}  # by engine
+
+
 # ---- into the engine that runs
 # ---------------------------------------------------------------------------
 
 
 def load(trainer: OpenTrainer, strategy: Strategy, folder: Path) -> list[str]:
-    """Put this rank's part of the states where they belong; names of parameters whose optimizer
-    states were not there.
+    """Load this rank's part of the states. Returns the parameters without optimizer states.
 
     Collective."""
     parameters = dict(trained(trainer))
+    into = _into_torch
+    if strategy.launch_mode.engine == "deepspeed":
+        into = _into_zero3 if strategy.launch_mode.zero_stage == 3 else _into_zero
     with safe_open(folder / FILE, framework="pt") as file, torch.no_grad():
-        keys: dict[str, list[str]] = {}
+        state_names: dict[str, list[str]] = defaultdict(list)
         for key in file.keys():  # noqa: SIM118  not a dict
             state, _, name = key.partition("/")
-            keys.setdefault(name, []).append(state)
-        into = _into_torch
-        if strategy.engine == "deepspeed":
-            into = _into_zero3 if strategy.zero_stage == 3 else _into_zero
-            first = next(iter(parameters))
-            _begin_zero(
-                trainer, {state: file.get_tensor(f"{state}/{first}") for state in keys[first]}
-            )
+            state_names[name].append(state)
+
+        def read(name: str) -> States:
+            return {state: file.get_tensor(f"{state}/{name}") for state in state_names[name]}
+
+        if strategy.launch_mode.engine == "deepspeed":
+            _begin_zero(trainer, read(next(iter(parameters))))
         for name, parameter in parameters.items():
-            into(
-                trainer,
-                parameter,
-                {state: file.get_tensor(f"{state}/{name}") for state in keys[name]},
-            )
-    return [name for name in parameters if set(keys[name]) <= {WEIGHT}]
+            into(trainer, parameter, read(name))
+    return [name for name in parameters if state_names[name] == [WEIGHT]]
 
 
 def load_schedule(trainer: OpenTrainer, state: dict[str, Any]) -> None:
-    """The schedule where it stood, and its rate in the optimizer: all groups have the same one.
+    """Restore the schedule, and set its learning rate in the optimizer: all groups have the same
+    rate.
 
-    DeepSpeed leaves out a group without parameters, such as that without weight decay under
+    DeepSpeed leaves out a group without parameters, such as the group without weight decay under
     LoRA."""
     groups = trainer.optimizer.param_groups
     for key in torch_private.SCHEDULE_LISTS:
@@ -253,8 +245,8 @@ def load_schedule(trainer: OpenTrainer, state: dict[str, Any]) -> None:
 
 
 def _into_torch(trainer: OpenTrainer, parameter: torch.nn.Parameter, states: States) -> None:
-    """Plain, DDP and FSDP2: the optimizer has a state for each parameter, cut as the parameter
-    is."""
+    """Plain, DDP and FSDP2: the optimizer has a state for each parameter, divided like the
+    parameter."""
     _local(parameter).copy_(_local(_placed(states.pop(WEIGHT), parameter)))
     if not states:
         return
@@ -262,21 +254,19 @@ def _into_torch(trainer: OpenTrainer, parameter: torch.nn.Parameter, states: Sta
     group = next(
         group
         for group in optimizer.param_groups
-        if any(one is parameter for one in group["params"])
+        if any(member is parameter for member in group["params"])
     )
-    on_device = group.get("fused") or group.get("capturable")
+    device = parameter.device if group.get("fused") or group.get("capturable") else "cpu"
     optimizer.state[parameter] = {
-        key: (
-            _placed(value, parameter)
-            if value.dim()
-            else value.to(torch.float32).to(parameter.device if on_device else "cpu", copy=True)
-        )
+        key: _placed(value, parameter)
+        if value.dim()
+        else value.to(device, torch.float32, copy=True)
         for key, value in states.items()
     }
 
 
 def _placed(tensor: torch.Tensor, like: Any) -> torch.Tensor:
-    """The whole tensor as `like` is: its type and device, and under FSDP2 this rank's part."""
+    """The full tensor with the type and device of `like`; under FSDP2 this rank's part of it."""
     tensor = tensor.to(like.device, like.dtype, copy=True)
     if not hasattr(like, "placements"):
         return tensor
@@ -290,32 +280,28 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def _begin_zero(trainer: OpenTrainer, like: States) -> None:
-    """Empty states for this rank's flat slices, which the optimizer makes at its first step only,
-    and their step."""
+    """Make empty states for this rank's flat slices, which the optimizer would make at its first
+    step, and set their step."""
     zero = deepspeed_private.optimizer(trainer)
-    step = like.get("step")
-    for group in zero.optimizer.param_groups:
-        if "step" in group:
-            group["step"] = int(step) if step is not None else group["step"]
+    optimizer, step = zero.optimizer, like.get("step")
+    for group in optimizer.param_groups:
+        if "step" in group and step is not None:
+            group["step"] = int(step)
+    of_torch = type(optimizer).__module__.startswith("torch.")
+    on_device = any(optimizer.defaults.get(option) for option in ("fused", "capturable"))
+    names = [key for key, value in like.items() if value.dim() and key != WEIGHT]
     for flat in deepspeed_private.master_slices(zero):
-        state: dict[str, Any] = {
-            key: torch.zeros_like(flat) for key, one in like.items() if one.dim() and key != WEIGHT
-        }
+        state: dict[str, Any] = {key: torch.zeros_like(flat) for key in names}
         if step is not None:
-            of_torch = type(zero.optimizer).__module__.startswith("torch.")
-            on_device = any(zero.optimizer.defaults.get(word) for word in ("fused", "capturable"))
-            state["step"] = (
-                step.to(flat.device if on_device else "cpu", torch.float32, copy=True)
-                if of_torch
-                else int(step)
-            )
+            device = flat.device if on_device else "cpu"
+            state["step"] = step.to(device, torch.float32, copy=True) if of_torch else int(step)
         if state:
-            zero.optimizer.state[flat] = state
+            optimizer.state[flat] = state
 
 
 def _into_zero(trainer: OpenTrainer, parameter: torch.nn.Parameter, states: States) -> None:
-    """ZeRO 1 and 2: a slice of all parameters joined, of which this parameter may have a part on
-    this rank."""
+    """ZeRO 1 and 2: a rank has a slice of all parameters joined, and maybe a part of this parameter
+    in it."""
     parameter.copy_(states[WEIGHT])
     mapping = deepspeed_private.slice_mapping(parameter)
     if mapping is None:
@@ -331,7 +317,7 @@ def _into_zero(trainer: OpenTrainer, parameter: torch.nn.Parameter, states: Stat
 
 
 def _into_zero3(trainer: OpenTrainer, parameter: torch.nn.Parameter, states: States) -> None:
-    """Each parameter is cut into equal parts, the last one padded."""
+    """ZeRO 3: each parameter is divided into equal parts, of which the last part is padded."""
     import deepspeed
     from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
@@ -342,8 +328,8 @@ def _into_zero3(trainer: OpenTrainer, parameter: torch.nn.Parameter, states: Sta
     length = -(-states[WEIGHT].numel() // ranks)
     for key, value in states.items():
         if value.dim():
-            padded = torch.zeros(length * ranks)
-            padded[: value.numel()] = value.flatten()
+            padding = length * ranks - value.numel()
+            padded = torch.nn.functional.pad(value.flatten().float(), (0, padding))
             part = padded[rank * length : (rank + 1) * length]
             if key == WEIGHT:
                 safe_set_local_fp32_param(parameter, part)

@@ -1,7 +1,7 @@
 """Measure the memory of a process before it has work: `python -m training.children.import_memory
 ROLE`.
 
-Imports what that process imports and prints a line of JSON: private bytes, and bytes of mapped
+Imports the modules of that process and prints a line of JSON: private bytes, and bytes of mapped
 files, which are shared.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def main() -> int:
 
 
 def _first_step(device: str) -> None:
-    """Take a first step: it starts threads, loads the pages of kernels, and on a GPU makes the
+    """Take a first step, which starts threads, loads the pages of kernels, and on a GPU makes the
     context."""
     import torch
 
@@ -58,11 +59,10 @@ def _first_step(device: str) -> None:
 
 
 def memory_bytes() -> dict[str, int]:
-    """Measure this process. Shared memory of a driver belongs to it alone and counts as private."""
-    sizes = {}
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
-        key, _, size = line.partition(":")
-        sizes[key] = int(size.split()[0]) * 1024
+    """Measure this process. Shared memory of a driver is used by this process alone and counts as
+    private."""
+    rows = re.findall(r"^(\w+): +(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.M)
+    sizes = {name: int(kib) * 1024 for name, kib in rows}
     mapped = sizes["Rss"] - sizes["Anonymous"] - sizes.get("Pss_Shmem", 0)
     return {"private_bytes": sizes["Rss"] - mapped, "mapped_bytes": mapped}
 

@@ -1,4 +1,4 @@
-"""Run one rank of the link test: a checked all-reduce, then timed ones, over a given backend.
+"""Run a rank of the link test: a checked all-reduce, then timed all-reduces.
 
 launch/probe/link_test.py starts it for each rank, in the environment whose transport is tested. It
 prints READY when torch and the device are ready, so that a slow start does not count as a link that
@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -44,8 +45,7 @@ def main() -> None:
     device = torch.device("cpu")
     if arguments.device == "cuda":
         device = torch.device("cuda", arguments.rank)
-        # says what is wrong with driver or build, where set_device names an attribute
-        torch.cuda.init()
+        torch.cuda.init()  # its error names the driver or the build; set_device's does not
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)  # makes the context: the slow part of a first start
     else:
@@ -85,36 +85,36 @@ def measure(device: torch.device, rank: int, world_size: int) -> float:
     links lose data.
     """
     expected = world_size * (world_size + 1) / 2
-    # float32; small messages take another path through NCCL than large ones
+    # float32; small messages take another path through NCCL than large messages
     for size in (1024, BUFFER_BYTES // 4):
         buffer = torch.full((size,), rank + 1.0, device=device)
         seconds = timed_all_reduce(buffer, device)
-        smallest, largest = buffer.min().item(), buffer.max().item()
-        if smallest != expected or largest != expected:
-            raise SystemExit(
-                f"link test: all-reduce of {size} values gave {smallest:g} to {largest:g}, expected"
-                f" {expected:g}"
-            )
+        check(buffer, expected, f"all-reduce of {size} values")
     repeats = max(1, min(MAX_REPEATS, int(MEASURE_S / agreed_max(seconds, device))))
     buffer.fill_(1.0)
     best = min(agreed_max(timed_all_reduce(buffer, device), device) for _ in range(repeats))
-    if (
-        buffer.min().item() != buffer.max().item()
-        or buffer[0].item() != float(world_size) ** repeats
-    ):
-        raise SystemExit(
-            f"link test: all-reduce gave {buffer.min().item():g} to {buffer.max().item():g} after"
-            f" {repeats} rounds, expected {float(world_size) ** repeats:g}"
-        )
-    # A world of one moves nothing between cards: its bus bandwidth is 0 by definition
+    check(buffer, float(world_size) ** repeats, f"{repeats} rounds of all-reduce")
+    # a single rank moves nothing between cards: its bus bandwidth is 0 by definition
     return BUFFER_BYTES * 2 * (world_size - 1) / world_size / best
 
 
+def check(buffer: torch.Tensor, expected: float, action: str) -> None:
+    smallest, largest = buffer.min().item(), buffer.max().item()
+    if not smallest == largest == expected:
+        raise SystemExit(
+            f"link test: {action} gave {smallest:g} to {largest:g}, expected {expected:g}"
+        )
+
+
 def timed_all_reduce(buffer: torch.Tensor, device: torch.device) -> float:
-    """Time one all-reduce in place, in seconds."""
+    """Time an all-reduce in place, in seconds."""
+    return timed(lambda: dist.all_reduce(buffer), device)
+
+
+def timed(do: Callable[[], object], device: torch.device) -> float:
     synchronize(device)
     began = time.perf_counter()
-    dist.all_reduce(buffer)
+    do()
     synchronize(device)
     return time.perf_counter() - began
 
@@ -128,19 +128,13 @@ def agreed_max(seconds: float, device: torch.device) -> float:
 
 def matmul_flops_per_s(device: torch.device) -> float:
     """Measure a large matmul in half precision; a real step reaches a part of its speed."""
-    dtype = (
-        torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    )
+    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    dtype = torch.bfloat16 if has_bf16 else torch.float16
     first, second = (
         torch.ones(MATMUL_SIZE, MATMUL_SIZE, dtype=dtype, device=device) for _ in range(2)
     )
-    best = float("inf")
-    for _ in range(5):  # the first ones warm up
-        synchronize(device)
-        began = time.perf_counter()
-        torch.mm(first, second)
-        synchronize(device)
-        best = min(best, time.perf_counter() - began)
+    # the first products are slower
+    best = min(timed(lambda: torch.mm(first, second), device) for _ in range(5))
     return 2 * MATMUL_SIZE**3 / best
 
 

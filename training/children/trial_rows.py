@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from launch.data import token_cache, token_hashes
 
-SHORTER = 4  # every so-many-th row is cut by a token, so that batches are padded
+SHORTER = 4  # each row at a multiple of this loses a token, so that batches are padded
 
 
 def main(tokens: Path, folder: Path, count: int) -> None:
@@ -27,9 +27,9 @@ def main(tokens: Path, folder: Path, count: int) -> None:
 
 
 def write_rows(sources: list[Path], target: Path, count: int) -> None:
-    """The row with the longest input and the one with the longest labels in turn, `count` rows in
-    all."""
-    longest: dict[str, tuple[int, dict[str, list[int]]]] = {}
+    """Write `count` rows: by turns the row with the longest input and the row with the longest
+    labels."""
+    rows: dict[str, dict[str, list[int]]] = {}  # the longest, by column
     schema = None
     for source in sources:
         with pa.memory_map(str(source)) as file:
@@ -37,29 +37,27 @@ def write_rows(sources: list[Path], target: Path, count: int) -> None:
             schema = table.schema
             for column in ("input_ids", "labels") if len(table) else ():
                 lengths = pc.call_function("list_value_length", [table.column(column)])
-                length = pc.call_function("max", [lengths])
-                if column not in longest or length.as_py() > longest[column][0]:
-                    longest[column] = (
-                        length.as_py(),
-                        table.slice(pc.index(lengths, length).as_py(), 1).to_pylist()[0],
-                    )
-    pair = [row for _, row in longest.values()]
-    rows = [
-        _cut(pair[number % 2]) if number % SHORTER == 0 else pair[number % 2]
+                index = pc.index(lengths, pc.call_function("max", [lengths])).as_py()
+                row = table.slice(index, 1).to_pylist()[0]
+                if column not in rows or len(row[column]) > len(rows[column][column]):
+                    rows[column] = row
+    pair = list(rows.values())
+    written = [
+        _without_a_token(pair[number % 2]) if number % SHORTER == 0 else pair[number % 2]
         for number in range(count)
     ]
     with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-        writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=schema))
+        writer.write_batch(pa.RecordBatch.from_pylist(written, schema=schema))
 
 
-def _cut(row: dict[str, list[int]]) -> dict[str, list[int]]:
-    """The row less its first token, which is no target of a decoder."""
+def _without_a_token(row: dict[str, list[int]]) -> dict[str, list[int]]:
+    """The row without its first token, which is no target of a decoder."""
     is_pair = len(row["input_ids"]) != len(row["labels"])  # T5: source and target
     shorter = {
         "input_ids": row["input_ids"][1:] or row["input_ids"],
         "labels": row["labels"][0 if is_pair else 1 :],
     }
-    if "lengths" in row:  # packed: of two tokens or more each
+    if "lengths" in row:  # of packed documents, each of two tokens or more
         shorter["lengths"] = [row["lengths"][0] - 1, *row["lengths"][1:]]
     return {**row, **shorter}
 

@@ -8,8 +8,8 @@ import torch
 
 
 def quantized(like: Any, weight: torch.Tensor) -> Any:
-    """A 4-bit parameter of this weight, with the settings of a parameter that was made without
-    one."""
+    """A 4-bit parameter of this weight, with the settings of the parameter `like`, which has no
+    values."""
     return type(like)(weight, **vars(like))._quantize(weight.device)
 
 

@@ -28,7 +28,8 @@ def gradient_slices(zero: Any) -> torch.Tensor:
 
 
 def slice_mapping(parameter: torch.Tensor) -> Any:
-    """Where this rank's flat slice has a part of the parameter, for ZeRO 1 and 2; None: nowhere."""
+    """The place of the parameter's part in this rank's flat slice, for ZeRO 1 and 2; None: the
+    slice has no part of it."""
     return parameter._hp_mapping  # pyright: ignore
 
 
@@ -38,7 +39,7 @@ def local_part(parameter: Any) -> Any:
 
 
 def whole_shape(parameter: Any) -> torch.Size:
-    """The shape of a parameter of which this rank may hold a part."""
+    """The shape of a full parameter, of which this rank may hold a part."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
@@ -85,8 +86,9 @@ def saving_with(engine: Any, writer: Any) -> Iterator[None]:
 
 
 def leave_out_compiled_all_reduce() -> None:
-    """An all-reduce through shared memory, compiled at the first start (25 s, and for ever if that
-    was killed once). Gloo gives the same bits; without it no compiler is needed."""
+    """Leave out DeepSpeed's all-reduce through shared memory. It is compiled at the first start (25
+    s; it hangs if an earlier compilation was killed). Gloo gives the same bits without a
+    compiler."""
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -9,10 +9,10 @@ from typing import Any
 
 
 def end_what_cannot_send(worker: int) -> None:
-    """For a data worker's start: one that cannot hand a batch over, as with /dev/shm full, ends,
-    and so does its rank.
+    """Let a data worker end, and with it its rank, if it cannot send a batch, as with a full
+    /dev/shm. The worker calls this at its start.
 
-    multiprocessing prints the error and drops the batch, for which the rank waits for ever.
+    multiprocessing prints the error and drops the batch; the rank would wait for it without end.
     """
 
     def ends(error: Exception, _: Any) -> None:

@@ -36,13 +36,12 @@ def largest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(torch._foreach_norm(tensors, math.inf)).max()  # pyright: ignore
 
 
-def default_store() -> Any:
-    """The key-value store through which the ranks met."""
-    return distributed_c10d._get_default_store()
+# the key-value store through which the ranks met
+default_store: Callable[[], Any] = distributed_c10d._get_default_store
 
 
 def read_sharded(folder: Path) -> dict[str, Any]:
-    """All of a sharded checkpoint, as torch's dcp_to_torch_save reads it."""
+    """The full content of a sharded checkpoint, as torch's dcp_to_torch_save reads it."""
     from torch.distributed.checkpoint import FileSystemReader, format_utils  # pyright: ignore
 
     content: dict[str, Any] = {}
@@ -56,7 +55,7 @@ def read_sharded(folder: Path) -> dict[str, Any]:
 
 
 def rebuilds_tensor(module: str, name: str) -> bool:
-    """Whether a pickle's callable only puts a tensor together."""
+    """True for a pickle's callable that only makes a tensor from its parts."""
     return (module, name) == ("torch._tensor", "_rebuild_from_type_v2") or (
         module == "torch._utils" and name.startswith("_rebuild_")
     )
@@ -66,7 +65,7 @@ def rebuilds_tensor(module: str, name: str) -> bool:
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """The address of the storage, by which tensors that share it are known."""
+    """The address of the storage, which tensors that share it have in common."""
     return storage._cdata
 
 
@@ -88,13 +87,12 @@ def packet(operator: Any) -> Any:
     return operator._overloadpacket
 
 
-def next_node_number() -> int:
-    """The number that autograd gives to the next node it makes."""
-    return torch.autograd._get_sequence_nr()  # pyright: ignore
+# the number that autograd gives to its next node
+next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr  # pyright: ignore
 
 
 def current_node_number() -> int | None:
-    """The number of the autograd node that runs; None: none runs."""
+    """The number of the autograd node that runs; None: no node runs."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
 
@@ -104,23 +102,20 @@ def destroy(library: torch.library.Library) -> None:
     library._destroy()
 
 
-def has_kernel(operator: str, key: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
-
-
-def operator_names() -> list[str]:
-    return torch._C._dispatch_get_all_op_names()
+# (operator, dispatch key)
+has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+operator_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
 
 
 def without_autocast(operator: Any, args: Any, kwargs: Any) -> Any:
     """Call the operator below the CPU's autocast."""
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-    with torch._C._ExcludeDispatchKeyGuard(keys):
+    autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    with torch._C._ExcludeDispatchKeyGuard(autocast):
         return operator(*args, **kwargs)
 
 
 def foreach_on_cpu(types: list[type]) -> list[tuple[Any, str, Any]]:
-    """(owner, name, value) with which optimizers and clipping take foreach kernels of the CPU for
+    """(owner, name, value) with which optimizers and clipping use foreach kernels on the CPU for
     tensors of these types."""
     from torch.optim import optimizer  # pyright: ignore
     from torch.utils import _foreach_utils

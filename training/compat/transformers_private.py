@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,14 +14,14 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.utils import import_utils
 
-# A PreTrainedModel, or PEFT's or an engine's wrapper of one. Its attributes (config, generate,
-# merge_and_unload, ...) are found through nn.Module.__getattr__, which a type checker reads as
+# A PreTrainedModel, or its wrapper by PEFT or an engine. Its attributes (config, generate,
+# merge_and_unload, ...) come from nn.Module.__getattr__, which a type checker reads as
 # Tensor | Module.
 Network = Any
 
 
 class OpenTrainer(Trainer):
-    """Trainer whose private steps are public methods: `library` is Trainer's own step."""
+    """Trainer with public methods for its private steps; `library` is Trainer's own step."""
 
     model: Any
     model_wrapped: Any
@@ -31,7 +32,7 @@ class OpenTrainer(Trainer):
     processing_class: Any
 
     def refuse_wrapper(self, network: Network) -> None:
-        """Raise where a network is wrapped in what the loss does not allow."""
+        """Raise for a wrapper with which the loss would be wrong."""
 
     def gradient_norm(self, library: Callable[[], Any]) -> Any:
         return library()
@@ -57,8 +58,8 @@ class OpenTrainer(Trainer):
         library()
 
     def _wrap_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """Under DDP a gradient is a view of the bucket that is reduced: one copy of the gradients
-        less."""
+        """Wrap the model; under DDP a gradient is a view of the bucket that is reduced, which saves
+        a copy of the gradients."""
         wrapped = super()._wrap_model(model, *args, **kwargs)
         self.refuse_wrapper(wrapped)
         if self.accelerator.ddp_handler is not None:
@@ -66,8 +67,8 @@ class OpenTrainer(Trainer):
         return wrapped
 
     def _prepare_input(self, data: Any) -> Any:
-        """To a GPU without waiting: batches stand in pinned memory, and the kernels that read them
-        come after."""
+        """Copy to a GPU without waiting: batches are in pinned memory, and the kernels that read
+        them come later."""
         if isinstance(data, torch.Tensor) and self.args.device.type == "cuda":
             return data.to(self.args.device, non_blocking=True)
         return super()._prepare_input(data)
@@ -78,37 +79,30 @@ class OpenTrainer(Trainer):
         return super()._get_num_items_in_batch([batch for batch in batch_samples if batch], device)
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        parent = super()
-        return self.gradient_norm(lambda: parent._get_grad_norm(*args, **kwargs))
+        return self.gradient_norm(partial(super()._get_grad_norm, *args, **kwargs))
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
-        parent = super()
-        return self.clip_gradients(lambda: parent._clip_grad_norm(model))
+        return self.clip_gradients(partial(super()._clip_grad_norm, model))
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        parent = super()
-        return self.is_best_metric(lambda: parent._determine_best_metric(metrics, trial), metrics)
+        library = partial(super()._determine_best_metric, metrics, trial)
+        return self.is_best_metric(library, metrics)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        parent = super()
-        self.load_weights(lambda: parent._load_from_checkpoint(resume_from_checkpoint, model))
+        self.load_weights(partial(super()._load_from_checkpoint, resume_from_checkpoint, model))
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
     ) -> tuple[torch.nn.Module, DataLoader]:
-        parent = super()
-        return self.prepare_training(
-            lambda folder: parent._prepare_for_training(max_steps, train_dataloader, folder),
-            resume_from_checkpoint,
-        )
+        library = partial(super()._prepare_for_training, max_steps, train_dataloader)
+        return self.prepare_training(library, resume_from_checkpoint)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        parent = super()
-        self.save_checkpoint(lambda: parent._save_checkpoint(model, trial))
+        self.save_checkpoint(partial(super()._save_checkpoint, model, trial))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        parent = super()
-        self.save_optimizer(lambda: parent._save_optimizer_and_scheduler(output_dir), output_dir)
+        library = partial(super()._save_optimizer_and_scheduler, output_dir)
+        self.save_optimizer(library, output_dir)
 
 
 def load_weights(trainer: Trainer, folder: str) -> None:
@@ -117,7 +111,7 @@ def load_weights(trainer: Trainer, folder: str) -> None:
 
 
 def by_installed_names(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of TrainingArguments: before 5.23 transformers said gradient_checkpointing."""
+    """Arguments of TrainingArguments: before 5.23 the name was gradient_checkpointing."""
     names = {field.name for field in fields(TrainingArguments)}
     return {
         name if name in names else name.replace("activation_", "gradient_", 1): value
@@ -136,13 +130,13 @@ def attention(network: Network) -> str:
 
 
 def set_attention(network: Network, name: str) -> None:
-    """Set the attention of a network that is made: while making it, transformers would look for a
-    card."""
+    """Set the attention of a finished network: while making a network, transformers would look for
+    a card."""
     network.config._attn_implementation = name
 
 
 def layer_classes(network: Network) -> tuple[str, ...]:
-    """The classes of modules that are sharded whole."""
+    """The classes of modules that are sharded as a unit."""
     return tuple(getattr(network, "_no_split_modules", None) or ())
 
 
@@ -155,8 +149,8 @@ def quantize_layers(network: Network, config: Any) -> None:
 
 @contextmanager
 def without_zero_init() -> Iterator[None]:
-    """transformers builds a model in shards under ZeRO-3; inside, it does not: random initial
-    weights of a shard are not those of the same seed."""
+    """Inside, transformers builds a full model under ZeRO-3, not shards: the random initial weights
+    of a shard are not those of the same seed."""
     from transformers.integrations import deepspeed as integration
 
     reference = integration._hf_deepspeed_config_weak_ref
@@ -167,30 +161,18 @@ def without_zero_init() -> Iterator[None]:
         integration._hf_deepspeed_config_weak_ref = reference
 
 
-_REAL_MASKS = (import_utils, "is_fake_tensor", lambda tensor: False)
-
-
-@contextmanager
-def fake_masks_as_real() -> Iterator[None]:
-    """transformers asks a mask whether it masks anything; of fake tensors it would not, and keep
-    it."""
-    owner, name, value = _REAL_MASKS
-    library = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, library)
+# (owner, name, value) with which masks of fake tensors are treated as masks of real tensors. Of a
+# fake tensor, transformers would keep a mask that masks nothing.
+REAL_MASKS = (import_utils, "is_fake_tensor", lambda tensor: False)
 
 
 def fakes_as_real(flash_attn_varlen: Any) -> list[tuple[Any, str, Any]]:
-    """(owner, name, value) with which fake tensors are masked as real ones, and flash_attn's kernel
-    is this function. Of a fake tensor, transformers would keep a mask that masks nothing."""
+    """REAL_MASKS, and (owner, name, value) with which flash_attn's kernel is this function."""
     from transformers import modeling_flash_attention_utils as flash_utils
 
     functions = (None, flash_attn_varlen, None, None, None)
     return [
-        _REAL_MASKS,
+        REAL_MASKS,
         (flash_utils, "_lazy_imports", lambda *args, **kwargs: functions),
         (flash_utils, "_loaded_implementation", None),
     ]

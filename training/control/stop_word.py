@@ -1,9 +1,10 @@
-"""The control word: what the outside wants of a run, obeyed by all ranks at the same point of it.
+"""Agree on the control word: a request from outside the run, which all ranks follow after the same
+step.
 
-A signal that reaches a rank leaves a mark. At the end of each optimizer step, and between batches
-of an evaluation, the ranks agree on the greatest word that any of them has: one signal to one rank
-stops all of them after the same step. Where there is nothing to save yet (loading, tokenising) or
-nothing to lose (writing the model) the signal ends the rank at once.
+A signal that reaches a rank is noted. At the end of each optimizer step, and between batches of an
+evaluation, the ranks agree on the greatest word of all ranks: a signal to a single rank stops all
+of them after the same step. While there is nothing to save yet (loading, tokenising) or nothing to
+lose (writing the model), the signal ends the rank at once.
 """
 
 from __future__ import annotations
@@ -18,18 +19,17 @@ from enum import IntEnum
 from types import FrameType
 from typing import Any
 
-# a launcher passes on what its ranks have been sent as well; later, the same signal again is
-# impatience
+# a launcher repeats a signal to its ranks within this time; the same signal later is the user's
 ECHO_S = 1.0
 # SIGUSR1: Slurm's early warning
 STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 
 
 class Word(IntEnum):
-    """Ordered: the greatest one that any rank has is obeyed by all."""
+    """Words in order: all ranks follow the greatest word of any rank."""
 
     NONE = 0
-    SAVE = 1  # commit a checkpoint and go on; all greater words: commit one and stop
+    SAVE = 1  # commit a checkpoint and continue; greater words: commit a checkpoint and stop
     TIME_UP = 2
     DISK_LOW = 3
     STOP = 4
@@ -49,22 +49,22 @@ class Word(IntEnum):
 
 
 class Halted(BaseException):
-    """This rank ends now because it was told to; no Exception, which a library might catch."""
+    """The end of this rank because of a word. No Exception, which a library might catch."""
 
     def __init__(self, word: Word) -> None:
-        is_told = word in (Word.STOP, Word.INTERRUPT)
-        super().__init__(f"stopped {'by' if is_told else 'because'} {word.cause}")
+        preposition = "by" if word in (Word.STOP, Word.INTERRUPT) else "because"
+        super().__init__(f"stopped {preposition} {word.cause}")
         self.word = word
 
 
 class Control:
-    """What this rank was told, and what all ranks have agreed on."""
+    """The word of this rank, and the word that all ranks have agreed on."""
 
     def __init__(self) -> None:
         self.agreed = Word.NONE
-        self.watch: Callable[[], Word] = lambda: Word.NONE  # rank 0's own reasons (obey.py)
+        self.conditions: Callable[[], Word] = lambda: Word.NONE  # rank 0's own (stop_callback.py)
         self._stop, self._save, self._raises = Word.NONE, False, False
-        self._heard: dict[int, float] = {}  # signal -> when it came first
+        self._first_signals_s: dict[int, float] = {}  # signal -> the time of the first
         self._pid, self._parent = os.getpid(), os.getppid()
         self._supervisor = (
             int(os.environ["LOWMEM_ROOT_PID"]) if "LOWMEM_SUPERVISED" in os.environ else None
@@ -73,7 +73,7 @@ class Control:
         self._ranks = 1
 
     def listen(self) -> None:
-        """From now on signals are words. SIGHUP that nohup has switched off stays off."""
+        """Turn signals into words from now on. SIGHUP stays off if nohup has switched it off."""
         for number in (*STOPS, signal.SIGUSR2):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._received)
@@ -87,39 +87,40 @@ class Control:
         if number == signal.SIGUSR2:
             self._save = True
             return
-        first = self._heard.setdefault(number, time.monotonic())
-        # the kernel's word that the launcher is gone (rundir.die_with_launcher)
+        word = Word.INTERRUPT if number == signal.SIGINT else Word.STOP
+        first_s = self._first_signals_s.setdefault(number, time.monotonic())
+        # the kernel's signal that the launcher is gone (processes.die_with_launcher)
         if os.getppid() != self._parent:
             self._parent = os.getppid()
-            # nor is anybody left who could start us again
+            # the supervisor, which could start this rank again, is gone too
             if self._supervisor not in (None, self._parent):
                 os.kill(self._pid, signal.SIGKILL)
-        elif self._supervisor is None and time.monotonic() - first > ECHO_S:
+        elif self._supervisor is None and time.monotonic() - first_s > ECHO_S:
             os.write(2, b"stopping at once; the last checkpoint is kept\n")
-            os._exit(Word.INTERRUPT.exit_code if number == signal.SIGINT else Word.STOP.exit_code)
-        self._stop = max(self._stop, Word.INTERRUPT if number == signal.SIGINT else Word.STOP)
-        if self._raises:
-            self._raises = False  # what cleans up now is not interrupted again
-            raise Halted(self._stop)
+            os._exit(word.exit_code)
+        self._stop = max(self._stop, word)
+        self._halt()
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Inside, a signal only leaves its mark: ranks agree on it, or a swap of folders is
-        finished first.
-
-        Raises Halted behind it, where one came that the ranks have not agreed on."""
-        self._raises = False
-        yield
-        if self.agreed:
-            return
-        self._raises = True
-        if self._stop:
+    def _halt(self) -> None:
+        """Raise the stop, once: the clean-up is not interrupted again."""
+        if self._raises and self._stop:
             self._raises = False
             raise Halted(self._stop)
 
-    def is_left_alone(self, seconds: float) -> bool:
-        """Whether no stop comes within `seconds`, which this waits: a launcher stops all ranks when
-        one has ended."""
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Only note signals inside: ranks agree on them, or a swap of folders is finished first.
+
+        Raises Halted at its end for a stop that the ranks have not agreed on."""
+        self._raises = False
+        yield
+        if not self.agreed:
+            self._raises = True
+            self._halt()
+
+    def is_undisturbed(self, seconds: float) -> bool:
+        """Wait `seconds`; False at once if a stop comes: a launcher stops all ranks when a rank has
+        ended."""
         self._raises = False
         until = time.monotonic() + seconds
         while not self._stop and time.monotonic() < until:
@@ -127,10 +128,10 @@ class Control:
         return not self._stop
 
     def connect(self, timeout_s: float) -> None:
-        """Once the process group is there. Collective.
+        """Connect the ranks, after the process group is made. Collective.
 
-        Words go through host memory: on the device a step would wait until the one before it is
-        computed."""
+        Words are exchanged through host memory: on the device, a step would wait for the step
+        before it."""
         # not at the top: signals are listened to before torch is loaded
         from torch import distributed
 
@@ -143,9 +144,9 @@ class Control:
             )
 
     def agree(self) -> Word:
-        """The greatest word of all ranks; a stop stays, a SAVE is answered once. Collective."""
-        asked, self._save = self._save, False
-        word = max(self._stop, self.watch(), Word.SAVE if asked else Word.NONE)
+        """The greatest word of all ranks. A stop stays; a SAVE is returned once. Collective."""
+        is_requested, self._save = self._save, False
+        word = max(self._stop, self.conditions(), Word.SAVE if is_requested else Word.NONE)
         if self._ranks > 1:
             import torch
 

@@ -1,7 +1,7 @@
-"""From the token cache to the batches a rank trains on: the mapped rows, the order of samples,
-padding.
+"""The way from the token cache to the batches that a rank trains: mapped rows, the order of
+samples, and padding.
 
-The cache is mapped, so a rank holds no row in private memory."""
+The cache is memory-mapped, so a rank has no row in private memory."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from torch.utils.data import DataLoader, Dataset
 from launch.data.rows import IGNORED
 from training.data import length_batches
 
-# tokens of the row that keeps a rank in step when it has no sample; it has no target
+# tokens of the filler row of a rank that has no sample in a micro-step; it has no target
 FILLER_LENGTH = 2
 
 
 class Row(NamedTuple):
-    """One sample, as int32 arrays."""
+    """A sample as int32 arrays."""
 
     input_ids: np.ndarray
     labels: np.ndarray
-    lengths: np.ndarray | None = None  # of its documents, where it is a packed sequence
+    lengths: np.ndarray | None = None  # of its documents, if it is a packed sequence
     number: int | None = None
 
 
-NOTHING: list[Row] = []  # the very list: rows of a micro-step that no rank computes
+NOTHING: list[Row] = []  # compared by identity: the rows of a micro-step that no rank computes
 
 
 class TokenRows(Dataset):
-    """The cache's files, memory-mapped; their rows are Row without a number."""
+    """The memory-mapped files of the cache. Their rows are Row without a number."""
 
     def __init__(self, *paths: Path) -> None:
         import datasets
@@ -53,7 +53,7 @@ class TokenRows(Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int] | None) -> list[Row]:
-        """Those rows; NOTHING for None."""
+        """The rows with these indices; NOTHING for None."""
         if indices is None:
             return NOTHING
         if not len(indices):
@@ -65,8 +65,8 @@ class TokenRows(Dataset):
         ]
 
     def lengths(self) -> np.ndarray:
-        """Tokens of every row's input and labels, (rows, 2) int32; the file's offsets are read, not
-        its tokens."""
+        """The numbers of tokens of every row's input and labels, (rows, 2) int32. Only the file's
+        offsets are read, not its tokens."""
         import pyarrow.compute as pc
 
         table = self.rows.data
@@ -78,7 +78,7 @@ class TokenRows(Dataset):
 
 
 class NumberedRows(TokenRows):
-    """With each row its number."""
+    """TokenRows whose rows have their numbers."""
 
     def __getitems__(self, indices: Sequence[int] | None) -> list[Row]:
         rows = super().__getitems__(indices)
@@ -88,27 +88,27 @@ class NumberedRows(TokenRows):
 
 
 class SampleOrder:
-    """Which samples a rank takes in each micro-batch of an epoch: a batch sampler for DataLoader.
+    """Batch sampler for DataLoader: the samples of a rank in each micro-batch of an epoch.
 
-    The order of samples depends on the seed and the epoch alone; micro-batch, accumulation and
-    ranks only cut it. An optimizer step covers the next effective_batch_size samples; the last step
-    of an epoch covers what is left, in as few micro-steps as hold it, so no sample is dropped or
-    repeated. A rank without a sample in a micro-step gets []; a micro-step for which no rank has
-    one is None, and they are the first of a step: its last one is when the ranks reduce their
-    gradients.
+    The order of samples depends on the seed and the epoch alone. Micro-batch, accumulation and
+    ranks only divide it. An optimizer step covers the next effective_batch_size samples. The last
+    step of an epoch covers the remaining samples in as few micro-steps as possible, so no sample is
+    dropped or repeated. A rank without a sample in a micro-step gets []. A micro-step without any
+    sample is None. Such micro-steps come first in a step, because the ranks reduce their gradients
+    in its last micro-step.
 
-    With `lengths` of all samples (TokenRows.lengths) the samples of a step are of about one length,
-    and those of a micro-batch even more so. The order then depends on `group_size` too, the
-    effective batch of the run that made it: a run that takes over with another one keeps it, and so
-    sees exactly what was left.
+    With `lengths` of all samples (TokenRows.lengths) the samples of a step have similar lengths,
+    and those of a micro-batch even more so. The order then depends on `group_size` too, which is
+    the effective batch of the run that made the order. A run that continues it with another
+    effective batch keeps `group_size`, and so trains exactly the remaining samples.
 
-    With a `budget` a step's samples are cut by tokens: into at most `accumulation` micro-batches,
-    where it holds `micro_batch` samples of any length.
+    With a `budget` micro-batches are limited by tokens: a step has at most `accumulation`
+    micro-batches if the budget covers `micro_batch` samples of any length.
     """
 
     def __init__(
         self,
-        samples: int,
+        num_samples: int,
         micro_batch: int,
         accumulation: int,
         world_size: int,
@@ -119,11 +119,15 @@ class SampleOrder:
         group_size: int | None = None,
         budget: length_batches.TokenBudget | None = None,
     ) -> None:
-        self.samples, self.micro_batch, self.accumulation = samples, micro_batch, accumulation
+        self.num_samples, self.micro_batch, self.accumulation = (
+            num_samples,
+            micro_batch,
+            accumulation,
+        )
         self.world_size, self.rank, self.seed = world_size, rank, seed
         # samples of all epochs that an earlier run with another effective batch has trained
         self.start = start
-        self.lengths = lengths  # None: samples come at random
+        self.lengths = lengths  # None: the order is random
         self.group_size = group_size or self.effective_batch_size
         self.budget = budget  # None: every micro-batch has micro_batch samples
         self.epoch = 0
@@ -134,56 +138,54 @@ class SampleOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        return -(-self.samples // self.effective_batch_size)
+        return -(-self.num_samples // self.effective_batch_size)
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def first_step(self, epoch: int) -> tuple[int, int]:
-        """(step, sample) of the epoch at which this run takes over; (0, 0) except in the epoch of
+        """(step, sample) of the epoch at which this run continues; (0, 0) except in the epoch of
         `start`."""
-        if self.start == 0 or epoch != self.start // self.samples:
+        if self.start == 0 or epoch != self.start // self.num_samples:
             return 0, 0
-        offset = self.start % self.samples
+        offset = self.start % self.num_samples
         return (
-            self.steps_per_epoch - -(-(self.samples - offset) // self.effective_batch_size),
+            self.steps_per_epoch - -(-(self.num_samples - offset) // self.effective_batch_size),
             offset,
         )
 
     def samples_seen(self, step: int) -> int:
-        """Samples of all epochs that are trained after `step` optimizer steps."""
+        """The number of samples of all epochs that are trained after `step` optimizer steps."""
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         first, offset = self.first_step(epoch)
-        return epoch * self.samples + min(
-            offset + max(step_in_epoch - first, 0) * self.effective_batch_size, self.samples
+        return epoch * self.num_samples + min(
+            offset + max(step_in_epoch - first, 0) * self.effective_batch_size, self.num_samples
         )
 
     def rows_of(self, step: int, micro_batches: Iterable[int]) -> list[int]:
-        """The rows that this rank takes in these micro-batches (from 0) of an optimizer step (from
-        1)."""
+        """The rows of this rank in these micro-batches (from 0) of an optimizer step (from 1)."""
         epoch, step_in_epoch = divmod(step - 1, self.steps_per_epoch)
         first, _ = self.first_step(epoch)
-        parts = next(itertools.islice(self._cut(epoch), step_in_epoch - first, None))
-        wanted = (parts[micro] for micro in micro_batches if micro < len(parts))
-        return [row for part in wanted for row in part[self.rank :: self.world_size].tolist()]
+        parts = next(itertools.islice(self._steps(epoch), step_in_epoch - first, None))
+        selected = (parts[micro] for micro in micro_batches if micro < len(parts))
+        return [row for part in selected for row in part[self.rank :: self.world_size].tolist()]
 
-    def _cut(self, epoch: int) -> Iterator[list[np.ndarray]]:
-        """The micro-batches, of all ranks together, of each optimizer step that is left of an
+    def _steps(self, epoch: int) -> Iterator[list[np.ndarray]]:
+        """Yield the micro-batches, of all ranks together, of each remaining optimizer step of an
         epoch."""
         order, width = self._order(epoch), self.micro_batch * self.world_size
         lengths = self.budget.lengths() if self.budget else None
-        for at in range(self.first_step(epoch)[1], self.samples, self.effective_batch_size):
-            step = order[at : at + self.effective_batch_size]
+        for start in range(self.first_step(epoch)[1], self.num_samples, self.effective_batch_size):
+            step = order[start : start + self.effective_batch_size]
             if self.budget and lengths is not None:
-                yield self.budget.cut(step, lengths, self.world_size, -(-len(step) // width))
+                yield self.budget.split(step, lengths, self.world_size, -(-len(step) // width))
             else:
                 yield [step[begin : begin + width] for begin in range(0, len(step), width)]
 
     def _order(self, epoch: int) -> np.ndarray:
-        # 4 bytes a row is all that a rank holds privately
-        samples = np.arange(self.samples, dtype=np.int32)
+        # 4 bytes a row are all that a rank has in private memory
         random = np.random.default_rng([self.seed, epoch])
-        order = random.permutation(samples)
+        order = random.permutation(np.arange(self.num_samples, dtype=np.int32))
         if self.lengths is not None:
             lengths = self.lengths()
             length_batches.group(order, lengths, self.group_size, random)
@@ -193,19 +195,19 @@ class SampleOrder:
         return order
 
     def __len__(self) -> int:
-        """Micro-batches of one epoch on one rank."""
-        # the first epoch's last step may be fuller than the others': room for it in all of them
+        """The number of micro-batches of an epoch on a rank."""
+        # the last step of the first epoch may be fuller than those of the others
         if self.start:
             return self.steps_per_epoch * self.accumulation
         full = self.steps_per_epoch - 1
-        last = self.samples - full * self.effective_batch_size
+        last = self.num_samples - full * self.effective_batch_size
         return full * self.accumulation + -(-last // (self.micro_batch * self.world_size))
 
     def __iter__(self) -> Iterator[list[int] | None]:
         first, _ = self.first_step(self.epoch)
-        # trained before this run; Trainer skips them
+        # these were trained before this run, and Trainer skips them
         yield from [None] * (first * self.accumulation)
-        for step, parts in enumerate(self._cut(self.epoch), first):
+        for step, parts in enumerate(self._steps(self.epoch), first):
             micro_steps = min(self.accumulation, len(self) - step * self.accumulation)
             yield from [None] * (micro_steps - len(parts))
             for part in parts:
@@ -213,7 +215,7 @@ class SampleOrder:
 
 
 class EpochLoader(DataLoader):
-    """A DataLoader that tells its batch sampler the epoch, as Trainer asks of it."""
+    """A DataLoader that passes the epoch from Trainer to its batch sampler."""
 
     def set_epoch(self, epoch: int) -> None:
         # a SampleOrder in training; torch's annotation knows only Sampler
@@ -224,18 +226,18 @@ class EpochLoader(DataLoader):
 class Collator:
     """Pads rows on the right to the longest of the micro-batch, rounded up to `multiple`.
 
-    Gives input_ids, attention_mask, labels (batch, seq) and for T5 decoder_input_ids (batch, target
-    seq). Packed sequences have position_ids instead of the mask: they start again with each
-    document, and with the padding, by which the model tells documents apart. `flattens`: all rows
-    are one, (1, tokens), without padding between them; it comes with where each document begins,
-    for flash_attn's kernels of unequal lengths. No rows give one filler row whose labels are all
-    IGNORED: its loss and its gradient are exactly zero. Numbered rows also give their numbers,
-    sample_ids, as an array that stays on the host; packed and flattened ones their num_tokens and
+    Returns input_ids, attention_mask, labels (batch, seq) and for T5 decoder_input_ids (batch,
+    target seq). Packed sequences have position_ids instead of the mask. These restart with each
+    document and with the padding, by which the model separates documents. With `flattens` all rows
+    become a single row, (1, tokens), without padding between them. The starts of the documents are
+    added for flash_attn's kernels of unequal lengths. An empty list gives a filler row whose labels
+    are all IGNORED, so its loss and its gradient are exactly zero. Numbered rows add their numbers,
+    sample_ids, as an array that stays on the host. Packed and flattened rows add num_tokens and
     num_samples. NOTHING gives an empty batch, for which nothing is computed.
     """
 
     pad_token_id: int
-    decoder_start_token_id: int | None = None  # given: T5
+    decoder_start_token_id: int | None = None  # of T5
     multiple: int = 1
     is_packed: bool = False
     flattens: bool = False
@@ -278,7 +280,7 @@ class Collator:
         return batch
 
     def _flattened(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """One row of all documents; what fills it up to the multiple is a document without
+        """A single row of all documents. The padding up to the multiple is a document without
         targets."""
         of_rows = [
             [len(row.input_ids)] if row.lengths is None else row.lengths.tolist() for row in rows
@@ -309,12 +311,12 @@ class Collator:
 
 
 def _row(parts: Sequence[np.ndarray]) -> torch.Tensor:
-    """(1, tokens) of them all."""
+    """All parts as a tensor (1, tokens)."""
     return torch.from_numpy(np.concatenate(parts).astype(np.int64)[None])
 
 
 def _positions(rows: Sequence[Row], width: int) -> torch.Tensor:
-    """(batch, width): each document's tokens counted from 0, and the padding's."""
+    """(batch, width): the tokens of each document and of the padding, counted from 0."""
     counted = []
     for row in rows:
         assert row.lengths is not None and row.lengths.sum() == len(row.input_ids)

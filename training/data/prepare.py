@@ -1,9 +1,8 @@
-"""Tokenise a run's data once: `python -m training.data.prepare --run-dir DIR`, before any rank
-starts."""
+"""Tokenise a recipe's rows once: `python -m training.data.prepare ATTEMPT_FOLDER PROCESSES`, before
+any rank starts."""
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import shutil
 import sys
@@ -20,9 +19,8 @@ from launch.base import processes as base_processes
 from launch.base.errors import DataError, LaunchError
 from launch.base.progress import RowProgress
 from launch.data import token_cache, token_hashes
-from launch.run_folder.layout import RunDir
-from launch.schema.plan import Plan
-from launch.schema.recipe import Recipe
+from launch.data.token_cache import TokenCache
+from launch.run_folder.layout import AttemptDir
 from training.control.heartbeat import Heartbeat
 from training.control.stop_word import Control, Halted
 
@@ -36,21 +34,19 @@ FIRST_LINE_S, LONGEST_PAUSE_S = 1.0, 30.0  # between lines on tokenised rows
 
 
 def ensure(
-    recipe: Recipe,
-    plan: Plan,
-    cache: Path,
+    tokens: TokenCache,
     say: Callable[[str], None],
     goes_on: Callable[[], None] = lambda: None,
     processes: int = 1,
-) -> Path:
-    """Return the folder with the tokenised rows, tokenizer/ and counts.json.
+) -> None:
+    """Fill the folder of the tokenised rows (with tokenizer/ and counts.json) once, under a lock,
+    and again if its hashes show damage.
 
-    The folder is made once, under a lock, and again if its hashes show damage. `goes_on` is called
-    every thousand rows. Rows that a killed start has tokenised are not tokenised again."""
-    identity = token_cache.token_identity(cache, recipe, plan.shape, plan.data_format)
-    folder = token_cache.token_folder(cache, identity)
+    `goes_on` is called every thousand rows. Rows that a killed start has tokenised are not
+    tokenised again."""
+    folder = tokens.folder
     if folder.exists() and not token_hashes.fault(folder, goes_on):
-        return folder
+        return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -63,13 +59,12 @@ def ensure(
             staging = folder.with_name(f".{folder.name}{STAGING}")
             staging.mkdir(exist_ok=True)
             try:
-                _write(recipe, plan, identity, staging, say, goes_on, processes)
+                _write(tokens, staging, say, goes_on, processes)
             except LaunchError:
                 shutil.rmtree(staging)
                 raise
             shutil.rmtree(folder, ignore_errors=True)
             staging.rename(folder)
-    return folder
 
 
 def _clear_abandoned(folder: Path) -> None:
@@ -86,9 +81,7 @@ def _clear_abandoned(folder: Path) -> None:
 
 
 def _write(
-    recipe: Recipe,
-    plan: Plan,
-    identity: dict[str, Any],
+    tokens: TokenCache,
     folder: Path,
     say: Callable[[str], None],
     goes_on: Callable[[], None],
@@ -97,44 +90,43 @@ def _write(
     # imported late: they take a second, and most starts find their rows tokenised
     from training.data import tokenise, tokenizer
 
-    source = recipe.data
+    source = tokens.recipe.data
     if not (folder / tokenise.TOKENIZER).exists():
         aside = folder / f"{tokenise.TOKENIZER}.tmp"
-        _tokenizer(recipe, plan, say).save_pretrained(aside)
+        _tokenizer(tokens, say).save_pretrained(aside)
         aside.rename(folder / tokenise.TOKENIZER)
     counts: dict[str, Any] = {}
     if not source.streaming:
-        job = tokenise.job(recipe, plan, folder, "train")
-        counts["train"] = _part(job, plan.rows, source.max_train_samples, say, goes_on, processes)
+        job = tokenise.job(tokens.recipe, tokens.model, tokens.data_format, folder, "train")
+        limit = source.max_train_samples
+        counts["train"] = _part(job, tokens.rows, limit, say, goes_on, processes)
     if source.validation_file:
-        job = tokenise.job(recipe, plan, folder, "validation")
-        counts["validation"] = _part(
-            job, None, source.max_validation_samples, say, goes_on, processes
-        )
+        job = tokenise.job(tokens.recipe, tokens.model, tokens.data_format, folder, "validation")
+        limit = source.max_validation_samples
+        counts["validation"] = _part(job, None, limit, say, goes_on, processes)
     vocabulary = len(tokenizer.load(folder / tokenise.TOKENIZER))
     for unneeded in [*folder.glob("*.tmp"), *folder.glob("*.json")]:
         unneeded.unlink()
-    files.write_json(folder / token_cache.TOKENS_MADE_OF, identity)
+    files.write_json(folder / token_cache.TOKENS_MADE_OF, tokens.identity)
     files.sync_all(folder)
     files.write_json(folder / token_cache.TOKENS_READY, {**counts, "vocabulary": vocabulary})
     token_hashes.write(folder, goes_on)
 
 
-def _tokenizer(recipe: Recipe, plan: Plan, say: Callable[[str], None]) -> Any:
+def _tokenizer(tokens: TokenCache, say: Callable[[str], None]) -> Any:
     """Load the tokenizer of the recipe's folder, or train a tokenizer."""
     from launch.data import rows as data_rows
     from training.data import tokenizer
 
+    recipe = tokens.recipe
     source, section = recipe.data, recipe.tokenizer
     train_file, local = Path(source.train_file), section.path or recipe.model.path
     if local:
         return tokenizer.load(Path(local))
-    size = section.vocab_size or plan.shape.config["vocab_size"]
+    size = section.vocab_size or tokens.model.config["vocab_size"]
     say(f"training a tokenizer of at most {size:,} tokens on {train_file.name}")
-    samples = data_rows.samples(
-        train_file, plan.data_format, data_rows.BadRows(source.max_bad_rows)
-    )
-    texts = map(data_rows.text_of, samples)
+    bad = data_rows.BadRows(source.max_bad_rows)
+    texts = map(data_rows.text_of, data_rows.read_samples(train_file, tokens.data_format, bad))
     return tokenizer.train(_first(texts) if source.streaming else texts, section, size)
 
 
@@ -228,30 +220,21 @@ class _RowCounter:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--attempt", type=int, required=True)
-    parser.add_argument("--cache", type=Path, required=True)
-    parser.add_argument("--processes", type=int, default=1)
-    arguments = parser.parse_args()
+    attempt, processes = AttemptDir(Path(sys.argv[1])), int(sys.argv[2])
     base_processes.settle_process()
-    run = RunDir(arguments.run_dir)
-    heartbeat = Heartbeat(run.attempt(arguments.attempt).heartbeat_file(0))
+    heartbeat = Heartbeat(attempt.heartbeat_file(0))
     heartbeat.beat("tokenise")
     try:
         Control().listen()
-        recipe, plan = run.read_recipe(), run.read_plan()
-        say = partial(print, flush=True)
-        folder = ensure(recipe, plan, arguments.cache, say, heartbeat.again, arguments.processes)
+        ensure(attempt.read_tokenising(), partial(print, flush=True), heartbeat.beat, processes)
     except Halted as halted:
         return halted.word.exit_code
     except LaunchError as error:
-        run.attempt(arguments.attempt).leave_word(0, error)
+        attempt.leave_word(0, error)
         return error.exit_code
     except BaseException as error:
-        run.attempt(arguments.attempt).leave_word(0, error)
+        attempt.leave_word(0, error)
         raise
-    run.write_tokens(folder)
     return 0
 
 

@@ -1,12 +1,12 @@
-"""A corpus whose tokens are never on the disk all at once: units are tokenised a little ahead of
-the step that trains them, once for all ranks, and dropped behind it.
+"""Streaming of a corpus whose tokens are never all on the disk: units are tokenised a little before
+the step that trains them, once for all ranks, and deleted after it.
 
-A position counts the packed sequences since the start of the run. What is at a position depends on
-the files and the seed alone: an epoch takes the units (training/data/units.py) in an order that the
-seed decides, and the sequences of BLOCK_UNITS units in turn at random. So batches are cut from it
-as from any order, and a run that goes on needs no more than the number of sequences that it has
-trained. How many a unit gives is remembered beside the tokenizer: no unit is tokenised again to be
-counted.
+A position counts the packed sequences since the start of the run. The sequence at a position
+depends on the files and the seed alone: an epoch takes the units (training/data/units.py) in an
+order that the seed decides, and the sequences of BLOCK_UNITS units in turn at random. So a stream
+is divided into batches like any other order, and a continued run needs only the number of trained
+sequences. The number of sequences of each unit is stored beside the tokenizer, so that no unit is
+tokenised again to count them.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from training.data.tokenise_pool import Child
 BLOCK_UNITS = 4  # DataSection.stream_unit_bytes knows it
 POLL_S = 0.02
 WINDOW, FAILED = "stream", "failed.json"
-# beside the tokenizer: of each unit one more than its sequences, little-endian
+# beside the tokenizer: for each unit the number of its sequences plus 1, little-endian
 COUNTS, COUNT_BYTES = "units.u32", 4
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 def job(recipe: Recipe, plan: Plan, attempt: Path) -> Job:
-    """What the units are made into: files in the attempt's folder, which all ranks see."""
-    return tokenise.job(recipe, plan, attempt / WINDOW, "train")
+    """The job that turns units into files in the attempt's folder, which all ranks see."""
+    return tokenise.job(recipe, plan.shape, plan.data_format, attempt / WINDOW, "train")
 
 
 class Layout:
-    """Which unit and row of it is at a position, as far as the units have been counted."""
+    """The unit and its row at each position, as far as the units have been counted."""
 
     def __init__(self, counts: Path, num_units: int, seed: int) -> None:
         self._counts, self._num_units, self._seed = counts, num_units, seed
@@ -58,21 +58,21 @@ class Layout:
         self._epoch_order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
     def rows_of(self, unit: int) -> int | None:
-        """How many sequences a unit gives; None: it has not been counted."""
+        """The number of sequences of a unit; None if it has not been counted."""
         if unit not in self._rows and (rows := _counted(self._counts, unit)) is not None:
             self._rows[unit] = rows
         return self._rows.get(unit)
 
     def units(self, block: int) -> list[int]:
-        """The units of a block; the last block of an epoch may have fewer."""
-        epoch, at = divmod(block, -(-self._num_units // BLOCK_UNITS))
+        """The units of a block. The last block of an epoch may have fewer units."""
+        epoch, index = divmod(block, -(-self._num_units // BLOCK_UNITS))
         if self._epoch_order[0] != epoch:
             random = np.random.default_rng([self._seed, epoch])
             self._epoch_order = epoch, random.permutation(self._num_units)
-        return self._epoch_order[1][at * BLOCK_UNITS : (at + 1) * BLOCK_UNITS].tolist()
+        return self._epoch_order[1][index * BLOCK_UNITS : (index + 1) * BLOCK_UNITS].tolist()
 
     def block(self, position: int) -> int | None:
-        """The block that holds a position; None while it is not known which."""
+        """The block that contains a position; None while it is not known."""
         while not self._ends or self._ends[-1] <= position:
             block = len(self._ends)
             if block == -(-self._num_units // BLOCK_UNITS) and not self._ends[-1]:
@@ -97,19 +97,20 @@ def _counted(counts: Path, unit: int) -> int | None:
     try:
         with counts.open("rb") as file:
             file.seek(COUNT_BYTES * unit)
-            found = int.from_bytes(file.read(COUNT_BYTES), "little")
+            stored = int.from_bytes(file.read(COUNT_BYTES), "little")
     except FileNotFoundError:
         return None
-    return found - 1 if found else None  # what has never been written reads as 0
+    return stored - 1 if stored else None  # a count that was never written reads as 0
 
 
 class StreamRows(Dataset):
-    """The sequences by their positions, for a rank: those that are not there yet are waited for."""
+    """The sequences by their positions, for a rank. It waits for sequences that do not exist
+    yet."""
 
     def __init__(
         self, job: Job, counts: Path, seed: int, num_samples: int, goes_on: Callable[[], None]
     ) -> None:
-        """`goes_on` is called while a sequence is waited for."""
+        """`goes_on` is called while the rank waits for a sequence."""
         self._job, self._seed, self._num_samples, self._goes_on = job, seed, num_samples, goes_on
         self._layout = Layout(counts, len(job.units), seed)
         self._block: tuple[int, np.ndarray, dict[int, TokenRows]] = (
@@ -147,24 +148,24 @@ class StreamRows(Dataset):
         ]
         return np.random.default_rng([self._seed, block, 1]).permutation(np.concatenate(places))
 
-    def _waited(self, ready: Callable[[], Found | None]) -> Found:
-        while (found := ready()) is None:
+    def _waited(self, ready: Callable[[], Result | None]) -> Result:
+        while (result := ready()) is None:
             if failed := files.read(self._job.folder / FAILED, dict[str, str]):
                 raise DataError(failed["error"])
             self._goes_on()
             time.sleep(POLL_S)
-        return found
+        return result
 
 
 class StreamOrder(SampleOrder):
     """Positions in their order, all in one epoch: the stream is shuffled already."""
 
     def _order(self, epoch: int) -> Any:
-        return _Positions(self.samples)
+        return _Positions(self.num_samples)
 
 
 class _Positions:
-    """0, 1, 2, ...: as an array would give them, and none is held."""
+    """The numbers 0, 1, 2, ... like an array, but without its memory."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -174,19 +175,19 @@ class _Positions:
 
 
 class Feeder(TrainerCallback):
-    """On rank 0: has units tokenised for the block that is trained and the next one, and drops
-    those behind.
+    """Callback on rank 0 that lets units be tokenised for the current block and the next block, and
+    deletes earlier units.
 
-    When a step has ended every rank has its sequences: what lies before is needed no more."""
+    When a step has ended every rank has its sequences, so earlier sequences are not needed."""
 
     def __init__(self, job: Job, counts: Path, order: SampleOrder, seed: int) -> None:
         self._job, self._counts, self._order = job, counts, order
         self._layout = Layout(counts, len(job.units), seed)
         self._position = 0
         self._is_over = threading.Event()
-        # children end with it
+        # its children end with it
         self._thread = threading.Thread(target=self._feed, name="feeder", daemon=True)
-        self._bad: dict[int, int] = {}  # rows that were left out, by unit, since this start
+        self._bad: dict[int, int] = {}  # by unit: rows left out since this start
 
     def on_train_begin(
         self,
@@ -197,8 +198,8 @@ class Feeder(TrainerCallback):
     ) -> None:
         self._position = self._order.samples_seen(state.global_step)
         # of attempts that were killed
-        for left in self._job.folder.parent.parent.glob(f"*/{WINDOW}"):
-            shutil.rmtree(left)
+        for leftover in self._job.folder.parent.parent.glob(f"*/{WINDOW}"):
+            shutil.rmtree(leftover)
         self._counts.touch()
         self._job.folder.mkdir()
         shutil.copytree(self._counts.parent / TOKENIZER, self._job.folder / TOKENIZER)
@@ -229,24 +230,23 @@ class Feeder(TrainerCallback):
         try:
             self._deal()
         except Exception as error:
-            # whatever it is: ranks that wait for rows would wait for ever; they end with it
+            # ranks that wait for rows must end after any error
             files.write_json(self._job.folder / FAILED, {"error": str(error)})
             if not isinstance(error, DataError):
                 raise
 
     def _deal(self) -> None:
-        with ExitStack() as held, selectors.DefaultSelector() as selector:
+        with ExitStack() as children, selectors.DefaultSelector() as selector:
             busy: dict[Child, int | None] = {}
             for _ in range(min(shards.STREAM_PROCESSES, len(self._job.units))):
                 child = Child(self._job.folder)
-                held.callback(child.end)
+                children.callback(child.end)
                 selector.register(child.stdout, selectors.EVENT_READ, child)
                 busy[child] = None
             while not self._is_over.is_set():
-                wanted = self._wanted()
                 missing = [
                     unit
-                    for unit in wanted
+                    for unit in self._needed()
                     if unit not in busy.values()
                     and not (self._job.rows_file(unit).exists() and self._job.done(unit))
                 ]
@@ -256,21 +256,21 @@ class Feeder(TrainerCallback):
                     unit = busy[child] = missing.pop(0)
                     child.give(unit)
                 for key, _ in selector.select(timeout=POLL_S):
-                    for words in key.data.messages():
-                        if "unit" in words:
+                    for message in key.data.messages():
+                        if "unit" in message:
                             busy[key.data] = None
-                            self._finished(words["unit"])
+                            self._finished(message["unit"])
 
-    def _wanted(self) -> list[int]:
-        """The units of this block and the next, in their order; all others are dropped."""
+    def _needed(self) -> list[int]:
+        """The units of this block and the next in their order. Files of other units are deleted."""
         block = self._layout.block(self._position)
         block = self._layout.known_blocks if block is None else block
-        wanted = list(dict.fromkeys([*self._layout.units(block), *self._layout.units(block + 1)]))
+        needed = list(dict.fromkeys([*self._layout.units(block), *self._layout.units(block + 1)]))
         for file in self._job.folder.glob(f"{self._job.part}*.arrow"):
             name = file.stem.rpartition("-")[2]
-            if name.isdigit() and int(name) not in wanted:
+            if name.isdigit() and int(name) not in needed:
                 file.unlink()
-        return wanted
+        return needed
 
     def _finished(self, unit: int) -> None:
         tokenised = self._job.failed(unit) or self._job.done(unit)

@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from launch.base import files, processes
 from launch.base.errors import DataError
 from launch.data import rows, shards
-from launch.schema.plan import DataFormat, Plan
+from launch.schema.plan import DataFormat, ModelSize
 from launch.schema.recipe import Recipe
 from training.data import encode, tokenizer
 from training.data import packing as data_packing
@@ -35,7 +35,7 @@ TOKENIZER = "tokenizer"
 
 @dataclass(frozen=True)
 class TokenisedUnit:
-    """What tokenising a unit gave; written beside its rows."""
+    """The result of tokenising a unit, which is written beside its rows."""
 
     counts: encode.CacheCounts
     bad: list[str]  # rows that were left out
@@ -86,11 +86,11 @@ class Job:
         files.write_atomic(self.folder / JOB, TypeAdapter(Job).dump_json(self).decode())
 
     def done(self, unit: int) -> TokenisedUnit | None:
-        """What a unit gave; None where it has not been tokenised yet, or its file is damaged."""
+        """The result of a unit; None if it has not been tokenised yet, or its file is damaged."""
         return files.read_or_none(self.counts_file(unit), TokenisedUnit)
 
     def failed(self, unit: int) -> TokenisedUnit | None:
-        """Why another process could not tokenise a unit."""
+        """The error of another process that could not tokenise a unit; None if there was none."""
         return files.read(self.counts_file(unit).with_suffix(".failed"), TokenisedUnit)
 
     def tokenise(
@@ -117,8 +117,10 @@ class Job:
         return tokenised
 
 
-def job(recipe: Recipe, plan: Plan, folder: Path, part: str) -> Job:
-    """Make the job for "train" or "validation" of a recipe. A streamed corpus has small units."""
+def job(
+    recipe: Recipe, model_size: ModelSize, data_format: DataFormat, folder: Path, part: str
+) -> Job:
+    """The job for "train" or "validation" of a recipe. A streamed corpus has small units."""
     data = recipe.data
     source = Path(data.train_file if part == "train" else str(data.validation_file))
     is_streamed = data.streaming and part == "train"
@@ -126,8 +128,8 @@ def job(recipe: Recipe, plan: Plan, folder: Path, part: str) -> Job:
         folder,
         part,
         source,
-        plan.data_format,
-        plan.shape.is_encoder_decoder,
+        data_format,
+        model_size.is_encoder_decoder,
         recipe.task,
         data.max_length,
         data.packing,

@@ -1,5 +1,4 @@
-"""What differs between one process, DDP, DeepSpeed and FSDP2 once the ranks run: set-up, checks,
-bytes, gathering."""
+"""Set up one process, DDP, DeepSpeed or FSDP2 in a rank: environment, checks, bytes, gathering."""
 
 from __future__ import annotations
 
@@ -25,50 +24,27 @@ from training.compat import deepspeed_private, transformers_private
 from training.compat.transformers_private import Network, OpenTrainer
 from training.model import four_bit
 
-EXPECTED = {  # engine -> what Accelerate must have made of it, on (cpu, cuda)
-    "plain": (DistributedType.NO, DistributedType.NO),
-    "ddp": (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU),
-    "deepspeed": (DistributedType.DEEPSPEED, DistributedType.DEEPSPEED),
-    "fsdp2": (DistributedType.FSDP, DistributedType.FSDP),
-}
-
-# The folders of a checkpoint that all ranks write into: made before, so that no rank can fail alone
-# at it.
-CHECKPOINT_FOLDERS = {
-    "plain": (),
-    "ddp": (),
-    "deepspeed": (),
-    "fsdp2": ("pytorch_model_fsdp_0", "optimizer_0"),
-}
+# torchrun's variables of a process group with a single rank
+SINGLE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
 
 def prepare(strategy: Strategy, deepspeed_file: Path | None, timeout_s: float) -> dict[str, Any]:
-    """Before TrainingArguments is made: what a launcher has put into the environment gives way to
-    the plan.
+    """Prepare the environment for TrainingArguments: the plan overrides a launcher's variables.
 
-    Returns arguments for it. On CPUs the process group is made here: transformers forgets
-    ddp_timeout there. Raises ResourceError where torch sees none of the GPUs that the plan is for:
-    transformers would go on with the CPU.
+    Returns arguments for it. On CPUs the process group is made here, because transformers ignores
+    ddp_timeout there. Raises ResourceError if the plan is for GPUs and torch sees no GPU, where
+    transformers would use the CPU.
     """
     if strategy.device == "cuda":
         _check_gpus()
     os.environ["ACCELERATE_MIXED_PRECISION"] = strategy.mixed_precision
-    # training.torch_compile is the way to ask for it
-    os.environ["ACCELERATE_DYNAMO_BACKEND"] = "no"
-    # with it DeepSpeed is dropped without a word; use_cpu says the same
+    os.environ["ACCELERATE_DYNAMO_BACKEND"] = "no"  # training.torch_compile decides
+    # with it DeepSpeed would be dropped without a message; use_cpu has the same meaning
     os.environ.pop("ACCELERATE_USE_CPU", None)
-    # torchrun's variables for one rank would make a process group of it
-    if strategy.engine == "plain":
-        for key in (
-            "RANK",
-            "LOCAL_RANK",
-            "WORLD_SIZE",
-            "LOCAL_WORLD_SIZE",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-        ):
+    if strategy.launch_mode.engine == "plain":  # torchrun's variables would make a process group
+        for key in (*SINGLE_RANK, "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(key, None)
-    if strategy.engine == "deepspeed":
+    if strategy.launch_mode.engine == "deepspeed":
         assert deepspeed_file is not None
         _prepare_deepspeed(strategy, deepspeed_file)
     if strategy.device == "cuda" or strategy.backend is None:
@@ -78,16 +54,16 @@ def prepare(strategy: Strategy, deepspeed_file: Path | None, timeout_s: float) -
 
 
 def _check_gpus() -> None:
-    """Raises ResourceError, in the driver's own words, where torch sees no GPU."""
+    """Raises ResourceError with the driver's message if torch sees no GPU."""
     if torch.cuda.is_available():
         return
+    cause = "it sees no GPU"
     try:
         torch.cuda.init()
-        said = "it sees no GPU"
     except (RuntimeError, AssertionError) as error:  # AssertionError: a build without CUDA
-        said = str(error).splitlines()[0]
+        cause = str(error).splitlines()[0]
     raise ResourceError(
-        f"the plan is for GPUs, torch {torch.__version__} cannot use them: {said}; run `python -m"
+        f"the plan is for GPUs, torch {torch.__version__} cannot use them: {cause}; run `python -m"
         " launch doctor`, which says whether the driver or the build of torch has to change"
     )
 
@@ -99,47 +75,46 @@ def _prepare_deepspeed(strategy: Strategy, deepspeed_file: Path) -> None:
     try:
         DeepSpeedZeroConfig(**config["zero_optimization"])
     except ValidationError as error:
-        words = "; ".join(
-            f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()
+        problems = "; ".join(
+            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()
         )
-        raise ConfigError(f"the DeepSpeed file's zero_optimization: {words}") from error
-    if "WORLD_SIZE" not in os.environ:  # a plain process: DeepSpeed wants a group of one
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
+        raise ConfigError(f"the DeepSpeed file's zero_optimization: {problems}") from error
+    if "WORLD_SIZE" not in os.environ:  # DeepSpeed needs a process group
+        with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # torchrun leaves it to the recipe
+        os.environ |= SINGLE_RANK | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # torchrun does not set it
     os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(deepspeed_file)
     if strategy.device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
         deepspeed_private.leave_out_compiled_all_reduce()
 
 
-def check_agreement(mine: Mapping[str, Any]) -> None:
-    """Every rank trains the same thing. Raises ConfigError on all of them, naming what differs:
-    ranks of several machines come from lines that were typed apart. Collective."""
+def check_agreement(facts: Mapping[str, Any]) -> None:
+    """Check that every rank trains the same: ranks of several machines are started by separate
+    command lines. Raises ConfigError with the differences on all ranks. Collective."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return
-    found: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, dict(mine))
-    for rank, theirs in enumerate(found):
-        differing = sorted(
-            key for key in mine.keys() | theirs.keys() if found[0].get(key) != theirs.get(key)
-        )
-        if differing:
-            words = "; ".join(
-                f"{key} {found[0].get(key)} and {theirs.get(key)}" for key in differing[:6]
-            )
+    by_rank: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(by_rank, dict(facts))
+    first = by_rank[0]
+    for rank, other in enumerate(by_rank):
+        differences = [
+            f"{key} {first.get(key)} and {other.get(key)}"
+            for key in sorted(first.keys() | other.keys())
+            if first.get(key) != other.get(key)
+        ]
+        if differences:
             raise ConfigError(
-                f"rank 0 and rank {rank} were started to train different things: {words}"
+                f"rank 0 and rank {rank} were started to train different things:"
+                f" {'; '.join(differences[:6])}"
             )
 
 
 def connect(strategy: Strategy) -> None:
-    """After TrainingArguments is made: DeepSpeed's own view of the process group, which it needs to
-    load in shards."""
-    if strategy.engine == "deepspeed":
+    """Give DeepSpeed its own view of the process group, which it needs to load in shards. After
+    TrainingArguments is made."""
+    if strategy.launch_mode.engine == "deepspeed":
         from deepspeed import comm
 
         if not comm.is_initialized():
@@ -147,14 +122,13 @@ def connect(strategy: Strategy) -> None:
 
 
 def check(strategy: Strategy, args: TrainingArguments) -> str:
-    """What runs, in words, from torch.distributed and Accelerate. Raises ConfigError when it is not
-    what was planned: several launchers give another number of ranks or another engine with exit
-    code 0."""
-    started = int(os.environ.get("WORLD_SIZE", "1"))
+    """Describe this rank's process group and device. Raises ConfigError if they are not as planned:
+    several launchers start another number of ranks or another engine with exit code 0."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
-    if not started == args.world_size == strategy.num_processes:
+    if not world_size == args.world_size == strategy.num_processes:
         raise ConfigError(
-            f"{strategy.num_processes} ranks were asked for, {started} were started and"
+            f"{strategy.num_processes} ranks were asked for, {world_size} were started and"
             f" {args.world_size} are in the process group; start them with `python -m launch run`,"
             " torchrun, or accelerate launch --multi_gpu"
         )
@@ -174,16 +148,16 @@ def check(strategy: Strategy, args: TrainingArguments) -> str:
 
 
 def check_engine(strategy: Strategy, trainer: OpenTrainer) -> None:
-    """Raises ConfigError when Accelerate has not engaged the engine that was planned."""
-    expected = EXPECTED[strategy.engine][strategy.device == "cuda"]
-    found = trainer.accelerator.distributed_type
-    if found != expected:
+    """Raises ConfigError if Accelerate runs another engine than the planned engine."""
+    expected = DistributedType(strategy.launch_mode.distributed_type)
+    engine = trainer.accelerator.distributed_type
+    if engine != expected:
         raise ConfigError(
             f"the plan says {strategy.mode}, which is {expected.value} to Accelerate, but it runs"
-            f" {found.value}; start the ranks with `python -m launch run`, or with the file of that"
-            " mode in configs/accelerate"
+            f" {engine.value}; start the ranks with `python -m launch run`, or with the file of"
+            " that mode in configs/accelerate"
         )
-    if strategy.engine == "fsdp2" and not trainer.accelerator.is_fsdp2:
+    if strategy.launch_mode.engine == "fsdp2" and not trainer.accelerator.is_fsdp2:
         raise ConfigError(
             "FSDP version 1 was started; set fsdp_version: 2 in the Accelerate file's fsdp_config"
         )
@@ -192,9 +166,9 @@ def check_engine(strategy: Strategy, trainer: OpenTrainer) -> None:
 def autocast_fsdp2(trainer: OpenTrainer) -> None:
     """Compute FSDP2's forwards under autocast, and add gradients up in float32, as DDP does.
 
-    Accelerate (1.15) prepares a model for FSDP2 without autocast, and its policy casts what enters
-    and leaves a layer, and what is summed over micro-steps and ranks, to half precision. Weights
-    are still gathered in half precision: autocast's copies of float32 ones would stay whole on
+    Accelerate (1.15) prepares a model for FSDP2 without autocast. Its policy casts to half
+    precision the inputs and outputs of a layer, and the sums over micro-steps and ranks. Weights
+    are still gathered in half precision: of float32 weights, autocast would keep full copies on
     every rank from forward to backward. Before Trainer.train().
     """
     accelerator = trainer.accelerator
@@ -210,7 +184,7 @@ def autocast_fsdp2(trainer: OpenTrainer) -> None:
         cast_forward_inputs=False,
     )
     network: Network = accelerator.unwrap_model(trainer.model)
-    # which generate() calls
+    # PEFT's generate() calls the base model's forward
     base = network.get_base_model() if hasattr(network, "peft_config") else network
     plain_forward = base.forward
 
@@ -225,8 +199,8 @@ def autocast_fsdp2(trainer: OpenTrainer) -> None:
 def refuse_data_parallel(model: torch.nn.Module) -> None:
     """Raises ConfigError for a model that this process would run on several GPUs.
 
-    There transformers multiplies the loss by their number, but ours is divided by all targets of
-    the step already: gradients would be that many times too large."""
+    There transformers multiplies the loss by the number of GPUs, but ours is already divided by all
+    targets of the step: gradients would be too large by that factor."""
     if isinstance(model, torch.nn.DataParallel):
         raise ConfigError(
             f"one process would train on GPUs {model.device_ids} (nn.DataParallel), expected one"
@@ -237,17 +211,21 @@ def refuse_data_parallel(model: torch.nn.Module) -> None:
 
 
 def whole_weights(strategy: Strategy) -> AbstractContextManager[None]:
-    """Build a model whole on every rank inside, also under ZeRO-3."""
-    return transformers_private.without_zero_init() if strategy.zero_stage == 3 else nullcontext()
+    """Inside, build the full model on every rank, also under ZeRO-3."""
+    return (
+        transformers_private.without_zero_init()
+        if strategy.launch_mode.zero_stage == 3
+        else nullcontext()
+    )
 
 
 def tie_by_module(network: Network) -> None:
-    """Under FSDP2: modules whose weight is the input embedding's become that one module, except the
-    output layer.
+    """Replace modules that share the input embedding's weight, except the output layer, by that
+    embedding: for FSDP2.
 
-    fully_shard (torch 2.13) takes a shared parameter only where one group sees it, and Accelerate
-    puts the input and the output embedding into one; T5's encoder and decoder have an embedding
-    each, tied to the first by weight.
+    fully_shard (torch 2.13) takes a shared parameter only if a single group has it. Accelerate puts
+    the input and the output embedding into the same group; T5's encoder and decoder each have an
+    embedding that shares the weight.
     """
     embedding, output = network.get_input_embeddings(), network.get_output_embeddings()
     for parent in list(network.modules()):
@@ -260,14 +238,11 @@ def tie_by_module(network: Network) -> None:
 
 
 def numel(parameter: torch.Tensor) -> int:
-    """Elements of a parameter, of which this rank may hold a part or none; or as 4 bits, two in a
-    byte."""
+    """Elements of a full parameter, also if this rank holds a part of it or holds it in 4 bits."""
     state = getattr(parameter, "quant_state", None)
-    return (
-        state.shape.numel()
-        if state is not None
-        else getattr(parameter, "ds_numel", parameter.numel())
-    )
+    if state is not None:
+        return state.shape.numel()
+    return getattr(parameter, "ds_numel", parameter.numel())
 
 
 def held_bytes(
@@ -275,18 +250,32 @@ def held_bytes(
 ) -> dict[str, int | None]:
     """Bytes of states that this rank holds on its device, and on the host for it; None is not
     measured."""
-    if strategy.engine == "deepspeed":
-        return _deepspeed_bytes(strategy, trainer)
-    states = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    optimizer, slices, measured_gradients = trainer.optimizer, [], gradients_bytes
+    if strategy.launch_mode.engine == "deepspeed":
+        zero = deepspeed_private.optimizer(trainer)
+        optimizer, slices = zero.optimizer, deepspeed_private.master_slices(zero)
+        # ZeRO 1 and 2 free gradients at once
+        is_kept = strategy.launch_mode.zero_stage == 3
+        measured_gradients = deepspeed_private.gradient_slices(zero).nbytes if is_kept else None
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = [*slices, *(value for value in states if torch.is_tensor(value))]
+    optimizer_bytes, offloaded_bytes = sum(map(local_bytes, tensors)), 0
+    weights_bytes = sum(
+        local_bytes(tensor)
+        for parameter in trainer.model.parameters()
+        for tensor in (deepspeed_private.local_part(parameter), *four_bit.scales(parameter))
+    )
+    if strategy.launch_mode.offloads:
+        gradients = (flat.grad for flat in slices if flat.grad is not None)
+        offloaded_bytes, optimizer_bytes = optimizer_bytes + sum(map(local_bytes, gradients)), 0
+        if strategy.launch_mode.shards_parameters:
+            offloaded_bytes += weights_bytes + (measured_gradients or 0)
+            weights_bytes = measured_gradients = 0
     return {
-        "weights_bytes": sum(
-            local_bytes(tensor)
-            for parameter in trainer.model.parameters()
-            for tensor in (parameter, *four_bit.scales(parameter))
-        ),
-        "gradients_bytes": gradients_bytes,
-        "optimizer_bytes": sum(local_bytes(value) for value in states if torch.is_tensor(value)),
-        "offloaded_bytes": 0,
+        "weights_bytes": weights_bytes,
+        "gradients_bytes": measured_gradients,
+        "optimizer_bytes": optimizer_bytes,
+        "offloaded_bytes": offloaded_bytes,
     }
 
 
@@ -295,45 +284,9 @@ def local_bytes(tensor: Any) -> int:
     return tensor.to_local().nbytes if hasattr(tensor, "to_local") else tensor.nbytes
 
 
-def _deepspeed_bytes(strategy: Strategy, trainer: OpenTrainer) -> dict[str, int | None]:
-    zero = deepspeed_private.optimizer(trainer)
-    slices = deepspeed_private.master_slices(zero)
-    states = [
-        value
-        for state in zero.optimizer.state.values()
-        for value in state.values()
-        if torch.is_tensor(value)
-    ]
-    optimizer_bytes = sum(tensor.nbytes for tensor in [*slices, *states])
-    parts = map(deepspeed_private.local_part, trainer.model.parameters())
-    weights_bytes = sum(part.nbytes for part in parts)
-    gradients_bytes = (
-        deepspeed_private.gradient_slices(zero).nbytes if strategy.zero_stage == 3 else None
-    )  # else freed at once
-    if not strategy.offloads:
-        return {
-            "weights_bytes": weights_bytes,
-            "gradients_bytes": gradients_bytes,
-            "optimizer_bytes": optimizer_bytes,
-            "offloaded_bytes": 0,
-        }
-    on_host = optimizer_bytes + sum(
-        tensor.grad.nbytes for tensor in slices if tensor.grad is not None
-    )
-    if strategy.zero_stage == 3:
-        on_host += weights_bytes + (gradients_bytes or 0)
-        weights_bytes, gradients_bytes = 0, 0
-    return {
-        "weights_bytes": weights_bytes,
-        "gradients_bytes": gradients_bytes,
-        "optimizer_bytes": 0,
-        "offloaded_bytes": on_host,
-    }
-
-
 def gathered(strategy: Strategy, trainer: OpenTrainer) -> Any:
-    """The whole state dict on rank 0's host where ranks hold parts of the weights; None where each
-    holds them all. Collective."""
-    if strategy.engine == "fsdp2" or strategy.zero_stage == 3:
+    """The full state dict on rank 0's host if ranks hold parts of the weights; None if each rank
+    holds all of them. Collective."""
+    if strategy.launch_mode.shards_parameters:
         return trainer.accelerator.get_state_dict(trainer.model_wrapped)
     return None

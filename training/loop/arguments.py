@@ -12,18 +12,18 @@ from launch.schema.plan import Plan, Strategy
 from launch.schema.recipe import COMPILE_KEYS, LIGER_LOSSES, Recipe, TrainingSection
 from training.compat import transformers_private
 
-SWITCHED = ("tf32", "use_liger_kernel")  # as the plan says
+SWITCHED = ("tf32", "use_liger_kernel")  # set by the plan
 
 
 def of(
     recipe: Recipe, plan: Plan, rows: int, evaluates: bool, engine: dict[str, Any]
 ) -> TrainingArguments:
-    """The recipe's training section as transformers takes it; making it starts the process
+    """The recipe's training section as TrainingArguments. Its construction starts the process
     group."""
     training, strategy = recipe.training, plan.strategy
     steps_per_epoch = -(-rows // strategy.effective_batch_size)
     args = TrainingArguments(
-        output_dir=os.devnull,  # the run folder is agreed on once the ranks can talk
+        output_dir=os.devnull,  # the ranks agree on the run folder later
         per_device_train_batch_size=strategy.per_device_train_batch_size,
         per_device_eval_batch_size=strategy.per_device_eval_batch_size,
         gradient_accumulation_steps=strategy.gradient_accumulation_steps,
@@ -44,10 +44,10 @@ def of(
             }
         ),
         logging_steps=training.logging_steps,
-        logging_nan_inf_filter=False,  # a NaN is shown as a NaN
+        logging_nan_inf_filter=False,  # show a NaN as a NaN
         save_strategy="steps",
         save_steps=training.save_steps,
-        save_total_limit=None,  # rotation is ours (checkpoint.py)
+        save_total_limit=None,  # commit.py deletes old checkpoints
         metric_for_best_model="eval_loss" if training.load_best_model_at_end else None,
         eval_strategy="steps" if evaluates else "no",
         eval_steps=training.eval_steps or steps_per_epoch,
@@ -58,34 +58,28 @@ def of(
         report_to=["tensorboard"],
         disable_tqdm=True,
         remove_unused_columns=False,
-        tf32=None if strategy.tf32 else False,  # not turned on beside torch.compile by itself
+        tf32=None if strategy.tf32 else False,  # torch.compile would turn it on otherwise
     )
     if strategy.device == "cuda":
         transformers_private.hold_to_one_gpu(args)
-        # Also against TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which containers set. TrainingArguments'
-        # own way leaves that as it is, and asking for this flag is an error after it (torch 2.13:
-        # "mix of the legacy and new APIs").
+        # This overrides TORCH_ALLOW_TF32_CUBLAS_OVERRIDE too, which containers set.
+        # TrainingArguments' own setting does not, and reading this flag after it is an error (torch
+        # 2.13: "mix of the legacy and new APIs").
         torch.backends.cuda.matmul.allow_tf32 = strategy.tf32
     return args
 
 
 def _extras(training: TrainingSection, strategy: Strategy) -> dict[str, Any]:
-    """What else the recipe says, over defaults of ours: nothing we build leaves a parameter out."""
-    found = {
-        "ddp_find_unused_parameters": False,
-        "dataloader_persistent_workers": True,
-        **training.extras,
-    }
-    left_out = SWITCHED if strategy.torch_compile else (*SWITCHED, *COMPILE_KEYS)
-    found = {key: value for key, value in found.items() if key not in left_out}
-    if strategy.use_liger_kernel:  # without its losses: ours is not the model's (trainer.py)
+    """The recipe's other fields over our defaults. Our models use all their parameters."""
+    defaults = {"ddp_find_unused_parameters": False, "dataloader_persistent_workers": True}
+    left_out = [*SWITCHED, "save_strategy"]  # of() sets the only save_strategy of a recipe: steps
+    if not strategy.torch_compile:
+        left_out += COMPILE_KEYS
+    if not strategy.dataloader_num_workers:  # transformers refuses it without workers
+        left_out.append("dataloader_prefetch_factor")
+    extras = {k: v for k, v in {**defaults, **training.extras}.items() if k not in left_out}
+    if strategy.use_liger_kernel:  # without its losses, because trainer.py computes the loss
         losses = dict.fromkeys(LIGER_LOSSES, False)
-        found |= {
-            "use_liger_kernel": True,
-            "liger_kernel_config": {**(found.get("liger_kernel_config") or {}), **losses},
-        }
-    found.pop("save_strategy", None)  # steps, all that a recipe may say, is said above
-    # transformers refuses it where nobody is there to work ahead
-    if not strategy.dataloader_num_workers:
-        found.pop("dataloader_prefetch_factor", None)
-    return found
+        liger_config = {**(extras.get("liger_kernel_config") or {}), **losses}
+        extras |= {"use_liger_kernel": True, "liger_kernel_config": liger_config}
+    return extras

@@ -1,4 +1,4 @@
-"""Progress of a rank while it trains: events, log lines, and a bar where no launcher draws one."""
+"""Progress of a rank while it trains: events, log lines, and a bar if no launcher draws it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ from training.engines.setup import local_bytes
 
 logger = logging.getLogger("lowmem")
 
-STEADY_STEP = 2  # the first step finds no optimizer states
+STEADY_STEP = 2  # the first step has no optimizer states yet
 COUNTED = ("tokens", "computed_tokens", "samples")
 PSS_INTERVAL_S = 2.0  # reading smaps_rollup costs milliseconds a GiB
 
 
 class HostMemory:
-    """PSS of the whole job (launcher, ranks, data workers), read at most every PSS_INTERVAL_S
-    seconds."""
+    """PSS of the job (launcher, ranks, data workers), read at most every PSS_INTERVAL_S seconds."""
 
     def __init__(self) -> None:
         root = os.environ.get("LOWMEM_ROOT_PID") or (
@@ -52,17 +51,17 @@ class HostMemory:
         return self.bytes
 
     def highest(self) -> int:
-        """The most that the job can have held so far, read now."""
+        """The highest PSS that the job can have had so far, read now."""
         self._read_at = -PSS_INTERVAL_S
         self.read()
         return self.peak_bytes
 
 
 class StepMeter:
-    """Collects one rank's losses, token counts and rows; sums them over ranks when they are
+    """Collector of a rank's losses, token counts and rows. They are summed over ranks when they are
     written, not at each step.
 
-    The rows go into `samples_file` of this rank: step, number, rows, as int32."""
+    The rows are written to `samples_file` of this rank: step, count, rows, as int32."""
 
     def __init__(self, samples_file: Path | None = None) -> None:
         self._file = samples_file.open("ab") if samples_file else None
@@ -77,15 +76,15 @@ class StepMeter:
         loss: torch.Tensor,
         tokens: int,
         computed_tokens: int,
-        samples: int,
+        num_samples: int,
         rows: np.ndarray | None = None,
     ) -> None:
-        """One micro-batch; `loss` is its share of the step's mean loss, times the number of
+        """Add a micro-batch. `loss` is its share of the step's mean loss, times the number of
         ranks."""
         if rows is not None:
             self._rows.append(rows)
         self._loss = loss if self._loss is None else self._loss + loss
-        self._counts += (tokens, computed_tokens, samples)
+        self._counts += (tokens, computed_tokens, num_samples)
 
     def close_step(self, **facts: Any) -> None:
         assert self._loss is not None, "an optimizer step without a micro-batch"
@@ -107,15 +106,16 @@ class StepMeter:
             self._rows = []
 
     def keep_rows(self, synced: bool) -> None:
-        """Hand the rows of the steps so far to the kernel, or to the disk: a checkpoint must not
-        know more of them."""
+        """Write the rows of the steps so far to the kernel, or to the disk before a checkpoint,
+        which must not contain more steps."""
         if self._file:
             self._file.flush()
             if synced:
                 os.fsync(self._file.fileno())
 
     def drain(self, device: torch.device) -> list[dict[str, Any]]:
-        """The steps since the last call, summed over ranks. All ranks call it at the same step."""
+        """The steps since the last call, summed over ranks. All ranks call this at the same
+        step."""
         steps, self.steps = self.steps, []
         if not steps:
             return []
@@ -134,7 +134,7 @@ class StepMeter:
 
 
 class Reporter(TrainerCallback):
-    """Writes events.jsonl and the log from rank 0."""
+    """Callback that writes events.jsonl and the log on rank 0."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class Reporter(TrainerCallback):
         self.host = HostMemory()
         self._bar = _bar() if draw and rank == 0 else None
         self._figures = ""
-        self._second_step_at: float | None = None  # the first step is no measure of the others
+        self._second_step_at: float | None = None  # the first step is slower than the others
         self._step_began = 0.0
         self._learning_rate = 0.0
         self.gradients_bytes = 0
@@ -166,7 +166,8 @@ class Reporter(TrainerCallback):
         self._is_refused = False
 
     def _write_second_step(self) -> None:
-        """For the launcher to compare with the plan. Collective."""
+        """Write the memory of the second step, which the launcher compares with the plan.
+        Collective."""
         allocated, reserved, _ = vram_peaks(self._device)
         if self._rank == 0:
             free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0
@@ -178,10 +179,13 @@ class Reporter(TrainerCallback):
     ) -> None:
         self._step_began = time.monotonic()
 
+    # the time of an evaluation or a save does not count for the next step
+    on_evaluate = on_save = on_train_begin
+
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if not self._steps:  # an attempt's first: what came before it was its start
+        if not self._steps:  # the time before an attempt's first step belongs to its start
             self._step_began, self._meter.waited_s = time.monotonic(), 0.0
 
     def on_pre_optimizer_step(
@@ -227,7 +231,7 @@ class Reporter(TrainerCallback):
     ) -> None:
         if "loss" in logs:
             self.flush(state.max_steps, logs.get("grad_norm"))
-            # a log's time is no step's; nor is an evaluation's or a save's
+            # the time of a log does not count for the next step
             self._step_began = time.monotonic()
         elif "eval_loss" in logs and self._rank == 0:
             logger.info(
@@ -247,16 +251,6 @@ class Reporter(TrainerCallback):
             )
             self._write(self._held_out, [done])
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._step_began = time.monotonic()
-
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._step_began = time.monotonic()
-
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -265,7 +259,7 @@ class Reporter(TrainerCallback):
             self._bar.stop()
 
     def flush(self, max_steps: int, grad_norm: float | None) -> None:
-        """Write the steps since the last flush; every rank calls it at the same step."""
+        """Write the steps since the last flush. Every rank calls this at the same step."""
         self._meter.keep_rows(synced=False)
         steps = self._meter.drain(self._device)
         vram = vram_peaks(self._device)
@@ -297,18 +291,19 @@ class Reporter(TrainerCallback):
         logger.info("%s", mean.line(self._time_left(mean)))
 
     def _time_left(self, event: StepEvent) -> str:
-        """At the pace of this attempt, evaluations and checkpoints included; "" before two steps
-        and after the last."""
+        """The remaining time at the pace of this attempt, with evaluations and checkpoints. ""
+        before the second step and after the last."""
         steps_left, past = event.max_steps - event.step, self._steps - STEADY_STEP
         if self._second_step_at is None or past < 1 or steps_left < 1:
             return ""
         return eta(steps_left * (time.monotonic() - self._second_step_at) / past)
 
     def _write(self, file: IO[str] | None, figures: Sequence[StepEvent | HeldOut]) -> None:
-        """Figures that the disk refuses are lost, and that is said once; training goes on."""
+        """Write figures. If the disk refuses them they are lost, a warning says so once, and the
+        training continues."""
         assert file is not None
         try:
-            file.write("".join(base_files.to_json(asdict(one)) + "\n" for one in figures))
+            file.write("".join(base_files.to_json(asdict(figure)) + "\n" for figure in figures))
             file.flush()
         except OSError as error:
             if not self._is_refused:
@@ -317,7 +312,7 @@ class Reporter(TrainerCallback):
 
 
 def vram_peaks(device: torch.device) -> tuple[int, int, int]:
-    """(allocated, reserved, total) bytes, the largest over ranks; zeros without a GPU.
+    """(allocated, reserved, total) bytes: the maximum over ranks, or zeros without a GPU.
     Collective."""
     if device.type != "cuda":
         return 0, 0, 0
@@ -336,7 +331,7 @@ def vram_peaks(device: torch.device) -> tuple[int, int, int]:
 
 
 def _bar() -> Any:
-    """The bar of a start without a launcher, on a terminal; else the launcher draws."""
+    """The bar on the terminal of a start without a launcher. Otherwise the launcher draws it."""
     from rich.console import Console
 
     from launch.base.progress_bar import ProgressBar
@@ -345,26 +340,26 @@ def _bar() -> Any:
 
 
 class _StandardOutput(logging.Handler):
-    """Prints: while there is a bar, standard output is its console."""
+    """Handler that prints. While there is a bar, standard output is its console."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        # in one write: ranks share the terminal
+        # a single write, because ranks share the terminal
         print(f"{self.format(record)}\n", end="", flush=True)
 
 
 class _Shown(logging.Formatter):
-    """A line as it may stand in a log."""
+    """Formatter of lines that may be shown in a log."""
 
     def format(self, record: logging.LogRecord) -> str:
         return shown(super().format(record))
 
 
 def start_logging(files: list[Path], rank: int) -> None:
-    """Rank 0 logs to its standard output and to `files`; other ranks only warn, on standard
-    error."""
+    """Start logging. Rank 0 logs to its standard output and to `files`. Other ranks only log
+    warnings, to standard error."""
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False
-    transformers_logging.disable_progress_bar()  # "Writing model shards" beside our own
+    transformers_logging.disable_progress_bar()  # "Writing model shards" beside our bar
     plain = _Shown("%(asctime)s  %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     handlers: list[logging.Handler] = [
         _StandardOutput() if rank == 0 else logging.StreamHandler(sys.stderr)

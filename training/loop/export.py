@@ -1,5 +1,5 @@
-"""The trained model as one ordinary Hugging Face folder, with tokenizer and card, swapped in
-whole."""
+"""Export of the trained model as an ordinary Hugging Face folder with tokenizer and model card. It
+replaces the previous folder in one step."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from training.model import four_bit
 def write(
     network: Network,
     trainer: LowMemTrainer,
-    cut: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase,
     recipe: Recipe,
     plan: Plan,
     run_id: str,
     uninterrupted: Callable[[], AbstractContextManager[None]],
 ) -> str:
-    """Write recipe.output_dir and say what it holds; what stood there before is ours (checked
-    before the launch).
+    """Write recipe.output_dir and return a description of its content. A previous folder is ours,
+    which was checked before the launch.
 
-    `network` holds all the weights, and is the trainer's own or a copy; the folders are swapped
-    `uninterrupted`.
+    `network` holds all the weights. It is the trainer's own model or a copy. The folders are
+    swapped `uninterrupted`.
     """
     target = Path(recipe.output_dir)
     aside, old = (target.with_name(f".{target.name}.{ending}") for ending in ("tmp", "old"))
@@ -44,8 +44,8 @@ def write(
             shutil.rmtree(leftover)
     nan_guard.check_export(network, trainer.state.global_step)
     aside.mkdir(parents=True)
-    held = save_weights(network, cut, recipe, aside, trainer.state.global_step)
-    (aside / "README.md").write_text(_card(trainer, recipe, plan, held), encoding="utf-8")
+    content = save_weights(network, tokenizer, recipe, aside, trainer.state.global_step)
+    (aside / "README.md").write_text(_card(trainer, recipe, plan, content), encoding="utf-8")
     quantization = recipe.quantized(plan.strategy.mixed_precision)
     facts = ExportedModel(
         run_id,
@@ -57,7 +57,7 @@ def write(
     files.sync_all(aside)
     with uninterrupted():
         _swap(aside, target, old, is_another_runs=bool(layout.kept_aside(target, run_id)))
-    return held
+    return content
 
 
 def _swap(aside: Path, target: Path, old: Path, is_another_runs: bool) -> None:
@@ -74,13 +74,12 @@ def _swap(aside: Path, target: Path, old: Path, is_another_runs: bool) -> None:
 
 
 def save_weights(
-    model: Network, cut: PreTrainedTokenizerBase, recipe: Recipe, folder: Path, step: int
+    model: Network, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, folder: Path, step: int
 ) -> str:
-    """LoRA on a named shape is merged (its random base is stored nowhere else); on a local folder
-    it stays apart.
-
-    On 4-bit weights too: the folder still has them in full, to merge into where somebody wants
-    that."""
+    """Save the weights; return a description of the content. A LoRA adapter on a named shape is
+    merged, because its random base is stored nowhere else. An adapter on a local folder stays
+    separate, also on 4-bit weights: the folder still has the full weights, into which it can be
+    merged."""
     section = recipe.model
     is_lora = hasattr(model, "peft_config")
     if is_lora and section.path is None:
@@ -91,7 +90,7 @@ def save_weights(
             model = model.merge_and_unload()
         nan_guard.check_export(model, step)
     model.save_pretrained(folder)
-    cut.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     if not is_lora:
         return "the whole model"
     return (
@@ -105,11 +104,11 @@ def _quantization(recipe: Recipe) -> list[str]:
     section = recipe.quantization
     if section is None:
         return []
-    words = f"- trained on linear weights of 4 bits ({section.bnb_4bit_quant_type})"
+    line = f"- trained on linear weights of 4 bits ({section.bnb_4bit_quant_type})"
     if recipe.model.path is None:
-        return [f"{words}; merged into them, dequantised"]
+        return [f"{line}; merged into them, dequantised"]
     return [
-        f"{words}; to merge it into the whole ones of {recipe.model.path}: python -m launch merge"
+        f"{line}; to merge it into the full weights of {recipe.model.path}: python -m launch merge"
         " FOLDER --out NEW"
     ]
 
@@ -119,7 +118,7 @@ def last(history: list[dict[str, float]], key: str) -> float | None:
     return next((entry[key] for entry in reversed(history) if key in entry), None)
 
 
-def _card(trainer: LowMemTrainer, recipe: Recipe, plan: Plan, held: str) -> str:
+def _card(trainer: LowMemTrainer, recipe: Recipe, plan: Plan, content: str) -> str:
     state = trainer.state
     eval_loss = (
         state.best_metric if state.best_global_step else last(state.log_history, "eval_loss")
@@ -128,7 +127,7 @@ def _card(trainer: LowMemTrainer, recipe: Recipe, plan: Plan, held: str) -> str:
         f"- recipe: {recipe.name} ({recipe.task})",
         (
             f"- model: {plan.shape.name}, {plan.shape.parameters:,} parameters; this folder holds"
-            f" {held}"
+            f" {content}"
         ),
         *_quantization(recipe),
         f"- data: {Path(recipe.data.train_file).name}",

@@ -1,9 +1,9 @@
-"""Losses, gradients and weights that are no finite numbers: seen by all ranks, before the optimizer
-steps or a file is written.
+"""Detection of losses, gradients and weights that are not finite, on all ranks, before the
+optimizer steps or a file is written.
 
-A loss that is not finite is made to give gradients that are not finite either. The gradient norm,
-which is reduced over the ranks anyway, then tells every rank of a fault on any of them: no
-collective of its own, and one number read a step.
+A loss that is not finite gets gradients that are not finite. The gradient norm, which is reduced
+over the ranks anyway, then shows the fault to every rank. This needs no collective of its own, and
+reads a single number per step.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,44 +30,42 @@ from training.data.batches import SampleOrder
 
 logger = logging.getLogger("lowmem")
 
-MAX_OVERFLOWS = (
-    # in a row; fp16's loss scale starts at 65,536 and halves at each, so what is left is no scale's
-    # fault
-    15
-)
-MAX_SPIKES = 5  # in a row; after so many skipped steps the weights are where the loss is high
+# in a row; fp16's loss scale starts at 65,536 and halves each time, so a longer series has another
+# cause than the scale
+MAX_OVERFLOWS = 15
+MAX_SPIKES = 5  # in a row; after so many skipped steps the loss is high at these weights
 WARN_SPIKE = 100.0  # times the median
-REMEMBERED = 50  # steps of which the median is taken
+REMEMBERED = 50  # steps whose median is computed
 LEAST_REMEMBERED = 10
 EXCHANGE_S = 20.0
-SHOWN = 8  # rows or names in one message
+SHOWN = 8  # rows or names in a message
 
 
 def poisoned(loss: torch.Tensor) -> torch.Tensor:
-    """The loss; where it is not finite, one whose every gradient is NaN, as those of an infinite
-    one need not be."""
+    """The loss. If it is not finite, all its gradients become NaN, because the gradients of an
+    infinite loss can be finite."""
     return loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
 
 
 class Spikes:
-    """Tells an extraordinary value from the median of those before it."""
+    """Comparison of a value with the median of the values before it."""
 
     def __init__(self) -> None:
-        self._known: deque[float] = deque(maxlen=REMEMBERED)
+        self._values: deque[float] = deque(maxlen=REMEMBERED)
 
     def ratio(self, value: float) -> float:
-        """How many times the median it is; 0 while too few are known."""
-        if len(self._known) < LEAST_REMEMBERED:
+        """The value divided by the median; 0 while there are too few values."""
+        if len(self._values) < LEAST_REMEMBERED:
             return 0.0
-        return value / max(statistics.median(self._known), 1e-30)
+        return value / max(statistics.median(self._values), 1e-30)
 
     def remember(self, value: float) -> None:
         if math.isfinite(value):
-            self._known.append(value)
+            self._values.append(value)
 
 
 class NanGuard(TrainerCallback):
-    """One rank's watch over a run's numbers. Raises NonFinite, with the same words on all ranks."""
+    """Callback that checks a run's numbers. Raises NonFinite, with the same text on all ranks."""
 
     def __init__(
         self,
@@ -76,10 +75,10 @@ class NanGuard(TrainerCallback):
         fp16: bool,
         learning_rate: float,
     ) -> None:
-        """`learning_rate`: as the recipe says it."""
+        """`learning_rate` is the value in the recipe."""
         self._order, self._attempt, self._learning_rate = order, attempt, learning_rate
         self._skip_above, self._fp16 = skip_spikes_above, fp16
-        # of this step's micro-batches; never read unless something is wrong
+        # of this step's micro-batches; read only after a fault
         self._losses: list[torch.Tensor] = []
         self._overflows = self._skipped = 0
         self._norms, self._step_losses = Spikes(), Spikes()
@@ -89,16 +88,16 @@ class NanGuard(TrainerCallback):
     # ---------------------------------------------------------------------------
 
     def add(self, loss: torch.Tensor) -> None:
-        """The loss of one micro-batch."""
+        """Add the loss of a micro-batch."""
         self._losses.append(loss.detach())
 
     def check_step(self, norm: float) -> bool:
-        """Whether the optimizer may step with gradients of this norm. Raises NonFinite."""
+        """True if the optimizer may step with gradients of this norm. Raises NonFinite."""
         step = self.trainer.state.global_step + 1
         losses, self._losses = self._losses, []
         if not math.isfinite(norm):
-            self._look(step, losses, norm)
-            return True  # fp16: its scaler skips the step by itself
+            self._investigate(step, losses, norm)
+            return True  # the scaler of fp16 skips the step by itself
         self._overflows = 0
         ratio = self._norms.ratio(norm)
         shown = f"the gradient norm {norm:.3g} is {ratio:.0f} times the median of the last steps"
@@ -118,9 +117,9 @@ class NanGuard(TrainerCallback):
         )
         return False
 
-    def _look(self, step: int, losses: Sequence[torch.Tensor], norm: float) -> None:
-        """What is not finite, where, and in which rows. Returns only for what fp16's loss scale is
-        to blame for."""
+    def _investigate(self, step: int, losses: Sequence[torch.Tensor], norm: float) -> None:
+        """Find the numbers that are not finite, their ranks and their rows. Returns only if fp16's
+        loss scale is the cause, and raises NonFinite otherwise."""
         values = torch.stack([loss.float() for loss in losses]).tolist() if losses else []
         bad = [i for i, value in enumerate(values) if not math.isfinite(value)]
         network = self.trainer.model
@@ -132,14 +131,18 @@ class NanGuard(TrainerCallback):
                 (name, p.grad) for name, p in network.named_parameters() if p.grad is not None
             ),
         }
-        known = _told(f"step-{step}", facts)
-        culprits = {rank: told for rank, told in known.items() if told["losses"]}
+        reports = _exchange(f"step-{step}", facts)
+        culprits = {rank: report for rank, report in reports.items() if report["losses"]}
         if not culprits and self._fp16:
             self._overflows += 1
             if self._overflows < MAX_OVERFLOWS:
                 return
         fix = self._slower()
-        if weights := next((told["weights"] for told in known.values() if told["weights"]), None):
+        weights, names = (
+            next((report[key] for report in reports.values() if report[key]), [])
+            for key in ("weights", "gradients")
+        )
+        if weights:
             what = f"weights are not finite: {', '.join(weights)}"
             fix = (
                 "look at the folder of model.path, or go on from an older checkpoint with --resume"
@@ -147,17 +150,14 @@ class NanGuard(TrainerCallback):
             )
         elif culprits:
             ranks = ", ".join(
-                f"{next(iter(told['losses'].values()))} on rank {rank}"
-                f" (micro-batch {', '.join(str(int(i) + 1) for i in told['losses'])})"
-                for rank, told in culprits.items()
+                f"{next(iter(report['losses'].values()))} on rank {rank}"
+                f" (micro-batch {', '.join(str(int(i) + 1) for i in report['losses'])})"
+                for rank, report in culprits.items()
             )
             what = f"the loss is {ranks}"
         else:
-            names = next((told["gradients"] for told in known.values() if told["gradients"]), [])
-            what = f"the gradient norm is {norm}" + (
-                f" (gradients of {', '.join(names)})" if names else ""
-            )
-            what += f", every loss is finite; {len(known)} rank(s)"
+            of = f" (gradients of {', '.join(names)})" if names else ""
+            what = f"the gradient norm is {norm}{of}, every loss is finite; {len(reports)} rank(s)"
         if self._fp16:
             what += (
                 f", {self._overflows} steps in a row, in fp16"
@@ -168,22 +168,21 @@ class NanGuard(TrainerCallback):
                 "train in bf16 (--training.fp16=false --training.bf16=true) or float32"
                 " (--training.fp16=false)"
             )
-        guilty = {rank: told["rows"] for rank, told in (culprits or known).items()}
-        file = self._write(step, what, guilty)
-        rows = [row for told in guilty.values() for row in told]
-        shown = ", ".join(map(str, rows[:SHOWN])) + (", ..." if len(rows) > SHOWN else "")
+        rows = {rank: report["rows"] for rank, report in (culprits or reports).items()}
+        file = self._write(step, what, rows)
+        listed = _listed([row for numbers in rows.values() for row in numbers])
         raise self._ended(
-            f"step {step}: {what}; rows {shown} of the tokenised data, shown in {file}", fix
+            f"step {step}: {what}; rows {listed} of the tokenised data, shown in {file}", fix
         )
 
-    def _ended(self, words: str, fix: str) -> NonFinite:
-        """The error to raise, once it stands in the log."""
-        self._warn(words)
-        return NonFinite(words, fix)
+    def _ended(self, message: str, fix: str) -> NonFinite:
+        """Log the message; return the error to raise."""
+        self._warn(message)
+        return NonFinite(message, fix)
 
-    def _warn(self, words: str) -> None:
-        if self.trainer.args.process_index == 0:  # all ranks say the same
-            logger.warning("%s", words)
+    def _warn(self, message: str) -> None:
+        if self.trainer.args.process_index == 0:  # all ranks have the same message
+            logger.warning("%s", message)
 
     def _slower(self) -> str:
         rate = self._learning_rate / 2
@@ -193,19 +192,19 @@ class NanGuard(TrainerCallback):
         )
 
     def _write(self, step: int, what: str, rows: dict[int, list[int]]) -> Path:
-        """The rows that were trained on, as people read them, for whom looks for the bad one."""
+        """Write the texts of the trained rows, among which people find the bad row."""
         file = self._attempt / "nonfinite.json"
         if self.trainer.args.process_index == 0:
-            cut, data = self.trainer.processing_class, self.trainer.train_dataset
+            tokenizer, data = self.trainer.processing_class, self.trainer.train_dataset
             shown = [
-                {"rank": rank, "row": row, "tokens": len(ids), "text": cut.decode(ids[:200])}
+                {"rank": rank, "row": row, "tokens": len(ids), "text": tokenizer.decode(ids[:200])}
                 for rank, numbers in rows.items()
                 for row, (ids, *_) in zip(numbers, data.__getitems__(numbers), strict=True)
             ]
             files.write_json(file, {"step": step, "what": what, "rows": shown})
         return file
 
-    # ---- what DeepSpeed does inside of backward()
+    # ---- inside DeepSpeed's backward()
     # ---------------------------------------------------------------------------
 
     def on_train_begin(
@@ -215,14 +214,14 @@ class NanGuard(TrainerCallback):
             self._inside(deepspeed_private.optimizer(self.trainer))
 
     def _inside(self, zero: Any) -> None:
-        """Check where DeepSpeed has the norm and has not stepped yet; it would skip or take such a
-        step in silence."""
+        """Check the norm after DeepSpeed has computed it and before it steps. DeepSpeed would skip
+        or take a bad step without a message."""
         may_step = True
 
         def see_norms(norms: list[Any]) -> None:
             nonlocal may_step
             groups = torch.stack([torch.as_tensor(norm) for norm in norms])
-            # -1: DeepSpeed's word for NaN
+            # -1 stands for NaN in DeepSpeed
             if not self._fp16 or bool((groups.isfinite() & (groups >= 0)).all()):
                 may_step = self.check_step(_combined(groups.tolist()) / float(zero.loss_scale))
 
@@ -230,11 +229,11 @@ class NanGuard(TrainerCallback):
             zero, see_norms, lambda: self.check_step(math.inf), lambda: may_step
         )
 
-    # ---- after it
+    # ---- after the optimizer step
     # ---------------------------------------------------------------------------
 
     def check_loss(self, step: int, loss: float) -> None:
-        """Warns of a spike in the loss of a step, which was summed over the ranks."""
+        """Warn of a spike in the loss of a step, which was summed over the ranks."""
         ratio = self._step_losses.ratio(loss)
         if ratio > WARN_SPIKE:
             self._warn(
@@ -246,7 +245,7 @@ class NanGuard(TrainerCallback):
     def check_evaluation(
         self, loss: float, sums: Sequence[torch.Tensor], batches: Sequence[Sequence[int]]
     ) -> None:
-        """Raises NonFinite where the held-out loss, which all ranks share, is not finite."""
+        """Raises NonFinite if the held-out loss, which all ranks share, is not finite."""
         if math.isfinite(loss):
             return
         step = self.trainer.state.global_step
@@ -257,19 +256,13 @@ class NanGuard(TrainerCallback):
             for row in batch
             if not math.isfinite(value)
         ]
-        known = _told(
-            f"evaluation-{step}",
-            {"rows": rows, "weights": _names(self.trainer.model.named_parameters())},
-        )
-        rows = sorted(row for told in known.values() for row in told["rows"])
-        shown = ", ".join(map(str, rows[:SHOWN])) + (", ..." if len(rows) > SHOWN else "")
-        words = (
-            f"step {step}: the held-out loss is {loss}; rows {shown} of the tokenised held-out data"
-        )
-        raise self._ended(words, self._slower())
+        reports = _exchange(f"evaluation-{step}", {"rows": rows})
+        listed = _listed(sorted(row for report in reports.values() for row in report["rows"]))
+        rows_text = f"rows {listed} of the tokenised held-out data"
+        raise self._ended(f"step {step}: the held-out loss is {loss}; {rows_text}", self._slower())
 
     def check_checkpoint(self) -> None:
-        """Raises NonFinite on every rank when weights or optimizer states of any are not finite.
+        """Raises NonFinite on every rank if weights or optimizer states of any rank are not finite.
         Collective."""
         trainer, step = self.trainer, self.trainer.state.global_step
         named = [(name, parameter.data) for name, parameter in trainer.model.named_parameters()]
@@ -289,16 +282,16 @@ class NanGuard(TrainerCallback):
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(is_bad)
         if is_bad.item():
-            known = _told(f"checkpoint-{step}", {"weights": _names(named)})
-            names = sorted({name for told in known.values() for name in told["weights"]})
-            words = (
-                f"step {step}: not finite, so no checkpoint is written: {', '.join(names[:SHOWN])}"
+            reports = _exchange(f"checkpoint-{step}", {"weights": _names(named)})
+            names = sorted({name for report in reports.values() for name in report["weights"]})
+            raise self._ended(
+                f"step {step}: not finite, so no checkpoint is written: {', '.join(names[:SHOWN])}",
+                self._slower(),
             )
-            raise self._ended(words, self._slower())
 
 
 def check_export(network: torch.nn.Module, step: int) -> None:
-    """Raises NonFinite for a model that nobody should be given."""
+    """Raises NonFinite for a model whose weights are not finite."""
     if not all_finite(parameter.data for parameter in network.parameters()):
         names = ", ".join(_names(network.named_parameters()))
         raise NonFinite(
@@ -309,10 +302,10 @@ def check_export(network: torch.nn.Module, step: int) -> None:
 
 
 def all_finite(tensors: Iterable[Any]) -> bool:
-    """One pass over the memory and one number read; nothing of the tensors' size is allocated."""
-    whole = [_local(tensor) for tensor in tensors if torch.is_tensor(tensor)]
+    """True if all numbers are finite. Reads the memory once and one number per kind; allocates
+    nothing of the tensors' size."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in whole:
+    for tensor in [_local(tensor) for tensor in tensors if torch.is_tensor(tensor)]:
         if tensor.is_floating_point() and tensor.numel() and tensor.element_size() > 1:
             by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     highest = [torch_private.largest(group) for group in by_kind.values()]
@@ -320,12 +313,13 @@ def all_finite(tensors: Iterable[Any]) -> bool:
 
 
 def _names(named: Iterable[tuple[str, Any]]) -> list[str]:
-    """The first few whose tensor is not finite."""
-    found = []
-    for name, tensor in named:
-        if len(found) < SHOWN and not all_finite([tensor]):
-            found.append(name)
-    return found
+    """The first names whose tensor is not finite."""
+    return list(islice((name for name, tensor in named if not all_finite([tensor])), SHOWN))
+
+
+def _listed(rows: Sequence[int]) -> str:
+    """The first rows as text."""
+    return ", ".join(map(str, rows[:SHOWN])) + (", ..." if len(rows) > SHOWN else "")
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -340,17 +334,17 @@ def _combined(norms: Sequence[float]) -> float:
     )
 
 
-def _told(name: str, facts: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Every rank's facts by its number; without those that do not answer in time.
+def _exchange(name: str, facts: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Every rank's facts by its number, without ranks that do not answer in time.
 
-    Through the store, not a collective: a rank whose numbers are finite is not here, and must not
-    be waited for."""
+    The store is used instead of a collective, because a rank whose numbers are finite does not call
+    this function and would be waited for."""
     if not torch.distributed.is_initialized():
         return {0: facts}
     store = torch_private.default_store()
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    known: dict[int, dict[str, Any]] = {}
-    for stage in ("told", "read"):  # whoever holds the store stays until all have read
+    facts_by_rank: dict[int, dict[str, Any]] = {}
+    for stage in ("written", "read"):  # the rank that hosts the store waits until all have read
         store.set(f"lowmem/{name}/{stage}/{rank}", json.dumps(facts))
         for other in range(world_size):
             try:
@@ -359,5 +353,5 @@ def _told(name: str, facts: dict[str, Any]) -> dict[int, dict[str, Any]]:
                 )
             except torch.distributed.DistStoreError:
                 continue
-            known[other] = json.loads(store.get(f"lowmem/{name}/{stage}/{other}"))
-    return known
+            facts_by_rank[other] = json.loads(store.get(f"lowmem/{name}/{stage}/{other}"))
+    return facts_by_rank

@@ -1,4 +1,4 @@
-"""transformers.Trainer with our order of samples, a loss normalised by target tokens, and whole
+"""transformers.Trainer with our order of samples, a loss normalised by target tokens, and complete
 checkpoints."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from training.model.chunked_loss import ChunkedHead, target_loss_sum
 
 logger = logging.getLogger("lowmem")
 
-# accelerate calls the CPU of a rank cpu:0, and Trainer loads an optimizer there; torch 2.11 knows
+# accelerate calls the CPU of a rank cpu:0, and Trainer loads an optimizer there. torch 2.11 knows
 # only "cpu".
 torch.serialization.register_package(
     100,
@@ -50,16 +50,16 @@ torch.serialization.register_package(
 
 
 def empty_cache() -> None:
-    """Give what the allocator has cached back to the driver. The prediction counts on it between a
+    """Return the allocator's cached memory to the driver. The prediction assumes this between a
     step and an evaluation (launch/predict/estimate.py)."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 class LowMemTrainer(OpenTrainer):
-    """Trainer, except: an optimizer step covers exactly the next effective batch of a fixed order;
-    the gradient is of the mean over the target tokens of the step on all ranks; a checkpoint is
-    whole or not there."""
+    """Trainer with three differences. An optimizer step covers exactly the next effective batch of
+    a fixed order. The gradient is that of the mean over the target tokens of the step on all ranks.
+    A checkpoint is complete or does not exist."""
 
     def __init__(
         self,
@@ -68,18 +68,18 @@ class LowMemTrainer(OpenTrainer):
         meter: StepMeter,
         keep_checkpoints: int,
         facts: dict[str, Any],
-        watch: nan_guard.NanGuard | None = None,  # None: no numbers, as in a trace
-        obey: StopCallback | None = None,
+        guard: nan_guard.NanGuard | None = None,  # None: there are no numbers, as in a trace
+        stop_callback: StopCallback | None = None,
         strategy: Strategy | None = None,
         output_chunks: int = 1,
         **kwargs: Any,
     ) -> None:
-        """`facts` go into each checkpoint's manifest; without a `strategy` nothing is saved."""
-        self.order, self.meter, self.watch, self.obey = order, meter, watch, obey
+        """`facts` are part of each checkpoint's manifest. Without a `strategy` nothing is saved."""
+        self.order, self.meter, self.guard, self.stop_callback = order, meter, guard, stop_callback
         self._keep_checkpoints, self._facts = keep_checkpoints, facts
         # names of checkpoints that this process has committed or verified
         self.verified: set[str] = set()
-        self.is_converted = False  # the checkpoint to resume from was, by convert.py
+        self.is_converted = False  # convert.py has converted the checkpoint to resume from
         self.save_s = 0.0
         self._strategy = strategy
         super().__init__(compute_loss_func=self._loss, **kwargs)
@@ -87,8 +87,8 @@ class LowMemTrainer(OpenTrainer):
         self._head = (
             ChunkedHead(self.model, output_chunks, self._shift) if output_chunks > 1 else None
         )
-        if watch is not None:
-            watch.trainer = self
+        if guard is not None:
+            guard.trainer = self
 
     def refuse_wrapper(self, network: Network) -> None:
         setup.refuse_data_parallel(network)
@@ -100,29 +100,29 @@ class LowMemTrainer(OpenTrainer):
         num_items_in_batch: Any = None,
     ) -> torch.Tensor:
         loss = self._loss_sum(outputs.logits, labels) / num_items_in_batch
-        if self.watch is not None:
-            self.watch.add(loss)
+        if self.guard is not None:
+            self.guard.add(loss)
         return nan_guard.poisoned(loss)
 
     def compute_loss(
         self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        with self._head.given(inputs["labels"]) if self._head else nullcontext():
+        with self._head.summed_loss(inputs["labels"]) if self._head else nullcontext():
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """`logits`: the sum itself, where a chunked head has made it."""
+        """The sum of the targets' losses. A chunked head gives this sum as `logits`."""
         return logits if self._head else target_loss_sum(logits, labels, self._shift)
 
     def gradient_norm(self, library: Callable[[], Any]) -> Any:
-        """The norm over all ranks, looked at before the optimizer steps. DeepSpeed has stepped by
-        now (nan_guard.py)."""
+        """The norm over all ranks, which is checked before the optimizer steps. DeepSpeed has
+        stepped already (nan_guard.py)."""
         norm = library()
-        if self.watch is None or self.is_deepspeed_enabled:
+        if self.guard is None or self.is_deepspeed_enabled:
             return norm
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        if not self.watch.check_step(float(norm)):
-            # the step finds no gradients: weights and moments stay
+        if not self.guard.check_step(float(norm)):
+            # without gradients the step changes neither weights nor moments
             self.optimizer.zero_grad(set_to_none=True)
         return norm
 
@@ -141,27 +141,27 @@ class LowMemTrainer(OpenTrainer):
         )
 
     def get_train_dataloader(self) -> DataLoader:
-        """Not prepared by Accelerate, which would pad the last batch with repeated samples: the
-        order is per rank."""
+        """The loader of this rank's batches. Accelerate does not prepare it, because it would pad
+        the last batch with repeated samples."""
         return self._loader(self.train_dataset, self.order, self.args.dataloader_num_workers)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """This rank's share of the held-out rows; as many batches on every rank."""
+        """This rank's share of the held-out rows. Every rank has the same number of batches."""
         rows = eval_dataset if eval_dataset is not None else self.eval_dataset
         width = self.args.per_device_eval_batch_size * self.args.world_size
         order = list(range(len(rows)))
         if self.order.lengths is not None or self.order.budget is not None:
             order = rows.lengths().sum(axis=1).argsort(kind="stable").tolist()
         batches = [
-            order[at : at + width][self.args.process_index :: self.args.world_size]
-            for at in range(0, len(rows), width)
+            order[start : start + width][self.args.process_index :: self.args.world_size]
+            for start in range(0, len(rows), width)
         ]
         return self._loader(rows, batches, 0)
 
     def get_batch_samples(
         self, *args: Any, **kwargs: Any
     ) -> tuple[list[Any], torch.Tensor | int | None]:
-        """Trainer's own; how long a step waits for its data is noted."""
+        """Trainer's own method. The time that a step waits for its data is added to the meter."""
         began = time.monotonic()
         batches = super().get_batch_samples(*args, **kwargs)
         self.meter.waited_s += time.monotonic() - began
@@ -170,45 +170,45 @@ class LowMemTrainer(OpenTrainer):
     def training_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        if self.obey:
-            self.obey.micro_batch()
+        if self.stop_callback:
+            self.stop_callback.micro_batch()
         if not inputs:  # the step needs fewer micro-batches than Trainer counts
             return torch.zeros((), device=self.args.device)
         rows = inputs.pop("sample_ids", None)
-        tokens, samples = inputs.pop("num_tokens", 0), inputs.pop("num_samples", 0)
+        tokens, num_samples = inputs.pop("num_tokens", 0), inputs.pop("num_samples", 0)
         if "attention_mask" in inputs:
             with_target = (inputs["labels"] != IGNORED).any(dim=1)
             tokens = (inputs["attention_mask"] * with_target[:, None]).sum()
-            samples = with_target.sum()
+            num_samples = with_target.sum()
         computed = inputs["input_ids"].numel()
         if "decoder_input_ids" in inputs:
             tokens = tokens + (inputs["labels"] != IGNORED).sum()
             computed += inputs["labels"].numel()
         loss = super().training_step(model, inputs, *args, **kwargs)
-        self.meter.add(loss, int(tokens), computed, int(samples), rows)
+        self.meter.add(loss, int(tokens), computed, int(num_samples), rows)
         return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Nothing where the ranks were told to stop meanwhile."""
-        # an evaluation has other sizes than a step: what is cached of one is of no use to the other
+        """The metrics; {} if the ranks have to stop meanwhile."""
+        # an evaluation has other sizes than a step, so neither can use the other's cached blocks
         empty_cache()
         try:
             return super().evaluate(*args, **kwargs)
         except Halted:
-            assert self.obey is not None
-            self.obey.cut_evaluation(self.state, self.control)
+            assert self.stop_callback is not None
+            self.stop_callback.cut_evaluation(self.state, self.control)
             return {}
         finally:
             empty_cache()
 
     def is_best_metric(self, library: Callable[[], bool], metrics: dict[str, float]) -> bool:
-        """Whether the held-out loss has never been so low; such a step's checkpoint is written and
-        kept (best.py)."""
+        """True if the held-out loss is the lowest so far. The checkpoint of such a step is written
+        and kept (best.py)."""
         is_best = bool(metrics) and library()
         if is_best and not self.control.should_save:
             self.control.should_save = True
-            if self.obey:
-                self.obey.begin_save()
+            if self.stop_callback:
+                self.stop_callback.begin_save()
         return is_best
 
     def evaluation_loop(
@@ -220,27 +220,27 @@ class LowMemTrainer(OpenTrainer):
         **kwargs: Any,
     ) -> EvalLoopOutput:
         """Mean loss over all target tokens of the held-out rows, and its perplexity."""
-        model = self.model_wrapped  # the wrapper gathers what the ranks hold in parts
+        model = self.model_wrapped  # the wrapper gathers weights that the ranks share
         model.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         sums = []
         for inputs in dataloader:
-            if self.obey:
-                self.obey.between_batches()
+            if self.stop_callback:
+                self.stop_callback.between_batches()
             batch = self._prepare_inputs(inputs)
             labels = batch.pop("labels")
-            # what compiles for a minute saves seconds here
+            # compiling takes a minute and would save seconds here
             eagerly = (
                 torch.compiler.set_stance("force_eager")
                 if self.args.torch_compile
                 else nullcontext()
             )
             with torch.no_grad(), eagerly, self.compute_loss_context_manager():
-                with self._head.given(labels) if self._head else nullcontext():
+                with self._head.summed_loss(labels) if self._head else nullcontext():
                     logits = model(**batch).logits
                 sums.append(self._loss_sum(logits, labels))
                 totals[0] += sums[-1]
-                del logits  # else they stay while the next batch's are made
+                del logits  # free them before the next batch's are computed
             totals[1] += (labels != IGNORED).sum()
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(totals)
@@ -249,8 +249,8 @@ class LowMemTrainer(OpenTrainer):
             f"{metric_key_prefix}_loss": loss,
             f"{metric_key_prefix}_perplexity": math.inf if loss >= 700 else math.exp(loss),
         }
-        if self.watch is not None:
-            self.watch.check_evaluation(loss, sums, dataloader.batch_sampler)
+        if self.guard is not None:
+            self.guard.check_evaluation(loss, sums, dataloader.batch_sampler)
         return EvalLoopOutput(
             predictions=np.empty(0),
             label_ids=None,
@@ -259,15 +259,15 @@ class LowMemTrainer(OpenTrainer):
         )
 
     def load_weights(self, library: Callable[[], None]) -> None:
-        """The weights of a checkpoint of this engine; converted ones come with their states,
-        later."""
+        """Load the weights of a checkpoint of this engine. Converted weights are loaded later, with
+        their states."""
         if not self.is_converted:
             library()
 
     def prepare_training(
         self, library: Callable[[str | None], Any], resume_from_checkpoint: str | None
     ) -> tuple[torch.nn.Module, DataLoader]:
-        """Trainer's own, which also loads optimizer and schedule."""
+        """Trainer's own method, which also loads optimizer and schedule."""
         if not self.is_converted:
             return library(resume_from_checkpoint)
         assert resume_from_checkpoint and self._strategy
@@ -284,31 +284,32 @@ class LowMemTrainer(OpenTrainer):
         return prepared
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The model's part of a checkpoint; DeepSpeed's own files hold the weights already, in
-        every rank's share."""
+        """Save the model's part of a checkpoint. DeepSpeed's own files contain the weights already,
+        in the parts of the ranks."""
         if not self.is_deepspeed_enabled:
             super().save_model(output_dir, _internal_call)
 
     def save_checkpoint(self, library: Callable[[], None]) -> None:
-        """Trainer's own files, written aside by all ranks and hashed by all; committed and rotated
-        by rank 0."""
-        if self.watch is not None:
-            self.watch.check_checkpoint()
+        """Save Trainer's own files. All ranks write them to a temporary folder and hash them. Rank
+        0 commits the checkpoint and deletes old checkpoints."""
+        if self.guard is not None:
+            self.guard.check_checkpoint()
         began = time.monotonic()
         step = self.state.global_step
         checkpoints = Path(str(self.args.output_dir))
-        # just resumed from, or saved a moment ago: nothing has changed
+        # the run has just resumed from this checkpoint, or saved it a moment ago
         if manifest.name(step) in self.verified:
             return
         save = commit.Save(checkpoints, step, self.args.process_index, self.args.world_size)
-        empty_cache()  # a step's cached blocks are no use to what gathers weights
+        empty_cache()  # gathering weights cannot use a step's cached blocks
 
         def begin() -> None:
             self.meter.keep_rows(synced=True)
             if save.rank:
                 return
-            commit.check_room(checkpoints, self._facts.get("checkpoint_bytes", 0))
-            for folder in ("", *setup.CHECKPOINT_FOLDERS[self._strategy.engine]):
+            commit.check_disk_space(checkpoints, self._facts.get("checkpoint_bytes", 0))
+            # before, so that no rank can fail alone at it
+            for folder in ("", *self._strategy.launch_mode.checkpoint_folders):
                 (save.staged / folder).mkdir(parents=True, exist_ok=True)
 
         def write() -> None:
@@ -320,29 +321,29 @@ class LowMemTrainer(OpenTrainer):
 
         def finish() -> None:
             facts = {**self._facts, "samples_seen": self.order.samples_seen(step)}
-            if self._strategy.engine in ("plain", "ddp"):
+            if self._strategy.launch_mode.is_whole:
                 facts["optimizer_parameters"] = convert.optimizer_names(self)
             files = {relative: entry for part in described for relative, entry in part.items()}
             commit.commit(save.staged, checkpoints, step, facts, files)
-            # also what was converted, which every rank has read by now
+            # converted checkpoints too, which every rank has read by now
             commit.clear_staging(checkpoints)
 
         save.on_all(begin)
         save.on_all(write)
         listing = save.on_first(partial(commit.listing, save.staged))
-        mine = commit.deal(listing, save.world_size)[save.rank]
-        described = save.on_all(partial(commit.describe, save.staged, mine))
+        own_files = commit.deal(listing, save.world_size)[save.rank]
+        described = save.on_all(partial(commit.describe, save.staged, own_files))
         save.on_first(finish)
         self.verified.add(manifest.name(step))
-        kept = best.checkpoint_name(self.state)
+        best_name = best.checkpoint_name(self.state)
         save.on_first(
-            partial(commit.rotate, checkpoints, self._keep_checkpoints, self.verified, kept)
+            partial(commit.rotate, checkpoints, self._keep_checkpoints, self.verified, best_name)
         )
         self.save_s += time.monotonic() - began
 
     def save_optimizer(self, library: Callable[[], None], output_dir: str) -> None:
-        """DeepSpeed's part without its barriers in the way of an error, its `latest` and its Python
-        script."""
+        """Save DeepSpeed's part without its `latest`, its Python script, and its barriers, which
+        would block errors."""
         if not self.is_deepspeed_enabled:
             return library()
         engine = self.model_wrapped

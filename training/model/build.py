@@ -1,5 +1,5 @@
-"""The model that trains: built from a named shape or loaded from a local folder, then frozen in
-part or given LoRA."""
+"""Make the model that trains: built from a named shape or loaded from a local folder, then frozen
+in part or extended with LoRA."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from training.model import four_bit
 
 def build(
     section: ModelSection,
-    shape: ModelSize,
+    model_size: ModelSize,
     lora: LoraSection | None,
     lora_targets: tuple[str, ...],
     tokenizer: PreTrainedTokenizerBase,
@@ -35,14 +35,13 @@ def build(
     device: torch.device | None = None,
     attention: AttnImplementation = "sdpa",
 ) -> Network:
-    """The model on the CPU, in training mode's initial state; the same weights on every rank for
-    the same seed.
+    """The model on the CPU, before training. All ranks get the same weights for the same seed.
 
-    A folder that is quantised (Recipe.quantized()) is loaded to `device`, a tensor at a time."""
+    A folder to be quantised (Recipe.quantized()) is loaded to `device`, a tensor at a time."""
     torch.manual_seed(seed)
     model: Network
     if section.path is None:
-        model = from_shape(section, shape, quantization, attention)
+        model = from_shape(section, model_size, quantization, attention)
     else:
         model = from_folder(section, quantization, device or torch.device("cpu"), attention)
     vocabulary = model.get_input_embeddings().num_embeddings
@@ -62,25 +61,25 @@ def folder_config(folder: str | Path) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        said = str(error).strip().splitlines()[0]
+        cause = str(error).strip().splitlines()[0]
         raise ResourceError(
             f"{folder}/config.json: transformers {transformers.__version__} cannot read it"
-            f" ({said}); code that comes with a model is never run: use a model_type that"
+            f" ({cause}); code that comes with a model is never run: use a model_type that"
             " transformers has itself"
         ) from error
 
 
 def without_weights(
     section: ModelSection,
-    shape: ModelSize,
+    model_size: ModelSize,
     lora: LoraSection | None,
     lora_targets: tuple[str, ...],
     quantization: QuantizationSection | None = None,
     attention: AttnImplementation = "sdpa",
 ) -> Network:
-    """The same model on the meta device: parameters have a shape and a type, and no values."""
+    """The same model on the meta device: its parameters have a shape and a type, but no values."""
     with torch.device("meta"):
-        model = from_shape(section, shape, quantization)
+        model = from_shape(section, model_size, quantization)
         transformers_private.set_attention(model, attention)
         return prepare_to_train(model, section, lora, lora_targets)
 
@@ -91,20 +90,22 @@ def prepare_to_train(
     lora: LoraSection | None,
     lora_targets: tuple[str, ...],
 ) -> torch.nn.Module:
+    """Freeze the modules of model.freeze, or add LoRA."""
     model.config.use_cache = False  # generation turns it on for itself
+    frozen = tuple(f"{module}." for module in section.freeze)
     for name, parameter in model.named_parameters():
-        if any(name == prefix or name.startswith(prefix + ".") for prefix in section.freeze):
+        if f"{name}.".startswith(frozen):
             parameter.requires_grad_(False)
     return with_lora(model, lora, lora_targets) if lora else model
 
 
 def from_shape(
     section: ModelSection,
-    shape: ModelSize,
+    model_size: ModelSize,
     quantization: QuantizationSection | None = None,
     attention: AttnImplementation = "sdpa",
 ) -> PreTrainedModel:
-    config = AutoConfig.for_model(**shape.config)
+    config = AutoConfig.for_model(**model_size.config)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model = family.from_config(
         config,

@@ -1,5 +1,5 @@
-"""The loss in chunks of positions: logits of one at a time, and once more in backward. The same
-sum, less memory."""
+"""Compute the loss in chunks of positions: the logits of a chunk at a time, and again in backward.
+The same sum needs less memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from training.compat.transformers_private import Network
 
 
 class ChunkedHead:
-    """In place of a model's output projection: while it is given labels, it gives the summed loss
+    """Replaces a model's output projection: while it has labels, its output is the summed loss
     instead of logits.
 
-    It stands inside the model, where an engine's hooks and autocast hold. For models that return
-    its output as it is (launch.candidates.CHUNKED)."""
+    It is inside the model, where an engine's hooks and autocast apply. It needs a model that
+    returns its output unchanged (launch.plan.candidates.CHUNKED)."""
 
     def __init__(self, network: Network, chunks: int, shift: bool) -> None:
         head = network.get_output_embeddings()
@@ -29,9 +29,8 @@ class ChunkedHead:
         head.forward = self._forward
 
     @contextmanager
-    def given(self, labels: torch.Tensor) -> Iterator[None]:
-        """Within it the model's logits are the summed loss of these targets, (batch, seq), in
-        fp32."""
+    def summed_loss(self, labels: torch.Tensor) -> Iterator[None]:
+        """Make the model's logits the summed loss of these targets, (batch, seq), in fp32."""
         self._labels = _next_tokens(labels) if self._shift else labels
         try:
             yield
@@ -72,7 +71,7 @@ def target_loss_sum(
 
 
 def _next_tokens(labels: torch.Tensor) -> torch.Tensor:
-    """What each position predicts, (batch, seq)."""
+    """The token that each position predicts, (batch, seq)."""
     following = labels.roll(-1, dims=1)
     following[:, -1] = IGNORED
     return following

@@ -1,10 +1,10 @@
-"""Linear layers whose weights have 4 bits: bitsandbytes' own, in the places where transformers puts
-them.
+"""Replace linear layers by bitsandbytes' layers with 4-bit weights, in the same places as
+transformers.
 
 peft.prepare_model_for_kbit_training is left out: it makes embeddings, norms and the output layer
-float32 (0.5 GiB of a 7B model), and with the embeddings every hidden state that a layer hands on.
-Here they keep model.dtype: who wants them in float32 leaves that at its default. Norms compute in
-float32 and the loss is of float32 logits either way.
+float32 (0.5 GiB of a 7B model), and through the embeddings all hidden states. Here they keep
+model.dtype, which is float32 by default. Norms compute in float32, and the loss is of float32
+logits, in any case.
 """
 
 from __future__ import annotations
@@ -22,28 +22,27 @@ from launch.schema.recipe import QuantizationSection
 from training.compat import bitsandbytes_private, transformers_private
 from training.compat.transformers_private import Network
 
-SCALES_BLOCK = 256  # scales that share a scale: bitsandbytes 0.50 functional.quantize_4bit
+SCALES_BLOCK = 256  # number of scales with a common scale: bitsandbytes 0.50 quantize_4bit
 
 
 def config(section: QuantizationSection) -> BitsAndBytesConfig:
-    """What from_pretrained() wants to know; of a section whose compute dtype is decided."""
+    """The argument of from_pretrained(), from a section whose compute dtype is decided."""
     assert section.bnb_4bit_compute_dtype is not None
     return BitsAndBytesConfig(**section.model_dump())
 
 
 def quantize(model: Network, section: QuantizationSection) -> None:
-    """Replace the linear layers that from_pretrained() would replace, one after the other, where
-    they are.
+    """Replace the linear layers that from_pretrained() would replace, in place and one by one.
 
     On the meta device too: the same tensors, without values."""
     from bitsandbytes import functional as four_bit
 
     with torch.device("cpu"):  # bitsandbytes makes this table at its first use, and keeps it
         four_bit.name2qmap.setdefault("dynamic", four_bit.create_dynamic_map())
-    whole = dict(model.named_modules())
+    modules = dict(model.named_modules())
     transformers_private.quantize_layers(model, config(section))
     for name, layer in layers(model):
-        source = whole.pop(name)
+        source = modules.pop(name)
         weight = source.weight.data.T if isinstance(source, Conv1D) else source.weight.data
         layer.weight = bitsandbytes_private.quantized(layer.weight, weight)
         if layer.bias is not None:
@@ -53,12 +52,12 @@ def quantize(model: Network, section: QuantizationSection) -> None:
 
 
 def settle(model: torch.nn.Module) -> None:
-    """Do now, or never, what bitsandbytes does to a layer at its first use."""
+    """Do the changes that bitsandbytes would make to a layer at its first use, or prevent them."""
     for _, layer in layers(model):
         if layer.bias is not None:
             layer.bias.data = layer.bias.data.to(layer.compute_dtype)
-        # On CPUs with AVX512-BF16 an evaluation would repack the weights for good, rounding their
-        # scales, into a layout through which no gradient goes.
+        # On CPUs with AVX512-BF16 an evaluation would repack the weights until the end, rounding
+        # their scales, into a layout without gradients.
         layer.support_avx512bf16_for_cpu = False
 
 
@@ -72,40 +71,36 @@ def layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def scales(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """What a 4-bit weight needs beside its own bytes: scales, their scales, tables of values. Of
-    another weight: []."""
+    """The tensors of a 4-bit weight beside its own bytes: scales, their scales, tables of values.
+    Another weight has none."""
     state = getattr(parameter, "quant_state", None)
     if state is None:
         return []
-    return [
-        state.absmax,
-        state.code,
-        *([state.offset, state.state2.absmax, state.state2.code] if state.nested else []),
-    ]
+    nested = [state.offset, state.state2.absmax, state.state2.code] if state.nested else []
+    return [state.absmax, state.code, *nested]
 
 
 def copy_state(weight: Any, empty: Any) -> None:
-    """Give a 4-bit weight's quantisation state, without values, to the parameter in its place."""
+    """Give a 4-bit weight's quantisation state, with empty tensors, to the parameter that replaces
+    it."""
     if getattr(weight, "quant_state", None) is not None:
-        empty.quant_state = without_values(weight.quant_state)
+        empty.quant_state = _without_values(weight.quant_state)
 
 
-def without_values(state: Any) -> Any:
-    """A weight's quantisation state with empty tensors, made where a tensor is made now."""
-    made = copy.copy(state)
+def _without_values(state: Any) -> Any:
+    empty = copy.copy(state)
     for name in ("absmax", "code", "offset"):
         tensor = getattr(state, name)
-        setattr(
-            made, name, None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype)
-        )
+        if tensor is not None:
+            setattr(empty, name, torch.empty(tensor.shape, dtype=tensor.dtype))
     if state.nested:
-        made.state2 = without_values(state.state2)
-    return made
+        empty.state2 = _without_values(state.state2)
+    return empty
 
 
 def merged(model: Network, dtype: torch.dtype) -> torch.nn.Module:
-    """The model as it was trained, of ordinary layers on the CPU: dequantised weights plus LoRA's,
-    rounded once.
+    """The trained model with ordinary layers on the CPU: the sums of dequantised weights and LoRA's
+    weights, rounded once.
 
     PEFT's own merging would quantise the sum again."""
     from bitsandbytes.functional import dequantize_4bit
@@ -130,27 +125,26 @@ def merged(model: Network, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def _ordinary(layer: Any, weight: torch.Tensor) -> torch.nn.Module:
-    """The layer that a quantised one stands for, with this weight (out, in)."""
+    """An ordinary layer with this weight (out, in), in place of a quantised layer."""
     out_features, in_features = weight.shape
+    plain: torch.nn.Module
     with torch.device("meta"):
         if layer.source_cls is Conv1D:
-            made: torch.nn.Module = Conv1D(out_features, in_features)
+            plain, weight = Conv1D(out_features, in_features), weight.T.contiguous()
         else:
-            made = torch.nn.Linear(in_features, out_features, bias=layer.bias is not None)
-    made.weight = torch.nn.Parameter(
-        weight.T.contiguous() if layer.source_cls is Conv1D else weight
-    )
+            plain = torch.nn.Linear(in_features, out_features, bias=layer.bias is not None)
+    plain.weight = torch.nn.Parameter(weight)
     if layer.bias is not None:
-        made.bias = torch.nn.Parameter(layer.bias.data.to("cpu", weight.dtype))
-    return made
+        plain.bias = torch.nn.Parameter(layer.bias.data.to("cpu", weight.dtype))
+    return plain
 
 
 # ---- on fake tensors
 
 
 def decompositions(on_cuda: bool) -> dict[Any, Callable[..., torch.Tensor]]:
-    """What the product with a 4-bit weight does inside, for a dispatch mode to see: operator -> its
-    kernel."""
+    """Kernels by operator: the product with a 4-bit weight, made of operators that a dispatch mode
+    sees."""
     kernel = _gemm_on_cuda if on_cuda else bitsandbytes_private.gemm_4bit()
     return {torch.ops.bitsandbytes.gemm_4bit.default: kernel}
 
@@ -158,7 +152,7 @@ def decompositions(on_cuda: bool) -> dict[Any, Callable[..., torch.Tensor]]:
 def _gemm_on_cuda(
     inputs: torch.Tensor,
     packed: torch.Tensor,
-    shape: list[int],
+    weight_shape: list[int],
     absmax: torch.Tensor,
     blocksize: int,
     quant_type: str,
@@ -167,11 +161,10 @@ def _gemm_on_cuda(
     absmax_code: torch.Tensor | None = None,
     absmax_offset: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """_dequant_linear_fallback in backends/cuda/ops.py: the whole weight is dequantised, then
-    F.linear.
+    """_dequant_linear_fallback in backends/cuda/ops.py: dequantise the full weight, then F.linear.
 
-    Up to 1,536 tokens (256 on ROCm) a fused kernel may run instead, which needs less: this is an
-    upper bound there."""
+    Up to 1,536 tokens (256 on ROCm) a fused kernel may run instead, which needs less: for these the
+    kernel is an upper bound."""
     operators = torch.ops.bitsandbytes
     if absmax_8bit is not None:
         wide = operators.dequantize_blockwise.default(
@@ -179,6 +172,6 @@ def _gemm_on_cuda(
         )
         absmax = wide + absmax_offset
     weight = operators.dequantize_4bit.default(
-        packed, absmax, blocksize, quant_type, shape, inputs.dtype
+        packed, absmax, blocksize, quant_type, weight_shape, inputs.dtype
     )
     return functional.linear(inputs, weight, bias)

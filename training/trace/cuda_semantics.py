@@ -1,10 +1,10 @@
-"""Fake tensors on the CPU behave as on a CUDA card: attention kernel, dropout, autocast, optimizer
-loops.
+"""Make fake tensors on the CPU behave as on a CUDA card: attention kernel, dropout, autocast,
+optimizer loops.
 
-A tensor labelled cuda needs a card as soon as autograd meets it, so the label stays cpu, and what
-PyTorch does otherwise on CUDA is put in its place: kernels of its dispatcher, registered in Python
-for the CPU's keys, and a few names in torch, transformers and accelerate. All of it is taken back
-on exit.
+A tensor labelled cuda needs a card as soon as autograd meets it. So the label stays cpu, and the
+behaviour of CUDA is put in place of the CPU's: kernels are registered in Python for the CPU's
+dispatch keys, and a few names in torch, transformers and accelerate are replaced. All of it is
+taken back on exit.
 
 Sources, in aten/src/ATen of PyTorch 2.11 to 2.13: native/transformers/cuda/sdp_utils.cpp,
 native/transformers/attention.cpp, native/Dropout.cpp, native/SoftMax.cpp, autocast_mode.h.
@@ -16,7 +16,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -28,7 +28,7 @@ from training.compat.torch_private import FakeTensor, FakeTensorMode, op_impleme
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
-CUDNN = 91900  # of a torch that does not tell: what the CUDA 13 build of torch 2.11 brings (9.19.0)
+CUDNN = 91900  # for a torch without cuDNN: the version in the CUDA 13 build of torch 2.11 (9.19.0)
 
 Kernel = Literal["cudnn", "flash", "efficient", "math"]
 
@@ -38,10 +38,10 @@ class Target:
     """The card that a trace stands for."""
 
     architecture: str  # compute capability, 8.6, or gfx name
-    # of an AMD card: whether PyTorch has fused kernels for it and may use them
+    # of an AMD card: PyTorch has fused kernels for it and may use them
     fused_attention: bool = True
     cudnn: int = CUDNN
-    documents: int = 0  # of a row, where flash_attn's kernel of unequal lengths takes them
+    documents: int = 0  # in a row, for flash_attn's kernel of unequal lengths
 
     @property
     def capability(self) -> tuple[int, int] | None:
@@ -51,35 +51,43 @@ class Target:
 
 
 @contextmanager
-def cuda_semantics(target: Target, fp16: bool = False) -> Iterator[None]:
-    """CPU-labelled tensors take the target's code paths inside.
+def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Give attributes another value inside: (owner, name, value) each."""
+    with ExitStack() as stack:
+        for owner, name, value in changes:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
 
-    fp16: mixed precision asked for as bf16 (accelerate refuses fp16 on a CPU) is fp16: its kernels
-    differ. The scaler of gradients is not there; on a card it holds three scalars."""
+
+@contextmanager
+def cuda_semantics(target: Target, fp16: bool = False) -> Iterator[None]:
+    """Let CPU-labelled tensors take the target's code paths inside.
+
+    fp16: mixed precision is requested as bf16, because accelerate refuses fp16 on a CPU, and
+    becomes fp16 here, whose kernels differ. The gradient scaler is left out; on a card it holds
+    three scalars."""
     with ExitStack() as stack:
         library = torch.library.Library("aten", "IMPL")
         stack.callback(torch_private.destroy, library)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "Overriding a previously registered kernel": meant
+            warnings.simplefilter("ignore")  # "Overriding a previously registered kernel"
             library.impl("scaled_dot_product_attention", attention(target), "AutogradCPU")
             library.impl("dropout", _dropout, "AutogradCPU")
             library.impl("softmax.int", _softmax(aten._softmax.default), "AutogradCPU")
             library.impl("log_softmax.int", _softmax(aten._log_softmax.default), "AutogradCPU")
             _autocast_as_cuda(library)
         types = [torch.Tensor, torch.nn.Parameter, FakeTensor]
-        for owner, name, value in (
+        changes = [
             *torch_private.foreach_on_cpu(types),
             *transformers_private.fakes_as_real(_flash_attn_varlen),
             *([accelerate_private.fp16_on_cpu()] if fp16 else []),
-        ):
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
-        of_torch = op_implementations_dict[aten.native_layer_norm.default]
-        stack.callback(
-            op_implementations_dict.__setitem__, aten.native_layer_norm.default, of_torch
-        )
-        op_implementations_dict[aten.native_layer_norm.default] = _native_layer_norm
-        FakeTensorMode.cache_clear()  # of results of the other kind
+        ]
+        stack.enter_context(replaced(changes))
+        norm = aten.native_layer_norm.default
+        stack.callback(op_implementations_dict.update, {norm: op_implementations_dict[norm]})
+        op_implementations_dict[norm] = _native_layer_norm
+        FakeTensorMode.cache_clear()  # it holds results of the CPU's own kernels
         stack.callback(FakeTensorMode.cache_clear)
         yield
 
@@ -89,8 +97,8 @@ def cuda_semantics(target: Target, fp16: bool = False) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Call:
-    """What scaled_dot_product_attention is called with. query (batch, heads, seq, width), key and
-    value alike."""
+    """The arguments of scaled_dot_product_attention. query, key, value: (batch, heads, seq,
+    width)."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -109,7 +117,7 @@ class Call:
 
 
 def attention(target: Target) -> Callable[..., torch.Tensor]:
-    """scaled_dot_product_attention of attention.cpp, with the kernel that this card gets."""
+    """Make the scaled_dot_product_attention of attention.cpp, with the kernels of this card."""
 
     def scaled_dot_product_attention(
         query: torch.Tensor,
@@ -170,8 +178,8 @@ def _flash_attn_varlen(
     window_size: tuple[int, int] = (-1, -1),
     deterministic: bool = False,
 ) -> torch.Tensor:
-    """flash_attn.flash_attn_varlen_func, (tokens, heads, width), of rows that are all as long as
-    the longest: PyTorch's kernel is made of the same source and keeps the same for backward."""
+    """Stand in for flash_attn.flash_attn_varlen_func, (tokens, heads, width), with rows of equal
+    length. PyTorch's kernel has the same source and saves the same tensors for backward."""
     rows = [_multiple_of(8, x.unflatten(0, (-1, max_seqlen_q)).transpose(1, 2)) for x in (q, k, v)]
     scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(q.shape[-1])
     out = aten._scaled_dot_product_flash_attention(*rows, dropout_p, causal, False, scale=scale)[0]
@@ -181,16 +189,14 @@ def _flash_attn_varlen(
 def choose(target: Target, call: Call) -> Kernel:
     """select_sdp_backend: the first kernel in the card's order that takes this call."""
     tensors = (call.query, call.key, call.value)
-    if len({tensor.dtype for tensor in tensors}) > 1 or any(
-        tensor.dim() != 4 for tensor in tensors
+    operands = [*tensors, call.mask] if call.mask is not None else tensors
+    if (
+        len({tensor.dtype for tensor in tensors}) > 1
+        or any(tensor.dim() != 4 for tensor in tensors)
+        or any(tensor.stride(-1) != 1 for tensor in operands)
+        or not all(tensor.shape[-2] for tensor in tensors)
+        or not _heads_fit(call)
     ):
-        return "math"
-    rows = [*tensors, call.mask] if call.mask is not None else tensors
-    if any(tensor.stride(-1) != 1 for tensor in rows) or not all(
-        tensor.shape[-2] for tensor in tensors
-    ):
-        return "math"
-    if not _heads_fit(call):
         return "math"
     if _prefers_cudnn(target) and _takes_cudnn(target, call):
         return "cudnn"
@@ -208,24 +214,28 @@ def _heads_fit(call: Call) -> bool:
 
 
 def _prefers_cudnn(target: Target) -> bool:
-    """check_prefer_cudnn_attention: cuDNN stands first on Hopper and on Blackwell's data centre
+    """check_prefer_cudnn_attention: cuDNN is tried first on Hopper and on Blackwell's data centre
     cards."""
-    if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
-        return False
-    return target.cudnn > 91500 and target.capability in ((9, 0), (10, 0), (10, 3))
+    return (
+        os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
+        and target.cudnn > 91500
+        and target.capability in ((9, 0), (10, 0), (10, 3))
+    )
 
 
 def _takes_cudnn(target: Target, call: Call) -> bool:
-    """can_use_cudnn_attention, of a card that prefers it."""
+    """can_use_cudnn_attention, for a card that prefers it."""
+    query, mask = call.query, call.mask
     widest = 256 if target.capability == (9, 0) else 128
-    widths = (call.query.shape[-1], call.value.shape[-1])
-    if call.query.dtype not in HALF or any(width > widest or width % 8 for width in widths):
-        return False
-    if call.mask is not None and (call.mask.requires_grad or call.mask.dim() not in (2, 4)):
-        return False
-    if call.key.shape[2] == 1 or (call.dropout_p > 0 and call.query.shape[2] == 1):
-        return False
-    return (call.dropout_p * 16).is_integer()
+    widths = (query.shape[-1], call.value.shape[-1])
+    return (
+        query.dtype in HALF
+        and all(width <= widest and width % 8 == 0 for width in widths)
+        and (mask is None or (not mask.requires_grad and mask.dim() in (2, 4)))
+        and call.key.shape[2] > 1
+        and (call.dropout_p == 0 or query.shape[2] > 1)
+        and (call.dropout_p * 16).is_integer()
+    )
 
 
 def _takes_flash(target: Target, call: Call) -> bool:
@@ -235,10 +245,12 @@ def _takes_flash(target: Target, call: Call) -> bool:
     widest = (
         512 if target.capability is None and not target.architecture.startswith("gfx11") else 256
     )
-    if call.mask is not None or query.dtype not in HALF or width > widest:
-        return False
-    if not width == key.shape[-1] == call.value.shape[-1] or (
-        call.is_causal and query.shape[-2] != key.shape[-2]
+    if (
+        call.mask is not None
+        or query.dtype not in HALF
+        or width > widest
+        or not width == key.shape[-1] == call.value.shape[-1]
+        or (call.is_causal and query.shape[-2] != key.shape[-2])
     ):
         return False
     if target.capability is None:
@@ -257,9 +269,11 @@ def _takes_efficient(target: Target, call: Call) -> bool:
     query, mask = call.query, call.mask
     half = query.dtype in HALF
     widths = (query.shape[-1], call.value.shape[-1])
-    if query.dtype not in (*HALF, torch.float32) or widths[0] != call.key.shape[-1]:
-        return False
-    if query.shape[1] != call.key.shape[1]:
+    if (
+        query.dtype not in (*HALF, torch.float32)
+        or widths[0] != call.key.shape[-1]
+        or query.shape[1] != call.key.shape[1]
+    ):
         return False
     if target.capability is None:  # AOTriton: a mask is boolean or of the query's type
         widest = 256 if target.architecture.startswith("gfx11") else 512
@@ -269,9 +283,8 @@ def _takes_efficient(target: Target, call: Call) -> bool:
             and fits
             and (mask is None or mask.dtype in (torch.bool, query.dtype))
         )
-    if not (5, 0) <= target.capability <= (12, 1):
-        return False
-    if query.dtype == torch.bfloat16 and target.capability < (8, 0):
+    oldest = (8, 0) if query.dtype == torch.bfloat16 else (5, 0)
+    if not oldest <= target.capability <= (12, 1):
         return False
     alignment = 4 if target.capability >= (8, 0) else 1  # minimum_gemm_alignment
     if target.capability >= (8, 0) or (target.capability >= (7, 0) and half):
@@ -280,7 +293,7 @@ def _takes_efficient(target: Target, call: Call) -> bool:
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype, masked: float) -> torch.Tensor | None:
-    """convert_boolean_attn_mask: what a boolean mask leaves out is added as `masked`."""
+    """convert_boolean_attn_mask: the value `masked` is added where a boolean mask is False."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.where(mask, 0.0, torch.scalar_tensor(masked, dtype=dtype, device=mask.device))
@@ -292,8 +305,8 @@ def _multiple_of(width: int, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _aligned(mask: torch.Tensor) -> torch.Tensor:
-    """preprocess_mask: rows begin at multiples of 8 elements; where they do not, padded, and the
-    padding cut off."""
+    """preprocess_mask: let rows begin at multiples of 8 elements. Other rows are padded, and the
+    result is a view without the padding."""
     if mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1]):
         return mask
     length = mask.shape[-1]
@@ -301,14 +314,11 @@ def _aligned(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _math(call: Call) -> torch.Tensor:
-    """_scaled_dot_product_attention_math, mask additive. ATen's own adds the mask to a fake tensor
-    out of place, to a real one in place."""
-    tensors = (call.query, call.key, call.value)
-    query, key, value = (tensor.float() if tensor.dtype in HALF else tensor for tensor in tensors)
-    mask, root = (
-        call.mask,
-        math.sqrt(call.scale if call.scale is not None else 1 / math.sqrt(query.shape[-1])),
-    )
+    """_scaled_dot_product_attention_math, mask additive. ATen's own kernel adds the mask in place
+    to a real tensor, and out of place to a fake tensor."""
+    query, key, value = map(_wide, (call.query, call.key, call.value))
+    mask = call.mask
+    root = math.sqrt(call.scale if call.scale is not None else 1 / math.sqrt(query.shape[-1]))
     query = query * root
     if call.is_causal:
         allowed = torch.ones(
@@ -330,15 +340,15 @@ def _math(call: Call) -> torch.Tensor:
 
 
 def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """is_fused_kernel_acceptable holds on CUDA: the mask that backward needs has one byte per
-    element."""
+    """Use the fused kernel, as is_fused_kernel_acceptable is true on CUDA: the mask for backward
+    has one byte per element."""
     if not train or p == 0 or not tensor.numel():
         return tensor
     return torch.native_dropout(tensor, p, True)[0] if p < 1 else tensor * 0
 
 
 def _softmax(kernel: Any) -> Callable[..., torch.Tensor]:
-    """On CUDA the fp32 softmax of fp16 scores needs no fp32 copy of them; that of bf16 scores
+    """Make CUDA's softmax: in fp32 of fp16 scores it needs no fp32 copy of them; of bf16 scores it
     does."""
 
     def softmax(tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -356,21 +366,20 @@ def _native_layer_norm(
     normalized_shape: list[int],
     *args: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """On CUDA mean and deviation are fp32, on the CPU of the input's type."""
+    """CUDA's layer norm: mean and deviation are fp32, not of the input's type as on the CPU."""
     axis = tensor.dim() - len(normalized_shape)
-    shape = (*tensor.shape[:axis], *[1] * len(normalized_shape))
+    reduced = (*tensor.shape[:axis], *[1] * len(normalized_shape))
     with fake_mode:
-        out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         return (
-            out,
-            *(torch.empty(shape, dtype=torch.float32, device=tensor.device) for _ in range(2)),
+            torch.empty_like(tensor, memory_format=torch.contiguous_format),
+            *(torch.empty(reduced, dtype=torch.float32, device=tensor.device) for _ in range(2)),
         )
 
 
 # ---- autocast
 
-# AT_FORALL_FP32: their arguments are fp32. Without those on images and with packed sequences, which
-# no text model has.
+# AT_FORALL_FP32: operators whose arguments are cast to fp32. Operators on images and on packed
+# sequences, which no text model has, are left out.
 FP32 = (
     *(
         "acos",
@@ -423,7 +432,7 @@ FP32 = (
     *("binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp"),
     *("frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim"),
 )
-# AT_FORALL_FP32_SET_OPT_DTYPE: they compute in fp32 unless a dtype is given.
+# AT_FORALL_FP32_SET_OPT_DTYPE: operators that compute in fp32 unless a dtype is passed.
 FP32_OUT = (
     *("prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum"),
     *(
@@ -434,7 +443,7 @@ FP32_OUT = (
         "sum.dim_IntList",
     ),
 )
-# AT_FORALL_PROMOTE: one fp32 argument makes all fp32.
+# AT_FORALL_PROMOTE: operators of which a single fp32 argument makes all arguments fp32.
 PROMOTE = (
     *(
         "addcdiv",
@@ -453,8 +462,8 @@ PROMOTE = (
 
 
 def _autocast_as_cuda(library: torch.library.Library) -> None:
-    """Give the CPU's autocast the lists of CUDA's. Both compute the same products in half
-    precision, but for a few that are made of those."""
+    """Give the CPU's autocast the operator lists of CUDA's. Both lists have the same matrix
+    products in half precision, apart from a few operators that are made of those."""
     has_kernel = torch_private.has_kernel
     for name in torch_private.operator_names():
         is_of_cpu = name.startswith("aten::") and has_kernel(name, "AutocastCPU")
@@ -489,8 +498,8 @@ def _out_in_fp32(operator: Any) -> Callable[..., Any]:
     )
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = kwargs.get("dtype", args[position] if len(args) > position else None)
-        if given is None and args[0].is_floating_point() and args[0].dtype != torch.float64:
+        dtype = kwargs.get("dtype", args[position] if len(args) > position else None)
+        if dtype is None and args[0].is_floating_point() and args[0].dtype != torch.float64:
             args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
         return torch_private.without_autocast(operator, args, kwargs)
 
@@ -501,13 +510,8 @@ def _promoted(operator: Any) -> Callable[..., Any]:
     run_wide = _in_fp32(operator)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        is_wide = any(
-            isinstance(value, torch.Tensor) and value.dtype == torch.float32 for value in args
-        )
-        return (
-            run_wide(*args, **kwargs)
-            if is_wide
-            else torch_private.without_autocast(operator, args, kwargs)
-        )
+        if any(isinstance(value, torch.Tensor) and value.dtype == torch.float32 for value in args):
+            return run_wide(*args, **kwargs)
+        return torch_private.without_autocast(operator, args, kwargs)
 
     return run

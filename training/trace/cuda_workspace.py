@@ -1,10 +1,10 @@
-"""What CUDA kernels allocate inside an operator, where no dispatch mode sees it: read in sources,
-measured on no card.
+"""Sizes of the buffers that CUDA kernels allocate inside an operator, where no dispatch mode sees
+them: read in sources, not measured on a card.
 
-Sizes are those of the traced batch; where a kernel takes another path for few tokens, they are an
-upper bound. Left out, as small: the split keys of memory-efficient backward with few heads (at most
-200 tiles), the fp32 partial sums of layer_norm's weights above 65,536 tokens (4 MiB each,
-layer_norm_kernel.cu), flash forward's splits with few heads.
+Sizes are those of the traced batch. Where a kernel takes another path for few tokens, they are an
+upper bound. Three small buffers are left out: the split keys of memory-efficient backward with few
+heads (at most 200 tiles), the fp32 partial sums of layer_norm's weights above 65,536 tokens (4 MiB
+each, layer_norm_kernel.cu), and the splits of flash forward with few heads.
 """
 
 from __future__ import annotations
@@ -19,44 +19,41 @@ import torch
 from training.trace.cuda_semantics import HALF, Target
 
 KIB, MIB = 1 << 10, 1 << 20
-FEW_INDICES = 3072  # Embedding.cu: one kernel without a sort up to here
+FEW_INDICES = 3072  # Embedding.cu: up to this number, one kernel without a sort
 REDUCED_CHUNK = 65536  # ForeachReduceOp.cu: elements that a block reduces
-HANDLES = 2  # the thread that goes forward has one, autograd's that goes backward another
+HANDLES = 2  # of cuBLAS: one in the thread of forward, one in autograd's thread of backward
 WIDE_WORKSPACE = (9, 10, 12)  # Hopper; Blackwell since 2.12 (pytorch/pytorch pull 175344)
+# compute capabilities, in kernels/cutlassB.h
+LARGE_SHARED_MEMORY = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 1), (10, 3), (11, 0))
 
 
 def workspace(
     target: Target, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> list[int]:
-    """Sizes in bytes that live while this operator runs, beside its arguments and results."""
+    """Sizes in bytes of buffers that live while this operator runs, beside its arguments and
+    results."""
     inside = INSIDE.get(name)
     return [size for size in inside(target, *args, **kwargs) if size] if inside else []
 
 
 def cublas_workspace_bytes(architecture: str) -> int:
-    """What cuBLAS keeps for good: a workspace per handle and stream, from the allocator, at the
-    first product.
+    """Bytes that cuBLAS keeps until the end: from the allocator, at the first product, a workspace
+    per handle and stream.
 
-    Source: parseChosenWorkspaceSize in CublasHandlePool.cpp; cuBLASLt shares it on CUDA, on ROCm it
-    has its own."""
-    is_amd = architecture.startswith("gfx")
-    if is_amd:
+    Source: parseChosenWorkspaceSize in CublasHandlePool.cpp. On CUDA cuBLASLt shares it; on ROCm it
+    has a workspace of its own."""
+    names, own_bytes = ["CUBLAS_WORKSPACE_CONFIG"], 0
+    if architecture.startswith("gfx"):
         size = 128 * MIB if architecture.startswith(("gfx94", "gfx95")) else 32 * MIB
+        names += ["HIPBLAS_WORKSPACE_CONFIG", "ROCBLAS_WORKSPACE_CONFIG"]
+        own_bytes = 76 * MIB
     else:
-        size = (
-            32 * MIB
-            if int(architecture.partition(".")[0]) in WIDE_WORKSPACE
-            else 8 * MIB + 128 * KIB
-        )
-    names = (
-        "CUBLAS_WORKSPACE_CONFIG",
-        *(("HIPBLAS_WORKSPACE_CONFIG", "ROCBLAS_WORKSPACE_CONFIG") if is_amd else ()),
-    )
+        is_wide = int(architecture.partition(".")[0]) in WIDE_WORKSPACE
+        size = 32 * MIB if is_wide else 8 * MIB + 128 * KIB
     configured = next((os.environ[name] for name in names if name in os.environ), "")
-    pairs = re.findall(r":(\d+):(\d+)", configured)
-    if pairs:
+    if pairs := re.findall(r":(\d+):(\d+)", configured):
         size = sum(int(kib) * KIB * int(count) for kib, count in pairs)
-    return HANDLES * (size + (76 * MIB if is_amd else 0))
+    return HANDLES * (size + own_bytes)
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -68,8 +65,8 @@ def _up(size: int, multiple: int) -> int:
 
 
 def _copied(grad: torch.Tensor) -> int:
-    """A gradient (batch, heads, seq, width) is copied unless it lies in memory as (batch, seq,
-    heads, width)."""
+    """Bytes of a copy of a gradient (batch, heads, seq, width), which is made unless its memory
+    order is (batch, seq, heads, width)."""
     return 0 if grad.transpose(1, 2).is_contiguous() else _bytes(grad)
 
 
@@ -79,8 +76,8 @@ def _flash_backward(
     """mha_bwd in flash_attn/flash_api.cpp: softmax_d, dq_accum, and key and value gradients of
     every query head.
 
-    On ROCm (mha_bwd of flash_attn/aot) only the first and the last. The package flash_attn has 128
-    rows between documents (mha_varlen_bwd)."""
+    On ROCm (mha_bwd of flash_attn/aot) dq_accum is missing. The package flash_attn has 128 rows
+    between documents (mha_varlen_bwd)."""
     batch, heads, seq, width = query.shape
     rows = batch * heads * (seq + 128 * target.documents if target.documents else _up(seq, 128))
     grouped = (
@@ -105,12 +102,14 @@ def _cudnn_backward(
     """CompositeSDPABackwardNode of cudnn-frontend: softmax_sum, dQ_accum, key and value gradients
     of every query head.
 
-    What cuDNN's own plan takes beside them is not known."""
+    The workspace of cuDNN's own plan is unknown and left out."""
     batch, heads, seq, width = query.shape
-    grouped = 0
-    if key.shape[1] != heads:
-        grouped = batch * heads * key.shape[2] * (width + value.shape[-1]) * query.element_size()
-    return [batch * heads * seq * 4, batch * heads * seq * width * 4, grouped]
+    grouped = batch * heads * key.shape[2] * (width + value.shape[-1]) * query.element_size()
+    return [
+        batch * heads * seq * 4,
+        batch * heads * seq * width * 4,
+        grouped if key.shape[1] != heads else 0,
+    ]
 
 
 def _efficient_forward(
@@ -121,8 +120,8 @@ def _efficient_forward(
     *rest: Any,
     **options: Any,
 ) -> list[int]:
-    """kNeedsOutputAccumulatorBuffer in mem_eff_attention/kernel_forward.h: an fp32 output of wide
-    heads."""
+    """kNeedsOutputAccumulatorBuffer in mem_eff_attention/kernel_forward.h: the output of wide heads
+    in fp32."""
     batch, heads, seq, _ = query.shape
     needed = target.capability is not None and query.dtype in HALF and value.shape[-1] > 128
     return [batch * heads * seq * value.shape[-1] * 4] if needed else []
@@ -149,11 +148,9 @@ def _efficient_backward(
     rows, columns, widest = _tile(target.capability, half, max(width, value.shape[-1]))
     in_registers = half and widest <= rows  # kOutputInRF
     per_head = 0
-    # kNeedsAccumGradQ: a tile of fp32, a lock and a counter per block
-    if target.capability >= (7, 0) or half:
-        per_head += (
-            _up(seq, rows) // rows * (_up(width, columns) // columns) * (rows * columns * 4 + 16)
-        )
+    if target.capability >= (7, 0) or half:  # kNeedsAccumGradQ: of fp32, a lock and a counter
+        tiles = _up(seq, rows) // rows * (_up(width, columns) // columns)
+        per_head += tiles * (rows * columns * 4 + 16)
     if half and not in_registers:  # kNeedsAccumGradK, kNeedsAccumGradV, with one split of the keys
         per_head += columns * (_up(width, rows) + _up(value.shape[-1], rows)) * 4
     kernel = [delta, batch * heads * _up(per_head, 16)]
@@ -170,22 +167,12 @@ def _tile(capability: tuple[int, int], half: bool, width: int) -> tuple[int, int
     this width."""
     if width <= 64:
         return 64, 64, 32 if width <= 32 else 64
-    has_large_shared_memory = capability in (
-        (8, 0),
-        (8, 7),
-        (9, 0),
-        (10, 0),
-        (10, 1),
-        (10, 3),
-        (11, 0),
-    )
     if half and width <= 96 and capability in ((8, 6), (8, 9)):
         return 128, 64, 96
-    if width <= 128:
-        if half and has_large_shared_memory:
-            return 128, 128, 128
-        return (128 if not half and has_large_shared_memory else 64), 64, 128
-    return (128 if has_large_shared_memory else 64), 64, 1 << 16
+    has_large_shared_memory = capability in LARGE_SHARED_MEMORY
+    rows = 128 if has_large_shared_memory else 64
+    columns = 128 if half and has_large_shared_memory and width <= 128 else 64
+    return rows, columns, 128 if width <= 128 else 1 << 16
 
 
 def _embedding_backward(
@@ -199,8 +186,8 @@ def _embedding_backward(
     """embedding_dense_backward_cuda in Embedding.cu, embedding_backward_cuda_kernel in
     EmbeddingBackwardKernel.cu.
 
-    Sorted and original indices, four arrays of segments, and an fp32 row per index; the sort's own
-    buffers are gone by then and smaller."""
+    Sorted and original indices, four arrays of segments, and an fp32 row per index. The sort's own
+    buffers are smaller and freed before."""
     count = indices.numel()
     if count <= FEW_INDICES:
         return []
@@ -209,16 +196,16 @@ def _embedding_backward(
 
 
 def _safe_softmax(target: Target, scores: torch.Tensor, *rest: Any, **_: Any) -> list[int]:
-    """_safe_softmax in attention.cpp: softmax, which scores are -inf; the result is a third
-    tensor."""
+    """_safe_softmax in attention.cpp: the softmax and a mask of the scores that are -inf, beside
+    the result."""
     return [_bytes(scores), scores.numel()]
 
 
 def _foreach_norm(
     target: Target, tensors: Sequence[torch.Tensor], *rest: Any, **_: Any
 ) -> list[int]:
-    """foreach_tensor_norm_cuda in ForeachReduceOp.cu: for every tensor an fp32 sum per chunk of the
-    longest."""
+    """foreach_tensor_norm_cuda in ForeachReduceOp.cu: an fp32 sum for every tensor and every chunk
+    of the longest tensor."""
     return (
         [4 * len(tensors) * -(-max(tensor.numel() for tensor in tensors) // REDUCED_CHUNK)]
         if tensors

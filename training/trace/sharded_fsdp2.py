@@ -1,7 +1,7 @@
-"""What one rank of FSDP2 holds during a step.
+"""Rewrite a step as one rank of FSDP2 holds it.
 
-Every layer is a group of parameters, gathered when it is entered and dropped when it is left, in
-forward and again in backward; embedding, final norm and output layer are groups of their own as
+Every layer is a group of parameters: gathered when the layer begins, dropped when it ends, in
+forward and again in backward. Embedding, final norm and output layer are groups of their own, as
 Accelerate makes them. Source: torch 2.13 fsdp/_fully_shard (_fsdp_param_group.py,
 _fsdp_collectives.py); accelerate fsdp2_prepare_model.
 """
@@ -27,157 +27,134 @@ from training.trace.rewrite_log import (
 
 @dataclass(eq=False)
 class Group:
-    """Parameters that are gathered together. Bytes are those of whole parameters."""
+    """Parameters that are gathered together. Bytes are those of all ranks' parts."""
 
     layer: Layer | None
-    bytes: int = 0  # as they are computed with
-    held_bytes: int = 0  # as the ranks keep them, all together
+    bytes: int = 0  # in the precision of the computation
+    held_bytes: int = 0  # in the precision in which the ranks keep them
     gradients: list[Gradient] = field(default_factory=list)
 
 
 @dataclass
 class Groups:
-    """The groups of a model. The outer one stays whole after forward; a tied embedding belongs to
-    it."""
+    """The groups of a model. The outer group stays gathered after forward; a tied embedding belongs
+    to it."""
 
     layers: dict[Layer, Group]
-    embedding: Group  # empty where it is tied
+    embedding: Group  # empty if it is tied
     outer: Group
     tied: bool
 
 
 class Ranks:
-    """The collectives of a step, put into a rewritten log."""
+    """The collectives of a step, written into a log."""
 
     def __init__(self, rewriting: Rewriting, strategy: Strategy) -> None:
         self.rewriting, self.num_processes = rewriting, strategy.num_processes
         self.gloo = strategy.backend == "gloo"
         self.wider = _wider(strategy)
         self.gathered: dict[Group, int] = {}  # group -> its all-gathered block, not copied out yet
-        self.whole: dict[Group, int] = {}  # group -> its whole parameters
-        # -> its float32 sum over micro-steps, until ranks reduce it
+        self.unsharded: dict[Group, int] = {}  # group -> its full parameters
+        # gradient -> its float32 sum over micro-steps, until ranks reduce it
         self.accumulated: dict[Gradient, int] = {}
-        # forward keeps the last gathered block until the next copy
-        self._deferred: int | None = None
-        self._lagging: int | None = None  # Gloo's copy
-        # the input of a reduce-scatter is kept until the next group reduces
-        self._reduced: int | None = None
+        # blocks that outlive their use: "all-gather", until forward's next copy; "reduce-scatter",
+        # until the next group reduces; "gloo", until its thread's next collective
+        self._lagging: dict[str, int] = {}
 
-    def gather(self, group: Group, at: int) -> None:
-        """All-gather into one block; the rank's part, where it has to be cast, is copied first."""
-        if group in self.gathered or group in self.whole or not group.bytes:
+    def gather(self, group: Group, position: int) -> None:
+        """All-gather into a single block. The rank's part is copied first if it has to be cast."""
+        if group in self.gathered or group in self.unsharded or not group.bytes:
             return
         rewriting, part = self.rewriting, group.bytes / self.num_processes
-        casts = group.held_bytes != group.bytes
-        cast = (
-            rewriting.born(part, "communication", "all-gather input", at, group.layer)
-            if casts
-            else None
-        )
-        self.gathered[group] = rewriting.born(
-            group.bytes, "communication", "all-gather", at, group.layer
-        )
+        if group.held_bytes != group.bytes:
+            self._lagging["cast"] = self._born(part, "all-gather input", position, group)
+        self.gathered[group] = self._born(group.bytes, "all-gather", position, group)
         if self.gloo:  # ProcessGroupGloo gathers into a tensor of its own and copies
-            rewriting.passes(group.bytes, "gloo all-gather", at, group.layer)
-            self._let_go(at)
-        if cast is not None:
-            rewriting.dies(cast, at)
+            rewriting.passes(group.bytes, "gloo all-gather", position, group.layer)
+            self.release("gloo", position)
+        self.release("cast", position)
 
-    def unshard(self, group: Group, at: int, forward: bool) -> None:
-        """Gather unless that was done ahead, then copy out into whole parameters."""
-        if group in self.whole or not group.bytes:
+    def unshard(self, group: Group, position: int, forward: bool) -> None:
+        """Gather unless that was done before, then copy out into full parameters."""
+        if group in self.unsharded or not group.bytes:
             return
-        self.gather(group, at)
+        self.gather(group, position)
         if forward:
-            self.flush(at)
-        self.whole[group] = self.rewriting.born(
-            group.bytes, "communication", "whole weights", at, group.layer
-        )
+            self.release("all-gather", position)
+        self.unsharded[group] = self._born(group.bytes, "whole weights", position, group)
         gathered = self.gathered.pop(group)
         if forward:
-            self._deferred = gathered
+            self._lagging["all-gather"] = gathered
         else:
-            self.rewriting.dies(gathered, at)
+            self.rewriting.dies(gathered, position)
 
-    def flush(self, at: int) -> None:
-        if self._deferred is not None:
-            self.rewriting.dies(self._deferred, at)
-            self._deferred = None
+    def leave(self, group: Group, position: int) -> None:
+        """Drop a group's full parameters."""
+        if group in self.unsharded:
+            self.rewriting.dies(self.unsharded.pop(group), position)
 
-    def leave(self, group: Group, at: int) -> None:
-        """Drop a group's whole parameters."""
-        if group in self.whole:
-            self.rewriting.dies(self.whole.pop(group), at)
-
-    def leave_backward(self, group: Group, at: int, micro_step: range, reduces: bool) -> None:
-        """Drop a group's whole parameters; then add its gradients up, or reduce-scatter them."""
-        if group not in self.whole:
+    def leave_backward(self, group: Group, position: int, micro_step: range, reduces: bool) -> None:
+        """Drop a group's full parameters; then add its gradients up, or reduce-scatter them."""
+        if group not in self.unsharded:
             return
         if self.accumulated.keys() & group.gradients:
-            self._delay(group, at, micro_step)
-        self.leave(group, at)
+            # own gradients of a later micro-step, which the plain step adds at once
+            for block in later_gradients(self.rewriting.log, group.gradients, micro_step):
+                self.rewriting.dies(block, position)
+        self.leave(group, position)
         if reduces:
-            self.release(at)
+            self.release("reduce-scatter", position)
             if group.gradients:
-                self._reduce(group, at)
+                self._reduce(group, position)
         elif self.wider > 1:
-            self._accumulate(group, at)
+            self._accumulate(group, position)
 
-    def _accumulate(self, group: Group, at: int) -> None:
-        """Between micro-steps a gradient is kept in the precision in which ranks reduce."""
+    def _accumulate(self, group: Group, position: int) -> None:
+        """Keep gradients between micro-steps in the precision in which ranks reduce."""
         for gradient in group.gradients:
             self.rewriting.blocks[gradient.block].kind = "gradients"
-            wide = self.rewriting.born(
-                self.wider * gradient.bytes, "gradients", "accumulated", at, group.layer
+            self.accumulated[gradient] = self.rewriting.born(
+                self.wider * gradient.bytes, "gradients", "accumulated", position, group.layer
             )
-            self.accumulated[gradient] = wide
-            self.rewriting.dies(gradient.block, at)
+            self.rewriting.dies(gradient.block, position)
 
-    def _delay(self, group: Group, at: int, micro_step: range) -> None:
-        """A later micro-step's own gradients stay until their group is left; the plain step adds
-        each at once."""
-        for block in later_gradients(self.rewriting.log, group.gradients, micro_step):
-            self.rewriting.dies(block, at)
-
-    def _reduce(self, group: Group, at: int) -> None:
-        """Gradients are copied into one block of the parameters' own precision, and freed; a part
-        of it is kept."""
-        rewriting, layer = self.rewriting, group.layer
+    def _reduce(self, group: Group, position: int) -> None:
+        """Copy gradients into a single block of the parameters' own precision, free them, and keep
+        a part of that block."""
+        rewriting = self.rewriting
         total = self.wider * sum(gradient.bytes for gradient in group.gradients)
-        self._reduced = rewriting.born(total, "communication", "reduce-scatter input", at, layer)
+        self._lagging["reduce-scatter"] = self._born(total, "reduce-scatter input", position, group)
         for gradient in group.gradients:
             rewriting.blocks[gradient.block].kind = "gradients"
-            rewriting.dies(self.accumulated.pop(gradient, gradient.block), at)
-        kept = rewriting.born(total / self.num_processes, "gradients", "reduce-scatter", at, layer)
-        # ProcessGroupGloo all-reduces a copy, which its thread may still hold at the next
-        # collective
-        if self.gloo:
-            self._let_go(at)
-            self._lagging = rewriting.born(total, "communication", "gloo reduce-scatter", at, layer)
-        rewriting.dies(kept, max(gradient.dies for gradient in group.gradients))
+            rewriting.dies(self.accumulated.pop(gradient, gradient.block), position)
+        shard = rewriting.born(
+            total / self.num_processes, "gradients", "reduce-scatter", position, group.layer
+        )
+        if self.gloo:  # ProcessGroupGloo all-reduces a copy
+            self.release("gloo", position)
+            self._lagging["gloo"] = self._born(total, "gloo reduce-scatter", position, group)
+        rewriting.dies(shard, max(gradient.dies for gradient in group.gradients))
 
-    def release(self, at: int) -> None:
-        if self._reduced is not None:
-            self.rewriting.dies(self._reduced, at)
-            self._reduced = None
+    def _born(self, size: float, op: str, position: int, group: Group) -> int:
+        return self.rewriting.born(size, "communication", op, position, group.layer)
 
-    def _let_go(self, at: int) -> None:
-        if self._lagging is not None:
-            self.rewriting.dies(self._lagging, at)
-            self._lagging = None
+    def release(self, use: str, position: int) -> None:
+        """Free the block of this use that has outlived it, if there is such a block."""
+        if use in self._lagging:
+            self.rewriting.dies(self._lagging.pop(use), position)
 
-    def end(self, at: int) -> None:
-        """The callback behind a backward: nothing is kept from it."""
-        self.release(at)
-        self._let_go(at)
+    def end(self, position: int) -> None:
+        """Free the blocks of a backward, as the callback behind it does."""
+        self.release("reduce-scatter", position)
+        self.release("gloo", position)
         for gathered in self.gathered.values():
-            self.rewriting.dies(gathered, at)
+            self.rewriting.dies(gathered, position)
         self.gathered.clear()
 
 
 def rewrite(rewriting: Rewriting, marks: Landmarks, recipe: Recipe, strategy: Strategy) -> None:
-    """Shards for states, and the collectives of every forward and backward; gradients are reduced
-    in the last one."""
+    """Replace states by shards, and add the collectives of every forward and backward. The last
+    backward reduces gradients."""
     _shards(rewriting, marks, recipe, strategy)
     groups, ranks = _groups(marks, recipe, strategy), Ranks(rewriting, strategy)
     for micro_step, phase in enumerate(marks.forwards):
@@ -190,29 +167,28 @@ def rewrite(rewriting: Rewriting, marks: Landmarks, recipe: Recipe, strategy: St
 
 
 def _wider(strategy: Strategy) -> int:
-    """Bytes that are kept per byte computed with: float32 under mixed precision."""
+    """Bytes kept per byte of the computation: float32 is kept under mixed precision."""
     return 1 if strategy.mixed_precision == "no" else 2
 
 
 def _held_bytes(weight: Weight, recipe: Recipe, strategy: Strategy) -> int:
-    """Bytes of a parameter as the ranks keep it: under mixed precision trained ones in float32,
-    others as loaded."""
+    """Bytes of a parameter as the ranks keep it: under mixed precision a trained parameter is
+    float32, and another one has its loaded type."""
     if strategy.mixed_precision == "no" or weight.trained:
         return weight.bytes * _wider(strategy)
     return weight.bytes // 2 * DTYPE_BYTES[recipe.model.dtype]
 
 
 def _shards(rewriting: Rewriting, marks: Landmarks, recipe: Recipe, strategy: Strategy) -> None:
-    """A parameter and its states are cut along dimension 0; rows that fill up the last part are
+    """Divide parameters and their states along dimension 0. The rows that pad the last part are
     left out."""
     ranks = strategy.num_processes
-    for weight in marks.weights:
-        rewriting.blocks[weight.block].fixed_bytes = -(
-            -_held_bytes(weight, recipe, strategy) // ranks
-        )
     for block in rewriting.blocks:
         if block.born in ("start:optimizer", "optimizer") and block.fixed_bytes > SCALAR_BYTES:
             block.fixed_bytes = -(-block.fixed_bytes * _wider(strategy) // ranks)
+    for weight in marks.weights:
+        held_bytes = _held_bytes(weight, recipe, strategy)
+        rewriting.blocks[weight.block].fixed_bytes = -(-held_bytes // ranks)
 
 
 def _groups(marks: Landmarks, recipe: Recipe, strategy: Strategy) -> Groups:
@@ -226,26 +202,26 @@ def _groups(marks: Landmarks, recipe: Recipe, strategy: Strategy) -> Groups:
         group.held_bytes += _held_bytes(weight, recipe, strategy)
     for gradient in marks.gradients:
         group = groups.embedding if gradient is of_embedding else groups.outer
-        (group if gradient.layer is None else groups.layers[gradient.layer]).gradients.append(
-            gradient
-        )
+        if gradient.layer is not None:
+            group = groups.layers[gradient.layer]
+        group.gradients.append(gradient)
     return groups
 
 
 def _forward(ranks: Ranks, groups: Groups, phase: range, spans: dict[Layer, range]) -> None:
     ranks.unshard(groups.outer if groups.tied else groups.embedding, phase.start, forward=True)
-    end = phase.start
+    end = phase.start  # of the layers
     for layer, span in spans.items():
         ranks.leave(groups.embedding, span.start)
         ranks.unshard(groups.layers[layer], span.start, forward=True)
         ranks.leave(groups.layers[layer], span.stop)
         end = span.stop
     ranks.unshard(groups.outer, end, forward=True)
-    ranks.flush(_logits(ranks.rewriting, range(end, phase.stop), last=False))
+    ranks.release("all-gather", _logits(ranks.rewriting, range(end, phase.stop), last=False))
 
 
 def _backward(ranks: Ranks, marks: Landmarks, groups: Groups, micro_step: int) -> None:
-    """A group is gathered while the one before it in this order is at work."""
+    """Gather each group while the group before it, in backward's order, computes."""
     phase, (forwards, backwards) = marks.backwards[micro_step], marks.spans[micro_step]
     reduces = micro_step == len(marks.backwards) - 1
     order = [groups.embedding, *(groups.layers[layer] for layer in forwards)]
@@ -253,31 +229,27 @@ def _backward(ranks: Ranks, marks: Landmarks, groups: Groups, micro_step: int) -
     ranks.gather(order[-1], _logits(ranks.rewriting, loss, last=True))
     for layer, span in backwards.items():
         group = groups.layers[layer]
-        if not groups.tied:  # the final norm's input has its gradient
+        if not groups.tied:  # the gradient of the final norm's input is complete
             ranks.leave_backward(groups.outer, span.start, phase, reduces)
         ranks.unshard(group, span.start, forward=False)
         ranks.gather(order[order.index(group) - 1], span.start)
         ranks.leave_backward(group, span.stop, span, reduces)
     if groups.embedding.gradients:
-        ranks.unshard(
-            groups.embedding,
-            max((span.stop for span in backwards.values()), default=phase.start),
-            False,
-        )
+        end = max((span.stop for span in backwards.values()), default=phase.start)
+        ranks.unshard(groups.embedding, end, forward=False)
     ranks.leave_backward(groups.outer, phase.stop, phase, reduces)
     ranks.leave_backward(groups.embedding, phase.stop, phase, reduces)
     ranks.end(phase.stop)
 
 
 def _logits(rewriting: Rewriting, positions: range, last: bool) -> int:
-    """Where the output has been made, and what led to it freed; in a backward, where its last
-    gradient has."""
+    """The position behind the first (`last`: the last) birth of logits, or of their gradient."""
     events, blocks = rewriting.log.events, rewriting.log.blocks
-    wide = [
-        at for at in positions if events[at].birth and blocks[events[at].block].kind == "logits"
+    births = [
+        position
+        for position in positions
+        if events[position].birth and blocks[events[position].block].kind == "logits"
     ]
-    return (
-        next_birth(rewriting.log, wide[-1 if last else 0], positions.stop)
-        if wide
-        else positions.stop
-    )
+    if not births:
+        return positions.stop
+    return next_birth(rewriting.log, births[-1 if last else 0], positions.stop)

@@ -1,42 +1,43 @@
-"""What one rank of DeepSpeed's ZeRO holds on its device during a step.
+"""Rewrite a step as one rank of DeepSpeed's ZeRO holds it on its device.
 
-Stages 1 and 2 keep all weights in one flat tensor and train a float32 slice of it; stage 3 keeps a
-part of each weight (zero_gathered.py). Gradients are copied into a bucket of fixed size, which is
-reduced when it is full. Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py and stage3.py.
+Stages 1 and 2 keep all weights in a flat tensor and train a float32 slice of it; stage 3 keeps a
+part of each weight (sharded_zero3_gather.py). Gradients are copied into a bucket of fixed size,
+which is reduced when it is full. Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py and
+stage3.py.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from launch.schema.plan import Strategy
 from training.trace import sharded_zero3_gather
-from training.trace.recorder import Log
+from training.trace.recorder import Layer, Log
 from training.trace.rewrite_log import (
     SCALAR_BYTES,
     Gradient,
     Landmarks,
     Rewriting,
-    landmarks,
     ready,
 )
 
 MASTER_BYTES = 4  # of an element of the float32 slice that is trained
-NORM_BYTES = 8  # a gradient's norm is taken of a float64 copy
+NORM_BYTES = 8  # of an element of the float64 copy from which a gradient's norm is computed
 
 
 @dataclass(frozen=True)
 class Share:
-    """What falls to a rank. Sizes without unit are elements."""
+    """The part of the states that a rank has. Sizes without unit are elements."""
 
     strategy: Strategy
     element_bytes: int  # of a weight and of its gradient
     trained: int
     widest: int  # the largest trained parameter
     bucket: int
-    # a gradient's block -> where its parameter begins among the trained ones
+    # a gradient's block -> the first element of its parameter in the flat tensor
     offsets: Mapping[int, int]
 
     @property
@@ -45,248 +46,252 @@ class Share:
 
     @property
     def overlaps(self) -> bool:
-        """Reduces while backward goes on, with a second bucket. As launch/render/deepspeed.py has
+        """Reduces while backward goes on, with a second bucket, as launch/render/deepspeed.py sets
         it."""
         return self.strategy.device == "cuda"
 
     def parts(self, offset: int, size: int) -> list[int]:
-        """What of a parameter falls to one rank after the other."""
-        cuts = range(offset - offset % self.slice, offset + size, self.slice)
-        return [min(cut + self.slice, offset + size) - max(cut, offset) for cut in cuts]
+        """Sizes of a parameter's parts on successive ranks."""
+        starts = range(offset - offset % self.slice, offset + size, self.slice)
+        return [min(start + self.slice, offset + size) - max(start, offset) for start in starts]
 
 
-def share(marks: Landmarks, strategy: Strategy, bucket: int) -> Share:
+def share_of(marks: Landmarks, strategy: Strategy, bucket: int) -> Share:
     element_bytes = 4 if strategy.mixed_precision == "no" else 2
     offsets: dict[int, int] = {}
-    left = list(marks.gradients)
-    at = widest = 0
+    unmatched: dict[tuple[Layer | None, int], list[Gradient]] = defaultdict(list)
+    for gradient in marks.gradients:
+        unmatched[gradient.layer, gradient.bytes].append(gradient)
+    offset = widest = 0
     for weight in (weight for weight in marks.weights if weight.trained):
-        alike = [one for one in left if (one.layer, one.bytes) == (weight.layer, weight.bytes)]
-        if alike:
-            offsets[alike[-1].block] = at
-            left.remove(alike[-1])
-        at += weight.bytes // element_bytes
+        if alike := unmatched[weight.layer, weight.bytes]:
+            offsets[alike.pop().block] = offset
+        offset += weight.bytes // element_bytes
         widest = max(widest, weight.bytes // element_bytes)
-    return Share(strategy, element_bytes, at, widest, bucket, offsets)
+    return Share(strategy, element_bytes, offset, widest, bucket, offsets)
 
 
 def rewrite(rewriting: Rewriting, marks: Landmarks, strategy: Strategy, bucket: int) -> None:
-    """`bucket`: elements that are reduced, or gathered ahead, at once."""
-    mine = share(marks, strategy, bucket)
-    _states(rewriting, mine)
-    if strategy.zero_stage == 3:
-        rewriting.born(mine.bucket * mine.element_bytes, "communication", "reduce bucket", 0)
-        if not strategy.offloads:
-            rewriting.born(mine.slice * mine.element_bytes, "gradients", "gradient slices", 0)
+    """Replace states by this rank's share, and add the buffers of the collectives. `bucket`:
+    elements that are reduced, or gathered ahead, at once."""
+    share = share_of(marks, strategy, bucket)
+    _states(rewriting, share)
+    if strategy.launch_mode.zero_stage == 3:
+        rewriting.born(share.bucket * share.element_bytes, "communication", "reduce bucket", 0)
+        if not strategy.launch_mode.offloads:
+            rewriting.born(share.slice * share.element_bytes, "gradients", "gradient slices", 0)
     for gradient in marks.gradients:
         rewriting.blocks[gradient.block].kind = "gradients"
-    kept = _reduced(rewriting, marks, mine)
-    if strategy.zero_stage == 3:  # embeddings are dropped behind the last reduction
-        sharded_zero3_gather.rewrite(rewriting, marks, strategy, mine.element_bytes, bucket)
-    _update(rewriting, marks, mine, kept)
+    slice_gradients = _reduced(rewriting, marks, share)
+    if (
+        strategy.launch_mode.zero_stage == 3
+    ):  # the last reduction comes before embeddings are dropped
+        sharded_zero3_gather.rewrite(rewriting, marks, strategy, share.element_bytes, bucket)
+    _update(rewriting, marks, share, slice_gradients)
 
 
-def host_bytes(log: Log, strategy: Strategy, tied: bool) -> int:
-    """What an offloading rank keeps on the host for the whole run: the float32 slice, its gradient
-    and states (two, as AdamW has), and stage 3's parts of weights and gradients, or what stages 1
-    and 2 copy through and accumulate in."""
-    marks = landmarks(log, tied)
-    mine = share(marks, strategy, bucket=0)
-    found = mine.slice * MASTER_BYTES * 4
-    if strategy.zero_stage == 3:
-        whole = sum(weight.bytes for weight in marks.weights)
-        return found + mine.slice * mine.element_bytes + whole // strategy.num_processes
-    accumulated = _in_slice(mine) if strategy.gradient_accumulation_steps > 1 else 0
-    return found + (mine.slice + mine.widest + accumulated) * mine.element_bytes
-
-
-def _states(rewriting: Rewriting, mine: Share) -> None:
-    """The optimizer's states become those of a float32 slice that is kept beside the weights."""
+def _states(rewriting: Rewriting, share: Share) -> None:
+    """Replace the optimizer's states by those of a float32 slice, which is kept beside the
+    weights."""
     states = 0
     for number, block in enumerate(rewriting.log.blocks):
         if block.born in ("start:optimizer", "optimizer") and block.fixed_bytes > SCALAR_BYTES:
             states += block.fixed_bytes if block.born == "start:optimizer" else 0
             rewriting.drop(number)
-    if not mine.strategy.offloads:
-        state_bytes = states / mine.element_bytes / mine.trained * MASTER_BYTES
+    if not share.strategy.launch_mode.offloads:
+        state_bytes = states / share.element_bytes / share.trained * MASTER_BYTES
         rewriting.born(
-            mine.slice * (MASTER_BYTES + state_bytes),
+            share.slice * (MASTER_BYTES + state_bytes),
             "optimizer",
             "float32 slice and its states",
             0,
         )
-    elif mine.strategy.zero_stage < 3:
+    elif share.strategy.launch_mode.zero_stage < 3:
         rewriting.born(
-            mine.widest * mine.element_bytes, "communication", "gradient that goes to the host", 0
+            share.widest * share.element_bytes, "communication", "gradient that goes to the host", 0
         )
 
 
-def _in_slice(mine: Share) -> int:
-    """Elements of all parameters of which a rank has some in its slice; of the rank that has
-    most."""
-    starts = sorted(mine.offsets.values())
-    ends = [*starts[1:], mine.trained]
+def _in_slice(share: Share) -> int:
+    """Elements of all parameters that overlap the slice of a rank; the largest sum of all ranks."""
+    starts = sorted(share.offsets.values())
+    ends = [*starts[1:], share.trained]
     return max(
         sum(
             end - start
             for start, end in zip(starts, ends, strict=True)
-            if end > low and start < low + mine.slice
+            if end > low and start < low + share.slice
         )
-        for low in range(0, mine.trained, mine.slice)
+        for low in range(0, share.trained, share.slice)
     )
 
 
-def _reduced(rewriting: Rewriting, marks: Landmarks, mine: Share) -> list[int]:
-    """The gradients' way through the bucket; what is left of them on the device.
+def _reduced(rewriting: Rewriting, marks: Landmarks, share: Share) -> list[int]:
+    """Move the gradients through the bucket. Returns their blocks that stay on the device.
 
-    Stages 2 and 3 reduce in every backward, stage 1 in the last: there, where nothing overlaps,
-    behind it."""
-    stage, last = mine.strategy.zero_stage, len(marks.backwards) - 1
-    kept: list[int] = []
+    Stages 2 and 3 reduce in every backward. Stage 1 reduces in the last backward, or behind it if
+    nothing overlaps."""
+    stage, last = share.strategy.launch_mode.zero_stage, len(marks.backwards) - 1
+    slice_gradients: list[int] = []
     bucket: Bucket | None = None
     for micro_step, phase in enumerate(marks.backwards):
-        order = [
-            (ready(rewriting.log, marks, one, micro_step), at)
-            for at, one in enumerate(marks.gradients)
-        ]
-        order.sort()
+        order = sorted(
+            (ready(rewriting.log, marks, gradient, micro_step), index)
+            for index, gradient in enumerate(marks.gradients)
+        )
         if bucket is None:
-            bucket = Bucket(rewriting, mine, order[0][0])
+            bucket = Bucket(rewriting, share, order[0][0])
         if stage == 1 and micro_step < last:
             continue
-        if stage == 1 and not mine.overlaps:
-            in_order = sorted(marks.gradients, key=lambda one: mine.offsets.get(one.block, 0))
-            order = [(phase.stop, marks.gradients.index(one)) for one in in_order]
-        for at, index in order:
-            bucket.add(marks.gradients[index], at, is_first=stage == 1 or micro_step == 0)
+        if stage == 1 and not share.overlaps:
+            in_order = sorted(
+                marks.gradients, key=lambda gradient: share.offsets.get(gradient.block, 0)
+            )
+            order = [(phase.stop, marks.gradients.index(gradient)) for gradient in in_order]
+        for position, index in order:
+            bucket.add(marks.gradients[index], position, is_first=stage == 1 or micro_step == 0)
         bucket.reduce(phase.stop)
-        if bucket.kept is not None and kept:
-            rewriting.dies(bucket.kept, phase.stop)  # added to those of the backwards before
-        elif bucket.kept is not None:
-            kept = [bucket.kept]
+        if bucket.slice_gradients is not None and slice_gradients:
+            # added to those of earlier backwards
+            rewriting.dies(bucket.slice_gradients, phase.stop)
+        elif bucket.slice_gradients is not None:
+            slice_gradients = [bucket.slice_gradients]
         bucket.close(phase.stop)
         bucket = None
-    return kept
+    return slice_gradients
 
 
 class Bucket:
-    """The reduce bucket during one backward; stage 3 has one for the whole run, so none is made for
-    it here."""
+    """The reduce bucket during one backward. Stage 3 has a bucket for the whole run, so no bucket
+    is made for it here."""
 
-    def __init__(self, rewriting: Rewriting, mine: Share, at: int) -> None:
-        self.rewriting, self.mine, self.stage = rewriting, mine, mine.strategy.zero_stage
-        self.kept: int | None = None  # the reduced gradients of this rank's slice
+    def __init__(self, rewriting: Rewriting, share: Share, position: int) -> None:
+        self.rewriting, self.share, self.stage = (
+            rewriting,
+            share,
+            share.strategy.launch_mode.zero_stage,
+        )
+        self.slice_gradients: int | None = None  # the reduced gradients of this rank's slice
         self._filled: list[Gradient] = []
         self._alone: int | None = None  # a gradient that is larger than the bucket
-        count = 0 if self.stage == 3 else 2 if mine.overlaps else 1
-        size = mine.bucket * mine.element_bytes
+        count = 0 if self.stage == 3 else 2 if share.overlaps else 1
+        size = share.bucket * share.element_bytes
         self._blocks = [
-            rewriting.born(size, "communication", "reduce bucket", at) for _ in range(count)
+            rewriting.born(size, "communication", "reduce bucket", position) for _ in range(count)
         ]
 
-    def add(self, gradient: Gradient, at: int, is_first: bool) -> None:
-        """A gradient is complete: it moves into the bucket, and its own memory is free. `is_first`:
-        the plain step has it until the update; otherwise it has been freed there."""
-        size = gradient.bytes // self.mine.element_bytes
-        if self._elements() + size > self.mine.bucket:
-            self.reduce(at)
+    def add(self, gradient: Gradient, position: int, is_first: bool) -> None:
+        """Move a complete gradient into the bucket, and free its own memory. `is_first`: the plain
+        step keeps it until the update; otherwise it has been freed there."""
+        size = gradient.bytes // self.share.element_bytes
+        if self._elements() + size > self.share.bucket:
+            self.reduce(position)
         self._filled.append(gradient)
-        if size > self.mine.bucket:
+        if size > self.share.bucket:
             self._alone = gradient.block
             if not is_first:
                 self._alone = self.rewriting.born(
-                    gradient.bytes, "gradients", "gradient", at, gradient.layer
+                    gradient.bytes, "gradients", "gradient", position, gradient.layer
                 )
         elif is_first:
-            self.rewriting.dies(gradient.block, at)
+            self.rewriting.dies(gradient.block, position)
 
     def _elements(self) -> int:
-        return sum(gradient.bytes for gradient in self._filled) // self.mine.element_bytes
+        return sum(gradient.bytes for gradient in self._filled) // self.share.element_bytes
 
-    def reduce(self, at: int) -> None:
-        """Reduce what is in the bucket through a copy of it, and keep what falls to this rank."""
+    def reduce(self, position: int) -> None:
+        """Reduce the bucket's gradients through a copy, and keep this rank's part of them."""
         if not self._filled:
             return
-        rewriting, mine = self.rewriting, self.mine
-        copy_bytes = self._copied() * mine.element_bytes
-        copy = rewriting.born(copy_bytes, "communication", "gradients to reduce", at)
-        if mine.strategy.backend != "gloo":
-            rewriting.dies(copy, at)
+        rewriting, share = self.rewriting, self.share
+        copy_bytes = self._copied() * share.element_bytes
+        copy = rewriting.born(copy_bytes, "communication", "gradients to reduce", position)
+        if share.strategy.backend != "gloo":
+            rewriting.dies(copy, position)
         elif self.stage == 3:  # ProcessGroupGloo all-reduces a copy
-            rewriting.passes(self._elements() * mine.element_bytes, "gloo reduce-scatter", at)
-        if mine.strategy.offloads:
-            rewriting.passes(self._largest_part() * NORM_BYTES, "gradient norm", at)
-        elif self.kept is None and self.stage < 3:
-            self.kept = rewriting.born(
-                _in_slice(mine) * mine.element_bytes, "gradients", "gradients of the slice", at
+            rewriting.passes(
+                self._elements() * share.element_bytes, "gloo reduce-scatter", position
             )
-        if mine.strategy.backend == "gloo":
-            rewriting.dies(copy, at)  # its thread may hold it until here
+        if share.strategy.launch_mode.offloads:
+            rewriting.passes(self._largest_part() * NORM_BYTES, "gradient norm", position)
+        elif self.slice_gradients is None and self.stage < 3:
+            self.slice_gradients = rewriting.born(
+                _in_slice(share) * share.element_bytes,
+                "gradients",
+                "gradients of the slice",
+                position,
+            )
+        if share.strategy.backend == "gloo":
+            rewriting.dies(copy, position)  # its thread may hold it until here
         if self._alone is not None:
-            rewriting.dies(self._alone, at)
+            rewriting.dies(self._alone, position)
         self._filled, self._alone = [], None
 
     def _largest_part(self) -> int:
-        """Elements of one gradient that fall to this rank."""
-        largest = max(gradient.bytes for gradient in self._filled) // self.mine.element_bytes
-        return (
-            -(-largest // self.mine.strategy.num_processes)
-            if self.stage == 3
-            else min(largest, self.mine.slice)
-        )
+        """Elements of the largest gradient that this rank keeps."""
+        largest = max(gradient.bytes for gradient in self._filled) // self.share.element_bytes
+        if self.stage == 3:
+            return -(-largest // self.share.strategy.num_processes)
+        return min(largest, self.share.slice)
 
     def _copied(self) -> int:
-        """Elements that are flattened at once. One tensor that divides needs no copy in stage 3;
-        one larger than the bucket is taken by ranks in stages 1 and 2."""
-        ranks, elements = self.mine.strategy.num_processes, self._elements()
+        """Elements that are flattened at once. In stage 3 a single tensor that divides needs no
+        copy; in stages 1 and 2 a tensor larger than the bucket is reduced rank by rank."""
+        ranks, elements = self.share.strategy.num_processes, self._elements()
         if self.stage == 3:
             return 0 if len(self._filled) == 1 and elements % ranks == 0 else elements
         if self._alone is None:
             return elements
         most = taken = 0
-        for part in self.mine.parts(self.mine.offsets.get(self._filled[0].block, 0), elements):
+        for part in self.share.parts(self.share.offsets.get(self._filled[0].block, 0), elements):
             taken += part
             most = max(most, taken)
-            taken = 0 if taken > self.mine.bucket else taken
+            taken = 0 if taken > self.share.bucket else taken
         return most
 
-    def close(self, at: int) -> None:
+    def close(self, position: int) -> None:
         for block in self._blocks:
-            self.rewriting.dies(block, at)
+            self.rewriting.dies(block, position)
 
 
-def _update(rewriting: Rewriting, marks: Landmarks, mine: Share, kept: list[int]) -> None:
-    """Norm, a flat float32 copy of the slice's gradients, the update, and stages 1 and 2 gather the
-    weights."""
-    end, strategy = marks.optimizer.stop, mine.strategy
-    at = min(marks.optimizer.start + 1, end)
-    if not strategy.offloads:
+def _update(
+    rewriting: Rewriting, marks: Landmarks, share: Share, slice_gradients: list[int]
+) -> None:
+    """Add the norm, a flat float32 copy of the slice's gradients, the update, and the gathering of
+    weights in stages 1 and 2."""
+    end, strategy = marks.optimizer.stop, share.strategy
+    position = min(marks.optimizer.start + 1, end)
+    if not strategy.launch_mode.offloads:
         part = (
-            math.ceil(mine.widest / strategy.num_processes)
-            if strategy.zero_stage == 3
-            else mine.widest
+            math.ceil(share.widest / strategy.num_processes)
+            if strategy.launch_mode.zero_stage == 3
+            else share.widest
         )
-        rewriting.passes(min(part, mine.slice) * NORM_BYTES, "gradient norm", at)
-        flat = rewriting.born(mine.slice * mine.element_bytes, "gradients", "flat gradients", at)
-        if mine.element_bytes < MASTER_BYTES:
+        rewriting.passes(min(part, share.slice) * NORM_BYTES, "gradient norm", position)
+        flat = rewriting.born(
+            share.slice * share.element_bytes, "gradients", "flat gradients", position
+        )
+        if share.element_bytes < MASTER_BYTES:
             narrow, flat = (
                 flat,
-                rewriting.born(mine.slice * MASTER_BYTES, "gradients", "float32 gradients", at),
+                rewriting.born(
+                    share.slice * MASTER_BYTES, "gradients", "float32 gradients", position
+                ),
             )
-            rewriting.dies(narrow, at)
-        for block in kept:
-            rewriting.dies(block, at)
-        temporary_bytes = mine.slice * MASTER_BYTES * _temporaries(rewriting.log, mine)
+            rewriting.dies(narrow, position)
+        for block in slice_gradients:
+            rewriting.dies(block, position)
+        temporary_bytes = share.slice * MASTER_BYTES * _temporaries(rewriting.log, share)
         rewriting.dies(rewriting.born(temporary_bytes, "optimizer", "update", end), end)
         rewriting.dies(flat, end)
     # ProcessGroupGloo gathers into a tensor of its own
-    if strategy.zero_stage < 3 and strategy.backend == "gloo":
-        rewriting.passes(mine.trained * mine.element_bytes, "gloo all-gather", end)
+    if strategy.launch_mode.zero_stage < 3 and strategy.backend == "gloo":
+        rewriting.passes(share.trained * share.element_bytes, "gloo all-gather", end)
 
 
-def _temporaries(log: Log, mine: Share) -> float:
-    """How many copies of what it updates at once the plain optimizer makes: of all weights, or of
-    one at a time."""
+def _temporaries(log: Log, share: Share) -> float:
+    """Copies of the updated weights that the plain optimizer makes, as a multiple: of all weights,
+    or of the largest weight if it updates them one by one."""
     live = most = 0
     of_all = False
     for event in log.events:
@@ -294,4 +299,4 @@ def _temporaries(log: Log, mine: Share) -> float:
         if block.born == "optimizer" and block.fixed_bytes > SCALAR_BYTES:
             live += block.fixed_bytes if event.birth else -block.fixed_bytes
             most, of_all = max(most, live), of_all or "_foreach" in block.op
-    return most / mine.element_bytes / (mine.trained if of_all else mine.widest)
+    return most / share.element_bytes / (share.trained if of_all else share.widest)

@@ -1,42 +1,42 @@
-"""Which weights ZeRO's stage 3 has gathered at each moment of a step.
+"""Rewrite a step with the weights that ZeRO's stage 3 has gathered at each moment.
 
-A weight is gathered for the module that uses it, together with those of the next modules up to a
-bucket, and dropped behind it, unless it is small or used again soon.
+A weight is gathered for the module that uses it, together with the weights of the next modules up
+to a bucket, and dropped behind it, unless it is small or used again soon.
 Source: deepspeed 0.19.8 runtime/zero/partitioned_param_coordinator.py, partition_parameters.py.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from launch.schema.plan import Strategy
 from training.trace.recorder import Layer
 from training.trace.rewrite_log import Landmarks, Rewriting
 
-# elements; smaller weights stay whole (DeepSpeedZeroConfig param_persistence_threshold)
+# elements; smaller weights stay gathered (DeepSpeedZeroConfig param_persistence_threshold)
 PERSISTENT = 100_000
-# elements gone through before the next use; nearer ones are kept (max_reuse_distance)
+# elements used before the next use of a weight; a nearer weight stays gathered (max_reuse_distance)
 MAX_REUSE = 1_000_000_000
 LIVE_BUCKETS = 2  # stage3_max_live_parameters in buckets, as launch/render/deepspeed.py writes it
 
 
 @dataclass(frozen=True)
 class Use:
-    """A module of the model uses a weight from here until the next use."""
+    """The use of a weight by a module, from this position until the next use."""
 
-    at: int
+    position: int
     weight: int  # index in Landmarks.weights
 
 
+@dataclass
 class Bundle:
-    """Weights that one all-gather brings."""
+    """Several weights of the same all-gather."""
 
-    def __init__(self, block: int | None, weights: set[int]) -> None:
-        self.block = block  # None: a single weight is its own buffer
-        self.weights = weights  # not used yet
-        self.arrived = False
+    block: int
+    weights: set[int]  # not used yet
+    arrived: bool = False
 
 
 class Gathered:
@@ -54,174 +54,168 @@ class Gathered:
         self.bucket = bucket  # elements
         self.sizes = [weight.bytes // element_bytes for weight in marks.weights]
         self.element_bytes = element_bytes
-        self.whole: dict[int, int] = {}  # weight -> its block
+        self.gathered: dict[int, int] = {}  # weight -> its block
         self.inflight: dict[int, Bundle] = {}
 
     def run(self, uses: list[Use], expected: list[Use], end: int) -> None:
-        """Go through these uses: of a forward and its backward, or of an evaluation. There the
-        backward is `expected` all the same, as the order of modules was recorded in training."""
-        steps, uses = len(uses), [*uses, *expected]
+        """Write the collectives of these uses: of a forward and its backward, or of an evaluation.
+        In an evaluation the backward is `expected` too, because the order of modules was recorded
+        in training."""
+        num_uses, uses = len(uses), [*uses, *expected]
         queue = deque(range(len(uses)))
-        fetched_for: dict[int, int] = {}  # weight -> the last use that a fetch has looked at
-        for step, use in enumerate(uses[:steps]):
-            size = self.sizes[use.weight]
-            if size > PERSISTENT:
-                self._fetch(use)
-            if queue and queue[0] <= step:
+        fetched_for: dict[int, int] = {}  # weight -> the last use that a fetch has considered
+        for index, use in enumerate(uses[:num_uses]):
+            weight, position = use.weight, use.position
+            if self.sizes[weight] > PERSISTENT:
+                self._fetch(weight, position)
+            if queue and queue[0] <= index:
                 queue.popleft()
-                fetched_for[use.weight] = max(step, fetched_for.get(use.weight, -1))
-            self._prefetch(uses, queue, fetched_for, use.at)
-            behind = next((later.at for later in uses[step + 1 :] if later.at > use.at), end)
+                fetched_for[weight] = max(index, fetched_for.get(weight, -1))
+            self._prefetch(uses, queue, fetched_for, position)
+            later = (other.position for other in uses[index + 1 :] if other.position > position)
             if (
-                use.weight in self.whole
-                and fetched_for.get(use.weight, -1) <= step
-                and not self._is_near(uses, step)
+                weight in self.gathered
+                and fetched_for.get(weight, -1) <= index
+                and not self._is_near(uses, index)
             ):
-                self.rewriting.dies(self.whole.pop(use.weight), behind)
-        self._leave(end)
+                self.rewriting.dies(self.gathered.pop(weight), next(later, end))
+        bundles = (bundle.block for bundle in self.inflight.values())
+        for block in {*self.gathered.values(), *bundles}:
+            self.rewriting.dies(block, end)
 
-    def _fetch(self, use: Use) -> None:
-        if use.weight not in self.whole and use.weight not in self.inflight:
-            self._gather([use.weight], use.at)
-        if use.weight in self.inflight:
-            self._arrive(use.weight, use.at)
+    def _fetch(self, weight: int, position: int) -> None:
+        """Gather a weight unless it is gathered, and copy the weights of its bundle out at the
+        first use of any of them; the last use frees the bundle's buffer."""
+        if weight not in self.gathered and weight not in self.inflight:
+            self._gather([weight], position)
+        if weight not in self.inflight:
+            return
+        bundle = self.inflight.pop(weight)
+        for arrived in () if bundle.arrived else sorted(bundle.weights):
+            size = self.sizes[arrived] * self.element_bytes
+            self.gathered[arrived] = self.rewriting.born(
+                size, "communication", "whole weights", position, self.weights[arrived].layer
+            )
+        bundle.arrived = True
+        bundle.weights.discard(weight)
+        if not bundle.weights:
+            self.rewriting.dies(bundle.block, position)
 
-    def _gather(self, weights: list[int], at: int) -> None:
+    def _gather(self, weights: list[int], position: int) -> None:
         size = sum(self.sizes[weight] for weight in weights) * self.element_bytes
-        if self.strategy.num_processes == 1 and not self.strategy.offloads:
-            return  # the whole is the part
-        if self.strategy.offloads:
-            self.rewriting.passes(size / self.strategy.num_processes, "part from the host", at)
+        if self.strategy.num_processes == 1 and not self.strategy.launch_mode.offloads:
+            return  # its part is the full weight
+        if self.strategy.launch_mode.offloads:
+            self.rewriting.passes(
+                size / self.strategy.num_processes, "part from the host", position
+            )
         layer = self.weights[weights[0]].layer
-        block = self.rewriting.born(size, "communication", "gathered weights", at, layer)
+        block = self.rewriting.born(size, "communication", "gathered weights", position, layer)
         if self.strategy.backend == "gloo" and self.strategy.num_processes > 1:
             # ProcessGroupGloo gathers into its own tensor
-            self.rewriting.passes(size, "gloo all-gather", at, layer)
+            self.rewriting.passes(size, "gloo all-gather", position, layer)
         if len(weights) == 1:
-            self.whole[weights[0]] = block
+            self.gathered[weights[0]] = block
             return
-        bundle = Bundle(block, set(weights))
-        self.inflight |= dict.fromkeys(weights, bundle)
-
-    def _arrive(self, weight: int, at: int) -> None:
-        """The first use of a bundle copies all of it out; the last lets go of its buffer."""
-        bundle = self.inflight.pop(weight)
-        if not bundle.arrived:
-            bundle.arrived = True
-            for one in sorted(bundle.weights):
-                size = self.sizes[one] * self.element_bytes
-                self.whole[one] = self.rewriting.born(
-                    size, "communication", "whole weights", at, self.weights[one].layer
-                )
-        bundle.weights.discard(weight)
-        if not bundle.weights and bundle.block is not None:
-            self.rewriting.dies(bundle.block, at)
+        self.inflight |= dict.fromkeys(weights, Bundle(block, set(weights)))
 
     def _prefetch(
-        self, uses: list[Use], queue: deque[int], fetched_for: dict[int, int], at: int
+        self, uses: list[Use], queue: deque[int], fetched_for: dict[int, int], position: int
     ) -> None:
         """Gather the next weights up to a bucket, as long as not too many are live."""
-        live = sum(self.sizes[weight] for weight in {*self.whole, *self.inflight})
-        most = min(LIVE_BUCKETS * self.bucket - live, self.bucket)
-        wanted: list[int] = []
-        elements = 0
+        live = {*self.gathered, *self.inflight}
+        elements = sum(self.sizes[weight] for weight in live)
+        most = elements + min(LIVE_BUCKETS * self.bucket - elements, self.bucket)
+        ahead: list[int] = []
         while queue and elements < most:
-            step = queue.popleft()
-            weight = uses[step].weight
-            fetched_for[weight] = max(step, fetched_for.get(weight, -1))
-            known = weight in self.whole or weight in self.inflight or weight in wanted
-            if not known and self.sizes[weight] > PERSISTENT:
-                wanted.append(weight)
+            index = queue.popleft()
+            weight = uses[index].weight
+            fetched_for[weight] = max(index, fetched_for.get(weight, -1))
+            if weight not in live and self.sizes[weight] > PERSISTENT:
+                ahead.append(weight)
+                live.add(weight)
                 elements += self.sizes[weight]
-        if wanted:
-            self._gather(sorted(wanted), at)
+        if ahead:
+            self._gather(sorted(ahead), position)
 
-    def _is_near(self, uses: list[Use], step: int) -> bool:
-        """Whether the weight is used again before MAX_REUSE elements have been gone through."""
-        gone_through = 0
-        for use in uses[step + 1 :]:
-            if gone_through >= MAX_REUSE:
-                return False
-            if use.weight == uses[step].weight:
-                return True
-            gone_through += self.sizes[use.weight]
+    def _is_near(self, uses: list[Use], index: int) -> bool:
+        """The weight of this use is used again before MAX_REUSE other elements."""
+        elements = 0
+        for use in uses[index + 1 :]:
+            if elements >= MAX_REUSE or use.weight == uses[index].weight:
+                return elements < MAX_REUSE
+            elements += self.sizes[use.weight]
         return False
-
-    def _leave(self, at: int) -> None:
-        for block in {
-            *self.whole.values(),
-            *(one.block for one in self.inflight.values() if one.block is not None),
-        }:
-            self.rewriting.dies(block, at)
 
 
 def rewrite(
     rewriting: Rewriting, marks: Landmarks, strategy: Strategy, element_bytes: int, bucket: int
 ) -> None:
-    """Parts for weights, small ones whole between the updates, and what each micro-step gathers."""
+    """Divide the weights, keep small weights gathered between the updates, and add the gathering of
+    each micro-step."""
     ranks = strategy.num_processes
-    small = 0
+    small = sum(
+        weight.bytes for weight in marks.weights if weight.bytes // element_bytes <= PERSISTENT
+    )
     for weight in marks.weights:
-        if weight.bytes // element_bytes <= PERSISTENT:
-            small += weight.bytes
         rewriting.blocks[weight.block].fixed_bytes = -(-weight.bytes // ranks)
-        if strategy.offloads:
+        if strategy.launch_mode.offloads:
             rewriting.drop(weight.block)
-    if ranks > 1 or strategy.offloads:
+    if ranks > 1 or strategy.launch_mode.offloads:
         before = rewriting.born(small, "weights", "small weights", 0)
         rewriting.dies(before, marks.optimizer.start)
         rewriting.born(small, "weights", "small weights", marks.optimizer.stop)
-    for micro_step, forward in enumerate(marks.forwards):
-        spans, back = marks.spans[micro_step]
-        backward = marks.backwards[micro_step]
-        uses = [*_forward(marks, forward, spans), *_backward(marks, backward, back)]
-        Gathered(rewriting, marks, strategy, element_bytes, bucket).run(uses, [], backward.stop)
+
+    def run(uses: list[Use], expected: list[Use], end: int) -> None:
+        Gathered(rewriting, marks, strategy, element_bytes, bucket).run(uses, expected, end)
+
+    for forward, backward, (forwards, backwards) in zip(
+        marks.forwards, marks.backwards, marks.spans, strict=True
+    ):
+        uses = [*_forward(marks, forward, forwards), *_backward(marks, backward, backwards)]
+        run(uses, [], backward.stop)
     phase, spans = marks.evaluation
     if phase:
-        expected = [
-            Use(phase.stop, use.weight)
-            for use in _backward(marks, marks.backwards[0], marks.spans[0][1])
-        ]
-        uses = list(_forward(marks, phase, spans))
-        Gathered(rewriting, marks, strategy, element_bytes, bucket).run(uses, expected, phase.stop)
+        training = _backward(marks, marks.backwards[0], marks.spans[0][1])
+        expected = [Use(phase.stop, use.weight) for use in training]
+        run(_forward(marks, phase, spans), expected, phase.stop)
 
 
 def _outer(marks: Landmarks) -> tuple[list[int], list[int]]:
-    """Weights outside the layers, before them and behind; a tied embedding is both."""
+    """Weights before the layers, and weights behind them; a tied embedding is both."""
     outer = [index for index, weight in enumerate(marks.weights) if weight.layer is None]
-    first = next(
-        (index for index, weight in enumerate(marks.weights) if weight.layer is not None),
-        len(marks.weights),
-    )
-    inputs = [index for index in outer if index < first]
-    return inputs, [index for index in outer if index > first] + (inputs[:1] if marks.tied else [])
+    inputs = [index for place, index in enumerate(outer) if index == place]
+    return inputs, outer[len(inputs) :] + (inputs[:1] if marks.tied else [])
 
 
-def _forward(marks: Landmarks, phase: range, spans: dict[Layer, range]) -> Iterator[Use]:
-    """Embedding, layers, output layer. The weights of a layer share its span out evenly."""
+def _forward(marks: Landmarks, phase: range, spans: dict[Layer, range]) -> list[Use]:
+    """The uses of embedding, layers, output layer."""
     inputs, outputs = _outer(marks)
-    yield from (Use(phase.start, index) for index in inputs)
-    for layer, span in spans.items():
-        inside = [index for index, weight in enumerate(marks.weights) if weight.layer == layer]
-        yield from _evenly(inside, span)
     end = max((span.stop for span in spans.values()), default=phase.start)
-    yield from (Use(end, index) for index in outputs)
+    return [
+        *(Use(phase.start, index) for index in inputs),
+        *_evenly(marks, spans),
+        *(Use(end, index) for index in outputs),
+    ]
 
 
-def _backward(marks: Landmarks, phase: range, spans: dict[Layer, range]) -> Iterator[Use]:
-    """The output layer, which is whole while the loss is gone through; then the others in the other
-    order."""
+def _backward(marks: Landmarks, phase: range, spans: dict[Layer, range]) -> list[Use]:
+    """The uses of the output layer, which is gathered during the loss, then of the other weights in
+    reverse order."""
     inputs, outputs = _outer(marks)
     loss = min((span.start for span in spans.values()), default=phase.stop)
-    for place, index in enumerate(reversed(outputs)):
-        yield Use(loss if place else phase.start, index)
+    end = max((span.stop for span in spans.values()), default=phase.start)
+    return [
+        *(Use(phase.start, index) for index in outputs[-1:]),
+        *(Use(loss, index) for index in outputs[-2::-1]),
+        *_evenly(marks, spans, backward=True),
+        *(Use(end, index) for index in reversed(inputs)),
+    ]
+
+
+def _evenly(marks: Landmarks, spans: dict[Layer, range], backward: bool = False) -> Iterator[Use]:
+    """The uses of the layers' weights, at even distances in the span of their layer."""
     for layer, span in spans.items():
         inside = [index for index, weight in enumerate(marks.weights) if weight.layer == layer]
-        yield from _evenly(inside[::-1], span)
-    end = max((span.stop for span in spans.values()), default=phase.start)
-    yield from (Use(end, index) for index in reversed(inputs))
-
-
-def _evenly(weights: Sequence[int], span: range) -> Iterator[Use]:
-    for place, index in enumerate(weights):
-        yield Use(span.start + len(span) * place // len(weights), index)
+        for place, index in enumerate(reversed(inside) if backward else inside):
+            yield Use(span.start + len(span) * place // len(inside), index)

@@ -1,9 +1,9 @@
 """Trace a training step without weights or a device.
 
-The step is the one that train_low_mem.py runs: the same model code, LowMemTrainer and
-TrainingArguments, on fake tensors shaped as the collator shapes rows of the longest length; then an
-evaluation. What comes out is every allocation as a function of the micro-batch. A deep model is
-traced with four layers a stack and extended (depth.py).
+The step is that of train_low_mem.py: the same model code, LowMemTrainer and TrainingArguments, on
+fake tensors shaped as the collator shapes rows of the longest length. An evaluation follows. The
+result is every allocation as a function of the micro-batch. A deep model is traced with four layers
+a stack and extended (repeat_layers.py).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import gc
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,11 +31,11 @@ from training.loop.callbacks import StepMeter
 from training.loop.trainer import LowMemTrainer
 from training.model import build, four_bit
 from training.trace import repeat_layers, rewrite_log, sharded
-from training.trace.cuda_semantics import Target, cuda_semantics
+from training.trace.cuda_semantics import Target, cuda_semantics, replaced
 from training.trace.cuda_workspace import cublas_workspace_bytes, workspace
 from training.trace.recorder import BATCH, Block, Event, Layer, Log, Recorder
 
-DEPTH_KEYS = {  # of a config, one per stack
+DEPTH_KEYS = {  # of a config: a key for each stack
     "t5": ("num_layers", "num_decoder_layers"),
     "gpt2": ("n_layer",),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), ("num_hidden_layers",)),
@@ -46,10 +47,10 @@ class _Done(Exception):
 
 
 class _Tracer(LowMemTrainer):
-    """The trainer, telling a Recorder where in the step it is."""
+    """The trainer, which names the phase of the step to a Recorder."""
 
     widths: dict[str, int]  # of a batch's tensors
-    flattens = False  # a batch's rows are one
+    flattens = False  # the rows of a batch are joined to a single row
 
     def __init__(self, recorder: Recorder, **kwargs: Any) -> None:
         self.recorder = recorder
@@ -94,36 +95,23 @@ class _Batches:
         for _ in range(self._count):
             if not recorder.phase.startswith("evaluation"):
                 recorder.mark("input")
-            batch = recorder.log.batch
-            yield (
-                self._flattened(batch)
-                if self._tracer.flattens
-                else {
-                    name: torch.zeros(batch, width, dtype=torch.int64)
-                    for name, width in self._tracer.widths.items()
-                }
-            )
-
-    def _flattened(self, batch: int) -> dict[str, Any]:
-        widths = self._tracer.widths
-        starts, longest = torch.zeros(batch + 1, dtype=torch.int32), widths["input_ids"]
-        return {
-            **{
-                name: torch.zeros(1, batch * width, dtype=torch.int64)
+            batch, widths = recorder.log.batch, self._tracer.widths
+            flattens = self._tracer.flattens
+            tensors: dict[str, Any] = {
+                name: torch.zeros(
+                    *((1, batch * width) if flattens else (batch, width)), dtype=torch.int64
+                )
                 for name, width in widths.items()
-            },
-            **{
-                "cu_seq_lens_q": starts,
-                "cu_seq_lens_k": starts,
-                "max_length_q": longest,
-                "max_length_k": longest,
-            },
-        }
+            }
+            if flattens:
+                starts, max_length = torch.zeros(batch + 1, dtype=torch.int32), widths["input_ids"]
+                tensors |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+                tensors |= {"max_length_q": max_length, "max_length_k": max_length}
+            yield tensors
 
 
 class _Steady(TrainerCallback):
-    """Gives the optimizer its states before the step that counts; evaluates and ends training after
-    it."""
+    """Makes the optimizer's states before the traced step; evaluates and ends training after it."""
 
     tracer: _Tracer
 
@@ -155,37 +143,37 @@ class _Steady(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._recorder.mark("evaluation")
-        self._recorder.log.batch = BATCH  # any batch, also where one sample was traced for itself
+        self._recorder.log.batch = BATCH  # also where the step had a single sample
         self.tracer.evaluation_loop(_Batches(self.tracer, 1), "")
         raise _Done
 
 
 def stacks(network: torch.nn.Module) -> list[torch.nn.ModuleList]:
     """The lists of layers of a model, encoder first."""
-    lists = [
+    return [
         module
         for module in network.modules()
-        if isinstance(module, torch.nn.ModuleList) and len(module) > 1
+        if isinstance(module, torch.nn.ModuleList)
+        and len(module) > 1
+        and len({type(layer) for layer in module}) == 1
     ]
-    return [one for one in lists if len({type(layer) for layer in one}) == 1]
 
 
 def materialised(network: torch.nn.Module) -> None:
-    """Replace what stands on the meta device by fake tensors on the CPU; ties are kept."""
-    known: dict[int, torch.Tensor] = {}
+    """Replace tensors on the meta device by fake tensors on the CPU; ties are kept."""
+    replacements: dict[int, torch.Tensor] = {}  # by id
     for module in network.modules():
-        for held in torch_private.tensors_by_name(module):
-            for name, tensor in held.items():
+        for tensors in torch_private.tensors_by_name(module):
+            for name, tensor in tensors.items():
                 if tensor is None:
                     continue
-                if id(tensor) not in known:
+                if id(tensor) not in replacements:
                     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
                     if isinstance(tensor, torch.nn.Parameter):
                         empty = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
                     four_bit.copy_state(tensor, empty)
-                    known[id(tensor)] = empty
-                    known[id(empty)] = empty
-                held[name] = known[id(tensor)]
+                    replacements |= {id(tensor): empty, id(empty): empty}
+                tensors[name] = replacements[id(tensor)]
 
 
 def step(
@@ -196,11 +184,11 @@ def step(
     batch: int = BATCH,
     target: Target | None = None,
 ) -> Log:
-    """The log of one optimizer step in the steady state, at micro-batch `batch` and these lengths
+    """The log of an optimizer step in the steady state, at micro-batch `batch` and these lengths
     (source, target).
 
-    `padded`: some row is shorter than the longest, so that masks are needed. `target`: the card
-    that runs it; None: the CPU."""
+    `padded`: a row is shorter than the longest, so that masks are needed. `target`: the card that
+    the step is traced for; None: the CPU."""
     planned = plan.strategy
     strategy = replace(
         planned,
@@ -211,16 +199,16 @@ def step(
         num_machines=1,
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=min(planned.gradient_accumulation_steps, 2),
-        # as large
+        # fp16 has tensors of the same size; the CPU's autocast refuses it
         mixed_precision="bf16" if planned.mixed_precision == "fp16" else planned.mixed_precision,
         dataloader_num_workers=0,
         tf32=False,
         use_liger_kernel=False,  # needs a card: traced as transformers' own modules
     )
     recorder = Recorder(batch)
-    recorder.padded, recorder.widest = padded, plan.shape.config["vocab_size"]
+    recorder.padded, recorder.vocabulary = padded, plan.shape.config["vocab_size"]
     fp16 = planned.mixed_precision == "fp16"
-    with cuda_semantics(target, fp16) if target else transformers_private.fake_masks_as_real():
+    with cuda_semantics(target, fp16) if target else replaced([transformers_private.REAL_MASKS]):
         if recipe.quantization is not None:
             recorder.decompositions = four_bit.decompositions(on_cuda=target is not None)
         if target:
@@ -230,28 +218,22 @@ def step(
             gc.collect()
             gc.disable()
             try:
-                with recorder:
+                with suppress(_Done), recorder:
                     tracer.train()
-            except _Done:
-                pass
             finally:
                 gc.enable()
     log = recorder.settle()
-    if target:  # made with the first product, for good
-        log.blocks.append(
-            Block(
-                cublas_workspace_bytes(target.architecture), 0, "workspace", "cublas", "start", None
-            )
-        )
-        log.events.insert(0, Event(len(log.blocks) - 1, True, "start", None))
+    if target:  # from the first product to the end
+        size = cublas_workspace_bytes(target.architecture)
+        log.events.insert(0, Event(len(log.blocks), True, "start", None))
+        log.blocks.append(Block(size, 0, "workspace", "cublas", "start", None))
     return log
 
 
 def _tracer(
     recorder: Recorder, recipe: Recipe, plan: Plan, strategy: Strategy, lengths: Sequence[int]
 ) -> _Tracer:
-    """A trainer of a model without weights, which the recorder knows by its parameters and
-    layers."""
+    """A trainer of a model without weights, whose parameters and layers the recorder watches."""
     config = plan.shape.config
     with unset_fake_temporarily():
         quantization = recipe.quantized(plan.strategy.mixed_precision)
@@ -266,8 +248,7 @@ def _tracer(
     )
     args.report_to, args.save_strategy, args.output_dir = [], "no", os.curdir  # nothing is written
     materialised(network)
-    # it is where it belongs; a Module cannot move fake tensors
-    network.to = lambda *args, **kwargs: network
+    network.to = lambda *args, **kwargs: network  # a Module cannot move fake tensors
     watched = stacks(network)
     recorder.watch(watched)
     layer_of = {
@@ -277,11 +258,11 @@ def _tracer(
         for parameter in layer.parameters()
     }
     recorder.mark("start:weights")
-    for one in network.parameters():
-        op = "parameter" if one.requires_grad else rewrite_log.FROZEN
-        held = (one, *four_bit.scales(one))
-        recorder.hold([("weights", tensor, layer_of.get(id(one))) for tensor in held], op)
-    recorder.hold((("buffers", one, None) for one in network.buffers()), "buffer")
+    for parameter in network.parameters():
+        op = "parameter" if parameter.requires_grad else rewrite_log.FROZEN
+        tensors, layer = (parameter, *four_bit.scales(parameter)), layer_of.get(id(parameter))
+        recorder.hold((("weights", tensor, layer) for tensor in tensors), op)
+    recorder.hold((("buffers", buffer, None) for buffer in network.buffers()), "buffer")
     steady = _Steady(recorder, layer_of)
     tracer = _Tracer(
         recorder,
@@ -300,7 +281,7 @@ def _tracer(
     steady.tracer = tracer
     source, target = lengths
     tracer.flattens = strategy.attn_implementation == "flash_attention_2"
-    # parts of all rows together are told by the batch where each row has as many of them
+    # a size that grows with the batch is recognised if each row has as many positions of each chunk
     if tracer.flattens:
         source = target = -(-source // strategy.num_output_chunks) * strategy.num_output_chunks
     mask = "position_ids" if recipe.data.packing or tracer.flattens else "attention_mask"
@@ -318,28 +299,21 @@ def whole_step(
     batch: int,
     target: Target | None = None,
 ) -> Log:
-    """As step(), in the time of a model of few layers where its layers are alike."""
-    shape = plan.shape
-    keys = DEPTH_KEYS.get(shape.config["model_type"], ())
-    config = dict(shape.config)
-    if "num_decoder_layers" in keys and config.get("num_decoder_layers") is None:
+    """The log of step(), from a model of few layers if the layers are alike."""
+    config = dict(plan.shape.config)
+    depth_keys = DEPTH_KEYS.get(config["model_type"], ())
+    if "num_decoder_layers" in depth_keys and config.get("num_decoder_layers") is None:
         config["num_decoder_layers"] = config.get("num_layers", 6)
-    named = [*recipe.model.freeze, *plan.lora_targets]
-    if (
-        not keys
-        or not all(config.get(key, 0) > repeat_layers.TRACED for key in keys)
-        or re.search(r"[.]\d", " ".join(named))
-    ):
-        return step(recipe, plan, lengths, padded, batch, target)
-    shallow = {**config, **dict.fromkeys(keys, repeat_layers.TRACED)}
-    if isinstance(config.get("layer_types"), list):
-        shallow["layer_types"] = config["layer_types"][: repeat_layers.TRACED]
-    log = step(
-        recipe, replace(plan, shape=replace(shape, config=shallow)), lengths, padded, batch, target
-    )
-    try:
-        for stack, key in enumerate(keys):
-            log = repeat_layers.deepen(log, stack, config[key])
-    except repeat_layers.NotUniform:
-        return step(recipe, plan, lengths, padded, batch, target)
-    return log
+    modules = " ".join([*recipe.model.freeze, *plan.lora_targets])
+    is_deep = depth_keys and all(config.get(key, 0) > repeat_layers.TRACED for key in depth_keys)
+    if is_deep and not re.search(r"[.]\d", modules):  # no module of a single layer
+        shallow = {**config, **dict.fromkeys(depth_keys, repeat_layers.TRACED)}
+        if isinstance(config.get("layer_types"), list):
+            shallow["layer_types"] = config["layer_types"][: repeat_layers.TRACED]
+        few_layers = replace(plan, shape=replace(plan.shape, config=shallow))
+        log = step(recipe, few_layers, lengths, padded, batch, target)
+        with suppress(repeat_layers.NotUniform):
+            for stack, key in enumerate(depth_keys):
+                log = repeat_layers.deepen(log, stack, config[key])
+            return log
+    return step(recipe, plan, lengths, padded, batch, target)

@@ -1,5 +1,5 @@
-"""How the ledger knows a machine, a model and a recipe again: by a hash of what decides memory and
-speed. Pure."""
+"""Keys by which the ledger recognises a machine, a model and a recipe: hashes of the facts that
+decide memory and speed. Pure."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def machine_key(machine: Machine) -> str:
     return _key("machine", [cards, round(machine.host_limit_bytes / GIB), machine.cpu_count])
 
 
-def model_key(shape: ModelSize) -> str:
+def model_key(model: ModelSize) -> str:
     """Config and number of parameters: the same model under another name or in another folder is
     the same."""
-    config = {key: value for key, value in shape.config.items() if key not in ORIGIN}
-    return _key("model", [config, shape.parameters])
+    config = {key: value for key, value in model.config.items() if key not in ORIGIN}
+    return _key("model", [config, model.parameters])
 
 
 def recipe_key(recipe: Recipe) -> str:
-    """What memory and seconds of an optimizer step depend on, and what planning may choose from; of
-    the batch only its effective size."""
+    """The settings that decide memory and seconds of an optimizer step, and those that planning may
+    choose from; of the batch only its effective size."""
     values = leaves(recipe.model_dump(mode="json"))
     deciding = {
         key: value

@@ -1,5 +1,5 @@
-"""Predicted beside measured: what past errors say about the next prediction, and the lines that
-people read. Pure."""
+"""Predicted beside measured figures: the margin that past errors give the next prediction, and the
+lines that people read. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from itertools import pairwise
 from typing import Literal
 
 from launch.schema.machine import GIB, Device
+from launch.schema.modes import Mode
 from launch.schema.plan import Plan
-from launch.schema.recipe import Mode, Precision
+from launch.schema.recipe import Precision
 from launch.schema.result import SecondStep
 
 Quantity = Literal["allocated_bytes", "reserved_bytes", "host_pss_bytes", "step_s"]
@@ -42,7 +43,7 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """An ended attempt, and what it was predicted to take beside what it took."""
+    """The predicted and the measured figures of an ended attempt."""
 
     time: float  # unix time
     run_id: str
@@ -65,7 +66,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Margin:
-    """By which share of itself a prediction may be exceeded; below 0 where predictions were always
+    """The share of itself by which a prediction may be exceeded; below 0 if predictions were always
     too high."""
 
     fraction: float
@@ -74,7 +75,7 @@ class Margin:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a step in the steady state says about the plan it runs by."""
+    """A step in the steady state, compared with its plan."""
 
     lines: tuple[str, ...]  # of what was predicted too low by more than UNDER
     exceeded: float = 0.0  # share of the device's prediction
@@ -105,18 +106,18 @@ def compare(plan: Plan, measured: SecondStep, host_budget_bytes: int) -> Compari
     lines, over = [], ""
     needs: dict[Literal["device", "host"], int] = {}
     shares = dict.fromkeys((name for name, *_ in pairs), 0.0)
-    for name, predicted, found, whole, limit in pairs:
-        if not predicted or not found or estimate.peak is None or found <= predicted * (1 + UNDER):
+    for name, predicted, taken, planned_bytes, limit in pairs:
+        if not predicted or not taken or estimate.peak is None or taken <= predicted * (1 + UNDER):
             continue
-        shares[name] = found / predicted - 1
+        shares[name] = taken / predicted - 1
         lines.append(
-            f"step 2: {name} {found / GIB:.2f} GiB, predicted {predicted / GIB:.2f}"
+            f"step 2: {name} {taken / GIB:.2f} GiB, predicted {predicted / GIB:.2f}"
             f" ({shares[name]:+.1%})"
         )
-        if whole * (1 + shares[name]) > limit:
+        if planned_bytes * (1 + shares[name]) > limit:
             over = f"{lines[-1]}; going on would exceed the budget of {limit / GIB:.2f} GiB"
             of: Literal["device", "host"] = "host" if name == "host RAM" else "device"
-            needs[of] = max(needs.get(of, 0), int(whole * (1 + shares[name])))
+            needs[of] = max(needs.get(of, 0), int(planned_bytes * (1 + shares[name])))
     return Comparison(
         tuple(lines), max(shares["reserved"], shares["allocated"]), shares["host RAM"], over, needs
     )
@@ -125,7 +126,7 @@ def compare(plan: Plan, measured: SecondStep, host_budget_bytes: int) -> Compari
 def margin(
     here: Sequence[float], everywhere: Sequence[float], device: Device, prior: float, level: float
 ) -> Margin:
-    """What to allow for above a prediction: from residuals of this machine, else of this kind of
+    """The allowance above a prediction: from residuals of this machine, else of this kind of
     device, else `prior`.
 
     The bound is split-conformal: the next residual, if it is like these, stays below it with

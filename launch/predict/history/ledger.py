@@ -1,6 +1,6 @@
 """Predicted and measured figures of past runs, and the results of tuning.
 
-One SQLite file that launchers write, never ranks. What goes wrong with it is said and stops no run.
+One SQLite file that launchers write, never ranks. Its errors are printed and stop no run.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Newer(Exception):
 
 @dataclass(frozen=True)
 class Ledger:
-    """The file, and who hears what goes wrong with it. Each call opens it anew: nothing is held
+    """The file, and `say`, which prints its errors. Each call opens the file anew: nothing is held
     while a run lasts."""
 
     path: Path
@@ -98,8 +98,10 @@ class Ledger:
         self._write("tuned", tuned)
 
     def recall(self, machine_key: str, model_key: str, recipe_key: str) -> Tuned | None:
-        keys = (machine_key, model_key, recipe_key)
-        row = self._use(lambda db: db.execute(f"SELECT * FROM tuned {OF_KEYS}", keys).fetchone())
+        row_keys = (machine_key, model_key, recipe_key)
+        row = self._use(
+            lambda db: db.execute(f"SELECT * FROM tuned {OF_KEYS}", row_keys).fetchone()
+        )
         if row is None:
             return None
         try:
@@ -111,9 +113,9 @@ class Ledger:
 
     def forget(self, machine_key: str, model_key: str, recipe_key: str) -> bool:
         """Drop the remembered result; False: there was none."""
-        keys = (machine_key, model_key, recipe_key)
+        row_keys = (machine_key, model_key, recipe_key)
         query = f"DELETE FROM tuned {OF_KEYS}"
-        return bool(self._use(lambda db: db.execute(query, keys).rowcount, writes=True))
+        return bool(self._use(lambda db: db.execute(query, row_keys).rowcount, writes=True))
 
     def residuals(
         self, quantity: Quantity, device: Device, machine_key: str | None = None
@@ -136,8 +138,8 @@ class Ledger:
         prior: float,
         level: float = LEVEL,
     ) -> Margin:
-        """What to allow for above a prediction (calibration.margin); `prior` while there are too
-        few runs."""
+        """The allowance above a prediction (calibration.margin); `prior` while there are too few
+        runs."""
         here, everywhere = (
             self.residuals(quantity, device, machine_key),
             self.residuals(quantity, device),
@@ -145,7 +147,7 @@ class Ledger:
         return calibration.margin(here, everywhere, device, prior, level)
 
     def calibration_lines(self) -> list[str]:
-        """What all runs so far say about the predictions, for people."""
+        """The errors of predictions in all runs so far, for people."""
         rows = (
             self._use(
                 lambda db: {q: db.execute(_residuals(q)).fetchall() for q in calibration.WORDS}
@@ -177,7 +179,7 @@ class Ledger:
         self._use(lambda db: db.execute(statement, row).rowcount, writes=True)
 
     def _use(self, work: Work[Answer], writes: bool = False) -> Answer | None:
-        """The work's answer; None, with a line that says why, where the file cannot be used."""
+        """The result of the work; None, with a printed reason, if the file cannot be used."""
         try:
             if writes:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -226,9 +228,9 @@ class Ledger:
                     return None
                 for statement in SCHEMA:
                     db.execute(statement)
-            answer = work(db)
+            result = work(db)
             db.execute("COMMIT")
-            return answer
+            return result
 
     def _set_aside(self, inode: int, why: str) -> None:
         """Rename the file that has this inode, unless another launcher did: the fresh one in its
@@ -244,7 +246,7 @@ class Ledger:
 
 
 def _is_ledger(db: sqlite3.Connection) -> bool:
-    """False: it is empty. Raises _Unfit and _Newer."""
+    """False for an empty file. Raises _Unfit and _Newer."""
     owner, version = (
         db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
     )

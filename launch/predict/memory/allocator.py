@@ -1,5 +1,5 @@
-"""A replay of PyTorch's caching allocator: what a log of allocations and frees makes it reserve,
-and where it fails.
+"""A replay of PyTorch's caching allocator: the bytes that it reserves for a log of allocations and
+frees, and the request that fails.
 
 Follows DeviceCachingAllocator in c10/cuda/CUDACachingAllocator.cpp of torch 2.11 to 2.13, native
 backend, one stream; "Source" names its functions. Compared byte for byte with the compiled
@@ -32,8 +32,8 @@ UNLIMITED_BYTES = 1 << 56
 
 @dataclass(frozen=True)
 class Replay:
-    """What a log did to the allocator; peaks as torch.cuda.max_memory_allocated and
-    max_memory_reserved count them.
+    """The result of a log; peaks as torch.cuda.max_memory_allocated and max_memory_reserved count
+    them.
 
     With one stream what is active is what is allocated. A log ends at the request that failed.
     """
@@ -42,7 +42,6 @@ class Replay:
     peak_reserved_bytes: int
     retries: int  # requests for which every cached segment was given back, as num_alloc_retries
     failed_event: int | None = None  # index in the log
-    failed_bytes: int | None = None  # as requested
 
     @property
     def out_of_memory(self) -> bool:
@@ -55,8 +54,8 @@ def replay(
     capacity_bytes: int | None = None,
     device_bytes: int | None = None,
 ) -> Replay:
-    """What the allocator reserves for a log, and the request that fails where the driver has only
-    capacity_bytes.
+    """The bytes that the allocator reserves for a log, and the request that fails if the driver has
+    only capacity_bytes.
 
     device_bytes is the memory of the whole device, of which per_process_memory_fraction is a share
     and which bounds the addresses of an expandable segment; capacity_bytes unless given. Requests
@@ -70,7 +69,7 @@ def replay(
         elif size_bytes > 0:
             block = allocator.allocate(size_bytes)
             if block is None:
-                return allocator.report(index, size_bytes)
+                return allocator.report(index)
             assert block_id not in live, f"event {index}: block {block_id} lives already"
             live[block_id] = block
         elif size_bytes < 0 and block_id in live:
@@ -78,41 +77,37 @@ def replay(
     return allocator.report()
 
 
+@dataclass(slots=True, eq=False)
 class Block:
     """A range of a segment: live, free, or addresses without memory in an expandable one."""
 
-    __slots__ = (
-        "address",
-        "allocated",
-        "inserted_at",
-        "mapped",
-        "next",
-        "pool",
-        "previous",
-        "size_bytes",
-    )
-
-    def __init__(self, pool: Pool, address: int, size_bytes: int, mapped: bool = True) -> None:
-        self.pool = pool
-        self.address = address
-        self.size_bytes = size_bytes
-        self.mapped = mapped
-        self.allocated = False
-        self.inserted_at = 0  # gc_count_base
-        self.previous: Block | None = None
-        self.next: Block | None = None
+    pool: Pool
+    address: int
+    size_bytes: int
+    mapped: bool = True
+    allocated: bool = False
+    inserted_at: int = 0  # gc_count_base
+    previous: Block | None = None
+    next: Block | None = None
 
     @property
     def split(self) -> bool:
         return self.previous is not None or self.next is not None
 
     def link(self, previous: Block | None, following: Block | None) -> None:
-        """Takes its place between two neighbours."""
+        """Put the block between two neighbours."""
         self.previous, self.next = previous, following
         if previous is not None:
             previous.next = self
         if following is not None:
             following.previous = self
+
+    def split_off(self, size_bytes: int, mapped: bool = True) -> None:
+        """Keep the first bytes; the others become a free block behind it."""
+        rest = Block(self.pool, self.address + size_bytes, self.size_bytes - size_bytes, mapped)
+        rest.link(self, self.next)
+        self.pool.insert(rest)
+        self.size_bytes = size_bytes
 
 
 class Pool:
@@ -121,7 +116,7 @@ class Pool:
     def __init__(self, small: bool, page_bytes: int) -> None:
         self.small = small
         self.page_bytes = page_bytes
-        self.keys: list[int] = []
+        self.sort_keys: list[int] = []
         self.blocks: dict[int, Block] = {}
         self.unmapped: list[Block] = []
         self.next_address = 0
@@ -129,17 +124,23 @@ class Pool:
 
     def insert(self, block: Block) -> None:
         block.inserted_at = self.searches
-        key = block.size_bytes << ADDRESS_BITS | block.address
-        insort(self.keys, key)
-        self.blocks[key] = block
+        if block.mapped:
+            key = block.size_bytes << ADDRESS_BITS | block.address
+            insort(self.sort_keys, key)
+            self.blocks[key] = block
+        else:
+            insort(self.unmapped, block, key=attrgetter("address"))
 
     def remove(self, block: Block) -> None:
-        key = block.size_bytes << ADDRESS_BITS | block.address
-        del self.keys[bisect_left(self.keys, key)], self.blocks[key]
+        if block.mapped:
+            key = block.size_bytes << ADDRESS_BITS | block.address
+            del self.sort_keys[bisect_left(self.sort_keys, key)], self.blocks[key]
+        else:
+            del self.unmapped[bisect_left(self.unmapped, block.address, key=attrgetter("address"))]
 
     def at_least(self, size_bytes: int) -> int:
-        """Index in `keys` of the smallest block that holds so many bytes."""
-        return bisect_left(self.keys, size_bytes << ADDRESS_BITS)
+        """Index in `sort_keys` of the smallest block that holds so many bytes."""
+        return bisect_left(self.sort_keys, size_bytes << ADDRESS_BITS)
 
     def addresses(self, size_bytes: int) -> int:
         """The start of a range of addresses above all earlier ones."""
@@ -147,22 +148,13 @@ class Pool:
         self.next_address += size_bytes
         return start
 
-    def insert_unmapped(self, block: Block) -> None:
-        insort(self.unmapped, block, key=attrgetter("address"))
-
-    def remove_unmapped(self, block: Block) -> None:
-        del self.unmapped[bisect_left(self.unmapped, block.address, key=attrgetter("address"))]
-
 
 def _merge_neighbours(block: Block) -> None:
     """Source: try_merge_blocks."""
     for other in (block.previous, block.next):
         if other is None or other.allocated or other.mapped != block.mapped:
             continue
-        if other.mapped:
-            block.pool.remove(other)
-        else:
-            block.pool.remove_unmapped(other)
+        block.pool.remove(other)
         block.size_bytes += other.size_bytes
         if other is block.previous:
             block.address = other.address
@@ -196,13 +188,12 @@ class CachingAllocator:
         ) = 0
         self.retries = 0
 
-    def report(self, failed_event: int | None = None, failed_bytes: int | None = None) -> Replay:
+    def report(self, failed_event: int | None = None) -> Replay:
         return Replay(
             self.peak_allocated_bytes,
             self.peak_reserved_bytes,
             self.retries,
             failed_event,
-            failed_bytes,
         )
 
     def allocate(self, requested_bytes: int) -> Block | None:
@@ -215,18 +206,14 @@ class CachingAllocator:
             return None
         rest_bytes = block.size_bytes - size_bytes
         if rest_bytes and self._splits(pool, size_bytes, rest_bytes):
-            rest = Block(pool, block.address + size_bytes, rest_bytes)
-            rest.link(block, block.next)
-            block.size_bytes = size_bytes
-            pool.insert(rest)
+            block.split_off(size_bytes)
         block.allocated = True
         self.allocated_bytes += block.size_bytes
-        if self.allocated_bytes > self.peak_allocated_bytes:
-            self.peak_allocated_bytes = self.allocated_bytes
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
 
     def free(self, block: Block) -> None:
-        """Back to its pool, joined with free neighbours. Source: free_block."""
+        """Join the block with free neighbours and return it to its pool. Source: free_block."""
         self.allocated_bytes -= block.size_bytes
         block.allocated = False
         _merge_neighbours(block)
@@ -243,7 +230,7 @@ class CachingAllocator:
         return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
     def segment_bytes(self, size_bytes: int) -> int:
-        """What the driver is asked for. Source: get_allocation_size."""
+        """Bytes of the segment that the driver is asked for. Source: get_allocation_size."""
         if size_bytes <= SMALL_BYTES:
             return SMALL_SEGMENT_BYTES
         if size_bytes < MIN_LARGE_BYTES:
@@ -260,14 +247,14 @@ class CachingAllocator:
         """The best fit among the free blocks. Source: get_free_block."""
         if self.collects:
             pool.searches += 1
-        keys, index = pool.keys, pool.at_least(size_bytes)
-        if index == len(keys):
+        sort_keys, index = pool.sort_keys, pool.at_least(size_bytes)
+        if index == len(sort_keys):
             return None
-        block = pool.blocks[keys[index]]
+        block = pool.blocks[sort_keys[index]]
         # a block before unmapped addresses counts as large as it can become
         if self.config.expandable_segments:
-            while index + 1 < len(keys):
-                larger = pool.blocks[keys[index + 1]]
+            while index + 1 < len(sort_keys):
+                larger = pool.blocks[sort_keys[index + 1]]
                 if _expandable_bytes(larger) >= _expandable_bytes(block):
                     break
                 index, block = index + 1, larger
@@ -276,11 +263,11 @@ class CachingAllocator:
                 return None
         elif block.size_bytes >= size_bytes + self.config.max_non_split_rounding_bytes:
             return None
-        del pool.blocks[keys.pop(index)]
+        del pool.blocks[sort_keys.pop(index)]
         return block
 
     def _take_new(self, pool: Pool, size_bytes: int) -> Block | None:
-        """Memory from the driver; where it has too little, cached segments go back to it first.
+        """Memory from the driver; if it has too little, cached segments go back to it first.
         Source: malloc."""
         if self.collects:
             self._collect_garbage()
@@ -335,16 +322,16 @@ class CachingAllocator:
     def _release_oversize(self, pool: Pool, size_bytes: int) -> bool:
         """Gives back unsplittable blocks, one that is large enough or the largest. Source:
         release_available..."""
-        if self.config.max_split_size_bytes is None:
+        if self.config.max_split_size_bytes is None or self.config.expandable_segments:
             return False
         wanted_bytes = max(size_bytes, self.max_split_bytes)
         index = pool.at_least(wanted_bytes)
-        if index < len(pool.keys) and not self.config.expandable_segments:
-            self._release(pool.blocks[pool.keys[index]])
+        if index < len(pool.sort_keys):
+            self._release(pool.blocks[pool.sort_keys[index]])
             return True
         released_bytes = 0
-        while not self.config.expandable_segments and pool.keys and released_bytes < wanted_bytes:
-            block = pool.blocks[pool.keys[-1]]
+        while pool.sort_keys and released_bytes < wanted_bytes:
+            block = pool.blocks[pool.sort_keys[-1]]
             if block.size_bytes < self.max_split_bytes:
                 break
             released_bytes += block.size_bytes
@@ -359,7 +346,7 @@ class CachingAllocator:
 
     def _release_cached(self, pool: Pool) -> None:
         """Source: release_blocks."""
-        for block in [pool.blocks[key] for key in pool.keys]:
+        for block in [pool.blocks[key] for key in pool.sort_keys]:
             if self.config.expandable_segments:
                 self._unmap(block)
             elif not block.split:
@@ -395,7 +382,7 @@ class CachingAllocator:
         pages = -(-(self.device_bytes + self.device_bytes // 8) // pool.page_bytes)
         segment_bytes = max(pages, 1) * pool.page_bytes
         block = Block(pool, pool.addresses(segment_bytes), segment_bytes, mapped=False)
-        pool.insert_unmapped(block)
+        pool.insert(block)
         return block
 
     def _map(self, block: Block, size_bytes: int) -> bool:
@@ -404,15 +391,10 @@ class CachingAllocator:
         mapped_bytes = -(-size_bytes // pool.page_bytes) * pool.page_bytes
         if not self._reserve(mapped_bytes):
             return False
-        pool.remove_unmapped(block)
+        pool.remove(block)
         block.mapped = True
         if mapped_bytes < block.size_bytes:
-            rest = Block(
-                pool, block.address + mapped_bytes, block.size_bytes - mapped_bytes, mapped=False
-            )
-            rest.link(block, block.next)
-            pool.insert_unmapped(rest)
-            block.size_bytes = mapped_bytes
+            block.split_off(mapped_bytes, mapped=False)
         _merge_neighbours(block)
         pool.insert(block)
         return True
@@ -430,14 +412,12 @@ class CachingAllocator:
             before.link(block.previous, block)
             pool.insert(before)
         if block.address + block.size_bytes > end:
-            after = Block(pool, end, block.address + block.size_bytes - end)
-            after.link(block, block.next)
-            pool.insert(after)
+            block.split_off(end - block.address)
         block.address, block.size_bytes, block.mapped = start, end - start, False
         self.reserved_bytes -= end - start
         _merge_neighbours(block)
         if block.split:  # else the whole segment is empty: release_expandable_segment
-            pool.insert_unmapped(block)
+            pool.insert(block)
 
 
 def _expandable_bytes(block: Block) -> int:

@@ -33,7 +33,7 @@ SETTING = re.compile(r"([^,:\[\]]+):(\[[^\[\]]*\]|[^,:\[\]]+)(?:,|$)")
 
 @dataclass(frozen=True)
 class AllocatorConfig:
-    """What changes the reserved bytes; the defaults are torch's."""
+    """The settings that change the reserved bytes; the defaults are torch's."""
 
     expandable_segments: bool = False
     # segments for requests of 1 to 10 MiB, and pages of expandable segments
@@ -92,12 +92,12 @@ def _split(text: str) -> dict[str, str]:
     values: dict[str, str] = {}
     position = 0
     while position < len(text):
-        found = SETTING.match(text, position)
-        if found is None:
+        matched = SETTING.match(text, position)
+        if matched is None:
             raise ConfigError(
                 f"allocator settings: expected key:value,key:value, found {text[position:]!r}"
             )
-        key, value = found.groups()
+        key, value = matched.groups()
         if key not in SETTINGS and not NO_BYTES_CHANGE.fullmatch(key):
             raise ConfigError(
                 f"allocator settings: {key!r} is unknown; {suggestion(key, sorted(SETTINGS))}"
@@ -105,7 +105,7 @@ def _split(text: str) -> dict[str, str]:
         if key in values:
             raise ConfigError(f"allocator settings: {key} is there twice; keep one")
         values[key] = value
-        position = found.end()
+        position = matched.end()
     return values
 
 
@@ -142,7 +142,7 @@ def _share(values: dict[str, str], key: str, default: float) -> float:
 
 
 def _divisions(value: str) -> tuple[int, ...]:
-    """Of every interval, from 4 or [256:1,512:2,>:4] (keys in MiB). Source:
+    """The divisions of every interval, from 4 or [256:1,512:2,>:4] (keys in MiB). Source:
     parseRoundUpPower2Divisions."""
     if not value.startswith("["):
         return (_power_of_two(value),) * INTERVALS

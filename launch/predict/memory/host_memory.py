@@ -46,11 +46,11 @@ BROADCAST_BYTES = 250 * MIB
 
 @dataclass(frozen=True)
 class Job:
-    """What the prediction is about; bytes are those of one rank unless they say otherwise."""
+    """The input of the prediction; bytes are those of one rank unless they say otherwise."""
 
     recipe: Recipe
     strategy: Strategy
-    shape: ModelSize
+    model: ModelSize
     states: MemoryEstimate  # as sharding.per_rank gives it
     step_bytes: int  # highest count of the device's allocator in a step
     evaluation_bytes: int  # the same, in an evaluation
@@ -69,13 +69,13 @@ class Job:
     @property
     def built_bytes(self) -> int:
         """Weights as the model is built, whole, on the host of each rank."""
-        parameters = self.shape.parameters * DTYPE_BYTES[self.recipe.model.dtype]
-        return parameters + self.shape.lora_parameters * DTYPE_BYTES["float32"]
+        parameters = self.model.parameters * DTYPE_BYTES[self.recipe.model.dtype]
+        return parameters + self.model.lora_parameters * DTYPE_BYTES["float32"]
 
     @property
     def stored_dtype(self) -> str:
         """The type that a local folder's config.json gives its weights."""
-        config = self.shape.config
+        config = self.model.config
         return config.get("dtype") or config.get("torch_dtype") or self.recipe.model.dtype
 
     @property
@@ -88,8 +88,8 @@ class Job:
     def untied_bytes(self) -> int:
         """The output embedding, which exists for a moment before it is tied to the input's; not in
         a stored model."""
-        is_tied = self.shape.config.get(
-            "tie_word_embeddings", self.shape.config["model_type"] in ("gpt2", "t5")
+        is_tied = self.model.config.get(
+            "tie_word_embeddings", self.model.config["model_type"] in ("gpt2", "t5")
         )
         return self.embedding_bytes if is_tied and self.recipe.model.path is None else 0
 
@@ -99,10 +99,10 @@ class Job:
         they are a rank's."""
         if self.recipe.model.path is None or self.recipe.quantization is not None or self.converts:
             return 0
-        if self.strategy.device == "cuda" or self.strategy.engine == "deepspeed":
+        if self.strategy.device == "cuda" or self.strategy.launch_mode.engine == "deepspeed":
             return 0
-        frozen = self.shape.parameters - (
-            self.shape.trainable_parameters - self.shape.lora_parameters
+        frozen = self.model.parameters - (
+            self.model.trainable_parameters - self.model.lora_parameters
         )
         return frozen * DTYPE_BYTES[self.recipe.model.dtype]
 
@@ -126,31 +126,29 @@ class HostEstimate:
         return sum(self.by_cause.values())
 
 
-def estimate(job: Job, imports: Imports) -> HostEstimate:
+def estimate(job: Job, import_memory: Imports) -> HostEstimate:
     """The phases of a run in their order. On GPUs the model is on the host only while it is built
     and saved."""
-    on_gpu = job.strategy.device == "cuda"
-    running = {**_processes(job, imports), **_data(job), **_offloaded(job)}
-    if job.recipe.data.streaming:
-        running["tokenising"] = shards.STREAM_PROCESSES * _tokenising_bytes(
-            job.recipe.data, imports
-        )
-        block_bytes = 4 * job.recipe.data.stream_unit_bytes
-        running["rows read"] = block_bytes // STREAM_BYTES_A_TOKEN * TOKEN_BYTES
-    held = job.states.weights_bytes + job.states.optimizer_bytes
-    if job.strategy.engine == "ddp":
-        held += job.states.gradients_bytes  # the buckets stay when the gradients are dropped
-    if job.strategy.engine == "deepspeed":  # so do its own
-        held = max(held, job.evaluation_bytes)
+    training_bytes = {**_processes(job, import_memory), **_data(job), **_offloaded(job)}
+    data = job.recipe.data
+    if data.streaming:
+        block_bytes = 4 * data.stream_unit_bytes
+        training_bytes |= {
+            "tokenising": shards.STREAM_PROCESSES * _tokenising_bytes(data, import_memory),
+            "rows read": block_bytes // STREAM_BYTES_A_TOKEN * TOKEN_BYTES,
+        }
+    resident_bytes = job.states.weights_bytes + job.states.optimizer_bytes
+    if job.strategy.launch_mode.engine == "ddp":
+        # the buckets stay when the gradients are dropped
+        resident_bytes += job.states.gradients_bytes
+    if job.strategy.launch_mode.engine == "deepspeed":  # so do its own
+        resident_bytes = max(resident_bytes, job.evaluation_bytes)
     phases = {
-        "prepare": _preparing(job, imports),
-        "load": {**_processes(job, imports), **_loading(job)},
-        "train": {**running, **({} if on_gpu else _on_host(job, job.step_bytes))},
-        "evaluation": {
-            **running,
-            **({} if on_gpu else _on_host(job, max(job.evaluation_bytes, held))),
-        },
-        "save": {**running, **({} if on_gpu else _on_host(job, held)), **_saving(job)},
+        "prepare": _preparing(job, import_memory),
+        "load": {**_processes(job, import_memory), **_loading(job)},
+        "train": training_bytes | _on_host(job, job.step_bytes),
+        "evaluation": training_bytes | _on_host(job, max(job.evaluation_bytes, resident_bytes)),
+        "save": training_bytes | _on_host(job, resident_bytes) | _saving(job),
     }
     if not job.recipe.evaluates:
         del phases["evaluation"]
@@ -162,12 +160,12 @@ def estimate(job: Job, imports: Imports) -> HostEstimate:
     )
 
 
-def _processes(job: Job, imports: Imports) -> dict[str, int]:
+def _processes(job: Job, import_memory: Imports) -> dict[str, int]:
     strategy = job.strategy
-    deepspeed = DEEPSPEED_BYTES if strategy.engine == "deepspeed" else 0
-    engine = DEEPSPEED_ENGINE_BYTES if strategy.engine == "deepspeed" else 0
+    is_deepspeed = strategy.launch_mode.engine == "deepspeed"
+    deepspeed, engine = (DEEPSPEED_BYTES, DEEPSPEED_ENGINE_BYTES) if is_deepspeed else (0, 0)
     several = deepspeed + engine + (GROUP_BYTES if strategy.backend is not None else 0)
-    if strategy.engine == "deepspeed" and strategy.backend == "gloo":
+    if is_deepspeed and strategy.backend == "gloo":
         # a copy of what Gloo reduces: mapped for a moment, or kept in the arenas of two of its
         # threads
         several += job.reduced_bytes * (
@@ -175,34 +173,43 @@ def _processes(job: Job, imports: Imports) -> dict[str, int]:
         )
     peft = PEFT_BYTES if job.recipe.lora is not None else 0
     return {
-        "launcher": imports.launcher_bytes + LAUNCHED_BYTES,
-        "agent": imports.agent_bytes + deepspeed,
-        "ranks' imports": job.ranks * (imports.rank_bytes + STARTED_BYTES + peft + several),
-        "libraries": imports.mapped_bytes + STARTED_MAPPED_BYTES,
+        "launcher": import_memory.launcher_bytes + LAUNCHED_BYTES,
+        "agent": import_memory.agent_bytes + deepspeed,
+        "ranks' imports": job.ranks * (import_memory.rank_bytes + STARTED_BYTES + peft + several),
+        "libraries": import_memory.mapped_bytes + STARTED_MAPPED_BYTES,
     }
 
 
 def tokenising_processes(
-    data: DataSection, imports: Imports, cpu_count: int, budget_bytes: int
+    data: DataSection, import_memory: Imports, cpu_count: int, budget_bytes: int
 ) -> int:
-    """How many may tokenise side by side: one for each CPU, as far as the host has room for
-    them."""
-    others = imports.launcher_bytes + LAUNCHED_BYTES + imports.prepare_bytes + imports.mapped_bytes
-    return max(min(cpu_count, (budget_bytes - others) // _tokenising_bytes(data, imports)), 1)
+    """The number of processes that may tokenise at once: one for each CPU, as far as the host's RAM
+    allows."""
+    others = (
+        import_memory.launcher_bytes
+        + LAUNCHED_BYTES
+        + import_memory.prepare_bytes
+        + import_memory.mapped_bytes
+    )
+    return max(min(cpu_count, (budget_bytes - others) // _tokenising_bytes(data, import_memory)), 1)
 
 
-def _tokenising_bytes(data: DataSection, imports: Imports) -> int:
+def _tokenising_bytes(data: DataSection, import_memory: Imports) -> int:
     window = PACKING_BYTES if data.packing else 0
-    return imports.prepare_bytes + PREPARE_SAMPLES * data.max_length * PREPARE_TOKEN_BYTES + window
+    return (
+        import_memory.prepare_bytes
+        + PREPARE_SAMPLES * data.max_length * PREPARE_TOKEN_BYTES
+        + window
+    )
 
 
-def _preparing(job: Job, imports: Imports) -> dict[str, int]:
+def _preparing(job: Job, import_memory: Imports) -> dict[str, int]:
     """Tokenising, in a child that ends before the ranks start; with room for more of them, corpora
     have more."""
     return {
-        "launcher": imports.launcher_bytes + LAUNCHED_BYTES,
-        "tokenising": _tokenising_bytes(job.recipe.data, imports),
-        "libraries": imports.mapped_bytes,
+        "launcher": import_memory.launcher_bytes + LAUNCHED_BYTES,
+        "tokenising": _tokenising_bytes(job.recipe.data, import_memory),
+        "libraries": import_memory.mapped_bytes,
     }
 
 
@@ -214,13 +221,13 @@ def _loading(job: Job) -> dict[str, int]:
     """
     strategy, is_mapped = job.strategy, job.recipe.model.path is not None
     sent = 0
-    if strategy.engine == "ddp" and strategy.device == "cpu":
+    if strategy.launch_mode.engine == "ddp" and strategy.device == "cpu":
         sent = min(job.built_bytes, 2 * BROADCAST_BYTES)
     built = 0 if is_mapped and not job.converts else job.built_bytes
     is_read = strategy.device == "cuda" or job.converts
     # bytes of a type that is not listed, as of 8 bits: as many as are loaded, which is more
     element_bytes = DTYPE_BYTES.get(job.stored_dtype, DTYPE_BYTES[job.recipe.model.dtype])
-    stored = job.shape.parameters * element_bytes
+    stored = job.model.parameters * element_bytes
     if is_mapped and job.recipe.quantization is not None:  # a tensor at a time, to where it trains
         built, is_read = 0 if strategy.device == "cuda" else job.states.weights_bytes, True
     return {
@@ -231,7 +238,9 @@ def _loading(job: Job) -> dict[str, int]:
 
 
 def _on_host(job: Job, device_bytes: int) -> dict[str, int]:
-    """What ranks on CPUs hold of a model; frozen weights that are mapped count once."""
+    """Memory of a model in ranks on CPUs; frozen weights that are mapped count once."""
+    if job.strategy.device == "cuda":
+        return {}
     mapped = job.mapped_weights_bytes
     return {
         "model": job.ranks * max(device_bytes - job.untouched_bytes - mapped, 0),
@@ -247,7 +256,7 @@ def _data(job: Job) -> dict[str, int]:
     steps = job.recipe.training.max_steps
     read = rows if steps < 0 else min(rows, steps * strategy.effective_batch_size)
     # int64 tensors of a batch (training/data/batches.py)
-    columns = 4 if job.shape.is_encoder_decoder else 3
+    columns = 4 if job.model.is_encoder_decoder else 3
     batch = strategy.per_device_train_batch_size * data.max_length * columns * 8
     ahead = job.recipe.training.extras.get("dataloader_prefetch_factor") or 2  # DataLoader's own
     waiting = ahead * strategy.dataloader_num_workers
@@ -273,10 +282,10 @@ def _offloaded(job: Job) -> dict[str, int]:
     offloaded = job.states.offloaded_bytes
     if not offloaded or job.strategy.device == "cpu":
         return {"offloaded states": job.ranks * offloaded}
-    piece = math.ceil(job.shape.trainable_parameters / job.strategy.num_processes)
+    piece = math.ceil(job.model.trainable_parameters / job.strategy.num_processes)
     element_bytes = DTYPE_BYTES["float32"] if job.strategy.mixed_precision == "no" else 2
     pinned = [4 * piece, 4 * piece] + [element_bytes * piece] * (
-        2 if job.strategy.zero_stage == 3 else 0
+        2 if job.strategy.launch_mode.shards_parameters else 0
     )
     return {
         "offloaded states": job.ranks * offloaded,
@@ -291,7 +300,7 @@ def _saving(job: Job) -> dict[str, int]:
     written from there."""
     strategy = job.strategy
     # rank 0 gathers, and builds the model once more
-    if strategy.zero_stage == 3 or strategy.engine == "fsdp2":
+    if strategy.launch_mode.shards_parameters:
         return {
             "gathered weights": job.built_bytes,
             "model to export": job.built_bytes + job.untied_bytes,
@@ -299,11 +308,11 @@ def _saving(job: Job) -> dict[str, int]:
     if strategy.device == "cpu":
         return {}
     is_adapter = job.recipe.lora is not None and job.recipe.model.path is not None
-    written = job.shape.lora_parameters * DTYPE_BYTES["float32"] if is_adapter else job.built_bytes
+    written = job.model.lora_parameters * DTYPE_BYTES["float32"] if is_adapter else job.built_bytes
     return {"weights to write": written}  # rank 0's; optimizer states go one tensor at a time
 
 
 def rounded_pinned(size: int) -> int:
-    """What torch's pinned-memory cache takes for a block. Source: torch 2.13
+    """Bytes that torch's pinned-memory cache takes for a block. Source: torch 2.13
     CachingHostAllocator.h, the default."""
     return 1 << (size - 1).bit_length() if size else 0

@@ -1,4 +1,4 @@
-"""What a rank on a CPU holds of the memory that its tensors come and go in: glibc's malloc, set and
+"""Memory that a rank on a CPU holds for tensors that come and go: glibc's malloc, set and
 replayed.
 
 torch's CPU allocator asks malloc for every tensor. By default large blocks are mapped, and small
@@ -38,10 +38,10 @@ OBJECTS_BYTES = 9 << 20  # ... and in all: holes beside them are not joined
 Event = tuple[int, int]  # (block, bytes) at its birth, (block, -1) at its end
 
 
-def held_bytes(
+def resident_bytes(
     events: Sequence[Event], written: Mapping[int, int] = {}, objects_bytes: int = OBJECTS_BYTES
 ) -> int:
-    """The most that is resident of these allocations, holes included, when they happen again and
+    """The highest resident bytes of these allocations, holes included, when they happen again and
     again.
 
     `written`: of a block of so many bytes only these are ever written, so that no more of it is in
@@ -66,11 +66,11 @@ def held_bytes(
                     objects += OBJECT_BYTES
                 highest = max(highest, mapped + heap.highest)
             elif block in live:
-                start, held = live.pop(block)
+                start, block_bytes = live.pop(block)
                 if start == MAPPED:
-                    mapped -= held
+                    mapped -= block_bytes
                 else:
-                    heap.free(start, held)
+                    heap.free(start, block_bytes)
     return highest
 
 
@@ -88,19 +88,19 @@ class _Heap:
         self._starts: dict[int, int] = {}  # of holes, by their end
 
     def take(self, size: int, needed: int) -> int:
-        """Where the block starts, a hole of `needed` bytes or the end; MAPPED where the end would
-        grow by much."""
+        """The start of the block, in a hole of `needed` bytes or at the end; MAPPED where the end
+        would grow by much."""
         is_large = size >= MMAP_THRESHOLD_BYTES
         if is_large:
             needed = int(size * LARGE_ROOM)
-        at = bisect_left(self._holes, (needed, -1))
-        if at == len(self._holes):
+        index = bisect_left(self._holes, (needed, -1))
+        if index == len(self._holes):
             if is_large and self._end + needed > self.highest:
                 return MAPPED
             start, self._end = self._end, self._end + size
             self.highest = max(self.highest, self._end)
             return start
-        hole, start = self._holes.pop(at)
+        hole, start = self._holes.pop(index)
         del self._sizes[start], self._starts[start + hole]
         if hole > size:
             self._add(start + size, hole - size)

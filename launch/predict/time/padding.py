@@ -1,4 +1,4 @@
-"""How much of what a step computes is padding, from a sample of the rows' lengths. Pure."""
+"""The share of a step that is padding, from a sample of the rows' lengths. Pure."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MOST_SORTED = 1 << 14  # rows: above it fewer groups are sorted together than tr
 SORTED_TOGETHER, LEAST_PARTS, MICRO_STEP_SHARE = 50, 4, 1 / 8  # training/data/length_batches.py's
 Lengths = Sequence[Sequence[int]]  # tokens of (source, target) of a row
 # the rows of an optimizer step -> its micro-batches, of all ranks
-CutStep = Callable[[Lengths], list[Lengths]]
+Splitter = Callable[[Lengths], list[Lengths]]
 
 
-class Cut(NamedTuple):
-    """How an optimizer step is cut."""
+class StepSplit(NamedTuple):
+    """The micro-batches of an optimizer step."""
 
-    rows: float  # of a rank's micro-batch, the longest or what takes as many tokens
+    rows: float  # of a rank's micro-batch, the longest or as many as take the same tokens
     micro_steps: float
 
 
@@ -33,85 +33,71 @@ def of(
     strategy: Strategy,
     multiple: int,
     data: DataSection,
-    longest: tuple[int, int],
-) -> Padding | None:
-    """What the tokenised training file gives under this strategy; None where an older version has
-    counted it.
+    max_lengths: tuple[int, int],
+) -> Padding:
+    """The padding of the tokenised training file under this strategy.
 
-    `counts` as tokenising wrote them; `multiple`: to which the collator pads; `longest` source and
-    target that was planned for."""
-    lengths = counts.get("lengths")
-    if not lengths:
-        return None
+    `counts` are those of tokenising. The collator pads to a `multiple`. `max_lengths` are the
+    source and target lengths of the plan."""
     rows = counts["documents"] if data.packing else counts["rows"]
-    drawn = _drawn(lengths, strategy)
-    grouped = _grouped(lengths, rows, strategy)
-    by_rows, by_tokens = _by_rows(strategy), _by_tokens(strategy, multiple, longest)
-    at_random, by_length = (
-        _computed(steps, by_rows, strategy, multiple).share for steps in (drawn, grouped)
+    drawn = _drawn(counts["lengths"], strategy)
+    grouped = _grouped(counts["lengths"], rows, strategy)
+    at_random, grouped_share = (
+        _computed(steps, _by_rows(strategy), strategy, multiple).share for steps in (drawn, grouped)
     )
-    cut_by_tokens = _computed(
-        grouped if data.group_by_length else drawn, by_tokens, strategy, multiple
-    )
-    order, share = ("by_length", by_length) if data.group_by_length else ("random", at_random)
+    order, share = ("by_length", grouped_share) if data.group_by_length else ("random", at_random)
+
+    def by_tokens(strategy: Strategy) -> _Computed:
+        splitter = _by_tokens(strategy, multiple, max_lengths)
+        steps = grouped if data.group_by_length else drawn
+        return _computed(steps, splitter, strategy, multiple)
+
+    token_share, _, micro_steps = by_tokens(strategy)
     in_quarters = None
     if data.batch_by_tokens:
-        share = cut_by_tokens.share
-        in_quarters = _in_quarters(
-            grouped if data.group_by_length else drawn, strategy, multiple, longest
-        )
+        share = token_share
+        if strategy.per_device_train_batch_size % 4 == 0:
+            finer = replace(
+                strategy,
+                per_device_train_batch_size=strategy.per_device_train_batch_size // 4,
+                gradient_accumulation_steps=strategy.gradient_accumulation_steps * 4,
+            )
+            in_quarters = by_tokens(finer).share
     # sequences are padded to the longest of a micro-batch: to the longest of them all, at most
     if data.packing:
-        most = math.ceil(counts["longest_input"] / multiple) * multiple
+        most = _padded(counts["longest_input"], multiple)
         order, share = "packed", 1 - counts["tokens"] / (counts["rows"] * most)
     if strategy.attn_implementation == "flash_attention_2":  # rows follow one another in a batch
         tokens = strategy.per_device_train_batch_size * counts["tokens"] / counts["rows"]
-        share = by_length = in_quarters = 1 - tokens / (tokens + (multiple - 1) / 2)
-        cut_by_tokens = cut_by_tokens._replace(share=share)
+        share = grouped_share = in_quarters = 1 - tokens / (tokens + (multiple - 1) / 2)
+        token_share = share
     return Padding(
         order=order,
         share=share,
         at_random=at_random,
-        by_length=by_length,
+        by_length=grouped_share,
         samples=counts["rows"],
         rows=rows,
         tokens=counts["tokens"],
-        by_tokens=cut_by_tokens.share,
-        micro_steps=cut_by_tokens.micro_steps if data.batch_by_tokens else None,
+        by_tokens=token_share,
+        micro_steps=micro_steps if data.batch_by_tokens else None,
         in_quarters=in_quarters,
     )
 
 
-def _in_quarters(
-    steps: Sequence[Lengths], strategy: Strategy, multiple: int, longest: tuple[int, int]
-) -> float | None:
-    """The share by tokens with a quarter of the batch and four times the accumulation; None: it has
-    no quarter."""
-    if strategy.per_device_train_batch_size % 4:
-        return None
-    finer = replace(
-        strategy,
-        per_device_train_batch_size=strategy.per_device_train_batch_size // 4,
-        gradient_accumulation_steps=strategy.gradient_accumulation_steps * 4,
-    )
-    return _computed(steps, _by_tokens(finer, multiple, longest), finer, multiple).share
-
-
-def mean_cut(
+def mean_split(
     counts: Mapping[str, Any],
     strategy: Strategy,
     multiple: int,
     data: DataSection,
-    longest: tuple[int, int],
-) -> Cut | None:
-    """What a step of rows is cut into on average; None where an older version has counted."""
-    lengths = counts.get("lengths")
-    if not lengths:
-        return None
+    max_lengths: tuple[int, int],
+) -> StepSplit:
+    """The mean split of a step of rows."""
+    lengths = counts["lengths"]
     # without padding
     if strategy.attn_implementation == "flash_attention_2" and not data.batch_by_tokens:
-        share = sum(map(sum, lengths)) / len(lengths) / sum(longest)
-        return Cut(
+        share = sum(map(sum, lengths)) / len(lengths) / sum(max_lengths)
+        return StepSplit(
             strategy.per_device_train_batch_size * share, strategy.gradient_accumulation_steps
         )
     alike = replace(  # what many candidates have in common
@@ -122,36 +108,40 @@ def mean_cut(
         dataloader_num_workers=0,
     )
     rows = counts["rows"] if data.group_by_length else None
-    return _mean_cut(
-        tuple(map(tuple, lengths)), rows, alike, multiple, longest, data.batch_by_tokens
+    return _mean_split(
+        tuple(map(tuple, lengths)), rows, alike, multiple, max_lengths, data.batch_by_tokens
     )
 
 
 @lru_cache(maxsize=64)
-def _mean_cut(
+def _mean_split(
     lengths: Lengths,
     grouped_rows: int | None,
     strategy: Strategy,
     multiple: int,
-    longest: tuple[int, int],
+    max_lengths: tuple[int, int],
     is_by_tokens: bool,
-) -> Cut:
+) -> StepSplit:
     if grouped_rows is None:
         steps = _drawn(lengths, strategy, DRAWN // 4)
     else:
         steps = _grouped(lengths, grouped_rows, strategy)
-    cut = _by_tokens(strategy, multiple, longest) if is_by_tokens else _by_rows(strategy)
-    found = _computed(steps, cut, strategy, multiple)
+    splitter = _by_tokens(strategy, multiple, max_lengths) if is_by_tokens else _by_rows(strategy)
+    computed = _computed(steps, splitter, strategy, multiple)
     # of a rank's micro-batch
-    tokens = found.tokens / found.micro_steps / len(steps) / strategy.num_processes
-    return Cut(tokens / sum(longest), found.micro_steps)
+    tokens = computed.tokens / computed.micro_steps / len(steps) / strategy.num_processes
+    return StepSplit(tokens / sum(max_lengths), computed.micro_steps)
 
 
 def _drawn(lengths: Lengths, strategy: Strategy, least: int = DRAWN) -> list[Lengths]:
     """Optimizer steps of rows that come at random."""
     size = strategy.effective_batch_size
     rows = random.Random(0).choices(lengths, k=math.ceil(least / size) * size)
-    return [rows[at : at + size] for at in range(0, len(rows), size)]
+    return _chunks(rows, size)
+
+
+def _chunks(rows: Lengths, size: int) -> list[Lengths]:
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 def _grouped(lengths: Lengths, rows: int, strategy: Strategy) -> list[Lengths]:
@@ -161,40 +151,36 @@ def _grouped(lengths: Lengths, rows: int, strategy: Strategy) -> list[Lengths]:
     together = min(
         SORTED_TOGETHER, max(rows // size // LEAST_PARTS, 1), max(MOST_SORTED // size, 1)
     )
-    part = sorted(random.Random(0).choices(lengths, k=together * size), key=lambda one: one[1])
+    part = sorted(random.Random(0).choices(lengths, k=together * size), key=lambda row: row[1])
     strip = size * max(math.isqrt(together // 2), 1)
-    strips = [
-        sorted(part[at : at + strip], key=lambda one: one[0]) for at in range(0, len(part), strip)
-    ]
-    in_order = [one for rows in strips for one in rows]
-    return [
-        sorted(in_order[at : at + size], key=lambda one: one[0] + one[1], reverse=True)
-        for at in range(0, len(in_order), size)
-    ]
+    strips = [sorted(rows, key=lambda row: row[0]) for rows in _chunks(part, strip)]
+    in_order = [row for rows in strips for row in rows]
+    return [sorted(rows, key=sum, reverse=True) for rows in _chunks(in_order, size)]
 
 
-def _by_rows(strategy: Strategy) -> CutStep:
+def _by_rows(strategy: Strategy) -> Splitter:
     width = strategy.per_device_train_batch_size * strategy.num_processes
-    return lambda step: [step[at : at + width] for at in range(0, len(step), width)]
+    return lambda step: _chunks(step, width)
 
 
-def _by_tokens(strategy: Strategy, multiple: int, longest: tuple[int, int]) -> CutStep:
-    """As training/data/length_batches.py cuts."""
+def _by_tokens(strategy: Strategy, multiple: int, max_lengths: tuple[int, int]) -> Splitter:
+    """The split of training/data/length_batches.py."""
     ranks = strategy.num_processes
     width = strategy.per_device_train_batch_size * ranks
-    budget = [strategy.per_device_train_batch_size * length for length in longest]
+    budget = [strategy.per_device_train_batch_size * length for length in max_lengths]
 
-    def cut(step: Lengths) -> list[Lengths]:
+    def split(step: Lengths) -> list[Lengths]:
         rows = sorted(step, key=lambda row: -max(row[0] / budget[0], row[1] / budget[1]))
         padded = [[_padded(length, multiple) for length in row] for row in rows]
         ends, begin = [], 0
         while begin < len(rows):
             widest = [0, 0]
             for end in range(begin, len(rows)):
-                widest = [max(one) for one in zip(widest, padded[end], strict=True)]
-                held = (end - begin) // ranks + 1
-                if held > 1 and any(
-                    held * one > limit for one, limit in zip(widest, budget, strict=True)
+                widest = [max(pair) for pair in zip(widest, padded[end], strict=True)]
+                rows_of_rank = (end - begin) // ranks + 1
+                if rows_of_rank > 1 and any(
+                    rows_of_rank * length > limit
+                    for length, limit in zip(widest, budget, strict=True)
                 ):
                     begin += (end - begin) // ranks * ranks
                     break
@@ -202,34 +188,33 @@ def _by_tokens(strategy: Strategy, multiple: int, longest: tuple[int, int]) -> C
                 begin = len(rows)
             ends.append(begin)
         while len(ends) < math.ceil(len(rows) / width):
-            saved, at = max(
+            saved, split_end = max(
                 _saved(padded[a:b], a, ranks) for a, b in zip([0, *ends[:-1]], ends, strict=True)
             )
             if saved <= MICRO_STEP_SHARE * ranks * sum(budget):
                 break
-            ends = sorted([*ends, at])
+            ends = sorted([*ends, split_end])
         return [rows[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
 
-    return cut
+    return split
 
 
 def _saved(part: Lengths, begin: int, ranks: int) -> tuple[int, int]:
-    """(tokens of padding that go if this part is cut in two, where the second begins)."""
+    """(tokens of padding that go if this part is split in two, where the second begins)."""
     first = list(accumulate(part, _wider))
     second = list(accumulate(reversed(part), _wider))[::-1]
-    whole = len(part) * sum(first[-1])
-    return (
-        max(
-            ((whole - at * sum(first[at - 1]) - (len(part) - at) * sum(second[at]), begin + at))
-            for at in range(ranks, len(part), ranks)
-        )
-        if len(part) > ranks
-        else (0, begin)
+    padded_tokens = len(part) * sum(first[-1])
+    return max(
+        (
+            (padded_tokens - n * sum(first[n - 1]) - (len(part) - n) * sum(second[n]), begin + n)
+            for n in range(ranks, len(part), ranks)
+        ),
+        default=(0, begin),
     )
 
 
-def _wider(one: Sequence[int], other: Sequence[int]) -> Sequence[int]:
-    return max(one[0], other[0]), max(one[1], other[1])
+def _wider(row: Sequence[int], other: Sequence[int]) -> Sequence[int]:
+    return max(row[0], other[0]), max(row[1], other[1])
 
 
 def _padded(length: int, multiple: int) -> int:
@@ -243,11 +228,11 @@ class _Computed(NamedTuple):
 
 
 def _computed(
-    steps: Sequence[Lengths], cut: CutStep, strategy: Strategy, multiple: int
+    steps: Sequence[Lengths], splitter: Splitter, strategy: Strategy, multiple: int
 ) -> _Computed:
-    """What these steps compute where they are cut so, and dealt to the ranks."""
+    """The tokens that the ranks compute in these steps."""
     real = computed = micro_steps = 0
-    for part in (part for step in steps for part in cut(step)):
+    for part in (part for step in steps for part in splitter(step)):
         micro_steps += 1
         for rank in range(strategy.num_processes):
             batch = part[rank :: strategy.num_processes]

@@ -1,4 +1,4 @@
-"""What a device computes and moves per second at its peak: configs/rates.yaml for cards, one
+"""Peak rates of devices, in operations and bytes per second: configs/rates.yaml for cards, one
 assumption for CPUs."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from launch.schema.plan import Strategy
 FILE = FILES / "configs" / "rates.yaml"
 DTYPES = ("float32", "tfloat32", "bfloat16", "float16")
 
-# After the words of a row's name these make it another card's: a 3080 is no 3080 Ti.
+# After the parts of a row's name these make it another card's: a 3080 is no 3080 Ti.
 OTHER_CARDS = frozenset({"ti", "super", "xt", "xtx", "gre", "d", "ada", "nvl"})
 # anywhere in a name: fewer units at lower clocks
 OTHER_CHIPS = frozenset({"laptop", "mobile", "max"})
@@ -31,8 +31,7 @@ HOST_BYTES_PER_S = 51.2e9
 
 @dataclass(frozen=True)
 class Rates:
-    """A device's peak; what a training step gets of it is launch/predict/time/timing.py's
-    business."""
+    """A device's peak. launch/predict/time/timing.py has the share of it that a step gets."""
 
     name: str
     flops_per_s: Mapping[str, float]  # by dtype; tfloat32 is float32 where training.tf32 allows it
@@ -46,7 +45,7 @@ class Rates:
 class Row:
     """A line of configs/rates.yaml."""
 
-    words: tuple[str, ...]
+    name_parts: tuple[str, ...]
     memory_gib: float
     architecture: str
     rates: Rates
@@ -73,9 +72,12 @@ def of(machine: Machine, strategy: Strategy) -> Rates:
 def card(gpu: Gpu) -> Rates:
     """The row of this card, else the one of its architecture with the nearest memory, else a modest
     guess."""
-    named = _longest(
-        [(row, words) for row in table() for words in _names(gpu.name) if _is(row.words, words)]
-    )
+    named: list[Row] = []
+    for name in _names(gpu.name):
+        matches = [row for row in table() if _is(row.name_parts, name)]
+        # those with the most parts: A100 SXM4 before A100
+        length = max((len(row.name_parts) for row in matches), default=0)
+        named += [row for row in matches if len(row.name_parts) == length]
     if named:
         return _nearest(named, gpu).rates
     kin = [row for row in table() if row.architecture == gpu.architecture.partition(":")[0]]
@@ -118,7 +120,7 @@ def _row(line: Mapping[str, object], source: str) -> Row:
     numbers = {key: float(value) for key, value in line.items() if isinstance(value, int | float)}
     link = numbers.get("link_gb_s")
     return Row(
-        words=_words(str(line["name"])),
+        name_parts=_parts(str(line["name"])),
         memory_gib=numbers["memory_gib"],
         architecture=str(line["architecture"]),
         rates=Rates(
@@ -132,36 +134,29 @@ def _row(line: Mapping[str, object], source: str) -> Row:
     )
 
 
-def _words(name: str) -> tuple[str, ...]:
+def _parts(name: str) -> tuple[str, ...]:
     return tuple(re.findall(r"[a-z0-9]+", name.lower()))
 
 
 def _names(name: str) -> list[tuple[str, ...]]:
-    """The words of a name; of each card in one that names several: Navi 31 [Radeon RX 7900 XT/7900
+    """The parts of a name, or of each card in a name of several: Navi 31 [Radeon RX 7900 XT/7900
     XTX/7900M]."""
-    first, *others = map(_words, name.split("/"))
-    return [first, *(words if "rx" in words else ("rx", *words) for words in others)]
+    first, *others = map(_parts, name.split("/"))
+    return [
+        first,
+        *(name_parts if "rx" in name_parts else ("rx", *name_parts) for name_parts in others),
+    ]
 
 
 def _is(row: Sequence[str], name: Sequence[str]) -> bool:
-    """Whether the row's words stand in the name in one piece, and nothing in it says another
+    """True if the row's name stands in the other in one piece, and nothing there says another
     card."""
-    if (OTHER_CHIPS & {*name}) - {*row}:
-        return False
-    spans = (
-        at
-        for at in range(len(name) - len(row) + 1)
-        if tuple(name[at : at + len(row)]) == tuple(row)
+    spans = [
+        start for start in range(len(name)) if tuple(name[start : start + len(row)]) == tuple(row)
+    ]
+    return not (OTHER_CHIPS & {*name}) - {*row} and any(
+        not OTHER_CARDS & {*name[start + len(row) : start + len(row) + 1]} for start in spans
     )
-    return any(not OTHER_CARDS & {*name[at + len(row) : at + len(row) + 1]} for at in spans)
-
-
-def _longest(found: list[tuple[Row, tuple[str, ...]]]) -> list[Row]:
-    """Of the rows that fit one name the ones with the most words: A100 SXM4 before A100."""
-    best: dict[tuple[str, ...], int] = {}
-    for row, name in found:
-        best[name] = max(best.get(name, 0), len(row.words))
-    return [row for row, name in found if len(row.words) == best[name]]
 
 
 def _nearest(rows: Sequence[Row], gpu: Gpu) -> Row:

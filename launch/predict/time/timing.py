@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from launch.predict.time.padding import Cut
+from launch.predict.time.padding import StepSplit
 from launch.predict.time.rates import HOST_BYTES_PER_S, Rates
 from launch.schema.machine import Link
 from launch.schema.plan import MemoryEstimate, ModelSize, Strategy
@@ -56,14 +56,13 @@ class Affine:
     constant: float
     per_sample: float = 0.0
 
-    def at(self, samples: float) -> float:
-        return self.constant + self.per_sample * samples
+    def total(self, num_samples: float) -> float:
+        return self.constant + self.per_sample * num_samples
 
 
 @dataclass(frozen=True)
 class WorkCost:
-    """What a device is given to do; recomputation is in it. Operands of products are no part of
-    bytes_moved."""
+    """The work of a device, with recomputation. Operands of products are no part of bytes_moved."""
 
     matmul_flops: Mapping[str, Affine]  # by dtype as rates.py names them
     bytes_moved: Affine  # read and written by all other kernels
@@ -83,7 +82,7 @@ class StepWork:
 
 @dataclass(frozen=True)
 class TimeEstimate:
-    """Where the seconds of one optimizer step go; the parts sum to step_s."""
+    """The seconds of one optimizer step and their parts, which sum to step_s."""
 
     step_s: float
     compute_s: float  # matrix products and attention
@@ -92,12 +91,12 @@ class TimeEstimate:
     optimizer_s: float  # the update, on the device or on the host
     communication_s: float  # of what nothing hides
     offload_s: float  # between host and device
-    samples: int  # the effective batch
+    num_samples: int  # the effective batch
     reason: str
 
     @property
     def samples_per_s(self) -> float:
-        return self.samples / self.step_s
+        return self.num_samples / self.step_s
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Speed:
-    """What a rank of a strategy gets of its device, its links and its host."""
+    """The share of a rank in its device, its links and its host."""
 
     flops_per_s: Mapping[str, float]
     bytes_per_s: float
@@ -123,23 +122,25 @@ class Speed:
 def estimate(
     work: StepWork,
     strategy: Strategy,
-    shape: ModelSize,
-    whole: MemoryEstimate,
+    model: ModelSize,
+    full_copy: MemoryEstimate,
     rates: Rates,
     link: Link | None = None,
-    cut: Cut | None = None,
+    split: StepSplit | None = None,
 ) -> TimeEstimate:
-    """Seconds of one optimizer step; `whole` are the states of a full copy, as
-    predict.model_state() gives them. `cut`: how a step is cut on average, where its rows vary."""
+    """Seconds of one optimizer step. `full_copy` are the states of a full copy, as
+    optimizers.model_state() gives them; `split` is the mean split of a step whose rows vary."""
     speed = speed_of(strategy, rates, link)
-    batch, steps = cut or Cut(
+    batch, steps = split or StepSplit(
         strategy.per_device_train_batch_size, strategy.gradient_accumulation_steps
     )
     compute_s, memory_s, launch_s = _kernels_s(work.micro_step, batch, speed, strategy)
     busy_s = compute_s + memory_s + launch_s
-    communication_s = _exposed_s(traffic(strategy, shape, whole), busy_s, steps, strategy, speed)
-    offload_s = _offloaded_bytes(strategy, shape, whole, steps) / speed.host_device_bytes_per_s
-    optimizer_s = _optimizer_s(work.optimizer_step, strategy, shape, whole, speed)
+    communication_s = _exposed_s(
+        traffic(strategy, model, full_copy), busy_s, steps, strategy, speed
+    )
+    offload_s = _offloaded_bytes(strategy, model, full_copy, steps) / speed.host_device_bytes_per_s
+    optimizer_s = _optimizer_s(work.optimizer_step, strategy, model, full_copy, speed)
     parts = (
         steps * compute_s,
         steps * memory_s,
@@ -148,9 +149,7 @@ def estimate(
         communication_s,
         offload_s,
     )
-    return TimeEstimate(
-        sum(parts), *parts, samples=strategy.effective_batch_size, reason=speed.reason
-    )
+    return TimeEstimate(sum(parts), *parts, strategy.effective_batch_size, speed.reason)
 
 
 def speed_of(strategy: Strategy, rates: Rates, link: Link | None) -> Speed:
@@ -203,22 +202,23 @@ def _bus(strategy: Strategy, rates: Rates, link: Link | None) -> tuple[float, st
 
 
 def _kernels_s(
-    work: WorkCost, samples: float, speed: Speed, strategy: Strategy
+    work: WorkCost, num_samples: float, speed: Speed, strategy: Strategy
 ) -> tuple[float, float, float]:
     """(products, other kernels, waiting for launches) of one micro-step on one rank."""
-    compute_s = RAMP_S * work.num_matmuls.at(samples)
+    compute_s = RAMP_S * work.num_matmuls.total(num_samples)
     for dtype, flops in work.matmul_flops.items():
-        compute_s += flops.at(samples) / _rate(speed, dtype)
+        compute_s += flops.total(num_samples) / _rate(speed, dtype)
     for dtype, flops in work.attention_flops.items():
-        compute_s += flops.at(samples) / (_rate(speed, dtype) * ATTENTION_SHARE / MATMUL_SHARE)
-    memory_s = work.bytes_moved.at(samples) / speed.bytes_per_s
-    return compute_s, memory_s, _waiting_s(work, samples, compute_s + memory_s, strategy)
+        compute_s += flops.total(num_samples) / (
+            _rate(speed, dtype) * ATTENTION_SHARE / MATMUL_SHARE
+        )
+    memory_s = work.bytes_moved.total(num_samples) / speed.bytes_per_s
+    return compute_s, memory_s, _waiting_s(work, num_samples, compute_s + memory_s, strategy)
 
 
-def _waiting_s(work: WorkCost, samples: float, busy_s: float, strategy: Strategy) -> float:
-    """What the launches cost beyond the device's work; on a CPU the same cores launch and
-    compute."""
-    launches_s = LAUNCH_S * work.num_kernels.at(samples)
+def _waiting_s(work: WorkCost, num_samples: float, busy_s: float, strategy: Strategy) -> float:
+    """Seconds of launches beyond the device's work; on a CPU the same cores launch and compute."""
+    launches_s = LAUNCH_S * work.num_kernels.total(num_samples)
     return launches_s if strategy.device == "cpu" else max(0.0, launches_s - busy_s)
 
 
@@ -227,9 +227,9 @@ def _rate(speed: Speed, dtype: str) -> float:
     return speed.flops_per_s.get(dtype) or speed.flops_per_s["float32"]
 
 
-def traffic(strategy: Strategy, shape: ModelSize, whole: MemoryEstimate) -> Traffic:
-    """What a ring moves: an all-reduce 2(N-1)/N of its bytes, a reduce-scatter or an all-gather
-    (N-1)/N.
+def traffic(strategy: Strategy, model: ModelSize, full_copy: MemoryEstimate) -> Traffic:
+    """Bytes that a ring moves: an all-reduce 2(N-1)/N of its bytes, a reduce-scatter or an
+    all-gather (N-1)/N.
 
     Source: nccl-tests doc/PERFORMANCE.md. DDP and FSDP2 reduce in the last micro-step (accelerate
     1.15 no_sync). DeepSpeed 0.19: stage 1 at the accumulation boundary, 2 and 3 in every
@@ -237,26 +237,27 @@ def traffic(strategy: Strategy, shape: ModelSize, whole: MemoryEstimate) -> Traf
     reduce-scatters. 3 and FSDP2 gather weights before forward and before backward.
     """
     once = (strategy.num_processes - 1) / strategy.num_processes
-    gradients, trained, weights = _wire_bytes(strategy, shape, whole)
-    if strategy.engine == "fsdp2":
+    gradients, trained, weights = _wire_bytes(strategy, model, full_copy)
+    stage = strategy.launch_mode.zero_stage
+    if strategy.launch_mode.engine == "fsdp2":
         return Traffic(2 * once * weights, once * gradients, 0)
-    if strategy.zero_stage == 3:
+    if stage == 3:
         return Traffic(2 * once * weights + once * gradients, 0, 0)
-    if strategy.zero_stage == 2:
+    if stage == 2:
         return Traffic(2 * once * gradients, 0, once * trained)
-    return Traffic(0, 2 * once * gradients, once * trained if strategy.zero_stage == 1 else 0)
+    return Traffic(0, 2 * once * gradients, once * trained if stage == 1 else 0)
 
 
 def _wire_bytes(
-    strategy: Strategy, shape: ModelSize, whole: MemoryEstimate
+    strategy: Strategy, model: ModelSize, full_copy: MemoryEstimate
 ) -> tuple[int, int, int]:
     """(gradients, trained weights, all weights) as this engine sends them: sharded ones in the
     computing precision, but FSDP2's gradients in float32."""
-    if strategy.engine in ("plain", "ddp") or strategy.mixed_precision == "no":
-        return whole.gradients_bytes, whole.gradients_bytes, whole.weights_bytes
-    trained = 2 * shape.trainable_parameters
-    gradients = 2 * trained if strategy.engine == "fsdp2" else trained
-    return gradients, trained, 2 * (shape.parameters + shape.lora_parameters)
+    if strategy.launch_mode.is_whole or strategy.mixed_precision == "no":
+        return full_copy.gradients_bytes, full_copy.gradients_bytes, full_copy.weights_bytes
+    trained = 2 * model.trainable_parameters
+    gradients = 2 * trained if strategy.launch_mode.engine == "fsdp2" else trained
+    return gradients, trained, 2 * (model.parameters + model.lora_parameters)
 
 
 def _exposed_s(
@@ -266,53 +267,52 @@ def _exposed_s(
     hides nothing."""
     hidden_s = 0.0
     if strategy.backend == "nccl":  # gathering the weights goes on through forward and backward
-        gathers = strategy.engine == "fsdp2" or strategy.zero_stage == 3
+        gathers = strategy.launch_mode.shards_parameters
         hidden_s = micro_step_s * (1 if gathers else BACKWARD_SHARE)
 
-    def left_s(size: float) -> float:
+    def exposed_s(size: float) -> float:
         return max(
             size / speed.bus_bytes_per_s - hidden_s, min(size, BUCKET_BYTES) / speed.bus_bytes_per_s
         )
 
-    others_s = (steps - 1) * left_s(moved.micro_step_bytes)
     return (
-        others_s
-        + left_s(moved.micro_step_bytes + moved.last_bytes)
+        (steps - 1) * exposed_s(moved.micro_step_bytes)
+        + exposed_s(moved.micro_step_bytes + moved.last_bytes)
         + moved.after_bytes / speed.bus_bytes_per_s
     )
 
 
 def _offloaded_bytes(
-    strategy: Strategy, shape: ModelSize, whole: MemoryEstimate, steps: float
+    strategy: Strategy, model: ModelSize, full_copy: MemoryEstimate, steps: float
 ) -> float:
-    """What a rank moves between host and device in one optimizer step, its slice of the states each
-    time.
+    """Bytes that a rank moves between host and device in one optimizer step, its slice of the
+    states each time.
 
     Gradients go out in each micro-step, come back from the second on to be added to, and go out
     once more for the update; stage 2 gets new weights, stage 3 fetches them twice a micro-step.
     Source: DeepSpeed 0.19 stage_1_and_2.py async_accumulate_grad_in_cpu_via_gpu, stage3.py
     partition_grads.
     """
-    if not strategy.offloads:
+    if not strategy.launch_mode.offloads:
         return 0
     gradients, trained, weights = (
-        size / strategy.num_processes for size in _wire_bytes(strategy, shape, whole)
+        size / strategy.num_processes for size in _wire_bytes(strategy, model, full_copy)
     )
-    if strategy.zero_stage == 3:
+    if strategy.launch_mode.shards_parameters:
         return 2 * steps * weights + 2 * steps * gradients
     return gradients * (2 * steps if steps > 1 else 1) + trained
 
 
 def _optimizer_s(
-    work: WorkCost, strategy: Strategy, shape: ModelSize, whole: MemoryEstimate, speed: Speed
+    work: WorkCost, strategy: Strategy, model: ModelSize, full_copy: MemoryEstimate, speed: Speed
 ) -> float:
     """The update: of a rank's slice where states are shared out, by the host's memory where they
     are offloaded."""
-    ranks = strategy.num_processes if strategy.engine in ("deepspeed", "fsdp2") else 1
-    if not strategy.offloads:
+    ranks = 1 if strategy.launch_mode.is_whole else strategy.num_processes
+    if not strategy.launch_mode.offloads:
         busy_s = sum(_kernels_s(work, 1, speed, strategy)[:2]) / ranks
         return busy_s + _waiting_s(work, 1, busy_s, strategy)
     # per element, read and written
-    states = MASTER_BYTES * whole.optimizer_bytes / max(whole.gradients_bytes, 1)
-    on_machine = shape.trainable_parameters * strategy.processes_per_machine / ranks
+    states = MASTER_BYTES * full_copy.optimizer_bytes / max(full_copy.gradients_bytes, 1)
+    on_machine = model.trainable_parameters * strategy.processes_per_machine / ranks
     return on_machine * (UPDATE_BYTES + 2 * states) / HOST_BYTES_PER_S

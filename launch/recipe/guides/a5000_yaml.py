@@ -1,6 +1,6 @@
 """The YAML of the A5000 guide (sections model, data, training, lora, quantization, environment,
-logging) becomes the recipe lora_sft with overrides. Strictly: an unknown key is an error, and what
-a key means otherwise here is said."""
+logging) becomes the recipe lora_sft with overrides. An unknown key is an error, and a note is
+printed for each key that has another meaning here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from launch.base.workspace import FILES, Workspace
 from launch.recipe import strict_yaml, training_arguments
 from launch.recipe.load import Override
 from launch.recipe.paths import PATH_KEYS
-from launch.recipe.strict_yaml import Keys, show, wrong
+from launch.recipe.strict_yaml import KeyPath, show, wrong
 from launch.schema.recipe import LoraSection, TrainingSection
 
 RECIPE = "lora_sft"
@@ -56,7 +56,7 @@ KEYS: Mapping[str, Mapping[str, str]] = {  # section -> its key -> the recipe's
 MODEL_NAMES = ("name_or_path", "model_name_or_path", "model_name")
 # sections with TrainingArguments' own names
 TAKES_TRAINING = ("training", "environment", "logging")
-# Keys with one value that says what is done anyway, and why there is no other.
+# Keys with a single allowed value, which changes nothing here, and the reason for it.
 FIXED: Mapping[tuple[str, str], tuple[Any, str]] = {
     ("model", "trust_remote_code"): (False, "code that comes with a model is never run"),
     ("lora", "bias"): ("none", "LoRA trains no biases here"),
@@ -90,63 +90,53 @@ NO_MODEL = (
 
 
 def translate(config: str) -> tuple[str, tuple[Override, ...], tuple[str, ...]]:
-    """(recipe, overrides, what differs from what it says) of the file as typed. Raises
-    ConfigError."""
+    """(recipe, overrides, notes on differences) of the file as typed. Raises ConfigError."""
     file = Path(config).expanduser()
     if not file.exists() and not file.is_absolute() and (FILES / file).exists():
         file = FILES / file  # the guide's path, typed in another folder
     content, where = strict_yaml.read_yaml(file)
-    # paths of the shipped file are those of recipes, of another one those that a person would type
+    # paths in the shipped file are relative to the workspace, in other files to the current folder
     base = Workspace.here().root if file.resolve().is_relative_to(FILES / "config") else Path.cwd()
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: found {show(content)}, expected the sections {', '.join(KEYS)}")
     overrides: dict[str, Override] = {}
     notes: list[str] = []
-    for section, keys in content.items():
+    for section, values in content.items():
         place = where[(section,)]
         if section not in KEYS:
-            raise wrong(
-                place,
-                (section,),
-                "an unknown section",
-                f"one of {', '.join(KEYS)}",
-                _near(section, KEYS),
-            )
-        if not isinstance(keys, dict | None):
-            raise wrong(place, (section,), show(keys), "a section: keys below it")
-        for key, value in (keys or {}).items():
+            near = "".join(f"did you mean {name}?" for name in nearest(section, KEYS))
+            sections = f"one of {', '.join(KEYS)}"
+            raise wrong(place, (section,), "an unknown section", sections, near)
+        if not isinstance(values, dict | None):
+            raise wrong(place, (section,), show(values), "a section: keys below it")
+        for key, value in (values or {}).items():
             place = where[(section, key)]
             for target, text, note in _translated(section, key, value, place):
                 if target in overrides:
-                    raise wrong(
-                        place,
-                        (section, key),
-                        f"{target} twice",
-                        "it once",
-                        f"also at {overrides[target].typed}",
-                    )
+                    advice = f"also at {overrides[target].typed}"
+                    raise wrong(place, (section, key), f"{target} twice", "it once", advice)
                 if target in PATH_KEYS and text is not None:
                     text = str(base / Path(str(text)).expanduser())
-                made = Override(f"--{target}={_written(text)}")
-                made.typed = f"{place}: {section}.{key}"
-                overrides[target] = made
-                notes += [f"{place}: {section}.{key}: {note}"] if note else []
+                typed = f"{place}: {section}.{key}"
+                overrides[target] = Override(f"--{target}={_written(text)}", typed)
+                notes += [f"{typed}: {note}"] if note else []
     if not {"model.shape", "model.path"} & overrides.keys():
         notes.append(f"{file}: {NO_MODEL}")
     return RECIPE, tuple(overrides.values()), tuple(notes)
 
 
 def _translated(section: str, key: str, value: Any, place: str) -> Iterator[tuple[str, Any, str]]:
-    """(recipe key, value, what differs) of one key; none where it says what is done anyway."""
+    """Yield (recipe key, value, note on a difference) for a key. A key without an effect yields
+    nothing."""
     name = training_arguments.RENAMED.get(key, key)
-    keys: Keys = (section, key)
+    key_path: KeyPath = (section, key)
     if (section, key) in FIXED:
         only, reason = FIXED[section, key]
         if value != only and value != [only]:
-            raise wrong(place, keys, show(value), strict_yaml.plain(only), reason)
+            raise wrong(place, key_path, show(value), strict_yaml.plain(only), reason)
     elif section == "model" and key in MODEL_NAMES:
         if not isinstance(value, str) or not value:
-            raise wrong(place, keys, show(value), "a folder, or a name of configs/models")
+            raise wrong(place, key_path, show(value), "a folder, or a name of configs/models")
         is_shape = (FILES / "configs" / "models" / f"{value}.yaml").is_file() and not Path(
             value
         ).is_dir()
@@ -157,13 +147,13 @@ def _translated(section: str, key: str, value: Any, place: str) -> Iterator[tupl
         yield ("model.shape", value, note) if is_shape else ("model.path", value, "")
     elif section == "lora" and key == "enabled":
         if not isinstance(value, bool):
-            raise wrong(place, keys, show(value), "true or false")
+            raise wrong(place, key_path, show(value), "true or false")
         if not value:
             yield "lora", None, ""
     elif key == "warmup_ratio" and section in TAKES_TRAINING:
         if not isinstance(value, int | float) or not 0 <= value < 1:
             raise wrong(
-                place, keys, show(value), "a share of all steps: at least 0 and less than 1"
+                place, key_path, show(value), "a share of all steps: at least 0 and less than 1"
             )
         yield (
             "training.warmup_steps",
@@ -172,7 +162,7 @@ def _translated(section: str, key: str, value: Any, place: str) -> Iterator[tupl
         )
     elif key in ("eval_strategy", "evaluation_strategy") and section in TAKES_TRAINING:
         if value not in ("steps", "epoch", "no"):
-            raise wrong(place, keys, show(value), "steps, epoch or no")
+            raise wrong(place, key_path, show(value), "steps, epoch or no")
         if value == "no":
             yield "data.validation_file", None, "data.validation_file=null: nothing is held out"
     elif key in KEYS[section]:
@@ -182,49 +172,39 @@ def _translated(section: str, key: str, value: Any, place: str) -> Iterator[tupl
             value,
             "" if target.rpartition(".")[2] == key else f"{target}={strict_yaml.plain(value)}",
         )
-    elif section in TAKES_TRAINING and _is_training(name):
+    elif section in TAKES_TRAINING and (
+        name in TrainingSection.model_fields or name in training_arguments.free()
+    ):
         yield f"training.{name}", value, ""
     else:
-        raise wrong(place, keys, "an unknown key", f"a key of {section}", _hint(section, key))
-
-
-def _is_training(key: str) -> bool:
-    return key in TrainingSection.model_fields or (
-        key in training_arguments.installed() and training_arguments.instead(key) is None
-    )
+        raise wrong(place, key_path, "an unknown key", f"a key of {section}", _hint(section, key))
 
 
 def _hint(section: str, key: str) -> str:
-    """Where the key belongs, or the nearest one that there is."""
+    """Advice for an unknown key: the section that has it, or the nearest key."""
     instead = training_arguments.instead(key)
     if section in TAKES_TRAINING and instead:
         return instead
-    elsewhere = {name: one for one, names in _names().items() for name in names}
-    for name in (key, *nearest(key, _names()[section]), *nearest(key, elsewhere)):
-        if name in _names()[section]:
-            return f"did you mean {section}.{name}?"
-        if name in elsewhere:
-            return f"did you mean {elsewhere[name]}.{name}?"
-    return f"there are {', '.join(_names()[section])}"
+    own = _names()[section]
+    section_of = {name: other for other, names in _names().items() for name in names}
+    section_of |= dict.fromkeys(own, section)
+    for name in (key, *nearest(key, own), *nearest(key, section_of)):
+        if name in section_of:
+            return f"did you mean {section_of[name]}.{name}?"
+    return f"there are {', '.join(own)}"
 
 
 def _names() -> dict[str, list[str]]:
-    """Every section's keys; TrainingArguments' under training."""
-    found = {
-        section: [*keys, *(key for one, key in FIXED if one == section)]
-        for section, keys in KEYS.items()
+    """The names of every section's keys. TrainingArguments' fields are under training."""
+    names = {
+        section: [*targets, *(key for fixed_in, key in FIXED if fixed_in == section)]
+        for section, targets in KEYS.items()
     }
-    found["model"] += MODEL_NAMES
-    found["lora"].append("enabled")
-    found["training"] += [*TrainingSection.model_fields, "warmup_ratio", "eval_strategy"]
-    found["training"] += [
-        key for key in training_arguments.installed() if training_arguments.instead(key) is None
-    ]
-    return found
-
-
-def _near(word: str, known: Mapping[str, Any]) -> str:
-    return "".join(f"did you mean {name}?" for name in nearest(word, known))
+    names["model"] += MODEL_NAMES
+    names["lora"].append("enabled")
+    names["training"] += [*TrainingSection.model_fields, "warmup_ratio", "eval_strategy"]
+    names["training"] += training_arguments.free()
+    return names
 
 
 def _written(value: Any) -> str:

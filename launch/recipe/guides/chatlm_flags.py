@@ -7,7 +7,7 @@ _ between words.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from launch.base.errors import ConfigError
@@ -37,13 +37,13 @@ BOOLEANS = {"True": True, "true": True, "1": True, "False": False, "false": Fals
 
 @dataclass(frozen=True)
 class Request:
-    """What was typed: a recipe, its overrides, and how to start."""
+    """The typed request: a recipe, its overrides, and the way to start."""
 
     recipe: str
     overrides: tuple[str, ...]
     resume: str  # auto, never, or the path of a checkpoint
     cpu: bool = False
-    notes: tuple[str, ...] = ()  # what a reader should know of how it was understood
+    notes: tuple[str, ...] = ()  # for the reader, on the interpretation of what was typed
     dry_run: bool = False  # print the plan, and end
 
 
@@ -52,7 +52,7 @@ def translate(argv: Sequence[str]) -> Request:
     switches: dict[str, bool] = {}
     overrides: list[str] = []
     resume: str | None = None
-    for name, value, typed in flags_of(list(argv[1:] if argv[:1] == ["train"] else argv)):
+    for name, value, typed in flags_of(argv[1:] if argv[:1] == ["train"] else argv):
         if name in SWITCHES:
             switches[name] = boolean(value, typed)
         elif (positive := name.removeprefix("no").lstrip("_")) in SWITCHES and value is None:
@@ -64,39 +64,34 @@ def translate(argv: Sequence[str]) -> Request:
         elif name in VALUES or "." in name or name in Recipe.model_fields:
             overrides.append(override(name, value, typed))
         else:
-            flag = typed.partition("=")[0]  # not its value: it may be a secret
-            raise ConfigError(
-                f"{flag}: found an unknown flag, expected one of train's; {_suggestion(name)}"
-            )
+            raise unknown_flag(typed, name, "train", (*SWITCHES, *VALUES, "resume"))
     recipe = next((recipe for flag, recipe in RECIPES.items() if switches.get(flag)), "pretrain")
-    keep = switches.get("is_keep_training", True)
-    if resume is not None and (not resume or (resume != "never" and not keep)):
-        found = "it beside --is_keep_training=False" if resume else "no value"
+    continues = switches.get("is_keep_training", True)
+    if resume is not None and (not resume or (resume != "never" and not continues)):
+        mistake = "it beside --is_keep_training=False" if resume else "no value"
         raise ConfigError(
-            f"--resume={resume}: found {found}, expected auto, never or the path of a checkpoint"
+            f"--resume={resume}: found {mistake}, expected auto, never or the path of a checkpoint"
         )
-    wish = resume or ("auto" if keep else "never")
+    resume = resume or ("auto" if continues else "never")
     cpu, dry_run = (switches.get(name, False) for name in ("cpu", "dry_run"))
-    return Request(recipe, tuple(overrides), wish, cpu, dry_run=dry_run)
+    return Request(recipe, tuple(overrides), resume, cpu, dry_run=dry_run)
 
 
-def flags_of(words: list[str]) -> list[tuple[str, str | None, str]]:
-    """Each flag's name, its value (None: it has none) and the text that was typed."""
-    flags: list[tuple[str, str | None, str]] = []
-    while words:
-        typed = words.pop(0)
+def flags_of(argv: Sequence[str]) -> Iterator[tuple[str, str | None, str]]:
+    """Yield each flag's name, its value (None if it has none) and the text that was typed."""
+    remaining = list(argv)
+    while remaining:
+        typed = remaining.pop(0)
         if not typed.startswith("--") or typed == "--":
             raise ConfigError(
                 f"{typed!r}: found no flag, expected --name=value, as in --batch_size_per_gpu=20"
             )
         name, equals, text = typed.removeprefix("--").partition("=")
         value = text if equals else None
-        name = name.replace("-", "_")
-        if not equals and words and not words[0].startswith("--"):
-            value = words.pop(0)
+        if not equals and remaining and not remaining[0].startswith("--"):
+            value = remaining.pop(0)
             typed = f"{typed}={value}"
-        flags.append((name, value, typed if typed.isprintable() else repr(typed)))
-    return flags
+        yield name.replace("-", "_"), value, typed if typed.isprintable() else repr(typed)
 
 
 def boolean(value: str | None, typed: str) -> bool:
@@ -106,29 +101,24 @@ def boolean(value: str | None, typed: str) -> bool:
 
 
 def override(name: str, value: str | None, typed: str) -> Override:
-    key = VALUES.get(name, name)
     if value is None and name in VALUES:
         raise ConfigError(f"{typed}: found no value, expected --{name}=VALUE")
-    made = Override(f"--{key}={'true' if value is None else value}")
-    if name in VALUES:
-        made.typed = typed
-    return made
+    text = f"--{VALUES.get(name, name)}={'true' if value is None else value}"
+    return Override(text, typed if name in VALUES else "")
 
 
-def _suggestion(name: str) -> str:
-    """The nearest flag, or the nearest key of a recipe as it is written on the command line."""
-    near = nearest_flag(name, (*RECIPES, *SWITCHES, *VALUES, "resume"))
-    return (
-        f"did you mean --{near}?"
-        if near
-        else f"there are {', '.join((*SWITCHES, *VALUES, 'resume'))}"
+def unknown_flag(typed: str, name: str, program: str, flags: Sequence[str]) -> ConfigError:
+    """The error for an unknown flag, with the nearest flag or recipe key. It does not repeat the
+    flag's value, which may be a secret."""
+    written = {
+        key: f"{section}.{key}"
+        for section, model in reversed([*SECTIONS.items()])
+        for key in model.model_fields
+    }
+    written |= {flag: flag for flag in (*flags, *Recipe.model_fields)}
+    listed = ", ".join(f"--{flag}" for flag in flags)
+    near = [f"did you mean --{written[key]}?" for key in nearest(name, written)]
+    return ConfigError(
+        f"{typed.partition('=')[0]}: found an unknown flag, expected one of {program}'s;"
+        f" {(near or [f'there are {listed}'])[0]}"
     )
-
-
-def nearest_flag(name: str, flags: Sequence[str]) -> str | None:
-    """The nearest of these flags and of a recipe's keys, as it is written on the command line."""
-    known = {flag: flag for flag in (*flags, *Recipe.model_fields)}
-    for section, model in SECTIONS.items():
-        for key in model.model_fields:
-            known.setdefault(key, f"{section}.{key}")
-    return next((known[near] for near in nearest(name, known)), None)

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from launch.base.errors import ConfigError
-from launch.base.text import nearest
 from launch.recipe.load import Override
-from launch.recipe.strict_yaml import show
+from launch.recipe.strict_yaml import check_choice, show
 
 MODEL_SIZES = ("tiny", "small", "medium")  # gpt2-<size> in configs/models
 VALUES = {  # variable -> recipe key
@@ -19,8 +18,8 @@ VALUES = {  # variable -> recipe key
     "EPOCHS": "training.num_train_epochs",
     "OUTPUT_DIR": "output_dir",
 }
-# The guide puts the flag itself into the variable, or nothing. Without --fp16 its script trains in
-# float32. variable -> flag, with it, without it
+# variable -> (flag, overrides with the flag, overrides without it). The guide puts the flag itself
+# into the variable, or nothing. Without --fp16 its script trains in float32.
 SWITCHES: Mapping[str, tuple[str, Mapping[str, bool], Mapping[str, bool]]] = {
     "ENABLE_FP16": (
         "--fp16",
@@ -37,8 +36,8 @@ NAMES = ("MODEL_SIZE", *VALUES, *SWITCHES)
 
 
 def translate(environ: Mapping[str, str]) -> list[Override]:
-    """One override for each key that a variable sets. A variable that is not set leaves its key to
-    the recipe.
+    """Make an override for each key that a variable sets. The recipe decides keys whose variable is
+    not set.
 
     Raises ConfigError, which names the variable."""
     return [
@@ -52,12 +51,8 @@ def translate(environ: Mapping[str, str]) -> list[Override]:
 def _overrides(name: str, value: str) -> Iterator[Override]:
     typed = f"{name}={show(value)[1:-1]}"
     if name == "MODEL_SIZE":
-        if value not in MODEL_SIZES:
-            near = "".join(f"; did you mean {word}?" for word in nearest(value, MODEL_SIZES))
-            raise ConfigError(
-                f"{typed}: found {show(value)}, expected one of {', '.join(MODEL_SIZES)}{near}"
-            )
-        yield _override("model.shape", f"gpt2-{value}", typed)
+        check_choice(typed, value, MODEL_SIZES)
+        yield Override(f"--model.shape=gpt2-{value}", typed)
     elif name in SWITCHES:
         flag, with_it, without_it = SWITCHES[name]
         if value not in (flag, ""):
@@ -65,16 +60,10 @@ def _overrides(name: str, value: str) -> Iterator[Override]:
                 f'{typed}: found {show(value)}, expected "{flag}" or nothing: {name}="{flag}"'
             )
         for key, is_on in (with_it if value else without_it).items():
-            yield _override(key, str(is_on).lower(), typed)
+            yield Override(f"--{key}={str(is_on).lower()}", typed)
     elif not value.strip():
         raise ConfigError(
             f"{typed}: found nothing, expected a value; unset {name} to leave it to the recipe"
         )
     else:
-        yield _override(VALUES[name], value, typed)
-
-
-def _override(key: str, value: str, typed: str) -> Override:
-    made = Override(f"--{key}={value}")
-    made.typed = typed
-    return made
+        yield Override(f"--{VALUES[name]}={value}", typed)

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch.predict import model_config, parameters
 from launch.run_folder.layout import RunDir
+from launch.schema.plan import ModelSize
 from launch.schema.recipe import LoraSection, ModelSection, QuantizationSection
 from tests import builders
 from tests.train_cpu.test_resume import kill_after
@@ -134,7 +135,7 @@ def test_two_ranks_train_an_adapter_for_a_local_folder_and_chat_loads_both_in_4_
     assert not (tmp_path / "model/model.safetensors").exists()
     assert all(torch.equal(tensor, builders.weights(base)[name]) for name, tensor in before.items())
     assert (
-        f"to merge it into the whole ones of {base}" in (tmp_path / "model/README.md").read_text()
+        f"to merge it into the full weights of {base}" in (tmp_path / "model/README.md").read_text()
     )
     merged = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(base), tmp_path / "model"
@@ -226,7 +227,7 @@ def test_a_shape_is_quantised_where_a_folder_is_and_merges_back_to_its_own_layer
     config, _ = model_config.read(section, 512, root=builders.CODE)
     if shape == "qwen2":
         config = {**config, "model_type": "qwen2"}
-    counted = model_config.ModelSize(shape, config, 0, 0)
+    counted = ModelSize(shape, config, 0, 0)
     torch.manual_seed(0)
     whole = build.from_shape(section, counted)
     whole.save_pretrained(tmp_path / "folder")

@@ -53,7 +53,7 @@ def recipe_of(shape: str, **sections: Any) -> tuple[Recipe, Plan]:
     config, parameters = model_config.read(recipe.model, 512, root=CODE)
     return recipe, planner.choose(
         plan_context.build(recipe, machine(gpus=0), config, parameters, DATA)
-    )
+    ).plan
 
 
 def peak_bytes(log: Log, samples: int, section: str = "") -> int:

@@ -81,9 +81,9 @@ def test_a_flag_that_there_is_not_is_answered_with_a_line_that_can_be_pasted(
 def test_help_lists_every_verb_with_one_line(tmp_path):
     done = builders.launch(tmp_path, "--help", COLUMNS="200")
     assert done.returncode == 0
-    for verb in VERBS:
+    for verb, module in VERBS.items():
         assert re.search(rf"^ +{verb} +\w+.+$", done.stdout, re.MULTILINE)
-        assert (builders.CODE / "launch" / "commands" / f"{verb}.py").is_file()
+        assert (builders.CODE / "launch" / "commands" / f"{module}.py").is_file()
 
 
 def test_keys_lists_a_section_with_types_defaults_and_meanings(capsys):
@@ -191,10 +191,10 @@ def test_doctor_says_each_fact_with_its_reason(tmp_path):
         "CPUs:",
         "/dev/shm:",
         "disk free:",
-        "imports: a rank holds",
+        "imports: a rank takes",
     ):
         assert word in done.stdout
-    measured = import_memory.known(tmp_path / ".cache", "cpu")
+    measured = import_memory.measured_or_assumed(tmp_path / ".cache", "cpu")
     assert measured.reason == "measured here"
     constants = (
         ASSUMED.rank_bytes,

@@ -116,7 +116,7 @@ def test_of_several_bad_rows_the_first_that_is_too_many_is_named(tmp_path, bpe, 
     assert (counts.bad, counts.samples) == (3, 1197)
     assert "a.jsonl:301: " in bad.errors[0]
     none = job(tmp_path / "none", source, bpe)
-    with pytest.raises(DataError, match=r"a\.jsonl:301: not valid JSON"):
+    with pytest.raises(DataError, match=r"a\.jsonl:301: is not JSON"):
         tokenise_pool.part(none, None, processes, lambda rows: None, print)
     few = replace(some, max_bad_rows=2)  # its units are there: none is tokenised again
     with pytest.raises(

@@ -40,7 +40,7 @@ LAUNCHERS = {
 
 @pytest.fixture(autouse=True)
 def _no_other_card():
-    if gpus.usable(os.environ)[0]:
+    if gpus.find(os.environ).gpus:
         pytest.skip("a GPU is here and goes first")
 
 

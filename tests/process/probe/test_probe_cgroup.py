@@ -155,8 +155,8 @@ print(len(imported), *{name.partition(".")[0] for name in imported} & heavy)
 PRINT_GPUS = """
 import os
 from launch.probe import gpus
-found, reason = gpus.usable(os.environ)
-print(*found, reason, sep="\\n")
+found = gpus.find(os.environ)
+print(*found.gpus, found.reason, sep="\\n")
 """
 
 

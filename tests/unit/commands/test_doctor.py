@@ -33,7 +33,7 @@ def test_a_small_dev_shm_matters_to_several_ranks(shm_bytes, gpus, says):
 
 
 def test_many_ranks_want_more_of_dev_shm():
-    assert "32 ranks want 2.00 GiB" in found(machine(32, shm_bytes=GIB))[0]
+    assert "32 ranks need 2.00 GiB" in found(machine(32, shm_bytes=GIB))[0]
 
 
 @pytest.mark.parametrize(

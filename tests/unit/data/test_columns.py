@@ -19,8 +19,8 @@ import pytest
 
 from launch.base.errors import ConfigError, DataError
 from launch.data import columns as data_columns
-from launch.data import sniff
-from launch.data.rows import BadRows, samples
+from launch.data import shards
+from launch.data.rows import BadRows, read_samples
 from launch.data.shards import FileFacts
 from launch.schema.plan import DataFormat
 from launch.schema.recipe import DataSection
@@ -556,9 +556,9 @@ def test_a_column_whose_content_would_be_dropped_is_refused_by_name_in_every_fil
     path = write_row(tmp_path, ending, [{**PAIR, name: nothing}, {**PAIR, name: content}])
     with pytest.raises(DataError, match=place(path, 2) + f".*column '{name}'"):
         detect(path)
-    assert list(samples(path, detect(path, ignore_columns=[name])))
+    assert list(read_samples(path, detect(path, ignore_columns=[name])))
     empty = write_row(tmp_path, ending, [{**PAIR, name: nothing}] * 2)
-    assert len(list(samples(empty, detect(empty)))) == 2
+    assert len(list(read_samples(empty, detect(empty)))) == 2
 
 
 @pytest.mark.parametrize("ending", [*WRITERS, "tar", "arrow", "jsonl.gz"])
@@ -579,10 +579,10 @@ def test_a_key_of_a_message_whose_content_would_be_dropped_is_refused_by_name(
     ):
         detect(path)
     ignoring = detect(path, ignore_columns=[key])
-    assert list(samples(path, ignoring)) == [TURNS, TURNS]
+    assert list(read_samples(path, ignoring)) == [TURNS, TURNS]
     assert ignoring.notes == (f"left out by data.ignore_columns: {key}",)
     empty = write_row(tmp_path, ending, [in_answer(row, column, **{key: nothing})] * 2)
-    assert list(samples(empty, detect(empty))) == [TURNS, TURNS]
+    assert list(read_samples(empty, detect(empty))) == [TURNS, TURNS]
 
 
 @pytest.mark.parametrize("ending", [*WRITERS, "tar", "arrow", "jsonl.gz"])
@@ -610,7 +610,7 @@ def test_content_that_appears_in_row_5000_only_is_refused_with_its_place(
     path = write_row(tmp_path, ending, [*[first] * 4999, last, first])
     found = detect(path)
     with pytest.raises(DataError, match=place(path, 5000) + f".*{words}"):
-        list(samples(path, found, BadRows(10)))
+        list(read_samples(path, found, BadRows(10)))
 
 
 def test_a_call_in_a_message_without_text_is_refused_as_the_call_that_it_is(tmp_path):
@@ -668,7 +668,7 @@ def test_a_column_that_is_named_is_read_and_the_other_of_its_pair_refused(tmp_pa
     with pytest.raises(DataError, match=r"column 'rejected' .*--data\.ignore_columns=\[rejected\]"):
         detect(path, **named)
     found = detect(path, **named, ignore_columns="rejected")
-    assert list(samples(path, found)) == [
+    assert list(read_samples(path, found)) == [
         [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     ]
 
@@ -676,7 +676,7 @@ def test_a_column_that_is_named_is_read_and_the_other_of_its_pair_refused(tmp_pa
 @pytest.mark.parametrize("weight", [1, 1.0, True])
 def test_a_weight_that_says_what_training_does_is_accepted(tmp_path, weight):
     path = write(tmp_path, "a.jsonl", [in_answer({"messages": TURNS}, "messages", weight=weight)])
-    assert list(samples(path, detect(path))) == [TURNS]
+    assert list(read_samples(path, detect(path))) == [TURNS]
     asked = {"messages": [{**TURNS[0], "weight": weight}, TURNS[1]]}
     with pytest.raises(DataError, match="key 'weight'"):
         detect(write(tmp_path, "b.jsonl", [asked]))
@@ -844,7 +844,7 @@ BROKEN = [
         r":2:10: this byte is not UTF-8",
     ),
     ("a.csv", raw(b"a,b\n"), r": \.csv is not a known file type; known: \.parquet, \.jsonl"),
-    ("a.jsonl.gz", raw(b"\x1f\x8b"), r": cannot be read: Truncated compressed stream"),
+    ("a.jsonl.gz", raw(b"\x1f\x8b"), r": cannot be read after row 0 \(Truncated compressed stream"),
     ("a.parquet.gz", raw(b"\x1f\x8b"), r": a parquet file is not read from \.gz; unpack it"),
     ("a.tar", raw(b"a"), r": is cut, damaged or no tar file"),
     ("a.tar", raw(bytes(10240)), r": 0 rows: no sample is in it"),
@@ -876,9 +876,27 @@ def test_a_line_without_end_is_refused(tmp_path):
     path = tmp_path / "a.jsonl"
     with path.open("wb") as stream:
         stream.write(b'{"text": "')
-        stream.truncate(sniff.MAX_ROW_BYTES + 100)  # sparse
+        stream.truncate(shards.MAX_ROW_BYTES + 100)  # sparse
     with pytest.raises(DataError, match=r":1: longer than 64 MiB; write one row a line"):
         detect(path)
+
+
+def test_an_array_element_without_end_is_refused_before_all_of_the_file_is_read(tmp_path):
+    path = tmp_path / "a.json"
+    with path.open("wb") as stream:
+        stream.write(b'[{"text": "')
+        stream.seek(8 * shards.MAX_ROW_BYTES)  # sparse
+        stream.write(b'"}]')
+    with pytest.raises(DataError, match=r":1: is not JSON .*, or longer than 64 MiB; mend"):
+        detect(path)
+
+
+def test_text_after_an_array_is_refused_where_rows_are_read(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('[{"text": "a"}, {"text": "b"}]\n[]')
+    data_format = DataFormat("text", {"text": "text"}, "json", "")
+    with pytest.raises(DataError, match="has text after its array; mend the file"):
+        list(read_samples(path, data_format))
 
 
 def test_a_missing_file_names_the_nearest_in_its_folder(tmp_path):

@@ -20,7 +20,7 @@ import pytest
 
 from launch.base.errors import DataError
 from launch.data import columns, shards, sniff, token_cache
-from launch.data.rows import BadRows, Slice, samples, samples_of
+from launch.data.rows import BadRows, Slice, read_samples, samples_of
 from launch.schema.plan import DataFormat
 from launch.schema.recipe import DataSection
 
@@ -85,8 +85,8 @@ def found(path: Path, **section: Any) -> DataFormat:
 def test_a_folder_or_a_pattern_of_shards_reads_as_one_file_in_the_order_of_names(tmp_path, ending):
     folder = write(tmp_path / "of shards", ending)
     data_format = found(folder)
-    assert list(samples(folder, data_format)) == TEXTS
-    assert list(samples(tmp_path / "**" / f"[bc]{ending}", data_format)) == TEXTS[20:]
+    assert list(read_samples(folder, data_format)) == TEXTS
+    assert list(read_samples(tmp_path / "**" / f"[bc]{ending}", data_format)) == TEXTS[20:]
     assert columns.row_count(folder) == (
         None if ending in (".jsonl.gz", ".json.zst", ".tar") else 50
     )
@@ -96,7 +96,7 @@ def test_a_folder_that_datasets_has_saved_is_read_as_datasets_reads_it(tmp_path)
     saved = datasets.Dataset.from_dict({"text": TEXTS, "other": list(range(50))})
     saved.shuffle(seed=1).save_to_disk(tmp_path / "saved", num_shards=3)
     again = datasets.Dataset.load_from_disk(str(tmp_path / "saved"))
-    assert list(samples(tmp_path / "saved", found(tmp_path / "saved"))) == again["text"][:]
+    assert list(read_samples(tmp_path / "saved", found(tmp_path / "saved"))) == again["text"][:]
     datasets.DatasetDict(train=saved, test=saved).save_to_disk(tmp_path / "both")
     with pytest.raises(
         DataError, match="both: holds a data set for each of test, train; give the folder of one"
@@ -161,12 +161,12 @@ def test_a_bad_row_is_named_by_its_shard_and_all_shards_share_what_is_allowed(tm
         (tmp_path / f"{name}.jsonl").write_bytes(lines(TEXTS[:2]) + b"{\n" + lines(TEXTS[2:4]))
     data_format = DataFormat("text", {"text": "text"}, "jsonl", "")
     bad = BadRows(2)
-    assert list(samples(tmp_path, data_format, bad)) == TEXTS[:4] * 2
+    assert list(read_samples(tmp_path, data_format, bad)) == TEXTS[:4] * 2
     assert bad.count == 2
     with pytest.raises(
-        DataError, match=r"b\.jsonl:3: not valid JSON .* bad row 2, data.max_bad_rows allows 1"
+        DataError, match=r"b\.jsonl:3: is not JSON .* bad row 2, data.max_bad_rows allows 1"
     ):
-        list(samples(tmp_path, data_format, BadRows(1)))
+        list(read_samples(tmp_path, data_format, BadRows(1)))
 
 
 @pytest.mark.parametrize(
@@ -185,10 +185,10 @@ def test_a_bad_sample_of_a_tar_is_named_by_its_key_and_those_after_it_are_read(
     tar(tmp_path / "a.tar", {"a.txt": b"first", **member, "c.txt": b"last"})
     data_format = DataFormat("text", {"text": "text"}, "webdataset", "")
     bad = BadRows(1)
-    assert list(samples(tmp_path / "a.tar", data_format, bad)) == ["first", "last"]
+    assert list(read_samples(tmp_path / "a.tar", data_format, bad)) == ["first", "last"]
     assert re.search(words, bad.errors[0])
     with pytest.raises(DataError, match=words):
-        list(samples(tmp_path / "a.tar", data_format))
+        list(read_samples(tmp_path / "a.tar", data_format))
 
 
 @pytest.mark.parametrize("ending", [".tar", ".jsonl.gz", ".json.zst", ".arrow"])
@@ -203,7 +203,7 @@ def test_a_shard_that_is_cut_anywhere_is_an_error(tmp_path, ending):
         path = tmp_path / f"cut{ending}"
         path.write_bytes(content[:cut])
         with pytest.raises(DataError, match="cut"):
-            list(samples(path, DataFormat("text", {"text": "text"}, file_type, "")))
+            list(read_samples(path, DataFormat("text", {"text": "text"}, file_type, "")))
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".txt", ".parquet", ".arrow"])
@@ -223,7 +223,7 @@ def test_a_bad_line_of_any_slice_is_named_by_its_number_in_the_file(tmp_path):
     data_format = DataFormat("text", {"text": "text"}, "jsonl", "")
     bad = path.read_bytes().index(b"\n{\n") + 1
     for start in (0, 1, bad - 20, bad):
-        with pytest.raises(DataError, match=r"a\.jsonl:8: not valid JSON"):
+        with pytest.raises(DataError, match=r"a\.jsonl:8: is not JSON"):
             list(samples_of(Slice(path, start), data_format, BadRows()))
     assert list(samples_of(Slice(path, bad + 1), data_format, BadRows())) == TEXTS[7:]
 

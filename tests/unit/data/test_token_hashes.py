@@ -10,12 +10,17 @@ from pathlib import Path
 import pytest
 
 from launch.data import token_cache, token_hashes
+from launch.data.token_cache import TokenCache
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 from tests import builders
 from training.data import prepare
 
 pytestmark = pytest.mark.unit
+
+
+def tokens_of(cache: Path, recipe: Recipe, plan: Plan) -> TokenCache:
+    return token_cache.token_cache(cache, recipe, plan.shape, plan.data_format)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +32,7 @@ def made(tmp_path_factory) -> tuple[Path, Recipe, Plan]:
         data[key] = str(builders.write_parquet(folder / f"{key}.parquet", builders.rows(count)))
     recipe = builders.recipe_of(data=data)
     plan = builders.plan(recipe)
-    prepare.ensure(recipe, plan, folder / "cache", print)
+    prepare.ensure(tokens_of(folder / "cache", recipe, plan), print)
     return folder / "cache", recipe, plan
 
 
@@ -40,7 +45,7 @@ def copied(made, tmp_path) -> tuple[Path, Recipe, Plan, Path]:
         tmp_path / "cache",
         recipe,
         plan,
-        token_cache.token_cache(tmp_path / "cache", recipe, plan.shape, plan.data_format),
+        tokens_of(tmp_path / "cache", recipe, plan).folder,
     )
 
 
@@ -103,13 +108,13 @@ def test_a_damaged_cache_is_tokenised_again_aloud(copied, made, name):
     damage, words = DAMAGES[name]
     damage(folder)
     said: list[str] = []
-    assert prepare.ensure(recipe, plan, cache, said.append) == folder
+    prepare.ensure(tokens_of(cache, recipe, plan), said.append)
     (line,) = [line for line in said if "damaged" in line]
     assert re.search(rf"damaged \(.*{words}.*\): tokenising again", line)
     assert token_hashes.fault(folder) is None
-    whole = token_cache.token_cache(made[0], recipe, plan.shape, plan.data_format)
+    undamaged = tokens_of(made[0], recipe, plan).folder
     for part in ("train.arrow", "validation.arrow", "counts.json"):
-        assert (folder / part).read_bytes() == (whole / part).read_bytes()
+        assert (folder / part).read_bytes() == (undamaged / part).read_bytes()
     assert not (folder / "train-00001.arrow").exists()
 
 
@@ -117,7 +122,7 @@ def test_a_whole_cache_is_opened_as_it_is_and_in_silence(copied):
     cache, recipe, plan, folder = copied
     before = {path: path.stat().st_ino for path in folder.rglob("*")}
     said: list[str] = []
-    assert prepare.ensure(recipe, plan, cache, said.append) == folder
+    prepare.ensure(tokens_of(cache, recipe, plan), said.append)
     assert said == []
     assert {path: path.stat().st_ino for path in folder.rglob("*")} == before
 

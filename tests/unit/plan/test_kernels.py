@@ -149,7 +149,7 @@ def test_tf32_is_off_unless_asked_for_and_a_float32_plan_says_what_it_would_give
     assert "tf32" not in [one.name for one in plan(recipe_of(training=HALF), machine(1)).switches]
     assert row(plan(recipe_of(), machine(cards=(gpu(architecture="7.5"),))), "tf32") == (
         "off",
-        "7.5 has none",
+        "RTX 3080 (7.5) has no TF32",
     )
     assert row(plan(recipe_of(training={"tf32": False}), machine(1)), "tf32") == (
         "off",

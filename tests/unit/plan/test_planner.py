@@ -293,7 +293,7 @@ def test_an_adapter_on_bfloat16_weights_trains_under_an_fp16_scaler():
 def test_float16_weights_under_an_fp16_scaler_are_planned_for_deepspeed_only(gpus):
     half = {"model": {"dtype": "float16"}, "training": {"fp16": True}}
     chosen = plan(recipe_of(**half), machine(gpus))
-    assert chosen.strategy.engine == "deepspeed"
+    assert chosen.strategy.launch_mode.engine == "deepspeed"
     assert "takes no float16 gradients" in chosen.rejected[0]
     for mode in ("single_gpu", "dual_gpu_nccl") if gpus > 1 else ("single_gpu",):
         named = recipe_of(**half, launch={"mode": mode})
@@ -363,7 +363,7 @@ def test_by_tokens_the_longest_rows_are_judged_and_a_whole_step_of_short_ones():
     config, parameters = model_config.read(recipe.model, root=CODE)
     context = plan_context.build(recipe, machine(), config, parameters, DATA_FORMAT)
     cut = plan(recipe, machine()).strategy
-    asked, short = context.shapes(
+    asked, short = context.traced_steps(
         replace(cut, per_device_train_batch_size=4, gradient_accumulation_steps=8)
     )
     assert (asked[0].lengths, asked[1]) == ((128, 128), 4)
@@ -375,13 +375,13 @@ def test_by_tokens_the_longest_rows_are_judged_and_a_whole_step_of_short_ones():
         candidate = replace(
             cut, per_device_train_batch_size=micro_batch, gradient_accumulation_steps=parts
         )
-        for question, rows in known.shapes(candidate):
+        for question, rows in known.traced_steps(candidate):
             assert 1 <= rows <= micro_batch * parts
             assert all(
                 rows * length <= micro_batch * most
                 for length, most in zip(question.lengths, (100, 60), strict=True)
             )
-    assert len(context.shapes(replace(cut, gradient_accumulation_steps=1))) == 1
+    assert len(context.traced_steps(replace(cut, gradient_accumulation_steps=1))) == 1
 
 
 def test_splits_by_tokens_share_the_trace_of_the_longest_rows_and_short_rows_are_traced():

@@ -41,7 +41,7 @@ def rehearsal(machine_name: str, overrides: list[str]) -> str:
         return f"exit {error.exit_code}: {error}\n"
     texts = ["\n".join(text.plan_lines(recipe, machine, plan)) + "\n"]
     texts.append(accelerate.accelerate_config(plan, str(run.deepspeed_file)))
-    if plan.strategy.engine == "deepspeed":
+    if plan.strategy.launch_mode.engine == "deepspeed":
         texts.append(deepspeed.deepspeed_config(plan, recipe.training.max_grad_norm))
     line = command.command(plan, machine, run, run.attempt(1), Workspace(Path("/workspace")), {})
     texts.append(f"{replace(line, argv=[without_places(word) for word in line.argv])}\n")

@@ -18,7 +18,7 @@ def given_up(**sections):
     recipe = recipe_of(model={"shape": "llama-7b"}, **sections)
     return [
         {change.key: change.effective for change in changes}
-        for _, changes in relax.rungs(recipe, "llama")
+        for _, changes in relax.relaxations(recipe, "llama")
     ]
 
 
@@ -27,13 +27,13 @@ def test_nothing_is_given_up_without_being_allowed():
 
 
 def test_each_rung_keeps_what_the_one_before_gave_up():
-    rungs = given_up(
+    relaxations = given_up(
         lora=LORA, data={"max_length": 256}, allow=["quantization", "lora.r", "data.max_length"]
     )
-    assert rungs[0] == {"quantization.load_in_4bit": "true"}
-    assert rungs[1] == {**rungs[0], "lora.r": "8", "lora.lora_alpha": "16"}
-    assert rungs[2] == {**rungs[0], "lora.r": "4", "lora.lora_alpha": "8"}
-    assert [rung["data.max_length"] for rung in rungs[3:]] == ["192", "128", "96", "64"]
+    assert relaxations[0] == {"quantization.load_in_4bit": "true"}
+    assert relaxations[1] == {**relaxations[0], "lora.r": "8", "lora.lora_alpha": "16"}
+    assert relaxations[2] == {**relaxations[0], "lora.r": "4", "lora.lora_alpha": "8"}
+    assert [rung["data.max_length"] for rung in relaxations[3:]] == ["192", "128", "96", "64"]
 
 
 def test_four_bits_need_an_adapter():
@@ -42,7 +42,7 @@ def test_four_bits_need_an_adapter():
 
 def test_a_change_names_what_was_asked_for_at_first():
     recipe = recipe_of(data={"max_length": 256}, allow=["data.max_length"])
-    *_, (last, changes) = relax.rungs(recipe, "t5")
+    *_, (last, changes) = relax.relaxations(recipe, "t5")
     assert last.data.max_length == 64
     assert [(change.requested, change.effective) for change in changes] == [("256", "64")]
 

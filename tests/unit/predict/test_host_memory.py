@@ -97,8 +97,8 @@ def test_frozen_weights_of_a_folder_are_mapped_once_for_all_ranks() -> None:
 def test_weights_of_another_type_are_converted_in_each_rank_beside_their_files() -> None:
     def loading(stored: dict[str, str]) -> Mapping[str, Mapping[str, int]]:
         asked = job(strategy("multi_cpu", 2), path="/model", lora_parameters=1_000_000)
-        shape = replace(asked.shape, config={"model_type": "gpt2", **stored})
-        return estimate(replace(asked, shape=shape), IMPORTS).by_phase
+        model = replace(asked.model, config={"model_type": "gpt2", **stored})
+        return estimate(replace(asked, model=model), IMPORTS).by_phase
 
     converted = loading({"dtype": "bfloat16"})
     assert converted["load"]["weights"] == 2 * (400_000_000 + 4_000_000)
@@ -175,39 +175,41 @@ SMALL = 64 << 10
 TAKEN = SMALL + malloc.ALIGNED_BYTES
 
 
-held_bytes = partial(malloc.held_bytes, objects_bytes=0)
+resident_bytes = partial(malloc.resident_bytes, objects_bytes=0)
 
 
 def test_the_end_of_the_heap_is_reached_again() -> None:
-    assert held_bytes([(0, SMALL), (0, -1), (1, SMALL), (1, -1)]) == TAKEN
+    assert resident_bytes([(0, SMALL), (0, -1), (1, SMALL), (1, -1)]) == TAKEN
     larger = 4 * SMALL
-    assert held_bytes([(0, SMALL), (0, -1), (1, larger), (1, -1)]) == larger + malloc.ALIGNED_BYTES
+    assert (
+        resident_bytes([(0, SMALL), (0, -1), (1, larger), (1, -1)]) == larger + malloc.ALIGNED_BYTES
+    )
 
 
 def test_a_hole_between_others_serves_what_leaves_room_for_alignment() -> None:
     before = [(0, SMALL), (1, SMALL), (0, -1)]
     ends = [(1, -1), (2, -1)]
     room = malloc.SLACK_BYTES - malloc.ALIGNED_BYTES
-    assert held_bytes([*before, (2, SMALL - room), *ends]) == 2 * TAKEN
-    assert held_bytes([*before, (2, SMALL), *ends]) == 3 * TAKEN
+    assert resident_bytes([*before, (2, SMALL - room), *ends]) == 2 * TAKEN
+    assert resident_bytes([*before, (2, SMALL), *ends]) == 3 * TAKEN
 
 
 def test_neighbours_that_are_freed_become_one_hole() -> None:
     blocks = [(0, SMALL), (1, SMALL), (2, SMALL)]
     both = [(0, -1), (1, -1), (3, 2 * SMALL), (2, -1), (3, -1)]
     apart = [(0, -1), (2, -1), (3, 2 * SMALL), (1, -1), (3, -1)]
-    assert held_bytes([*blocks, *both]) == 3 * TAKEN
+    assert resident_bytes([*blocks, *both]) == 3 * TAKEN
     # the first and the last are no neighbours; the last reaches the heap's end, which grows by what
     # is missing
-    assert held_bytes([*blocks, *apart]) == 2 * TAKEN + 2 * SMALL + malloc.ALIGNED_BYTES
+    assert resident_bytes([*blocks, *apart]) == 2 * TAKEN + 2 * SMALL + malloc.ALIGNED_BYTES
 
 
 def test_a_block_of_32_mib_and_more_is_mapped_and_given_back() -> None:
     two, three, huge = 2 * MIB, 3 * MIB, 40 * MIB
-    kept = held_bytes([(0, two), (1, SMALL), (0, -1), (2, three), (1, -1), (2, -1)])
+    kept = resident_bytes([(0, two), (1, SMALL), (0, -1), (2, three), (1, -1), (2, -1)])
     assert kept == two + three + SMALL + 3 * malloc.ALIGNED_BYTES
     assert (
-        held_bytes([(0, huge), (0, -1), (1, huge + 16), (1, -1)])
+        resident_bytes([(0, huge), (0, -1), (1, huge + 16), (1, -1)])
         == huge + 16 + malloc.ALIGNED_BYTES
     )
 
@@ -215,11 +217,11 @@ def test_a_block_of_32_mib_and_more_is_mapped_and_given_back() -> None:
 def test_a_large_block_that_the_heap_has_room_for_takes_no_more() -> None:
     small, huge = 30 * MIB, 40 * MIB
     grown = [(0, small), (1, small), (2, small), (0, -1), (1, -1), (2, -1)]
-    assert held_bytes([*grown, (3, huge), (3, -1)]) == 3 * (small + malloc.ALIGNED_BYTES)
+    assert resident_bytes([*grown, (3, huge), (3, -1)]) == 3 * (small + malloc.ALIGNED_BYTES)
     # a hole of three
     kept = [(0, small), (1, small), (2, small), (3, MIB), (0, -1), (1, -1), (2, -1)]
     ends = [(4, huge), (4, -1), (3, -1)]
-    assert held_bytes([*kept, *ends]) == 3 * small + MIB + 4 * malloc.ALIGNED_BYTES
+    assert resident_bytes([*kept, *ends]) == 3 * small + MIB + 4 * malloc.ALIGNED_BYTES
 
 
 def test_objects_between_tensors_keep_their_holes_apart() -> None:
@@ -231,16 +233,16 @@ def test_objects_between_tensors_keep_their_holes_apart() -> None:
         (2, 2 * SMALL + malloc.ALIGNED_BYTES),
         (2, -1),
     ]
-    assert held_bytes(tensors) == 2 * TAKEN
-    assert malloc.held_bytes(tensors, objects_bytes=2 * malloc.OBJECT_BYTES) > 3 * SMALL
+    assert resident_bytes(tensors) == 2 * TAKEN
+    assert malloc.resident_bytes(tensors, objects_bytes=2 * malloc.OBJECT_BYTES) > 3 * SMALL
 
 
 def test_of_a_mapped_block_only_what_is_written_is_in_ram() -> None:
-    assert held_bytes([(0, 40 * MIB), (0, -1)], written={40 * MIB: 3 * MIB}) == 3 * MIB
+    assert resident_bytes([(0, 40 * MIB), (0, -1)], written={40 * MIB: 3 * MIB}) == 3 * MIB
 
 
 def test_what_is_never_freed_is_there_once() -> None:
-    assert held_bytes([(0, 5 * MIB), (1, MIB), (1, -1)]) == 6 * MIB + 2 * malloc.ALIGNED_BYTES
+    assert resident_bytes([(0, 5 * MIB), (1, MIB), (1, -1)]) == 6 * MIB + 2 * malloc.ALIGNED_BYTES
 
 
 def test_only_rows_that_a_run_reads_come_into_ram() -> None:
@@ -258,13 +260,13 @@ def test_only_rows_that_a_run_reads_come_into_ram() -> None:
 
 
 def test_imports_are_assumed_until_they_were_measured_on_this_device(tmp_path: Path) -> None:
-    assert import_memory.known(tmp_path, "cpu") == ASSUMED
-    assert import_memory.known(tmp_path, "cuda").rank_bytes > ASSUMED.rank_bytes
-    file = import_memory.kept_file(tmp_path, "cpu")
+    assert import_memory.measured_or_assumed(tmp_path, "cpu") == ASSUMED
+    assert import_memory.measured_or_assumed(tmp_path, "cuda").rank_bytes > ASSUMED.rank_bytes
+    file = import_memory.figures_file(tmp_path, "cpu")
     file.parent.mkdir()
     file.write_text(json.dumps(vars(IMPORTS)))
-    assert import_memory.known(tmp_path, "cpu") == IMPORTS
-    assert import_memory.known(tmp_path, "cuda").rank_bytes > ASSUMED.rank_bytes
+    assert import_memory.measured_or_assumed(tmp_path, "cpu") == IMPORTS
+    assert import_memory.measured_or_assumed(tmp_path, "cuda").rank_bytes > ASSUMED.rank_bytes
 
 
 def test_imports_that_fail_are_a_problem_with_the_childs_last_line(
@@ -274,4 +276,4 @@ def test_imports_that_fail_are_a_problem_with_the_childs_last_line(
     monkeypatch.setattr(import_memory, "ROLES", ("no such role",))
     with pytest.raises(ResourceError, match=r"imports fails: .*invalid choice: 'no such role'"):
         import_memory.measure(tmp_path, "cpu")
-    assert import_memory.known(tmp_path, "cpu") == ASSUMED
+    assert import_memory.measured_or_assumed(tmp_path, "cpu") == ASSUMED

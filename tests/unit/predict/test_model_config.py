@@ -24,6 +24,7 @@ from transformers import (
 from launch.base.errors import ConfigError, ResourceError
 from launch.predict import model_config, parameters
 from launch.schema.recipe import LoraSection, ModelSection
+from tests import builders
 
 pytestmark = pytest.mark.unit
 
@@ -89,7 +90,7 @@ def sharded(saved, tmp_path) -> Path:
 
 
 def load_folder(folder: Path, **kwargs):
-    return model_config.load(ModelSection(path=str(folder)), None, root=ROOT, **kwargs)
+    return builders.model_size(ModelSection(path=str(folder)), None, root=ROOT, **kwargs)
 
 
 def change_config(folder: Path, **changes) -> None:
@@ -113,14 +114,14 @@ def rewrite_header(file: Path, change) -> None:
     "name", sorted(file.stem for file in (ROOT / "configs" / "models").glob("*.yaml"))
 )
 def test_every_named_shape_loads_under_its_name(name):
-    shape = model_config.load(ModelSection(shape=name), None, root=ROOT)
+    shape = builders.model_size(ModelSection(shape=name), None, root=ROOT)
     assert (shape.name, shape.config) == (name, config_of(name))
     assert shape.parameters == shape.trainable_parameters > 0
     assert shape.is_encoder_decoder == name.startswith("t5")
 
 
 def test_freezing_and_lora_are_counted():
-    frozen = model_config.load(
+    frozen = builders.model_size(
         ModelSection(shape="t5-chatlm-0.2b", freeze=("shared", "encoder")), None, root=ROOT
     )
     assert (frozen.parameters, frozen.trainable_parameters, frozen.lora_parameters) == (
@@ -128,7 +129,7 @@ def test_freezing_and_lora_are_counted():
         94_396_032,
         0,
     )
-    adapted = model_config.load(ModelSection(shape="llama-tiny"), LoraSection(r=2), root=ROOT)
+    adapted = builders.model_size(ModelSection(shape="llama-tiny"), LoraSection(r=2), root=ROOT)
     assert adapted.parameters == 254_272
     assert (
         adapted.trainable_parameters
@@ -138,7 +139,7 @@ def test_freezing_and_lora_are_counted():
 
 
 def test_the_vocabulary_really_used_replaces_the_shapes_own():
-    shape = model_config.load(ModelSection(shape="llama-tiny"), None, 1000, root=ROOT)
+    shape = builders.model_size(ModelSection(shape="llama-tiny"), None, 1000, root=ROOT)
     assert shape.config["vocab_size"] == 1000
     assert shape.parameters == 254_272 - 1048 * 64
 
@@ -156,7 +157,7 @@ def test_the_folder_of_shards_really_has_shards(saved):
 
 
 def test_a_relative_folder_starts_at_the_root(saved):
-    assert model_config.load(ModelSection(path="llama"), None, root=saved).parameters == 254_272
+    assert builders.model_size(ModelSection(path="llama"), None, root=saved).parameters == 254_272
 
 
 def test_a_config_without_weights_is_counted_from_its_keys(folder):
@@ -240,7 +241,7 @@ def test_harmless_private_keys_are_accepted(folder, changes):
 )
 def test_an_unknown_shape_is_an_error_with_the_nearest_and_all_names(name, message):
     with pytest.raises(ConfigError, match=message):
-        model_config.load(ModelSection(shape=name), None, root=ROOT)
+        builders.model_size(ModelSection(shape=name), None, root=ROOT)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +259,7 @@ def test_a_broken_shape_file_is_named(tmp_path, text, message):
     (tmp_path / "configs" / "models").mkdir(parents=True)
     (tmp_path / "configs" / "models" / "mine.yaml").write_text(text)
     with pytest.raises(ConfigError, match=rf"mine\.yaml: .*{message}"):
-        model_config.load(ModelSection(shape="mine"), None, root=tmp_path)
+        builders.model_size(ModelSection(shape="mine"), None, root=tmp_path)
 
 
 # ---- what is refused: folders
@@ -274,7 +275,7 @@ def test_a_missing_folder_names_the_nearest(saved):
 
 def test_a_name_of_the_hub_is_told_how_to_become_a_folder():
     with pytest.raises(ResourceError, match=r"there is no folder .*Qwen/Qwen2-0\.5B.*hf download"):
-        model_config.load(ModelSection(path="Qwen/Qwen2-0.5B"), None, root=ROOT)
+        builders.model_size(ModelSection(path="Qwen/Qwen2-0.5B"), None, root=ROOT)
 
 
 def test_a_path_that_no_file_system_takes_is_an_error():

@@ -67,7 +67,7 @@ def test_the_plan_tells_the_padding_that_an_epoch_has(
     assert told is not None
     assert told.share == pytest.approx(1 - real / computed, abs=0.02)
     assert told.rows == 6000
-    mean = padding.mean_cut(counted(lengths), strategy, 8, data, longest)
+    mean = padding.mean_split(counted(lengths), strategy, 8, data, longest)
     assert mean is not None
     micro_batches = micro_steps * cut[2]
     assert mean.rows * sum(longest) == pytest.approx(computed / micro_batches, rel=0.06)
@@ -83,7 +83,7 @@ def test_the_plan_tells_the_padding_that_an_epoch_has(
     if is_by_tokens:
         assert told.share == told.by_tokens
         assert told.micro_steps == pytest.approx(micro_steps / order.steps_per_epoch, rel=0.06)
-        mean = padding.mean_cut(counted(lengths), strategy, 8, data, longest)
+        mean = padding.mean_split(counted(lengths), strategy, 8, data, longest)
         assert mean is not None
         assert mean.micro_steps == pytest.approx(told.micro_steps, rel=0.06)
         assert mean.rows * mean.micro_steps * sum(longest) * cut[2] == pytest.approx(
@@ -101,20 +101,12 @@ def test_lengths_that_are_kept_are_spread_over_the_whole_file():
     assert counts.lengths[-1][0] > 50_000 - 2 * counts.stride
 
 
-def test_counts_of_an_older_version_tell_nothing():
-    strategy = builders.plan(builders.recipe_of(), builders.machine()).strategy
-    assert (
-        padding.of({"rows": 10, "tokens": 100}, strategy, 1, DataSection(train_file="x"), (9, 9))
-        is None
-    )
-
-
 def test_a_packed_plan_says_what_a_step_covers_before_and_after_tokenising():
     recipe = builders.recipe_of(data={"train_file": "x", "max_length": 128, "packing": True})
     plan = builders.plan(recipe, builders.machine())
     words = "\n".join(text.plan_lines(recipe, builders.machine(), plan))
     assert "a step covers 32 packed sequences of at most 128 tokens, instead of 32 rows" in words
-    assert plan.samples is None, "file rows are no packed sequences"
+    assert plan.num_samples is None, "file rows are no packed sequences"
     counts = {
         **counted(rows(3000, False)),
         "rows": 900,

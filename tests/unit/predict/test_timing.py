@@ -152,7 +152,7 @@ def test_a_larger_micro_batch_is_never_slower_at_the_same_effective_batch(
         )
         for batch in (2**power, 2 ** (power + 1))
     )
-    assert larger.samples == smaller.samples
+    assert larger.num_samples == smaller.num_samples
     assert larger.step_s <= smaller.step_s * (1 + 1e-9)
     assert larger.samples_per_s >= smaller.samples_per_s * (1 - 1e-9)
 
@@ -234,7 +234,7 @@ def test_ranks_on_one_cpu_share_its_cores_and_its_memory():
     cpu = rates.cpu(8)
     alone = seconds(way(4, 4, device="cpu", mode="cpu"), on=cpu)
     both = seconds(way(4, 2, ranks=2, device="cpu", mode="multi_cpu", backend="gloo"), on=cpu)
-    assert alone.samples == both.samples
+    assert alone.num_samples == both.num_samples
     assert both.compute_s == pytest.approx(alone.compute_s, rel=0.01)
     assert both.step_s > alone.step_s
 
@@ -532,7 +532,7 @@ def test_every_row_has_a_source_and_rates_that_can_be(row):
 
 
 def test_no_two_rows_are_the_same_card_and_every_source_is_used():
-    keys = [(row.words, row.memory_gib) for row in rates.table()]
+    keys = [(row.name_parts, row.memory_gib) for row in rates.table()]
     assert len(keys) == len({*keys})
     content = yaml.safe_load(rates.FILE.read_text(encoding="utf-8"))
     assert {line[-1] for line in content["cards"]} == content["sources"].keys()

@@ -48,6 +48,11 @@ def listed(*uuids: str) -> list[tuple[str, Gpu]]:
     ]
 
 
+def usable(env: dict[str, str]) -> tuple[tuple[Gpu, ...], str]:
+    found = gpus.find(env)
+    return found.gpus, found.reason
+
+
 @pytest.mark.parametrize(
     ("value", "indices"),
     [
@@ -76,7 +81,7 @@ def test_cuda_visible_devices_selects_in_its_own_order_and_ends_at_the_first_str
 
 def test_an_empty_cuda_visible_devices_hides_every_gpu_and_says_so(tmp_path):
     env = rocm_smi_program(tmp_path, f"cat {QUOTED_DATA}/rocm-smi-6-rx7900xt.txt")
-    found, reason = gpus.usable(env | {"CUDA_VISIBLE_DEVICES": ""})
+    found, reason = usable(env | {"CUDA_VISIBLE_DEVICES": ""})
     assert found == ()
     assert 'CUDA_VISIBLE_DEVICES="" leaves 0 of ' in reason
 
@@ -133,7 +138,7 @@ def test_the_rocm_smi_on_path_is_asked(tmp_path):
 def test_amd_gpus_are_selected_as_rocr_and_then_hip_do_and_numbered_as_hip_does(
     tmp_path, env, cards
 ):
-    found, reason = gpus.usable(
+    found, reason = usable(
         rocm_smi_program(tmp_path, f"cat {QUOTED_DATA}/rocm-smi-5-2xmi100.txt") | env
     )
     if found and found[0].vendor == "nvidia":
@@ -145,7 +150,7 @@ def test_amd_gpus_are_selected_as_rocr_and_then_hip_do_and_numbered_as_hip_does(
 
 
 def test_graphics_built_into_the_processor_is_left_out_and_named(tmp_path):
-    found, reason = gpus.usable(
+    found, reason = usable(
         rocm_smi_program(tmp_path, f"cat {QUOTED_DATA}/rocm-smi-6-rx6800-and-igpu.txt")
     )
     if found and found[0].vendor == "nvidia":
@@ -205,7 +210,7 @@ def amd_smi_program(folder: Path, card: str) -> dict[str, str]:
 
 
 def test_amd_smi_is_asked_where_there_is_no_rocm_smi(tmp_path):
-    found, reason = gpus.usable(amd_smi_program(tmp_path, "2xr9700"))
+    found, reason = usable(amd_smi_program(tmp_path, "2xr9700"))
     if found and found[0].vendor == "nvidia":
         pytest.skip("an NVIDIA GPU is here and goes first")
     name, driver = "AMD Radeon AI PRO R9700", "6.14.14"
@@ -219,7 +224,7 @@ def test_amd_smi_is_asked_where_there_is_no_rocm_smi(tmp_path):
 def test_rocm_smi_goes_before_amd_smi(tmp_path):
     env = amd_smi_program(tmp_path, "2xr9700")
     rocm_smi_program(tmp_path, f"cat {QUOTED_DATA}/rocm-smi-6-rx7900xt.txt")
-    found, _ = gpus.usable(env)
+    found, _ = usable(env)
     if found and found[0].vendor == "nvidia":
         pytest.skip("an NVIDIA GPU is here and goes first")
     assert [gpu.architecture for gpu in found] == ["gfx1100"]

@@ -54,11 +54,13 @@ def run(copy: Path, script: str, *arguments: str) -> str:
 
 
 def test_a_launch_mode(copy):
-    candidates = "launch/plan/candidates.py"
+    modes = "launch/schema/modes.py"
+    row = (
+        '\n    "dual_gpu_dummy": LaunchMode("ddp", "MULTI_GPU", "cuda", "several", refuses=_WHOLE),'
+    )
     changed = {
-        add(copy, "launch/schema/recipe.py", "\nMode = Literal[", '\n    "dual_gpu_dummy",'),
-        add(copy, candidates, "\nSEVERAL_PROCESSES = (", '"dual_gpu_dummy", '),
-        add(copy, candidates, "\nGPU_MODES = (", '"dual_gpu_dummy", '),
+        add(copy, modes, "\nMode = Literal[", '\n    "dual_gpu_dummy",'),
+        add(copy, modes, "\nLAUNCH_MODES: Mapping[Mode, LaunchMode] = {", row),
     }
     assert changed == files_named("A launch mode")
     script = """
@@ -67,7 +69,7 @@ from launch.render import accelerate
 _, recipe, plan = render_configs.planned("2x3080-20g-16g", ["--launch.mode=dual_gpu_dummy"])
 strategy = plan.strategy
 config = accelerate.accelerate_config(plan, None)
-print(strategy.mode, strategy.engine, strategy.num_processes, strategy.backend)
+print(strategy.mode, strategy.launch_mode.engine, strategy.num_processes, strategy.backend)
 print("distributed_type: MULTI_GPU" in config)
 """
     assert run(copy, script) == "dual_gpu_dummy ddp 2 nccl\nTrue\n"
@@ -88,9 +90,9 @@ def test_a_failure_kind(copy):
     }
     assert changed == files_named("A failure kind")
     script = """
-from launch.schema.result import Evidence
+from launch.schema.result import AttemptRecord
 from launch.supervise import failures, restarts
-evidence = Evidence(
+evidence = AttemptRecord(
     returncode=1, rank_errors=(), log_tail="step 3\\nkitchen.BeanError: no beans left",
     oom_kills=0, host_limit_bytes=3 << 30, host_peak_bytes=2 << 30, completed=False,
 )
@@ -118,7 +120,7 @@ from pathlib import Path
 from launch.data import columns, rows
 from launch.schema.recipe import DataSection
 found = columns.detect(DataSection(train_file="riddles.jsonl"), Path("."))
-(sample,) = rows.samples(Path("riddles.jsonl"), found)
+(sample,) = rows.read_samples(Path("riddles.jsonl"), found)
 print(found.reason, *(turn["content"] for turn in sample), sep="|")
 """
     reason, question, answer = run(copy, script).strip().split("|")

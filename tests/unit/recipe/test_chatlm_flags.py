@@ -159,8 +159,8 @@ def test_the_plan_alone_can_be_asked_for(flags, dry_run):
         ("--per_device_train_batch_size=1", "did you mean --training.per_device_train_batch_size?"),
         ("--epoch=1", "did you mean --epochs?"),
         ("--nobatch_size_per_gpu", "did you mean --batch_size_per_gpu?"),
-        ("--qqq=1", "there are use_large_config"),
-        ("--=1", "there are use_large_config"),
+        ("--qqq=1", "there are --use_large_config"),
+        ("--=1", "there are --use_large_config"),
     ],
 )
 def test_an_unknown_flag_is_refused_with_a_suggestion(flag, suggestion):

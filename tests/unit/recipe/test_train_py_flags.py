@@ -7,9 +7,9 @@ import pytest
 from config.training_config import get_large_config, get_medium_config
 from launch.base.errors import ConfigError
 from launch.base.workspace import CODE
-from launch.predict import model_config
 from launch.recipe import load
 from launch.recipe.guides.train_py_flags import translate
+from tests import builders
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_medium_counts_the_guides_parameters_in_every_recipe():
     for name in ("minigpt_medium", "minigpt_medium_sft"):
         recipe, _ = load.load(name)
         assert (
-            model_config.load(
+            builders.model_size(
                 recipe.model.model_copy(update={"path_if_there": None}), None, root=CODE
             ).parameters
             == 58_491_392

@@ -14,8 +14,8 @@ from launch.base.workspace import CODE, Workspace
 from launch.render import accelerate, deepspeed
 from launch.render import command as render_command
 from launch.run_folder.layout import RunDir
+from launch.schema.modes import LAUNCH_MODES
 from launch.schema.plan import Command
-from launch.schema.recipe import MODES
 from scripts import render_configs
 from tests.builders import gpu, machine, plan, recipe_of
 
@@ -47,14 +47,14 @@ def test_accelerate_loads_what_is_written_and_reads_the_same(tmp_path, on, num_p
     assert {key: raw[key] for key in expected} == expected
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LAUNCH_MODES)
 def test_the_files_in_configs_are_what_render_writes(mode):
     written = render_configs.files(mode)
     assert {path: (CODE / path).read_text(encoding="utf-8") for path in written} == written
 
 
 def test_configs_holds_nothing_else():
-    expected = {path for mode in MODES for path in render_configs.files(mode)}
+    expected = {path for mode in LAUNCH_MODES for path in render_configs.files(mode)}
     found = {
         str(path.relative_to(CODE))
         for name in ("accelerate", "deepspeed")
@@ -63,7 +63,9 @@ def test_configs_holds_nothing_else():
     assert found == expected
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode.startswith("deepspeed")])
+@pytest.mark.parametrize(
+    "mode", [mode for mode, row in LAUNCH_MODES.items() if row.engine == "deepspeed"]
+)
 def test_a_deepspeed_file_agrees_with_its_plan_in_every_number(mode):
     chosen = plan(recipe_of(launch={"mode": mode}, training={"bf16": True}), machine(2))
     config = json.loads(deepspeed.deepspeed_config(chosen, 0.5))
@@ -81,9 +83,9 @@ def test_a_deepspeed_file_agrees_with_its_plan_in_every_number(mode):
     assert (config["bf16"]["enabled"], config["fp16"]["enabled"]) == (True, False)
     assert config["gradient_clipping"] == 0.5
     zero = config["zero_optimization"]
-    assert zero["stage"] == strategy.zero_stage
+    assert zero["stage"] == strategy.launch_mode.zero_stage
     assert ("offload_optimizer" in zero, "offload_param" in zero) == (
-        strategy.offloads,
+        strategy.launch_mode.offloads,
         mode == "deepspeed_zero3_offload",
     )
 

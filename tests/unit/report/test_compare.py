@@ -58,10 +58,7 @@ def begun(
     plan = builders.plan(recipe, machine)
     run = RunDir.create(workspace.runs, name, datetime(2026, 1, 1))
     attempt = render_write.write_run(run, recipe, machine, plan, workspace)
-    tokens = run.root / "tokens"
-    tokens.mkdir()
-    made_of = token_cache.token_identity(workspace.cache, recipe, plan.shape, plan.data_format)
-    files.write_json(tokens / token_cache.TOKENS_MADE_OF, made_of)
+    tokens = token_cache.token_cache(workspace.cache, recipe, plan.shape, plan.data_format)
     run.write_tokens(tokens)
     return run, attempt
 

@@ -11,7 +11,7 @@ import pytest
 
 from launch.base import files
 from launch.base.errors import CheckpointError
-from launch.commands.run import attempt_row
+from launch.commands.ending import attempt_row
 from launch.run_folder import steps
 from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.result import AttemptEnd, Failure, HeldOut, Outcome

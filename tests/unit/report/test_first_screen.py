@@ -37,7 +37,7 @@ def value(lines: list[str], label: str) -> str:
         (240.0, 0, "240 s a step predicted x 60 steps = 4.0 h: ends about 2026-03-06 02:10"),
         (240.0, 45, "240 s a step predicted x 15 of 60 steps left = 60 min: ends about 23:10"),
         (1e9, 0, "1e+09 s a step predicted x 60 steps = 694,444.4 days"),
-        (None, 0, "60 steps; seconds a step are not known yet: a step of this kind could not be"),
+        (None, 0, "60 steps; seconds a step are not known yet: no step of this kind was traced"),
     ],
 )
 def test_the_time_is_a_step_times_the_steps_that_are_left_and_the_clock_at_its_end(

@@ -12,6 +12,7 @@ import pytest
 from launch.base import files
 from launch.base.errors import CheckpointError
 from launch.base.workspace import Workspace
+from launch.data.token_cache import TokenCache
 from launch.render import write
 from launch.run_folder import resume
 from launch.run_folder.layout import RunDir
@@ -38,8 +39,10 @@ def trained(workspace: Path, asked: Recipe, day: int, is_complete: bool = False)
 
 
 def decided(workspace: Path, asked: Recipe) -> resume.Start:
+    runs, planned = workspace / "runs", plan(asked)
+    tokens = TokenCache(asked, planned.shape, planned.data_format, {}, workspace / "tokens" / "x")
     return resume.decide(
-        workspace / "runs", asked, plan(asked), workspace / "tokens" / "x", "auto", NOW
+        runs, asked, planned, tokens, "auto", lambda: RunDir.create(runs, asked.name, NOW)
     )
 
 
@@ -86,7 +89,8 @@ def test_a_run_that_finished_in_another_folder_is_not_this_one(tmp_path):
 def test_what_trains_otherwise_in_the_same_folder_is_refused_while_it_is_unfinished(tmp_path):
     trained(tmp_path, recipe(tmp_path / "a"), day=1)
     with pytest.raises(
-        CheckpointError, match=r"cannot be continued, what trains has changed .*learning_rate"
+        CheckpointError,
+        match=r"cannot be continued: its model, data or settings have changed .*learning_rate",
     ):
         decided(tmp_path, recipe(tmp_path / "a", learning_rate=2e-3))
 

@@ -15,7 +15,7 @@ from launch.report import comparable
 from launch.run_folder import resume
 from launch.schema import affects as schema_affects
 from launch.schema.plan import ModelSize
-from launch.schema.recipe import SECTIONS, Recipe, affected_by, keys
+from launch.schema.recipe import SECTIONS, Recipe, affected_by, all_keys
 from tests.builders import plan, recipe_of
 
 MODEL = ModelSize("tiny", {"model_type": "llama"}, 1000, 1000)
@@ -33,15 +33,15 @@ def with_training(**changes: object) -> Recipe:
 
 def test_every_key_of_the_schema_says_what_it_affects():
     known = set(get_args(schema_affects.Effect))
-    missing = [key for key in keys() if not affected_by(key)]
+    missing = [key for key in all_keys() if not affected_by(key)]
     assert missing == []
-    assert all(affected_by(key) <= known for key in keys())
+    assert all(affected_by(key) <= known for key in all_keys())
     for name, section in SECTIONS.items():
-        assert {f"{name}.{key}" for key in section.model_fields} <= set(keys())
+        assert {f"{name}.{key}" for key in section.model_fields} <= set(all_keys())
 
 
 def test_every_effect_is_that_of_some_key():
-    used = {effect for key in keys() for effect in affected_by(key)}
+    used = {effect for key in all_keys() for effect in affected_by(key)}
     assert used == set(get_args(schema_affects.Effect))
 
 

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from launch.schema.result import Evidence, Outcome, RankError
+from launch.schema.result import AttemptRecord, Outcome, RankError
 from launch.supervise import failures
 
 ALLOCATOR = (
@@ -31,7 +31,7 @@ ALONE = (
 )
 
 
-def evidence(**fields) -> Evidence:
+def evidence(**fields) -> AttemptRecord:
     facts = {
         "returncode": 1,
         "rank_errors": (),
@@ -41,7 +41,7 @@ def evidence(**fields) -> Evidence:
         "host_peak_bytes": 2 << 30,
         "completed": False,
     }
-    return Evidence(**{**facts, **fields})
+    return AttemptRecord(**{**facts, **fields})
 
 
 def error(message: str, exit_code: int | None = None, rank: int = 0) -> RankError:

@@ -81,7 +81,7 @@ def test_a_card_that_ran_out_in_writing_needs_other_states_and_no_other_batch(se
     assert first.strategy.mode == "dual_gpu_nccl"
     failed = OomEvent("device", section, first.strategy, first.estimate.model_state_bytes)
     again = plan(recipe, two, oom_history=OomHistory(ran_out=(failed,)))
-    assert again.strategy.zero_stage == 1
+    assert again.strategy.launch_mode.zero_stage == 1
     assert again.strategy.per_device_train_batch_size == 8
     assert again.strategy.activation_checkpointing == first.strategy.activation_checkpointing
     assert f"ran out of memory in {section}" in " ".join(again.rejected)
@@ -204,13 +204,6 @@ def test_what_others_took_is_no_evidence_against_the_plan(tmp_path):
     )
 
 
-def test_tokenising_is_no_evidence_against_the_plan(tmp_path):
-    one = shortage(tmp_path, 1, 9 * GIB, ranks=False)
-    assert (one.section, one.rules) == ("tokenise", False)
-    assert oom_record.add(OomHistory(), one, RunDir(tmp_path)) == OomHistory()
-    assert oom_record.read(RunDir(tmp_path)) == (one,), "it is not written down"
-
-
 def test_a_shortage_counts_until_there_is_clearly_more_memory():
     one = replace(STEP, of="host", limit_bytes=12 * GIB, available_bytes=8 * GIB)
     known = OomHistory(ran_out=(one,))
@@ -227,7 +220,7 @@ def test_a_shortage_counts_until_there_is_clearly_more_memory():
 
 def test_the_error_names_the_shortage_and_what_overrides_it():
     one = replace(STEP, of="host", limit_bytes=12 * GIB, available_bytes=8 * GIB)
-    said = oom_record.words(OomHistory(ran_out=(one,)), machine(host_available_bytes=8 * GIB))
+    said = oom_record.sentence(OomHistory(ran_out=(one,)), machine(host_available_bytes=8 * GIB))
     assert f"{estimate.describe(STRATEGY)} ran out of host RAM in step" in said
     assert "with 8.00 GiB of 12.00 GiB available, now 8.00 GiB" in said
     assert "--assume-fits starts all the same" in said

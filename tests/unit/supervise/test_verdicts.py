@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch.base import errors
-from launch.schema.result import Evidence, Failure, RankError
+from launch.schema.result import AttemptRecord, Failure, RankError
 from launch.supervise import attempt, failures
 from launch.supervise.failure_patterns import PATTERNS
 
@@ -55,14 +55,14 @@ def read(path: Path) -> tuple[str, str]:
     return proof.removeprefix("# proof: "), text
 
 
-def evidence(log: str = "", **fields) -> Evidence:
-    nothing = Evidence(
+def evidence(log: str = "", **fields) -> AttemptRecord:
+    nothing = AttemptRecord(
         1, (), log, oom_kills=0, host_limit_bytes=3 << 30, host_peak_bytes=2 << 30, completed=False
     )
     return replace(nothing, **fields)
 
 
-def verdict(found: Evidence) -> Failure:
+def verdict(found: AttemptRecord) -> Failure:
     failure = failures.classify(found)
     assert failure is not None
     return failure

@@ -239,9 +239,9 @@ def test_files_are_dealt_evenly_and_each_once():
 
 
 def test_a_save_that_cannot_fit_is_refused_before_it_starts(tmp_path):
-    commit.check_room(tmp_path, 0)
+    commit.check_disk_space(tmp_path, 0)
     with pytest.raises(StorageError, match="it needs"):
-        commit.check_room(tmp_path, files.free_bytes(tmp_path) * 2)
+        commit.check_disk_space(tmp_path, files.free_bytes(tmp_path) * 2)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])

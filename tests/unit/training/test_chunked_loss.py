@@ -51,13 +51,13 @@ def test_the_sum_and_every_gradient_are_those_of_the_whole(kind: str, chunks: in
     expected.backward()
     parted = network(kind)
     head = ChunkedHead(parted, chunks, shift=kind != "t5")
-    with head.given(labels):
+    with head.summed_loss(labels):
         found = parted(**inputs).logits
     found.backward()
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     for (name, one), other in zip(whole.named_parameters(), parted.parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-4, atol=1e-5, msg=name)
-    with torch.no_grad(), head.given(labels):
+    with torch.no_grad(), head.summed_loss(labels):
         torch.testing.assert_close(parted(**inputs).logits, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(parted(**inputs).logits, whole(**inputs).logits)
 
@@ -66,9 +66,9 @@ def test_no_more_than_one_chunk_of_logits_is_there() -> None:
     parted, (inputs, labels) = network("llama"), batch("llama")
     head = ChunkedHead(parted, 8, shift=True)
     widest: list[int] = []
-    parted.lm_head.register_forward_hook(lambda module, given, found: widest.append(found.numel()))
+    parted.lm_head.register_forward_hook(lambda module, args, output: widest.append(output.numel()))
     with (
-        head.given(labels),
+        head.summed_loss(labels),
         torch.autograd.graph.saved_tensors_hooks(
             lambda kept: widest.append(kept.numel()) or kept, lambda kept: kept
         ),

@@ -10,7 +10,7 @@ import pytest
 
 from launch.base.errors import DataError, ResourceError
 from launch.data import rows as data_rows
-from launch.data.rows import Message, samples
+from launch.data.rows import Message, read_samples
 from launch.schema.plan import DataFormat
 from launch.schema.recipe import TokenizerSection
 from training.data import batches, encode, tokenizer
@@ -157,35 +157,35 @@ FORMAT = DataFormat("prompt_response", {"prompt": "q", "response": "a"}, "jsonl"
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        ('{"q": "x", "a": ', "rows.jsonl:2: not valid JSON"),
+        ('{"q": "x", "a": ', "rows.jsonl:2: is not JSON"),
         ('{"q": "x"}', "rows.jsonl:2: column 'a': found no such key"),
         ('{"q": "x", "a": null}', "rows.jsonl:2: column 'a': found null"),
         ('{"q": "x", "a": 7}', "rows.jsonl:2: column 'a': found int"),
-        ("[1]", "rows.jsonl:2: found list"),
+        ("[1]", "rows.jsonl:2: holds a list"),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(tmp_path, bad, words):
     path = write(tmp_path, ['{"q": "x", "a": "y"}', bad])
     with pytest.raises(DataError, match=words):
-        list(samples(path, FORMAT))
+        list(read_samples(path, FORMAT))
 
 
 def test_bytes_that_are_no_utf8_are_named_by_file_and_line(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"q": "x", "a": "y"}\n{"q": "caf\xe9", "a": "y"}\n')
-    with pytest.raises(DataError, match=r"rows.jsonl:2:10: this byte of the line is not UTF-8"):
-        list(samples(path, FORMAT))
+    with pytest.raises(DataError, match=r"rows.jsonl:2:10: this byte is not UTF-8"):
+        list(read_samples(path, FORMAT))
 
 
 def test_sharegpt_names_and_oasst_pairs_become_messages(tmp_path):
     talk = '{"conversations": [{"from": "human", "value": "two"}, {"from": "gpt", "value": "二"}]}'
     path = write(tmp_path, [talk])
     shape = DataFormat("messages", {"messages": "conversations"}, "jsonl", "")
-    assert list(samples(path, shape)) == [turns("two", "二")]
+    assert list(read_samples(path, shape)) == [turns("two", "二")]
     rows = [("prompter", "two"), ("assistant", "二"), ("assistant", "again"), ("prompter", "three")]
     path = write(tmp_path, [json.dumps({"role": role, "text": text}) for role, text in rows])
     shape = DataFormat("oasst", {"text": "text", "role": "role"}, "jsonl", "")
-    assert list(samples(path, shape)) == [turns("two", "二")]
+    assert list(read_samples(path, shape)) == [turns("two", "二")]
 
 
 def test_the_cache_is_mapped_row_by_row_as_it_was_written(tmp_path, cut):
@@ -216,4 +216,4 @@ def test_a_turn_of_a_tool_is_refused_by_name(tmp_path, role):
     path.write_text(json.dumps({"conversations": turns}) + "\n")
     found = DataFormat("messages", {"messages": "conversations"}, "jsonl", "")
     with pytest.raises(DataError, match=f"rows.jsonl:1: .*role '{role}' is not trained yet"):
-        list(samples(path, found, data_rows.BadRows(0)))
+        list(read_samples(path, found, data_rows.BadRows(0)))

@@ -17,9 +17,9 @@ from launch.schema.recipe import SECTIONS
 WIDTH = 100  # columns
 
 
-def add_parser(subparsers: Any) -> ArgumentParser:
+def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
     text = "list the keys of a recipe: type, default, meaning"
-    parser = subparsers.add_parser("keys", help=text, description=text, allow_abbrev=False)
+    parser = recipe_arguments.add_simple_parser(subparsers, verb, text)
     parser.add_argument("section", nargs="?", help="of this section alone, or this key alone")
     return parser
 
@@ -27,17 +27,17 @@ def add_parser(subparsers: Any) -> ArgumentParser:
 def main(arguments: Namespace, others: Sequence[str]) -> int:
     recipe_arguments.reject(arguments, others)
     section: str = arguments.section or ""
-    keys = [
+    listed = [
         key
         for key in key_reference.all_keys()
         if not section or f"{key.name}.".startswith(f"{section}.")
     ]
-    if not keys:
+    if not listed:
         near = nearest(section, SECTIONS) or [key_reference.likely(section) or ""]
         hint = f"did you mean {near[0]}?" if near[0] else "python -m launch keys lists all"
         raise ConfigError(f"keys: {show(section)} is no section and no key of a recipe; {hint}")
     indent = " " * 4
-    for key in keys:
+    for key in listed:
         print(f"{key.name}: {key.type}; default {key.default}")
         print(textwrap.fill(key.meaning, WIDTH, initial_indent=indent, subsequent_indent=indent))
     return 0

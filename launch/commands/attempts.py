@@ -1,0 +1,300 @@
+"""Plans and attempts of one start: tokenise, plan, train, and plan again when memory runs out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import cache
+
+from launch.base.errors import DoesNotFit, Interrupted
+from launch.base.workspace import Workspace
+from launch.plan import context as plan_context
+from launch.plan import planner
+from launch.plan.candidates import LaunchConstraints
+from launch.plan.planner import Choice
+from launch.predict import estimate
+from launch.predict.estimate import PlanContext
+from launch.predict.history import calibration
+from launch.predict.history.calibration import Comparison
+from launch.predict.oom_history import NO_OOM_HISTORY, OomEvent, OomHistory
+from launch.probe import network
+from launch.render import command, write
+from launch.report import text
+from launch.run_folder import layout
+from launch.run_folder.layout import AttemptDir, RunDir
+from launch.schema.plan import Command
+from launch.schema.result import Failure, RunResult, SecondStep
+from launch.supervise import attempt as supervise_attempt
+from launch.supervise import failures, oom_record, restarts, tokenising
+from launch.supervise.screen import Screen
+from launch.supervise.stop_signals import StopSignals
+
+MAX_PLANS = 3  # of one start; each is made with more evidence than the one before
+SEE_NO_OTHER_PLAN = 'see the line "no other plan" above: it says what would fit'
+
+
+@dataclass
+class Start:
+    """Facts that the plans of one start share, and the memory that its attempts have exceeded."""
+
+    workspace: Workspace
+    context: PlanContext
+    constraints: LaunchConstraints
+    screen: Screen
+    signals: StopSignals
+    locks: ExitStack
+    end_s: float | None  # when training must be over, on the monotonic clock
+    oom_history: OomHistory = NO_OOM_HISTORY
+
+    @property
+    def is_first(self) -> bool:
+        """True on machine 0, whose run the other machines join."""
+        return self.context.recipe.launch.machine_rank == 0
+
+    def new_run(self, dry_run: bool = False) -> Callable[[], RunDir]:
+        """A function that makes one new run folder, when tokenising or the run first needs it.
+
+        Machines other than number 0 keep their part of a run apart from the runs that can be
+        continued."""
+
+        @cache
+        def make() -> RunDir:
+            recipe = self.context.recipe
+            runs, name = self.workspace.runs, recipe.name
+            if not self.is_first:
+                runs, name = runs / name, f"machine{recipe.launch.machine_rank}"
+            run = (
+                RunDir.dry_run(runs, name) if dry_run else RunDir.create(runs, name, datetime.now())
+            )
+            self.locks.callback(run.remove_if_unused)
+            return run
+
+        return make
+
+    def choose(self, context: PlanContext) -> Choice:
+        """Choose a plan with what attempts have shown so far. Raises Interrupted at a stop."""
+        constraints = replace(self.constraints, oom_history=self.oom_history)
+        choice = self.signals.interrupting(planner.choose)(context, constraints)
+        return replace(choice, plan=network.located(choice.plan))
+
+    def plan(self, new_run: Callable[[], RunDir]) -> Choice:
+        """Tokenise the rows, unless that is done, and choose a plan for them; once more for shorter
+        rows where `allow:` relaxes max_length. Raises tokenising.Failed."""
+        context = self.context
+        while True:
+            assert context.tokens is not None
+            if not self.signals.interrupting(tokenising.are_there)(context.tokens):
+                try:
+                    tokenising.until_done(context, new_run(), self.screen.say, self.signals)
+                finally:
+                    self.screen.stop()
+                context = plan_context.with_rows(context)
+                if context.recipe == self.context.recipe:
+                    self.context = context
+            choice = self.choose(context)
+            if choice.recipe.data == context.recipe.data:
+                return choice
+            context = choice.context
+
+    def command(
+        self, choice: Choice, run: RunDir, attempt: AttemptDir, resume: str = "auto"
+    ) -> Command:
+        """The command line that starts the ranks of an attempt."""
+        return command.command(
+            choice.plan, choice.machine, run, attempt, self.workspace, os.environ, resume
+        )
+
+
+class Attempts:
+    """Attempts at a run, each from the last checkpoint: a plan that its second step refutes, or
+    that runs out of memory, is replaced; a failure that may pass is followed by another attempt."""
+
+    def __init__(self, start: Start, choice: Choice, run: RunDir) -> None:
+        self.start, self.choice, self.run = start, choice, run
+        self._screen = start.screen
+        self._num_plans, self._failures = 1, restarts.History()
+        self._comparison: Comparison | None = None  # of the attempt's second step with its plan
+
+    def until_end(self) -> RunResult:
+        """Run attempts until one ends well, or fails in a way that no further one would mend."""
+        end = None
+        while end is None:
+            first_step = self.run.last_step()
+            result = self._attempt()
+            if result.plan_again:
+                end = self._after_refuted_plan(result)
+            elif result.failure is None or result.unkillable:  # those leave no memory for another
+                end = result
+            else:
+                end = self._after_failure(result, result.failure, first_step)
+        return end
+
+    def _attempt(self) -> RunResult:
+        """Write the plan's files, and run the ranks to their end."""
+        start, choice, run = self.start, self.choice, self.run
+        recipe, machine, plan = choice.recipe, choice.machine, choice.plan
+        attempt = write.write_run(run, recipe, machine, plan, start.workspace)
+        assert choice.context.tokens is not None
+        run.write_tokens(choice.context.tokens)
+        result = supervise_attempt.run(
+            recipe,
+            machine,
+            run,
+            attempt,
+            start.command(choice, run, attempt),
+            start.screen,
+            self._check,
+            start.signals,
+            start.end_s,
+        )
+        supervise_attempt.write_outcome(result, attempt)
+        return result
+
+    def _check(self, measured: SecondStep) -> bool:
+        """Compare a second step with its plan; False: stop and make another plan."""
+        budget = estimate.host_budget_bytes(self.choice.recipe, self.choice.machine)
+        self._comparison = calibration.compare(self.choice.plan, measured, budget)
+        for line in self._comparison.lines:
+            self._screen.say(line)
+        return self._num_plans == MAX_PLANS or not self._comparison.over
+
+    def _after_refuted_plan(self, result: RunResult) -> RunResult | None:
+        """Plan again with what the second step took; the end where no plan is left."""
+        start, choice, comparison = self.start, self.choice, self._comparison
+        assert comparison is not None
+        self._screen.say(f"stopped to plan again: {comparison.over}")
+        self._count_plan(
+            oom_record.add_refuted(
+                start.oom_history, comparison, choice.plan, choice.machine, self.run
+            )
+        )
+        try:
+            self.choice = start.choose(start.context)
+        except Interrupted:
+            return self._stopped(result)
+        except DoesNotFit as error:
+            self._screen.say(f"no other plan: {error}")
+            of_host = "host" in comparison.needs
+            failure = Failure(
+                "host_oom" if of_host else "device_oom",
+                6 if of_host else 12,
+                f"the plan needs more memory than there is: {comparison.over}",
+                "what step 2 took",
+                SEE_NO_OTHER_PLAN,
+            )
+            return _failed(result, failure)
+        for line in text.planned_lines(self.choice.plan):
+            self._screen.say(line)
+        return None
+
+    def _after_failure(
+        self, result: RunResult, failure: Failure, first_step: int
+    ) -> RunResult | None:
+        """Restart, or plan again when memory ran out; the end where neither would help."""
+        choice, launch = self.choice, self.choice.recipe.launch
+        shortage = None
+        if failure.kind in restarts.MEMORY:
+            shortage = oom_record.of_attempt(self.run, failure, choice.plan, choice.machine, result)
+        following = restarts.decide(
+            failure,
+            self._failures,
+            first_step,
+            result.last_step,
+            self.run.last_step(),
+            launch.max_restarts,
+            launch.on_oom == "replan",
+            is_plans_fault=shortage is None or shortage.is_own,
+        )
+        if following.why:
+            self._screen.say(following.why)
+        if following.action == "stop" or not self.start.signals.wait(following.wait_s):
+            return result
+        if shortage is None:
+            return None
+        self._add_shortage(shortage, result)
+        self._screen.say(
+            f"out of memory at step {result.last_step}: {failure.cause} ({failure.proof})"
+        )
+        return self._plan_again(result, failure, shortage)
+
+    def _count_plan(self, oom_history: OomHistory, is_own: bool = True) -> None:
+        """Take the history for the next plan; a shortage that others caused costs none of ours."""
+        self._num_plans += is_own
+        self.start.oom_history = oom_history.for_plan(is_last=self._num_plans == MAX_PLANS)
+
+    def _add_shortage(self, shortage: OomEvent, result: RunResult) -> None:
+        start = self.start
+        if not shortage.is_own:
+            self._screen.say(
+                "the job kept to its plan, other programs took the memory: planning again for what"
+                " is free"
+            )
+        self._count_plan(
+            oom_record.add(start.oom_history, shortage, self.run, result.host_peak_bytes),
+            shortage.is_own,
+        )
+        if self._num_plans > MAX_PLANS:
+            self._screen.say(
+                f"{MAX_PLANS} plans took more memory than there is: this start makes no further"
+                " plan"
+            )
+            spent = (*start.oom_history.spent, self.choice.recipe)
+            start.oom_history = replace(start.oom_history, spent=spent)
+
+    def _plan_again(
+        self, result: RunResult, failure: Failure, shortage: OomEvent
+    ) -> RunResult | None:
+        """Plan for less memory, and start over where the recipe's relaxations change the result;
+        the end where no plan is left."""
+        start, before, committed = self.start, self.choice, self.run.last_step()
+        new_run = start.new_run()
+        try:
+            self.choice = start.plan(new_run)
+        except tokenising.Failed as failed:
+            return failed.result
+        except Interrupted:
+            return self._stopped(result)
+        except DoesNotFit as error:
+            self._screen.say(f"no other plan: {error}")
+            fix = SEE_NO_OTHER_PLAN
+            if not shortage.is_own:
+                fix = (
+                    "other programs hold the memory: when they have ended, run the same line again"
+                    " to continue"
+                )
+            return replace(result, failure=replace(failure, fix=fix))
+        self._say_planned_again(before, committed)
+        if self.choice.recipe != before.recipe:
+            self.run, self._num_plans = new_run(), 1
+            start.locks.enter_context(layout.run_lock(self.run))
+            oom_record.write(self.run, start.oom_history.ran_out)
+            self._screen.say(
+                f"starting over in {self.run.run_id}: the relaxed settings change the result"
+            )
+        return None
+
+    def _say_planned_again(self, before: Choice, committed: int) -> None:
+        plan = self.choice.plan
+        source = f"from step {committed}" if committed else "from the beginning"
+        processes = f"{plan.strategy.num_processes} process(es)"
+        changes = [change for change in plan.changes if change not in before.plan.changes]
+        for line in (
+            f"planned again, {source}: {plan.strategy.mode} with {processes}",
+            *text.change_lines(changes),
+            *text.planned_lines(plan),
+        ):
+            self._screen.say(line)
+
+    def _stopped(self, result: RunResult) -> RunResult:
+        """The end of a start that was stopped while the plan after an attempt was made."""
+        assert self.start.signals.stop is not None
+        stop = failures.stopped(self.start.signals.stop, " while a plan was made again")
+        return _failed(result, stop)
+
+
+def _failed(result: RunResult, failure: Failure) -> RunResult:
+    """The result of an attempt, as the end of a start that failed after it."""
+    return replace(result, exit_code=failure.exit_code, failure=failure, plan_again=False)

@@ -1,0 +1,131 @@
+"""The end of a run: lines on the screen, the HTML report, and figures in the ledger."""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from launch.base import files
+from launch.base.errors import CheckpointError
+from launch.base.workspace import FILES, Workspace
+from launch.plan.planner import Choice
+from launch.predict import estimate
+from launch.predict.history import cache_keys
+from launch.predict.history.calibration import Figures, Measurement
+from launch.predict.history.ledger import Ledger
+from launch.report import html, text
+from launch.run_folder import steps
+from launch.run_folder.layout import AttemptDir, RunDir
+from launch.schema.result import RunResult, StepEvent
+from launch.supervise.screen import Screen
+
+VERSIONED = ("torch", "transformers", "accelerate")  # packages named beside a measurement
+
+
+def report(workspace: Workspace, choice: Choice, result: RunResult, screen: Screen) -> int:
+    """Show and write down how a run ended; the exit code."""
+    recipe, machine, plan = choice.recipe, choice.machine, choice.plan
+    run = RunDir(Path(result.run_dir))
+    attempts = run.attempts()
+    events = [event for attempt in attempts for event in steps.events(attempt, screen.say)]
+    if choice.plan.estimate.peak and not result.failure and result.summary.get("complete"):
+        measurement = _measurement(choice, run, result, events, screen)
+        Ledger(workspace.ledger_file, screen.say).record(measurement)
+    chat = chat_command(recipe.output_dir)
+    for line in text.result_lines(recipe, machine, plan, result, chat):
+        screen.say(line)
+    rows = [attempt_row(attempt, screen.say) for attempt in attempts]
+    evaluations = [
+        evaluation for attempt in attempts for evaluation in steps.evaluations(attempt, screen.say)
+    ]
+    page = html.html(recipe, machine, plan, result, events, rows, evaluations)
+    files.write_atomic(run.report_file, page)
+    return result.exit_code
+
+
+def attempt_row(attempt: AttemptDir, say: Callable[[str], None]) -> tuple[str, str]:
+    """(what an attempt ran, how it ended) for the report; `say` gets a line for a file that cannot
+    be read."""
+    ran = ending = "not readable"
+    try:
+        is_planned = attempt.plan_file.exists()
+        ran = estimate.describe(attempt.read_plan().strategy) if is_planned else "tokenising"
+    except CheckpointError as error:
+        say(f"{attempt.plan_file}: missing from the report, damaged ({str(error).splitlines()[0]})")
+    try:
+        ending = _ending(attempt)
+    except CheckpointError:
+        say(
+            f"{attempt.root}: its end is missing from the report, supervisor.json or outcome.json"
+            " is damaged"
+        )
+    return ran, ending
+
+
+def _ending(attempt: AttemptDir) -> str:
+    end, outcome = attempt.read_end(), attempt.read_outcome()
+    if end and end.failure:
+        return f"{end.failure.cause} ({end.failure.proof})"
+    if outcome and outcome.complete:
+        return "complete"
+    return "ended to plan again" if end else "cut short"
+
+
+def _measurement(
+    choice: Choice, run: RunDir, result: RunResult, events: Sequence[StepEvent], screen: Screen
+) -> Measurement:
+    """The run's figures beside their predictions, which later plans learn from."""
+    plan, machine, summary = choice.plan, choice.machine, result.summary
+    strategy, memory = plan.strategy, plan.estimate
+    seconds = [event.seconds for event in events[steps.STEADY_FROM :]]
+    on_gpu = strategy.device == "cuda"
+    allocated, reserved = memory.allocated_bytes, memory.reserved_bytes
+    # Measured peaks are those of the last attempt up to its last step: an evaluation after that is
+    # not in them.
+    if not any(
+        evaluation.step < summary["step"]
+        for evaluation in steps.evaluations(run.attempts()[-1], screen.say)
+    ):
+        allocated, reserved = memory.step_allocated_bytes, memory.step_reserved_bytes
+    return Measurement(
+        time=time.time(),
+        run_id=run.run_id,
+        machine_key=cache_keys.machine_key(machine),
+        model_key=cache_keys.model_key(plan.shape),
+        recipe_key=cache_keys.recipe_key(choice.recipe),
+        device=strategy.device,
+        device_name=machine.gpus[0].name if on_gpu else f"{machine.cpu_count} CPUs",
+        mode=strategy.mode,
+        num_processes=strategy.num_processes,
+        per_device_train_batch_size=strategy.per_device_train_batch_size,
+        gradient_accumulation_steps=strategy.gradient_accumulation_steps,
+        max_length=max(plan.lengths),
+        mixed_precision=strategy.mixed_precision,
+        gradient_checkpointing=strategy.activation_checkpointing,
+        versions={package: version(package) for package in VERSIONED},
+        predicted=Figures(
+            allocated_bytes=allocated if on_gpu else None,
+            reserved_bytes=reserved if on_gpu else None,
+            host_pss_bytes=memory.host_bytes or None,
+            step_s=plan.step_s,
+        ),
+        measured=Figures(
+            allocated_bytes=summary["vram_allocated_bytes"] or None,
+            reserved_bytes=summary["vram_reserved_bytes"] or None,
+            host_pss_bytes=result.host_peak_bytes or None,
+            step_s=statistics.median(seconds) if seconds else None,
+        ),
+    )
+
+
+def chat_command(model: str) -> str:
+    """A line that can be pasted, to talk with a model."""
+    return (
+        f"{shlex.quote(sys.executable)} {shlex.quote(str(FILES / 'scripts' / 'chat.py'))}"
+        f" {shlex.quote(model)}"
+    )

@@ -1,0 +1,130 @@
+"""Tokenise the rows of a recipe in a child process, before a plan is made for them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from launch.base import environment, processes
+from launch.base.text import shown
+from launch.base.workspace import CODE
+from launch.data import token_hashes
+from launch.data.token_cache import TokenCache
+from launch.plan import context as plan_context
+from launch.predict.estimate import PlanContext
+from launch.run_folder.layout import AttemptDir, RunDir
+from launch.schema.result import Failure, RunResult
+from launch.supervise import attempt as supervise_attempt
+from launch.supervise import heartbeats, restarts
+from launch.supervise.attempt import Beginning
+from launch.supervise.heartbeats import Progress
+from launch.supervise.screen import Tail
+from launch.supervise.stop_signals import StopSignals
+from launch.supervise.watch import Ended
+
+GRACE_S = 5.0  # for the child to remove half-written files
+MORE_MEMORY = (
+    "it was tokenising, not training: give it more memory; the same line again keeps finished parts"
+)
+
+
+class Failed(Exception):
+    """Tokenising has failed, in a way that no further attempt would mend."""
+
+    def __init__(self, result: RunResult, failure: Failure) -> None:
+        super().__init__(failure.cause)
+        self.result, self.failure = result, failure
+
+
+def are_there(tokens: TokenCache) -> bool:
+    """True if the rows are tokenised, and undamaged."""
+    return tokens.folder.exists() and not token_hashes.fault(tokens.folder)
+
+
+def until_done(
+    context: PlanContext, run: RunDir, say: Callable[[str], None], signals: StopSignals
+) -> None:
+    """Tokenise the context's rows in attempts of the run. Raises Failed after an attempt that no
+    further attempt would mend."""
+    assert context.tokens is not None
+    history, launch = restarts.History(), context.recipe.launch
+    train_file = shown(Path(context.recipe.data.train_file).name)
+    say(f"tokenising {train_file}, once: the plan needs the lengths of its rows")
+    signals.collect()
+    processes.adopt()
+    while True:
+        attempt = run.new_attempt()
+        attempt.write_tokenising(context.tokens)
+        beginning = Beginning()
+        ended = _child(context, run, attempt, say, signals)
+        if ended.returncode == 0:
+            return
+        result = supervise_attempt.result_of(
+            beginning, ended, run, attempt, signals.stop, context.machine.host_limit_bytes
+        )
+        failure = result.failure
+        assert failure is not None
+        following = restarts.decide(
+            *(failure, history, 0, 0, 0, launch.max_restarts, launch.on_oom == "replan"),
+            is_plans_fault=False,
+        )
+        if following.why:
+            say(following.why)
+        is_last = following.action == "stop" or not signals.wait(following.wait_s)
+        if is_last and failure.kind in restarts.MEMORY:
+            failure = replace(failure, fix=MORE_MEMORY)
+            result = replace(result, failure=failure)
+        supervise_attempt.write_outcome(result, attempt)
+        if is_last:
+            raise Failed(result, failure)
+
+
+def _child(
+    context: PlanContext,
+    run: RunDir,
+    attempt: AttemptDir,
+    say: Callable[[str], None],
+    signals: StopSignals,
+) -> Ended:
+    """Run the child to its end; end it at a stop, and when it hangs."""
+    launch = context.recipe.launch
+    number = str(plan_context.tokenising_processes(context))
+    # what libraries print goes where the ranks' output goes
+    with attempt.tokenising_log.open("wb") as lines_file, attempt.log_file.open("ab") as log:
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-m", "training.data.prepare", str(attempt.root), number],
+            env=environment.passed(os.environ, launch.pass_env)
+            | {"PYTHONPATH": str(CODE), "HF_HUB_OFFLINE": "1", "LOWMEM_RUN": run.tag},
+            stdout=lines_file,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=processes.die_with_launcher,
+        )
+    lines = Tail(attempt.tokenising_log, from_start=True)
+    until_s, hang, progress = None, "", Progress()
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=processes.POLL_S)
+        for line in lines.new_lines():
+            say(line)
+        if child.returncode is not None:
+            return Ended(child.returncode, hang=hang)
+        beats = heartbeats.read_all(attempt)
+        if not hang and (
+            hang := progress.silent(beats, time.monotonic(), launch.hang_floor_s) or ""
+        ):
+            say(hang)
+            child.kill()
+        if signals.stop is None:
+            continue
+        if until_s is None:
+            child.terminate()
+            until_s = time.monotonic() + GRACE_S
+        elif signals.at_once or time.monotonic() > until_s:
+            child.kill()
