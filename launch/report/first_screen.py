@@ -9,7 +9,7 @@ from pathlib import Path
 
 from launch.base.text import size
 from launch.predict.estimate import host_budget_bytes
-from launch.report.text import batch, length_text, notes, total_steps
+from launch.report.text import batch, length_text, notes
 from launch.schema.machine import Machine
 from launch.schema.plan import Change, Plan
 from launch.schema.recipe import Recipe
@@ -137,7 +137,7 @@ def _host_memory(recipe: Recipe, machine: Machine, plan: Plan) -> str:
 
 def _time(recipe: Recipe, plan: Plan, now: datetime, finished_steps: int) -> str:
     """Seconds a step, steps, hours and the end, as far as they are known before training."""
-    steps = total_steps(recipe, plan)
+    steps = plan.total_steps(recipe)
     if plan.step_s is None:
         count = "" if steps is None else f"{steps:,} steps; "
         return f"{count}seconds a step are not known yet: no step of this kind was traced"

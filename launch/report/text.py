@@ -32,7 +32,7 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
     for line in (plan.data_format.reason, *plan.data_format.notes):
         yield f"             {line}"
     yield from _batch_lines(plan)
-    num_samples, steps = plan.num_samples, total_steps(recipe, plan)
+    num_samples, steps = plan.num_samples, plan.total_steps(recipe)
     length = (
         f"{training.max_steps} steps"
         if training.max_steps > 0
@@ -69,20 +69,10 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
         yield f"  {'' if number else 'compared':<10} {line}"
 
 
-def total_steps(recipe: Recipe, plan: Plan) -> int | None:
-    """Optimizer steps of the whole training; None while its samples are not counted."""
-    if recipe.training.max_steps > 0:
-        return recipe.training.max_steps
-    if plan.num_samples is None:
-        return None
-    epoch_steps = -(-plan.num_samples // plan.strategy.effective_batch_size)
-    return math.ceil(recipe.training.num_train_epochs * epoch_steps)
-
-
 def schedule_notes(recipe: Recipe, plan: Plan) -> Iterator[str]:
     """Sentences on a schedule that may surprise its author."""
     training, num_samples = recipe.training, plan.num_samples
-    steps = total_steps(recipe, plan) or 0
+    steps = plan.total_steps(recipe) or 0
     batch = plan.strategy.effective_batch_size
     if training.warmup_steps and training.lr_scheduler_type == "constant":
         yield (

@@ -3,6 +3,7 @@ never starts from zero silently."""
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +24,8 @@ from launch.schema.result import Continues
 # never let pass.
 WORDS: Mapping[str, Allowed] = {
     "training.seed": "seed",
+    "training.num_train_epochs": "schedule",
+    "training.max_steps": "schedule",
     "data": "data",
     "tokenizer": "data",
     "model": "model",
@@ -71,10 +74,18 @@ def decide(
     newest, changes = begun[0], _changes(begun[0], recipe, plan, tokens)
     if changes and (same := _unchanged(begun[1:], recipe, plan, tokens)):
         return _continued(same, None, (), recipe, new_run)
-    if newest.outcome() and changes:
-        differences = "; ".join(change.text for change in changes)
-        line = f"starting a new run: {newest.run_id} had {differences}"
-        return Start(new_run(), "\n".join([line, *_unfinished([*begun[1:], *others])]))
+    if (finished := newest.outcome()) and changes:
+        words = {change.word for change in changes}
+        is_longer = "schedule" in words and finished.step < (plan.total_steps(recipe) or math.inf)
+        if not (is_longer and words <= set(recipe.resume.allow)):
+            differences = "; ".join(change.text for change in changes)
+            line = f"starting a new run: {newest.run_id} had {differences}"
+            if is_longer and words == {"schedule"}:
+                line += (
+                    f"; add --resume.allow=[schedule] to go on from its step {finished.step:,}"
+                    " instead"
+                )
+            return Start(new_run(), "\n".join([line, *_unfinished([*begun[1:], *others])]))
     return _continued(newest, None, changes, recipe, new_run)
 
 
@@ -180,8 +191,9 @@ def _refusal(run: RunDir, refused: Sequence[Change]) -> str:
     override = f" continue all the same with --resume.allow=[{allowed}]," if can_be_allowed else ""
     return (
         f"{run.root}: this unfinished run cannot be continued: its model, data or settings have"
-        f" changed ({texts}). Undo the change to continue it,{override} or start over with --resume"
-        " never"
+        f" changed ({texts}). Undo the change to continue it,{override} start over with --resume"
+        " never, or if it is another job give it a name and a folder of its own: --name=NAME"
+        " --output_dir=DIR"
     )
 
 

@@ -3,6 +3,7 @@ file, clock or process."""
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any, Literal
 
 from launch.schema.machine import Device, Link
 from launch.schema.modes import LAUNCH_MODES, LaunchMode, Mode
-from launch.schema.recipe import AttnImplementation, Precision
+from launch.schema.recipe import AttnImplementation, Precision, Recipe
 
 MULTIPLE: dict[Device, int] = {"cpu": 1, "cuda": 8}  # to which the collator pads a batch's length
 
@@ -234,6 +235,15 @@ class Plan:
         if self.packing:
             return self.padding.samples if self.padding else None
         return self.rows
+
+    def total_steps(self, recipe: Recipe) -> int | None:
+        """Optimizer steps of the whole training; None while its samples are not counted."""
+        if recipe.training.max_steps > 0:
+            return recipe.training.max_steps
+        if self.num_samples is None:
+            return None
+        epoch_steps = -(-self.num_samples // self.strategy.effective_batch_size)
+        return math.ceil(recipe.training.num_train_epochs * epoch_steps)
 
     @property
     def micro_batch_tokens(self) -> tuple[int, int]:

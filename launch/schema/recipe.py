@@ -36,7 +36,7 @@ Schedule = Literal[
 
 # seal: a checkpoint that was signed with another key; versions: another major.minor version of a
 # library that writes its files.
-Allowed = Literal["data", "model", "seed", "effective_batch_size", "versions", "seal"]
+Allowed = Literal["data", "model", "seed", "effective_batch_size", "schedule", "versions", "seal"]
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 

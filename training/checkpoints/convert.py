@@ -16,6 +16,7 @@ from typing import IO, Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.optim.lr_scheduler import LambdaLR
 
 from launch.base.errors import CheckpointError
 from launch.schema.plan import Strategy
@@ -242,6 +243,16 @@ def load_schedule(trainer: OpenTrainer, state: dict[str, Any]) -> None:
     trainer.lr_scheduler.load_state_dict(state)
     for group in groups:
         group["lr"] = state["_last_lr"][0]
+
+
+def apply_schedule(trainer: OpenTrainer) -> None:
+    """Set the learning rate of the schedule's step in the optimizer. A checkpoint that another run
+    wrote holds the rate of its own schedule."""
+    schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
+    if isinstance(schedule, LambdaLR):
+        rate = schedule.base_lrs[0] * schedule.lr_lambdas[0](schedule.last_epoch)
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = rate
 
 
 def _into_torch(trainer: OpenTrainer, parameter: torch.nn.Parameter, states: States) -> None:

@@ -269,12 +269,15 @@ class LowMemTrainer(OpenTrainer):
     ) -> tuple[torch.nn.Module, DataLoader]:
         """Trainer's own method, which also loads optimizer and schedule."""
         if not self.is_converted:
-            return library(resume_from_checkpoint)
+            prepared = library(resume_from_checkpoint)
+            convert.apply_schedule(self)
+            return prepared
         assert resume_from_checkpoint and self._strategy
         prepared = library(None)
         folder = Path(resume_from_checkpoint)
         without = convert.load(self, self._strategy, folder)
         convert.load_schedule(self, torch.load(folder / "scheduler.pt", weights_only=True))
+        convert.apply_schedule(self)
         if without and self.args.should_save:
             logger.warning(
                 "no optimizer state for %s and %d more: it starts anew there",
