@@ -21,6 +21,18 @@ from launch.schema.recipe import LIGER_LOSSES, AttnImplementation, Precision, Re
 FLASH = "flash_attention_2"
 # _supports_flash_attn in transformers
 FLASH_FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+# model types without sdpa, after transformers 5.23
+EAGER_FAMILIES = frozenset(
+    (
+        *("big_bird", "bigbird_pegasus", "bloom", "codegen", "cpmant", "deepseek_v4"),
+        *("falcon_mamba", "flint", "fsmt", "gemma2", "git", "got_ocr2", "gpt_neo"),
+        *("gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "hy_v4"),
+        *("inkling2_text", "led", "longt5", "mamba", "mamba2", "megatron-bert", "mimo_v2_flash"),
+        *("mpt", "mvp", "nllb-moe", "openai-gpt", "pegasus_x", "prophetnet", "reformer"),
+        *("rembert", "roformer", "rwkv", "switch_transformers", "t5gemma", "trocr", "vaultgemma"),
+        *("xglm", "xlm", "xlnet", "xlstm"),
+    )
+)
 FLASH_WIDEST = 256  # numbers of a head: flash_attn's README
 WORTH_ROUNDING = 1.5  # peak of TF32 over float32's: 8 on an A100, 1 on a GeForce RTX 30
 # of MODEL_TYPE_TO_APPLY_LIGER_FN in liger_kernel 0.8
@@ -55,7 +67,12 @@ def attention(
     `gpus`: none on a CPU. `no_package`: the reason why flash_attn cannot be used; "": the packages
     of the machine are not known. Raises ConfigError and ResourceError for a named implementation
     that cannot run."""
-    asked = recipe.model.attn_implementation
+    asked, model_type = recipe.model.attn_implementation, config["model_type"]
+    if asked == "sdpa" and model_type in EAGER_FAMILIES:
+        raise ConfigError(
+            f"model.attn_implementation: sdpa, but transformers has no sdpa for {model_type}; leave"
+            " it out, or write eager"
+        )
     if asked not in (None, FLASH):
         return asked
     reason = no_flash(recipe, config, gpus, precision, no_package)
@@ -65,7 +82,9 @@ def attention(
             f"model.attn_implementation: {FLASH}, but {reason}; leave it out: what can run is"
             " chosen then"
         )
-    return FLASH if asked == FLASH or reason is None else "sdpa"
+    if asked == FLASH or reason is None:
+        return FLASH
+    return "eager" if model_type in EAGER_FAMILIES else "sdpa"
 
 
 def no_flash(
@@ -267,7 +286,8 @@ def _why_attention(
         source = "asked for" if recipe.model.attn_implementation else "flash_attn is there"
         return f"{source}; rows follow one another: no mask, no padding between them"
     if chosen.attn_implementation == "eager":
-        return "asked for; a layer holds its scores, batch x heads x length^2"
+        why = "asked for" if recipe.model.attn_implementation else "transformers has no sdpa for it"
+        return f"{why}; a layer holds its scores, batch x heads x length^2"
     if recipe.model.attn_implementation:
         return "asked for"
     return (

@@ -28,6 +28,20 @@ MAX_CONFIG_BYTES = 10 << 20  # a config.json has kilobytes; the index of a 400B 
 NUM_PARTS, PART_BYTES = 64, 1 << 16  # of a weight file, for its fingerprint
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 HARMLESS_PRIVATE_KEYS = ("_name_or_path", "_attn_implementation")  # the second with any ending
+# private keys that save_pretrained() of transformers 5.23 writes itself, and the type of each
+SAVED_PRIVATE_KEYS = {"_remove_final_layer_norm": bool, "_sliding_window_pattern": int}
+# model types that fill masks; with is_decoder some of them write text
+ENCODERS = frozenset(
+    (
+        *("albert", "bert", "big_bird", "camembert", "convbert", "data2vec-text", "deberta"),
+        *("deberta-v2", "distilbert", "electra", "ernie", "esm", "esmc", "eurobert", "flaubert"),
+        *("fnet", "funnel", "gte", "ibert", "jina_embeddings_v3", "layoutlm", "longformer"),
+        *("luke", "megatron-bert", "mobilebert", "modernbert", "modernvbert", "mpnet", "mra"),
+        *("neomme", "nomic_bert", "nystromformer", "perceiver", "reformer", "rembert", "roberta"),
+        *("roberta-prelayernorm", "roc_bert", "roformer", "squeezebert", "tapas", "ultrabert"),
+        *("ultravbert", "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod", "yoso"),
+    )
+)
 OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack", ".gguf"}
 TRAINER_FILES = {
     "training_args.bin",
@@ -74,6 +88,11 @@ def read(
         return config, predict_parameters.parameters_by_name(config)
     folder = root / Path(model.path or "").expanduser()
     config = _folder_config(folder)
+    if config["model_type"] in ENCODERS and not config.get("is_decoder"):
+        raise ConfigError(
+            f"{folder}/config.json: model_type {config['model_type']!r} is an encoder: it fills"
+            " masks and cannot be trained to write text; give a decoder (llama, qwen3, ...) or T5"
+        )
     tensors = _tensors(folder)
     if tensors is None:  # a config without weights: the model starts from random ones
         return config | changes, predict_parameters.parameters_by_name(config | changes)
@@ -222,7 +241,11 @@ def _refuse_code(config: Mapping[str, Any], file: Path, error: type[LaunchError]
                 " which is never run; use a model type that transformers has itself, and remove"
                 " auto_map"
             )
-        if str(key).startswith("_") and not str(key).startswith(HARMLESS_PRIVATE_KEYS):
+        if (
+            str(key).startswith("_")
+            and not str(key).startswith(HARMLESS_PRIVATE_KEYS)
+            and type(value) is not SAVED_PRIVATE_KEYS.get(key)
+        ):
             raise error(
                 f"{file}: the private key {key!r} would override transformers' own; remove it"
             )

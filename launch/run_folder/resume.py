@@ -75,12 +75,12 @@ def decide(
     if changes and (same := _unchanged(begun[1:], recipe, plan, tokens)):
         return _continued(same, None, (), recipe, new_run)
     if (finished := newest.outcome()) and changes:
-        words = {change.word for change in changes}
-        is_longer = "schedule" in words and finished.step < (plan.total_steps(recipe) or math.inf)
-        if not (is_longer and words <= set(recipe.resume.allow)):
+        kinds = {change.word for change in changes}
+        is_longer = "schedule" in kinds and finished.step < (plan.total_steps(recipe) or math.inf)
+        if not (is_longer and kinds <= set(recipe.resume.allow)):
             differences = "; ".join(change.text for change in changes)
             line = f"starting a new run: {newest.run_id} had {differences}"
-            if is_longer and words == {"schedule"}:
+            if is_longer and kinds == {"schedule"}:
                 line += (
                     f"; add --resume.allow=[schedule] to go on from its step {finished.step:,}"
                     " instead"

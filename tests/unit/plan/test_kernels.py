@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from launch.base.errors import ConfigError, ResourceError
+from launch.plan import kernels
 from launch.probe import packages
 from launch.report import text
 from launch.schema.plan import Plan
@@ -110,6 +111,14 @@ def test_named_it_is_obeyed_on_a_described_machine_and_refused_where_it_cannot_r
 def test_another_that_is_named_is_obeyed(name):
     runs, why = attention({}, model={"attn_implementation": name})
     assert (runs, why.partition(";")[0]) == (name, "asked for")
+
+
+def test_a_family_without_sdpa_is_planned_with_eager_attention_and_refused_with_sdpa():
+    gemma = {"model_type": "gemma2", "hidden_size": 64, "num_attention_heads": 4}
+    assert kernels.attention(recipe_of(), gemma, (), "no", None) == "eager"
+    named = recipe_of(model={"shape": "llama-tiny", "attn_implementation": "sdpa"})
+    with pytest.raises(ConfigError, match=r"transformers has no sdpa for gemma2; leave it out"):
+        kernels.attention(named, gemma, (), "no", None)
 
 
 def test_rows_that_follow_one_another_are_hardly_padded():

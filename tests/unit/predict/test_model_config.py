@@ -332,6 +332,7 @@ def test_a_broken_config_is_named(folder, raw, message):
         ({"text_config": {"auto_map": {}}}, r"auto_map asks for code"),
         ({"_experts_implementation": "eager"}, r"private key '_experts_implementation'"),
         ({"_auto_class": "AutoModel"}, r"private key '_auto_class'"),
+        ({"_sliding_window_pattern": "6"}, r"private key '_sliding_window_pattern'"),
         ({"__class__": "x"}, r"private key '__class__'"),
         (
             {"_attn_implementation": "somebody/kernel"},
@@ -346,6 +347,22 @@ def test_a_config_that_brings_code_is_refused(folder, changes, message):
     change_config(folder, **changes)
     with pytest.raises(ResourceError, match=rf"config\.json: .*{message}"):
         load_folder(folder)
+
+
+@pytest.mark.parametrize(
+    "written", [{"_remove_final_layer_norm": False}, {"_sliding_window_pattern": 6}], ids=str
+)
+def test_private_keys_that_save_pretrained_writes_are_read(folder, written):
+    change_config(folder, **written)
+    load_folder(folder)
+
+
+def test_an_encoder_is_refused_unless_it_is_a_decoder(folder):
+    change_config(folder, model_type="bert")
+    with pytest.raises(ConfigError, match=r"config\.json: model_type 'bert' is an encoder"):
+        load_folder(folder)
+    change_config(folder, model_type="bert", is_decoder=True)
+    load_folder(folder)
 
 
 # ---- what is refused: weights

@@ -1,0 +1,27 @@
+"""Facts on model types of transformers, which the launcher knows without importing it."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+from transformers.models.auto import modeling_auto
+
+from launch.plan.kernels import EAGER_FAMILIES
+from launch.predict.model_config import ENCODERS
+
+CAUSAL = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+SEQUENCE_TO_SEQUENCE = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+
+
+def test_encoders_are_those_that_fill_masks_and_nothing_else():
+    masked = set(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+    assert masked - set(SEQUENCE_TO_SEQUENCE) == ENCODERS
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["llama", "qwen3", "opt", "gpt_neox", "gemma2", "gpt_oss", "bloom", "gptj", "mpt", "gpt_neo"],
+)
+def test_families_without_sdpa_are_those_of_transformers(model_type):
+    model = getattr(transformers, CAUSAL[model_type])
+    assert model._supports_sdpa != (model_type in EAGER_FAMILIES)
