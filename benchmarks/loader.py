@@ -33,13 +33,13 @@ from launch.run_folder.layout import AttemptDir
 from launch.run_folder.steps import STEADY_FROM, events
 from training.compat.python_private import end_what_cannot_send
 from training.control.heartbeat import p99
+from training.data import stored_rows
 from training.data.batches import (
     Collator,
     EpochLoader,
     NumberedRows,
     SampleOrder,
 )
-from training.data.encode import CACHE_SCHEMA
 
 GOAL = 20.0
 WORKERS = (0, 1, 2)
@@ -125,9 +125,10 @@ def counted(batch: Mapping[str, Any]) -> int:
 def long_rows(path: Path, length: int, count: int = 2000) -> Path:
     """A token cache whose rows fill source and target."""
     ids = np.random.default_rng(1).integers(10, 8000, (count, length), dtype=np.int32)
-    column = pa.array(list(ids), type=pa.list_(pa.int32()))
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, CACHE_SCHEMA) as writer:
-        writer.write_batch(pa.RecordBatch.from_arrays([column, column], schema=CACHE_SCHEMA))
+    schema = stored_rows.schema(8000, True, False)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+        rows = [{"input_ids": row, "labels": row} for row in ids]
+        writer.write_batch(stored_rows.batch(rows, schema))
     return path
 
 

@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import yaml
 
 from benchmarks import recording
 from launch.run_folder.layout import AttemptDir, RunDir
+from training.data import stored_rows
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 OPTIMIZER = {
@@ -85,6 +87,24 @@ def tokens_of(attempt: AttemptDir) -> Path:
 # ---------------------------------------------------------------------------
 
 
+def plain(tokens: Path, target: Path) -> Path:
+    """The rows of our cache as transformers' collators take them: input_ids and labels."""
+    lists = pa.list_(pa.int32())
+    schema = pa.schema([("input_ids", lists), ("labels", lists)])
+    with (
+        pa.memory_map(str(tokens)) as source,
+        pa.OSFile(str(target), "wb") as sink,
+        pa.ipc.new_stream(sink, schema) as writer,
+    ):
+        for stored in pa.ipc.open_stream(source):
+            rows = stored_rows.read(pa.Table.from_batches([stored]))
+            columns = [[row[name].tolist() for row in rows] for name in schema.names]
+            writer.write_batch(
+                pa.RecordBatch.from_pydict(dict(zip(schema.names, columns, strict=True)), schema)
+            )
+    return target
+
+
 def peer(
     folder: Path,
     model: Path,
@@ -101,7 +121,7 @@ def peer(
     order of its own. `sft`: what SFTConfig is given besides; none: transformers.Trainer trains."""
     asked = {
         "model": str(model),
-        "tokens": str(tokens),
+        "tokens": str(plain(tokens, folder / "rows.arrow")),
         "order": order,
         "sft": sft,
         "folder": str(folder),

@@ -66,6 +66,7 @@ def test_the_exported_weights_are_those_of_the_lowest_held_out_loss(tmp_path, lo
     assert not all(torch.equal(tensor, exported[key]) for key, tensor in last.items())
 
 
+@pytest.mark.campaign
 def test_a_run_that_was_killed_after_its_best_step_still_knows_it(tmp_path):
     recipe = str(builders.recipe(tmp_path, count=16, training=TRAINING))
     whole = builders.launch(tmp_path / "whole", "run", recipe)

@@ -46,6 +46,7 @@ def losses(workspace: Path) -> dict[int, float]:
     return {event["step"]: event["loss"] for event in builders.events(builders.only_run(workspace))}
 
 
+@pytest.mark.campaign
 def test_a_stream_gives_the_same_steps_to_any_ranks_and_after_a_kill(tmp_path):
     path = recipe(tmp_path)
     words = ["run", str(path)]

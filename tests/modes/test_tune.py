@@ -57,6 +57,7 @@ def test_trials_confirm_the_fastest_and_later_runs_use_it(tmp_path):
     assert "nothing was tuned" in launch(tmp_path, "tune", str(recipe), "--forget").stdout
 
 
+@pytest.mark.campaign
 def test_auto_tunes_once_and_trains(tmp_path):
     recipe = builders.recipe(tmp_path, count=16, training={"per_device_train_batch_size": 4})
     first = launch(tmp_path, "run", str(recipe), "auto")

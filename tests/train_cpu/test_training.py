@@ -27,6 +27,7 @@ from launch.run_folder.layout import RunDir
 from launch.schema.recipe import TokenizerSection
 from tests import builders
 from training.data import tokenizer as data_tokenizer
+from training.data.batches import TokenRows
 
 
 def trained(tmp_path, *words: str, **sections) -> subprocess.CompletedProcess[str]:
@@ -95,10 +96,10 @@ def test_a_response_that_does_not_fit_is_counted_and_the_end_token_is_learned(fi
     (cache,) = (folder / "workspace/.cache/tokens").glob("*/train.arrow")
     tokenizer = AutoTokenizer.from_pretrained(cache.parent / "tokenizer")
     responses = {row["response"] for row in builders.rows(45)}
-    for row in datasets.Dataset.from_file(str(cache)):
-        targets = [label for label in row["labels"] if label != -100]
+    for row in TokenRows(cache):
+        targets = [label for label in row.labels.tolist() if label != -100]
         assert targets[-1] == tokenizer.eos_token_id
-        assert row["input_ids"][-len(targets) :] == targets
+        assert row.input_ids[-len(targets) :].tolist() == targets
         assert tokenizer.decode(targets, skip_special_tokens=True) in responses
 
 
@@ -243,10 +244,10 @@ def test_a_base_model_without_a_chat_template_is_trained_exported_and_asked_with
     lines = "1+1?\ntwo<|end|>\n2+1?\nthree<|end|>"
     (cache,) = (tmp_path / "workspace/.cache/tokens").glob("*/train.arrow")
     exported = AutoTokenizer.from_pretrained(tmp_path / "model")
-    row = datasets.Dataset.from_file(str(cache))[0]
-    assert exported.decode(row["input_ids"]) == lines
+    row = TokenRows(cache)[0]
+    assert exported.decode(row.input_ids.tolist()) == lines
     assert (
-        exported.decode([label for label in row["labels"] if label != -100])
+        exported.decode([label for label in row.labels.tolist() if label != -100])
         == "two<|end|>three<|end|>"
     )
     assert exported.apply_chat_template(rows[0]["messages"], tokenize=False) == lines

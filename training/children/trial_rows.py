@@ -6,13 +6,17 @@ from __future__ import annotations
 
 import shutil
 import sys
+from itertools import cycle, islice
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from launch.data import token_cache, token_hashes
+from training.data import stored_rows
 
+LISTS = ("input_ids", "labels")
 SHORTER = 4  # each row at a multiple of this loses a token, so that batches are padded
 
 
@@ -29,36 +33,38 @@ def main(tokens: Path, folder: Path, count: int) -> None:
 def write_rows(sources: list[Path], target: Path, count: int) -> None:
     """Write `count` rows: by turns the row with the longest input and the row with the longest
     labels."""
-    rows: dict[str, dict[str, list[int]]] = {}  # the longest, by column
+    rows: dict[str, dict[str, np.ndarray]] = {}  # the longest, by column
     schema = None
     for source in sources:
         with pa.memory_map(str(source)) as file:
             table = pa.ipc.open_stream(file).read_all()
             schema = table.schema
-            for column in ("input_ids", "labels") if len(table) else ():
+            for column in LISTS if len(table) else ():
+                if column not in schema.names:  # a decoder's labels are as long as its input
+                    continue
                 lengths = pc.call_function("list_value_length", [table.column(column)])
                 index = pc.index(lengths, pc.call_function("max", [lengths])).as_py()
-                row = table.slice(index, 1).to_pylist()[0]
+                (row,) = stored_rows.read(table.slice(index, 1))
                 if column not in rows or len(row[column]) > len(rows[column][column]):
                     rows[column] = row
-    pair = list(rows.values())
+    longest = islice(cycle(rows.values()), count)
     written = [
-        _without_a_token(pair[number % 2]) if number % SHORTER == 0 else pair[number % 2]
-        for number in range(count)
+        _without_a_token(row) if number % SHORTER == 0 else row
+        for number, row in enumerate(longest)
     ]
     with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-        writer.write_batch(pa.RecordBatch.from_pylist(written, schema=schema))
+        writer.write_batch(stored_rows.batch(written, schema))
 
 
-def _without_a_token(row: dict[str, list[int]]) -> dict[str, list[int]]:
+def _without_a_token(row: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The row without its first token, which is no target of a decoder."""
     is_pair = len(row["input_ids"]) != len(row["labels"])  # T5: source and target
     shorter = {
-        "input_ids": row["input_ids"][1:] or row["input_ids"],
+        "input_ids": row["input_ids"][1:] if len(row["input_ids"]) > 1 else row["input_ids"],
         "labels": row["labels"][0 if is_pair else 1 :],
     }
     if "lengths" in row:  # of packed documents, each of two tokens or more
-        shorter["lengths"] = [row["lengths"][0] - 1, *row["lengths"][1:]]
+        shorter["lengths"] = np.array([row["lengths"][0] - 1, *row["lengths"][1:]])
     return {**row, **shorter}
 
 

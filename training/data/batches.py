@@ -16,14 +16,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from launch.data.rows import IGNORED
-from training.data import length_batches
+from training.data import length_batches, stored_rows
 
 # tokens of the filler row of a rank that has no sample in a micro-step; it has no target
 FILLER_LENGTH = 2
 
 
 class Row(NamedTuple):
-    """A sample as int32 arrays."""
+    """A sample as arrays of integers."""
 
     input_ids: np.ndarray
     labels: np.ndarray
@@ -44,7 +44,6 @@ class TokenRows(Dataset):
         self.rows = (
             datasets.concatenate_datasets(mapped) if len(mapped) > 1 else mapped[0]
         ).with_format("arrow")
-        self._columns = [name for name in Row._fields if name in self.rows.column_names]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -59,9 +58,9 @@ class TokenRows(Dataset):
         if not len(indices):
             return []
         table: Any = self.rows[list(map(int, indices))]
-        columns = [table.column(name).combine_chunks() for name in self._columns]
         return [
-            Row(*(column[i].values.to_numpy() for column in columns)) for i in range(len(indices))
+            Row(row["input_ids"], row["labels"], row.get("lengths"))
+            for row in stored_rows.read(table)
         ]
 
     def lengths(self) -> np.ndarray:
@@ -70,9 +69,10 @@ class TokenRows(Dataset):
         import pyarrow.compute as pc
 
         table = self.rows.data
+        labels = "labels" if "labels" in table.column_names else "input_ids"
         columns = [
             pc.call_function("list_value_length", [table.column(name)]).to_numpy()
-            for name in ("input_ids", "labels")
+            for name in ("input_ids", labels)
         ]
         return np.stack(columns, axis=1)
 

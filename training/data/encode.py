@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import pyarrow as pa
 
 from launch.base.errors import DataError
 from launch.data.rows import IGNORED, Message, Sample, text_of
+from training.data import stored_rows
 
 if TYPE_CHECKING:
     from training.data.packing import Packer
@@ -36,6 +38,10 @@ class Encoder:
     max_length: int
     # a pretraining text is one row of any length: packing splits it
     whole_texts: bool = False
+
+    @cached_property
+    def largest_id(self) -> int:
+        return max(self.tokenizer.get_vocab().values())
 
     def segments(self, sample: Sample) -> list[tuple[str, bool]]:
         """Split a sample into (text, is it a target) in order. Each text is tokenised alone,
@@ -133,11 +139,6 @@ LARGEST = ("longest", "longest_input", "longest_target")
 BATCH_CHARACTERS = 1 << 20
 # the least number of rows whose lengths are stored; the plan computes padding from them
 LENGTHS_KEPT = 2048
-CACHE_SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32()))])
-# for packed sequences: the lengths and the numbers of the documents in each
-PACKED_SCHEMA = CACHE_SCHEMA.append(pa.field("lengths", pa.list_(pa.int32()))).append(
-    pa.field("documents", pa.list_(pa.int32()))
-)
 
 
 @dataclass
@@ -217,14 +218,13 @@ def write_cache(
     At most 1,000 samples are in memory at a time, and with a `packer` its window. The lengths of
     packed rows, and the numbers of read, dropped and truncated rows, are counted before packing."""
     counts, packed = CacheCounts(), CacheCounts()
-    schema = PACKED_SCHEMA if packer else CACHE_SCHEMA
+    schema = stored_rows.schema(encoder.largest_id, encoder.encoder_decoder, packer is not None)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
 
         def write(rows: Iterable[Mapping[str, Any]]) -> None:
             source_rows = iter(rows)
             while some := list(islice(source_rows, 1000)):
-                columns = {name: [row[name] for row in some] for name in schema.names}
-                writer.write_batch(pa.RecordBatch.from_pydict(columns, schema=schema))
+                writer.write_batch(stored_rows.batch(some, schema))
                 if packer:
                     packed.add(some, encoder.max_length)
 

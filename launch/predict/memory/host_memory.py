@@ -33,7 +33,7 @@ LAUNCHED_BYTES = 7 * MIB  # recipe, plan and screen
 # as a corpus is stored: plain text has 3 to 5, packed parquet a third of that
 STREAM_BYTES_A_TOKEN = 2
 SAMPLE_MAPPED_BYTES = 64 << 10  # a page fault maps up to 16 pages around it (fault_around_bytes)
-TOKEN_BYTES = 8  # of a row in the cache: an input id and a label, int32 each
+TOKEN_BYTES = 3  # at most, of a row in the cache (training/data/stored_rows.py)
 ORDER_BYTES = 8  # of a row in a rank: the sample numbers and their permutation, int32 each
 # of a row while rows are grouped: source and target, int32 each, as columns and as one table
 LENGTHS_BYTES = 16

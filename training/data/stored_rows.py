@@ -1,0 +1,84 @@
+"""Rows of the token cache as Arrow columns: 2 bytes a token, or 3 of a larger vocabulary, and the
+spans of a decoder's targets in place of its labels. No torch.
+
+    input_ids       list<uint16>  the lower 16 bits of each token id
+    input_ids_high  list<uint8>   the upper 8 bits, if an id of the vocabulary has more than 16
+    targets         list<int32>   begin and end of each span of tokens that are targets, by turns
+    labels, labels_high           of T5, whose target is a text of its own: as input_ids
+    lengths, documents            list<int32>, of packed sequences
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from launch.data.rows import IGNORED
+
+HIGH = "_high"  # ends the name of a column of upper bits
+LOW_BITS = 16
+
+
+def schema(largest_id: int, has_labels: bool, is_packed: bool) -> pa.Schema:
+    """The columns for token ids up to `largest_id`. `has_labels`: T5's."""
+    types = {}
+    for name in ("input_ids", "labels") if has_labels else ("input_ids",):
+        types[name] = pa.list_(pa.uint16())
+        if largest_id >> LOW_BITS:
+            types[name + HIGH] = pa.list_(pa.uint8())
+    if not has_labels:
+        types["targets"] = pa.list_(pa.int32())
+    if is_packed:
+        types |= dict.fromkeys(("lengths", "documents"), pa.list_(pa.int32()))
+    return pa.schema(list(types.items()))
+
+
+def batch(rows: Sequence[Mapping[str, Any]], columns: pa.Schema) -> pa.RecordBatch:
+    """Rows of input_ids and labels (and lengths, documents) as columns of that schema."""
+    return pa.RecordBatch.from_arrays([_column(rows, field) for field in columns], schema=columns)
+
+
+def _column(rows: Sequence[Mapping[str, Any]], field: pa.Field) -> pa.Array:
+    name = field.name.removesuffix(HIGH)
+    lists = [np.asarray(row["labels" if name == "targets" else name], np.int64) for row in rows]
+    if name == "targets":
+        lists = [_borders(labels != IGNORED) for labels in lists]
+    ends = np.cumsum([0, *map(len, lists)]).astype(np.int32)
+    values = np.concatenate(lists) if lists else np.empty(0, np.int64)
+    if field.name != name:
+        values = values >> LOW_BITS
+    elif pa.types.is_uint16(field.type.value_type):
+        values = values & ((1 << LOW_BITS) - 1)
+    return pa.ListArray.from_arrays(ends, pa.array(values, field.type.value_type))
+
+
+def _borders(is_target: np.ndarray) -> np.ndarray:
+    """The places where targets begin and end, by turns."""
+    return np.flatnonzero(np.diff(is_target, prepend=False, append=False))
+
+
+def read(table: pa.Table) -> list[dict[str, np.ndarray]]:
+    """The rows of a table as integer arrays: input_ids and labels, and of packed sequences lengths
+    and documents."""
+    columns = {name: table.column(name).combine_chunks() for name in table.column_names}
+    names = [name for name in columns if not name.endswith(HIGH)]
+    rows = []
+    for index in range(len(table)):
+        row = {name: _values(columns, name, index) for name in names}
+        if (spans := row.pop("targets", None)) is not None:
+            row["labels"] = np.full(len(row["input_ids"]), IGNORED, np.int32)
+            for begin, end in spans.reshape(-1, 2):
+                row["labels"][begin:end] = row["input_ids"][begin:end]
+        rows.append(row)
+    return rows
+
+
+def _values(columns: Mapping[str, pa.ListArray], name: str, index: int) -> np.ndarray:
+    values = columns[name][index].values.to_numpy()
+    if name + HIGH not in columns:
+        return values
+    high = columns[name + HIGH][index].values.to_numpy().astype(np.int32)
+    return values | high << LOW_BITS
