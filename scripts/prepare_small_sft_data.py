@@ -34,7 +34,8 @@ import pyarrow.parquet as pq  # noqa: E402
 from launch.base.errors import ConfigError, DataError, LaunchError, ResourceError  # noqa: E402
 from launch.base.text import shown  # noqa: E402
 from launch.data import columns  # noqa: E402
-from launch.data.rows import BadRows, Sample, read_samples  # noqa: E402
+from launch.data.conversation import Sample  # noqa: E402
+from launch.data.rows import BadRows, read_samples  # noqa: E402
 from launch.schema.recipe import DataSection  # noqa: E402
 from scripts.make_sample_data import SAMPLE_KEY, write_part  # noqa: E402
 
@@ -46,12 +47,13 @@ def pair(sample: Sample) -> Row | None:
     answer."""
     if isinstance(sample, str):
         return None
+    messages = sample.messages
     last = max(
-        (i for i, message in enumerate(sample) if message["role"] == "assistant"), default=None
+        (i for i, message in enumerate(messages) if message["role"] == "assistant"), default=None
     )
-    if last is None or not sample[last]["content"].strip():
+    if last is None or not messages[last]["content"].strip():
         return None
-    return "\n".join(message["content"] for message in sample[:last]), sample[last]["content"]
+    return "\n".join(message["content"] for message in messages[:last]), messages[last]["content"]
 
 
 def draw(rows: Iterator[Row], count: int, rng: random.Random) -> tuple[list[Row], int]:

@@ -15,11 +15,9 @@ from typing import Any
 
 from launch.base.errors import DataError
 from launch.data import shards, untrained
+from launch.data.conversation import Conversation, Message, Sample
 from launch.data.shards import MAX_ROW_BYTES
 from launch.schema.plan import DataFormat
-
-Message = dict[str, str]
-Sample = list[Message] | str  # a conversation, or a text
 
 ROLE_NAMES = {
     "human": "user",
@@ -418,14 +416,20 @@ def _without_loss(rows: Rows, data_format: DataFormat) -> Rows:
 def _sample(row: dict[str, Any], data_format: DataFormat, where: Place) -> Sample:
     columns = data_format.columns
     if data_format.kind == "messages":
-        return _messages(row, columns["messages"], where)
+        return Conversation(_messages(row, columns["messages"], where))
     if data_format.kind == "text":
         return _string(row, columns["text"], where)
     prompt = _string(row, columns["prompt"], where)
     if "context" in columns and row.get(columns["context"]):
         prompt += "\n" + _string(row, columns["context"], where)
     response = _string(row, columns["response"], where)
-    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+    return _answered(prompt, response)
+
+
+def _answered(prompt: str, response: str) -> Conversation:
+    return Conversation(
+        [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+    )
 
 
 def _string(row: dict[str, Any], column: str, where: Place) -> str:
@@ -483,7 +487,7 @@ def _messages(row: dict[str, Any], column: str, where: Place) -> list[Message]:
     return messages
 
 
-def _paired_turns(rows: Rows, text: str, role: str, bad: BadRows) -> Iterator[list[Message]]:
+def _paired_turns(rows: Rows, text: str, role: str, bad: BadRows) -> Iterator[Conversation]:
     """oasst: consecutive rows of a conversation; a row by the user starts a new pair."""
     prompt: str | None = None
     for where, row in rows:
@@ -496,15 +500,8 @@ def _paired_turns(rows: Rows, text: str, role: str, bad: BadRows) -> Iterator[li
         if ROLE_NAMES.get(speaker, speaker) == "user":
             prompt = said
         elif prompt is not None:
-            yield [{"role": "user", "content": prompt}, {"role": "assistant", "content": said}]
+            yield _answered(prompt, said)
             prompt = None
-
-
-def text_of(sample: Sample) -> str:
-    """All the text of a sample; a tokenizer is trained on it."""
-    return (
-        sample if isinstance(sample, str) else "\n".join(message["content"] for message in sample)
-    )
 
 
 IGNORED = -100  # label of a token that is not a target, torch's own default

@@ -12,7 +12,8 @@ import numpy as np
 import pyarrow as pa
 
 from launch.base.errors import DataError
-from launch.data.rows import IGNORED, Message, Sample, text_of
+from launch.data.conversation import Message, Sample, text_of
+from launch.data.rows import IGNORED
 
 if TYPE_CHECKING:
     from training.data.packing import Packer
@@ -45,23 +46,26 @@ class Encoder:
                 return [(sample, True)]
             middle = len(sample) // 2  # prefix language modelling: the second half given the first
             return [(sample[:middle], False), (sample[middle:], True)]
+        messages = sample.messages
         if self.encoder_decoder:
-            last = max((i for i, m in enumerate(sample) if m["role"] == "assistant"), default=None)
+            last = max(
+                (i for i, m in enumerate(messages) if m["role"] == "assistant"), default=None
+            )
             if last is None:
                 return []
             return [
-                ("\n".join(m["content"] for m in sample[:last]), False),
-                (sample[last]["content"], True),
+                ("\n".join(m["content"] for m in messages[:last]), False),
+                (messages[last]["content"], True),
             ]
         if self.task == "pretrain":
-            return [(self._rendered(sample, False), True)]
+            return [(self._rendered(messages, False), True)]
         parts: list[tuple[str, bool]] = []
         done = ""
-        for i, message in enumerate(sample):
+        for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            prompt = self._rendered(sample[:i], True)
-            answered = self._rendered(sample[: i + 1], False)
+            prompt = self._rendered(messages[:i], True)
+            answered = self._rendered(messages[: i + 1], False)
             if not (prompt.startswith(done) and answered.startswith(prompt)):
                 raise DataError(
                     "the tokenizer's chat_template renders a conversation differently once it is"

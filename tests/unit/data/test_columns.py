@@ -20,6 +20,7 @@ import pytest
 from launch.base.errors import ConfigError, DataError
 from launch.data import columns as data_columns
 from launch.data import shards
+from launch.data.conversation import Conversation
 from launch.data.rows import BadRows, read_samples
 from launch.data.shards import FileFacts
 from launch.schema.plan import DataFormat
@@ -579,10 +580,10 @@ def test_a_key_of_a_message_whose_content_would_be_dropped_is_refused_by_name(
     ):
         detect(path)
     ignoring = detect(path, ignore_columns=[key])
-    assert list(read_samples(path, ignoring)) == [TURNS, TURNS]
+    assert list(read_samples(path, ignoring)) == [Conversation(TURNS)] * 2
     assert ignoring.notes == (f"left out by data.ignore_columns: {key}",)
     empty = write_row(tmp_path, ending, [in_answer(row, column, **{key: nothing})] * 2)
-    assert list(read_samples(empty, detect(empty))) == [TURNS, TURNS]
+    assert list(read_samples(empty, detect(empty))) == [Conversation(TURNS)] * 2
 
 
 @pytest.mark.parametrize("ending", [*WRITERS, "tar", "arrow", "jsonl.gz"])
@@ -668,15 +669,16 @@ def test_a_column_that_is_named_is_read_and_the_other_of_its_pair_refused(tmp_pa
     with pytest.raises(DataError, match=r"column 'rejected' .*--data\.ignore_columns=\[rejected\]"):
         detect(path, **named)
     found = detect(path, **named, ignore_columns="rejected")
-    assert list(read_samples(path, found)) == [
+    (sample,) = read_samples(path, found)
+    assert sample == Conversation(
         [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    ]
+    )
 
 
 @pytest.mark.parametrize("weight", [1, 1.0, True])
 def test_a_weight_that_says_what_training_does_is_accepted(tmp_path, weight):
     path = write(tmp_path, "a.jsonl", [in_answer({"messages": TURNS}, "messages", weight=weight)])
-    assert list(read_samples(path, detect(path))) == [TURNS]
+    assert list(read_samples(path, detect(path))) == [Conversation(TURNS)]
     asked = {"messages": [{**TURNS[0], "weight": weight}, TURNS[1]]}
     with pytest.raises(DataError, match="key 'weight'"):
         detect(write(tmp_path, "b.jsonl", [asked]))
