@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 # Keys role and content (text or None), and of some messages: tool_calls, tool_call_id, name,
@@ -16,6 +16,7 @@ class Conversation:
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
+    place: object = field(default="", compare=False)  # of the row, for errors
 
 
 Sample = Conversation | str  # str: a text

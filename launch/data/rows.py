@@ -416,19 +416,20 @@ def _without_loss(rows: Rows, data_format: DataFormat) -> Rows:
 def _sample(row: dict[str, Any], data_format: DataFormat, where: Place) -> Sample:
     columns = data_format.columns
     if data_format.kind == "messages":
-        return Conversation(_messages(row, columns["messages"], where))
+        return Conversation(_messages(row, columns["messages"], where), place=where)
     if data_format.kind == "text":
         return _string(row, columns["text"], where)
     prompt = _string(row, columns["prompt"], where)
     if "context" in columns and row.get(columns["context"]):
         prompt += "\n" + _string(row, columns["context"], where)
     response = _string(row, columns["response"], where)
-    return _answered(prompt, response)
+    return _answered(prompt, response, where)
 
 
-def _answered(prompt: str, response: str) -> Conversation:
+def _answered(prompt: str, response: str, where: Place) -> Conversation:
     return Conversation(
-        [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+        [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}],
+        place=where,
     )
 
 
@@ -500,7 +501,7 @@ def _paired_turns(rows: Rows, text: str, role: str, bad: BadRows) -> Iterator[Co
         if ROLE_NAMES.get(speaker, speaker) == "user":
             prompt = said
         elif prompt is not None:
-            yield _answered(prompt, said)
+            yield _answered(prompt, said, where)
             prompt = None
 
 
