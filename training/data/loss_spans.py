@@ -37,8 +37,8 @@ OPTIONAL = {  # key of a message -> names under which a template reads it
     "reasoning_content": ("reasoning_content", "thinking", "reasoning"),
 }
 PROBE = tuple(map(chr, range(0xE000, 0xE004)))  # contents of a conversation of two turns
-# characters of rare scripts: letters, so that filters write them as they are
-FOLLOWERS = range(0x20000, 0x323B0)
+# letters of rare scripts: filters and repr() write them as they are
+FOLLOWERS = "".join(filter(str.isprintable, map(chr, range(0x20000, 0x323B0))))
 
 
 @dataclass(frozen=True)
@@ -260,13 +260,13 @@ class _Talk:
                 spans.append((len(prompt), end))
         return spans
 
-    def by_characters(self, full: str, targets: Sequence[int] | None = None) -> list[Span] | None:
+    def by_characters(self, full: str) -> list[Span] | None:
         followed = _Followers(self.messages)
         try:
             marked = self.renderer.text(followed.messages, self.tools)
         except TemplateRefusal:
             return None
-        if marked.translate(followed.originals) != full:
+        if not followed.each or marked.translate(followed.originals) != full:
             return None
         first: dict[int, int] = {}
         last: dict[int, int] = {}
@@ -281,7 +281,7 @@ class _Talk:
             first.setdefault(message, place)
             last[message] = place
         spans: list[Span] = []
-        for i in self.targets if targets is None else targets:
+        for i in self.targets:
             before = max((place for j, place in last.items() if j < i), default=-1) + 1
             limit = min((place for j, place in first.items() if j > i), default=len(full))
             start = self._start(i, full, before, min(first.get(i, limit), limit))
@@ -349,11 +349,9 @@ class _Followers:
     def __init__(self, messages: list[dict[str, Any]]) -> None:
         texts = list(_strings(messages, COMPARED))
         used = set().union(*texts)
-        self._free = iter(
-            [c for code in FOLLOWERS if (c := chr(code)).isprintable() and c not in used]
-        )
-        # of a longer text, its beginning and its end are followed
-        self._each = len(FOLLOWERS) // (4 * max(len(texts), 1))
+        self._free = (letter for letter in FOLLOWERS if letter not in used)
+        # of a longer text, its beginning and its end are followed; 0: there are too many texts
+        self.each = len(FOLLOWERS) // (4 * max(len(texts), 1))
         self.originals: dict[int, str] = {}
         self.message_of: dict[str, int] = {}
         self.kept_ends: dict[int, str] = {}  # what follows a message's last followed character
@@ -372,8 +370,8 @@ class _Followers:
         characters = list(value)
         kept = {i for match in KEPT.finditer(value) for i in range(*match.span())}
         places = [i for i in range(len(characters)) if i not in kept]
-        if len(places) > 2 * self._each:
-            places = [*places[: self._each], *places[-self._each :]]
+        if len(places) > 2 * self.each:
+            places = places[: self.each] + places[len(places) - self.each :]
         for i in places:
             follower = next(self._free)
             self.originals[ord(follower)] = value[i]
