@@ -7,7 +7,7 @@ import json
 import re
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
@@ -393,7 +393,7 @@ def samples_of(of: Slice, data_format: DataFormat, bad: BadRows) -> Iterator[Sam
         except DataError as error:
             bad.add(error)
             continue
-        yield sample
+        yield sample if isinstance(sample, str) else replace(sample, place=place)
 
 
 def _without_loss(rows: Rows, data_format: DataFormat) -> Rows:
@@ -416,20 +416,19 @@ def _without_loss(rows: Rows, data_format: DataFormat) -> Rows:
 def _sample(row: dict[str, Any], data_format: DataFormat, where: Place) -> Sample:
     columns = data_format.columns
     if data_format.kind == "messages":
-        return Conversation(_messages(row, columns["messages"], where), place=where)
+        return Conversation(_messages(row, columns["messages"], where))
     if data_format.kind == "text":
         return _string(row, columns["text"], where)
     prompt = _string(row, columns["prompt"], where)
     if "context" in columns and row.get(columns["context"]):
         prompt += "\n" + _string(row, columns["context"], where)
     response = _string(row, columns["response"], where)
-    return _answered(prompt, response, where)
+    return _answered(prompt, response)
 
 
-def _answered(prompt: str, response: str, where: Place) -> Conversation:
+def _answered(prompt: str, response: str) -> Conversation:
     return Conversation(
-        [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}],
-        place=where,
+        [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
     )
 
 
@@ -501,7 +500,7 @@ def _paired_turns(rows: Rows, text: str, role: str, bad: BadRows) -> Iterator[Co
         if ROLE_NAMES.get(speaker, speaker) == "user":
             prompt = said
         elif prompt is not None:
-            yield _answered(prompt, said, where)
+            yield replace(_answered(prompt, said), place=where)
             prompt = None
 
 

@@ -46,9 +46,9 @@ class Encoder:
         texts, conversations that need a row for each answer).
 
         Samples that the chat template does not take are counted as bad rows, and left out."""
-        if self.encoder_decoder:
-            return self._pairs(batch)
         bad = bad or BadRows()
+        if self.encoder_decoder:
+            return self._pairs(batch, bad)
         rendered: list[str | list[Rendered]] = []
         for sample in batch:
             try:
@@ -70,8 +70,7 @@ class Encoder:
         if isinstance(sample, str):
             return sample
         if self.task == "pretrain":
-            text = self.renderer.text(sample.messages, sample.tools, place=sample.place)
-            return [Rendered(text, [(0, len(text))], ends=False)]
+            return [self.renderer.whole_text(sample.messages, sample.tools, place=sample.place)]
         return self.renderer.render(sample.messages, sample.tools, place=sample.place)
 
     @cached_property
@@ -94,9 +93,14 @@ class Encoder:
         ids = [*self._beginning, *ids] if ids else []
         return self._rows(ids, list(ids), ends=False)
 
-    def _pairs(self, batch: Sequence[Sample]) -> list[list[Row]]:
+    def _pairs(self, batch: Sequence[Sample], bad: BadRows) -> list[list[Row]]:
         """The rows of a T5."""
-        parts = [_source_and_target(sample) for sample in batch]
+        parts: list[tuple[str, str] | None] = []
+        for sample in batch:
+            try:
+                parts.append(_source_and_target(sample))
+            except DataError as error:
+                bad.add(error)
         texts = [text for part in parts if part for text in part]
         ids = iter(self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
         eos = self.tokenizer.eos_token_id
@@ -133,6 +137,14 @@ def _source_and_target(sample: Sample) -> tuple[str, str] | None:
         middle = len(sample) // 2  # prefix language modelling: the second half given the first
         return sample[:middle], sample[middle:]
     messages = sample.messages
+    others = {key for message in messages for key, value in message.items() if value is not None}
+    others -= {"role", "content"}
+    if sample.tools or others or any(message["role"] == "tool" for message in messages):
+        others |= {"tools"} if sample.tools else set()
+        raise DataError(
+            f"{sample.place}: found {', '.join(sorted(others)) or 'a message of a tool'}, but a T5"
+            " is trained on the content of messages only; leave the row out, or train a decoder"
+        )
     last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=None)
     if last is None:
         return None

@@ -94,9 +94,9 @@ class ConversationRenderer:
         first, second = turns
         for text, content in ((first, PROBE[1]), (second, PROBE[3])):
             yield from self._added.findall(text.split(content)[1])[:1]
-        user, answer, following = re.split(f"[{''.join(PROBE[:3])}]", second)[1:]
-        del following
-        yield from set(self._added.findall(answer)[:1]) & set(self._added.findall(user))
+        _, behind_question, behind_answer, _ = re.split(f"[{''.join(PROBE[:3])}]", second)
+        end = set(self._added.findall(behind_answer)[:1])
+        yield from end & set(self._added.findall(behind_question))
 
     def _structure(self, turns: list[str]) -> Iterator[str]:
         """The added tokens of a question: before it, and the first one behind it."""
@@ -122,6 +122,19 @@ class ConversationRenderer:
         special_tokens = self._tokenizer.special_tokens_map
         return rendering.render(template, messages, tools, special_tokens, place=place, **options)
 
+    def whole_text(self, messages: Messages, tools: Any = None, *, place: object = "") -> Rendered:
+        """A conversation as a text for pretraining: every token is a target."""
+        if not all(_weight(message, place) for message in messages):
+            raise DataError(
+                f"{place}: found weight 0 of a message, but pretraining learns every message; leave"
+                " the row out, or add --data.ignore_columns=[weight]"
+            )
+        plain = _plain_messages(messages)
+        _check_keys(self._tokenizer.get_chat_template(None, tools), plain, tools, place)
+        text = self.text(plain, tools, place=place)
+        _check_contents(text, plain, place)
+        return Rendered(text, [(0, len(text))], ends=False, place=place)
+
     def render(
         self, messages: Messages, tools: Any = None, *, place: object = ""
     ) -> list[Rendered]:
@@ -131,30 +144,28 @@ class ConversationRenderer:
         targets = [
             i
             for i, message in enumerate(messages)
-            if message["role"] == "assistant" and message.get("weight") != 0
+            if message["role"] == "assistant" and _weight(message, place)
         ]
         if not targets:
             return []
-        # as transformers: templates expect no null
-        original = [
-            {key: value for key, value in message.items() if value is not None and key != "weight"}
-            for message in messages
-        ]
+        original = _plain_messages(messages)
         template = self._tokenizer.get_chat_template(None, tools)
         _check_keys(template, original, tools, place)
         if not any(map(self._protected.search, _strings([original, tools]))):
-            return self._samples(_Talk(self, original, tools, targets, place), template)
+            return self._rendered_talk(_Talk(self, original, tools, targets, place), template)
         shielded, shielded_tools = self._shield([original, tools], place)
-        samples = self._samples(_Talk(self, shielded, shielded_tools, targets, place), template)
-        samples = [_unshielded(sample) for sample in samples]
-        if samples[0].method != "turns" and samples[0].text != self.text(
+        rendered = self._rendered_talk(
+            _Talk(self, shielded, shielded_tools, targets, place), template
+        )
+        rendered = [_unshielded(sample) for sample in rendered]
+        if rendered[0].method != "turns" and rendered[0].text != self.text(
             original, tools, place=place
         ):
             raise DataError(
                 f"{place}: a text of the row holds a special token of the tokenizer, and the"
                 " chat_template renders it in another way than other text; remove it from the row"
             )
-        return samples
+        return rendered
 
     def _shield(self, value: Any, place: object) -> Any:
         """The value with the text of special tokens between OPEN and CLOSE."""
@@ -171,7 +182,7 @@ class ConversationRenderer:
             return [self._shield(item, place) for item in value]
         return value
 
-    def _samples(self, talk: _Talk, template: str) -> list[Rendered]:
+    def _rendered_talk(self, talk: _Talk, template: str) -> list[Rendered]:
         method, spans, full = "marks", None, ""
         if rendering.has_marks(template):
             full, marks = self._rendered(talk.messages, talk.tools, talk.place, marks=True)
@@ -181,7 +192,7 @@ class ConversationRenderer:
             method, spans = "prefixes", talk.by_prefixes(full)
         if spans is None:
             method, spans = "characters", talk.by_characters(full)
-        _check_contents(full, talk)
+        _check_contents(full, talk.messages, talk.place)
         if spans is not None:
             return [Rendered(full, spans, method, ends=talk.has_end(full, spans), place=talk.place)]
         return talk.by_turns()
@@ -313,7 +324,7 @@ class _Talk:
         return highest if highest < len(full) else None
 
     def by_turns(self) -> list[Rendered]:
-        samples = []
+        rendered = []
         for i in self.targets:
             turn = _Talk(
                 self.renderer, self.messages[: i + 1], self.tools, [i], self.place, self._texts
@@ -327,10 +338,10 @@ class _Talk:
                     " be separated from its prompt; leave the row out, or name a tokenizer with a"
                     " plainer template with --tokenizer.path=FOLDER"
                 )
-            samples.append(
+            rendered.append(
                 Rendered(text, spans, "turns", [], turn.has_end(text, spans), self.place)
             )
-        return samples
+        return rendered
 
     def has_end(self, text: str, spans: list[Span]) -> bool:
         """False if the last message is an answer with a loss, without an end token."""
@@ -368,8 +379,8 @@ class _Followers:
         if not isinstance(value, str):
             return value
         characters = list(value)
-        kept = {i for match in KEPT.finditer(value) for i in range(*match.span())}
-        places = [i for i in range(len(characters)) if i not in kept]
+        unfollowed = {i for match in KEPT.finditer(value) for i in range(*match.span())}
+        places = [i for i in range(len(characters)) if i not in unfollowed]
         if len(places) > 2 * self.each:
             places = places[: self.each] + places[len(places) - self.each :]
         for i in places:
@@ -420,6 +431,25 @@ def _unshielded(sample: Rendered) -> Rendered:
     return replace(sample, text=text, targets=targets, plain=plain)
 
 
+def _weight(message: Mapping[str, Any], place: object) -> bool:
+    """True if an answer has a loss."""
+    weight = message.get("weight", 1)
+    if weight not in (0, 1, None):
+        raise DataError(
+            f"{place}: found weight {weight!r} of a message, expected 0 (no loss) or 1; mend"
+            " the row"
+        )
+    return weight != 0
+
+
+def _plain_messages(messages: Messages) -> list[dict[str, Any]]:
+    """The messages for a template: without nulls, as transformers does, and without weights."""
+    return [
+        {key: value for key, value in message.items() if value is not None and key != "weight"}
+        for message in messages
+    ]
+
+
 def _check_keys(template: str, messages: Messages, tools: Any, place: object) -> None:
     """Raise DataError for content under a key that the template never reads."""
     unread = ["tools"] if tools and "tools" not in template else []
@@ -434,16 +464,16 @@ def _check_keys(template: str, messages: Messages, tools: Any, place: object) ->
         )
 
 
-def _check_contents(full: str, talk: _Talk) -> None:
+def _check_contents(full: str, messages: Messages, place: object) -> None:
     """Raise DataError for a message to the assistant that is missing in the render."""
-    for number, message in enumerate(talk.messages, 1):
+    for number, message in enumerate(messages, 1):
         if message["role"] == "assistant":
             continue
         for text in _strings(message.get("content")):
             word = re.search(r"[^\W_]+", text)
             if word and word[0] not in full:
                 raise DataError(
-                    f"{talk.place}: the tokenizer's chat_template does not render message {number}"
+                    f"{place}: the tokenizer's chat_template does not render message {number}"
                     f" of role {message['role']!r}, which would be dropped; leave the row out, or"
                     " name a tokenizer whose template does with --tokenizer.path=FOLDER"
                 )

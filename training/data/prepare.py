@@ -189,6 +189,11 @@ def summary(name: str, counts: dict[str, Any], max_length: int) -> str:
         line += f"{mean / max_length:.1%} full"
     if counts["truncated"]:
         line += f", {counts['truncated']:,} truncated at max_length {max_length}"
+    if counts["split"]:
+        line += (
+            f", {counts['split']:,} conversations as a row for each answer (the chat template"
+            " renders a turn differently once others follow)"
+        )
     if counts["dropped"]:
         line += f", {counts['dropped']:,} left out (no target to train on)"
         if counts["dropped"] > counts["samples"] / 2:

@@ -41,8 +41,8 @@ def has_marks(template: str) -> bool:
 
 
 def _captures(before: str) -> bool:
-    depth = sum(-1 if block["end"] else 1 for block in CAPTURES.finditer(before))
-    return depth > 0
+    num_open = sum(-1 if block["end"] else 1 for block in CAPTURES.finditer(before))
+    return num_open > 0
 
 
 def render(

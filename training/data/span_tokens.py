@@ -37,10 +37,10 @@ class SpanEncoder:
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         self._id_of = {content: vocabulary[content] for content in protected}
 
-    def encode(self, samples: Sequence[Rendered]) -> Iterator[tuple[list[int], list[int]]]:
-        texts = [sample.text for sample in samples if not sample.plain]
+    def encode(self, rendered: Sequence[Rendered]) -> Iterator[tuple[list[int], list[int]]]:
+        texts = [sample.text for sample in rendered if not sample.plain]
         encodings = iter(_encodings(self._backend, texts))
-        for sample in samples:
+        for sample in rendered:
             if sample.plain:
                 yield self._with_plain(sample)
             else:

@@ -52,7 +52,7 @@ def build(
             " choose a model shape with a larger vocab_size, or a tokenizer of at most that many"
             " tokens"
         )
-    _set_special_tokens(model, tokenizer)
+    set_special_tokens(model, tokenizer)
     return prepare_to_train(model, section, lora, lora_targets)
 
 
@@ -152,7 +152,7 @@ def from_folder(
     return model
 
 
-def _set_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def set_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     for config in (model.config, model.generation_config):
         config.pad_token_id = tokenizer.pad_token_id
         config.eos_token_id = tokenizer.eos_token_id

@@ -3,19 +3,25 @@ turns."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from launch.base.errors import DataError
 from launch.data.conversation import Conversation
-from launch.data.rows import IGNORED, BadRows
+from launch.data.rows import IGNORED, BadRows, read_samples
+from launch.schema.plan import DataFormat
 from training.data import rendering
-from training.data.encode import Encoder
+from training.data import tokenizer as tokenizer_module
+from training.data.encode import Encoder, write_cache
 from training.data.loss_spans import ConversationRenderer
+from training.data.prepare import summary
 from training.data.tokenizer import PLAIN_TEMPLATE
+from training.model.build import set_special_tokens
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -405,3 +411,78 @@ def test_the_template_of_a_folder_without_one_ends_each_answer_once():
         "who?\nIt is Ann.</s>\nand now?\nBob.\nNot Ann.</s>"
     )
     assert targets(tokenizer, row) == ["It is Ann.</s>", "Bob.\nNot Ann.</s>"]
+
+
+def test_a_weight_between_0_and_1_is_refused():
+    with pytest.raises(DataError, match=r"a:1: found weight 0\.5"):
+        rows(made(CHATML), turns("who?", "Ann.", weight=0.5), place="a:1")
+
+
+def test_pretraining_learns_a_conversation_as_a_whole():
+    tokenizer = made(CHATML)
+    encoder = Encoder(tokenizer, False, "pretrain", 1000)
+    ((row,),) = encoder.encode([Conversation(TALK)])
+    assert row["input_ids"] == [*whole(tokenizer, TALK), tokenizer.eos_token_id]
+    assert row["labels"][1:] == row["input_ids"][1:]
+    with pytest.raises(DataError, match="does not render tools"):
+        encoder.encode([Conversation(TALK, TOOLS)])
+    with pytest.raises(DataError, match="pretraining learns every message"):
+        encoder.encode([Conversation(turns("who?", "Ann.", weight=0))])
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "reason"),
+    [
+        (WITH_TOOL, None, "found tool_calls, but a T5"),
+        (TALK, TOOLS, "found tools, but a T5"),
+        (turns("who?", "Ann.", weight=0), None, "found weight, but a T5"),
+        ([*TALK, {"role": "tool", "content": "a"}], None, "found a message of a tool"),
+    ],
+)
+def test_a_t5_refuses_what_it_does_not_read(messages, tools, reason):
+    with pytest.raises(DataError, match=reason):
+        Encoder(made(CHATML), True, "sft", 100).encode([Conversation(messages, tools)])
+
+
+def test_a_row_that_the_template_refuses_is_left_out_by_max_bad_rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    system = {"role": "system", "content": "Be kind."}
+    path.write_text(
+        "".join(json.dumps({"messages": talk}) + "\n" for talk in (TALK, [system, *TALK], TALK))
+    )
+    data_format = DataFormat("messages", {"messages": "messages"}, "jsonl", "")
+    encoder = Encoder(made(GEMMA_2), False, "sft", 1000)
+    bad = BadRows(1)
+    source = read_samples(path, data_format, bad)
+    counts = write_cache(source, encoder, tmp_path / "a.arrow", None, lambda _: None, None, bad)
+    assert (counts.samples, counts.rows) == (2, 2)
+    assert bad.errors[0].startswith(f"{path}:2: the tokenizer's chat_template does not take")
+
+
+def test_conversations_that_became_a_row_for_each_answer_are_counted(tmp_path):
+    source = iter([Conversation(TALK), Conversation(TALK[:2])])
+    encoder = Encoder(made(CHANGED), False, "sft", 1000)
+    counts = write_cache(source, encoder, tmp_path / "a.arrow", None, lambda _: None, None)
+    assert (counts.samples, counts.rows, counts.split) == (2, 3, 1)
+    line = summary("a.jsonl", dataclasses.asdict(counts), 1000)
+    assert "1 conversations as a row for each answer" in line
+
+
+def test_a_folder_without_a_template_begins_conversations_as_its_texts(tmp_path):
+    made(CHATML, "</s>", adds_bos=True).save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    loaded = tokenizer_module.load(tmp_path)
+    (row,) = rows(loaded, TALK[:2])
+    assert loaded.decode(row["input_ids"]) == "<s>who?\nIt is Ann.</s>"
+
+
+def test_an_exported_model_stops_at_the_end_token_of_the_template():
+    config = GPT2Config(n_layer=1, n_head=1, n_embd=4, vocab_size=400, n_positions=8)
+    model = GPT2LMHeadModel(config)
+    tokenizer = made(CHATML, "<|endoftext|>")
+    set_special_tokens(model, tokenizer)
+    ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    assert model.generation_config.eos_token_id == ends
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    set_special_tokens(model, made(CHATML))
+    assert model.generation_config.eos_token_id == ends[0]
