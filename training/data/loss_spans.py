@@ -36,6 +36,7 @@ OPTIONAL = {  # key of a message -> names under which a template reads it
     "tool_calls": ("tool_calls",),
     "reasoning_content": ("reasoning_content", "thinking", "reasoning"),
 }
+WORD = re.compile(r"[^\W_]+")
 PROBE = tuple(map(chr, range(0xE000, 0xE004)))  # contents of a conversation of two turns
 # letters of rare scripts: filters and repr() write them as they are
 FOLLOWERS = "".join(filter(str.isprintable, map(chr, range(0x20000, 0x323B0))))
@@ -60,14 +61,14 @@ class ConversationRenderer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
-        self._added = _any_of(added)
+        self.added = _any_of(added)
         turns = self._probe()
         # one answer ends with the first, the tokens of turns are never text of a row
         ends = list(dict.fromkeys([*self._ends(turns), tokenizer.eos_token]))
         self.ends = [end for end in ends if end]
         self.end_ids = [tokenizer.convert_tokens_to_ids(end) for end in self.ends]
         special = [content for content, token in added.items() if token.special]
-        self._calls = _any_of(set(special) - set(self._added.findall("".join(turns))))
+        self._calls = _any_of(set(special) - set(self.added.findall("".join(turns))))
         self.protected = {*special, *self._structure(turns), *(set(self.ends) & added.keys())}
         self._protected = _any_of(self.protected)
         self._end = _any_of(self.ends)
@@ -93,17 +94,17 @@ class ConversationRenderer:
             return
         first, second = turns
         for text, content in ((first, PROBE[1]), (second, PROBE[3])):
-            yield from self._added.findall(text.split(content)[1])[:1]
+            yield from self.added.findall(text.split(content)[1])[:1]
         _, behind_question, behind_answer, _ = re.split(f"[{''.join(PROBE[:3])}]", second)
-        end = set(self._added.findall(behind_answer)[:1])
-        yield from end & set(self._added.findall(behind_question))
+        end = set(self.added.findall(behind_answer)[:1])
+        yield from end & set(self.added.findall(behind_question))
 
     def _structure(self, turns: list[str]) -> Iterator[str]:
         """The added tokens of a question: before it, and the first one behind it."""
         if turns:
             before, after = turns[0].split(PROBE[0])
-            yield from self._added.findall(before)
-            yield from self._added.findall(after)[:1]
+            yield from self.added.findall(before)
+            yield from self.added.findall(after)[:1]
 
     def text(
         self,
@@ -286,8 +287,10 @@ class _Talk:
             message = followed.message_of.get(character)
             if message is None:
                 continue
-            if character in seen:  # a content that is written twice
-                return None
+            if character in seen:
+                if character in followed.names:  # the turn of a tool repeats it
+                    continue
+                return None  # a content that is written twice
             seen.add(character)
             first.setdefault(message, place)
             last[message] = place
@@ -315,6 +318,10 @@ class _Talk:
             return len(prompt)
         if prompt is not None and before is not None and full.startswith(before):
             common = _common(prompt, full[:highest])
+            for text in (prompt, full):  # two tokens may begin alike
+                for token in self.renderer.added.finditer(text, lowest):
+                    if token.start() < common < token.end():
+                        common = token.start()
             return common if common >= lowest else None
         if prompt is not None and before is not None and prompt.startswith(before):
             header = prompt[len(before) :]
@@ -358,20 +365,24 @@ class _Followers:
     """Messages whose characters are replaced by characters that the row does not hold."""
 
     def __init__(self, messages: list[dict[str, Any]]) -> None:
-        texts = list(_strings(messages, COMPARED))
+        texts = list(_strings(messages))
         used = set().union(*texts)
         self._free = (letter for letter in FOLLOWERS if letter not in used)
         # of a longer text, its beginning and its end are followed; 0: there are too many texts
         self.each = len(FOLLOWERS) // (4 * max(len(texts), 1))
         self.originals: dict[int, str] = {}
         self.message_of: dict[str, int] = {}
+        self.names: set[str] = set()
         self.kept_ends: dict[int, str] = {}  # what follows a message's last followed character
         self.messages = [self._replaced(message, i) for i, message in enumerate(messages)]
 
-    def _replaced(self, value: Any, message: int) -> Any:
+    def _replaced(self, value: Any, message: int, is_name: bool = False) -> Any:
         if isinstance(value, Mapping):
+            names = {"name"} if "arguments" in value else set()  # of a function that is called
             return {
-                key: item if key in COMPARED else self._replaced(item, message)
+                key: self._replaced(item, message, key in names)
+                if key not in COMPARED or key in names
+                else item
                 for key, item in value.items()
             }
         if isinstance(value, list):
@@ -387,6 +398,8 @@ class _Followers:
             follower = next(self._free)
             self.originals[ord(follower)] = value[i]
             self.message_of[follower] = message
+            if is_name:
+                self.names.add(follower)
             characters[i] = follower
         if value:
             self.kept_ends[message] = value[places[-1] + 1 :] if places else value
@@ -399,16 +412,15 @@ def _common(text: str, other: str) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
 
 
-def _strings(value: Any, left_out: frozenset[str] = frozenset()) -> Iterator[str]:
+def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for key, item in value.items():
-            if key not in left_out:
-                yield from _strings(item, left_out)
+        for item in value.values():
+            yield from _strings(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _strings(item, left_out)
+            yield from _strings(item)
 
 
 def _any_of(tokens: Any) -> re.Pattern[str]:
@@ -465,13 +477,15 @@ def _check_keys(template: str, messages: Messages, tools: Any, place: object) ->
 
 
 def _check_contents(full: str, messages: Messages, place: object) -> None:
-    """Raise DataError for a message to the assistant that is missing in the render."""
+    """Raise DataError for a content that is missing in the render. Of an answer with tags or
+    calls, a template may leave out a part, as its thoughts."""
     for number, message in enumerate(messages, 1):
-        if message["role"] == "assistant":
+        content = message.get("content") or ""
+        if message["role"] == "assistant" and ("<" in content or message.get("tool_calls")):
             continue
-        for text in _strings(message.get("content")):
-            word = re.search(r"[^\W_]+", text)
-            if word and word[0] not in full:
+        for text in _strings(content):
+            word = WORD.search(text)
+            if word and word[0] not in full and word[0].lower() not in full.lower():
                 raise DataError(
                     f"{place}: the tokenizer's chat_template does not render message {number}"
                     f" of role {message['role']!r}, which would be dropped; leave the row out, or"

@@ -221,6 +221,16 @@ WITH_TOOL = [
 ]
 
 
+@pytest.mark.parametrize("content", ["", "<b>Ann</b>", "Ann", "<", "<think>hm</think>"])
+def test_an_answer_begins_where_it_leaves_the_prompt_of_generation(content):
+    prompt = "{% if add_generation_prompt %}{{ '<think>\n' }}{% endif %}"
+    tokenizer = made(CHATML.replace("\n' }}{% endif %}", "\n' }}" + prompt + "{% endif %}"))
+    talk = [*TALK[:3], {"role": "assistant", "content": content}]
+    (row,) = rows(tokenizer, talk)
+    expected = content.removeprefix("<think>") + "<|im_end|>"
+    assert targets(tokenizer, row) == ["It is Ann.<|im_end|>", expected]
+
+
 def test_calls_of_tools_are_targets_and_their_results_are_not():
     tokenizer = made(QWEN_3)
     arguments = '{"word": "\\"Ann\\" 安", "deep": true}'
@@ -238,6 +248,18 @@ def test_calls_of_tools_are_targets_and_their_results_are_not():
         f" to=functions.look<|channel|>commentary json<|message|>{arguments}<|call|>",
         "<|channel|>final<|message|>Here.<|return|>",
     ]
+
+
+def test_a_call_without_arguments_is_a_target_up_to_its_own_end():
+    tokenizer = made(GPT_OSS.replace("{% set call", "{{ message.thinking }}<|end|>{% set call"))
+    called = {
+        "role": "assistant",
+        "thinking": "hm",
+        "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {}}}],
+    }
+    talk = [WITH_TOOL[0], called, *WITH_TOOL[2:], *turns("who?", "Bob.")]
+    (row,) = rows(tokenizer, talk)
+    assert targets(tokenizer, row)[0].endswith("<|message|>{}<|call|>")
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED, PHI_3, QWEN_3, GPT_OSS])
@@ -377,6 +399,7 @@ def test_a_template_that_refuses_a_row_names_it_and_its_message():
         (CHATML, WITH_TOOL, None, "does not render tool_calls"),
         (CHATML, turns("q", "a", reasoning_content="hm"), None, "not render reasoning_content"),
         (MISTRAL.replace("else", "elif message['role'] == 'assistant'"), 1, None, "of role 'tool'"),
+        ("{% for m in messages %}{{ m.content[0].text }}{% endfor %}", TALK, None, "message 1 of"),
         ("{% for %}", TALK, None, "is not a template: line 1"),
         ("{{ messages[0].content + 1 }}", TALK, None, "TypeError"),
     ],
