@@ -26,9 +26,13 @@ def questions(
     answered = (
         (sample.messages[:-1], sample.messages[-1]["content"])
         for sample in read_samples(path, data_format, BadRows(max_bad_rows))
-        if not isinstance(sample, str) and sample.messages[-1]["role"] == "assistant"
+        if not isinstance(sample, str) and _has_answer(sample.messages[-1])
     )
     return list(islice(answered, limit))
+
+
+def _has_answer(message: Message) -> bool:
+    return message["role"] == "assistant" and message["content"] is not None
 
 
 def greedy_answers(

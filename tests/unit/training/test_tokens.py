@@ -213,10 +213,10 @@ def test_a_turn_of_a_tool_is_refused_by_name(tmp_path, role):
     path = tmp_path / "rows.jsonl"
     turns = [
         {"from": "human", "value": "q"},
-        {"from": role, "value": "f(1)"},
+        {"from": role, "value": '{"name": "f", "arguments": {}}'},
         {"from": "gpt", "value": "a"},
     ]
     path.write_text(json.dumps({"conversations": turns}) + "\n")
     found = DataFormat("messages", {"messages": "conversations"}, "jsonl", "")
-    with pytest.raises(DataError, match=f"rows.jsonl:1: .*role '{role}' is not trained yet"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: has .*not trained yet"):
         list(read_samples(path, found, data_rows.BadRows(0)))
