@@ -23,7 +23,7 @@ Sample = Conversation | str  # str: a text
 
 
 def text_of(sample: Sample) -> str:
-    """All the text of a sample; a tokenizer is trained on it."""
+    """The text of a sample or of its messages; a tokenizer is trained on it."""
     if isinstance(sample, str):
         return sample
-    return "\n".join(message["content"] for message in sample.messages)
+    return "\n".join(message["content"] or "" for message in sample.messages)

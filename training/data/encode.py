@@ -138,7 +138,7 @@ def _source_and_target(sample: Sample) -> tuple[str, str] | None:
         return sample[:middle], sample[middle:]
     messages = sample.messages
     others = {key for message in messages for key, value in message.items() if value is not None}
-    others -= {"role", "content"}
+    others -= {"role", "content", "weight"}
     if sample.tools or others or any(message["role"] == "tool" for message in messages):
         others |= {"tools"} if sample.tools else set()
         raise DataError(
@@ -146,7 +146,7 @@ def _source_and_target(sample: Sample) -> tuple[str, str] | None:
             " is trained on the content of messages only; leave the row out, or train a decoder"
         )
     last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=None)
-    if last is None:
+    if last is None or messages[last].get("weight") == 0:
         return None
     return "\n".join(m["content"] for m in messages[:last]), messages[last]["content"]
 

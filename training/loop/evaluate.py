@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from launch.data.conversation import Message
+from launch.data.conversation import Conversation, Message
 from launch.data.rows import BadRows, read_samples
 from launch.schema.plan import DataFormat
 from training.compat.transformers_private import Network
@@ -26,9 +26,16 @@ def questions(
     answered = (
         (sample.messages[:-1], sample.messages[-1]["content"])
         for sample in read_samples(path, data_format, BadRows(max_bad_rows))
-        if not isinstance(sample, str) and sample.messages[-1]["role"] == "assistant"
+        if not isinstance(sample, str) and _has_answer(sample)
     )
     return list(islice(answered, limit))
+
+
+def _has_answer(sample: Conversation) -> bool:
+    """True if the last message answers in text, and no tools are offered."""
+    last = sample.messages[-1]
+    is_text = last["content"] is not None and not last.get("tool_calls")
+    return last["role"] == "assistant" and is_text and not sample.tools
 
 
 def greedy_answers(

@@ -458,13 +458,24 @@ def test_pretraining_learns_a_conversation_as_a_whole():
     [
         (WITH_TOOL, None, "found tool_calls, but a T5"),
         (TALK, TOOLS, "found tools, but a T5"),
-        (turns("who?", "Ann.", weight=0), None, "found weight, but a T5"),
         ([*TALK, {"role": "tool", "content": "a"}], None, "found a message of a tool"),
     ],
 )
 def test_a_t5_refuses_what_it_does_not_read(messages, tools, reason):
     with pytest.raises(DataError, match=reason):
         Encoder(made(CHATML), True, "sft", 100).encode([Conversation(messages, tools)])
+
+
+def test_a_t5_learns_the_last_answer_unless_its_weight_is_0():
+    encoder = Encoder(made(CHATML), True, "sft", 100)
+    ((row,), none) = encoder.encode(
+        [
+            Conversation([TALK[0], {**TALK[1], "weight": 0}, *TALK[2:]]),
+            Conversation(turns("who?", "Ann.", weight=0)),
+        ]
+    )
+    assert encoder.tokenizer.decode(row["labels"]) == "Bob.\nNot Ann.<|im_end|>"
+    assert none == []
 
 
 def test_a_row_that_the_template_refuses_is_left_out_by_max_bad_rows(tmp_path):

@@ -206,17 +206,3 @@ def test_the_cache_is_mapped_row_by_row_as_it_was_written(tmp_path, cut):
         )
         assert len(ids) == len(labels)
     assert rows.__getitems__([]) == []
-
-
-@pytest.mark.parametrize("role", ["function_call", "observation", "tool"])
-def test_a_turn_of_a_tool_is_refused_by_name(tmp_path, role):
-    path = tmp_path / "rows.jsonl"
-    turns = [
-        {"from": "human", "value": "q"},
-        {"from": role, "value": "f(1)"},
-        {"from": "gpt", "value": "a"},
-    ]
-    path.write_text(json.dumps({"conversations": turns}) + "\n")
-    found = DataFormat("messages", {"messages": "conversations"}, "jsonl", "")
-    with pytest.raises(DataError, match=f"rows.jsonl:1: .*role '{role}' is not trained yet"):
-        list(read_samples(path, found, data_rows.BadRows(0)))
