@@ -160,6 +160,7 @@ def score(task: Task, model: Path, held_out: Sequence[Mapping[str, str]]) -> flo
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
+    from launch.data.conversation import Conversation
     from launch.data.rows import IGNORED
     from training.data.batches import Collator, Row
     from training.data.encode import Encoder
@@ -181,7 +182,9 @@ def score(task: Task, model: Path, held_out: Sequence[Mapping[str, str]]) -> flo
         found = evaluate.scores(network, cut, pairs, 32, torch.device("cpu"), lambda: None, 100)
         return found["exact_match"]
     encoder = Encoder(cut, is_t5, "sft", task.source.max_length)
-    encoded = [one for many in encoder.encode(talks) for one in many]
+    encoded = [
+        one for many in encoder.encode([Conversation(talk) for talk in talks]) for one in many
+    ]
     rows = [Row(np.array(one["input_ids"]), np.array(one["labels"])) for one in encoded]
     collate = Collator(cut.pad_token_id, network.config.decoder_start_token_id if is_t5 else None)
     total = targets = 0.0

@@ -34,7 +34,8 @@ import pyarrow.parquet as pq  # noqa: E402
 from launch.base.errors import ConfigError, DataError, LaunchError, ResourceError  # noqa: E402
 from launch.base.text import shown  # noqa: E402
 from launch.data import columns  # noqa: E402
-from launch.data.rows import BadRows, Sample, read_samples  # noqa: E402
+from launch.data.conversation import Sample  # noqa: E402
+from launch.data.rows import BadRows, read_samples  # noqa: E402
 from launch.schema.recipe import DataSection  # noqa: E402
 from scripts.make_sample_data import SAMPLE_KEY, write_part  # noqa: E402
 
@@ -43,15 +44,23 @@ Row = tuple[str, str]  # prompt, response
 
 def pair(sample: Sample) -> Row | None:
     """Split a conversation into its last answer and all turns before it; None if it has no
-    answer."""
+    answer. Raises DataError for content that a prompt and a response cannot hold."""
     if isinstance(sample, str):
         return None
+    messages = sample.messages
+    others = {key for message in messages for key in message} - {"role", "content"}
+    if sample.tools or others:
+        names = ", ".join(sorted(others | ({"tools"} if sample.tools else set())))
+        raise DataError(
+            f"a row has {names}, which the columns prompt and response cannot hold; train on the"
+            f" file itself, or leave them out with --ignore_columns={names.replace(' ', '')}"
+        )
     last = max(
-        (i for i, message in enumerate(sample) if message["role"] == "assistant"), default=None
+        (i for i, message in enumerate(messages) if message["role"] == "assistant"), default=None
     )
-    if last is None or not sample[last]["content"].strip():
+    if last is None or not messages[last]["content"].strip():
         return None
-    return "\n".join(message["content"] for message in sample[:last]), sample[last]["content"]
+    return "\n".join(message["content"] for message in messages[:last]), messages[last]["content"]
 
 
 def draw(rows: Iterator[Row], count: int, rng: random.Random) -> tuple[list[Row], int]:
@@ -140,7 +149,11 @@ def prepare(arguments: argparse.Namespace) -> Iterator[str]:
         nonlocal read, without
         for sample in read_samples(Path(arguments.input), data_format, bad):
             read += 1
-            if (row := pair(sample)) is not None:
+            try:
+                row = pair(sample)
+            except DataError as error:
+                raise DataError(f"{arguments.input}: {error}") from error
+            if row is not None:
                 yield row
             else:
                 without += 1
@@ -175,7 +188,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     root = Path(__file__).resolve().parent.parent
-    parser.add_argument("--input", type=Path, required=True, help="parquet, JSONL or JSON")
+    parser.add_argument("--input", type=Path, required=True, help="parquet, JSONL, JSON or CSV")
     parser.add_argument("--output", type=Path, default=root / "data" / "sft_train_small.parquet")
     parser.add_argument(
         "--num_samples", "--num-samples", type=int, default=5000, help="training rows (5000)"

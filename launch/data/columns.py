@@ -4,6 +4,7 @@ anything slow starts."""
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
 from functools import partial
@@ -12,8 +13,10 @@ from typing import Literal
 
 from launch.base.errors import ConfigError, DataError
 from launch.base.text import nearest
-from launch.data import shards, sniff, untrained
-from launch.data.shards import FileFacts
+from launch.data import delimited, shards, sniff, untrained
+from launch.data.normalise import FIELDS, OPENAI, SHAREGPT, RowReader
+from launch.data.rows import BadRows, Slice, samples_of
+from launch.data.shards import MAX_ROW_BYTES, FileFacts
 from launch.data.sniff import FileColumns
 from launch.schema.plan import DataFormat
 from launch.schema.recipe import DataSection
@@ -43,6 +46,7 @@ KNOWN: tuple[tuple[str, Kind, dict[str, str], str | None], ...] = (
     ),
     ("oasst", "oasst", {"text": "text", "role": "role"}, None),
     ("prompt/response", "prompt_response", {"prompt": "prompt", "response": "response"}, None),
+    ("prompt/completion", "prompt_response", {"prompt": "prompt", "response": "completion"}, None),
     ("input/output", "prompt_response", {"prompt": "input", "response": "output"}, None),
     ("text", "text", {"text": "text"}, None),
 )
@@ -70,6 +74,7 @@ def detect(data: DataSection, base: Path, facts: FileFacts | None = None) -> Dat
         data_format = _format(files[-1], explicit, data.ignore_columns, key)
         training = training or data_format
         _check_same(training, data_format, paths[0], path)
+        _check_first_rows(path, data_format, data.max_bad_rows, facts, is_corpus=len(paths) > 1)
     assert training is not None
     facts.keep()
     return replace(training, notes=tuple(_notes(files, training)))
@@ -79,7 +84,26 @@ def _read(path: Path, max_bad_rows: int, facts: FileFacts, is_corpus: bool) -> F
     """The columns of a file; those of a corpus are remembered."""
     if not is_corpus or max_bad_rows or not path.exists():
         return sniff.read(path, max_bad_rows)
-    return FileColumns(path, *facts.get(path, "content", lambda: astuple(sniff.read(path))[1:]))
+    return FileColumns(path, *facts.get(path, "columns", lambda: astuple(sniff.read(path))[1:]))
+
+
+def _check_first_rows(
+    path: Path, data_format: DataFormat, max_bad_rows: int, facts: FileFacts, is_corpus: bool
+) -> None:
+    """Raises DataError for one of the first rows that training would not read."""
+
+    def check() -> bool:
+        end = sniff.SAMPLE_GROUPS if data_format.file_type in shards.TABLES else MAX_ROW_BYTES
+        beginning, bad = Slice(path, end=end), BadRows(max_bad_rows)
+        deque(samples_of(beginning, data_format, bad, sniff.SAMPLE_ROWS), maxlen=0)
+        return True
+
+    if data_format.file_type == "text":
+        return  # every line is a text
+    if not is_corpus or max_bad_rows:
+        check()
+    else:
+        facts.get(path, f"rows as {data_format.columns} without {data_format.ignored}", check)
 
 
 def row_count(path: Path, facts: FileFacts | None = None) -> int | None:
@@ -103,6 +127,8 @@ def _row_count(path: Path) -> int | None:
     is_packed = file_type == "webdataset" or path.suffix.lower() in shards.COMPRESSIONS
     if is_packed or path.stat().st_size > COUNTED_BYTES:
         return None
+    if file_type in delimited.DELIMITERS:
+        return sum(1 for _ in delimited.read(path, file_type, lambda _, raw: raw.decode("latin-1")))
     if file_type == "json":
         try:
             return len(json.loads(path.read_text(encoding="utf-8-sig")))
@@ -158,56 +184,51 @@ def _format(
         file, columns={name: kind for name, kind in file.columns.items() if name not in ignored}
     )
     kind, columns, reason = _chosen(file, explicit, ignored, key)
-    _refuse_untrained(file, columns, ignored)
+    conversational = {"prompt", "response"} <= columns.keys() and all(
+        file.columns[columns[role]] == "messages" for role in ("prompt", "response")
+    )
     for role, column in columns.items():
-        expected = "messages" if role == "messages" else "string"
+        is_messages = role == "messages" or (conversational and role != "context")
         holds = file.columns[column]
-        if holds != expected and not (role == "context" and holds.startswith(("null", "nothing"))):
-            requirement = (
-                "text"
-                if expected == "string"
-                else "a list of {role, content} or of {from, value}, all text"
-            )
+        if holds != ("messages" if is_messages else "string") and not (
+            role == "context" and holds.startswith(("null", "nothing"))
+        ):
+            requirement = "a list of {role, content} or of {from, value}" if is_messages else "text"
             raise DataError(
                 f"{file.path}: column {column!r} holds {holds}; the {role} must be {requirement}"
             )
-    return DataFormat(kind, columns, file.file_type, reason, tuple(ignored))
-
-
-def _refuse_untrained(file: FileColumns, columns: dict[str, str], ignored: Sequence[str]) -> None:
-    """Raises DataError for content of the first rows that would be dropped."""
-    messages, used = columns.get("messages"), set(columns.values())
-    names = {
-        (column, key): number
-        for column, key, number in file.untrained
-        if (column == messages if key else column not in used) and (key or column) not in ignored
-    }
-    if names:
-        raise untrained.refusal(f"{file.path}:{next(iter(names.values()))}", list(names))
+    data_format = DataFormat(kind, columns, file.file_type, reason, tuple(ignored))
+    if others := [name for name in file.columns if RowReader(data_format).reads(name)]:
+        data_format = replace(data_format, reason=f"{reason}, with {', '.join(others)}")
+    return data_format
 
 
 def _notes(files: Sequence[FileColumns], data_format: DataFormat) -> Iterator[str]:
     """Lines of the plan on what is not read."""
-    used, ignored = set(data_format.columns.values()), data_format.ignored
-    messages = data_format.columns.get("messages")
+    reader, ignored, own = RowReader(data_format), data_format.ignored, data_format.columns.values()
     message_keys = dict.fromkeys(
-        key for file in files for column, key in file.message_keys if column == messages
+        pair for file in files for pair in file.message_keys if pair[0] in own
     )
     there = [*dict.fromkeys(name for file in files for name in file.columns)]
     others = [
         name
         for name in there
-        if name not in used and name not in ignored and not untrained.is_column(name)
+        if name not in (*own, *ignored)
+        and not reader.reads(name)
+        and (name in reader.passed or not untrained.is_column(name))
     ]
     others += [
-        f"{messages}.{key}"
-        for key in message_keys
-        if key not in ignored and key.lower() not in untrained.KEYS
+        f"{column}.{key}"
+        for column, key in message_keys
+        if key not in (*OPENAI, *SHAREGPT, *ignored)
+        and key.lower() not in FIELDS
+        and not untrained.is_key(key)
     ]
     if others:
         yield f"columns that are not read: {_shortened(others)}"
     if ignored:
-        absent = [name for name in ignored if name not in there and name not in message_keys]
+        present = {*there, *(key for _, key in message_keys)}
+        absent = [name for name in ignored if name not in present]
         hint = f" (not in the first rows: {', '.join(absent)})" if absent else ""
         yield f"left out by data.ignore_columns: {', '.join(ignored)}{hint}"
 
@@ -238,8 +259,9 @@ def _chosen(
                 name = "belle"
             return kind, columns, f"{name}: {key} has the columns {', '.join(columns.values())}"
     texts = [name for name, holds in file.columns.items() if holds in ("string", "messages")]
-    if any(not untrained.is_column(name) for name in texts):
-        _refuse_untrained(file, {}, ignored)
+    others = [name for name in file.columns if untrained.is_other_training(name)]
+    if others and any(name not in others for name in texts):
+        raise DataError(f"{file.path}: {untrained.refusal(others)}")
     raise DataError(
         f"{file.path}: its columns are of no known format; found columns {_listed(file)};"
         f" {_flags(file)}. Known: {', '.join('/'.join(row[2].values()) for row in KNOWN)}"

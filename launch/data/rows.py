@@ -6,30 +6,21 @@ from __future__ import annotations
 import json
 import re
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from launch.base.errors import DataError
-from launch.data import shards, untrained
+from launch.data import delimited, shards, untrained
+from launch.data.conversation import Conversation, Sample
+from launch.data.normalise import OPENAI, SHAREGPT, SPEAKERS, RowReader, text, unique_keys
 from launch.data.shards import MAX_ROW_BYTES
 from launch.schema.plan import DataFormat
 
-Message = dict[str, str]
-Sample = list[Message] | str  # a conversation, or a text
-
-ROLE_NAMES = {
-    "human": "user",
-    "prompter": "user",
-    "gpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-}
 ROWS_AT_ONCE = 1000  # of a table
-MESSAGE_KEYS = (("role", "content"), ("from", "value"))
 BLANKS = re.compile(r"[ \t\n\r]*")
 DECODER = json.JSONDecoder()
 JSON_KINDS = {
@@ -111,6 +102,8 @@ def read_rows(
         rows = _arrow_rows(of, choice, at_once)
     elif file_type == "webdataset":
         rows = ((Place(of, key), row) for key, row in shards.tar_samples(of.path))
+    elif file_type in delimited.DELIMITERS:
+        rows = _delimited_rows(of, file_type)
     elif file_type == "json":
         rows = (
             (Place(of, number), _object(element, f"{of.path}: element {number}"))
@@ -135,8 +128,14 @@ def json_kind(value: Any) -> str:
 
 
 def _is_message(value: Any) -> bool:
+    """True for text in role and something that may be content; normalise.py reads it."""
     return isinstance(value, dict) and any(
-        all(isinstance(value.get(key), str) for key in pair) for pair in MESSAGE_KEYS
+        isinstance(value.get(speaker), str)
+        and (
+            isinstance(value.get(content), str | list)
+            or (value.get(content) is None and (content in value or "tool_calls" in value))
+        )
+        for speaker, content in (OPENAI, SHAREGPT)
     )
 
 
@@ -216,8 +215,25 @@ def _cut_file(path: Path, number: int, error: Exception) -> str:
     return f"{path}: cannot be read after row {number:,} ({reason}); write or copy it again"
 
 
-# ---- JSON and text
+# ---- CSV, JSON and text
 # ---------------------------------------------------------------------------
+
+
+def _delimited_rows(
+    of: Slice, file_type: str
+) -> Iterator[tuple[Place, dict[str, Any] | DataError]]:
+    def decode(number: int, raw: bytes) -> str:
+        line = _decoded(Place(of, number), raw, is_first=number == 1)
+        if isinstance(line, DataError):
+            raise line
+        return line
+
+    number = 0
+    try:
+        for number, row in delimited.read(of.path, file_type, decode):
+            yield Place(of, number, is_line=True), row
+    except OSError as error:  # packed, and cut
+        raise DataError(_cut_file(of.path, number, error)) from error
 
 
 def _elements(of: Slice) -> Iterator[tuple[int, Any]]:
@@ -309,7 +325,7 @@ def _line_row(place: Place, raw: bytes, file_type: str) -> dict[str, Any] | Data
     if file_type == "text":
         return {"text": line}
     try:
-        row = json.loads(line, object_pairs_hook=_unique_keys)
+        row = json.loads(line, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
         return DataError(
             f"{place}: is not JSON ({error.msg} at character {error.pos + 1}); mend or remove the"
@@ -354,14 +370,6 @@ def _wrong_byte(path: Path) -> DataError:
         return next(line for line in lines if isinstance(line, DataError))
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} twice")
-    return fields
-
-
 # ---- samples
 # ---------------------------------------------------------------------------
 
@@ -376,135 +384,62 @@ def read_samples(
         yield from samples_of(Slice(shard), data_format, bad)
 
 
-def samples_of(of: Slice, data_format: DataFormat, bad: BadRows) -> Iterator[Sample]:
-    """read_samples(), of a slice."""
-    columns = data_format.columns
+def samples_of(
+    of: Slice, data_format: DataFormat, bad: BadRows, num_rows: int | None = None
+) -> Iterator[Sample]:
+    """read_samples(), of a slice, or of its first rows."""
+    columns, reader = data_format.columns, RowReader(data_format)
 
     def choice(schema: Any) -> list[str]:
-        used = list(columns.values())
         others = (name for name in schema.names if name not in (*used, *data_format.ignored))
-        return [*used, *(name for name in others if untrained.is_column(name))]
+        return [
+            *used,
+            *filter(lambda name: reader.reads(name) or untrained.is_column(name), others),
+        ]
 
-    rows = _without_loss(read_rows(of, data_format.file_type, bad, choice), data_format)
+    used = list(columns.values())
+    rows = read_rows(of, data_format.file_type, bad, choice, num_rows or ROWS_AT_ONCE)
+    rows = _without_loss(islice(rows, num_rows), reader.passed)
     if data_format.kind == "oasst":
         yield from _paired_turns(rows, columns["text"], columns["role"], bad)
         return
     for place, row in rows:
         try:
-            sample = _sample(row, data_format, place)
+            sample = reader.sample(row)
+        except untrained.Refused as error:
+            raise untrained.Refused(f"{place}: {error}") from error
         except DataError as error:
-            bad.add(error)
+            bad.add(DataError(f"{place}: {error}"))
             continue
-        yield sample
+        yield sample if isinstance(sample, str) else replace(sample, place=place)
 
 
-def _without_loss(rows: Rows, data_format: DataFormat) -> Rows:
-    """The rows. One with content that the format would drop ends the reading, however many bad rows
-    are allowed."""
-    ignored, messages = data_format.ignored, data_format.columns.get("messages")
-    passed = {*data_format.columns.values(), *ignored}
+def _without_loss(rows: Rows, passed: Collection[str]) -> Rows:
+    """The rows. A column whose content would be dropped ends the reading, however many bad rows are
+    allowed."""
     for place, row in rows:
-        names: list[untrained.Name] = [(column, None) for column in untrained.columns(row, passed)]
-        if messages is not None:
-            names += [
-                (messages, key)
-                for key in dict.fromkeys(untrained.message_keys(row.get(messages), ignored))
-            ]
-        if names:
-            raise untrained.refusal(str(place), names)
+        if names := untrained.columns(row, passed):
+            raise untrained.Refused(f"{place}: {untrained.refusal(names)}")
         yield place, row
 
 
-def _sample(row: dict[str, Any], data_format: DataFormat, where: Place) -> Sample:
-    columns = data_format.columns
-    if data_format.kind == "messages":
-        return _messages(row, columns["messages"], where)
-    if data_format.kind == "text":
-        return _string(row, columns["text"], where)
-    prompt = _string(row, columns["prompt"], where)
-    if "context" in columns and row.get(columns["context"]):
-        prompt += "\n" + _string(row, columns["context"], where)
-    response = _string(row, columns["response"], where)
-    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-
-
-def _string(row: dict[str, Any], column: str, where: Place) -> str:
-    value = row.get(column)
-    if not isinstance(value, str):
-        kind = "null" if value is None else type(value).__name__
-        kind = kind if column in row else "no such key"
-        raise DataError(
-            f"{where}: column '{column}': found {kind}, expected text; mend or remove the row"
-        )
-    return _text(value, column, where)
-
-
-def _text(value: str, column: str, where: Place) -> str:
-    """The text, which can be written as UTF-8: JSON's \\ud800 alone is half a character."""
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"{where}: column '{column}': found half a character (a surrogate) at"
-                f" {error.start}; mend the row"
-            ) from error
-    return value
-
-
-def _messages(row: dict[str, Any], column: str, where: Place) -> list[Message]:
-    turns = row.get(column)
-    if not isinstance(turns, list) or not turns:
-        raise DataError(
-            f"{where}: column '{column}': found {type(turns).__name__}, expected a list of messages"
-        )
-    messages = []
-    for turn in turns:
-        turn = turn if isinstance(turn, dict) else {}
-        role = turn.get("role") or turn.get("from")
-        content = turn.get("content") if "content" in turn else turn.get("value")
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise DataError(
-                f"{where}: column '{column}': a message needs text in role and content (or from and"
-                " value)"
-            )
-        if role.lower() in untrained.TOOL_ROLES:
-            raise DataError(
-                f"{where}: column '{column}': a message of role {role!r} is not trained yet,"
-                " expected system, user and assistant; leave such rows out, by"
-                " --data.max_bad_rows=N where they are few"
-            )
-        messages.append(
-            {
-                "role": ROLE_NAMES.get(role, _text(role, column, where)),
-                "content": _text(content, column, where),
-            }
-        )
-    return messages
-
-
-def _paired_turns(rows: Rows, text: str, role: str, bad: BadRows) -> Iterator[list[Message]]:
+def _paired_turns(rows: Rows, content: str, role: str, bad: BadRows) -> Iterator[Conversation]:
     """oasst: consecutive rows of a conversation; a row by the user starts a new pair."""
     prompt: str | None = None
-    for where, row in rows:
+    for place, row in rows:
         try:
-            speaker, said = _string(row, role, where), _string(row, text, where)
+            speaker, said = text(row, role), text(row, content)
         except DataError as error:
-            bad.add(error)
+            bad.add(DataError(f"{place}: {error}"))
             prompt = None  # what follows answers a row that is not there
             continue
-        if ROLE_NAMES.get(speaker, speaker) == "user":
+        if SPEAKERS.get(speaker.lower()) == "user":
             prompt = said
         elif prompt is not None:
-            yield [{"role": "user", "content": prompt}, {"role": "assistant", "content": said}]
+            question = {"role": "user", "content": prompt}
+            turns = [question, {"role": "assistant", "content": said}]
+            yield Conversation(turns, place=place)
             prompt = None
-
-
-def text_of(sample: Sample) -> str:
-    """All the text of a sample; a tokenizer is trained on it."""
-    return (
-        sample if isinstance(sample, str) else "\n".join(message["content"] for message in sample)
-    )
 
 
 IGNORED = -100  # label of a token that is not a target, torch's own default

@@ -19,13 +19,15 @@ from typing import Any, BinaryIO, Literal
 from launch.base import files as base_files
 from launch.base.errors import DataError
 
-FileType = Literal["parquet", "jsonl", "json", "text", "arrow", "webdataset"]
+FileType = Literal["parquet", "jsonl", "json", "csv", "tsv", "text", "arrow", "webdataset"]
 
 SUFFIXES: dict[str, FileType] = {
     ".parquet": "parquet",
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
     ".txt": "text",
     ".arrow": "arrow",  # as datasets.save_to_disk writes it
     ".tar": "webdataset",

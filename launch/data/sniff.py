@@ -15,14 +15,16 @@ from launch.base.errors import DataError
 from launch.base.text import nearest
 from launch.data import rows as data_rows
 from launch.data import shards
-from launch.data import untrained as data_untrained
-from launch.data.rows import MESSAGE_KEYS, BadRows, Place, Slice, json_kind
+from launch.data.normalise import OPENAI, SHAREGPT
+from launch.data.rows import BadRows, Place, Slice, json_kind
 from launch.data.shards import MAX_ROW_BYTES, SUFFIXES, TABLES, FileType
 
 SAMPLE_ROWS = 100  # whose content is looked at; the columns of a table are in its schema
 SAMPLE_GROUPS = 8  # row groups, or batches, that they are looked for in
+PACKABLE = ("jsonl", "json", "csv", "tsv", "text")  # types read from their beginning
 ROW_NAMES = {"json": "element", "webdataset": "sample"}  # of others: line
 NO_ROWS = {"json": "the array is empty", "webdataset": "no sample is in it"}
+NO_ROWS |= dict.fromkeys(("csv", "tsv"), "the file has no row below its header")
 FirstRows = Sequence[tuple[Place, Mapping[str, Any]]]
 
 
@@ -34,9 +36,7 @@ class FileColumns:
     path: Path
     file_type: FileType
     columns: Mapping[str, str]
-    # (column, key of its messages or None, number of the first row): content that is not trained
-    untrained: Sequence[tuple[str, str | None, str]] = ()
-    message_keys: Sequence[tuple[str, str]] = ()  # (column, key) besides role and content
+    message_keys: Sequence[tuple[str, str]] = ()  # (column, key of its messages)
 
 
 def read(path: Path, max_bad_rows: int = 0) -> FileColumns:
@@ -52,7 +52,7 @@ def read(path: Path, max_bad_rows: int = 0) -> FileColumns:
             )
         beginning = Slice(path, end=SAMPLE_GROUPS if file_type in TABLES else MAX_ROW_BYTES)
         rows = data_rows.read_rows(
-            beginning, file_type, BadRows(max_bad_rows), _columns_with_content, SAMPLE_ROWS
+            beginning, file_type, BadRows(max_bad_rows), _columns_of_messages, SAMPLE_ROWS
         )
         sampled_rows = list(itertools.islice(rows, 1 if file_type == "text" else SAMPLE_ROWS))
     except OSError as error:
@@ -62,16 +62,11 @@ def read(path: Path, max_bad_rows: int = 0) -> FileColumns:
     if not sampled_rows and file_type not in TABLES:
         raise DataError(f"{path}: 0 rows: {NO_ROWS.get(file_type, 'every line is blank')}")
     columns = columns or _columns_of(sampled_rows, ROW_NAMES.get(file_type, "line"), max_bad_rows)
-    return FileColumns(path, file_type, columns, *_content_of(sampled_rows))
+    return FileColumns(path, file_type, columns, _message_keys(sampled_rows))
 
 
-def _columns_with_content(schema: Any) -> list[str]:
-    """The columns of a table that may carry content which is not trained."""
-    return [
-        column.name
-        for column in schema
-        if data_untrained.is_column(column.name) or _has_other_keys(column.type)
-    ]
+def _columns_of_messages(schema: Any) -> list[str]:
+    return [column.name for column in schema if _arrow_kind(column.type) == "messages"]
 
 
 def file_type_of(path: Path) -> FileType:
@@ -92,7 +87,7 @@ def file_type_of(path: Path) -> FileType:
             f"{path}: {path.suffix or 'no ending'} is not a known file type; known:"
             f" {', '.join(SUFFIXES)}"
         )
-    if path.suffix.lower() in shards.COMPRESSIONS and file_type not in ("jsonl", "json", "text"):
+    if path.suffix.lower() in shards.COMPRESSIONS and file_type not in PACKABLE:
         raise DataError(f"{path}: a {file_type} file is not read from {path.suffix}; unpack it")
     return "jsonl" if file_type == "json" and not _is_array(path) else file_type
 
@@ -144,17 +139,13 @@ def table(path: Path, file_type: FileType) -> tuple[int, dict[str, str]]:
     return num_rows, columns
 
 
-def _has_other_keys(arrow_type: Any) -> bool:
-    """True for messages with more than role and content."""
-    if _arrow_kind(arrow_type) != "messages":
-        return False
-    return any(part.name not in data_untrained.MESSAGE_KEYS for part in arrow_type.value_type)
-
-
 def _arrow_kind(arrow_type: Any) -> str:
+    import pyarrow as pa
     from pyarrow import types
 
     def is_text(candidate: Any) -> bool:
+        if candidate is None:
+            return False
         if types.is_dictionary(candidate):
             candidate = candidate.value_type
         return (
@@ -165,17 +156,22 @@ def _arrow_kind(arrow_type: Any) -> str:
 
     if is_text(arrow_type):
         return "string"
-    is_list = (
-        types.is_list(arrow_type)
-        or types.is_large_list(arrow_type)
-        or types.is_fixed_size_list(arrow_type)
-    )
-    if is_list and types.is_struct(arrow_type.value_type):
+
+    def is_list(candidate: Any) -> bool:
+        return (
+            types.is_list(candidate)
+            or types.is_large_list(candidate)
+            or types.is_fixed_size_list(candidate)
+        )
+
+    if is_list(arrow_type) and types.is_struct(arrow_type.value_type):
         parts = {part.name: part.type for part in arrow_type.value_type}
-        if any(
-            all(name in parts and is_text(parts[name]) for name in pair) for pair in MESSAGE_KEYS
-        ):
-            return "messages"
+        for speaker, content in (OPENAI, SHAREGPT):
+            content_type = parts.get(content, pa.null() if "tool_calls" in parts else pa.int8())
+            if is_text(parts.get(speaker)) and (
+                is_text(content_type) or types.is_null(content_type) or is_list(content_type)
+            ):
+                return "messages"
     return str(arrow_type)
 
 
@@ -216,20 +212,14 @@ def _columns_of(rows: FirstRows, row_name: str, max_bad_rows: int) -> dict[str, 
     return columns
 
 
-def _content_of(
-    rows: FirstRows,
-) -> tuple[list[tuple[str, str | None, str]], list[tuple[str, str]]]:
-    """FileColumns.untrained and FileColumns.message_keys."""
-    content: dict[data_untrained.Name, str] = {}
-    message_keys: dict[tuple[str, str], None] = {}
-    for place, row in rows:
-        names = [(column, None) for column in data_untrained.columns(row)]
-        for column, turns in row.items():
-            names += [(column, key) for key in data_untrained.message_keys(turns)]
-            for turn in turns if isinstance(turns, list) else ():
-                if isinstance(turn, dict):
-                    others = turn.keys() - data_untrained.MESSAGE_KEYS
-                    message_keys |= dict.fromkeys((column, key) for key in others)
-        for name in names:
-            content.setdefault(name, str(place.number))
-    return [(*name, number) for name, number in content.items()], sorted(message_keys)
+def _message_keys(rows: FirstRows) -> list[tuple[str, str]]:
+    return sorted(
+        {
+            (column, key)
+            for _, row in rows
+            for column, turns in row.items()
+            for turn in (turns if isinstance(turns, list) else ())
+            if isinstance(turn, dict)
+            for key in turn
+        }
+    )

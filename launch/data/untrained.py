@@ -1,50 +1,62 @@
 """Columns and keys of messages that carry content which is not trained: refused by name, or left
-out on purpose.
-
-Both sides read it: the launcher for the first rows, the tokeniser for every row.
-"""
+out on purpose."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from launch.base.errors import DataError
 
-MESSAGE_KEYS = frozenset({"role", "content", "from", "value"})
 PREFERENCES = "is for another kind of training (preference pairs, as DPO and ORPO use them)"
 LABELS = "is for another kind of training (KTO, classification)"
+SCORES = "is for another kind of training (reward models)"
 NOT_YET = "is not trained yet"
-TOOL_ROLES = frozenset(
-    {"function_call", "tool_call", "observation", "function", "tool", "tool_response"}
-)
+OTHER_FORMAT = "is not read in this format"
+NOT_A_COLUMN = "is read as a key of a message, not as a column"
+AMBIGUOUS = "may mean trained or not trained (write weight: 0 for a turn without loss)"
 FILES = (  # endings of a WebDataset's members
     *("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"),
     *("wav", "flac", "mp3", "ogg", "opus", "m4a"),
     *("mp4", "mkv", "avi", "mov", "webm"),
 )
-COLUMNS: Mapping[str, str] = {  # name in lower case -> what becomes of its content
+KEYS: Mapping[str, str] = {  # of a row or a message, in lower case -> what becomes of its content
     **dict.fromkeys(("chosen", "rejected", "rejected_response"), PREFERENCES),
     **dict.fromkeys(("label", "kto_tag", "cls"), LABELS),
     **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos", *FILES), NOT_YET),
-    **dict.fromkeys(("tools", "functions", "tool_calls", "function_call"), NOT_YET),
-    **dict.fromkeys(("reasoning_content", "reasoning", "thinking", "weight"), NOT_YET),
-    **dict.fromkeys(("system", "system_prompt", "system_message", "history"), NOT_YET),
+    **dict.fromkeys(("tools", "functions", "history"), OTHER_FORMAT),
+    **dict.fromkeys(("system", "system_prompt", "system_message"), OTHER_FORMAT),
+    **dict.fromkeys(("mask",), AMBIGUOUS),
 }
-KEYS: Mapping[str, str] = {  # of a message
-    **COLUMNS,
-    **dict.fromkeys(("name", "tool_call_id", "train", "training", "mask", "loss_mask"), NOT_YET),
+COLUMNS: Mapping[str, str] = {
+    **{name: reason for name, reason in KEYS.items() if reason != AMBIGUOUS},
+    **dict.fromkeys(("score",), SCORES),
+    **dict.fromkeys(("tool_calls", "function_call", "weight"), NOT_A_COLUMN),
+    **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), NOT_A_COLUMN),
 }
-WEIGHTS = ("weight", "train", "training")  # 1 or true on an answer is what training does
 EMPTY_JSON = ("", "[]", "{}")
 MAX_DEPTH = 16  # of lists in lists; what is deeper counts as content
 
-Name = tuple[str, str | None]  # a column, and a key of its messages
+
+class Refused(DataError):
+    """Content that would be dropped. It ends the reading, however many bad rows are allowed."""
 
 
+@cache
 def is_column(name: str) -> bool:
-    """True for a column that is known to carry content."""
+    """True for a column that may carry content which is not trained."""
     return _plain(name) in COLUMNS
+
+
+def is_other_training(name: str) -> bool:
+    """True for a column of preference pairs or labels."""
+    return COLUMNS.get(_plain(name)) in (PREFERENCES, LABELS)
+
+
+def is_key(name: str) -> bool:
+    """True for a key of a message that may carry content which is not trained."""
+    return _plain(name) in KEYS
 
 
 def _plain(name: str) -> str:
@@ -52,28 +64,14 @@ def _plain(name: str) -> str:
     return ending if ending in FILES else name.lower()  # left.jpg of a WebDataset
 
 
-def columns(row: Mapping[str, Any], passed: Collection[str] = ()) -> Iterator[str]:
+def columns(row: Mapping[str, Any], passed: Collection[str] = ()) -> list[str]:
     """Columns of a row whose content would be dropped, but for those `passed`, which are read or
     ignored."""
-    for column, value in row.items():
-        if is_column(column) and column not in passed and not is_empty(value):
-            yield column
-
-
-def message_keys(turns: Any, ignored: Collection[str] = ()) -> Iterator[str]:
-    """Keys of a row's messages whose content would be dropped."""
-    for turn in turns if isinstance(turns, list) else ():
-        if not isinstance(turn, dict) or turn.keys() <= MESSAGE_KEYS:
-            continue
-        for key, value in turn.items():
-            if key.lower() not in KEYS or key in ignored or is_empty(value):
-                continue
-            if not (key.lower() in WEIGHTS and value == 1 and _is_answer(turn)):
-                yield key
-
-
-def _is_answer(turn: Mapping[str, Any]) -> bool:
-    return (turn.get("role") or turn.get("from")) in ("assistant", "gpt", "bot", "model")
+    return [
+        column
+        for column, value in row.items()
+        if is_column(column) and column not in passed and not is_empty(value)
+    ]
 
 
 def is_empty(value: Any, levels: int = MAX_DEPTH) -> bool:
@@ -87,18 +85,19 @@ def is_empty(value: Any, levels: int = MAX_DEPTH) -> bool:
     return value is None or value != value or value == b""
 
 
-def refusal(place: str, names: Sequence[Name]) -> DataError:
-    """The error for content of these names in the row at `place`."""
-    places_by_reason: dict[str, list[str]] = {}
-    for column, key in names:
-        of_message = "" if key is None else f"key {key!r} of a message in "
-        places = places_by_reason.setdefault(KEYS[_plain(key or column)], [])
-        places.append(f"{of_message}column {column!r}")
-    dropped = "; ".join(
-        f"{', '.join(places)} {reason}" for reason, places in places_by_reason.items()
+def refusal(names: Sequence[str], messages: str | None = None) -> Refused:
+    """The error for content of these columns, or of these keys of the messages in a column."""
+    reason_of, of_message = (
+        (COLUMNS, "") if messages is None else (KEYS, f" of a message in column {messages!r}")
     )
-    flags = ",".join(dict.fromkeys(key or column for column, key in names))
-    return DataError(
-        f"{place}: has content that would be dropped: {dropped}. To train on the rest of each row,"
-        f" add --data.ignore_columns=[{flags}]"
+    kind = "column" if messages is None else "key"
+    names_by_reason: dict[str, list[str]] = {}
+    for name in names:
+        names_by_reason.setdefault(reason_of[_plain(name)], []).append(f"{kind} {name!r}")
+    content = "; ".join(
+        f"{', '.join(listed)}{of_message} {reason}" for reason, listed in names_by_reason.items()
+    )
+    return Refused(
+        f"has content that would be dropped: {content}. To train on the rest of each row, add"
+        f" --data.ignore_columns=[{','.join(names)}]"
     )

@@ -43,7 +43,7 @@ class DataFormat:
     kind: Literal["prompt_response", "messages", "text", "oasst"]
     # role -> column name; roles: prompt, context, response, messages, text, role
     columns: Mapping[str, str]
-    file_type: Literal["parquet", "jsonl", "json", "text", "arrow", "webdataset"]
+    file_type: Literal["parquet", "jsonl", "json", "csv", "tsv", "text", "arrow", "webdataset"]
     reason: str
     ignored: tuple[str, ...] = ()  # data.ignore_columns
     notes: tuple[str, ...] = ()  # lines of the plan on columns that are not read

@@ -13,8 +13,11 @@ import numpy as np
 import pyarrow as pa
 
 from launch.base.errors import DataError
-from launch.data.rows import IGNORED, Message, Sample, text_of
+from launch.data.conversation import Sample, text_of
+from launch.data.rows import IGNORED, BadRows
 from training.data import stored_rows
+from training.data.loss_spans import ConversationRenderer, Rendered
+from training.data.span_tokens import SpanEncoder
 
 if TYPE_CHECKING:
     from training.data.packing import Packer
@@ -43,80 +46,114 @@ class Encoder:
     def largest_id(self) -> int:
         return max(self.tokenizer.get_vocab().values())
 
-    def segments(self, sample: Sample) -> list[tuple[str, bool]]:
-        """Split a sample into (text, is it a target) in order. Each text is tokenised alone,
-        because generation sees the prompt alone."""
-        if isinstance(sample, str):
-            if not self.encoder_decoder:
-                return [(sample, True)]
-            middle = len(sample) // 2  # prefix language modelling: the second half given the first
-            return [(sample[:middle], False), (sample[middle:], True)]
-        if self.encoder_decoder:
-            last = max((i for i, m in enumerate(sample) if m["role"] == "assistant"), default=None)
-            if last is None:
-                return []
-            return [
-                ("\n".join(m["content"] for m in sample[:last]), False),
-                (sample[last]["content"], True),
-            ]
-        if self.task == "pretrain":
-            return [(self._rendered(sample, False), True)]
-        parts: list[tuple[str, bool]] = []
-        done = ""
-        for i, message in enumerate(sample):
-            if message["role"] != "assistant":
-                continue
-            prompt = self._rendered(sample[:i], True)
-            answered = self._rendered(sample[: i + 1], False)
-            if not (prompt.startswith(done) and answered.startswith(prompt)):
-                raise DataError(
-                    "the tokenizer's chat_template renders a conversation differently once it is"
-                    " answered, so the response cannot be separated from the prompt; use a"
-                    " tokenizer with a plain chat_template"
-                )
-            parts += [(prompt[len(done) :], False), (answered[len(prompt) :], True)]
-            done = answered
-        return parts
-
-    def _rendered(self, messages: list[Message], add_generation_prompt: bool) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-
-    def encode(self, batch: Sequence[Sample]) -> list[list[dict[str, list[int]]]]:
+    def encode(self, batch: Sequence[Sample], bad: BadRows | None = None) -> list[list[Row]]:
         """Encode each sample of the batch as no row, one row, or several rows (long pretraining
-        texts)."""
-        parts = [self.segments(sample) for sample in batch]
-        texts = [text for part in parts for text, _ in part]
-        ids = iter(self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
-        tokens = [[(next(ids), target) for _, target in part] for part in parts]
-        return [self._rows(part) if part else [] for part in tokens]
+        texts, conversations that need a row for each answer).
 
-    def _rows(self, part: list[tuple[list[int], bool]]) -> list[dict[str, list[int]]]:
-        eos = self.tokenizer.eos_token_id
+        Samples that the chat template does not take are counted as bad rows, and left out."""
+        bad = bad or BadRows()
         if self.encoder_decoder:
-            source, target = part[0][0][: self.max_length - 1], part[1][0]
+            return self._pairs(batch, bad)
+        rendered: list[str | list[Rendered]] = []
+        for sample in batch:
+            try:
+                rendered.append(self._rendered(sample))
+            except DataError as error:
+                bad.add(error)
+        texts = [sample for sample in rendered if isinstance(sample, str)]
+        tokens = iter(self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else ())
+        talks = [text for sample in rendered if not isinstance(sample, str) for text in sample]
+        labelled = self._spans.encode(talks) if talks else iter(())
+        return [
+            self._text_rows(next(tokens))
+            if isinstance(sample, str)
+            else [row for text in sample for row in self._rows(*next(labelled), text.ends)]
+            for sample in rendered
+        ]
+
+    def _rendered(self, sample: Sample) -> str | list[Rendered]:
+        if isinstance(sample, str):
+            return sample
+        if self.task == "pretrain":
+            return [self.renderer.whole_text(sample.messages, sample.tools, place=sample.place)]
+        return self.renderer.render(sample.messages, sample.tools, place=sample.place)
+
+    @cached_property
+    def renderer(self) -> ConversationRenderer:
+        return ConversationRenderer(self.tokenizer)
+
+    @cached_property
+    def _spans(self) -> SpanEncoder:
+        return SpanEncoder(self.tokenizer, self.renderer.protected)
+
+    @cached_property
+    def _beginning(self) -> list[int]:
+        """The tokens that the tokenizer's own call puts before a text, e.g. BOS."""
+        text = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        ids = self.tokenizer("a")["input_ids"]
+        starts = range(len(ids) - len(text) + 1)
+        return ids[: next(i for i in starts if ids[i : i + len(text)] == text)]
+
+    def _text_rows(self, ids: list[int]) -> list[Row]:
+        ids = [*self._beginning, *ids] if ids else []
+        return self._rows(ids, list(ids), ends=False)
+
+    def _pairs(self, batch: Sequence[Sample], bad: BadRows) -> list[list[Row]]:
+        """The rows of a T5."""
+        parts: list[tuple[str, str] | None] = []
+        for sample in batch:
+            try:
+                parts.append(_source_and_target(sample))
+            except DataError as error:
+                bad.add(error)
+        texts = [text for part in parts if part for text in part]
+        ids = iter(self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
+        eos = self.tokenizer.eos_token_id
+        rows: list[list[Row]] = []
+        for part in parts:
+            source, target = (next(ids)[: self.max_length - 1], next(ids)) if part else ([], [])
             target = (
                 [*target, eos]
                 if target and len(target) < self.max_length
                 else target[: self.max_length]
             )
-            return [{"input_ids": [*source, eos], "labels": target}] if target else []
+            rows.append([{"input_ids": [*source, eos], "labels": target}] if target else [])
+        return rows
+
+    def _rows(self, ids: list[int], labels: list[int], ends: bool) -> list[Row]:
+        """The rows of a decoder's text. If nothing `ends` it, the end token is appended."""
+        eos = self.tokenizer.eos_token_id
+        if not ends and ids and ids[-1] != eos:
+            ids, labels = [*ids, eos], [*labels, eos]
+        labels[:1] = [IGNORED] * len(labels[:1])
+        row = {"input_ids": ids, "labels": labels}
         if self.task == "pretrain":
-            ids = [*part[0][0], eos] if part[0][0] else []
-            row = {"input_ids": ids, "labels": [IGNORED, *ids[1:]]}
             return (
                 [row] if self.whole_texts and len(ids) > 1 else list(pieces(row, self.max_length))
             )
-        if part[-1][0] and part[-1][0][-1] != eos:
-            part[-1][0].append(eos)
-        input_ids = [token for ids, _ in part for token in ids][: self.max_length]
-        labels = [token if target else IGNORED for ids, target in part for token in ids][
-            : self.max_length
-        ]
-        labels[:1] = [IGNORED] * len(labels[:1])
-        says_something = any(label not in (IGNORED, eos) for label in labels)
-        return [{"input_ids": input_ids, "labels": labels}] if says_something else []
+        row = {name: values[: self.max_length] for name, values in row.items()}
+        no_content = {IGNORED, *self.renderer.end_ids}
+        return [row] if any(label not in no_content for label in row["labels"]) else []
+
+
+def _source_and_target(sample: Sample) -> tuple[str, str] | None:
+    """The texts that a T5 reads and writes; None if nothing is answered."""
+    if isinstance(sample, str):
+        middle = len(sample) // 2  # prefix language modelling: the second half given the first
+        return sample[:middle], sample[middle:]
+    messages = sample.messages
+    others = {key for message in messages for key, value in message.items() if value is not None}
+    others -= {"role", "content", "weight"}
+    if sample.tools or others or any(message["role"] == "tool" for message in messages):
+        others |= {"tools"} if sample.tools else set()
+        raise DataError(
+            f"{sample.place}: found {', '.join(sorted(others)) or 'a message of a tool'}, but a T5"
+            " is trained on the content of messages only; leave the row out, or train a decoder"
+        )
+    last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=None)
+    if last is None or messages[last].get("weight") == 0:
+        return None
+    return "\n".join(m["content"] for m in messages[:last]), messages[last]["content"]
 
 
 def pieces(row: Row, max_length: int) -> Iterator[Row]:
@@ -132,8 +169,18 @@ def pieces(row: Row, max_length: int) -> Iterator[Row]:
 # ---- the cache
 # ---------------------------------------------------------------------------
 
-COUNTED_BEFORE = {"samples", "dropped", "truncated", "lengths", "stride"}  # rows are packed
-SUMMED = ("samples", "rows", "bad", "dropped", "truncated", "tokens", "target_tokens", "documents")
+COUNTED_BEFORE = {
+    "samples",
+    "dropped",
+    "truncated",
+    "split",
+    "lengths",
+    "stride",
+}  # rows are packed
+SUMMED = (
+    *("samples", "rows", "bad", "dropped", "truncated", "split"),
+    *("tokens", "target_tokens", "documents"),
+)
 LARGEST = ("longest", "longest_input", "longest_target")
 # fewer than 1,000 long samples are tokenised at once, because a token takes 200 bytes meanwhile
 BATCH_CHARACTERS = 1 << 20
@@ -151,6 +198,7 @@ class CacheCounts:
     # samples without a target (an empty response, or a prompt that fills max_length)
     dropped: int = 0
     truncated: int = 0  # rows that were truncated at max_length
+    split: int = 0  # conversations that are a row for each answer
     tokens: int = 0
     target_tokens: int = 0
     longest: int = 0
@@ -212,6 +260,7 @@ def write_cache(
     limit: int | None,
     progress: Any,
     packer: Packer | None,
+    bad: BadRows | None = None,
 ) -> CacheCounts:
     """Tokenise `source` into the Arrow stream file `path`.
 
@@ -230,7 +279,8 @@ def write_cache(
 
         for batch in _batches(source, 1000, limit):
             rows: list[Row] = []
-            for encoded in encoder.encode(batch):
+            for encoded in encoder.encode(batch, bad):
+                counts.split += encoder.task == "sft" and len(encoded) > 1
                 split = (
                     [piece for row in encoded for piece in pieces(row, encoder.max_length)]
                     if packer

@@ -116,6 +116,7 @@ def _write(
 def _tokenizer(tokens: TokenCache, say: Callable[[str], None]) -> Any:
     """Load the tokenizer of the recipe's folder, or train a tokenizer."""
     from launch.data import rows as data_rows
+    from launch.data.conversation import text_of
     from training.data import tokenizer
 
     recipe = tokens.recipe
@@ -126,7 +127,7 @@ def _tokenizer(tokens: TokenCache, say: Callable[[str], None]) -> Any:
     size = section.vocab_size or tokens.model.config["vocab_size"]
     say(f"training a tokenizer of at most {size:,} tokens on {train_file.name}")
     bad = data_rows.BadRows(source.max_bad_rows)
-    texts = map(data_rows.text_of, data_rows.read_samples(train_file, tokens.data_format, bad))
+    texts = map(text_of, data_rows.read_samples(train_file, tokens.data_format, bad))
     return tokenizer.train(_first(texts) if source.streaming else texts, section, size)
 
 
@@ -188,6 +189,11 @@ def summary(name: str, counts: dict[str, Any], max_length: int) -> str:
         line += f"{mean / max_length:.1%} full"
     if counts["truncated"]:
         line += f", {counts['truncated']:,} truncated at max_length {max_length}"
+    if counts["split"]:
+        line += (
+            f", {counts['split']:,} conversations as a row for each answer (the chat template"
+            " renders a turn differently once others follow)"
+        )
     if counts["dropped"]:
         line += f", {counts['dropped']:,} left out (no target to train on)"
         if counts["dropped"] > counts["samples"] / 2:

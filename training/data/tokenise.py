@@ -106,7 +106,7 @@ class Job:
         packer = data_packing.Packer(self.max_length, self._splits_texts) if self.packing else None
         aside = self.rows_file(unit).with_suffix(".tmp")
         try:
-            counts = encode.write_cache(source, self.encoder, aside, limit, progress, packer)
+            counts = encode.write_cache(source, self.encoder, aside, limit, progress, packer, bad)
         except DataError as error:
             aside.unlink()
             return TokenisedUnit(encode.CacheCounts(), bad.errors, str(error))

@@ -57,7 +57,9 @@ def load(folder: Path) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.chat_template is None:
-        tokenizer.chat_template = PLAIN_TEMPLATE
+        # BOS where the tokenizer puts it before a text, as the base model was trained
+        begins = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
+        tokenizer.chat_template = ("{{ bos_token }}" if begins else "") + PLAIN_TEMPLATE
     return tokenizer
 
 

@@ -25,8 +25,8 @@ def divide(files: Sequence[Path], data_format: DataFormat, size: int) -> list[Un
     """Divide files into units of about `size` bytes on the disk. Small shards share a unit, large
     shards are split.
 
-    A file that can only be read from its beginning (compressed, tar, JSON array) is not split, nor
-    is a file of turns."""
+    A file that can only be read from its beginning (compressed, tar, JSON array, CSV) is not split,
+    nor is a file of turns."""
     units: list[Unit] = []
     unit: list[Slice] = []
     unit_bytes = 0
@@ -49,7 +49,7 @@ def _pieces(
         is_whole = (
             is_packed
             or data_format.kind == "oasst"
-            or data_format.file_type in ("json", "webdataset")
+            or data_format.file_type in ("json", "csv", "tsv", "webdataset")
         )
         if is_whole or file_bytes <= size:
             yield Slice(file), file_bytes

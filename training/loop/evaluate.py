@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from launch.data.conversation import Conversation, Message
 from launch.data.rows import BadRows, read_samples
 from launch.schema.plan import DataFormat
 from training.compat.transformers_private import Network
@@ -19,21 +20,28 @@ from training.compat.transformers_private import Network
 
 def questions(
     path: Path, data_format: DataFormat, limit: int, max_bad_rows: int
-) -> list[tuple[list[dict[str, str]], str]]:
+) -> list[tuple[list[Message], str]]:
     """(messages before the last answer, that answer) of the first `limit` rows that have an
     answer."""
     answered = (
-        (sample[:-1], sample[-1]["content"])
+        (sample.messages[:-1], sample.messages[-1]["content"])
         for sample in read_samples(path, data_format, BadRows(max_bad_rows))
-        if isinstance(sample, list) and sample[-1]["role"] == "assistant"
+        if not isinstance(sample, str) and _has_answer(sample)
     )
     return list(islice(answered, limit))
+
+
+def _has_answer(sample: Conversation) -> bool:
+    """True if the last message answers in text, and no tools are offered."""
+    last = sample.messages[-1]
+    is_text = last["content"] is not None and not last.get("tool_calls")
+    return last["role"] == "assistant" and is_text and not sample.tools
 
 
 def greedy_answers(
     model: Network,
     tokenizer: PreTrainedTokenizerBase,
-    conversations: Sequence[list[dict[str, str]]],
+    conversations: Sequence[list[Message]],
     max_new_tokens: int,
     device: torch.device | None = None,
 ) -> list[str]:
@@ -80,7 +88,7 @@ def greedy_answers(
 def scores(
     model: Network,
     tokenizer: PreTrainedTokenizerBase,
-    pairs: Sequence[tuple[list[dict[str, str]], str]],
+    pairs: Sequence[tuple[list[Message], str]],
     max_new_tokens: int,
     device: torch.device,
     between_batches: Callable[[], None],

@@ -21,6 +21,7 @@ from launch.schema.plan import ModelSize
 from launch.schema.recipe import AttnImplementation, LoraSection, ModelSection, QuantizationSection
 from training.compat import transformers_private
 from training.compat.transformers_private import Network
+from training.data.loss_spans import ConversationRenderer
 from training.model import four_bit
 
 
@@ -51,7 +52,7 @@ def build(
             " choose a model shape with a larger vocab_size, or a tokenizer of at most that many"
             " tokens"
         )
-    _set_special_tokens(model, tokenizer)
+    set_special_tokens(model, tokenizer)
     return prepare_to_train(model, section, lora, lora_targets)
 
 
@@ -151,7 +152,7 @@ def from_folder(
     return model
 
 
-def _set_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def set_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     for config in (model.config, model.generation_config):
         config.pad_token_id = tokenizer.pad_token_id
         config.eos_token_id = tokenizer.eos_token_id
@@ -159,6 +160,10 @@ def _set_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
         if model.config.is_encoder_decoder:
             start = model.config.decoder_start_token_id
             config.decoder_start_token_id = tokenizer.pad_token_id if start is None else start
+    if not model.config.is_encoder_decoder and model.generation_config is not None:
+        ends = ConversationRenderer(tokenizer).end_ids
+        if ends != [tokenizer.eos_token_id]:  # the chat template ends answers with another token
+            model.generation_config.eos_token_id = ends
 
 
 def with_lora(

@@ -89,12 +89,24 @@ def test_conversations_and_named_columns(tmp_path):
 
 
 def test_a_column_that_would_be_dropped_is_refused_unless_it_is_ignored(tmp_path):
-    rows = [{**row, "system": "Be brief.", "label": 1} for row in alpaca(20)]
+    rows = [{**row, "score": 1, "label": 1} for row in alpaca(20)]
     done = prepare(tmp_path, rows)
     assert (done.returncode, len(done.stderr.splitlines())) == (4, 1)
     assert "big.jsonl:1: has content that would be dropped" in done.stderr
-    assert "--data.ignore_columns=[system,label]" in done.stderr
-    assert prepare(tmp_path, rows, "--data.ignore_columns=[system,label]").returncode == 0
+    assert "--data.ignore_columns=[score,label]" in done.stderr
+    assert prepare(tmp_path, rows, "--data.ignore_columns=[score,label]").returncode == 0
+
+
+def test_content_that_two_columns_of_text_cannot_hold_is_refused_unless_it_is_ignored(tmp_path):
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "reasoning_content": "r"},
+    ]
+    rows = [{"messages": turns}, {"messages": [{**turns[0], "content": "c"}, turns[1]]}]
+    done = prepare(tmp_path, rows)
+    assert (done.returncode, len(done.stderr.splitlines())) == (4, 1)
+    assert "reasoning_content" in done.stderr
+    assert prepare(tmp_path, rows, "--data.ignore_columns=[reasoning_content]").returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ from launch.data import columns, rows
 from launch.schema.recipe import DataSection
 found = columns.detect(DataSection(train_file="riddles.jsonl"), Path("."))
 (sample,) = rows.read_samples(Path("riddles.jsonl"), found)
-print(found.reason, *(turn["content"] for turn in sample), sep="|")
+print(found.reason, *(turn["content"] for turn in sample.messages), sep="|")
 """
     reason, question, answer = run(copy, script).strip().split("|")
     assert reason == "riddle: data.train_file has the columns riddle, solution"

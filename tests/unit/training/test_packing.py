@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from launch.base.errors import ConfigError
+from launch.data.conversation import Conversation
 from launch.data.rows import IGNORED
 from tests import builders, flash_on_cpu
 from training.children import trial_rows
@@ -185,7 +186,9 @@ def test_tokenising_packs_and_counts_before_and_after(tmp_path):
             iter(texts)
             if task == "pretrain"
             else (
-                [{"role": "user", "content": "x"}, {"role": "assistant", "content": t}]
+                Conversation(
+                    [{"role": "user", "content": "x"}, {"role": "assistant", "content": t}]
+                )
                 for t in texts
             )
         )

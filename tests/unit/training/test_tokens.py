@@ -10,7 +10,8 @@ import pytest
 
 from launch.base.errors import DataError, ResourceError
 from launch.data import rows as data_rows
-from launch.data.rows import Message, read_samples
+from launch.data.conversation import Conversation
+from launch.data.rows import read_samples
 from launch.schema.plan import DataFormat
 from launch.schema.recipe import TokenizerSection
 from training.data import batches, encode, tokenizer
@@ -29,10 +30,10 @@ def encoder(cut, **fields) -> encode.Encoder:
     )
 
 
-def turns(*contents: str) -> list[Message]:
-    return [
-        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)
-    ]
+def turns(*contents: str) -> Conversation:
+    return Conversation(
+        [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+    )
 
 
 @pytest.mark.parametrize("split", ["word", "character"])
@@ -108,16 +109,18 @@ def without_template(tmp_path, cut):
 
 
 def test_a_folder_without_a_chat_template_is_trained_with_one_line_a_turn(without_template):
-    talk = turns("two", "二", "three", "三")
-    ((row,),) = encoder(without_template).encode([[{"role": "system", "content": "end"}, *talk]])
+    talk = turns("two", "二", "three", "三").messages
+    conversation = Conversation([{"role": "system", "content": "end"}, *talk])
+    ((row,),) = encoder(without_template).encode([conversation])
     assert without_template.decode(row["input_ids"]) == "end\ntwo\n二<|end|>\nthree\n三<|end|>"
     targets = [label for label in row["labels"] if label != data_rows.IGNORED]
     assert without_template.decode(targets) == "二<|end|>三<|end|>"
 
 
 def test_the_prompt_of_an_answer_is_the_beginning_of_what_was_trained(without_template):
-    talk = turns("two", "二", "three", "三")
-    ((row,),) = encoder(without_template).encode([talk])
+    conversation = turns("two", "二", "three", "三")
+    talk = conversation.messages
+    ((row,),) = encoder(without_template).encode([conversation])
     for i in (1, 3):
         prompt = without_template.apply_chat_template(
             talk[:i], tokenize=False, add_generation_prompt=True
@@ -135,7 +138,7 @@ def test_the_plain_template_renders_alike_whatever_a_program_trims(trim_blocks, 
         tokenizer.PLAIN_TEMPLATE
     )
     said = template.render(
-        messages=turns("a", "b", "c"), eos_token="</s>", add_generation_prompt=True
+        messages=turns("a", "b", "c").messages, eos_token="</s>", add_generation_prompt=True
     )
     assert said == "a\nb</s>\nc\n"
 
@@ -203,17 +206,3 @@ def test_the_cache_is_mapped_row_by_row_as_it_was_written(tmp_path, cut):
         )
         assert len(ids) == len(labels)
     assert rows.__getitems__([]) == []
-
-
-@pytest.mark.parametrize("role", ["function_call", "observation", "tool"])
-def test_a_turn_of_a_tool_is_refused_by_name(tmp_path, role):
-    path = tmp_path / "rows.jsonl"
-    turns = [
-        {"from": "human", "value": "q"},
-        {"from": role, "value": "f(1)"},
-        {"from": "gpt", "value": "a"},
-    ]
-    path.write_text(json.dumps({"conversations": turns}) + "\n")
-    found = DataFormat("messages", {"messages": "conversations"}, "jsonl", "")
-    with pytest.raises(DataError, match=f"rows.jsonl:1: .*role '{role}' is not trained yet"):
-        list(read_samples(path, found, data_rows.BadRows(0)))

@@ -1,0 +1,29 @@
+"""Conversations and texts, as the readers of data files give them to the tokeniser."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+# Keys role and content (text or None), and of some messages: tool_calls, tool_call_id, name,
+# reasoning_content, weight.
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The messages of a row, and the tools that it offers to the model."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    place: object = field(default="", compare=False)  # of the row, for errors
+
+
+Sample = Conversation | str  # str: a text
+
+
+def text_of(sample: Sample) -> str:
+    """The text of a sample or of its messages; a tokenizer is trained on it."""
+    if isinstance(sample, str):
+        return sample
+    return "\n".join(message["content"] or "" for message in sample.messages)

@@ -1,0 +1,493 @@
+"""The texts that a conversation is trained as, and the spans of them that have a loss.
+
+A text is the chat template's render of the whole conversation. The spans of its answers are found
+by, in this order:
+
+1. marks: the template says with {% generation %} what the assistant writes;
+2. prefixes: the prompt of each answer, and the conversation up to it, begin the whole render;
+3. characters: the contents' characters are replaced by others that the row does not hold, and
+   followed into a second render, which must be the first one with these characters;
+4. turns: a sample for each answer, which is the render of the conversation up to it.
+
+A span begins where the generation prompt ends, and ends with the first end token behind the
+answer. What a template writes behind that (a newline, a second end token) is no target.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from launch.base.errors import DataError
+from training.data import rendering
+from training.data.rendering import Span, TemplateRefusal
+
+Messages = Sequence[Mapping[str, Any]]
+# noncharacters, around the text of a special token that a content holds
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+# characters that stay where contents are followed: what templates look for, trim or escape
+KEPT = re.compile(r'[\s"\\\x00-\x1f]|<[^<>\s]*>|\[/?[A-Z_]+\]|\ufdd0|\ufdd1')
+# values that a template compares instead of writing them, or writes in another message too
+COMPARED = frozenset({"role", "type", "id", "tool_call_id", "name"})
+OPTIONAL = {  # key of a message -> names under which a template reads it
+    "tool_calls": ("tool_calls",),
+    "reasoning_content": ("reasoning_content", "thinking", "reasoning"),
+}
+WORD = re.compile(r"[^\W_]+")
+PROBE = tuple(map(chr, range(0xE000, 0xE004)))  # contents of a conversation of two turns
+# letters of rare scripts: filters and repr() write them as they are
+FOLLOWERS = "".join(filter(str.isprintable, map(chr, range(0x20000, 0x323B0))))
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A text to train on, with the spans that have a loss."""
+
+    text: str
+    targets: list[Span]
+    method: str = ""  # marks, prefixes, characters or turns
+    # text of special tokens that the row's contents hold: it is no token
+    plain: list[Span] = field(default_factory=list)
+    ends: bool = True  # False: the last answer has no end token in the text
+    place: object = ""  # of the row
+
+
+class ConversationRenderer:
+    """Renders conversations with the chat template of a tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
+        self.added = _any_of(added)
+        turns = self._probe()
+        # one answer ends with the first, the tokens of turns are never text of a row
+        ends = list(dict.fromkeys([*self._ends(turns), tokenizer.eos_token]))
+        self.ends = [end for end in ends if end]
+        self.end_ids = [tokenizer.convert_tokens_to_ids(end) for end in self.ends]
+        special = [content for content, token in added.items() if token.special]
+        self._calls = _any_of(set(special) - set(self.added.findall("".join(turns))))
+        self.protected = {*special, *self._structure(turns), *(set(self.ends) & added.keys())}
+        self._protected = _any_of(self.protected)
+        self._end = _any_of(self.ends)
+        end = self._end.pattern
+        self._tail = re.compile(rf"({end})(?:\s*{end})*\s*\Z")
+        self._special_tail = re.compile(rf"{_any_of(special).pattern}\s*\Z")
+
+    def _probe(self) -> list[str]:
+        """Renders of one and two turns; none if the template takes no such conversation."""
+        roles = ("user", "assistant", "user", "assistant")
+        talk = [{"role": role, "content": text} for role, text in zip(roles, PROBE, strict=True)]
+        try:
+            texts = [self.text(talk[:2]), self.text(talk)]
+        except TemplateRefusal:
+            return []
+        is_plain = all(text.count(mark) == 1 for text in texts[1:] for mark in PROBE)
+        return texts if is_plain and PROBE[1] in texts[0] else []
+
+    def _ends(self, turns: list[str]) -> Iterator[str]:
+        """The tokens that end an answer: the first one behind the last answer, and the one behind
+        an earlier answer if it ends other messages too."""
+        if not turns:
+            return
+        first, second = turns
+        for text, content in ((first, PROBE[1]), (second, PROBE[3])):
+            yield from self.added.findall(text.split(content)[1])[:1]
+        _, behind_question, behind_answer, _ = re.split(f"[{''.join(PROBE[:3])}]", second)
+        end = set(self.added.findall(behind_answer)[:1])
+        yield from end & set(self.added.findall(behind_question))
+
+    def _structure(self, turns: list[str]) -> Iterator[str]:
+        """The added tokens of a question: before it, and the first one behind it."""
+        if turns:
+            before, after = turns[0].split(PROBE[0])
+            yield from self.added.findall(before)
+            yield from self.added.findall(after)[:1]
+
+    def text(
+        self,
+        messages: Messages,
+        tools: Any = None,
+        *,
+        prompt: bool = False,
+        place: object = "",
+    ) -> str:
+        return self._rendered(messages, tools, place, prompt=prompt)[0]
+
+    def _rendered(
+        self, messages: Messages, tools: Any, place: object, **options: bool
+    ) -> tuple[str, list[Span]]:
+        template = self._tokenizer.get_chat_template(None, tools)
+        special_tokens = self._tokenizer.special_tokens_map
+        return rendering.render(template, messages, tools, special_tokens, place=place, **options)
+
+    def whole_text(self, messages: Messages, tools: Any = None, *, place: object = "") -> Rendered:
+        """A conversation as a text for pretraining: every token is a target."""
+        if not all(_weight(message, place) for message in messages):
+            raise DataError(
+                f"{place}: found weight 0 of a message, but pretraining learns every message; leave"
+                " the row out, or add --data.ignore_columns=[weight]"
+            )
+        plain = _plain_messages(messages)
+        _check_keys(self._tokenizer.get_chat_template(None, tools), plain, tools, place)
+        text = self.text(plain, tools, place=place)
+        _check_contents(text, plain, place)
+        return Rendered(text, [(0, len(text))], ends=False, place=place)
+
+    def render(
+        self, messages: Messages, tools: Any = None, *, place: object = ""
+    ) -> list[Rendered]:
+        """The samples of a conversation; none if no message is a target.
+
+        Raises DataError when the template does not take the conversation, or drops a part of it."""
+        targets = [
+            i
+            for i, message in enumerate(messages)
+            if message["role"] == "assistant" and _weight(message, place)
+        ]
+        if not targets:
+            return []
+        original = _plain_messages(messages)
+        template = self._tokenizer.get_chat_template(None, tools)
+        _check_keys(template, original, tools, place)
+        if not any(map(self._protected.search, _strings([original, tools]))):
+            return self._rendered_talk(_Talk(self, original, tools, targets, place), template)
+        shielded, shielded_tools = self._shield([original, tools], place)
+        rendered = self._rendered_talk(
+            _Talk(self, shielded, shielded_tools, targets, place), template
+        )
+        rendered = [_unshielded(sample) for sample in rendered]
+        if rendered[0].method != "turns" and rendered[0].text != self.text(
+            original, tools, place=place
+        ):
+            raise DataError(
+                f"{place}: a text of the row holds a special token of the tokenizer, and the"
+                " chat_template renders it in another way than other text; remove it from the row"
+            )
+        return rendered
+
+    def _shield(self, value: Any, place: object) -> Any:
+        """The value with the text of special tokens between OPEN and CLOSE."""
+        if isinstance(value, str):
+            if OPEN in value or CLOSE in value:
+                raise DataError(
+                    f"{place}: a text of the row holds the noncharacters U+FDD0 or U+FDD1, which"
+                    " no text may hold; remove them"
+                )
+            return self._protected.sub(f"{OPEN}\\g<0>{CLOSE}", value)
+        if isinstance(value, Mapping):
+            return {key: self._shield(item, place) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._shield(item, place) for item in value]
+        return value
+
+    def _rendered_talk(self, talk: _Talk, template: str) -> list[Rendered]:
+        method, spans, full = "marks", None, ""
+        if rendering.has_marks(template):
+            full, marks = self._rendered(talk.messages, talk.tools, talk.place, marks=True)
+            spans = talk.by_marks(full, marks)
+        if spans is None:
+            full = talk.full_text()
+            method, spans = "prefixes", talk.by_prefixes(full)
+        if spans is None:
+            method, spans = "characters", talk.by_characters(full)
+        _check_contents(full, talk.messages, talk.place)
+        if spans is not None:
+            return [Rendered(full, spans, method, ends=talk.has_end(full, spans), place=talk.place)]
+        return talk.by_turns()
+
+    def end_of(self, turn: str) -> int:
+        """The end of a target that a turn's text begins: behind its first end token."""
+        tail = self._tail.search(turn) or self._special_tail.search(turn)
+        if tail is None:
+            return len(turn)
+        return tail.end(1) if tail.re is self._tail else len(turn.rstrip())
+
+    def end_behind(self, text: str, start: int, end: int) -> int | None:
+        """The end of the first end token in a part of a text that holds no content."""
+        token = self._end.search(text, start, end) or self._calls.search(text, start, end)
+        return token.end() if token else None
+
+
+@dataclass(frozen=True)
+class _Talk:
+    """A conversation whose answers are looked for in its render."""
+
+    renderer: ConversationRenderer
+    messages: list[dict[str, Any]]
+    tools: Any
+    targets: list[int]  # messages with a loss
+    place: object
+    _texts: dict[tuple[int, bool], str | None] = field(default_factory=dict)
+
+    def full_text(self) -> str:
+        text = self.renderer.text(self.messages, self.tools, place=self.place)
+        self._texts[len(self.messages), False] = text
+        return text
+
+    def text(self, count: int, prompt: bool = False) -> str | None:
+        """The render of the first messages; None if the template does not take them alone."""
+        if (count, prompt) not in self._texts:
+            try:
+                text = self.renderer.text(self.messages[:count], self.tools, prompt=prompt)
+            except TemplateRefusal:
+                text = None
+            self._texts[count, prompt] = text
+        return self._texts[count, prompt]
+
+    def by_marks(self, full: str, marks: list[Span]) -> list[Span] | None:
+        """The marked spans, each up to its end token; None if it is not clear whose they are."""
+        joined: list[Span] = []
+        for start, end in marks:
+            if joined and joined[-1][1] == start:
+                joined[-1] = (joined[-1][0], end)
+            elif start < end:
+                joined.append((start, end))
+        answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+        if len(self.targets) < len(answers):
+            if len(joined) != len(answers):
+                return None
+            joined = [span for i, span in zip(answers, joined, strict=True) if i in self.targets]
+        spans = []
+        for start, end in joined:
+            following = self.renderer._end.match(full, end)
+            end = following.end() if following else end
+            spans.append((start, start + self.renderer.end_of(full[start:end])))
+        return spans or None
+
+    def by_prefixes(self, full: str) -> list[Span] | None:
+        spans: list[Span] = []
+        done = 0
+        for i in self.targets:
+            prompt, answered = self.text(i, True), self.text(i + 1)
+            if prompt is None or answered is None or not done <= len(prompt) <= len(answered):
+                return None
+            if not (full.startswith(prompt) and full.startswith(answered)):
+                return None
+            done = len(answered)
+            if len(prompt) < done:
+                end = len(prompt) + self.renderer.end_of(answered[len(prompt) :])
+                spans.append((len(prompt), end))
+        return spans
+
+    def by_characters(self, full: str) -> list[Span] | None:
+        followed = _Followers(self.messages)
+        try:
+            marked = self.renderer.text(followed.messages, self.tools)
+        except TemplateRefusal:
+            return None
+        if not followed.each or marked.translate(followed.originals) != full:
+            return None
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        seen: set[str] = set()
+        for place, character in enumerate(marked):
+            message = followed.message_of.get(character)
+            if message is None:
+                continue
+            if character in seen:
+                if character in followed.names:  # the turn of a tool repeats it
+                    continue
+                return None  # a content that is written twice
+            seen.add(character)
+            first.setdefault(message, place)
+            last[message] = place
+        spans: list[Span] = []
+        for i in self.targets:
+            before = max((place for j, place in last.items() if j < i), default=-1) + 1
+            limit = min((place for j, place in first.items() if j > i), default=len(full))
+            start = self._start(i, full, before, min(first.get(i, limit), limit))
+            if start is None or last.get(i, start) >= limit:
+                return None
+            content_end = last[i] + 1 if i in last else start
+            end = self.renderer.end_behind(full, content_end, limit)
+            if end is None:
+                rest = followed.kept_ends.get(i, "")
+                end = content_end + _common(rest, full[content_end:limit])
+            if i in last or end > start:
+                spans.append((start, end))
+        return spans
+
+    def _start(self, i: int, full: str, lowest: int, highest: int) -> int | None:
+        """The place where message i begins to answer: the end of the prompt that generation would
+        see, or of its beginning if the answer goes on in another way."""
+        prompt, before = self.text(i, True), self.text(i)
+        if prompt is not None and full.startswith(prompt) and len(prompt) <= highest:
+            return len(prompt)
+        if prompt is not None and before is not None and full.startswith(before):
+            common = _common(prompt, full[:highest])
+            for text in (prompt, full):  # two tokens may begin alike
+                for token in self.renderer.added.finditer(text, lowest):
+                    if token.start() < common < token.end():
+                        common = token.start()
+            return common if common >= lowest else None
+        if prompt is not None and before is not None and prompt.startswith(before):
+            header = prompt[len(before) :]
+            place = full.rfind(header, lowest, highest) if header else -1
+            if place >= 0:
+                return place + len(header)
+        return highest if highest < len(full) else None
+
+    def by_turns(self) -> list[Rendered]:
+        rendered = []
+        for i in self.targets:
+            turn = _Talk(
+                self.renderer, self.messages[: i + 1], self.tools, [i], self.place, self._texts
+            )
+            text = self.text(i + 1)
+            spans = text and (turn.by_prefixes(text) or turn.by_characters(text))
+            if not text or not spans:
+                raise DataError(
+                    f"{self.place}: the tokenizer's chat_template renders message {i + 1}"
+                    " differently once it is answered, or changes its text, so the answer cannot"
+                    " be separated from its prompt; leave the row out, or name a tokenizer with a"
+                    " plainer template with --tokenizer.path=FOLDER"
+                )
+            rendered.append(
+                Rendered(text, spans, "turns", [], turn.has_end(text, spans), self.place)
+            )
+        return rendered
+
+    def has_end(self, text: str, spans: list[Span]) -> bool:
+        """False if the last message is an answer with a loss, without an end token."""
+        if not spans or self.targets[-1] != len(self.messages) - 1:
+            return True
+        start, _ = spans[-1]
+        turn = text[start:]
+        return self.renderer._tail.search(turn) is not None or (
+            self.renderer._special_tail.search(turn) is not None
+        )
+
+
+class _Followers:
+    """Messages whose characters are replaced by characters that the row does not hold."""
+
+    def __init__(self, messages: list[dict[str, Any]]) -> None:
+        texts = list(_strings(messages))
+        used = set().union(*texts)
+        self._free = (letter for letter in FOLLOWERS if letter not in used)
+        # of a longer text, its beginning and its end are followed; 0: there are too many texts
+        self.each = len(FOLLOWERS) // (4 * max(len(texts), 1))
+        self.originals: dict[int, str] = {}
+        self.message_of: dict[str, int] = {}
+        self.names: set[str] = set()
+        self.kept_ends: dict[int, str] = {}  # what follows a message's last followed character
+        self.messages = [self._replaced(message, i) for i, message in enumerate(messages)]
+
+    def _replaced(self, value: Any, message: int, is_name: bool = False) -> Any:
+        if isinstance(value, Mapping):
+            names = {"name"} if "arguments" in value else set()  # of a function that is called
+            return {
+                key: self._replaced(item, message, key in names)
+                if key not in COMPARED or key in names
+                else item
+                for key, item in value.items()
+            }
+        if isinstance(value, list):
+            return [self._replaced(item, message) for item in value]
+        if not isinstance(value, str):
+            return value
+        characters = list(value)
+        unfollowed = {i for match in KEPT.finditer(value) for i in range(*match.span())}
+        places = [i for i in range(len(characters)) if i not in unfollowed]
+        if len(places) > 2 * self.each:
+            places = places[: self.each] + places[len(places) - self.each :]
+        for i in places:
+            follower = next(self._free)
+            self.originals[ord(follower)] = value[i]
+            self.message_of[follower] = message
+            if is_name:
+                self.names.add(follower)
+            characters[i] = follower
+        if value:
+            self.kept_ends[message] = value[places[-1] + 1 :] if places else value
+        return "".join(characters)
+
+
+def _common(text: str, other: str) -> int:
+    """The length of the common beginning of two texts."""
+    pairs = enumerate(zip(text, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)
+
+
+def _any_of(tokens: Any) -> re.Pattern[str]:
+    """A pattern of any of the tokens that a template writes."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile(f"(?<!{OPEN})(?:{'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+
+
+def _unshielded(sample: Rendered) -> Rendered:
+    """The sample without OPEN and CLOSE, with the spans that were between them."""
+    marks = [match.start() for match in re.finditer(f"[{OPEN}{CLOSE}]", sample.text)]
+
+    def moved(place: int) -> int:
+        return place - bisect_left(marks, place)
+
+    text = sample.text.replace(OPEN, "").replace(CLOSE, "")
+    pairs = zip(marks[::2], marks[1::2], strict=True)
+    plain = [(moved(start + 1), moved(end)) for start, end in pairs]
+    targets = [(moved(start), moved(end)) for start, end in sample.targets]
+    return replace(sample, text=text, targets=targets, plain=plain)
+
+
+def _weight(message: Mapping[str, Any], place: object) -> bool:
+    """True if an answer has a loss."""
+    weight = message.get("weight", 1)
+    if weight not in (0, 1, None):
+        raise DataError(
+            f"{place}: found weight {weight!r} of a message, expected 0 (no loss) or 1; mend"
+            " the row"
+        )
+    return weight != 0
+
+
+def _plain_messages(messages: Messages) -> list[dict[str, Any]]:
+    """The messages for a template: without nulls, as transformers does, and without weights."""
+    return [
+        {key: value for key, value in message.items() if value is not None and key != "weight"}
+        for message in messages
+    ]
+
+
+def _check_keys(template: str, messages: Messages, tools: Any, place: object) -> None:
+    """Raise DataError for content under a key that the template never reads."""
+    unread = ["tools"] if tools and "tools" not in template else []
+    for key, names in OPTIONAL.items():
+        if not any(name in template for name in names) and any(m.get(key) for m in messages):
+            unread.append(key)
+    if unread:
+        raise DataError(
+            f"{place}: the tokenizer's chat_template does not render {' and '.join(unread)}, which"
+            " would be dropped; name a tokenizer whose template does with --tokenizer.path=FOLDER,"
+            f" or train on the rest with --data.ignore_columns=[{','.join(unread)}]"
+        )
+
+
+def _check_contents(full: str, messages: Messages, place: object) -> None:
+    """Raise DataError for a content that is missing in the render. Of an answer with tags or
+    calls, a template may leave out a part, as its thoughts."""
+    for number, message in enumerate(messages, 1):
+        content = message.get("content") or ""
+        if message["role"] == "assistant" and ("<" in content or message.get("tool_calls")):
+            continue
+        for text in _strings(content):
+            word = WORD.search(text)
+            if word and word[0] not in full and word[0].lower() not in full.lower():
+                raise DataError(
+                    f"{place}: the tokenizer's chat_template does not render message {number}"
+                    f" of role {message['role']!r}, which would be dropped; leave the row out, or"
+                    " name a tokenizer whose template does with --tokenizer.path=FOLDER"
+                )

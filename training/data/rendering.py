@@ -1,0 +1,108 @@
+"""Render a chat template as transformers does, with a limit on its time. Errors of a template are
+DataErrors that name the row."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jinja2
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from launch.base.errors import DataError
+
+LIMIT_S = 10.0  # of CPU time; the longest conversations take milliseconds
+GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
+# blocks whose output is not written where it is made: transformers counts the marks in them wrongly
+CAPTURES = re.compile(
+    r"{%-?\s*(?P<end>end)?(?:macro|call|filter|set(?=\s*-?%}|\s+\w+\s*(?:\|[^%]*)?-?%}))\b"
+)
+Span = tuple[int, int]  # of characters: start, end
+
+
+class TemplateRefusal(DataError):
+    """A template cannot render a conversation."""
+
+
+class _TooSlow(Exception):
+    pass
+
+
+def has_marks(template: str) -> bool:
+    """True if the template marks what the assistant writes with {% generation %}, in places that
+    can be counted."""
+    first = GENERATION.search(template)
+    if first is None:
+        return False
+    return not any(_captures(template[: mark.start()]) for mark in GENERATION.finditer(template))
+
+
+def _captures(before: str) -> bool:
+    num_open = sum(-1 if block["end"] else 1 for block in CAPTURES.finditer(before))
+    return num_open > 0
+
+
+def render(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    special_tokens: Mapping[str, Any],
+    *,
+    prompt: bool = False,
+    marks: bool = False,
+    place: object = "",
+    limit_s: float = LIMIT_S,
+) -> tuple[str, list[Span]]:
+    """The text of a conversation, with the prompt of the next answer if `prompt` is set, and the
+    spans that the template marks if `marks` is set.
+
+    Raises TemplateRefusal when the template raises, DataError when it does not end."""
+    try:
+        with _limited(limit_s):
+            texts, spans = render_jinja_template(
+                conversations=[messages],  # pyright: ignore[reportArgumentType]
+                tools=tools,  # pyright: ignore[reportArgumentType]
+                chat_template=template,
+                return_assistant_tokens_mask=marks,
+                add_generation_prompt=prompt,
+                **special_tokens,
+            )
+    except _TooSlow:
+        raise DataError(
+            f"{_where(place)}the tokenizer's chat_template did not end within {limit_s:g} s of"
+            " CPU time; mend it, or name another tokenizer with --tokenizer.path=FOLDER"
+        ) from None
+    except jinja2.TemplateSyntaxError as error:
+        raise DataError(
+            f"the tokenizer's chat_template is not a template: line {error.lineno}: {error.message}"
+        ) from error
+    except Exception as error:  # a template is a program: a wrong key, a sum of text and a list
+        kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+        raise TemplateRefusal(
+            f"{_where(place)}the tokenizer's chat_template does not take this conversation:"
+            f" {kind}{error}"
+        ) from error
+    return texts[0], list(spans[0]) if spans else []  # pyright: ignore[reportReturnType]
+
+
+def _where(place: object) -> str:
+    return f"{place}: " if place else ""
+
+
+@contextmanager
+def _limited(limit_s: float) -> Iterator[None]:
+    """Raise _TooSlow in this process's main thread after so much CPU time."""
+
+    def stop(*_: Any) -> None:
+        raise _TooSlow
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
