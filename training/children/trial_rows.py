@@ -47,10 +47,10 @@ def write_rows(sources: list[Path], target: Path, count: int) -> None:
                 (row,) = stored_rows.read(table.slice(index, 1))
                 if column not in rows or len(row[column]) > len(rows[column][column]):
                     rows[column] = row
-    longest = islice(cycle(rows.values()), count)
+    repeated = islice(cycle(rows.values()), count)
     written = [
         _without_a_token(row) if number % SHORTER == 0 else row
-        for number, row in enumerate(longest)
+        for number, row in enumerate(repeated)
     ]
     with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         writer.write_batch(stored_rows.batch(written, schema))
