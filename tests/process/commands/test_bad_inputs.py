@@ -352,9 +352,9 @@ DROPPED: dict[str, tuple[bytes, str]] = {
         b'{"prompt": "one", "response": "a", "label": false}',
         "column 'label' .* another kind of training",
     ),
-    "a system prompt": (
-        b'{"prompt": "one", "response": "a", "system": "x"}',
-        "column 'system' is not trained yet",
+    "a score": (
+        b'{"prompt": "one", "response": "a", "score": 0.5}',
+        "column 'score' .* another kind of training",
     ),
 }
 
@@ -397,9 +397,12 @@ def data_cases(workspace: Workspace) -> list[Case]:
         _data_case(workspace, f"data: {name}", path, re.escape(path.name))
         for name, path in parquet.items()
     ]
+    bomb = {"prompt": ["a" * (70 << 20)], "response": ["b"]}
+    bomb = _parquet(workspace, "data/bomb.parquet", bomb, compression="zstd")
     array = workspace.file("data/array.json", b"[" + GOOD + b",\n{]")
     return [
         *found,
+        _data_case(workspace, "data: 70 MiB in a small file", bomb, "row group 1 unpacks to 73,"),
         _data_case(workspace, "data: an array that breaks", array, r"array\.json:2.*JSON"),
     ]
 
@@ -432,13 +435,6 @@ def late_files(workspace: Workspace) -> dict[str, tuple[Path, str]]:
     )
     flipped = _garbled(_parquet(workspace, "late/flipped.parquet", texts, compression="zstd"), 0.5)
     found["a page of noise"] = flipped, r"flipped\.parquet: cannot be read after row"
-    bomb = _parquet(
-        workspace,
-        "late/bomb.parquet",
-        {"prompt": ["a" * (70 << 20)], "response": ["b"]},
-        compression="zstd",
-    )
-    found["a row of 70 MiB in a small file"] = bomb, r"bomb\.parquet: row group 1 unpacks to 73,"
     huge = workspace.file(
         "late/huge.jsonl", b"\n".join([*[GOOD] * 149, b'{"prompt": "' + b"x" * (65 << 20)])
     )
@@ -593,7 +589,7 @@ def test_a_real_process_answers_the_same(answers, workspace, name):
 def test_so_many_bad_rows_as_are_allowed_are_left_out_and_counted(workspace):
     lines = [line for line, _ in LINES.values()]
     path = workspace.file(
-        "some/bad.jsonl", b"\n".join([*[GOOD] * 5, *lines, *[GOOD] * 200]) + b"\n"
+        "some/bad.jsonl", b"\n".join([*[GOOD] * 200, *lines, *[GOOD] * 5]) + b"\n"
     )
     asked = {"enough": len(lines), "few": len(lines) - 1}
     keys = {
@@ -610,13 +606,13 @@ def test_so_many_bad_rows_as_are_allowed_are_left_out_and_counted(workspace):
         f"bad.jsonl: {len(lines)} bad rows left out (data.max_bad_rows {len(lines)}); first "
         in enough["out"]
     )
-    assert "bad.jsonl:6: is not JSON" in enough["out"]
+    assert "bad.jsonl:201: is not JSON" in enough["out"]
     assert few["code"] == 4
     said = json.loads((runs[1] / "attempts/01/ranks/0/error.json").read_text(encoding="utf-8"))[
         "message"
     ]
     assert re.search(
-        rf"bad\.jsonl:20: .*bad row {len(lines)}, data.max_bad_rows allows {len(lines) - 1}", said
+        rf"bad\.jsonl:215: .*bad row {len(lines)}, data.max_bad_rows allows {len(lines) - 1}", said
     )
 
 
