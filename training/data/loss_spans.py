@@ -36,6 +36,7 @@ OPTIONAL = {  # key of a message -> names under which a template reads it
     "tool_calls": ("tool_calls",),
     "reasoning_content": ("reasoning_content", "thinking", "reasoning"),
 }
+TAG = re.compile(r"[<\[].*[>\]]")
 WORD = re.compile(r"[^\W_]+")
 PROBE = tuple(map(chr, range(0xE000, 0xE004)))  # contents of a conversation of two turns
 # letters of rare scripts: filters and repr() write them as they are
@@ -60,7 +61,11 @@ class ConversationRenderer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
+        added = {
+            token.content: token
+            for token in tokenizer.added_tokens_decoder.values()
+            if token.special or TAG.fullmatch(token.content)  # Gemma adds line ends too
+        }
         self.added = _any_of(added)
         turns = self._probe()
         # one answer ends with the first, the tokens of turns are never text of a row
@@ -84,8 +89,8 @@ class ConversationRenderer:
             texts = [self.text(talk[:2]), self.text(talk)]
         except TemplateRefusal:
             return []
-        is_plain = all(text.count(mark) == 1 for text in texts[1:] for mark in PROBE)
-        return texts if is_plain and PROBE[1] in texts[0] else []
+        contents = [[c for c in text if c in PROBE] for text in texts]
+        return texts if contents == [[*PROBE[:2]], [*PROBE]] else []
 
     def _ends(self, turns: list[str]) -> Iterator[str]:
         """The tokens that end an answer: the first one behind the last answer, and the one behind
