@@ -30,6 +30,7 @@ KIND_OF_ROLE: dict[str, Kind] = {  # role of a column that a recipe can name -> 
 
 # rows of a larger text file are not counted: reading it takes longer than planning may
 COUNTED_BYTES = 256 << 20
+COUNTED_CSV_BYTES = 16 << 20  # its line ends may be quoted: 1 s of one CPU
 
 # (name, kind, role -> column, optional column)
 KNOWN: tuple[tuple[str, Kind, dict[str, str], str | None], ...] = (
@@ -125,9 +126,10 @@ def _row_count(path: Path) -> int | None:
     if file_type in ("parquet", "arrow"):
         return sniff.table(path, file_type)[0]
     is_packed = file_type == "webdataset" or path.suffix.lower() in shards.COMPRESSIONS
-    if is_packed or path.stat().st_size > COUNTED_BYTES:
+    is_csv = file_type in delimited.DELIMITERS
+    if is_packed or path.stat().st_size > (COUNTED_CSV_BYTES if is_csv else COUNTED_BYTES):
         return None
-    if file_type in delimited.DELIMITERS:
+    if is_csv:
         return sum(1 for _ in delimited.read(path, file_type, lambda _, raw: raw.decode("latin-1")))
     if file_type == "json":
         try:

@@ -15,25 +15,30 @@ SCORES = "is for another kind of training (reward models)"
 NOT_YET = "is not trained yet"
 OTHER_FORMAT = "is not read in this format"
 NOT_A_COLUMN = "is read as a key of a message, not as a column"
+NOT_A_KEY = "is read as a column, not as a key of a message"
 AMBIGUOUS = "may mean trained or not trained (write weight: 0 for a turn without loss)"
 FILES = (  # endings of a WebDataset's members
     *("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"),
     *("wav", "flac", "mp3", "ogg", "opus", "m4a"),
     *("mp4", "mkv", "avi", "mov", "webm"),
 )
-KEYS: Mapping[str, str] = {  # of a row or a message, in lower case -> what becomes of its content
+OF_COLUMNS = ("tools", "functions", "history", "system", "system_prompt", "system_message")
+OF_BOTH: Mapping[str, str] = {  # name in lower case -> what becomes of its content
     **dict.fromkeys(("chosen", "rejected", "rejected_response"), PREFERENCES),
     **dict.fromkeys(("label", "kto_tag", "cls"), LABELS),
     **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos", *FILES), NOT_YET),
-    **dict.fromkeys(("tools", "functions", "history"), OTHER_FORMAT),
-    **dict.fromkeys(("system", "system_prompt", "system_message"), OTHER_FORMAT),
-    **dict.fromkeys(("mask",), AMBIGUOUS),
 }
 COLUMNS: Mapping[str, str] = {
-    **{name: reason for name, reason in KEYS.items() if reason != AMBIGUOUS},
-    **dict.fromkeys(("score",), SCORES),
+    **OF_BOTH,
+    **dict.fromkeys(OF_COLUMNS, OTHER_FORMAT),
     **dict.fromkeys(("tool_calls", "function_call", "weight"), NOT_A_COLUMN),
     **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), NOT_A_COLUMN),
+    "score": SCORES,
+}
+KEYS: Mapping[str, str] = {  # of a message
+    **OF_BOTH,
+    **dict.fromkeys(OF_COLUMNS, NOT_A_KEY),
+    "mask": AMBIGUOUS,
 }
 EMPTY_JSON = ("", "[]", "{}")
 MAX_DEPTH = 16  # of lists in lists; what is deeper counts as content

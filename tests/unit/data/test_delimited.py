@@ -72,6 +72,14 @@ def test_a_history_and_tools_are_json_text_in_a_cell(tmp_path):
     assert pairs(tmp_path / "a.csv") == [("s", "q", "r", "a", "b")]
 
 
+def test_the_rows_of_a_large_csv_file_are_not_counted(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(written(".csv"))
+    with path.open("ab") as file:
+        file.truncate(data_columns.COUNTED_CSV_BYTES + 1)  # sparse
+    assert data_columns.row_count(path) is None
+
+
 def test_blank_lines_are_no_rows(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"\nprompt,response\r\n\r\na,b\n\n")
     assert pairs(tmp_path / "a.csv") == [("a", "b")]

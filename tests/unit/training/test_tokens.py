@@ -81,6 +81,14 @@ def test_t5_reads_the_prompt_and_answers_with_the_end_token(cut):
     assert cut.decode(row["labels"]) == "二<|end|>"
 
 
+def test_t5_reads_the_system_prompt_and_the_history_as_turns(tmp_path, cut):
+    row = {"q": "three", "a": "三", "system": "end", "history": [["two", "二"]]}
+    (sample,) = read_samples(write(tmp_path, [json.dumps(row)]), FORMAT)
+    ((tokens,),) = encoder(cut, encoder_decoder=True).encode([sample])
+    assert cut.decode(tokens["input_ids"]) == "end\ntwo\n二\nthree<|end|>"
+    assert cut.decode(tokens["labels"]) == "三<|end|>"
+
+
 def test_pretraining_learns_every_token_of_a_text_in_pieces(cut):
     (rows,) = encoder(cut, task="pretrain", max_length=10).encode(["the end of a sentence"])
     assert [len(row["input_ids"]) for row in rows] == [10, 10, 2]
