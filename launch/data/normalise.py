@@ -148,9 +148,8 @@ class RowReader:
 
     def _messages(self, turns: Any, column: str) -> list[Message]:
         if not isinstance(turns, list) or not turns:
-            raise DataError(
-                f"column '{column}': found {type(turns).__name__}, expected a list of messages"
-            )
+            kind = "an empty list" if turns == [] else type(turns).__name__
+            raise DataError(f"column '{column}': found {kind}, expected a list of messages")
         messages = []
         for turn in turns:
             if isinstance(turn, dict) and len(turn) == 2:  # most turns are plain: read them fast
@@ -244,14 +243,16 @@ class RowReader:
 
     def _calls(self, value: Any, where: str) -> list[dict[str, Any]]:
         calls = self._json(value, where)
-        return [self._call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
+        calls = calls if isinstance(calls, list) and calls else [calls]
+        return [self._call(call, where) for call in calls]
 
     def _call(self, call: Any, where: str) -> dict[str, Any]:
         """A call as templates expect it: its arguments are an object, not JSON text."""
         if isinstance(call, dict) and "function" not in call:
-            outer = {"id": call["id"]} if "id" in call else {}
-            call = {**outer, "function": {key: call[key] for key in call if key != "id"}}
-        if isinstance(call, dict) and _has_name(function := call["function"]):
+            function = {key: call[key] for key in call if key not in ("id", "type")}
+            call = {key: call[key] for key in call if key not in function} | {"function": function}
+        is_call = isinstance(call, dict) and call.get("type") in (None, "function")
+        if is_call and _has_name(function := call["function"]):
             arguments = function.get("arguments")
             arguments = {} if arguments in (None, "") else self._json(arguments, where)
             if isinstance(arguments, dict):
@@ -282,19 +283,18 @@ def text(row: dict[str, Any], column: str) -> str:
         kind = "null" if value is None else type(value).__name__
         kind = kind if column in row else "no such key"
         raise DataError(f"column '{column}': found {kind}, expected text; mend or remove the row")
-    return _written(value, column)
+    return value if value.isascii() else _written(value, column)
 
 
 def _written(value: str, column: str) -> str:
     """The text, which can be written as UTF-8: JSON's \\ud800 alone is half a character."""
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"column '{column}': found half a character (a surrogate) at {error.start}; mend"
-                " the row"
-            ) from error
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"column '{column}': found half a character (a surrogate) at {error.start}; mend the"
+            " row"
+        ) from error
     return value
 
 
@@ -319,7 +319,11 @@ def _with_system(system: str, messages: list[Message], column: str) -> list[Mess
 
 
 def _has_name(function: Any) -> bool:
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
+    return (
+        isinstance(function, dict)
+        and isinstance(function.get("name"), str)
+        and function["name"] != ""
+    )
 
 
 def _is_text_part(part: Any) -> bool:

@@ -142,6 +142,7 @@ def test_an_unknown_speaker_is_refused_and_no_turn_without_loss():
         ([WRAPPED], [WRAPPED]),
         ([{**WRAPPED, "id": "1"}], [{**WRAPPED, "id": "1"}]),
         ([{**CALL, "id": "1"}], [{**WRAPPED, "id": "1"}]),
+        ([{**CALL, "type": "function", "id": "1"}], [{**WRAPPED, "id": "1"}]),
         ([CALL, CALL], [WRAPPED, WRAPPED]),
         (json.dumps([WRAPPED]), [WRAPPED]),
         (CALL, [WRAPPED]),
@@ -254,7 +255,7 @@ def test_values_without_content_are_absent():
         ([{"role": "user", "content": "a", "value": "b"}], "has content and value; keep one"),
         ([{"content": "a"}], "a message needs text in role and content"),
         (["a"], "a message needs text"),
-        ([], "found list, expected a list of messages"),
+        ([], "found an empty list, expected a list of messages"),
         ([assistant("\ud800")], "half a character"),
         ([assistant("a", reasoning="\ud800")], "half a character"),
         ([assistant(None, tool_calls=[{**CALL, "name": "\ud800"}])], "cannot be read as JSON"),
@@ -268,6 +269,9 @@ def test_values_without_content_are_absent():
         ([assistant("a", tool_calls='{"name": "f", "name": "g"}')], "the key 'name' twice"),
         ([{"role": "function_call", "content": "add(1)"}], "cannot be read as JSON"),
         ([{"role": "function_call", "content": None}], "expected a call"),
+        ([{"role": "function_call", "content": "[]"}], "expected a call"),
+        ([assistant("a", tool_calls=[{**WRAPPED, "type": "custom"}])], "expected a call"),
+        ([assistant("a", tool_calls=[{"name": "", "arguments": {"a": 1}}])], "expected a call"),
         ([assistant("a", weight=0.5)], "found '0.5' as 'weight', expected 0 or 1"),
         ([assistant("a", weight="0")], "found '0' as 'weight'"),
         ([assistant("a", weight=1, train=False)], "'train' beside another key of the same"),
@@ -310,6 +314,12 @@ def test_two_system_prompts_are_refused_unless_they_are_the_same():
     with pytest.raises(DataError, match=r"two system prompts; .*=\[system\]"):
         read(row)
     assert read({**row, "system": "s"}) == read(row, ignored=("system",))
+
+
+def test_columns_that_are_ignored_are_not_read():
+    row = {"prompt": "a", "response": "b", "system": "s", "history": 3, "tools": "add"}
+    ignored = ("system", "history", "tools")
+    assert read(row, ignored=ignored) == Conversation([user("a"), assistant("b")])
 
 
 # ---- content that is refused
