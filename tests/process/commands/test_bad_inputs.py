@@ -352,10 +352,6 @@ DROPPED: dict[str, tuple[bytes, str]] = {
         b'{"prompt": "one", "response": "a", "label": false}',
         "column 'label' .* another kind of training",
     ),
-    "a system prompt": (
-        b'{"prompt": "one", "response": "a", "system": "x"}',
-        "column 'system' is not trained yet",
-    ),
 }
 
 
