@@ -589,7 +589,7 @@ def test_a_real_process_answers_the_same(answers, workspace, name):
 def test_so_many_bad_rows_as_are_allowed_are_left_out_and_counted(workspace):
     lines = [line for line, _ in LINES.values()]
     path = workspace.file(
-        "some/bad.jsonl", b"\n".join([*[GOOD] * 5, *lines, *[GOOD] * 200]) + b"\n"
+        "some/bad.jsonl", b"\n".join([*[GOOD] * 150, *lines, *[GOOD] * 55]) + b"\n"
     )
     asked = {"enough": len(lines), "few": len(lines) - 1}
     keys = {
@@ -606,13 +606,13 @@ def test_so_many_bad_rows_as_are_allowed_are_left_out_and_counted(workspace):
         f"bad.jsonl: {len(lines)} bad rows left out (data.max_bad_rows {len(lines)}); first "
         in enough["out"]
     )
-    assert "bad.jsonl:6: is not JSON" in enough["out"]
+    assert "bad.jsonl:151: is not JSON" in enough["out"]
     assert few["code"] == 4
     said = json.loads((runs[1] / "attempts/01/ranks/0/error.json").read_text(encoding="utf-8"))[
         "message"
     ]
     assert re.search(
-        rf"bad\.jsonl:20: .*bad row {len(lines)}, data.max_bad_rows allows {len(lines) - 1}", said
+        rf"bad\.jsonl:165: .*bad row {len(lines)}, data.max_bad_rows allows {len(lines) - 1}", said
     )
 
 
