@@ -36,6 +36,7 @@ OPTIONAL = {  # key of a message -> names under which a template reads it
     "tool_calls": ("tool_calls",),
     "reasoning_content": ("reasoning_content", "thinking", "reasoning"),
 }
+TAG = re.compile(r"[<\[].*[>\]]")
 WORD = re.compile(r"[^\W_]+")
 PROBE = tuple(map(chr, range(0xE000, 0xE004)))  # contents of a conversation of two turns
 # letters of rare scripts: filters and repr() write them as they are
@@ -60,7 +61,11 @@ class ConversationRenderer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
+        added = {
+            token.content: token
+            for token in tokenizer.added_tokens_decoder.values()
+            if token.special or TAG.fullmatch(token.content)  # Gemma adds line ends too
+        }
         self.added = _any_of(added)
         turns = self._probe()
         # one answer ends with the first, the tokens of turns are never text of a row
@@ -71,10 +76,10 @@ class ConversationRenderer:
         self._calls = _any_of(set(special) - set(self.added.findall("".join(turns))))
         self.protected = {*special, *self._structure(turns), *(set(self.ends) & added.keys())}
         self._protected = _any_of(self.protected)
-        self._end = _any_of(self.ends)
-        end = self._end.pattern
-        self._tail = re.compile(rf"({end})(?:\s*{end})*\s*\Z")
-        self._special_tail = re.compile(rf"{_any_of(special).pattern}\s*\Z")
+        self.end = _any_of(self.ends)
+        end = self.end.pattern
+        self.tail = re.compile(rf"({end})(?:\s*{end})*\s*\Z")
+        self.special_tail = re.compile(rf"{_any_of(special).pattern}\s*\Z")
 
     def _probe(self) -> list[str]:
         """Renders of one and two turns; none if the template takes no such conversation."""
@@ -84,8 +89,8 @@ class ConversationRenderer:
             texts = [self.text(talk[:2]), self.text(talk)]
         except TemplateRefusal:
             return []
-        is_plain = all(text.count(mark) == 1 for text in texts[1:] for mark in PROBE)
-        return texts if is_plain and PROBE[1] in texts[0] else []
+        contents = [[c for c in text if c in PROBE] for text in texts]
+        return texts if contents == [[*PROBE[:2]], [*PROBE]] else []
 
     def _ends(self, turns: list[str]) -> Iterator[str]:
         """The tokens that end an answer: the first one behind the last answer, and the one behind
@@ -200,14 +205,14 @@ class ConversationRenderer:
 
     def end_of(self, turn: str) -> int:
         """The end of a target that a turn's text begins: behind its first end token."""
-        tail = self._tail.search(turn) or self._special_tail.search(turn)
+        tail = self.tail.search(turn) or self.special_tail.search(turn)
         if tail is None:
             return len(turn)
-        return tail.end(1) if tail.re is self._tail else len(turn.rstrip())
+        return tail.end(1) if tail.re is self.tail else len(turn.rstrip())
 
     def end_behind(self, text: str, start: int, end: int) -> int | None:
         """The end of the first end token in a part of a text that holds no content."""
-        token = self._end.search(text, start, end) or self._calls.search(text, start, end)
+        token = self.end.search(text, start, end) or self._calls.search(text, start, end)
         return token.end() if token else None
 
 
@@ -252,7 +257,7 @@ class _Talk:
             joined = [span for i, span in zip(answers, joined, strict=True) if i in self.targets]
         spans = []
         for start, end in joined:
-            following = self.renderer._end.match(full, end)
+            following = self.renderer.end.match(full, end)
             end = following.end() if following else end
             spans.append((start, start + self.renderer.end_of(full[start:end])))
         return spans or None
@@ -356,8 +361,8 @@ class _Talk:
             return True
         start, _ = spans[-1]
         turn = text[start:]
-        return self.renderer._tail.search(turn) is not None or (
-            self.renderer._special_tail.search(turn) is not None
+        return self.renderer.tail.search(turn) is not None or (
+            self.renderer.special_tail.search(turn) is not None
         )
 
 

@@ -36,6 +36,7 @@ class SpanEncoder:
         self._backend: Tokenizer = tokenizer.backend_tokenizer
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         self._id_of = {content: vocabulary[content] for content in protected}
+        self._special = set(self._id_of.values())
 
     def encode(self, rendered: Sequence[Rendered]) -> Iterator[tuple[list[int], list[int]]]:
         texts = [sample.text for sample in rendered if not sample.plain]
@@ -45,7 +46,7 @@ class SpanEncoder:
                 yield self._with_plain(sample)
             else:
                 encoding = next(encodings)
-                yield _labelled(encoding.ids, encoding.offsets, sample.targets)
+                yield self._labelled(encoding.ids, encoding.offsets, sample.targets)
 
     def _with_plain(self, sample: Rendered) -> tuple[list[int], list[int]]:
         """Encode a text of which some special tokens are text: the others are written with the
@@ -68,15 +69,27 @@ class SpanEncoder:
             for start, end in sample.targets
         ]
         (encoding,) = _encodings(copy, ["".join(pieces)])
-        special = set(self._id_of.values())
-        if any(token in special and token not in ids for token in encoding.ids):
+        if any(token in self._special and token not in ids for token in encoding.ids):
             raise DataError(
                 f"{sample.place}: a text of the row holds a special token, which this tokenizer"
                 " makes of plain text too; remove it from the row"
             )
         tokens: list[int] = encoding.ids
         mapped = [ids.get(token, token) for token in tokens]
-        return _labelled(mapped, encoding.offsets, targets)
+        return self._labelled(mapped, encoding.offsets, targets)
+
+    def _labelled(
+        self, ids: list[int], offsets: list[Span], targets: Sequence[Span]
+    ) -> tuple[list[int], list[int]]:
+        labels = [IGNORED] * len(ids)
+        for start, end in targets:
+            first = bisect_right(offsets, start, key=lambda offset: offset[1])
+            last = bisect_left(offsets, end, key=lambda offset: offset[0])
+            # Phi-3's tokens take the blanks behind them, which an answer may begin with
+            if first < last and offsets[first][0] < start and ids[first] in self._special:
+                first += 1
+            labels[first:last] = ids[first:last]
+        return ids, labels
 
     @cached_property
     def _renamed(self) -> tuple[Tokenizer, dict[int, int], dict[str, str], re.Pattern[str]]:
@@ -108,14 +121,3 @@ def _encodings(backend: Tokenizer, texts: list[str]) -> list[Any]:
         return backend.encode_batch(texts, add_special_tokens=False)
     finally:
         backend.post_processor = post_processor
-
-
-def _labelled(
-    ids: list[int], offsets: list[Span], targets: Sequence[Span]
-) -> tuple[list[int], list[int]]:
-    labels = [IGNORED] * len(ids)
-    for start, end in targets:
-        first = bisect_right(offsets, start, key=lambda offset: offset[1])
-        last = bisect_left(offsets, end, key=lambda offset: offset[0])
-        labels[first:last] = ids[first:last]
-    return ids, labels

@@ -488,11 +488,9 @@ CONTENT = {  # column -> (its content, the same without any, what becomes of it)
     "weight": (0.0, None, "read as a key of a message, not as a column"),
 }
 MESSAGE_CONTENT = {  # key of a message -> (its content, the same without any)
-    "tool_calls": ([CALL], []),
-    "reasoning_content": ("because", ""),
-    "weight": (0, None),
+    "images": (["a.png"], []),
     "tools": ('[{"name": "add"}]', "[]"),
-    "name": ("Bob", ""),
+    "mask": (True, None),
 }
 
 
@@ -589,8 +587,8 @@ def test_a_key_of_a_message_whose_content_would_be_dropped_is_refused_by_name(
         (PAIR, {**PAIR, "chosen": "good"}, "column 'chosen'"),
         (
             {"messages": TURNS},
-            in_answer({"messages": TURNS}, "messages", tool_calls=[CALL]),
-            "'tool_calls'",
+            in_answer({"messages": TURNS}, "messages", mask=True),
+            "'mask'",
         ),
         (
             {"text": "a", "role": "prompter"},

@@ -106,7 +106,9 @@ SPECIAL = (
 TEXT = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # tokens, but not special
 
 
-def made(template: str, eos: str = "<|im_end|>", *, adds_bos: bool = False) -> Any:
+def made(
+    template: str, eos: str = "<|im_end|>", *, adds_bos: bool = False, rstrip: bool = False
+) -> Any:
     """A byte-level tokenizer whose post-processor takes blanks from offsets, as Llama 3's."""
     vocabulary = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = [("Ċ", "Ċ"), ("Ġ", "a"), ("?", "Ċ")]
@@ -114,7 +116,7 @@ def made(template: str, eos: str = "<|im_end|>", *, adds_bos: bool = False) -> A
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_tokens([AddedToken(content, special=True) for content in SPECIAL])
+    backend.add_tokens([AddedToken(content, special=True, rstrip=rstrip) for content in SPECIAL])
     backend.add_tokens([AddedToken(content, special=False) for content in TEXT])
     steps: list[Any] = [processors.ByteLevel(trim_offsets=True)]
     if adds_bos:
@@ -370,6 +372,28 @@ def test_blanks_before_an_answer_are_no_target_where_the_tokenizer_trims_offsets
     tokenizer = made(LLAMA_3, "<|eot_id|>")
     (row,) = rows(tokenizer, turns("who?", "\n\na"))
     assert targets(tokenizer, row) == ["a<|eot_id|>"]
+
+
+def test_blanks_that_a_special_token_takes_make_it_no_target():
+    tokenizer = made(CHATML.replace("role'] + '\n'", "role']"), rstrip=True)
+    talk = turns("who?", " Ann")
+    template = tokenizer.chat_template.replace("+ message['role']", "")
+    tokenizer.chat_template = template.replace("assistant\n", "")
+    (row,) = rows(tokenizer, talk)
+    assert row["input_ids"] == whole(tokenizer, talk)
+    assert targets(tokenizer, row) == ["Ann<|im_end|>"]
+
+
+def test_line_ends_that_are_added_tokens_are_text():
+    tokenizer = made(GEMMA_2, "</s>")
+    tokenizer.add_tokens(["\n", "\n\n"])
+    talk = turns("who?\nnow", "Ann\n\nis here", "and?\n\n\nwho", "Bob.\nNot Ann.")
+    (row,) = rows(tokenizer, talk)
+    assert row["input_ids"] == whole(tokenizer, talk)
+    assert targets(tokenizer, row) == [
+        "Ann\n\nis here<end_of_turn>",
+        "Bob.\nNot Ann.<end_of_turn>",
+    ]
 
 
 def test_a_row_whose_answer_is_cut_off_before_its_first_token_is_left_out():
