@@ -26,6 +26,7 @@ from launch.supervise import stop_signals
 VERBS = {
     "run": "run",
     "plan": "plan",
+    "show": "show",
     "tune": "tune",
     "doctor": "doctor",
     "report": "past_runs",

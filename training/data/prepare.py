@@ -93,7 +93,7 @@ def _write(
     source = tokens.recipe.data
     if not (folder / tokenise.TOKENIZER).exists():
         aside = folder / f"{tokenise.TOKENIZER}.tmp"
-        _tokenizer(tokens, say).save_pretrained(aside)
+        tokenizer_of(tokens, say).save_pretrained(aside)
         aside.rename(folder / tokenise.TOKENIZER)
     counts: dict[str, Any] = {}
     if not source.streaming:
@@ -113,7 +113,7 @@ def _write(
     token_hashes.write(folder, goes_on)
 
 
-def _tokenizer(tokens: TokenCache, say: Callable[[str], None]) -> Any:
+def tokenizer_of(tokens: TokenCache, say: Callable[[str], None]) -> Any:
     """Load the tokenizer of the recipe's folder, or train a tokenizer."""
     from launch.data import rows as data_rows
     from launch.data.conversation import text_of

@@ -1,0 +1,90 @@
+"""`python -m launch show`: rows as they will be trained, and which tokens have a loss."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from launch.base import environment
+from launch.base.errors import ConfigError
+from launch.base.text import shown
+from launch.base.workspace import CODE
+from launch.commands import recipe_arguments
+from launch.data import shards
+from launch.data.token_cache import TokenCache
+from launch.plan import resolve
+from launch.schema.recipe import Recipe
+from launch.schema.shown_rows import ShownRows
+
+
+def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
+    parser = recipe_arguments.add_parser(
+        subparsers,
+        verb,
+        "show rows as they will be trained, and which tokens have a loss",
+        "[--rows N] [--file FILE] [--line N]",
+    )
+    parser.add_argument("--rows", type=_positive, default=5, help="the first rows (default 5)")
+    parser.add_argument(
+        "--file", help="a file of data.train_file or data.validation_file (default: the first)"
+    )
+    parser.add_argument("--line", type=_positive, help="the row at this line of the file alone")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"found {text}, expected a number from 1")
+    return int(text)
+
+
+def main(arguments: Namespace, others: Sequence[str]) -> int:
+    typed = recipe_arguments.read(arguments, others)
+    facts = resolve.read(typed.recipe, typed.overrides, constraints=typed.constraints, trace=False)
+    tokens = facts.context.tokens
+    assert tokens is not None
+    file = _file(facts.context.recipe, arguments.file)
+    argv = ["training.children.show_rows", str(file), str(arguments.rows), str(arguments.line or 0)]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", *argv],
+        input=TypeAdapter(TokenCache).dump_json(tokens),
+        env=environment.passed(os.environ) | {"PYTHONPATH": str(CODE), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode:
+        sys.stderr.write(shown(done.stderr.decode(errors="replace")))
+        return done.returncode
+    from rich.console import Console
+
+    from launch.report import shown_rows
+
+    rows = TypeAdapter(ShownRows).validate_json(done.stdout)
+    console = Console(highlight=False, soft_wrap=True)
+    colours = console.is_terminal and not console.no_color
+    for line in shown_rows.lines(facts.context, file, rows, colours):
+        console.print(line)
+    return 0
+
+
+def _file(recipe: Recipe, asked: str | None) -> Path:
+    """The file whose rows are shown. Raises ConfigError for a file of another recipe."""
+    named = [Path(file) for file in (recipe.data.train_file, recipe.data.validation_file) if file]
+    files = [file for name in named for file in shards.of(name)]
+    if asked is None:
+        return files[0]
+    path = Path(asked).expanduser().resolve()
+    if path not in [file.resolve() for file in files]:
+        names = ", ".join(str(file) for file in files[:3]) + (", ..." if len(files) > 3 else "")
+        raise ConfigError(
+            f"--file {asked}: expected a file of data.train_file or data.validation_file, which"
+            f" are {names}"
+        )
+    return path

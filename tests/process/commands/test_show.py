@@ -1,0 +1,63 @@
+"""`python -m launch show` tells of each row what is trained, and which tokens have a loss."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests import builders
+
+ROWS = [
+    {"prompt": "one\n[2]", "response": "answer"},
+    {"prompt": " ".join(map(str, range(90))), "response": "behind a long prompt"},
+    {"prompt": "three", "response": ""},
+]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("show")
+    files = {"train_file": folder / "rows.jsonl", "validation_file": folder / "valid.jsonl"}
+    for file in files.values():
+        file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return builders.recipe(folder, data={key: str(file) for key, file in files.items()})
+
+
+def test_rows_are_shown_with_their_loss_and_the_reason_for_which_they_are_left_out(recipe):
+    done = builders.launch(recipe.parent, "show", str(recipe))
+    assert done.returncode == 0, done.stderr
+    rows = recipe.parent / "rows.jsonl"
+    shown = done.stdout
+    assert "of the tokenizer that is trained on the data: a token for each role" in shown
+    assert "answers, found by the prompts before them" in shown
+    assert f"{rows}:1: " in shown
+    assert "<|user|>one\n[2]<|assistant|>⟦answer<|end|>⟧" in shown
+    assert f"{rows}:2: left out, its prompt fills data.max_length 64" in shown
+    assert f"{rows}:3: left out, no answer in it has a loss" in shown
+    assert "the first 3 were read, 1 left out (its prompt fills" in shown
+
+
+def test_a_row_of_a_file_is_found_by_its_line(recipe):
+    valid = recipe.parent / "valid.jsonl"
+    done = builders.launch(recipe.parent, "show", str(recipe), f"--file={valid}", "--line=1")
+    assert done.returncode == 0, done.stderr
+    assert f"{valid}:1: " in done.stdout
+    assert f"{valid}:2: " not in done.stdout
+    done = builders.launch(recipe.parent, "show", str(recipe), "--line", "9")
+    assert (done.returncode, done.stdout) == (4, "")
+    assert "rows.jsonl: found no row at line 9; its last is row 3" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--file=other.jsonl", "--file other.jsonl: expected a file of data.train_file or"),
+        ("--rows=0", "--rows: found 0, expected a number from 1"),
+    ],
+)
+def test_a_mistake_is_one_line(recipe, flag, message):
+    done = builders.launch(recipe.parent, "show", str(recipe), flag)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
