@@ -159,9 +159,8 @@ def select_lora_targets(
 ) -> tuple[str, ...]:
     if recipe.lora is None:
         return ()
-    targets = recipe.lora.target_modules or predict_parameters.LORA_TARGETS[model_type]
     return tuple(
         target
-        for target in targets
+        for target in predict_parameters.lora_targets(parameters, recipe.lora, model_type)
         if any(name.endswith(f".{target}.weight") for name in parameters)
     )

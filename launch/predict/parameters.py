@@ -8,6 +8,7 @@ tests/unit/predict/test_parameters.py compares with the real models.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,9 @@ LORA_TARGETS: dict[str, tuple[str, ...]] = {  # every linear projection of atten
     "qwen2": _LLAMA_TARGETS,
     "qwen3": _LLAMA_TARGETS,
 }
+ALL_LINEAR = "all-linear"
+# modules with a matrix that are no linear layers, and the output head
+NOT_LINEAR = re.compile(r"embed|wte|wpe|shared|position|relative_attention_bias|lm_head")
 # name of a tied parameter -> the name named_parameters() gives it
 TIED: dict[str, dict[str, str]] = {
     "t5": {
@@ -329,13 +333,7 @@ def count(
 
 
 def _lora_shapes(tensor_shapes: Shapes, lora: LoraSection, model_type: str) -> Shapes:
-    targets = lora.target_modules or LORA_TARGETS.get(model_type)
-    if targets is None:
-        raise ConfigError(
-            f"lora.target_modules has no default for model_type {model_type!r}; name the modules,"
-            f" e.g. {list(_LLAMA_TARGETS)}; those of this model:"
-            f" {', '.join(_matrix_modules(tensor_shapes))}"
-        )
+    targets = lora_targets(tensor_shapes, lora, model_type)
     adapters: Shapes = {}
     unmatched = set(targets)
     for name, shape in tensor_shapes.items():
@@ -348,13 +346,23 @@ def _lora_shapes(tensor_shapes: Shapes, lora: LoraSection, model_type: str) -> S
         # which
         adapters[f"{module}.lora_A.weight"] = (lora.r, shape[1])
         adapters[f"{module}.lora_B.weight"] = (shape[0], lora.r)
-    if lora.target_modules and unmatched:
+    if lora.target_modules not in (None, ALL_LINEAR) and unmatched:
         entry = sorted(unmatched)[0]
         raise ConfigError(
             f"lora.target_modules: {entry!r} matches no linear layer;"
             f" {suggestion(entry, _matrix_modules(tensor_shapes))}"
         )
     return adapters
+
+
+def lora_targets(tensor_shapes: Shapes, lora: LoraSection, model_type: str) -> tuple[str, ...]:
+    """Names of the modules that get an adapter."""
+    asked = lora.target_modules
+    if asked is None:
+        asked = LORA_TARGETS.get(model_type, ALL_LINEAR)
+    if asked != ALL_LINEAR:
+        return tuple(asked)
+    return tuple(name for name in _matrix_modules(tensor_shapes) if not NOT_LINEAR.search(name))
 
 
 def _matrix_modules(tensor_shapes: Shapes) -> list[str]:

@@ -137,9 +137,20 @@ class LoraSection(Section):
         lt=1,
         description="Share of the adapters' input that is dropped during training.",
     )
-    target_modules: Annotated[tuple[str, ...] | None, AFFECTS_STEP] = Field(
+    target_modules: Annotated[tuple[str, ...] | Literal["all-linear"] | None, AFFECTS_STEP] = Field(
         default=None,
-        description="Names of the modules that get an adapter. null: chosen by architecture.",
+        description="Names of the modules that get an adapter, or all-linear: every linear layer"
+        " but the output head. null: chosen by architecture, all-linear if it is not known.",
+    )
+    use_rslora: Annotated[bool, affects("weights")] = Field(
+        default=False, description="Multiply the adapters' output by lora_alpha / sqrt(r)."
+    )
+    init_lora_weights: Annotated[bool | Literal["gaussian", "orthogonal"], affects("weights")] = (
+        Field(
+            default=True,
+            description="First values of the adapters. true: as Microsoft's LoRA, which changes"
+            " nothing at first; false: random values, for tests.",
+        )
     )
 
 

@@ -175,6 +175,8 @@ def with_lora(
         r=lora.r,
         lora_alpha=lora.lora_alpha,
         lora_dropout=lora.lora_dropout,
+        use_rslora=lora.use_rslora,
+        init_lora_weights=lora.init_lora_weights,
         target_modules=list(targets),
         task_type=TaskType.SEQ_2_SEQ_LM if model.config.is_encoder_decoder else TaskType.CAUSAL_LM,
     )

@@ -387,11 +387,43 @@ def test_a_lora_target_that_matches_nothing_is_an_error_with_the_nearest(target,
         )
 
 
-def test_lora_on_a_type_without_default_targets_asks_for_them():
-    with pytest.raises(
-        ConfigError, match=r"no default for model_type 'mamba'.*of this model: in_proj"
-    ):
-        predict_parameters.count({"layers.0.in_proj.weight": (4, 4)}, (), LoraSection(), "mamba")
+SMALL_OTHERS = {
+    "opt": {"hidden_size": 32, "ffn_dim": 64, "word_embed_proj_dim": 16, "num_attention_heads": 4},
+    "gpt_neox": {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4},
+    "bloom": {"hidden_size": 32, "n_head": 4, "n_layer": 2},
+    "falcon": {"hidden_size": 32, "num_attention_heads": 4},
+    "phi3": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "pad_token_id": 0,
+    },
+    "gemma2": {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4},
+}
+
+
+@pytest.mark.parametrize("model_type", SMALL_OTHERS)
+def test_lora_on_a_type_without_a_list_has_the_parameters_of_all_linear_layers(model_type):
+    config = {"num_hidden_layers": 2, "vocab_size": 64, **SMALL_OTHERS[model_type]}
+    assert_all_linear({"model_type": model_type, **config}, LoraSection(r=4))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_all_linear_has_the_parameters_that_peft_adds(name):
+    assert_all_linear(config_of(name), LoraSection(r=4, target_modules="all-linear"))
+
+
+def assert_all_linear(config: dict, lora: LoraSection) -> None:
+    model = meta_model(config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    counted = predict_parameters.count(shapes, (), lora, config["model_type"])[2]
+    targets = predict_parameters.lora_targets(shapes, lora, config["model_type"])
+    real = get_peft_model(
+        model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    assert counted == real.get_nb_trainable_parameters()[0]
+    named = get_peft_model(meta_model(config), LoraConfig(r=4, target_modules=list(targets)))
+    assert counted == named.get_nb_trainable_parameters()[0]
 
 
 # ---- what the states cost
