@@ -6,7 +6,7 @@ import pytest
 
 from tests import builders
 
-pytestmark = pytest.mark.real_data
+pytestmark = [pytest.mark.real_data, pytest.mark.modes]
 
 
 def falls(steps: list[dict]) -> float:

@@ -95,6 +95,16 @@ def test_what_trains_otherwise_in_the_same_folder_is_refused_while_it_is_unfinis
         decided(tmp_path, recipe(tmp_path / "a", learning_rate=2e-3))
 
 
+def test_a_longer_run_starts_anew_and_says_how_to_go_on_from_the_finished_one(tmp_path):
+    shorter = recipe(tmp_path / "a", max_steps=4)
+    trained(tmp_path, shorter, day=1, is_complete=True)
+    start = decided(tmp_path, recipe(tmp_path / "a", max_steps=8))
+    assert start.line.startswith("starting a new run: ")
+    assert "add --resume.allow=[schedule] to go on from its step 0 instead" in start.line
+    again = decided(tmp_path, recipe(tmp_path / "a", max_steps=8, learning_rate=2e-3))
+    assert "resume.allow" not in again.line
+
+
 def test_a_project_that_was_moved_goes_on(tmp_path):
     first = trained(tmp_path, recipe(tmp_path / "gone" / "model"), day=1)
     with goes_on_with(first):
