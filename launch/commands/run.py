@@ -27,7 +27,7 @@ from launch.report import first_screen, text
 from launch.run_folder import disk_space, layout
 from launch.run_folder import resume as run_resume
 from launch.run_folder.layout import RunDir
-from launch.supervise import oom_record, stop_signals, tokenising
+from launch.supervise import oom_record, show_rows, stop_signals, tokenising
 from launch.supervise.screen import Screen
 
 
@@ -82,6 +82,8 @@ def run(typed: RecipeArguments, resume: str, dry_run: bool, explain: bool) -> in
         new_run = start.new_run(dry_run)
         try:
             planner.refuse_hopeless(facts.context, facts.constraints)
+            if dry_run and facts.context.tokens:
+                show_rows.check(facts.context.tokens)
             choice = start.choose(start.context) if dry_run else start.plan(new_run)
         except tokenising.Failed as failed:
             screen.log_to(*layout.log_files(root, new_run(), recipe))

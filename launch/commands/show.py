@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
-from launch.base import environment
 from launch.base.errors import ConfigError
-from launch.base.text import shown
-from launch.base.workspace import CODE
 from launch.commands import recipe_arguments
 from launch.data import shards
-from launch.data.token_cache import TokenCache
 from launch.plan import resolve
 from launch.schema.recipe import Recipe
-from launch.schema.shown_rows import ShownRows
+from launch.supervise import show_rows
 
 
 def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
@@ -51,22 +42,11 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
     tokens = facts.context.tokens
     assert tokens is not None
     file = _file(facts.context.recipe, arguments.file)
-    argv = ["training.children.show_rows", str(file), str(arguments.rows), str(arguments.line or 0)]
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", *argv],
-        input=TypeAdapter(TokenCache).dump_json(tokens),
-        env=environment.passed(os.environ) | {"PYTHONPATH": str(CODE), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        check=False,
-    )
-    if done.returncode:
-        sys.stderr.write(shown(done.stderr.decode(errors="replace")))
-        return done.returncode
+    rows = show_rows.encoded(tokens, [file], arguments.rows, arguments.line)
     from rich.console import Console
 
     from launch.report import shown_rows
 
-    rows = TypeAdapter(ShownRows).validate_json(done.stdout)
     console = Console(highlight=False, soft_wrap=True)
     colours = console.is_terminal and not console.no_color
     for line in shown_rows.lines(facts.context, file, rows, colours):

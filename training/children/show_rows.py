@@ -1,9 +1,11 @@
 """Encode some rows as training does, and print a ShownRows as JSON:
-`python -m training.children.show_rows FILE NUM_ROWS LINE` with a TokenCache as its input."""
+`python -m training.children.show_rows NUM_ROWS LINE NUM_READ FILE...` with a TokenCache as its
+input. A mistake in the data is printed instead."""
 
 from __future__ import annotations
 
 import sys
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +19,7 @@ from pydantic import TypeAdapter
 from launch.base import processes
 from launch.base.errors import DataError, LaunchError
 from launch.data import token_hashes
-from launch.data.conversation import Conversation
+from launch.data.conversation import Conversation, Sample
 from launch.data.rows import IGNORED, BadRows, read_samples
 from launch.data.token_cache import TokenCache
 from launch.schema.shown_rows import ShownPart, ShownRow, ShownRows
@@ -25,69 +27,97 @@ from training.data import prepare, tokenizer
 from training.data.encode import CacheCounts, Encoder, Row
 from training.data.tokenise import TOKENIZER
 
-SAMPLED = 1000  # rows that are read for the counts
 UNLIMITED = 1 << 40  # tokens
 
 
-def shown_rows(tokens: TokenCache, file: Path, num_rows: int, line: int | None) -> ShownRows:
-    """The first rows of a file, or the row at a line. Raises DataError and ResourceError."""
-    data, is_pair = tokens.recipe.data, tokens.model.is_encoder_decoder
-    are_tokenised = tokens.folder.exists() and not token_hashes.fault(tokens.folder)
-    loaded = (
-        tokenizer.load(tokens.folder / TOKENIZER)
-        if are_tokenised
-        else prepare.tokenizer_of(tokens, partial(print, file=sys.stderr))
-    )
-    encoder = Encoder(loaded, is_pair, tokens.recipe.task, data.max_length)
-    unlimited = replace(encoder, max_length=UNLIMITED)
-    counts, bad = CacheCounts(), BadRows(data.max_bad_rows)
-    rows: list[ShownRow] = []
-    lengths: list[int] = []
-    rows_left_out: Counter[str] = Counter()
-    methods: Counter[str] = Counter()
-    contents: Counter[str] = Counter()
-    for number, sample in enumerate(read_samples(file, tokens.data_format, bad), 1):
-        is_talk = isinstance(sample, Conversation)
-        place = str(sample.place) if is_talk else f"{file}:{number}"
-        for encoded in encoder.encode([sample], bad):
-            counts.add(encoded, data.max_length)
-            lengths += [len(row["input_ids"]) for row in encoded]
-            left_out = ""
-            if not encoded:
-                is_long = unlimited.encode([sample])[0]
-                left_out = (
-                    f"its prompt fills data.max_length {data.max_length}"
-                    if is_long
-                    else "no answer in it has a loss"
+class RowSummary:
+    """Encodes samples, counts them, and keeps those that are shown."""
+
+    def __init__(self, tokens: TokenCache) -> None:
+        self._recipe, self._is_pair = tokens.recipe, tokens.model.is_encoder_decoder
+        max_length = tokens.recipe.data.max_length
+        self.tokenizer = _tokenizer(tokens)
+        self._encoder = Encoder(self.tokenizer, self._is_pair, tokens.recipe.task, max_length)
+        self.bad = BadRows(tokens.recipe.data.max_bad_rows)
+        self.rows: list[ShownRow] = []
+        self.counts, self.lengths = CacheCounts(), array("q")
+        self.left_out, self.methods, self.contents = Counter[str](), Counter[str](), Counter[str]()
+
+    def add(self, sample: Sample, place: str, is_shown: bool) -> None:
+        max_length = self._recipe.data.max_length
+        for encoded in self._encoder.encode([sample], self.bad):  # none of a bad row
+            self.counts.add(encoded, max_length)
+            self.lengths.extend(len(row["input_ids"]) for row in encoded)
+            reason = "" if encoded else self._reason(sample)
+            if reason:
+                self.left_out[reason] += 1
+            if is_shown:
+                rows = [self._shown(row, place, max_length) for row in encoded]
+                self.rows += rows or [ShownRow(place, [], left_out=reason)]
+            if isinstance(sample, Conversation):
+                self.contents.update(_contents(sample))
+                if not self._is_pair and self._recipe.task == "sft":
+                    render = self._encoder.renderer.render
+                    rendered = render(sample.messages, sample.tools, place=place)
+                    self.methods.update(talk.method for talk in rendered[:1])
+
+    def _reason(self, sample: Sample) -> str:
+        """The reason why a sample is left out."""
+        if replace(self._encoder, max_length=UNLIMITED).encode([sample])[0]:
+            return f"its prompt fills data.max_length {self._recipe.data.max_length}"
+        return "no answer in it has a loss"
+
+    def _shown(self, row: Row, place: str, max_length: int) -> ShownRow:
+        ids, labels = row["input_ids"], row["labels"]
+        decode = self.tokenizer.decode
+        if self._is_pair:
+            parts = [ShownPart(decode(ids), False), ShownPart(decode(labels), True)]
+        else:
+            parts = [
+                ShownPart(decode([token for token, _ in group]), is_target)
+                for is_target, group in groupby(
+                    zip(ids, labels, strict=True), key=lambda pair: pair[1] != IGNORED
                 )
-                rows_left_out[left_out] += 1
-            if is_talk:
-                contents.update(_contents(sample))
-                if not is_pair and tokens.recipe.task == "sft":
-                    talk = encoder.renderer.render(sample.messages, sample.tools, place=place)
-                    methods.update(rendered.method for rendered in talk[:1])
-            if place.endswith(f":{line}") if line else len(rows) < num_rows:
-                rows += [_shown(row, loaded, place, data.max_length, is_pair) for row in encoded]
-                rows += [] if encoded else [ShownRow(place, [], left_out=left_out)]
-        if counts.samples >= SAMPLED and (rows or not line):
-            break
-    if line and not rows:
-        raise DataError(
-            f"{file}: found no row at line {line}; its last is row {counts.samples:,}"
-            if counts.samples
-            else f"{file}: found no rows"
-        )
+            ]
+        num_targets = sum(label != IGNORED for label in labels)
+        is_truncated = max(len(ids), len(labels)) >= max_length
+        return ShownRow(place, parts, len(ids), num_targets, is_truncated)
+
+
+def _tokenizer(tokens: TokenCache) -> Any:
+    """The tokenizer of the tokenised rows, if they are there, or the one that they would get."""
+    if tokens.folder.exists() and not token_hashes.fault(tokens.folder):
+        return tokenizer.load(tokens.folder / TOKENIZER)
+    return prepare.tokenizer_of(tokens, partial(print, file=sys.stderr))
+
+
+def shown_rows(
+    tokens: TokenCache, num_rows: int, line: int | None, num_read: int, files: Sequence[Path]
+) -> ShownRows:
+    """The first rows of the files, or the row at a line. Raises DataError and ResourceError."""
+    summary = RowSummary(tokens)
+    for file in files:
+        number = 0
+        for number, sample in enumerate(read_samples(file, tokens.data_format, summary.bad), 1):
+            is_talk = isinstance(sample, Conversation)
+            place = str(sample.place) if is_talk else f"{file}:{number}"
+            is_shown = place.endswith(f":{line}") if line else len(summary.rows) < num_rows
+            summary.add(sample, place, is_shown)
+            if number >= num_read and (summary.rows or not line):
+                break
+        if line and not summary.rows:
+            raise DataError(f"{file}: found no row at line {line}; it has {number:,} rows")
     return ShownRows(
-        _template(tokens, loaded.chat_template),
-        rows,
-        counts.samples,
-        dict(rows_left_out),
-        counts.truncated,
-        counts.target_tokens,
-        lengths,
-        dict(methods),
-        dict(contents),
-        bad.errors,
+        _template(tokens, summary.tokenizer.chat_template),
+        summary.rows,
+        summary.counts.samples,
+        dict(summary.left_out),
+        summary.counts.truncated,
+        summary.counts.target_tokens,
+        summary.lengths.tolist(),
+        dict(summary.methods),
+        dict(summary.contents),
+        summary.bad.errors,
     )
 
 
@@ -99,22 +129,6 @@ def _contents(talk: Conversation) -> Iterator[str]:
             yield "weight 0"
     if talk.tools:
         yield "rows with tools"
-
-
-def _shown(row: Row, loaded: Any, place: str, max_length: int, is_pair: bool) -> ShownRow:
-    ids, labels = row["input_ids"], row["labels"]
-    if is_pair:
-        parts = [ShownPart(loaded.decode(ids), False), ShownPart(loaded.decode(labels), True)]
-    else:
-        parts = [
-            ShownPart(loaded.decode([token for token, _ in group]), is_target)
-            for is_target, group in groupby(
-                zip(ids, labels, strict=True), key=lambda pair: pair[1] != IGNORED
-            )
-        ]
-    num_targets = sum(label != IGNORED for label in labels)
-    is_truncated = max(len(ids), len(labels)) >= max_length
-    return ShownRow(place, parts, len(ids), num_targets, is_truncated)
 
 
 def _template(tokens: TokenCache, template: Any) -> str:
@@ -132,12 +146,13 @@ def _template(tokens: TokenCache, template: Any) -> str:
 
 def main(argv: Sequence[str]) -> int:
     processes.settle_process()
-    file, num_rows, line = argv
+    num_rows, line, num_read = map(int, argv[:3])
     try:
         tokens = TypeAdapter(TokenCache).validate_json(sys.stdin.buffer.read())
-        shown = shown_rows(tokens, Path(file), int(num_rows), int(line) or None)
+        files = [Path(file) for file in argv[3:]]
+        shown = shown_rows(tokens, num_rows, line or None, num_read, files)
     except LaunchError as error:
-        print(f"error: {error}", file=sys.stderr)
+        sys.stdout.buffer.write(str(error).encode())
         return error.exit_code
     sys.stdout.buffer.write(TypeAdapter(ShownRows).dump_json(shown))
     return 0

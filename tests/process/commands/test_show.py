@@ -6,7 +6,9 @@ import json
 
 import pytest
 
+from launch.schema.recipe import TokenizerSection
 from tests import builders
+from training.data import tokenizer as data_tokenizer
 
 ROWS = [
     {"prompt": "one\n[2]", "response": "answer"},
@@ -46,7 +48,7 @@ def test_a_row_of_a_file_is_found_by_its_line(recipe):
     assert f"{valid}:2: " not in done.stdout
     done = builders.launch(recipe.parent, "show", str(recipe), "--line", "9")
     assert (done.returncode, done.stdout) == (4, "")
-    assert "rows.jsonl: found no row at line 9; its last is row 3" in done.stderr
+    assert "rows.jsonl: found no row at line 9; it has 3 rows" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -61,3 +63,24 @@ def test_a_mistake_is_one_line(recipe, flag, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_dry_run_renders_the_first_rows_once(recipe, tmp_path):
+    """A template that raises is met before the plan is called good."""
+    folder = tmp_path / "tokenizer"
+    tokenizer = data_tokenizer.train(iter(["one two three"] * 9), TokenizerSection(), 300)
+    tokenizer.chat_template = (
+        "{% if messages[0].content == 'three' %}{{ raise_exception('no three') }}{% endif %}"
+        + tokenizer.chat_template
+    )
+    tokenizer.save_pretrained(folder)
+    words = ["run", str(recipe), "--dry-run", f"--tokenizer.path={folder}"]
+    refused = builders.launch(tmp_path, *words)
+    assert refused.returncode == 4
+    assert "rows.jsonl:3: the tokenizer's chat_template does not take" in refused.stderr
+    assert refused.stderr.endswith("no three\n")
+    assert builders.launch(tmp_path, *words, "--data.max_bad_rows=2").returncode == 0
+    (checked,) = (tmp_path / ".cache/tokens").glob("*.checked")
+    before = checked.stat().st_mtime_ns
+    assert builders.launch(tmp_path, *words, "--data.max_bad_rows=2").returncode == 0
+    assert checked.stat().st_mtime_ns == before
