@@ -226,6 +226,8 @@ def _notes(files: Sequence[FileColumns], data_format: DataFormat) -> Iterator[st
         and key.lower() not in FIELDS
         and not untrained.is_key(key)
     ]
+    if data_format.kind == "oasst":
+        yield "a user's row is trained with the answer in the next row; other rows are not read"
     if others:
         yield f"columns that are not read: {_shortened(others)}"
     if ignored:

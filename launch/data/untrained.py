@@ -38,7 +38,7 @@ COLUMNS: Mapping[str, str] = {
 KEYS: Mapping[str, str] = {  # of a message
     **OF_BOTH,
     **dict.fromkeys(OF_COLUMNS, NOT_A_KEY),
-    "mask": AMBIGUOUS,
+    **dict.fromkeys(("mask", "loss"), AMBIGUOUS),
 }
 EMPTY_JSON = ("", "[]", "{}")
 MAX_DEPTH = 16  # of lists in lists; what is deeper counts as content

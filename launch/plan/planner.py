@@ -147,6 +147,8 @@ def _chosen(context: PlanContext, constraints: LaunchConstraints) -> Plan:
         estimate=chosen.memory,
         budget_bytes=chosen.budget_bytes,
         rows=rows if rows is None else min(rows, recipe.data.max_train_samples or rows),
+        rows_left_out=context.counts and context.counts["dropped"] + context.counts["bad"],
+        target_share=context.counts and context.counts["target_tokens"] / context.counts["tokens"],
         lora_targets=context.lora_targets,
         why=explain.why(context, chosen, constraints),
         switches=explain.switches(context, candidate, constraints),

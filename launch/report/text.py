@@ -29,6 +29,11 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
     yield f"  model      {model.name}: {model.parameters:,} parameters, {trained}"
     rows = "" if plan.rows is None else f" ({plan.rows:,} rows)"
     yield f"  data       {recipe.data.train_file}{rows}"
+    if plan.rows_left_out is not None and plan.target_share is not None:
+        yield (
+            f"             {plan.rows_left_out:,} rows left out; {plan.target_share:.0%} of the"
+            " tokens have a loss"
+        )
     for line in (plan.data_format.reason, *plan.data_format.notes):
         yield f"             {line}"
     yield from _batch_lines(plan)

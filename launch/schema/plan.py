@@ -209,6 +209,9 @@ class Plan:
     estimate: MemoryEstimate
     budget_bytes: int  # per rank on the device
     rows: int | None = None  # of the training file; None: too large to count before the start
+    # of the training file: rows without a target, and bad rows; None: not tokenised yet
+    rows_left_out: int | None = None
+    target_share: float | None = None  # of the tokens of rows that are trained
     lora_targets: tuple[str, ...] = ()  # module names that get LoRA
     why: tuple[str, ...] = ()
     switches: tuple[Switch, ...] = ()

@@ -47,7 +47,7 @@ class RowSummary:
         max_length = self._recipe.data.max_length
         for encoded in self._encoder.encode([sample], self.bad):  # none of a bad row
             self.counts.add(encoded, max_length)
-            self.lengths.extend(len(row["input_ids"]) for row in encoded)
+            self.lengths.extend(map(self._num_tokens, encoded))
             reason = "" if encoded else self._reason(sample)
             if reason:
                 self.left_out[reason] += 1
@@ -81,7 +81,11 @@ class RowSummary:
             ]
         num_targets = sum(label != IGNORED for label in labels)
         is_truncated = max(len(ids), len(labels)) >= max_length
-        return ShownRow(place, parts, len(ids), num_targets, is_truncated)
+        return ShownRow(place, parts, self._num_tokens(row), num_targets, is_truncated)
+
+    def _num_tokens(self, row: Row) -> int:
+        """Tokens of the input, and of a T5's target."""
+        return len(row["input_ids"]) + (len(row["labels"]) if self._is_pair else 0)
 
 
 def _tokenizer(tokens: TokenCache) -> Any:

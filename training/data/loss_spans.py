@@ -37,6 +37,8 @@ OPTIONAL = {  # key of a message -> names under which a template reads it
     "reasoning_content": ("reasoning_content", "thinking", "reasoning"),
 }
 TAG = re.compile(r"[<\[].*[>\]]")
+# thoughts with their tags, and other tags alone
+THOUGHTS = re.compile(r"<([\w:]*think\w*|thought|reasoning)>.*?</\1>|<[^<>]*>", re.DOTALL)
 WORD = re.compile(r"[^\W_]+")
 PROBE = tuple(map(chr, range(0xE000, 0xE004)))  # contents of a conversation of two turns
 # letters of rare scripts: filters and repr() write them as they are
@@ -150,7 +152,7 @@ class ConversationRenderer:
         targets = [
             i
             for i, message in enumerate(messages)
-            if message["role"] == "assistant" and _weight(message, place)
+            if message["role"] == "assistant" and _weight(message, place) and not _is_empty(message)
         ]
         if not targets:
             return []
@@ -459,6 +461,12 @@ def _weight(message: Mapping[str, Any], place: object) -> bool:
     return weight != 0
 
 
+def _is_empty(message: Mapping[str, Any]) -> bool:
+    """True for an answer that says nothing: it has no loss."""
+    said = (message.get(key) for key in ("content", "tool_calls", "reasoning_content"))
+    return not any(part.strip() if isinstance(part, str) else part for part in said)
+
+
 def _plain_messages(messages: Messages) -> list[dict[str, Any]]:
     """The messages for a template: without nulls, as transformers does, and without weights."""
     return [
@@ -482,12 +490,14 @@ def _check_keys(template: str, messages: Messages, tools: Any, place: object) ->
 
 
 def _check_contents(full: str, messages: Messages, place: object) -> None:
-    """Raise DataError for a content that is missing in the render. Of an answer with tags or
-    calls, a template may leave out a part, as its thoughts."""
+    """Raise DataError for a content that is missing in the render. Of an answer, a template may
+    leave out its thoughts, and what stands beside calls."""
     for number, message in enumerate(messages, 1):
         content = message.get("content") or ""
-        if message["role"] == "assistant" and ("<" in content or message.get("tool_calls")):
-            continue
+        if message["role"] == "assistant":
+            if message.get("tool_calls"):
+                continue
+            content = THOUGHTS.sub("\0", content).split("\0")
         for text in _strings(content):
             word = WORD.search(text)
             if word and word[0] not in full and word[0].lower() not in full.lower():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -40,6 +41,15 @@ def test_rows_are_shown_with_their_loss_and_the_reason_for_which_they_are_left_o
     assert "the first 3 were read, 1 left out (its prompt fills" in shown
 
 
+def test_tokens_of_a_t5_are_those_of_source_and_target(recipe):
+    done = builders.launch(recipe.parent, "show", str(recipe), "--model.shape=t5-tiny")
+    assert done.returncode == 0, done.stderr
+    assert "template   none: T5 reads the turns before the last answer, a line each" in done.stdout
+    tokens, targets = map(int, re.findall(r":1: (\d+) tokens, (\d+) with a loss", done.stdout)[0])
+    assert 0 < targets < tokens
+    assert "⟦answer<|end|>⟧" in done.stdout
+
+
 def test_a_row_of_a_file_is_found_by_its_line(recipe):
     valid = recipe.parent / "valid.jsonl"
     done = builders.launch(recipe.parent, "show", str(recipe), f"--file={valid}", "--line=1")
@@ -70,15 +80,15 @@ def test_a_dry_run_renders_the_first_rows_once(recipe, tmp_path):
     folder = tmp_path / "tokenizer"
     tokenizer = data_tokenizer.train(iter(["one two three"] * 9), TokenizerSection(), 300)
     tokenizer.chat_template = (
-        "{% if messages[0].content == 'three' %}{{ raise_exception('no three') }}{% endif %}"
+        "{% if 'one' in messages[0].content %}{{ raise_exception('no one') }}{% endif %}"
         + tokenizer.chat_template
     )
     tokenizer.save_pretrained(folder)
     words = ["run", str(recipe), "--dry-run", f"--tokenizer.path={folder}"]
     refused = builders.launch(tmp_path, *words)
     assert refused.returncode == 4
-    assert "rows.jsonl:3: the tokenizer's chat_template does not take" in refused.stderr
-    assert refused.stderr.endswith("no three\n")
+    assert "rows.jsonl:1: the tokenizer's chat_template does not take" in refused.stderr
+    assert refused.stderr.endswith("no one\n")
     assert builders.launch(tmp_path, *words, "--data.max_bad_rows=2").returncode == 0
     (checked,) = (tmp_path / ".cache/tokens").glob("*.checked")
     before = checked.stat().st_mtime_ns

@@ -223,7 +223,7 @@ WITH_TOOL = [
 ]
 
 
-@pytest.mark.parametrize("content", ["", "<b>Ann</b>", "Ann", "<", "<think>hm</think>"])
+@pytest.mark.parametrize("content", ["<b>Ann</b>", "Ann", "<", "<think>hm</think>"])
 def test_an_answer_begins_where_it_leaves_the_prompt_of_generation(content):
     prompt = "{% if add_generation_prompt %}{{ '<think>\n' }}{% endif %}"
     tokenizer = made(CHATML.replace("\n' }}{% endif %}", "\n' }}" + prompt + "{% endif %}"))
@@ -231,6 +231,22 @@ def test_an_answer_begins_where_it_leaves_the_prompt_of_generation(content):
     (row,) = rows(tokenizer, talk)
     expected = content.removeprefix("<think>") + "<|im_end|>"
     assert targets(tokenizer, row) == ["It is Ann.<|im_end|>", expected]
+
+
+@pytest.mark.parametrize("empty", ["", " \n"])
+def test_an_empty_answer_has_no_loss(empty):
+    tokenizer = made(CHATML)
+    talk = [*TALK[:3], {"role": "assistant", "content": empty}]
+    (row,) = rows(tokenizer, talk)
+    assert targets(tokenizer, row) == ["It is Ann.<|im_end|>"]
+    assert rows(tokenizer, [TALK[0], {"role": "assistant", "content": empty}]) == []
+
+
+def test_text_that_a_template_drops_from_an_answer_with_thoughts_is_refused():
+    tokenizer = made(QWEN_3)
+    talk = [TALK[0], {"role": "assistant", "content": "Wait. <think>who?</think>It is Ann."}]
+    with pytest.raises(DataError, match=r"does not render message 2 of role 'assistant'"):
+        rows(tokenizer, talk)
 
 
 def test_calls_of_tools_are_targets_and_their_results_are_not():
