@@ -138,7 +138,7 @@ def _chosen(context: PlanContext, constraints: LaunchConstraints) -> Plan:
         for loser, _ in judged
         if loser.misses and loser.memory.peak is None
     )
-    candidate = chosen.candidate
+    candidate, counts = chosen.candidate, context.counts
     return Plan(
         recipe_name=recipe.name,
         strategy=candidate,
@@ -147,8 +147,8 @@ def _chosen(context: PlanContext, constraints: LaunchConstraints) -> Plan:
         estimate=chosen.memory,
         budget_bytes=chosen.budget_bytes,
         rows=rows if rows is None else min(rows, recipe.data.max_train_samples or rows),
-        rows_left_out=context.counts and context.counts["dropped"] + context.counts["bad"],
-        target_share=context.counts and context.counts["target_tokens"] / context.counts["tokens"],
+        rows_left_out=counts["dropped"] + counts["bad"] if counts else None,
+        target_share=counts["target_tokens"] / counts["tokens"] if counts else None,
         lora_targets=context.lora_targets,
         why=explain.why(context, chosen, constraints),
         switches=explain.switches(context, candidate, constraints),
