@@ -128,7 +128,7 @@ def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
     return made
 
 
-def whole(made: PreTrainedTokenizerFast, messages: list[Any], tools: Any) -> list[int]:
+def template_ids(made: PreTrainedTokenizerFast, messages: list[Any], tools: Any) -> list[int]:
     plain = [{k: v for k, v in message.items() if k != "weight"} for message in messages]
     return made.apply_chat_template(plain, tools=tools, return_dict=False)  # pyright: ignore
 
@@ -158,12 +158,12 @@ def faults(
     if len(rows) != len(parts):
         yield f"{len(rows)} rows"
         return
-    alone = text_of(made, whole(made, [user("ququ"), answer("adada")], None))
+    alone = text_of(made, template_ids(made, [user("ququ"), answer("adada")], None))
     has_end = not alone.endswith(answer("adada")["content"])  # GLM: a question ends an answer
     targets = ""
     for row, sample, part in zip(rows, samples, parts, strict=True):
         ids = row["input_ids"] if sample.ends else row["input_ids"][:-1]
-        if ids != whole(made, part, tools):
+        if ids != template_ids(made, part, tools):
             yield "ids"
         spans: list[list[int]] = [[]]
         for label in row["labels"]:
@@ -179,7 +179,7 @@ def faults(
         if any(len(span) > 1 and span[-1] == span[-2] for span in spans):
             yield "two end tokens"
     trained = words(targets)
-    rendered = words(text_of(made, whole(made, messages, tools)))
+    rendered = words(text_of(made, template_ids(made, messages, tools)))
     answers = [messages[i] for i in asked]
     others = [message for i, message in enumerate(messages) if i not in asked]
     if missing := (words(answers) & rendered) - trained:

@@ -16,8 +16,8 @@ from launch.base.errors import DataError
 from launch.data.conversation import Sample, text_of
 from launch.data.rows import IGNORED, BadRows
 from training.data import stored_rows
-from training.data.loss_spans import ConversationRenderer, Rendered
-from training.data.span_tokens import SpanEncoder
+from training.data.chat.loss_spans import ConversationRenderer, Rendered
+from training.data.chat.span_tokens import SpanEncoder
 
 if TYPE_CHECKING:
     from training.data.packing import Packer

@@ -21,7 +21,7 @@ from launch.schema.plan import ModelSize
 from launch.schema.recipe import AttnImplementation, LoraSection, ModelSection, QuantizationSection
 from training.compat import transformers_private
 from training.compat.transformers_private import Network
-from training.data.loss_spans import ConversationRenderer
+from training.data.chat.loss_spans import ConversationRenderer
 from training.model import four_bit
 
 

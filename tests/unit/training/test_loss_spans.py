@@ -15,10 +15,10 @@ from launch.base.errors import DataError
 from launch.data.conversation import Conversation
 from launch.data.rows import IGNORED, BadRows, read_samples
 from launch.schema.plan import DataFormat
-from training.data import rendering
 from training.data import tokenizer as tokenizer_module
+from training.data.chat import rendering
+from training.data.chat.loss_spans import ConversationRenderer
 from training.data.encode import Encoder, write_cache
-from training.data.loss_spans import ConversationRenderer
 from training.data.prepare import summary
 from training.data.tokenizer import PLAIN_TEMPLATE
 from training.model.build import set_special_tokens
@@ -153,7 +153,7 @@ def targets(tokenizer: Any, row: Any) -> list[str]:
     return [tokenizer.decode(run) for run in runs if run]
 
 
-def whole(tokenizer: Any, messages: Any, tools: Any = None) -> list[int]:
+def template_ids(tokenizer: Any, messages: Any, tools: Any = None) -> list[int]:
     return tokenizer.apply_chat_template(messages, tools=tools, return_dict=False)
 
 
@@ -193,7 +193,7 @@ def test_the_render_is_trained_with_a_loss_on_answers_and_one_end_each(
 ):
     tokenizer = made(template, eos)
     (row,) = rows(tokenizer, TALK)
-    assert row["input_ids"] == whole(tokenizer, TALK)
+    assert row["input_ids"] == template_ids(tokenizer, TALK)
     assert targets(tokenizer, row) == expected
     (sample,) = ConversationRenderer(tokenizer).render(TALK)
     assert sample.method == method
@@ -203,7 +203,7 @@ def test_thinking_follows_the_template():
     tokenizer = made(QWEN_3)
     talk = turns("who?", "<think>\nhm\n</think>\n\nAnn.", "and?", "<think>\nso\n</think>\n\nBob.")
     (row,) = rows(tokenizer, talk)
-    assert row["input_ids"] == whole(tokenizer, talk)
+    assert row["input_ids"] == template_ids(tokenizer, talk)
     assert targets(tokenizer, row) == ["Ann.<|im_end|>", "<think>\nso\n</think>\n\nBob.<|im_end|>"]
     (row,) = rows(tokenizer, turns("who?", "Ann.", reasoning_content="hm"))
     assert targets(tokenizer, row) == ["<think>\nhm\n</think>\n\nAnn.<|im_end|>"]
@@ -253,7 +253,7 @@ def test_calls_of_tools_are_targets_and_their_results_are_not():
     tokenizer = made(QWEN_3)
     arguments = '{"word": "\\"Ann\\" 安", "deep": true}'
     (row,) = rows(tokenizer, WITH_TOOL, TOOLS)
-    assert row["input_ids"] == whole(tokenizer, WITH_TOOL, TOOLS)
+    assert row["input_ids"] == template_ids(tokenizer, WITH_TOOL, TOOLS)
     called, answered = targets(tokenizer, row)
     assert called == (
         '<think>\n\n</think>\n\n\n<tool_call>\n{"name": "look", "arguments": '
@@ -323,7 +323,7 @@ def test_tokens_that_are_not_special_are_tokens_in_an_answer():
     tokenizer = made(CHATML)
     talk = turns("who?", "<think>hm</think>Ann.")
     (row,) = rows(tokenizer, talk)
-    assert row["input_ids"] == whole(tokenizer, talk)
+    assert row["input_ids"] == template_ids(tokenizer, talk)
     assert tokenizer.convert_tokens_to_ids("<think>") in row["labels"]
 
 
@@ -346,16 +346,16 @@ def test_an_end_token_is_appended_only_if_the_template_writes_none():
     template = "{% for message in messages %}{{ message['content'] + '\n' }}{% endfor %}"
     tokenizer = made(template, "</s>")
     (row,) = rows(tokenizer, TALK)
-    assert row["input_ids"] == [*whole(tokenizer, TALK), tokenizer.eos_token_id]
+    assert row["input_ids"] == [*template_ids(tokenizer, TALK), tokenizer.eos_token_id]
     assert row["labels"][-1] == tokenizer.eos_token_id
     (row,) = rows(tokenizer, TALK[:3])  # a question follows
-    assert row["input_ids"] == whole(tokenizer, TALK[:3])
+    assert row["input_ids"] == template_ids(tokenizer, TALK[:3])
 
 
 def test_a_conversation_that_ends_with_a_question_is_read_as_a_whole():
     tokenizer = made(QWEN_3)
     (row,) = rows(tokenizer, TALK[:3])
-    assert row["input_ids"] == whole(tokenizer, TALK[:3])
+    assert row["input_ids"] == template_ids(tokenizer, TALK[:3])
     assert targets(tokenizer, row) == ["It is Ann.<|im_end|>"]
     assert rows(tokenizer, TALK[:1]) == []
 
@@ -364,8 +364,8 @@ def test_a_template_whose_turns_cannot_be_told_apart_gives_a_row_for_each_answer
     tokenizer = made(CHANGED)
     encoded = rows(tokenizer, TALK)
     assert [row["input_ids"] for row in encoded] == [
-        whole(tokenizer, TALK[:2]),
-        whole(tokenizer, TALK),
+        template_ids(tokenizer, TALK[:2]),
+        template_ids(tokenizer, TALK),
     ]
     assert [targets(tokenizer, row) for row in encoded] == [
         ["<think>\n\n</think>\n\nIT IS ANN.<|im_end|>"],
@@ -380,7 +380,7 @@ def test_a_token_of_prompt_and_answer_is_a_target():
     )
     tokenizer = made(template, "</s>")
     (row,) = rows(tokenizer, turns("who?", "\nAnn"))  # "?" and a newline are a token
-    assert row["input_ids"] == whole(tokenizer, turns("who?", "\nAnn"))
+    assert row["input_ids"] == template_ids(tokenizer, turns("who?", "\nAnn"))
     assert targets(tokenizer, row) == ["?\nAnn</s>"]
 
 
@@ -396,7 +396,7 @@ def test_blanks_that_a_special_token_takes_make_it_no_target():
     template = tokenizer.chat_template.replace("+ message['role']", "")
     tokenizer.chat_template = template.replace("assistant\n", "")
     (row,) = rows(tokenizer, talk)
-    assert row["input_ids"] == whole(tokenizer, talk)
+    assert row["input_ids"] == template_ids(tokenizer, talk)
     assert targets(tokenizer, row) == ["Ann<|im_end|>"]
 
 
@@ -405,7 +405,7 @@ def test_line_ends_that_are_added_tokens_are_text():
     tokenizer.add_tokens(["\n", "\n\n"])
     talk = turns("who?\nnow", "Ann\n\nis here", "and?\n\n\nwho", "Bob.\nNot Ann.")
     (row,) = rows(tokenizer, talk)
-    assert row["input_ids"] == whole(tokenizer, talk)
+    assert row["input_ids"] == template_ids(tokenizer, talk)
     assert targets(tokenizer, row) == [
         "Ann\n\nis here<end_of_turn>",
         "Bob.\nNot Ann.<end_of_turn>",
@@ -429,7 +429,7 @@ def test_a_template_that_refuses_a_row_names_it_and_its_message():
     encoder = Encoder(tokenizer, False, "sft", 1000)
     refused = Conversation(talk, place="a.jsonl:7")
     ((row,),) = encoder.encode([refused, Conversation(TALK)], bad)
-    assert bad.count == 1 and row["input_ids"] == whole(tokenizer, TALK)
+    assert bad.count == 1 and row["input_ids"] == template_ids(tokenizer, TALK)
 
 
 @pytest.mark.parametrize(
@@ -485,7 +485,7 @@ def test_pretraining_learns_a_conversation_as_a_whole():
     tokenizer = made(CHATML)
     encoder = Encoder(tokenizer, False, "pretrain", 1000)
     ((row,),) = encoder.encode([Conversation(TALK)])
-    assert row["input_ids"] == [*whole(tokenizer, TALK), tokenizer.eos_token_id]
+    assert row["input_ids"] == [*template_ids(tokenizer, TALK), tokenizer.eos_token_id]
     assert row["labels"][1:] == row["input_ids"][1:]
     with pytest.raises(DataError, match="does not render tools"):
         encoder.encode([Conversation(TALK, TOOLS)])

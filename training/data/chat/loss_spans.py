@@ -22,8 +22,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from launch.base.errors import DataError
-from training.data import rendering
-from training.data.rendering import Span, TemplateRefusal
+from training.data.chat import rendering
+from training.data.chat.rendering import Span, TemplateRefusal
 
 Messages = Sequence[Mapping[str, Any]]
 # noncharacters, around the text of a special token that a content holds

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 
 from launch.base.errors import DataError
 from launch.data.rows import IGNORED
-from training.data.loss_spans import Rendered
-from training.data.rendering import Span
+from training.data.chat.loss_spans import Rendered
+from training.data.chat.rendering import Span
 
 NAMES = 0xF0000  # private-use characters: names of special tokens that texts cannot hold
 
