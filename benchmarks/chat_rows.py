@@ -32,7 +32,7 @@ def _texts(rng: np.random.Generator, size: int, mean: int) -> list[str]:
 
 def make_tokenizer(rows: Path, folder: Path) -> None:
     """The product's own: a token is a character or a byte of a rare one."""
-    from launch.schema.recipe import TokenizerSection
+    from launch.schema.model_sections import TokenizerSection
     from training.data import tokenizer
 
     table = pq.read_table(rows)

@@ -127,7 +127,7 @@ def made(case: Case, data: Path, folder: Path, seed: int = SEED) -> tuple[Path, 
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    from launch.schema.recipe import TokenizerSection
+    from launch.schema.model_sections import TokenizerSection
     from training.data import tokenizer
 
     source = data / case.file

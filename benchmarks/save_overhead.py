@@ -22,7 +22,7 @@ import yaml
 
 from benchmarks import launch_overhead, recording
 from launch.run_folder import manifest
-from launch.schema.recipe import TrainingSection
+from launch.schema.training_section import TrainingSection
 
 GOAL = 0.035
 SAVES = 4

@@ -25,7 +25,7 @@ from launch.base.text import visible  # noqa: E402
 from launch.commands import merge  # noqa: E402
 from launch.predict import model_config  # noqa: E402
 from launch.run_folder.layout import left_in  # noqa: E402
-from launch.schema.recipe import QuantizationSection  # noqa: E402
+from launch.schema.model_sections import QuantizationSection  # noqa: E402
 from launch.schema.result import ExportedModel  # noqa: E402
 
 

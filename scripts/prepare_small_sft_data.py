@@ -36,7 +36,7 @@ from launch.base.text import shown  # noqa: E402
 from launch.data import columns  # noqa: E402
 from launch.data.conversation import Sample  # noqa: E402
 from launch.data.rows import BadRows, read_samples  # noqa: E402
-from launch.schema.recipe import DataSection  # noqa: E402
+from launch.schema.data_section import DataSection  # noqa: E402
 from scripts.make_sample_data import SAMPLE_KEY, write_part  # noqa: E402
 
 Row = tuple[str, str]  # prompt, response

@@ -26,8 +26,9 @@ from launch.render import write
 from launch.run_folder import resume as run_resume
 from launch.run_folder.layout import DRY_RUN, AttemptDir, RunDir
 from launch.schema.machine import GIB, Gpu, Machine
+from launch.schema.model_sections import LoraSection, ModelSection
 from launch.schema.plan import DataFormat, ModelSize, Plan
-from launch.schema.recipe import LoraSection, ModelSection, Recipe
+from launch.schema.recipe import Recipe
 from launch.supervise import stop_signals, tokenising
 
 CODE = Path(__file__).resolve().parent.parent

@@ -33,7 +33,8 @@ from launch.data import token_hashes
 from launch.run_folder import layout, manifest
 from launch.run_folder.layout import AttemptDir, RunDir, Start
 from launch.schema.plan import MULTIPLE, Plan, Strategy
-from launch.schema.recipe import Recipe, affected_by, all_keys, leaves
+from launch.schema.recipe import Recipe
+from launch.schema.recipe_keys import affected_by, all_keys, leaves
 from launch.schema.result import Outcome, Scores
 from training.checkpoints import best, commit, convert
 from training.compat import transformers_private

@@ -17,7 +17,8 @@ from launch.commands import foreign_launcher
 from launch.plan.candidates import LaunchConstraints
 from launch.recipe import key_reference, load
 from launch.recipe.strict_yaml import show
-from launch.schema.recipe import SECTIONS, Recipe
+from launch.schema.recipe import Recipe
+from launch.schema.recipe_keys import SECTIONS
 
 AUTO = "auto"
 BATCH_KEY = "per_device_train_batch_size"

@@ -12,7 +12,7 @@ from launch.base.text import nearest
 from launch.commands import recipe_arguments
 from launch.recipe import key_reference
 from launch.recipe.strict_yaml import show
-from launch.schema.recipe import SECTIONS
+from launch.schema.recipe_keys import SECTIONS
 
 WIDTH = 100  # columns
 

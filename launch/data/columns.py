@@ -18,8 +18,8 @@ from launch.data.normalise import FIELDS, OPENAI, SHAREGPT, RowReader
 from launch.data.rows import BadRows, Slice, samples_of
 from launch.data.shards import MAX_ROW_BYTES, FileFacts
 from launch.data.sniff import FileColumns
+from launch.schema.data_section import DataSection
 from launch.schema.plan import DataFormat
-from launch.schema.recipe import DataSection
 
 Kind = Literal["prompt_response", "messages", "text", "oasst"]
 

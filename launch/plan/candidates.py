@@ -16,7 +16,9 @@ from launch.probe import architectures
 from launch.schema.machine import Gpu, Link, Machine
 from launch.schema.modes import LAUNCH_MODES, Mode
 from launch.schema.plan import Strategy as Candidate
-from launch.schema.recipe import LaunchSection, Precision, Recipe
+from launch.schema.recipe import Recipe
+from launch.schema.run_sections import LaunchSection
+from launch.schema.training_section import Precision
 
 # samples; the guides' 3x the training batch is a ceiling, and logits are the larger part of it
 MAX_EVAL_BATCH = 64

@@ -15,8 +15,10 @@ from launch.base.errors import ConfigError, ResourceError
 from launch.predict.time import rates
 from launch.probe import architectures
 from launch.schema.machine import Gpu
+from launch.schema.model_sections import AttnImplementation
 from launch.schema.plan import Strategy, Switch
-from launch.schema.recipe import LIGER_LOSSES, AttnImplementation, Precision, Recipe
+from launch.schema.recipe import Recipe
+from launch.schema.training_section import LIGER_LOSSES, Precision
 
 FLASH = "flash_attention_2"
 # _supports_flash_attn in transformers

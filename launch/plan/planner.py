@@ -21,7 +21,8 @@ from launch.predict.estimate import Judged, PlanContext
 from launch.predict.oom_history import CLEARLY_BELOW
 from launch.schema.machine import Machine
 from launch.schema.plan import Change, Plan, Rendezvous
-from launch.schema.recipe import LaunchSection, Recipe
+from launch.schema.recipe import Recipe
+from launch.schema.run_sections import LaunchSection
 
 
 @dataclass(frozen=True)

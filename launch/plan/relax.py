@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from launch.predict import parameters
+from launch.schema.model_sections import LoraSection, QuantizationSection
 from launch.schema.plan import Change
-from launch.schema.recipe import LoraSection, QuantizationSection, Recipe
+from launch.schema.recipe import Recipe
 
 KEYS = frozenset({"quantization.load_in_4bit", "lora.r", "lora.lora_alpha", "data.max_length"})
 LEAST_R = 4

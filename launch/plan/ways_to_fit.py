@@ -14,7 +14,8 @@ from launch.plan.search import fastest
 from launch.predict import parameters
 from launch.predict.estimate import Judged, PlanContext, describe
 from launch.predict.oom_history import CLEARLY_BELOW
-from launch.schema.recipe import LoraSection, QuantizationSection, Recipe
+from launch.schema.model_sections import LoraSection, QuantizationSection
+from launch.schema.recipe import Recipe
 
 MAX_WAYS = 3  # each may have to be traced
 

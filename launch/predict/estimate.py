@@ -29,6 +29,7 @@ from launch.predict.traces import Question, Trace, Traces
 from launch.probe import architectures
 from launch.probe.import_memory import ASSUMED, Imports
 from launch.schema.machine import GIB, Link, Machine
+from launch.schema.model_sections import DTYPE_BYTES
 from launch.schema.plan import (
     MULTIPLE,
     Change,
@@ -39,7 +40,7 @@ from launch.schema.plan import (
     Peak,
     Strategy,
 )
-from launch.schema.recipe import DTYPE_BYTES, Recipe
+from launch.schema.recipe import Recipe
 
 USUAL_DOCUMENT = 128  # tokens, assumed while none have been counted
 # Outside the allocator. A context after one kernel, with lazy loading (CUDA 11.7 and later):

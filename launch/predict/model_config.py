@@ -20,7 +20,7 @@ import yaml
 from launch.base.errors import ConfigError, LaunchError, ResourceError
 from launch.base.text import suggestion
 from launch.predict import parameters as predict_parameters
-from launch.schema.recipe import ModelSection
+from launch.schema.model_sections import ModelSection
 
 INDEX_NAME = "model.safetensors.index.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

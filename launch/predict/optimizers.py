@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from launch.base.errors import ConfigError
 from launch.base.text import nearest
 from launch.predict.parameters import LORA_TARGETS, Shape, Shapes, total_elements, trainable_shapes
+from launch.schema.model_sections import DTYPE_BYTES, LoraSection, QuantizationSection
 from launch.schema.plan import MemoryEstimate
-from launch.schema.recipe import DTYPE_BYTES, LoraSection, QuantizationSection
 
 LORA_BYTES = 4  # PEFT keeps adapters in float32 whatever the model's dtype (autocast_adapter_dtype)
 

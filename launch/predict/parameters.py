@@ -14,7 +14,7 @@ from typing import Any
 
 from launch.base.errors import ConfigError
 from launch.base.text import suggestion
-from launch.schema.recipe import LoraSection
+from launch.schema.model_sections import LoraSection
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]

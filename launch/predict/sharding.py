@@ -8,9 +8,10 @@ from dataclasses import replace
 
 from launch.predict import optimizers, parameters
 from launch.predict.parameters import Shapes
+from launch.schema.model_sections import DTYPE_BYTES, ModelSection
 from launch.schema.modes import Refusal
 from launch.schema.plan import MemoryEstimate, Strategy
-from launch.schema.recipe import DTYPE_BYTES, ModelSection, Recipe
+from launch.schema.recipe import Recipe
 
 # ZeRO trains flat slices of all parameters joined together and FSDP2 rows of each: only an
 # optimizer that treats every element alike gives the same result there. Adafactor keeps rows and

@@ -25,7 +25,8 @@ from launch.predict.time.timing import Affine, WorkCost
 from launch.predict.trace_client import TracingChild
 from launch.probe import packages
 from launch.schema.plan import Born, ModelSize, Peak, Strategy
-from launch.schema.recipe import Recipe, affecting
+from launch.schema.recipe import Recipe
+from launch.schema.recipe_keys import affecting
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
 

@@ -16,7 +16,8 @@ from pydantic.fields import FieldInfo
 from launch.base.text import nearest
 from launch.recipe import training_arguments
 from launch.recipe.strict_yaml import plain
-from launch.schema.recipe import SECTIONS, Recipe
+from launch.schema.recipe import Recipe
+from launch.schema.recipe_keys import SECTIONS
 
 # a name of other programs -> the key of the recipe
 ALIASES = {

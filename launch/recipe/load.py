@@ -22,9 +22,10 @@ from launch.base.text import SECRET_NAME, holds_secret, nearest
 from launch.base.workspace import FILES
 from launch.recipe import key_reference, strict_yaml, training_arguments
 from launch.recipe.strict_yaml import KeyPath, dotted, mend, plain, show, wrong
-from launch.schema import recipe as schema_recipe
 from launch.schema.plan import Change
-from launch.schema.recipe import SECTIONS, Recipe
+from launch.schema.recipe import Recipe
+from launch.schema.recipe_keys import SECTIONS
+from launch.schema.training_section import TrainingSection
 
 RECIPES = FILES / "configs" / "recipes"
 MAX_PROBLEMS = 5  # lines of a message; a file with more mistakes is read again anyway
@@ -330,9 +331,7 @@ def _problems(layer: _Layer, file: str) -> list[tuple[KeyPath, ConfigError]]:
             problems.append((loc, _schema_problem(detail, between or place(loc), file)))
     for key, value in layer.section("training").items():
         key_path = ("training", key)
-        if key not in schema_recipe.TrainingSection.model_fields and (
-            mistake := _training_mistake(key, value)
-        ):
+        if key not in TrainingSection.model_fields and (mistake := _training_mistake(key, value)):
             problems.append((key_path, wrong(place(key_path), key_path, *mistake)))
     for key_path, text in _texts(layer.data):
         if holds_secret(text):

@@ -20,7 +20,8 @@ from launch.run_folder import steps as run_folder_steps
 from launch.run_folder.layout import RunDir
 from launch.schema.machine import Machine
 from launch.schema.plan import Plan
-from launch.schema.recipe import Recipe, affected_by, leaves
+from launch.schema.recipe import Recipe
+from launch.schema.recipe_keys import affected_by, leaves
 from launch.schema.result import Continues, StepEvent
 
 # share by which the tokens of a step may differ where one batch counts packed sequences and the

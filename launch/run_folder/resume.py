@@ -17,8 +17,10 @@ from launch.data.token_cache import TokenCache
 from launch.run_folder import manifest
 from launch.run_folder.layout import RunDir
 from launch.schema.plan import Plan
-from launch.schema.recipe import Allowed, Recipe, affected_by, leaves
+from launch.schema.recipe import Recipe
+from launch.schema.recipe_keys import affected_by, leaves
 from launch.schema.result import Continues
+from launch.schema.run_sections import Allowed
 
 # The word of resume.allow that lets a changed key, or a key of a changed section, pass; others are
 # never let pass.

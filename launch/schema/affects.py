@@ -1,4 +1,4 @@
-"""Effects of recipe keys. Each field in launch/schema/recipe.py names its effects once, and all
+"""Effects of recipe keys. Each field in launch/schema/*_section*.py names its effects once, and all
 code that compares recipes asks for them."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Effect = Literal[
     "name",  # a name, an address, or a folder that is written to
     "machine",  # a value of each machine, on which ranks need not agree
 ]
-# The effects of a key that only TrainingArguments knows, unless recipe.EXTRAS names others.
+# The effects of a key that only TrainingArguments knows, unless recipe_keys.EXTRAS names others.
 EVERYTHING: frozenset[Effect] = frozenset({"weights", "rows", "memory", "step_time"})
 
 

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from launch.schema.machine import Device, Link
+from launch.schema.model_sections import AttnImplementation
 from launch.schema.modes import LAUNCH_MODES, LaunchMode, Mode
-from launch.schema.recipe import AttnImplementation, Precision, Recipe
+from launch.schema.recipe import Recipe
+from launch.schema.training_section import Precision
 
 MULTIPLE: dict[Device, int] = {"cpu": 1, "cuda": 8}  # to which the collator pads a batch's length
 

@@ -15,8 +15,8 @@ import psutil
 from launch.base import processes
 from launch.probe import machine
 from launch.run_folder.layout import AttemptDir, RunDir
-from launch.schema.recipe import LaunchSection
 from launch.schema.result import SecondStep
+from launch.schema.run_sections import LaunchSection
 from launch.supervise import heartbeats, host_guard
 from launch.supervise.heartbeats import Beat, Progress
 from launch.supervise.screen import Screen

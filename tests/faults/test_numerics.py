@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from launch.schema.recipe import TokenizerSection
+from launch.schema.model_sections import TokenizerSection
 from tests import builders
 from training.data import tokenizer
 from training.data.batches import SampleOrder

@@ -117,7 +117,7 @@ def base(tmp_path_factory) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from launch.schema.recipe import TokenizerSection
+    from launch.schema.model_sections import TokenizerSection
     from training.data import tokenizer
 
     torch.manual_seed(0)

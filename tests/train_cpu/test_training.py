@@ -24,7 +24,7 @@ from transformers import (
 from launch.run_folder import sample_audit
 from launch.run_folder import steps as run_folder_steps
 from launch.run_folder.layout import RunDir
-from launch.schema.recipe import TokenizerSection
+from launch.schema.model_sections import TokenizerSection
 from tests import builders
 from training.data import tokenizer as data_tokenizer
 from training.data.batches import TokenRows

@@ -9,7 +9,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from launch.base.errors import ResourceError
-from launch.schema.recipe import TokenizerSection
+from launch.schema.model_sections import TokenizerSection
 
 PAD, END, USER, ASSISTANT, SYSTEM = SPECIAL_TOKENS = [
     "<|pad|>",

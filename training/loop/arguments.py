@@ -9,7 +9,8 @@ import torch
 from transformers import TrainingArguments
 
 from launch.schema.plan import Plan, Strategy
-from launch.schema.recipe import COMPILE_KEYS, LIGER_LOSSES, Recipe, TrainingSection
+from launch.schema.recipe import Recipe
+from launch.schema.training_section import COMPILE_KEYS, LIGER_LOSSES, TrainingSection
 from training.compat import transformers_private
 
 SWITCHED = ("tf32", "use_liger_kernel")  # set by the plan

@@ -17,8 +17,13 @@ from transformers import (
 )
 
 from launch.base.errors import ConfigError, ResourceError
+from launch.schema.model_sections import (
+    AttnImplementation,
+    LoraSection,
+    ModelSection,
+    QuantizationSection,
+)
 from launch.schema.plan import ModelSize
-from launch.schema.recipe import AttnImplementation, LoraSection, ModelSection, QuantizationSection
 from training.compat import transformers_private
 from training.compat.transformers_private import Network
 from training.data.chat.loss_spans import ConversationRenderer

@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
-from launch.schema.recipe import QuantizationSection
+from launch.schema.model_sections import QuantizationSection
 from training.compat import bitsandbytes_private, transformers_private
 from training.compat.transformers_private import Network
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from launch.schema.model_sections import DTYPE_BYTES
 from launch.schema.plan import Strategy
-from launch.schema.recipe import DTYPE_BYTES, Recipe
+from launch.schema.recipe import Recipe
 from training.trace.recorder import Layer
 from training.trace.rewrite_log import (
     SCALAR_BYTES,

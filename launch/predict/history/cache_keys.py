@@ -9,7 +9,8 @@ from typing import Any
 
 from launch.schema.machine import GIB, Machine
 from launch.schema.plan import ModelSize
-from launch.schema.recipe import Recipe, affected_by, leaves
+from launch.schema.recipe import Recipe
+from launch.schema.recipe_keys import affected_by, leaves
 
 # keys of a config that name its origin, not the model
 ORIGIN = {"_name_or_path", "transformers_version"}

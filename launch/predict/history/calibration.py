@@ -15,8 +15,8 @@ from typing import Literal
 from launch.schema.machine import GIB, Device
 from launch.schema.modes import Mode
 from launch.schema.plan import Plan
-from launch.schema.recipe import Precision
 from launch.schema.result import SecondStep
+from launch.schema.training_section import Precision
 
 Quantity = Literal["allocated_bytes", "reserved_bytes", "host_pss_bytes", "step_s"]
 WORDS: dict[Quantity, str] = {

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from launch.data import shards
 from launch.predict.memory import malloc
 from launch.probe.import_memory import Imports
+from launch.schema.data_section import DataSection
 from launch.schema.machine import MIB
+from launch.schema.model_sections import DTYPE_BYTES
 from launch.schema.plan import MemoryEstimate, ModelSize, Strategy
-from launch.schema.recipe import DTYPE_BYTES, DataSection, Recipe
+from launch.schema.recipe import Recipe
 
 # The rest of this block was measured beside the imports, on runs whose model takes next to nothing.
 STARTED_BYTES = 30 * MIB  # tokenizer, Trainer, event files, a rank's first step

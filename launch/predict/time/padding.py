@@ -10,8 +10,8 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from launch.schema.data_section import DataSection
 from launch.schema.plan import Padding, Strategy
-from launch.schema.recipe import DataSection
 
 DRAWN = 4096  # rows; the share then moves by about a hundredth from one draw to another
 MOST_SORTED = 1 << 14  # rows: above it fewer groups are sorted together than training does

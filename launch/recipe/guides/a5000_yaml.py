@@ -16,7 +16,8 @@ from launch.recipe import strict_yaml, training_arguments
 from launch.recipe.load import Override
 from launch.recipe.paths import PATH_KEYS
 from launch.recipe.strict_yaml import KeyPath, show, wrong
-from launch.schema.recipe import LoraSection, TrainingSection
+from launch.schema.model_sections import LoraSection
+from launch.schema.training_section import TrainingSection
 
 RECIPE = "lora_sft"
 _LENGTH: dict[str, str] = dict.fromkeys(("max_seq_length", "max_length"), "data.max_length")

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from launch.base.errors import ConfigError
 from launch.base.text import nearest
 from launch.recipe.load import Override
-from launch.schema.recipe import SECTIONS, Recipe
+from launch.schema.recipe import Recipe
+from launch.schema.recipe_keys import SECTIONS
 
 RECIPES = {  # flag -> recipe; the first one that is set wins
     "use_large_config": "pretrain_large",

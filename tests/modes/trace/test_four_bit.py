@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch.predict import model_config, parameters
 from launch.run_folder.layout import RunDir
+from launch.schema.model_sections import LoraSection, ModelSection, QuantizationSection
 from launch.schema.plan import ModelSize
-from launch.schema.recipe import LoraSection, ModelSection, QuantizationSection
 from tests import builders
 from tests.train_cpu.test_resume import kill_after
 from training.engines import setup

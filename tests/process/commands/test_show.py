@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from launch.schema.recipe import TokenizerSection
+from launch.schema.model_sections import TokenizerSection
 from tests import builders
 from training.data import tokenizer as data_tokenizer
 

@@ -20,8 +20,8 @@ from pydantic import TypeAdapter
 
 from launch.base.errors import DataError, ResourceError
 from launch.data import token_cache
+from launch.schema.model_sections import TokenizerSection
 from launch.schema.plan import DataFormat
-from launch.schema.recipe import TokenizerSection
 from tests import builders
 from training.data import tokenise_pool, tokenizer
 from training.data.batches import TokenRows

@@ -23,8 +23,8 @@ from launch.data import shards
 from launch.data.conversation import Conversation
 from launch.data.rows import BadRows, read_samples
 from launch.data.shards import FileFacts
+from launch.schema.data_section import DataSection
 from launch.schema.plan import DataFormat
-from launch.schema.recipe import DataSection
 from tests import cost
 
 pytestmark = pytest.mark.unit

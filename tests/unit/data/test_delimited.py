@@ -14,8 +14,8 @@ from launch.data import columns as data_columns
 from launch.data import shards
 from launch.data.conversation import Conversation
 from launch.data.rows import BadRows, read_samples
+from launch.schema.data_section import DataSection
 from launch.schema.plan import DataFormat
-from launch.schema.recipe import DataSection
 
 pytestmark = pytest.mark.unit
 

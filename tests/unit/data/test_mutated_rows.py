@@ -19,7 +19,7 @@ import pytest
 from launch.base.errors import DataError
 from launch.data import columns as data_columns
 from launch.data.rows import read_samples
-from launch.schema.recipe import DataSection
+from launch.schema.data_section import DataSection
 from tests.unit.data.test_normalise import CALL, TOOL, WRAPPED, format_of
 
 pytestmark = pytest.mark.unit

@@ -15,8 +15,8 @@ from launch.data import columns as data_columns
 from launch.data.conversation import Conversation, Sample
 from launch.data.normalise import RowReader
 from launch.data.rows import read_samples
+from launch.schema.data_section import DataSection
 from launch.schema.plan import DataFormat
-from launch.schema.recipe import DataSection
 
 pytestmark = pytest.mark.unit
 

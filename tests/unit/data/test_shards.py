@@ -21,8 +21,8 @@ import pytest
 from launch.base.errors import DataError
 from launch.data import columns, shards, sniff, token_cache
 from launch.data.rows import BadRows, Slice, read_samples, samples_of
+from launch.schema.data_section import DataSection
 from launch.schema.plan import DataFormat
-from launch.schema.recipe import DataSection
 
 pytestmark = pytest.mark.unit
 

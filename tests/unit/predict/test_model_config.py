@@ -23,7 +23,7 @@ from transformers import (
 
 from launch.base.errors import ConfigError, ResourceError
 from launch.predict import model_config, parameters
-from launch.schema.recipe import LoraSection, ModelSection
+from launch.schema.model_sections import LoraSection, ModelSection
 from tests import builders
 
 pytestmark = pytest.mark.unit

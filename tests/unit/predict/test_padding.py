@@ -10,7 +10,7 @@ import pytest
 
 from launch.predict.time import padding
 from launch.report import text
-from launch.schema.recipe import DataSection
+from launch.schema.data_section import DataSection
 from tests import builders
 from training.data.batches import SampleOrder
 from training.data.encode import CacheCounts

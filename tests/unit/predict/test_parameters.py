@@ -23,8 +23,8 @@ from transformers.training_args import OptimizerNames
 from launch.base.errors import ConfigError
 from launch.predict import optimizers
 from launch.predict import parameters as predict_parameters
+from launch.schema.model_sections import LoraSection, ModelSection, QuantizationSection
 from launch.schema.plan import ModelSize
-from launch.schema.recipe import LoraSection, ModelSection, QuantizationSection
 from training.model import build, four_bit
 
 pytestmark = pytest.mark.unit

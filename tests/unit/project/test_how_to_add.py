@@ -118,7 +118,7 @@ def test_a_data_format(copy):
     script = """
 from pathlib import Path
 from launch.data import columns, rows
-from launch.schema.recipe import DataSection
+from launch.schema.data_section import DataSection
 found = columns.detect(DataSection(train_file="riddles.jsonl"), Path("."))
 (sample,) = rows.read_samples(Path("riddles.jsonl"), found)
 print(found.reason, *(turn["content"] for turn in sample.messages), sep="|")

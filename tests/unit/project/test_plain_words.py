@@ -77,7 +77,7 @@ EXCEPTIONS = {
     ("launch/schema/plan.py", "by_length"): "a key of plan.json",
     ("launch/schema/plan.py", "samples"): "a key of plan.json",
     ("launch/schema/plan.py", "shape"): "a key of plan.json",
-    ("launch/schema/recipe.py", "shape"): "the recipe key model.shape",
+    ("launch/schema/model_sections.py", "shape"): "the recipe key model.shape",
     ("launch/schema/result.py", "samples"): "a key of events.jsonl",
     ("training/data/encode.py", "longest"): "a key of counts.json",
     ("training/data/encode.py", "samples"): "a key of counts.json",

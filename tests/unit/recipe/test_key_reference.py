@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from launch.recipe import key_reference, training_arguments
-from launch.schema.recipe import SECTIONS, Recipe
+from launch.schema.recipe import Recipe
+from launch.schema.recipe_keys import SECTIONS
 from scripts import render_docs
 
 pytestmark = pytest.mark.unit

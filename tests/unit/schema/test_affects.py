@@ -15,7 +15,8 @@ from launch.report import comparable
 from launch.run_folder import resume
 from launch.schema import affects as schema_affects
 from launch.schema.plan import ModelSize
-from launch.schema.recipe import SECTIONS, Recipe, affected_by, all_keys
+from launch.schema.recipe import Recipe
+from launch.schema.recipe_keys import SECTIONS, affected_by, all_keys
 from tests.builders import plan, recipe_of
 
 MODEL = ModelSize("tiny", {"model_type": "llama"}, 1000, 1000)

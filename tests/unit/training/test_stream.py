@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from launch.schema.model_sections import TokenizerSection
 from launch.schema.plan import DataFormat
-from launch.schema.recipe import TokenizerSection
 from tests import builders
 from training.data import streaming, tokenise_pool, tokenizer
 from training.data.batches import SampleOrder

@@ -12,8 +12,8 @@ from launch.base.errors import DataError, ResourceError
 from launch.data import rows as data_rows
 from launch.data.conversation import Conversation
 from launch.data.rows import read_samples
+from launch.schema.model_sections import TokenizerSection
 from launch.schema.plan import DataFormat
-from launch.schema.recipe import TokenizerSection
 from training.data import batches, encode, tokenizer
 
 TEXTS = ["two 二 three 三", "the end of a sentence", "日期 2024-03-05"]

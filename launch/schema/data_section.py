@@ -1,0 +1,108 @@
+"""The section `data` of a recipe."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+
+from launch.schema.affects import affects
+from launch.schema.section import Section, as_tuple
+
+
+class DataSection(Section):
+    """The rows and the columns to read. Columns are found by name unless they are named here."""
+
+    train_file: Annotated[str, affects("source")] = Field(
+        description="Training rows: a file, a folder of shards, or a pattern of files."
+    )
+    validation_file: Annotated[str | None, affects("source")] = Field(
+        default=None,
+        description="Held-out rows: a file, a folder of shards, or a pattern of files.",
+    )
+    prompt_column: Annotated[str | None, affects("rows")] = Field(
+        default=None, description="Column of the prompt. null: found by name."
+    )
+    response_column: Annotated[str | None, affects("rows")] = Field(
+        default=None, description="Column of the response. null: found by name."
+    )
+    text_column: Annotated[str | None, affects("rows")] = Field(
+        default=None, description="Column of plain text. null: found by name."
+    )
+    messages_column: Annotated[str | None, affects("rows")] = Field(
+        default=None, description="Column of conversations. null: found by name."
+    )
+    ignore_columns: Annotated[tuple[str, ...], BeforeValidator(as_tuple), affects("rows")] = Field(
+        default=(),
+        description="Columns, or keys of messages, whose content is left out on purpose.",
+    )
+    max_length: Annotated[int, affects("rows", "memory", "step_time")] = Field(
+        default=512,
+        ge=8,
+        le=1 << 20,
+        description="Most tokens of a sequence (decoder), or of each side (T5); longer rows "
+        "lose their end in SFT and become several in pretraining.",
+    )
+    max_train_samples: Annotated[PositiveInt | None, affects("rows")] = Field(
+        default=None, description="Train on at most this many rows."
+    )
+    max_validation_samples: Annotated[PositiveInt | None, affects("rows")] = Field(
+        default=None, description="Evaluate on at most this many rows."
+    )
+    max_bad_rows: Annotated[int, affects("rows")] = Field(
+        default=0,
+        ge=0,
+        description="Unreadable rows of each file that are left out and counted; one more is an"
+        " error.",
+    )
+    packing: Annotated[bool, affects("rows", "memory", "step_time")] = Field(
+        default=False,
+        description="Put several rows into one sequence of max_length, each with its own "
+        "positions and attention.",
+    )
+    streaming: Annotated[bool, affects("rows", "memory", "step_time")] = Field(
+        default=False,
+        description="Tokenise while training and store few tokens; needs task pretrain, packing"
+        " and max_steps.",
+    )
+    shuffle_buffer_mib: Annotated[float | None, affects("rows")] = Field(
+        default=None,
+        gt=0,
+        le=65_536,
+        allow_inf_nan=False,
+        description="Buffer in which a stream is shuffled, in MiB. null: 16.",
+    )
+    group_by_length: Annotated[bool, affects("rows")] = Field(
+        default=False,
+        description="Fill an optimizer step with rows of about one length; every row once an "
+        "epoch.",
+    )
+    batch_by_tokens: Annotated[bool, affects("memory", "step_time")] = Field(
+        default=False,
+        description="Split a step into micro-batches of rows of about one length, with at most "
+        "as many padded tokens as per_device_train_batch_size of the longest rows "
+        "have.",
+    )
+
+    @property
+    def stream_unit_bytes(self) -> int:
+        """Bytes of a unit of a stream. Four units are shuffled together."""
+        return max(int((self.shuffle_buffer_mib or 16) * (1 << 20)) // 4, 1)
+
+    @model_validator(mode="after")
+    def buffer_of_a_stream(self) -> DataSection:
+        if self.shuffle_buffer_mib is not None and not self.streaming:
+            raise ValueError(
+                "shuffle_buffer_mib is for data.streaming: true; other rows are shuffled over all"
+                " of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def one_way_to_less_padding(self) -> DataSection:
+        for key in ("group_by_length", "batch_by_tokens"):
+            if self.packing and getattr(self, key):
+                raise ValueError(
+                    f"packing leaves nothing for {key} to do; set one of the two to false"
+                )
+        return self

@@ -1,0 +1,133 @@
+"""Sections of a recipe that say what is trained: model, tokenizer, LoRA, quantization."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from launch.schema.affects import affects
+from launch.schema.section import AFFECTS_STEP, Section
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+AttnImplementation = Literal["sdpa", "eager", "flash_attention_2"]
+
+
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class ModelSection(Section):
+    """The model: a named shape in configs/models/, or a local Hugging Face folder."""
+
+    shape: Annotated[str | None, affects("weights")] = Field(
+        default=None, description="Name of a model in configs/models/, built with random weights."
+    )
+    path: Annotated[str | None, affects("weights")] = Field(
+        default=None, description="Local Hugging Face folder of the model (safetensors)."
+    )
+    path_if_there: Annotated[str | None, affects("source")] = Field(
+        default=None, description="Folder that is used instead of the shape if it holds a model."
+    )
+    freeze: Annotated[tuple[str, ...], AFFECTS_STEP] = Field(
+        default=(),
+        description="Names of modules whose parameters are not trained, e.g. [shared, encoder].",
+    )
+    dtype: Annotated[Dtype, AFFECTS_STEP] = Field(
+        default="float32",
+        description="Type of the weights in memory; training.bf16 is the autocast on top of it.",
+    )
+    attn_implementation: Annotated[
+        AttnImplementation | None, affects("memory", "step_time", "planned")
+    ] = Field(
+        default=None,
+        description="Attention kernels; eager keeps every score (length x length per head). "
+        "null: planned.",
+    )
+
+    @model_validator(mode="after")
+    def one_source(self) -> ModelSection:
+        if (self.shape is None) == (self.path is None):
+            raise ValueError(
+                "give exactly one of model.shape (a name in configs/models/) and model.path (a"
+                " local folder)"
+            )
+        return self
+
+
+class TokenizerSection(Section):
+    """A tokenizer folder, or how to train a byte-level BPE from the data at first start."""
+
+    path: Annotated[str | None, affects("source")] = Field(
+        default=None,
+        description="Local folder of a tokenizer. null: the model folder's, or one trained from"
+        " the data.",
+    )
+    path_if_there: Annotated[str | None, affects("source")] = Field(
+        default=None,
+        description="Folder that is used instead of training a tokenizer if it exists and path "
+        "is not given.",
+    )
+    vocab_size: Annotated[PositiveInt | None, affects("weights", "rows", "memory", "step_time")] = (
+        Field(
+            default=None,
+            description="Vocabulary of a trained tokenizer. null: that of the model's shape.",
+        )
+    )
+    split: Annotated[Literal["word", "character"], affects("weights", "rows")] = Field(
+        default="word",
+        description="How a trained tokenizer splits text; with character, merges never cross a "
+        "character.",
+    )
+
+
+class LoraSection(Section):
+    """PEFT's LoraConfig, in its own words."""
+
+    r: Annotated[PositiveInt, AFFECTS_STEP] = Field(default=16, description="Rank of the adapters.")
+    lora_alpha: Annotated[PositiveInt, affects("weights")] = Field(
+        default=32,
+        description="Scale of the adapters: their output is multiplied by lora_alpha / r.",
+    )
+    lora_dropout: Annotated[float, AFFECTS_STEP] = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of the adapters' input that is dropped during training.",
+    )
+    target_modules: Annotated[tuple[str, ...] | Literal["all-linear"] | None, AFFECTS_STEP] = Field(
+        default=None,
+        description="Names of the modules that get an adapter, or all-linear: every linear layer"
+        " but the output head. null: chosen by architecture, all-linear if it is not known.",
+    )
+    use_rslora: Annotated[bool, affects("weights")] = Field(
+        default=False, description="Multiply the adapters' output by lora_alpha / sqrt(r)."
+    )
+    init_lora_weights: Annotated[bool | Literal["gaussian", "orthogonal"], affects("weights")] = (
+        Field(
+            default=True,
+            description="First values of the adapters. true: as Microsoft's LoRA, which changes"
+            " nothing at first; false: random values, for tests.",
+        )
+    )
+
+
+class QuantizationSection(Section):
+    """transformers' BitsAndBytesConfig, in its own words: weights of 4 bits, frozen under LoRA
+    (QLoRA)."""
+
+    load_in_4bit: Annotated[bool, AFFECTS_STEP] = Field(
+        description="Keep the linear weights in 4 bits under LoRA (QLoRA); false is the same as"
+        " no section."
+    )
+    bnb_4bit_quant_type: Annotated[Literal["nf4", "fp4"], AFFECTS_STEP] = Field(
+        default="nf4", description="Kind of the 4-bit numbers."
+    )
+    bnb_4bit_use_double_quant: Annotated[bool, AFFECTS_STEP] = Field(
+        default=True, description="Quantize the scales of the 4-bit blocks too."
+    )
+    bnb_4bit_compute_dtype: Annotated[Dtype | None, AFFECTS_STEP] = Field(
+        default=None,
+        description="Type of the arithmetic. null: the precision of training, else model.dtype.",
+    )

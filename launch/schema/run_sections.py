@@ -1,0 +1,174 @@
+"""Sections of a recipe that say how it runs: launch, numerics, resume, evaluation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+
+from launch.schema.affects import affects
+from launch.schema.machine import Device
+from launch.schema.modes import LAUNCH_MODES, LaunchMode, Mode
+from launch.schema.section import Section, as_tuple
+
+# seal: a checkpoint that was signed with another key; versions: another major.minor version of a
+# library that writes its files.
+Allowed = Literal["data", "model", "seed", "effective_batch_size", "schedule", "versions", "seal"]
+
+
+class LaunchSection(Section):
+    """The way to run. Keys that are left out are planned."""
+
+    mode: Annotated[Literal["auto", Mode], affects("plan", "planned")] = Field(
+        default="auto", description="Launch mode; auto: planned."
+    )
+    num_processes: Annotated[int | None, affects("plan", "planned")] = Field(
+        default=None, ge=1, le=1024, description="Ranks of all nodes together. null: planned."
+    )
+    nodes: Annotated[int, affects("plan")] = Field(
+        default=1,
+        ge=1,
+        le=256,
+        description="Machines; the same command runs on each, with its own machine_rank.",
+    )
+    machine_rank: Annotated[int, affects("machine")] = Field(
+        default=0, ge=0, description="Number of this machine, from 0."
+    )
+    main_process_ip: Annotated[str | None, affects("name")] = Field(
+        default=None,
+        description="Address of the machine with machine_rank 0, as the others reach it.",
+    )
+    main_process_port: Annotated[int, affects("name")] = Field(
+        default=29500,
+        ge=1024,
+        le=65_535,
+        description="Port of that machine, used with several machines.",
+    )
+    network_interface: Annotated[str | None, affects("machine")] = Field(
+        default=None,
+        description="Interface between the machines, e.g. eth1. null: the one that leads to "
+        "that address.",
+    )
+    join_timeout_s: Annotated[PositiveInt, affects("interruptions")] = Field(
+        default=300, description="Seconds to wait until all machines have joined."
+    )
+    vram_fraction: Annotated[float, affects("plan")] = Field(
+        default=0.95, gt=0, le=1, description="Share of the free VRAM that a plan may use."
+    )
+    assume_fits: Annotated[bool, affects("plan")] = Field(
+        default=False,
+        description="Start as asked, whatever memory is predicted; what runs out is planned again.",
+    )
+    on_oom: Annotated[Literal["replan", "fail"], affects("interruptions")] = Field(
+        default="replan",
+        description="After running out of memory: plan again with the effective batch held, or "
+        "stop.",
+    )
+    exact_batch: Annotated[bool, affects("plan")] = Field(
+        default=False, description="Refuse a micro-batch that does not fit instead of splitting it."
+    )
+    pass_env: Annotated[tuple[str, ...], affects("memory", "step_time")] = Field(
+        default=(),
+        description="Names of environment variables that ranks get besides the usual ones.",
+    )
+    host_reserve_gib: Annotated[float, affects("plan")] = Field(
+        default=2.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Host RAM that is left to other programs, in GiB.",
+    )
+    max_restarts: Annotated[int, affects("interruptions")] = Field(
+        default=10,
+        ge=0,
+        description="Restarts after killed or hanging ranks, lost connections and crashes; 0: "
+        "none.",
+    )
+    hang_floor_s: Annotated[float, affects("interruptions")] = Field(
+        default=60,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds that any step may take before it counts as hanging.",
+    )
+    time_limit_s: Annotated[float | None, affects("interruptions")] = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Save and stop before this many seconds are over; the limit of a Slurm job "
+        "counts too.",
+    )
+    host_stop_fraction: Annotated[float, affects("interruptions")] = Field(
+        default=0.97,
+        ge=0,
+        le=1,
+        description="Share of host RAM above which the run is saved and stopped; 0: never.",
+    )
+
+    @property
+    def named_mode(self) -> LaunchMode | None:
+        """The row of the mode that the recipe names; None: auto."""
+        return None if self.mode == "auto" else LAUNCH_MODES[self.mode]
+
+    @property
+    def device(self) -> Device | None:
+        """The device that the mode's name fixes."""
+        return self.named_mode.device if self.named_mode else None
+
+    @model_validator(mode="after")
+    def nodes_can_meet(self) -> LaunchSection:
+        if self.nodes == 1:
+            cluster_keys = ("machine_rank", "main_process_ip", "network_interface")
+            if superfluous := [key for key in sorted(cluster_keys) if getattr(self, key)]:
+                raise ValueError(
+                    f"{', '.join(superfluous)}: only for several machines; set launch.nodes too"
+                )
+            return self
+        if self.machine_rank >= self.nodes:
+            raise ValueError(
+                f"machine_rank {self.machine_rank}, but nodes count from 0 to {self.nodes - 1}"
+            )
+        if self.main_process_ip is None:
+            raise ValueError(
+                f"nodes {self.nodes} needs main_process_ip, the address of the node with"
+                " machine_rank 0"
+            )
+        if self.num_processes is not None and self.num_processes % self.nodes:
+            raise ValueError(
+                f"num_processes {self.num_processes} cannot be shared evenly by {self.nodes} nodes"
+            )
+        return self
+
+
+class NumericsSection(Section):
+    """Reactions to numbers that are finite but too large. NaN and infinity always end the run."""
+
+    skip_spikes_above: Annotated[float | None, affects("weights")] = Field(
+        default=None,
+        gt=1,
+        allow_inf_nan=False,
+        description="Skip a step whose gradient norm is this many times the median. null: never.",
+    )
+
+
+class ResumeSection(Section):
+    """Differences that are allowed in a continued run, although they change the result."""
+
+    allow: Annotated[tuple[Allowed, ...], BeforeValidator(as_tuple), affects("interruptions")] = (
+        Field(
+            default=(),
+            description="What may differ from the run that is continued, although it changes the "
+            "result.",
+        )
+    )
+
+
+class EvaluationSection(Section):
+    """Measurements besides the loss on the validation file."""
+
+    exact_match_rows: Annotated[int, affects("interruptions")] = Field(
+        default=0,
+        ge=0,
+        description="Held-out rows that are answered before and after training; 0: none.",
+    )
+    max_new_tokens: Annotated[int, affects("interruptions")] = Field(
+        default=64, ge=1, le=4096, description="Most tokens of such an answer."
+    )

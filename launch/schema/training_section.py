@@ -1,0 +1,212 @@
+"""The section `training` of a recipe."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from launch.schema.affects import affects
+from launch.schema.section import AFFECTS_STEP
+
+Precision = Literal["no", "bf16", "fp16"]
+
+
+Schedule = Literal[
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+]
+
+
+LIGER_LOSSES = ("fused_linear_cross_entropy", "cross_entropy")  # of liger_kernel_config
+
+
+COMPILE_KEYS = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
+
+
+class TrainingSection(BaseModel):
+    """Fields with TrainingArguments' names. The keys that planning needs are typed here. The others
+    are checked against the installed transformers (launch/recipe/training_arguments.py) and become
+    extras."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    per_device_train_batch_size: Annotated[int, affects("batch", "planned")] = Field(
+        default=8, ge=1, le=65_536, description="Rows of a micro-batch on one device."
+    )
+    per_device_eval_batch_size: Annotated[int | None, affects("memory", "planned")] = Field(
+        default=None,
+        ge=1,
+        le=65_536,
+        description="Rows of a micro-batch in evaluation. null: 3 times that of training, at "
+        "most 64.",
+    )
+    gradient_accumulation_steps: Annotated[int, affects("batch", "planned")] = Field(
+        default=1,
+        ge=1,
+        le=65_536,
+        description="Micro-batches of one optimizer step on each device.",
+    )
+    num_train_epochs: Annotated[float, affects("weights")] = Field(
+        default=3.0,
+        gt=0,
+        le=100_000,
+        allow_inf_nan=False,
+        description="Passes over the training rows.",
+    )
+    max_steps: Annotated[int, affects("weights")] = Field(
+        default=-1, ge=-1, description="Optimizer steps; -1: as many as num_train_epochs has."
+    )
+    learning_rate: Annotated[float, affects("weights")] = Field(
+        default=5e-5, gt=0, le=10, allow_inf_nan=False, description="Peak learning rate."
+    )
+    warmup_steps: Annotated[float, affects("weights")] = Field(
+        default=0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Optimizer steps of the warmup; below 1 a share of all steps.",
+    )
+    learning_rate_scaling: Annotated[Literal["none", "linear", "sqrt"], affects("weights")] = Field(
+        default="none",
+        description="Scale the learning rate with the effective batch; needs "
+        "learning_rate_batch_size.",
+    )
+    learning_rate_batch_size: Annotated[int | None, affects("weights")] = Field(
+        default=None, ge=1, description="Effective batch that learning_rate is for."
+    )
+    lr_scheduler_type: Annotated[Schedule, affects("weights")] = Field(
+        default="linear", description="Course of the learning rate after the warmup."
+    )
+    weight_decay: Annotated[float, affects("weights", "memory")] = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="Weight decay of the optimizer."
+    )
+    max_grad_norm: Annotated[float, AFFECTS_STEP] = Field(
+        default=1.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Gradients are clipped to this norm; 0: never.",
+    )
+    optim: Annotated[str, AFFECTS_STEP] = Field(
+        default="adamw_torch_fused", description="Optimizer, by TrainingArguments' name."
+    )
+    bf16: Annotated[bool, affects("weights", "memory", "step_time", "planned")] = Field(
+        default=False, description="Train under bfloat16 autocast."
+    )
+    fp16: Annotated[bool, affects("weights", "memory", "step_time", "planned")] = Field(
+        default=False, description="Train under float16 autocast with loss scaling."
+    )
+    activation_checkpointing: Annotated[bool, affects("memory", "step_time", "planned")] = Field(
+        default=False,
+        description="Recompute activations in the backward pass instead of storing them.",
+    )
+    num_output_chunks: Annotated[int | None, affects("memory", "step_time", "planned")] = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="Parts in which the loss computes the logits, to save memory. null: planned.",
+    )
+    logging_steps: Annotated[int, affects("interruptions")] = Field(
+        default=10, ge=1, description="Optimizer steps between two log lines."
+    )
+    save_steps: Annotated[int, affects("interruptions")] = Field(
+        default=500, ge=1, description="Optimizer steps between two checkpoints."
+    )
+    save_total_limit: Annotated[int, affects("interruptions")] = Field(
+        default=3,
+        ge=1,
+        description="Checkpoints to keep; the two newest good ones are always kept.",
+    )
+    eval_steps: Annotated[int | None, affects("interruptions")] = Field(
+        default=None,
+        ge=1,
+        description="Optimizer steps between two evaluations. null: once an epoch.",
+    )
+    load_best_model_at_end: Annotated[bool, affects("weights")] = Field(
+        default=False,
+        description="Export the weights with the lowest held-out loss; their checkpoint is kept.",
+    )
+    seed: Annotated[int, affects("weights", "rows")] = Field(
+        default=23333,
+        ge=0,
+        lt=1 << 32,
+        description="Random seed of weights, order of rows and dropout.",
+    )
+    dataloader_num_workers: Annotated[int | None, affects("step_time", "planned", "machine")] = (
+        Field(
+            default=None,
+            ge=0,
+            le=64,
+            description="Processes that load rows for each rank. null: planned.",
+        )
+    )
+
+    @field_validator("max_steps")
+    @classmethod
+    def trains_something(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError(
+                "0 trains nothing; give a positive number, or -1 to train num_train_epochs"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def one_precision(self) -> TrainingSection:
+        if self.bf16 and self.fp16:
+            raise ValueError("bf16 and fp16 are both true; choose one")
+        return self
+
+    @model_validator(mode="after")
+    def scaling_has_a_batch(self) -> TrainingSection:
+        if (self.learning_rate_scaling == "none") != (self.learning_rate_batch_size is None):
+            raise ValueError(
+                f"learning_rate_scaling is {self.learning_rate_scaling} and"
+                f" learning_rate_batch_size {self.learning_rate_batch_size or 'not given'}; set"
+                " both: how the rate grows with the effective batch, and the effective batch that"
+                " learning_rate is for"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def schedule_has_its_numbers(self) -> TrainingSection:
+        """Require the keyword that a schedule needs. Source:
+        get_cosine_with_min_lr_schedule_with_warmup, get_wsd_schedule of transformers 5.23."""
+        needs = {
+            "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
+            "warmup_stable_decay": ("num_decay_steps",),
+        }
+        names = needs.get(self.lr_scheduler_type, ())
+        options = self.extras.get("lr_scheduler_kwargs") or {}
+        if names and not (
+            isinstance(options, dict) and any(options.get(name) is not None for name in names)
+        ):
+            raise ValueError(
+                f"lr_scheduler_type {self.lr_scheduler_type} needs {' or '.join(names)}; write"
+                f" lr_scheduler_kwargs: {{{names[-1]}: ...}} under training: in a recipe file"
+            )
+        return self
+
+    def learning_rate_at(self, effective_batch_size: int) -> float:
+        """The peak learning rate, scaled if the recipe says so (linear: arXiv:1706.02677; sqrt:
+        arXiv:2205.10287)."""
+        ratio = effective_batch_size / (self.learning_rate_batch_size or effective_batch_size)
+        return (
+            self.learning_rate
+            * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.learning_rate_scaling]
+        )
+
+    @property
+    def extras(self) -> dict[str, Any]:
+        return dict(self.__pydantic_extra__ or {})
+
+    @property
+    def compiles(self) -> bool:
+        """True if torch.compile is on. A backend or a mode turns it on too, as in
+        TrainingArguments."""
+        return any(self.extras.get(key) for key in COMPILE_KEYS)
