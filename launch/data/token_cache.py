@@ -61,6 +61,7 @@ def _identity(
         shards.unit_bytes(file) for file in files if shards.stored_bytes(file) > shards.UNIT_BYTES
     ]
     tokenizer_path = recipe.tokenizer.path or recipe.model.path
+    splits = recipe.tokenizer.split_special_tokens
     return {
         "version": TOKEN_CACHE_VERSION,
         "train": (
@@ -79,6 +80,8 @@ def _identity(
         "limits": (
             [data.max_length, data.max_train_samples, data.max_validation_samples]
             + ([data.max_bad_rows] if data.max_bad_rows else [])
+            + ([f"truncated {data.truncation_side}"] if data.truncation_side != "right" else [])
+            + (["special tokens", splits] if splits is not None else [])
             + (["packed"] if data.packing else [])
             + ([["streaming", data.stream_unit_bytes]] if data.streaming else [])
             + [["units", size] for size in units if data.packing]

@@ -31,7 +31,7 @@ MADE_OF = {  # names for the parts of token_cache.token_identity()
     "version": "the version that tokenised",
     "train": "the content of data.train_file",
     "columns": "the columns that are read",
-    "limits": "max_length or how many rows are read",
+    "limits": "max_length, truncation, special tokens in texts or how many rows are read",
     "task": "the task",
     "encoder_decoder": "the kind of model",
     "tokenizer": "the tokenizer",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
@@ -41,7 +41,12 @@ class DataSection(Section):
         ge=8,
         le=1 << 20,
         description="Most tokens of a sequence (decoder), or of each side (T5); longer rows "
-        "lose their end in SFT and become several in pretraining.",
+        "are truncated in SFT (see truncation_side) and become several in pretraining.",
+    )
+    truncation_side: Annotated[Literal["right", "left"], affects("rows")] = Field(
+        default="right",
+        description="The side from which SFT rows longer than max_length lose tokens; left keeps"
+        " the end of the last answer. Of a T5, the side of its input; targets lose their end.",
     )
     max_train_samples: Annotated[PositiveInt | None, affects("rows")] = Field(
         default=None, description="Train on at most this many rows."

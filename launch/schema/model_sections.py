@@ -80,6 +80,11 @@ class TokenizerSection(Section):
         description="How a trained tokenizer splits text; with character, merges never cross a "
         "character.",
     )
+    split_special_tokens: Annotated[bool | None, affects("rows")] = Field(
+        default=None,
+        description="Train the text of a special token in a row (<|im_end|>) as plain text. null:"
+        " in conversations, but not in rows that are one text.",
+    )
 
 
 class LoraSection(Section):

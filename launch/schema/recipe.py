@@ -78,6 +78,15 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def truncated_side_of_rows(self) -> Recipe:
+        if self.task == "pretrain" and self.data.truncation_side == "left":
+            raise ValueError(
+                "data.truncation_side: left is for task: sft; pretraining splits long texts and"
+                " truncates none"
+            )
+        return self
+
+    @model_validator(mode="after")
     def what_can_be_streamed(self) -> Recipe:
         needs = {
             "task: pretrain (rows for SFT fit the disk)": self.task == "pretrain",

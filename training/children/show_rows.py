@@ -37,7 +37,14 @@ class RowSummary:
         self._recipe, self._is_pair = tokens.recipe, tokens.model.is_encoder_decoder
         max_length = tokens.recipe.data.max_length
         self.tokenizer = _tokenizer(tokens)
-        self._encoder = Encoder(self.tokenizer, self._is_pair, tokens.recipe.task, max_length)
+        self._encoder = Encoder(
+            self.tokenizer,
+            self._is_pair,
+            tokens.recipe.task,
+            max_length,
+            truncation_side=tokens.recipe.data.truncation_side,
+            split_special_tokens=tokens.recipe.tokenizer.split_special_tokens,
+        )
         self.bad = BadRows(tokens.recipe.data.max_bad_rows)
         self.rows: list[ShownRow] = []
         self.counts, self.lengths = CacheCounts(), array("q")

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -41,6 +41,9 @@ class Encoder:
     max_length: int
     # a pretraining text is one row of any length: packing splits it
     whole_texts: bool = False
+    truncation_side: Literal["right", "left"] = "right"
+    # None: of conversations, but not of rows that are one text
+    split_special_tokens: bool | None = None
 
     @cached_property
     def largest_id(self) -> int:
@@ -61,7 +64,7 @@ class Encoder:
             except DataError as error:
                 bad.add(error)
         texts = [sample for sample in rendered if isinstance(sample, str)]
-        tokens = iter(self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else ())
+        tokens = iter(self._ids(texts, bool(self.split_special_tokens)))
         talks = [text for sample in rendered if not isinstance(sample, str) for text in sample]
         labelled = self._spans.encode(talks) if talks else iter(())
         return [
@@ -70,6 +73,12 @@ class Encoder:
             else [row for text in sample for row in self._rows(*next(labelled), text.ends)]
             for sample in rendered
         ]
+
+    def _ids(self, texts: list[str], splits_special_tokens: bool) -> list[list[int]]:
+        if not texts:
+            return []
+        options = {"add_special_tokens": False, "split_special_tokens": splits_special_tokens}
+        return self.tokenizer(texts, **options)["input_ids"]
 
     def _rendered(self, sample: Sample) -> str | list[Rendered]:
         if isinstance(sample, str):
@@ -80,7 +89,7 @@ class Encoder:
 
     @cached_property
     def renderer(self) -> ConversationRenderer:
-        return ConversationRenderer(self.tokenizer)
+        return ConversationRenderer(self.tokenizer, self.split_special_tokens is not False)
 
     @cached_property
     def _spans(self) -> SpanEncoder:
@@ -107,11 +116,16 @@ class Encoder:
             except DataError as error:
                 bad.add(error)
         texts = [text for part in parts if part for text in part]
-        ids = iter(self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
+        splits_special_tokens = self.split_special_tokens
+        if splits_special_tokens is None:
+            splits_special_tokens = not any(isinstance(sample, str) for sample in batch)
+        ids = iter(self._ids(texts, splits_special_tokens))
         eos = self.tokenizer.eos_token_id
         rows: list[list[Row]] = []
         for part in parts:
-            source, target = (next(ids)[: self.max_length - 1], next(ids)) if part else ([], [])
+            source, target = (next(ids), next(ids)) if part else ([], [])
+            most = self.max_length - 1
+            source = source[-most:] if self.truncation_side == "left" else source[:most]
             target = (
                 [*target, eos]
                 if target and len(target) < self.max_length
@@ -131,9 +145,19 @@ class Encoder:
             return (
                 [row] if self.whole_texts and len(ids) > 1 else list(pieces(row, self.max_length))
             )
-        row = {name: values[: self.max_length] for name, values in row.items()}
+        row = self._truncated(row)
         no_content = {IGNORED, *self.renderer.end_ids}
         return [row] if any(label not in no_content for label in row["labels"]) else []
+
+    def _truncated(self, row: Row) -> Row:
+        """The row with at most max_length tokens. From the left, BOS stays."""
+        ids, labels = row["input_ids"], row["labels"]
+        if self.truncation_side == "left" and len(ids) > self.max_length:
+            first = ids[:1] if ids[0] == self.tokenizer.bos_token_id else []
+            start = len(ids) - self.max_length + len(first)
+            ids = [*first, *ids[start:]]
+            labels = [*[IGNORED] * (len(first) + 1), *labels[start + 1 :]]
+        return {"input_ids": ids[: self.max_length], "labels": labels[: self.max_length]}
 
 
 def _source_and_target(sample: Sample) -> tuple[str, str] | None:

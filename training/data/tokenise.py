@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
@@ -56,6 +56,8 @@ class Job:
     packing: bool
     max_bad_rows: int
     unit_bytes: int
+    truncation_side: Literal["right", "left"] = "right"
+    split_special_tokens: bool | None = None
 
     @cached_property
     def units(self) -> list[data_units.Unit]:
@@ -65,7 +67,13 @@ class Job:
     def encoder(self) -> encode.Encoder:
         loaded = tokenizer.load(self.folder / TOKENIZER)
         return encode.Encoder(
-            loaded, self.encoder_decoder, self.task, self.max_length, self._splits_texts
+            loaded,
+            self.encoder_decoder,
+            self.task,
+            self.max_length,
+            self._splits_texts,
+            self.truncation_side,
+            self.split_special_tokens,
         )
 
     @property
@@ -135,6 +143,8 @@ def job(
         data.packing,
         data.max_bad_rows,
         data.stream_unit_bytes if is_streamed else shards.unit_bytes(source),
+        data.truncation_side,
+        recipe.tokenizer.split_special_tokens,
     )
 
 

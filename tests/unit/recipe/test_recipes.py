@@ -801,6 +801,10 @@ def test_packing_that_was_asked_for_takes_the_place_of_a_recipes_cut_by_tokens()
             ["--data.train_file=a", "--training.load_best_model_at_end=true"],
             r"^--training\.load_best_model_at_end=true: ",
         ),
+        (
+            ["--data.train_file=a", "--task=pretrain", "--data.truncation_side=left"],
+            r"^--data\.truncation_side=left: data\.truncation_side: left is for task: sft",
+        ),
     ],
 )
 def test_a_mistake_between_keys_names_the_places_of_both(words, places):

@@ -61,8 +61,11 @@ class Rendered:
 class ConversationRenderer:
     """Renders conversations with the chat template of a tokenizer."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, splits_special_tokens: bool = True) -> None:
+        """If `splits_special_tokens` is False, the text of a special token in a row is the
+        token."""
         self._tokenizer = tokenizer
+        self._splits_special_tokens = splits_special_tokens
         added = {
             token.content: token
             for token in tokenizer.added_tokens_decoder.values()
@@ -139,9 +142,12 @@ class ConversationRenderer:
             )
         plain = _plain_messages(messages)
         _check_keys(self._tokenizer.get_chat_template(None, tools), plain, tools, place)
-        text = self.text(plain, tools, place=place)
-        _check_contents(text, plain, place)
-        return Rendered(text, [(0, len(text))], ends=False, place=place)
+        shielded, shielded_tools = self._shielded(plain, tools, place)
+        text = self.text(shielded, shielded_tools, place=place)
+        _check_contents(text, shielded, place)
+        ends = self.tail.search(text) is not None
+        rendered = Rendered(text, [(0, len(text))], ends=ends, place=place)
+        return self._unshielded([rendered], plain, tools)[0] if shielded is not plain else rendered
 
     def render(
         self, messages: Messages, tools: Any = None, *, place: object = ""
@@ -159,21 +165,41 @@ class ConversationRenderer:
         original = _plain_messages(messages)
         template = self._tokenizer.get_chat_template(None, tools)
         _check_keys(template, original, tools, place)
-        if not any(map(self._protected.search, _strings([original, tools]))):
-            return self._rendered_talk(_Talk(self, original, tools, targets, place), template)
-        shielded, shielded_tools = self._shield([original, tools], place)
+        shielded, shielded_tools = self._shielded(original, tools, place)
         rendered = self._rendered_talk(
             _Talk(self, shielded, shielded_tools, targets, place), template
         )
-        rendered = [_unshielded(sample) for sample in rendered]
-        if rendered[0].method != "turns" and rendered[0].text != self.text(
-            original, tools, place=place
+        if shielded is original:
+            return rendered
+        return self._unshielded(rendered, original, tools)
+
+    def _shielded(
+        self, messages: list[dict[str, Any]], tools: Any, place: object
+    ) -> tuple[list[dict[str, Any]], Any]:
+        """The messages and tools, shielded if they hold the text of a special token."""
+        if not self._splits_special_tokens or not any(
+            map(self._protected.search, _strings([messages, tools]))
+        ):
+            return messages, tools
+        shielded, shielded_tools = self._shield([messages, tools], place)
+        return shielded, shielded_tools
+
+    def _unshielded(
+        self, rendered: list[Rendered], messages: Messages, tools: Any
+    ) -> list[Rendered]:
+        """The samples of shielded messages, as the messages themselves are rendered.
+
+        Raises DataError when the template renders the shielded messages differently."""
+        samples = [_unshielded(sample) for sample in rendered]
+        place = samples[0].place
+        if samples[0].method != "turns" and samples[0].text != self.text(
+            messages, tools, place=place
         ):
             raise DataError(
                 f"{place}: a text of the row holds a special token of the tokenizer, and the"
                 " chat_template renders it in another way than other text; remove it from the row"
             )
-        return rendered
+        return samples
 
     def _shield(self, value: Any, place: object) -> Any:
         """The value with the text of special tokens between OPEN and CLOSE."""
