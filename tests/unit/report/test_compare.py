@@ -273,7 +273,7 @@ OTHERS = {
     "other model": ({"model": {"shape": "mini-chat"}}, "model: A llama-tiny of"),
     "part of it": ({"model": {"freeze": ["model.embed_tokens"]}}, "trained parameters: A"),
     "LoRA": ({"lora": {"r": 4}}, r"trained parameters: A [\d,]+ \(0 of LoRA\), B"),
-    "shorter rows": ({"data": {"max_length": 64}}, "max_length or how many rows are read"),
+    "shorter rows": ({"data": {"max_length": 64}}, "how many rows are read"),
     "other tokenizer": (
         {"tokenizer": {"split": "character"}},
         "data: A and B differ in the tokenizer",
