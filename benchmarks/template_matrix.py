@@ -7,6 +7,8 @@ byte-level tokenizer that has the template's tags as tokens.
 A cell is right if the ids are those of tokenizer.apply_chat_template for the whole conversation
 (for each answered turn, where a conversation is a row for each), every text of an answer that the
 render has is in the targets, no text of another message is, and each target ends with an end token.
+The rows of each template are also written to a token cache and read back as the batches of a
+training, plain, packed and split by tokens: their documents must be the encoded rows.
 The words of every message are its own, so this needs nothing of the code that finds the spans.
 """
 
@@ -14,8 +16,10 @@ from __future__ import annotations
 
 import argparse
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +28,16 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks import recording
 from launch.base.errors import DataError
-from launch.data.conversation import Conversation
+from launch.data.conversation import Conversation, Sample
 from launch.data.rows import IGNORED
-from training.data.encode import Encoder
+from training.data.batches import Collator, SampleOrder, TokenRows
+from training.data.encode import Encoder, write_cache
+from training.data.length_batches import TokenBudget
+from training.data.packing import Packer
+
+Document = tuple[tuple[int, ...], tuple[int, ...]]  # input_ids, labels
+WAYS = ("plain", "packed", "by tokens")
+PAD = 0  # a byte that no conversation holds
 
 TAGS = re.compile(
     r"</?[A-Za-z_][\w/ ]*>|<\|[^|<>\n]{1,40}\|>|<｜[^｜]{1,40}｜>|\[/?[A-Z_]+\]|<\|\w+>|<\w+\|>"
@@ -174,7 +185,8 @@ def faults(
         texts = [text_of(made, span) for span in spans if span]
         targets += "\n".join(texts)
         tokens = set(made.added_tokens_decoder)
-        if has_end and not all(span[-1] in tokens for span in spans if span):
+        ends = [[token for token in span if text_of(made, [token]).strip()] for span in spans]
+        if has_end and not all(span[-1] in tokens for span in ends if span):
             yield f"no end token: {texts}"
         if any(len(span) > 1 and span[-1] == span[-2] for span in spans):
             yield "two end tokens"
@@ -200,6 +212,62 @@ def cell(template: str, kind: str) -> dict[str, str]:
     return {"method": method, **({"wrong": "; ".join(wrong)} if wrong else {})}
 
 
+def documents(batch: Mapping[str, Any]) -> Iterator[Document]:
+    """The rows in a batch, without padding."""
+    if "position_ids" not in batch:
+        for ids, labels, mask in zip(
+            batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True
+        ):
+            yield tuple(ids[mask == 1].tolist()), tuple(labels[mask == 1].tolist())
+        return
+    for ids, labels, places in zip(
+        batch["input_ids"], batch["labels"], batch["position_ids"], strict=True
+    ):
+        starts = [*(places == 0).nonzero()[:, 0].tolist(), len(ids)]
+        for start, end in pairwise(starts):
+            document = tuple(ids[start:end].tolist()), tuple(labels[start:end].tolist())
+            if set(document[0]) != {PAD} or set(document[1]) != {IGNORED}:
+                yield document
+
+
+def batches(way: str, file: Path) -> Iterator[Mapping[str, Any]]:
+    """The micro-batches of a training on a token cache: plain, packed, or split by tokens."""
+    rows = TokenRows(file)
+    budget = None
+    if way == "by tokens":
+        most = tuple(int(length) for length in rows.lengths().max(axis=0))
+        budget = TokenBudget(rows.lengths, *(3 * length for length in most))
+    order = SampleOrder(len(rows), 3, 2, 1, 0, seed=7, budget=budget)
+    collate = Collator(PAD, multiple=8, is_packed=way == "packed")
+    yield from filter(None, (collate(rows.__getitems__(indices)) for indices in order))
+
+
+def wrong_ways(template: str) -> list[str]:
+    """The ways to batch whose documents are not the encoded rows of a template."""
+    encoder = Encoder(tokenizer_of(template), False, "sft", 4096)
+    samples: list[Sample] = []
+    rows: Counter[Document] = Counter()
+    for messages, tools in KINDS.values():
+        try:
+            (encoded,) = encoder.encode([Conversation(messages, tools)])
+        except DataError:
+            continue
+        samples.append(Conversation(messages, tools))
+        rows.update((tuple(row["input_ids"]), tuple(row["labels"])) for row in encoded)
+    wrong = []
+    for way in WAYS if samples else ():
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "rows.arrow"
+            packer = Packer(4096, splits=False) if way == "packed" else None
+            write_cache(iter(samples), encoder, file, None, lambda count: None, packer)
+            read = Counter(
+                document for batch in batches(way, file) for document in documents(batch)
+            )
+        if read != rows:
+            wrong.append(way)
+    return wrong
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -208,6 +276,10 @@ def main() -> None:
     arguments = parser.parse_args()
     cells = {
         path.stem: {kind: cell(path.read_text(encoding="utf-8"), kind) for kind in KINDS}
+        for path in sorted(arguments.templates.glob("*.jinja"))
+    }
+    ways = {
+        path.stem: wrong_ways(path.read_text(encoding="utf-8"))
         for path in sorted(arguments.templates.glob("*.jinja"))
     }
     every = [one for row in cells.values() for one in row.values()]
@@ -219,7 +291,8 @@ def main() -> None:
     text = (
         f"{len(every)} cells ({len(cells)} templates of TRL x {len(KINDS)} kinds of conversation):"
         f" {', '.join(f'{name} {count}' for name, count in counts.most_common())}; wrong"
-        f" {wrong}.\n\n"
+        f" {wrong}. Batches ({', '.join(WAYS)}) whose documents are not the encoded rows:"
+        f" {sum(map(len, ways.values()))} of {len(WAYS) * len(ways)}.\n\n"
         + recording.table(
             ["template", *KINDS],
             [
@@ -236,7 +309,9 @@ def main() -> None:
         )
     )
     recording.write(
-        "template_matrix", {"counts": dict(counts), "wrong": wrong, "cells": cells}, text
+        "template_matrix",
+        {"counts": dict(counts), "wrong": wrong, "cells": cells, "wrong_batches": ways},
+        text,
     )
 
 

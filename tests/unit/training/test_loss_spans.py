@@ -96,6 +96,9 @@ MARKED = CHATML.replace(
     "{% endgeneration %}{{ '<|im_end|>\n' }}"
     "{% else %}{{ message['content'] + '<|im_end|>' + '\n' }}{% endif %}",
 )
+MARKED_LINE = MARKED.replace(
+    "{% endgeneration %}{{ '<|im_end|>\n' }}", "{{ '<|im_end|>\n' }}{% endgeneration %}"
+)
 CHANGED = QWEN_3.replace("{{ content }}", "{{ content | upper }}")  # a content cannot be followed
 SPECIAL = (
     *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<|start|>"),
@@ -157,7 +160,8 @@ def template_ids(tokenizer: Any, messages: Any, tools: Any = None) -> list[int]:
     return tokenizer.apply_chat_template(messages, tools=tools, return_dict=False)
 
 
-TALK = turns("who?", "It is Ann.", "and now?", "Bob.\nNot Ann.")
+LAST = "Bob.\nNot Ann."
+TALK = turns("who?", "It is Ann.", "and now?", LAST)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +170,7 @@ TALK = turns("who?", "It is Ann.", "and now?", "Bob.\nNot Ann.")
         (CHATML, "<|im_end|>", ["It is Ann.<|im_end|>", "Bob.\nNot Ann.<|im_end|>"], "prefixes"),
         (CHATML, "<|endoftext|>", ["It is Ann.<|im_end|>", "Bob.\nNot Ann.<|im_end|>"], "prefixes"),
         (MARKED, "<|im_end|>", ["It is Ann.<|im_end|>", "Bob.\nNot Ann.<|im_end|>"], "marks"),
+        (MARKED_LINE, "<|im_end|>", [f"{a}<|im_end|>\n" for a in ("It is Ann.", LAST)], "marks"),
         (LLAMA_3, "<|eot_id|>", ["It is Ann.<|eot_id|>", "Bob.\nNot Ann.<|eot_id|>"], "prefixes"),
         (MISTRAL, "</s>", [" It is Ann.</s>", " Bob.\nNot Ann.</s>"], "prefixes"),
         (GEMMA_2, "</s>", ["It is Ann.<end_of_turn>", "Bob.\nNot Ann.<end_of_turn>"], "prefixes"),

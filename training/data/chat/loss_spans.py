@@ -9,8 +9,9 @@ by, in this order:
    followed into a second render, which must be the first one with these characters;
 4. turns: a sample for each answer, which is the render of the conversation up to it.
 
-A span begins where the generation prompt ends, and ends with the first end token behind the
-answer. What a template writes behind that (a newline, a second end token) is no target.
+Marked spans are taken as they are. Others begin where the generation prompt ends, and end with the
+first end token behind the answer. What a template writes behind that (a newline, a second end
+token) is no target.
 """
 
 from __future__ import annotations
@@ -238,6 +239,10 @@ class ConversationRenderer:
             return len(turn)
         return tail.end(1) if tail.re is self.tail else len(turn.rstrip())
 
+    def has_end(self, turn: str) -> bool:
+        """True if a text ends with an end token, or another special token."""
+        return bool(self.tail.search(turn) or self.special_tail.search(turn))
+
     def end_behind(self, text: str, start: int, end: int) -> int | None:
         """The end of the first end token in a part of a text that holds no content."""
         token = self.end.search(text, start, end) or self._calls.search(text, start, end)
@@ -271,7 +276,8 @@ class _Talk:
         return self._texts[count, prompt]
 
     def by_marks(self, full: str, marks: list[Span]) -> list[Span] | None:
-        """The marked spans, each up to its end token; None if it is not clear whose they are."""
+        """The marked spans, each with the end token behind it if it has none; None if it is not
+        clear whose they are."""
         joined: list[Span] = []
         for start, end in marks:
             if joined and joined[-1][1] == start:
@@ -285,9 +291,10 @@ class _Talk:
             joined = [span for i, span in zip(answers, joined, strict=True) if i in self.targets]
         spans = []
         for start, end in joined:
-            following = self.renderer.end.match(full, end)
-            end = following.end() if following else end
-            spans.append((start, start + self.renderer.end_of(full[start:end])))
+            if not self.renderer.has_end(full[start:end]):
+                following = self.renderer.end.match(full, end)
+                end = following.end() if following else end
+            spans.append((start, end))
         return spans or None
 
     def by_prefixes(self, full: str) -> list[Span] | None:
@@ -388,10 +395,7 @@ class _Talk:
         if not spans or self.targets[-1] != len(self.messages) - 1:
             return True
         start, _ = spans[-1]
-        turn = text[start:]
-        return self.renderer.tail.search(turn) is not None or (
-            self.renderer.special_tail.search(turn) is not None
-        )
+        return self.renderer.has_end(text[start:])
 
 
 class _Followers:
