@@ -191,16 +191,16 @@ class ConversationRenderer:
         """The samples of shielded messages, as the messages themselves are rendered.
 
         Raises DataError when the template renders the shielded messages differently."""
-        samples = [_unshielded(sample) for sample in rendered]
-        place = samples[0].place
-        if samples[0].method != "turns" and samples[0].text != self.text(
+        unshielded = [_unshielded(sample) for sample in rendered]
+        place = unshielded[0].place
+        if unshielded[0].method != "turns" and unshielded[0].text != self.text(
             messages, tools, place=place
         ):
             raise DataError(
                 f"{place}: a text of the row holds a special token of the tokenizer, and the"
                 " chat_template renders it in another way than other text; remove it from the row"
             )
-        return samples
+        return unshielded
 
     def _shield(self, value: Any, place: object) -> Any:
         """The value with the text of special tokens between OPEN and CLOSE."""
