@@ -178,7 +178,7 @@ def score(task: Task, model: Path, held_out: Sequence[Mapping[str, str]]) -> flo
         for row in held_out
     ]
     if task.exact_match:
-        pairs = [(talk[:1], talk[1]["content"]) for talk in talks]
+        pairs = [(Conversation(talk[:1]), talk[1]["content"]) for talk in talks]
         found = evaluate.scores(network, cut, pairs, 32, torch.device("cpu"), lambda: None, 100)
         return found["exact_match"]
     encoder = Encoder(cut, is_t5, "sft", task.source.max_length)

@@ -96,11 +96,15 @@ def main() -> int:
     except LaunchError as error:
         print(f"error: {visible(str(error))}", file=sys.stderr)
         return error.exit_code
+    from launch.data.conversation import Conversation
     from training.loop.evaluate import greedy_answers
 
     def reply(question: str) -> str:
         return greedy_answers(
-            model, tokenizer, [[{"role": "user", "content": question}]], arguments.max_new_tokens
+            model,
+            tokenizer,
+            [Conversation([{"role": "user", "content": question}])],
+            arguments.max_new_tokens,
         )[0]
 
     if arguments.question:

@@ -30,6 +30,7 @@ from launch.base import files
 from launch.base.errors import CheckpointError, ConfigError, LaunchError, ResourceError
 from launch.base.text import shown
 from launch.data import token_hashes
+from launch.data.conversation import Conversation
 from launch.run_folder import layout, manifest
 from launch.run_folder.layout import AttemptDir, RunDir, Start
 from launch.schema.plan import MULTIPLE, Plan, Strategy
@@ -55,7 +56,7 @@ logger = logging.getLogger("lowmem")
 SHARED_FOLDER_S = 30.0  # a network file system may show a new folder late
 
 
-Pairs = list[tuple[list[dict[str, str]], str]]  # (messages up to the last answer, that answer)
+Pairs = list[tuple[Conversation, str]]  # (conversation before the last answer, that answer)
 OpenRun = Callable[[Start, ExitStack], tuple[str, str] | None]
 
 
@@ -256,7 +257,7 @@ def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> No
     began = time.monotonic()
     trainer, args = parts.trainer, parts.trainer.args
     scores = vars(files.read(run.evaluation_file, Scores) or Scores()).copy()
-    pairs = _questions(start.recipe, start.plan)
+    pairs = _questions(start.recipe, start.plan, parts.tokenizer)
     if pairs and scores["exact_match_before"] is None:
         trainer.add_callback(_ScoreBefore(parts, start.recipe, pairs, scores, run.evaluation_file))
     resume = _agreed(args, lambda: _resume_point(start, run, parts))
@@ -441,12 +442,17 @@ def _check_counts(network: torch.nn.Module, plan: Plan) -> None:
     logger.info("%s: %s parameters, %s trainable", plan.shape.name, f"{total:,}", f"{trainable:,}")
 
 
-def _questions(recipe: Recipe, plan: Plan) -> Pairs:
+def _questions(recipe: Recipe, plan: Plan, tokenizer: PreTrainedTokenizerBase) -> Pairs:
     source, limit = recipe.data, recipe.evaluation.exact_match_rows
     if not limit or source.validation_file is None:
         return []
     return evaluate.questions(
-        Path(source.validation_file), plan.data_format, limit, source.max_bad_rows
+        Path(source.validation_file),
+        plan.data_format,
+        limit,
+        source.max_bad_rows,
+        tokenizer,
+        plan.shape.is_encoder_decoder,
     )
 
 

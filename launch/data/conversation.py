@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,14 @@ Sample = Conversation | str  # str: a text
 
 
 def text_of(sample: Sample) -> str:
-    """The text of a sample or of its messages; a tokenizer is trained on it."""
+    """The text of a sample, or of its messages and tools; a tokenizer is trained on it."""
     if isinstance(sample, str):
         return sample
-    return "\n".join(message["content"] or "" for message in sample.messages)
+    parts = [json.dumps(sample.tools, ensure_ascii=False)] if sample.tools else []
+    for message in sample.messages:
+        parts.append(message["content"] or "")
+        if message.get("reasoning_content"):
+            parts.append(message["reasoning_content"])
+        if message.get("tool_calls"):
+            parts.append(json.dumps(message["tool_calls"], ensure_ascii=False))
+    return "\n".join(parts)

@@ -112,7 +112,7 @@ class Encoder:
         parts: list[tuple[str, str] | None] = []
         for sample in batch:
             try:
-                parts.append(_source_and_target(sample))
+                parts.append(source_and_target(sample))
             except DataError as error:
                 bad.add(error)
         texts = [text for part in parts if part for text in part]
@@ -160,7 +160,7 @@ class Encoder:
         return {"input_ids": ids[: self.max_length], "labels": labels[: self.max_length]}
 
 
-def _source_and_target(sample: Sample) -> tuple[str, str] | None:
+def source_and_target(sample: Sample) -> tuple[str, str] | None:
     """The texts that a T5 reads and writes; None if nothing is answered."""
     if isinstance(sample, str):
         middle = len(sample) // 2  # prefix language modelling: the second half given the first

@@ -20,8 +20,14 @@ PAD, END, USER, ASSISTANT, SYSTEM = SPECIAL_TOKENS = [
 ]
 
 CHAT_TEMPLATE = (  # of a trained tokenizer: a token for each role, END after each answer
+    "{% if tools %}<|system|>{{ tools | tojson }}{% endif %}"
     "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}<|assistant|>{{ message['content'] }}<|end|>"
+    "{% if message['role'] == 'assistant' %}<|assistant|>"
+    "{% if message['reasoning_content'] %}<think>{{ message['reasoning_content'] }}</think>"
+    "{% endif %}"
+    "{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}<|end|>"
     "{% else %}<|{{ message['role'] }}|>{{ message['content'] }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )

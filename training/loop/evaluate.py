@@ -6,42 +6,72 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from launch.data.conversation import Conversation, Message
+from launch.base.errors import DataError
+from launch.data.conversation import Conversation, text_of
 from launch.data.rows import BadRows, read_samples
 from launch.schema.plan import DataFormat
 from training.compat.transformers_private import Network
+from training.data.chat.loss_spans import ConversationRenderer
+from training.data.encode import source_and_target
 
 
 def questions(
-    path: Path, data_format: DataFormat, limit: int, max_bad_rows: int
-) -> list[tuple[list[Message], str]]:
-    """(messages before the last answer, that answer) of the first `limit` rows that have an
-    answer."""
+    path: Path,
+    data_format: DataFormat,
+    limit: int,
+    max_bad_rows: int,
+    tokenizer: PreTrainedTokenizerBase,
+    is_pair: bool,
+) -> list[tuple[Conversation, str]]:
+    """(conversation before the last answer, that answer) of the first `limit` rows that have an
+    answer and that the model can be asked. `is_pair`: a T5."""
+    renderer = None if is_pair else ConversationRenderer(tokenizer)
     answered = (
-        (sample.messages[:-1], sample.messages[-1]["content"])
+        (replace(sample, messages=sample.messages[:-1]), reference)
         for sample in read_samples(path, data_format, BadRows(max_bad_rows))
-        if not isinstance(sample, str) and _has_answer(sample)
+        if isinstance(sample, Conversation)
+        and (reference := _reference(sample, tokenizer, renderer)) is not None
     )
     return list(islice(answered, limit))
 
 
-def _has_answer(sample: Conversation) -> bool:
-    """True if the last message answers in text, and no tools are offered."""
+def _reference(
+    sample: Conversation,
+    tokenizer: PreTrainedTokenizerBase,
+    renderer: ConversationRenderer | None,
+) -> str | None:
+    """The text of the last answer, of tool calls as the chat template writes them; None if there is
+    no answer, or the template does not take the row (which is then a bad row)."""
     last = sample.messages[-1]
-    is_text = last["content"] is not None and not last.get("tool_calls")
-    return last["role"] == "assistant" and is_text and not sample.tools
+    if last["role"] != "assistant":
+        return None
+    try:
+        if renderer is None:
+            pair = source_and_target(sample)
+            return pair and pair[1]
+        prompt = renderer.text_in_use(sample.messages[:-1], sample.tools, prompt=True)
+        text = renderer.text_in_use(sample.messages, sample.tools)
+    except DataError:
+        return None
+    if not last.get("tool_calls"):
+        return last["content"]
+    if not text.startswith(prompt):
+        return None
+    ids = tokenizer(text[len(prompt) :], add_special_tokens=False)["input_ids"]
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def greedy_answers(
     model: Network,
     tokenizer: PreTrainedTokenizerBase,
-    conversations: Sequence[list[Message]],
+    conversations: Sequence[Conversation],
     max_new_tokens: int,
     device: torch.device | None = None,
 ) -> list[str]:
@@ -49,16 +79,18 @@ def greedy_answers(
     does not change."""
     if model.config.is_encoder_decoder:
         texts = [
-            "\n".join(message["content"] for message in messages) for messages in conversations
+            "\n".join(message["content"] for message in conversation.messages)
+            for conversation in conversations
         ]
         rows = [
             [*ids, tokenizer.eos_token_id]
             for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]
         ]
     else:
+        renderer = ConversationRenderer(tokenizer)
         texts = [
-            str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-            for messages in conversations
+            renderer.text_in_use(conversation.messages, conversation.tools, prompt=True)
+            for conversation in conversations
         ]
         rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
     width = max(map(len, rows))
@@ -88,7 +120,7 @@ def greedy_answers(
 def scores(
     model: Network,
     tokenizer: PreTrainedTokenizerBase,
-    pairs: Sequence[tuple[list[Message], str]],
+    pairs: Sequence[tuple[Conversation, str]],
     max_new_tokens: int,
     device: torch.device,
     between_batches: Callable[[], None],
@@ -102,13 +134,13 @@ def scores(
     if torch.distributed.is_initialized():
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     num_exact, counts = 0, Counter[str]()
-    own = sorted(pairs[rank::world_size], key=lambda pair: sum(len(m["content"]) for m in pair[0]))
+    own = sorted(pairs[rank::world_size], key=lambda pair: len(text_of(pair[0])))
     largest_share = -(-len(pairs) // world_size)
     for start in range(0, largest_share, batch_size):
         between_batches()
         batch = own[start : start + batch_size]
         # ranks that hold parts of the weights answer together: an idle rank answers a question too
-        questions = [messages for messages, _ in batch] or [pairs[0][0]]
+        questions = [conversation for conversation, _ in batch] or [pairs[0][0]]
         answers = greedy_answers(model, tokenizer, questions, max_new_tokens, device)
         for text, (_, reference) in zip(answers, batch, strict=False):
             num_exact += text.strip() == reference.strip()

@@ -1,13 +1,19 @@
-"""BLEU of answers, against figures computed by hand."""
+"""BLEU of answers, against figures computed by hand; the questions that a model is asked."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 
-from training.loop.evaluate import COUNTED, TOKEN, bleu, overlap
+from launch.data.conversation import Conversation
+from launch.schema.model_sections import TokenizerSection
+from launch.schema.plan import DataFormat
+from training.data import tokenizer
+from training.loop.evaluate import COUNTED, TOKEN, bleu, overlap, questions
 
 
 def corpus(*pairs: tuple[str, str]) -> float:
@@ -64,3 +70,44 @@ def test_a_word_said_twice_counts_once():
 def test_the_corpus_is_counted_together_not_averaged():
     pairs = ("a b c d e", "a b c d e"), ("x", "y")
     assert corpus(*pairs) == pytest.approx((5 / 6 * 4 / 4 * 3 / 3 * 2 / 2) ** 0.25)
+
+
+USER = {"role": "user", "content": "5 + 7 = ?"}
+CALL = {"function": {"name": "calculator", "arguments": {"a": 5, "b": 7}}}
+CALLS = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": "12"}
+TOOLS = [{"type": "function", "function": {"name": "calculator"}}]
+
+
+def asked(
+    folder, *rows: tuple[list[dict[str, Any]], Any], template: str = "", is_pair: bool = False
+) -> list[tuple[Conversation, str]]:
+    made = tokenizer.train(iter(["5 + 7 = ? calculator"]), TokenizerSection(), 300)
+    made.chat_template = template or made.chat_template
+    file = folder / "rows.jsonl"
+    file.write_text(
+        "".join(json.dumps({"messages": talk, "tools": tools}) + "\n" for talk, tools in rows)
+    )
+    data_format = DataFormat("messages", {"messages": "messages"}, "jsonl", "")
+    return questions(file, data_format, 10, 0, made, is_pair)
+
+
+def test_a_model_is_asked_for_the_last_answer_with_the_tools_of_the_row(tmp_path):
+    talk = [USER, CALLS, RESULT, {"role": "assistant", "content": "It is 12."}]
+    pairs = asked(tmp_path, (talk, TOOLS), (talk[:2], TOOLS), (talk[:3], TOOLS))
+    call = '<tool_call>{"name": "calculator", "arguments": {"a": 5, "b": 7}}</tool_call>'
+    assert [reference for _, reference in pairs] == ["It is 12.", call]
+    assert [len(question.messages) for question, _ in pairs] == [3, 1]
+    assert all(question.tools == TOOLS for question, _ in pairs)
+
+
+def test_rows_that_the_model_does_not_take_are_not_asked(tmp_path):
+    talk = [USER, {"role": "assistant", "content": "12"}]
+    refused = [{"role": "system", "content": "Be kind."}, *talk]
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('none') }}{% endif %}"
+        "{{ m.content }}<|end|>{% endfor %}"
+    )
+    assert len(asked(tmp_path, (talk, None), (refused, None), template=template)) == 1
+    of_t5 = asked(tmp_path, (talk, None), (talk, TOOLS), ([USER, CALLS], TOOLS), is_pair=True)
+    assert [reference for _, reference in of_t5] == ["12"]

@@ -274,3 +274,22 @@ def test_the_input_of_a_t5_is_truncated_from_the_left_and_its_target_from_the_ri
     ((left,),) = encoder(cut, max_length=8, truncation_side="left", **pair).encode([talk])
     assert left["input_ids"] == row["input_ids"][-8:]
     assert left["labels"] == row["labels"][:8]
+
+
+def test_the_template_of_a_trained_tokenizer_writes_tools_calls_and_reasoning(cut):
+    """Without them, a row is rendered as before."""
+    call = {"type": "function", "function": {"name": "find", "arguments": {"word": "二"}}}
+    talk = [
+        {"role": "user", "content": "two"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "二"},
+    ]
+    ((row,),) = encoder(cut, max_length=1000).encode([Conversation(talk, [{"name": "find"}])])
+    assert cut.decode(row["input_ids"]) == (
+        '<|system|>[{"name": "find"}]<|user|>two<|assistant|><think>hm</think>'
+        '<tool_call>{"name": "find", "arguments": {"word": "二"}}</tool_call><|end|>'
+        "<|tool|>2<|assistant|>二<|end|>"
+    )
+    targets = cut.decode([label for label in row["labels"] if label != data_rows.IGNORED])
+    assert targets.startswith("<think>hm</think><tool_call>") and targets.endswith("二<|end|>")

@@ -127,6 +127,10 @@ class ConversationRenderer:
     ) -> str:
         return self._rendered(messages, tools, place, prompt=prompt)[0]
 
+    def text_in_use(self, messages: Messages, tools: Any = None, *, prompt: bool = False) -> str:
+        """The text of a conversation with the finished model."""
+        return self.text(_plain_messages(messages), tools, prompt=prompt)
+
     def _rendered(
         self, messages: Messages, tools: Any, place: object, **options: bool
     ) -> tuple[str, list[Span]]:
