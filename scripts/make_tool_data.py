@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Write conversations in which a calculator is called: data for docs/tool_calls.md.
 
-A row of the training file is a question, a call of the calculator, its result and an answer. A row
-of the validation file ends with the call. No question of one file is in the other.
+A row of the training file has several questions, each with a call of the calculator, its result and
+an answer. A row of the validation file is a question and the call. No two questions have the same
+numbers.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ TOOLS = [
         },
     }
 ]
+QUESTIONS_A_ROW = 4
 OPERATIONS: Mapping[str, Callable[[int, int], int]] = {
     "add": lambda a, b: a + b,
     "subtract": lambda a, b: a - b,
@@ -60,29 +62,34 @@ def conversation(operation: str, question: str, a: int, b: int) -> list[dict[str
     ]
 
 
-def write(file: Path, numbers: list[tuple[int, int]], draw: random.Random, turns: int) -> None:
-    with file.open("w", encoding="utf-8") as rows:
-        for a, b in numbers:
-            operation = draw.choice(list(OPERATIONS))
-            messages = conversation(operation, draw.choice(QUESTIONS[operation]), a, b)[:turns]
-            row = {"messages": messages, "tools": TOOLS}
-            rows.write(json.dumps(row, ensure_ascii=False) + "\n")
+def write(file: Path, rows: list[list[dict[str, Any]]]) -> None:
+    lines = (json.dumps({"messages": row, "tools": TOOLS}, ensure_ascii=False) for row in rows)
+    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out-dir", type=Path, default=Path("data"))
-    parser.add_argument("--train-rows", type=int, default=4000)
+    parser.add_argument("--train-rows", type=int, default=2000)
     parser.add_argument("--validation-rows", type=int, default=200)
     parser.add_argument("--seed", type=int, default=7)
     arguments = parser.parse_args()
     draw = random.Random(arguments.seed)
-    count = arguments.train_rows + arguments.validation_rows
-    numbers = [divmod(place, 1000) for place in draw.sample(range(1_000_000), count)]
+    num_questions = arguments.train_rows * QUESTIONS_A_ROW + arguments.validation_rows
+    questions = []
+    for place in draw.sample(range(1_000_000), num_questions):  # each pair of numbers once
+        operation = draw.choice(list(OPERATIONS))
+        a, b = divmod(place, 1000)
+        questions.append(conversation(operation, draw.choice(QUESTIONS[operation]), a, b))
+    held_out = [messages[:2] for messages in questions[: arguments.validation_rows]]
+    rest = questions[arguments.validation_rows :]
+    rows = [
+        [message for messages in rest[start : start + QUESTIONS_A_ROW] for message in messages]
+        for start in range(0, len(rest), QUESTIONS_A_ROW)
+    ]
     arguments.out_dir.mkdir(parents=True, exist_ok=True)
-    write(arguments.out_dir / "tool_calls_train.jsonl", numbers[: arguments.train_rows], draw, 4)
-    held_out = numbers[arguments.train_rows :]
-    write(arguments.out_dir / "tool_calls_validation.jsonl", held_out, draw, 2)
+    write(arguments.out_dir / "tool_calls_train.jsonl", rows)
+    write(arguments.out_dir / "tool_calls_validation.jsonl", held_out)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Literal
 from launch.base.errors import ConfigError, DataError
 from launch.base.text import nearest
 from launch.data import delimited, shards, sniff, untrained
-from launch.data.normalise import FIELDS, OPENAI, SHAREGPT, RowReader
+from launch.data.normalise import FIELDS, MESSAGE_ID, OPENAI, PARENT_ID, SHAREGPT, RowReader
 from launch.data.rows import BadRows, Slice, samples_of
 from launch.data.shards import MAX_ROW_BYTES, FileFacts
 from launch.data.sniff import FileColumns
@@ -227,7 +227,11 @@ def _notes(files: Sequence[FileColumns], data_format: DataFormat) -> Iterator[st
         and not untrained.is_key(key)
     ]
     if data_format.kind == "oasst":
-        yield "a user's row is trained with the answer in the next row; other rows are not read"
+        yield (
+            "each thread of a tree is a conversation, each answer is trained once"
+            if {MESSAGE_ID, PARENT_ID} <= {*there}
+            else "a user's row is trained with the answer in the next row; other rows are not read"
+        )
     if others:
         yield f"columns that are not read: {_shortened(others)}"
     if ignored:

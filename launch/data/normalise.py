@@ -35,6 +35,7 @@ OPTIONAL_COLUMNS = {
     "history": ("history",),
     "tools": ("tools", "functions"),
 }
+MESSAGE_ID, PARENT_ID = "message_id", "parent_id"  # of oasst: the messages of a tree
 OPTIONAL_OF = {  # kind -> what its rows may have besides their columns
     "messages": ("system", "tools"),
     "prompt_response": ("system", "history", "tools"),
@@ -54,6 +55,8 @@ class RowReader:
             part: [name for name in OPTIONAL_COLUMNS[part] if name not in used]
             for part in OPTIONAL_OF.get(self.kind, ())
         }
+        if self.kind == "oasst":
+            self.optional = {name: [name] for name in (MESSAGE_ID, PARENT_ID)}
         self._optional_names = frozenset().union(*self.optional.values())
         # columns that are no reason to refuse a row; the score of a text is its quality
         self.passed = used.union(*self.optional.values(), ["score"] if self.kind == "text" else [])

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from launch.base.errors import DataError
-from launch.data import delimited, shards, untrained
-from launch.data.conversation import Conversation, Sample
-from launch.data.normalise import OPENAI, SHAREGPT, SPEAKERS, RowReader, text, unique_keys
+from launch.data import delimited, shards, threads, untrained
+from launch.data.conversation import Sample
+from launch.data.normalise import OPENAI, SHAREGPT, RowReader, unique_keys
 from launch.data.shards import MAX_ROW_BYTES
 from launch.schema.plan import DataFormat
 
@@ -401,7 +401,7 @@ def samples_of(
     rows = read_rows(of, data_format.file_type, bad, choice, num_rows or ROWS_AT_ONCE)
     rows = _without_loss(islice(rows, num_rows), reader.passed)
     if data_format.kind == "oasst":
-        yield from _paired_turns(rows, columns["text"], columns["role"], bad)
+        yield from threads.conversations(rows, columns, bad.add)
         return
     for place, row in rows:
         try:
@@ -421,25 +421,6 @@ def _without_loss(rows: Rows, passed: Collection[str]) -> Rows:
         if names := untrained.columns(row, passed):
             raise untrained.Refused(f"{place}: {untrained.refusal(names)}")
         yield place, row
-
-
-def _paired_turns(rows: Rows, content: str, role: str, bad: BadRows) -> Iterator[Conversation]:
-    """oasst: consecutive rows of a conversation; a row by the user starts a new pair."""
-    prompt: str | None = None
-    for place, row in rows:
-        try:
-            speaker, said = text(row, role), text(row, content)
-        except DataError as error:
-            bad.add(DataError(f"{place}: {error}"))
-            prompt = None  # what follows answers a row that is not there
-            continue
-        if SPEAKERS.get(speaker.lower()) == "user":
-            prompt = said
-        elif prompt is not None:
-            question = {"role": "user", "content": prompt}
-            turns = [question, {"role": "assistant", "content": said}]
-            yield Conversation(turns, place=place)
-            prompt = None
 
 
 IGNORED = -100  # label of a token that is not a target, torch's own default

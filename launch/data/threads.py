@@ -1,0 +1,110 @@
+"""oasst: rows of which each is a message, as conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from launch.base.errors import DataError
+from launch.data.conversation import Conversation, Message
+from launch.data.normalise import MESSAGE_ID, PARENT_ID, SPEAKERS, text
+
+Rows = Iterator[tuple[object, dict[str, Any]]]  # with their places
+Refuse = Callable[[DataError], None]
+
+
+def conversations(rows: Rows, columns: Mapping[str, str], refuse: Refuse) -> Iterator[Conversation]:
+    """The conversations of messages. With `message_id` and `parent_id`, each thread of a tree is
+    a conversation, and an answer of several threads is trained in the first. Without them, a
+    user's message and the next row are a pair."""
+    turns = _turns(rows, columns, refuse)
+    first = next(turns, None)
+    if first is None:
+        return
+    every = _with_first(first, turns)
+    yield from _threads(every, refuse) if first.number else _pairs(every)
+
+
+@dataclass
+class _Turn:
+    message: Message | None  # None: a row that cannot be read
+    place: object
+    number: str | None  # message_id
+    parent: str | None  # parent_id
+
+
+def _with_first(first: _Turn, turns: Iterator[_Turn]) -> Iterator[_Turn]:
+    yield first
+    yield from turns
+
+
+def _turns(rows: Rows, columns: Mapping[str, str], refuse: Refuse) -> Iterator[_Turn]:
+    for place, row in rows:
+        ids = [row.get(key) or None for key in (MESSAGE_ID, PARENT_ID)]
+        message = None
+        try:
+            speaker, content = text(row, columns["role"]), text(row, columns["text"])
+            message = {"role": _role(speaker), "content": content}
+        except DataError as error:
+            refuse(DataError(f"{place}: {error}"))
+        yield _Turn(message, place, *ids)
+
+
+def _role(speaker: str) -> str:
+    """Raises DataError for an unknown speaker."""
+    if speaker.lower() not in SPEAKERS:
+        raise DataError(f"found role {speaker!r}, expected one of {', '.join(SPEAKERS)}")
+    return SPEAKERS[speaker.lower()]
+
+
+def _pairs(turns: Iterator[_Turn]) -> Iterator[Conversation]:
+    question: Message | None = None
+    for turn in turns:
+        message = turn.message
+        if message and message["role"] == "assistant" and question:
+            yield Conversation([question, message], place=turn.place)
+        question = message if message and message["role"] == "user" else None
+
+
+def _threads(turns: Iterator[_Turn], refuse: Refuse) -> Iterator[Conversation]:
+    tree: dict[str | None, _Turn] = {}
+    for turn in turns:
+        if turn.parent is None:
+            yield from _of_tree(tree)
+            tree = {}
+        elif turn.parent not in tree:
+            refuse(
+                DataError(
+                    f"{turn.place}: no row of this tree before it has the message_id of its"
+                    f" parent_id {turn.parent!r}; sort the rows so that each tree begins with its"
+                    " first message, and each message stands before its answers"
+                )
+            )
+            continue
+        tree[turn.number] = turn
+    yield from _of_tree(tree)
+
+
+def _of_tree(tree: Mapping[str | None, _Turn]) -> Iterator[Conversation]:
+    """The threads of a tree in the order of their last messages."""
+    answered = {turn.parent for turn in tree.values()}
+    trained: set[str | None] = set()
+    for turn in tree.values():
+        if turn.number in answered:
+            continue
+        thread = [turn]
+        while thread[0].parent is not None:
+            thread.insert(0, tree[thread[0].parent])
+        while thread and thread[-1].message and thread[-1].message["role"] == "user":
+            thread.pop()
+        answers = [t.number for t in thread if t.message and t.message["role"] == "assistant"]
+        if set(answers) <= trained or not all(t.message for t in thread):
+            continue
+        messages = [
+            {**t.message, "weight": 0} if t.number in trained else t.message
+            for t in thread
+            if t.message
+        ]
+        trained.update(answers)
+        yield Conversation(messages, place=turn.place)
