@@ -68,12 +68,12 @@ def _pairs(turns: Iterator[_Turn]) -> Iterator[Conversation]:
 
 
 def _threads(turns: Iterator[_Turn], refuse: Refuse) -> Iterator[Conversation]:
-    tree: dict[str | None, _Turn] = {}
+    by_id: dict[str | None, _Turn] = {}
     for turn in turns:
         if turn.parent is None:
-            yield from _of_tree(tree)
-            tree = {}
-        elif turn.parent not in tree:
+            yield from _of_tree(by_id)
+            by_id = {}
+        elif turn.parent not in by_id:
             refuse(
                 DataError(
                     f"{turn.place}: no row of this tree before it has the message_id of its"
@@ -82,20 +82,20 @@ def _threads(turns: Iterator[_Turn], refuse: Refuse) -> Iterator[Conversation]:
                 )
             )
             continue
-        tree[turn.number] = turn
-    yield from _of_tree(tree)
+        by_id[turn.number] = turn
+    yield from _of_tree(by_id)
 
 
-def _of_tree(tree: Mapping[str | None, _Turn]) -> Iterator[Conversation]:
+def _of_tree(by_id: Mapping[str | None, _Turn]) -> Iterator[Conversation]:
     """The threads of a tree in the order of their last messages."""
-    answered = {turn.parent for turn in tree.values()}
+    answered = {turn.parent for turn in by_id.values()}
     trained: set[str | None] = set()
-    for turn in tree.values():
+    for turn in by_id.values():
         if turn.number in answered:
             continue
         thread = [turn]
         while thread[0].parent is not None:
-            thread.insert(0, tree[thread[0].parent])
+            thread.insert(0, by_id[thread[0].parent])
         while thread and thread[-1].message and thread[-1].message["role"] == "user":
             thread.pop()
         answers = [t.number for t in thread if t.message and t.message["role"] == "assistant"]
