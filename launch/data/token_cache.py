@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.data import shards
+from launch.data import shards, sources
 from launch.schema.plan import DataFormat, ModelSize
 from launch.schema.recipe import Recipe
 
@@ -39,7 +39,9 @@ class TokenCache:
     data_format: DataFormat
     identity: Mapping[str, Any]  # everything that decides the bytes of the tokenised rows
     folder: Path
-    rows: int | None = None  # of the training file; None: not counted
+    rows: int | None = None  # that are trained; None: not counted
+    # rows of each file of data.train_file; None: every row is trained
+    row_counts: tuple[int, ...] | None = None
 
 
 def token_cache(
@@ -48,7 +50,12 @@ def token_cache(
     """The tokenised rows of a recipe. Reads data files whose content is not known yet."""
     identity = _identity(cache, recipe, model, data_format)
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
-    return TokenCache(recipe, model, data_format, identity, cache / "tokens" / name)
+    row_counts = None
+    if recipe.data.validation_size is not None:
+        row_counts = sources.count_rows(recipe.data, data_format, known_files(cache))
+        sources.num_rows(recipe.data, row_counts)  # raises DataError if a part would be empty
+    folder = cache / "tokens" / name
+    return TokenCache(recipe, model, data_format, identity, folder, row_counts=row_counts)
 
 
 def _identity(
@@ -62,16 +69,20 @@ def _identity(
     ]
     tokenizer_path = recipe.tokenizer.path or recipe.model.path
     splits = recipe.tokenizer.split_special_tokens
+    train = (
+        shards.ends_fingerprint(Path(data.train_file))
+        if data.streaming
+        else shards.fingerprint(Path(data.train_file), facts)
+    )
+    validation = None
+    if data.validation_file:
+        validation = shards.fingerprint(Path(data.validation_file), facts)
+    elif data.validation_size:
+        validation = f"{data.validation_size} of {train}"
     return {
         "version": TOKEN_CACHE_VERSION,
-        "train": (
-            shards.ends_fingerprint(Path(data.train_file))
-            if data.streaming
-            else shards.fingerprint(Path(data.train_file), facts)
-        ),
-        "validation": (
-            shards.fingerprint(Path(data.validation_file), facts) if data.validation_file else None
-        ),
+        "train": train,
+        "validation": validation,
         "columns": (
             [data_format.kind, data_format.file_type, dict(data_format.columns)]
             # where later rows may hold more than they
@@ -84,6 +95,7 @@ def _identity(
             + (["special tokens", splits] if splits is not None else [])
             + (["packed"] if data.packing else [])
             + ([["streaming", data.stream_unit_bytes]] if data.streaming else [])
+            + ([["held out", data.validation_size]] if data.validation_size else [])
             + [["units", size] for size in units if data.packing]
         ),
         "task": recipe.task,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from launch.base.errors import DoesNotFit
+from launch.data import sources
 from launch.plan import candidates, explain, relax
 from launch.plan import context as plan_context
 from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
@@ -148,6 +149,7 @@ def _chosen(context: PlanContext, constraints: LaunchConstraints) -> Plan:
         estimate=chosen.memory,
         budget_bytes=chosen.budget_bytes,
         rows=rows if rows is None else min(rows, recipe.data.max_train_samples or rows),
+        rows_held_out=_rows_held_out(context),
         rows_left_out=counts["dropped"] + counts["bad"] if counts else None,
         target_share=counts["target_tokens"] / counts["tokens"] if counts else None,
         lora_targets=context.lora_targets,
@@ -170,6 +172,13 @@ def _chosen(context: PlanContext, constraints: LaunchConstraints) -> Plan:
         base_fingerprint=context.base_fingerprint,
         allocator_fraction=_allocator_fraction(recipe.launch),
     )
+
+
+def _rows_held_out(context: PlanContext) -> int | None:
+    """Rows that data.validation_size holds out of the training file; None without that key."""
+    if context.tokens is None or context.tokens.row_counts is None:
+        return None
+    return sources.num_rows(context.recipe.data, context.tokens.row_counts)[1]
 
 
 def _allocator_fraction(launch: LaunchSection) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 from launch.base import environment, files
 from launch.base.errors import ResourceError
 from launch.base.workspace import FILES, Workspace
-from launch.data import columns, token_cache
+from launch.data import columns, sources, token_cache
 from launch.plan import context as plan_context
 from launch.plan import planner
 from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
@@ -133,6 +133,8 @@ def read(
     context = plan_context.build(recipe, machine, config, parameters, data_format)
     device: Device = "cuda" if has_gpu else "cpu"
     tokens = token_cache.token_cache(workspace.cache, recipe, context.model, data_format)
+    if tokens.row_counts is not None:
+        rows, _ = sources.num_rows(recipe.data, tokens.row_counts)
     base = recipe.model.path if recipe.lora is not None else None
     context = replace(
         context,

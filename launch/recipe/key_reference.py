@@ -44,6 +44,17 @@ ALIASES = {
     ),
     **dict.fromkeys(("data", "dataset", "data_path", "train_data"), "data.train_file"),
     **dict.fromkeys(("eval_file", "val_file", "validation_data"), "data.validation_file"),
+    **dict.fromkeys(
+        (
+            *("val_size", "val_set_size", "test_size", "eval_size", "holdout"),
+            *(
+                f"{part}_{share}"
+                for part in ("val", "validation", "eval", "test")
+                for share in ("split", "ratio", "fraction", "rows")
+            ),
+        ),
+        "data.validation_size",
+    ),
     **dict.fromkeys(("model", "model_path", "model_name_or_path", "base_model"), "model.path"),
     **dict.fromkeys(("tokenizer", "tokenizer_path"), "tokenizer.path"),
     **dict.fromkeys(("output", "out"), "output_dir"),

@@ -39,6 +39,8 @@ BELONGING = {
     ("model", "shape"): ("path", "path_if_there", "freeze"),
     ("model", "path"): ("shape", "path_if_there", "freeze"),
     ("data", "train_file"): ("validation_file",),
+    ("data", "validation_file"): ("validation_size",),
+    ("data", "validation_size"): ("validation_file",),
     ("data", "packing"): ("batch_by_tokens",),
 }
 REPLACED = {
@@ -48,7 +50,10 @@ REPLACED = {
 }
 # key -> the value that runs without held-out rows
 NEEDS_HELD_OUT = {("evaluation", "exact_match_rows"): 0, ("training", "eval_steps"): None}
-NOTHING_HELD_OUT = "no rows are held out to evaluate on; name some with --data.validation_file=FILE"
+NOTHING_HELD_OUT = (
+    "no rows are held out to evaluate on; name some with --data.validation_file=FILE, or hold some"
+    " out with --data.validation_size=0.05"
+)
 
 
 def load(
@@ -82,7 +87,7 @@ def load(
     ]
     _refuse(_problems(final, file))
     recipe = _recipe(final)
-    if recipe.data.validation_file is None:
+    if not recipe.evaluates:
         changes += [
             Change(f"{section}.{key}", plain(value), plain(without), NOTHING_HELD_OUT)
             for (section, key), without in NEEDS_HELD_OUT.items()

@@ -96,6 +96,8 @@ def _model(recipe: Recipe, plan: Plan) -> str:
 
 def _data(recipe: Recipe, plan: Plan) -> str:
     rows = "rows are not counted" if plan.rows is None else f"{plan.rows:,} rows"
+    if plan.rows_held_out:
+        rows += f" and {plan.rows_held_out:,} held out"
     if plan.rows_left_out:
         rows += f" ({plan.rows_left_out:,} left out)"
     lengths = f"lengths are assumed: {length_text(plan)} tokens each"

@@ -56,6 +56,8 @@ def _loss(summary: ShownRows) -> str:
 
 def _rows(summary: ShownRows, max_length: int) -> str:
     parts = [f"the first {summary.num_read:,} were read"]
+    if summary.num_held_out:
+        parts.append(f"{summary.num_held_out:,} of them are held out (data.validation_size)")
     parts += [f"{count:,} left out ({reason})" for reason, count in summary.left_out.items()]
     if summary.num_truncated:
         parts.append(f"{summary.num_truncated:,} truncated at data.max_length {max_length}")
@@ -88,10 +90,11 @@ def _histogram(lengths: list[int]) -> Iterator[str]:
 
 
 def _heading(row: ShownRow, max_length: int) -> str:
+    place = f"{row.place} (held out)" if row.is_held_out else row.place
     if not row.parts:
-        return f"{row.place}: left out, {row.left_out}"
+        return f"{place}: left out, {row.left_out}"
     truncated = f", truncated at {max_length:,}" if row.is_truncated else ""
-    return f"{row.place}: {row.num_tokens:,} tokens, {row.num_targets:,} with a loss{truncated}"
+    return f"{place}: {row.num_tokens:,} tokens, {row.num_targets:,} with a loss{truncated}"
 
 
 def _row(row: ShownRow, colours: bool) -> Text:

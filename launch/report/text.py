@@ -27,7 +27,8 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
     yield f"plan for {recipe.name} on {machine.name}"
     trained = f"{model.trainable_parameters:,} trained"
     yield f"  model      {model.name}: {model.parameters:,} parameters, {trained}"
-    rows = "" if plan.rows is None else f" ({plan.rows:,} rows)"
+    held_out = f", {plan.rows_held_out:,} more are held out" if plan.rows_held_out else ""
+    rows = "" if plan.rows is None else f" ({plan.rows:,} rows{held_out})"
     yield f"  data       {recipe.data.train_file}{rows}"
     if plan.rows_left_out is not None and plan.target_share is not None:
         yield (

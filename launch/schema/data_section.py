@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
 
 from launch.schema.affects import affects
 from launch.schema.section import Section, as_tuple
@@ -19,6 +19,11 @@ class DataSection(Section):
     validation_file: Annotated[str | None, affects("source")] = Field(
         default=None,
         description="Held-out rows: a file, a folder of shards, or a pattern of files.",
+    )
+    validation_size: Annotated[int | float | None, affects("rows")] = Field(
+        default=None,
+        description="Hold rows of train_file out instead: a number of rows, or a share between 0"
+        " and 1.",
     )
     prompt_column: Annotated[str | None, affects("rows")] = Field(
         default=None, description="Column of the prompt. null: found by name."
@@ -90,9 +95,38 @@ class DataSection(Section):
     )
 
     @property
+    def holds_out(self) -> bool:
+        """True if there are rows to evaluate on."""
+        return self.validation_file is not None or self.validation_size is not None
+
+    @property
     def stream_unit_bytes(self) -> int:
         """Bytes of a unit of a stream. Four units are shuffled together."""
         return max(int((self.shuffle_buffer_mib or 16) * (1 << 20)) // 4, 1)
+
+    @field_validator("validation_size", mode="before")
+    @classmethod
+    def rows_or_a_share(cls, value: Any) -> Any:
+        is_rows = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if value is None or is_rows or (isinstance(value, float) and 0 < value < 1):
+            return value
+        shown = str(value).lower() if isinstance(value, bool) else repr(value)
+        advice = ""
+        if isinstance(value, float) and value > 1 and value.is_integer():
+            advice = f"; write {value:.0f}"
+        raise ValueError(
+            f"found {shown}, expected a number of rows (100) or a share between 0 and 1 (0.05)"
+            f"{advice}"
+        )
+
+    @model_validator(mode="after")
+    def one_origin_of_held_out_rows(self) -> DataSection:
+        if self.validation_file is not None and self.validation_size is not None:
+            raise ValueError(
+                "validation_file and validation_size both say which rows are held out; leave one"
+                " of the two out, or set it to null"
+            )
+        return self
 
     @model_validator(mode="after")
     def buffer_of_a_stream(self) -> DataSection:

@@ -210,7 +210,8 @@ class Plan:
     data_format: DataFormat
     estimate: MemoryEstimate
     budget_bytes: int  # per rank on the device
-    rows: int | None = None  # of the training file; None: too large to count before the start
+    rows: int | None = None  # that are trained; None: too large to count before the start
+    rows_held_out: int | None = None  # of the training file, by data.validation_size
     # of the training file: rows without a target, and bad rows; None: not tokenised yet
     rows_left_out: int | None = None
     target_share: float | None = None  # of the tokens of rows that are trained

@@ -18,9 +18,10 @@ from pydantic import TypeAdapter
 
 from launch.base import processes
 from launch.base.errors import DataError, LaunchError
-from launch.data import token_hashes
+from launch.data import shards, sources, token_hashes
 from launch.data.conversation import Conversation, Sample
-from launch.data.rows import IGNORED, BadRows, read_samples
+from launch.data.row_choice import EvenChoice
+from launch.data.rows import IGNORED, BadRows, Slice, numbered_samples
 from launch.data.token_cache import TokenCache
 from launch.schema.shown_rows import ShownPart, ShownRow, ShownRows
 from training.data import prepare, tokenizer
@@ -47,11 +48,13 @@ class RowSummary:
         )
         self.bad = BadRows(tokens.recipe.data.max_bad_rows)
         self.rows: list[ShownRow] = []
+        self.num_held_out = 0
         self.counts, self.lengths = CacheCounts(), array("q")
         self.left_out, self.methods, self.contents = Counter[str](), Counter[str](), Counter[str]()
 
-    def add(self, sample: Sample, place: str, is_shown: bool) -> None:
+    def add(self, sample: Sample, place: str, is_shown: bool, is_held_out: bool) -> None:
         max_length = self._recipe.data.max_length
+        self.num_held_out += is_held_out
         for encoded in self._encoder.encode([sample], self.bad):  # none of a bad row
             self.counts.add(encoded, max_length)
             self.lengths.extend(map(self._num_tokens, encoded))
@@ -60,7 +63,8 @@ class RowSummary:
                 self.left_out[reason] += 1
             if is_shown:
                 rows = [self._shown(row, place, max_length) for row in encoded]
-                self.rows += rows or [ShownRow(place, [], left_out=reason)]
+                rows = rows or [ShownRow(place, [], left_out=reason)]
+                self.rows += [replace(row, is_held_out=is_held_out) for row in rows]
             if isinstance(sample, Conversation):
                 self.contents.update(_contents(sample))
                 if not self._is_pair and self._recipe.task == "sft":
@@ -108,12 +112,14 @@ def shown_rows(
     """The first rows of the files, or the row at a line. Raises DataError and ResourceError."""
     summary = RowSummary(tokens)
     for file in files:
-        number = 0
-        for number, sample in enumerate(read_samples(file, tokens.data_format, summary.bad), 1):
+        number, first, held_out = 0, *_held_out(tokens, file)
+        numbered = numbered_samples(Slice(file), tokens.data_format, summary.bad)
+        for number, (row, sample) in enumerate(numbered, 1):
             is_talk = isinstance(sample, Conversation)
             place = str(sample.place) if is_talk else f"{file}:{number}"
             is_shown = place.endswith(f":{line}") if line else len(summary.rows) < num_rows
-            summary.add(sample, place, is_shown)
+            is_held_out = held_out is not None and held_out.holds(first + row)
+            summary.add(sample, place, is_shown, is_held_out)
             if number >= num_read and (summary.rows or not line):
                 break
         if line and not summary.rows:
@@ -129,7 +135,19 @@ def shown_rows(
         dict(summary.methods),
         dict(summary.contents),
         summary.bad.errors,
+        summary.num_held_out,
     )
+
+
+def _held_out(tokens: TokenCache, file: Path) -> tuple[int, EvenChoice | None]:
+    """(number of the first row of a file, the rows that are held out of data.train_file)."""
+    data = tokens.recipe.data
+    source = sources.of_part(data, tokens.data_format, tokens.row_counts, "train")
+    assert source is not None
+    files = shards.of(source.path)
+    if source.choice is None or file not in files:
+        return 0, None
+    return source.row_offsets[files.index(file)], source.choice.held_out
 
 
 def _contents(talk: Conversation) -> Iterator[str]:

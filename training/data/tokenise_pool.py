@@ -75,7 +75,7 @@ def _check_disk_space(job: Job, unit: int) -> None:
     free = base_files.free_bytes(job.folder)
     if more > free:
         raise ResourceError(
-            f"{job.folder.parent}: the tokens of {job.source} take about {size(more)}"
+            f"{job.folder.parent}: the tokens of {job.source.path} take about {size(more)}"
             f" more, {size(free)} are free. Put LOWMEM_ROOT on a larger disk, free some"
             " space, or (pretraining, packed) keep only a few of them: --data.streaming=true"
             " --training.max_steps=N"

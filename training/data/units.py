@@ -6,7 +6,7 @@ processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,11 +14,38 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from launch.base.errors import DataError
-from launch.data import shards
+from launch.data import rows, shards
 from launch.data.rows import Slice
+from launch.data.sources import Source
 from launch.schema.plan import DataFormat
 
 Unit = tuple[Slice, ...]
+
+
+def of_source(source: Source, size: int) -> list[Unit]:
+    """The units of the files of a source."""
+    return divide(shards.of(source.path), source.data_format, size)
+
+
+def row_offsets(
+    units: Sequence[Unit], source: Source, goes_on: Callable[[], None]
+) -> tuple[tuple[int, ...], ...]:
+    """The number of the first row of each slice of each unit. Rows are counted only in files that
+    are split."""
+    of_files = dict(zip(shards.of(source.path), source.row_offsets, strict=True))
+    numbers: list[tuple[int, ...]] = []
+    number, before = 0, None
+    for unit in units:
+        of_unit: list[int] = []
+        for of in unit:
+            if before is not None and before.path == of.path:
+                number += rows.count(before, source.data_format, goes_on)
+            else:
+                number = of_files[of.path]
+            of_unit.append(number)
+            before = of
+        numbers.append(tuple(of_unit))
+    return tuple(numbers)
 
 
 def divide(files: Sequence[Path], data_format: DataFormat, size: int) -> list[Unit]:
