@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from launch.base.text import shown
 from launch.data import sources, token_hashes
 from launch.data.conversation import Conversation
 from launch.data.rows import BadRows
+from launch.data.sources import Source
 from launch.run_folder import layout, manifest
 from launch.run_folder.layout import AttemptDir, RunDir, Start
 from launch.schema.plan import MULTIPLE, Plan, Strategy
@@ -448,9 +450,9 @@ def _questions(start: Start, tokenizer: PreTrainedTokenizerBase) -> Pairs:
     if not limit or not data.holds_out:
         return []
     counts = start.tokens.row_counts if data.validation_size is not None else None
-    source = sources.of_part(data, start.plan.data_format, counts, "validation")
-    assert source is not None
-    dataset_of_part = source.read(BadRows(data.max_bad_rows))
+    held_out = sources.of_part(data, start.plan.data_format, counts, "validation")
+    bad_of_source = [BadRows(data.max_bad_rows) for _ in held_out]
+    dataset_of_part = chain.from_iterable(map(Source.read, held_out, bad_of_source))
     is_pair = start.plan.shape.is_encoder_decoder
     return evaluate.questions(dataset_of_part, limit, tokenizer, is_pair)
 

@@ -1,4 +1,5 @@
-"""Rows that are chosen by their numbers: those that data.validation_size holds out.
+"""Rows that are chosen by their numbers: those that data.validation_size holds out, and those of a
+source whose weight is no whole number.
 
 A choice depends on the number of a row and the number of rows alone. So each start, each process
 that tokenises and `show` choose the same rows."""
@@ -6,6 +7,7 @@ that tokenises and `show` choose the same rows."""
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,13 +48,20 @@ class EvenChoice:
 
 @dataclass(frozen=True)
 class RowChoice:
-    """The rows of data.train_file that a part of the data takes."""
+    """The rows of a source that a part of the data takes."""
 
     held_out: EvenChoice
     part: Part
+    begin: int = 0  # the number of the source's first row
+    share: EvenChoice | None = None  # of the source's rows that are trained; None: all of them
 
     def takes(self, number: int) -> bool:
-        return self.held_out.holds(number) == (self.part == "validation")
+        if self.part == "validation" or self.held_out.holds(number):
+            return self.part == "validation" and self.held_out.holds(number)
+        if self.share is None:
+            return True
+        held_out = self.held_out.before(number) - self.held_out.before(self.begin)
+        return self.share.holds(number - self.begin - held_out)
 
 
 def held_out(size: float, total: int, file: object) -> EvenChoice:
@@ -66,3 +75,17 @@ def held_out(size: float, total: int, file: object) -> EvenChoice:
             " e.g. --data.validation_size=1"
         )
     return EvenChoice(chosen, total, "held out")
+
+
+def shares(weight: float, num_rows: int, file: object) -> list[EvenChoice | None]:
+    """The rows of a source in each pass over it: all of them (None) as often as the weight is
+    whole, then the rest of the weight. Raises DataError if no row would be trained."""
+    passes: list[EvenChoice | None] = [None] * math.floor(weight)
+    if chosen := round((weight - len(passes)) * num_rows):
+        passes.append(EvenChoice(chosen, num_rows, f"pass {len(passes)}"))
+    if not passes or not num_rows:
+        raise DataError(
+            f"{file}: weight {weight:g} of {num_rows:,} rows is no row; raise the weight, or leave"
+            " the source out"
+        )
+    return passes

@@ -40,8 +40,7 @@ class TokenCache:
     identity: Mapping[str, Any]  # everything that decides the bytes of the tokenised rows
     folder: Path
     rows: int | None = None  # that are trained; None: not counted
-    # rows of each file of data.train_file; None: every row is trained
-    row_counts: tuple[int, ...] | None = None
+    row_counts: sources.RowCounts | None = None  # None: every row is trained once
 
 
 def token_cache(
@@ -51,9 +50,9 @@ def token_cache(
     identity = _identity(cache, recipe, model, data_format)
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
     row_counts = None
-    if recipe.data.validation_size is not None:
+    if sources.are_counted(recipe.data):
         row_counts = sources.count_rows(recipe.data, data_format, known_files(cache))
-        sources.num_rows(recipe.data, row_counts)  # raises DataError if a part would be empty
+        sources.trained_rows(recipe.data, row_counts)  # raises DataError if a part would be empty
     folder = cache / "tokens" / name
     return TokenCache(recipe, model, data_format, identity, folder, row_counts=row_counts)
 
@@ -62,18 +61,21 @@ def _identity(
     cache: Path, recipe: Recipe, model: ModelSize, data_format: DataFormat
 ) -> dict[str, Any]:
     data, facts = recipe.data, known_files(cache)
-    files = [Path(file) for file in (data.train_file, data.validation_file) if file]
     # rows of one unit are not packed with those of another
     units = [
-        shards.unit_bytes(file) for file in files if shards.stored_bytes(file) > shards.UNIT_BYTES
+        shards.unit_bytes(file)
+        for file in data.paths
+        if shards.stored_bytes(file) > shards.UNIT_BYTES
     ]
     tokenizer_path = recipe.tokenizer.path or recipe.model.path
     splits = recipe.tokenizer.split_special_tokens
-    train = (
-        shards.ends_fingerprint(Path(data.train_file))
+    hashes = [
+        shards.ends_fingerprint(Path(source.path))
         if data.streaming
-        else shards.fingerprint(Path(data.train_file), facts)
-    )
+        else shards.fingerprint(Path(source.path), facts)
+        for source in data.sources
+    ]
+    train = ", ".join(hashes)
     validation = None
     if data.validation_file:
         validation = shards.fingerprint(Path(data.validation_file), facts)
@@ -83,11 +85,7 @@ def _identity(
         "version": TOKEN_CACHE_VERSION,
         "train": train,
         "validation": validation,
-        "columns": (
-            [data_format.kind, data_format.file_type, dict(data_format.columns)]
-            # where later rows may hold more than they
-            + ([sorted(data_format.ignored)] if data_format.ignored else [])
-        ),
+        "columns": _columns(data_format),
         "limits": (
             [data.max_length, data.max_train_samples, data.max_validation_samples]
             + ([data.max_bad_rows] if data.max_bad_rows else [])
@@ -96,6 +94,7 @@ def _identity(
             + (["packed"] if data.packing else [])
             + ([["streaming", data.stream_unit_bytes]] if data.streaming else [])
             + ([["held out", data.validation_size]] if data.validation_size else [])
+            + ([["weights", *(source.weight for source in data.sources)]] if data.is_mixed else [])
             + [["units", size] for size in units if data.packing]
         ),
         "task": recipe.task,
@@ -106,6 +105,13 @@ def _identity(
             else [recipe.tokenizer.split, recipe.tokenizer.vocab_size or model.config["vocab_size"]]
         ),
     }
+
+
+def _columns(data_format: DataFormat) -> list[Any]:
+    own = [data_format.kind, data_format.file_type, dict(data_format.columns)]
+    # where later rows may hold more than they
+    own += [sorted(data_format.ignored)] if data_format.ignored else []
+    return own + [["source", *_columns(source)] for source in data_format.of_sources]
 
 
 def token_files(folder: Path, part: str) -> list[Path]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 from launch.base.errors import DoesNotFit
 from launch.data import sources
@@ -149,7 +150,7 @@ def _chosen(context: PlanContext, constraints: LaunchConstraints) -> Plan:
         estimate=chosen.memory,
         budget_bytes=chosen.budget_bytes,
         rows=rows if rows is None else min(rows, recipe.data.max_train_samples or rows),
-        rows_held_out=_rows_held_out(context),
+        **_counted_rows(context),
         rows_left_out=counts["dropped"] + counts["bad"] if counts else None,
         target_share=counts["target_tokens"] / counts["tokens"] if counts else None,
         lora_targets=context.lora_targets,
@@ -174,11 +175,13 @@ def _chosen(context: PlanContext, constraints: LaunchConstraints) -> Plan:
     )
 
 
-def _rows_held_out(context: PlanContext) -> int | None:
-    """Rows that data.validation_size holds out of the training file; None without that key."""
-    if context.tokens is None or context.tokens.row_counts is None:
-        return None
-    return sources.num_rows(context.recipe.data, context.tokens.row_counts)[1]
+def _counted_rows(context: PlanContext) -> dict[str, Any]:
+    """The fields of a plan on rows that are held out, and on several sources."""
+    data, tokens = context.recipe.data, context.tokens
+    if tokens is None or tokens.row_counts is None:
+        return {}
+    named = sources.trained_rows(data, tokens.row_counts) if data.is_mixed else ()
+    return {"sources": named, "rows_held_out": sources.num_held_out(data, tokens.row_counts)}
 
 
 def _allocator_fraction(launch: LaunchSection) -> float:

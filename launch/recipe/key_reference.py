@@ -11,11 +11,13 @@ from functools import lru_cache
 from typing import Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
+from pydantic import Tag
 from pydantic.fields import FieldInfo
 
 from launch.base.text import nearest
 from launch.recipe import training_arguments
 from launch.recipe.strict_yaml import plain
+from launch.schema.data_section import DataSource
 from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import SECTIONS
 
@@ -111,6 +113,10 @@ def _type(annotation: Any) -> str:
         return " | ".join(map(str, inner))
     if origin is tuple:
         return f"a [list] of {_type(inner[0])}"
+    if annotation is DataSource:
+        return "{path, weight, columns}"
+    if any(isinstance(mark, Tag) for mark in inner):
+        return _type(inner[0])
     if hasattr(annotation, "__metadata__"):  # PositiveInt
         return f"{_type(inner[0])}, more than 0"
     return _TYPES.get(annotation, str(annotation))

@@ -22,6 +22,7 @@ from launch.base.text import SECRET_NAME, holds_secret, nearest
 from launch.base.workspace import FILES
 from launch.recipe import key_reference, strict_yaml, training_arguments
 from launch.recipe.strict_yaml import KeyPath, dotted, mend, plain, show, wrong
+from launch.schema.data_section import A_LIST, A_PATH, ColumnNames, DataSource
 from launch.schema.plan import Change
 from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import SECTIONS
@@ -286,6 +287,11 @@ def _replaced(base: _Layer, partial: _Layer) -> Iterator[Change]:
 
 def _unknown(key_path: KeyPath) -> tuple[str, str]:
     """(expected keys, advice) for an unknown key: the key that was probably meant."""
+    if key_path[:2] == ("data", "train_file"):  # a source
+        model = ColumnNames if key_path[-2:-1] == ("columns",) else DataSource
+        names = ", ".join(model.model_fields)
+        near = nearest(str(key_path[-1]), model.model_fields)
+        return f"one of {names}", f"did you mean {near[0]}?" if near else "write one of them"
     *sections, name = map(str, key_path)
     section = sections[0] if sections else ""
     expected = (
@@ -331,7 +337,8 @@ def _problems(layer: _Layer, file: str) -> list[tuple[KeyPath, ConfigError]]:
         _recipe(layer)
     except ValidationError as error:
         for detail in error.errors(include_url=False):
-            loc = detail["loc"]
+            loc = tuple(part for part in detail["loc"] if part not in (A_PATH, A_LIST))
+            detail["loc"] = loc
             between = _between(detail, layer) if detail["type"] == "value_error" else ""
             problems.append((loc, _schema_problem(detail, between or place(loc), file)))
     for key, value in layer.section("training").items():

@@ -104,7 +104,9 @@ def _data(recipe: Recipe, plan: Plan) -> str:
     if plan.padding and plan.padding.rows:
         mean = plan.padding.tokens / plan.padding.rows
         lengths = f"{mean:,.0f} tokens on average, at most {length_text(plan)}"
-    return f"{Path(recipe.data.train_file).name}: {rows}, {lengths}"
+    count = len(recipe.data.sources)
+    name = recipe.data.train_names if count == 1 else f"{count} sources"
+    return f"{name}: {rows}, {lengths}"
 
 
 def _mode(machine: Machine, plan: Plan) -> str:

@@ -24,6 +24,7 @@ class ShownRow:
     is_truncated: bool = False
     left_out: str = ""  # the reason
     is_held_out: bool = False  # by data.validation_size
+    times: int = 1  # that an epoch trains it
 
 
 @dataclass(frozen=True)

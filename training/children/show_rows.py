@@ -20,7 +20,7 @@ from launch.base import processes
 from launch.base.errors import DataError, LaunchError
 from launch.data import shards, sources, token_hashes
 from launch.data.conversation import Conversation, Sample
-from launch.data.row_choice import EvenChoice
+from launch.data.row_choice import RowChoice
 from launch.data.rows import IGNORED, BadRows, Slice, numbered_samples
 from launch.data.token_cache import TokenCache
 from launch.schema.shown_rows import ShownPart, ShownRow, ShownRows
@@ -52,7 +52,9 @@ class RowSummary:
         self.counts, self.lengths = CacheCounts(), array("q")
         self.left_out, self.methods, self.contents = Counter[str](), Counter[str](), Counter[str]()
 
-    def add(self, sample: Sample, place: str, is_shown: bool, is_held_out: bool) -> None:
+    def add(
+        self, sample: Sample, place: str, is_shown: bool, is_held_out: bool, times: int
+    ) -> None:
         max_length = self._recipe.data.max_length
         self.num_held_out += is_held_out
         for encoded in self._encoder.encode([sample], self.bad):  # none of a bad row
@@ -64,7 +66,7 @@ class RowSummary:
             if is_shown:
                 rows = [self._shown(row, place, max_length) for row in encoded]
                 rows = rows or [ShownRow(place, [], left_out=reason)]
-                self.rows += [replace(row, is_held_out=is_held_out) for row in rows]
+                self.rows += [replace(row, is_held_out=is_held_out, times=times) for row in rows]
             if isinstance(sample, Conversation):
                 self.contents.update(_contents(sample))
                 if not self._is_pair and self._recipe.task == "sft":
@@ -112,14 +114,16 @@ def shown_rows(
     """The first rows of the files, or the row at a line. Raises DataError and ResourceError."""
     summary = RowSummary(tokens)
     for file in files:
-        number, first, held_out = 0, *_held_out(tokens, file)
-        numbered = numbered_samples(Slice(file), tokens.data_format, summary.bad)
+        number, passes = 0, _passes(tokens, file)
+        data_format = sources.format_of(tokens.recipe.data, tokens.data_format, file)
+        numbered = numbered_samples(Slice(file), data_format, summary.bad)
         for number, (row, sample) in enumerate(numbered, 1):
             is_talk = isinstance(sample, Conversation)
             place = str(sample.place) if is_talk else f"{file}:{number}"
             is_shown = place.endswith(f":{line}") if line else len(summary.rows) < num_rows
-            is_held_out = held_out is not None and held_out.holds(first + row)
-            summary.add(sample, place, is_shown, is_held_out)
+            times = sum(choice.takes(first + row) for first, choice in passes) if passes else 1
+            is_held_out = bool(passes) and passes[0][1].held_out.holds(passes[0][0] + row)
+            summary.add(sample, place, is_shown, is_held_out, times)
             if number >= num_read and (summary.rows or not line):
                 break
         if line and not summary.rows:
@@ -139,15 +143,16 @@ def shown_rows(
     )
 
 
-def _held_out(tokens: TokenCache, file: Path) -> tuple[int, EvenChoice | None]:
-    """(number of the first row of a file, the rows that are held out of data.train_file)."""
+def _passes(tokens: TokenCache, file: Path) -> list[tuple[int, RowChoice]]:
+    """(number of the file's first row, the rows that are taken) of each pass over a file of
+    data.train_file; none if all of its rows are trained once."""
     data = tokens.recipe.data
-    source = sources.of_part(data, tokens.data_format, tokens.row_counts, "train")
-    assert source is not None
-    files = shards.of(source.path)
-    if source.choice is None or file not in files:
-        return 0, None
-    return source.row_offsets[files.index(file)], source.choice.held_out
+    named = sources.of_part(data, tokens.data_format, tokens.row_counts, "train")
+    return [
+        (source.row_offsets[shards.of(source.path).index(file)], source.choice)
+        for source in named
+        if source.choice is not None and file in shards.of(source.path)
+    ]
 
 
 def _contents(talk: Conversation) -> Iterator[str]:

@@ -126,10 +126,14 @@ def tokenizer_of(tokens: TokenCache, say: Callable[[str], None]) -> Any:
     if local:
         return tokenizer.load(Path(local))
     size = section.vocab_size or tokens.model.config["vocab_size"]
-    source = sources.of_part(data, tokens.data_format, tokens.row_counts, "train")
-    assert source is not None
-    say(f"training a tokenizer of at most {size:,} tokens on {source.name}")
-    texts = map(text_of, source.read(BadRows(data.max_bad_rows)))
+    named = sources.of_part(data, tokens.data_format, tokens.row_counts, "train")
+    say(f"training a tokenizer of at most {size:,} tokens on {sources.name(named)}")
+    texts = (
+        text_of(sample)
+        for source in named
+        if not source.is_repeat
+        for sample in source.read(BadRows(data.max_bad_rows))
+    )
     return tokenizer.train(_first(texts) if data.streaming else texts, section, size)
 
 
@@ -156,12 +160,13 @@ def _part(
     `rows` is the number of rows of the part, or None if they are not counted."""
     from training.data import tokenise_pool
 
-    name = job.source.name
+    name = job.name
     counter = _RowCounter(name, rows, say, goes_on)
     total, bad = tokenise_pool.part(job, limit, processes, counter, say)
     if not total.rows:
+        paths = dict.fromkeys(str(source.path) for source in job.sources)
         raise DataError(
-            f"{job.source.path}: no row has a target to train on ({total.samples:,} read,"
+            f"{', '.join(paths)}: no row has a target to train on ({total.samples:,} read,"
             f" {total.dropped:,} without a target within max_length {job.max_length}); check the"
             " columns and data.max_length"
         )

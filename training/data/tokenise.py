@@ -22,7 +22,8 @@ from pydantic import TypeAdapter
 
 from launch.base import files, processes
 from launch.base.errors import DataError
-from launch.data import rows, shards, sources
+from launch.data import rows, shards
+from launch.data import sources as data_sources
 from launch.data.row_choice import Part
 from launch.data.sources import Source
 from launch.data.token_cache import TokenCache
@@ -51,7 +52,7 @@ class Job:
 
     folder: Path
     part: str
-    source: Source
+    sources: tuple[Source, ...]
     encoder_decoder: bool
     task: str
     max_length: int
@@ -64,8 +65,19 @@ class Job:
     row_offsets: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
-    def units(self) -> list[data_units.Unit]:
-        return data_units.of_source(self.source, self.unit_bytes)
+    def units(self) -> list[tuple[Source, data_units.Unit]]:
+        return data_units.of_sources(self.sources, self.unit_bytes)
+
+    @property
+    def full_units(self) -> int:
+        """The number of units that the bytes of all sources would fill: small ones are not worth a
+        process of their own."""
+        stored = sum(shards.stored_bytes(source.path) for source in self.sources)
+        return -(-stored // self.unit_bytes)
+
+    @property
+    def name(self) -> str:
+        return data_sources.name(self.sources)
 
     @cached_property
     def encoder(self) -> encode.Encoder:
@@ -111,41 +123,46 @@ class Job:
         """Write the rows of a unit, then its counts and bad rows; return these, or its error.
 
         An error is not stored: after the data was corrected, the unit is tokenised again."""
-        bad = rows.BadRows(self.max_bad_rows)
-        slices = self.units[unit]
+        source, slices = self.units[unit]
+        bad = rows.BadRows(rows.UNLIMITED if source.is_repeat else self.max_bad_rows)
         row_offsets = self.row_offsets[unit] if self.row_offsets else (0,) * len(slices)
-        source = chain.from_iterable(
-            sources.samples_of(of, first, self.source, bad)
+        rows_of_unit = chain.from_iterable(
+            data_sources.samples_of(of, first, source, bad)
             for of, first in zip(slices, row_offsets, strict=True)
         )
         packer = data_packing.Packer(self.max_length, self._splits_texts) if self.packing else None
         aside = self.rows_file(unit).with_suffix(".tmp")
         try:
-            counts = encode.write_cache(source, self.encoder, aside, limit, progress, packer, bad)
+            counts = encode.write_cache(
+                rows_of_unit, self.encoder, aside, limit, progress, packer, bad
+            )
         except DataError as error:
             aside.unlink()
             return TokenisedUnit(encode.CacheCounts(), bad.errors, str(error))
         files.sync(aside)
         aside.rename(self.rows_file(unit))
-        tokenised = TokenisedUnit(counts, bad.errors)
+        tokenised = TokenisedUnit(counts, [] if source.is_repeat else bad.errors)
         files.write_json(self.counts_file(unit), tokenised)
         return tokenised
 
 
-def job(recipe: Recipe, model_size: ModelSize, source: Source, folder: Path, part: Part) -> Job:
+def job(
+    recipe: Recipe, model_size: ModelSize, sources: tuple[Source, ...], folder: Path, part: Part
+) -> Job:
     """The job for the rows of a part of a recipe. A streamed corpus has small units."""
     data = recipe.data
     is_streamed = data.streaming and part == "train"
+    unit_bytes = shards.unit_bytes(*(source.path for source in sources))
     return Job(
         folder,
         part,
-        source,
+        sources,
         model_size.is_encoder_decoder,
         recipe.task,
         data.max_length,
         data.packing,
         data.max_bad_rows,
-        data.stream_unit_bytes if is_streamed else shards.unit_bytes(source.path),
+        data.stream_unit_bytes if is_streamed else unit_bytes,
         data.truncation_side,
         recipe.tokenizer.split_special_tokens,
     )
@@ -157,13 +174,13 @@ def job_of_part(
     """The job for a part of the tokenised rows; None if there are no such rows. `goes_on` is called
     while rows are counted."""
     recipe = tokens.recipe
-    source = sources.of_part(recipe.data, tokens.data_format, tokens.row_counts, part)
-    if source is None:
+    sources = data_sources.of_part(recipe.data, tokens.data_format, tokens.row_counts, part)
+    if not sources:
         return None
-    made = job(recipe, tokens.model, source, folder, part)
-    if source.choice is None:
+    made = job(recipe, tokens.model, sources, folder, part)
+    if sources[0].choice is None:
         return made
-    return replace(made, row_offsets=data_units.row_offsets(made.units, source, goes_on))
+    return replace(made, row_offsets=data_units.row_offsets(made.units, goes_on))
 
 
 def main() -> None:

@@ -22,30 +22,32 @@ from launch.schema.plan import DataFormat
 Unit = tuple[Slice, ...]
 
 
-def of_source(source: Source, size: int) -> list[Unit]:
-    """The units of the files of a source."""
-    return divide(shards.of(source.path), source.data_format, size)
+def of_sources(sources: Sequence[Source], size: int) -> list[tuple[Source, Unit]]:
+    """The units of sources; a unit has slices of one source."""
+    return [
+        (source, unit)
+        for source in sources
+        for unit in divide(shards.of(source.path), source.data_format, size)
+    ]
 
 
 def row_offsets(
-    units: Sequence[Unit], source: Source, goes_on: Callable[[], None]
+    units: Sequence[tuple[Source, Unit]], goes_on: Callable[[], None]
 ) -> tuple[tuple[int, ...], ...]:
     """The number of the first row of each slice of each unit. Rows are counted only in files that
-    are split."""
-    of_files = dict(zip(shards.of(source.path), source.row_offsets, strict=True))
-    numbers: list[tuple[int, ...]] = []
-    number, before = 0, None
-    for unit in units:
-        of_unit: list[int] = []
+    are split, and once."""
+    numbers: dict[Slice, int] = {}
+    before = None
+    for source, unit in units:
+        of_files = dict(zip(shards.of(source.path), source.row_offsets, strict=True))
         for of in unit:
-            if before is not None and before.path == of.path:
-                number += rows.count(before, source.data_format, goes_on)
-            else:
-                number = of_files[of.path]
-            of_unit.append(number)
+            if of not in numbers:
+                numbers[of] = of_files[of.path]
+                if before is not None and before.path == of.path:
+                    number = rows.count(before, source.data_format, goes_on)
+                    numbers[of] = numbers[before] + number
             before = of
-        numbers.append(tuple(of_unit))
-    return tuple(numbers)
+    return tuple(tuple(numbers[of] for of in unit) for _, unit in units)
 
 
 def divide(files: Sequence[Path], data_format: DataFormat, size: int) -> list[Unit]:

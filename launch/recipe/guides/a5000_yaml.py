@@ -15,7 +15,7 @@ from launch.base.workspace import FILES, Workspace
 from launch.recipe import strict_yaml, training_arguments
 from launch.recipe.key_reference import ALIASES
 from launch.recipe.load import Override
-from launch.recipe.paths import PATH_KEYS
+from launch.recipe.paths import PATH_KEYS, absolute
 from launch.recipe.strict_yaml import KeyPath, show, wrong
 from launch.schema.model_sections import LoraSection
 from launch.schema.training_section import TrainingSection
@@ -123,7 +123,7 @@ def translate(config: str) -> tuple[str, tuple[Override, ...], tuple[str, ...]]:
                     advice = f"also at {overrides[target].typed}"
                     raise wrong(place, (section, key), f"{target} twice", "it once", advice)
                 if target in PATH_KEYS and text is not None:
-                    text = str(base / Path(str(text)).expanduser())
+                    text = absolute(text if isinstance(text, list) else str(text), base)
                 typed = f"{place}: {section}.{key}"
                 overrides[target] = Override(f"--{target}={_written(text)}", typed)
                 notes += [f"{typed}: {note}"] if note else []

@@ -59,7 +59,7 @@ def job(folder: Path, source: Path, bpe, data_format: DataFormat = TEXT_ROWS, **
     return Job(
         folder,
         "train",
-        Source(source, data_format),
+        (Source(source, data_format),),
         encoder_decoder=False,
         max_length=64,
         unit_bytes=UNIT_BYTES,
@@ -109,16 +109,15 @@ def test_held_out_rows_are_the_same_whatever_the_number_of_processes_and_the_uni
     source = corpus(tmp_path / "corpus")
     data = DataSection(train_file=str(source), validation_size=0.1)
     counts = sources.count_rows(data, TEXT_ROWS, FileFacts())
-    assert counts == (900, 300)
+    assert counts == ((900, 300),)
     made_texts = {}
     for name, unit_bytes, processes in (("1", 6_000, 1), ("3", 6_000, 3), ("whole", 1 << 20, 1)):
         texts: dict[str, list[str]] = {}
         for part in ("train", "validation"):
             taken = sources.of_part(data, TEXT_ROWS, counts, part)
-            assert taken is not None
             one = job(tmp_path / name / part, source, bpe, packing=False)
-            one = replace(one, source=taken, unit_bytes=unit_bytes, max_length=1024)
-            one = replace(one, row_offsets=units.row_offsets(one.units, taken, lambda: None))
+            one = replace(one, sources=taken, unit_bytes=unit_bytes, max_length=1024)
+            one = replace(one, row_offsets=units.row_offsets(one.units, lambda: None))
             assert (len(one.units) > 20) == (name != "whole")
             tokenise_pool.part(one, None, processes, lambda rows: None, print)
             rows = TokenRows(*token_cache.token_files(one.folder, "train"))

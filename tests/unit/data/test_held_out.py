@@ -52,9 +52,8 @@ def write(folder: Path, kind: str) -> Path:
     return path
 
 
-def texts_of(source: sources.Source | None) -> list[object]:
-    assert source is not None
-    return list(source.read(BadRows()))
+def texts_of(named: tuple[sources.Source, ...]) -> list[object]:
+    return [sample for source in named for sample in source.read(BadRows())]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "csv", "txt", "parquet", "arrow"])
@@ -63,7 +62,7 @@ def test_rows_of_a_format_are_counted_and_divided(tmp_path, kind):
     data = DataSection(train_file=str(path), validation_size=0.25)
     data_format = columns.detect(data, tmp_path)
     counts = sources.count_rows(data, data_format, FileFacts())
-    assert counts == (60,)
+    assert counts == ((60,),)
     train, validation = (
         texts_of(sources.of_part(data, data_format, counts, part))
         for part in ("train", "validation")
@@ -73,12 +72,11 @@ def test_rows_of_a_format_are_counted_and_divided(tmp_path, kind):
     same = DataSection(train_file=str(path), validation_size=15, max_train_samples=3)
     assert texts_of(sources.of_part(same, data_format, counts, "validation")) == validation
     # in units, as processes read them
-    source = sources.of_part(data, data_format, counts, "validation")
-    assert source is not None
-    of_units = units.of_source(source, 100)
+    (source,) = sources.of_part(data, data_format, counts, "validation")
+    of_units = units.of_sources([source], 100)
     assert len(of_units) > 3 or kind in ("jsonl.gz", "json", "csv")
-    row_offsets = units.row_offsets(of_units, source, lambda: None)
-    slices = [of for unit in of_units for of in unit]
+    row_offsets = units.row_offsets(of_units, lambda: None)
+    slices = [of for _, unit in of_units for of in unit]
     numbers = [number for unit in row_offsets for number in unit]
     in_units = [
         sample
@@ -99,10 +97,9 @@ def test_pairs_of_turns_are_held_out_as_pairs(tmp_path):
     data = DataSection(train_file=str(path), validation_size=5)
     data_format = columns.detect(data, tmp_path)
     counts = sources.count_rows(data, data_format, FileFacts())
-    assert counts == (20,)
+    assert counts == ((20,),)
     for part, num_pairs in (("train", 15), ("validation", 5)):
-        source = sources.of_part(data, data_format, counts, part)
-        assert source is not None
+        (source,) = sources.of_part(data, data_format, counts, part)
         pairs = [talk.messages for talk in source.read(BadRows())]
         assert len(pairs) == num_pairs
         assert all(
@@ -121,8 +118,7 @@ def test_a_bad_row_is_counted_in_its_own_part(tmp_path):
     assert rows.count(Slice(path), data_format) == 60
     bad = {}
     for part in ("train", "validation"):
-        source = sources.of_part(data, data_format, (60,), part)
-        assert source is not None
+        (source,) = sources.of_part(data, data_format, ((60,),), part)
         bad[part] = BadRows(1)
         list(source.read(bad[part]))
     assert sorted(rows.count for rows in bad.values()) == [0, 1]

@@ -34,7 +34,7 @@ def corpus(tmp_path_factory) -> tuple[Job, Path, int]:
     cut.save_pretrained(folder / "tokenizer")
     data_format = DataFormat("text", {"text": "text"}, "jsonl", "")
     job = Job(
-        *(folder, "train", Source(folder / "a.jsonl", data_format)),
+        *(folder, "train", (Source(folder / "a.jsonl", data_format),)),
         *(False, "pretrain", 64, True, 0, 3000),
     )
     total, _ = tokenise_pool.part(job, None, 1, lambda rows: None, print)
