@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ from transformers.trainer_callback import PrinterCallback
 from launch.base import files
 from launch.base.errors import CheckpointError, ConfigError, LaunchError, ResourceError
 from launch.base.text import shown
-from launch.data import token_hashes
+from launch.data import sources, token_hashes
 from launch.data.conversation import Conversation
+from launch.data.rows import BadRows
+from launch.data.sources import Source
 from launch.run_folder import layout, manifest
 from launch.run_folder.layout import AttemptDir, RunDir, Start
 from launch.schema.plan import MULTIPLE, Plan, Strategy
@@ -257,7 +260,7 @@ def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> No
     began = time.monotonic()
     trainer, args = parts.trainer, parts.trainer.args
     scores = vars(files.read(run.evaluation_file, Scores) or Scores()).copy()
-    pairs = _questions(start.recipe, start.plan, parts.tokenizer)
+    pairs = _questions(start, parts.tokenizer)
     if pairs and scores["exact_match_before"] is None:
         trainer.add_callback(_ScoreBefore(parts, start.recipe, pairs, scores, run.evaluation_file))
     resume = _agreed(args, lambda: _resume_point(start, run, parts))
@@ -442,18 +445,16 @@ def _check_counts(network: torch.nn.Module, plan: Plan) -> None:
     logger.info("%s: %s parameters, %s trainable", plan.shape.name, f"{total:,}", f"{trainable:,}")
 
 
-def _questions(recipe: Recipe, plan: Plan, tokenizer: PreTrainedTokenizerBase) -> Pairs:
-    source, limit = recipe.data, recipe.evaluation.exact_match_rows
-    if not limit or source.validation_file is None:
+def _questions(start: Start, tokenizer: PreTrainedTokenizerBase) -> Pairs:
+    limit, data = start.recipe.evaluation.exact_match_rows, start.recipe.data
+    if not limit or not data.holds_out:
         return []
-    return evaluate.questions(
-        Path(source.validation_file),
-        plan.data_format,
-        limit,
-        source.max_bad_rows,
-        tokenizer,
-        plan.shape.is_encoder_decoder,
-    )
+    counts = start.tokens.row_counts if data.validation_size is not None else None
+    held_out = sources.of_part(data, start.plan.data_format, counts, "validation")
+    bad_of_source = [BadRows(data.max_bad_rows) for _ in held_out]
+    dataset_of_part = chain.from_iterable(map(Source.read, held_out, bad_of_source))
+    is_pair = start.plan.shape.is_encoder_decoder
+    return evaluate.questions(dataset_of_part, limit, tokenizer, is_pair)
 
 
 def _agreed(args: TrainingArguments, decide: Callable[[], Any]) -> Any:

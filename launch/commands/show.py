@@ -56,8 +56,7 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
 
 def _file(recipe: Recipe, asked: str | None) -> Path:
     """The file whose rows are shown. Raises ConfigError for a file of another recipe."""
-    named = [Path(file) for file in (recipe.data.train_file, recipe.data.validation_file) if file]
-    files = [file for name in named for file in shards.of(name)]
+    files = [file for name in recipe.data.paths for file in shards.of(name)]
     if asked is None:
         return files[0]
     path = Path(asked).expanduser().resolve()

@@ -13,7 +13,7 @@ from typing import Literal
 
 from launch.base.errors import ConfigError, DataError
 from launch.base.text import nearest
-from launch.data import delimited, shards, sniff, untrained
+from launch.data import delimited, shards, sniff, sources, untrained
 from launch.data.normalise import FIELDS, MESSAGE_ID, OPENAI, PARENT_ID, SHAREGPT, RowReader
 from launch.data.rows import BadRows, Slice, samples_of
 from launch.data.shards import MAX_ROW_BYTES, FileFacts
@@ -62,8 +62,10 @@ def detect(data: DataSection, base: Path, facts: FileFacts | None = None) -> Dat
     Relative paths start at `base`. Raises DataError (a file cannot be used) and ConfigError (half a
     pair of columns).
     """
+    if data.is_mixed:
+        return _of_sources(data, base, facts)
     explicit, facts = _explicit(data), facts or FileFacts()
-    paths = shards.of(base / data.train_file)
+    paths = shards.of(base / data.sources[0].path)
     keys_and_paths = [("data.train_file", path) for path in paths]
     if data.validation_file is not None:
         validation = shards.of(base / data.validation_file)
@@ -79,6 +81,28 @@ def detect(data: DataSection, base: Path, facts: FileFacts | None = None) -> Dat
     assert training is not None
     facts.keep()
     return replace(training, notes=tuple(_notes(files, training)))
+
+
+def _of_sources(data: DataSection, base: Path, facts: FileFacts | None) -> DataFormat:
+    """The format of each source by itself, and of the held-out file."""
+    sources.check_apart(data)
+    formats: list[DataFormat] = []
+    notes: list[str] = []
+    for source in data.sources:
+        named = {"train_file": source.path, "validation_file": None}
+        if source.columns is not None:
+            columns = source.columns.model_dump()
+            named |= {f"{role}_column": column for role, column in columns.items()}
+        data_format = detect(data.model_copy(update=named), base, facts)
+        name = Path(source.path).name
+        notes += [f"{name}: {note}" for note in data_format.notes]
+        reason = data_format.reason.replace("data.train_file", name)
+        formats.append(replace(data_format, reason=reason, notes=()))
+    held_out = formats[0]
+    if data.validation_file is not None:
+        named = {"train_file": data.validation_file, "validation_file": None}
+        held_out = detect(data.model_copy(update=named), base, facts)
+    return replace(held_out, notes=tuple(notes), of_sources=tuple(formats))
 
 
 def _read(path: Path, max_bad_rows: int, facts: FileFacts, is_corpus: bool) -> FileColumns:

@@ -21,6 +21,7 @@ from launch.data.shards import MAX_ROW_BYTES
 from launch.schema.plan import DataFormat
 
 ROWS_AT_ONCE = 1000  # of a table
+UNLIMITED = 1 << 60  # bad rows
 BLANKS = re.compile(r"[ \t\n\r]*")
 DECODER = json.JSONDecoder()
 JSON_KINDS = {
@@ -87,6 +88,9 @@ def _lines_before(of: Slice) -> int:
 
 
 Rows = Iterator[tuple[Place, dict[str, Any]]]
+NumberedRows = Iterator[tuple[int, Place, dict[str, Any]]]
+Items = Iterator[tuple[Place, dict[str, Any] | DataError | None]]  # None: a blank line
+Takes = Callable[[int], bool]  # the number of a row in its slice -> True if it is read
 ColumnChoice = Callable[[Any], list[str]]  # of a table: its Arrow schema -> the columns to read
 
 
@@ -95,27 +99,88 @@ def read_rows(
 ) -> Rows:
     """(place, columns) of the rows of a slice. Of a table, `at_once` rows are in memory at a time,
     and only the columns of `choice` are read."""
-    rows: Iterator[tuple[Place, dict[str, Any] | DataError | None]]
-    if file_type == "parquet":
-        rows = _parquet_rows(of, choice, at_once)
-    elif file_type == "arrow":
-        rows = _arrow_rows(of, choice, at_once)
-    elif file_type == "webdataset":
-        rows = ((Place(of, key), row) for key, row in shards.tar_samples(of.path))
-    elif file_type in delimited.DELIMITERS:
-        rows = _delimited_rows(of, file_type)
-    elif file_type == "json":
-        rows = (
-            (Place(of, number), _object(element, f"{of.path}: element {number}"))
-            for number, element in _elements(of)
-        )
-    else:
-        rows = ((place, _line_row(place, line, file_type)) for place, line in _lines(of))
-    for place, row in rows:
+    for _, place, row in numbered_rows(of, file_type, bad, choice, at_once):
+        yield place, row
+
+
+def numbered_rows(
+    of: Slice,
+    file_type: str,
+    bad: BadRows,
+    choice: ColumnChoice,
+    at_once: int = ROWS_AT_ONCE,
+    takes: Takes | None = None,
+) -> NumberedRows:
+    """read_rows() with the number of each row in the slice, from 0; bad rows have a number too.
+
+    Rows that `takes` does not take are passed over, also as bad rows."""
+    items = (item for item in _items(of, file_type, choice, at_once) if item[1] is not None)
+    for number, (place, row) in enumerate(items):
+        if takes is not None and not takes(number):
+            continue
         if isinstance(row, DataError):
             bad.add(row)
         elif row is not None:
-            yield place, row
+            yield number, place, row
+
+
+def _items(of: Slice, file_type: str, choice: ColumnChoice, at_once: int) -> Items:
+    """The rows of a slice: columns, or the reason why they cannot be read."""
+    if file_type == "parquet":
+        return _parquet_rows(of, choice, at_once)
+    if file_type == "arrow":
+        return _arrow_rows(of, choice, at_once)
+    if file_type == "webdataset":
+        return ((Place(of, key), row) for key, row in shards.tar_samples(of.path))
+    if file_type in delimited.DELIMITERS:
+        return _delimited_rows(of, file_type)
+    if file_type == "json":
+        return (
+            (Place(of, number), _object(element, f"{of.path}: element {number}"))
+            for number, element in _elements(of)
+        )
+    return ((place, _line_row(place, line, file_type)) for place, line in _lines(of))
+
+
+def count(of: Slice, data_format: DataFormat, goes_on: Callable[[], None] = lambda: None) -> int:
+    """The number of rows that numbered_samples() numbers in a slice. `goes_on` is called every
+    thousand rows."""
+    file_type = data_format.file_type
+    items: Iterator[Any]
+    if data_format.kind == "oasst":  # two rows make a sample
+        items = samples_of(of, data_format, BadRows(UNLIMITED))
+    elif file_type in shards.TABLES:
+        return _table_rows(of, file_type)
+    elif file_type in ("jsonl", "text"):
+        items = (line for place, line in _lines(of) if not _is_blank(place, line))
+    else:
+        items = (row for _, row in _items(of, file_type, lambda schema: [], 1) if row is not None)
+    number = 0
+    for number, _ in enumerate(items, 1):
+        if number % ROWS_AT_ONCE == 0:
+            goes_on()
+    return number
+
+
+def _table_rows(of: Slice, file_type: str) -> int:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        if file_type == "arrow":
+            with shards.arrow_batches(of.path) as (_, batches):
+                return sum(batch.num_rows for batch in islice(batches, of.start, of.end))
+        with pq.ParquetFile(of.path) as file:
+            groups = range(file.metadata.num_row_groups)[of.start : of.end]
+            return sum(file.metadata.row_group(group).num_rows for group in groups)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(_cut_file(of.path, 0, error)) from error
+
+
+def _is_blank(place: Place, line: bytes) -> bool:
+    # most lines begin with a visible ASCII character
+    is_plain = b"!" <= line[:1] <= b"~"
+    return not is_plain and _line_row(place, line, "text") is None
 
 
 def json_kind(value: Any) -> str:
@@ -385,9 +450,26 @@ def read_samples(
 
 
 def samples_of(
-    of: Slice, data_format: DataFormat, bad: BadRows, num_rows: int | None = None
+    of: Slice,
+    data_format: DataFormat,
+    bad: BadRows,
+    num_rows: int | None = None,
+    takes: Takes | None = None,
 ) -> Iterator[Sample]:
-    """read_samples(), of a slice, or of its first rows."""
+    """read_samples(), of a slice, or of its first rows; with `takes`, of the rows that it takes."""
+    numbered = numbered_samples(of, data_format, bad, num_rows, takes)
+    return (sample for _, sample in numbered)
+
+
+def numbered_samples(
+    of: Slice,
+    data_format: DataFormat,
+    bad: BadRows,
+    num_rows: int | None = None,
+    takes: Takes | None = None,
+) -> Iterator[tuple[int, Sample]]:
+    """The samples of a slice, each with the number of its row, from 0; pairs of turns (oasst) are
+    numbered themselves."""
     columns, reader = data_format.columns, RowReader(data_format)
 
     def choice(schema: Any) -> list[str]:
@@ -398,12 +480,19 @@ def samples_of(
         ]
 
     used = list(columns.values())
-    rows = read_rows(of, data_format.file_type, bad, choice, num_rows or ROWS_AT_ONCE)
+    is_threaded = data_format.kind == "oasst"
+    rows = numbered_rows(
+        *(of, data_format.file_type, bad, choice, num_rows or ROWS_AT_ONCE),
+        takes=None if is_threaded else takes,
+    )
     rows = _without_loss(islice(rows, num_rows), reader.passed)
-    if data_format.kind == "oasst":
-        yield from threads.conversations(rows, columns, bad.add)
+    if is_threaded:
+        unnumbered = ((place, row) for _, place, row in rows)
+        for number, talk in enumerate(threads.conversations(unnumbered, columns, bad.add)):
+            if takes is None or takes(number):
+                yield number, talk
         return
-    for place, row in rows:
+    for number, place, row in rows:
         try:
             sample = reader.sample(row)
         except untrained.Refused as error:
@@ -411,16 +500,16 @@ def samples_of(
         except DataError as error:
             bad.add(DataError(f"{place}: {error}"))
             continue
-        yield sample if isinstance(sample, str) else replace(sample, place=place)
+        yield number, sample if isinstance(sample, str) else replace(sample, place=place)
 
 
-def _without_loss(rows: Rows, passed: Collection[str]) -> Rows:
+def _without_loss(rows: NumberedRows, passed: Collection[str]) -> NumberedRows:
     """The rows. A column whose content would be dropped ends the reading, however many bad rows are
     allowed."""
-    for place, row in rows:
+    for number, place, row in rows:
         if names := untrained.columns(row, passed):
             raise untrained.Refused(f"{place}: {untrained.refusal(names)}")
-        yield place, row
+        yield number, place, row
 
 
 IGNORED = -100  # label of a token that is not a target, torch's own default

@@ -142,10 +142,10 @@ def stored_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in of(path))
 
 
-def unit_bytes(path: Path) -> int:
-    """Bytes of one unit (training/data/units.py). A cache has at most as many files as can be
-    mapped."""
-    return max(UNIT_BYTES, -(-stored_bytes(path) // MOST_UNITS))
+def unit_bytes(*paths: Path) -> int:
+    """Bytes of one unit (training/data/units.py) of these paths. A cache has at most as many files
+    as can be mapped."""
+    return max(UNIT_BYTES, -(-sum(map(stored_bytes, paths)) // MOST_UNITS))
 
 
 # ---- WebDataset

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.data import shards
+from launch.data import shards, sources
 from launch.schema.plan import DataFormat, ModelSize
 from launch.schema.recipe import Recipe
 
@@ -39,7 +39,8 @@ class TokenCache:
     data_format: DataFormat
     identity: Mapping[str, Any]  # everything that decides the bytes of the tokenised rows
     folder: Path
-    rows: int | None = None  # of the training file; None: not counted
+    rows: int | None = None  # that are trained; None: not counted
+    row_counts: sources.RowCounts | None = None  # None: every row is trained once
 
 
 def token_cache(
@@ -48,35 +49,43 @@ def token_cache(
     """The tokenised rows of a recipe. Reads data files whose content is not known yet."""
     identity = _identity(cache, recipe, model, data_format)
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
-    return TokenCache(recipe, model, data_format, identity, cache / "tokens" / name)
+    row_counts = None
+    if sources.are_counted(recipe.data):
+        row_counts = sources.count_rows(recipe.data, data_format, known_files(cache))
+        sources.trained_rows(recipe.data, row_counts)  # raises DataError if a part would be empty
+    folder = cache / "tokens" / name
+    return TokenCache(recipe, model, data_format, identity, folder, row_counts=row_counts)
 
 
 def _identity(
     cache: Path, recipe: Recipe, model: ModelSize, data_format: DataFormat
 ) -> dict[str, Any]:
     data, facts = recipe.data, known_files(cache)
-    files = [Path(file) for file in (data.train_file, data.validation_file) if file]
     # rows of one unit are not packed with those of another
     units = [
-        shards.unit_bytes(file) for file in files if shards.stored_bytes(file) > shards.UNIT_BYTES
+        shards.unit_bytes(file)
+        for file in data.paths
+        if shards.stored_bytes(file) > shards.UNIT_BYTES
     ]
     tokenizer_path = recipe.tokenizer.path or recipe.model.path
     splits = recipe.tokenizer.split_special_tokens
+    hashes = [
+        shards.ends_fingerprint(Path(source.path))
+        if data.streaming
+        else shards.fingerprint(Path(source.path), facts)
+        for source in data.sources
+    ]
+    train = ", ".join(hashes)
+    validation = None
+    if data.validation_file:
+        validation = shards.fingerprint(Path(data.validation_file), facts)
+    elif data.validation_size:
+        validation = f"{data.validation_size} of {train}"
     return {
         "version": TOKEN_CACHE_VERSION,
-        "train": (
-            shards.ends_fingerprint(Path(data.train_file))
-            if data.streaming
-            else shards.fingerprint(Path(data.train_file), facts)
-        ),
-        "validation": (
-            shards.fingerprint(Path(data.validation_file), facts) if data.validation_file else None
-        ),
-        "columns": (
-            [data_format.kind, data_format.file_type, dict(data_format.columns)]
-            # where later rows may hold more than they
-            + ([sorted(data_format.ignored)] if data_format.ignored else [])
-        ),
+        "train": train,
+        "validation": validation,
+        "columns": _columns(data_format),
         "limits": (
             [data.max_length, data.max_train_samples, data.max_validation_samples]
             + ([data.max_bad_rows] if data.max_bad_rows else [])
@@ -84,6 +93,8 @@ def _identity(
             + (["special tokens", splits] if splits is not None else [])
             + (["packed"] if data.packing else [])
             + ([["streaming", data.stream_unit_bytes]] if data.streaming else [])
+            + ([["held out", data.validation_size]] if data.validation_size else [])
+            + ([["weights", *(source.weight for source in data.sources)]] if data.is_mixed else [])
             + [["units", size] for size in units if data.packing]
         ),
         "task": recipe.task,
@@ -94,6 +105,13 @@ def _identity(
             else [recipe.tokenizer.split, recipe.tokenizer.vocab_size or model.config["vocab_size"]]
         ),
     }
+
+
+def _columns(data_format: DataFormat) -> list[Any]:
+    own = [data_format.kind, data_format.file_type, dict(data_format.columns)]
+    # where later rows may hold more than they
+    own += [sorted(data_format.ignored)] if data_format.ignored else []
+    return own + [["source", *_columns(source)] for source in data_format.of_sources]
 
 
 def token_files(folder: Path, part: str) -> list[Path]:

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 from launch.base.errors import DoesNotFit
+from launch.data import sources
 from launch.plan import candidates, explain, relax
 from launch.plan import context as plan_context
 from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
@@ -148,6 +150,7 @@ def _chosen(context: PlanContext, constraints: LaunchConstraints) -> Plan:
         estimate=chosen.memory,
         budget_bytes=chosen.budget_bytes,
         rows=rows if rows is None else min(rows, recipe.data.max_train_samples or rows),
+        **_counted_rows(context),
         rows_left_out=counts["dropped"] + counts["bad"] if counts else None,
         target_share=counts["target_tokens"] / counts["tokens"] if counts else None,
         lora_targets=context.lora_targets,
@@ -170,6 +173,15 @@ def _chosen(context: PlanContext, constraints: LaunchConstraints) -> Plan:
         base_fingerprint=context.base_fingerprint,
         allocator_fraction=_allocator_fraction(recipe.launch),
     )
+
+
+def _counted_rows(context: PlanContext) -> dict[str, Any]:
+    """The fields of a plan on rows that are held out, and on several sources."""
+    data, tokens = context.recipe.data, context.tokens
+    if tokens is None or tokens.row_counts is None:
+        return {}
+    named = sources.trained_rows(data, tokens.row_counts) if data.is_mixed else ()
+    return {"sources": named, "rows_held_out": sources.num_held_out(data, tokens.row_counts)}
 
 
 def _allocator_fraction(launch: LaunchSection) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 from launch.base import environment, files
 from launch.base.errors import ResourceError
 from launch.base.workspace import FILES, Workspace
-from launch.data import columns, token_cache
+from launch.data import columns, sources, token_cache
 from launch.plan import context as plan_context
 from launch.plan import planner
 from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
@@ -121,8 +121,8 @@ def read(
     data_format = columns.detect(recipe.data, workspace.root, file_facts)
     rows = (
         None
-        if recipe.data.streaming
-        else columns.row_count(Path(recipe.data.train_file), file_facts)
+        if recipe.data.streaming or sources.are_counted(recipe.data)
+        else columns.row_count(recipe.data.paths[0], file_facts)
     )
     if machine_file is None:
         packages.refuse_missing(recipe)
@@ -133,6 +133,8 @@ def read(
     context = plan_context.build(recipe, machine, config, parameters, data_format)
     device: Device = "cuda" if has_gpu else "cpu"
     tokens = token_cache.token_cache(workspace.cache, recipe, context.model, data_format)
+    if tokens.row_counts is not None:
+        rows = sum(part.rows for part in sources.trained_rows(recipe.data, tokens.row_counts))
     base = recipe.model.path if recipe.lora is not None else None
     context = replace(
         context,
@@ -272,9 +274,8 @@ def _link(
 def _write_sample_data(recipe: Recipe, workspace: Workspace, say: Say) -> None:
     """Write the guides' small data set if a recipe names it and it does not exist."""
     train, valid = (workspace.root / name for name in SAMPLE_FILES)
-    is_sample = Path(recipe.data.train_file) == train and (
-        not recipe.data.validation_file or Path(recipe.data.validation_file) == valid
-    )
+    paths = set(recipe.data.paths)
+    is_sample = train in paths and paths <= {train, valid}
     if not is_sample or train.exists():
         return
     say(f"{SAMPLE_FILES[0]} is not there: writing the sample data")

@@ -11,11 +11,13 @@ from functools import lru_cache
 from typing import Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
+from pydantic import Tag
 from pydantic.fields import FieldInfo
 
 from launch.base.text import nearest
 from launch.recipe import training_arguments
 from launch.recipe.strict_yaml import plain
+from launch.schema.data_section import DataSource
 from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import SECTIONS
 
@@ -44,6 +46,17 @@ ALIASES = {
     ),
     **dict.fromkeys(("data", "dataset", "data_path", "train_data"), "data.train_file"),
     **dict.fromkeys(("eval_file", "val_file", "validation_data"), "data.validation_file"),
+    **dict.fromkeys(
+        (
+            *("val_size", "val_set_size", "test_size", "eval_size", "holdout"),
+            *(
+                f"{part}_{share}"
+                for part in ("val", "validation", "eval", "test")
+                for share in ("split", "ratio", "fraction", "rows")
+            ),
+        ),
+        "data.validation_size",
+    ),
     **dict.fromkeys(("model", "model_path", "model_name_or_path", "base_model"), "model.path"),
     **dict.fromkeys(("tokenizer", "tokenizer_path"), "tokenizer.path"),
     **dict.fromkeys(("output", "out"), "output_dir"),
@@ -100,6 +113,10 @@ def _type(annotation: Any) -> str:
         return " | ".join(map(str, inner))
     if origin is tuple:
         return f"a [list] of {_type(inner[0])}"
+    if annotation is DataSource:
+        return "{path, weight, columns}"
+    if any(isinstance(mark, Tag) for mark in inner):
+        return _type(inner[0])
     if hasattr(annotation, "__metadata__"):  # PositiveInt
         return f"{_type(inner[0])}, more than 0"
     return _TYPES.get(annotation, str(annotation))

@@ -22,6 +22,7 @@ from launch.base.text import SECRET_NAME, holds_secret, nearest
 from launch.base.workspace import FILES
 from launch.recipe import key_reference, strict_yaml, training_arguments
 from launch.recipe.strict_yaml import KeyPath, dotted, mend, plain, show, wrong
+from launch.schema.data_section import A_LIST, A_PATH, ColumnNames, DataSource
 from launch.schema.plan import Change
 from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import SECTIONS
@@ -39,6 +40,8 @@ BELONGING = {
     ("model", "shape"): ("path", "path_if_there", "freeze"),
     ("model", "path"): ("shape", "path_if_there", "freeze"),
     ("data", "train_file"): ("validation_file",),
+    ("data", "validation_file"): ("validation_size",),
+    ("data", "validation_size"): ("validation_file",),
     ("data", "packing"): ("batch_by_tokens",),
 }
 REPLACED = {
@@ -48,7 +51,10 @@ REPLACED = {
 }
 # key -> the value that runs without held-out rows
 NEEDS_HELD_OUT = {("evaluation", "exact_match_rows"): 0, ("training", "eval_steps"): None}
-NOTHING_HELD_OUT = "no rows are held out to evaluate on; name some with --data.validation_file=FILE"
+NOTHING_HELD_OUT = (
+    "no rows are held out to evaluate on; name some with --data.validation_file=FILE, or hold some"
+    " out with --data.validation_size=0.05"
+)
 
 
 def load(
@@ -82,7 +88,7 @@ def load(
     ]
     _refuse(_problems(final, file))
     recipe = _recipe(final)
-    if recipe.data.validation_file is None:
+    if not recipe.evaluates:
         changes += [
             Change(f"{section}.{key}", plain(value), plain(without), NOTHING_HELD_OUT)
             for (section, key), without in NEEDS_HELD_OUT.items()
@@ -281,6 +287,11 @@ def _replaced(base: _Layer, partial: _Layer) -> Iterator[Change]:
 
 def _unknown(key_path: KeyPath) -> tuple[str, str]:
     """(expected keys, advice) for an unknown key: the key that was probably meant."""
+    if key_path[:2] == ("data", "train_file"):  # a source
+        model = ColumnNames if key_path[-2:-1] == ("columns",) else DataSource
+        names = ", ".join(model.model_fields)
+        near = nearest(str(key_path[-1]), model.model_fields)
+        return f"one of {names}", f"did you mean {near[0]}?" if near else "write one of them"
     *sections, name = map(str, key_path)
     section = sections[0] if sections else ""
     expected = (
@@ -326,7 +337,8 @@ def _problems(layer: _Layer, file: str) -> list[tuple[KeyPath, ConfigError]]:
         _recipe(layer)
     except ValidationError as error:
         for detail in error.errors(include_url=False):
-            loc = detail["loc"]
+            loc = tuple(part for part in detail["loc"] if part not in (A_PATH, A_LIST))
+            detail["loc"] = loc
             between = _between(detail, layer) if detail["type"] == "value_error" else ""
             problems.append((loc, _schema_problem(detail, between or place(loc), file)))
     for key, value in layer.section("training").items():

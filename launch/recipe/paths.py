@@ -3,10 +3,12 @@ command has left."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
-from launch.recipe import load
+from launch.recipe import load, strict_yaml
 from launch.schema.plan import Change
 from launch.schema.recipe import Recipe
 
@@ -66,6 +68,9 @@ def absolute_override(override: str) -> str:
     ):
         return override
     typed = getattr(override, "typed", "") or override
+    if value.startswith("["):  # sources
+        parsed = absolute(strict_yaml.parse_value(value, (key,), typed), Path.cwd())
+        return load.Override(f"{key}={json.dumps(parsed, ensure_ascii=False)}", typed)
     return load.Override(f"{key}={_join(Path.cwd(), value)}", typed)
 
 
@@ -76,8 +81,23 @@ def with_absolute_paths(recipe: Recipe, base: Path) -> Recipe:
         name, _, key = dotted.rpartition(".")
         section = raw.get(name, {}) if name else raw
         if section.get(key) is not None:
-            section[key] = _join(base, section[key])
+            section[key] = absolute(section[key], base)
     return Recipe.model_validate(raw)
+
+
+def absolute(value: Any, base: Path) -> Any:
+    """A path, or the paths of a list of sources, made absolute; other values as they are."""
+    if isinstance(value, str):
+        return _join(base, value)
+    if isinstance(value, list | tuple):
+        sources = ({"path": source} if isinstance(source, str) else source for source in value)
+        return [
+            {**source, "path": _join(base, source["path"])}
+            if isinstance(source, dict) and isinstance(source.get("path"), str)
+            else source
+            for source in sources
+        ]
+    return value
 
 
 def _join(base: Path, path: str) -> str:

@@ -52,12 +52,12 @@ OWNED = {  # TrainingArguments' fields that the launcher sets -> what to use ins
     "report_to": "figures are in events.jsonl and report.html of the run folder",
     "logging_dir": "logs are in the run folder and in logs/",
     "disable_tqdm": "progress is one line per logging_steps",
-    "eval_strategy": "data.validation_file is evaluated every eval_steps, or once an epoch",
-    "evaluation_strategy": "data.validation_file is evaluated every eval_steps, or once an epoch",
+    "eval_strategy": "held-out rows are evaluated every eval_steps, or once an epoch",
+    "evaluation_strategy": "held-out rows are evaluated every eval_steps, or once an epoch",
     "remove_unused_columns": "rows are tokenised before, and have no other columns",
     "logging_nan_inf_filter": "a NaN ends the run",
     "do_train": "use task",
-    "do_eval": "use data.validation_file",
+    "do_eval": "use data.validation_file, or data.validation_size",
     "do_predict": "use evaluation.exact_match_rows",
 }
 # transformers 5.23 renamed these fields, and version 6 drops the old names: old -> new

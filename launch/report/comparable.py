@@ -210,8 +210,14 @@ def _of_data(a: Side, b: Side) -> Iterator[Difference]:
         yield Difference(f"data: A and B differ in {', '.join(parts)}", blocks=True)
     hashes = [made_of["validation"] for made_of in made]
     if hashes[0] != hashes[1]:
-        names = [f"sha256 {sha256[:12]}" if sha256 else "none" for sha256 in hashes]
+        names = [_rows_name(sha256) if sha256 else "none" for sha256 in hashes]
         yield _differs("held-out rows", names, blocks=None not in hashes)
+
+
+def _rows_name(validation: str) -> str:
+    """The held-out rows of a token cache's identity: a file's hash, or "0.05 of" that."""
+    size, of, sha256 = validation.rpartition(" of ")
+    return f"{size}{of}sha256 {sha256[:12]}"
 
 
 def _of_batch(a: Side, b: Side) -> Iterator[Difference]:

@@ -96,13 +96,17 @@ def _model(recipe: Recipe, plan: Plan) -> str:
 
 def _data(recipe: Recipe, plan: Plan) -> str:
     rows = "rows are not counted" if plan.rows is None else f"{plan.rows:,} rows"
+    if plan.rows_held_out:
+        rows += f" and {plan.rows_held_out:,} held out"
     if plan.rows_left_out:
         rows += f" ({plan.rows_left_out:,} left out)"
     lengths = f"lengths are assumed: {length_text(plan)} tokens each"
     if plan.padding and plan.padding.rows:
         mean = plan.padding.tokens / plan.padding.rows
         lengths = f"{mean:,.0f} tokens on average, at most {length_text(plan)}"
-    return f"{Path(recipe.data.train_file).name}: {rows}, {lengths}"
+    count = len(recipe.data.sources)
+    name = recipe.data.train_names if count == 1 else f"{count} sources"
+    return f"{name}: {rows}, {lengths}"
 
 
 def _mode(machine: Machine, plan: Plan) -> str:

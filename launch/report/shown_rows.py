@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.text import Text
 
 from launch.base.text import shown
+from launch.data import sources
 from launch.predict.estimate import PlanContext
 from launch.schema.shown_rows import ShownRow, ShownRows
 
@@ -19,7 +20,8 @@ FEWEST = 20  # rows of a histogram
 
 def lines(context: PlanContext, file: Path, summary: ShownRows, colours: bool) -> Iterator[Text]:
     """The rows, with the targets in colour or in brackets, below the counts."""
-    data_format, max_length = context.data_format, context.recipe.data.max_length
+    data, max_length = context.recipe.data, context.recipe.data.max_length
+    data_format = sources.format_of(data, context.data_format, file)
     for head, value in (
         ("data", f"{file}: {data_format.reason}"),
         *(("", note) for note in data_format.notes),
@@ -56,6 +58,8 @@ def _loss(summary: ShownRows) -> str:
 
 def _rows(summary: ShownRows, max_length: int) -> str:
     parts = [f"the first {summary.num_read:,} were read"]
+    if summary.num_held_out:
+        parts.append(f"{summary.num_held_out:,} of them are held out (data.validation_size)")
     parts += [f"{count:,} left out ({reason})" for reason, count in summary.left_out.items()]
     if summary.num_truncated:
         parts.append(f"{summary.num_truncated:,} truncated at data.max_length {max_length}")
@@ -88,10 +92,15 @@ def _histogram(lengths: list[int]) -> Iterator[str]:
 
 
 def _heading(row: ShownRow, max_length: int) -> str:
+    place = row.place
+    if row.is_held_out:
+        place += " (held out)"
+    elif row.times != 1:
+        place += f" ({row.times} times an epoch)" if row.times else " (not trained: weight)"
     if not row.parts:
-        return f"{row.place}: left out, {row.left_out}"
+        return f"{place}: left out, {row.left_out}"
     truncated = f", truncated at {max_length:,}" if row.is_truncated else ""
-    return f"{row.place}: {row.num_tokens:,} tokens, {row.num_targets:,} with a loss{truncated}"
+    return f"{place}: {row.num_tokens:,} tokens, {row.num_targets:,} with a loss{truncated}"
 
 
 def _row(row: ShownRow, colours: bool) -> Text:

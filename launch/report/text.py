@@ -27,14 +27,19 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
     yield f"plan for {recipe.name} on {machine.name}"
     trained = f"{model.trainable_parameters:,} trained"
     yield f"  model      {model.name}: {model.parameters:,} parameters, {trained}"
-    rows = "" if plan.rows is None else f" ({plan.rows:,} rows)"
-    yield f"  data       {recipe.data.train_file}{rows}"
+    held_out = f", {plan.rows_held_out:,} more are held out" if plan.rows_held_out else ""
+    rows = "" if plan.rows is None else f" ({plan.rows:,} rows{held_out})"
+    file = recipe.data.train_names if recipe.data.is_mixed else recipe.data.train_file
+    yield f"  data       {file}{rows}"
+    for source in plan.sources:
+        yield f"             {source.path}: weight {source.weight:g}, {source.rows:,} rows an epoch"
     if plan.rows_left_out is not None and plan.target_share is not None:
         yield (
             f"             {plan.rows_left_out:,} rows left out; {plan.target_share:.0%} of the"
             " tokens have a loss"
         )
-    for line in (plan.data_format.reason, *plan.data_format.notes):
+    formats = plan.data_format.of_sources or (plan.data_format,)
+    for line in (*(of.reason for of in formats), *plan.data_format.notes):
         yield f"             {line}"
     yield from _batch_lines(plan)
     num_samples, steps = plan.num_samples, plan.total_steps(recipe)
@@ -95,6 +100,9 @@ def schedule_notes(recipe: Recipe, plan: Plan) -> Iterator[str]:
 def notes(recipe: Recipe, plan: Plan) -> Iterator[str]:
     """Sentences that a reader of the short plan should not miss, the most important first."""
     yield from schedule_notes(recipe, plan)
+    if plan.sources:
+        named = zip(recipe.data.sources, plan.sources, strict=True)
+        yield "rows an epoch: " + ", ".join(f"{source.name} {of.rows:,}" for source, of in named)
     yield from plan.data_format.notes
 
 

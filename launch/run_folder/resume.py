@@ -289,14 +289,17 @@ def _differences(earlier: RunDir, recipe: Recipe, tokens: TokenCache) -> Iterato
     if used and used.folder.name != tokens.folder.name and not explains_rows:
         now, before = tokens.identity, used.made_of or {}
         files = {
-            "train": recipe.data.train_file,
+            "train": recipe.data.train_names if recipe.data.is_mixed else recipe.data.train_file,
             "validation": recipe.data.validation_file,
             "tokenizer": "the tokenizer",
         }
         changed = [
             str(file or f"data.{part}_file")
             for part, file in files.items()
-            if before and before[part] != now[part]
+            if before
+            and before[part] != now[part]
+            # held-out rows of the training file change with it
+            and (part != "validation" or recipe.data.validation_size is None)
         ]
         which = ", ".join(changed) or "a file"
         text = f"the rows or the tokenizer are not the same: the content of {which} has changed"
@@ -305,6 +308,8 @@ def _differences(earlier: RunDir, recipe: Recipe, tokens: TokenCache) -> Iterato
                 "the rows were tokenised by another version of this program, which may do it"
                 " otherwise"
             )
+        elif before and not changed and recipe.data.is_mixed:
+            text = "the sources of data.train_file, their weights or columns are not the same"
         yield Change(text, "data")
 
 

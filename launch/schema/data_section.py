@@ -2,23 +2,86 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    PositiveInt,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from launch.schema.affects import affects
 from launch.schema.section import Section, as_tuple
+
+A_PATH, A_LIST = "a path", "a list of sources"  # the forms of train_file
+
+
+class ColumnNames(Section):
+    """The columns of a source that make a sample."""
+
+    prompt: str | None = None
+    response: str | None = None
+    text: str | None = None
+    messages: str | None = None
+
+    @model_validator(mode="after")
+    def one_format(self) -> ColumnNames:
+        named = [name for name in type(self).model_fields if getattr(self, name) is not None]
+        if named not in (["prompt", "response"], ["text"], ["messages"]):
+            raise ValueError(
+                f"found {', '.join(named) or 'none'}, expected prompt and response, or text, or"
+                " messages; leave columns out to have them found by name"
+            )
+        return self
+
+
+class DataSource(Section):
+    """A part of the training rows: files of one format."""
+
+    path: str = Field(min_length=1)
+    # how many times an epoch trains each row; 0.5: half of the rows
+    weight: float = Field(default=1.0, gt=0, le=100, allow_inf_nan=False)
+    columns: ColumnNames | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def of_a_path(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+    @property
+    def name(self) -> str:
+        name = Path(self.path).name
+        return name if self.weight == 1 else f"{name} x {self.weight:g}"
+
+
+def _form(value: Any) -> str:
+    return A_LIST if isinstance(value, list | tuple) else A_PATH
 
 
 class DataSection(Section):
     """The rows and the columns to read. Columns are found by name unless they are named here."""
 
-    train_file: Annotated[str, affects("source")] = Field(
-        description="Training rows: a file, a folder of shards, or a pattern of files."
+    train_file: Annotated[
+        Annotated[str, Tag(A_PATH)] | Annotated[tuple[DataSource, ...], Tag(A_LIST)],
+        Discriminator(_form),
+        affects("source"),
+    ] = Field(
+        description="Training rows: a file, a folder of shards, a pattern of files, or a list of"
+        " {path, weight, columns}."
     )
     validation_file: Annotated[str | None, affects("source")] = Field(
         default=None,
         description="Held-out rows: a file, a folder of shards, or a pattern of files.",
+    )
+    validation_size: Annotated[int | float | None, affects("rows")] = Field(
+        default=None,
+        description="Hold rows of train_file out instead: a number of rows, or a share between 0"
+        " and 1.",
     )
     prompt_column: Annotated[str | None, affects("rows")] = Field(
         default=None, description="Column of the prompt. null: found by name."
@@ -90,9 +153,82 @@ class DataSection(Section):
     )
 
     @property
+    def holds_out(self) -> bool:
+        """True if there are rows to evaluate on."""
+        return self.validation_file is not None or self.validation_size is not None
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if train_file is a list of sources, whose rows are counted before the plan."""
+        return not isinstance(self.train_file, str)
+
+    @property
+    def sources(self) -> tuple[DataSource, ...]:
+        """The sources of the training rows; a single path is one with weight 1."""
+        if isinstance(self.train_file, str):
+            return (DataSource(path=self.train_file),)
+        return self.train_file
+
+    @property
+    def train_names(self) -> str:
+        """The sources, for people."""
+        return ", ".join(source.name for source in self.sources)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The sources of the training rows, and the file of held-out rows."""
+        paths = [source.path for source in self.sources]
+        return tuple(map(Path, [*paths, *filter(None, [self.validation_file])]))
+
+    @property
     def stream_unit_bytes(self) -> int:
         """Bytes of a unit of a stream. Four units are shuffled together."""
         return max(int((self.shuffle_buffer_mib or 16) * (1 << 20)) // 4, 1)
+
+    @field_validator("validation_size", mode="before")
+    @classmethod
+    def rows_or_a_share(cls, value: Any) -> Any:
+        is_rows = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if value is None or is_rows or (isinstance(value, float) and 0 < value < 1):
+            return value
+        shown = str(value).lower() if isinstance(value, bool) else repr(value)
+        advice = ""
+        if isinstance(value, float) and value > 1 and value.is_integer():
+            advice = f"; write {value:.0f}"
+        raise ValueError(
+            f"found {shown}, expected a number of rows (100) or a share between 0 and 1 (0.05)"
+            f"{advice}"
+        )
+
+    @model_validator(mode="after")
+    def several_sources(self) -> DataSection:
+        if not self.is_mixed:
+            return self
+        paths = [source.path for source in self.sources]
+        if not paths:
+            raise ValueError("train_file is an empty list; name at least one {path: FILE}")
+        if twice := [path for path in paths if paths.count(path) > 1]:
+            raise ValueError(f"train_file names {twice[0]} twice; write it once, with a weight")
+        for key, value, advice in (
+            ("streaming", self.streaming or None, "a stream takes the shards of one source"),
+            (
+                "max_train_samples",
+                self.max_train_samples,
+                "it takes the first rows, which are of the first source; lower the weights",
+            ),
+        ):
+            if value is not None:
+                raise ValueError(f"train_file is a list, which {key} does not take: {advice}")
+        return self
+
+    @model_validator(mode="after")
+    def one_origin_of_held_out_rows(self) -> DataSection:
+        if self.validation_file is not None and self.validation_size is not None:
+            raise ValueError(
+                "validation_file and validation_size both say which rows are held out; leave one"
+                " of the two out, or set it to null"
+            )
+        return self
 
     @model_validator(mode="after")
     def buffer_of_a_stream(self) -> DataSection:

@@ -49,6 +49,12 @@ class DataFormat:
     reason: str
     ignored: tuple[str, ...] = ()  # data.ignore_columns
     notes: tuple[str, ...] = ()  # lines of the plan on columns that are not read
+    # of each source, if data.train_file is a list; this is then that of the held-out file, or of
+    # the first source
+    of_sources: tuple[DataFormat, ...] = ()
+
+    def of_source(self, index: int) -> DataFormat:
+        return self.of_sources[index] if self.of_sources else self
 
 
 @dataclass(frozen=True)
@@ -201,6 +207,15 @@ class Padding:
 
 
 @dataclass(frozen=True)
+class SourceRows:
+    """A source of data.train_file and its rows."""
+
+    path: str
+    weight: float
+    rows: int  # that an epoch trains
+
+
+@dataclass(frozen=True)
 class Plan:
     """The training that will run: its strategy, its predictions and the reasons."""
 
@@ -210,7 +225,9 @@ class Plan:
     data_format: DataFormat
     estimate: MemoryEstimate
     budget_bytes: int  # per rank on the device
-    rows: int | None = None  # of the training file; None: too large to count before the start
+    rows: int | None = None  # that are trained; None: too large to count before the start
+    sources: tuple[SourceRows, ...] = ()  # if data.train_file is a list
+    rows_held_out: int | None = None  # of the training file, by data.validation_size
     # of the training file: rows without a target, and bad rows; None: not tokenised yet
     rows_left_out: int | None = None
     target_share: float | None = None  # of the tokens of rows that are trained

@@ -70,10 +70,10 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def best_of_held_out_rows(self) -> Recipe:
-        if self.training.load_best_model_at_end and self.data.validation_file is None:
+        if self.training.load_best_model_at_end and not self.evaluates:
             raise ValueError(
-                "training.load_best_model_at_end needs data.validation_file: held-out rows say what"
-                " is best"
+                "training.load_best_model_at_end needs data.validation_file or"
+                " data.validation_size: held-out rows say what is best"
             )
         return self
 
@@ -98,6 +98,8 @@ class Recipe(Section):
             "no data.max_train_samples (training.max_steps ends it)": (
                 self.data.max_train_samples is None
             ),
+            "no data.validation_size (a stream is not counted before it is trained; name other rows"
+            " with data.validation_file)": self.data.validation_size is None,
             "no training.dataloader_num_workers (processes of its own tokenise)": (
                 not self.training.dataloader_num_workers
             ),
@@ -124,7 +126,7 @@ class Recipe(Section):
     @property
     def evaluates(self) -> bool:
         """True if there are held-out rows, so that evaluations happen."""
-        return self.data.validation_file is not None
+        return self.data.holds_out
 
     def quantized(self, precision: Precision) -> QuantizationSection | None:
         """The quantization with its compute dtype: by default the type that autocast gives the

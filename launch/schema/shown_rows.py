@@ -23,6 +23,8 @@ class ShownRow:
     num_targets: int = 0
     is_truncated: bool = False
     left_out: str = ""  # the reason
+    is_held_out: bool = False  # by data.validation_size
+    times: int = 1  # that an epoch trains it
 
 
 @dataclass(frozen=True)
@@ -39,3 +41,4 @@ class ShownRows:
     methods: dict[str, int]  # the way in which targets were found -> conversations
     contents: dict[str, int]  # role or key of a message -> messages that have it
     bad: list[str]  # rows that cannot be read
+    num_held_out: int = 0  # rows that data.validation_size holds out

@@ -57,8 +57,7 @@ def check(tokens: TokenCache) -> None:
     is_trained = not (recipe.tokenizer.path or recipe.model.path)
     if is_trained or tokens.folder.exists() or checked.exists():
         return
-    named = [Path(file) for file in (recipe.data.train_file, recipe.data.validation_file) if file]
-    files = [file for name in named for file in shards.of(name)[:CHECKED_SHARDS]]
+    files = [file for name in recipe.data.paths for file in shards.of(name)[:CHECKED_SHARDS]]
     encoded(tokens, files, 1, num_read=CHECKED_ROWS)
     checked.parent.mkdir(parents=True, exist_ok=True)
     checked.touch()

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 from launch.base import environment, processes
 from launch.base.text import shown
@@ -54,8 +53,8 @@ def until_done(
     further attempt would mend."""
     assert context.tokens is not None
     history, launch = restarts.History(), context.recipe.launch
-    train_file = shown(Path(context.recipe.data.train_file).name)
-    say(f"tokenising {train_file}, once: the plan needs the lengths of its rows")
+    names = shown(context.recipe.data.train_names)
+    say(f"tokenising {names}, once: the plan needs the lengths of its rows")
     signals.collect()
     processes.adopt()
     while True:

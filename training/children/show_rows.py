@@ -18,9 +18,10 @@ from pydantic import TypeAdapter
 
 from launch.base import processes
 from launch.base.errors import DataError, LaunchError
-from launch.data import token_hashes
+from launch.data import shards, sources, token_hashes
 from launch.data.conversation import Conversation, Sample
-from launch.data.rows import IGNORED, BadRows, read_samples
+from launch.data.row_choice import RowChoice
+from launch.data.rows import IGNORED, BadRows, Slice, numbered_samples
 from launch.data.token_cache import TokenCache
 from launch.schema.shown_rows import ShownPart, ShownRow, ShownRows
 from training.data import prepare, tokenizer
@@ -47,11 +48,15 @@ class RowSummary:
         )
         self.bad = BadRows(tokens.recipe.data.max_bad_rows)
         self.rows: list[ShownRow] = []
+        self.num_held_out = 0
         self.counts, self.lengths = CacheCounts(), array("q")
         self.left_out, self.methods, self.contents = Counter[str](), Counter[str](), Counter[str]()
 
-    def add(self, sample: Sample, place: str, is_shown: bool) -> None:
+    def add(
+        self, sample: Sample, place: str, is_shown: bool, is_held_out: bool, times: int
+    ) -> None:
         max_length = self._recipe.data.max_length
+        self.num_held_out += is_held_out
         for encoded in self._encoder.encode([sample], self.bad):  # none of a bad row
             self.counts.add(encoded, max_length)
             self.lengths.extend(map(self._num_tokens, encoded))
@@ -60,7 +65,8 @@ class RowSummary:
                 self.left_out[reason] += 1
             if is_shown:
                 rows = [self._shown(row, place, max_length) for row in encoded]
-                self.rows += rows or [ShownRow(place, [], left_out=reason)]
+                rows = rows or [ShownRow(place, [], left_out=reason)]
+                self.rows += [replace(row, is_held_out=is_held_out, times=times) for row in rows]
             if isinstance(sample, Conversation):
                 self.contents.update(_contents(sample))
                 if not self._is_pair and self._recipe.task == "sft":
@@ -108,12 +114,16 @@ def shown_rows(
     """The first rows of the files, or the row at a line. Raises DataError and ResourceError."""
     summary = RowSummary(tokens)
     for file in files:
-        number = 0
-        for number, sample in enumerate(read_samples(file, tokens.data_format, summary.bad), 1):
+        number, passes = 0, _passes(tokens, file)
+        data_format = sources.format_of(tokens.recipe.data, tokens.data_format, file)
+        numbered = numbered_samples(Slice(file), data_format, summary.bad)
+        for number, (row, sample) in enumerate(numbered, 1):
             is_talk = isinstance(sample, Conversation)
             place = str(sample.place) if is_talk else f"{file}:{number}"
             is_shown = place.endswith(f":{line}") if line else len(summary.rows) < num_rows
-            summary.add(sample, place, is_shown)
+            times = sum(choice.takes(first + row) for first, choice in passes) if passes else 1
+            is_held_out = bool(passes) and passes[0][1].held_out.holds(passes[0][0] + row)
+            summary.add(sample, place, is_shown, is_held_out, times)
             if number >= num_read and (summary.rows or not line):
                 break
         if line and not summary.rows:
@@ -129,7 +139,20 @@ def shown_rows(
         dict(summary.methods),
         dict(summary.contents),
         summary.bad.errors,
+        summary.num_held_out,
     )
+
+
+def _passes(tokens: TokenCache, file: Path) -> list[tuple[int, RowChoice]]:
+    """(number of the file's first row, the rows that are taken) of each pass over a file of
+    data.train_file; none if all of its rows are trained once."""
+    data = tokens.recipe.data
+    named = sources.of_part(data, tokens.data_format, tokens.row_counts, "train")
+    return [
+        (source.row_offsets[shards.of(source.path).index(file)], source.choice)
+        for source in named
+        if source.choice is not None and file in shards.of(source.path)
+    ]
 
 
 def _contents(talk: Conversation) -> Iterator[str]:

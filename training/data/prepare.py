@@ -97,11 +97,11 @@ def _write(
         aside.rename(folder / tokenise.TOKENIZER)
     counts: dict[str, Any] = {}
     if not source.streaming:
-        job = tokenise.job(tokens.recipe, tokens.model, tokens.data_format, folder, "train")
+        job = tokenise.job_of_part(tokens, folder, "train", goes_on)
+        assert job is not None
         limit = source.max_train_samples
         counts["train"] = _part(job, tokens.rows, limit, say, goes_on, processes)
-    if source.validation_file:
-        job = tokenise.job(tokens.recipe, tokens.model, tokens.data_format, folder, "validation")
+    if job := tokenise.job_of_part(tokens, folder, "validation", goes_on):
         limit = source.max_validation_samples
         counts["validation"] = _part(job, None, limit, say, goes_on, processes)
     vocabulary = len(tokenizer.load(folder / tokenise.TOKENIZER))
@@ -115,20 +115,26 @@ def _write(
 
 def tokenizer_of(tokens: TokenCache, say: Callable[[str], None]) -> Any:
     """Load the tokenizer of the recipe's folder, or train a tokenizer."""
-    from launch.data import rows as data_rows
+    from launch.data import sources
     from launch.data.conversation import text_of
+    from launch.data.rows import BadRows
     from training.data import tokenizer
 
     recipe = tokens.recipe
-    source, section = recipe.data, recipe.tokenizer
-    train_file, local = Path(source.train_file), section.path or recipe.model.path
+    data, section = recipe.data, recipe.tokenizer
+    local = section.path or recipe.model.path
     if local:
         return tokenizer.load(Path(local))
     size = section.vocab_size or tokens.model.config["vocab_size"]
-    say(f"training a tokenizer of at most {size:,} tokens on {train_file.name}")
-    bad = data_rows.BadRows(source.max_bad_rows)
-    texts = map(text_of, data_rows.read_samples(train_file, tokens.data_format, bad))
-    return tokenizer.train(_first(texts) if source.streaming else texts, section, size)
+    named = sources.of_part(data, tokens.data_format, tokens.row_counts, "train")
+    say(f"training a tokenizer of at most {size:,} tokens on {sources.name(named)}")
+    texts = (
+        text_of(sample)
+        for source in named
+        if not source.is_repeat
+        for sample in source.read(BadRows(data.max_bad_rows))
+    )
+    return tokenizer.train(_first(texts) if data.streaming else texts, section, size)
 
 
 def _first(texts: Iterator[str]) -> Iterator[str]:
@@ -154,12 +160,13 @@ def _part(
     `rows` is the number of rows of the part, or None if they are not counted."""
     from training.data import tokenise_pool
 
-    name = job.source.name
+    name = job.name
     counter = _RowCounter(name, rows, say, goes_on)
     total, bad = tokenise_pool.part(job, limit, processes, counter, say)
     if not total.rows:
+        paths = dict.fromkeys(str(source.path) for source in job.sources)
         raise DataError(
-            f"{job.source}: no row has a target to train on ({total.samples:,} read,"
+            f"{', '.join(paths)}: no row has a target to train on ({total.samples:,} read,"
             f" {total.dropped:,} without a target within max_length {job.max_length}); check the"
             " columns and data.max_length"
         )

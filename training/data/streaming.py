@@ -28,6 +28,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from launch.base import files
 from launch.base.errors import DataError
 from launch.data import shards
+from launch.data import sources as data_sources
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 from training.data import tokenise
@@ -45,7 +46,8 @@ Result = TypeVar("Result")
 
 def job(recipe: Recipe, plan: Plan, attempt: Path) -> Job:
     """The job that turns units into files in the attempt's folder, which all ranks see."""
-    return tokenise.job(recipe, plan.shape, plan.data_format, attempt / WINDOW, "train")
+    sources = data_sources.of_part(recipe.data, plan.data_format, None, "train")
+    return tokenise.job(recipe, plan.shape, sources, attempt / WINDOW, "train")
 
 
 class Layout:

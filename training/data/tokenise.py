@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -23,7 +23,11 @@ from pydantic import TypeAdapter
 from launch.base import files, processes
 from launch.base.errors import DataError
 from launch.data import rows, shards
-from launch.schema.plan import DataFormat, ModelSize
+from launch.data import sources as data_sources
+from launch.data.row_choice import Part
+from launch.data.sources import Source
+from launch.data.token_cache import TokenCache
+from launch.schema.plan import ModelSize
 from launch.schema.recipe import Recipe
 from training.data import encode, tokenizer
 from training.data import packing as data_packing
@@ -48,8 +52,7 @@ class Job:
 
     folder: Path
     part: str
-    source: Path  # data.train_file or data.validation_file
-    data_format: DataFormat
+    sources: tuple[Source, ...]
     encoder_decoder: bool
     task: str
     max_length: int
@@ -58,10 +61,23 @@ class Job:
     unit_bytes: int
     truncation_side: Literal["right", "left"] = "right"
     split_special_tokens: bool | None = None
+    # of each slice of each unit, if the part takes some rows only: the number of its first row
+    row_offsets: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
-    def units(self) -> list[data_units.Unit]:
-        return data_units.divide(shards.of(self.source), self.data_format, self.unit_bytes)
+    def units(self) -> list[tuple[Source, data_units.Unit]]:
+        return data_units.of_sources(self.sources, self.unit_bytes)
+
+    @property
+    def full_units(self) -> int:
+        """The number of units that the bytes of all sources would fill: small ones are not worth a
+        process of their own."""
+        stored = sum(shards.stored_bytes(source.path) for source in self.sources)
+        return -(-stored // self.unit_bytes)
+
+    @property
+    def name(self) -> str:
+        return data_sources.name(self.sources)
 
     @cached_property
     def encoder(self) -> encode.Encoder:
@@ -107,45 +123,64 @@ class Job:
         """Write the rows of a unit, then its counts and bad rows; return these, or its error.
 
         An error is not stored: after the data was corrected, the unit is tokenised again."""
-        bad = rows.BadRows(self.max_bad_rows)
-        source = chain.from_iterable(
-            rows.samples_of(of, self.data_format, bad) for of in self.units[unit]
+        source, slices = self.units[unit]
+        bad = rows.BadRows(rows.UNLIMITED if source.is_repeat else self.max_bad_rows)
+        row_offsets = self.row_offsets[unit] if self.row_offsets else (0,) * len(slices)
+        rows_of_unit = chain.from_iterable(
+            data_sources.samples_of(of, first, source, bad)
+            for of, first in zip(slices, row_offsets, strict=True)
         )
         packer = data_packing.Packer(self.max_length, self._splits_texts) if self.packing else None
         aside = self.rows_file(unit).with_suffix(".tmp")
         try:
-            counts = encode.write_cache(source, self.encoder, aside, limit, progress, packer, bad)
+            counts = encode.write_cache(
+                rows_of_unit, self.encoder, aside, limit, progress, packer, bad
+            )
         except DataError as error:
             aside.unlink()
             return TokenisedUnit(encode.CacheCounts(), bad.errors, str(error))
         files.sync(aside)
         aside.rename(self.rows_file(unit))
-        tokenised = TokenisedUnit(counts, bad.errors)
+        tokenised = TokenisedUnit(counts, [] if source.is_repeat else bad.errors)
         files.write_json(self.counts_file(unit), tokenised)
         return tokenised
 
 
 def job(
-    recipe: Recipe, model_size: ModelSize, data_format: DataFormat, folder: Path, part: str
+    recipe: Recipe, model_size: ModelSize, sources: tuple[Source, ...], folder: Path, part: Part
 ) -> Job:
-    """The job for "train" or "validation" of a recipe. A streamed corpus has small units."""
+    """The job for the rows of a part of a recipe. A streamed corpus has small units."""
     data = recipe.data
-    source = Path(data.train_file if part == "train" else str(data.validation_file))
     is_streamed = data.streaming and part == "train"
+    unit_bytes = shards.unit_bytes(*(source.path for source in sources))
     return Job(
         folder,
         part,
-        source,
-        data_format,
+        sources,
         model_size.is_encoder_decoder,
         recipe.task,
         data.max_length,
         data.packing,
         data.max_bad_rows,
-        data.stream_unit_bytes if is_streamed else shards.unit_bytes(source),
+        data.stream_unit_bytes if is_streamed else unit_bytes,
         data.truncation_side,
         recipe.tokenizer.split_special_tokens,
     )
+
+
+def job_of_part(
+    tokens: TokenCache, folder: Path, part: Part, goes_on: Callable[[], None]
+) -> Job | None:
+    """The job for a part of the tokenised rows; None if there are no such rows. `goes_on` is called
+    while rows are counted."""
+    recipe = tokens.recipe
+    sources = data_sources.of_part(recipe.data, tokens.data_format, tokens.row_counts, part)
+    if not sources:
+        return None
+    made = job(recipe, tokens.model, sources, folder, part)
+    if sources[0].choice is None:
+        return made
+    return replace(made, row_offsets=data_units.row_offsets(made.units, goes_on))
 
 
 def main() -> None:

@@ -40,11 +40,11 @@ def part(
 
     If several units have an error, the error of the first unit is raised. With a limit, the units
     are tokenised one after another, because the units before decide how many rows are left."""
-    name, count = job.source.name, len(job.units)
+    name, count = job.name, len(job.units)
     missing = [unit for unit in range(count) if job.done(unit) is None]
     if len(missing) < count:
         say(f"{name}: {count - len(missing):,} of {count:,} parts were tokenised earlier")
-    several = min(processes, len(missing)) if limit is None else 1
+    several = min(processes, len(missing), job.full_units) if limit is None else 1
     if several > 1:
         say(f"tokenising {name} in {len(missing):,} parts with {several} processes")
         job.write()
@@ -75,7 +75,7 @@ def _check_disk_space(job: Job, unit: int) -> None:
     free = base_files.free_bytes(job.folder)
     if more > free:
         raise ResourceError(
-            f"{job.folder.parent}: the tokens of {job.source} take about {size(more)}"
+            f"{job.folder.parent}: the tokens of {job.name} take about {size(more)}"
             f" more, {size(free)} are free. Put LOWMEM_ROOT on a larger disk, free some"
             " space, or (pretraining, packed) keep only a few of them: --data.streaming=true"
             " --training.max_steps=N"

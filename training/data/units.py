@@ -6,7 +6,7 @@ processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,11 +14,40 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from launch.base.errors import DataError
-from launch.data import shards
+from launch.data import rows, shards
 from launch.data.rows import Slice
+from launch.data.sources import Source
 from launch.schema.plan import DataFormat
 
 Unit = tuple[Slice, ...]
+
+
+def of_sources(sources: Sequence[Source], size: int) -> list[tuple[Source, Unit]]:
+    """The units of sources; a unit has slices of one source."""
+    return [
+        (source, unit)
+        for source in sources
+        for unit in divide(shards.of(source.path), source.data_format, size)
+    ]
+
+
+def row_offsets(
+    units: Sequence[tuple[Source, Unit]], goes_on: Callable[[], None]
+) -> tuple[tuple[int, ...], ...]:
+    """The number of the first row of each slice of each unit. Rows are counted only in files that
+    are split, and once."""
+    numbers: dict[Slice, int] = {}
+    before = None
+    for source, unit in units:
+        of_files = dict(zip(shards.of(source.path), source.row_offsets, strict=True))
+        for of in unit:
+            if of not in numbers:
+                numbers[of] = of_files[of.path]
+                if before is not None and before.path == of.path:
+                    number = rows.count(before, source.data_format, goes_on)
+                    numbers[of] = numbers[before] + number
+            before = of
+    return tuple(tuple(numbers[of] for of in unit) for _, unit in units)
 
 
 def divide(files: Sequence[Path], data_format: DataFormat, size: int) -> list[Unit]:

@@ -5,37 +5,29 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from launch.base.errors import DataError
-from launch.data.conversation import Conversation, text_of
-from launch.data.rows import BadRows, read_samples
-from launch.schema.plan import DataFormat
+from launch.data.conversation import Conversation, Sample, text_of
 from training.compat.transformers_private import Network
 from training.data.chat.loss_spans import ConversationRenderer
 from training.data.encode import source_and_target
 
 
 def questions(
-    path: Path,
-    data_format: DataFormat,
-    limit: int,
-    max_bad_rows: int,
-    tokenizer: PreTrainedTokenizerBase,
-    is_pair: bool,
+    dataset: Iterable[Sample], limit: int, tokenizer: PreTrainedTokenizerBase, is_pair: bool
 ) -> list[tuple[Conversation, str]]:
-    """(conversation before the last answer, that answer) of the first `limit` rows that have an
+    """(conversation before the last answer, that answer) of the first `limit` samples that have an
     answer and that the model can be asked. `is_pair`: a T5."""
     renderer = None if is_pair else ConversationRenderer(tokenizer)
     answered = (
         (replace(sample, messages=sample.messages[:-1]), reference)
-        for sample in read_samples(path, data_format, BadRows(max_bad_rows))
+        for sample in dataset
         if isinstance(sample, Conversation)
         and (reference := _reference(sample, tokenizer, renderer)) is not None
     )

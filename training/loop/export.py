@@ -130,7 +130,7 @@ def _card(trainer: LowMemTrainer, recipe: Recipe, plan: Plan, content: str) -> s
             f" {content}"
         ),
         *_quantization(recipe),
-        f"- data: {Path(recipe.data.train_file).name}",
+        f"- data: {recipe.data.train_names}",
         (
             f"- effective batch size {plan.strategy.effective_batch_size},"
             f" {trainer.state.global_step:,} optimizer steps"

@@ -13,8 +13,9 @@ from launch.base.errors import ConfigError
 from launch.base.text import nearest
 from launch.base.workspace import FILES, Workspace
 from launch.recipe import strict_yaml, training_arguments
+from launch.recipe.key_reference import ALIASES
 from launch.recipe.load import Override
-from launch.recipe.paths import PATH_KEYS
+from launch.recipe.paths import PATH_KEYS, absolute
 from launch.recipe.strict_yaml import KeyPath, show, wrong
 from launch.schema.model_sections import LoraSection
 from launch.schema.training_section import TrainingSection
@@ -32,6 +33,11 @@ KEYS: Mapping[str, Mapping[str, str]] = {  # section -> its key -> the recipe's
         "train_file": "data.train_file",
         "validation_file": "data.validation_file",
         "eval_file": "data.validation_file",
+        **{
+            alias: key
+            for alias, key in {**ALIASES, "validation_size": "data.validation_size"}.items()
+            if key == "data.validation_size"
+        },
         "max_train_samples": "data.max_train_samples",
         "max_eval_samples": "data.max_validation_samples",
         "max_bad_rows": "data.max_bad_rows",
@@ -117,7 +123,7 @@ def translate(config: str) -> tuple[str, tuple[Override, ...], tuple[str, ...]]:
                     advice = f"also at {overrides[target].typed}"
                     raise wrong(place, (section, key), f"{target} twice", "it once", advice)
                 if target in PATH_KEYS and text is not None:
-                    text = str(base / Path(str(text)).expanduser())
+                    text = absolute(text if isinstance(text, list) else str(text), base)
                 typed = f"{place}: {section}.{key}"
                 overrides[target] = Override(f"--{target}={_written(text)}", typed)
                 notes += [f"{typed}: {note}"] if note else []
@@ -166,6 +172,7 @@ def _translated(section: str, key: str, value: Any, place: str) -> Iterator[tupl
             raise wrong(place, key_path, show(value), "steps, epoch or no")
         if value == "no":
             yield "data.validation_file", None, "data.validation_file=null: nothing is held out"
+            yield "data.validation_size", None, ""
     elif key in KEYS[section]:
         target = KEYS[section][key]
         yield (

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from launch.base.errors import ConfigError
 from launch.base.text import nearest
+from launch.recipe import key_reference
 from launch.recipe.load import Override
 from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import SECTIONS
@@ -118,7 +119,9 @@ def unknown_flag(typed: str, name: str, program: str, flags: Sequence[str]) -> C
     }
     written |= {flag: flag for flag in (*flags, *Recipe.model_fields)}
     listed = ", ".join(f"--{flag}" for flag in flags)
-    near = [f"did you mean --{written[key]}?" for key in nearest(name, written)]
+    meant = key_reference.ALIASES.get(name)
+    near = [f"did you mean --{meant}?"] if meant and meant not in VALUES.values() else []
+    near += [f"did you mean --{written[key]}?" for key in nearest(name, written)]
     return ConfigError(
         f"{typed.partition('=')[0]}: found an unknown flag, expected one of {program}'s;"
         f" {(near or [f'there are {listed}'])[0]}"

@@ -50,6 +50,16 @@ def test_tokens_of_a_t5_are_those_of_source_and_target(recipe):
     assert "⟦answer<|end|>⟧" in done.stdout
 
 
+def test_rows_that_are_held_out_are_marked(recipe):
+    words = ("--data.validation_file=null", "--data.validation_size=1", "--rows=9")
+    done = builders.launch(recipe.parent, "show", str(recipe), *words)
+    assert done.returncode == 0, done.stderr
+    assert "the first 3 were read, 1 of them are held out (data.validation_size)" in done.stdout
+    (line,) = re.findall(r"rows\.jsonl:(\d) \(held out\)", done.stdout)
+    alone = builders.launch(recipe.parent, "show", str(recipe), *words, f"--line={line}")
+    assert f"rows.jsonl:{line} (held out)" in alone.stdout
+
+
 def test_a_row_of_a_file_is_found_by_its_line(recipe):
     valid = recipe.parent / "valid.jsonl"
     done = builders.launch(recipe.parent, "show", str(recipe), f"--file={valid}", "--line=1")

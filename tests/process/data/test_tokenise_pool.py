@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,11 +20,14 @@ import pytest
 from pydantic import TypeAdapter
 
 from launch.base.errors import DataError, ResourceError
-from launch.data import token_cache
+from launch.data import sources, token_cache
+from launch.data.shards import FileFacts
+from launch.data.sources import Source
+from launch.schema.data_section import DataSection
 from launch.schema.model_sections import TokenizerSection
 from launch.schema.plan import DataFormat
 from tests import builders
-from training.data import tokenise_pool, tokenizer
+from training.data import tokenise_pool, tokenizer, units
 from training.data.batches import TokenRows
 from training.data.tokenise import Job
 
@@ -40,12 +44,13 @@ def bpe():
     return tokenizer.train(iter(TEXTS[:50]), TokenizerSection(), 400)
 
 
-def job(folder: Path, source: Path, bpe, **fields) -> Job:
+TEXT_ROWS = DataFormat("text", {"text": "text"}, "jsonl", "")
+
+
+def job(folder: Path, source: Path, bpe, data_format: DataFormat = TEXT_ROWS, **fields) -> Job:
     folder.mkdir(parents=True)
     bpe.save_pretrained(folder / "tokenizer")
-    data_format = DataFormat("text", {"text": "text"}, "jsonl", "")
     given = {
-        "data_format": data_format,
         "task": "pretrain",
         "packing": True,
         "max_bad_rows": 0,
@@ -54,7 +59,7 @@ def job(folder: Path, source: Path, bpe, **fields) -> Job:
     return Job(
         folder,
         "train",
-        source,
+        (Source(source, data_format),),
         encoder_decoder=False,
         max_length=64,
         unit_bytes=UNIT_BYTES,
@@ -98,6 +103,30 @@ def test_row_groups_of_parquet_are_shared_out_too(tmp_path, bpe):
     alone = made(job(tmp_path / "1", tmp_path / "a.parquet", bpe, **fields), 1)
     assert len(alone) > 10
     assert made(job(tmp_path / "2", tmp_path / "a.parquet", bpe, **fields), 2) == alone
+
+
+def test_held_out_rows_are_the_same_whatever_the_number_of_processes_and_the_units(tmp_path, bpe):
+    source = corpus(tmp_path / "corpus")
+    data = DataSection(train_file=str(source), validation_size=0.1)
+    counts = sources.count_rows(data, TEXT_ROWS, FileFacts())
+    assert counts == ((900, 300),)
+    made_texts = {}
+    for name, unit_bytes, processes in (("1", 6_000, 1), ("3", 6_000, 3), ("whole", 1 << 20, 1)):
+        texts: dict[str, list[str]] = {}
+        for part in ("train", "validation"):
+            taken = sources.of_part(data, TEXT_ROWS, counts, part)
+            one = job(tmp_path / name / part, source, bpe, packing=False)
+            one = replace(one, sources=taken, unit_bytes=unit_bytes, max_length=1024)
+            one = replace(one, row_offsets=units.row_offsets(one.units, lambda: None))
+            assert (len(one.units) > 20) == (name != "whole")
+            tokenise_pool.part(one, None, processes, lambda rows: None, print)
+            rows = TokenRows(*token_cache.token_files(one.folder, "train"))
+            text = bpe.decode([token for row in rows for token in row.input_ids.tolist()])
+            texts[part] = text.split("<|end|>")[:-1]
+        made_texts[name] = texts
+        assert len(texts["validation"]) == 120
+        assert Counter(texts["train"] + texts["validation"]) == Counter(TEXTS)
+    assert made_texts["1"] == made_texts["3"] == made_texts["whole"]
 
 
 def test_a_limit_holds_over_all_units(tmp_path, bpe):

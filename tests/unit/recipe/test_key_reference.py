@@ -44,7 +44,8 @@ def test_docs_keys_md_is_what_the_script_writes():
         ("max_length", "training", "data.max_length"),
         ("adam_beta1", "", "training.adam_beta1"),
         ("alow", "resume", "resume.allow"),
-        ("val_size", "data", None),
+        ("val_size", "data", "data.validation_size"),
+        ("vql_szie", "data", None),
         ("qqq", "model", None),
     ],
 )

@@ -166,6 +166,18 @@ BAD_RECIPES = {  # name -> (document, what the message must name)
         with_line("save_steps: 16.0"),
         r":9: training\.save_steps: found 16\.0.*write 16$",
     ),
+    "no share of the rows": (
+        GOOD.replace("parquet}", "parquet, validation_size: 1.0}"),
+        r":7: data\.validation_size: found 1\.0, expected a number of rows \(100\) or a share",
+    ),
+    "a number of rows as a float": (
+        GOOD.replace("parquet}", "parquet, validation_size: 100.0}"),
+        r":7: data\.validation_size: found 100\.0, .*; write 100$",
+    ),
+    "true for a number of rows": (
+        GOOD.replace("parquet}", "parquet, validation_size: true}"),
+        r":7: data\.validation_size: found true, expected a number of rows",
+    ),
     "true for a whole number": (
         with_line("save_steps: true"),
         r":9: training\.save_steps: found true, expected a whole",
@@ -515,7 +527,7 @@ def test_a_field_of_the_installed_training_arguments_is_kept(override):
         ("run_name=3", "found 3, expected text"),
         ("label_names=x", "found 'x', expected a [list]"),
         ("torch_compil=true", "did you mean torch_compile?"),
-        ("evaluation_strategy=steps", "data.validation_file is evaluated every eval_steps"),
+        ("evaluation_strategy=steps", "held-out rows are evaluated every eval_steps"),
     ],
 )
 def test_a_wrong_field_of_training_arguments_is_refused(override, expected):

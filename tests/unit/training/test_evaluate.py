@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from launch.data.conversation import Conversation
+from launch.data.rows import read_samples
 from launch.schema.model_sections import TokenizerSection
 from launch.schema.plan import DataFormat
 from training.data import tokenizer
@@ -89,7 +90,7 @@ def asked(
         "".join(json.dumps({"messages": talk, "tools": tools}) + "\n" for talk, tools in rows)
     )
     data_format = DataFormat("messages", {"messages": "messages"}, "jsonl", "")
-    return questions(file, data_format, 10, 0, made, is_pair)
+    return questions(read_samples(file, data_format), 10, made, is_pair)
 
 
 def test_a_model_is_asked_for_the_last_answer_with_the_tools_of_the_row(tmp_path):

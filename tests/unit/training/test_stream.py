@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from launch.data.sources import Source
 from launch.schema.model_sections import TokenizerSection
 from launch.schema.plan import DataFormat
 from tests import builders
@@ -33,7 +34,8 @@ def corpus(tmp_path_factory) -> tuple[Job, Path, int]:
     cut.save_pretrained(folder / "tokenizer")
     data_format = DataFormat("text", {"text": "text"}, "jsonl", "")
     job = Job(
-        folder, "train", folder / "a.jsonl", data_format, False, "pretrain", 64, True, 0, 3000
+        *(folder, "train", (Source(folder / "a.jsonl", data_format),)),
+        *(False, "pretrain", 64, True, 0, 3000),
     )
     total, _ = tokenise_pool.part(job, None, 1, lambda rows: None, print)
     assert len(job.units) % streaming.BLOCK_UNITS, (

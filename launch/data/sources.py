@@ -1,0 +1,152 @@
+"""The files of each part of the data, and the rows of them that the part takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+
+from launch.base.errors import DataError
+from launch.data import row_choice, rows, shards
+from launch.data.conversation import Sample
+from launch.data.row_choice import EvenChoice, Part, RowChoice
+from launch.data.rows import BadRows, Slice
+from launch.data.shards import FileFacts
+from launch.schema.data_section import DataSection
+from launch.schema.plan import DataFormat, SourceRows
+
+RowCounts = tuple[tuple[int, ...], ...]  # of each file of each source of data.train_file
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file, a folder of shards or a pattern, and the rows of it that a part takes. A source with
+    a weight above 1 is several of them, one after another."""
+
+    path: Path
+    data_format: DataFormat
+    choice: RowChoice | None = None  # None: every row
+    row_offsets: tuple[int, ...] = ()  # with a choice: the number of the first row of each file
+    is_repeat: bool = False  # its rows are in an earlier pass too, which counts its bad rows
+
+    def read(self, bad: BadRows) -> Iterator[Sample]:
+        """The samples that the part takes, in order."""
+        for index, file in enumerate(shards.of(self.path)):
+            first = self.row_offsets[index] if self.row_offsets else 0
+            yield from samples_of(Slice(file), first, self, bad)
+
+
+def samples_of(of: Slice, first: int, source: Source, bad: BadRows) -> Iterator[Sample]:
+    """The samples of a slice that a part takes. `first` is the number of its first row."""
+    choice = source.choice
+    takes = None if choice is None else lambda number: choice.takes(first + number)
+    return rows.samples_of(of, source.data_format, bad, takes=takes)
+
+
+def name(sources: Sequence[Source]) -> str:
+    """The names of the sources of a part, for people."""
+    names = ", ".join(dict.fromkeys(source.path.name for source in sources))
+    choice = sources[0].choice
+    return f"{names} (held out)" if choice is not None and choice.part == "validation" else names
+
+
+# ---- rows of the training file
+# ---------------------------------------------------------------------------
+
+
+def are_counted(data: DataSection) -> bool:
+    """True if the rows of the training file are chosen by their numbers."""
+    return data.validation_size is not None or data.is_mixed
+
+
+def count_rows(data: DataSection, data_format: DataFormat, facts: FileFacts) -> RowCounts:
+    """The number of rows in each file of data.train_file. They are read once, and remembered."""
+    counts = []
+    for index, source in enumerate(data.sources):
+        own = data_format.of_source(index)
+        what = "numbered pairs" if own.kind == "oasst" else "numbered rows"
+        counts.append(
+            tuple(
+                facts.get(file, what, partial(rows.count, Slice(file), own))
+                for file in shards.of(Path(source.path))
+            )
+        )
+    facts.keep()
+    return tuple(counts)
+
+
+def of_part(
+    data: DataSection, data_format: DataFormat, counts: RowCounts | None, part: Part
+) -> tuple[Source, ...]:
+    """The sources of a part, none if nothing is held out. `counts` are those of count_rows(), if
+    are_counted().
+
+    Raises DataError if no row is left for a part, or of a source."""
+    if part == "validation" and data.validation_file is not None:
+        return (Source(Path(data.validation_file), data_format),)
+    if counts is None:
+        path = Path(data.sources[0].path)
+        return (Source(path, data_format),) if part == "train" else ()
+    held_out, found, begin = _held_out(data, counts), [], 0
+    for index, (source, of_files) in enumerate(zip(data.sources, counts, strict=True)):
+        offsets = tuple(accumulate(of_files[:-1], initial=begin))
+        end = begin + sum(of_files)
+        num_held_out = held_out.before(end) - held_out.before(begin)
+        own, path = data_format.of_source(index), Path(source.path)
+        passes: list[EvenChoice | None] = [None] if num_held_out else []
+        if part == "train":
+            passes = row_choice.shares(source.weight, end - begin - num_held_out, path)
+        found += [
+            Source(path, own, RowChoice(held_out, part, begin, share), offsets, number > 0)
+            for number, share in enumerate(passes)
+        ]
+        begin = end
+    return tuple(found)
+
+
+def _held_out(data: DataSection, counts: RowCounts) -> EvenChoice:
+    total = sum(map(sum, counts))
+    if data.validation_size is None:
+        return EvenChoice(0, total, "held out")
+    return row_choice.held_out(data.validation_size, total, data.train_names)
+
+
+def num_held_out(data: DataSection, counts: RowCounts) -> int:
+    """The number of rows that data.validation_size holds out of the training file."""
+    return _held_out(data, counts).chosen
+
+
+def trained_rows(data: DataSection, counts: RowCounts) -> tuple[SourceRows, ...]:
+    """The rows of each source that an epoch trains. Raises DataError as of_part() does."""
+    held_out, begin, result = _held_out(data, counts), 0, []
+    for source, of_files in zip(data.sources, counts, strict=True):
+        end = begin + sum(of_files)
+        once = end - begin - held_out.before(end) + held_out.before(begin)
+        passes = row_choice.shares(source.weight, once, source.path)
+        num_rows = sum(once if share is None else share.chosen for share in passes)
+        result.append(SourceRows(source.path, source.weight, num_rows))
+        begin = end
+    return tuple(result)
+
+
+def check_apart(data: DataSection) -> None:
+    """Raises DataError for a file that two sources name."""
+    source_of: dict[Path, str] = {}
+    for source in data.sources:
+        for file in shards.of(Path(source.path)):
+            other = source_of.setdefault(file.resolve(), source.path)
+            if other != source.path:
+                raise DataError(
+                    f"{file}: is in two sources of data.train_file, {other} and {source.path};"
+                    " leave it out of one of them"
+                )
+
+
+def format_of(data: DataSection, data_format: DataFormat, file: Path) -> DataFormat:
+    """The format in which a file of the data is read."""
+    for index, source in enumerate(data.sources):
+        if file in shards.of(Path(source.path)):
+            return data_format.of_source(index)
+    return data_format
