@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.data import shards
+from launch.data import chat_templates, shards
 from launch.schema.plan import DataFormat, ModelSize
 from launch.schema.recipe import Recipe
 
@@ -93,7 +93,15 @@ def _identity(
             if tokenizer_path
             else [recipe.tokenizer.split, recipe.tokenizer.vocab_size or model.config["vocab_size"]]
         ),
+        **_changes_of_tokenizer(recipe),
     }
+
+
+def _changes_of_tokenizer(recipe: Recipe) -> dict[str, Any]:
+    template = recipe.tokenizer.chat_template
+    if template is None:
+        return {}
+    return {"chat_template": hashlib.sha256(chat_templates.read(template).encode()).hexdigest()}
 
 
 def token_files(folder: Path, part: str) -> list[Path]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from launch.base import environment, files
 from launch.base.errors import ResourceError
 from launch.base.workspace import FILES, Workspace
-from launch.data import columns, token_cache
+from launch.data import chat_templates, columns, token_cache
 from launch.plan import context as plan_context
 from launch.plan import planner
 from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
@@ -32,7 +32,7 @@ from launch.recipe.paths import (
     with_absolute_paths,
 )
 from launch.schema.machine import Device, Link, Machine
-from launch.schema.plan import ModelSize, Strategy
+from launch.schema.plan import DataFormat, ModelSize, Strategy
 from launch.schema.recipe import Recipe
 
 TOKENIZER_FILES = ("token*", "*.model", "vocab*")  # names in a folder; *.model: sentencepiece
@@ -119,6 +119,7 @@ def read(
     _write_sample_data(recipe, workspace, say)
     file_facts = token_cache.known_files(workspace.cache)
     data_format = columns.detect(recipe.data, workspace.root, file_facts)
+    data_format = _with_template(data_format, recipe, config["model_type"] == "t5")
     rows = (
         None
         if recipe.data.streaming
@@ -156,6 +157,16 @@ def read(
             error_margin=_error_margin(workspace, machine, device, say),
         )
     return Facts(workspace, plan_context.with_rows(context), constraints)
+
+
+def _with_template(data_format: DataFormat, recipe: Recipe, is_t5: bool) -> DataFormat:
+    """The format with its chat template, and a note on tags that the vocabulary lacks."""
+    template = chat_templates.describe(recipe, is_t5, data_format.kind == "text")
+    if template.startswith("none"):
+        return replace(data_format, template=template)
+    missing = chat_templates.missing_tags(recipe)
+    note = (chat_templates.tags_note(missing),) if missing else ()
+    return replace(data_format, template=template, notes=(*data_format.notes, *note))
 
 
 def _with_packages(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from launch.data import chat_templates
 from launch.recipe import load
 from launch.schema.plan import Change
 from launch.schema.recipe import Recipe
@@ -17,6 +18,7 @@ PATH_KEYS = (
     "model.path_if_there",
     "tokenizer.path",
     "tokenizer.path_if_there",
+    "tokenizer.chat_template",
     "output_dir",
     "log_dir",
 )
@@ -59,14 +61,11 @@ def absolute_override(override: str) -> str:
     """The override with an absolute path: a path on the command line is relative to the current
     folder. The typed text stays for messages."""
     key, equals, value = override.partition("=")
-    if (
-        not equals
-        or key.lstrip("-").replace("-", "_") not in PATH_KEYS
-        or value in ("", "null", "~")
-    ):
+    dotted = key.lstrip("-").replace("-", "_")
+    if not equals or dotted not in PATH_KEYS or value in ("", "null", "~"):
         return override
     typed = getattr(override, "typed", "") or override
-    return load.Override(f"{key}={_join(Path.cwd(), value)}", typed)
+    return load.Override(f"{key}={_absolute(dotted, value, Path.cwd())}", typed)
 
 
 def with_absolute_paths(recipe: Recipe, base: Path) -> Recipe:
@@ -76,8 +75,15 @@ def with_absolute_paths(recipe: Recipe, base: Path) -> Recipe:
         name, _, key = dotted.rpartition(".")
         section = raw.get(name, {}) if name else raw
         if section.get(key) is not None:
-            section[key] = _join(base, section[key])
+            section[key] = _absolute(dotted, section[key], base)
     return Recipe.model_validate(raw)
+
+
+def _absolute(dotted: str, value: str, base: Path) -> str:
+    """The path of a key, absolute; the name of a chat template as it is."""
+    if dotted == "tokenizer.chat_template" and not chat_templates.is_file(value):
+        return value
+    return _join(base, value)
 
 
 def _join(base: Path, path: str) -> str:

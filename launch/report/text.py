@@ -34,7 +34,9 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
             f"             {plan.rows_left_out:,} rows left out; {plan.target_share:.0%} of the"
             " tokens have a loss"
         )
-    for line in (plan.data_format.reason, *plan.data_format.notes):
+    described = plan.data_format
+    template = [f"chat template: {described.template}"] if described.template else []
+    for line in (described.reason, *template, *described.notes):
         yield f"             {line}"
     yield from _batch_lines(plan)
     num_samples, steps = plan.num_samples, plan.total_steps(recipe)

@@ -292,11 +292,12 @@ def _differences(earlier: RunDir, recipe: Recipe, tokens: TokenCache) -> Iterato
             "train": recipe.data.train_file,
             "validation": recipe.data.validation_file,
             "tokenizer": "the tokenizer",
+            "chat_template": "tokenizer.chat_template",
         }
         changed = [
             str(file or f"data.{part}_file")
             for part, file in files.items()
-            if before and before[part] != now[part]
+            if before and before.get(part) != now.get(part)
         ]
         which = ", ".join(changed) or "a file"
         text = f"the rows or the tokenizer are not the same: the content of {which} has changed"

@@ -75,6 +75,13 @@ class TokenizerSection(Section):
             description="Vocabulary of a trained tokenizer. null: that of the model's shape.",
         )
     )
+    chat_template: Annotated[str | None, affects("source")] = Field(
+        default=None,
+        description="Chat template: a file (with a slash in its path, or ending with .jinja), or a"
+        " bundled template: chatml, deepseek-r1, deepseek-v3, gemma, glm4, llama3, mistral-tekken,"
+        " mistral-v1, mistral-v3, phi3, phi3.5, phi4-reasoning, qwen2.5, qwen3, qwen3-2507, zephyr."
+        " null: that of the tokenizer's folder, or a line for each turn.",
+    )
     split: Annotated[Literal["word", "character"], affects("weights", "rows")] = Field(
         default="word",
         description="How a trained tokenizer splits text; with character, merges never cross a "

@@ -123,12 +123,15 @@ def tokenizer_of(tokens: TokenCache, say: Callable[[str], None]) -> Any:
     source, section = recipe.data, recipe.tokenizer
     train_file, local = Path(source.train_file), section.path or recipe.model.path
     if local:
-        return tokenizer.load(Path(local))
+        return tokenizer.load(Path(local), section.chat_template)
     size = section.vocab_size or tokens.model.config["vocab_size"]
     say(f"training a tokenizer of at most {size:,} tokens on {train_file.name}")
     bad = data_rows.BadRows(source.max_bad_rows)
     texts = map(text_of, data_rows.read_samples(train_file, tokens.data_format, bad))
-    return tokenizer.train(_first(texts) if source.streaming else texts, section, size)
+    trained = tokenizer.train(_first(texts) if source.streaming else texts, section, size)
+    if section.chat_template:
+        tokenizer.set_template(trained, section.chat_template)
+    return trained
 
 
 def _first(texts: Iterator[str]) -> Iterator[str]:
