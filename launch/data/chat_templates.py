@@ -149,7 +149,12 @@ def missing_tags(recipe: Recipe) -> list[str]:
         return []
     tags = dict.fromkeys(TAG.findall(COMMENT.sub("", text)))
     there = _vocabulary_text(Path(folder)) if folder else TRAINED_TAGS
-    return [tag for tag in tags if not any(form in there for form in _written(tag))]
+    return [
+        tag
+        for tag in tags
+        if tag not in recipe.tokenizer.add_tokens
+        and not any(form in there for form in _written(tag))
+    ]
 
 
 # tokens of a tokenizer that is trained on the data: training/data/tokenizer.py

@@ -98,10 +98,13 @@ def _identity(
 
 
 def _changes_of_tokenizer(recipe: Recipe) -> dict[str, Any]:
-    template = recipe.tokenizer.chat_template
-    if template is None:
-        return {}
-    return {"chat_template": hashlib.sha256(chat_templates.read(template).encode()).hexdigest()}
+    section, changes = recipe.tokenizer, {}
+    if section.chat_template:
+        text = chat_templates.read(section.chat_template)
+        changes["chat_template"] = hashlib.sha256(text.encode()).hexdigest()
+    if section.add_tokens:
+        changes["add_tokens"] = list(section.add_tokens)
+    return changes
 
 
 def token_files(folder: Path, part: str) -> list[Path]:

@@ -36,6 +36,7 @@ MADE_OF = {  # names for the parts of token_cache.token_identity()
     "encoder_decoder": "the kind of model",
     "tokenizer": "the tokenizer",
     "chat_template": "the chat template",
+    "add_tokens": "the added tokens",
 }
 
 

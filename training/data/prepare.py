@@ -123,7 +123,9 @@ def tokenizer_of(tokens: TokenCache, say: Callable[[str], None]) -> Any:
     source, section = recipe.data, recipe.tokenizer
     train_file, local = Path(source.train_file), section.path or recipe.model.path
     if local:
-        return tokenizer.load(Path(local), section.chat_template)
+        loaded = tokenizer.load(Path(local), section.chat_template)
+        tokenizer.add_tokens(loaded, section.add_tokens)
+        return loaded
     size = section.vocab_size or tokens.model.config["vocab_size"]
     say(f"training a tokenizer of at most {size:,} tokens on {train_file.name}")
     bad = data_rows.BadRows(source.max_bad_rows)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from launch.base.errors import ResourceError
 from launch.data import chat_templates
@@ -82,6 +82,18 @@ def set_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
     tokenizer.chat_template = text
 
 
+def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> dict[str, int]:
+    """Add special tokens that the vocabulary lacks; their ids. A row cannot write them."""
+    vocabulary = tokenizer.get_vocab()
+    missing = [token for token in dict.fromkeys(tokens) if token not in vocabulary]
+    tokenizer.add_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in missing],
+        special_tokens=True,
+    )
+    vocabulary = tokenizer.get_vocab()
+    return {token: vocabulary[token] for token in missing}
+
+
 def train(
     texts: Iterator[str], section: TokenizerSection, vocab_size: int
 ) -> PreTrainedTokenizerBase:
@@ -100,7 +112,7 @@ def train(
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=SPECIAL_TOKENS,
+        special_tokens=list(dict.fromkeys([*SPECIAL_TOKENS, *section.add_tokens])),
         # sorted: the same ids every time
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
