@@ -51,7 +51,7 @@ def load(folder: Path):  # noqa: ANN201  torch is imported late, so its types ca
 
     from training.data import tokenizer
     from training.model import four_bit
-    from training.model.build import folder_config
+    from training.model.build import folder_config, grow_vocabulary
 
     transformers_logging.disable_progress_bar()
     # bitsandbytes warns of an optional package for 4-bit weights on CPUs
@@ -64,6 +64,7 @@ def load(folder: Path):  # noqa: ANN201  torch is imported late, so its types ca
         in_4_bits = {"quantization_config": config, "device_map": {"": device}}
     config = folder_config(base)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    loaded_tokenizer = tokenizer.load(folder)
     try:
         model = family.from_pretrained(
             base, local_files_only=True, trust_remote_code=False, use_safetensors=True, **in_4_bits
@@ -71,12 +72,13 @@ def load(folder: Path):  # noqa: ANN201  torch is imported late, so its types ca
         if is_adapter:
             from peft import PeftModel
 
+            grow_vocabulary(model, len(loaded_tokenizer))  # rows that the adapter trained
             model = PeftModel.from_pretrained(model, folder, local_files_only=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise ResourceError(
             f"{folder}: cannot be loaded ({str(error).strip().splitlines()[0]})"
         ) from error
-    return model.to(device).eval(), tokenizer.load(folder)
+    return model.to(device).eval(), loaded_tokenizer
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.data import shards, sources
+from launch.data import chat_templates, shards, sources
 from launch.schema.plan import DataFormat, ModelSize
 from launch.schema.recipe import Recipe
 
@@ -104,6 +104,7 @@ def _identity(
             if tokenizer_path
             else [recipe.tokenizer.split, recipe.tokenizer.vocab_size or model.config["vocab_size"]]
         ),
+        **_changes_of_tokenizer(recipe),
     }
 
 
@@ -112,6 +113,16 @@ def _columns(data_format: DataFormat) -> list[Any]:
     # where later rows may hold more than they
     own += [sorted(data_format.ignored)] if data_format.ignored else []
     return own + [["source", *_columns(source)] for source in data_format.of_sources]
+
+
+def _changes_of_tokenizer(recipe: Recipe) -> dict[str, Any]:
+    section, changes = recipe.tokenizer, {}
+    if section.chat_template:
+        text = chat_templates.read(section.chat_template)
+        changes["chat_template"] = hashlib.sha256(text.encode()).hexdigest()
+    if section.add_tokens:
+        changes["add_tokens"] = list(section.add_tokens)
+    return changes
 
 
 def token_files(folder: Path, part: str) -> list[Path]:

@@ -13,9 +13,9 @@ from pathlib import Path
 from launch.base import environment, files
 from launch.base.errors import ResourceError
 from launch.base.workspace import FILES, Workspace
-from launch.data import columns, sources, token_cache
+from launch.data import chat_templates, columns, sources, token_cache
 from launch.plan import context as plan_context
-from launch.plan import planner
+from launch.plan import new_tokens, planner
 from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
 from launch.plan.planner import Choice
 from launch.predict import model_config
@@ -32,7 +32,7 @@ from launch.recipe.paths import (
     with_absolute_paths,
 )
 from launch.schema.machine import Device, Link, Machine
-from launch.schema.plan import ModelSize, Strategy
+from launch.schema.plan import DataFormat, ModelSize, Strategy
 from launch.schema.recipe import Recipe
 
 TOKENIZER_FILES = ("token*", "*.model", "vocab*")  # names in a folder; *.model: sentencepiece
@@ -104,7 +104,6 @@ def read(
         raise ResourceError(
             f"tokenizer.path: there is no folder {recipe.tokenizer.path}; give one, or leave it out"
         )
-    config, parameters = model_config.read(recipe.model, root=FILES)
     tokenizer = Path(recipe.tokenizer.path or recipe.model.path or "")
     model_config.check_tokenizer(tokenizer)
     if (
@@ -116,9 +115,13 @@ def read(
             f"{tokenizer}: found no tokenizer.json or its like; name a tokenizer with"
             " --tokenizer.path=FOLDER"
         )
+    model = new_tokens.read_model(recipe, workspace.cache)
+    recipe = model.recipe
     _write_sample_data(recipe, workspace, say)
     file_facts = token_cache.known_files(workspace.cache)
     data_format = columns.detect(recipe.data, workspace.root, file_facts)
+    data_format = _with_template(data_format, recipe, model.config["model_type"] == "t5")
+    data_format = replace(data_format, notes=(*data_format.notes, *model.notes))
     rows = (
         None
         if recipe.data.streaming or sources.are_counted(recipe.data)
@@ -130,7 +133,7 @@ def read(
         if has_gpu:
             link = _link(recipe, machine, constraints, workspace, say, test_link)
             constraints = replace(constraints, link=link)
-    context = plan_context.build(recipe, machine, config, parameters, data_format)
+    context = plan_context.build(recipe, machine, model.config, model.parameters, data_format)
     device: Device = "cuda" if has_gpu else "cpu"
     tokens = token_cache.token_cache(workspace.cache, recipe, context.model, data_format)
     if tokens.row_counts is not None:
@@ -138,7 +141,7 @@ def read(
     base = recipe.model.path if recipe.lora is not None else None
     context = replace(
         context,
-        changes=(*changed, *of_model, *of_tokenizer),
+        changes=(*changed, *of_model, *of_tokenizer, *model.changes),
         rows=rows,
         tokens=replace(tokens, rows=rows),
         base_fingerprint=model_config.weights_fingerprint(Path(base)) if base else None,
@@ -158,6 +161,16 @@ def read(
             error_margin=_error_margin(workspace, machine, device, say),
         )
     return Facts(workspace, plan_context.with_rows(context), constraints)
+
+
+def _with_template(data_format: DataFormat, recipe: Recipe, is_t5: bool) -> DataFormat:
+    """The format with its chat template, and a note on tags that the vocabulary lacks."""
+    template = chat_templates.describe(recipe, is_t5, data_format.kind == "text")
+    if template.startswith("none"):
+        return replace(data_format, template=template)
+    missing = chat_templates.missing_tags(recipe)
+    note = (chat_templates.tags_note(missing),) if missing else ()
+    return replace(data_format, template=template, notes=(*data_format.notes, *note))
 
 
 def _with_packages(

@@ -101,8 +101,8 @@ def read(
         if vocab_size not in (None, config.get("vocab_size")):
             raise ConfigError(
                 f"{folder}: the vocabulary of model_type {model_type!r} stays as it is"
-                f" ({config.get('vocab_size')}), but the tokenizer has {vocab_size}; give the"
-                " folder's own tokenizer as tokenizer.path"
+                f" ({config.get('vocab_size')}), but the tokenizer has {vocab_size}; leave"
+                " tokenizer.add_tokens out, or give the folder's own tokenizer as tokenizer.path"
             )
         return config, {name: tensor.shape for name, tensor in tensors.items()}
     untied = _untied(tensors, config, folder)

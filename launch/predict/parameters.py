@@ -31,6 +31,9 @@ LORA_TARGETS: dict[str, tuple[str, ...]] = {  # every linear projection of atten
 ALL_LINEAR = "all-linear"
 # modules with a matrix that are no linear layers, and the output head
 NOT_LINEAR = re.compile(r"embed|wte|wpe|shared|position|relative_attention_bias|lm_head")
+# the matrix with a row for each token, and an output head
+EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|shared|word_embeddings|embed_in)\.weight$")
+HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
 # name of a tied parameter -> the name named_parameters() gives it
 TIED: dict[str, dict[str, str]] = {
     "t5": {
@@ -346,6 +349,7 @@ def _lora_shapes(tensor_shapes: Shapes, lora: LoraSection, model_type: str) -> S
         # which
         adapters[f"{module}.lora_A.weight"] = (lora.r, shape[1])
         adapters[f"{module}.lora_B.weight"] = (shape[0], lora.r)
+    adapters |= _trained_rows(tensor_shapes, lora, model_type)
     if lora.target_modules not in (None, ALL_LINEAR) and unmatched:
         entry = sorted(unmatched)[0]
         raise ConfigError(
@@ -353,6 +357,40 @@ def _lora_shapes(tensor_shapes: Shapes, lora: LoraSection, model_type: str) -> S
             f" {suggestion(entry, _matrix_modules(tensor_shapes))}"
         )
     return adapters
+
+
+def _trained_rows(tensor_shapes: Shapes, lora: LoraSection, model_type: str) -> Shapes:
+    """The rows of the embedding, and of an output head that is not tied to it, that are trained
+    beside the adapters."""
+    if not lora.trainable_token_indices:
+        return {}
+    name = embedding(tensor_shapes)
+    rows, width = tensor_shapes[name]
+    if max(lora.trainable_token_indices) >= rows:
+        raise ConfigError(
+            f"lora.trainable_token_indices: {max(lora.trainable_token_indices)} is no id of a"
+            f" token: the model's vocabulary has {rows:,} tokens, from 0"
+        )
+    # transformers 5 ties lm_head of a T5 to shared whatever the config says
+    heads = [] if model_type == "t5" else [head for head in tensor_shapes if HEAD.search(head)]
+    return {
+        f"{module.removesuffix('.weight')}.token_adapter.trainable_tokens_delta": (
+            len(lora.trainable_token_indices),
+            width,
+        )
+        for module in (name, *heads)
+    }
+
+
+def embedding(tensor_shapes: Shapes) -> str:
+    """The name of the matrix with a row for each token. Raises ConfigError without one."""
+    for name, shape in tensor_shapes.items():
+        if len(shape) == 2 and EMBEDDING.search(name):
+            return name
+    raise ConfigError(
+        "the model's weights name no embedding of tokens (embed_tokens, wte, shared, ...), so"
+        " tokenizer.add_tokens and lora.trainable_token_indices cannot be used with it"
+    )
 
 
 def lora_targets(tensor_shapes: Shapes, lora: LoraSection, model_type: str) -> tuple[str, ...]:

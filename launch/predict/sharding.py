@@ -72,6 +72,12 @@ def refusal(recipe: Recipe, strategy: Strategy) -> str | None:
             "holds the output weights in parts, which training.num_output_chunks"
             f" {strategy.num_output_chunks} cannot use; leave one out",
         ),
+        "trained tokens": (
+            recipe.lora is not None and bool(recipe.lora.trainable_token_indices),
+            "shares the embeddings out, and PEFT trains single rows of them only where a rank holds"
+            " them whole (tokenizer.add_tokens, lora.trainable_token_indices); use a mode whose"
+            " ranks hold full copies of the weights, or train without lora",
+        ),
     }
     texts = (refusals[name] for name in strategy.launch_mode.refuses)
     return next((f"{strategy.mode} {text}" for applies, text in texts if applies), None)

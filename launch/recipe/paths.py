@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from launch.data import chat_templates
 from launch.recipe import load, strict_yaml
 from launch.schema.plan import Change
 from launch.schema.recipe import Recipe
@@ -19,6 +20,7 @@ PATH_KEYS = (
     "model.path_if_there",
     "tokenizer.path",
     "tokenizer.path_if_there",
+    "tokenizer.chat_template",
     "output_dir",
     "log_dir",
 )
@@ -61,17 +63,14 @@ def absolute_override(override: str) -> str:
     """The override with an absolute path: a path on the command line is relative to the current
     folder. The typed text stays for messages."""
     key, equals, value = override.partition("=")
-    if (
-        not equals
-        or key.lstrip("-").replace("-", "_") not in PATH_KEYS
-        or value in ("", "null", "~")
-    ):
+    dotted = key.lstrip("-").replace("-", "_")
+    if not equals or dotted not in PATH_KEYS or value in ("", "null", "~"):
         return override
     typed = getattr(override, "typed", "") or override
     if value.startswith("["):  # sources
         parsed = absolute(strict_yaml.parse_value(value, (key,), typed), Path.cwd())
         return load.Override(f"{key}={json.dumps(parsed, ensure_ascii=False)}", typed)
-    return load.Override(f"{key}={_join(Path.cwd(), value)}", typed)
+    return load.Override(f"{key}={_of_key(dotted, value, Path.cwd())}", typed)
 
 
 def with_absolute_paths(recipe: Recipe, base: Path) -> Recipe:
@@ -81,7 +80,7 @@ def with_absolute_paths(recipe: Recipe, base: Path) -> Recipe:
         name, _, key = dotted.rpartition(".")
         section = raw.get(name, {}) if name else raw
         if section.get(key) is not None:
-            section[key] = absolute(section[key], base)
+            section[key] = _of_key(dotted, section[key], base)
     return Recipe.model_validate(raw)
 
 
@@ -98,6 +97,13 @@ def absolute(value: Any, base: Path) -> Any:
             for source in sources
         ]
     return value
+
+
+def _of_key(dotted: str, value: Any, base: Path) -> Any:
+    """The paths of a key, absolute; the name of a chat template as it is."""
+    if dotted == "tokenizer.chat_template" and not chat_templates.is_file(value):
+        return value
+    return absolute(value, base)
 
 
 def _join(base: Path, path: str) -> str:

@@ -35,6 +35,8 @@ MADE_OF = {  # names for the parts of token_cache.token_identity()
     "task": "the task",
     "encoder_decoder": "the kind of model",
     "tokenizer": "the tokenizer",
+    "chat_template": "the chat template",
+    "add_tokens": "the added tokens",
 }
 
 
@@ -206,7 +208,7 @@ def _of_data(a: Side, b: Side) -> Iterator[Difference]:
         {**made_of, "limits": [limit for limit in made_of["limits"] if limit != "packed"]}
         for made_of in (a.made_of, b.made_of)
     ]
-    if parts := [name for key, name in MADE_OF.items() if made[0][key] != made[1][key]]:
+    if parts := [name for key, name in MADE_OF.items() if made[0].get(key) != made[1].get(key)]:
         yield Difference(f"data: A and B differ in {', '.join(parts)}", blocks=True)
     hashes = [made_of["validation"] for made_of in made]
     if hashes[0] != hashes[1]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from datetime import datetime, timedelta
@@ -18,6 +19,7 @@ LINES, COLUMNS, LABEL = 14, 100, 13
 NAME_COLUMNS = 36  # of a model; of a longer path its last part
 SHOWN_OF_A_CAUSE = 3  # changes; a preset makes a dozen
 VALUE_COLUMNS = 24  # of a requested or effective value; a longer one is shortened
+DIRECTORIES = re.compile(r"/\S*/(?=\S)")  # of a path, before its last name
 FARTHEST_END_S = 100 * 365 * 86400.0  # beyond it no date is given
 
 
@@ -106,7 +108,11 @@ def _data(recipe: Recipe, plan: Plan) -> str:
         lengths = f"{mean:,.0f} tokens on average, at most {length_text(plan)}"
     count = len(recipe.data.sources)
     name = recipe.data.train_names if count == 1 else f"{count} sources"
-    return f"{name}: {rows}, {lengths}"
+    line = f"{name}: {rows}, {lengths}"
+    template = DIRECTORIES.sub("", plan.data_format.template).partition(",")[0]
+    with_template = f"{line}; chat template {template}"
+    fits = len(with_template) <= COLUMNS - LABEL  # else the full plan has it
+    return with_template if fits and template and not template.startswith("none") else line
 
 
 def _mode(machine: Machine, plan: Plan) -> str:

@@ -38,8 +38,10 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
             f"             {plan.rows_left_out:,} rows left out; {plan.target_share:.0%} of the"
             " tokens have a loss"
         )
-    formats = plan.data_format.of_sources or (plan.data_format,)
-    for line in (*(of.reason for of in formats), *plan.data_format.notes):
+    described = plan.data_format
+    template = [f"chat template: {described.template}"] if described.template else []
+    of_sources = [source.reason for source in described.of_sources or (described,)]
+    for line in (*of_sources, *template, *described.notes):
         yield f"             {line}"
     yield from _batch_lines(plan)
     num_samples, steps = plan.num_samples, plan.total_steps(recipe)

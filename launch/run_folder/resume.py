@@ -292,12 +292,13 @@ def _differences(earlier: RunDir, recipe: Recipe, tokens: TokenCache) -> Iterato
             "train": recipe.data.train_names if recipe.data.is_mixed else recipe.data.train_file,
             "validation": recipe.data.validation_file,
             "tokenizer": "the tokenizer",
+            "chat_template": "tokenizer.chat_template",
         }
         changed = [
             str(file or f"data.{part}_file")
             for part, file in files.items()
             if before
-            and before[part] != now[part]
+            and before.get(part) != now.get(part)
             # held-out rows of the training file change with it
             and (part != "validation" or recipe.data.validation_size is None)
         ]

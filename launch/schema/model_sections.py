@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    StringConstraints,
+    model_validator,
+)
 
 from launch.schema.affects import affects
-from launch.schema.section import AFFECTS_STEP, Section
+from launch.schema.section import AFFECTS_STEP, Section, as_tuple
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 AttnImplementation = Literal["sdpa", "eager", "flash_attention_2"]
+
+
+Token = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=r"\S")]
 
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -75,6 +85,22 @@ class TokenizerSection(Section):
             description="Vocabulary of a trained tokenizer. null: that of the model's shape.",
         )
     )
+    chat_template: Annotated[str | None, affects("source")] = Field(
+        default=None,
+        description="Chat template: a file (with a slash in its path, or ending with .jinja), or a"
+        " bundled template: chatml, deepseek-r1, deepseek-v3, gemma, glm4, llama3, mistral-tekken,"
+        " mistral-v1, mistral-v3, phi3, phi3.5, phi4-reasoning, qwen2.5, qwen3, qwen3-2507, zephyr."
+        " null: that of the tokenizer's folder, or a line for each turn.",
+    )
+    add_tokens: Annotated[
+        tuple[Token, ...],
+        BeforeValidator(as_tuple),
+        affects("weights", "rows", "memory", "step_time"),
+    ] = Field(
+        default=(),
+        description="Special tokens to add, e.g. ['<|im_start|>', '<|im_end|>'], if the vocabulary"
+        " lacks them. The embeddings grow with them, and are trained under LoRA too.",
+    )
     split: Annotated[Literal["word", "character"], affects("weights", "rows")] = Field(
         default="word",
         description="How a trained tokenizer splits text; with character, merges never cross a "
@@ -105,6 +131,13 @@ class LoraSection(Section):
         default=None,
         description="Names of the modules that get an adapter, or all-linear: every linear layer"
         " but the output head. null: chosen by architecture, all-linear if it is not known.",
+    )
+    trainable_token_indices: Annotated[
+        tuple[NonNegativeInt, ...] | None, BeforeValidator(as_tuple), AFFECTS_STEP
+    ] = Field(
+        default=None,
+        description="Ids of tokens whose embeddings are trained beside the adapters. null: those"
+        " that tokenizer.add_tokens adds.",
     )
     use_rslora: Annotated[bool, affects("weights")] = Field(
         default=False, description="Multiply the adapters' output by lora_alpha / sqrt(r)."

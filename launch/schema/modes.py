@@ -37,6 +37,7 @@ Refusal = Literal[
     "optimizers of whole tensors",
     "half weights without autocast",
     "output chunks",
+    "trained tokens",
 ]
 
 
@@ -83,7 +84,7 @@ _ZERO_3 = replace(
     _ZERO,
     zero_stage=3,
     shards=("optimizer", "gradients", "parameters"),
-    refuses=(*_ZERO.refuses, "output chunks"),
+    refuses=(*_ZERO.refuses, "output chunks", "trained tokens"),
 )
 
 # Fastest first where the states fit: of the modes for one device and number of ranks, each holds
@@ -103,7 +104,7 @@ LAUNCH_MODES: Mapping[Mode, LaunchMode] = {
         "fsdp2",
         "FSDP",
         shards=("optimizer", "gradients", "parameters"),
-        refuses=(*_SHARDED, "CPUs", "one rank", "output chunks"),
+        refuses=(*_SHARDED, "CPUs", "one rank", "output chunks", "trained tokens"),
         checkpoint_folders=("pytorch_model_fsdp_0", "optimizer_0"),
     ),
 }

@@ -221,3 +221,14 @@ class RunResult:
     # the minimum of the job's bytes and the free bytes together while it ran; 0: not measured
     host_left_bytes: int = 0
     unkillable: tuple[int, ...] = ()  # processes of the run that still exist
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Tokens that were asked for: `ids` of those that a tokenizer lacks and gets, and of those that
+    are `there` already."""
+
+    size_before: int  # rows of an embedding with a row for each token
+    size: int  # after the tokens are added
+    ids: dict[str, int]
+    there: dict[str, int]

@@ -52,10 +52,11 @@ def encoded(
 def check(tokens: TokenCache) -> None:
     """Encode the first rows of the data, unless that was done before. Raises as encoded() does.
 
-    A tokenizer that is trained on the data has a template of ours, which takes every row."""
+    A tokenizer that is trained on the data has a template of ours, which takes every row, unless
+    the recipe names another."""
     recipe, checked = tokens.recipe, tokens.folder.with_suffix(".checked")
-    is_trained = not (recipe.tokenizer.path or recipe.model.path)
-    if is_trained or tokens.folder.exists() or checked.exists():
+    is_ours = not (recipe.tokenizer.path or recipe.model.path or recipe.tokenizer.chat_template)
+    if is_ours or tokens.folder.exists() or checked.exists():
         return
     files = [file for name in recipe.data.paths for file in shards.of(name)[:CHECKED_SHARDS]]
     encoded(tokens, files, 1, num_read=CHECKED_ROWS)

@@ -88,7 +88,7 @@ def _plain(source: Path, described: Mapping[str, Any], trained_shapes: Shapes) -
     weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
     states: States = {}
     for name in trained_shapes:
-        stored = name if name in weights else name.replace(ADAPTER, ".")
+        stored = name if name in weights else f"{name}.".replace(ADAPTER, ".").removesuffix(".")
         if stored in weights:
             states[f"{WEIGHT}/{name}"] = weights[stored]
     optimizer = torch.load(source / "optimizer.pt", weights_only=True, map_location="cpu")

@@ -30,6 +30,9 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
         base_model = family.from_pretrained(
             base, dtype="auto", local_files_only=True, trust_remote_code=False, use_safetensors=True
         )
+        has_tokenizer = (adapter / "tokenizer_config.json").is_file()
+        merged_tokenizer = tokenizer.load(adapter if has_tokenizer else base)
+        build.grow_vocabulary(base_model, len(merged_tokenizer))  # rows that the adapter trained
         adapted = PeftModel.from_pretrained(base_model, adapter, local_files_only=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise ResourceError(
@@ -45,8 +48,7 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
     try:
         aside.mkdir(parents=True)
         merged.save_pretrained(aside)
-        has_tokenizer = (adapter / "tokenizer_config.json").is_file()
-        tokenizer.load(adapter if has_tokenizer else base).save_pretrained(aside)
+        merged_tokenizer.save_pretrained(aside)
         facts = ExportedModel(f"merge of {adapter}", base=str(base))
         files.write_json(aside / "lowmem.json", facts)
         files.sync_all(aside)

@@ -129,7 +129,7 @@ def shown_rows(
         if line and not summary.rows:
             raise DataError(f"{file}: found no row at line {line}; it has {number:,} rows")
     return ShownRows(
-        _template(tokens, summary.tokenizer.chat_template),
+        tokens.data_format.template,
         summary.rows,
         summary.counts.samples,
         dict(summary.left_out),
@@ -163,19 +163,6 @@ def _contents(talk: Conversation) -> Iterator[str]:
             yield "weight 0"
     if talk.tools:
         yield "rows with tools"
-
-
-def _template(tokens: TokenCache, template: Any) -> str:
-    if tokens.recipe.task == "pretrain" and tokens.data_format.kind == "text":
-        return "none: texts are trained as they are"
-    if tokens.model.is_encoder_decoder:
-        return "none: T5 reads the turns before the last answer, a line each"
-    folder = tokens.recipe.tokenizer.path or tokens.recipe.model.path
-    if folder is None:
-        return "of the tokenizer that is trained on the data: a token for each role"
-    if template.endswith(tokenizer.PLAIN_TEMPLATE):
-        return f"{folder} has none: a line for each turn, an end token after each answer"
-    return f"of {folder}"
 
 
 def main(argv: Sequence[str]) -> int:

@@ -124,7 +124,9 @@ def tokenizer_of(tokens: TokenCache, say: Callable[[str], None]) -> Any:
     data, section = recipe.data, recipe.tokenizer
     local = section.path or recipe.model.path
     if local:
-        return tokenizer.load(Path(local))
+        loaded = tokenizer.load(Path(local), section.chat_template)
+        tokenizer.add_tokens(loaded, section.add_tokens)
+        return loaded
     size = section.vocab_size or tokens.model.config["vocab_size"]
     named = sources.of_part(data, tokens.data_format, tokens.row_counts, "train")
     say(f"training a tokenizer of at most {size:,} tokens on {sources.name(named)}")
@@ -134,7 +136,10 @@ def tokenizer_of(tokens: TokenCache, say: Callable[[str], None]) -> Any:
         if not source.is_repeat
         for sample in source.read(BadRows(data.max_bad_rows))
     )
-    return tokenizer.train(_first(texts) if data.streaming else texts, section, size)
+    trained = tokenizer.train(_first(texts) if data.streaming else texts, section, size)
+    if section.chat_template:
+        tokenizer.set_template(trained, section.chat_template)
+    return trained
 
 
 def _first(texts: Iterator[str]) -> Iterator[str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from launch.base.errors import ResourceError
+from launch.data import chat_templates
 from launch.schema.model_sections import TokenizerSection
 
 PAD, END, USER, ASSISTANT, SYSTEM = SPECIAL_TOKENS = [
@@ -41,11 +42,12 @@ PLAIN_TEMPLATE = (  # for a folder without a template: a line for each turn, END
 )
 
 
-def load(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the folder's tokenizer, with the pad token and chat template that training needs.
+def load(folder: Path, template: str | None = None) -> PreTrainedTokenizerBase:
+    """Load the folder's tokenizer, with the pad token and chat template that training needs:
+    `template` (a value of tokenizer.chat_template), the folder's own, or a plain one.
 
-    Raises ResourceError when the folder holds no tokenizer, or a tokenizer without an end token.
-    """
+    Raises ResourceError when the folder holds no tokenizer, or a tokenizer without an end token,
+    and DataError for a template that cannot be read."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
@@ -62,11 +64,34 @@ def load(folder: Path) -> PreTrainedTokenizerBase:
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    if tokenizer.chat_template is None:
+    if template is not None:
+        set_template(tokenizer, template)
+    elif isinstance(tokenizer.chat_template, str):
+        chat_templates.check(tokenizer.chat_template, chat_templates.in_folder(folder) or folder)
+    elif tokenizer.chat_template is None:
         # BOS where the tokenizer puts it before a text, as the base model was trained
         begins = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
         tokenizer.chat_template = ("{{ bos_token }}" if begins else "") + PLAIN_TEMPLATE
     return tokenizer
+
+
+def set_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    """Give the tokenizer a template, by a value of tokenizer.chat_template. Raises DataError."""
+    text = chat_templates.read(template)
+    chat_templates.check(text, chat_templates.file_of(template))
+    tokenizer.chat_template = text
+
+
+def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> dict[str, int]:
+    """Add special tokens that the vocabulary lacks; their ids. A row cannot write them."""
+    vocabulary = tokenizer.get_vocab()
+    missing = [token for token in dict.fromkeys(tokens) if token not in vocabulary]
+    tokenizer.add_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in missing],
+        special_tokens=True,
+    )
+    vocabulary = tokenizer.get_vocab()
+    return {token: vocabulary[token] for token in missing}
 
 
 def train(
@@ -87,7 +112,7 @@ def train(
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=SPECIAL_TOKENS,
+        special_tokens=list(dict.fromkeys([*SPECIAL_TOKENS, *section.add_tokens])),
         # sorted: the same ids every time
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,

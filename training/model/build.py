@@ -3,6 +3,7 @@ in part or extended with LoRA."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -50,6 +51,7 @@ def build(
         model = from_shape(section, model_size, quantization, attention)
     else:
         model = from_folder(section, quantization, device or torch.device("cpu"), attention)
+        grow_vocabulary(model, model_size.config.get("vocab_size", 0), seed)
     vocabulary = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > vocabulary:
         raise ConfigError(
@@ -157,6 +159,14 @@ def from_folder(
     return model
 
 
+def grow_vocabulary(model: Network, vocab_size: int, seed: int = 0) -> None:
+    """Add rows to the embeddings, if they have fewer: near the mean of the others, the same for the
+    same seed on every rank."""
+    if vocab_size > model.get_input_embeddings().num_embeddings:
+        torch.manual_seed(seed)
+        model.resize_token_embeddings(vocab_size)
+
+
 def set_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     for config in (model.config, model.generation_config):
         config.pad_token_id = tokenizer.pad_token_id
@@ -183,6 +193,22 @@ def with_lora(
         use_rslora=lora.use_rslora,
         init_lora_weights=lora.init_lora_weights,
         target_modules=list(targets),
+        trainable_token_indices=_trained_tokens(model, lora),
         task_type=TaskType.SEQ_2_SEQ_LM if model.config.is_encoder_decoder else TaskType.CAUSAL_LM,
     )
-    return get_peft_model(model, config)
+    network: Network = get_peft_model(model, config)
+    if config.trainable_token_indices:  # else peft would save the embeddings that have grown
+        network.save_pretrained = partial(network.save_pretrained, save_embedding_layers=False)
+    return network
+
+
+def _trained_tokens(model: PreTrainedModel, lora: LoraSection) -> dict[str, list[int]] | None:
+    """Last names of the modules with rows that are trained beside the adapters. An output head that
+    is tied to the input's embeddings shares them."""
+    if not lora.trainable_token_indices:
+        return None
+    modules: list[Network] = [model.get_input_embeddings()]
+    if not model.config.get_text_config().tie_word_embeddings:
+        modules.append(model.get_output_embeddings())
+    names = {id(module): name.rpartition(".")[2] for name, module in model.named_modules()}
+    return {names[id(module)]: list(lora.trainable_token_indices) for module in modules}

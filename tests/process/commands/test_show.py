@@ -85,6 +85,31 @@ def test_a_mistake_is_one_line(recipe, flag, message):
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_rows_are_shown_as_the_named_template_renders_them(recipe):
+    done = builders.launch(
+        recipe.parent,
+        "show",
+        str(recipe),
+        "--tokenizer.chat_template=chatml",
+        "--data.max_length=99",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "template   chatml, bundled with this program" in done.stdout
+    assert "the chat template writes 2 tags that the vocabulary lacks" in done.stdout
+    assert "<|im_start|>assistant\n⟦answer<|im_end|>\n<|end|>⟧" in done.stdout
+
+
+@pytest.mark.parametrize(("template", "exit_code"), [("chatmi", 2), ("./broken.jinja", 4)])
+def test_a_mistake_in_the_template_is_met_by_the_plan(recipe, tmp_path, template, exit_code):
+    (tmp_path / "broken.jinja").write_text("{% for message in messages %}")
+    flag = f"--tokenizer.chat_template={template.replace('.', str(tmp_path), 1)}"
+    done = builders.launch(tmp_path, "run", str(recipe), "--dry-run", flag)
+    assert done.returncode == exit_code
+    message = {2: "nearest: chatml", 4: f"{tmp_path}/broken.jinja: line 1: Unexpected end"}
+    assert message[exit_code] in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_a_dry_run_renders_the_first_rows_once(recipe, tmp_path):
     """A template that raises is met before the plan is called good."""
     folder = tmp_path / "tokenizer"

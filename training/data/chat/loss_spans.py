@@ -386,8 +386,8 @@ class _Talk:
                 raise DataError(
                     f"{self.place}: the tokenizer's chat_template renders message {i + 1}"
                     " differently once it is answered, or changes its text, so the answer cannot"
-                    " be separated from its prompt; leave the row out, or name a tokenizer with a"
-                    " plainer template with --tokenizer.path=FOLDER"
+                    " be separated from its prompt; leave the row out, or name a plainer"
+                    " template with --tokenizer.chat_template=FILE|NAME"
                 )
             rendered.append(
                 Rendered(text, spans, "turns", [], turn.has_end(text, spans), self.place)
@@ -518,7 +518,8 @@ def _check_keys(template: str, messages: Messages, tools: Any, place: object) ->
     if unread:
         raise DataError(
             f"{place}: the tokenizer's chat_template does not render {' and '.join(unread)}, which"
-            " would be dropped; name a tokenizer whose template does with --tokenizer.path=FOLDER,"
+            " would be dropped; name a template that does with"
+            " --tokenizer.chat_template=FILE|NAME,"
             f" or train on the rest with --data.ignore_columns=[{','.join(unread)}]"
         )
 
@@ -538,5 +539,5 @@ def _check_contents(full: str, messages: Messages, place: object) -> None:
                 raise DataError(
                     f"{place}: the tokenizer's chat_template does not render message {number}"
                     f" of role {message['role']!r}, which would be dropped; leave the row out, or"
-                    " name a tokenizer whose template does with --tokenizer.path=FOLDER"
+                    " name a template that does with --tokenizer.chat_template=FILE|NAME"
                 )

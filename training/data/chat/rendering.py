@@ -73,7 +73,7 @@ def render(
     except _TooSlow:
         raise DataError(
             f"{_where(place)}the tokenizer's chat_template did not end within {limit_s:g} s of"
-            " CPU time; mend it, or name another tokenizer with --tokenizer.path=FOLDER"
+            " CPU time; mend it, or name another with --tokenizer.chat_template=FILE|NAME"
         ) from None
     except jinja2.TemplateSyntaxError as error:
         raise DataError(

@@ -1,0 +1,144 @@
+"""The tokens that tokenizer.add_tokens adds to a folder's tokenizer: their ids, from a child that
+loads it, and the vocabulary that the model then needs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.base import environment, files
+from launch.base.errors import ConfigError, DataError, LaunchError, ResourceError
+from launch.base.text import shown
+from launch.base.workspace import CODE, FILES
+from launch.data import token_cache
+from launch.predict import model_config
+from launch.predict import parameters as predict_parameters
+from launch.predict.parameters import Shapes
+from launch.schema.model_sections import LoraSection, TokenizerSection
+from launch.schema.plan import Change
+from launch.schema.recipe import Recipe
+from launch.schema.result import NewTokens
+
+CHILD = (sys.executable, "-P", "-m", "training.children.new_tokens")
+ERRORS = {error.exit_code: error for error in (DataError, ResourceError)}
+MOST_NAMED = 8  # tokens in a line of the plan
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A recipe's model with its added tokens, and lines of the plan on them."""
+
+    recipe: Recipe
+    config: dict[str, Any]
+    parameters: Shapes
+    changes: tuple[Change, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def read_model(recipe: Recipe, cache: Path) -> ModelFacts:
+    """Read a recipe's model, with rows for the tokens that tokenizer.add_tokens adds to a folder's
+    tokenizer. A tokenizer that is trained on the data has them in its own vocabulary.
+
+    Raises ConfigError and ResourceError as model_config.read() does."""
+    config, parameters = model_config.read(recipe.model, root=FILES)
+    folder, tokens = recipe.tokenizer.path or recipe.model.path, recipe.tokenizer.add_tokens
+    if not tokens or not folder:
+        return ModelFacts(recipe, config, parameters)
+    rows = parameters[predict_parameters.embedding(parameters)][0]
+    new = _of_folder(Path(folder), recipe.tokenizer, cache)
+    if new.size_before > rows:
+        raise ConfigError(
+            f"the tokenizer of {folder} has {new.size_before:,} tokens, the model's vocabulary"
+            f" {rows:,}; name the model's own tokenizer with --tokenizer.path=FOLDER"
+        )
+    if new.size > rows:
+        _refuse_untied_head(config, parameters)
+        config, parameters = model_config.read(recipe.model, new.size, root=FILES)
+    recipe, changes = with_trained_tokens(recipe, new)
+    return ModelFacts(recipe, config, parameters, tuple(changes), tuple(_notes(new, rows)))
+
+
+def _refuse_untied_head(config: Mapping[str, Any], parameters: Shapes) -> None:
+    """Raise ConfigError for weights whose output head differs from the embeddings that their
+    config ties it to: transformers would tie them when the embeddings grow."""
+    model_type = config["model_type"]
+    is_tied = model_type == "t5" or config.get("tie_word_embeddings", model_type == "gpt2")
+    if is_tied and any(map(predict_parameters.HEAD.search, parameters)):
+        raise ConfigError(
+            "tokenizer.add_tokens: the embeddings would have to grow, but the output head in the"
+            " weights is not the embeddings to which config.json ties it, and would be lost; leave"
+            " tokens out, or set tie_word_embeddings to false in config.json"
+        )
+
+
+def _notes(tokens: NewTokens, rows: int) -> Iterator[str]:
+    if tokens.ids:
+        grown = (
+            f"the embeddings grow from {rows:,} to {tokens.size:,} rows; the new ones begin near"
+            " the mean of the others"
+            if tokens.size > rows
+            else f"the {rows:,} rows of the embeddings have space for them"
+        )
+        yield f"added to the vocabulary: {_named(tokens.ids)}; {grown}"
+    if tokens.there:
+        yield f"tokenizer.add_tokens: in the vocabulary already: {_named(tokens.there)}"
+
+
+def _named(tokens: Mapping[str, int]) -> str:
+    texts = [f"{token} ({number:,})" for token, number in tokens.items()]
+    others = len(texts) - MOST_NAMED
+    return ", ".join(texts[:MOST_NAMED]) + (f" and {others} more" if others > 0 else "")
+
+
+def with_trained_tokens(recipe: Recipe, tokens: NewTokens) -> tuple[Recipe, list[Change]]:
+    """The recipe whose adapter trains the embeddings of added tokens too."""
+    lora = recipe.lora
+    if lora is None or not tokens.ids:
+        return recipe, []
+    asked = lora.trainable_token_indices
+    indices = tuple(sorted({*(asked or ()), *tokens.ids.values()}))
+    if indices == asked:
+        return recipe, []
+    trained = LoraSection(**{**lora.model_dump(), "trainable_token_indices": indices})
+    change = Change(
+        "lora.trainable_token_indices",
+        "null" if asked is None else str(list(asked)),
+        str(list(indices)),
+        "the embeddings of added tokens are trained beside the adapters",
+    )
+    return recipe.model_copy(update={"lora": trained}), [change]
+
+
+def _of_folder(folder: Path, section: TokenizerSection, cache: Path) -> NewTokens:
+    """The tokens' ids, from the cache or from a child. Raises DataError and ResourceError as
+    loading the tokenizer does."""
+    tokens = section.add_tokens
+    identity = [token_cache.folder_fingerprint(folder), tokens]
+    name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:24]
+    file = cache / "new_tokens" / f"{name}.json"
+    if (stored := files.read_or_none(file, NewTokens)) is not None:
+        return stored
+    done = subprocess.run(
+        [*CHILD, str(folder), *filter(None, [section.chat_template])],
+        input=json.dumps(tokens).encode(),
+        env=environment.passed(os.environ) | {"PYTHONPATH": str(CODE), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode in ERRORS:
+        raise ERRORS[done.returncode](done.stdout.decode())
+    if done.returncode:
+        sys.stderr.write(shown(done.stderr.decode(errors="replace")))
+        raise LaunchError(f"the child that loads {folder} ended with {done.returncode}, see above")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    files.write_atomic(file, done.stdout.decode())
+    result = files.read(file, NewTokens)
+    assert result is not None
+    return result

@@ -1,0 +1,153 @@
+"""Chat templates that a recipe names: bundled ones, files, and the tags that a vocabulary lacks."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from benchmarks import template_matrix
+from launch.base.errors import ConfigError, DataError
+from launch.data import chat_templates, token_cache
+from launch.data.conversation import Conversation
+from launch.recipe.paths import with_absolute_paths
+from launch.schema.model_sections import TokenizerSection
+from launch.schema.recipe import Recipe
+from tests import builders
+from training.data import tokenizer
+from training.data.encode import Encoder
+
+BROKEN = "{% for message in messages %}\n{{ message.content }\n{% endfor %}"
+
+
+@pytest.mark.parametrize("kind", ["one turn", "two turns"])
+@pytest.mark.parametrize("name", chat_templates.names())
+def test_a_bundled_template_trains_what_it_renders_with_the_loss_on_the_answers(name, kind):
+    result = template_matrix.cell(chat_templates.read(name), kind)
+    assert result["method"] in ("prefixes", "characters", "marks")
+    assert "wrong" not in result
+
+
+def test_every_bundled_template_is_named_with_its_source_and_in_the_reference_of_the_keys():
+    names = chat_templates.names()
+    assert len(names) >= 12
+    description = TokenizerSection.model_fields["chat_template"].description or ""
+    listed = description.split("bundled template: ")[1].split(". null")[0]
+    assert listed.split(", ") == names
+    sources = (chat_templates.FOLDER / "SOURCES.md").read_text(encoding="utf-8")
+    assert {
+        name for name in names if not re.search(rf"[|`] ?{re.escape(name)} ?[|`]", sources)
+    } == set()
+
+
+def recipe_of(**section: str | tuple[str, ...]) -> Recipe:
+    return builders.recipe_of(tokenizer=section)
+
+
+def test_a_wrong_name_is_refused_with_the_nearest_names():
+    with pytest.raises(
+        ConfigError, match=r"no bundled template 'qwen-3'; nearest: qwen3, .*all: c"
+    ):
+        chat_templates.describe(recipe_of(chat_template="qwen-3"), False, False)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    for path in (tmp_path / "no.jinja", tmp_path):
+        with pytest.raises(ConfigError, match=f"chat_template: {path} is "):
+            chat_templates.describe(recipe_of(chat_template=str(path)), False, False)
+
+
+def test_a_mistake_in_the_syntax_names_file_and_line(tmp_path, folder):
+    for file in (tmp_path / "mine.jinja", folder / "chat_template.jinja"):
+        file.write_text(BROKEN)
+    message = r"mine\.jinja: line 2: unexpected '}'; this chat template cannot be read"
+    with pytest.raises(DataError, match=message):
+        chat_templates.describe(recipe_of(chat_template=f"{tmp_path}/mine.jinja"), False, False)
+    with pytest.raises(DataError, match=rf"^{folder}/chat_template\.jinja: line 2: unexpected"):
+        tokenizer.load(folder)
+
+
+@pytest.mark.parametrize("mark", ["{% generation %}{{ 'a' }}{% endgeneration %}", "{% break %}"])
+def test_words_that_transformers_adds_to_jinja_are_no_mistake(mark):
+    chat_templates.check("{% for message in messages %}" + mark + "{% endfor %}", "here")
+
+
+def test_a_t5_takes_no_template():
+    with pytest.raises(ConfigError, match="the model is a T5, which has no chat template"):
+        chat_templates.describe(recipe_of(chat_template="chatml"), True, False)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = tokenizer.train(iter(["one two three"] * 9), TokenizerSection(), 300)
+    made.save_pretrained(tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
+
+
+def test_the_named_template_is_trained_and_kept_instead_of_the_folders_own(tmp_path, folder):
+    (tmp_path / "mine.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    loaded = tokenizer.load(folder, f"{tmp_path}/mine.jinja")
+    loaded.save_pretrained(tmp_path / "saved")
+    again = tokenizer.load(tmp_path / "saved")
+    talk = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    ((row,),) = Encoder(again, False, "sft", 64).encode([Conversation(talk)])
+    assert again.decode(row["input_ids"]) == "[user] one<|end|>[assistant] two<|end|>"
+
+
+def test_the_plan_says_where_the_template_is_from(tmp_path, folder):
+    def described(**section):
+        return chat_templates.describe(recipe_of(**section), False, False)
+
+    assert described(chat_template="chatml") == "chatml, bundled with this program"
+    assert described() == "of the tokenizer that is trained on the data: a token for each role"
+    assert described(path=str(folder)) == f"of {folder}"
+    (folder / "chat_template.jinja").unlink()
+    assert described(path=str(folder)).startswith(f"{folder} has none: a line for each turn")
+
+
+def test_tags_that_are_no_tokens_are_named_with_the_flag_that_adds_them(folder):
+    missing = chat_templates.missing_tags(recipe_of(path=str(folder), chat_template="phi3"))
+    assert missing == []  # the tokenizer has <|user|>, <|assistant|>, <|system|> and <|end|>
+    missing = chat_templates.missing_tags(recipe_of(path=str(folder), chat_template="chatml"))
+    assert missing == ["<|im_start|>", "<|im_end|>"]
+    assert chat_templates.tags_note(missing).endswith(
+        """--tokenizer.add_tokens='["<|im_start|>","<|im_end|>"]' makes tokens of them"""
+    )
+    assert chat_templates.missing_tags(recipe_of(chat_template="phi3")) == []  # trained on the data
+
+
+def test_tags_of_a_tokenizer_that_tells_of_them_in_another_way_are_tokens(folder):
+    """deepseek's tags are not ASCII; transformers writes them into tokenizer.json as they are."""
+    made = tokenizer.load(folder)
+    tags = chat_templates.TAG.findall(chat_templates.read("deepseek-v3"))
+    made.add_tokens(sorted(set(tags)), special_tokens=True)
+    made.save_pretrained(folder)
+    section = {"path": str(folder), "chat_template": "deepseek-v3"}
+    assert chat_templates.missing_tags(recipe_of(**section)) == []
+
+
+def test_another_template_or_another_content_of_its_file_tokenises_again(tmp_path):
+    file = tmp_path / "mine.jinja"
+    data = {"train_file": str(builders.write_parquet(tmp_path / "a.parquet", builders.rows(3)))}
+
+    def name(**section):
+        recipe = builders.recipe_of(tokenizer=section, data=data)
+        model = builders.plan(recipe).shape
+        tokens = token_cache.token_cache(tmp_path, recipe, model, builders.DATA_FORMAT)
+        return tokens.folder.name
+
+    file.write_text("{{ messages }}")
+    first = name(chat_template=str(file))
+    file.write_text("{{ messages[0] }}")
+    assert len({name(), name(chat_template="chatml"), first, name(chat_template=str(file))}) == 4
+
+
+def test_a_name_stays_a_name_and_a_file_becomes_absolute(tmp_path):
+    def resolved(value: str) -> str | None:
+        return with_absolute_paths(recipe_of(chat_template=value), tmp_path).tokenizer.chat_template
+
+    assert resolved("qwen2.5") == "qwen2.5"
+    assert resolved("mine.jinja") == f"{tmp_path}/mine.jinja"
+    assert resolved("folder/mine") == f"{tmp_path}/folder/mine"

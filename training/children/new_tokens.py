@@ -1,0 +1,48 @@
+"""Add tokens to a folder's tokenizer in memory, and print a NewTokens as JSON:
+`python -m training.children.new_tokens FOLDER [TEMPLATE]` with a JSON list of tokens as its input.
+A folder without a tokenizer is named instead. TEMPLATE is a value of tokenizer.chat_template."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from launch.base import processes
+from launch.base.errors import LaunchError
+from launch.schema.result import NewTokens
+from training.data import tokenizer
+
+
+def new_tokens(folder: Path, template: str | None, tokens: list[str]) -> NewTokens:
+    """The ids of tokens that a folder's tokenizer has, and would get. Raises DataError and
+    ResourceError."""
+    loaded = tokenizer.load(folder, template)
+    before = loaded.get_vocab()
+    there = {token: before[token] for token in tokens if token in before}
+    ids = tokenizer.add_tokens(loaded, tokens)
+    return NewTokens(
+        size_before=max(before.values()) + 1,
+        size=max(loaded.get_vocab().values()) + 1,
+        ids=ids,
+        there=there,
+    )
+
+
+def main() -> int:
+    processes.settle_process()
+    folder, template = [*sys.argv[1:], None][:2]
+    assert folder is not None
+    try:
+        result = new_tokens(Path(folder), template, json.loads(sys.stdin.read()))
+    except LaunchError as error:
+        sys.stdout.buffer.write(str(error).encode())
+        return error.exit_code
+    sys.stdout.buffer.write(TypeAdapter(NewTokens).dump_json(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
