@@ -89,7 +89,8 @@ def of_part(
     if counts is None:
         path = Path(data.sources[0].path)
         return (Source(path, data_format),) if part == "train" else ()
-    held_out, found, begin = _held_out(data, counts), [], 0
+    held_out, begin = _held_out(data, counts), 0
+    of_all: list[Source] = []
     for index, (source, of_files) in enumerate(zip(data.sources, counts, strict=True)):
         offsets = tuple(accumulate(of_files[:-1], initial=begin))
         end = begin + sum(of_files)
@@ -98,12 +99,12 @@ def of_part(
         passes: list[EvenChoice | None] = [None] if num_held_out else []
         if part == "train":
             passes = row_choice.shares(source.weight, end - begin - num_held_out, path)
-        found += [
+        of_all += [
             Source(path, own, RowChoice(held_out, part, begin, share), offsets, number > 0)
             for number, share in enumerate(passes)
         ]
         begin = end
-    return tuple(found)
+    return tuple(of_all)
 
 
 def _held_out(data: DataSection, counts: RowCounts) -> EvenChoice:
