@@ -42,12 +42,13 @@ class ModelFacts:
     notes: tuple[str, ...] = ()
 
 
-def read_model(recipe: Recipe, cache: Path) -> ModelFacts:
-    """Read a recipe's model, with rows for the tokens that tokenizer.add_tokens adds to a folder's
+def with_tokens(
+    recipe: Recipe, config: dict[str, Any], parameters: Shapes, cache: Path
+) -> ModelFacts:
+    """A recipe's model with rows for the tokens that tokenizer.add_tokens adds to a folder's
     tokenizer. A tokenizer that is trained on the data has them in its own vocabulary.
 
-    Raises ConfigError and ResourceError as model_config.read() does."""
-    config, parameters = model_config.read(recipe.model, root=FILES)
+    Raises ConfigError, and ResourceError for a tokenizer that cannot be loaded."""
     folder, tokens = recipe.tokenizer.path or recipe.model.path, recipe.tokenizer.add_tokens
     if not tokens or not folder:
         return ModelFacts(recipe, config, parameters)

@@ -104,6 +104,7 @@ def read(
         raise ResourceError(
             f"tokenizer.path: there is no folder {recipe.tokenizer.path}; give one, or leave it out"
         )
+    config, parameters = model_config.read(recipe.model, root=FILES)
     tokenizer = Path(recipe.tokenizer.path or recipe.model.path or "")
     model_config.check_tokenizer(tokenizer)
     if (
@@ -115,7 +116,7 @@ def read(
             f"{tokenizer}: found no tokenizer.json or its like; name a tokenizer with"
             " --tokenizer.path=FOLDER"
         )
-    model = new_tokens.read_model(recipe, workspace.cache)
+    model = new_tokens.with_tokens(recipe, config, parameters, workspace.cache)
     recipe = model.recipe
     _write_sample_data(recipe, workspace, say)
     file_facts = token_cache.known_files(workspace.cache)

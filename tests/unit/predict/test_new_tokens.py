@@ -95,6 +95,11 @@ def folder(tmp_path_factory):
     return path
 
 
+def read_model(recipe: Recipe, cache) -> new_tokens.ModelFacts:
+    config, parameters = model_config.read(recipe.model, root=builders.CODE)
+    return new_tokens.with_tokens(recipe, config, parameters, cache)
+
+
 def recipe_of(folder, *tokens: str, **sections) -> Recipe:
     model, section = {"shape": None, "path": str(folder)}, {"add_tokens": list(tokens)}
     return builders.recipe_of(model=model, tokenizer=section, **sections)
@@ -102,7 +107,7 @@ def recipe_of(folder, *tokens: str, **sections) -> Recipe:
 
 def test_the_embeddings_grow_by_the_tokens_for_which_they_have_no_row(folder, tmp_path):
     rows = AutoConfig.from_pretrained(folder).vocab_size
-    read = new_tokens.read_model(recipe_of(folder, "<a>", "<b>", "<|end|>"), tmp_path)
+    read = read_model(recipe_of(folder, "<a>", "<b>", "<|end|>"), tmp_path)
     assert read.config["vocab_size"] == rows + 1
     assert read.parameters["model.embed_tokens.weight"] == (rows + 1, 32)
     assert read.parameters["lm_head.weight"] == (rows + 1, 32)
@@ -114,7 +119,7 @@ def test_the_embeddings_grow_by_the_tokens_for_which_they_have_no_row(folder, tm
 
 
 def test_a_free_row_is_used_before_the_embeddings_grow(folder, tmp_path):
-    read = new_tokens.read_model(recipe_of(folder, "<a>"), tmp_path)
+    read = read_model(recipe_of(folder, "<a>"), tmp_path)
     assert read.config["vocab_size"] == AutoConfig.from_pretrained(folder).vocab_size
     assert "rows of the embeddings have space for them" in read.notes[0]
 
@@ -122,11 +127,11 @@ def test_a_free_row_is_used_before_the_embeddings_grow(folder, tmp_path):
 def test_an_adapter_trains_the_added_tokens_and_those_that_the_recipe_names(folder, tmp_path):
     rows = AutoConfig.from_pretrained(folder).vocab_size
     asked = {"r": 4, "trainable_token_indices": [3]}
-    read = new_tokens.read_model(recipe_of(folder, "<a>", "<b>", lora=asked), tmp_path)
+    read = read_model(recipe_of(folder, "<a>", "<b>", lora=asked), tmp_path)
     assert read.recipe.lora is not None
     assert read.recipe.lora.trainable_token_indices == (3, rows - 1, rows)
     assert [change.key for change in read.changes] == ["lora.trainable_token_indices"]
-    there = new_tokens.read_model(recipe_of(folder, "<|end|>", lora={"r": 4}), tmp_path)
+    there = read_model(recipe_of(folder, "<|end|>", lora={"r": 4}), tmp_path)
     assert there.recipe.lora is not None
     assert there.recipe.lora.trainable_token_indices is None
 
@@ -138,7 +143,7 @@ def test_a_tokenizer_that_did_not_fit_before_is_refused(folder, tmp_path):
     large = {"path": str(tmp_path / "large"), "add_tokens": ["<a>"]}
     recipe = builders.recipe_of(model={"shape": "llama-tiny"}, tokenizer=large)
     with pytest.raises(ConfigError, match=r"has [\d,]+ tokens, the model's vocabulary"):
-        new_tokens.read_model(recipe, tmp_path)
+        read_model(recipe, tmp_path)
 
 
 def test_a_head_that_growing_would_tie_is_refused(folder, tmp_path):
@@ -153,7 +158,7 @@ def test_a_head_that_growing_would_tie_is_refused(folder, tmp_path):
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     tokenizer.load(folder).save_pretrained(path)
     with pytest.raises(ConfigError, match=re.escape("the output head in the weights is not")):
-        new_tokens.read_model(recipe_of(path, "<a>"), tmp_path)
+        read_model(recipe_of(path, "<a>"), tmp_path)
 
 
 def test_new_rows_are_near_the_mean_and_the_same_for_the_same_seed(folder):
