@@ -3,7 +3,6 @@ anything slow starts."""
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
@@ -13,7 +12,7 @@ from typing import Literal
 
 from launch.base.errors import ConfigError, DataError
 from launch.base.text import nearest
-from launch.data import delimited, shards, sniff, untrained
+from launch.data import delimited, json_array, shards, sniff, untrained
 from launch.data.normalise import FIELDS, MESSAGE_ID, OPENAI, PARENT_ID, SHAREGPT, RowReader
 from launch.data.rows import BadRows, Slice, samples_of
 from launch.data.shards import MAX_ROW_BYTES, FileFacts
@@ -132,10 +131,7 @@ def _row_count(path: Path) -> int | None:
     if is_csv:
         return sum(1 for _ in delimited.read(path, file_type, lambda _, raw: raw.decode("latin-1")))
     if file_type == "json":
-        try:
-            return len(json.loads(path.read_text(encoding="utf-8-sig")))
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}: is not a JSON array ({error}); mend the file") from error
+        return sum(1 for _ in json_array.elements(path))
     with path.open("rb") as stream:
         return sum(bool(line.removeprefix(b"\xef\xbb\xbf").strip()) for line in stream)
 

@@ -875,7 +875,10 @@ def test_an_array_element_without_end_is_refused_before_all_of_the_file_is_read(
         stream.write(b'[{"text": "')
         stream.seek(8 * shards.MAX_ROW_BYTES)  # sparse
         stream.write(b'"}]')
-    with pytest.raises(DataError, match=r":1: is not JSON .*, or longer than 64 MiB; mend"):
+    with pytest.raises(
+        DataError,
+        match=r":1: is not JSON .*, or longer than 64 MiB: element 1 has no end in [0-9,]+ ",
+    ):
         detect(path)
 
 
@@ -974,5 +977,5 @@ def test_a_missing_validation_file_is_named(tmp_path):
 def test_a_broken_array_cannot_be_counted(tmp_path):
     path = tmp_path / "a.json"
     path.write_text('[{"text": "a"}, {')
-    with pytest.raises(DataError, match=r"is not a JSON array"):
+    with pytest.raises(DataError, match=r"a\.json:1: is not JSON"):
         data_columns.row_count(path)
