@@ -3,6 +3,7 @@ anything slow starts."""
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
@@ -50,7 +51,9 @@ KNOWN: tuple[tuple[str, Kind, dict[str, str], str | None], ...] = (
     ("input/output", "prompt_response", {"prompt": "input", "response": "output"}, None),
     ("text", "text", {"text": "text"}, None),
 )
+LINE = re.compile(r" in (?:line|element) (\d+)$")  # of sniff's words for what a column holds
 # for hints only
+PROMPT_NAMES = ("prompt", "question", "instruction", "input", "query")
 ANSWER_NAMES = ("answer", "response", "output", "completion", "target", "reply", "chosen", "label")
 
 
@@ -192,8 +195,11 @@ def _format(
             role == "context" and holds.startswith(("null", "nothing"))
         ):
             requirement = "a list of {role, content} or of {from, value}" if is_messages else "text"
+            number = LINE.search(holds)
+            place = f"{file.path}:{number[1]}" if number else file.path
+            holds = LINE.sub("", holds)
             raise DataError(
-                f"{file.path}: column {column!r} holds {holds}; the {role} must be {requirement}"
+                f"{place}: column {column!r} holds {holds}; the {role} must be {requirement}"
             )
     data_format = DataFormat(kind, columns, file.file_type, reason, tuple(ignored))
     if others := [name for name in file.columns if RowReader(data_format).reads(name)]:
@@ -265,7 +271,9 @@ def _chosen(
     texts = [name for name, holds in file.columns.items() if holds in ("string", "messages")]
     others = [name for name in file.columns if untrained.is_other_training(name)]
     if others and any(name not in others for name in texts):
-        raise DataError(f"{file.path}: {untrained.refusal(others)}")
+        raise DataError(
+            f"{file.path}: {untrained.refusal(others, hint=_chosen_flags(file, others))}"
+        )
     raise DataError(
         f"{file.path}: its columns are of no known format; found columns {_listed(file)};"
         f" {_flags(file)}. Known: {', '.join('/'.join(row[2].values()) for row in KNOWN)}"
@@ -279,14 +287,35 @@ def _flags(file: FileColumns) -> str:
     if len(lists) > 1:
         return "of several columns with messages one is read: write the turns of each row into one"
     if lists:
-        return f"add --data.messages_column={lists[0]}"
+        return f"add {untrained.flag('messages_column', lists[0])}"
     if len(texts) == 1:
-        return f"add --data.text_column={texts[0]}"
+        return f"add {untrained.flag('text_column', texts[0])}"
     if len(texts) > 1:
         response = next((name for name in texts if name.lower() in ANSWER_NAMES), texts[1])
         prompt = next(name for name in texts if name != response)
-        return f"add --data.prompt_column={prompt} --data.response_column={response}"
+        return (
+            f"add {untrained.flag('prompt_column', prompt)}"
+            f" {untrained.flag('response_column', response)}"
+        )
     return "none of them holds text"
+
+
+def _chosen_flags(file: FileColumns, others: Sequence[str]) -> str:
+    """The flags that train on the preferred answers of pairs, or on labels; "" if there are
+    none."""
+    chosen = next((name for name in others if name.lower() in ("chosen", "label")), "")
+    kind = file.columns.get(chosen)
+    prompts = [name for name, holds in file.columns.items() if holds == kind and name not in others]
+    if kind in ("string", "messages") and prompts:
+        prompt = next((name for name in PROMPT_NAMES if name in prompts), prompts[0])
+        named = [untrained.flag("prompt_column", prompt), untrained.flag("response_column", chosen)]
+    elif kind == "messages":
+        named = [untrained.flag("messages_column", chosen)]
+    else:
+        return ""
+    rest = [name for name in others if name != chosen]
+    named += [untrained.flag("ignore_columns", rest)] if rest else []
+    return f"To train on column {chosen!r} as the answers, add {' '.join(named)}"
 
 
 def _check_same(training: DataFormat, validation: DataFormat, train_path: Path, path: Path) -> None:

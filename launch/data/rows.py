@@ -297,6 +297,13 @@ def samples_of(
     of: Slice, data_format: DataFormat, bad: BadRows, num_rows: int | None = None
 ) -> Iterator[Sample]:
     """read_samples(), of a slice, or of its first rows."""
+    return (sample for _, sample in placed_samples(of, data_format, bad, num_rows))
+
+
+def placed_samples(
+    of: Slice, data_format: DataFormat, bad: BadRows, num_rows: int | None = None
+) -> Iterator[tuple[Place, Sample]]:
+    """The samples of a slice, each with the place of its row."""
     columns, reader = data_format.columns, RowReader(data_format)
 
     def choice(schema: Any) -> list[str]:
@@ -310,7 +317,9 @@ def samples_of(
     rows = read_rows(of, data_format.file_type, bad, choice, num_rows or ROWS_AT_ONCE)
     rows = _without_loss(islice(rows, num_rows), reader.passed)
     if data_format.kind == "oasst":
-        yield from threads.conversations(rows, columns, bad.add)
+        for talk in threads.conversations(rows, columns, bad.add):
+            assert isinstance(talk.place, Place)
+            yield talk.place, talk
         return
     for place, row in rows:
         try:
@@ -320,7 +329,7 @@ def samples_of(
         except DataError as error:
             bad.add(DataError(f"{place}: {error}"))
             continue
-        yield sample if isinstance(sample, str) else replace(sample, place=place)
+        yield place, sample if isinstance(sample, str) else replace(sample, place=place)
 
 
 def _without_loss(rows: Rows, passed: Collection[str]) -> Rows:

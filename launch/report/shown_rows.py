@@ -14,10 +14,13 @@ from launch.schema.shown_rows import ShownRow, ShownRows
 TARGET_STYLE = "bold green"
 BEGIN, END = "⟦", "⟧"  # around tokens with a loss, without colours
 BARS, BAR_WIDTH = 8, 40
+ESCAPES = "A backslash before <|...|> or the like: text of the row that is no special token."
 FEWEST = 20  # rows of a histogram
 
 
-def lines(context: PlanContext, file: Path, summary: ShownRows, colours: bool) -> Iterator[Text]:
+def lines(
+    context: PlanContext, file: Path, summary: ShownRows, colours: bool, is_one_row: bool = False
+) -> Iterator[Text]:
     """The rows, with the targets in colour or in brackets, below the counts."""
     data_format, max_length = context.data_format, context.recipe.data.max_length
     for head, value in (
@@ -25,10 +28,10 @@ def lines(context: PlanContext, file: Path, summary: ShownRows, colours: bool) -
         *(("", note) for note in data_format.notes),
         ("template", summary.template),
         ("loss on", _loss(summary)),
-        ("rows", _rows(summary, max_length)),
+        ("rows", "" if is_one_row else _rows(summary, max_length)),
         ("messages", ", ".join(f"{count:,} {name}" for name, count in summary.contents.items())),
         *(("bad row", error) for error in summary.bad[:3]),
-        ("tokens", _tokens(summary)),
+        ("tokens", "" if is_one_row else _tokens(summary)),
         *(("", line) for line in _histogram(summary.lengths)),
     ):
         if value:
@@ -38,6 +41,9 @@ def lines(context: PlanContext, file: Path, summary: ShownRows, colours: bool) -
         yield Text(shown(_heading(row, max_length)), style="dim" if colours else "")
         if row.parts:
             yield _row(row, colours)
+    if any(row.has_escapes for row in summary.rows):
+        yield Text("")
+        yield Text(ESCAPES)
 
 
 def _loss(summary: ShownRows) -> str:

@@ -297,7 +297,8 @@ def failure_lines(result: RunResult) -> list[str]:
         f"error: {failure.cause}",
         *([f"  where  in {failure.section} at step {result.last_step}"] if failure.section else []),
         f"  proof  {failure.proof}",
-        f"  fix    {failure.fix}",
+        # a mistake in the recipe or the data says itself what to do
+        *([f"  fix    {failure.fix}"] if failure.fix else []),
         *([f"  note   {result.note}"] if result.note else []),
         f"  run    {result.run_dir}",
     ]

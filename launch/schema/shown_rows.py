@@ -23,6 +23,7 @@ class ShownRow:
     num_targets: int = 0
     is_truncated: bool = False
     left_out: str = ""  # the reason
+    has_escapes: bool = False  # a backslash before text that looks like a special token
 
 
 @dataclass(frozen=True)

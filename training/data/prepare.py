@@ -194,6 +194,11 @@ def summary(name: str, counts: dict[str, Any], max_length: int) -> str:
             f", {counts['split']:,} conversations as a row for each answer (the chat template"
             " renders a turn differently once others follow)"
         )
+    if counts["unread"]:
+        line += (
+            f", {counts['unread']:,} conversations without their messages behind the last answer"
+            " (a T5 reads those before it)"
+        )
     if counts["dropped"]:
         line += f", {counts['dropped']:,} left out (no target to train on)"
         if counts["dropped"] > counts["samples"] / 2:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import jinja2
@@ -15,7 +16,7 @@ from launch.data.conversation import Conversation
 from launch.data.rows import read_samples
 from launch.schema.model_sections import TokenizerSection
 from launch.schema.plan import DataFormat
-from training.data import batches, encode, tokenizer
+from training.data import batches, encode, prepare, tokenizer
 
 TEXTS = ["two 二 three 三", "the end of a sentence", "日期 2024-03-05"]
 
@@ -88,6 +89,20 @@ def test_t5_reads_the_system_prompt_and_the_history_as_turns(tmp_path, cut):
     ((tokens,),) = encoder(cut, encoder_decoder=True).encode([sample])
     assert cut.decode(tokens["input_ids"]) == "end\ntwo\n二\nthree<|end|>"
     assert cut.decode(tokens["labels"]) == "三<|end|>"
+
+
+def test_t5_refuses_an_answer_to_nothing_and_counts_messages_behind_the_last_answer(tmp_path, cut):
+    paired = encoder(cut, encoder_decoder=True)
+    answer = {"role": "assistant", "content": "二"}
+    with pytest.raises(DataError, match="the first message is the only answer, but a T5 reads"):
+        paired.encode([Conversation([answer])])
+    talks = [turns("two", "二"), turns("two", "二", "behind")]
+    counts = encode.write_cache(
+        iter(talks), paired, tmp_path / "a.arrow", None, lambda _: None, None
+    )
+    assert (counts.rows, counts.unread) == (2, 1)
+    line = prepare.summary("train", asdict(counts), 64)
+    assert "1 conversations without their messages behind the last answer" in line
 
 
 def test_pretraining_learns_every_token_of_a_text_in_pieces(cut):
