@@ -20,6 +20,8 @@ TOKENS_MADE_OF = "made_of.json"  # of a token cache: TokenCache.identity
 # of a token cache: what its rows are; its folder is renamed when all is written
 TOKENS_READY = "counts.json"
 
+SHOWN_ROWS = "rows.json"  # of a token cache: ShownRows of its first rows
+
 
 def folder_fingerprint(folder: Path) -> str:
     """sha256 over the small files of a tokenizer folder (weights do not change tokens)."""

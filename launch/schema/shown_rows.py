@@ -39,4 +39,5 @@ class ShownRows:
     lengths: list[int]  # tokens of each row that is trained
     methods: dict[str, int]  # the way in which targets were found -> conversations
     contents: dict[str, int]  # role or key of a message -> messages that have it
-    bad: list[str]  # rows that cannot be read
+    bad: list[str]  # errors of rows that cannot be read
+    num_bad: int = 0

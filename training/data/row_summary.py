@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.base.errors import DataError
+from launch.data import shards
 from launch.data.conversation import Conversation, Sample, text_of
 from launch.data.rows import IGNORED, BadRows, Place, Slice, placed_samples
 from launch.data.token_cache import TokenCache
@@ -21,6 +22,10 @@ from training.data.encode import BATCH_CHARACTERS, CacheCounts, Encoder, Rendere
 
 UNLIMITED = 1 << 40  # tokens
 MOST_CHARACTERS = 16 << 20  # of a file; a few seconds of one CPU
+MOST_LENGTHS = 10_000  # of rows that were split into pieces
+# of the report: rows, characters of each, errors of bad rows and their characters
+REPORT_ROWS, REPORT_CHARACTERS, REPORT_ERRORS, ERROR_CHARACTERS = 5, 2000, 3, 400
+NUM_READ = 1000  # rows
 ESCAPE = "\\"  # before a text that is written as a special token is
 
 
@@ -68,7 +73,7 @@ class RowSummary:
             if batch_characters >= BATCH_CHARACTERS:
                 self._add(batch, num_shown)
                 characters, batch, batch_characters = characters + batch_characters, [], 0
-            if characters >= MOST_CHARACTERS:
+            if characters >= MOST_CHARACTERS or len(self._lengths) >= MOST_LENGTHS:
                 break
         self._add(batch, num_shown)
 
@@ -182,7 +187,36 @@ class RowSummary:
             dict(self._methods),
             dict(self._contents),
             self.bad.errors,
+            self.bad.count,
         )
+
+
+def for_report(tokens: TokenCache, loaded: Any) -> ShownRows:
+    """The first rows of the training data, shortened: a file of at most about 100 kB."""
+    summary, data = RowSummary(tokens, loaded), tokens.recipe.data
+    first = shards.of(Path(data.train_file))[0]
+    summary.add_first(first, min(NUM_READ, data.max_train_samples or NUM_READ), REPORT_ROWS)
+    rows = summary.summary()
+    return replace(
+        rows,
+        rows=[_shortened(row) for row in rows.rows[:REPORT_ROWS]],
+        bad=[error[:ERROR_CHARACTERS] for error in rows.bad[:REPORT_ERRORS]],
+    )
+
+
+def _shortened(row: ShownRow) -> ShownRow:
+    """The row with the first characters of its text."""
+    parts: list[ShownPart] = []
+    free = REPORT_CHARACTERS
+    for part in row.parts:
+        parts.append(replace(part, text=part.text[:free]))
+        free -= len(parts[-1].text)
+        if free <= 0:
+            missing = sum(len(part.text) for part in row.parts) - REPORT_CHARACTERS
+            more = [ShownPart(f" ... ({missing:,} more characters)", False)] if missing else []
+            parts += more
+            break
+    return replace(row, place=row.place.rpartition("/")[2], parts=parts)
 
 
 def _contents(talk: Conversation) -> Iterator[str]:
@@ -190,7 +224,7 @@ def _contents(talk: Conversation) -> Iterator[str]:
         yield f"{message['role']} messages"
         yield from (key for key in message if key not in ("role", "content", "weight"))
         if message.get("weight") == 0:
-            yield "weight 0"
+            yield "without a loss (weight 0)"
     if talk.tools:
         yield "rows with tools"
 

@@ -305,11 +305,11 @@ def test_an_absolute_path_needs_no_base(tmp_path):
         ),
         (
             {"prompt": "a", "response": 3},
-            r"column 'response' holds (int64|a number;); the response must be text",
+            r"column 'response' holds (int64|a number); the response must be text",
         ),
         (
             {"prompt": 1.5, "response": "b"},
-            r"column 'prompt' holds (double|a number;); the prompt must be text",
+            r"column 'prompt' holds (double|a number); the prompt must be text",
         ),
         ({"text": True}, r"column 'text' holds (bool|true or false;)"),
         ({"text": None}, r"column 'text' holds null"),
@@ -334,7 +334,7 @@ def test_an_absolute_path_needs_no_base(tmp_path):
             {"messages": [{"from": "a", "content": "b"}]},
             r"column 'messages' holds (list<|a list;)",
         ),
-        ({"conversations": 7}, r"column 'conversations' holds (int64|a number;)"),
+        ({"conversations": 7}, r"column 'conversations' holds (int64|a number)"),
     ],
     ids=str,
 )

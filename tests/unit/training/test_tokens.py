@@ -14,9 +14,11 @@ from launch.base.errors import DataError, ResourceError
 from launch.data import rows as data_rows
 from launch.data.conversation import Conversation
 from launch.data.rows import read_samples
+from launch.data.token_cache import TokenCache
 from launch.schema.model_sections import TokenizerSection
-from launch.schema.plan import DataFormat
-from training.data import batches, encode, prepare, tokenizer
+from launch.schema.plan import DataFormat, ModelSize
+from tests import builders
+from training.data import batches, encode, prepare, row_summary, tokenizer
 
 TEXTS = ["two 二 three 三", "the end of a sentence", "日期 2024-03-05"]
 
@@ -308,3 +310,23 @@ def test_the_template_of_a_trained_tokenizer_writes_tools_calls_and_reasoning(cu
     )
     targets = cut.decode([label for label in row["labels"] if label != data_rows.IGNORED])
     assert targets.startswith("<think>hm</think><tool_call>") and targets.endswith("二<|end|>")
+
+
+def test_the_rows_of_a_report_are_few_and_short(tmp_path, cut):
+    cut.save_pretrained(tmp_path / "tokenizer")
+    long = {"prompt": "two " * 10_000, "response": "three"}
+    rows = [long | {"prompt": str(i)} if i % 2 else long for i in range(50)]
+    path = write(tmp_path, [*map(json.dumps, rows), '{"prompt": 1}'])
+    data = {"train_file": str(path), "max_length": 100_000, "max_bad_rows": 2}
+    recipe = builders.recipe_of(task="pretrain", data=data)
+    model = ModelSize("m", {"model_type": "gpt2", "vocab_size": 600}, 1, 1)
+    columns = {"prompt": "prompt", "response": "response"}
+    found = DataFormat("prompt_response", columns, "jsonl", "")
+    cache = TokenCache(recipe, model, found, {}, tmp_path / "tokens")
+    summary = row_summary.for_report(cache, cut)
+    assert [row.place for row in summary.rows] == [f"{path.name}:{i}" for i in range(1, 6)]
+    text = "".join(part.text for part in summary.rows[0].parts)
+    assert len(text) < 2100 and "more characters)" in text
+    assert summary.rows[0].num_tokens > 10_000
+    assert (summary.num_read, summary.num_bad) == (50, 1)
+    assert len(json.dumps(asdict(summary))) < 20_000
