@@ -80,7 +80,7 @@ def detect(data: DataSection, base: Path, facts: FileFacts | None = None) -> Dat
         _check_first_rows(path, data_format, data.max_bad_rows, facts, is_corpus=len(paths) > 1)
     assert training is not None
     facts.keep()
-    return replace(training, notes=tuple(_notes(files, training)))
+    return replace(training, notes=tuple(_notes(files, training)), num_files=len(paths))
 
 
 def _read(path: Path, max_bad_rows: int, facts: FileFacts, is_corpus: bool) -> FileColumns:

@@ -13,7 +13,7 @@ from pathlib import Path
 from launch.base import environment, files
 from launch.base.errors import ResourceError
 from launch.base.workspace import FILES, Workspace
-from launch.data import columns, token_cache
+from launch.data import chat_template, columns, token_cache
 from launch.plan import context as plan_context
 from launch.plan import planner
 from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
@@ -130,6 +130,8 @@ def read(
         if has_gpu:
             link = _link(recipe, machine, constraints, workspace, say, test_link)
             constraints = replace(constraints, link=link)
+    template = chat_template.source(recipe, config["model_type"] == "t5", data_format)
+    data_format = replace(data_format, template=template)
     context = plan_context.build(recipe, machine, config, parameters, data_format)
     device: Device = "cuda" if has_gpu else "cpu"
     tokens = token_cache.token_cache(workspace.cache, recipe, context.model, data_format)

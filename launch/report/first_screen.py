@@ -32,10 +32,11 @@ def lines(
 ) -> list[str]:
     """The plan in short. `below` are labels and texts of the last lines; `now` is local time;
     `source` tells where the full plan is."""
+    data = _line("data", _data(recipe, plan))
     screen = [
         _short(f"plan for {recipe.name} on {machine.name}", COLUMNS),
         _line("model", _model(recipe, plan)),
-        _line("data", _data(recipe, plan)),
+        data,
         _line("batch", batch(plan.strategy) + (" packed sequences" if plan.packing else "")),
         _line("mode", _mode(machine, plan)),
         _line("memory", _memory(plan)),
@@ -51,6 +52,8 @@ def lines(
         folded = _folded("note", note)
         if len(screen) + len(folded) + len(end) <= LINES:
             screen += folded
+    if len(screen) + len(end) < LINES and (line := _loss(plan)):
+        screen.insert(screen.index(data) + 1, line)
     return screen + end
 
 
@@ -102,7 +105,15 @@ def _data(recipe: Recipe, plan: Plan) -> str:
     if plan.padding and plan.padding.rows:
         mean = plan.padding.tokens / plan.padding.rows
         lengths = f"{mean:,.0f} tokens on average, at most {length_text(plan)}"
-    return f"{Path(recipe.data.train_file).name}: {rows}, {lengths}"
+    files = f" ({plan.data_format.num_files:,} files)" if plan.data_format.num_files > 1 else ""
+    return f"{Path(recipe.data.train_file).name}{files}: {rows}, {lengths}"
+
+
+def _loss(plan: Plan) -> str:
+    """A line on the share of tokens with a loss, and the template; "" if neither is known."""
+    parts = [] if plan.target_share is None else [f"{plan.target_share:.0%} have a loss"]
+    parts += [f"template {plan.data_format.template}"] if plan.data_format.template else []
+    return _line("tokens", ", ".join(parts)) if parts else ""
 
 
 def _mode(machine: Machine, plan: Plan) -> str:

@@ -28,7 +28,9 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
     trained = f"{model.trainable_parameters:,} trained"
     yield f"  model      {model.name}: {model.parameters:,} parameters, {trained}"
     rows = "" if plan.rows is None else f" ({plan.rows:,} rows)"
-    yield f"  data       {recipe.data.train_file}{rows}"
+    files = plan.data_format.num_files
+    shards = f" ({files:,} files)" if files > 1 else ""
+    yield f"  data       {recipe.data.train_file}{shards}{rows}"
     if plan.rows_left_out is not None and plan.target_share is not None:
         yield (
             f"             {plan.rows_left_out:,} rows left out; {plan.target_share:.0%} of the"
@@ -36,6 +38,8 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
         )
     for line in (plan.data_format.reason, *plan.data_format.notes):
         yield f"             {line}"
+    if plan.data_format.template:
+        yield f"             template {plan.data_format.template}"
     yield from _batch_lines(plan)
     num_samples, steps = plan.num_samples, plan.total_steps(recipe)
     length = (

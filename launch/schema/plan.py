@@ -49,6 +49,8 @@ class DataFormat:
     reason: str
     ignored: tuple[str, ...] = ()  # data.ignore_columns
     notes: tuple[str, ...] = ()  # lines of the plan on columns that are not read
+    num_files: int = 1  # shards of the training data
+    template: str = ""  # the place where the chat template comes from
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from launch.base.errors import DataError
-from launch.data import shards
+from launch.data import chat_template, shards
 from launch.data.conversation import Conversation, Sample, text_of
 from launch.data.rows import IGNORED, BadRows, Place, Slice, placed_samples
 from launch.data.token_cache import TokenCache
 from launch.schema.shown_rows import ShownPart, ShownRow, ShownRows
-from training.data import tokenizer
 from training.data.encode import BATCH_CHARACTERS, CacheCounts, Encoder, RenderedSample, Row
 
 UNLIMITED = 1 << 40  # tokens
@@ -177,7 +176,7 @@ class RowSummary:
 
     def summary(self) -> ShownRows:
         return ShownRows(
-            template_source(self._tokens, self.tokenizer.chat_template),
+            chat_template.source(self._recipe, self._is_pair, self._tokens.data_format),
             self.rows,
             self.counts.samples,
             dict(self._left_out),
@@ -227,17 +226,3 @@ def _contents(talk: Conversation) -> Iterator[str]:
             yield "without a loss (weight 0)"
     if talk.tools:
         yield "rows with tools"
-
-
-def template_source(tokens: TokenCache, template: Any) -> str:
-    """The place where the chat template comes from, in words."""
-    if tokens.recipe.task == "pretrain" and tokens.data_format.kind == "text":
-        return "none: texts are trained as they are"
-    if tokens.model.is_encoder_decoder:
-        return "none: T5 reads the turns before the last answer, a line each"
-    folder = tokens.recipe.tokenizer.path or tokens.recipe.model.path
-    if folder is None:
-        return "of the tokenizer that is trained on the data: a token for each role"
-    if template.endswith(tokenizer.PLAIN_TEMPLATE):
-        return f"{folder} has none: a line for each turn, an end token after each answer"
-    return f"of {folder}"

@@ -11,6 +11,7 @@ import jinja2
 import pytest
 
 from launch.base.errors import DataError, ResourceError
+from launch.data import chat_template
 from launch.data import rows as data_rows
 from launch.data.conversation import Conversation
 from launch.data.rows import read_samples
@@ -310,6 +311,18 @@ def test_the_template_of_a_trained_tokenizer_writes_tools_calls_and_reasoning(cu
     )
     targets = cut.decode([label for label in row["labels"] if label != data_rows.IGNORED])
     assert targets.startswith("<think>hm</think><tool_call>") and targets.endswith("二<|end|>")
+
+
+@pytest.mark.parametrize("template", ["{{ messages }}", None])
+def test_the_plan_names_the_template_that_training_uses(tmp_path, cut, template):
+    made = copy.deepcopy(cut)
+    made.chat_template = template
+    made.save_pretrained(tmp_path)
+    recipe = builders.recipe_of(tokenizer={"path": str(tmp_path)})
+    said = chat_template.source(recipe, False, FORMAT)
+    is_plain = tokenizer.load(tmp_path).chat_template.endswith(tokenizer.PLAIN_TEMPLATE)
+    assert said.startswith(f"{tmp_path} has none: a line" if is_plain else f"of {tmp_path}")
+    assert is_plain == (template is None)
 
 
 def test_the_rows_of_a_report_are_few_and_short(tmp_path, cut):
