@@ -43,7 +43,7 @@ def report(workspace: Workspace, choice: Choice, result: RunResult, screen: Scre
     evaluations = [
         evaluation for attempt in attempts for evaluation in steps.evaluations(attempt, screen.say)
     ]
-    page = html.html(recipe, machine, plan, result, events, rows, evaluations)
+    page = html.html(recipe, machine, plan, result, events, rows, evaluations, run.read_rows())
     files.write_atomic(run.report_file, page)
     return result.exit_code
 

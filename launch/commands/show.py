@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.base.errors import ConfigError
+from launch.base.errors import ConfigError, DataError
 from launch.commands import recipe_arguments
-from launch.data import shards
+from launch.commands.recipe_arguments import RecipeArguments
+from launch.data.files import shards
 from launch.plan import resolve
+from launch.plan.resolve import Facts
 from launch.schema.recipe import Recipe
 from launch.supervise import show_rows
+
+ANY = 1_000_000_000  # bad rows
 
 
 def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
@@ -38,7 +42,7 @@ def _positive(text: str) -> int:
 
 def main(arguments: Namespace, others: Sequence[str]) -> int:
     typed = recipe_arguments.read(arguments, others)
-    facts = resolve.read(typed.recipe, typed.overrides, constraints=typed.constraints, trace=False)
+    facts = _facts(typed, arguments.line)
     tokens = facts.context.tokens
     assert tokens is not None
     file = _file(facts.context.recipe, arguments.file)
@@ -49,9 +53,23 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
 
     console = Console(highlight=False, soft_wrap=True)
     colours = console.is_terminal and not console.no_color
-    for line in shown_rows.lines(facts.context, file, rows, colours):
+    for line in shown_rows.lines(facts.context, file, rows, colours, arguments.line is not None):
         console.print(line)
     return 0
+
+
+def _facts(typed: RecipeArguments, line: int | None) -> Facts:
+    """The recipe's facts. A row at a line is shown whatever other rows are bad."""
+
+    def read(overrides: Sequence[str]) -> Facts:
+        return resolve.read(typed.recipe, overrides, constraints=typed.constraints, trace=False)
+
+    try:
+        return read(typed.overrides)
+    except DataError:
+        if line is None:
+            raise
+        return read([*typed.overrides, f"data.max_bad_rows={ANY}"])
 
 
 def _file(recipe: Recipe, asked: str | None) -> Path:

@@ -3,7 +3,7 @@ anything slow starts."""
 
 from __future__ import annotations
 
-import json
+import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
@@ -13,10 +13,11 @@ from typing import Literal
 
 from launch.base.errors import ConfigError, DataError
 from launch.base.text import nearest
-from launch.data import delimited, shards, sniff, sources, untrained
+from launch.data import sniff, sources, untrained
+from launch.data.files import delimited, json_array, shards
+from launch.data.files.shards import MAX_ROW_BYTES, FileFacts
 from launch.data.normalise import FIELDS, MESSAGE_ID, OPENAI, PARENT_ID, SHAREGPT, RowReader
 from launch.data.rows import BadRows, Slice, samples_of
-from launch.data.shards import MAX_ROW_BYTES, FileFacts
 from launch.data.sniff import FileColumns
 from launch.schema.data_section import DataSection
 from launch.schema.plan import DataFormat
@@ -51,7 +52,9 @@ KNOWN: tuple[tuple[str, Kind, dict[str, str], str | None], ...] = (
     ("input/output", "prompt_response", {"prompt": "input", "response": "output"}, None),
     ("text", "text", {"text": "text"}, None),
 )
+LINE = re.compile(r" in (?:line|element) (\d+)$")  # of sniff's words for what a column holds
 # for hints only
+PROMPT_NAMES = ("prompt", "question", "instruction", "input", "query")
 ANSWER_NAMES = ("answer", "response", "output", "completion", "target", "reply", "chosen", "label")
 
 
@@ -80,7 +83,7 @@ def detect(data: DataSection, base: Path, facts: FileFacts | None = None) -> Dat
         _check_first_rows(path, data_format, data.max_bad_rows, facts, is_corpus=len(paths) > 1)
     assert training is not None
     facts.keep()
-    return replace(training, notes=tuple(_notes(files, training)))
+    return replace(training, notes=tuple(_notes(files, training)), num_files=len(paths))
 
 
 def _of_sources(data: DataSection, base: Path, facts: FileFacts | None) -> DataFormat:
@@ -156,10 +159,7 @@ def _row_count(path: Path) -> int | None:
     if is_csv:
         return sum(1 for _ in delimited.read(path, file_type, lambda _, raw: raw.decode("latin-1")))
     if file_type == "json":
-        try:
-            return len(json.loads(path.read_text(encoding="utf-8-sig")))
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}: is not a JSON array ({error}); mend the file") from error
+        return sum(1 for _ in json_array.elements(path))
     with path.open("rb") as stream:
         return sum(bool(line.removeprefix(b"\xef\xbb\xbf").strip()) for line in stream)
 
@@ -220,8 +220,11 @@ def _format(
             role == "context" and holds.startswith(("null", "nothing"))
         ):
             requirement = "a list of {role, content} or of {from, value}" if is_messages else "text"
+            number = LINE.search(holds)
+            place = f"{file.path}:{number[1]}" if number else file.path
+            holds = LINE.sub("", holds)
             raise DataError(
-                f"{file.path}: column {column!r} holds {holds}; the {role} must be {requirement}"
+                f"{place}: column {column!r} holds {holds}; the {role} must be {requirement}"
             )
     data_format = DataFormat(kind, columns, file.file_type, reason, tuple(ignored))
     if others := [name for name in file.columns if RowReader(data_format).reads(name)]:
@@ -293,7 +296,9 @@ def _chosen(
     texts = [name for name, holds in file.columns.items() if holds in ("string", "messages")]
     others = [name for name in file.columns if untrained.is_other_training(name)]
     if others and any(name not in others for name in texts):
-        raise DataError(f"{file.path}: {untrained.refusal(others)}")
+        raise DataError(
+            f"{file.path}: {untrained.refusal(others, hint=_chosen_flags(file, others))}"
+        )
     raise DataError(
         f"{file.path}: its columns are of no known format; found columns {_listed(file)};"
         f" {_flags(file)}. Known: {', '.join('/'.join(row[2].values()) for row in KNOWN)}"
@@ -307,14 +312,35 @@ def _flags(file: FileColumns) -> str:
     if len(lists) > 1:
         return "of several columns with messages one is read: write the turns of each row into one"
     if lists:
-        return f"add --data.messages_column={lists[0]}"
+        return f"add {untrained.flag('messages_column', lists[0])}"
     if len(texts) == 1:
-        return f"add --data.text_column={texts[0]}"
+        return f"add {untrained.flag('text_column', texts[0])}"
     if len(texts) > 1:
         response = next((name for name in texts if name.lower() in ANSWER_NAMES), texts[1])
         prompt = next(name for name in texts if name != response)
-        return f"add --data.prompt_column={prompt} --data.response_column={response}"
+        return (
+            f"add {untrained.flag('prompt_column', prompt)}"
+            f" {untrained.flag('response_column', response)}"
+        )
     return "none of them holds text"
+
+
+def _chosen_flags(file: FileColumns, others: Sequence[str]) -> str:
+    """The flags that train on the preferred answers of pairs, or on labels; "" if there are
+    none."""
+    chosen = next((name for name in others if name.lower() in ("chosen", "label")), "")
+    kind = file.columns.get(chosen)
+    prompts = [name for name, holds in file.columns.items() if holds == kind and name not in others]
+    if kind in ("string", "messages") and prompts:
+        prompt = next((name for name in PROMPT_NAMES if name in prompts), prompts[0])
+        named = [untrained.flag("prompt_column", prompt), untrained.flag("response_column", chosen)]
+    elif kind == "messages":
+        named = [untrained.flag("messages_column", chosen)]
+    else:
+        return ""
+    rest = [name for name in others if name != chosen]
+    named += [untrained.flag("ignore_columns", rest)] if rest else []
+    return f"To train on column {chosen!r} as the answers, add {' '.join(named)}"
 
 
 def _check_same(training: DataFormat, validation: DataFormat, train_path: Path, path: Path) -> None:

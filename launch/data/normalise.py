@@ -8,7 +8,7 @@ from typing import Any
 from launch.base.errors import DataError
 from launch.data import untrained
 from launch.data.conversation import Conversation, Message, Sample
-from launch.data.shards import TABLES
+from launch.data.files.shards import TABLES
 from launch.data.untrained import is_empty
 from launch.schema.plan import DataFormat
 
@@ -202,6 +202,9 @@ class RowReader:
         if message.get("weight") != 0:
             message.pop("weight", None)
         if message["content"] is None and "tool_calls" not in message:
+            for key in turn:
+                if FIELDS.get(key.lower()) == "tool_calls" and turn[key]:
+                    raise DataError(f"{where}: the call in {key!r} has no name; name its function")
             raise DataError(
                 f'{where} has no content; write text ("" for an empty answer), or tool_calls'
             )

@@ -4,26 +4,23 @@ file and line, or counted. The launcher reads the first rows here, the tokeniser
 from __future__ import annotations
 
 import json
-import re
-from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from launch.base.errors import DataError
-from launch.data import delimited, shards, threads, untrained
+from launch.data import threads, untrained
 from launch.data.conversation import Sample
+from launch.data.files import delimited, json_array, shards, utf8
+from launch.data.files.decoded_bytes import RowGroup, rows_of
+from launch.data.files.shards import MAX_ROW_BYTES
 from launch.data.normalise import OPENAI, SHAREGPT, RowReader, unique_keys
-from launch.data.shards import MAX_ROW_BYTES
 from launch.schema.plan import DataFormat
 
 ROWS_AT_ONCE = 1000  # of a table
 UNLIMITED = 1 << 60  # bad rows
-BLANKS = re.compile(r"[ \t\n\r]*")
-DECODER = json.JSONDecoder()
 JSON_KINDS = {
     **{str: "string", type(None): "null", bool: "true or false", dict: "an object"},
     **dict.fromkeys((int, float), "a number"),
@@ -126,6 +123,15 @@ def numbered_rows(
 
 def _items(of: Slice, file_type: str, choice: ColumnChoice, at_once: int) -> Items:
     """The rows of a slice: columns, or the reason why they cannot be read."""
+    last = None
+    try:
+        for last, row in _items_of_type(of, file_type, choice, at_once):
+            yield last, row
+    except shards.Unpacked as error:
+        raise DataError(f"{error} (after {last or 'the beginning'})") from error
+
+
+def _items_of_type(of: Slice, file_type: str, choice: ColumnChoice, at_once: int) -> Items:
     if file_type == "parquet":
         return _parquet_rows(of, choice, at_once)
     if file_type == "arrow":
@@ -135,15 +141,12 @@ def _items(of: Slice, file_type: str, choice: ColumnChoice, at_once: int) -> Ite
     if file_type in delimited.DELIMITERS:
         return _delimited_rows(of, file_type)
     if file_type == "json":
-        return (
-            (Place(of, number), _object(element, f"{of.path}: element {number}"))
-            for number, element in _elements(of)
-        )
+        return _array_rows(of)
     return ((place, _line_row(place, line, file_type)) for place, line in _lines(of))
 
 
 def count(of: Slice, data_format: DataFormat, goes_on: Callable[[], None] = lambda: None) -> int:
-    """The number of rows that numbered_samples() numbers in a slice. `goes_on` is called every
+    """The number of rows that placed_samples() numbers in a slice. `goes_on` is called every
     thousand rows."""
     file_type = data_format.file_type
     items: Iterator[Any]
@@ -225,36 +228,22 @@ def _parquet_rows(of: Slice, choice: ColumnChoice, at_once: int) -> Rows:
         # Whole row groups are not buffered: one of pictures may be larger than memory.
         with pq.ParquetFile(of.path, pre_buffer=False, buffer_size=1 << 20) as file:
             columns = choice(file.schema_arrow)
-            group_numbers = range(file.metadata.num_row_groups)[: of.end]
-            groups = [file.metadata.row_group(i) for i in group_numbers]
-            group_numbers = group_numbers[of.start :]
-            number = sum(group.num_rows for group in groups[: of.start])
-            for group_number in group_numbers:
-                _check_row_group(of.path, group_number, groups[group_number], columns)
-            for batch in file.iter_batches(
-                batch_size=at_once, row_groups=list(group_numbers), columns=columns
-            ):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield Place(of, number), row
+            numbers = range(file.metadata.num_row_groups)[: of.end]
+            number = sum(file.metadata.row_group(i).num_rows for i in numbers[: of.start])
+            groups = [
+                RowGroup(of.path, i, file.metadata.row_group(i), columns)
+                for i in numbers[of.start :]
+            ]
+            for group in groups:
+                for batch in file.iter_batches(
+                    group.rows_at_once(at_once), row_groups=[group.number], columns=columns
+                ):
+                    for rows in rows_of(batch, group.where, number, group.stored_bytes):
+                        for row in rows:
+                            number += 1
+                            yield Place(of, number), row
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(_cut_file(of.path, number, error)) from error
-
-
-def _check_row_group(path: Path, number: int, group: Any, columns: Sequence[str]) -> None:
-    """Refuse a row group that would unpack to far more bytes than its rows can have."""
-    chunks = [group.column(i) for i in range(group.num_columns)]
-    unpacked_bytes = sum(
-        chunk.total_uncompressed_size
-        for chunk in chunks
-        if chunk.path_in_schema.split(".")[0] in columns
-    )
-    if unpacked_bytes > MAX_ROW_BYTES * max(group.num_rows, 1):
-        raise DataError(
-            f"{path}: row group {number + 1} unpacks to {unpacked_bytes:,} bytes for"
-            f" {group.num_rows:,} rows, over {MAX_ROW_BYTES >> 20} MiB a row; is it damaged? Write"
-            " shorter rows"
-        )
 
 
 def _arrow_rows(of: Slice, choice: ColumnChoice, at_once: int) -> Rows:
@@ -266,11 +255,14 @@ def _arrow_rows(of: Slice, choice: ColumnChoice, at_once: int) -> Rows:
         with shards.arrow_batches(of.path) as (schema, batches):
             columns = choice(schema)
             number = sum(batch.num_rows for batch in islice(batches, of.start))
-            for batch in islice(batches, None if of.end is None else of.end - of.start):
+            last = None if of.end is None else of.end - of.start
+            for count, batch in enumerate(islice(batches, last), of.start + 1):
                 for begin in range(0, batch.num_rows, at_once):
-                    for row in batch.select(columns).slice(begin, at_once).to_pylist():
-                        number += 1
-                        yield Place(of, number), row
+                    part = batch.select(columns).slice(begin, at_once)
+                    for rows in rows_of(part, f"{of.path}: batch {count}", number, part.nbytes):
+                        for row in rows:
+                            number += 1
+                            yield Place(of, number), row
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(_cut_file(of.path, number, error)) from error
 
@@ -288,7 +280,7 @@ def _delimited_rows(
     of: Slice, file_type: str
 ) -> Iterator[tuple[Place, dict[str, Any] | DataError]]:
     def decode(number: int, raw: bytes) -> str:
-        line = _decoded(Place(of, number), raw, is_first=number == 1)
+        line = utf8.decoded(Place(of, number), raw, is_first=number == 1)
         if isinstance(line, DataError):
             raise line
         return line
@@ -301,61 +293,13 @@ def _delimited_rows(
         raise DataError(_cut_file(of.path, number, error)) from error
 
 
-def _elements(of: Slice) -> Iterator[tuple[int, Any]]:
-    """(number from 1, element) of a file that is one array, read only as far as they are asked
-    for."""
-    path, number, text, end = of.path, 0, "", 0
+def _array_rows(of: Slice) -> Iterator[tuple[Place, dict[str, Any] | DataError]]:
+    number = 0
     try:
-        with TextIOWrapper(shards.opened(path), "utf-8-sig", newline="") as file:
-            while of.end is None or end < of.end:
-                try:
-                    element = _next_element(text, end, "," if number else "[")
-                except json.JSONDecodeError as error:
-                    more = file.read(max(len(text), 1 << 20))
-                    if not more or len(text) - end > MAX_ROW_BYTES:
-                        too_long = f", or longer than {MAX_ROW_BYTES >> 20} MiB" if more else ""
-                        raise DataError(
-                            f"{path}:{error.lineno}: is not JSON ({error.msg} at character"
-                            f" {error.colno}){too_long}; mend the file"
-                        ) from error
-                    text += more
-                    continue
-                if element is None:
-                    if (text[text.index("]", end) + 1 :] + file.read()).strip():
-                        raise DataError(f"{path}: has text after its array; mend the file")
-                    return
-                value, end = element
-                number += 1
-                yield number, value
-    except UnicodeDecodeError as error:
-        raise _wrong_byte(path) from error
+        for number, element in json_array.elements(of.path, of.end):
+            yield Place(of, number), _object(element, f"{of.path}: element {number}")
     except OSError as error:  # packed, and cut
-        raise DataError(_cut_file(path, number, error)) from error
-    except (ValueError, RecursionError) as error:
-        # a number of 5,000 digits, brackets 100,000 deep
-        raise DataError(f"{path}: cannot be read as JSON ({error}); mend the file") from error
-
-
-def _next_element(text: str, position: int, mark: str) -> tuple[Any, int] | None:
-    """(the element behind the mark, its end); None at the end of the array. Raises JSONDecodeError
-    where the text is malformed, or ends before the element does."""
-    position = _past_blanks(text, position)
-    if mark == "," and text[position : position + 1] == "]":
-        return None
-    if text[position : position + 1] != mark:
-        raise json.JSONDecodeError(f"Expecting {mark!r} delimiter", text, position)
-    position = _past_blanks(text, position + 1)
-    if mark == "[" and text[position : position + 1] == "]":
-        return None
-    value, end = DECODER.raw_decode(text, position)
-    if end == len(text):  # of 12 only the 1 may have been read
-        raise json.JSONDecodeError("Expecting ',' delimiter", text, end)
-    return value, end
-
-
-def _past_blanks(text: str, position: int) -> int:
-    matched = BLANKS.match(text, position)
-    return matched.end() if matched else position
+        raise DataError(_cut_file(of.path, number, error)) from error
 
 
 def _lines(of: Slice) -> Iterator[tuple[Place, bytes]]:
@@ -382,7 +326,7 @@ def _lines(of: Slice) -> Iterator[tuple[Place, bytes]]:
 
 def _line_row(place: Place, raw: bytes, file_type: str) -> dict[str, Any] | DataError | None:
     """The row of a line, or the error of a bad line; None for a blank line."""
-    line = _decoded(place, raw, is_first=place.number == 1 and not place.of.start)
+    line = utf8.decoded(place, raw, is_first=place.number == 1 and not place.of.start)
     if isinstance(line, DataError):
         return line
     if not (line := line.strip()):
@@ -404,35 +348,6 @@ def _line_row(place: Place, raw: bytes, file_type: str) -> dict[str, Any] | Data
             f"{place}: holds a list; a file that is one array of objects must end in .json"
         )
     return _object(row, place)
-
-
-def _decoded(place: object, raw: bytes, is_first: bool) -> str | DataError:
-    """The text of a line, without the byte order mark of the first line; an error for bytes that
-    are not UTF-8."""
-    start = len(BOM_UTF8) if is_first and raw.startswith(BOM_UTF8) else 0
-    try:
-        return raw[start:].decode()
-    except UnicodeDecodeError as error:
-        wrong = f"{place}:{start + error.start}"
-    if raw.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
-        return DataError(
-            f"{wrong}: is UTF-16; convert the file to UTF-8, e.g. iconv -f UTF-16 -t UTF-8"
-        )
-    if raw.startswith(b"\x1f\x8b"):
-        return DataError(f"{wrong}: is compressed with gzip; unpack the file with gunzip")
-    return DataError(
-        f"{wrong}: this byte is not UTF-8; convert the file to UTF-8, e.g. iconv -f GB18030 -t"
-        " UTF-8"
-    )
-
-
-def _wrong_byte(path: Path) -> DataError:
-    """The error for the first line that is not UTF-8, in a file where one is."""
-    with shards.opened(path) as file:
-        lines = (
-            _decoded(f"{path}:{number}", raw, number == 1) for number, raw in enumerate(file, 1)
-        )
-        return next(line for line in lines if isinstance(line, DataError))
 
 
 # ---- samples
@@ -457,19 +372,18 @@ def samples_of(
     takes: Takes | None = None,
 ) -> Iterator[Sample]:
     """read_samples(), of a slice, or of its first rows; with `takes`, of the rows that it takes."""
-    numbered = numbered_samples(of, data_format, bad, num_rows, takes)
-    return (sample for _, sample in numbered)
+    return (sample for _, _, sample in placed_samples(of, data_format, bad, num_rows, takes))
 
 
-def numbered_samples(
+def placed_samples(
     of: Slice,
     data_format: DataFormat,
     bad: BadRows,
     num_rows: int | None = None,
     takes: Takes | None = None,
-) -> Iterator[tuple[int, Sample]]:
-    """The samples of a slice, each with the number of its row, from 0; pairs of turns (oasst) are
-    numbered themselves."""
+) -> Iterator[tuple[int, Place, Sample]]:
+    """The samples of a slice, each with the number of its row, from 0, and its place; threads and
+    pairs of turns (oasst) are numbered themselves."""
     columns, reader = data_format.columns, RowReader(data_format)
 
     def choice(schema: Any) -> list[str]:
@@ -489,8 +403,9 @@ def numbered_samples(
     if is_threaded:
         unnumbered = ((place, row) for _, place, row in rows)
         for number, talk in enumerate(threads.conversations(unnumbered, columns, bad.add)):
+            assert isinstance(talk.place, Place)
             if takes is None or takes(number):
-                yield number, talk
+                yield number, talk.place, talk
         return
     for number, place, row in rows:
         try:
@@ -500,7 +415,7 @@ def numbered_samples(
         except DataError as error:
             bad.add(DataError(f"{place}: {error}"))
             continue
-        yield number, sample if isinstance(sample, str) else replace(sample, place=place)
+        yield number, place, sample if isinstance(sample, str) else replace(sample, place=place)
 
 
 def _without_loss(rows: NumberedRows, passed: Collection[str]) -> NumberedRows:

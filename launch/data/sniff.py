@@ -14,10 +14,10 @@ from typing import Any
 from launch.base.errors import DataError
 from launch.base.text import nearest
 from launch.data import rows as data_rows
-from launch.data import shards
+from launch.data.files import shards
+from launch.data.files.shards import MAX_ROW_BYTES, SUFFIXES, TABLES, FileType
 from launch.data.normalise import OPENAI, SHAREGPT
 from launch.data.rows import BadRows, Place, Slice, json_kind
-from launch.data.shards import MAX_ROW_BYTES, SUFFIXES, TABLES, FileType
 
 SAMPLE_ROWS = 100  # whose content is looked at; the columns of a table are in its schema
 SAMPLE_GROUPS = 8  # row groups, or batches, that they are looked for in

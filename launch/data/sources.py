@@ -9,11 +9,12 @@ from itertools import accumulate
 from pathlib import Path
 
 from launch.base.errors import DataError
-from launch.data import row_choice, rows, shards
+from launch.data import row_choice, rows
 from launch.data.conversation import Sample
+from launch.data.files import shards
+from launch.data.files.shards import FileFacts
 from launch.data.row_choice import EvenChoice, Part, RowChoice
 from launch.data.rows import BadRows, Slice
-from launch.data.shards import FileFacts
 from launch.schema.data_section import DataSection
 from launch.schema.plan import DataFormat, SourceRows
 

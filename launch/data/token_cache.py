@@ -9,16 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.data import chat_templates, shards, sources
+from launch.data import chat_templates, sources
+from launch.data.files import shards
 from launch.schema.plan import DataFormat, ModelSize
 from launch.schema.recipe import Recipe
 
-TOKEN_CACHE_VERSION = 5  # raise when training/ tokenises the same input to other rows
+TOKEN_CACHE_VERSION = 6  # raise when training/ tokenises the same input to other rows
 
 TOKENS_MADE_OF = "made_of.json"  # of a token cache: TokenCache.identity
 
 # of a token cache: what its rows are; its folder is renamed when all is written
 TOKENS_READY = "counts.json"
+
+SHOWN_ROWS = "rows.json"  # of a token cache: ShownRows of its first rows
 
 
 def folder_fingerprint(folder: Path) -> str:

@@ -3,6 +3,9 @@ out on purpose."""
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -41,6 +44,8 @@ KEYS: Mapping[str, str] = {  # of a message
     **dict.fromkeys(("mask", "loss"), AMBIGUOUS),
 }
 EMPTY_JSON = ("", "[]", "{}")
+SHELL_TEXT = re.compile(r"[\w\[\],.=:/@%+-]+", re.ASCII)  # the names that need no quotes, in []
+YAML_TEXT = re.compile(r"[^\W\d][\w. -]*\w|[^\W\d]")
 MAX_DEPTH = 16  # of lists in lists; what is deeper counts as content
 
 
@@ -90,8 +95,9 @@ def is_empty(value: Any, levels: int = MAX_DEPTH) -> bool:
     return value is None or value != value or value == b""
 
 
-def refusal(names: Sequence[str], messages: str | None = None) -> Refused:
-    """The error for content of these columns, or of these keys of the messages in a column."""
+def refusal(names: Sequence[str], messages: str | None = None, hint: str | None = None) -> Refused:
+    """The error for content of these columns, or of these keys of the messages in a column. `hint`
+    says what to do, if the rest of a row cannot be trained."""
     reason_of, of_message = (
         (COLUMNS, "") if messages is None else (KEYS, f" of a message in column {messages!r}")
     )
@@ -102,7 +108,18 @@ def refusal(names: Sequence[str], messages: str | None = None) -> Refused:
     content = "; ".join(
         f"{', '.join(listed)}{of_message} {reason}" for reason, listed in names_by_reason.items()
     )
-    return Refused(
-        f"has content that would be dropped: {content}. To train on the rest of each row, add"
-        f" --data.ignore_columns=[{','.join(names)}]"
-    )
+    if hint is None:
+        hint = f"To train on the rest of each row, add {flag('ignore_columns', names)}"
+    return Refused(f"has content that would be dropped: {content}. {hint}".rstrip())
+
+
+def flag(key: str, value: str | Sequence[str]) -> str:
+    """A flag for a key of data:, to be pasted into a shell."""
+    if isinstance(value, str):
+        return _quoted(f"--data.{key}={value}")
+    names = [name if YAML_TEXT.fullmatch(name) else json.dumps(name) for name in value]
+    return _quoted(f"--data.{key}=[{','.join(names)}]")
+
+
+def _quoted(text: str) -> str:
+    return text if SHELL_TEXT.fullmatch(text) else shlex.quote(text)

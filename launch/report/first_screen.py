@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Sequence
 from datetime import datetime, timedelta
@@ -19,7 +18,6 @@ LINES, COLUMNS, LABEL = 14, 100, 13
 NAME_COLUMNS = 36  # of a model; of a longer path its last part
 SHOWN_OF_A_CAUSE = 3  # changes; a preset makes a dozen
 VALUE_COLUMNS = 24  # of a requested or effective value; a longer one is shortened
-DIRECTORIES = re.compile(r"/\S*/(?=\S)")  # of a path, before its last name
 FARTHEST_END_S = 100 * 365 * 86400.0  # beyond it no date is given
 
 
@@ -34,10 +32,11 @@ def lines(
 ) -> list[str]:
     """The plan in short. `below` are labels and texts of the last lines; `now` is local time;
     `source` tells where the full plan is."""
+    data = _line("data", _data(recipe, plan))
     screen = [
         _short(f"plan for {recipe.name} on {machine.name}", COLUMNS),
         _line("model", _model(recipe, plan)),
-        _line("data", _data(recipe, plan)),
+        data,
         _line("batch", batch(plan.strategy) + (" packed sequences" if plan.packing else "")),
         _line("mode", _mode(machine, plan)),
         _line("memory", _memory(plan)),
@@ -53,6 +52,8 @@ def lines(
         folded = _folded("note", note)
         if len(screen) + len(folded) + len(end) <= LINES:
             screen += folded
+    if len(screen) + len(end) < LINES and (line := _loss(plan)):
+        screen.insert(screen.index(data) + 1, line)
     return screen + end
 
 
@@ -108,11 +109,15 @@ def _data(recipe: Recipe, plan: Plan) -> str:
         lengths = f"{mean:,.0f} tokens on average, at most {length_text(plan)}"
     count = len(recipe.data.sources)
     name = recipe.data.train_names if count == 1 else f"{count} sources"
-    line = f"{name}: {rows}, {lengths}"
-    template = DIRECTORIES.sub("", plan.data_format.template).partition(",")[0]
-    with_template = f"{line}; chat template {template}"
-    fits = len(with_template) <= COLUMNS - LABEL  # else the full plan has it
-    return with_template if fits and template and not template.startswith("none") else line
+    files = f" ({plan.data_format.num_files:,} files)" if plan.data_format.num_files > 1 else ""
+    return f"{name}{files}: {rows}, {lengths}"
+
+
+def _loss(plan: Plan) -> str:
+    """A line on the share of tokens with a loss, and the template; "" if neither is known."""
+    parts = [] if plan.target_share is None else [f"{plan.target_share:.0%} have a loss"]
+    parts += [f"template {plan.data_format.template}"] if plan.data_format.template else []
+    return _line("tokens", ", ".join(parts)) if parts else ""
 
 
 def _mode(machine: Machine, plan: Plan) -> str:

@@ -6,12 +6,13 @@ import html as markup
 from collections.abc import Sequence
 
 from launch.base.text import size
-from launch.report import svg
+from launch.report import rows_html, svg
 from launch.report.text import STATES, plan_lines, result_lines
 from launch.schema.machine import GIB, Machine
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 from launch.schema.result import HeldOut, RunResult, StepEvent
+from launch.schema.shown_rows import ShownRows
 
 STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;
@@ -24,6 +25,7 @@ td,th{padding:.3rem .6rem;border-bottom:1px solid #e3e8ee;text-align:left}
 td.n{text-align:right;font-variant-numeric:tabular-nums}th.n{text-align:right}
 pre{background:#f5f7fa;padding:1rem;white-space:pre-wrap;font-size:.85rem;line-height:1.4;border-radius:.4rem}
 svg{width:100%;height:auto}figure{margin:0 0 1.5rem}figcaption{font-size:.9rem;color:#52606d}
+@media(max-width:32rem){table{font-size:.85rem}td,th{padding:.3rem}svg g{font-size:20px}}
 """
 
 
@@ -35,17 +37,19 @@ def html(
     events: Sequence[StepEvent],
     attempts: Sequence[tuple[str, str]] = (),
     evaluations: Sequence[HeldOut] = (),
+    rows: ShownRows | None = None,
 ) -> str:
-    """The run as a self-contained page: end, figures, attempts (strategy, end), curves, plan."""
+    """The run as a self-contained page: end, figures, attempts (strategy, end), curves, plan,
+    rows."""
     ended = "complete" if result.failure is None else result.failure.cause
     summary = result.summary
-    rows = _memory_rows(plan, result) if summary else []
+    memory = _memory_rows(plan, result) if summary else []
     table = "".join(
         f"<tr><td>{name}</td><td class=n>{size(predicted) if predicted else 'not predicted'}</td>"
         f"<td class=n>{'not measured' if measured is None else size(measured)}</td>"
         f"<td class=n>{f'{measured / predicted - 1:+.2%}' if measured and predicted else ''}</td>"
         "</tr>"
-        for name, predicted, measured in rows
+        for name, predicted, measured in memory
     )
     figures = "".join(
         svg.figure(
@@ -74,17 +78,19 @@ def html(
     return (
         '<!doctype html><html lang="en"><meta'
         f' charset="utf-8"><title>{markup.escape(recipe.name)}</title><meta name="viewport"'
-        f' content="width=device-width"><style>{STYLE}</style><h1>{markup.escape(recipe.name)}</h1>'
+        f' content="width=device-width"><style>{STYLE}{rows_html.STYLE}</style>'
+        f"<h1>{markup.escape(recipe.name)}</h1>"
         f'<p><span class="end{"" if result.failure is None else " bad"}">'
         f"{markup.escape(ended)}</span> {markup.escape(result.run_dir)}</p>"
         + (
             "<h2>Predicted beside measured</h2><table><tr><th></th><th class=n>predicted</th><th"
             f" class=n>measured</th><th class=n>error</th></tr>{table}</table>"
-            if rows
+            if memory
             else ""
         )
         + (f"<h2>Attempts</h2><table>{tried}</table>" if len(attempts) > 1 else "")
         + (f"<h2>Curves</h2>{figures}" if figures else "")
+        + rows_html.section(plan.data_format, rows, recipe.data.max_length)
         + f"<h2>Plan</h2><pre>{plan_text}</pre>"
         + (f"<h2>End</h2><pre>{result_text}</pre>" if result_text else "")
         + "</html>\n"

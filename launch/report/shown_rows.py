@@ -10,97 +10,46 @@ from rich.text import Text
 from launch.base.text import shown
 from launch.data import sources
 from launch.predict.estimate import PlanContext
+from launch.report import row_facts
 from launch.schema.shown_rows import ShownRow, ShownRows
 
 TARGET_STYLE = "bold green"
 BEGIN, END = "⟦", "⟧"  # around tokens with a loss, without colours
-BARS, BAR_WIDTH = 8, 40
-FEWEST = 20  # rows of a histogram
+BAR_WIDTH = 40
+COUNTED = ("rows", "tokens")  # facts of many rows
 
 
-def lines(context: PlanContext, file: Path, summary: ShownRows, colours: bool) -> Iterator[Text]:
+def lines(
+    context: PlanContext, file: Path, summary: ShownRows, colours: bool, is_one_row: bool = False
+) -> Iterator[Text]:
     """The rows, with the targets in colour or in brackets, below the counts."""
     data, max_length = context.recipe.data, context.recipe.data.max_length
     data_format = sources.format_of(data, context.data_format, file)
-    for head, value in (
+    facts = row_facts.facts(data_format, summary, max_length)
+    for label, text in (
         ("data", f"{file}: {data_format.reason}"),
-        *(("", note) for note in data_format.notes),
-        ("template", summary.template),
-        ("loss on", _loss(summary)),
-        ("rows", _rows(summary, max_length)),
-        ("messages", ", ".join(f"{count:,} {name}" for name, count in summary.contents.items())),
-        *(("bad row", error) for error in summary.bad[:3]),
-        ("tokens", _tokens(summary)),
+        *((label, text) for label, text in facts if not is_one_row or label not in COUNTED),
         *(("", line) for line in _histogram(summary.lengths)),
     ):
-        if value:
-            yield Text(shown(f"{head:<10} {value}"))
+        yield Text(shown(f"{label:<10} {text}"))
     for row in summary.rows:
         yield Text("")
-        yield Text(shown(_heading(row, max_length)), style="dim" if colours else "")
+        yield Text(shown(row_facts.heading(row, max_length)), style="dim" if colours else "")
         if row.parts:
             yield _row(row, colours)
-
-
-def _loss(summary: ShownRows) -> str:
-    ways = {
-        "marks": "the parts that the template marks with {% generation %}",
-        "prefixes": "answers, found by the prompts before them",
-        "characters": "answers, found by following their characters",
-        "turns": "answers, a row for each: the template renders earlier answers differently",
-    }
-    total = sum(summary.methods.values())
-    return "; ".join(
-        ways[method] + (f" ({count:,} rows)" if count < total else "")
-        for method, count in summary.methods.items()
-    )
-
-
-def _rows(summary: ShownRows, max_length: int) -> str:
-    parts = [f"the first {summary.num_read:,} were read"]
-    if summary.num_held_out:
-        parts.append(f"{summary.num_held_out:,} of them are held out (data.validation_size)")
-    parts += [f"{count:,} left out ({reason})" for reason, count in summary.left_out.items()]
-    if summary.num_truncated:
-        parts.append(f"{summary.num_truncated:,} truncated at data.max_length {max_length}")
-    return ", ".join(parts)
-
-
-def _tokens(summary: ShownRows) -> str:
-    if not summary.lengths:
-        return "none: no row is trained"
-    total = sum(summary.lengths)
-    return (
-        f"{total / len(summary.lengths):.0f} a row on average, longest {max(summary.lengths):,};"
-        f" {summary.num_targets / total:.0%} have a loss"
-    )
+    if any(row.has_escapes for row in summary.rows):
+        yield Text("")
+        yield Text(row_facts.ESCAPES)
 
 
 def _histogram(lengths: list[int]) -> Iterator[str]:
-    """Rows by their length, in steps of equal width."""
-    if len(lengths) < FEWEST:
-        return
-    width = -(-max(lengths) // BARS)
-    counts = [0] * BARS
-    for length in lengths:
-        counts[(length - 1) // width] += 1
-    digits = len(f"{BARS * width:,}")
-    for i, count in enumerate(counts):
-        bar = "█" * round(BAR_WIDTH * count / max(counts)) or ("▏" if count else "")
-        begin, end = f"{i * width + 1:,}", f"{(i + 1) * width:,}"
-        yield f"{begin:>{digits}}-{end:<{digits}} {bar} {count:,}"
-
-
-def _heading(row: ShownRow, max_length: int) -> str:
-    place = row.place
-    if row.is_held_out:
-        place += " (held out)"
-    elif row.times != 1:
-        place += f" ({row.times} times an epoch)" if row.times else " (not trained: weight)"
-    if not row.parts:
-        return f"{place}: left out, {row.left_out}"
-    truncated = f", truncated at {max_length:,}" if row.is_truncated else ""
-    return f"{place}: {row.num_tokens:,} tokens, {row.num_targets:,} with a loss{truncated}"
+    """Rows by their length."""
+    steps = row_facts.length_steps(lengths)
+    most = max((count for _, _, count in steps), default=0)
+    digits = len(f"{steps[-1][1]:,}") if steps else 0
+    for begin, end, count in steps:
+        bar = "█" * round(BAR_WIDTH * count / most) or ("▏" if count else "")
+        yield f"{begin:>{digits},}-{end:<{digits},} {bar} {count:,}"
 
 
 def _row(row: ShownRow, colours: bool) -> Text:

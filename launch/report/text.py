@@ -30,7 +30,9 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
     held_out = f", {plan.rows_held_out:,} more are held out" if plan.rows_held_out else ""
     rows = "" if plan.rows is None else f" ({plan.rows:,} rows{held_out})"
     file = recipe.data.train_names if recipe.data.is_mixed else recipe.data.train_file
-    yield f"  data       {file}{rows}"
+    files = plan.data_format.num_files
+    shards = f" ({files:,} files)" if files > 1 else ""
+    yield f"  data       {file}{shards}{rows}"
     for source in plan.sources:
         yield f"             {source.path}: weight {source.weight:g}, {source.rows:,} rows an epoch"
     if plan.rows_left_out is not None and plan.target_share is not None:
@@ -307,7 +309,8 @@ def failure_lines(result: RunResult) -> list[str]:
         f"error: {failure.cause}",
         *([f"  where  in {failure.section} at step {result.last_step}"] if failure.section else []),
         f"  proof  {failure.proof}",
-        f"  fix    {failure.fix}",
+        # a mistake in the recipe or the data says itself what to do
+        *([f"  fix    {failure.fix}"] if failure.fix else []),
         *([f"  note   {result.note}"] if result.note else []),
         f"  run    {result.run_dir}",
     ]

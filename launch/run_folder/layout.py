@@ -32,6 +32,7 @@ from launch.schema.result import (
     SecondStep,
     UsedTokens,
 )
+from launch.schema.shown_rows import ShownRows
 
 Noun = TypeVar("Noun")
 DRY_RUN = "dry-run"  # the folder of a recipe's last dry run, beside its runs
@@ -139,6 +140,7 @@ class RunDir:
         self.checkpoints = root / "checkpoints"
         self.tensorboard = root / "tensorboard"
         self.tokens_file = root / "tokens.json"
+        self.rows_file = root / "rows.json"  # a few decoded rows, for the report
         # what ran out of memory so far (estimate.RanOut), a list
         self.evidence_file = root / "evidence.json"
         self.continues_file = root / "continues.json"
@@ -263,11 +265,17 @@ class RunDir:
 
     def write_tokens(self, tokens: TokenCache) -> None:
         """Write the folder of the run's tokenised rows, and all that decided them: the folder may
-        be gone one day."""
+        be gone one day; and a few of its rows."""
         write_json(self.tokens_file, UsedTokens(tokens.folder, tokens.identity))
+        if rows := read_or_none(tokens.folder / token_cache.SHOWN_ROWS, ShownRows):
+            write_json(self.rows_file, rows)
 
     def read_tokens(self) -> UsedTokens | None:
         return read(self.tokens_file, UsedTokens)
+
+    def read_rows(self) -> ShownRows | None:
+        """Rows of the run's data; None if they are missing or damaged."""
+        return read_or_none(self.rows_file, ShownRows)
 
     def read_continues(self) -> Continues | None:
         return read(self.continues_file, Continues)

@@ -49,6 +49,7 @@ class DataFormat:
     reason: str
     ignored: tuple[str, ...] = ()  # data.ignore_columns
     notes: tuple[str, ...] = ()  # lines of the plan on columns that are not read
+    num_files: int = 1  # shards of the training data
     template: str = ""  # the chat template, and where it is from
     # of each source, if data.train_file is a list; this is then that of the held-out file, or of
     # the first source

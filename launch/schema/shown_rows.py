@@ -23,6 +23,7 @@ class ShownRow:
     num_targets: int = 0
     is_truncated: bool = False
     left_out: str = ""  # the reason
+    has_escapes: bool = False  # a backslash before text that looks like a special token
     is_held_out: bool = False  # by data.validation_size
     times: int = 1  # that an epoch trains it
 
@@ -40,5 +41,6 @@ class ShownRows:
     lengths: list[int]  # tokens of each row that is trained
     methods: dict[str, int]  # the way in which targets were found -> conversations
     contents: dict[str, int]  # role or key of a message -> messages that have it
-    bad: list[str]  # rows that cannot be read
+    bad: list[str]  # errors of rows that cannot be read
+    num_bad: int = 0
     num_held_out: int = 0  # rows that data.validation_size holds out

@@ -122,7 +122,7 @@ def _fallen(record: AttemptRecord) -> Failure:
     rank_errors = [error for error in record.rank_errors if error.type != STOPPED or error is first]
     for error in rank_errors:
         if error.exit_code:
-            kind, fix = error.type, error.fix or "see the message"
+            kind, fix = error.type, error.fix
             if error.type == STOPPED:
                 kind, fix = "stopped", CONTINUE
             return Failure(kind, error.exit_code, error.message, f"rank {error.rank}", fix)

@@ -14,7 +14,7 @@ from launch.base import environment
 from launch.base.errors import DataError, LaunchError, ResourceError
 from launch.base.text import shown
 from launch.base.workspace import CODE
-from launch.data import shards
+from launch.data.files import shards
 from launch.data.token_cache import TokenCache
 from launch.schema.shown_rows import ShownRows
 

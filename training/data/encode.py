@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from launch.base.errors import DataError
-from launch.data.conversation import Sample, text_of
+from launch.data.conversation import Conversation, Sample, text_of
 from launch.data.rows import IGNORED, BadRows
 from training.data import stored_rows
 from training.data.chat.loss_spans import ConversationRenderer, Rendered
@@ -22,6 +22,19 @@ from training.data.chat.span_tokens import SpanEncoder
 if TYPE_CHECKING:
     from training.data.packing import Packer
 Row = dict[str, list[int]]  # input_ids, labels
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The texts that a T5 reads and writes."""
+
+    source: str
+    target: str
+    is_text: bool  # the halves of a text
+
+
+# a text; the samples of a conversation; None if a T5 has nothing to answer
+RenderedSample = str | list[Rendered] | Pair | None
 
 # ---- tokens
 # ---------------------------------------------------------------------------
@@ -55,24 +68,13 @@ class Encoder:
 
         Samples that the chat template does not take are counted as bad rows, and left out."""
         bad = bad or BadRows()
-        if self.encoder_decoder:
-            return self._pairs(batch, bad)
-        rendered: list[str | list[Rendered]] = []
+        rendered: list[RenderedSample] = []
         for sample in batch:
             try:
-                rendered.append(self._rendered(sample))
+                rendered.append(self.render(sample))
             except DataError as error:
                 bad.add(error)
-        texts = [sample for sample in rendered if isinstance(sample, str)]
-        tokens = iter(self._ids(texts, bool(self.split_special_tokens)))
-        talks = [text for sample in rendered if not isinstance(sample, str) for text in sample]
-        labelled = self._spans.encode(talks) if talks else iter(())
-        return [
-            self._text_rows(next(tokens))
-            if isinstance(sample, str)
-            else [row for text in sample for row in self._rows(*next(labelled), text.ends)]
-            for sample in rendered
-        ]
+        return self.encode_rendered(rendered)
 
     def _ids(self, texts: list[str], splits_special_tokens: bool) -> list[list[int]]:
         if not texts:
@@ -80,12 +82,39 @@ class Encoder:
         options = {"add_special_tokens": False, "split_special_tokens": splits_special_tokens}
         return self.tokenizer(texts, **options)["input_ids"]
 
-    def _rendered(self, sample: Sample) -> str | list[Rendered]:
+    def render(self, sample: Sample) -> RenderedSample:
+        """The texts that a sample is trained as. Raises DataError for a bad row."""
+        if self.encoder_decoder:
+            pair = source_and_target(sample)
+            return pair and Pair(*pair, is_text=isinstance(sample, str))
         if isinstance(sample, str):
             return sample
         if self.task == "pretrain":
             return [self.renderer.whole_text(sample.messages, sample.tools, place=sample.place)]
         return self.renderer.render(sample.messages, sample.tools, place=sample.place)
+
+    def encode_rendered(self, rendered: Sequence[RenderedSample]) -> list[list[Row]]:
+        """The rows of each rendered sample."""
+        if self.encoder_decoder:
+            return self._pairs([pair if isinstance(pair, Pair) else None for pair in rendered])
+        texts = [sample for sample in rendered if isinstance(sample, str)]
+        tokens = iter(self._ids(texts, bool(self.split_special_tokens)))
+        talks = [text for sample in rendered if isinstance(sample, list) for text in sample]
+        labelled = self._spans.encode(talks) if talks else iter(())
+        return [
+            [row for text in sample for row in self._rows(*next(labelled), text.ends)]
+            if isinstance(sample, list)
+            else self._text_rows(next(tokens))
+            for sample in rendered
+        ]
+
+    def leaves_messages_out(self, sample: Sample) -> bool:
+        """True for a conversation whose last messages a T5 has no use for."""
+        return (
+            self.encoder_decoder
+            and isinstance(sample, Conversation)
+            and sample.messages[-1]["role"] != "assistant"
+        )
 
     @cached_property
     def renderer(self) -> ConversationRenderer:
@@ -107,18 +136,12 @@ class Encoder:
         ids = [*self._beginning, *ids] if ids else []
         return self._rows(ids, list(ids), ends=False)
 
-    def _pairs(self, batch: Sequence[Sample], bad: BadRows) -> list[list[Row]]:
+    def _pairs(self, parts: Sequence[Pair | None]) -> list[list[Row]]:
         """The rows of a T5."""
-        parts: list[tuple[str, str] | None] = []
-        for sample in batch:
-            try:
-                parts.append(source_and_target(sample))
-            except DataError as error:
-                bad.add(error)
-        texts = [text for part in parts if part for text in part]
+        texts = [text for part in parts if part for text in (part.source, part.target)]
         splits_special_tokens = self.split_special_tokens
         if splits_special_tokens is None:
-            splits_special_tokens = not any(isinstance(sample, str) for sample in batch)
+            splits_special_tokens = not any(part.is_text for part in parts if part)
         ids = iter(self._ids(texts, splits_special_tokens))
         eos = self.tokenizer.eos_token_id
         rows: list[list[Row]] = []
@@ -177,6 +200,11 @@ def source_and_target(sample: Sample) -> tuple[str, str] | None:
     last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=None)
     if last is None or messages[last].get("weight") == 0:
         return None
+    if last == 0:
+        raise DataError(
+            f"{sample.place}: the first message is the only answer, but a T5 reads the messages"
+            " before it; leave the row out, or train a decoder"
+        )
     return "\n".join(m["content"] for m in messages[:last]), messages[last]["content"]
 
 
@@ -202,7 +230,7 @@ COUNTED_BEFORE = {
     "stride",
 }  # rows are packed
 SUMMED = (
-    *("samples", "rows", "bad", "dropped", "truncated", "split"),
+    *("samples", "rows", "bad", "dropped", "truncated", "split", "unread"),
     *("tokens", "target_tokens", "documents"),
 )
 LARGEST = ("longest", "longest_input", "longest_target")
@@ -223,6 +251,7 @@ class CacheCounts:
     dropped: int = 0
     truncated: int = 0  # rows that were truncated at max_length
     split: int = 0  # conversations that are a row for each answer
+    unread: int = 0  # conversations of a T5 with messages behind the last answer
     tokens: int = 0
     target_tokens: int = 0
     longest: int = 0
@@ -303,6 +332,7 @@ def write_cache(
 
         for batch in _batches(source, 1000, limit):
             rows: list[Row] = []
+            counts.unread += sum(map(encoder.leaves_messages_out, batch))
             for encoded in encoder.encode(batch, bad):
                 counts.split += encoder.task == "sft" and len(encoded) > 1
                 split = (

@@ -88,7 +88,7 @@ def _write(
     processes: int,
 ) -> None:
     # imported late: they take a second, and most starts find their rows tokenised
-    from training.data import tokenise, tokenizer
+    from training.data import row_summary, tokenise, tokenizer
 
     source = tokens.recipe.data
     if not (folder / tokenise.TOKENIZER).exists():
@@ -104,12 +104,13 @@ def _write(
     if job := tokenise.job_of_part(tokens, folder, "validation", goes_on):
         limit = source.max_validation_samples
         counts["validation"] = _part(job, None, limit, say, goes_on, processes)
-    vocabulary = len(tokenizer.load(folder / tokenise.TOKENIZER))
     for unneeded in [*folder.glob("*.tmp"), *folder.glob("*.json")]:
         unneeded.unlink()
     files.write_json(folder / token_cache.TOKENS_MADE_OF, tokens.identity)
+    loaded = tokenizer.load(folder / tokenise.TOKENIZER)
+    files.write_json(folder / token_cache.SHOWN_ROWS, row_summary.for_report(tokens, loaded))
     files.sync_all(folder)
-    files.write_json(folder / token_cache.TOKENS_READY, {**counts, "vocabulary": vocabulary})
+    files.write_json(folder / token_cache.TOKENS_READY, {**counts, "vocabulary": len(loaded)})
     token_hashes.write(folder, goes_on)
 
 
@@ -205,6 +206,11 @@ def summary(name: str, counts: dict[str, Any], max_length: int) -> str:
         line += (
             f", {counts['split']:,} conversations as a row for each answer (the chat template"
             " renders a turn differently once others follow)"
+        )
+    if counts["unread"]:
+        line += (
+            f", {counts['unread']:,} conversations without their messages behind the last answer"
+            " (a T5 reads those before it)"
         )
     if counts["dropped"]:
         line += f", {counts['dropped']:,} left out (no target to train on)"

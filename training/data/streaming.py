@@ -27,8 +27,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from launch.base import files
 from launch.base.errors import DataError
-from launch.data import shards
 from launch.data import sources as data_sources
+from launch.data.files import shards
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 from training.data import tokenise

@@ -22,8 +22,9 @@ from pydantic import TypeAdapter
 
 from launch.base import files, processes
 from launch.base.errors import DataError
-from launch.data import rows, shards
+from launch.data import rows
 from launch.data import sources as data_sources
+from launch.data.files import shards
 from launch.data.row_choice import Part
 from launch.data.sources import Source
 from launch.data.token_cache import TokenCache

@@ -14,7 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from launch.base.errors import DataError
-from launch.data import rows, shards
+from launch.data import rows
+from launch.data.files import shards
 from launch.data.rows import Slice
 from launch.data.sources import Source
 from launch.schema.plan import DataFormat

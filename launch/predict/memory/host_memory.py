@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from launch.data import shards
+from launch.data.files import shards
 from launch.predict.memory import malloc
 from launch.probe.import_memory import Imports
 from launch.schema.data_section import DataSection

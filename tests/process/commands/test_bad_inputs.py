@@ -399,10 +399,14 @@ def data_cases(workspace: Workspace) -> list[Case]:
     ]
     bomb = {"prompt": ["a" * (70 << 20)], "response": ["b"]}
     bomb = _parquet(workspace, "data/bomb.parquet", bomb, compression="zstd")
+    repeated = pa.DictionaryArray.from_arrays(pa.array([0] * 1000, "int32"), ["a" * 4_800_000])
+    repeated = {"prompt": repeated, "response": ["b"] * 1000}
+    repeated = _parquet(workspace, "data/repeated.parquet", repeated, compression="zstd")
     array = workspace.file("data/array.json", b"[" + GOOD + b",\n{]")
     return [
         *found,
         _data_case(workspace, "data: 70 MiB in a small file", bomb, "row group 1 unpacks to 73,"),
+        _data_case(workspace, "data: 4.8 GB in 900 bytes", repeated, "row group 1: rows 1 to 55 "),
         _data_case(workspace, "data: an array that breaks", array, r"array\.json:2.*JSON"),
     ]
 

@@ -68,7 +68,55 @@ def test_a_row_of_a_file_is_found_by_its_line(recipe):
     assert f"{valid}:2: " not in done.stdout
     done = builders.launch(recipe.parent, "show", str(recipe), "--line", "9")
     assert (done.returncode, done.stdout) == (4, "")
-    assert "rows.jsonl: found no row at line 9; it has 3 rows" in done.stderr
+    assert "rows.jsonl: found no row of line 9; the nearest has line 3" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "line", "shown", "absent"),
+    [
+        ("bad.jsonl", json.dumps(ROWS[0]) + "\n{\n" + json.dumps(ROWS[0]), 3, ":3: ", ":1:"),
+        ("quoted.csv", 'prompt,response\n"a\nb",c\n"d\ne",f\n', 4, "d\ne<|ass", "a\nb"),
+        ("text.jsonl", '\n{"text": "one"}\n\n{"text": "two"}\n', 4, ":4: ", "one"),
+        ("array.json", '[{"text": "one"},\n\n{"text": "two"}]', 2, ":2: ", "one"),
+    ],
+)
+def test_a_row_is_found_by_its_line_whatever_stands_before_it(
+    recipe, tmp_path, name, content, line, shown, absent
+):
+    path = tmp_path / name
+    path.write_text(content)
+    words = ["show", str(recipe), f"--data.train_file={path}", "--data.validation_file=null"]
+    words += ["--task=pretrain"] * ("text" in content)
+    done = builders.launch(tmp_path, *words, f"--line={line}")
+    assert done.returncode == 0, done.stderr
+    assert shown in done.stdout
+    assert absent not in done.stdout.partition("rows ")[2]
+    refused = builders.launch(tmp_path, *words, f"--line={line + 3}")
+    assert refused.returncode == 4
+    kind = "number" if name.endswith(".json") else "line"
+    assert f"no row of {kind} {line + 3}; the nearest has {kind} {line}" in refused.stderr
+
+
+def test_the_error_of_a_bad_row_is_shown_for_its_line(recipe, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "a", "response": "b"}\n{"prompt": "c", "response": 1}\n{\n')
+    words = ["show", str(recipe), f"--data.train_file={path}", "--data.validation_file=null"]
+    for line, message in ((2, "bad.jsonl:2: column 'response': found int"), (3, "bad.jsonl:3: is")):
+        done = builders.launch(tmp_path, *words, f"--line={line}")
+        assert done.returncode == 4
+        assert message in done.stderr
+    assert builders.launch(tmp_path, *words, "--line=1").returncode == 0
+
+
+def test_text_that_looks_like_a_special_token_is_marked(recipe, tmp_path):
+    path = tmp_path / "forged.jsonl"
+    forged = "no<|end|><|user|>yes"
+    path.write_text(json.dumps({"prompt": "a", "response": forged}) + "\n")
+    words = ["show", str(recipe), f"--data.train_file={path}", "--data.validation_file=null"]
+    done = builders.launch(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    assert r"<|user|>a<|assistant|>⟦no\<|end|>\<|user|>yes<|end|>⟧" in done.stdout
+    assert "A backslash before <|...|>" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 
 from launch.base.errors import DataError, ResourceError
 from launch.data import sources, token_cache
-from launch.data.shards import FileFacts
+from launch.data.files.shards import FileFacts
 from launch.data.sources import Source
 from launch.schema.data_section import DataSection
 from launch.schema.model_sections import TokenizerSection

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shlex
 import tarfile
 from functools import partial
 from pathlib import Path
@@ -19,10 +20,10 @@ import pytest
 
 from launch.base.errors import ConfigError, DataError
 from launch.data import columns as data_columns
-from launch.data import shards
 from launch.data.conversation import Conversation
+from launch.data.files import shards
+from launch.data.files.shards import FileFacts
 from launch.data.rows import BadRows, read_samples
-from launch.data.shards import FileFacts
 from launch.schema.data_section import DataSection
 from launch.schema.plan import DataFormat
 from tests import cost
@@ -304,16 +305,16 @@ def test_an_absolute_path_needs_no_base(tmp_path):
         ),
         (
             {"prompt": "a", "response": 3},
-            r"column 'response' holds (int64|a number in \w+ 1); the response must be text",
+            r"column 'response' holds (int64|a number); the response must be text",
         ),
         (
             {"prompt": 1.5, "response": "b"},
-            r"column 'prompt' holds (double|a number in \w+ 1); the prompt must be text",
+            r"column 'prompt' holds (double|a number); the prompt must be text",
         ),
-        ({"text": True}, r"column 'text' holds (bool|true or false in \w+ 1)"),
+        ({"text": True}, r"column 'text' holds (bool|true or false;)"),
         ({"text": None}, r"column 'text' holds null"),
-        ({"text": ["a", "b"]}, r"column 'text' holds (list<|a list in \w+ 1)"),
-        ({"text": {"a": "b"}}, r"column 'text' holds (struct<|an object in \w+ 1)"),
+        ({"text": ["a", "b"]}, r"column 'text' holds (list<|a list;)"),
+        ({"text": {"a": "b"}}, r"column 'text' holds (struct<|an object;)"),
         (
             {"instruction": "a", "input": 3, "output": "b"},
             r"column 'input' holds .*; the context must be text",
@@ -323,23 +324,23 @@ def test_an_absolute_path_needs_no_base(tmp_path):
             {"messages": "[]"},
             r"column 'messages' holds string; the messages must be a list of \{role, content\}",
         ),
-        ({"messages": ["a"]}, r"column 'messages' holds (list<|a list in)"),
+        ({"messages": ["a"]}, r"column 'messages' holds (list<|a list;)"),
         (
             {"messages": [{"speaker": "a", "words": "b"}]},
-            r"column 'messages' holds (list<|a list in)",
+            r"column 'messages' holds (list<|a list;)",
         ),
-        ({"messages": [{"role": "a", "content": 3}]}, r"column 'messages' holds (list<|a list in)"),
+        ({"messages": [{"role": "a", "content": 3}]}, r"column 'messages' holds (list<|a list;)"),
         (
             {"messages": [{"from": "a", "content": "b"}]},
-            r"column 'messages' holds (list<|a list in)",
+            r"column 'messages' holds (list<|a list;)",
         ),
-        ({"conversations": 7}, r"column 'conversations' holds (int64|a number in)"),
+        ({"conversations": 7}, r"column 'conversations' holds (int64|a number)"),
     ],
     ids=str,
 )
 def test_columns_that_make_no_sample_are_named_with_what_was_found(tmp_path, ending, row, message):
     path = write(tmp_path, f"data.{ending}", [row])
-    with pytest.raises(DataError, match=rf"data\.{ending}: .*{message}"):
+    with pytest.raises(DataError, match=rf"data\.{ending}:(1:)? .*{message}"):
         detect(path)
 
 
@@ -348,22 +349,22 @@ def test_columns_that_make_no_sample_are_named_with_what_was_found(tmp_path, end
     [
         (
             [{"prompt": "a", "response": "b"}, {"prompt": "a"}],
-            r"'response' holds nothing in line 2",
+            r":2: column 'response' holds nothing;",
         ),
         (
             [{"prompt": "a"}, {"prompt": "a", "response": "b"}],
-            r"'response' holds nothing in line 1",
+            r":1: column 'response' holds nothing;",
         ),
         (
             [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": None}],
-            r"'response' holds null in line 2",
+            r":2: column 'response' holds null;",
         ),
-        ([{"text": "a"}, {"text": "b"}, {"text": 3}], r"'text' holds a number in line 3"),
-        ([{"text": None}, {"text": "b"}, {"text": 3}], r"'text' holds a number in line 3"),
-        ([{"messages": TURNS}, {"messages": []}], r"'messages' holds an empty list in line 2"),
+        ([{"text": "a"}, {"text": "b"}, {"text": 3}], r"jsonl:3: column 'text' holds a number;"),
+        ([{"text": None}, {"text": "b"}, {"text": 3}], r"jsonl:3: column 'text' holds a number;"),
+        ([{"messages": TURNS}, {"messages": []}], r":2: column 'messages' holds an empty list;"),
         (
             [{"messages": TURNS}, {"messages": "a"}],
-            r"'messages' holds messages in line 1 and string in line 2",
+            r":2: column 'messages' holds messages in line 1 and string;",
         ),
         ([{}, {}], r"found columns ; none of them holds text"),
     ],
@@ -629,7 +630,7 @@ def test_content_that_appears_in_row_5000_only_is_refused_with_its_place(
         ),
         (
             {"question": "q", "label": "a"},
-            r"To train on the rest of each row, add --data\.ignore_columns=\[label\]$",
+            r"add --data\.prompt_column=question --data\.response_column=label$",
         ),
     ],
     ids=str,
@@ -875,7 +876,10 @@ def test_an_array_element_without_end_is_refused_before_all_of_the_file_is_read(
         stream.write(b'[{"text": "')
         stream.seek(8 * shards.MAX_ROW_BYTES)  # sparse
         stream.write(b'"}]')
-    with pytest.raises(DataError, match=r":1: is not JSON .*, or longer than 64 MiB; mend"):
+    with pytest.raises(
+        DataError,
+        match=r":1: is not JSON .*, or longer than 64 MiB: element 1 has no end in [0-9,]+ ",
+    ):
         detect(path)
 
 
@@ -974,5 +978,42 @@ def test_a_missing_validation_file_is_named(tmp_path):
 def test_a_broken_array_cannot_be_counted(tmp_path):
     path = tmp_path / "a.json"
     path.write_text('[{"text": "a"}, {')
-    with pytest.raises(DataError, match=r"is not a JSON array"):
+    with pytest.raises(DataError, match=r"a\.json:1: is not JSON"):
         data_columns.row_count(path)
+
+
+PAIRS = [
+    {"prompt": "a", "chosen": "b", "rejected": "c"},
+    {"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": TURNS[1:]},
+    {"chosen": TURNS, "rejected": TURNS, "a source": "x"},
+    {"the question": "a", "chosen": "b", "rejected": "c"},
+    {"question": "a", "label": "b"},
+]
+
+
+@pytest.mark.parametrize("row", PAIRS)
+def test_the_flags_that_an_error_suggests_train_on_the_answers(tmp_path, row):
+    path = write(tmp_path, "a.jsonl", [row])
+    with pytest.raises(DataError, match="is for another kind of training") as refused:
+        detect(path)
+    words = shlex.split(str(refused.value).partition("as the answers, add ")[2])
+    flags: dict[str, Any] = dict(word.removeprefix("--data.").split("=", 1) for word in words)
+    if "ignore_columns" in flags:
+        flags["ignore_columns"] = flags["ignore_columns"].strip("[]").split(",")
+    found = detect(path, **flags)
+    assert {"chosen", "label"} & set(found.columns.values())
+    assert len(list(read_samples(path, found))) == 1
+
+
+def test_pairs_without_a_preferred_answer_get_no_flag_that_would_not_work(tmp_path):
+    with pytest.raises(DataError, match=r"use them\)\.$"):
+        detect(write(tmp_path, "a.jsonl", [{"prompt": "a", "rejected": "b"}]))
+
+
+def test_flags_of_columns_with_blanks_can_be_pasted(tmp_path):
+    path = write(tmp_path, "a.jsonl", [{"the question": "a", "my answer": "b"}])
+    with pytest.raises(DataError) as refused:
+        detect(path)
+    command = str(refused.value).partition("; add ")[2].partition(". Known")[0]
+    words = shlex.split(command)
+    assert words == ["--data.prompt_column=the question", "--data.response_column=my answer"]

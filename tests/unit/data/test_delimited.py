@@ -11,8 +11,8 @@ import pytest
 
 from launch.base.errors import DataError
 from launch.data import columns as data_columns
-from launch.data import shards
 from launch.data.conversation import Conversation
+from launch.data.files import shards
 from launch.data.rows import BadRows, read_samples
 from launch.schema.data_section import DataSection
 from launch.schema.plan import DataFormat

@@ -15,8 +15,8 @@ import pytest
 
 from launch.base.errors import ConfigError, DataError
 from launch.data import columns, rows, sources, token_cache
+from launch.data.files.shards import FileFacts
 from launch.data.rows import BadRows, Slice
-from launch.data.shards import FileFacts
 from launch.recipe import load
 from launch.schema.data_section import DataSection
 from tests import builders

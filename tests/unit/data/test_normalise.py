@@ -247,6 +247,10 @@ def test_values_without_content_are_absent():
         ([{"role": "user"}], "role 'user' has no content"),
         ([{"role": "tool", "content": None}], "role 'tool' has no content"),
         ([assistant(None, reasoning_content="r")], "has no content"),
+        (
+            [assistant(None, tool_calls=[{"function": {"name": "", "arguments": {}}}])],
+            "the call in 'tool_calls' has no name",
+        ),
         ([{"role": "user", "content": 3}], "found int as content, expected text"),
         ([{"role": "user", "content": {}}], "found dict as content"),
         ([{"role": "user", "content": ["a"]}], "only parts"),

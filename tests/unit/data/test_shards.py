@@ -19,7 +19,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from launch.base.errors import DataError
-from launch.data import columns, shards, sniff, token_cache
+from launch.data import columns, sniff, token_cache
+from launch.data.files import shards
 from launch.data.rows import BadRows, Slice, read_samples, samples_of
 from launch.schema.data_section import DataSection
 from launch.schema.plan import DataFormat
@@ -139,7 +140,7 @@ def test_webdataset_shards_are_read_as_datasets_reads_them(tmp_path):
             {"prompt": "x", "response": "y"},
             r"b\.jsonl: reads as prompt_response .*a\.jsonl as text",
         ),
-        ({"text": 3}, r"b\.jsonl: column 'text' holds a number"),
+        ({"text": 3}, r"b\.jsonl:1: column 'text' holds a number"),
     ],
 )
 def test_a_shard_with_other_columns_is_named(tmp_path, shard, words):

@@ -12,8 +12,8 @@ import pytest
 from launch.base.errors import ConfigError, DataError
 from launch.data import columns, sources, token_cache
 from launch.data.conversation import Conversation
+from launch.data.files.shards import FileFacts
 from launch.data.rows import BadRows
-from launch.data.shards import FileFacts
 from launch.recipe import load
 from launch.recipe.paths import absolute_override, with_absolute_paths
 from launch.schema.data_section import DataSection

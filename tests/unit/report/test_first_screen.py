@@ -7,7 +7,7 @@ from datetime import datetime
 
 import pytest
 
-from launch.report import first_screen
+from launch.report import first_screen, text
 from launch.schema.plan import Change
 from tests.builders import machine, plan, recipe_of
 
@@ -90,6 +90,25 @@ def test_a_warning_is_shown_where_lines_are_left():
     small = plan(recipe_of())
     noted = replace(small.data_format, notes=("columns that are not read: url, score",))
     assert value(screen(data_format=noted), "note") == "columns that are not read: url, score"
+
+
+def test_the_plan_names_the_files_the_share_of_tokens_with_a_loss_and_the_template():
+    small = plan(recipe_of())
+    facts = replace(small.data_format, num_files=12, template="of /models/a")
+    lines = screen(data_format=facts, target_share=0.364)
+    assert value(lines, "tokens") == "36% have a loss, template of /models/a"
+    assert lines.index(next(line for line in lines if line.startswith("  tokens"))) == 3
+    assert value(lines, "data").startswith("train.parquet (12 files): 640 rows,")
+    full = text.plan_lines(recipe_of(), machine(), replace(small, data_format=facts))
+    assert any(line.endswith("template: of /models/a") for line in full)
+    assert any("train.parquet (12 files)" in line for line in full)
+
+
+def test_a_full_screen_leaves_the_template_to_the_whole_plan():
+    small = plan(recipe_of())
+    facts = replace(small.data_format, template="of /models/a")
+    below = [("log", f"{i}") for i in range(5)]
+    assert not any(line.startswith("  tokens") for line in screen(*below, data_format=facts)[:5])
 
 
 def test_long_names_are_shortened_and_a_path_that_can_be_pasted_is_not():

@@ -8,6 +8,7 @@ import pytest
 
 from launch.report import html, text
 from launch.schema.result import Failure, HeldOut, RunResult
+from launch.schema.shown_rows import ShownPart, ShownRow, ShownRows
 from tests.builders import machine, plan, recipe_of
 
 SUMMARY = {
@@ -51,6 +52,39 @@ def test_answers_are_told_as_far_as_they_were_scored(scores, words):
     assert "  chat " not in page
     assert "loss on the held-out rows" in page
     assert page.count("<td>batch 8</td><td>the GPU ran out &lt;of&gt; memory</td>") == 2
+
+
+def test_the_page_shows_rows_with_their_loss_and_escapes_their_texts():
+    recipe, on = recipe_of(), machine()
+    result = RunResult("/run", 0, None, 2.0, 1 << 30, SUMMARY)
+    parts = [ShownPart("<script>a</script>", False), ShownPart("<b>\x1b[31myes", True)]
+    rows = ShownRows(
+        template="of </td>a folder",
+        rows=[
+            ShownRow("a.jsonl:1", parts, 9, 4, is_truncated=True, has_escapes=True),
+            ShownRow("a.jsonl:2", [], left_out="no answer in it has a loss"),
+        ],
+        num_read=40,
+        left_out={"no answer in it has a loss": 1},
+        num_truncated=3,
+        num_targets=100,
+        lengths=list(range(1, 41)),
+        methods={"marks": 40},
+        contents={"user messages": 40},
+        bad=["a.jsonl:3: is not <JSON>"],
+        num_bad=7,
+    )
+    page = html.html(recipe, on, plan(recipe, on), result, [], rows=rows)
+    section = page.partition("<h2>Rows</h2>")[2].partition("<h2>Plan")[0]
+    assert "&lt;script&gt;a&lt;/script&gt;<b>&lt;b&gt;" in section
+    assert "<script>" not in page and "\x1b" not in page and "of &lt;/td&gt;a folder" in section
+    assert "a.jsonl:1: 9 tokens, 4 with a loss, truncated at" in section
+    assert "a.jsonl:2: left out, no answer in it has a loss" in section
+    assert "the first 40 were read, 1 left out (no answer" in section
+    assert "7 bad rows left out" in section and "a.jsonl:3: is not &lt;JSON&gt;" in section
+    assert section.count("<i style='width:100.0%'>") == 8
+    assert "A backslash before" in section
+    assert "<h2>Rows" not in html.html(recipe, on, plan(recipe, on), result, [])
 
 
 def test_the_loss_of_the_exported_weights_is_told():

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import jinja2
 import pytest
 
 from launch.base.errors import DataError, ResourceError
+from launch.data import chat_templates
 from launch.data import rows as data_rows
 from launch.data.conversation import Conversation
 from launch.data.rows import read_samples
+from launch.data.token_cache import TokenCache
 from launch.schema.model_sections import TokenizerSection
-from launch.schema.plan import DataFormat
-from training.data import batches, encode, tokenizer
+from launch.schema.plan import DataFormat, ModelSize
+from tests import builders
+from training.data import batches, encode, prepare, row_summary, tokenizer
 
 TEXTS = ["two 二 three 三", "the end of a sentence", "日期 2024-03-05"]
 
@@ -88,6 +92,20 @@ def test_t5_reads_the_system_prompt_and_the_history_as_turns(tmp_path, cut):
     ((tokens,),) = encoder(cut, encoder_decoder=True).encode([sample])
     assert cut.decode(tokens["input_ids"]) == "end\ntwo\n二\nthree<|end|>"
     assert cut.decode(tokens["labels"]) == "三<|end|>"
+
+
+def test_t5_refuses_an_answer_to_nothing_and_counts_messages_behind_the_last_answer(tmp_path, cut):
+    paired = encoder(cut, encoder_decoder=True)
+    answer = {"role": "assistant", "content": "二"}
+    with pytest.raises(DataError, match="the first message is the only answer, but a T5 reads"):
+        paired.encode([Conversation([answer])])
+    talks = [turns("two", "二"), turns("two", "二", "behind")]
+    counts = encode.write_cache(
+        iter(talks), paired, tmp_path / "a.arrow", None, lambda _: None, None
+    )
+    assert (counts.rows, counts.unread) == (2, 1)
+    line = prepare.summary("train", asdict(counts), 64)
+    assert "1 conversations without their messages behind the last answer" in line
 
 
 def test_pretraining_learns_every_token_of_a_text_in_pieces(cut):
@@ -293,3 +311,35 @@ def test_the_template_of_a_trained_tokenizer_writes_tools_calls_and_reasoning(cu
     )
     targets = cut.decode([label for label in row["labels"] if label != data_rows.IGNORED])
     assert targets.startswith("<think>hm</think><tool_call>") and targets.endswith("二<|end|>")
+
+
+@pytest.mark.parametrize("template", ["{{ messages }}", None])
+def test_the_plan_names_the_template_that_training_uses(tmp_path, cut, template):
+    made = copy.deepcopy(cut)
+    made.chat_template = template
+    made.save_pretrained(tmp_path)
+    recipe = builders.recipe_of(tokenizer={"path": str(tmp_path)})
+    said = chat_templates.describe(recipe, False, False)
+    is_plain = tokenizer.load(tmp_path).chat_template.endswith(tokenizer.PLAIN_TEMPLATE)
+    assert said.startswith(f"{tmp_path} has none: a line" if is_plain else f"of {tmp_path}")
+    assert is_plain == (template is None)
+
+
+def test_the_rows_of_a_report_are_few_and_short(tmp_path, cut):
+    cut.save_pretrained(tmp_path / "tokenizer")
+    long = {"prompt": "two " * 10_000, "response": "three"}
+    rows = [long | {"prompt": str(i)} if i % 2 else long for i in range(50)]
+    path = write(tmp_path, [*map(json.dumps, rows), '{"prompt": 1}'])
+    data = {"train_file": str(path), "max_length": 100_000, "max_bad_rows": 2}
+    recipe = builders.recipe_of(task="pretrain", data=data)
+    model = ModelSize("m", {"model_type": "gpt2", "vocab_size": 600}, 1, 1)
+    columns = {"prompt": "prompt", "response": "response"}
+    found = DataFormat("prompt_response", columns, "jsonl", "")
+    cache = TokenCache(recipe, model, found, {}, tmp_path / "tokens")
+    summary = row_summary.for_report(cache, cut)
+    assert [row.place for row in summary.rows] == [f"{path.name}:{i}" for i in range(1, 6)]
+    text = "".join(part.text for part in summary.rows[0].parts)
+    assert len(text) < 2100 and "more characters)" in text
+    assert summary.rows[0].num_tokens > 10_000
+    assert (summary.num_read, summary.num_bad) == (50, 1)
+    assert len(json.dumps(asdict(summary))) < 20_000

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from launch.base.errors import DataError
-from launch.data import shards
-from launch.data.shards import MAX_ROW_BYTES
+from launch.data.files import shards
+from launch.data.files.shards import MAX_ROW_BYTES
 
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 

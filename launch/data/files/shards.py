@@ -33,6 +33,8 @@ SUFFIXES: dict[str, FileType] = {
     ".tar": "webdataset",
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # of the types that are read by lines
+UNPACKED_RATIO = 1000  # text is packed to a tenth, the most repetitive rows to a hundredth
+UNPACKED_BYTES = 256 << 20  # fewer are unpacked from any file
 TABLES = ("parquet", "arrow")  # with a schema
 SAVED_SPLITS, SAVED_SPLIT = "dataset_dict.json", "state.json"  # datasets.save_to_disk's
 MAX_ROW_BYTES = 64 << 20  # of a line, of a member of a tar, of a row of a parquet file on average
@@ -109,14 +111,44 @@ def suffix(path: Path) -> str:
 
 
 def opened(path: Path) -> BinaryIO:
-    """The file's bytes, unpacked while they are read."""
+    """The file's bytes, unpacked while they are read. Reading raises Unpacked for a small file of
+    very many bytes."""
     compression = COMPRESSIONS.get(path.suffix.lower())
     if compression is None:
         return path.open("rb")
     import pyarrow as pa
 
-    # pyarrow's stream is a raw one in all but its declared type
-    return io.BufferedReader(pa.input_stream(str(path), compression=compression), 1 << 18)  # type: ignore[arg-type]
+    stream = pa.input_stream(str(path), compression=compression)
+    return io.BufferedReader(_Unpacking(path, stream), 1 << 18)
+
+
+class Unpacked(DataError):
+    """A compressed file unpacks to far more bytes than text does."""
+
+
+class _Unpacking(io.RawIOBase):
+    """The unpacked bytes of a file, counted."""
+
+    def __init__(self, path: Path, stream: Any) -> None:
+        self._path, self._stream, self._bytes = path, stream, 0
+        self._limit = max(UNPACKED_BYTES, UNPACKED_RATIO * path.stat().st_size)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        count = self._stream.readinto(buffer)
+        self._bytes += count
+        if self._bytes > self._limit:
+            raise Unpacked(
+                f"{self._path}: its {self._path.stat().st_size:,} bytes unpack to more than"
+                f" {self._limit:,}; is it damaged? If it is meant so, unpack the file"
+            )
+        return count
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,259 @@
+"""Rows as training encodes them, decoded for people, with counts of the rows that were read."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
+
+from launch.base.errors import DataError
+from launch.data import sources
+from launch.data.conversation import Conversation, Sample, text_of
+from launch.data.files import shards
+from launch.data.row_choice import RowChoice
+from launch.data.rows import IGNORED, BadRows, Place, Slice, placed_samples
+from launch.data.token_cache import TokenCache
+from launch.schema.plan import DataFormat
+from launch.schema.shown_rows import ShownPart, ShownRow, ShownRows
+from training.data.encode import BATCH_CHARACTERS, CacheCounts, Encoder, RenderedSample, Row
+
+UNLIMITED = 1 << 40  # tokens
+MOST_CHARACTERS = 16 << 20  # of a file; a few seconds of one CPU
+MOST_LENGTHS = 10_000  # of rows that were split into pieces
+# of the report: rows, characters of each, errors of bad rows and their characters
+REPORT_ROWS, REPORT_CHARACTERS, REPORT_ERRORS, ERROR_CHARACTERS = 5, 2000, 3, 400
+NUM_READ = 1000  # rows
+ESCAPE = "\\"  # before a text that is written as a special token is
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A row that is encoded with others of its batch."""
+
+    place: str
+    sample: Sample
+    rendered: RenderedSample
+    is_held_out: bool
+    times: int  # that an epoch trains it
+
+
+class RowSummary:
+    """Encodes samples, counts them, and keeps those that are shown."""
+
+    def __init__(self, tokens: TokenCache, loaded: Any) -> None:
+        self._tokens, self._recipe = tokens, tokens.recipe
+        self._is_pair, self.tokenizer = tokens.model.is_encoder_decoder, loaded
+        self._max_length = tokens.recipe.data.max_length
+        self._encoder = Encoder(
+            loaded,
+            self._is_pair,
+            tokens.recipe.task,
+            self._max_length,
+            truncation_side=tokens.recipe.data.truncation_side,
+            split_special_tokens=tokens.recipe.tokenizer.split_special_tokens,
+        )
+        self.bad = BadRows(tokens.recipe.data.max_bad_rows)
+        self.rows: list[ShownRow] = []
+        self.counts, self._lengths = CacheCounts(), array("q")
+        self._left_out, self._methods = Counter[str](), Counter[str]()
+        self._contents, self._num_held_out = Counter[str](), 0
+
+    def add_first(self, file: Path, num_read: int, num_shown: int) -> None:
+        """Read the first rows of a file, no more than MOST_CHARACTERS of them."""
+        batch: list[_Placed] = []
+        batch_characters = characters = 0
+        data_format, passes = self._format(file), self._passes(file)
+        placed = placed_samples(Slice(file), data_format, self.bad)
+        for number, place, sample in islice(placed, num_read):
+            try:
+                batch.append(self._placed(place, sample, number, passes))
+            except DataError as error:
+                self.bad.add(error)
+            batch_characters += len(text_of(sample))
+            if batch_characters >= BATCH_CHARACTERS:
+                self._add(batch, num_shown)
+                characters, batch, batch_characters = characters + batch_characters, [], 0
+            if characters >= MOST_CHARACTERS or len(self._lengths) >= MOST_LENGTHS:
+                break
+        self._add(batch, num_shown)
+
+    def add_line(self, file: Path, line: int) -> None:
+        """Read the row at a line, or of a number. Bad rows before it are passed over."""
+        nearest: Place | None = None
+        others = BadRows(UNLIMITED)
+        for number, place, sample in placed_samples(Slice(file), self._format(file), others):
+            self._check_bad(others, file, line)
+            if place.number == line:
+                self._add([self._placed(place, sample, number, self._passes(file))], 1)
+                return
+            if isinstance(place.number, int) and place.number > line:
+                nearest = nearest or place
+                break
+            nearest = place
+        self._check_bad(others, file, line)
+        if nearest is None:
+            raise DataError(f"{file}: found no row that can be read")
+        kind = "line" if nearest.is_line else "number"
+        raise DataError(
+            f"{file}: found no row of {kind} {line:,}; the nearest has {kind} {nearest.number}"
+        )
+
+    def _format(self, file: Path) -> DataFormat:
+        return sources.format_of(self._recipe.data, self._tokens.data_format, file)
+
+    def _passes(self, file: Path) -> list[tuple[int, RowChoice]]:
+        """(number of the file's first row, the rows that are taken) of each pass over a file of
+        data.train_file; none if all of its rows are trained once."""
+        tokens = self._tokens
+        named = sources.of_part(self._recipe.data, tokens.data_format, tokens.row_counts, "train")
+        return [
+            (source.row_offsets[shards.of(source.path).index(file)], source.choice)
+            for source in named
+            if source.choice is not None and file in shards.of(source.path)
+        ]
+
+    def _placed(
+        self, place: Place, sample: Sample, number: int, passes: list[tuple[int, RowChoice]]
+    ) -> _Placed:
+        times = sum(choice.takes(first + number) for first, choice in passes) if passes else 1
+        is_held_out = bool(passes) and passes[0][1].held_out.holds(passes[0][0] + number)
+        return _Placed(str(place), sample, self._encoder.render(sample), is_held_out, times)
+
+    def _check_bad(self, others: BadRows, file: Path, line: int) -> None:
+        """Raise the error of the row at the line."""
+        for error in others.errors:
+            if error.startswith((f"{file}:{line}:", f"{file}: element {line}:")):
+                raise DataError(error)
+        others.errors.clear()
+
+    def _add(self, batch: Sequence[_Placed], num_shown: int) -> None:
+        encoded = self._encoder.encode_rendered([placed.rendered for placed in batch])
+        for placed, rows in zip(batch, encoded, strict=True):
+            sample, rendered = placed.sample, placed.rendered
+            self.counts.add(rows, self._max_length)
+            self._lengths.extend(map(self._num_tokens, rows))
+            reason = "" if rows else self._reason(sample)
+            if reason:
+                self._left_out[reason] += 1
+            self._num_held_out += placed.is_held_out
+            if len(self.rows) < num_shown:
+                shown = [self._shown(row, placed.place) for row in rows]
+                shown = shown or [ShownRow(placed.place, [], left_out=reason)]
+                facts = {"is_held_out": placed.is_held_out, "times": placed.times}
+                self.rows += [replace(row, **facts) for row in shown]
+            if isinstance(sample, Conversation):
+                self._contents.update(_contents(sample))
+            if isinstance(rendered, list):
+                self._methods.update(talk.method for talk in rendered[:1] if talk.method)
+
+    def _reason(self, sample: Sample) -> str:
+        """The reason why a sample is left out."""
+        if replace(self._encoder, max_length=UNLIMITED).encode([sample])[0]:
+            return f"its prompt fills data.max_length {self._max_length}"
+        return "no answer in it has a loss"
+
+    def _shown(self, row: Row, place: str) -> ShownRow:
+        ids, labels = row["input_ids"], row["labels"]
+        if self._is_pair:
+            parts = [ShownPart(self._text(ids), False), ShownPart(self._text(labels), True)]
+        else:
+            parts = [
+                ShownPart(self._text([token for token, _ in group]), is_target)
+                for is_target, group in groupby(
+                    zip(ids, labels, strict=True), key=lambda pair: pair[1] != IGNORED
+                )
+            ]
+        num_targets = sum(label != IGNORED for label in labels)
+        is_truncated = max(len(ids), len(labels)) >= self._max_length
+        return ShownRow(
+            *(place, parts, self._num_tokens(row), num_targets, is_truncated),
+            has_escapes=any(ESCAPE + name in part.text for part in parts for name in self._special),
+        )
+
+    def _text(self, ids: list[int]) -> str:
+        """The text of tokens. What only looks like a special token has an ESCAPE before it."""
+        text = self.tokenizer.decode(ids)
+        names = [name for name in self._special if name in text]
+        count = sum(token in self._special.values() for token in ids)
+        if not names or sum(map(text.count, names)) <= count:
+            return text
+        pieces = []
+        for is_special, group in groupby(ids, key=lambda token: token in self._special.values()):
+            piece = self.tokenizer.decode(list(group))
+            for name in () if is_special else names:
+                piece = piece.replace(name, ESCAPE + name)
+            pieces.append(piece)
+        return "".join(pieces)
+
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        """Name -> id of the tokens that a text of a row never becomes."""
+        added = self.tokenizer.added_tokens_decoder.items()
+        special = {token.content: number for number, token in added if token.special}
+        if self._is_pair:
+            return special
+        names = self._encoder.renderer.protected
+        return special | {token.content: i for i, token in added if token.content in names}
+
+    def _num_tokens(self, row: Row) -> int:
+        """Tokens of the input, and of a T5's target."""
+        return len(row["input_ids"]) + (len(row["labels"]) if self._is_pair else 0)
+
+    def summary(self) -> ShownRows:
+        return ShownRows(
+            self._tokens.data_format.template,
+            self.rows,
+            self.counts.samples,
+            dict(self._left_out),
+            self.counts.truncated,
+            self.counts.target_tokens,
+            self._lengths.tolist(),
+            dict(self._methods),
+            dict(self._contents),
+            self.bad.errors,
+            self.bad.count,
+            self._num_held_out,
+        )
+
+
+def for_report(tokens: TokenCache, loaded: Any) -> ShownRows:
+    """The first rows of the training data, shortened: a file of at most about 100 kB."""
+    summary, data = RowSummary(tokens, loaded), tokens.recipe.data
+    first = shards.of(data.paths[0])[0]
+    summary.add_first(first, min(NUM_READ, data.max_train_samples or NUM_READ), REPORT_ROWS)
+    rows = summary.summary()
+    return replace(
+        rows,
+        rows=[_shortened(row) for row in rows.rows[:REPORT_ROWS]],
+        bad=[error[:ERROR_CHARACTERS] for error in rows.bad[:REPORT_ERRORS]],
+    )
+
+
+def _shortened(row: ShownRow) -> ShownRow:
+    """The row with the first characters of its text."""
+    parts: list[ShownPart] = []
+    free = REPORT_CHARACTERS
+    for part in row.parts:
+        parts.append(replace(part, text=part.text[:free]))
+        free -= len(parts[-1].text)
+        if free <= 0:
+            missing = sum(len(part.text) for part in row.parts) - REPORT_CHARACTERS
+            more = [ShownPart(f" ... ({missing:,} more characters)", False)] if missing else []
+            parts += more
+            break
+    return replace(row, place=row.place.rpartition("/")[2], parts=parts)
+
+
+def _contents(talk: Conversation) -> Iterator[str]:
+    for message in talk.messages:
+        yield f"{message['role']} messages"
+        yield from (key for key in message if key not in ("role", "content", "weight"))
+        if message.get("weight") == 0:
+            yield "without a loss (weight 0)"
+    if talk.tools:
+        yield "rows with tools"
