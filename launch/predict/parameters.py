@@ -20,6 +20,7 @@ Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
 
 _LLAMA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+CONV1D_FAMILIES = frozenset({"gpt2"})  # their matrices are (in, out)
 LORA_TARGETS: dict[str, tuple[str, ...]] = {  # every linear projection of attention and MLP
     "t5": ("q", "k", "v", "o", "wi", "wi_0", "wi_1", "wo"),  # wi: relu; wi_0 and wi_1: gated
     "gpt2": ("c_attn", "c_proj", "c_fc"),
@@ -345,10 +346,14 @@ def _lora_shapes(tensor_shapes: Shapes, lora: LoraSection, model_type: str) -> S
         if module == name or not hits or len(shape) != 2:
             continue
         unmatched -= hits
-        # Conv1D and embeddings are (in, out), linears (out, in): no sum below depends on which is
-        # which
+        # Conv1D and embeddings are (in, out), linears (out, in): the sum of A and B does not depend
+        # on which is which
         adapters[f"{module}.lora_A.weight"] = (lora.r, shape[1])
         adapters[f"{module}.lora_B.weight"] = (shape[0], lora.r)
+        if lora.use_dora:
+            is_transposed = model_type in CONV1D_FAMILIES or EMBEDDING.search(name)
+            num_outputs = shape[1 if is_transposed else 0]
+            adapters[f"{module}.lora_magnitude_vector.weight"] = (num_outputs,)
     adapters |= _trained_rows(tensor_shapes, lora, model_type)
     if lora.target_modules not in (None, ALL_LINEAR) and unmatched:
         entry = sorted(unmatched)[0]

@@ -72,6 +72,11 @@ def refusal(recipe: Recipe, strategy: Strategy) -> str | None:
             "holds the output weights in parts, which training.num_output_chunks"
             f" {strategy.num_output_chunks} cannot use; leave one out",
         ),
+        "weight lengths": (
+            recipe.lora is not None and recipe.lora.use_dora,
+            "shares the weights out, and lora.use_dora computes the length of whole weights; use a"
+            " mode whose ranks hold full copies of the weights, or leave use_dora out",
+        ),
         "trained tokens": (
             recipe.lora is not None and bool(recipe.lora.trainable_token_indices),
             "shares the embeddings out, and PEFT trains single rows of them only where a rank holds"

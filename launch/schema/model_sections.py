@@ -142,6 +142,10 @@ class LoraSection(Section):
     use_rslora: Annotated[bool, affects("weights")] = Field(
         default=False, description="Multiply the adapters' output by lora_alpha / sqrt(r)."
     )
+    use_dora: Annotated[bool, AFFECTS_STEP] = Field(
+        default=False,
+        description="Train the length of each output's weights apart from their direction (DoRA).",
+    )
     init_lora_weights: Annotated[bool | Literal["gaussian", "orthogonal"], affects("weights")] = (
         Field(
             default=True,

@@ -38,6 +38,7 @@ Refusal = Literal[
     "half weights without autocast",
     "output chunks",
     "trained tokens",
+    "weight lengths",
 ]
 
 
@@ -84,7 +85,7 @@ _ZERO_3 = replace(
     _ZERO,
     zero_stage=3,
     shards=("optimizer", "gradients", "parameters"),
-    refuses=(*_ZERO.refuses, "output chunks", "trained tokens"),
+    refuses=(*_ZERO.refuses, "output chunks", "trained tokens", "weight lengths"),
 )
 
 # Fastest first where the states fit: of the modes for one device and number of ranks, each holds
@@ -104,7 +105,14 @@ LAUNCH_MODES: Mapping[Mode, LaunchMode] = {
         "fsdp2",
         "FSDP",
         shards=("optimizer", "gradients", "parameters"),
-        refuses=(*_SHARDED, "CPUs", "one rank", "output chunks", "trained tokens"),
+        refuses=(
+            *_SHARDED,
+            "CPUs",
+            "one rank",
+            "output chunks",
+            "trained tokens",
+            "weight lengths",
+        ),
         checkpoint_folders=("pytorch_model_fsdp_0", "optimizer_0"),
     ),
 }

@@ -191,6 +191,7 @@ def with_lora(
         lora_alpha=lora.lora_alpha,
         lora_dropout=lora.lora_dropout,
         use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
         init_lora_weights=lora.init_lora_weights,
         target_modules=list(targets),
         trainable_token_indices=_trained_tokens(model, lora),

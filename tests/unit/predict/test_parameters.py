@@ -336,13 +336,17 @@ def test_freezing_everything_is_an_error():
         ("gpt2-tiny", ("c_attn",)),
         ("gpt2-tiny", ("attn.c_proj", "wpe")),
         ("llama-tiny", ("q_proj", "self_attn.o_proj")),
+        ("llama-tiny", ("embed_tokens",)),
     ],
 )
-def test_lora_has_the_parameters_that_peft_adds(name, targets, r):
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_lora_has_the_parameters_that_peft_adds(name, targets, r, use_dora):
     config = config_of(name)
-    lora = LoraSection(r=r, target_modules=targets)
+    lora = LoraSection(r=r, target_modules=targets, use_dora=use_dora)
     peft_targets = list(targets or predict_parameters.LORA_TARGETS[config["model_type"]])
-    real = get_peft_model(meta_model(config), LoraConfig(r=r, target_modules=peft_targets))
+    real = get_peft_model(
+        meta_model(config), LoraConfig(r=r, target_modules=peft_targets, use_dora=use_dora)
+    )
     shapes = predict_parameters.parameters_by_name(config)
     parameters, trainable, lora_parameters = predict_parameters.count(
         shapes, (), lora, config["model_type"]
@@ -510,14 +514,17 @@ def test_frozen_training_states_are_those_of_the_real_optimizer(optim, dtype, tm
 @pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_lora_states_are_those_of_the_real_optimizer(optim, name, dtype, tmp_path):
+    use_dora = dtype == "bfloat16"  # its vectors are float32 too
     config = config_of(name) | {"vocab_size": 2048}  # GPT-2's own vocabulary is most of its bytes
     targets = list(predict_parameters.LORA_TARGETS[config["model_type"]])
     model = get_peft_model(
-        real_model(config, getattr(torch, dtype)), LoraConfig(r=16, target_modules=targets)
+        real_model(config, getattr(torch, dtype)),
+        LoraConfig(r=16, target_modules=targets, use_dora=use_dora),
     )
     shapes = predict_parameters.parameters_by_name(config)
     estimate = optimizers.model_state(
-        shapes, (), LoraSection(r=16), config["model_type"], optim, dtype
+        *(shapes, (), LoraSection(r=16, use_dora=use_dora)),
+        *(config["model_type"], optim, dtype),
     )
     assert estimate.weights_bytes == parameter_bytes(model, trainable_only=False)
     assert estimate.gradients_bytes == parameter_bytes(model, trainable_only=True)
