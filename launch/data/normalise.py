@@ -204,6 +204,8 @@ class RowReader:
         if message["content"] is None and "tool_calls" not in message:
             for key in turn:
                 if FIELDS.get(key.lower()) == "tool_calls" and turn[key]:
+                    if key in self.ignored:  # what is left says nothing, and has no loss
+                        return {**message, "content": ""}
                     raise DataError(f"{where}: the call in {key!r} has no name; name its function")
             raise DataError(
                 f'{where} has no content; write text ("" for an empty answer), or tool_calls'

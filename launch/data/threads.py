@@ -23,7 +23,7 @@ def conversations(rows: Rows, columns: Mapping[str, str], refuse: Refuse) -> Ite
     if first is None:
         return
     every = _with_first(first, turns)
-    yield from _threads(every, refuse) if first.number else _pairs(every)
+    yield from _threads(every, refuse) if first.is_of_tree else _pairs(every, refuse)
 
 
 @dataclass
@@ -32,6 +32,10 @@ class _Turn:
     place: object
     number: str | None  # message_id
     parent: str | None  # parent_id
+
+    @property
+    def is_of_tree(self) -> bool:
+        return self.number is not None or self.parent is not None
 
 
 def _with_first(first: _Turn, turns: Iterator[_Turn]) -> Iterator[_Turn]:
@@ -58,10 +62,13 @@ def _role(speaker: str) -> str:
     return SPEAKERS[speaker.lower()]
 
 
-def _pairs(turns: Iterator[_Turn]) -> Iterator[Conversation]:
+def _pairs(turns: Iterator[_Turn], refuse: Refuse) -> Iterator[Conversation]:
     question: Message | None = None
     for turn in turns:
         message = turn.message
+        if turn.is_of_tree:
+            refuse(DataError(f"{turn.place}: has {MESSAGE_ID} or {PARENT_ID}, the first row none"))
+            message = None
         if message and message["role"] == "assistant" and question:
             yield Conversation([question, message], place=turn.place)
         question = message if message and message["role"] == "user" else None
@@ -70,10 +77,21 @@ def _pairs(turns: Iterator[_Turn]) -> Iterator[Conversation]:
 def _threads(turns: Iterator[_Turn], refuse: Refuse) -> Iterator[Conversation]:
     by_id: dict[str | None, _Turn] = {}
     for turn in turns:
+        if turn.number is None:
+            refuse(DataError(f"{turn.place}: has no {MESSAGE_ID}, as other rows have; add it"))
+            continue
         if turn.parent is None:
             yield from _of_tree(by_id)
             by_id = {}
-        elif turn.parent not in by_id:
+        if turn.number in by_id:
+            refuse(
+                DataError(
+                    f"{turn.place}: {MESSAGE_ID} {turn.number!r} is that of an earlier row of this"
+                    " tree; give each message its own"
+                )
+            )
+            continue
+        if turn.parent is not None and turn.parent not in by_id:
             refuse(
                 DataError(
                     f"{turn.place}: no row of this tree before it has the message_id of its"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from rich.text import Text
@@ -24,7 +25,8 @@ def lines(
 ) -> Iterator[Text]:
     """The rows, with the targets in colour or in brackets, below the counts."""
     data, max_length = context.recipe.data, context.recipe.data.max_length
-    data_format = sources.format_of(data, context.data_format, file)
+    own = sources.format_of(data, context.data_format, file)
+    data_format = replace(own, notes=context.data_format.notes)
     facts = row_facts.facts(data_format, summary, max_length)
     for label, text in (
         ("data", f"{file}: {data_format.reason}"),

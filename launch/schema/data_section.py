@@ -120,8 +120,8 @@ class DataSection(Section):
     max_bad_rows: Annotated[int, affects("rows")] = Field(
         default=0,
         ge=0,
-        description="Unreadable rows of each file that are left out and counted; one more is an"
-        " error.",
+        description="Unreadable rows of the training data, and of the held-out data, that are left"
+        " out and counted; one more is an error.",
     )
     packing: Annotated[bool, affects("rows", "memory", "step_time")] = Field(
         default=False,

@@ -198,7 +198,7 @@ def source_and_target(sample: Sample) -> tuple[str, str] | None:
             " is trained on the content of messages only; leave the row out, or train a decoder"
         )
     last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=None)
-    if last is None or messages[last].get("weight") == 0:
+    if last is None or messages[last].get("weight") == 0 or not messages[last]["content"].strip():
         return None
     if last == 0:
         raise DataError(

@@ -320,6 +320,11 @@ def test_two_system_prompts_are_refused_unless_they_are_the_same():
     assert read({**row, "system": "s"}) == read(row, ignored=("system",))
 
 
+def test_a_turn_whose_calls_are_ignored_is_an_empty_answer():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {}}]}
+    assert read_turns(call, ignored=("tool_calls",)) == [assistant("")]
+
+
 def test_columns_that_are_ignored_are_not_read():
     row = {"prompt": "a", "response": "b", "system": "s", "history": 3, "tools": "add"}
     ignored = ("system", "history", "tools")

@@ -72,6 +72,27 @@ def test_a_message_whose_parent_is_not_before_it_is_a_bad_row(tmp_path):
     assert len(talks(file, 1)) == 1
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ((None, "1", "assistant", "Ann."), "2: has no message_id, as other rows have"),
+        (("1", "1", "assistant", "Ann."), "2: message_id '1' is that of an earlier row"),
+    ],
+)
+def test_a_message_without_an_id_of_its_own_is_a_bad_row(tmp_path, row, message):
+    file = write(tmp_path, TREE[0], row, ("3", "1", "assistant", "Bob."))
+    with pytest.raises(DataError, match=message):
+        talks(file)
+    assert talks(file, 1) == [[("who?", False), ("Bob.", True)]]
+
+
+def test_a_message_of_a_tree_behind_pairs_is_a_bad_row(tmp_path):
+    pair = ((None, None, "prompter", "who?"), (None, None, "assistant", "Ann."))
+    assert talks(write(tmp_path, *pair)) == [[("who?", False), ("Ann.", True)]]
+    with pytest.raises(DataError, match="3: has message_id or parent_id, the first row none"):
+        talks(write(tmp_path, *pair, ("3", None, "prompter", "when?")))
+
+
 def test_a_thread_through_a_bad_row_is_left_out(tmp_path):
     unread = ("2", "1", "assistant", None)
     file = write(tmp_path, TREE[0], unread, *TREE[2:])

@@ -343,3 +343,8 @@ def test_the_rows_of_a_report_are_few_and_short(tmp_path, cut):
     assert summary.rows[0].num_tokens > 10_000
     assert (summary.num_read, summary.num_bad) == (50, 1)
     assert len(json.dumps(asdict(summary))) < 20_000
+
+
+@pytest.mark.parametrize("blank", ["", " \n"])
+def test_a_blank_answer_of_a_t5_is_left_out(cut, blank):
+    assert encoder(cut, encoder_decoder=True).encode([turns("two", blank)]) == [[]]
