@@ -9,7 +9,7 @@ import pytest
 from tests import builders
 
 LAPTOP = str(builders.CODE / "configs/machines/a5000-16g.yaml")
-LABELS = ["model", "data", "batch", "mode", "memory", "host RAM", "time"]
+LABELS = ["model", "data", "tokens", "batch", "mode", "memory", "host RAM", "time"]
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_the_first_screen_is_at_most_14_lines_of_100_columns_and_says_when_train
     assert len(lines) <= 14
     assert max(map(len, lines)) <= 100
     labels = [line[2:12].rstrip() for line in lines if line[2] != " "]
-    assert labels[1:8] == LABELS
+    assert labels[1 : 1 + len(LABELS)] == LABELS
     assert "changed" in labels
     end = (
         r"time  +[\d.]+ s a step predicted x [\d,]+ steps = [\d.]+ (s|min|h): ends about .*\d:\d\d$"
