@@ -66,7 +66,7 @@ def held_out_loss(model: torch.nn.Module, workspace: Path) -> float:
     return total / count
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.campaign)])
 def test_tokens_added_under_lora_are_trained_and_load_in_plain_peft(tmp_path, tied):
     base = base_folder(tmp_path / "base", tied)
     before = (base / "model.safetensors").read_bytes()
@@ -97,6 +97,7 @@ def test_tokens_added_under_lora_are_trained_and_load_in_plain_peft(tmp_path, ti
     assert not torch.allclose(rows[ids[0]], rows[: ids[0]].mean(dim=0), atol=1e-3)  # it learned
 
 
+@pytest.mark.campaign
 def test_every_engine_adds_the_same_rows_to_a_model_that_is_trained_whole(tmp_path):
     base, results = base_folder(tmp_path / "base", tied=False), {}
     for mode, keys in {"cpu": {}, "multi_cpu": CPUS, "deepspeed_zero3": CPUS}.items():
@@ -109,6 +110,7 @@ def test_every_engine_adds_the_same_rows_to_a_model_that_is_trained_whole(tmp_pa
             assert torch.allclose(results[mode][name], tensor, atol=1e-4), (mode, name)
 
 
+@pytest.mark.campaign
 def test_a_run_with_added_tokens_goes_on_under_another_engine(tmp_path):
     base = base_folder(tmp_path / "base", tied=True)
     trained(tmp_path, base, **{"lora.r": 4, "training.max_steps": 4})
