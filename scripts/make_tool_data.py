@@ -3,7 +3,7 @@
 
 A row of the training file has several questions, each with a call of the calculator, its result and
 an answer. A row of the validation file is a question and the call. No two questions have the same
-operation and numbers.
+numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import json
 import random
 from collections.abc import Callable, Mapping
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ TOOLS = [
     }
 ]
 QUESTIONS_A_ROW = 4
-LARGEST = 99  # number of a question
 OPERATIONS: Mapping[str, Callable[[int, int], int]] = {
     "add": lambda a, b: a + b,
     "subtract": lambda a, b: a - b,
@@ -79,8 +77,9 @@ def main() -> None:
     draw = random.Random(arguments.seed)
     num_questions = arguments.train_rows * QUESTIONS_A_ROW + arguments.validation_rows
     questions = []
-    every = list(product(OPERATIONS, range(LARGEST + 1), range(LARGEST + 1)))
-    for operation, a, b in draw.sample(every, num_questions):
+    for place in draw.sample(range(1_000_000), num_questions):  # each pair of numbers once
+        operation = draw.choice(list(OPERATIONS))
+        a, b = divmod(place, 1000)
         questions.append(conversation(operation, draw.choice(QUESTIONS[operation]), a, b))
     held_out = [messages[:2] for messages in questions[: arguments.validation_rows]]
     rest = questions[arguments.validation_rows :]
