@@ -75,7 +75,7 @@ def check(text: str, source: object) -> None:
     class Generation(Extension):
         """{% generation %}, by which a template marks what the assistant writes."""
 
-        tags = {"generation"}  # noqa: RUF012  jinja2's own name
+        tags = {"generation"}  # noqa: RUF012  jinja2 reads this attribute of the class
 
         def parse(self, parser: Any) -> Any:
             next(parser.stream)

@@ -150,7 +150,7 @@ def count(of: Slice, data_format: DataFormat, goes_on: Callable[[], None] = lamb
     thousand rows."""
     file_type = data_format.file_type
     items: Iterator[Any]
-    if data_format.kind == "oasst":  # two rows make a sample
+    if data_format.kind == "oasst":  # several rows make a sample
         items = samples_of(of, data_format, BadRows(UNLIMITED))
     elif file_type in shards.TABLES:
         return _table_rows(of, file_type)

@@ -49,8 +49,8 @@ def read_aside(path: Path, file_type: str) -> tuple[int, str]:
         text=True,
         check=True,
     )
-    taken, _, error = done.stdout.strip().partition(" ")
-    return int(taken) // 1024, error
+    taken_mib, _, error = done.stdout.strip().partition(" ")
+    return int(taken_mib) // 1024, error
 
 
 def repeated(num_rows: int, text_bytes: int, is_typed: bool = True) -> pa.Table:
@@ -66,10 +66,10 @@ def test_a_dictionary_of_gigabytes_is_refused_with_its_row_group(tmp_path):
         w.write_table(repeated(1, 10, is_typed=False))
         w.write_table(repeated(60, 5 * MIB, is_typed=False))
     assert path.stat().st_size < 4096
-    taken, error = read_aside(path, "parquet")
+    taken_mib, error = read_aside(path, "parquet")
     assert "a.parquet: row group 2: rows 2 to " in error
     assert "decode to " in error and " from 5,24" in error and "shorten or remove" in error
-    assert taken < 700
+    assert taken_mib < 700
 
 
 @pytest.mark.parametrize("name", ["parquet", "arrow"])
@@ -81,10 +81,10 @@ def test_a_dictionary_of_the_schema_is_counted_before_it_is_decoded(tmp_path, na
     else:
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
-    taken, error = read_aside(path, name)
+    taken_mib, error = read_aside(path, name)
     group = "row group 1" if name == "parquet" else "batch 1"
     assert f"a.{name}: {group}: rows 1 to " in error
-    assert taken < 200
+    assert taken_mib < 200
 
 
 def test_lists_that_repeat_a_long_text_are_refused(tmp_path):
@@ -111,9 +111,9 @@ def test_rows_with_one_system_prompt_are_read_as_before(tmp_path):
 def test_long_rows_without_a_dictionary_are_read_in_pieces(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(repeated(60, 4 * MIB), path, use_dictionary=False, compression="zstd")
-    taken, error = read_aside(path, "parquet")
+    taken_mib, error = read_aside(path, "parquet")
     assert error == ""
-    assert taken < 600
+    assert taken_mib < 600
 
 
 def test_a_row_over_the_limit_is_refused_where_others_are_short(tmp_path):
@@ -148,10 +148,10 @@ def test_a_packed_file_of_very_many_bytes_is_refused(
     row = json.dumps({"text": "a" * 100_000}).encode() + separator
     packed(path, start, row, 20_000)  # 2 GB
     assert path.stat().st_size < 250_000
-    taken, error = read_aside(path, file_type)
+    taken_mib, error = read_aside(path, file_type)
     size = f"{path.stat().st_size:,}"
     assert f"{name}: its {size} bytes unpack to more than 268,435,456; is it damaged?" in error
-    assert taken < 100
+    assert taken_mib < 100
 
 
 def test_the_elements_of_a_long_array_are_not_in_memory_together(tmp_path):
@@ -161,9 +161,9 @@ def test_the_elements_of_a_long_array_are_not_in_memory_together(tmp_path):
         for i in range(1500):
             file.write(json.dumps({"text": f"{i} " + "a" * 100_000}) + ",\n")
         file.write('{"text": "last"}\n]')
-    taken, error = read_aside(path, "json")
+    taken_mib, error = read_aside(path, "json")
     assert error == ""
-    assert taken < 60
+    assert taken_mib < 60
     samples = list(read_samples(path, text_format("json")))
     assert len(samples) == 1501 and str(samples[1499]).startswith("1499 a")
 
@@ -194,6 +194,6 @@ def test_blanks_behind_an_array_are_read_in_chunks(tmp_path):
         file.write(b'[{"text": "a"}]')
         for _ in range(200):
             file.write(b" " * MIB)
-    taken, error = read_aside(path, "json")
+    taken_mib, error = read_aside(path, "json")
     assert error == ""
-    assert taken < 20
+    assert taken_mib < 20

@@ -68,8 +68,8 @@ def test_a_mode_that_shares_the_embeddings_out_does_not_train_single_rows_of_the
     sections = {"launch": {"mode": mode}, "lora": {"trainable_token_indices": [5]}}
     with pytest.raises((ConfigError, DoesNotFit), match=f"{mode} shares the embeddings out"):
         builders.plan(builders.recipe_of(**sections), builders.machine(2))
-    whole = {**sections, "lora": {"r": 4}}
-    assert builders.plan(builders.recipe_of(**whole), builders.machine(2)).strategy.mode == mode
+    with_lora = {**sections, "lora": {"r": 4}}
+    assert builders.plan(builders.recipe_of(**with_lora), builders.machine(2)).strategy.mode == mode
 
 
 # ---- of a folder
