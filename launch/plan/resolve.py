@@ -122,7 +122,8 @@ def read(
     file_facts = token_cache.known_files(workspace.cache)
     data_format = columns.detect(recipe.data, workspace.root, file_facts)
     data_format = _with_template(data_format, recipe, model.config["model_type"] == "t5")
-    data_format = replace(data_format, notes=(*data_format.notes, *model.notes))
+    copied = plan_context.copied_modules(recipe, model.parameters, model.config["model_type"])
+    data_format = replace(data_format, notes=(*data_format.notes, *model.notes, *copied))
     rows = (
         None
         if recipe.data.streaming or sources.are_counted(recipe.data)

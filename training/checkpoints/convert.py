@@ -27,7 +27,8 @@ FILE = "states.safetensors"
 WEIGHT = "weight"
 # "<state>/<parameter>"; a state is weight, exp_avg, ..., or step, which is a scalar
 States = dict[str, torch.Tensor]
-ADAPTER = ".default."  # PEFT's name of the adapter, which it leaves out of its files
+# PEFT's names of a copied module and of the adapter, which it leaves out of its files
+ADAPTER = re.compile(r"(\.modules_to_save)?\.default(?=\.|$)")
 Shapes = Mapping[str, torch.Size]  # by parameter
 
 
@@ -88,7 +89,7 @@ def _plain(source: Path, described: Mapping[str, Any], trained_shapes: Shapes) -
     weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
     states: States = {}
     for name in trained_shapes:
-        stored = name if name in weights else f"{name}.".replace(ADAPTER, ".").removesuffix(".")
+        stored = name if name in weights else ADAPTER.sub("", name)
         if stored in weights:
             states[f"{WEIGHT}/{name}"] = weights[stored]
     optimizer = torch.load(source / "optimizer.pt", weights_only=True, map_location="cpu")

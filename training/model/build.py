@@ -184,8 +184,13 @@ def set_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
 def with_lora(
     model: PreTrainedModel, lora: LoraSection, targets: tuple[str, ...]
 ) -> torch.nn.Module:
+    """Add the adapters, and copies of the modules in lora.modules_to_save, which peft trains in
+    their place."""
     from peft import LoraConfig, TaskType, get_peft_model
 
+    keeps_tie = _copies_tied_embeddings(model, lora)
+    # peft ties copies only if it reads the name of embeddings that it knows
+    saved = [*lora.modules_to_save, *(["lm_head"] if keeps_tie else [])]
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.lora_alpha,
@@ -194,22 +199,42 @@ def with_lora(
         use_dora=lora.use_dora,
         init_lora_weights=lora.init_lora_weights,
         target_modules=list(targets),
-        trainable_token_indices=_trained_tokens(model, lora),
+        modules_to_save=list(saved) or None,
+        ensure_weight_tying=keeps_tie,
+        trainable_token_indices=None if keeps_tie else _trained_tokens(model, lora),
         task_type=TaskType.SEQ_2_SEQ_LM if model.config.is_encoder_decoder else TaskType.CAUSAL_LM,
     )
     network: Network = get_peft_model(model, config)
-    if config.trainable_token_indices:  # else peft would save the embeddings that have grown
+    if keeps_tie:  # peft takes lm_head out of its list, but needs it there to load the adapter
+        config.modules_to_save = saved
+    # else peft would save the embeddings that have grown
+    if config.trainable_token_indices or saved:
         network.save_pretrained = partial(network.save_pretrained, save_embedding_layers=False)
     return network
 
 
+def _copies_tied_embeddings(model: PreTrainedModel, lora: LoraSection) -> bool:
+    """True if lora.modules_to_save names embeddings or an output head that share their weight: the
+    copies share theirs too. Not of a T5, whose encoder and decoder peft cannot tie."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if model.config.is_encoder_decoder or getattr(head, "weight", None) is not embedding.weight:
+        return False
+    return any(
+        module in (embedding, head) and name.endswith(lora.modules_to_save)
+        for name, module in model.named_modules()
+    )
+
+
 def _trained_tokens(model: PreTrainedModel, lora: LoraSection) -> dict[str, list[int]] | None:
     """Last names of the modules with rows that are trained beside the adapters. An output head that
-    is tied to the input's embeddings shares them."""
+    is tied to the input's embeddings shares them; a module of lora.modules_to_save has them."""
     if not lora.trainable_token_indices:
         return None
     modules: list[Network] = [model.get_input_embeddings()]
     if not model.config.get_text_config().tie_word_embeddings:
         modules.append(model.get_output_embeddings())
-    names = {id(module): name.rpartition(".")[2] for name, module in model.named_modules()}
-    return {names[id(module)]: list(lora.trainable_token_indices) for module in modules}
+    return {
+        name.rpartition(".")[2]: list(lora.trainable_token_indices)
+        for name, module in model.named_modules()
+        if module in modules and not name.endswith(lora.modules_to_save)
+    }
