@@ -217,7 +217,7 @@ def _refuse_module(module: str, entry: str, tensor_shapes: Shapes, model_type: s
     if model_type == "t5" and any(f"{part}.".startswith(f"{module}.") for part in parts):
         raise ConfigError(
             f"lora.modules_to_save: {entry!r} matches {module}, but a T5's encoder and decoder"
-            " share their embeddings, of which peft trains copies apart, or none; for rows of them use"
+            " share their embeddings, of which peft trains copies apart, or none; to train rows use"
             " tokenizer.add_tokens or lora.trainable_token_indices"
         )
     is_tied = f"{module}.weight" in ties(tensor_shapes, model_type)

@@ -188,9 +188,8 @@ def with_lora(
     their place."""
     from peft import LoraConfig, TaskType, get_peft_model
 
-    keeps_tie = _copies_tied_embeddings(model, lora)
-    # peft ties copies only if it reads the name of embeddings that it knows
-    saved = [*lora.modules_to_save, *(["lm_head"] if keeps_tie else [])]
+    tied = _tied_copies(model, lora)
+    saved = tied or list(lora.modules_to_save)
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.lora_alpha,
@@ -200,29 +199,39 @@ def with_lora(
         init_lora_weights=lora.init_lora_weights,
         target_modules=list(targets),
         modules_to_save=list(saved) or None,
-        ensure_weight_tying=keeps_tie,
-        trainable_token_indices=None if keeps_tie else _trained_tokens(model, lora),
+        ensure_weight_tying=tied is not None,
+        trainable_token_indices=_trained_tokens(model, lora) if tied is None else None,
         task_type=TaskType.SEQ_2_SEQ_LM if model.config.is_encoder_decoder else TaskType.CAUSAL_LM,
     )
     network: Network = get_peft_model(model, config)
-    if keeps_tie:  # peft takes lm_head out of its list, but needs it there to load the adapter
-        config.modules_to_save = saved
+    if tied:  # peft takes lm_head out of its list, but needs it there to load the adapter
+        config.modules_to_save = tied
     # else peft would save the embeddings that have grown
     if config.trainable_token_indices or saved:
         network.save_pretrained = partial(network.save_pretrained, save_embedding_layers=False)
     return network
 
 
-def _copies_tied_embeddings(model: PreTrainedModel, lora: LoraSection) -> bool:
-    """True if lora.modules_to_save names embeddings or an output head that share their weight: the
-    copies share theirs too. Not of a T5, whose encoder and decoder peft cannot tie."""
+def _tied_copies(model: PreTrainedModel, lora: LoraSection) -> list[str] | None:
+    """The modules of lora.modules_to_save as PEFT has to read them to tie the copies of embeddings
+    and output head, if it copies any of the two and they share their weight; else None.
+
+    PEFT takes a name that it knows for embeddings (lm_head), once, and no other end of the head's
+    name. It cannot tie the copies of a T5's encoder and decoder."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if model.config.is_encoder_decoder or getattr(head, "weight", None) is not embedding.weight:
-        return False
-    return any(
-        module in (embedding, head) and name.endswith(lora.modules_to_save)
-        for name, module in model.named_modules()
-    )
+        return None
+    names = {name: module for name, module in model.named_modules() if name}
+    saved: list[str] = []
+    is_copied = False
+    for entry in lora.modules_to_save:
+        copies = [name for name in names if name.endswith(entry)]
+        if any(names[name] in (embedding, head) for name in copies):
+            is_copied = True
+            saved += [name for name in copies if names[name] is not head]
+        else:
+            saved.append(entry)
+    return list(dict.fromkeys([*saved, "lm_head"])) if is_copied else None
 
 
 def _trained_tokens(model: PreTrainedModel, lora: LoraSection) -> dict[str, list[int]] | None:
