@@ -258,8 +258,10 @@ def _tracer(
         for parameter in layer.parameters()
     }
     recorder.mark("start:weights")
-    for parameter in network.parameters():
-        op = "parameter" if parameter.requires_grad else rewrite_log.FROZEN
+    for name, parameter in network.named_parameters():
+        op = rewrite_log.TRAINED if parameter.requires_grad else rewrite_log.FROZEN
+        if ".original_module." in name:  # PEFT computes with a copy
+            op = rewrite_log.UNUSED
         tensors, layer = (parameter, *four_bit.scales(parameter)), layer_of.get(id(parameter))
         recorder.hold((("weights", tensor, layer) for tensor in tensors), op)
     recorder.hold((("buffers", buffer, None) for buffer in network.buffers()), "buffer")
