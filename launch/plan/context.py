@@ -11,11 +11,11 @@ from launch.base.errors import ConfigError
 from launch.data import token_cache, token_hashes
 from launch.plan import candidates
 from launch.plan.candidates import CHUNKED
-from launch.predict import optimizers
+from launch.predict import optimizers, trained_parameters
 from launch.predict import parameters as predict_parameters
 from launch.predict.estimate import PlanContext, host_budget_bytes
 from launch.predict.memory import host_memory
-from launch.predict.trained_parameters import lora_targets, saved_modules, trainable_shapes
+from launch.predict.trained_parameters import COPY
 from launch.schema.machine import Machine
 from launch.schema.plan import DataFormat, ModelSize
 from launch.schema.recipe import Recipe
@@ -25,13 +25,19 @@ def model_size(
     recipe: Recipe, config: dict[str, Any], parameters: predict_parameters.Shapes
 ) -> ModelSize:
     """Count the parameters of a recipe's model."""
-    trainable = trainable_shapes(parameters, recipe.model.freeze, recipe.lora, config["model_type"])
-    total, trained = map(predict_parameters.total_elements, (parameters, trainable))
+    counted = parameters, recipe.model.freeze, recipe.lora, config["model_type"]
     name = recipe.model.shape or str(recipe.model.path)
+    counts = trained_parameters.count(*counted)
     if recipe.lora is None:
-        return ModelSize(name, config, total, trained)
-    lora_bytes = optimizers.trained_bytes(trainable, recipe.lora, recipe.model.dtype)
-    return ModelSize(name, config, total, trained, trained, lora_bytes)
+        return ModelSize(name, config, *counts)
+    trainable = trained_parameters.trainable_shapes(*counted)
+    shared = predict_parameters.ties(parameters, config["model_type"]).values()
+    tied = {part: of for part, of in trainable.items() if part.replace(COPY, ".") in shared}
+    lora_bytes, tied_bytes = (
+        optimizers.trained_bytes(parts, recipe.lora, recipe.model.dtype)
+        for parts in (trainable, tied)
+    )
+    return ModelSize(name, config, *counts, lora_bytes, tied_bytes)
 
 
 def build(
@@ -165,7 +171,7 @@ def copied_modules(
     """Lines of the plan on the modules that lora.modules_to_save trains."""
     if recipe.lora is None or not recipe.lora.modules_to_save:
         return ()
-    copies = saved_modules(parameters, recipe.lora, model_type)
+    copies = trained_parameters.saved_modules(parameters, recipe.lora, model_type)
     counts = Counter(module.rpartition(".")[2] for module in copies)
     names = ", ".join(
         name if count == 1 else f"{name} ({count} modules)" for name, count in counts.items()
@@ -192,6 +198,6 @@ def select_lora_targets(
         return ()
     return tuple(
         target
-        for target in lora_targets(parameters, recipe.lora, model_type)
+        for target in trained_parameters.lora_targets(parameters, recipe.lora, model_type)
         if any(name.endswith(f".{target}.weight") for name in parameters)
     )

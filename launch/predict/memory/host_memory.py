@@ -57,7 +57,6 @@ class Job:
     step_bytes: int  # highest count of the device's allocator in a step
     evaluation_bytes: int  # the same, in an evaluation
     embedding_bytes: int  # of the input embedding in the weights' type
-    copies_embedding: bool = False  # lora.modules_to_save trains a copy of it
     # of the allocator's: never written, never in RAM (DeepSpeed's bucket above the gradients)
     untouched_bytes: int = 0
     reduced_bytes: int = 0  # of gradients at once, by DeepSpeed
@@ -94,9 +93,8 @@ class Job:
         is_tied = self.model.config.get(
             "tie_word_embeddings", self.model.config["model_type"] in ("gpt2", "t5")
         )
-        if is_tied and self.copies_embedding:
-            element_bytes = DTYPE_BYTES[self.recipe.model.dtype]
-            return self.embedding_bytes // element_bytes * DTYPE_BYTES["float32"]
+        if copied := self.model.tied_copy_bytes // DTYPE_BYTES[self.recipe.model.dtype]:
+            return copied * DTYPE_BYTES["float32"]
         return self.embedding_bytes if is_tied and self.recipe.model.path is None else 0
 
     @property
@@ -314,7 +312,8 @@ def _saving(job: Job) -> dict[str, int]:
     if strategy.device == "cpu":
         return {}
     is_adapter = job.recipe.lora is not None and job.recipe.model.path is not None
-    written = job.model.lora_bytes if is_adapter else job.built_bytes
+    of_adapter = job.model.lora_bytes + job.model.tied_copy_bytes
+    written = of_adapter if is_adapter else job.built_bytes
     return {"weights to write": written}  # rank 0's; optimizer states go one tensor at a time
 
 

@@ -125,9 +125,10 @@ def test_an_output_embedding_is_there_before_it_is_tied() -> None:
 
 def test_the_copy_of_a_tied_embedding_is_tied_behind_one_in_float32() -> None:
     """peft makes a linear layer of its own before it gives it the embedding's copy."""
-    asked = job(strategy(), path="/model", embedding_bytes=20_000_000, copies_embedding=True)
+    asked = job(strategy(), path="/model", lora_parameters=11_000_000)
     half = asked.recipe.model.model_copy(update={"dtype": "bfloat16"})
-    asked = replace(asked, recipe=asked.recipe.model_copy(update={"model": half}))
+    recipe = asked.recipe.model_copy(update={"model": half})
+    asked = replace(asked, recipe=recipe, model=replace(asked.model, tied_copy_bytes=20_000_000))
     assert estimate(asked, IMPORTS).by_phase["load"]["while building"] == 40_000_000
 
 

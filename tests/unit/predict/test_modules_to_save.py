@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from launch.base.errors import ConfigError
@@ -207,6 +208,10 @@ def test_a_saved_adapter_loads_in_plain_peft_and_merges(name, modules, tmp_path)
         network(**batch(name)).loss.backward()
         optimizer.step()
     network.eval().save_pretrained(tmp_path / "adapter")
+    recipe = builders.recipe_of().model_copy(update={"lora": lora})
+    counted = plan_context.model_size(recipe, config_of(name), shapes_of(name))
+    written = load_file(tmp_path / "adapter/adapter_model.safetensors").values()
+    assert sum(part.nbytes for part in written) == counted.lora_bytes + counted.tied_copy_bytes
     with torch.no_grad():
         expected = network(**batch(name)).logits
         family = type(real_model(name))
@@ -334,8 +339,7 @@ def test_a_family_that_is_known_by_its_weights_keeps_its_tie():
     ]
 
 
-def test_only_the_files_of_the_launch_side_decide(tmp_path: Path):
-    """A mistake is refused by the plan, before rows are read or torch is imported."""
+def test_the_plan_refuses_a_wrong_name(tmp_path: Path):
     done = builders.launch(
         tmp_path, "plan", "lora_sft", "--lora.modules_to_save=[lm_haed]", "--model.shape=llama-tiny"
     )
