@@ -20,7 +20,7 @@ os.environ["LOWMEM_TRACES"] = str(
 os.environ["XDG_STATE_HOME"] = str(
     Path(__file__).resolve().parent.parent / ".cache" / "state-of-tests"
 )
-FOLDERS = ("unit", "process", "train_cpu", "modes", "faults", "gpu")
+FOLDERS = ("unit", "process", "train_cpu", "modes", "faults", "gpu", "cuda_build")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
