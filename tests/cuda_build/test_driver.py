@@ -116,7 +116,8 @@ import os, torch, torch.distributed as dist
 rank = int(os.environ["RANK"])
 torch.cuda.set_device(rank)
 from datetime import timedelta
-dist.init_process_group("nccl", device_id=torch.device("cuda", rank), timeout=timedelta(seconds=TIMEOUT_S))
+limit = timedelta(seconds=TIMEOUT_S)
+dist.init_process_group("nccl", device_id=torch.device("cuda", rank), timeout=limit)
 """
 COLLECTIVES = (
     RANK
@@ -124,7 +125,7 @@ COLLECTIVES = (
 results = []
 floats = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 for dtype in (*floats, torch.int64, torch.uint8):
-    count = 5 << 20 if dtype == torch.float32 else 7  # more than one piece
+    count = (1 << 20) + 5 if dtype == torch.float32 else 7  # two pieces
     mine = torch.full((count,), rank + 1, dtype=dtype, device="cuda")
     dist.all_reduce(mine)
     results.append(set(mine.tolist()) == {3})
