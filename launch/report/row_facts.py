@@ -14,7 +14,8 @@ WAYS = {
     "marks": "the parts that the template marks with {% generation %}",
     "prefixes": "answers, found by the prompts before them",
     "characters": "answers, found by following their characters",
-    "turns": "answers, a row for each: the template renders earlier answers differently",
+    "turns": "answers, a row for each: the template renders earlier answers differently, or ends"
+    " them with no token of the vocabulary",
 }
 
 

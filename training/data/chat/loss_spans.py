@@ -12,6 +12,9 @@ by, in this order:
 Marked spans are taken as they are. Others begin where the generation prompt ends, and end with the
 first end token behind the answer. What a template writes behind that (a newline, a second end
 token) is no target.
+
+If a template ends answers with no token of the vocabulary, each answer is a sample of its own that
+ends with it, so that the end token can be appended.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from launch.base.errors import DataError
+from launch.data import chat_templates
 from training.data.chat import rendering
 from training.data.chat.rendering import Span, TemplateRefusal
 
@@ -74,6 +78,7 @@ class ConversationRenderer:
         }
         self.added = _any_of(added)
         turns = self._probe()
+        self.ends_turns, self.text_end = self._ending(turns)
         # one answer ends with the first, the tokens of turns are never text of a row
         ends = list(dict.fromkeys([*self._ends(turns), tokenizer.eos_token]))
         self.ends = [end for end in ends if end]
@@ -97,6 +102,17 @@ class ConversationRenderer:
             return []
         contents = [[c for c in text if c in PROBE] for text in texts]
         return texts if contents == [[*PROBE[:2]], [*PROBE]] else []
+
+    def _ending(self, turns: list[str]) -> tuple[bool, str]:
+        """False if the template writes no token of the vocabulary behind an answer, and the tag
+        that it writes instead."""
+        if not turns:
+            return True, ""
+        behind_last = turns[0].split(PROBE[1])[1].strip()
+        behind_earlier = re.split(f"[{PROBE[1]}{PROBE[2]}]", turns[1])[1]
+        is_ended = all(map(self.added.search, (behind_last or behind_earlier, behind_earlier)))
+        tag = None if is_ended else chat_templates.TAG.match(behind_last)
+        return is_ended, tag[0] if tag and not self.added.match(tag[0]) else ""
 
     def _ends(self, turns: list[str]) -> Iterator[str]:
         """The tokens that end an answer: the first one behind the last answer, and the one behind
@@ -197,9 +213,9 @@ class ConversationRenderer:
         Raises DataError when the template renders the shielded messages differently."""
         unshielded = [_unshielded(sample) for sample in rendered]
         place = unshielded[0].place
-        if unshielded[0].method != "turns" and unshielded[0].text != self.text(
+        if unshielded[0].method != "turns" and not self.text(
             messages, tools, place=place
-        ):
+        ).startswith(unshielded[0].text):
             raise DataError(
                 f"{place}: a text of the row holds a special token of the tokenizer, and the"
                 " chat_template renders it in another way than other text; remove it from the row"
@@ -222,6 +238,9 @@ class ConversationRenderer:
         return value
 
     def _rendered_talk(self, talk: _Talk, template: str) -> list[Rendered]:
+        if not self.ends_turns and talk.targets != [len(talk.messages) - 1]:
+            turns = [self._rendered_talk(talk.turn(i), template) for i in talk.targets]
+            return [replace(sample, method="turns") for (sample,) in turns]
         method, spans, full = "marks", None, ""
         if rendering.has_marks(template):
             full, marks = self._rendered(talk.messages, talk.tools, talk.place, marks=True)
@@ -233,7 +252,7 @@ class ConversationRenderer:
             method, spans = "characters", talk.by_characters(full)
         _check_contents(full, talk.messages, talk.place)
         if spans is not None:
-            return [Rendered(full, spans, method, ends=talk.has_end(full, spans), place=talk.place)]
+            return [talk.rendered(full, spans, method)]
         return talk.by_turns()
 
     def end_of(self, turn: str) -> int:
@@ -377,10 +396,7 @@ class _Talk:
     def by_turns(self) -> list[Rendered]:
         rendered = []
         for i in self.targets:
-            turn = _Talk(
-                self.renderer, self.messages[: i + 1], self.tools, [i], self.place, self._texts
-            )
-            text = self.text(i + 1)
+            turn, text = self.turn(i), self.text(i + 1)
             spans = text and (turn.by_prefixes(text) or turn.by_characters(text))
             if not text or not spans:
                 raise DataError(
@@ -389,12 +405,26 @@ class _Talk:
                     " be separated from its prompt; leave the row out, or name a plainer"
                     " template with --tokenizer.chat_template=FILE|NAME"
                 )
-            rendered.append(
-                Rendered(text, spans, "turns", [], turn.has_end(text, spans), self.place)
-            )
+            rendered.append(turn.rendered(text, spans, "turns"))
         return rendered
 
-    def has_end(self, text: str, spans: list[Span]) -> bool:
+    def turn(self, i: int) -> _Talk:
+        """The conversation up to an answer, which is its only target."""
+        return replace(self, messages=self.messages[: i + 1], targets=[i])
+
+    def rendered(self, text: str, spans: list[Span], method: str) -> Rendered:
+        """The sample. A text that needs an end token ends with its last answer."""
+        ends = self._has_end(text, spans)
+        if spans and (tag := self.renderer.text_end):
+            start, end = spans[-1]
+            place = text.rfind(tag, start, end)
+            behind = self.renderer.added.sub("", text[place + len(tag) : end])
+            if place >= 0 and not behind.strip() and not text.startswith(tag, end):
+                ends, spans = False, [*spans[:-1], (start, place)]
+        text = text if ends else text[: spans[-1][1]]
+        return Rendered(text, spans, method, ends=ends, place=self.place)
+
+    def _has_end(self, text: str, spans: list[Span]) -> bool:
         """False if the last message is an answer with a loss, without an end token."""
         if not spans or self.targets[-1] != len(self.messages) - 1:
             return True
