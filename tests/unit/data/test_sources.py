@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 
 from launch.base.errors import ConfigError, DataError
 from launch.data import columns, sources, token_cache
@@ -114,6 +115,49 @@ def test_mistakes_in_a_source_name_its_file(files, tmp_path):
     data = DataSection.model_validate({"train_file": [files[0], str(tmp_path / "a*")]})
     with pytest.raises(DataError, match=r"a\.json: is in two sources of data\.train_file"):
         questions(data)
+
+
+def refusal(*of_sources, **keys) -> str:
+    data = DataSection.model_validate({"train_file": list(of_sources), **keys})
+    with pytest.raises((ConfigError, DataError)) as refused:
+        columns.detect(data, Path("/"))
+    return str(refused.value)
+
+
+def test_columns_of_a_source_are_named_beside_its_path(files):
+    c = {"path": files[2]}
+    message = refusal(files[0], c)
+    assert (
+        "columns q, reply; write columns: {prompt: q, response: reply} beside its path" in message
+    )
+    advice = yaml.safe_load(re.findall(r"columns: ({.*?})", message)[0])
+    found = columns.detect(
+        DataSection.model_validate({"train_file": [files[0], c | {"columns": advice}]}), Path("/")
+    )
+    assert found.of_sources[1].columns == {"prompt": "q", "response": "reply"}
+    message = refusal(files[0], c | {"columns": {"prompt": "que", "response": "reply"}})
+    assert "no column 'que' (columns.prompt of this source); found columns q, reply" in message
+    message = refusal(c, prompt_column="instruction", response_column="output")
+    assert "'instruction' (data.prompt_column)" in message
+    assert message.endswith(
+        "write columns: {prompt: q, response: reply} beside its path in data.train_file"
+    )
+    message = refusal(c | {"columns": {"text": "q"}}, ignore_columns=["q"])
+    assert message.startswith("columns.text of this source and data.ignore_columns both name 'q'")
+
+
+def test_pairs_in_a_source_are_answered_with_its_columns(files, tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    assert refusal(files[0], str(tmp_path / "p.jsonl")).endswith(
+        "as the answers, write columns: {prompt: prompt, response: chosen} beside its path in"
+        " data.train_file, and add --data.ignore_columns=[rejected]"
+    )
+
+
+def test_a_held_out_file_beside_a_list_has_a_format_of_its_own_that_is_known(files):
+    assert "give it the columns of data.train_file: instruction, input, output" in refusal(
+        *files[:2], validation_file=files[2]
+    )
 
 
 @pytest.mark.parametrize(
