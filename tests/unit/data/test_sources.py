@@ -172,12 +172,40 @@ def test_a_held_out_file_beside_a_list_has_a_format_of_its_own_that_is_known(fil
         ("[{path: a, weight: true}]", "data.train_file.0.weight: found true, expected a number"),
         ("[{path: a, columns: {prompt: x}}]", "data.train_file.0.columns: found prompt, expected"),
         ("[]", "train_file is an empty list"),
+        (
+            "[{weight: 2}]",
+            '--data.train_file=[{weight: 2}]: data.train_file.0: found {"weight": 2}, expected a'
+            " path in it; write {path: VALUE, ...}",
+        ),
+        ("[{path: ''}]", "data.train_file.0.path: found '', expected text that is not empty"),
+        ("[a, '']", "data.train_file.1.path: found '', expected text that is not empty"),
+        ("[{path: [a]}]", 'data.train_file.0.path: found ["a"], expected text\n'),
+        ("[[a]]", 'data.train_file.0: found ["a"], expected a path, or {path: FILE}\n'),
+        ("{path: a}", "found a mapping, expected a single value or a [list]; write [{path: a}]\n"),
         ("[a, a]", "/a twice; write it once, with a weight"),
     ],
 )
 def test_a_wrong_list_is_refused(typed, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with pytest.raises(ConfigError) as refused:
         load.load("sft_fast", [absolute_override(f"--data.train_file={typed}")])
+    assert message in f"{refused.value}\n"
+
+
+def test_a_wrong_list_in_a_recipe_is_named_by_its_line(tmp_path):
+    recipe = tmp_path / "a.yaml"
+    files = "  validation_file: [a, b]\n  train_file: {path: a}\n"
+    recipe.write_text(
+        f"name: a\ntask: sft\nmodel: {{shape: llama-tiny}}\ndata:\n{files}output_dir: out\n"
+    )
+    with pytest.raises(ConfigError) as refused:
+        load.load(str(recipe))
+    assert sorted(str(refused.value).splitlines()) == [
+        f'{recipe}:5: data.validation_file: found ["a", "b"], expected text',
+        f'{recipe}:6: data.train_file: found {{"path": "a"}}, expected a path, or a list:'
+        " [{path: FILE}, ...]",
+    ]
+    with pytest.raises(ConfigError, match=re.escape('found ["a", "b"], expected text')):
+        load.load("sft_fast", [absolute_override("--data.validation_file=[a, b]")])
 
 
 @pytest.mark.parametrize(
