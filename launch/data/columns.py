@@ -53,22 +53,28 @@ KNOWN: tuple[tuple[str, Kind, dict[str, str], str | None], ...] = (
     ("input/output", "prompt_response", {"prompt": "input", "response": "output"}, None),
     ("text", "text", {"text": "text"}, None),
 )
-OF_TRAINING = Origin()
 LINE = re.compile(r" in (?:line|element) (\d+)$")  # of sniff's words for what a column holds
 
 
-def detect(
-    data: DataSection, base: Path, facts: FileFacts | None = None, origin: Origin = OF_TRAINING
-) -> DataFormat:
+def detect(data: DataSection, base: Path, facts: FileFacts | None = None) -> DataFormat:
     """The columns of the training file that make a sample; its other shards and the validation file
     must read the same.
 
-    Relative paths start at `base`; `origin` is the key that names the training file. Raises
-    DataError (a file cannot be used) and ConfigError (half a pair of columns).
+    Relative paths start at `base`. Raises DataError (a file cannot be used) and ConfigError (half a
+    pair of columns).
     """
+    facts, bad = facts or FileFacts(), BadRows(data.max_bad_rows)
     if data.is_mixed:
-        return _of_sources(data, base, facts)
-    explicit, facts = _explicit(data, origin), facts or FileFacts()
+        return _of_sources(data, base, facts, bad)
+    return _of_files(data, base, facts, bad, Origin())
+
+
+def _of_files(
+    data: DataSection, base: Path, facts: FileFacts, bad: BadRows, origin: Origin
+) -> DataFormat:
+    """detect() of a single source, which `origin` names; bad rows of the training are counted over
+    all sources."""
+    explicit = _explicit(data, origin)
     paths = shards.of(base / data.sources[0].path)
     held_out = shards.of(base / data.validation_file) if data.validation_file is not None else ()
     files: list[FileColumns] = []
@@ -77,16 +83,17 @@ def detect(
         files.append(_read(path, data.max_bad_rows, facts, is_corpus=len(paths) > 1))
         if number == len(paths) and training:
             origin = replace(_of_held_out(training), train_file=data.sources[0].path)
+            bad = BadRows(data.max_bad_rows)
         data_format = _format(files[-1], explicit, data.ignore_columns, origin)
         training = training or data_format
         _check_same(training, data_format, paths[0], path, origin)
-        _check_first_rows(path, data_format, data.max_bad_rows, facts, is_corpus=len(paths) > 1)
+        _check_first_rows(path, data_format, bad, facts, is_corpus=len(paths) > 1)
     assert training is not None
     facts.keep()
     return replace(training, notes=tuple(_notes(files, training)), num_files=len(paths))
 
 
-def _of_sources(data: DataSection, base: Path, facts: FileFacts | None) -> DataFormat:
+def _of_sources(data: DataSection, base: Path, facts: FileFacts, bad: BadRows) -> DataFormat:
     """The format of each source by itself, and of the held-out file."""
     sources.check_apart(data)
     formats: list[DataFormat] = []
@@ -97,7 +104,7 @@ def _of_sources(data: DataSection, base: Path, facts: FileFacts | None) -> DataF
             columns = source.columns.model_dump()
             named |= {f"{role}_column": column for role, column in columns.items()}
         origin = Origin(is_source=True, names_columns=source.columns is not None)
-        data_format = detect(data.model_copy(update=named), base, facts, origin)
+        data_format = _of_files(data.model_copy(update=named), base, facts, bad, origin)
         name = Path(source.path).name
         notes += [f"{name}: {note}" for note in data_format.notes]
         reason = data_format.reason.replace("data.train_file", name)
@@ -105,8 +112,8 @@ def _of_sources(data: DataSection, base: Path, facts: FileFacts | None) -> DataF
     held_out = formats[0]
     if data.validation_file is not None:
         named = {"train_file": data.validation_file, "validation_file": None}
-        section = data.model_copy(update=named)
-        held_out = detect(section, base, facts, _of_held_out(formats[0]))
+        section, bad = data.model_copy(update=named), BadRows(data.max_bad_rows)
+        held_out = _of_files(section, base, facts, bad, _of_held_out(formats[0]))
     return replace(held_out, notes=tuple(notes), of_sources=tuple(formats))
 
 
@@ -122,19 +129,18 @@ def _read(path: Path, max_bad_rows: int, facts: FileFacts, is_corpus: bool) -> F
 
 
 def _check_first_rows(
-    path: Path, data_format: DataFormat, max_bad_rows: int, facts: FileFacts, is_corpus: bool
+    path: Path, data_format: DataFormat, bad: BadRows, facts: FileFacts, is_corpus: bool
 ) -> None:
     """Raises DataError for one of the first rows that training would not read."""
 
     def check() -> bool:
         end = sniff.SAMPLE_GROUPS if data_format.file_type in shards.TABLES else MAX_ROW_BYTES
-        beginning, bad = Slice(path, end=end), BadRows(max_bad_rows)
-        deque(samples_of(beginning, data_format, bad, sniff.SAMPLE_ROWS), maxlen=0)
+        deque(samples_of(Slice(path, end=end), data_format, bad, sniff.SAMPLE_ROWS), maxlen=0)
         return True
 
     if data_format.file_type == "text":
         return  # every line is a text
-    if not is_corpus or max_bad_rows:
+    if not is_corpus or bad.limit:
         check()
     else:
         facts.get(path, f"rows as {data_format.columns} without {data_format.ignored}", check)

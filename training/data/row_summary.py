@@ -57,7 +57,8 @@ class RowSummary:
             truncation_side=tokens.recipe.data.truncation_side,
             split_special_tokens=tokens.recipe.tokenizer.split_special_tokens,
         )
-        self.bad = BadRows(tokens.recipe.data.max_bad_rows)
+        limit = tokens.recipe.data.max_bad_rows
+        self.bad, self._bad_of_held_out = BadRows(limit), BadRows(limit)
         self.rows: list[ShownRow] = []
         self.counts, self._lengths = CacheCounts(), array("q")
         self._left_out, self._methods = Counter[str](), Counter[str]()
@@ -68,12 +69,13 @@ class RowSummary:
         batch: list[_Placed] = []
         batch_characters = characters = 0
         data_format, passes = self._format(file), self._passes(file)
-        placed = placed_samples(Slice(file), data_format, self.bad)
+        bad = self._bad_of_held_out if self._is_of_held_out_file(file) else self.bad
+        placed = placed_samples(Slice(file), data_format, bad)
         for number, place, sample in islice(placed, num_read):
             try:
                 batch.append(self._placed(place, sample, number, passes))
             except DataError as error:
-                self.bad.add(error)
+                bad.add(error)
             batch_characters += len(text_of(sample))
             if batch_characters >= BATCH_CHARACTERS:
                 self._add(batch, num_shown)
@@ -105,6 +107,10 @@ class RowSummary:
 
     def _format(self, file: Path) -> DataFormat:
         return sources.format_of(self._recipe.data, self._tokens.data_format, file)
+
+    def _is_of_held_out_file(self, file: Path) -> bool:
+        held_out = self._recipe.data.validation_file
+        return held_out is not None and file in shards.of(Path(held_out))
 
     def _passes(self, file: Path) -> list[tuple[int, RowChoice]]:
         """(number of the file's first row, the rows that are taken) of each pass over a file of
@@ -215,8 +221,8 @@ class RowSummary:
             self._lengths.tolist(),
             dict(self._methods),
             dict(self._contents),
-            self.bad.errors,
-            self.bad.count,
+            [*self.bad.errors, *self._bad_of_held_out.errors],
+            self.bad.count + self._bad_of_held_out.count,
             self._num_held_out,
         )
 

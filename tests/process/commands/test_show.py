@@ -144,7 +144,7 @@ def test_rows_are_shown_as_the_named_template_renders_them(recipe):
     assert done.returncode == 0, done.stderr
     assert "template   chatml, bundled with this program" in done.stdout
     assert "the chat template writes 2 tags that the vocabulary lacks" in done.stdout
-    assert "<|im_start|>assistant\n⟦answer<|im_end|>\n<|end|>⟧" in done.stdout
+    assert "<|im_start|>assistant\n⟦answer<|end|>⟧" in done.stdout
 
 
 @pytest.mark.parametrize(("template", "exit_code"), [("chatmi", 2), ("./broken.jinja", 4)])
@@ -172,8 +172,9 @@ def test_a_dry_run_renders_the_first_rows_once(recipe, tmp_path):
     assert refused.returncode == 4
     assert "rows.jsonl:1: the tokenizer's chat_template does not take" in refused.stderr
     assert refused.stderr.endswith("no one\n")
-    assert builders.launch(tmp_path, *words, "--data.max_bad_rows=2").returncode == 0
+    # a row of each file is bad, and they are counted apart
+    assert builders.launch(tmp_path, *words, "--data.max_bad_rows=1").returncode == 0
     (checked,) = (tmp_path / ".cache/tokens").glob("*.checked")
     before = checked.stat().st_mtime_ns
-    assert builders.launch(tmp_path, *words, "--data.max_bad_rows=2").returncode == 0
+    assert builders.launch(tmp_path, *words, "--data.max_bad_rows=1").returncode == 0
     assert checked.stat().st_mtime_ns == before

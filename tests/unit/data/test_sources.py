@@ -160,6 +160,25 @@ def test_a_held_out_file_beside_a_list_has_a_format_of_its_own_that_is_known(fil
     )
 
 
+def test_bad_rows_are_counted_over_all_files_of_a_part(tmp_path):
+    good, bad = '{"prompt": "a", "response": "b"}\n', '{"prompt": "a", "response": 1}\n'
+    for name in ("a", "b", "held_out"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.jsonl").write_text(good * 3 + bad)
+    folders = [str(tmp_path / name) for name in ("a", "b")]
+
+    def detect(train_file: object, limit: int):
+        keys = {"train_file": train_file, "max_bad_rows": limit}
+        held_out = str(tmp_path / "held_out")
+        data = DataSection.model_validate({**keys, "validation_file": held_out})
+        return columns.detect(data, Path("/"))
+
+    for train_file in (folders, f"{tmp_path}/[ab]/1.jsonl"):
+        with pytest.raises(DataError, match=r"b/1\.jsonl:4: .* bad row 2, .*max_bad_rows allows 1"):
+            detect(train_file, 1)
+        detect(train_file, 2)
+
+
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
