@@ -123,11 +123,11 @@ def read(
     data_format = columns.detect(recipe.data, workspace.root, file_facts)
     data_format = _with_template(data_format, recipe, model.config["model_type"] == "t5")
     data_format = replace(data_format, notes=(*data_format.notes, *model.notes))
-    rows = (
-        None
-        if recipe.data.streaming or sources.are_counted(recipe.data)
-        else columns.row_count(recipe.data.paths[0], file_facts)
-    )
+    rows = None
+    if not recipe.data.streaming and not sources.are_counted(recipe.data):
+        rows = columns.row_count(recipe.data.paths[0], file_facts)
+        if rows is not None and data_format.kind == "oasst":  # a thread of several rows is trained
+            rows = sum(sources.count_rows(recipe.data, data_format, file_facts)[0])
     if machine_file is None:
         packages.refuse_missing(recipe)
         constraints = _with_packages(recipe, constraints, workspace, has_gpu)
