@@ -20,7 +20,7 @@ from launch.data.files.shards import MAX_ROW_BYTES, FileFacts
 from launch.data.normalise import FIELDS, MESSAGE_ID, OPENAI, PARENT_ID, SHAREGPT, RowReader
 from launch.data.rows import BadRows, Slice, samples_of
 from launch.data.sniff import FileColumns
-from launch.schema.data_section import DataSection
+from launch.schema.data_section import DataSection, short_names
 from launch.schema.plan import DataFormat
 
 Kind = Literal["prompt_response", "messages", "text", "oasst"]
@@ -98,6 +98,7 @@ def _of_sources(data: DataSection, base: Path, facts: FileFacts, bad: BadRows) -
     sources.check_apart(data)
     formats: list[DataFormat] = []
     notes: list[str] = []
+    names = short_names(source.path for source in data.sources)
     for source in data.sources:
         named = {"train_file": source.path, "validation_file": None}
         if source.columns is not None:
@@ -105,7 +106,7 @@ def _of_sources(data: DataSection, base: Path, facts: FileFacts, bad: BadRows) -
             named |= {f"{role}_column": column for role, column in columns.items()}
         origin = Origin(is_source=True, names_columns=source.columns is not None)
         data_format = _of_files(data.model_copy(update=named), base, facts, bad, origin)
-        name = Path(source.path).name
+        name = names[source.path]
         notes += [f"{name}: {note}" for note in data_format.notes]
         reason = data_format.reason.replace("data.train_file", name)
         formats.append(replace(data_format, reason=reason, notes=()))

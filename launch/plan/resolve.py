@@ -170,8 +170,11 @@ def _with_template(data_format: DataFormat, recipe: Recipe, is_t5: bool) -> Data
     if template.startswith("none"):
         return replace(data_format, template=template)
     missing = chat_templates.missing_tags(recipe)
-    note = (chat_templates.tags_note(missing),) if missing else ()
-    return replace(data_format, template=template, notes=(*data_format.notes, *note))
+    if not missing:
+        return replace(data_format, template=template)
+    template += f"; {len(missing)} of its tags are no tokens"
+    notes = (*data_format.notes, chat_templates.tags_note(missing))
+    return replace(data_format, template=template, notes=notes)
 
 
 def _with_packages(

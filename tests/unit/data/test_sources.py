@@ -210,6 +210,33 @@ def test_a_wrong_list_is_refused(typed, message):
     assert message in f"{refused.value}\n"
 
 
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["/x/a.jsonl", "/x/b.jsonl"], ["a.jsonl", "b.jsonl"]),
+        (["/x/1/a.jsonl", "/y/1/a.jsonl", "/b"], ["x/1/a.jsonl", "y/1/a.jsonl", "b"]),
+        (["/x/a", "/y/x/a"], ["/x/a", "y/x/a"]),
+        (["a"], ["a"]),
+    ],
+)
+def test_sources_of_one_file_name_are_told_apart(paths, names):
+    data = DataSection.model_validate({"train_file": paths})
+    assert list(data.source_names) == names
+
+
+def test_notes_of_sources_of_one_file_name_are_told_apart(tmp_path):
+    for name in ("x", "y"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.jsonl").write_text(json.dumps({"text": "a", name: "other"}) + "\n")
+    data = {"train_file": [str(tmp_path / name / "a.jsonl") for name in ("x", "y")]}
+    found = columns.detect(DataSection.model_validate(data), Path("/"))
+    assert found.notes == tuple(f"{n}/a.jsonl: columns that are not read: {n}" for n in "xy")
+    assert [source.reason[:18] for source in found.of_sources] == [
+        "text: x/a.jsonl ha",
+        "text: y/a.jsonl ha",
+    ]
+
+
 def test_a_wrong_list_in_a_recipe_is_named_by_its_line(tmp_path):
     recipe = tmp_path / "a.yaml"
     files = "  validation_file: [a, b]\n  train_file: {path: a}\n"
