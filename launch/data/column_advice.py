@@ -1,4 +1,4 @@
-"""What to write into a recipe so that the columns of a file are read."""
+"""Advice on naming the columns of a file in a recipe."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Origin:
         return f"columns.{role} of this source" if self.names_columns else f"data.{role}_column"
 
     def naming(self, columns: Mapping[str, str]) -> str:
-        """What to do so that these columns are read, by role."""
+        """Advice to name these columns, by role."""
         if self.expected:
             return f"give it the columns of {TRAINED}: {self.expected}"
         if not self.is_source:
@@ -56,7 +56,7 @@ def likely(file: FileColumns, origin: Origin) -> str:
 
 
 def preferred(file: FileColumns, others: Sequence[str], origin: Origin) -> str:
-    """How to train on the preferred answers of pairs, or on labels; "" if there are none."""
+    """Advice to train on the preferred answers of pairs, or on labels; "" if there are none."""
     chosen = next((name for name in others if name.lower() in ("chosen", "label")), "")
     kind = file.columns.get(chosen)
     prompts = [name for name, holds in file.columns.items() if holds == kind and name not in others]
