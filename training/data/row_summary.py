@@ -66,6 +66,7 @@ class RowSummary:
 
     def add_first(self, file: Path, num_read: int, num_shown: int) -> None:
         """Read the first rows of a file, no more than MOST_CHARACTERS of them."""
+        num_shown, before = num_shown + len(self.rows), len(self._lengths)
         batch: list[_Placed] = []
         batch_characters = characters = 0
         data_format, passes = self._format(file), self._passes(file)
@@ -80,7 +81,7 @@ class RowSummary:
             if batch_characters >= BATCH_CHARACTERS:
                 self._add(batch, num_shown)
                 characters, batch, batch_characters = characters + batch_characters, [], 0
-            if characters >= MOST_CHARACTERS or len(self._lengths) >= MOST_LENGTHS:
+            if characters >= MOST_CHARACTERS or len(self._lengths) - before >= MOST_LENGTHS:
                 break
         self._add(batch, num_shown)
 

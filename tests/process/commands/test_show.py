@@ -60,6 +60,22 @@ def test_rows_that_are_held_out_are_marked(recipe):
     assert f"rows.jsonl:{line} (held out)" in alone.stdout
 
 
+def test_the_first_rows_of_each_source_are_shown(recipe):
+    files = [recipe.parent / "rows.jsonl", recipe.parent / "talk.jsonl"]
+    talk = [{"role": role, "content": "hello"} for role in ("user", "assistant")]
+    files[1].write_text(json.dumps({"messages": talk}) + "\n")
+    flag = f"--data.train_file=[{files[0]}, {{path: {files[1]}, weight: 2}}]"
+    done = builders.launch(recipe.parent, "show", str(recipe), flag, "--rows=1")
+    assert done.returncode == 0, done.stderr
+    for file, kind in zip(files, ("prompt/response", "messages"), strict=True):
+        assert f"data       {file}: {kind}: " in done.stdout
+    assert re.findall(r"/(\w+\.jsonl:\d+)[ :]", done.stdout) == ["rows.jsonl:1", "talk.jsonl:1"]
+    assert "4 of 2 files were read" in done.stdout
+    alone = builders.launch(recipe.parent, "show", str(recipe), flag, f"--file={files[1]}")
+    assert "talk.jsonl:1 (2 times an epoch): " in alone.stdout
+    assert str(files[0]) not in alone.stdout
+
+
 def test_a_row_of_a_file_is_found_by_its_line(recipe):
     valid = recipe.parent / "valid.jsonl"
     done = builders.launch(recipe.parent, "show", str(recipe), f"--file={valid}", "--line=1")
