@@ -137,6 +137,14 @@ def _own(recipe: Recipe) -> str:
     return f"of {folder}"
 
 
+def name_of(recipe: Recipe) -> str:
+    """The template of a recipe in errors of rows."""
+    asked, folder = recipe.tokenizer.chat_template, recipe.tokenizer.path or recipe.model.path
+    if asked or folder is None:
+        return f"the chat template {asked}" if asked else "the template of the trained tokenizer"
+    return f"the chat template of {folder}"
+
+
 def missing_tags(recipe: Recipe) -> list[str]:
     """Control tags in the recipe's template that are no tokens of its tokenizer, nor become tokens
     by tokenizer.add_tokens. Read from the files, without a tokenizer."""

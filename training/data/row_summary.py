@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.base.errors import DataError
-from launch.data import sources
+from launch.data import chat_templates, sources
 from launch.data.conversation import Conversation, Sample, text_of
 from launch.data.files import shards
 from launch.data.row_choice import RowChoice
@@ -56,6 +56,7 @@ class RowSummary:
             self._max_length,
             truncation_side=tokens.recipe.data.truncation_side,
             split_special_tokens=tokens.recipe.tokenizer.split_special_tokens,
+            template_name=chat_templates.name_of(tokens.recipe),
         )
         limit = tokens.recipe.data.max_bad_rows
         self.bad, self._bad_of_held_out = BadRows(limit), BadRows(limit)

@@ -186,7 +186,7 @@ def test_a_dry_run_renders_the_first_rows_once(recipe, tmp_path):
     words = ["run", str(recipe), "--dry-run", f"--tokenizer.path={folder}"]
     refused = builders.launch(tmp_path, *words)
     assert refused.returncode == 4
-    assert "rows.jsonl:1: the tokenizer's chat_template does not take" in refused.stderr
+    assert f"rows.jsonl:1: the chat template of {folder} does not take" in refused.stderr
     assert refused.stderr.endswith("no one\n")
     # a row of each file is bad, and they are counted apart
     assert builders.launch(tmp_path, *words, "--data.max_bad_rows=1").returncode == 0

@@ -17,6 +17,7 @@ from launch.data import chat_templates
 from launch.data.conversation import Conversation
 from launch.data.rows import IGNORED, BadRows, read_samples
 from launch.schema.plan import DataFormat
+from tests import builders
 from training.data import tokenizer as tokenizer_module
 from training.data.chat import rendering
 from training.data.chat.loss_spans import ConversationRenderer
@@ -495,6 +496,29 @@ def test_a_template_that_does_not_end_is_stopped():
         rendering.render(endless, TALK, None, {}, place="a:1", limit_s=0.2)
 
 
+@pytest.mark.parametrize(
+    "where", ["true", "add_generation_prompt", "messages[0].content != 'who?'"]
+)
+def test_a_template_that_does_not_end_is_named_with_the_row(where):
+    """Wherever it hangs: in each render, in prompts, or with the characters that are followed."""
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer = made(f"{{% if {where} %}}{loop}{{% endif %}}" + CHANGED)
+    renderer = ConversationRenderer(tokenizer, name="the chat template mine.jinja", limit_s=0.2)
+    message = r"^a\.jsonl:7: the chat template mine\.jinja did not end within 0\.2 s"
+    with pytest.raises(DataError, match=message):
+        renderer.render(TALK, place="a.jsonl:7")
+
+
+def test_the_template_of_a_recipe_is_named_in_errors_of_rows():
+    def name(**section):
+        return chat_templates.name_of(builders.recipe_of(tokenizer=section))
+
+    assert name(chat_template="chatml") == "the chat template chatml"
+    assert name(chat_template="/a/b.jinja", path="/c") == "the chat template /a/b.jinja"
+    assert name(path="/c") == "the chat template of /c"
+    assert name() == "the template of the trained tokenizer"
+
+
 def test_marks_inside_a_macro_are_not_counted():
     marks = "{% generation %}{{ text }}{% endgeneration %}"
     assert rendering.has_marks(marks)
@@ -566,7 +590,7 @@ def test_a_row_that_the_template_refuses_is_left_out_by_max_bad_rows(tmp_path):
     source = read_samples(path, data_format, bad)
     counts = write_cache(source, encoder, tmp_path / "a.arrow", None, lambda _: None, None, bad)
     assert (counts.samples, counts.rows) == (2, 2)
-    assert bad.errors[0].startswith(f"{path}:2: the tokenizer's chat_template does not take")
+    assert bad.errors[0].startswith(f"{path}:2: the tokenizer's chat template does not take")
 
 
 def test_conversations_that_became_a_row_for_each_answer_are_counted(tmp_path):

@@ -66,10 +66,16 @@ class Rendered:
 class ConversationRenderer:
     """Renders conversations with the chat template of a tokenizer."""
 
-    def __init__(self, tokenizer: Any, splits_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        splits_special_tokens: bool = True,
+        name: str = rendering.NAME,
+        limit_s: float = rendering.LIMIT_S,
+    ) -> None:
         """If `splits_special_tokens` is False, the text of a special token in a row is the
-        token."""
-        self._tokenizer = tokenizer
+        token. `name` is that of the template in errors, `limit_s` the CPU time of a render."""
+        self._tokenizer, self.name, self._limit_s = tokenizer, name, limit_s
         self._splits_special_tokens = splits_special_tokens
         added = {
             token.content: token
@@ -98,7 +104,7 @@ class ConversationRenderer:
         talk = [{"role": role, "content": text} for role, text in zip(roles, PROBE, strict=True)]
         try:
             texts = [self.text(talk[:2]), self.text(talk)]
-        except TemplateRefusal:
+        except DataError:  # raised again for the first row, with its place
             return []
         contents = [[c for c in text if c in PROBE] for text in texts]
         return texts if contents == [[*PROBE[:2]], [*PROBE]] else []
@@ -148,11 +154,12 @@ class ConversationRenderer:
         return self.text(_plain_messages(messages), tools, prompt=prompt)
 
     def _rendered(
-        self, messages: Messages, tools: Any, place: object, **options: bool
+        self, messages: Messages, tools: Any, place: object, **options: Any
     ) -> tuple[str, list[Span]]:
         template = self._tokenizer.get_chat_template(None, tools)
         special_tokens = self._tokenizer.special_tokens_map
-        return rendering.render(template, messages, tools, special_tokens, place=place, **options)
+        options = {"place": place, "name": self.name, "limit_s": self._limit_s, **options}
+        return rendering.render(template, messages, tools, special_tokens, **options)
 
     def whole_text(self, messages: Messages, tools: Any = None, *, place: object = "") -> Rendered:
         """A conversation as a text for pretraining: every token is a target."""
@@ -162,10 +169,10 @@ class ConversationRenderer:
                 " the row out, or add --data.ignore_columns=[weight]"
             )
         plain = _plain_messages(messages)
-        _check_keys(self._tokenizer.get_chat_template(None, tools), plain, tools, place)
+        self._check_keys(self._tokenizer.get_chat_template(None, tools), plain, tools, place)
         shielded, shielded_tools = self._shielded(plain, tools, place)
         text = self.text(shielded, shielded_tools, place=place)
-        _check_contents(text, shielded, place)
+        self._check_contents(text, shielded, place)
         ends = self.tail.search(text) is not None
         rendered = Rendered(text, [(0, len(text))], ends=ends, place=place)
         return self._unshielded([rendered], plain, tools)[0] if shielded is not plain else rendered
@@ -185,7 +192,7 @@ class ConversationRenderer:
             return []
         original = _plain_messages(messages)
         template = self._tokenizer.get_chat_template(None, tools)
-        _check_keys(template, original, tools, place)
+        self._check_keys(template, original, tools, place)
         shielded, shielded_tools = self._shielded(original, tools, place)
         rendered = self._rendered_talk(
             _Talk(self, shielded, shielded_tools, targets, place), template
@@ -217,8 +224,8 @@ class ConversationRenderer:
             messages, tools, place=place
         ).startswith(unshielded[0].text):
             raise DataError(
-                f"{place}: a text of the row holds a special token of the tokenizer, and the"
-                " chat_template renders it in another way than other text; remove it from the row"
+                f"{place}: a text of the row holds a special token of the tokenizer, and"
+                f" {self.name} renders it in another way than other text; remove it from the row"
             )
         return unshielded
 
@@ -250,10 +257,41 @@ class ConversationRenderer:
             method, spans = "prefixes", talk.by_prefixes(full)
         if spans is None:
             method, spans = "characters", talk.by_characters(full)
-        _check_contents(full, talk.messages, talk.place)
+        self._check_contents(full, talk.messages, talk.place)
         if spans is not None:
             return [talk.rendered(full, spans, method)]
         return talk.by_turns()
+
+    def _check_keys(self, template: str, messages: Messages, tools: Any, place: object) -> None:
+        """Raise DataError for content under a key that the template never reads."""
+        unread = ["tools"] if tools and "tools" not in template else []
+        for key, names in OPTIONAL.items():
+            if not any(name in template for name in names) and any(m.get(key) for m in messages):
+                unread.append(key)
+        if unread:
+            raise DataError(
+                f"{place}: {self.name} does not render {' and '.join(unread)}, which would be"
+                " dropped; name a template that does with --tokenizer.chat_template=FILE|NAME, or"
+                f" train on the rest with --data.ignore_columns=[{','.join(unread)}]"
+            )
+
+    def _check_contents(self, full: str, messages: Messages, place: object) -> None:
+        """Raise DataError for a content that is missing in the render. Of an answer, a template may
+        leave out its thoughts, and what stands beside calls."""
+        for number, message in enumerate(messages, 1):
+            content = message.get("content") or ""
+            if message["role"] == "assistant":
+                if message.get("tool_calls"):
+                    continue
+                content = THOUGHTS.sub("\0", content).split("\0")
+            for text in _strings(content):
+                word = WORD.search(text)
+                if word and word[0] not in full and word[0].lower() not in full.lower():
+                    raise DataError(
+                        f"{place}: {self.name} does not render message {number} of role"
+                        f" {message['role']!r}, which would be dropped; leave the row out, or name"
+                        " a template that does with --tokenizer.chat_template=FILE|NAME"
+                    )
 
     def end_of(self, turn: str) -> int:
         """The end of a target that a turn's text begins: behind its first end token."""
@@ -292,7 +330,9 @@ class _Talk:
         """The render of the first messages; None if the template does not take them alone."""
         if (count, prompt) not in self._texts:
             try:
-                text = self.renderer.text(self.messages[:count], self.tools, prompt=prompt)
+                text = self.renderer.text(
+                    self.messages[:count], self.tools, prompt=prompt, place=self.place
+                )
             except TemplateRefusal:
                 text = None
             self._texts[count, prompt] = text
@@ -338,7 +378,7 @@ class _Talk:
     def by_characters(self, full: str) -> list[Span] | None:
         followed = _Followers(self.messages)
         try:
-            marked = self.renderer.text(followed.messages, self.tools)
+            marked = self.renderer.text(followed.messages, self.tools, place=self.place)
         except TemplateRefusal:
             return None
         if not followed.each or marked.translate(followed.originals) != full:
@@ -400,10 +440,10 @@ class _Talk:
             spans = text and (turn.by_prefixes(text) or turn.by_characters(text))
             if not text or not spans:
                 raise DataError(
-                    f"{self.place}: the tokenizer's chat_template renders message {i + 1}"
-                    " differently once it is answered, or changes its text, so the answer cannot"
-                    " be separated from its prompt; leave the row out, or name a plainer"
-                    " template with --tokenizer.chat_template=FILE|NAME"
+                    f"{self.place}: {self.renderer.name} renders message {i + 1} differently once"
+                    " it is answered, or changes its text, so the answer cannot be separated from"
+                    " its prompt; leave the row out, or name a plainer template with"
+                    " --tokenizer.chat_template=FILE|NAME"
                 )
             rendered.append(turn.rendered(text, spans, "turns"))
         return rendered
@@ -537,37 +577,3 @@ def _plain_messages(messages: Messages) -> list[dict[str, Any]]:
         {key: value for key, value in message.items() if value is not None and key != "weight"}
         for message in messages
     ]
-
-
-def _check_keys(template: str, messages: Messages, tools: Any, place: object) -> None:
-    """Raise DataError for content under a key that the template never reads."""
-    unread = ["tools"] if tools and "tools" not in template else []
-    for key, names in OPTIONAL.items():
-        if not any(name in template for name in names) and any(m.get(key) for m in messages):
-            unread.append(key)
-    if unread:
-        raise DataError(
-            f"{place}: the tokenizer's chat_template does not render {' and '.join(unread)}, which"
-            " would be dropped; name a template that does with"
-            " --tokenizer.chat_template=FILE|NAME,"
-            f" or train on the rest with --data.ignore_columns=[{','.join(unread)}]"
-        )
-
-
-def _check_contents(full: str, messages: Messages, place: object) -> None:
-    """Raise DataError for a content that is missing in the render. Of an answer, a template may
-    leave out its thoughts, and what stands beside calls."""
-    for number, message in enumerate(messages, 1):
-        content = message.get("content") or ""
-        if message["role"] == "assistant":
-            if message.get("tool_calls"):
-                continue
-            content = THOUGHTS.sub("\0", content).split("\0")
-        for text in _strings(content):
-            word = WORD.search(text)
-            if word and word[0] not in full and word[0].lower() not in full.lower():
-                raise DataError(
-                    f"{place}: the tokenizer's chat_template does not render message {number}"
-                    f" of role {message['role']!r}, which would be dropped; leave the row out, or"
-                    " name a template that does with --tokenizer.chat_template=FILE|NAME"
-                )
