@@ -320,7 +320,10 @@ _EXPECTED = {
 _SOURCES = {  # of data.train_file, by the length of a key path
     **{2: "a path, or a list: [{path: FILE}, ...]", 3: "a path, or {path: FILE}"},
 }
-_BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+_BOUNDS = {
+    **{"ge": "at least {:.15g}", "gt": "more than {:.15g}", "le": "at most {:.15g}"},
+    **{"lt": "less than {:.15g}", "max_length": "at most {} characters"},
+}
 
 
 def _problems(layer: _Layer, file: str) -> list[tuple[KeyPath, ConfigError]]:
@@ -410,7 +413,7 @@ def _schema_problem(detail: ErrorDetails, place: str, file: str) -> ConfigError:
     if kind == "extra_forbidden":
         return wrong(place, key_path, "an unknown key", *_unknown(key_path))
     bounds = [
-        f"{phrase} {context[bound]:.15g}" for bound, phrase in _BOUNDS.items() if bound in context
+        phrase.format(context[bound]) for bound, phrase in _BOUNDS.items() if bound in context
     ]
     expected = context.get("expected") or context.get("pattern") or " and ".join(bounds)
     expected = expected or _EXPECTED.get(kind) or detail["msg"]

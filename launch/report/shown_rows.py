@@ -28,10 +28,10 @@ def lines(
 ) -> Iterator[Text]:
     """The rows of files, with the targets in colour or in brackets, below the counts."""
     data, max_length = context.recipe.data, context.recipe.data.max_length
-    reasons = [sources.format_of(data, context.data_format, file).reason for file in files]
+    formats = [sources.format_of(data, context.data_format, file) for file in files]
     facts = row_facts.facts(context.data_format, summary, max_length, len(files))
     for label, text in (
-        *(("data", f"{file}: {why}") for file, why in zip(files, reasons, strict=True)),
+        *(("data", f"{file}: {own.reason}") for file, own in zip(files, formats, strict=True)),
         *((label, text) for label, text in facts if not is_one_row or label not in COUNTED),
         *(("", line) for line in _histogram(summary.lengths)),
     ):
