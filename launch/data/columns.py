@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import astuple, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -56,25 +56,41 @@ KNOWN: tuple[tuple[str, Kind, dict[str, str], str | None], ...] = (
 LINE = re.compile(r" in (?:line|element) (\d+)$")  # of sniff's words for what a column holds
 
 
-def detect(data: DataSection, base: Path, facts: FileFacts | None = None) -> DataFormat:
+def detect(
+    data: DataSection,
+    base: Path,
+    facts: FileFacts | None = None,
+    unread_keys: Collection[str] = (),
+) -> DataFormat:
     """The columns of the training file that make a sample; its other shards and the validation file
     must read the same.
 
-    Relative paths start at `base`. Raises DataError (a file cannot be used) and ConfigError (half a
-    pair of columns).
+    Relative paths start at `base`; `unread_keys` are keys of messages that the chat template does
+    not read. Raises DataError (a file cannot be used) and ConfigError (half a pair of columns).
     """
-    facts, bad = facts or FileFacts(), BadRows(data.max_bad_rows)
+    reading = _Reading(base, facts or FileFacts(), unread_keys, BadRows(data.max_bad_rows))
     if data.is_mixed:
-        return _of_sources(data, base, facts, bad)
-    return _of_files(data, base, facts, bad, Origin())
+        return _of_sources(data, reading)
+    return _of_files(data, reading, Origin())
 
 
-def _of_files(
-    data: DataSection, base: Path, facts: FileFacts, bad: BadRows, origin: Origin
-) -> DataFormat:
-    """detect() of a single source, which `origin` names; bad rows of the training are counted over
-    all sources."""
-    explicit = _explicit(data, origin)
+@dataclass(frozen=True)
+class _Reading:
+    """The settings with which all files of a recipe are read."""
+
+    base: Path
+    facts: FileFacts
+    unread_keys: Collection[str]
+    bad: BadRows  # of the training, over all its files
+
+    def of_held_out(self) -> _Reading:
+        """The settings for the held-out file, whose bad rows are counted apart."""
+        return replace(self, bad=BadRows(self.bad.limit))
+
+
+def _of_files(data: DataSection, reading: _Reading, origin: Origin) -> DataFormat:
+    """detect() of a single source, which `origin` names."""
+    explicit, base, facts = _explicit(data, origin), reading.base, reading.facts
     paths = shards.of(base / data.sources[0].path)
     held_out = shards.of(base / data.validation_file) if data.validation_file is not None else ()
     files: list[FileColumns] = []
@@ -83,17 +99,18 @@ def _of_files(
         files.append(_read(path, data.max_bad_rows, facts, is_corpus=len(paths) > 1))
         if number == len(paths) and training:
             origin = replace(_of_held_out(training), train_file=data.sources[0].path)
-            bad = BadRows(data.max_bad_rows)
+            reading = reading.of_held_out()
         data_format = _format(files[-1], explicit, data.ignore_columns, origin)
         training = training or data_format
         _check_same(training, data_format, paths[0], path, origin)
-        _check_first_rows(path, data_format, bad, facts, is_corpus=len(paths) > 1)
+        _check_first_rows(path, data_format, reading.bad, facts, is_corpus=len(paths) > 1)
     assert training is not None
     facts.keep()
-    return replace(training, notes=tuple(_notes(files, training)), num_files=len(paths))
+    notes = tuple(_notes(files, training, reading.unread_keys))
+    return replace(training, notes=notes, num_files=len(paths))
 
 
-def _of_sources(data: DataSection, base: Path, facts: FileFacts, bad: BadRows) -> DataFormat:
+def _of_sources(data: DataSection, reading: _Reading) -> DataFormat:
     """The format of each source by itself, and of the held-out file."""
     sources.check_apart(data)
     formats: list[DataFormat] = []
@@ -105,7 +122,7 @@ def _of_sources(data: DataSection, base: Path, facts: FileFacts, bad: BadRows) -
             columns = source.columns.model_dump()
             named |= {f"{role}_column": column for role, column in columns.items()}
         origin = Origin(is_source=True, names_columns=source.columns is not None)
-        data_format = _of_files(data.model_copy(update=named), base, facts, bad, origin)
+        data_format = _of_files(data.model_copy(update=named), reading, origin)
         name = names[source.path]
         notes += [f"{name}: {note}" for note in data_format.notes]
         reason = data_format.reason.replace("data.train_file", name)
@@ -113,8 +130,8 @@ def _of_sources(data: DataSection, base: Path, facts: FileFacts, bad: BadRows) -
     held_out = formats[0]
     if data.validation_file is not None:
         named = {"train_file": data.validation_file, "validation_file": None}
-        section, bad = data.model_copy(update=named), BadRows(data.max_bad_rows)
-        held_out = _of_files(section, base, facts, bad, _of_held_out(formats[0]))
+        section, origin = data.model_copy(update=named), _of_held_out(formats[0])
+        held_out = _of_files(section, reading.of_held_out(), origin)
     return replace(held_out, notes=tuple(notes), of_sources=tuple(formats))
 
 
@@ -245,7 +262,9 @@ def _format(
     return data_format
 
 
-def _notes(files: Sequence[FileColumns], data_format: DataFormat) -> Iterator[str]:
+def _notes(
+    files: Sequence[FileColumns], data_format: DataFormat, unread_keys: Collection[str]
+) -> Iterator[str]:
     """Lines of the plan on what is not read."""
     reader, ignored, own = RowReader(data_format), data_format.ignored, data_format.columns.values()
     message_keys = dict.fromkeys(
@@ -263,7 +282,7 @@ def _notes(files: Sequence[FileColumns], data_format: DataFormat) -> Iterator[st
         f"{column}.{key}"
         for column, key in message_keys
         if key not in (*OPENAI, *SHAREGPT, *ignored)
-        and key.lower() not in FIELDS
+        and (key.lower() not in FIELDS or FIELDS[key.lower()] in unread_keys)
         and not untrained.is_key(key)
     ]
     if data_format.kind == "oasst":

@@ -120,8 +120,10 @@ def read(
     recipe = model.recipe
     _write_sample_data(recipe, workspace, say)
     file_facts = token_cache.known_files(workspace.cache)
-    data_format = columns.detect(recipe.data, workspace.root, file_facts)
-    data_format = _with_template(data_format, recipe, model.config["model_type"] == "t5")
+    is_t5 = model.config["model_type"] == "t5"
+    unread = () if is_t5 else chat_templates.unread_keys(recipe)
+    data_format = columns.detect(recipe.data, workspace.root, file_facts, unread)
+    data_format = _with_template(data_format, recipe, is_t5)
     data_format = replace(data_format, notes=(*data_format.notes, *model.notes))
     rows = None
     if not recipe.data.streaming and not sources.are_counted(recipe.data):

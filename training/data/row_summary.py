@@ -155,9 +155,14 @@ class RowSummary:
                 facts = {"is_held_out": placed.is_held_out, "times": placed.times}
                 self.rows += [replace(row, **facts) for row in shown]
             if isinstance(sample, Conversation):
-                self._contents.update(_contents(sample))
+                self._contents.update(map(self._label, _contents(sample)))
             if isinstance(rendered, list):
                 self._methods.update(talk.method for talk in rendered[:1] if talk.method)
+
+    def _label(self, content: str) -> str:
+        """A key of messages, with a word if the template drops it."""
+        is_dropped = content == "name" and not self._is_pair and self._encoder.renderer.drops_names
+        return "name (not in the chat template: not trained)" if is_dropped else content
 
     def _reason(self, sample: Sample) -> str:
         """The reason why a sample is left out."""
@@ -260,7 +265,10 @@ def _shortened(row: ShownRow) -> ShownRow:
 def _contents(talk: Conversation) -> Iterator[str]:
     for message in talk.messages:
         yield f"{message['role']} messages"
-        yield from (key for key in message if key not in ("role", "content", "weight"))
+        keys = (key for key in message if key not in ("role", "content", "weight"))
+        yield from (
+            "name of a tool" if key == "name" and message["role"] == "tool" else key for key in keys
+        )
         if message.get("weight") == 0:
             yield "without a loss (weight 0)"
     if talk.tools:

@@ -62,7 +62,7 @@ def test_rows_that_are_held_out_are_marked(recipe):
 
 def test_the_first_rows_of_each_source_are_shown(recipe):
     files = [recipe.parent / "rows.jsonl", recipe.parent / "talk.jsonl"]
-    talk = [{"role": role, "content": "hello"} for role in ("user", "assistant")]
+    talk = [{"role": role, "name": "Ann", "content": "hello"} for role in ("user", "assistant")]
     files[1].write_text(json.dumps({"messages": talk}) + "\n")
     flag = f"--data.train_file=[{files[0]}, {{path: {files[1]}, weight: 2}}]"
     done = builders.launch(recipe.parent, "show", str(recipe), flag, "--rows=1")
@@ -71,6 +71,8 @@ def test_the_first_rows_of_each_source_are_shown(recipe):
         assert f"data       {file}: {kind}: " in done.stdout
     assert re.findall(r"/(\w+\.jsonl:\d+)[ :]", done.stdout) == ["rows.jsonl:1", "talk.jsonl:1"]
     assert "4 of 2 files were read" in done.stdout
+    assert "talk.jsonl: columns that are not read: messages.name" in done.stdout
+    assert "2 name (not in the chat template: not trained)" in done.stdout
     alone = builders.launch(recipe.parent, "show", str(recipe), flag, f"--file={files[1]}")
     assert "talk.jsonl:1 (2 times an epoch): " in alone.stdout
     assert str(files[0]) not in alone.stdout

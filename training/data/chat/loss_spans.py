@@ -23,6 +23,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from launch.base.errors import DataError
@@ -108,6 +109,15 @@ class ConversationRenderer:
             return []
         contents = [[c for c in text if c in PROBE] for text in texts]
         return texts if contents == [[*PROBE[:2]], [*PROBE]] else []
+
+    @cached_property
+    def drops_names(self) -> bool:
+        """True if the template renders a speaker's name for no role."""
+        talk = [{"role": role, "content": "a", "name": PROBE[0]} for role in ("user", "assistant")]
+        try:
+            return PROBE[0] not in self.text(talk)
+        except DataError:
+            return False
 
     def _ending(self, turns: list[str]) -> tuple[bool, str]:
         """False if the template writes no token of the vocabulary behind an answer, and the tag
