@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from launch.predict import optimizers
 from launch.predict import parameters as predict_parameters
 from launch.predict.estimate import PlanContext, host_budget_bytes
 from launch.predict.memory import host_memory
+from launch.predict.trained_parameters import lora_targets, saved_modules, trainable_shapes
 from launch.schema.machine import Machine
 from launch.schema.plan import DataFormat, ModelSize
 from launch.schema.recipe import Recipe
@@ -23,10 +25,13 @@ def model_size(
     recipe: Recipe, config: dict[str, Any], parameters: predict_parameters.Shapes
 ) -> ModelSize:
     """Count the parameters of a recipe's model."""
-    total, trainable, lora = predict_parameters.count(
-        parameters, recipe.model.freeze, recipe.lora, config["model_type"]
-    )
-    return ModelSize(recipe.model.shape or str(recipe.model.path), config, total, trainable, lora)
+    trainable = trainable_shapes(parameters, recipe.model.freeze, recipe.lora, config["model_type"])
+    total, trained = map(predict_parameters.total_elements, (parameters, trainable))
+    name = recipe.model.shape or str(recipe.model.path)
+    if recipe.lora is None:
+        return ModelSize(name, config, total, trained)
+    lora_bytes = optimizers.trained_bytes(trainable, recipe.lora, recipe.model.dtype)
+    return ModelSize(name, config, total, trained, trained, lora_bytes)
 
 
 def build(
@@ -154,6 +159,32 @@ def _check_chunks(recipe: Recipe, model_type: str) -> None:
         )
 
 
+def copied_modules(
+    recipe: Recipe, parameters: predict_parameters.Shapes, model_type: str
+) -> tuple[str, ...]:
+    """Lines of the plan on the modules that lora.modules_to_save trains."""
+    if recipe.lora is None or not recipe.lora.modules_to_save:
+        return ()
+    copies = saved_modules(parameters, recipe.lora, model_type)
+    counts = Counter(module.rpartition(".")[2] for module in copies)
+    names = ", ".join(
+        name if count == 1 else f"{name} ({count} modules)" for name, count in counts.items()
+    )
+    heads = predict_parameters.ties(parameters, model_type)
+    notes = [
+        f"lora.modules_to_save: all weights of {names} are trained, as copies in"
+        f" {recipe.model.dtype}"
+    ]
+    if model_type == "t5" and "lm_head" in copies and "lm_head.weight" in heads:
+        notes.append("lora.modules_to_save: lm_head is no longer tied to the embeddings")
+    elif any(f"{module}.weight" in heads.values() for module in copies):
+        notes.append(
+            "lora.modules_to_save: the output head is tied to the embeddings, so one copy is"
+            " trained as both"
+        )
+    return tuple(notes)
+
+
 def select_lora_targets(
     recipe: Recipe, model_type: str, parameters: predict_parameters.Shapes
 ) -> tuple[str, ...]:
@@ -161,6 +192,6 @@ def select_lora_targets(
         return ()
     return tuple(
         target
-        for target in predict_parameters.lora_targets(parameters, recipe.lora, model_type)
+        for target in lora_targets(parameters, recipe.lora, model_type)
         if any(name.endswith(f".{target}.weight") for name in parameters)
     )

@@ -26,6 +26,7 @@ from launch.predict.time import rates, timing
 from launch.predict.time.padding import StepSplit
 from launch.predict.time.timing import Affine, StepWork, TimeEstimate, WorkCost
 from launch.predict.traces import Question, Trace, Traces
+from launch.predict.trained_parameters import saved_modules
 from launch.probe import architectures
 from launch.probe.import_memory import ASSUMED, Imports
 from launch.schema.machine import GIB, Link, Machine
@@ -407,6 +408,7 @@ def _with_host(
         ),
         evaluation_bytes=evaluated.allocated_bytes if evaluated else 0,
         embedding_bytes=math.prod(first) * DTYPE_BYTES[context.recipe.model.dtype],
+        copies_embedding=_copies_embedding(context),
         untouched_bytes=untouched,
         reduced_bytes=sum(written.values()),
         holes_bytes=holes,
@@ -415,6 +417,13 @@ def _with_host(
     )
     predicted = host_memory.estimate(job, context.import_memory)
     return replace(memory, host=predicted.by_cause, host_phase=predicted.phase)
+
+
+def _copies_embedding(context: PlanContext) -> bool:
+    """True if lora.modules_to_save trains a copy of the input embedding."""
+    lora, name = context.recipe.lora, next(iter(context.parameters)).removesuffix(".weight")
+    model_type = context.model.config["model_type"]
+    return lora is not None and name in saved_modules(context.parameters, lora, model_type)
 
 
 def _update(full_copy: MemoryEstimate) -> WorkCost:

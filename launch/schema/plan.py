@@ -32,6 +32,7 @@ class ModelSize:
     parameters: int
     trainable_parameters: int
     lora_parameters: int = 0  # part of trainable_parameters
+    lora_bytes: int = 0  # of lora_parameters: copies of modules have model.dtype
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -289,7 +290,7 @@ class Plan:
         if mode.offloads:  # ZeRO's states are float32: the weights and usually two moments
             optimizer_bytes = 3 * 4 * model_size.trainable_parameters
         if model_size.lora_parameters:
-            return 4 * model_size.lora_parameters + optimizer_bytes
+            return model_size.lora_bytes + optimizer_bytes
         if mode.engine == "deepspeed":  # all weights in rank 0's file, or each rank's part
             return (
                 4 if strategy.mixed_precision == "no" else 2

@@ -57,6 +57,7 @@ class Job:
     step_bytes: int  # highest count of the device's allocator in a step
     evaluation_bytes: int  # the same, in an evaluation
     embedding_bytes: int  # of the input embedding in the weights' type
+    copies_embedding: bool = False  # lora.modules_to_save trains a copy of it
     # of the allocator's: never written, never in RAM (DeepSpeed's bucket above the gradients)
     untouched_bytes: int = 0
     reduced_bytes: int = 0  # of gradients at once, by DeepSpeed
@@ -72,7 +73,7 @@ class Job:
     def built_bytes(self) -> int:
         """Weights as the model is built, whole, on the host of each rank."""
         parameters = self.model.parameters * DTYPE_BYTES[self.recipe.model.dtype]
-        return parameters + self.model.lora_parameters * DTYPE_BYTES["float32"]
+        return parameters + self.model.lora_bytes
 
     @property
     def stored_dtype(self) -> str:
@@ -89,10 +90,13 @@ class Job:
     @property
     def untied_bytes(self) -> int:
         """The output embedding, which exists for a moment before it is tied to the input's; not in
-        a stored model."""
+        a stored model, but, in float32, if LoRA copies its embedding."""
         is_tied = self.model.config.get(
             "tie_word_embeddings", self.model.config["model_type"] in ("gpt2", "t5")
         )
+        if is_tied and self.copies_embedding:
+            element_bytes = DTYPE_BYTES[self.recipe.model.dtype]
+            return self.embedding_bytes // element_bytes * DTYPE_BYTES["float32"]
         return self.embedding_bytes if is_tied and self.recipe.model.path is None else 0
 
     @property
@@ -225,7 +229,7 @@ def _loading(job: Job) -> dict[str, int]:
     sent = 0
     if strategy.launch_mode.engine == "ddp" and strategy.device == "cpu":
         sent = min(job.built_bytes, 2 * BROADCAST_BYTES)
-    built = 0 if is_mapped and not job.converts else job.built_bytes
+    built = job.model.lora_bytes if is_mapped and not job.converts else job.built_bytes
     is_read = strategy.device == "cuda" or job.converts
     # bytes of a type that is not listed, as of 8 bits: as many as are loaded, which is more
     element_bytes = DTYPE_BYTES.get(job.stored_dtype, DTYPE_BYTES[job.recipe.model.dtype])
@@ -310,7 +314,7 @@ def _saving(job: Job) -> dict[str, int]:
     if strategy.device == "cpu":
         return {}
     is_adapter = job.recipe.lora is not None and job.recipe.model.path is not None
-    written = job.model.lora_parameters * DTYPE_BYTES["float32"] if is_adapter else job.built_bytes
+    written = job.model.lora_bytes if is_adapter else job.built_bytes
     return {"weights to write": written}  # rank 0's; optimizer states go one tensor at a time
 
 
