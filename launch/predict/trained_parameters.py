@@ -240,7 +240,7 @@ def _refuse_copied_adapter(module: str, copies: dict[str, str]) -> None:
 
 
 def _copied_shapes(tensor_shapes: Shapes, copies: dict[str, str], model_type: str) -> Shapes:
-    shapes = {
+    copied = {
         f"{module}{COPY}{name[len(module) + 1 :]}": shape
         for module in copies
         for name, shape in tensor_shapes.items()
@@ -248,5 +248,5 @@ def _copied_shapes(tensor_shapes: Shapes, copies: dict[str, str], model_type: st
     }
     for name, source in ties(tensor_shapes, model_type).items():  # the head of a T5
         if (module := name.removesuffix(".weight")) in copies:
-            shapes[f"{module}{COPY}weight"] = tensor_shapes[source]
-    return shapes
+            copied[f"{module}{COPY}weight"] = tensor_shapes[source]
+    return copied

@@ -265,9 +265,9 @@ def _shortened(row: ShownRow) -> ShownRow:
 def _contents(talk: Conversation) -> Iterator[str]:
     for message in talk.messages:
         yield f"{message['role']} messages"
-        keys = (key for key in message if key not in ("role", "content", "weight"))
+        more = (key for key in message if key not in ("role", "content", "weight"))
         yield from (
-            "name of a tool" if key == "name" and message["role"] == "tool" else key for key in keys
+            "name of a tool" if key == "name" and message["role"] == "tool" else key for key in more
         )
         if message.get("weight") == 0:
             yield "without a loss (weight 0)"
