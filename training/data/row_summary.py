@@ -265,10 +265,11 @@ def _shortened(row: ShownRow) -> ShownRow:
 def _contents(talk: Conversation) -> Iterator[str]:
     for message in talk.messages:
         yield f"{message['role']} messages"
-        more = (key for key in message if key not in ("role", "content", "weight"))
-        yield from (
-            "name of a tool" if key == "name" and message["role"] == "tool" else key for key in more
-        )
+        for key in message:
+            if key == "name" and message["role"] == "tool":
+                yield "name of a tool"
+            elif key not in ("role", "content", "weight"):
+                yield key
         if message.get("weight") == 0:
             yield "without a loss (weight 0)"
     if talk.tools:

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from benchmarks import template_matrix
-from launch.base.errors import ConfigError, DataError
+from launch.base.errors import ConfigError, DataError, ResourceError
 from launch.data import chat_templates, columns, token_cache
 from launch.data.conversation import Conversation
 from launch.recipe.paths import with_absolute_paths
@@ -85,6 +85,25 @@ def folder(tmp_path):
     made = tokenizer.train(iter(["one two three"] * 9), TokenizerSection(), 300)
     made.save_pretrained(tmp_path / "tokenizer")
     return tmp_path / "tokenizer"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "cause"),
+    [
+        ("tokenizer.json", '{"a": 1}', "KeyError: 'added_tokens'"),
+        ("tokenizer.json", '{"added_tokens": 3}', "TypeError: 'int' object is not iterable"),
+        ("tokenizer.json", '{"added_tokens": [], "model": {"type": "BPE"}}', "Missing vocab"),
+        ("tokenizer_config.json", '{"eos_token": 3}', "TypeError: Special token eos_token"),
+    ],
+)
+def test_a_damaged_file_of_a_tokenizer_is_named(folder, name, content, cause):
+    (folder / name).write_text(content)
+    message = (
+        rf"^{folder}: no tokenizer can be loaded from this folder \(.*{cause}.*;"
+        r" is tokenizer\.json or tokenizer_config\.json damaged\?\); name one with --tok"
+    )
+    with pytest.raises(ResourceError, match=message):
+        tokenizer.load(folder)
 
 
 def test_the_named_template_is_trained_and_kept_instead_of_the_folders_own(tmp_path, folder):
