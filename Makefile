@@ -5,7 +5,8 @@
 
 SHELL := bash
 # A line that starts with this runs in .venv; the -u and pipefail of the wrappers hold here too.
-IN_VENV = @set -euo pipefail; ROOT="$$PWD" LOWMEM_DEV=1; source scripts/lib/bootstrap.sh;
+# Containers set PYTHONDONTWRITEBYTECODE, and then each of the tests' processes compiles our code again.
+IN_VENV = @set -euo pipefail; unset PYTHONDONTWRITEBYTECODE; ROOT="$$PWD" LOWMEM_DEV=1; source scripts/lib/bootstrap.sh;
 # A test that hangs shows where, and ends the run.
 PYTEST = "$$PYTHON" -m pytest --durations=10 -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 # Tests in which a path becomes part of a command line, a file or a message

@@ -19,11 +19,12 @@ from launch.base import interpreter
 
 interpreter.go_on_with_packages()
 
-from launch.base import compile_caches, files  # noqa: E402
+from launch.base import compile_caches, files, imports  # noqa: E402
 from launch.base.errors import LaunchError, ResourceError  # noqa: E402
 from launch.base.text import visible  # noqa: E402
 from launch.commands import merge  # noqa: E402
 from launch.predict import model_config  # noqa: E402
+from launch.probe import packages  # noqa: E402
 from launch.run_folder.layout import left_in  # noqa: E402
 from launch.schema.model_sections import QuantizationSection  # noqa: E402
 from launch.schema.result import ExportedModel  # noqa: E402
@@ -45,22 +46,28 @@ def load(folder: Path):  # noqa: ANN201  torch is imported late, so its types ca
     if is_adapter:
         model_config.check_adapter(folder)
     model_config.check_folder(base)
-    import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-    from transformers.utils import logging as transformers_logging
+    exported = files.read(folder / "lowmem.json", ExportedModel)
+    quantization = exported.quantization if is_adapter and exported else None
+    used = {"peft": is_adapter, "bitsandbytes": bool(quantization)}
+    for package in packages.OPTIONAL:  # half the time to the first answer
+        if not used.get(package):
+            sys.modules.setdefault(package, None)  # type: ignore[arg-type]  to Python: not installed
+    with imports.uncollected():
+        import torch
+        from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+        from transformers.utils import logging as transformers_logging
 
-    from training.data import tokenizer
-    from training.model import four_bit
-    from training.model.build import folder_config, grow_vocabulary
+        from training.data import tokenizer
+        from training.model import four_bit
+        from training.model.build import folder_config, grow_vocabulary
 
     transformers_logging.disable_progress_bar()
     # bitsandbytes warns of an optional package for 4-bit weights on CPUs
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     in_4_bits = {}
-    exported = files.read(folder / "lowmem.json", ExportedModel)
-    if is_adapter and exported and exported.quantization:
-        config = four_bit.config(QuantizationSection.model_validate(exported.quantization))
+    if quantization:
+        config = four_bit.config(QuantizationSection.model_validate(quantization))
         in_4_bits = {"quantization_config": config, "device_map": {"": device}}
     config = folder_config(base)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
