@@ -19,7 +19,7 @@ from launch.base import interpreter
 
 interpreter.go_on_with_packages()
 
-from launch.base import compile_caches, files, importing  # noqa: E402
+from launch.base import compile_caches, files, imports  # noqa: E402
 from launch.base.errors import LaunchError, ResourceError  # noqa: E402
 from launch.base.text import visible  # noqa: E402
 from launch.commands import merge  # noqa: E402
@@ -52,7 +52,7 @@ def load(folder: Path):  # noqa: ANN201  torch is imported late, so its types ca
     for package in packages.OPTIONAL:  # half the time to the first answer
         if not used.get(package):
             sys.modules.setdefault(package, None)  # type: ignore[arg-type]  to Python: not installed
-    with importing.uncollected():
+    with imports.uncollected():
         import torch
         from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
         from transformers.utils import logging as transformers_logging
