@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.base import imports
+from launch.base import garbage
 from tests import builders, fault_log
 
 # A traced step depends on no test's house: what one test has traced, the next one reads.
@@ -27,7 +27,7 @@ FOLDERS = ("unit", "process", "train_cpu", "modes", "faults", "gpu", "cuda_build
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """The modules of the tests import torch; no later collection visits them."""
-    with imports.uncollected():
+    with garbage.uncollected():
         return (yield)
 
 

@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from launch.base import files, imports, processes
+from launch.base import files, garbage, processes
 from launch.base.errors import LaunchError, ResourceError, StorageError
 from launch.base.text import shown
 from launch.schema.result import ExportedModel
@@ -18,7 +18,7 @@ from launch.schema.result import ExportedModel
 def merge(base: Path, adapter: Path, out: Path) -> None:
     """Write `out` under another name and rename it. The weights keep the base's dtype, and their
     sum is rounded once."""
-    with imports.uncollected():
+    with garbage.uncollected():
         from peft import PeftModel
         from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from launch.base import imports
+from launch.base import garbage
 from launch.base.files import write_atomic
 from launch.schema.plan import Born, DataFormat, MemoryEstimate, ModelSize, Plan, Strategy
 from launch.schema.recipe import Recipe
@@ -45,7 +45,7 @@ def _reply(request: dict[str, Any], folder: Path) -> None:
 def _import_trace() -> None:
     """Import the modules of a trace, now that the packages that the run leaves out are known.
     Without collections, which would visit them in each trace: a quarter of its time."""
-    with imports.uncollected():
+    with garbage.uncollected():
         importlib.import_module("training.trace.step")
 
 

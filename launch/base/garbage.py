@@ -1,4 +1,4 @@
-"""Imports that are not visited by the garbage collector. Standard library only, because it is
+"""Modules whose objects the garbage collector does not visit. Standard library only, because it is
 imported first."""
 
 from __future__ import annotations
