@@ -1,11 +1,11 @@
 """Every GPU mode with the CUDA build of torch on a driver without a card: started, saved, resumed,
 exported, its memory beside the prediction. Run it by `make cuda-build-modes`.
 
-Kernels did nothing: losses and seconds mean nothing. What is real is PyTorch's caching allocator, the
-engines, what they save and what they read back (tests/fake_cuda/README.md). A case is a real launch on
-two described cards; then its last checkpoint and its outcome are taken away, as a kill would, and the
-same line runs again. The figures go to benchmarks/results/cuda_build_modes.{json,md}; a run of some
-cases replaces only theirs.
+Kernels did nothing: losses and seconds mean nothing. What is real is PyTorch's caching allocator,
+the engines, what they save and what they read back (tests/fake_cuda/README.md). A case is a real
+launch on two described cards; then its last checkpoint and its outcome are taken away, as a kill
+would, and the same line runs again. The figures go to benchmarks/results/cuda_build_modes; a run
+of some cases replaces only theirs.
 """
 
 from __future__ import annotations
