@@ -15,7 +15,7 @@ from launch.data.files import shards
 from launch.data.files.shards import FileFacts
 from launch.data.row_choice import EvenChoice, Part, RowChoice
 from launch.data.rows import BadRows, Slice
-from launch.schema.data_section import DataSection, DataSource
+from launch.schema.data_section import DataSection, DataSource, short_names
 from launch.schema.plan import DataFormat, SourceRows
 
 RowCounts = tuple[tuple[int, ...], ...]  # of each file of each source of data.train_file
@@ -48,7 +48,7 @@ def samples_of(of: Slice, first: int, source: Source, bad: BadRows) -> Iterator[
 
 def name(sources: Sequence[Source]) -> str:
     """The names of the sources of a part, for people."""
-    names = ", ".join(dict.fromkeys(source.path.name for source in sources))
+    names = ", ".join(short_names(source.path for source in sources).values())
     choice = sources[0].choice
     return f"{names} (held out)" if choice is not None and choice.part == "validation" else names
 

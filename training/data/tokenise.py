@@ -1,16 +1,8 @@
-"""Tokenise units of a corpus: `python -m training.data.tokenise FOLDER`, a child of
-training.data.prepare.
-
-It reads the number of a unit from each line of its input. It prints lines of JSON: the number of
-rows that it has read, and each finished unit. A unit is committed by a rename, so an unfinished
-unit does not count.
-"""
+"""Tokenise units of a corpus. A unit is committed by a rename, so an unfinished unit does not
+count."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,9 +12,9 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from launch.base import files, processes
+from launch.base import files
 from launch.base.errors import DataError
-from launch.data import rows
+from launch.data import chat_templates, rows
 from launch.data import sources as data_sources
 from launch.data.files import shards
 from launch.data.row_choice import Part
@@ -33,6 +25,7 @@ from launch.schema.recipe import Recipe
 from training.data import encode, tokenizer
 from training.data import packing as data_packing
 from training.data import units as data_units
+from training.data.chat import rendering
 
 JOB = "job.json"
 TOKENIZER = "tokenizer"
@@ -62,6 +55,7 @@ class Job:
     unit_bytes: int
     truncation_side: Literal["right", "left"] = "right"
     split_special_tokens: bool | None = None
+    template_name: str = rendering.NAME
     # of each slice of each unit, if the part takes some rows only: the number of its first row
     row_offsets: tuple[tuple[int, ...], ...] = ()
 
@@ -91,6 +85,7 @@ class Job:
             self._splits_texts,
             self.truncation_side,
             self.split_special_tokens,
+            self.template_name,
         )
 
     @property
@@ -166,6 +161,7 @@ def job(
         data.stream_unit_bytes if is_streamed else unit_bytes,
         data.truncation_side,
         recipe.tokenizer.split_special_tokens,
+        chat_templates.name_of(recipe),
     )
 
 
@@ -182,22 +178,3 @@ def job_of_part(
     if sources[0].choice is None:
         return made
     return replace(made, row_offsets=data_units.row_offsets(made.units, goes_on))
-
-
-def main() -> None:
-    processes.settle_process()
-    parsed = TypeAdapter(Job).validate_json((Path(sys.argv[1]) / JOB).read_bytes())
-
-    def report(**fields: Any) -> None:
-        # shorter than a pipe's buffer, so lines of several processes do not mix
-        os.write(1, (json.dumps(fields) + "\n").encode())
-
-    for line in sys.stdin:
-        tokenised = parsed.tokenise(int(line), None, lambda count: report(rows=count))
-        if tokenised.error:
-            files.write_json(parsed.counts_file(int(line)).with_suffix(".failed"), tokenised)
-        report(unit=int(line))
-
-
-if __name__ == "__main__":
-    main()

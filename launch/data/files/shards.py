@@ -35,6 +35,7 @@ SUFFIXES: dict[str, FileType] = {
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # of the types that are read by lines
 UNPACKED_RATIO = 1000  # text is packed to a tenth, the most repetitive rows to a hundredth
 UNPACKED_BYTES = 256 << 20  # fewer are unpacked from any file
+SMALL_BYTES = 1 << 20  # compressed; text of 10 MiB
 TABLES = ("parquet", "arrow")  # with a schema
 SAVED_SPLITS, SAVED_SPLIT = "dataset_dict.json", "state.json"  # datasets.save_to_disk's
 MAX_ROW_BYTES = 64 << 20  # of a line, of a member of a tar, of a row of a parquet file on average
@@ -120,6 +121,15 @@ def opened(path: Path) -> BinaryIO:
 
     stream = pa.input_stream(str(path), compression=compression)
     return io.BufferedReader(_Unpacking(path, stream), 1 << 18)
+
+
+def check_unpacked(path: Path) -> None:
+    """Read a small compressed file to its end, which takes milliseconds. Raises Unpacked for one of
+    very many bytes, of which the first rows say nothing."""
+    if path.suffix.lower() in COMPRESSIONS and path.stat().st_size <= SMALL_BYTES:
+        with contextlib.suppress(OSError), opened(path) as file:  # a cut one is named by its row
+            while file.read(SMALL_BYTES):
+                pass
 
 
 class Unpacked(DataError):
