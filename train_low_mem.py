@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from launch.base import compile_caches
+from launch.base import compile_caches, garbage
 from launch.base.errors import LaunchError, Stopped
 from launch.base.files import write_json
 from launch.base.processes import die_with_launcher, settle_process
@@ -79,7 +79,8 @@ def main(argv: list[str], request: Callable[[], Request] | None = None) -> int:
                 faulthandler.register(signal.SIGQUIT, file=stacks, all_threads=True)
         for package in packages.unused(start.recipe, start.plan.strategy):
             sys.modules.setdefault(package, None)  # type: ignore[arg-type]  to Python: not installed
-        from training import run  # imports torch: a wrong flag has been refused by now
+        with garbage.uncollected():
+            from training import run  # imports torch: a wrong flag has been refused by now
 
         run.train(start, attach.open_run, opened, control=control)
     except Halted as halted:

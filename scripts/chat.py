@@ -9,7 +9,9 @@ import argparse
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 # E402: the modules below are in the folder above. `interpreter` needs only the standard library;
@@ -19,11 +21,12 @@ from launch.base import interpreter
 
 interpreter.go_on_with_packages()
 
-from launch.base import compile_caches, files  # noqa: E402
+from launch.base import compile_caches, files, garbage  # noqa: E402
 from launch.base.errors import LaunchError, ResourceError  # noqa: E402
 from launch.base.text import visible  # noqa: E402
 from launch.commands import merge  # noqa: E402
 from launch.predict import model_config  # noqa: E402
+from launch.probe import packages  # noqa: E402
 from launch.run_folder.layout import left_in  # noqa: E402
 from launch.schema.model_sections import QuantizationSection  # noqa: E402
 from launch.schema.result import ExportedModel  # noqa: E402
@@ -37,6 +40,24 @@ def _with_model(folder: Path) -> Path:
     return folder
 
 
+def _quantization(folder: Path) -> Mapping[str, Any] | None:
+    """The section of the recipe if the base of an adapter was quantised in training."""
+    exported = files.read(folder / "lowmem.json", ExportedModel)
+    return exported.quantization if exported and (folder / merge.ADAPTER).is_file() else None
+
+
+def _leave_out_unused(folder: Path) -> None:
+    """Make optional packages look as if they were not installed: transformers would import them,
+    which takes half of the time to the first answer."""
+    used = {
+        "peft": (folder / merge.ADAPTER).is_file(),
+        "bitsandbytes": _quantization(folder) is not None,
+    }
+    for package in packages.OPTIONAL:
+        if not used.get(package):
+            sys.modules.setdefault(package, None)  # type: ignore[arg-type]
+
+
 def load(folder: Path):  # noqa: ANN201  torch is imported late, so its types cannot be named here
     """Load (model, tokenizer) from a folder that a run wrote. The base of an adapter is loaded as
     it was in training, also in 4 bits."""
@@ -45,22 +66,23 @@ def load(folder: Path):  # noqa: ANN201  torch is imported late, so its types ca
     if is_adapter:
         model_config.check_adapter(folder)
     model_config.check_folder(base)
-    import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-    from transformers.utils import logging as transformers_logging
+    quantization = _quantization(folder)
+    with garbage.uncollected():
+        import torch
+        from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+        from transformers.utils import logging as transformers_logging
 
-    from training.data import tokenizer
-    from training.model import four_bit
-    from training.model.build import folder_config, grow_vocabulary
+        from training.data import tokenizer
+        from training.model import four_bit
+        from training.model.build import folder_config, grow_vocabulary
 
     transformers_logging.disable_progress_bar()
     # bitsandbytes warns of an optional package for 4-bit weights on CPUs
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     in_4_bits = {}
-    exported = files.read(folder / "lowmem.json", ExportedModel)
-    if is_adapter and exported and exported.quantization:
-        config = four_bit.config(QuantizationSection.model_validate(exported.quantization))
+    if quantization:
+        config = four_bit.config(QuantizationSection.model_validate(quantization))
         in_4_bits = {"quantization_config": config, "device_map": {"": device}}
     config = folder_config(base)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -94,7 +116,9 @@ def main() -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is ever downloaded
     try:
         compile_caches.settle()
-        model, tokenizer = load(_with_model(left_in(arguments.folder)))
+        folder = _with_model(left_in(arguments.folder))
+        _leave_out_unused(folder)
+        model, tokenizer = load(folder)
     except LaunchError as error:
         print(f"error: {visible(str(error))}", file=sys.stderr)
         return error.exit_code

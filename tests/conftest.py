@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.base import garbage
 from tests import builders, fault_log
 
 # A traced step depends on no test's house: what one test has traced, the next one reads.
@@ -20,7 +21,14 @@ os.environ["LOWMEM_TRACES"] = str(
 os.environ["XDG_STATE_HOME"] = str(
     Path(__file__).resolve().parent.parent / ".cache" / "state-of-tests"
 )
-FOLDERS = ("unit", "process", "train_cpu", "modes", "faults", "gpu")
+FOLDERS = ("unit", "process", "train_cpu", "modes", "faults", "gpu", "cuda_build")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """The modules of the tests import torch; no later collection visits them."""
+    with garbage.uncollected():
+        return (yield)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

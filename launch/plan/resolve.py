@@ -124,7 +124,8 @@ def read(
     unread = () if is_t5 else chat_templates.unread_keys(recipe)
     data_format = columns.detect(recipe.data, workspace.root, file_facts, unread)
     data_format = _with_template(data_format, recipe, is_t5)
-    data_format = replace(data_format, notes=(*data_format.notes, *model.notes))
+    copied = plan_context.copied_modules(recipe, model.parameters, model.config["model_type"])
+    data_format = replace(data_format, notes=(*data_format.notes, *model.notes, *copied))
     rows = None
     if not recipe.data.streaming and not sources.are_counted(recipe.data):
         rows = columns.row_count(recipe.data.paths[0], file_facts)

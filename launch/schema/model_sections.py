@@ -139,6 +139,11 @@ class LoraSection(Section):
         description="Names of the modules that get an adapter, or all-linear: every linear layer"
         " but the output head. null: chosen by architecture, all-linear if it is not known.",
     )
+    modules_to_save: Annotated[tuple[str, ...], BeforeValidator(as_tuple), AFFECTS_STEP] = Field(
+        default=(),
+        description="Ends of names of modules of which all weights are trained beside the adapters,"
+        " in model.dtype, and saved with them: ['lm_head'], ['model.norm'].",
+    )
     trainable_token_indices: Annotated[
         tuple[NonNegativeInt, ...] | None, BeforeValidator(as_tuple), AFFECTS_STEP
     ] = Field(

@@ -14,6 +14,8 @@ import re
 import sys
 from pathlib import Path
 
+from training.compat import without_torch
+
 ROLES = {
     "launcher": (
         "launch.plan.resolve",
@@ -37,6 +39,8 @@ def main() -> int:
     arguments = parser.parse_args()
     for package in arguments.without:
         sys.modules.setdefault(package, None)  # type: ignore[arg-type]  to Python: not installed
+    if arguments.role == "prepare":
+        without_torch.hide()
     for module in ROLES[arguments.role]:
         importlib.import_module(module)
     if arguments.role == "rank":

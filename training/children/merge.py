@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from launch.base import files, processes
+from launch.base import files, garbage, processes
 from launch.base.errors import LaunchError, ResourceError, StorageError
 from launch.base.text import shown
 from launch.schema.result import ExportedModel
@@ -18,11 +18,12 @@ from launch.schema.result import ExportedModel
 def merge(base: Path, adapter: Path, out: Path) -> None:
     """Write `out` under another name and rename it. The weights keep the base's dtype, and their
     sum is rounded once."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    with garbage.uncollected():
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    from training.data import tokenizer
-    from training.model import build
+        from training.data import tokenizer
+        from training.model import build
 
     config = build.folder_config(base)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -69,6 +70,8 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=Path, required=True)
     arguments = parser.parse_args()
     processes.settle_process()
+    for package in ("bitsandbytes", "deepspeed"):  # peft and transformers would import them
+        sys.modules.setdefault(package, None)  # type: ignore[arg-type]  to Python: not installed
     try:
         merge(arguments.base, arguments.adapter, arguments.out)
     except LaunchError as error:

@@ -13,12 +13,14 @@ from pydantic import TypeAdapter
 from launch.base import processes
 from launch.base.errors import LaunchError
 from launch.schema.result import NewTokens
-from training.data import tokenizer
+from training.compat import without_torch
 
 
 def new_tokens(folder: Path, template: str | None, tokens: list[str]) -> NewTokens:
     """The ids of tokens that a folder's tokenizer has, and would get. Raises DataError and
     ResourceError."""
+    from training.data import tokenizer
+
     loaded = tokenizer.load(folder, template)
     before = loaded.get_vocab()
     there = {token: before[token] for token in tokens if token in before}
@@ -33,6 +35,7 @@ def new_tokens(folder: Path, template: str | None, tokens: list[str]) -> NewToke
 
 def main() -> int:
     processes.settle_process()
+    without_torch.hide()
     folder, template = [*sys.argv[1:], None][:2]
     assert folder is not None
     try:

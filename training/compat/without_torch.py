@@ -8,8 +8,8 @@ import sys
 
 
 def hide() -> None:
-    """Make torch look as if it were not installed, to this process. To be called before
-    transformers is imported."""
-    assert "transformers" not in sys.modules
+    """Make torch look as if it were not installed, to this process. To be called before torch and
+    transformers are imported."""
+    assert sys.modules.get("torch") is None
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # no line that torch is missing

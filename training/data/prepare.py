@@ -14,13 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.base import files
+from launch.base import files, garbage
 from launch.base import processes as base_processes
 from launch.base.errors import DataError, LaunchError
 from launch.base.progress import RowProgress
 from launch.data import token_cache, token_hashes
 from launch.data.token_cache import TokenCache
 from launch.run_folder.layout import AttemptDir
+from training.compat import without_torch
 from training.control.heartbeat import Heartbeat
 from training.control.stop_word import Control, Halted
 
@@ -88,7 +89,8 @@ def _write(
     processes: int,
 ) -> None:
     # imported late: they take a second, and most starts find their rows tokenised
-    from training.data import row_summary, tokenise, tokenizer
+    with garbage.uncollected():
+        from training.data import row_summary, tokenise, tokenizer
 
     source = tokens.recipe.data
     if not (folder / tokenise.TOKENIZER).exists():
@@ -246,6 +248,7 @@ class _RowCounter:
 def main() -> int:
     attempt, processes = AttemptDir(Path(sys.argv[1])), int(sys.argv[2])
     base_processes.settle_process()
+    without_torch.hide()
     heartbeat = Heartbeat(attempt.heartbeat_file(0))
     heartbeat.beat("tokenise")
     try:

@@ -52,7 +52,13 @@ def _column(rows: Sequence[Mapping[str, Any]], field: pa.Field) -> pa.Array:
         values = values >> LOW_BITS
     elif pa.types.is_uint16(field.type.value_type):
         values = values & ((1 << LOW_BITS) - 1)
-    return pa.ListArray.from_arrays(ends, pa.array(values, field.type.value_type))
+    return pa.ListArray.from_arrays(_array(ends, pa.int32()), _array(values, field.type.value_type))
+
+
+def _array(values: np.ndarray, value_type: pa.DataType) -> pa.Array:
+    """Integers as an Arrow array. pa.array() would import pandas, which takes 0.4 s and 40 MiB."""
+    stored = values.astype(value_type.to_pandas_dtype())
+    return pa.Array.from_buffers(value_type, len(stored), [None, pa.py_buffer(stored)])
 
 
 def _borders(is_target: np.ndarray) -> np.ndarray:

@@ -1,16 +1,8 @@
-"""Tokenise units of a corpus: `python -m training.data.tokenise FOLDER`, a child of
-training.data.prepare.
-
-It reads the number of a unit from each line of its input. It prints lines of JSON: the number of
-rows that it has read, and each finished unit. A unit is committed by a rename, so an unfinished
-unit does not count.
-"""
+"""Tokenise units of a corpus. A unit is committed by a rename, so an unfinished unit does not
+count."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from launch.base import files, processes
+from launch.base import files
 from launch.base.errors import DataError
 from launch.data import chat_templates, rows
 from launch.data import sources as data_sources
@@ -186,22 +178,3 @@ def job_of_part(
     if sources[0].choice is None:
         return made
     return replace(made, row_offsets=data_units.row_offsets(made.units, goes_on))
-
-
-def main() -> None:
-    processes.settle_process()
-    parsed = TypeAdapter(Job).validate_json((Path(sys.argv[1]) / JOB).read_bytes())
-
-    def report(**fields: Any) -> None:
-        # shorter than a pipe's buffer, so lines of several processes do not mix
-        os.write(1, (json.dumps(fields) + "\n").encode())
-
-    for line in sys.stdin:
-        tokenised = parsed.tokenise(int(line), None, lambda count: report(rows=count))
-        if tokenised.error:
-            files.write_json(parsed.counts_file(int(line)).with_suffix(".failed"), tokenised)
-        report(unit=int(line))
-
-
-if __name__ == "__main__":
-    main()

@@ -87,7 +87,7 @@ class Child:
 
     def __init__(self, folder: Path) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "training.data.tokenise", str(folder)],
+            [sys.executable, "-P", "-m", "training.children.tokenise_units", str(folder)],
             env={**os.environ, "PYTHONPATH": str(workspace.CODE), **LONE},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

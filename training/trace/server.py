@@ -4,15 +4,17 @@ Reads a request from each line and prints "done" when its answers are in the fol
 
 from __future__ import annotations
 
-import gc
+import importlib
 import json
 import os
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
+from launch.base import garbage
 from launch.base.files import write_atomic
 from launch.schema.plan import Born, DataFormat, MemoryEstimate, ModelSize, Plan, Strategy
 from launch.schema.recipe import Recipe
@@ -32,10 +34,19 @@ def _reply(request: dict[str, Any], folder: Path) -> None:
     model_size = TypeAdapter(ModelSize).validate_python(request["shape"])
     for package in request["unused_packages"]:  # the ranks do without them too
         sys.modules.setdefault(package, None)  # type: ignore[arg-type]  to Python: not installed
+    _import_trace()
     plain: dict[Any, Any] = {}  # logs of one process, from which those of several engines are made
     for name, question in request["questions"].items():
         plan = _plan(recipe, model_size, tuple(request["lora_targets"]), question["strategy"])
         _write(_shared(recipe, plan, question, plain), folder, name)
+
+
+@cache
+def _import_trace() -> None:
+    """Import the modules of a trace, now that the packages that the run leaves out are known.
+    Without collections, which would visit them in each trace: a quarter of its time."""
+    with garbage.uncollected():
+        importlib.import_module("training.trace.step")
 
 
 def _plan(
@@ -80,12 +91,10 @@ def _shared(recipe: Recipe, plan: Plan, question: dict[str, Any], plain: dict[An
 
 def _traced(recipe: Recipe, plan: Plan, question: dict[str, Any]) -> Any:
     """The log of one process for a launch.predict.traces.Question."""
-    import torch  # not at the top: the packages that the run leaves out are not known there
+    import torch
 
     from training.trace import cuda_semantics, step
 
-    if not gc.get_freeze_count():
-        gc.freeze()  # collections do not visit the imports: a quarter of a trace's time
     strategy = plan.strategy
     batch = 1 if strategy.per_device_train_batch_size == 1 else step.BATCH
     target = None

@@ -23,6 +23,8 @@ from launch.base.errors import DataError, ResourceError
 from launch.data import sources, token_cache
 from launch.data.files.shards import FileFacts
 from launch.data.sources import Source
+from launch.recipe import load
+from launch.run_folder.layout import AttemptDir
 from launch.schema.data_section import DataSection
 from launch.schema.model_sections import TokenizerSection
 from launch.schema.plan import DataFormat
@@ -185,6 +187,10 @@ def test_a_killed_start_goes_on_from_the_units_that_were_finished(tmp_path, bpe)
     parent = start(killed)
     children = psutil.Process(parent.pid).children()
     assert len(children) == 2
+    for child in children:
+        maps = Path(f"/proc/{child.pid}/maps").read_text()
+        assert "pyarrow" in maps
+        assert "libtorch" not in maps, "125 MiB more of RAM for each process"
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     psutil.wait_procs(children, timeout=60)
@@ -203,6 +209,27 @@ def test_a_child_that_is_killed_ends_its_parent_as_it_was_ended(tmp_path, bpe):
     parent = start(job(tmp_path / "job", corpus(tmp_path / "corpus"), bpe))
     psutil.Process(parent.pid).children()[0].send_signal(signal.SIGKILL)
     assert parent.wait(timeout=60) == -signal.SIGKILL
+
+
+def test_rows_are_tokenised_before_the_ranks_start_without_torch_and_pandas(tmp_path):
+    libraries = tmp_path / "libraries"
+    libraries.mkdir()
+    for name in ("torch", "pandas"):
+        (libraries / f"{name}.py").write_text(f"raise SystemExit('{name} is imported')")
+    recipe, _ = load.load(str(builders.recipe(tmp_path)), [])
+    model = builders.model_size(recipe.model, None, root=builders.CODE)
+    tokens = token_cache.token_cache(tmp_path, recipe, model, builders.DATA_FORMAT)
+    attempt = AttemptDir(tmp_path / "attempt")
+    attempt.root.mkdir()
+    attempt.write_tokenising(tokens)
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "training.data.prepare", str(attempt.root), "1"],
+        env=builders.environment(tmp_path / "w", PYTHONPATH=f"{libraries}:{builders.CODE}"),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(TokenRows(*token_cache.token_files(tokens.folder, "train"))) == 45
 
 
 def test_a_disk_without_room_for_the_rest_is_said_at_once(tmp_path, bpe):

@@ -1,0 +1,41 @@
+"""Tokenise units of a corpus: `python -m training.children.tokenise_units FOLDER`, a child of
+training.data.prepare.
+
+It reads the number of a unit from each line of its input. It prints lines of JSON: the number of
+rows that it has read, and each finished unit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from launch.base import files, garbage, processes
+from training.compat import without_torch
+
+
+def main(folder: Path) -> None:
+    processes.settle_process()
+    without_torch.hide()
+    with garbage.uncollected():
+        from training.data import tokenise
+    job = TypeAdapter(tokenise.Job).validate_json((folder / tokenise.JOB).read_bytes())
+
+    def report(**fields: Any) -> None:
+        # shorter than a pipe's buffer, so lines of several processes do not mix
+        os.write(1, (json.dumps(fields) + "\n").encode())
+
+    for line in sys.stdin:
+        tokenised = job.tokenise(int(line), None, lambda count: report(rows=count))
+        if tokenised.error:
+            files.write_json(job.counts_file(int(line)).with_suffix(".failed"), tokenised)
+        report(unit=int(line))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
