@@ -147,16 +147,15 @@ def table(path: Path, file_type: FileType) -> tuple[int, dict[str, str]]:
         else:
             with pq.ParquetFile(path) as file:
                 num_rows, schema = file.metadata.num_rows, file.schema_arrow
+        fields = [(column.name, column.type) for column in schema]
     except (pa.ArrowException, OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(
             f"{path}: is cut, damaged or no {file_type} file ({reason}); write or copy it again"
         ) from error
     columns: dict[str, str] = {}
-    for column in schema:
-        columns[column.name] = (
-            "two columns of this name" if column.name in columns else _arrow_kind(column.type)
-        )
+    for name, kind in fields:
+        columns[name] = "two columns of this name" if name in columns else _arrow_kind(kind)
     return num_rows, columns
 
 

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, Literal
 
 from launch.base import files as base_files
 from launch.base.errors import DataError
+from launch.data.files import arrow_messages
 
 FileType = Literal["parquet", "jsonl", "json", "csv", "tsv", "text", "arrow", "webdataset"]
 
@@ -43,6 +44,7 @@ MAX_ROW_BYTES = 64 << 20  # of a line, of a member of a tar, of a row of a parqu
 MEMBER = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 TEXT_MEMBERS, JSON_MEMBER = ("txt", "text"), "json"
 ARROW_FILE = b"ARROW1"  # the first bytes of the random access format; the stream format has none
+FIRST_MESSAGE = 8  # in it: its place
 UNIT_BYTES = 16 << 20  # 5 to 10 s of one CPU
 STREAM_PROCESSES = 2  # that tokenise while the ranks train
 # of a shard, which stand for its content where reading all of it takes too long
@@ -168,6 +170,8 @@ def arrow_batches(path: Path) -> Iterator[tuple[Any, Iterator[Any]]]:
 
     with pa.memory_map(str(path)) as mapped:
         is_stream = mapped.read(len(ARROW_FILE)) != ARROW_FILE
+        mapped.seek(0 if is_stream else FIRST_MESSAGE)
+        arrow_messages.check(path, mapped)
         mapped.seek(0)
         if is_stream:
             with pa.ipc.open_stream(mapped) as reader:

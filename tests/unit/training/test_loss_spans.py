@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from benchmarks import template_matrix
 from launch.base.errors import DataError
@@ -517,6 +517,16 @@ def test_the_template_of_a_recipe_is_named_in_errors_of_rows():
     assert name(chat_template="/a/b.jinja", path="/c") == "the chat template /a/b.jinja"
     assert name(path="/c") == "the chat template of /c"
     assert name() == "the template of the trained tokenizer"
+
+
+def test_a_tokenizer_without_offsets_is_refused_with_what_to_name():
+    slow = ByT5Tokenizer()
+    slow.chat_template = PLAIN_TEMPLATE
+    message = (
+        r"is a ByT5Tokenizer, which does not say .*; name a folder with a tokenizer\.json with"
+    )
+    with pytest.raises(DataError, match=message + r" --tokenizer\.path=FOLDER$"):
+        rows(slow, TALK)
 
 
 def test_marks_inside_a_macro_are_not_counted():
