@@ -11,8 +11,9 @@ IN_VENV = @set -euo pipefail; unset PYTHONDONTWRITEBYTECODE; ROOT="$$PWD" LOWMEM
 PYTEST = "$$PYTHON" -m pytest --durations=10 -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 # Tests in which a path becomes part of a command line, a file or a message
 OF_PATHS = $(addprefix tests/unit/,commands plan recipe render report run_folder supervise) tests/process/shell/test_wrappers.py
-# Tests of modes that start no ranks: two at a time
-TRACED = tests/modes/trace
+# Neighbours in a file share what is made for it; a worker that has finished takes tests from the other's end,
+# so the folders of the longest tests come first.
+TWO_AT_A_TIME = -n 2 --dist worksteal
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-16s %s\n", $$1, $$2}' Makefile
@@ -29,8 +30,8 @@ check: ## format, lint, types, shell, known vulnerabilities (where their service
 	$(IN_VENV) "$$PYTHON" scripts/audit.py
 
 test: ## the tests that take seconds: no GPU, no faults, no campaign of modes
-	$(IN_VENV) $(PYTEST) -n 2 -m "not gpu and not faults and not modes" tests/unit tests/process
-	$(IN_VENV) $(PYTEST) -n 2 --dist loadfile -m "not gpu and not faults and not modes" tests/train_cpu
+	$(IN_VENV) $(PYTEST) $(TWO_AT_A_TIME) -m "not gpu and not faults and not modes" \
+		tests/train_cpu tests/process tests/unit
 
 test-path: ## tests of paths and command lines, in a copy whose path has a blank, an apostrophe and quotes
 	$(IN_VENV) folder="$$(mktemp -d)"; trap 'rm -rf "$$folder"' EXIT; copy="$$folder/a project's \"copy\""; mkdir "$$copy"; \
@@ -38,9 +39,7 @@ test-path: ## tests of paths and command lines, in a copy whose path has a blank
 		| tar -xf - -C "$$copy"; cd "$$copy"; $(PYTEST) -n 2 $(OF_PATHS)
 
 test-modes: ## traces beside real steps, each engine once, tuning, files of configs/, several machines, orphans
-	$(IN_VENV) "$$PYTHON" -m benchmarks.modes --quick
-	$(IN_VENV) $(PYTEST) -n 2 -m "modes and not campaign" $(TRACED)
-	$(IN_VENV) $(PYTEST) -m "modes and not campaign" $(addprefix --ignore=,$(TRACED))
+	$(IN_VENV) $(PYTEST) $(TWO_AT_A_TIME) -m "modes and not campaign" tests/modes tests/train_cpu
 
 modes: ## every launch mode that runs on CPUs, four models each, ended in five ways, changed into others; writes docs/modes.md
 	$(IN_VENV) "$$PYTHON" -m benchmarks.modes

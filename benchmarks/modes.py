@@ -66,13 +66,6 @@ BF16_RUNS = (
     ("deepspeed_zero2", 2),
     ("deepspeed_zero3", 2),
 )
-QUICK_RUNS = (
-    ("cpu", 1),
-    ("deepspeed_zero1", 1),
-    ("deepspeed_zero2_offload", 2),
-    ("deepspeed_zero3", 2),
-    ("fsdp2", 2),
-)
 GPU_RUNS = (
     ("single_gpu", 1),
     ("deepspeed_zero2", 1),
@@ -455,7 +448,9 @@ def possible(runs: Sequence[tuple[str, int]], on_gpu: bool) -> list[tuple[str, i
     ]
 
 
-def measured(runs: Sequence[tuple[str, int]], spread: bool, only: str) -> list[dict[str, Any]]:
+def measured(
+    runs: Sequence[tuple[str, int]], only: str = "", spread: bool = False
+) -> list[dict[str, Any]]:
     """The rows of all cases; the first run is the plain one that the others are compared with.
 
     `spread`: the runs in turn over the four models, instead of each with all of them.
@@ -492,11 +487,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="one model a mode, and one mode an engine; writes nothing",
-    )
     parser.add_argument("--only", default="", help="cases whose name contains this; writes nothing")
     parser.add_argument(
         "--gpu", action="store_true", help="the modes that need GPUs, as far as there are cards"
@@ -518,9 +508,8 @@ def main() -> int:
     if arguments.endings:
         results = add_to_results({"endings": endings()})
         return 0 if results["endings"]["passed"] == results["endings"]["of"] > 0 else 1
-    wanted = GPU_RUNS if arguments.gpu else QUICK_RUNS if arguments.quick else CPU_RUNS
-    runs = possible(wanted, arguments.gpu)
-    rows = measured(runs, arguments.quick, arguments.only)
+    runs = possible(GPU_RUNS if arguments.gpu else CPU_RUNS, arguments.gpu)
+    rows = measured(runs, arguments.only)
     results = {
         "date": str(date.today()),
         "machine": recording.machine(),
@@ -533,7 +522,7 @@ def main() -> int:
         },
         "rows": rows,
     }
-    if not (arguments.quick or arguments.only):
+    if not arguments.only:
         path = recording.RESULTS / f"modes{'-gpu' if arguments.gpu else ''}.json"
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         write_doc()

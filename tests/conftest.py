@@ -21,6 +21,8 @@ os.environ["LOWMEM_TRACES"] = str(
 os.environ["XDG_STATE_HOME"] = str(
     Path(__file__).resolve().parent.parent / ".cache" / "state-of-tests"
 )
+# As in ranks: threads that spin beside another worker double the time of the tests that compute.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 FOLDERS = ("unit", "process", "train_cpu", "modes", "faults", "gpu", "cuda_build")
 
 

@@ -13,6 +13,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU th
 
 def test_each_mode_runs_fits_equals_resumes_and_exports():
     runs = modes.possible(modes.GPU_RUNS, on_gpu=True)
-    rows = modes.measured(runs, spread=True, only="")
+    rows = modes.measured(runs, spread=True)
     assert len(rows) >= len(runs)
     assert [row for row in rows if not all(modes.verdicts(row).values())] == []
