@@ -72,18 +72,18 @@ def _sampled(rows: data_rows.Rows, is_table: bool) -> tuple[list[RowKinds], set[
     """The kinds of values in rows, and (column, key) of their messages; of a table the keys
     alone."""
     kinds: list[RowKinds] = []
-    keys: set[tuple[str, str]] = set()
+    message_keys: set[tuple[str, str]] = set()
     for place, row in rows:
         of_row = {} if is_table else {column: json_kind(value) for column, value in row.items()}
         kinds.append((place.number, of_row))
-        keys.update(
+        message_keys.update(
             (column, key)
             for column, turns in row.items()
             for turn in (turns if isinstance(turns, list) else ())
             if isinstance(turn, dict)
             for key in turn
         )
-    return kinds, keys
+    return kinds, message_keys
 
 
 def _columns_of_messages(schema: Any) -> list[str]:
