@@ -238,10 +238,8 @@ def _parquet_rows(of: Slice, choice: ColumnChoice, at_once: int) -> Rows:
                 for i in numbers[of.start :]
             ]
             for group in groups:
-                dictionaries = group.kept_dictionaries
-                with (
-                    opened(read_dictionary=dictionaries) if dictionaries else nullcontext(file)
-                ) as reader:
+                names = group.kept_dictionaries
+                with opened(read_dictionary=names) if names else nullcontext(file) as reader:
                     for batch in reader.iter_batches(
                         group.rows_at_once(at_once), row_groups=[group.number], columns=columns
                     ):

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from launch.base.errors import ConfigError, ResourceError
+from launch.base.errors import ConfigError
 from launch.base.text import suggestion
 
 # model types that fill masks; with is_decoder some of them write text
@@ -32,8 +32,8 @@ TYPE = re.compile(r'^\s*\("([^"]+)",', re.M)
 
 
 def check(config: Mapping[str, Any], file: Path) -> None:
-    """Raise ConfigError for a model that does not write text, ResourceError for a type that
-    transformers does not have."""
+    """Raise ConfigError for a model that does not write text, or that transformers does not
+    have."""
     name = config["model_type"]
     if name in ENCODERS and not config.get("is_decoder"):
         raise ConfigError(
@@ -42,7 +42,7 @@ def check(config: Mapping[str, Any], file: Path) -> None:
         )
     names = installed()
     if names and name not in names:
-        raise ResourceError(
+        raise ConfigError(
             f"{file}: model_type {name!r} is no language model that this transformers can build;"
             f" {suggestion(name, sorted(names))}. Code that comes with a model is never run"
         )

@@ -369,7 +369,7 @@ def test_an_encoder_is_refused_unless_it_is_a_decoder(folder):
 def test_a_type_that_transformers_does_not_have_or_that_writes_no_text_is_refused(folder, name):
     change_config(folder, model_type=name)
     message = rf"config\.json: model_type '{name}' is no language model .* can build; nearest: "
-    with pytest.raises(ResourceError, match=message):
+    with pytest.raises(ConfigError, match=message):
         load_folder(folder)
 
 
