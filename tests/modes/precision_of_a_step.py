@@ -2,6 +2,7 @@
 shim, and writes in which precision the layers and the gradients were. argv: run folder, mode,
 output file."""
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import TrainerCallback
 from launch.base.workspace import Workspace
 from launch.run_folder.layout import RunDir, Start
 from tests.modes.fsdp_on_cpu import engage_fsdp
+from train_low_mem import leave
 from training import run as training_run
 from training.loop.trainer import LowMemTrainer
 
@@ -67,7 +69,9 @@ def main(run: RunDir, mode: str, output: Path) -> None:
     attempt = run.attempts()[-1]
     start = Start(Workspace.here(), run.read_recipe(), plan, True, run=run, attempt=attempt)
     training_run.train(start, lambda *_: (str(run.root), str(attempt.root)), [], watch=watch)
-    torch.save({name: sorted(map(str, values)) for name, values in seen.items()}, output)
+    if os.environ["RANK"] == "0":
+        torch.save({name: sorted(map(str, values)) for name, values in seen.items()}, output)
 
 
 main(RunDir(Path(sys.argv[1])), sys.argv[2], Path(sys.argv[3]))
+leave(0)

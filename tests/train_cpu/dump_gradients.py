@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 
 from launch.base.workspace import Workspace
 from launch.run_folder.layout import RunDir, Start
+from train_low_mem import leave
 from training import run as training_run
 from training.loop.trainer import LowMemTrainer
 
@@ -58,3 +59,4 @@ def main(run: RunDir, output: Path) -> None:
 
 for folder, output in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
     main(RunDir(Path(folder)), Path(output))
+leave(0)
