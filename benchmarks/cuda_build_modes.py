@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -146,8 +147,7 @@ def pretrain(machine: Machine, folder: Path) -> None:
     shutil.rmtree(folder / "workspace" / "runs")
 
 
-def campaign(chosen: list[Case]) -> list[dict[str, Any]]:
-    rows = []
+def campaign(chosen: list[Case]) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         machine = Machine(folder / "cards", [Card(), Card()])
@@ -159,10 +159,9 @@ def campaign(chosen: list[Case]) -> list[dict[str, Any]]:
                 row = asdict(case) | measure(machine, folder, case)
             except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
                 row = asdict(case) | {"failed": str(error)}
-            rows.append(row)
             seconds = time.monotonic() - began
             print(f"{case.name}: {row.get('failed', 'ok')} ({seconds:.0f} s)", flush=True)
-    return rows
+            yield row
 
 
 def error_percent(row: dict[str, Any], figure: str) -> float:
@@ -198,14 +197,13 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", help="cases whose name contains this")
     chosen = [case for case in cases() if parser.parse_args().only in case.name]
-    rows = campaign(chosen)
     path = recording.RESULTS / "cuda_build_modes.json"
-    if path.exists():
-        done = {case.name for case in chosen}
-        rows = [row for row in read(path)["rows"] if name(row) not in done] + rows
-    text = "CUDA build, no card: kernels did nothing.\n\n" + table(rows)
-    recording.write("cuda_build_modes", {"rows": rows}, text)
-    return 1 if any("failed" in row for row in rows) else 0
+    rows = {name(row): row for row in read(path)["rows"]} if path.exists() else {}
+    for row in campaign(chosen):  # a campaign that is cut off keeps what it has
+        rows[name(row)] = row
+        text = "CUDA build, no card: kernels did nothing.\n\n" + table(list(rows.values()))
+        recording.write("cuda_build_modes", {"rows": list(rows.values())}, text)
+    return 1 if any("failed" in row for row in rows.values()) else 0
 
 
 if __name__ == "__main__":
