@@ -52,6 +52,7 @@ from training.data.batches import Collator, SampleOrder
 from training.engines import setup
 from training.loop import arguments, evaluate, export, nan_guard
 from training.loop.callbacks import Reporter, StepMeter, start_logging
+from training.loop.memory_peaks import MemoryPeaks
 from training.loop.trainer import LowMemTrainer, empty_cache
 from training.model import build
 
@@ -193,7 +194,8 @@ def build_parts(
         args.fp16,
         recipe.training.learning_rate,
     )
-    reporter = Reporter(attempt, rank, meter, order, args.device, draw, watch.check_loss)
+    peaks = MemoryPeaks(args.device)
+    reporter = Reporter(attempt, rank, meter, order, peaks, draw, watch.check_loss)
     conditions = StopConditions(run) if rank == 0 else None
     stop_callback = StopCallback(control, heartbeat, conditions)
     tokenizer = data_tokenizer.load(tokens / "tokenizer")
@@ -235,6 +237,7 @@ def build_parts(
         },
         stop_callback=stop_callback,
         strategy=plan.strategy,
+        peaks=peaks,
         model=network,
         args=args,
         data_collator=Collator(
@@ -391,6 +394,7 @@ def _measured(strategy: Strategy, parts: Parts) -> dict[str, Any]:
         **setup.held_bytes(strategy, trainer, parts.reporter.gradients_bytes),
         "vram_allocated_bytes": event.vram_allocated_bytes if event else 0,
         "vram_reserved_bytes": event.vram_reserved_bytes if event else 0,
+        "phases": parts.reporter.phases,
     }
 
 
@@ -407,15 +411,16 @@ def _score(parts: Parts, recipe: Recipe, pairs: Pairs, when: str, scores: dict[s
     logits take more memory than the keys and values of answers."""
     trainer = parts.trainer
     empty_cache()
-    new = evaluate.scores(
-        trainer.model,
-        parts.tokenizer,
-        pairs,
-        recipe.evaluation.max_new_tokens,
-        trainer.args.device,
-        parts.stop_callback.between_batches,
-        trainer.args.per_device_eval_batch_size,
-    )
+    with trainer.peaks.within("generation"):
+        new = evaluate.scores(
+            trainer.model,
+            parts.tokenizer,
+            pairs,
+            recipe.evaluation.max_new_tokens,
+            trainer.args.device,
+            parts.stop_callback.between_batches,
+            trainer.args.per_device_eval_batch_size,
+        )
     empty_cache()
     scores.update({f"{name}_{when}": score for name, score in new.items()})
     logger.info(
