@@ -110,7 +110,7 @@ def _write(log: Any, folder: Path, name: str) -> None:
     """Write NAME.log with the full log, then NAME.json with peaks and work."""
     from training.trace import peaks
 
-    blocks = [[block.fixed_bytes, block.sample_bytes, _born(block.born)] for block in log.blocks]
+    blocks = [[block.fixed_bytes, block.sample_bytes, _born(block)] for block in log.blocks]
     events = [event.block if event.birth else ~event.block for event in log.events]
     after_update = (
         index
@@ -125,11 +125,16 @@ def _write(log: Any, folder: Path, name: str) -> None:
         write_atomic(folder / f"{name}.{suffix}", json.dumps(content))
 
 
-def _born(phase: str) -> Born:
+def _born(block: Any) -> Born:
     """The part of a phase that a replay needs."""
-    if phase.startswith("start"):
-        return "state" if phase == "start:optimizer" else "start"
-    return "evaluation" if phase.startswith("evaluation") else "step"
+    section, _, part = block.born.partition(":")
+    if section == "start":
+        if block.kind == "communication":
+            return "engine"
+        if part == "optimizer":
+            return "state"
+        return "workspace" if part == "workspace" else "start"
+    return "evaluation" if section == "evaluation" else "step"
 
 
 if __name__ == "__main__":

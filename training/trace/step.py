@@ -224,9 +224,10 @@ def step(
                 gc.enable()
     log = recorder.settle()
     if target:  # from the first product to the end
-        size = cublas_workspace_bytes(target.architecture)
-        log.events.insert(0, Event(len(log.blocks), True, "start", None))
-        log.blocks.append(Block(size, 0, "workspace", "cublas", "start", None))
+        size, phase = cublas_workspace_bytes(target.architecture), "start:workspace"
+        begins = (event.phase.startswith("start") for event in log.events)
+        log.events.insert(list(begins).index(False), Event(len(log.blocks), True, phase, None))
+        log.blocks.append(Block(size, 0, "workspace", "cublas", phase, None))
     return log
 
 
