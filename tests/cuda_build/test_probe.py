@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from tests import builders
 from tests.cuda_build.conftest import TWO, Workplace
 from tests.fake_cuda.machine import Card
 
@@ -49,6 +51,32 @@ def test_ranks_get_the_planned_cards_in_the_planned_order(tmp_path: Path, variab
     planned, seen = json.loads(done.stdout)
     assert planned == seen
     assert len(seen) == (2 if "CUDA_VISIBLE_DEVICES" in variables else 3)
+
+
+def planned(place: Workplace, *words: str) -> tuple[list[str], str]:
+    """The UUIDs that a plan shows to its ranks, and what it says."""
+    recipe = str(builders.recipe(place.folder, "gpt2-small"))
+    done = place.launch("run", recipe, "--dry-run", "--explain", *words)
+    assert done.returncode == 0, done.stderr
+    (shown,) = set(re.findall(r"CUDA_VISIBLE_DEVICES=(GPU-\S+)", done.stdout))
+    return [uuid[:12] for uuid in shown.split(",")], done.stdout
+
+
+def test_the_card_with_the_most_free_memory_is_taken_first(tmp_path: Path):
+    cards = Card(other_gib=9), Card(other_gib=1), Card(name="RTX A6000", memory_gib=48)
+    uuids, text = planned(Workplace(tmp_path, *cards), "--launch.num_processes=2")
+    assert uuids == ["GPU-00000003", "GPU-00000002"]
+    assert "CUDA_VISIBLE_DEVICES=2 leaves it out" in text
+
+
+def test_auto_weighs_one_fast_card_against_two_unequal_ones(tmp_path: Path):
+    cards = (
+        Card(name="Tesla P4", capability="7.5", memory_gib=8),
+        Card(name="NVIDIA H200", capability="9.0"),
+    )
+    uuids, text = planned(Workplace(tmp_path, *cards))
+    assert uuids == ["GPU-00000002"], text
+    assert "GPU 1: the most free memory of 2 GPUs" in text
 
 
 def test_a_divided_card_is_left_out_with_its_cause(tmp_path: Path):
