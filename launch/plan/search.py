@@ -136,7 +136,7 @@ def _evaluated(context: PlanContext, candidate: Candidate) -> Candidate:
     trace = context.trace(candidate)
     if trace is None or not context.recipe.evaluates:
         return replace(candidate, per_device_eval_batch_size=count)
-    budget = estimate.budget_bytes(context.recipe, context.machine, candidate)
+    budget = estimate.budget_bytes(context, candidate)
     is_asked = context.recipe.training.per_device_eval_batch_size is not None
     peaks = trace.peaks(candidate.per_device_train_batch_size, count)
     trains = max(peak.allocated_bytes for section, peak in peaks.items() if section != "evaluation")

@@ -285,7 +285,7 @@ def _time(
 def _judged(
     context: PlanContext, candidate: Strategy, memory: MemoryEstimate, time: TimeEstimate | None
 ) -> Judged:
-    budget = budget_bytes(context.recipe, context.machine, candidate)
+    budget = budget_bytes(context, candidate)
     of_host = host_bytes(candidate, memory) / max(
         host_budget_bytes(context.recipe, context.machine), 1
     )
@@ -324,7 +324,7 @@ def _with_peak(
         outside += NCCL_BYTES if candidate.num_processes == 2 else NCCL_MORE_BYTES
     reserved, of_step = memory.allocated_bytes, memory.step_allocated_bytes
     if exact:
-        available_bytes = budget_bytes(context.recipe, context.machine, candidate) - outside
+        available_bytes = budget_bytes(context, candidate) - outside
         makes_states = candidate.launch_mode.engine != "deepspeed"
         steps, later_steps = trace.run(*counts, makes_states)
         of_step = _reserved_bytes(steps, context.allocator, available_bytes)
@@ -425,13 +425,20 @@ def _update(full_copy: MemoryEstimate) -> WorkCost:
     return WorkCost(matmul_flops={}, bytes_moved=Affine(float(moved)), num_kernels=Affine(20.0))
 
 
-def budget_bytes(recipe: Recipe, machine: Machine, candidate: Strategy) -> int:
-    """The budget of one rank on its device: a share of the smallest card's free memory, or its part
-    of the host's."""
-    if candidate.device == "cuda":
-        free = min(gpu.free_bytes for gpu in machine.gpus[: candidate.processes_per_machine])
-        return int(free * recipe.launch.vram_fraction)
-    return host_budget_bytes(recipe, machine) // candidate.processes_per_machine
+def budget_bytes(context: PlanContext, candidate: Strategy) -> int:
+    """The budget of one rank on its device: a share of the smallest card's free memory, at most the
+    user's per_process_memory_fraction; or its part of the host's."""
+    recipe, machine = context.recipe, context.machine
+    if candidate.device == "cpu":
+        return host_budget_bytes(recipe, machine) // candidate.processes_per_machine
+    cards = machine.gpus[: candidate.processes_per_machine]
+    budget = int(min(gpu.free_bytes for gpu in cards) * recipe.launch.vram_fraction)
+    share = context.allocator.per_process_memory_fraction
+    if share == 1.0:
+        return budget
+    # of the allocator alone, on each card
+    allowed = int(share * min(gpu.total_bytes for gpu in cards))
+    return min(budget, allowed + CONTEXT_BYTES[cards[0].vendor])
 
 
 def host_budget_bytes(recipe: Recipe, machine: Machine) -> int:

@@ -186,6 +186,9 @@ class Reporter(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if not self._steps:  # the time before an attempt's first step belongs to its start
+            if self._device.type == "cuda":  # memory of loading and of early answers is no step's
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats(self._device)
             self._step_began, self._meter.waited_s = time.monotonic(), 0.0
 
     def on_pre_optimizer_step(

@@ -11,6 +11,7 @@ from launch.base.errors import ConfigError, DoesNotFit, ResourceError
 from launch.base.workspace import Workspace
 from launch.plan import context as plan_context
 from launch.predict import estimate, model_config
+from launch.predict.memory.allocator_config import AllocatorConfig
 from launch.render import command
 from launch.report import text
 from launch.run_folder.layout import RunDir
@@ -203,6 +204,16 @@ def test_over_gloo_what_does_not_fit_every_card_is_offloaded_on_one_at_the_same_
 def test_ranks_that_are_running_and_a_number_that_was_asked_for_have_to_agree():
     with pytest.raises(ConfigError, match="num_processes 3, but 2 rank"):
         plan(recipe_of(launch={"num_processes": 3}), num_processes=2)
+
+
+@pytest.mark.parametrize(("share", "budget"), [(1.0, 18.05), (0.5, 10.5), (0.95, 18.05)])
+def test_the_users_share_of_a_card_limits_the_budget_too(share, budget):
+    recipe, on = recipe_of(launch={"vram_fraction": 0.95}), machine(1)
+    config, parameters = model_config.read(recipe.model, root=CODE)
+    context = plan_context.build(recipe, on, config, parameters, DATA_FORMAT)
+    context = replace(context, allocator=AllocatorConfig(per_process_memory_fraction=share))
+    strategy = plan(recipe, on).strategy
+    assert estimate.budget_bytes(context, strategy) / GIB == pytest.approx(budget, abs=0.2)
 
 
 def with_a_full_card() -> Machine:
