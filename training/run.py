@@ -111,7 +111,7 @@ def train(
             watch(parts.trainer)
             _attempt(start, run, attempt, parts)
     if torch.distributed.is_initialized():
-        torch.distributed.barrier()
+        setup.wait_for_ranks(args.device)
         torch.distributed.destroy_process_group()
     if control.agreed:
         raise Halted(control.agreed)
@@ -164,10 +164,11 @@ class Parts:
 
 def _hold_to_free_memory(plan: Plan, device: torch.device) -> None:
     """Limit this rank's allocator to the memory that is free now, so that other programs on the
-    card do not run out."""
+    card do not run out, or to the user's per_process_memory_fraction, if that is less."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     share = plan.allocator_fraction * free_bytes / total_bytes
-    torch.cuda.set_per_process_memory_fraction(share, device)
+    limit = min(share, torch.cuda.get_per_process_memory_fraction(device))
+    torch.cuda.set_per_process_memory_fraction(limit, device)
 
 
 def build_parts(
@@ -193,6 +194,10 @@ def build_parts(
         recipe.numerics.skip_spikes_above,
         args.fp16,
         recipe.training.learning_rate,
+        nan_guard.fp16_fix(
+            recipe.training.bf16,
+            args.device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False),
+        ),
     )
     peaks = MemoryPeaks(args.device)
     reporter = Reporter(attempt, rank, meter, order, peaks, draw, watch.check_loss)
@@ -411,7 +416,9 @@ def _score(parts: Parts, recipe: Recipe, pairs: Pairs, when: str, scores: dict[s
     logits take more memory than the keys and values of answers."""
     trainer = parts.trainer
     empty_cache()
-    with trainer.peaks.within("generation"):
+    # Accelerate puts autocast around the forward of the model that it prepares; PEFT's generate()
+    # calls that of the base model
+    with trainer.accelerator.autocast(), trainer.peaks.within("generation"):
         new = evaluate.scores(
             trainer.model,
             parts.tokenizer,

@@ -294,7 +294,7 @@ def _time(
 def _judged(
     context: PlanContext, candidate: Strategy, memory: MemoryEstimate, time: TimeEstimate | None
 ) -> Judged:
-    budget = budget_bytes(context.recipe, context.machine, candidate)
+    budget = budget_bytes(context, candidate)
     of_host = host_bytes(candidate, memory) / max(
         host_budget_bytes(context.recipe, context.machine), 1
     )
@@ -341,7 +341,7 @@ def _with_peak(
     reserved, of_step = memory.allocated_bytes, memory.step_allocated_bytes
     on_device = DevicePhases()
     if exact:
-        available_bytes = budget_bytes(context.recipe, context.machine, candidate) - outside
+        available_bytes = budget_bytes(context, candidate) - outside
         by_part = memory_phases.reserved_bytes(parts, context.allocator, available_bytes)
         names = [phase for phase, _ in parts]
         reserved, of_step = max(by_part), max(by_part[: names.index("step") + 1])
@@ -467,13 +467,20 @@ def _update(full_copy: MemoryEstimate) -> WorkCost:
     return WorkCost(matmul_flops={}, bytes_moved=Affine(float(moved)), num_kernels=Affine(20.0))
 
 
-def budget_bytes(recipe: Recipe, machine: Machine, candidate: Strategy) -> int:
-    """The budget of one rank on its device: a share of the smallest card's free memory, or its part
-    of the host's."""
-    if candidate.device == "cuda":
-        free = min(gpu.free_bytes for gpu in machine.gpus[: candidate.processes_per_machine])
-        return int(free * recipe.launch.vram_fraction)
-    return host_budget_bytes(recipe, machine) // candidate.processes_per_machine
+def budget_bytes(context: PlanContext, candidate: Strategy) -> int:
+    """The budget of one rank on its device: a share of the smallest card's free memory, at most the
+    user's per_process_memory_fraction; or its part of the host's."""
+    recipe, machine = context.recipe, context.machine
+    if candidate.device == "cpu":
+        return host_budget_bytes(recipe, machine) // candidate.processes_per_machine
+    cards = machine.gpus[: candidate.processes_per_machine]
+    budget = int(min(gpu.free_bytes for gpu in cards) * recipe.launch.vram_fraction)
+    share = context.allocator.per_process_memory_fraction
+    if share == 1.0:
+        return budget
+    # of the allocator alone, on each card
+    allowed = int(share * min(gpu.total_bytes for gpu in cards))
+    return min(budget, allowed + CONTEXT_BYTES[cards[0].vendor])
 
 
 def host_budget_bytes(recipe: Recipe, machine: Machine) -> int:

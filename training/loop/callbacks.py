@@ -192,6 +192,8 @@ class Reporter(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if not self._steps:  # what is before an attempt's first step belongs to its start
+            if self._device.type == "cuda":  # a step cannot use the cached blocks of loading
+                torch.cuda.empty_cache()
             self._peaks.begin("first_step")
             self._step_began, self._meter.waited_s = time.monotonic(), 0.0
 

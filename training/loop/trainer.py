@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from launch.data.rows import IGNORED
 from launch.run_folder import manifest
 from launch.schema.plan import Strategy
 from training.checkpoints import best, commit, convert
-from training.compat import deepspeed_private
+from training.compat import bitsandbytes_private, deepspeed_private
 from training.compat.python_private import end_what_cannot_send
 from training.compat.transformers_private import Network, OpenTrainer
 from training.control.stop_callback import StopCallback
@@ -162,13 +162,20 @@ class LowMemTrainer(OpenTrainer):
         return self._loader(rows, batches, 0)
 
     def get_batch_samples(
-        self, *args: Any, **kwargs: Any
+        self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any
     ) -> tuple[list[Any], torch.Tensor | int | None]:
-        """Trainer's own method. The time that a step waits for its data is added to the meter."""
-        began = time.monotonic()
-        batches = super().get_batch_samples(*args, **kwargs)
-        self.meter.waited_s += time.monotonic() - began
-        return batches
+        """Trainer's own method. The time that the loader takes is added to the meter, not that of
+        counting on the device, which waits for its kernels."""
+        return super().get_batch_samples(self._timed(epoch_iterator), *args, **kwargs)
+
+    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            began = time.monotonic()
+            batch = next(batches, None)
+            self.meter.waited_s += time.monotonic() - began
+            if batch is None:
+                return
+            yield batch
 
     def training_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
@@ -268,18 +275,25 @@ class LowMemTrainer(OpenTrainer):
         if not self.is_converted:
             library()
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        optimizer = super().create_optimizer(*args, **kwargs)
+        bitsandbytes_private.load_paged(optimizer)
+        return optimizer
+
     def prepare_training(
         self, library: Callable[[str | None], Any], resume_from_checkpoint: str | None
     ) -> tuple[torch.nn.Module, DataLoader]:
         """Trainer's own method, which also loads optimizer and schedule."""
         if not self.is_converted:
             prepared = library(resume_from_checkpoint)
+            bitsandbytes_private.page_states(self.optimizer)
             convert.apply_schedule(self)
             return prepared
         assert resume_from_checkpoint and self._strategy
         prepared = library(None)
         folder = Path(resume_from_checkpoint)
         without = convert.load(self, self._strategy, folder)
+        bitsandbytes_private.page_states(self.optimizer)
         convert.load_schedule(self, torch.load(folder / "scheduler.pt", weights_only=True))
         convert.apply_schedule(self)
         if without and self.args.should_save:
@@ -299,6 +313,8 @@ class LowMemTrainer(OpenTrainer):
     def save_checkpoint(self, library: Callable[[], None]) -> None:
         """Save Trainer's own files. All ranks write them to a temporary folder and hash them. Rank
         0 commits the checkpoint and deletes old checkpoints."""
+        if self.args.device.type == "cuda":  # for a paged optimizer's states, as all_finite() says
+            torch.cuda.synchronize(self.args.device)
         if self.guard is not None:
             self.guard.check_checkpoint()
         began = time.monotonic()
