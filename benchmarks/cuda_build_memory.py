@@ -10,8 +10,6 @@ is not in these figures, nor is what a driver or NCCL takes beside the allocator
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import json
 import os
 import shutil
@@ -25,16 +23,6 @@ from typing import Any
 
 from benchmarks import cpu_memory, recording
 from benchmarks.cpu_memory import AUTOCAST, CHECKPOINTING, EAGER, HALF, Case, accumulating
-from launch.base.workspace import Workspace
-from launch.plan.planner import Choice
-from launch.plan.resolve import resolve
-from launch.render import command as render_command
-from launch.run_folder import layout
-from launch.run_folder.layout import AttemptDir
-from launch.schema.plan import Command
-from launch.supervise import attempt as supervise_attempt
-from launch.supervise.screen import Screen
-from tests import builders
 from tests.fake_cuda.machine import Card, Machine
 
 A100 = Card("NVIDIA A100-SXM4-80GB", 80, "8.0", 108)
@@ -64,56 +52,69 @@ T5 = {
 FOUR_BIT = {"load_in_4bit": True}
 R16, R8 = {"r": 16}, {"r": 8}
 FIGURES = ("allocated", "reserved")
+SHOWN = ("first_step", "step", "evaluation")
 
 
-def one(name: str, config: Mapping[str, Any], batch: int = 4, **fields: Any) -> Case:
+def on_one_card(name: str, config: Mapping[str, Any], batch: int = 4, **fields: Any) -> Case:
     return Case(name, config, batch, mode=fields.pop("mode", "single_gpu"), **fields)
 
 
-def two(name: str, config: Mapping[str, Any], batch: int = 4, **fields: Any) -> Case:
+def on_two_cards(name: str, config: Mapping[str, Any], batch: int = 4, **fields: Any) -> Case:
     return Case(name, config, batch, ranks=2, **fields)
 
 
 CASES = (
-    one("gpt2", GPT2, 8),
-    one("gpt2, autocast", GPT2, 8, training=AUTOCAST),
-    one("gpt2, fp16", GPT2, 8, training={"fp16": True}),
-    one("gpt2, loop of kernels", GPT2, 8, training={"optim": "adamw_torch"}),
-    one("gpt2, one sample", GPT2, 1, training=AUTOCAST),
-    one("gpt2, checkpointing, autocast", GPT2, 8, training={**CHECKPOINTING, **AUTOCAST}),
-    one("gpt2, eager, autocast", GPT2, 8, training=AUTOCAST, model=EAGER),
-    one("gpt2, bf16 weights, accumulation 2", GPT2, 8, model=HALF, training=accumulating(2)),
-    one("gpt2, logits in parts", GPT2, 8, training={**AUTOCAST, "num_output_chunks": 4}),
-    one("gpt2, 8-bit states", GPT2, 8, training={**AUTOCAST, "optim": "adamw_8bit"}),
-    one("gpt2, paged 8-bit states", GPT2, 8, training={**AUTOCAST, "optim": "paged_adamw_8bit"}),
-    one("gpt2, no clipping", GPT2, 8, training={**AUTOCAST, "max_grad_norm": 0}),
-    one("qwen2", QWEN),
-    one("qwen2, bf16 weights", QWEN, model=HALF),
-    one("qwen2, nothing padded", QWEN, training=AUTOCAST, padded=False),
-    one("qwen2, autocast, accumulation 3", QWEN, training={**AUTOCAST, **accumulating(3)}),
-    one("qwen2, eager, autocast", QWEN, training=AUTOCAST, model=EAGER),
-    one(
+    on_one_card("gpt2", GPT2, 8),
+    on_one_card("gpt2, autocast", GPT2, 8, training=AUTOCAST),
+    on_one_card("gpt2, fp16", GPT2, 8, training={"fp16": True}),
+    on_one_card("gpt2, loop of kernels", GPT2, 8, training={"optim": "adamw_torch"}),
+    on_one_card("gpt2, one sample", GPT2, 1, training=AUTOCAST),
+    on_one_card("gpt2, checkpointing, autocast", GPT2, 8, training={**CHECKPOINTING, **AUTOCAST}),
+    on_one_card("gpt2, eager, autocast", GPT2, 8, training=AUTOCAST, model=EAGER),
+    on_one_card(
+        "gpt2, bf16 weights, accumulation 2", GPT2, 8, model=HALF, training=accumulating(2)
+    ),
+    on_one_card("gpt2, logits in parts", GPT2, 8, training={**AUTOCAST, "num_output_chunks": 4}),
+    on_one_card("gpt2, 8-bit states", GPT2, 8, training={**AUTOCAST, "optim": "adamw_8bit"}),
+    on_one_card(
+        "gpt2, paged 8-bit states", GPT2, 8, training={**AUTOCAST, "optim": "paged_adamw_8bit"}
+    ),
+    on_one_card("gpt2, no clipping", GPT2, 8, training={**AUTOCAST, "max_grad_norm": 0}),
+    on_one_card("qwen2", QWEN),
+    on_one_card("qwen2, bf16 weights", QWEN, model=HALF),
+    on_one_card("qwen2, nothing padded", QWEN, training=AUTOCAST, padded=False),
+    on_one_card("qwen2, autocast, accumulation 3", QWEN, training={**AUTOCAST, **accumulating(3)}),
+    on_one_card("qwen2, eager, autocast", QWEN, training=AUTOCAST, model=EAGER),
+    on_one_card(
         "qwen2, checkpointing, 1024 tokens",
         QWEN,
         4,
         training={**CHECKPOINTING, **AUTOCAST},
         length=1024,
     ),
-    one("qwen2, bf16 weights, Adafactor", QWEN, model=HALF, training={"optim": "adafactor"}),
-    one("qwen2, SGD", QWEN, training={**AUTOCAST, "optim": "sgd"}),
-    one("llama, autocast", LLAMA, training=AUTOCAST),
-    one("llama, LoRA", LLAMA, lora=R16, training=AUTOCAST, model=HALF),
-    one(
+    on_one_card(
+        "qwen2, bf16 weights, Adafactor", QWEN, model=HALF, training={"optim": "adafactor"}
+    ),
+    on_one_card("qwen2, SGD", QWEN, training={**AUTOCAST, "optim": "sgd"}),
+    on_one_card("llama, autocast", LLAMA, training=AUTOCAST),
+    on_one_card("llama, LoRA", LLAMA, lora=R16, training=AUTOCAST, model=HALF),
+    on_one_card(
         "llama, LoRA, checkpointing",
         LLAMA,
         lora=R16,
         training={**CHECKPOINTING, **AUTOCAST},
         model=HALF,
     ),
-    one("llama, LoRA with dropout", LLAMA, lora={**R16, "lora_dropout": 0.05}, training=AUTOCAST),
-    one("llama, LoRA, accumulation 2", LLAMA, lora=R8, training={**AUTOCAST, **accumulating(2)}),
-    one("llama, QLoRA", LLAMA, lora=R16, training=AUTOCAST, model=HALF, quantization=FOUR_BIT),
-    one(
+    on_one_card(
+        "llama, LoRA with dropout", LLAMA, lora={**R16, "lora_dropout": 0.05}, training=AUTOCAST
+    ),
+    on_one_card(
+        "llama, LoRA, accumulation 2", LLAMA, lora=R8, training={**AUTOCAST, **accumulating(2)}
+    ),
+    on_one_card(
+        "llama, QLoRA", LLAMA, lora=R16, training=AUTOCAST, model=HALF, quantization=FOUR_BIT
+    ),
+    on_one_card(
         "llama, QLoRA, checkpointing, accumulation 2",
         LLAMA,
         lora=R16,
@@ -121,139 +122,141 @@ CASES = (
         model=HALF,
         quantization=FOUR_BIT,
     ),
-    one("t5, autocast", T5, 8, training=AUTOCAST),
-    one(
+    on_one_card("t5, autocast", T5, 8, training=AUTOCAST),
+    on_one_card(
         "t5, checkpointing, accumulation 2",
         T5,
         8,
         training={**CHECKPOINTING, **AUTOCAST, **accumulating(2)},
     ),
-    one("t5, encoder frozen", T5, 8, training=AUTOCAST, model={"freeze": ["shared", "encoder"]}),
-    one("t5, LoRA", T5, 8, lora=R8, training=AUTOCAST),
-    one("gpt2, ZeRO-2, offload, one card", GPT2, training=AUTOCAST, mode="deepspeed_zero2_offload"),
-    one(
+    on_one_card(
+        "t5, encoder frozen", T5, 8, training=AUTOCAST, model={"freeze": ["shared", "encoder"]}
+    ),
+    on_one_card("t5, LoRA", T5, 8, lora=R8, training=AUTOCAST),
+    on_one_card(
+        "gpt2, ZeRO-2, offload, one card", GPT2, training=AUTOCAST, mode="deepspeed_zero2_offload"
+    ),
+    on_one_card(
         "qwen2, ZeRO-3, offload, one card", QWEN, training=AUTOCAST, mode="deepspeed_zero3_offload"
     ),
-    two("qwen2, DDP", QWEN, training=AUTOCAST, mode="dual_gpu_nccl"),
-    two(
+    on_two_cards("qwen2, DDP", QWEN, training=AUTOCAST, mode="dual_gpu_nccl"),
+    on_two_cards(
         "gpt2, DDP, accumulation 2",
         GPT2,
         training={**AUTOCAST, **accumulating(2)},
         mode="dual_gpu_nccl",
     ),
-    two("llama, LoRA, DDP", LLAMA, lora=R16, training=AUTOCAST, model=HALF, mode="dual_gpu_nccl"),
-    two("t5, DDP over Gloo", T5, training=AUTOCAST, mode="dual_gpu_gloo"),
-    two("qwen2, ZeRO-1", QWEN, training=AUTOCAST, mode="deepspeed_zero1"),
-    two("qwen2, ZeRO-2", QWEN, training=AUTOCAST, mode="deepspeed_zero2"),
-    two(
+    on_two_cards(
+        "llama, LoRA, DDP", LLAMA, lora=R16, training=AUTOCAST, model=HALF, mode="dual_gpu_nccl"
+    ),
+    on_two_cards("t5, DDP over Gloo", T5, training=AUTOCAST, mode="dual_gpu_gloo"),
+    on_two_cards("qwen2, ZeRO-1", QWEN, training=AUTOCAST, mode="deepspeed_zero1"),
+    on_two_cards("qwen2, ZeRO-2", QWEN, training=AUTOCAST, mode="deepspeed_zero2"),
+    on_two_cards(
         "gpt2, ZeRO-2, accumulation 2",
         GPT2,
         training={**AUTOCAST, **accumulating(2)},
         mode="deepspeed_zero2",
     ),
-    two("gpt2, ZeRO-3", GPT2, training=AUTOCAST, mode="deepspeed_zero3"),
-    two(
+    on_two_cards("gpt2, ZeRO-3", GPT2, training=AUTOCAST, mode="deepspeed_zero3"),
+    on_two_cards(
         "llama, ZeRO-3, checkpointing",
         LLAMA,
         training={**CHECKPOINTING, **AUTOCAST},
         mode="deepspeed_zero3",
     ),
-    two("qwen2, FSDP2", QWEN, training=AUTOCAST, mode="fsdp2"),
-    two("llama, FSDP2, checkpointing", LLAMA, training={**CHECKPOINTING, **AUTOCAST}, mode="fsdp2"),
-    two("llama, LoRA, FSDP2", LLAMA, lora=R16, training=AUTOCAST, model=HALF, mode="fsdp2"),
+    on_two_cards("qwen2, FSDP2", QWEN, training=AUTOCAST, mode="fsdp2"),
+    on_two_cards(
+        "llama, FSDP2, checkpointing", LLAMA, training={**CHECKPOINTING, **AUTOCAST}, mode="fsdp2"
+    ),
+    on_two_cards(
+        "llama, LoRA, FSDP2", LLAMA, lora=R16, training=AUTOCAST, model=HALF, mode="fsdp2"
+    ),
 )
 
 
-def train(folder: Path, case: Case) -> dict[str, Any]:
-    """Train a case on the cards that are here: the plan's figures and those of each section, the
-    most of all ranks."""
-    os.environ["LOWMEM_ROOT"] = str(folder)
-    choice = resolve(str(cpu_memory.write_data(folder, case)), [])
-    with contextlib.redirect_stdout(io.StringIO()):
-        attempt = attempted(choice)
-    ranks = [json.loads(file.read_text()) for file in sorted(attempt.root.glob("memory-*.json"))]
-    sections: dict[str, dict[str, int]] = {}
-    for section in (section for rank in ranks for section in rank):
-        most = sections.setdefault(named(section["name"]), dict.fromkeys(FIGURES, 0))
-        for figure in FIGURES:
-            most[figure] = max(most[figure], section[f"{figure}_bytes"])
-    estimate = choice.plan.estimate
-    assert estimate is not None
+def measured(folder: Path, case: Case) -> dict[str, Any]:
+    """Train a case: for each part of the run and each figure, predicted and measured bytes of the
+    fullest rank; and pinned host memory."""
+    machine = Machine(folder / "cards", [A100] * case.ranks)
+    argv = [sys.executable, "-m", "launch", "run", str(cpu_memory.write_data(folder, case))]
+    env = {**recording.environment(folder), "LOWMEM_TRACES": os.environ["LOWMEM_TRACES"]}
+    done = subprocess.run(
+        argv, env=env | machine.environment(), cwd=recording.CODE, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = (folder / "runs" / "case").glob("*/plan.json")
+    plan = json.loads(file.read_text(encoding="utf-8"))
+    outcome = json.loads((file.parent / "attempts/01/outcome.json").read_text(encoding="utf-8"))
     return {
         "case": case.name,
-        "predicted": {figure: getattr(estimate, f"step_{figure}_bytes") for figure in FIGURES},
-        "measured": sections,
+        "strategy": plan["strategy"],
+        "phases": {
+            phase: {
+                figure: [predicted[f"{figure}_bytes"], peaks[f"{figure}_bytes"]]
+                for figure in FIGURES
+            }
+            for phase, peaks in outcome["phases"].items()
+            if (predicted := plan["phases"][phase])
+        },
+        "pinned_bytes": [
+            process.peak_pinned_bytes
+            for process in machine.processes()
+            if process.peak_pinned_bytes
+        ],
     }
 
 
-def named(section: str) -> str:
-    """Every step after the first counts as a step."""
-    is_later_step = section.startswith("step ") and section != "step 1"
-    return "step" if is_later_step else "first step" if section == "step 1" else section
+def off(row: Mapping[str, Any], phase: str, figure: str) -> float:
+    """Predicted over measured, less one."""
+    predicted, measured = row["phases"][phase][figure]
+    return predicted / measured - 1
 
 
-def attempted(choice: Choice) -> AttemptDir:
-    """An attempt whose ranks have noted their allocator's peaks."""
-    run, attempt = builders.opened_run(choice)
-    workspace = Workspace.here()
-    command = render_command.command(
-        choice.plan, choice.machine, run, attempt, workspace, os.environ
-    )
-    product = str(recording.CODE / "train_low_mem.py")
-    counted = str(recording.CODE / "benchmarks" / "cuda_rank.py")
-    argv = tuple(counted if word == product else word for word in command.argv)
-    command = Command(argv, {**command.env, "PYTHONPATH": str(recording.CODE)})
-    screen = Screen(layout.log_file(workspace.root, run))
-    result = supervise_attempt.run(choice.recipe, choice.machine, run, attempt, command, screen)
-    assert result.failure is None, (result.failure, attempt.log_file.read_text()[-3000:])
-    return attempt
-
-
-def measured(folder: Path, case: Case) -> dict[str, Any]:
-    """The figures of a case, trained in a process of a machine with cards."""
-    machine = Machine(folder / "cards", [A100] * case.ranks)
-    env = {**os.environ, "PYTHONPATH": str(recording.CODE), **machine.environment()}
-    file = folder / "figures.json"
-    argv = [sys.executable, "-m", "benchmarks.cuda_build_memory", "--only", case.name]
-    done = subprocess.run(
-        [*argv, "--into", str(file)], env=env, cwd=recording.CODE, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(file.read_text(encoding="utf-8"))
-
-
-def off(row: Mapping[str, Any], figure: str) -> float:
-    """Predicted over measured, of a training step from the second on, less one."""
-    return row["predicted"][figure] / row["measured"]["step"][figure] - 1
+def summary(rows: Sequence[Mapping[str, Any]], phase: str) -> list[str]:
+    """A line of the table of all cases: phase, cases, then median, 95th percentile and maximum of
+    the error of each figure."""
+    of_phase = [row for row in rows if phase in row["phases"]]
+    line = [phase, str(len(of_phase))]
+    for figure in FIGURES:
+        sizes = sorted(abs(off(row, phase, figure)) for row in of_phase)
+        if sizes:
+            most = sizes[int(0.95 * (len(sizes) - 1))]
+            line += [f"{size:.2%}" for size in (statistics.median(sizes), most, sizes[-1])]
+    return line
 
 
 def text(rows: Sequence[Mapping[str, Any]]) -> str:
+    head = ["part of the run", "configurations"]
+    for figure in FIGURES:
+        head += [f"{figure}: median error", "95 % below", "max"]
     lines = [
-        [row["case"]]
-        + [
-            value
-            for figure in FIGURES
-            for value in (
-                f"{row['predicted'][figure] / (1 << 20):.1f}",
-                f"{row['measured']['step'][figure] / (1 << 20):.1f}",
-                f"{off(row, figure):+.2%}",
-            )
+        [
+            row["case"],
+            *(
+                value
+                for figure in FIGURES
+                for value in (
+                    f"{row['phases']['step'][figure][0] / (1 << 20):.1f}",
+                    f"{row['phases']['step'][figure][1] / (1 << 20):.1f}",
+                    *(
+                        f"{off(row, phase, figure):+.2%}" if phase in row["phases"] else ""
+                        for phase in SHOWN
+                    ),
+                )
+            ),
         ]
         for row in rows
     ]
-    head = ["case"]
+    columns = ["configuration"]
     for figure in FIGURES:
-        head += [f"{figure}, predicted MiB", "measured", "error"]
-    summary = []
-    for figure in FIGURES:
-        sizes = sorted(abs(off(row, figure)) for row in rows)
-        summary.append(
-            f"{figure}: median |error| {statistics.median(sizes):.2%},"
-            f" 95 % of them below {sizes[int(0.95 * (len(sizes) - 1))]:.2%}, max {sizes[-1]:.2%}"
-        )
+        columns += [f"{figure}, step, predicted MiB", "measured"]
+        columns += [f"error, {phase.replace('_', ' ')}" for phase in SHOWN]
     return (
-        f"CUDA build, no card: kernels did nothing. {len(rows)} configurations, a step from the"
-        f" second on. {'; '.join(summary)}.\n\n{recording.table(head, lines)}"
+        "CUDA build, no card: kernels did nothing.\n\n"
+        + recording.table(head, [summary(rows, phase) for phase in SHOWN])
+        + "\n"
+        + recording.table(columns, lines)
     )
 
 
@@ -261,13 +264,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # in a process with cards
+    parser.add_argument(
+        "--only", default="", help="cases whose name contains this; nothing is recorded"
+    )
     arguments = parser.parse_args()
-    if arguments.into:
-        (case,) = (case for case in CASES if case.name == arguments.only)
-        arguments.into.write_text(json.dumps(train(arguments.into.parent, case)), encoding="utf-8")
-        return
     rows = []
     with tempfile.TemporaryDirectory() as place:
         os.environ["LOWMEM_TRACES"] = str(Path(place) / "traces")
@@ -275,11 +275,15 @@ def main() -> None:
             folder = Path(place) / str(number)
             folder.mkdir()
             rows.append(measured(folder, case))
-            figures = ", ".join(f"{figure} {off(rows[-1], figure):+.2%}" for figure in FIGURES)
+            figures = ", ".join(
+                f"{phase} {off(rows[-1], phase, 'allocated'):+.2%}"
+                f" {off(rows[-1], phase, 'reserved'):+.2%}"
+                for phase in rows[-1]["phases"]
+            )
             print(f"{case.name}: {figures}", flush=True)
             shutil.rmtree(folder)
     if arguments.only:
-        print(json.dumps(rows, indent=1), text(rows))
+        print(text(rows))
     else:
         recording.write("cuda_build_memory", {"rows": rows}, text(rows))
 
