@@ -109,15 +109,15 @@ def _traced(recipe: Recipe, plan: Plan, question: dict[str, Any]) -> Any:
 def _write(log: Any, folder: Path, name: str) -> None:
     """Write NAME.log with the full log, then NAME.json with peaks and work."""
     from training.trace import peaks
+    from training.trace.recorder import UPDATE
 
     blocks = [[block.fixed_bytes, block.sample_bytes, _born(block)] for block in log.blocks]
     events = [event.block if event.birth else ~event.block for event in log.events]
-    after_update = (
-        index
-        for index, event in enumerate(log.events)
-        if event.phase.startswith(("zero", "evaluation"))
+    # where the first step makes the optimizer's states
+    updates = (
+        index for index, event in enumerate(log.events) if log.blocks[event.block].op == UPDATE
     )
-    update = next(after_update, len(events))
+    update = next(updates, len(events))
     for suffix, content in (
         ("log", {"blocks": blocks, "events": events, "update": update}),
         ("json", {"peaks": peaks.peaks(log), "work": peaks.work(log)}),

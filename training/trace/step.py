@@ -33,7 +33,7 @@ from training.model import build, four_bit
 from training.trace import repeat_layers, rewrite_log, sharded
 from training.trace.cuda_semantics import Target, cuda_semantics, replaced
 from training.trace.cuda_workspace import cublas_workspace_bytes, workspace
-from training.trace.recorder import BATCH, Block, Event, Layer, Log, Recorder
+from training.trace.recorder import BATCH, UPDATE, Block, Event, Layer, Log, Recorder
 
 DEPTH_KEYS = {  # of a config: a key for each stack
     "t5": ("num_layers", "num_decoder_layers"),
@@ -137,6 +137,9 @@ class _Steady(TrainerCallback):
             ),
             "state",
         )
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._recorder.point(UPDATE)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._recorder.mark("zero")
