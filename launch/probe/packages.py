@@ -18,7 +18,7 @@ from launch.schema.recipe import Recipe
 # CVE-2026-4372, -1839)
 OLDEST = {"torch": (2, 10), "transformers": (5, 3)}
 
-OPTIONAL = ("peft", "bitsandbytes", "deepspeed")
+OPTIONAL = ("peft", "bitsandbytes", "deepspeed", "datasets")
 
 
 def refuse_old() -> None:
@@ -94,5 +94,6 @@ def unused(recipe: Recipe, strategy: Strategy | None) -> list[str]:
         "peft": recipe.lora is not None,
         "bitsandbytes": bool(_bitsandbytes_key(recipe)) or recipe.quantization is not None,
         "deepspeed": strategy is not None and strategy.launch_mode.engine == "deepspeed",
+        "datasets": False,
     }
     return [package for package in OPTIONAL if not is_used[package]]
