@@ -77,8 +77,7 @@ def main(argv: list[str], request: Callable[[], Request] | None = None) -> int:
                 stacks = start.attempt.stacks_file(rank).open("a", encoding="utf-8")
                 # the supervisor asks when it hangs
                 faulthandler.register(signal.SIGQUIT, file=stacks, all_threads=True)
-        for package in packages.unused(start.recipe, start.plan.strategy):
-            sys.modules.setdefault(package, None)  # type: ignore[arg-type]  to Python: not installed
+        packages.leave_out(packages.unused(start.recipe, start.plan.strategy))
         with garbage.uncollected():
             from training import run  # imports torch: a wrong flag has been refused by now
 

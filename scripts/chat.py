@@ -53,9 +53,7 @@ def _leave_out_unused(folder: Path) -> None:
         "peft": (folder / merge.ADAPTER).is_file(),
         "bitsandbytes": _quantization(folder) is not None,
     }
-    for package in packages.OPTIONAL:
-        if not used.get(package):
-            sys.modules.setdefault(package, None)  # type: ignore[arg-type]
+    packages.leave_out(package for package in packages.OPTIONAL if not used.get(package))
 
 
 def load(folder: Path):  # noqa: ANN201  torch is imported late, so its types cannot be named here

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -81,6 +82,13 @@ def _bitsandbytes_key(recipe: Recipe) -> str:
     optim = recipe.training.optim
     is_its_own = any(part in optim for part in ("8bit", "32bit", "bnb", "paged"))
     return f"training.optim: {optim}" if is_its_own else ""
+
+
+def leave_out(unused_packages: Iterable[str]) -> None:
+    """Make packages look as if they were not installed, to this process. To be called before
+    transformers is imported."""
+    for package in unused_packages:
+        sys.modules.setdefault(package, None)  # pyright: ignore[reportArgumentType]
 
 
 def unused(recipe: Recipe, strategy: Strategy | None) -> list[str]:

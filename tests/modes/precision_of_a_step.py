@@ -7,14 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import TrainerCallback
-
+from launch.base import garbage
 from launch.base.workspace import Workspace
+from launch.probe import packages
 from launch.run_folder.layout import RunDir, Start
 from tests.modes.fsdp_on_cpu import engage_fsdp
-from training import run as training_run
-from training.loop.trainer import LowMemTrainer
+
+packages.leave_out(packages.OPTIONAL)  # as ranks do
+with garbage.uncollected():
+    import torch
+    from transformers import TrainerCallback
+
+    from training import run as training_run
+    from training.loop.trainer import LowMemTrainer
 
 seen: dict[str, set[Any]] = {
     "layer inputs": set(),

@@ -6,15 +6,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from transformers import TrainerCallback
-
+from launch.base import garbage
 from launch.base.workspace import Workspace
+from launch.probe import packages
 from launch.run_folder.layout import RunDir, Start
-from training import run as training_run
-from training.loop.trainer import LowMemTrainer
+
+packages.leave_out(packages.OPTIONAL)  # as ranks do
+with garbage.uncollected():
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from transformers import TrainerCallback
+
+    from training import run as training_run
+    from training.loop.trainer import LowMemTrainer
 
 steps: list[dict[str, Any]] = []
 reduces = 0

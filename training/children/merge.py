@@ -12,6 +12,7 @@ from pathlib import Path
 from launch.base import files, garbage, processes
 from launch.base.errors import LaunchError, ResourceError, StorageError
 from launch.base.text import shown
+from launch.probe import packages
 from launch.schema.result import ExportedModel
 
 
@@ -70,8 +71,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=Path, required=True)
     arguments = parser.parse_args()
     processes.settle_process()
-    for package in ("bitsandbytes", "deepspeed"):  # peft and transformers would import them
-        sys.modules.setdefault(package, None)  # type: ignore[arg-type]  to Python: not installed
+    packages.leave_out(package for package in packages.OPTIONAL if package != "peft")
     try:
         merge(arguments.base, arguments.adapter, arguments.out)
     except LaunchError as error:

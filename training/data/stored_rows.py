@@ -83,7 +83,7 @@ def read(table: pa.Table) -> list[dict[str, np.ndarray]]:
 
 
 def _values(columns: Mapping[str, pa.ListArray], name: str, index: int) -> np.ndarray:
-    values = np.from_dlpack(columns[name][index].values)  # to_numpy() would import pandas
+    values: Any = np.from_dlpack(columns[name][index].values)  # to_numpy() would import pandas
     if name + HIGH not in columns:
         return values
     high = np.from_dlpack(columns[name + HIGH][index].values).astype(np.int32)

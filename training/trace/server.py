@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 
 from launch.base import garbage
 from launch.base.files import write_atomic
+from launch.probe import packages
 from launch.schema.plan import Born, DataFormat, MemoryEstimate, ModelSize, Plan, Strategy
 from launch.schema.recipe import Recipe
 
@@ -32,8 +33,7 @@ def _reply(request: dict[str, Any], folder: Path) -> None:
     """Write the files of all questions of a request to the folder."""
     recipe = Recipe.model_validate(request["recipe"])
     model_size = TypeAdapter(ModelSize).validate_python(request["shape"])
-    for package in request["unused_packages"]:  # the ranks do without them too
-        sys.modules.setdefault(package, None)  # type: ignore[arg-type]  to Python: not installed
+    packages.leave_out(request["unused_packages"])  # the ranks do without them too
     _import_trace()
     plain: dict[Any, Any] = {}  # logs of one process, from which those of several engines are made
     for name, question in request["questions"].items():
