@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.base import environment, files
+from launch.base import environment, files, modules
 from launch.base.errors import ResourceError
 from launch.base.workspace import CODE
 from launch.probe import packages
@@ -118,7 +118,7 @@ def _child(role: str, device: Device) -> dict[str, int]:
         "--device",
         device,
         "--without",
-        *packages.OPTIONAL,
+        *modules.OPTIONAL,
     ]
     variables = {
         **environment.passed(os.environ),

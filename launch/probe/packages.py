@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from launch.base import modules
 from launch.base.errors import ResourceError
 from launch.probe.torch_build import numbers
 from launch.schema.plan import Strategy
@@ -18,8 +18,6 @@ from launch.schema.recipe import Recipe
 # With older versions a file of somebody else can run code or corrupt memory (CVE-2026-24747;
 # CVE-2026-4372, -1839)
 OLDEST = {"torch": (2, 10), "transformers": (5, 3)}
-
-OPTIONAL = ("peft", "bitsandbytes", "deepspeed", "datasets")
 
 
 def refuse_old() -> None:
@@ -84,13 +82,6 @@ def _bitsandbytes_key(recipe: Recipe) -> str:
     return f"training.optim: {optim}" if is_its_own else ""
 
 
-def leave_out(unused_packages: Iterable[str]) -> None:
-    """Make packages look as if they were not installed, to this process. To be called before
-    transformers is imported."""
-    for package in unused_packages:
-        sys.modules.setdefault(package, None)  # pyright: ignore[reportArgumentType]
-
-
 def unused(recipe: Recipe, strategy: Strategy | None) -> list[str]:
     """Packages that transformers and accelerate import if they are installed, and that this run
     does not use.
@@ -104,4 +95,4 @@ def unused(recipe: Recipe, strategy: Strategy | None) -> list[str]:
         "deepspeed": strategy is not None and strategy.launch_mode.engine == "deepspeed",
         "datasets": False,
     }
-    return [package for package in OPTIONAL if not is_used[package]]
+    return [package for package in modules.OPTIONAL if not is_used[package]]

@@ -7,14 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launch.base import garbage
+from launch.base import modules
 from launch.base.workspace import Workspace
-from launch.probe import packages
 from launch.run_folder.layout import RunDir, Start
 from tests.modes.fsdp_on_cpu import engage_fsdp
 
-packages.leave_out(packages.OPTIONAL)  # as ranks do
-with garbage.uncollected():
+modules.leave_out(modules.OPTIONAL)  # as ranks do
+with modules.uncollected():
     import torch
     from transformers import TrainerCallback
 

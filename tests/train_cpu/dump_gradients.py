@@ -6,13 +6,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launch.base import garbage
+from launch.base import modules
 from launch.base.workspace import Workspace
-from launch.probe import packages
 from launch.run_folder.layout import RunDir, Start
 
-packages.leave_out(packages.OPTIONAL)  # as ranks do
-with garbage.uncollected():
+modules.leave_out(modules.OPTIONAL)  # as ranks do
+with modules.uncollected():
     import torch
     import torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks

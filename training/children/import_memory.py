@@ -14,7 +14,7 @@ import re
 import sys
 from pathlib import Path
 
-from launch.probe import packages
+from launch.base import modules
 from training.compat import without_torch
 
 ROLES = {
@@ -38,7 +38,7 @@ def main() -> int:
         "--device", choices=("cpu", "cuda"), default="cpu", help="where the rank computes"
     )
     arguments = parser.parse_args()
-    packages.leave_out(arguments.without)
+    modules.leave_out(arguments.without)
     if arguments.role == "prepare":
         without_torch.hide()
     for module in ROLES[arguments.role]:

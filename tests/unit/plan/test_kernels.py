@@ -178,8 +178,8 @@ def test_tf32_on_a_cpu_is_refused():
 
 FLAGS = """
 import json
-from launch.probe import packages
-packages.leave_out(packages.OPTIONAL)
+from launch.base import modules
+modules.leave_out(modules.OPTIONAL)
 import torch
 from tests.builders import machine, plan, recipe_of
 from training.loop import arguments
