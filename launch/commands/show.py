@@ -26,9 +26,13 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
         "show rows as they will be trained, and which tokens have a loss",
         "[--rows N] [--file FILE] [--line N]",
     )
-    parser.add_argument("--rows", type=_positive, default=5, help="the first rows (default 5)")
     parser.add_argument(
-        "--file", help="a file of data.train_file or data.validation_file (default: the first)"
+        "--rows", type=_positive, default=5, help="the first rows of each source (default 5)"
+    )
+    parser.add_argument(
+        "--file",
+        help="a file of data.train_file or data.validation_file (default: the first of each source"
+        " of data.train_file; with --line the first)",
     )
     parser.add_argument("--line", type=_positive, help="the row at this line of the file alone")
     return parser
@@ -45,15 +49,15 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
     facts = _facts(typed, arguments.line)
     tokens = facts.context.tokens
     assert tokens is not None
-    file = _file(facts.context.recipe, arguments.file)
-    rows = show_rows.encoded(tokens, [file], arguments.rows, arguments.line)
+    files = _files(facts.context.recipe, arguments.file, arguments.line)
+    rows = show_rows.encoded(tokens, files, arguments.rows, arguments.line)
     from rich.console import Console
 
     from launch.report import shown_rows
 
     console = Console(highlight=False, soft_wrap=True)
     colours = console.is_terminal and not console.no_color
-    for line in shown_rows.lines(facts.context, file, rows, colours, arguments.line is not None):
+    for line in shown_rows.lines(facts.context, files, rows, colours, arguments.line is not None):
         console.print(line)
     return 0
 
@@ -72,11 +76,12 @@ def _facts(typed: RecipeArguments, line: int | None) -> Facts:
         return read([*typed.overrides, f"data.max_bad_rows={ANY}"])
 
 
-def _file(recipe: Recipe, asked: str | None) -> Path:
-    """The file whose rows are shown. Raises ConfigError for a file of another recipe."""
-    files = [file for name in recipe.data.paths for file in shards.of(name)]
+def _files(recipe: Recipe, asked: str | None, line: int | None) -> list[Path]:
+    """The files whose rows are shown. Raises ConfigError for a file of another recipe."""
     if asked is None:
-        return files[0]
+        first = [shards.of(Path(source.path))[0] for source in recipe.data.sources]
+        return first if line is None else first[:1]
+    files = [file for name in recipe.data.paths for file in shards.of(name)]
     path = Path(asked).expanduser().resolve()
     if path not in [file.resolve() for file in files]:
         names = ", ".join(str(file) for file in files[:3]) + (", ..." if len(files) > 3 else "")
@@ -84,4 +89,4 @@ def _file(recipe: Recipe, asked: str | None) -> Path:
             f"--file {asked}: expected a file of data.train_file or data.validation_file, which"
             f" are {names}"
         )
-    return path
+    return [path]

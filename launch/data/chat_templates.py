@@ -22,6 +22,9 @@ TAG = re.compile(
     r"|<(?:start|end)_of_[a-z]+>"
 )
 COMMENT = re.compile(r"{#.*?#}", re.DOTALL)
+# the object whose name a template reads: a message, or a function that is called
+NAME = re.compile(r"""(\w+)(?:['"]\])?(?:\.name\b|\[['"]name['"]\]|\.get\(['"]name['"])""")
+FUNCTIONS = frozenset({"function", "tool", "tool_call", "call", "tc", "func", "fn"})
 TOKENIZER_FILES = ("tokenizer.json", "added_tokens.json", "tokenizer_config.json", "vocab.json")
 
 
@@ -137,15 +140,34 @@ def _own(recipe: Recipe) -> str:
     return f"of {folder}"
 
 
+def name_of(recipe: Recipe) -> str:
+    """The template of a recipe in errors of rows."""
+    asked, folder = recipe.tokenizer.chat_template, recipe.tokenizer.path or recipe.model.path
+    if asked or folder is None:
+        return f"the chat template {asked}" if asked else "the template of the trained tokenizer"
+    return f"the chat template of {folder}"
+
+
+def unread_keys(recipe: Recipe) -> tuple[str, ...]:
+    """Keys of messages that the recipe's template never reads: the speaker's name."""
+    objects = {match[1] for match in NAME.finditer(COMMENT.sub("", _text_of(recipe)))}
+    return () if objects - FUNCTIONS else ("name",)
+
+
+def _text_of(recipe: Recipe) -> str:
+    """The text of a named template, or of a folder's own; "" for those of this program."""
+    asked, folder = recipe.tokenizer.chat_template, recipe.tokenizer.path or recipe.model.path
+    if asked:
+        return read(asked)
+    file = in_folder(Path(folder)) if folder else None
+    return _template_in(file) if file else ""
+
+
 def missing_tags(recipe: Recipe) -> list[str]:
     """Control tags in the recipe's template that are no tokens of its tokenizer, nor become tokens
     by tokenizer.add_tokens. Read from the files, without a tokenizer."""
-    asked, folder = recipe.tokenizer.chat_template, recipe.tokenizer.path or recipe.model.path
-    if asked:
-        text = read(asked)
-    elif folder and (file := in_folder(Path(folder))):
-        text = _template_in(file)
-    else:
+    folder = recipe.tokenizer.path or recipe.model.path
+    if not (text := _text_of(recipe)):
         return []
     tags = dict.fromkeys(TAG.findall(COMMENT.sub("", text)))
     there = _vocabulary_text(Path(folder)) if folder else TRAINED_TAGS
@@ -166,8 +188,8 @@ def tags_note(missing: list[str]) -> str:
     listed = ",".join(json.dumps(tag, ensure_ascii=False) for tag in missing)
     return (
         f"the chat template writes {len(missing)} tag{'' if len(missing) == 1 else 's'} that the"
-        " vocabulary lacks, trained as plain text;"
-        f" --tokenizer.add_tokens='[{listed}]' makes tokens of them"
+        " vocabulary lacks, trained as plain text, but for an answer's end tag, which becomes the"
+        f" tokenizer's end token; --tokenizer.add_tokens='[{listed}]' makes tokens of them"
     )
 
 

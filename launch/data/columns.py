@@ -5,21 +5,22 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import astuple, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from launch.base.errors import ConfigError, DataError
 from launch.base.text import nearest
-from launch.data import sniff, sources, untrained
+from launch.data import column_advice, sniff, sources, untrained
+from launch.data.column_advice import Origin
 from launch.data.files import delimited, json_array, shards
 from launch.data.files.shards import MAX_ROW_BYTES, FileFacts
 from launch.data.normalise import FIELDS, MESSAGE_ID, OPENAI, PARENT_ID, SHAREGPT, RowReader
 from launch.data.rows import BadRows, Slice, samples_of
 from launch.data.sniff import FileColumns
-from launch.schema.data_section import DataSection
+from launch.schema.data_section import DataSection, short_names
 from launch.schema.plan import DataFormat
 
 Kind = Literal["prompt_response", "messages", "text", "oasst"]
@@ -53,59 +54,89 @@ KNOWN: tuple[tuple[str, Kind, dict[str, str], str | None], ...] = (
     ("text", "text", {"text": "text"}, None),
 )
 LINE = re.compile(r" in (?:line|element) (\d+)$")  # of sniff's words for what a column holds
-# for hints only
-PROMPT_NAMES = ("prompt", "question", "instruction", "input", "query")
-ANSWER_NAMES = ("answer", "response", "output", "completion", "target", "reply", "chosen", "label")
 
 
-def detect(data: DataSection, base: Path, facts: FileFacts | None = None) -> DataFormat:
+def detect(
+    data: DataSection,
+    base: Path,
+    facts: FileFacts | None = None,
+    unread_keys: Collection[str] = (),
+) -> DataFormat:
     """The columns of the training file that make a sample; its other shards and the validation file
     must read the same.
 
-    Relative paths start at `base`. Raises DataError (a file cannot be used) and ConfigError (half a
-    pair of columns).
+    Relative paths start at `base`; `unread_keys` are keys of messages that the chat template does
+    not read. Raises DataError (a file cannot be used) and ConfigError (half a pair of columns).
     """
+    reading = _Reading(base, facts or FileFacts(), unread_keys, BadRows(data.max_bad_rows))
     if data.is_mixed:
-        return _of_sources(data, base, facts)
-    explicit, facts = _explicit(data), facts or FileFacts()
+        return _of_sources(data, reading)
+    return _of_files(data, reading, Origin())
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """The settings with which all files of a recipe are read."""
+
+    base: Path
+    facts: FileFacts
+    unread_keys: Collection[str]
+    bad: BadRows  # of the training, over all its files
+
+    def of_held_out(self) -> _Reading:
+        """The settings for the held-out file, whose bad rows are counted apart."""
+        return replace(self, bad=BadRows(self.bad.limit))
+
+
+def _of_files(data: DataSection, reading: _Reading, origin: Origin) -> DataFormat:
+    """detect() of a single source, which `origin` names."""
+    explicit, base, facts = _explicit(data, origin), reading.base, reading.facts
     paths = shards.of(base / data.sources[0].path)
-    keys_and_paths = [("data.train_file", path) for path in paths]
-    if data.validation_file is not None:
-        validation = shards.of(base / data.validation_file)
-        keys_and_paths += [("data.validation_file", path) for path in validation]
+    held_out = shards.of(base / data.validation_file) if data.validation_file is not None else ()
     files: list[FileColumns] = []
     training: DataFormat | None = None
-    for key, path in keys_and_paths:
+    for number, path in enumerate((*paths, *held_out)):
         files.append(_read(path, data.max_bad_rows, facts, is_corpus=len(paths) > 1))
-        data_format = _format(files[-1], explicit, data.ignore_columns, key)
+        if number == len(paths) and training:
+            origin = replace(_of_held_out(training), train_file=data.sources[0].path)
+            reading = reading.of_held_out()
+        data_format = _format(files[-1], explicit, data.ignore_columns, origin)
         training = training or data_format
-        _check_same(training, data_format, paths[0], path)
-        _check_first_rows(path, data_format, data.max_bad_rows, facts, is_corpus=len(paths) > 1)
+        _check_same(training, data_format, paths[0], path, origin)
+        _check_first_rows(path, data_format, reading.bad, facts, is_corpus=len(paths) > 1)
     assert training is not None
     facts.keep()
-    return replace(training, notes=tuple(_notes(files, training)), num_files=len(paths))
+    notes = tuple(_notes(files, training, reading.unread_keys))
+    return replace(training, notes=notes, num_files=len(paths))
 
 
-def _of_sources(data: DataSection, base: Path, facts: FileFacts | None) -> DataFormat:
+def _of_sources(data: DataSection, reading: _Reading) -> DataFormat:
     """The format of each source by itself, and of the held-out file."""
     sources.check_apart(data)
     formats: list[DataFormat] = []
     notes: list[str] = []
+    names = short_names(source.path for source in data.sources)
     for source in data.sources:
         named = {"train_file": source.path, "validation_file": None}
         if source.columns is not None:
             columns = source.columns.model_dump()
             named |= {f"{role}_column": column for role, column in columns.items()}
-        data_format = detect(data.model_copy(update=named), base, facts)
-        name = Path(source.path).name
+        origin = Origin(is_source=True, names_columns=source.columns is not None)
+        data_format = _of_files(data.model_copy(update=named), reading, origin)
+        name = names[source.path]
         notes += [f"{name}: {note}" for note in data_format.notes]
         reason = data_format.reason.replace("data.train_file", name)
         formats.append(replace(data_format, reason=reason, notes=()))
     held_out = formats[0]
     if data.validation_file is not None:
         named = {"train_file": data.validation_file, "validation_file": None}
-        held_out = detect(data.model_copy(update=named), base, facts)
+        section, origin = data.model_copy(update=named), _of_held_out(formats[0])
+        held_out = _of_files(section, reading.of_held_out(), origin)
     return replace(held_out, notes=tuple(notes), of_sources=tuple(formats))
+
+
+def _of_held_out(training: DataFormat) -> Origin:
+    return Origin("data.validation_file", expected=", ".join(training.columns.values()))
 
 
 def _read(path: Path, max_bad_rows: int, facts: FileFacts, is_corpus: bool) -> FileColumns:
@@ -116,19 +147,18 @@ def _read(path: Path, max_bad_rows: int, facts: FileFacts, is_corpus: bool) -> F
 
 
 def _check_first_rows(
-    path: Path, data_format: DataFormat, max_bad_rows: int, facts: FileFacts, is_corpus: bool
+    path: Path, data_format: DataFormat, bad: BadRows, facts: FileFacts, is_corpus: bool
 ) -> None:
     """Raises DataError for one of the first rows that training would not read."""
 
     def check() -> bool:
         end = sniff.SAMPLE_GROUPS if data_format.file_type in shards.TABLES else MAX_ROW_BYTES
-        beginning, bad = Slice(path, end=end), BadRows(max_bad_rows)
-        deque(samples_of(beginning, data_format, bad, sniff.SAMPLE_ROWS), maxlen=0)
+        deque(samples_of(Slice(path, end=end), data_format, bad, sniff.SAMPLE_ROWS), maxlen=0)
         return True
 
     if data_format.file_type == "text":
         return  # every line is a text
-    if not is_corpus or max_bad_rows:
+    if not is_corpus or bad.limit:
         check()
     else:
         facts.get(path, f"rows as {data_format.columns} without {data_format.ignored}", check)
@@ -168,7 +198,7 @@ def _row_count(path: Path) -> int | None:
 # ---------------------------------------------------------------------------
 
 
-def _explicit(data: DataSection) -> tuple[Kind, dict[str, str]] | None:
+def _explicit(data: DataSection, origin: Origin) -> tuple[Kind, dict[str, str]] | None:
     """The columns the recipe names, if it names any."""
     columns: dict[str, str] = {}
     for role in KIND_OF_ROLE:
@@ -188,13 +218,13 @@ def _explicit(data: DataSection) -> tuple[Kind, dict[str, str]] | None:
         )
     if "prompt" in columns and columns["prompt"] == columns["response"]:
         raise ConfigError(
-            f"data.prompt_column and data.response_column are both {data.prompt_column!r}; name two"
-            " columns"
+            f"{origin.key_of('prompt')} and {origin.key_of('response')} are both"
+            f" {data.prompt_column!r}; name two columns"
         )
     for role, column in columns.items():
         if column in data.ignore_columns:
             raise ConfigError(
-                f"data.{role}_column and data.ignore_columns both name {column!r}; read it or"
+                f"{origin.key_of(role)} and data.ignore_columns both name {column!r}; read it or"
                 " ignore it"
             )
     return (kinds.pop(), columns) if columns else None
@@ -204,12 +234,12 @@ def _format(
     file: FileColumns,
     explicit: tuple[Kind, dict[str, str]] | None,
     ignored: Sequence[str],
-    key: str,
+    origin: Origin,
 ) -> DataFormat:
     file = replace(
         file, columns={name: kind for name, kind in file.columns.items() if name not in ignored}
     )
-    kind, columns, reason = _chosen(file, explicit, ignored, key)
+    kind, columns, reason = _chosen(file, explicit, origin)
     conversational = {"prompt", "response"} <= columns.keys() and all(
         file.columns[columns[role]] == "messages" for role in ("prompt", "response")
     )
@@ -232,7 +262,9 @@ def _format(
     return data_format
 
 
-def _notes(files: Sequence[FileColumns], data_format: DataFormat) -> Iterator[str]:
+def _notes(
+    files: Sequence[FileColumns], data_format: DataFormat, unread_keys: Collection[str]
+) -> Iterator[str]:
     """Lines of the plan on what is not read."""
     reader, ignored, own = RowReader(data_format), data_format.ignored, data_format.columns.values()
     message_keys = dict.fromkeys(
@@ -250,7 +282,7 @@ def _notes(files: Sequence[FileColumns], data_format: DataFormat) -> Iterator[st
         f"{column}.{key}"
         for column, key in message_keys
         if key not in (*OPENAI, *SHAREGPT, *ignored)
-        and key.lower() not in FIELDS
+        and (key.lower() not in FIELDS or FIELDS[key.lower()] in unread_keys)
         and not untrained.is_key(key)
     ]
     if data_format.kind == "oasst":
@@ -271,8 +303,7 @@ def _notes(files: Sequence[FileColumns], data_format: DataFormat) -> Iterator[st
 def _chosen(
     file: FileColumns,
     explicit: tuple[Kind, dict[str, str]] | None,
-    ignored: Sequence[str],
-    key: str,
+    origin: Origin,
 ) -> tuple[Kind, dict[str, str], str]:
     """(kind, role -> column, reason)."""
     if explicit is not None:
@@ -280,8 +311,10 @@ def _chosen(
         for role, column in columns.items():
             if column not in file.columns:
                 hint = "".join(f"; nearest: {near}" for near in nearest(column, file.columns))
+                if origin.is_source and not origin.names_columns:
+                    hint = f"; {column_advice.likely(file, origin)}"
                 raise DataError(
-                    f"{file.path}: has no column {column!r} (data.{role}_column); found columns"
+                    f"{file.path}: has no column {column!r} ({origin.key_of(role)}); found columns"
                     f" {_listed(file)}{hint}"
                 )
         return kind, dict(columns), f"the recipe names {', '.join(columns.values())}"
@@ -292,72 +325,42 @@ def _chosen(
                 columns = {"prompt": roles["prompt"], "context": optional} | roles
             elif optional is not None:
                 name = "belle"
-            return kind, columns, f"{name}: {key} has the columns {', '.join(columns.values())}"
+            listed = ", ".join(columns.values())
+            return kind, columns, f"{name}: {origin.key} has the columns {listed}"
     texts = [name for name, holds in file.columns.items() if holds in ("string", "messages")]
     others = [name for name in file.columns if untrained.is_other_training(name)]
     if others and any(name not in others for name in texts):
-        raise DataError(
-            f"{file.path}: {untrained.refusal(others, hint=_chosen_flags(file, others))}"
-        )
+        hint = column_advice.preferred(file, others, origin)
+        raise DataError(f"{file.path}: {untrained.refusal(others, hint=hint)}")
+    formats = ", ".join("/".join(roles.values()) for _, _, roles, _ in KNOWN)
     raise DataError(
         f"{file.path}: its columns are of no known format; found columns {_listed(file)};"
-        f" {_flags(file)}. Known: {', '.join('/'.join(row[2].values()) for row in KNOWN)}"
+        f" {column_advice.likely(file, origin)}. Known: {formats}"
     )
 
 
-def _flags(file: FileColumns) -> str:
-    """The flags that name the likeliest columns of a file in no known format."""
-    texts = [name for name, holds in file.columns.items() if holds == "string"]
-    lists = [name for name, holds in file.columns.items() if holds == "messages"]
-    if len(lists) > 1:
-        return "of several columns with messages one is read: write the turns of each row into one"
-    if lists:
-        return f"add {untrained.flag('messages_column', lists[0])}"
-    if len(texts) == 1:
-        return f"add {untrained.flag('text_column', texts[0])}"
-    if len(texts) > 1:
-        response = next((name for name in texts if name.lower() in ANSWER_NAMES), texts[1])
-        prompt = next(name for name in texts if name != response)
-        return (
-            f"add {untrained.flag('prompt_column', prompt)}"
-            f" {untrained.flag('response_column', response)}"
-        )
-    return "none of them holds text"
-
-
-def _chosen_flags(file: FileColumns, others: Sequence[str]) -> str:
-    """The flags that train on the preferred answers of pairs, or on labels; "" if there are
-    none."""
-    chosen = next((name for name in others if name.lower() in ("chosen", "label")), "")
-    kind = file.columns.get(chosen)
-    prompts = [name for name, holds in file.columns.items() if holds == kind and name not in others]
-    if kind in ("string", "messages") and prompts:
-        prompt = next((name for name in PROMPT_NAMES if name in prompts), prompts[0])
-        named = [untrained.flag("prompt_column", prompt), untrained.flag("response_column", chosen)]
-    elif kind == "messages":
-        named = [untrained.flag("messages_column", chosen)]
-    else:
-        return ""
-    rest = [name for name in others if name != chosen]
-    named += [untrained.flag("ignore_columns", rest)] if rest else []
-    return f"To train on column {chosen!r} as the answers, add {' '.join(named)}"
-
-
-def _check_same(training: DataFormat, validation: DataFormat, train_path: Path, path: Path) -> None:
-    """One format reads both files, so they must agree; only a context may be absent from JSON
+def _check_same(
+    training: DataFormat, other: DataFormat, train_path: Path, path: Path, origin: Origin
+) -> None:
+    """One format reads all files, so they must agree; only a context may be absent from JSON
     rows."""
-    if training.file_type != validation.file_type:
+    apart = ""
+    if origin.train_file:
+        flag = untrained.flag("train_file", [origin.train_file])
+        apart = f", or read each in its own format, with {flag}"
+    named = f"{path} ({origin.key})" if origin.expected else str(path)
+    if training.file_type != other.file_type:
         raise DataError(
-            f"{path}: is read as {validation.file_type}, {train_path} as {training.file_type}; "
-            "write both in one file type"
+            f"{named}: is read as {other.file_type}, {train_path} as {training.file_type}; write"
+            f" both in one file type{apart}"
         )
     expected = dict(training.columns)
-    if training.file_type not in ("parquet", "arrow") and "context" not in validation.columns:
+    if training.file_type not in ("parquet", "arrow") and "context" not in other.columns:
         expected.pop("context", None)
-    if training.kind != validation.kind or expected != validation.columns:
+    if training.kind != other.kind or expected != other.columns:
         raise DataError(
-            f"{path}: reads as {_summary(validation)}, but {train_path} as {_summary(training)};"
-            " give both files the same columns"
+            f"{named}: reads as {_summary(other)}, but {train_path} as {_summary(training)}; give"
+            f" both files the same columns{apart}"
         )
 
 

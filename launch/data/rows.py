@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -223,10 +225,11 @@ def _parquet_rows(of: Slice, choice: ColumnChoice, at_once: int) -> Rows:
     import pyarrow as pa  # not at the top: a plan needs none of it
     import pyarrow.parquet as pq
 
+    # whole row groups are not buffered: one of pictures may be larger than memory
+    opened = partial(pq.ParquetFile, of.path, pre_buffer=False, buffer_size=1 << 20)
     number = 0
     try:
-        # Whole row groups are not buffered: one of pictures may be larger than memory.
-        with pq.ParquetFile(of.path, pre_buffer=False, buffer_size=1 << 20) as file:
+        with opened() as file:
             columns = choice(file.schema_arrow)
             numbers = range(file.metadata.num_row_groups)[: of.end]
             number = sum(file.metadata.row_group(i).num_rows for i in numbers[: of.start])
@@ -235,13 +238,15 @@ def _parquet_rows(of: Slice, choice: ColumnChoice, at_once: int) -> Rows:
                 for i in numbers[of.start :]
             ]
             for group in groups:
-                for batch in file.iter_batches(
-                    group.rows_at_once(at_once), row_groups=[group.number], columns=columns
-                ):
-                    for rows in rows_of(batch, group.where, number, group.stored_bytes):
-                        for row in rows:
-                            number += 1
-                            yield Place(of, number), row
+                names = group.kept_dictionaries
+                with opened(read_dictionary=names) if names else nullcontext(file) as reader:
+                    for batch in reader.iter_batches(
+                        group.rows_at_once(at_once), row_groups=[group.number], columns=columns
+                    ):
+                        for rows in rows_of(batch, group.where, number, group.stored_bytes):
+                            for row in rows:
+                                number += 1
+                                yield Place(of, number), row
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(_cut_file(of.path, number, error)) from error
 
@@ -259,6 +264,7 @@ def _arrow_rows(of: Slice, choice: ColumnChoice, at_once: int) -> Rows:
             for count, batch in enumerate(islice(batches, last), of.start + 1):
                 for begin in range(0, batch.num_rows, at_once):
                     part = batch.select(columns).slice(begin, at_once)
+                    part.validate(full=True)  # wrong offsets would end the process
                     for rows in rows_of(part, f"{of.path}: batch {count}", number, part.nbytes):
                         for row in rows:
                             number += 1

@@ -17,7 +17,7 @@ from launch.data import rows as data_rows
 from launch.data.files import shards
 from launch.data.files.shards import MAX_ROW_BYTES, SUFFIXES, TABLES, FileType
 from launch.data.normalise import OPENAI, SHAREGPT
-from launch.data.rows import BadRows, Place, Slice, json_kind
+from launch.data.rows import BadRows, Slice, json_kind
 
 SAMPLE_ROWS = 100  # whose content is looked at; the columns of a table are in its schema
 SAMPLE_GROUPS = 8  # row groups, or batches, that they are looked for in
@@ -25,7 +25,8 @@ PACKABLE = ("jsonl", "json", "csv", "tsv", "text")  # types read from their begi
 ROW_NAMES = {"json": "element", "webdataset": "sample"}  # of others: line
 NO_ROWS = {"json": "the array is empty", "webdataset": "no sample is in it"}
 NO_ROWS |= dict.fromkeys(("csv", "tsv"), "the file has no row below its header")
-FirstRows = Sequence[tuple[Place, Mapping[str, Any]]]
+# number of a row, and the kind of each of its values: the values may take much more memory
+RowKinds = tuple[int | str, Mapping[str, str]]
 
 
 @dataclass(frozen=True)
@@ -50,19 +51,39 @@ def read(path: Path, max_bad_rows: int = 0) -> FileColumns:
             raise DataError(
                 f"{path}: 0 rows: the file has columns ({', '.join(columns) or 'none'}) but no data"
             )
+        shards.check_unpacked(path)
         beginning = Slice(path, end=SAMPLE_GROUPS if file_type in TABLES else MAX_ROW_BYTES)
         rows = data_rows.read_rows(
             beginning, file_type, BadRows(max_bad_rows), _columns_of_messages, SAMPLE_ROWS
         )
-        sampled_rows = list(itertools.islice(rows, 1 if file_type == "text" else SAMPLE_ROWS))
+        rows = itertools.islice(rows, 1 if file_type == "text" else SAMPLE_ROWS)
+        kinds, message_keys = _sampled(rows, is_table=file_type in TABLES)
     except OSError as error:
         # the reason of the system, or of a decompressor
         reason = error.strerror or f"{error}; write or copy it again"
         raise DataError(f"{path}: cannot be read: {reason}") from error
-    if not sampled_rows and file_type not in TABLES:
+    if not kinds and file_type not in TABLES:
         raise DataError(f"{path}: 0 rows: {NO_ROWS.get(file_type, 'every line is blank')}")
-    columns = columns or _columns_of(sampled_rows, ROW_NAMES.get(file_type, "line"), max_bad_rows)
-    return FileColumns(path, file_type, columns, _message_keys(sampled_rows))
+    columns = columns or _columns_of(kinds, ROW_NAMES.get(file_type, "line"), max_bad_rows)
+    return FileColumns(path, file_type, columns, sorted(message_keys))
+
+
+def _sampled(rows: data_rows.Rows, is_table: bool) -> tuple[list[RowKinds], set[tuple[str, str]]]:
+    """The kinds of values in rows, and (column, key) of their messages; of a table the keys
+    alone."""
+    kinds: list[RowKinds] = []
+    message_keys: set[tuple[str, str]] = set()
+    for place, row in rows:
+        of_row = {} if is_table else {column: json_kind(value) for column, value in row.items()}
+        kinds.append((place.number, of_row))
+        message_keys.update(
+            (column, key)
+            for column, turns in row.items()
+            for turn in (turns if isinstance(turns, list) else ())
+            if isinstance(turn, dict)
+            for key in turn
+        )
+    return kinds, message_keys
 
 
 def _columns_of_messages(schema: Any) -> list[str]:
@@ -126,16 +147,15 @@ def table(path: Path, file_type: FileType) -> tuple[int, dict[str, str]]:
         else:
             with pq.ParquetFile(path) as file:
                 num_rows, schema = file.metadata.num_rows, file.schema_arrow
+        fields = [(column.name, column.type) for column in schema]
     except (pa.ArrowException, OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(
             f"{path}: is cut, damaged or no {file_type} file ({reason}); write or copy it again"
         ) from error
     columns: dict[str, str] = {}
-    for column in schema:
-        columns[column.name] = (
-            "two columns of this name" if column.name in columns else _arrow_kind(column.type)
-        )
+    for name, kind in fields:
+        columns[name] = "two columns of this name" if name in columns else _arrow_kind(kind)
     return num_rows, columns
 
 
@@ -187,20 +207,17 @@ def _is_array(path: Path) -> bool:
     return False
 
 
-def _columns_of(rows: FirstRows, row_name: str, max_bad_rows: int) -> dict[str, str]:
+def _columns_of(rows: Sequence[RowKinds], row_name: str, max_bad_rows: int) -> dict[str, str]:
     """The kind of value of each column: one where all but so many rows agree, else the row that
     differs, worst first."""
     columns: dict[str, str] = {}
     for column in dict.fromkeys(key for _, row in rows for key in row):
         first_of: dict[str, int | str] = {}  # kind -> the number of the first row that has it
-        for place, row in rows:
-            kind = json_kind(row[column]) if column in row else "nothing"
-            first_of.setdefault(kind, place.number)
+        for number, row in rows:
+            first_of.setdefault(row.get(column, "nothing"), number)
         odd = [kind for kind in first_of if kind not in ("string", "messages", "null", "nothing")]
         odd = odd or [kind for kind in first_of if kind in ("null", "nothing")]
-        most_common, count = Counter(json_kind(row.get(column)) for _, row in rows).most_common(1)[
-            0
-        ]
+        most_common, count = Counter(row.get(column, "null") for _, row in rows).most_common(1)[0]
         if most_common in ("string", "messages") and len(rows) - count <= max_bad_rows:
             columns[column] = most_common
         elif len(first_of) == 1 and not odd:
@@ -210,16 +227,3 @@ def _columns_of(rows: FirstRows, row_name: str, max_bad_rows: int) -> dict[str, 
                 f"{kind} in {row_name} {first_of[kind]}" for kind in odd[:1] or first_of
             )
     return columns
-
-
-def _message_keys(rows: FirstRows) -> list[tuple[str, str]]:
-    return sorted(
-        {
-            (column, key)
-            for _, row in rows
-            for column, turns in row.items()
-            for turn in (turns if isinstance(turns, list) else ())
-            if isinstance(turn, dict)
-            for key in turn
-        }
-    )

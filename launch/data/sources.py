@@ -15,7 +15,7 @@ from launch.data.files import shards
 from launch.data.files.shards import FileFacts
 from launch.data.row_choice import EvenChoice, Part, RowChoice
 from launch.data.rows import BadRows, Slice
-from launch.schema.data_section import DataSection
+from launch.schema.data_section import DataSection, DataSource, short_names
 from launch.schema.plan import DataFormat, SourceRows
 
 RowCounts = tuple[tuple[int, ...], ...]  # of each file of each source of data.train_file
@@ -48,7 +48,7 @@ def samples_of(of: Slice, first: int, source: Source, bad: BadRows) -> Iterator[
 
 def name(sources: Sequence[Source]) -> str:
     """The names of the sources of a part, for people."""
-    names = ", ".join(dict.fromkeys(source.path.name for source in sources))
+    names = ", ".join(short_names(source.path for source in sources).values())
     choice = sources[0].choice
     return f"{names} (held out)" if choice is not None and choice.part == "validation" else names
 
@@ -90,22 +90,31 @@ def of_part(
     if counts is None:
         path = Path(data.sources[0].path)
         return (Source(path, data_format),) if part == "train" else ()
-    held_out, begin = _held_out(data, counts), 0
-    of_all: list[Source] = []
-    for index, (source, of_files) in enumerate(zip(data.sources, counts, strict=True)):
-        offsets = tuple(accumulate(of_files[:-1], initial=begin))
-        end = begin + sum(of_files)
-        num_held_out = held_out.before(end) - held_out.before(begin)
+    held_out, of_all = _held_out(data, counts), list[Source]()
+    for index, (source, offsets, num_held_out, num_trained) in enumerate(_divided(data, counts)):
         own, path = data_format.of_source(index), Path(source.path)
         passes: list[EvenChoice | None] = [None] if num_held_out else []
         if part == "train":
-            passes = row_choice.shares(source.weight, end - begin - num_held_out, path)
+            passes = row_choice.shares(source.weight, num_trained, path)
         of_all += [
-            Source(path, own, RowChoice(held_out, part, begin, share), offsets, number > 0)
+            Source(path, own, RowChoice(held_out, part, offsets[0], share), offsets, number > 0)
             for number, share in enumerate(passes)
         ]
-        begin = end
     return tuple(of_all)
+
+
+def _divided(
+    data: DataSection, counts: RowCounts
+) -> Iterator[tuple[DataSource, tuple[int, ...], int, int]]:
+    """Yield each source of data.train_file, the number of the first row of each file of it, and its
+    numbers of rows that are held out and that are not."""
+    held_out, begin = _held_out(data, counts), 0
+    for source, of_files in zip(data.sources, counts, strict=True):
+        end = begin + sum(of_files)
+        num_held_out = held_out.before(end) - held_out.before(begin)
+        offsets = tuple(accumulate(of_files[:-1], initial=begin))
+        yield source, offsets, num_held_out, end - begin - num_held_out
+        begin = end
 
 
 def _held_out(data: DataSection, counts: RowCounts) -> EvenChoice:
@@ -122,14 +131,11 @@ def num_held_out(data: DataSection, counts: RowCounts) -> int:
 
 def trained_rows(data: DataSection, counts: RowCounts) -> tuple[SourceRows, ...]:
     """The rows of each source that an epoch trains. Raises DataError as of_part() does."""
-    held_out, begin, result = _held_out(data, counts), 0, []
-    for source, of_files in zip(data.sources, counts, strict=True):
-        end = begin + sum(of_files)
-        once = end - begin - held_out.before(end) + held_out.before(begin)
+    result: list[SourceRows] = []
+    for source, _, _, once in _divided(data, counts):
         passes = row_choice.shares(source.weight, once, source.path)
         num_rows = sum(once if share is None else share.chosen for share in passes)
         result.append(SourceRows(source.path, source.weight, num_rows))
-        begin = end
     return tuple(result)
 
 

@@ -14,7 +14,7 @@ from launch.data.files import shards
 from launch.schema.plan import DataFormat, ModelSize
 from launch.schema.recipe import Recipe
 
-TOKEN_CACHE_VERSION = 6  # raise when training/ tokenises the same input to other rows
+TOKEN_CACHE_VERSION = 7  # raise when training/ tokenises the same input to other rows
 
 TOKENS_MADE_OF = "made_of.json"  # of a token cache: TokenCache.identity
 

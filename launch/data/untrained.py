@@ -117,8 +117,12 @@ def flag(key: str, value: str | Sequence[str]) -> str:
     """A flag for a key of data:, to be pasted into a shell."""
     if isinstance(value, str):
         return _quoted(f"--data.{key}={value}")
-    names = [name if YAML_TEXT.fullmatch(name) else json.dumps(name) for name in value]
-    return _quoted(f"--data.{key}=[{','.join(names)}]")
+    return _quoted(f"--data.{key}=[{','.join(map(yaml_text, value))}]")
+
+
+def yaml_text(name: str) -> str:
+    """A name as it stands in a list or a map of YAML."""
+    return name if YAML_TEXT.fullmatch(name) else json.dumps(name)
 
 
 def _quoted(text: str) -> str:

@@ -367,8 +367,8 @@ def _precision(recipe: Recipe, gpus: Sequence[Gpu]) -> Precision:
         )
     without_bf16 = architectures.without_bf16(gpus) if training.bf16 else ""
     precision: Precision = "fp16" if without_bf16 else asked_precision(recipe)
-    # adapters are float32
-    if precision == "fp16" and recipe.model.dtype == "bfloat16" and recipe.lora is None:
+    is_bfloat16 = recipe.model.dtype == "bfloat16" and recipe.trains_model_dtype
+    if precision == "fp16" and is_bfloat16:
         card = f" ({without_bf16})" if without_bf16 else ""
         raise ConfigError(
             f"model.dtype: bfloat16 beside fp16 autocast{card}, whose loss scaler takes no bfloat16"

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,11 @@ from launch.base.errors import ConfigError
 from launch.data import token_cache, token_hashes
 from launch.plan import candidates
 from launch.plan.candidates import CHUNKED
-from launch.predict import optimizers
+from launch.predict import optimizers, trained_parameters
 from launch.predict import parameters as predict_parameters
 from launch.predict.estimate import PlanContext, host_budget_bytes
 from launch.predict.memory import host_memory
+from launch.predict.trained_parameters import COPY
 from launch.schema.machine import Machine
 from launch.schema.plan import DataFormat, ModelSize
 from launch.schema.recipe import Recipe
@@ -23,10 +25,19 @@ def model_size(
     recipe: Recipe, config: dict[str, Any], parameters: predict_parameters.Shapes
 ) -> ModelSize:
     """Count the parameters of a recipe's model."""
-    total, trainable, lora = predict_parameters.count(
-        parameters, recipe.model.freeze, recipe.lora, config["model_type"]
+    counted = parameters, recipe.model.freeze, recipe.lora, config["model_type"]
+    name = recipe.model.shape or str(recipe.model.path)
+    counts = trained_parameters.count(*counted)
+    if recipe.lora is None:
+        return ModelSize(name, config, *counts)
+    trainable = trained_parameters.trainable_shapes(*counted)
+    shared = predict_parameters.ties(parameters, config["model_type"]).values()
+    tied = {part: of for part, of in trainable.items() if part.replace(COPY, ".") in shared}
+    lora_bytes, tied_bytes = (
+        optimizers.trained_bytes(parts, recipe.lora, recipe.model.dtype)
+        for parts in (trainable, tied)
     )
-    return ModelSize(recipe.model.shape or str(recipe.model.path), config, total, trainable, lora)
+    return ModelSize(name, config, *counts, lora_bytes, tied_bytes)
 
 
 def build(
@@ -154,6 +165,32 @@ def _check_chunks(recipe: Recipe, model_type: str) -> None:
         )
 
 
+def copied_modules(
+    recipe: Recipe, parameters: predict_parameters.Shapes, model_type: str
+) -> tuple[str, ...]:
+    """Lines of the plan on the modules that lora.modules_to_save trains."""
+    if recipe.lora is None or not recipe.lora.modules_to_save:
+        return ()
+    copies = trained_parameters.saved_modules(parameters, recipe.lora, model_type)
+    counts = Counter(module.rpartition(".")[2] for module in copies)
+    names = ", ".join(
+        name if count == 1 else f"{name} ({count} modules)" for name, count in counts.items()
+    )
+    heads = predict_parameters.ties(parameters, model_type)
+    notes = [
+        f"lora.modules_to_save: all weights of {names} are trained, as copies in"
+        f" {recipe.model.dtype}"
+    ]
+    if model_type == "t5" and "lm_head" in copies and "lm_head.weight" in heads:
+        notes.append("lora.modules_to_save: lm_head is no longer tied to the embeddings")
+    elif any(f"{module}.weight" in heads.values() for module in copies):
+        notes.append(
+            "lora.modules_to_save: the output head is tied to the embeddings, so one copy is"
+            " trained as both"
+        )
+    return tuple(notes)
+
+
 def select_lora_targets(
     recipe: Recipe, model_type: str, parameters: predict_parameters.Shapes
 ) -> tuple[str, ...]:
@@ -161,6 +198,6 @@ def select_lora_targets(
         return ()
     return tuple(
         target
-        for target in predict_parameters.lora_targets(parameters, recipe.lora, model_type)
+        for target in trained_parameters.lora_targets(parameters, recipe.lora, model_type)
         if any(name.endswith(f".{target}.weight") for name in parameters)
     )

@@ -21,6 +21,7 @@ from launch.data import token_cache
 from launch.predict import model_config
 from launch.predict import parameters as predict_parameters
 from launch.predict.parameters import Shapes
+from launch.predict.trained_parameters import modules_of_rows
 from launch.schema.model_sections import LoraSection, TokenizerSection
 from launch.schema.plan import Change
 from launch.schema.recipe import Recipe
@@ -62,7 +63,7 @@ def with_tokens(
     if new.size > rows:
         _refuse_untied_head(config, parameters)
         config, parameters = model_config.read(recipe.model, new.size, root=FILES)
-    recipe, changes = with_trained_tokens(recipe, new)
+    recipe, changes = with_trained_tokens(recipe, new, parameters, config["model_type"])
     return ModelFacts(recipe, config, parameters, tuple(changes), tuple(_notes(new, rows)))
 
 
@@ -98,10 +99,13 @@ def _named(tokens: Mapping[str, int]) -> str:
     return ", ".join(texts[:MOST_NAMED]) + (f" and {others} more" if others > 0 else "")
 
 
-def with_trained_tokens(recipe: Recipe, tokens: NewTokens) -> tuple[Recipe, list[Change]]:
-    """The recipe whose adapter trains the embeddings of added tokens too."""
+def with_trained_tokens(
+    recipe: Recipe, tokens: NewTokens, parameters: Shapes, model_type: str
+) -> tuple[Recipe, list[Change]]:
+    """The recipe whose adapter trains the embeddings of added tokens too, unless
+    lora.modules_to_save trains all of their rows."""
     lora = recipe.lora
-    if lora is None or not tokens.ids:
+    if lora is None or not tokens.ids or not modules_of_rows(parameters, lora, model_type):
         return recipe, []
     asked = lora.trainable_token_indices
     indices = tuple(sorted({*(asked or ()), *tokens.ids.values()}))

@@ -92,7 +92,8 @@ def refuse_hopeless(context: PlanContext, constraints: LaunchConstraints) -> Non
 
 def relaxed_contexts(context: PlanContext) -> Iterator[tuple[PlanContext, tuple[Change, ...]]]:
     """Yield the context with each recipe that `allow:` permits, and the changes of that recipe."""
-    for recipe, changes in relax.relaxations(context.recipe, context.model.config["model_type"]):
+    model_type = context.model.config["model_type"]
+    for recipe, changes in relax.relaxations(context.recipe, context.parameters, model_type):
         relaxed = plan_context.with_recipe(context, recipe)
         yield replace(relaxed, changes=(*context.changes, *changes)), changes
 

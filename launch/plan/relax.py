@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from launch.predict import parameters
+from launch.predict import optimizers
+from launch.predict.parameters import Shapes
+from launch.predict.trained_parameters import trainable_shapes
 from launch.schema.model_sections import LoraSection, QuantizationSection
 from launch.schema.plan import Change
 from launch.schema.recipe import Recipe
@@ -18,7 +20,9 @@ LENGTH_SHARES = (0.75, 0.5, 0.375, 0.25)
 REASON = "nothing else fits, and allow: says so; this changes the result"
 
 
-def relaxations(recipe: Recipe, model_type: str) -> Iterator[tuple[Recipe, tuple[Change, ...]]]:
+def relaxations(
+    recipe: Recipe, tensor_shapes: Shapes, model_type: str
+) -> Iterator[tuple[Recipe, tuple[Change, ...]]]:
     """Yield recipes, each with more relaxed than the one before, and their changes so far: 4 bits,
     then lower ranks, then shorter rows."""
     given_up: dict[str, Change] = {}
@@ -38,7 +42,9 @@ def relaxations(recipe: Recipe, model_type: str) -> Iterator[tuple[Recipe, tuple
         "quantization" in recipe.allow
         and adapter
         and not recipe.quantization
-        and model_type in parameters.LORA_TARGETS
+        and not optimizers.unquantizable(
+            trainable_shapes(tensor_shapes, (), adapter, model_type), model_type
+        )
     ):
         four_bit = QuantizationSection(load_in_4bit=True)
         yield lower({"quantization": four_bit}, ("quantization.load_in_4bit", "false", "true"))

@@ -120,14 +120,17 @@ def read(
     recipe = model.recipe
     _write_sample_data(recipe, workspace, say)
     file_facts = token_cache.known_files(workspace.cache)
-    data_format = columns.detect(recipe.data, workspace.root, file_facts)
-    data_format = _with_template(data_format, recipe, model.config["model_type"] == "t5")
-    data_format = replace(data_format, notes=(*data_format.notes, *model.notes))
-    rows = (
-        None
-        if recipe.data.streaming or sources.are_counted(recipe.data)
-        else columns.row_count(recipe.data.paths[0], file_facts)
-    )
+    is_t5 = model.config["model_type"] == "t5"
+    unread = () if is_t5 else chat_templates.unread_keys(recipe)
+    data_format = columns.detect(recipe.data, workspace.root, file_facts, unread)
+    data_format = _with_template(data_format, recipe, is_t5)
+    copied = plan_context.copied_modules(recipe, model.parameters, model.config["model_type"])
+    data_format = replace(data_format, notes=(*data_format.notes, *model.notes, *copied))
+    rows = None
+    if not recipe.data.streaming and not sources.are_counted(recipe.data):
+        rows = columns.row_count(recipe.data.paths[0], file_facts)
+        if rows is not None and data_format.kind == "oasst":  # a thread of several rows is trained
+            rows = sum(sources.count_rows(recipe.data, data_format, file_facts)[0])
     if machine_file is None:
         packages.refuse_missing(recipe)
         constraints = _with_packages(recipe, constraints, workspace, has_gpu)
@@ -170,8 +173,11 @@ def _with_template(data_format: DataFormat, recipe: Recipe, is_t5: bool) -> Data
     if template.startswith("none"):
         return replace(data_format, template=template)
     missing = chat_templates.missing_tags(recipe)
-    note = (chat_templates.tags_note(missing),) if missing else ()
-    return replace(data_format, template=template, notes=(*data_format.notes, *note))
+    if not missing:
+        return replace(data_format, template=template)
+    template += f"; {len(missing)} of its tags are no tokens"
+    notes = (*data_format.notes, chat_templates.tags_note(missing))
+    return replace(data_format, template=template, notes=notes)
 
 
 def _with_packages(

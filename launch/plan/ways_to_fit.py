@@ -11,9 +11,10 @@ from launch.plan import candidates
 from launch.plan import context as plan_context
 from launch.plan.candidates import LaunchConstraints
 from launch.plan.search import fastest
-from launch.predict import parameters
+from launch.predict import optimizers
 from launch.predict.estimate import Judged, PlanContext, describe
 from launch.predict.oom_history import CLEARLY_BELOW
+from launch.predict.trained_parameters import trainable_shapes
 from launch.schema.model_sections import LoraSection, QuantizationSection
 from launch.schema.recipe import Recipe
 
@@ -75,10 +76,9 @@ def ways_to_fit(context: PlanContext, constraints: LaunchConstraints) -> Iterato
     adapters = [("", recipe.lora, recipe.quantization)]
     if lora_flag:
         adapters.append((lora_flag, lora, None))
-    if (
-        recipe.quantization is None
-        and context.model.config["model_type"] in parameters.LORA_TARGETS
-    ):
+    model_type = context.model.config["model_type"]
+    trainable = trainable_shapes(context.parameters, (), lora, model_type)
+    if recipe.quantization is None and not optimizers.unquantizable(trainable, model_type):
         four_bit = QuantizationSection(load_in_4bit=True)
         adapters.append((f"{lora_flag}--quantization.load_in_4bit=true ", lora, four_bit))
     for (adapter_flags, adapter, quantization), (model_flag, section) in itertools.product(

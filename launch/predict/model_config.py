@@ -19,29 +19,19 @@ import yaml
 
 from launch.base.errors import ConfigError, LaunchError, ResourceError
 from launch.base.text import suggestion
+from launch.predict import model_types
 from launch.predict import parameters as predict_parameters
 from launch.schema.model_sections import ModelSection
 
 INDEX_NAME = "model.safetensors.index.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 10 << 20  # a config.json has kilobytes; the index of a 400B model about 200 KiB
+ENDS_BYTES = 1024  # of a file that is looked at
 NUM_PARTS, PART_BYTES = 64, 1 << 16  # of a weight file, for its fingerprint
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 HARMLESS_PRIVATE_KEYS = ("_name_or_path", "_attn_implementation")  # the second with any ending
 # private keys that save_pretrained() of transformers 5.23 writes itself, and the type of each
 SAVED_PRIVATE_KEYS = {"_remove_final_layer_norm": bool, "_sliding_window_pattern": int}
-# model types that fill masks; with is_decoder some of them write text
-ENCODERS = frozenset(
-    (
-        *("albert", "bert", "big_bird", "camembert", "convbert", "data2vec-text", "deberta"),
-        *("deberta-v2", "distilbert", "electra", "ernie", "esm", "esmc", "eurobert", "flaubert"),
-        *("fnet", "funnel", "gte", "ibert", "jina_embeddings_v3", "layoutlm", "longformer"),
-        *("luke", "megatron-bert", "mobilebert", "modernbert", "modernvbert", "mpnet", "mra"),
-        *("neomme", "nomic_bert", "nystromformer", "perceiver", "reformer", "rembert", "roberta"),
-        *("roberta-prelayernorm", "roc_bert", "roformer", "squeezebert", "tapas", "ultrabert"),
-        *("ultravbert", "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod", "yoso"),
-    )
-)
 OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack", ".gguf"}
 TRAINER_FILES = {
     "training_args.bin",
@@ -88,11 +78,7 @@ def read(
         return config, predict_parameters.parameters_by_name(config)
     folder = root / Path(model.path or "").expanduser()
     config = _folder_config(folder)
-    if config["model_type"] in ENCODERS and not config.get("is_decoder"):
-        raise ConfigError(
-            f"{folder}/config.json: model_type {config['model_type']!r} is an encoder: it fills"
-            " masks and cannot be trained to write text; give a decoder (llama, qwen3, ...) or T5"
-        )
+    model_types.check(config, folder / "config.json")
     tensors = _tensors(folder)
     if tensors is None:  # a config without weights: the model starts from random ones
         return config | changes, predict_parameters.parameters_by_name(config | changes)
@@ -126,13 +112,30 @@ def check_folder(folder: Path) -> None:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Refuse a tokenizer that brings code. Raises ResourceError."""
+    """Refuse a tokenizer that brings code, or whose files are damaged. Raises ResourceError."""
     file = folder / "tokenizer_config.json"
-    if file.is_file() and "auto_map" in (_json(file) or {}):
+    config = _json(file) if file.is_file() else {}
+    if not isinstance(config, dict):
+        raise ResourceError(
+            f"{file}: holds {type(config).__name__}, not a mapping of keys to values; copy the"
+            " tokenizer again"
+        )
+    if "auto_map" in config:
         raise ResourceError(
             f"{file}: auto_map asks for code that comes with the tokenizer (trust_remote_code),"
             " which is never run; remove auto_map, or give another --tokenizer.path=FOLDER"
         )
+    file = folder / "tokenizer.json"
+    if file.is_file() and not _is_object(file):
+        raise ResourceError(f"{file}: is no JSON object, or was cut; copy the tokenizer again")
+
+
+def _is_object(file: Path) -> bool:
+    """True if a file begins and ends as a JSON object does; one of 30 MB is not parsed."""
+    with file.open("rb") as stream:
+        begin = stream.read(ENDS_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
+        stream.seek(max(file.stat().st_size - ENDS_BYTES, 0))
+        return begin.startswith(b"{") and stream.read().rstrip().endswith(b"}")
 
 
 def check_adapter(folder: Path) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 from launch.base.errors import ConfigError
 from launch.base.text import nearest
-from launch.predict.parameters import LORA_TARGETS, Shape, Shapes, total_elements, trainable_shapes
+from launch.predict.parameters import LORA_TARGETS, Shape, Shapes, total_elements
+from launch.predict.trained_parameters import COPY, trainable_shapes
 from launch.schema.model_sections import DTYPE_BYTES, LoraSection, QuantizationSection
 from launch.schema.plan import MemoryEstimate
 
@@ -61,7 +62,7 @@ def _bnb_8bit(num_states: int) -> OptimizerBytes:
 
 def _is_embedding(name: str) -> bool:
     """True if the Trainer gives this parameter 32-bit states, as it does to every nn.Embedding."""
-    module = name.removesuffix(".weight").rpartition(".")[2]
+    module = name.replace(COPY, ".").removesuffix(".weight").rpartition(".")[2]
     return module in ("shared", "wte", "wpe", "relative_attention_bias") or "embed" in module
 
 
@@ -96,24 +97,42 @@ OPTIMIZERS: dict[str, OptimizerBytes] = {
 }
 
 
+def unquantizable(trainable: Shapes, model_type: str) -> str | None:
+    """The reason why linear layers cannot have 4 bits beside these trained parameters; None if they
+    can."""
+    if model_type not in LORA_TARGETS:
+        return (
+            f"which layers of model_type {model_type!r} would have 4 bits is not known; known:"
+            f" {', '.join(sorted(LORA_TARGETS))}"
+        )
+    for name in trainable:
+        module, is_copy, _ = name.partition(COPY)
+        if is_copy and _has_4_bits(name.replace(COPY, "."), model_type):
+            return (
+                f"lora.modules_to_save would train a copy of {module}, but its linear weights have"
+                " 4 bits, and no gradients; name norms, embeddings or the output head there, or"
+                " leave quantization out"
+            )
+    return None
+
+
+def _has_4_bits(name: str, model_type: str) -> bool:
+    """True if this parameter is of a layer that transformers would quantise."""
+    layer = name.rpartition(".")[0].rpartition(".")[2]
+    return layer in LORA_TARGETS[model_type] and layer not in KEPT_WHOLE.get(model_type, ())
+
+
 def _quantized_bytes(
     tensor_shapes: Shapes, section: QuantizationSection, model_type: str, element_bytes: int
 ) -> int:
     """Weights of which the linear layers that transformers would quantise have 4 bits. Without
     LoRA's."""
-    if model_type not in LORA_TARGETS:
-        raise ConfigError(
-            f"quantization: which layers of model_type {model_type!r} would have 4 bits is not"
-            f" known; known: {', '.join(sorted(LORA_TARGETS))}"
-        )
     assert section.bnb_4bit_compute_dtype is not None
-    linear = set(LORA_TARGETS[model_type]) - set(KEPT_WHOLE.get(model_type, ()))
     total = 0
     for name, shape in tensor_shapes.items():
-        module, _, kind = name.rpartition(".")
-        if module.rpartition(".")[2] not in linear:
+        if not _has_4_bits(name, model_type):
             total += math.prod(shape) * element_bytes
-        elif kind == "weight":
+        elif name.endswith(".weight"):
             total += _four_bit_bytes(math.prod(shape), section.bnb_4bit_use_double_quant)
         else:  # a bias has the type of what it is added to
             total += math.prod(shape) * DTYPE_BYTES[section.bnb_4bit_compute_dtype]
@@ -155,10 +174,10 @@ def model_state(
         )
     trainable = trainable_shapes(tensor_shapes, freeze, lora, model_type)
     element_bytes = DTYPE_BYTES[dtype]
-    trainable_bytes = element_bytes if lora is None else LORA_BYTES
     state_bytes = OPTIMIZERS[optim]
     optimizer_bytes = sum(
-        state_bytes(name, shape, trainable_bytes) for name, shape in trainable.items()
+        state_bytes(name, shape, _element_bytes(name, lora, dtype))
+        for name, shape in trainable.items()
     )
     if optim in _8BIT and any(
         math.prod(shape) >= BNB_MIN_8BIT_SIZE and not _is_embedding(name)
@@ -167,9 +186,24 @@ def model_state(
         optimizer_bytes += _8BIT[optim] * BNB_MAP_BYTES
     base_bytes = total_elements(tensor_shapes) * element_bytes
     if quantization is not None:
+        if reason := unquantizable(trainable, model_type):
+            raise ConfigError(f"quantization: {reason}")
         base_bytes = _quantized_bytes(tensor_shapes, quantization, model_type, element_bytes)
+    gradients_bytes = trained_bytes(trainable, lora, dtype)
     return MemoryEstimate(
-        weights_bytes=base_bytes + (0 if lora is None else total_elements(trainable) * LORA_BYTES),
-        gradients_bytes=total_elements(trainable) * trainable_bytes,
+        weights_bytes=base_bytes + (0 if lora is None else gradients_bytes),
+        gradients_bytes=gradients_bytes,
         optimizer_bytes=optimizer_bytes,
     )
+
+
+def trained_bytes(trainable: Shapes, lora: LoraSection | None, dtype: str) -> int:
+    """Bytes of the parameters that are trained, where each rank holds a full copy."""
+    return sum(
+        math.prod(shape) * _element_bytes(name, lora, dtype) for name, shape in trainable.items()
+    )
+
+
+def _element_bytes(name: str, lora: LoraSection | None, dtype: str) -> int:
+    """Bytes of an element of a trained parameter. Copies of modules stay in model.dtype."""
+    return DTYPE_BYTES[dtype] if lora is None or COPY in name else LORA_BYTES

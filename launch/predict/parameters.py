@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from launch.base.errors import ConfigError
-from launch.base.text import suggestion
-from launch.schema.model_sections import LoraSection
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
@@ -298,93 +296,8 @@ def _llama(values: dict[str, Any], model_type: str) -> Shapes:
     return tensor_shapes
 
 
-# ---- what trains
+# ---- names in them
 # ---------------------------------------------------------------------------
-
-
-def trainable_shapes(
-    tensor_shapes: Shapes, freeze: Sequence[str], lora: LoraSection | None, model_type: str
-) -> Shapes:
-    """The parameters that get gradients: those `freeze` leaves, or with LoRA its own
-    (x.lora_A.weight) and no others.
-
-    Raises ConfigError for an entry of `freeze` or of `lora.target_modules` that matches nothing.
-    """
-    frozen: set[str] = set()
-    for entry in freeze:
-        matched = {name for name in tensor_shapes if name == entry or name.startswith(f"{entry}.")}
-        if not matched:
-            modules = _modules(tensor_shapes)
-            raise ConfigError(
-                f"model.freeze: {entry!r} matches no parameter; {suggestion(entry, modules)}"
-            )
-        frozen |= matched
-    if lora is not None:
-        return _lora_shapes(tensor_shapes, lora, model_type)
-    trainable = {name: shape for name, shape in tensor_shapes.items() if name not in frozen}
-    if not trainable:
-        raise ConfigError(f"model.freeze: {', '.join(freeze)} leave nothing to train; remove one")
-    return trainable
-
-
-def count(
-    tensor_shapes: Shapes, freeze: Sequence[str], lora: LoraSection | None, model_type: str
-) -> tuple[int, int, int]:
-    """(parameters without LoRA's, trainable parameters, LoRA's parameters); the third is part of
-    the second."""
-    trainable = total_elements(trainable_shapes(tensor_shapes, freeze, lora, model_type))
-    return total_elements(tensor_shapes), trainable, 0 if lora is None else trainable
-
-
-def _lora_shapes(tensor_shapes: Shapes, lora: LoraSection, model_type: str) -> Shapes:
-    targets = lora_targets(tensor_shapes, lora, model_type)
-    adapters: Shapes = {}
-    unmatched = set(targets)
-    for name, shape in tensor_shapes.items():
-        module = name.removesuffix(".weight")
-        hits = {target for target in targets if module == target or module.endswith(f".{target}")}
-        if module == name or not hits or len(shape) != 2:
-            continue
-        unmatched -= hits
-        # Conv1D and embeddings are (in, out), linears (out, in): the sum of A and B does not depend
-        # on which is which
-        adapters[f"{module}.lora_A.weight"] = (lora.r, shape[1])
-        adapters[f"{module}.lora_B.weight"] = (shape[0], lora.r)
-        if lora.use_dora:
-            is_transposed = model_type in CONV1D_FAMILIES or EMBEDDING.search(name)
-            num_outputs = shape[1 if is_transposed else 0]
-            adapters[f"{module}.lora_magnitude_vector.weight"] = (num_outputs,)
-    adapters |= _trained_rows(tensor_shapes, lora, model_type)
-    if lora.target_modules not in (None, ALL_LINEAR) and unmatched:
-        entry = sorted(unmatched)[0]
-        raise ConfigError(
-            f"lora.target_modules: {entry!r} matches no linear layer;"
-            f" {suggestion(entry, _matrix_modules(tensor_shapes))}"
-        )
-    return adapters
-
-
-def _trained_rows(tensor_shapes: Shapes, lora: LoraSection, model_type: str) -> Shapes:
-    """The rows of the embedding, and of an output head that is not tied to it, that are trained
-    beside the adapters."""
-    if not lora.trainable_token_indices:
-        return {}
-    name = embedding(tensor_shapes)
-    rows, width = tensor_shapes[name]
-    if max(lora.trainable_token_indices) >= rows:
-        raise ConfigError(
-            f"lora.trainable_token_indices: {max(lora.trainable_token_indices)} is no id of a"
-            f" token: the model's vocabulary has {rows:,} tokens, from 0"
-        )
-    # transformers 5 ties lm_head of a T5 to shared whatever the config says
-    heads = [] if model_type == "t5" else [head for head in tensor_shapes if HEAD.search(head)]
-    return {
-        f"{module.removesuffix('.weight')}.token_adapter.trainable_tokens_delta": (
-            len(lora.trainable_token_indices),
-            width,
-        )
-        for module in (name, *heads)
-    }
 
 
 def embedding(tensor_shapes: Shapes) -> str:
@@ -398,17 +311,17 @@ def embedding(tensor_shapes: Shapes) -> str:
     )
 
 
-def lora_targets(tensor_shapes: Shapes, lora: LoraSection, model_type: str) -> tuple[str, ...]:
-    """Names of the modules that get an adapter."""
-    asked = lora.target_modules
-    if asked is None:
-        asked = LORA_TARGETS.get(model_type, ALL_LINEAR)
-    if asked != ALL_LINEAR:
-        return tuple(asked)
-    return tuple(name for name in _matrix_modules(tensor_shapes) if not NOT_LINEAR.search(name))
+def ties(tensor_shapes: Shapes, model_type: str) -> dict[str, str]:
+    """The parameters that are another parameter under a second name, and that parameter."""
+    pairs = TIED.get(model_type)
+    if pairs is None:  # a family of which only the weights are known
+        source = next(filter(EMBEDDING.search, tensor_shapes), None)
+        has_head = any(map(HEAD.search, tensor_shapes))
+        pairs = {} if source is None or has_head else {"lm_head.weight": source}
+    return {name: source for name, source in pairs.items() if name not in tensor_shapes}
 
 
-def _matrix_modules(tensor_shapes: Shapes) -> list[str]:
+def matrix_modules(tensor_shapes: Shapes) -> list[str]:
     """Last names of the modules that hold a matrix: q_proj, down_proj, ..."""
     matrices = (
         name.removesuffix(".weight") for name, shape in tensor_shapes.items() if len(shape) == 2
@@ -416,13 +329,15 @@ def _matrix_modules(tensor_shapes: Shapes) -> list[str]:
     return list(dict.fromkeys(name.rpartition(".")[2] for name in matrices))
 
 
-def _modules(tensor_shapes: Shapes) -> list[str]:
+def modules_of(tensor_shapes: Shapes) -> list[str]:
+    """Full names of the modules that hold parameters, also in modules of theirs; outermost
+    first."""
     prefixes = dict.fromkeys(
         ".".join(parts[:num_parts])
         for parts in (name.split(".") for name in tensor_shapes)
         for num_parts in range(1, len(parts))
     )
-    return sorted(prefixes, key=lambda prefix: prefix.count("."))  # outermost first
+    return sorted(prefixes, key=lambda prefix: prefix.count("."))
 
 
 def total_elements(tensor_shapes: Shapes) -> int:

@@ -6,8 +6,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from launch.predict import optimizers, parameters
-from launch.predict.parameters import Shapes
+from launch.predict import optimizers
+from launch.predict.parameters import Shapes, total_elements
+from launch.predict.trained_parameters import trainable_shapes
 from launch.schema.model_sections import DTYPE_BYTES, ModelSection
 from launch.schema.modes import Refusal
 from launch.schema.plan import MemoryEstimate, Strategy
@@ -25,7 +26,7 @@ MASTER_BYTES = 4
 def refusal(recipe: Recipe, strategy: Strategy) -> str | None:
     """The reason why this mode cannot run the recipe as it is, or None."""
     training, dtype = recipe.training, recipe.model.dtype
-    is_fp16 = dtype == "float16" and recipe.lora is None  # adapters are float32
+    is_fp16 = dtype == "float16" and recipe.trains_model_dtype
     refusals: dict[Refusal, tuple[bool, str]] = {
         "float16 beside fp16": (
             is_fp16 and strategy.mixed_precision == "fp16",
@@ -104,18 +105,16 @@ def per_rank(
     ranks, mode = strategy.num_processes, strategy.launch_mode
     if mode.is_whole:
         return full_copy
-    trainable = parameters.trainable_shapes(
-        tensor_shapes, recipe.model.freeze, recipe.lora, model_type
-    )
-    trained = sum(math.prod(shape) for shape in trainable.values())
+    trainable = trainable_shapes(tensor_shapes, recipe.model.freeze, recipe.lora, model_type)
+    trained = total_elements(trainable)
     if mode.engine == "fsdp2":
-        # Accelerate makes trained weights float32
-        if strategy.mixed_precision != "no" and not recipe.lora:
-            added = trained * (MASTER_BYTES - DTYPE_BYTES[recipe.model.dtype])
+        # Accelerate makes trained weights float32, as adapters are already
+        if strategy.mixed_precision != "no":
+            before = optimizers.trained_bytes(trainable, recipe.lora, recipe.model.dtype)
             state_bytes = optimizers.OPTIMIZERS[recipe.training.optim]("", (trained,), MASTER_BYTES)
             full_copy = replace(
                 full_copy,
-                weights_bytes=full_copy.weights_bytes + added,
+                weights_bytes=full_copy.weights_bytes - before + trained * MASTER_BYTES,
                 gradients_bytes=trained * MASTER_BYTES,
                 optimizer_bytes=state_bytes,
             )
@@ -127,7 +126,7 @@ def per_rank(
         )
     adapters = trained if recipe.lora else 0
     element_bytes = _deepspeed_element_bytes(recipe.model, strategy)
-    weights = (sum(math.prod(shape) for shape in tensor_shapes.values()) + adapters) * element_bytes
+    weights = (total_elements(tensor_shapes) + adapters) * element_bytes
     gradients = trained * element_bytes
     states = trained * MASTER_BYTES + optimizers.OPTIMIZERS[recipe.training.optim](
         "", (trained,), MASTER_BYTES

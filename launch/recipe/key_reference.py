@@ -63,6 +63,7 @@ ALIASES = {
     **dict.fromkeys(("gpus", "num_gpus", "nproc_per_node"), "launch.num_processes"),
     **dict.fromkeys(("lora", "rank", "lora_r", "lora_rank"), "lora.r"),
     **dict.fromkeys(("qlora", "use_4bit"), "quantization.load_in_4bit"),
+    "additional_target": "lora.modules_to_save",
 }
 _BOUNDS = {Ge: "at least", Gt: "more than", Le: "at most", Lt: "less than"}
 _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}

@@ -315,8 +315,15 @@ _EXPECTED = {
     "string_type": "text",
     "tuple_type": "a [list]",
     "model_type": "a section: keys below it",
+    "string_too_short": "text that is not empty",
 }
-_BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+_SOURCES = {  # of data.train_file, by the length of a key path
+    **{2: "a path, or a list: [{path: FILE}, ...]", 3: "a path, or {path: FILE}"},
+}
+_BOUNDS = {
+    **{"ge": "at least {:.15g}", "gt": "more than {:.15g}", "le": "at most {:.15g}"},
+    **{"lt": "less than {:.15g}", "max_length": "at most {} characters"},
+}
 
 
 def _problems(layer: _Layer, file: str) -> list[tuple[KeyPath, ConfigError]]:
@@ -397,17 +404,22 @@ def _schema_problem(detail: ErrorDetails, place: str, file: str) -> ConfigError:
         return ConfigError(
             f"{place}: {f'{dotted(key_path)}: ' if key_path else ''}{context['error']}"
         )
+    if kind == "missing" and len(key_path) > 2:  # of an entry of a list
+        form = f"write {{{key_path[-1]}: VALUE, ...}}"
+        return wrong(place, key_path[:-1], show(detail["input"]), f"a {key_path[-1]} in it", form)
     if kind == "missing":
         advice = f"write it into the file or give --{dotted(key_path)}=VALUE"
         return wrong(file, key_path, "nothing", "a value", advice)
     if kind == "extra_forbidden":
         return wrong(place, key_path, "an unknown key", *_unknown(key_path))
     bounds = [
-        f"{phrase} {context[bound]:.15g}" for bound, phrase in _BOUNDS.items() if bound in context
+        phrase.format(context[bound]) for bound, phrase in _BOUNDS.items() if bound in context
     ]
     expected = context.get("expected") or context.get("pattern") or " and ".join(bounds)
     expected = expected or _EXPECTED.get(kind) or detail["msg"]
     value = detail["input"]
+    if kind in ("string_type", "model_type") and key_path[:2] == ("data", "train_file"):
+        expected = _SOURCES.get(len(key_path), expected)
     return wrong(place, key_path, show(value), expected, mend(value, expected))
 
 

@@ -64,10 +64,13 @@ def absolute_override(override: str) -> str:
     folder. The typed text stays for messages."""
     key, equals, value = override.partition("=")
     dotted = key.lstrip("-").replace("-", "_")
-    if not equals or dotted not in PATH_KEYS or value in ("", "null", "~"):
+    is_list = value.startswith("[")
+    if not equals or dotted not in PATH_KEYS or value in ("", "null", "~") or value[0] == "{":
+        return override
+    if is_list and dotted != "data.train_file":
         return override
     typed = getattr(override, "typed", "") or override
-    if value.startswith("["):  # sources
+    if is_list:
         parsed = absolute(strict_yaml.parse_value(value, (key,), typed), Path.cwd())
         return load.Override(f"{key}={json.dumps(parsed, ensure_ascii=False)}", typed)
     return load.Override(f"{key}={_of_key(dotted, value, Path.cwd())}", typed)
@@ -92,7 +95,7 @@ def absolute(value: Any, base: Path) -> Any:
         sources = ({"path": source} if isinstance(source, str) else source for source in value)
         return [
             {**source, "path": _join(base, source["path"])}
-            if isinstance(source, dict) and isinstance(source.get("path"), str)
+            if isinstance(source, dict) and source.get("path") and isinstance(source["path"], str)
             else source
             for source in sources
         ]

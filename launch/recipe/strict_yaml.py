@@ -90,7 +90,7 @@ def parse_value(text: str, key_path: KeyPath, place: str) -> Any:
             key_path,
             "a mapping",
             "a single value or a [list]",
-            "write it into a recipe file",
+            f"write [{text}]" if key_path[-1] == "train_file" else "write it into a recipe file",
         )
     if text[:1] in ("[", '"', "'"):
         return _Reader(text, lambda _: place).document(key_path)
@@ -320,4 +320,5 @@ def mend(value: Any, expected: str) -> str:
         )
     if isinstance(value, float) and expected == "a whole number":
         return f"write {int(value)}" if value.is_integer() else "round it"
-    return "put it in quotes" if expected == "text" and value is not None else ""
+    is_scalar = isinstance(value, bool | int | float)
+    return "put it in quotes" if expected.startswith(("text", "a path")) and is_scalar else ""

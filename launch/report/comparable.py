@@ -124,18 +124,18 @@ def read(run: RunDir, say: run_folder_steps.Say = lambda line: None) -> Side:
     another version wrote it."""
     parts = tuple(part for part in run_folder_steps.stretches(run, say=say) if part.counted)
     last = parts[-1].attempt
-    outcome, end, tokens = last.read_outcome(), last.read_end(), run.read_tokens()
     saved = [
         folder
         for folder in manifest.committed(run.checkpoints)
         if (folder / manifest.FILE).exists()
     ]
     ending = f"at step {parts[-1].counted[-1].step:,} of {parts[-1].counted[-1].max_steps:,}"
-    if run.outcome():
-        ending = "finished"
-    elif end and end.failure:
-        ending += f" ({end.failure.cause})"
     try:
+        outcome, end, tokens = last.read_outcome(), last.read_end(), run.read_tokens()
+        if run.outcome():
+            ending = "finished"
+        elif end and end.failure:
+            ending += f" ({end.failure.cause})"
         plan = last.read_plan()
         return Side(
             run=run,

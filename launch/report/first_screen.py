@@ -32,11 +32,12 @@ def lines(
 ) -> list[str]:
     """The plan in short. `below` are labels and texts of the last lines; `now` is local time;
     `source` tells where the full plan is."""
-    data = _line("data", _data(recipe, plan))
     screen = [
         _short(f"plan for {recipe.name} on {machine.name}", COLUMNS),
         _line("model", _model(recipe, plan)),
-        data,
+        _line("data", _data(recipe, plan)),
+        *_sources(recipe, plan),
+        *_loss(plan),
         _line("batch", batch(plan.strategy) + (" packed sequences" if plan.packing else "")),
         _line("mode", _mode(machine, plan)),
         _line("memory", _memory(plan)),
@@ -52,8 +53,6 @@ def lines(
         folded = _folded("note", note)
         if len(screen) + len(folded) + len(end) <= LINES:
             screen += folded
-    if len(screen) + len(end) < LINES and (line := _loss(plan)):
-        screen.insert(screen.index(data) + 1, line)
     return screen + end
 
 
@@ -113,11 +112,18 @@ def _data(recipe: Recipe, plan: Plan) -> str:
     return f"{name}{files}: {rows}, {lengths}"
 
 
-def _loss(plan: Plan) -> str:
-    """A line on the share of tokens with a loss, and the template; "" if neither is known."""
+def _sources(recipe: Recipe, plan: Plan) -> list[str]:
+    """A line on the rows of each of several sources."""
+    named = zip(recipe.data.source_names, plan.sources, strict=False)
+    rows = ", ".join(f"{name} {source.rows:,}" for name, source in named)
+    return [_line("sources", f"rows an epoch: {rows}")] if len(plan.sources) > 1 else []
+
+
+def _loss(plan: Plan) -> list[str]:
+    """A line on the share of tokens with a loss, and the template, if one of them is known."""
     parts = [] if plan.target_share is None else [f"{plan.target_share:.0%} have a loss"]
     parts += [f"template {plan.data_format.template}"] if plan.data_format.template else []
-    return _line("tokens", ", ".join(parts)) if parts else ""
+    return [_line("tokens", ", ".join(parts))] if parts else []
 
 
 def _mode(machine: Machine, plan: Plan) -> str:

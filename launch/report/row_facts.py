@@ -14,19 +14,20 @@ WAYS = {
     "marks": "the parts that the template marks with {% generation %}",
     "prefixes": "answers, found by the prompts before them",
     "characters": "answers, found by following their characters",
-    "turns": "answers, a row for each: the template renders earlier answers differently",
+    "turns": "answers, a row for each: the template renders earlier answers differently, or ends"
+    " them with no token of the vocabulary",
 }
 
 
 def facts(
-    data_format: DataFormat, summary: ShownRows, max_length: int
+    data_format: DataFormat, summary: ShownRows, max_length: int, num_files: int = 1
 ) -> Iterator[tuple[str, str]]:
     """(label, text) of the columns, the template, and counts of the rows that were read."""
     for label, text in (
         *(("", note) for note in data_format.notes),
         ("template", summary.template),
         ("loss on", _loss(summary)),
-        ("rows", _rows(summary, max_length)),
+        ("rows", _rows(summary, max_length, num_files)),
         ("messages", ", ".join(f"{count:,} {name}" for name, count in summary.contents.items())),
         *(("bad row", error) for error in summary.bad[:3]),
         ("tokens", _tokens(summary)),
@@ -43,8 +44,9 @@ def _loss(summary: ShownRows) -> str:
     )
 
 
-def _rows(summary: ShownRows, max_length: int) -> str:
-    parts = [f"the first {summary.num_read:,} were read"]
+def _rows(summary: ShownRows, max_length: int, num_files: int) -> str:
+    first = f"the first {summary.num_read:,} were read"
+    parts = [first if num_files == 1 else f"{summary.num_read:,} of {num_files} files were read"]
     if summary.num_held_out:
         parts.append(f"{summary.num_held_out:,} of them are held out (data.validation_size)")
     parts += [f"{count:,} left out ({reason})" for reason, count in summary.left_out.items()]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.text import Text
@@ -21,15 +20,18 @@ COUNTED = ("rows", "tokens")  # facts of many rows
 
 
 def lines(
-    context: PlanContext, file: Path, summary: ShownRows, colours: bool, is_one_row: bool = False
+    context: PlanContext,
+    files: Sequence[Path],
+    summary: ShownRows,
+    colours: bool,
+    is_one_row: bool = False,
 ) -> Iterator[Text]:
-    """The rows, with the targets in colour or in brackets, below the counts."""
+    """The rows of files, with the targets in colour or in brackets, below the counts."""
     data, max_length = context.recipe.data, context.recipe.data.max_length
-    own = sources.format_of(data, context.data_format, file)
-    data_format = replace(own, notes=context.data_format.notes)
-    facts = row_facts.facts(data_format, summary, max_length)
+    formats = [sources.format_of(data, context.data_format, file) for file in files]
+    facts = row_facts.facts(context.data_format, summary, max_length, len(files))
     for label, text in (
-        ("data", f"{file}: {data_format.reason}"),
+        *(("data", f"{file}: {own.reason}") for file, own in zip(files, formats, strict=True)),
         *((label, text) for label, text in facts if not is_one_row or label not in COUNTED),
         *(("", line) for line in _histogram(summary.lengths)),
     ):

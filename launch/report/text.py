@@ -104,9 +104,6 @@ def schedule_notes(recipe: Recipe, plan: Plan) -> Iterator[str]:
 def notes(recipe: Recipe, plan: Plan) -> Iterator[str]:
     """Sentences that a reader of the short plan should not miss, the most important first."""
     yield from schedule_notes(recipe, plan)
-    if plan.sources:
-        named = zip(recipe.data.sources, plan.sources, strict=True)
-        yield "rows an epoch: " + ", ".join(f"{source.name} {of.rows:,}" for source, of in named)
     yield from plan.data_format.notes
 
 

@@ -304,7 +304,7 @@ def _differences(earlier: RunDir, recipe: Recipe, tokens: TokenCache) -> Iterato
         ]
         which = ", ".join(changed) or "a file"
         text = f"the rows or the tokenizer are not the same: the content of {which} has changed"
-        if before and before["version"] != now["version"] and not changed:
+        if before and before.get("version") != now["version"] and not changed:
             text = (
                 "the rows were tokenised by another version of this program, which may do it"
                 " otherwise"

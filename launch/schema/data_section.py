@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -53,10 +54,17 @@ class DataSource(Section):
     def of_a_path(cls, value: Any) -> Any:
         return {"path": value} if isinstance(value, str) else value
 
-    @property
-    def name(self) -> str:
-        name = Path(self.path).name
-        return name if self.weight == 1 else f"{name} x {self.weight:g}"
+
+def short_names(paths: Iterable[str | Path]) -> dict[str, str]:
+    """The last parts of each path, as few as tell it from the others."""
+    parts = {str(path): Path(path).parts for path in paths}
+    names = {}
+    for path, own in parts.items():
+        others = [other for other in parts.values() if other != own]
+        counts = range(1, len(own))
+        count = next((n for n in counts if all(o[-n:] != own[-n:] for o in others)), len(own))
+        names[path] = str(Path(*own[-count:]))
+    return names
 
 
 def _form(value: Any) -> str:
@@ -170,9 +178,18 @@ class DataSection(Section):
         return self.train_file
 
     @property
+    def source_names(self) -> tuple[str, ...]:
+        """A name of each source, with its weight, for people."""
+        names = short_names(source.path for source in self.sources)
+        return tuple(
+            names[source.path] + ("" if source.weight == 1 else f" x {source.weight:g}")
+            for source in self.sources
+        )
+
+    @property
     def train_names(self) -> str:
         """The sources, for people."""
-        return ", ".join(source.name for source in self.sources)
+        return ", ".join(self.source_names)
 
     @property
     def paths(self) -> tuple[Path, ...]:

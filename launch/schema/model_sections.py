@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     NonNegativeInt,
@@ -22,7 +23,13 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 AttnImplementation = Literal["sdpa", "eager", "flash_attention_2"]
 
 
-Token = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=r"\S")]
+def _not_blank(token: str) -> str:
+    if not token.strip():
+        raise ValueError(f"found {token!r}, expected the text of a token, e.g. '<|im_end|>'")
+    return token
+
+
+Token = Annotated[str, StringConstraints(max_length=64), AfterValidator(_not_blank)]
 
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -131,6 +138,11 @@ class LoraSection(Section):
         default=None,
         description="Names of the modules that get an adapter, or all-linear: every linear layer"
         " but the output head. null: chosen by architecture, all-linear if it is not known.",
+    )
+    modules_to_save: Annotated[tuple[str, ...], BeforeValidator(as_tuple), AFFECTS_STEP] = Field(
+        default=(),
+        description="Ends of names of modules of which all weights are trained beside the adapters,"
+        " in model.dtype, and saved with them: ['lm_head'], ['model.norm'].",
     )
     trainable_token_indices: Annotated[
         tuple[NonNegativeInt, ...] | None, BeforeValidator(as_tuple), AFFECTS_STEP

@@ -32,6 +32,8 @@ class ModelSize:
     parameters: int
     trainable_parameters: int
     lora_parameters: int = 0  # part of trainable_parameters
+    lora_bytes: int = 0  # of lora_parameters: copies of modules have model.dtype
+    tied_copy_bytes: int = 0  # of the copy of tied embeddings, which PEFT writes for the head too
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -289,7 +291,7 @@ class Plan:
         if mode.offloads:  # ZeRO's states are float32: the weights and usually two moments
             optimizer_bytes = 3 * 4 * model_size.trainable_parameters
         if model_size.lora_parameters:
-            return 4 * model_size.lora_parameters + optimizer_bytes
+            return model_size.lora_bytes + model_size.tied_copy_bytes + optimizer_bytes
         if mode.engine == "deepspeed":  # all weights in rank 0's file, or each rank's part
             return (
                 4 if strategy.mixed_precision == "no" else 2

@@ -128,6 +128,12 @@ class Recipe(Section):
         """True if there are held-out rows, so that evaluations happen."""
         return self.data.holds_out
 
+    @property
+    def trains_model_dtype(self) -> bool:
+        """True if weights are trained in model.dtype: adapters are float32, but not the copies of
+        lora.modules_to_save."""
+        return self.lora is None or bool(self.lora.modules_to_save)
+
     def quantized(self, precision: Precision) -> QuantizationSection | None:
         """The quantization with its compute dtype: by default the type that autocast gives the
         layers."""

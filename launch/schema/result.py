@@ -139,6 +139,14 @@ class UsedTokens:
     # token_cache.token_identity(), because the folder may be deleted one day; None: of a trial
     made_of: Mapping[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        made_of = self.made_of
+        if made_of is not None and not (
+            isinstance(made_of.get("limits"), list)
+            and isinstance(made_of.get("validation", 0), str | None)
+        ):
+            raise ValueError("made_of: expected the keys limits, a list, and validation, a text")
+
 
 @dataclass(frozen=True)
 class Continues:

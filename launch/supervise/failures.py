@@ -73,9 +73,21 @@ def classify(record: AttemptRecord) -> Failure | None:
         return Failure("hang", 7, f"{record.hang}{_saved(record)}", "its heartbeat file", fix)
     if record.stopped_by is not None:
         return stopped(record.stopped_by, _saved(record))
-    if record.preempted is not None and record.returncode != -signal.SIGKILL:
+    if _has_stopped(record):
         return _preempted(record)
     return _fallen(record)
+
+
+def _has_stopped(record: AttemptRecord) -> bool:
+    """Say whether the ranks stopped of themselves, or because the launcher stopped them when one
+    of them had failed or was killed."""
+    if record.preempted is None or record.returncode == -signal.SIGKILL:
+        return False
+    types = [error.type for error in record.rank_errors]
+    if STOPPED in types[1:] and types[0] != STOPPED:
+        return False
+    is_killed = KILLED_FIRST.search(record.log_tail) or CRASHED.search(record.log_tail)
+    return record.preempted.checkpoint is not None or not is_killed
 
 
 def _without_ours(record: AttemptRecord) -> str:

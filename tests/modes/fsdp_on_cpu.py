@@ -29,6 +29,6 @@ def engage_fsdp() -> None:
 if __name__ == "__main__":
     assert os.environ.get("ACCELERATE_USE_FSDP") == "true", "start it with distributed_type: FSDP"
     engage_fsdp()
-    from train_low_mem import main
+    from train_low_mem import run_and_leave
 
-    sys.exit(main(sys.argv[1:]))
+    run_and_leave(sys.argv[1:])

@@ -2,6 +2,7 @@
 shim, and writes in which precision the layers and the gradients were. argv: run folder, mode,
 output file."""
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ with modules.uncollected():
     import torch
     from transformers import TrainerCallback
 
+    from train_low_mem import leave
     from training import run as training_run
     from training.loop.trainer import LowMemTrainer
 
@@ -71,7 +73,9 @@ def main(run: RunDir, mode: str, output: Path) -> None:
     attempt = run.attempts()[-1]
     start = Start(Workspace.here(), run.read_recipe(), plan, True, run=run, attempt=attempt)
     training_run.train(start, lambda *_: (str(run.root), str(attempt.root)), [], watch=watch)
-    torch.save({name: sorted(map(str, values)) for name, values in seen.items()}, output)
+    if os.environ["RANK"] == "0":
+        torch.save({name: sorted(map(str, values)) for name, values in seen.items()}, output)
 
 
 main(RunDir(Path(sys.argv[1])), sys.argv[2], Path(sys.argv[3]))
+leave(0)

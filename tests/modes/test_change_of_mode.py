@@ -100,9 +100,20 @@ def test_its_optimizer_states_are_carried_to_another_engine_or_number_of_ranks(
     assert not list(builders.only_run(tmp_path / "h").glob("checkpoints/tmp-*"))
 
 
-def test_lora_states_are_carried_too(tmp_path):
-    expected = cut_short(tmp_path, "deepspeed_zero2", 2, lora={"r": 4})
-    goes_on(tmp_path, ("cpu", 1), expected)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("deepspeed_zero2", 2), ("cpu", 1)),
+        pytest.param(("cpu", 1), ("cpu", 1), marks=pytest.mark.campaign),
+        pytest.param(("cpu", 1), ("deepspeed_zero3", 2), marks=pytest.mark.campaign),
+        pytest.param(("deepspeed_zero3", 2), ("multi_cpu", 2), marks=pytest.mark.campaign),
+        pytest.param(("fsdp2", 2), ("cpu", 1), marks=pytest.mark.campaign),
+        pytest.param(("multi_cpu", 2), ("fsdp2", 2), marks=pytest.mark.campaign),
+    ],
+)
+def test_states_of_adapters_and_of_copied_modules_are_carried_too(tmp_path, before, after):
+    lora = {"r": 4, "modules_to_save": ["embed_tokens", "norm", "down_proj"]}
+    goes_on(tmp_path, after, cut_short(tmp_path, *before, lora=lora))
 
 
 def test_another_effective_batch_goes_on_at_the_same_sample_under_zero(tmp_path):

@@ -17,6 +17,7 @@ with modules.uncollected():
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
     from transformers import TrainerCallback
 
+    from train_low_mem import leave
     from training import run as training_run
     from training.loop.trainer import LowMemTrainer
 
@@ -62,3 +63,4 @@ def main(run: RunDir, output: Path) -> None:
 
 for folder, output in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
     main(RunDir(Path(folder)), Path(output))
+leave(0)

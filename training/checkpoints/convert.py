@@ -27,7 +27,8 @@ FILE = "states.safetensors"
 WEIGHT = "weight"
 # "<state>/<parameter>"; a state is weight, exp_avg, ..., or step, which is a scalar
 States = dict[str, torch.Tensor]
-ADAPTER = ".default."  # PEFT's name of the adapter, which it leaves out of its files
+# PEFT's names of a copied module and of the adapter, which it leaves out of its files
+ADAPTER = re.compile(r"(\.modules_to_save)?\.default(?=\.|$)")
 Shapes = Mapping[str, torch.Size]  # by parameter
 
 
@@ -86,17 +87,23 @@ def optimizer_names(trainer: OpenTrainer) -> list[list[str]]:
 def _plain(source: Path, described: Mapping[str, Any], trained_shapes: Shapes) -> States:
     files = sorted([*source.glob("model*.safetensors"), *source.glob("adapter_model.safetensors")])
     weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    states: States = {}
-    for name in trained_shapes:
-        stored = name if name in weights else f"{name}.".replace(ADAPTER, ".").removesuffix(".")
-        if stored in weights:
-            states[f"{WEIGHT}/{name}"] = weights[stored]
+    states = _of_trained(weights, trained_shapes)
     optimizer = torch.load(source / "optimizer.pt", weights_only=True, map_location="cpu")
     groups = zip(optimizer["param_groups"], described["optimizer_parameters"], strict=True)
     for group, names in groups:
         for number, name in zip(group["params"], names, strict=True):
             of_parameter = optimizer["state"].get(number, {})
             states |= {f"{key}/{name}": torch.as_tensor(of) for key, of in of_parameter.items()}
+    return states
+
+
+def _of_trained(weights: States, trained_shapes: Shapes) -> States:
+    """The weights of trained parameters, under the model's names or PEFT's."""
+    states: States = {}
+    for name in trained_shapes:
+        stored = name if name in weights else ADAPTER.sub("", name)
+        if stored in weights:
+            states[f"{WEIGHT}/{name}"] = weights[stored]
     return states
 
 
@@ -192,7 +199,7 @@ class _PickleModule:
 
 def _fsdp2(source: Path, described: Mapping[str, Any], trained_shapes: Shapes) -> States:
     weights = torch_private.read_sharded(source / "pytorch_model_fsdp_0")["model"]
-    states = {f"{WEIGHT}/{name}": tensor for name, tensor in weights.items()}
+    states = _of_trained(weights, trained_shapes)
     optimizer = torch_private.read_sharded(source / "optimizer_0")["optimizer"]
     for name, of_parameter in optimizer["state"].items():
         states |= {f"{key}/{name}": torch.as_tensor(value) for key, value in of_parameter.items()}

@@ -16,6 +16,7 @@ from launch.base.errors import DataError
 from launch.data.conversation import Conversation, Sample, text_of
 from launch.data.rows import IGNORED, BadRows
 from training.data import stored_rows
+from training.data.chat import rendering
 from training.data.chat.loss_spans import ConversationRenderer, Rendered
 from training.data.chat.span_tokens import SpanEncoder
 
@@ -57,6 +58,7 @@ class Encoder:
     truncation_side: Literal["right", "left"] = "right"
     # None: of conversations, but not of rows that are one text
     split_special_tokens: bool | None = None
+    template_name: str = rendering.NAME  # in errors
 
     @cached_property
     def largest_id(self) -> int:
@@ -118,7 +120,8 @@ class Encoder:
 
     @cached_property
     def renderer(self) -> ConversationRenderer:
-        return ConversationRenderer(self.tokenizer, self.split_special_tokens is not False)
+        splits = self.split_special_tokens is not False
+        return ConversationRenderer(self.tokenizer, splits, self.template_name)
 
     @cached_property
     def _spans(self) -> SpanEncoder:

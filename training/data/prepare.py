@@ -207,7 +207,7 @@ def summary(name: str, counts: dict[str, Any], max_length: int) -> str:
     if counts["split"]:
         line += (
             f", {counts['split']:,} conversations as a row for each answer (the chat template"
-            " renders a turn differently once others follow)"
+            " renders a turn differently once others follow, or ends it with no token)"
         )
     if counts["unread"]:
         line += (

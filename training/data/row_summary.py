@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.base.errors import DataError
-from launch.data import sources
+from launch.data import chat_templates, sources
 from launch.data.conversation import Conversation, Sample, text_of
 from launch.data.files import shards
 from launch.data.row_choice import RowChoice
@@ -56,8 +56,10 @@ class RowSummary:
             self._max_length,
             truncation_side=tokens.recipe.data.truncation_side,
             split_special_tokens=tokens.recipe.tokenizer.split_special_tokens,
+            template_name=chat_templates.name_of(tokens.recipe),
         )
-        self.bad = BadRows(tokens.recipe.data.max_bad_rows)
+        limit = tokens.recipe.data.max_bad_rows
+        self.bad, self._bad_of_held_out = BadRows(limit), BadRows(limit)
         self.rows: list[ShownRow] = []
         self.counts, self._lengths = CacheCounts(), array("q")
         self._left_out, self._methods = Counter[str](), Counter[str]()
@@ -65,20 +67,22 @@ class RowSummary:
 
     def add_first(self, file: Path, num_read: int, num_shown: int) -> None:
         """Read the first rows of a file, no more than MOST_CHARACTERS of them."""
+        num_shown, before = num_shown + len(self.rows), len(self._lengths)
         batch: list[_Placed] = []
         batch_characters = characters = 0
         data_format, passes = self._format(file), self._passes(file)
-        placed = placed_samples(Slice(file), data_format, self.bad)
+        bad = self._bad_of_held_out if self._is_of_held_out_file(file) else self.bad
+        placed = placed_samples(Slice(file), data_format, bad)
         for number, place, sample in islice(placed, num_read):
             try:
                 batch.append(self._placed(place, sample, number, passes))
             except DataError as error:
-                self.bad.add(error)
+                bad.add(error)
             batch_characters += len(text_of(sample))
             if batch_characters >= BATCH_CHARACTERS:
                 self._add(batch, num_shown)
                 characters, batch, batch_characters = characters + batch_characters, [], 0
-            if characters >= MOST_CHARACTERS or len(self._lengths) >= MOST_LENGTHS:
+            if characters >= MOST_CHARACTERS or len(self._lengths) - before >= MOST_LENGTHS:
                 break
         self._add(batch, num_shown)
 
@@ -105,6 +109,10 @@ class RowSummary:
 
     def _format(self, file: Path) -> DataFormat:
         return sources.format_of(self._recipe.data, self._tokens.data_format, file)
+
+    def _is_of_held_out_file(self, file: Path) -> bool:
+        held_out = self._recipe.data.validation_file
+        return held_out is not None and file in shards.of(Path(held_out))
 
     def _passes(self, file: Path) -> list[tuple[int, RowChoice]]:
         """(number of the file's first row, the rows that are taken) of each pass over a file of
@@ -147,9 +155,14 @@ class RowSummary:
                 facts = {"is_held_out": placed.is_held_out, "times": placed.times}
                 self.rows += [replace(row, **facts) for row in shown]
             if isinstance(sample, Conversation):
-                self._contents.update(_contents(sample))
+                self._contents.update(map(self._label, _contents(sample)))
             if isinstance(rendered, list):
                 self._methods.update(talk.method for talk in rendered[:1] if talk.method)
+
+    def _label(self, content: str) -> str:
+        """A key of messages, with a word if the template drops it."""
+        is_dropped = content == "name" and not self._is_pair and self._encoder.renderer.drops_names
+        return "name (not in the chat template: not trained)" if is_dropped else content
 
     def _reason(self, sample: Sample) -> str:
         """The reason why a sample is left out."""
@@ -215,8 +228,8 @@ class RowSummary:
             self._lengths.tolist(),
             dict(self._methods),
             dict(self._contents),
-            self.bad.errors,
-            self.bad.count,
+            [*self.bad.errors, *self._bad_of_held_out.errors],
+            self.bad.count + self._bad_of_held_out.count,
             self._num_held_out,
         )
 
@@ -252,7 +265,11 @@ def _shortened(row: ShownRow) -> ShownRow:
 def _contents(talk: Conversation) -> Iterator[str]:
     for message in talk.messages:
         yield f"{message['role']} messages"
-        yield from (key for key in message if key not in ("role", "content", "weight"))
+        for key in message:
+            if key == "name" and message["role"] == "tool":
+                yield "name of a tool"
+            elif key not in ("role", "content", "weight"):
+                yield key
         if message.get("weight") == 0:
             yield "without a loss (weight 0)"
     if talk.tools:

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from launch.base import files
 from launch.base.errors import DataError
-from launch.data import rows
+from launch.data import chat_templates, rows
 from launch.data import sources as data_sources
 from launch.data.files import shards
 from launch.data.row_choice import Part
@@ -25,6 +25,7 @@ from launch.schema.recipe import Recipe
 from training.data import encode, tokenizer
 from training.data import packing as data_packing
 from training.data import units as data_units
+from training.data.chat import rendering
 
 JOB = "job.json"
 TOKENIZER = "tokenizer"
@@ -54,6 +55,7 @@ class Job:
     unit_bytes: int
     truncation_side: Literal["right", "left"] = "right"
     split_special_tokens: bool | None = None
+    template_name: str = rendering.NAME
     # of each slice of each unit, if the part takes some rows only: the number of its first row
     row_offsets: tuple[tuple[int, ...], ...] = ()
 
@@ -83,6 +85,7 @@ class Job:
             self._splits_texts,
             self.truncation_side,
             self.split_special_tokens,
+            self.template_name,
         )
 
     @property
@@ -158,6 +161,7 @@ def job(
         data.stream_unit_bytes if is_streamed else unit_bytes,
         data.truncation_side,
         recipe.tokenizer.split_special_tokens,
+        chat_templates.name_of(recipe),
     )
 
 

@@ -52,8 +52,12 @@ def load(folder: Path, template: str | None = None) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(" :")
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged file raises whatever its reader meets: KeyError, ...
+        reason = [*str(error).strip().splitlines(), ""][0].rstrip(" :")
+        if not isinstance(error, OSError | ValueError):
+            reason = f"{type(error).__name__}: {reason}; is {_files(folder)} damaged?"
         raise ResourceError(
             f"{folder}: no tokenizer can be loaded from this folder ({reason}); name one with"
             " --tokenizer.path=FOLDER"
@@ -73,6 +77,12 @@ def load(folder: Path, template: str | None = None) -> PreTrainedTokenizerBase:
         begins = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
         tokenizer.chat_template = ("{{ bos_token }}" if begins else "") + PLAIN_TEMPLATE
     return tokenizer
+
+
+def _files(folder: Path) -> str:
+    """The files that hold a folder's tokens."""
+    names = [name for name in chat_templates.TOKENIZER_FILES if (folder / name).is_file()]
+    return " or ".join(names) or "a file of it"
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:

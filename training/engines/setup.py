@@ -228,13 +228,28 @@ def tie_by_module(network: Network) -> None:
     embedding that shares the weight.
     """
     embedding, output = network.get_input_embeddings(), network.get_output_embeddings()
+    ends = {*embedding.modules(), *output.modules()}  # also PEFT's copies in them
     for parent in list(network.modules()):
         for name, child in list(parent.named_children()):
-            if (
-                child not in (embedding, output)
-                and getattr(child, "weight", None) is embedding.weight
-            ):
+            if child not in ends and getattr(child, "weight", None) is embedding.weight:
                 setattr(parent, name, embedding)
+
+
+def unify_trained(network: Network, strategy: Strategy) -> None:
+    """Cast adapters to the type of the modules that PEFT copied, for ZeRO-3 under mixed precision.
+
+    Stage 3 (DeepSpeed 0.19) joins all trained parameters in one buffer. It loads the weights of a
+    folder, and so PEFT copies them, in the computing precision, and does not cast the adapters, as
+    it does if it did not load the weights. Its master weights are float32 in any case.
+    """
+    if strategy.launch_mode.zero_stage != 3 or strategy.mixed_precision == "no":
+        return
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    dtypes = {parameter.dtype for parameter in trained}
+    if len(dtypes) > 1:
+        (half,) = dtypes - {torch.float32}
+        for parameter in trained:
+            parameter.data = parameter.data.to(half)
 
 
 def numel(parameter: torch.Tensor) -> int:

@@ -184,8 +184,12 @@ def set_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
 def with_lora(
     model: PreTrainedModel, lora: LoraSection, targets: tuple[str, ...]
 ) -> torch.nn.Module:
+    """Add the adapters, and copies of the modules in lora.modules_to_save, which peft trains in
+    their place."""
     from peft import LoraConfig, TaskType, get_peft_model
 
+    tied = _tied_copies(model, lora)
+    saved = tied or list(lora.modules_to_save)
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.lora_alpha,
@@ -194,22 +198,52 @@ def with_lora(
         use_dora=lora.use_dora,
         init_lora_weights=lora.init_lora_weights,
         target_modules=list(targets),
-        trainable_token_indices=_trained_tokens(model, lora),
+        modules_to_save=list(saved) or None,
+        ensure_weight_tying=tied is not None,
+        trainable_token_indices=_trained_tokens(model, lora) if tied is None else None,
         task_type=TaskType.SEQ_2_SEQ_LM if model.config.is_encoder_decoder else TaskType.CAUSAL_LM,
     )
     network: Network = get_peft_model(model, config)
-    if config.trainable_token_indices:  # else peft would save the embeddings that have grown
+    if tied:  # peft takes lm_head out of its list, but needs it there to load the adapter
+        config.modules_to_save = tied
+    # else peft would save the embeddings that have grown
+    if config.trainable_token_indices or saved:
         network.save_pretrained = partial(network.save_pretrained, save_embedding_layers=False)
     return network
 
 
+def _tied_copies(model: PreTrainedModel, lora: LoraSection) -> list[str] | None:
+    """The modules of lora.modules_to_save as PEFT has to read them to tie the copies of embeddings
+    and output head, if it copies any of the two and they share their weight; else None.
+
+    PEFT takes a name that it knows for embeddings (lm_head), once, and no other end of the head's
+    name. It cannot tie the copies of a T5's encoder and decoder."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if model.config.is_encoder_decoder or getattr(head, "weight", None) is not embedding.weight:
+        return None
+    names = {name: module for name, module in model.named_modules() if name}
+    saved: list[str] = []
+    is_copied = False
+    for entry in lora.modules_to_save:
+        copies = [name for name in names if name.endswith(entry)]
+        if any(names[name] in (embedding, head) for name in copies):
+            is_copied = True
+            saved += [name for name in copies if names[name] is not head]
+        else:
+            saved.append(entry)
+    return list(dict.fromkeys([*saved, "lm_head"])) if is_copied else None
+
+
 def _trained_tokens(model: PreTrainedModel, lora: LoraSection) -> dict[str, list[int]] | None:
     """Last names of the modules with rows that are trained beside the adapters. An output head that
-    is tied to the input's embeddings shares them."""
+    is tied to the input's embeddings shares them; a module of lora.modules_to_save has them."""
     if not lora.trainable_token_indices:
         return None
     modules: list[Network] = [model.get_input_embeddings()]
     if not model.config.get_text_config().tie_word_embeddings:
         modules.append(model.get_output_embeddings())
-    names = {id(module): name.rpartition(".")[2] for name, module in model.named_modules()}
-    return {names[id(module)]: list(lora.trainable_token_indices) for module in modules}
+    return {
+        name.rpartition(".")[2]: list(lora.trainable_token_indices)
+        for name, module in model.named_modules()
+        if module in modules and not name.endswith(lora.modules_to_save)
+    }

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from training.trace.recorder import Block, Event, Layer, Log
 
-FROZEN = (
-    "frozen parameter"  # op of a weight that is not trained; of the other weights it is "parameter"
-)
+# ops of a weight that is trained, of another weight, and of a weight that a step does not use: the
+# original beside a copy of LoRA's modules_to_save
+TRAINED, FROZEN, UNUSED = "parameter", "frozen parameter", "unused parameter"
 SCALAR_BYTES = 8  # a step counter, a norm: no engine divides these among ranks
 
 
@@ -23,6 +23,7 @@ class Weight:
     layer: Layer | None
     bytes: int  # as it is computed with
     trained: bool
+    used: bool = True
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def landmarks(log: Log, tied: bool) -> Landmarks:
     names = [phase.partition(":")[2] for phase in phases if phase.startswith("backward")]
     end = phases[f"backward:{names[-1]}"].stop
     weights = [
-        Weight(number, block.layer, block.fixed_bytes, block.op != FROZEN)
+        Weight(number, block.layer, block.fixed_bytes, block.op == TRAINED, block.op != UNUSED)
         for number, block in enumerate(log.blocks)
         if block.born == "start:weights" and block.kind == "weights"
     ]
@@ -204,10 +205,14 @@ def next_birth(log: Log, position: int, stop: int) -> int:
     return next((later for later in range(position + 1, stop) if log.events[later].birth), stop)
 
 
+def input_embedding(marks: Landmarks) -> Weight:
+    """The input embedding, or the copy of it that is trained."""
+    return next(weight for weight in marks.weights if weight.used)
+
+
 def embedding_gradient(marks: Landmarks) -> Gradient | None:
-    """The gradient of the input embedding, which is the first parameter. Of an untied embedding,
-    backward makes it last."""
-    first = marks.weights[0]
+    """The gradient of the input embedding. Of an untied embedding, backward makes it last."""
+    first = input_embedding(marks)
     alike = [
         gradient
         for gradient in marks.gradients

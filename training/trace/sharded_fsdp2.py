@@ -21,6 +21,7 @@ from training.trace.rewrite_log import (
     Rewriting,
     Weight,
     embedding_gradient,
+    input_embedding,
     later_gradients,
     next_birth,
 )
@@ -195,8 +196,10 @@ def _shards(rewriting: Rewriting, marks: Landmarks, recipe: Recipe, strategy: St
 def _groups(marks: Landmarks, recipe: Recipe, strategy: Strategy) -> Groups:
     groups = Groups({}, Group(None), Group(None), marks.tied)
     of_embedding = None if marks.tied else embedding_gradient(marks)
+    embedding = input_embedding(marks).block  # behind the original of a copy
     for weight in marks.weights:
-        group = groups.embedding if weight is marks.weights[0] and not marks.tied else groups.outer
+        is_embedding = weight.block <= embedding and not marks.tied
+        group = groups.embedding if is_embedding else groups.outer
         if weight.layer is not None:
             group = groups.layers.setdefault(weight.layer, Group(weight.layer))
         group.bytes += weight.bytes

@@ -183,8 +183,9 @@ def rewrite(
 
 def _outer(marks: Landmarks) -> tuple[list[int], list[int]]:
     """Weights before the layers, and weights behind them; a tied embedding is both."""
-    outer = [index for index, weight in enumerate(marks.weights) if weight.layer is None]
-    inputs = [index for place, index in enumerate(outer) if index == place]
+    used = [index for index, weight in enumerate(marks.weights) if weight.used]
+    outer = [index for index in used if marks.weights[index].layer is None]
+    inputs = [index for index, place in zip(outer, used, strict=False) if index == place]
     return inputs, outer[len(inputs) :] + (inputs[:1] if marks.tied else [])
 
 
@@ -216,6 +217,10 @@ def _backward(marks: Landmarks, phase: range, spans: dict[Layer, range]) -> list
 def _evenly(marks: Landmarks, spans: dict[Layer, range], backward: bool = False) -> Iterator[Use]:
     """The uses of the layers' weights, at even distances in the span of their layer."""
     for layer, span in spans.items():
-        inside = [index for index, weight in enumerate(marks.weights) if weight.layer == layer]
+        inside = [
+            index
+            for index, weight in enumerate(marks.weights)
+            if weight.layer == layer and weight.used
+        ]
         for place, index in enumerate(reversed(inside) if backward else inside):
             yield Use(span.start + len(span) * place // len(inside), index)

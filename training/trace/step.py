@@ -258,8 +258,10 @@ def _tracer(
         for parameter in layer.parameters()
     }
     recorder.mark("start:weights")
-    for parameter in network.parameters():
-        op = "parameter" if parameter.requires_grad else rewrite_log.FROZEN
+    for name, parameter in network.named_parameters():
+        op = rewrite_log.TRAINED if parameter.requires_grad else rewrite_log.FROZEN
+        if ".original_module." in name:  # PEFT computes with a copy
+            op = rewrite_log.UNUSED
         tensors, layer = (parameter, *four_bit.scales(parameter)), layer_of.get(id(parameter))
         recorder.hold((("weights", tensor, layer) for tensor in tensors), op)
     recorder.hold((("buffers", buffer, None) for buffer in network.buffers()), "buffer")
@@ -304,9 +306,10 @@ def whole_step(
     depth_keys = DEPTH_KEYS.get(config["model_type"], ())
     if "num_decoder_layers" in depth_keys and config.get("num_decoder_layers") is None:
         config["num_decoder_layers"] = config.get("num_layers", 6)
-    modules = " ".join([*recipe.model.freeze, *plan.lora_targets])
+    copies = recipe.lora.modules_to_save if recipe.lora else ()
+    modules = " ".join([*recipe.model.freeze, *plan.lora_targets, *copies])
     is_deep = depth_keys and all(config.get(key, 0) > repeat_layers.TRACED for key in depth_keys)
-    if is_deep and not re.search(r"[.]\d", modules):  # no module of a single layer
+    if is_deep and not re.search(r"(^|[. ])\d", modules):  # no module of a single layer
         shallow = {**config, **dict.fromkeys(depth_keys, repeat_layers.TRACED)}
         if isinstance(config.get("layer_types"), list):
             shallow["layer_types"] = config["layer_types"][: repeat_layers.TRACED]

@@ -4,6 +4,7 @@ number of rows, so a small file may decode to more than the memory."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +33,33 @@ class RowGroup:
                 f" over {MAX_ROW_BYTES >> 20} MiB a row; is it damaged? Write shorter rows"
             )
 
-    def rows_at_once(self, most: int) -> int:
-        """The rows of a batch that decodes to BATCH_BYTES if every value is as long as the
-        dictionary of its column."""
+    @cached_property
+    def _row_bytes(self) -> float:
+        """Bytes that a row decodes to on average, if every value is as long as the dictionary of
+        its column."""
         row_bytes = 0.0
         for chunk in self._chunks:
             row_bytes += chunk.total_uncompressed_size / max(self.num_rows, 1)
-            if any("DICTIONARY" in encoding for encoding in chunk.encodings):
+            if _has_dictionary(chunk):
                 values = chunk.num_values / max(self.num_rows, 1)
                 row_bytes += values * self._dictionary_bytes(chunk)
-        return int(min(max(BATCH_BYTES / max(row_bytes, 1), 1), most))
+        return row_bytes
+
+    def rows_at_once(self, most: int) -> int:
+        """The rows of a batch that decodes to BATCH_BYTES at most; at least one."""
+        return int(min(max(BATCH_BYTES / max(self._row_bytes, 1), 1), most))
+
+    @property
+    def kept_dictionaries(self) -> list[str]:
+        """The columns that are read as dictionaries, because a row alone may decode to more than
+        BATCH_BYTES."""
+        if self._row_bytes <= BATCH_BYTES:
+            return []
+        return [
+            chunk.path_in_schema
+            for chunk in self._chunks
+            if _has_dictionary(chunk) and chunk.physical_type == "BYTE_ARRAY"
+        ]
 
     def _dictionary_bytes(self, chunk: Any) -> int:
         """Bytes of a column's dictionary, from the header of its page: type, unpacked bytes, packed
@@ -57,6 +75,10 @@ class RowGroup:
             return _number(header)
         except StopIteration:
             return chunk.total_uncompressed_size
+
+
+def _has_dictionary(chunk: Any) -> bool:
+    return any("DICTIONARY" in encoding for encoding in chunk.encodings)
 
 
 def _number(header: Iterator[int]) -> int:

@@ -34,7 +34,9 @@ class _Window:
         self._columns = len(last) + (0 if newline else self._columns)
         self.dropped += self.position
         self.text, self.position = self.text[self.position :], 0
-        more = self._file.read(max(len(self.text), CHUNK))
+        more = self._file.read(
+            min(max(len(self.text), CHUNK), MAX_ROW_BYTES + CHUNK - len(self.text))
+        )
         self.text += more
         return bool(more)
 

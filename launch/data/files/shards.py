@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, Literal
 
 from launch.base import files as base_files
 from launch.base.errors import DataError
+from launch.data.files import arrow_messages
 
 FileType = Literal["parquet", "jsonl", "json", "csv", "tsv", "text", "arrow", "webdataset"]
 
@@ -35,6 +36,7 @@ SUFFIXES: dict[str, FileType] = {
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # of the types that are read by lines
 UNPACKED_RATIO = 1000  # text is packed to a tenth, the most repetitive rows to a hundredth
 UNPACKED_BYTES = 256 << 20  # fewer are unpacked from any file
+SMALL_BYTES = 1 << 20  # compressed; text of 10 MiB
 TABLES = ("parquet", "arrow")  # with a schema
 SAVED_SPLITS, SAVED_SPLIT = "dataset_dict.json", "state.json"  # datasets.save_to_disk's
 MAX_ROW_BYTES = 64 << 20  # of a line, of a member of a tar, of a row of a parquet file on average
@@ -42,6 +44,7 @@ MAX_ROW_BYTES = 64 << 20  # of a line, of a member of a tar, of a row of a parqu
 MEMBER = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 TEXT_MEMBERS, JSON_MEMBER = ("txt", "text"), "json"
 ARROW_FILE = b"ARROW1"  # the first bytes of the random access format; the stream format has none
+FIRST_MESSAGE = 8  # in it: its place
 UNIT_BYTES = 16 << 20  # 5 to 10 s of one CPU
 STREAM_PROCESSES = 2  # that tokenise while the ranks train
 # of a shard, which stand for its content where reading all of it takes too long
@@ -122,6 +125,15 @@ def opened(path: Path) -> BinaryIO:
     return io.BufferedReader(_Unpacking(path, stream), 1 << 18)
 
 
+def check_unpacked(path: Path) -> None:
+    """Read a small compressed file to its end, which takes milliseconds. Raises Unpacked for one of
+    very many bytes, of which the first rows say nothing."""
+    if path.suffix.lower() in COMPRESSIONS and path.stat().st_size <= SMALL_BYTES:
+        with contextlib.suppress(OSError), opened(path) as file:  # a cut one is named by its row
+            while file.read(SMALL_BYTES):
+                pass
+
+
 class Unpacked(DataError):
     """A compressed file unpacks to far more bytes than text does."""
 
@@ -158,6 +170,8 @@ def arrow_batches(path: Path) -> Iterator[tuple[Any, Iterator[Any]]]:
 
     with pa.memory_map(str(path)) as mapped:
         is_stream = mapped.read(len(ARROW_FILE)) != ARROW_FILE
+        mapped.seek(0 if is_stream else FIRST_MESSAGE)
+        arrow_messages.check(path, mapped)
         mapped.seek(0)
         if is_stream:
             with pa.ipc.open_stream(mapped) as reader:

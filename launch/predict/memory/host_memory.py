@@ -72,7 +72,7 @@ class Job:
     def built_bytes(self) -> int:
         """Weights as the model is built, whole, on the host of each rank."""
         parameters = self.model.parameters * DTYPE_BYTES[self.recipe.model.dtype]
-        return parameters + self.model.lora_parameters * DTYPE_BYTES["float32"]
+        return parameters + self.model.lora_bytes
 
     @property
     def stored_dtype(self) -> str:
@@ -89,10 +89,12 @@ class Job:
     @property
     def untied_bytes(self) -> int:
         """The output embedding, which exists for a moment before it is tied to the input's; not in
-        a stored model."""
+        a stored model, but, in float32, if LoRA copies its embedding."""
         is_tied = self.model.config.get(
             "tie_word_embeddings", self.model.config["model_type"] in ("gpt2", "t5")
         )
+        if copied := self.model.tied_copy_bytes // DTYPE_BYTES[self.recipe.model.dtype]:
+            return copied * DTYPE_BYTES["float32"]
         return self.embedding_bytes if is_tied and self.recipe.model.path is None else 0
 
     @property
@@ -225,7 +227,7 @@ def _loading(job: Job) -> dict[str, int]:
     sent = 0
     if strategy.launch_mode.engine == "ddp" and strategy.device == "cpu":
         sent = min(job.built_bytes, 2 * BROADCAST_BYTES)
-    built = 0 if is_mapped and not job.converts else job.built_bytes
+    built = job.model.lora_bytes if is_mapped and not job.converts else job.built_bytes
     is_read = strategy.device == "cuda" or job.converts
     # bytes of a type that is not listed, as of 8 bits: as many as are loaded, which is more
     element_bytes = DTYPE_BYTES.get(job.stored_dtype, DTYPE_BYTES[job.recipe.model.dtype])
@@ -310,7 +312,8 @@ def _saving(job: Job) -> dict[str, int]:
     if strategy.device == "cpu":
         return {}
     is_adapter = job.recipe.lora is not None and job.recipe.model.path is not None
-    written = job.model.lora_parameters * DTYPE_BYTES["float32"] if is_adapter else job.built_bytes
+    of_adapter = job.model.lora_bytes + job.model.tied_copy_bytes
+    written = of_adapter if is_adapter else job.built_bytes
     return {"weights to write": written}  # rank 0's; optimizer states go one tensor at a time
 
 

@@ -129,6 +129,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "t5 LoRA": ("t5-tiny", {"lora": {"r": 4}}),
+    "llama LoRA of bf16 weights, copies of norms and head": (
+        "llama-tiny",
+        {
+            "model": {"dtype": "bfloat16"},
+            "lora": {"r": 4, "modules_to_save": ["norm", "lm_head"]},
+            "training": {"bf16": True},
+        },
+    ),
+    "gpt2 DoRA, copies of tied embeddings, loss in 5 chunks, checkpointing": (
+        "gpt2-tiny",
+        {
+            "lora": {"r": 4, "use_dora": True, "modules_to_save": ["wte"]},
+            "training": {"num_output_chunks": 5, "activation_checkpointing": True},
+        },
+    ),
+    "t5 LoRA, copies of the head and of layers": (
+        "t5-tiny",
+        {"lora": {"r": 4, "modules_to_save": ["lm_head", "DenseReluDense"]}},
+    ),
+    "llama in 4 bits, a copy of the head": (
+        "llama-tiny",
+        {**FOUR_BIT, "lora": {"r": 4, "modules_to_save": ["lm_head"]}},
+    ),
     "llama, nothing padded": ("llama-tiny", {}),
     "llama, loss in 8 chunks": ("llama-tiny", {"training": {"num_output_chunks": 8}}),
     "gpt2 LoRA under autocast, checkpointing, two micro-steps, loss in 5 chunks": (
@@ -227,6 +250,11 @@ def test_a_traced_step_holds_what_the_real_one_holds(name, tmp_path, monkeypatch
             {"training": {"activation_checkpointing": True, "bf16": True}},
         ),
         ("llama-7b", "num_hidden_layers", {"lora": {"r": 8}, "model": {"dtype": "bfloat16"}}),
+        (
+            "llama-7b",
+            "num_hidden_layers",
+            {"lora": {"r": 8, "modules_to_save": ["norm", "lm_head"]}},
+        ),
         ("t5-chatlm-0.2b", "num_layers", {}),
         ("qwen2-0.5b", "num_hidden_layers", {"training": {"num_output_chunks": 8}}),
         (

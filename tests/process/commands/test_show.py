@@ -60,6 +60,24 @@ def test_rows_that_are_held_out_are_marked(recipe):
     assert f"rows.jsonl:{line} (held out)" in alone.stdout
 
 
+def test_the_first_rows_of_each_source_are_shown(recipe):
+    files = [recipe.parent / "rows.jsonl", recipe.parent / "talk.jsonl"]
+    talk = [{"role": role, "name": "Ann", "content": "hello"} for role in ("user", "assistant")]
+    files[1].write_text(json.dumps({"messages": talk}) + "\n")
+    flag = f"--data.train_file=[{files[0]}, {{path: {files[1]}, weight: 2}}]"
+    done = builders.launch(recipe.parent, "show", str(recipe), flag, "--rows=1")
+    assert done.returncode == 0, done.stderr
+    for file, kind in zip(files, ("prompt/response", "messages"), strict=True):
+        assert f"data       {file}: {kind}: " in done.stdout
+    assert re.findall(r"/(\w+\.jsonl:\d+)[ :]", done.stdout) == ["rows.jsonl:1", "talk.jsonl:1"]
+    assert "4 of 2 files were read" in done.stdout
+    assert "talk.jsonl: columns that are not read: messages.name" in done.stdout
+    assert "2 name (not in the chat template: not trained)" in done.stdout
+    alone = builders.launch(recipe.parent, "show", str(recipe), flag, f"--file={files[1]}")
+    assert "talk.jsonl:1 (2 times an epoch): " in alone.stdout
+    assert str(files[0]) not in alone.stdout
+
+
 def test_a_row_of_a_file_is_found_by_its_line(recipe):
     valid = recipe.parent / "valid.jsonl"
     done = builders.launch(recipe.parent, "show", str(recipe), f"--file={valid}", "--line=1")
@@ -144,7 +162,7 @@ def test_rows_are_shown_as_the_named_template_renders_them(recipe):
     assert done.returncode == 0, done.stderr
     assert "template   chatml, bundled with this program" in done.stdout
     assert "the chat template writes 2 tags that the vocabulary lacks" in done.stdout
-    assert "<|im_start|>assistant\n⟦answer<|im_end|>\n<|end|>⟧" in done.stdout
+    assert "<|im_start|>assistant\n⟦answer<|end|>⟧" in done.stdout
 
 
 @pytest.mark.parametrize(("template", "exit_code"), [("chatmi", 2), ("./broken.jinja", 4)])
@@ -170,10 +188,11 @@ def test_a_dry_run_renders_the_first_rows_once(recipe, tmp_path):
     words = ["run", str(recipe), "--dry-run", f"--tokenizer.path={folder}"]
     refused = builders.launch(tmp_path, *words)
     assert refused.returncode == 4
-    assert "rows.jsonl:1: the tokenizer's chat_template does not take" in refused.stderr
+    assert f"rows.jsonl:1: the chat template of {folder} does not take" in refused.stderr
     assert refused.stderr.endswith("no one\n")
-    assert builders.launch(tmp_path, *words, "--data.max_bad_rows=2").returncode == 0
+    # a row of each file is bad, and they are counted apart
+    assert builders.launch(tmp_path, *words, "--data.max_bad_rows=1").returncode == 0
     (checked,) = (tmp_path / ".cache/tokens").glob("*.checked")
     before = checked.stat().st_mtime_ns
-    assert builders.launch(tmp_path, *words, "--data.max_bad_rows=2").returncode == 0
+    assert builders.launch(tmp_path, *words, "--data.max_bad_rows=1").returncode == 0
     assert checked.stat().st_mtime_ns == before

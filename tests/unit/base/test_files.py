@@ -41,7 +41,7 @@ NOUNS: list[Any] = [
     SecondStep(1, 2, 3, 4),
     RankError(1, "ValueError", "boom", 2.0, 3, "fix", "trace"),
     Outcome(complete=True, ended="complete", loss=math.inf, bleu_after=1.5),
-    UsedTokens(Path("/tokens"), {"version": 1}),
+    UsedTokens(Path("/tokens"), {"limits": [], "validation": "held.jsonl"}),
     Continues(Path("/run/checkpoints/checkpoint-000004"), 32, 8),
     ExportedModel("tiny-1", "tiny", 4, quantization={"load_in_4bit": True}),
     AttemptEnd(6, Failure("host_oom", 6, "cause", "proof", "fix", "step"), 1.5, 7),

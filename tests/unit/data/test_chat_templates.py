@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 
 from benchmarks import template_matrix
-from launch.base.errors import ConfigError, DataError
-from launch.data import chat_templates, token_cache
+from launch.base.errors import ConfigError, DataError, ResourceError
+from launch.data import chat_templates, columns, token_cache
 from launch.data.conversation import Conversation
 from launch.recipe.paths import with_absolute_paths
+from launch.schema.data_section import DataSection
 from launch.schema.model_sections import TokenizerSection
 from launch.schema.recipe import Recipe
 from tests import builders
 from training.data import tokenizer
+from training.data.chat.loss_spans import ConversationRenderer
 from training.data.encode import Encoder
 
 BROKEN = "{% for message in messages %}\n{{ message.content }\n{% endfor %}"
@@ -84,6 +87,25 @@ def folder(tmp_path):
     return tmp_path / "tokenizer"
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "cause"),
+    [
+        ("tokenizer.json", '{"a": 1}', "KeyError: 'added_tokens'"),
+        ("tokenizer.json", '{"added_tokens": 3}', "TypeError: 'int' object is not iterable"),
+        ("tokenizer.json", '{"added_tokens": [], "model": {"type": "BPE"}}', "Missing vocab"),
+        ("tokenizer_config.json", '{"eos_token": 3}', "TypeError: Special token eos_token"),
+    ],
+)
+def test_a_damaged_file_of_a_tokenizer_is_named(folder, name, content, cause):
+    (folder / name).write_text(content)
+    message = (
+        rf"^{folder}: no tokenizer can be loaded from this folder \(.*{cause}.*;"
+        r" is tokenizer\.json or tokenizer_config\.json damaged\?\); name one with --tok"
+    )
+    with pytest.raises(ResourceError, match=message):
+        tokenizer.load(folder)
+
+
 def test_the_named_template_is_trained_and_kept_instead_of_the_folders_own(tmp_path, folder):
     (tmp_path / "mine.jinja").write_text(
         "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
@@ -126,6 +148,35 @@ def test_tags_of_a_tokenizer_that_tells_of_them_in_another_way_are_tokens(folder
     made.save_pretrained(folder)
     section = {"path": str(folder), "chat_template": "deepseek-v3"}
     assert chat_templates.missing_tags(recipe_of(**section)) == []
+
+
+@pytest.mark.parametrize(
+    ("template", "unread"),
+    [
+        ("{{ message.name }}", ()),
+        ("{% if 'name' in m %}{{ m['name'] }}{% endif %}", ()),
+        ("{{ m.get('name', '') }}", ()),
+        ("{{ tool['function']['name'] }}{{ call.function.name }}{{ names }}", ("name",)),
+        ("{# message.name #}{{ message.content }}", ("name",)),
+    ],
+)
+def test_a_speakers_name_that_a_template_drops_is_named(tmp_path, folder, template, unread):
+    (tmp_path / "mine.jinja").write_text(template)
+    section = {"path": str(folder), "chat_template": f"{tmp_path}/mine.jinja"}
+    assert chat_templates.unread_keys(recipe_of(**section)) == unread
+    assert chat_templates.unread_keys(recipe_of()) == ("name",)  # trained on the data
+    turn = {"role": "assistant", "content": "a", "name": "Ann"}
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [turn]}) + "\n")
+    data = DataSection(train_file=str(tmp_path / "a.jsonl"))
+    notes = columns.detect(data, tmp_path, None, unread).notes
+    assert notes == (("columns that are not read: messages.name",) if unread else ())
+
+
+def test_a_bundled_template_drops_names_exactly_if_the_plan_says_so():
+    for name in chat_templates.names():
+        tokenizer = template_matrix.tokenizer_of(chat_templates.read(name))
+        is_named = bool(chat_templates.unread_keys(recipe_of(chat_template=name)))
+        assert ConversationRenderer(tokenizer).drops_names == is_named, name
 
 
 def test_another_template_or_another_content_of_its_file_tokenises_again(tmp_path):

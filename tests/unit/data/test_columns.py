@@ -924,7 +924,9 @@ def test_a_path_that_no_file_system_takes_is_an_error(tmp_path, name):
         (
             "b.jsonl",
             {"messages": TURNS},
-            r"b\.jsonl: reads as messages with columns messages, but .*a\.jsonl as prompt_resp",
+            r"b\.jsonl \(data\.validation_file\): reads as messages with columns messages, but "
+            r".*a\.jsonl as prompt_response with columns instruction, output; give both files the"
+            r" same columns, or read each in its own format, with '--data\.train_file=\[.*a\.jsonl",
         ),
         ("b.jsonl", {"text": "a"}, r"reads as text with columns text"),
         (
@@ -947,7 +949,12 @@ def test_a_path_that_no_file_system_takes_is_an_error(tmp_path, name):
             {"instruction": "a", "output": "c"},
             r"is read as parquet, .*a\.jsonl as jsonl",
         ),
-        ("b.jsonl", {"id": 1}, r"b\.jsonl: its columns are of no known format"),
+        (
+            "b.jsonl",
+            {"question": "a", "answer": "b"},
+            r"b\.jsonl: its columns are of no known format; found columns question, answer; give it"
+            r" the columns of data\.train_file: instruction, output\. Known",
+        ),
     ],
     ids=str,
 )

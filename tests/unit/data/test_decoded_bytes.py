@@ -14,6 +14,9 @@ import pytest
 
 from launch.base.errors import DataError
 from launch.base.workspace import CODE
+from launch.data import sniff
+from launch.data.conversation import Conversation
+from launch.data.files.decoded_bytes import RowGroup
 from launch.data.rows import read_samples
 from launch.schema.plan import DataFormat
 
@@ -28,7 +31,8 @@ import pyarrow.parquet
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 error = ""
 try:
-    for _ in read_samples(Path(sys.argv[1]), DataFormat("text", {"text": "text"}, sys.argv[2], "")):
+    kind = sys.argv[3]
+    for _ in read_samples(Path(sys.argv[1]), DataFormat(kind, {kind: kind}, sys.argv[2], "")):
         pass
 except DataError as raised:
     error = str(raised)
@@ -40,10 +44,10 @@ def text_format(file_type: str) -> DataFormat:
     return DataFormat("text", {"text": "text"}, file_type, "")  # pyright: ignore
 
 
-def read_aside(path: Path, file_type: str) -> tuple[int, str]:
+def read_aside(path: Path, file_type: str, kind: str = "text") -> tuple[int, str]:
     """(MiB that reading the file took, its error)."""
     done = subprocess.run(
-        [sys.executable, "-c", READ, str(path), file_type],
+        [sys.executable, "-c", READ, str(path), file_type, kind],
         env={"PYTHONPATH": str(CODE)},
         capture_output=True,
         text=True,
@@ -98,6 +102,92 @@ def test_lists_that_repeat_a_long_text_are_refused(tmp_path):
     message = r"row group 1: rows 1 to 2 decode to 157,288,\d\d\d bytes from 52"
     with pytest.raises(DataError, match=message):
         list(read_samples(path, DataFormat("messages", {"messages": "messages"}, "parquet", "")))
+
+
+def talk(num_messages: int, *texts: str) -> pa.Table:
+    """A row of many messages, which repeat some texts."""
+    indices = pa.array([i % len(texts) for i in range(num_messages)], "int32")
+    contents = pa.DictionaryArray.from_arrays(indices, pa.array(texts, "large_string"))
+    roles = pa.array(["user", "assistant"] * (num_messages // 2))
+    turns = pa.StructArray.from_arrays([roles, contents.cast("large_string")], ["role", "content"])
+    return pa.table({"messages": pa.ListArray.from_arrays(pa.array([0, num_messages]), turns)})
+
+
+def test_one_row_that_repeats_a_long_text_is_refused_before_it_is_decoded(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(talk(1000, "a" * MIB), path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 1024
+    taken_mib, error = read_aside(path, "parquet", "messages")
+    assert "a.parquet: row group 1: rows 1 to 1 decode to 1,048," in error
+    assert taken_mib < 200
+
+
+def test_one_row_of_short_texts_beside_a_long_one_is_read(tmp_path):
+    path = tmp_path / "a.parquet"
+    table = talk(1000, *[f"{i}" for i in range(999)], "a" * MIB)
+    pq.write_table(table, path, compression="zstd", store_schema=False)
+    with pq.ParquetFile(path) as file:
+        assert RowGroup(path, 0, file.metadata.row_group(0), ["messages"]).kept_dictionaries == [
+            "messages.list.element.role",
+            "messages.list.element.content",
+        ]
+    columns = {"messages": "messages"}
+    (sample,) = read_samples(path, DataFormat("messages", columns, "parquet", ""))
+    assert isinstance(sample, Conversation)
+    assert sample.messages == table.to_pylist()[0]["messages"]
+
+
+def write_arrow(path: Path, table: pa.Table, compression: str | None, kind: str) -> Path:
+    new = pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with pa.OSFile(str(path), "wb") as sink, new(sink, table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=300)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["stream", "file"])
+@pytest.mark.parametrize("compression", ["zstd", "lz4"])
+def test_a_compressed_batch_of_an_arrow_file_is_measured_before_it_is_unpacked(
+    tmp_path, compression, kind
+):
+    table = pa.table({"text": ["a" * 5 * MIB] * 60})
+    path = write_arrow(tmp_path / "a.arrow", table.combine_chunks(), compression, kind)
+    taken_mib, error = read_aside(path, "arrow")
+    assert "a.arrow: batch 1: its " in error and "bytes unpack to 314,57" in error
+    assert taken_mib < 50
+    with pytest.raises(DataError, match="bytes unpack to 314,57"):
+        sniff.read(path)
+
+
+@pytest.mark.parametrize("kind", ["stream", "file"])
+@pytest.mark.parametrize("compression", ["zstd", "lz4", None])
+def test_compressed_batches_and_dictionaries_are_read(tmp_path, compression, kind):
+    texts = [f"row {i}" for i in range(1000)]
+    repeated = pa.DictionaryArray.from_arrays(
+        pa.array([0, 1] * 500, "int32"), pa.array(["x" * 50, None])
+    )
+    table = pa.table({"text": texts, "number": [None, 1] * 500, "d": repeated})
+    path = write_arrow(tmp_path / "a.arrow", table, compression, kind)
+    assert list(read_samples(path, text_format("arrow"))) == texts
+
+
+def test_a_compressed_dictionary_of_an_arrow_file_is_measured_too(tmp_path):
+    path = write_arrow(tmp_path / "a.arrow", repeated(1, 300 * MIB), "zstd", "file")
+    with pytest.raises(DataError, match=r"batch 1: its .* bytes unpack to 314,572,8"):
+        sniff.read(path)
+
+
+def test_wrong_offsets_in_an_arrow_file_are_damage(tmp_path):
+    """They ended the process."""
+    path = write_arrow(tmp_path / "a.arrow", pa.table({"text": ["a", "b", "c"]}), None, "stream")
+    offsets = b"".join(i.to_bytes(4, "little") for i in range(4))
+    content = path.read_bytes()
+    assert content.count(offsets) == 1
+    path.write_bytes(content.replace(offsets, offsets[:4] + b"\xff\xff\xff\x7f" + offsets[8:]))
+    with pytest.raises(
+        DataError, match=r"a\.arrow: cannot be read after row 0 \(.*; write or copy"
+    ):
+        list(read_samples(path, text_format("arrow")))
 
 
 def test_rows_with_one_system_prompt_are_read_as_before(tmp_path):

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 
 from launch.base.errors import ConfigError, DataError
 from launch.data import columns, sources, token_cache
@@ -116,6 +117,68 @@ def test_mistakes_in_a_source_name_its_file(files, tmp_path):
         questions(data)
 
 
+def refusal(*of_sources, **keys) -> str:
+    data = DataSection.model_validate({"train_file": list(of_sources), **keys})
+    with pytest.raises((ConfigError, DataError)) as refused:
+        columns.detect(data, Path("/"))
+    return str(refused.value)
+
+
+def test_columns_of_a_source_are_named_beside_its_path(files):
+    c = {"path": files[2]}
+    message = refusal(files[0], c)
+    assert (
+        "columns q, reply; write columns: {prompt: q, response: reply} beside its path" in message
+    )
+    advice = yaml.safe_load(re.findall(r"columns: ({.*?})", message)[0])
+    found = columns.detect(
+        DataSection.model_validate({"train_file": [files[0], c | {"columns": advice}]}), Path("/")
+    )
+    assert found.of_sources[1].columns == {"prompt": "q", "response": "reply"}
+    message = refusal(files[0], c | {"columns": {"prompt": "que", "response": "reply"}})
+    assert "no column 'que' (columns.prompt of this source); found columns q, reply" in message
+    message = refusal(c, prompt_column="instruction", response_column="output")
+    assert "'instruction' (data.prompt_column)" in message
+    assert message.endswith(
+        "write columns: {prompt: q, response: reply} beside its path in data.train_file"
+    )
+    message = refusal(c | {"columns": {"text": "q"}}, ignore_columns=["q"])
+    assert message.startswith("columns.text of this source and data.ignore_columns both name 'q'")
+
+
+def test_pairs_in_a_source_are_answered_with_its_columns(files, tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    assert refusal(files[0], str(tmp_path / "p.jsonl")).endswith(
+        "as the answers, write columns: {prompt: prompt, response: chosen} beside its path in"
+        " data.train_file, and add --data.ignore_columns=[rejected]"
+    )
+
+
+def test_a_held_out_file_beside_a_list_has_a_format_of_its_own_that_is_known(files):
+    assert "give it the columns of data.train_file: instruction, input, output" in refusal(
+        *files[:2], validation_file=files[2]
+    )
+
+
+def test_bad_rows_are_counted_over_all_files_of_a_part(tmp_path):
+    good, bad = '{"prompt": "a", "response": "b"}\n', '{"prompt": "a", "response": 1}\n'
+    for name in ("a", "b", "held_out"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.jsonl").write_text(good * 3 + bad)
+    folders = [str(tmp_path / name) for name in ("a", "b")]
+
+    def detect(train_file: object, limit: int):
+        keys = {"train_file": train_file, "max_bad_rows": limit}
+        held_out = str(tmp_path / "held_out")
+        data = DataSection.model_validate({**keys, "validation_file": held_out})
+        return columns.detect(data, Path("/"))
+
+    for train_file in (folders, f"{tmp_path}/[ab]/1.jsonl"):
+        with pytest.raises(DataError, match=r"b/1\.jsonl:4: .* bad row 2, .*max_bad_rows allows 1"):
+            detect(train_file, 1)
+        detect(train_file, 2)
+
+
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
@@ -128,12 +191,67 @@ def test_mistakes_in_a_source_name_its_file(files, tmp_path):
         ("[{path: a, weight: true}]", "data.train_file.0.weight: found true, expected a number"),
         ("[{path: a, columns: {prompt: x}}]", "data.train_file.0.columns: found prompt, expected"),
         ("[]", "train_file is an empty list"),
+        (
+            "[{weight: 2}]",
+            '--data.train_file=[{weight: 2}]: data.train_file.0: found {"weight": 2}, expected a'
+            " path in it; write {path: VALUE, ...}",
+        ),
+        ("[{path: ''}]", "data.train_file.0.path: found '', expected text that is not empty"),
+        ("[a, '']", "data.train_file.1.path: found '', expected text that is not empty"),
+        ("[{path: [a]}]", 'data.train_file.0.path: found ["a"], expected text\n'),
+        ("[[a]]", 'data.train_file.0: found ["a"], expected a path, or {path: FILE}\n'),
+        ("{path: a}", "found a mapping, expected a single value or a [list]; write [{path: a}]\n"),
         ("[a, a]", "/a twice; write it once, with a weight"),
     ],
 )
 def test_a_wrong_list_is_refused(typed, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with pytest.raises(ConfigError) as refused:
         load.load("sft_fast", [absolute_override(f"--data.train_file={typed}")])
+    assert message in f"{refused.value}\n"
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["/x/a.jsonl", "/x/b.jsonl"], ["a.jsonl", "b.jsonl"]),
+        (["/x/1/a.jsonl", "/y/1/a.jsonl", "/b"], ["x/1/a.jsonl", "y/1/a.jsonl", "b"]),
+        (["/x/a", "/y/x/a"], ["/x/a", "y/x/a"]),
+        (["a"], ["a"]),
+    ],
+)
+def test_sources_of_one_file_name_are_told_apart(paths, names):
+    data = DataSection.model_validate({"train_file": paths})
+    assert list(data.source_names) == names
+
+
+def test_notes_of_sources_of_one_file_name_are_told_apart(tmp_path):
+    for name in ("x", "y"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.jsonl").write_text(json.dumps({"text": "a", name: "other"}) + "\n")
+    data = {"train_file": [str(tmp_path / name / "a.jsonl") for name in ("x", "y")]}
+    found = columns.detect(DataSection.model_validate(data), Path("/"))
+    assert found.notes == tuple(f"{n}/a.jsonl: columns that are not read: {n}" for n in "xy")
+    assert [source.reason[:18] for source in found.of_sources] == [
+        "text: x/a.jsonl ha",
+        "text: y/a.jsonl ha",
+    ]
+
+
+def test_a_wrong_list_in_a_recipe_is_named_by_its_line(tmp_path):
+    recipe = tmp_path / "a.yaml"
+    files = "  validation_file: [a, b]\n  train_file: {path: a}\n"
+    recipe.write_text(
+        f"name: a\ntask: sft\nmodel: {{shape: llama-tiny}}\ndata:\n{files}output_dir: out\n"
+    )
+    with pytest.raises(ConfigError) as refused:
+        load.load(str(recipe))
+    assert sorted(str(refused.value).splitlines()) == [
+        f'{recipe}:5: data.validation_file: found ["a", "b"], expected text',
+        f'{recipe}:6: data.train_file: found {{"path": "a"}}, expected a path, or a list:'
+        " [{path: FILE}, ...]",
+    ]
+    with pytest.raises(ConfigError, match=re.escape('found ["a", "b"], expected text')):
+        load.load("sft_fast", [absolute_override("--data.validation_file=[a, b]")])
 
 
 @pytest.mark.parametrize(

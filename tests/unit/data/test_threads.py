@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from launch.base.errors import DataError
-from launch.data import columns
+from launch.data import columns, sources
+from launch.data.files.shards import FileFacts
 from launch.data.rows import BadRows, read_samples
+from launch.plan import resolve
 from launch.schema.data_section import DataSection
+from tests import builders
 
 pytestmark = pytest.mark.unit
 
@@ -63,6 +66,36 @@ def test_each_thread_of_a_tree_is_a_conversation_and_each_answer_is_trained_once
         [("who?", False), ("Bob.", True)],
         [("when?", False), ("Now.", True)],
     ]
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_a_plan_counts_threads(tmp_path, size):
+    file = write(tmp_path, *TREE)
+    keys = [f"--data.train_file={file}", "--data.validation_file=null"]
+    keys += [f"--data.validation_size={size}"] if size else []
+    on = builders.CODE / "configs/machines/cpu.yaml"
+    assert resolve.resolve("sft_small", keys, on, trace=False).plan.rows == 3 - size
+
+
+def test_a_thread_is_held_out_as_a_whole(tmp_path):
+    trees = [
+        tuple(f"{t}{part}" if part else None for part in (*row[:2],)) for t in "ab" for row in TREE
+    ]
+    file = write(tmp_path, *((*ids, *row[2:]) for ids, row in zip(trees, TREE * 2, strict=True)))
+    data = DataSection(train_file=str(file), validation_size=3)
+    data_format = columns.detect(data, tmp_path)
+    counts = sources.count_rows(data, data_format, FileFacts())
+    parts = [
+        [
+            sample
+            for source in sources.of_part(data, data_format, counts, part)
+            for sample in source.read(BadRows())
+        ]
+        for part in ("train", "validation")
+    ]
+    assert [len(part) for part in parts] == [3, 3]
+    every = list(read_samples(file, data_format))
+    assert sorted(map(str, parts[0] + parts[1])) == sorted(map(str, every))
 
 
 def test_a_message_whose_parent_is_not_before_it_is_a_bad_row(tmp_path):

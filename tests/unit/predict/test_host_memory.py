@@ -57,7 +57,8 @@ def job(chosen: Strategy, path: str | None = None, lora_parameters: int = 0, **k
         }
     )
     trainable = lora_parameters or 100_000_000
-    shape = ModelSize("m", {"model_type": "gpt2"}, 100_000_000, trainable, lora_parameters)
+    config, lora_bytes = {"model_type": "gpt2"}, 4 * lora_parameters
+    shape = ModelSize("m", config, 100_000_000, trainable, lora_parameters, lora_bytes)
     states = MemoryEstimate(400_000_000, 4 * trainable, 8 * trainable)
     values = {
         "step_bytes": 2_000_000_000,
@@ -106,7 +107,7 @@ def test_weights_of_another_type_are_converted_in_each_rank_beside_their_files()
     assert "weights' files" not in converted["train"]  # the frozen weights are each rank's own
     assert loading({"torch_dtype": "bfloat16"}) == converted
     mapped = loading({"dtype": "float32"})
-    assert "weights" not in mapped["load"]
+    assert mapped["load"]["weights"] == 2 * 4_000_000  # the adapters
     assert mapped == loading({})
 
 
@@ -120,6 +121,15 @@ def test_an_output_embedding_is_there_before_it_is_tied() -> None:
     assert (
         "while building" not in estimate(job(strategy(), path="/model"), IMPORTS).by_phase["load"]
     )
+
+
+def test_the_copy_of_a_tied_embedding_is_tied_behind_one_in_float32() -> None:
+    """peft makes a linear layer of its own before it gives it the embedding's copy."""
+    asked = job(strategy(), path="/model", lora_parameters=11_000_000)
+    half = asked.recipe.model.model_copy(update={"dtype": "bfloat16"})
+    recipe = asked.recipe.model_copy(update={"model": half})
+    asked = replace(asked, recipe=recipe, model=replace(asked.model, tied_copy_bytes=20_000_000))
+    assert estimate(asked, IMPORTS).by_phase["load"]["while building"] == 40_000_000
 
 
 def test_a_run_on_a_gpu_has_its_model_on_the_host_while_it_loads_and_saves() -> None:

@@ -365,6 +365,29 @@ def test_an_encoder_is_refused_unless_it_is_a_decoder(folder):
     load_folder(folder)
 
 
+@pytest.mark.parametrize("name", ["qwen33", "vit"])
+def test_a_type_that_transformers_does_not_have_or_that_writes_no_text_is_refused(folder, name):
+    change_config(folder, model_type=name)
+    message = rf"config\.json: model_type '{name}' is no language model .* can build; nearest: "
+    with pytest.raises(ConfigError, match=message):
+        load_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer_config.json", "[]", "holds list, not a mapping"),
+        ("tokenizer.json", '{"version": "1.0", "added', "is no JSON object, or was cut"),
+        ("tokenizer.json", "[]", "is no JSON object, or was cut"),
+        ("tokenizer.json", "", "is no JSON object, or was cut"),
+    ],
+)
+def test_a_damaged_tokenizer_is_refused_before_it_is_loaded(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ResourceError, match=rf"^{tmp_path}/{name}: {message}"):
+        model_config.check_tokenizer(tmp_path)
+
+
 # ---- what is refused: weights
 # ---------------------------------------------------------------------------
 

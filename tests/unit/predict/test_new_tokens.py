@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForCondit
 from launch.base.errors import ConfigError, DoesNotFit
 from launch.data.conversation import Conversation
 from launch.plan import new_tokens
-from launch.predict import model_config
+from launch.predict import model_config, trained_parameters
 from launch.predict import parameters as predict_parameters
 from launch.schema.model_sections import LoraSection, ModelSection, TokenizerSection
 from launch.schema.plan import ModelSize
@@ -43,16 +43,16 @@ def test_trained_tokens_have_the_parameters_that_peft_trains(name, changes, matr
     section = ModelSection(shape=name, dtype="bfloat16")
     targets = tuple(
         target
-        for target in predict_parameters.lora_targets(shapes, lora, kind)
+        for target in trained_parameters.lora_targets(shapes, lora, kind)
         if any(full.endswith(f".{target}.weight") for full in shapes)
     )
     network = build.without_weights(section, ModelSize(name, config, 0, 0), lora, targets)
     trained = [tensor for tensor in network.parameters() if tensor.requires_grad]
-    total, trainable, _ = predict_parameters.count(shapes, (), lora, kind)
+    total, trainable, _ = trained_parameters.count(shapes, (), lora, kind)
     assert trainable == sum(tensor.numel() for tensor in trained)
     assert total + trainable == sum(tensor.numel() for tensor in network.parameters())
     assert {tensor.dtype for tensor in trained} == {torch.float32}  # LORA_BYTES
-    without = predict_parameters.count(shapes, (), LoraSection(r=4), kind)[1]
+    without = trained_parameters.count(shapes, (), LoraSection(r=4), kind)[1]
     width = shapes[predict_parameters.embedding(shapes)][1]
     assert trainable - without == matrices * len(TOKENS) * width
 

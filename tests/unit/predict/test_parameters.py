@@ -21,7 +21,7 @@ from transformers import (
 from transformers.training_args import OptimizerNames
 
 from launch.base.errors import ConfigError
-from launch.predict import optimizers
+from launch.predict import optimizers, trained_parameters
 from launch.predict import parameters as predict_parameters
 from launch.schema.model_sections import LoraSection, ModelSection, QuantizationSection
 from launch.schema.plan import ModelSize
@@ -94,7 +94,7 @@ def test_every_named_shape_has_the_parameters_of_the_real_model(name):
 def test_named_shapes_have_the_published_sizes(name, parameters):
     config = config_of(name)
     assert (
-        predict_parameters.count(
+        trained_parameters.count(
             predict_parameters.parameters_by_name(config), (), None, config["model_type"]
         )[0]
         == parameters
@@ -104,7 +104,7 @@ def test_named_shapes_have_the_published_sizes(name, parameters):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_comment_of_a_named_shape_states_its_exact_size(name):
     config = config_of(name)
-    parameters = predict_parameters.count(
+    parameters = trained_parameters.count(
         predict_parameters.parameters_by_name(config), (), None, config["model_type"]
     )[0]
     assert f"# {parameters:,} parameters at vocabulary {config['vocab_size']:,}." in (
@@ -259,7 +259,7 @@ def test_a_size_that_is_none_is_named(config, message):
 
 def test_sft_of_the_chinese_t5_trains_its_decoder():
     shapes = predict_parameters.parameters_by_name(config_of("t5-chatlm-0.2b"))
-    assert predict_parameters.count(shapes, ("shared", "encoder"), None, "t5") == (
+    assert trained_parameters.count(shapes, ("shared", "encoder"), None, "t5") == (
         187_692_288,
         94_396_032,
         0,
@@ -286,7 +286,7 @@ def test_freezing_leaves_the_parameters_that_it_does_not_name(name, freeze):
     trainable = sum(
         parameter.numel() for parameter in model.parameters() if parameter.requires_grad
     )
-    counted = predict_parameters.count(
+    counted = trained_parameters.count(
         predict_parameters.parameters_by_name(config), freeze, None, config["model_type"]
     )
     assert counted == (model.num_parameters(), trainable, 0)
@@ -296,7 +296,7 @@ def test_a_prefix_freezes_whole_modules_only():
     shapes = predict_parameters.parameters_by_name(
         config_of("gpt2-small")
     )  # h.1 is not h.10 or h.11
-    _, trainable, _ = predict_parameters.count(shapes, ("transformer.h.1",), None, "gpt2")
+    _, trainable, _ = trained_parameters.count(shapes, ("transformer.h.1",), None, "gpt2")
     assert 124_439_808 - trainable == 7_087_872
 
 
@@ -311,14 +311,14 @@ def test_a_prefix_freezes_whole_modules_only():
 )
 def test_a_frozen_module_that_does_not_exist_is_an_error_with_the_nearest(freeze, message):
     with pytest.raises(ConfigError, match=message):
-        predict_parameters.count(
+        trained_parameters.count(
             predict_parameters.parameters_by_name(config_of("t5-tiny")), (freeze,), None, "t5"
         )
 
 
 def test_freezing_everything_is_an_error():
     with pytest.raises(ConfigError, match="leave nothing to train"):
-        predict_parameters.count(
+        trained_parameters.count(
             predict_parameters.parameters_by_name(config_of("t5-tiny")),
             ("shared", "encoder", "decoder"),
             None,
@@ -348,7 +348,7 @@ def test_lora_has_the_parameters_that_peft_adds(name, targets, r, use_dora):
         meta_model(config), LoraConfig(r=r, target_modules=peft_targets, use_dora=use_dora)
     )
     shapes = predict_parameters.parameters_by_name(config)
-    parameters, trainable, lora_parameters = predict_parameters.count(
+    parameters, trainable, lora_parameters = trained_parameters.count(
         shapes, (), lora, config["model_type"]
     )
     real_trainable, real_total = real.get_nb_trainable_parameters()
@@ -366,7 +366,7 @@ def test_lora_on_a_gated_t5_and_on_qwen_has_the_parameters_that_peft_adds():
     ):
         targets = predict_parameters.LORA_TARGETS[config["model_type"]]
         real = get_peft_model(meta_model(config), LoraConfig(r=4, target_modules=list(targets)))
-        counted = predict_parameters.count(
+        counted = trained_parameters.count(
             predict_parameters.parameters_by_name(config),
             (),
             LoraSection(r=4),
@@ -386,7 +386,7 @@ def test_lora_on_a_gated_t5_and_on_qwen_has_the_parameters_that_peft_adds():
 def test_a_lora_target_that_matches_nothing_is_an_error_with_the_nearest(target, message):
     shapes = predict_parameters.parameters_by_name(config_of("llama-tiny"))
     with pytest.raises(ConfigError, match=message):
-        predict_parameters.count(
+        trained_parameters.count(
             shapes, (), LoraSection(target_modules=("q_proj", target)), "llama"
         )
 
@@ -420,8 +420,8 @@ def test_all_linear_has_the_parameters_that_peft_adds(name):
 def assert_all_linear(config: dict, lora: LoraSection) -> None:
     model = meta_model(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-    counted = predict_parameters.count(shapes, (), lora, config["model_type"])[2]
-    targets = predict_parameters.lora_targets(shapes, lora, config["model_type"])
+    counted = trained_parameters.count(shapes, (), lora, config["model_type"])[2]
+    targets = trained_parameters.lora_targets(shapes, lora, config["model_type"])
     real = get_peft_model(
         model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     )

@@ -73,7 +73,7 @@ EXCEPTIONS = {
     ("launch/predict/model_config.py", "shape"): "of a tensor in a safetensors header",
     ("launch/predict/optimizers.py", "shape"): "of a parameter's tensor",
     ("launch/predict/parameters.py", "shape"): "of a parameter's tensor",
-    ("launch/predict/sharding.py", "shape"): "of a parameter's tensor",
+    ("launch/predict/trained_parameters.py", "shape"): "of a parameter's tensor",
     ("launch/schema/plan.py", "by_length"): "a key of plan.json",
     ("launch/schema/plan.py", "samples"): "a key of plan.json",
     ("launch/schema/plan.py", "shape"): "a key of plan.json",

@@ -535,6 +535,20 @@ def test_a_wrong_field_of_training_arguments_is_refused(override, expected):
 
 
 @pytest.mark.parametrize(
+    ("token", "message"),
+    [
+        ("' '", "found ' ', expected the text of a token, e.g. '<|im_end|>'"),
+        ("''", "found '', expected the text of a token, e.g. '<|im_end|>'"),
+        ("3", "found 3, expected text; put it in quotes"),
+        ("a" * 65, f"found '{'a' * 65}', expected at most 64 characters"),
+    ],
+)
+def test_a_token_that_is_no_text_is_refused(token, message):
+    said = refusal("sft", [f"tokenizer.add_tokens=[ok, {token}]"])
+    assert said.endswith(f": tokenizer.add_tokens.1: {message}")
+
+
+@pytest.mark.parametrize(
     "key", [*training_arguments.OWNED, "hub_token", "hub_model_id", "hub_anything"]
 )
 def test_a_field_that_the_launcher_owns_is_refused_with_what_to_use_instead(key, write):

@@ -3,6 +3,7 @@ to."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -405,3 +406,23 @@ def test_a_run_of_another_version_is_refused_in_one_line(workspace, capsys):
         r"error: .*written by another version of lowmem, or is damaged; run it again\n",
         capsys.readouterr().err,
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *itertools.product(("attempts/01/plan.json", "tokens.json"), ("{", "[]", "\xff", "{}")),
+        ("tokens.json", '{"folder": "/a", "made_of": {"limits": 1}}'),
+        ("tokens.json", '{"folder": "/a", "made_of": {}}'),
+        ("attempts/01/outcome.json", "{"),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_named_in_one_line(workspace, capsys, name, content):
+    trained(workspace, "before")
+    run = trained(workspace, "after")
+    file = run.root / name
+    file.write_text(content)
+    assert main(["compare", "before", "after"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {file}: missing or damaged (")
+    assert len(error.splitlines()) == 1

@@ -8,7 +8,7 @@ from datetime import datetime
 import pytest
 
 from launch.report import first_screen, text
-from launch.schema.plan import Change
+from launch.schema.plan import Change, SourceRows
 from tests.builders import machine, plan, recipe_of
 
 NOW = datetime(2026, 3, 5, 22, 10)
@@ -104,11 +104,19 @@ def test_the_plan_names_the_files_the_share_of_tokens_with_a_loss_and_the_templa
     assert any("train.parquet (12 files)" in line for line in full)
 
 
-def test_a_full_screen_leaves_the_template_to_the_whole_plan():
+def test_a_full_screen_says_sources_and_template_too():
     small = plan(recipe_of())
     facts = replace(small.data_format, template="of /models/a")
-    below = [("log", f"{i}") for i in range(5)]
-    assert not any(line.startswith("  tokens") for line in screen(*below, data_format=facts)[:5])
+    sources = [{"path": "/a/1/train.jsonl"}, {"path": "/b/1/train.jsonl", "weight": 2}]
+    recipe = recipe_of(data={"train_file": sources})
+    rows = tuple(SourceRows(source.path, source.weight, 320) for source in recipe.data.sources)
+    made = replace(small, data_format=facts, sources=rows, changes=tuple(map(change, range(99))))
+    lines = first_screen.lines(recipe, machine(), made, NOW, 0, (("run", "a new run"), LOG))
+    assert len(lines) == first_screen.LINES
+    assert value(lines, "sources") == (
+        "rows an epoch: a/1/train.jsonl 320, b/1/train.jsonl x 2 320"
+    )
+    assert value(lines, "tokens") == "template of /models/a"
 
 
 def test_long_names_are_shortened_and_a_path_that_can_be_pasted_is_not():

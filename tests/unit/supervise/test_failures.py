@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -49,6 +50,20 @@ def error(message: str, exit_code: int | None = None, rank: int = 0) -> RankErro
 
 
 PREEMPTED = Outcome(complete=False, ended="preempted", step=5, checkpoint="checkpoint-000005")
+
+
+def test_ranks_that_were_stopped_behind_a_failed_rank_do_not_hide_it():
+    memory = RankError(1, "OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB", 1.0)
+    stop = RankError(0, "Stopped", "stopped by a stop signal", 2.0, 75)
+    loading = Outcome(complete=False, ended="preempted")
+    found = failures.classify(evidence(rank_errors=(memory, stop), preempted=loading))
+    assert found is not None and found.kind == "device_oom"
+    log = TWO_ENDS.format(end="75")
+    found = failures.classify(evidence(log_tail=log, rank_errors=(stop,), preempted=loading))
+    assert found is not None and found.kind == "killed"
+    both = (stop, replace(stop, rank=1))
+    found = failures.classify(evidence(rank_errors=both, preempted=PREEMPTED))
+    assert found is not None and found.kind == "stopped"
 
 
 # A real report of torchrun (torch 2.13): rank 1 got SIGKILL; rank 0, which took no SIGTERM, was

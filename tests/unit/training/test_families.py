@@ -7,7 +7,7 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 from launch.plan.kernels import EAGER_FAMILIES
-from launch.predict.model_config import ENCODERS
+from launch.predict.model_types import ENCODERS, installed
 
 CAUSAL = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 SEQUENCE_TO_SEQUENCE = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
@@ -16,6 +16,10 @@ SEQUENCE_TO_SEQUENCE = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAME
 def test_encoders_are_those_that_fill_masks_and_nothing_else():
     masked = set(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)
     assert masked - set(SEQUENCE_TO_SEQUENCE) == ENCODERS
+
+
+def test_the_types_of_language_models_are_read_from_the_source_of_transformers():
+    assert installed() == {*CAUSAL, *SEQUENCE_TO_SEQUENCE}
 
 
 @pytest.mark.parametrize(

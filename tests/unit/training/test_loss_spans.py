@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from benchmarks import template_matrix
 from launch.base.errors import DataError
+from launch.data import chat_templates
 from launch.data.conversation import Conversation
 from launch.data.rows import IGNORED, BadRows, read_samples
 from launch.schema.plan import DataFormat
+from tests import builders
 from training.data import tokenizer as tokenizer_module
 from training.data.chat import rendering
 from training.data.chat.loss_spans import ConversationRenderer
@@ -347,14 +350,43 @@ def test_bos_is_where_the_template_or_the_tokenizers_own_call_writes_it():
     assert row["input_ids"].count(bos) == 1
 
 
-def test_an_end_token_is_appended_only_if_the_template_writes_none():
+def test_each_answer_has_an_end_token_if_the_template_writes_none():
     template = "{% for message in messages %}{{ message['content'] + '\n' }}{% endfor %}"
     tokenizer = made(template, "</s>")
-    (row,) = rows(tokenizer, TALK)
-    assert row["input_ids"] == [*template_ids(tokenizer, TALK), tokenizer.eos_token_id]
-    assert row["labels"][-1] == tokenizer.eos_token_id
-    (row,) = rows(tokenizer, TALK[:3])  # a question follows
-    assert row["input_ids"] == template_ids(tokenizer, TALK[:3])
+    encoded = rows(tokenizer, TALK)
+    assert [row["input_ids"] for row in encoded] == [
+        [*template_ids(tokenizer, TALK[:2]), tokenizer.eos_token_id],
+        [*template_ids(tokenizer, TALK), tokenizer.eos_token_id],
+    ]
+    assert [targets(tokenizer, row) for row in encoded] == [["It is Ann.\n</s>"], [f"{LAST}\n</s>"]]
+    assert rows(tokenizer, TALK[:3]) == encoded[:1]  # a question follows
+
+
+@pytest.mark.parametrize("talk", [TALK, TALK[:3], [*TALK[:3], {**TALK[3], "weight": 0}]])
+@pytest.mark.parametrize("name", chat_templates.names())
+def test_a_bundled_template_ends_each_answer_on_a_vocabulary_without_its_tags(name, talk):
+    tokenizer = template_matrix.tokenizer_of("")
+    tokenizer.chat_template = chat_templates.read(name)
+    answers = [i for i, m in enumerate(talk) if m["role"] == "assistant" and "weight" not in m]
+    encoded = rows(tokenizer, talk, max_length=2000)
+    ended = [text for row in encoded for text in targets(tokenizer, row)]
+    assert len(ended) == len(answers)
+    assert all(text.endswith("</s>") for text in ended)
+    if name.startswith(("mistral", "zephyr")):  # write the tokenizer's own end token
+        assert len(encoded) == 1
+        return
+    for row, i in zip(encoded, answers, strict=True):  # what is rendered, up to the end tag
+        text = tokenizer.decode(row["input_ids"]).removesuffix("</s>")
+        assert tokenizer.decode(template_ids(tokenizer, talk[: i + 1])).startswith(text)
+        assert text.endswith(talk[i]["content"])
+
+
+def test_an_answer_that_ends_with_the_text_of_a_tag_keeps_it():
+    for template in (CHATML, MARKED):
+        tokenizer = template_matrix.tokenizer_of("")
+        tokenizer.chat_template = template
+        (row,) = rows(tokenizer, turns("who?", "<|im_end|>"))
+        assert targets(tokenizer, row) == ["<|im_end|></s>"]
 
 
 def test_a_conversation_that_ends_with_a_question_is_read_as_a_whole():
@@ -464,6 +496,39 @@ def test_a_template_that_does_not_end_is_stopped():
         rendering.render(endless, TALK, None, {}, place="a:1", limit_s=0.2)
 
 
+@pytest.mark.parametrize(
+    "where", ["true", "add_generation_prompt", "messages[0].content != 'who?'"]
+)
+def test_a_template_that_does_not_end_is_named_with_the_row(where):
+    """Wherever it hangs: in each render, in prompts, or with the characters that are followed."""
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer = made(f"{{% if {where} %}}{loop}{{% endif %}}" + CHANGED)
+    renderer = ConversationRenderer(tokenizer, name="the chat template mine.jinja", limit_s=0.2)
+    message = r"^a\.jsonl:7: the chat template mine\.jinja did not end within 0\.2 s"
+    with pytest.raises(DataError, match=message):
+        renderer.render(TALK, place="a.jsonl:7")
+
+
+def test_the_template_of_a_recipe_is_named_in_errors_of_rows():
+    def name(**section):
+        return chat_templates.name_of(builders.recipe_of(tokenizer=section))
+
+    assert name(chat_template="chatml") == "the chat template chatml"
+    assert name(chat_template="/a/b.jinja", path="/c") == "the chat template /a/b.jinja"
+    assert name(path="/c") == "the chat template of /c"
+    assert name() == "the template of the trained tokenizer"
+
+
+def test_a_tokenizer_without_offsets_is_refused_with_what_to_name():
+    slow = ByT5Tokenizer()
+    slow.chat_template = PLAIN_TEMPLATE
+    message = (
+        r"is a ByT5Tokenizer, which does not say .*; name a folder with a tokenizer\.json with"
+    )
+    with pytest.raises(DataError, match=message + r" --tokenizer\.path=FOLDER$"):
+        rows(slow, TALK)
+
+
 def test_marks_inside_a_macro_are_not_counted():
     marks = "{% generation %}{{ text }}{% endgeneration %}"
     assert rendering.has_marks(marks)
@@ -535,7 +600,7 @@ def test_a_row_that_the_template_refuses_is_left_out_by_max_bad_rows(tmp_path):
     source = read_samples(path, data_format, bad)
     counts = write_cache(source, encoder, tmp_path / "a.arrow", None, lambda _: None, None, bad)
     assert (counts.samples, counts.rows) == (2, 2)
-    assert bad.errors[0].startswith(f"{path}:2: the tokenizer's chat_template does not take")
+    assert bad.errors[0].startswith(f"{path}:2: the tokenizer's chat template does not take")
 
 
 def test_conversations_that_became_a_row_for_each_answer_are_counted(tmp_path):

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from launch.schema.plan import Strategy
 from tests.builders import recipe_of
 from training.trace.recorder import Block, Event, Layer, Log
-from training.trace.rewrite_log import FROZEN
+from training.trace.rewrite_log import FROZEN, UNUSED
 from training.trace.sharded import as_computed, shard_step
 from training.trace.sharded_zero3_gather import MAX_REUSE, PERSISTENT
 
@@ -43,12 +43,15 @@ class Step:
         tied: bool = False,
         frozen: bool = False,
         layer_bytes: int = LAYER,
+        copied: bool = False,
     ) -> None:
         self.log, self.tied = Log(), tied
         outer = {"embedding": EMBEDDING, "norm": NORM} | ({} if tied else {"output": EMBEDDING})
         self.sizes: dict[str | Layer, int] = {"embedding": outer.pop("embedding")}
         self.sizes |= {(0, index): layer_bytes for index in range(LAYERS)} | outer
         trained = [name for name in self.sizes if not (frozen and name == "embedding")]
+        if copied:
+            self.born("start:weights", EMBEDDING, "original", UNUSED, "weights")
         for name, size in self.sizes.items():
             self.born(
                 "start:weights", size, name, "parameter" if name in trained else FROZEN, "weights"
@@ -493,6 +496,26 @@ def test_the_residual_stream_is_float32_under_fsdp2_as_under_ddp():
         network(input_ids=torch.zeros(1, 3, dtype=torch.long))
 
     assert entered == [torch.float32] * 2
+
+
+def test_the_original_of_a_copied_embedding_is_shared_out_and_gathered_by_fsdp2_only():
+    for mode in ("deepspeed_zero3", "fsdp2"):
+        plain, copied = (shared(Step(copied=beside), on_gpus(mode)) for beside in (False, True))
+        gathered = "whole weights" if mode == "fsdp2" else "gathered weights"
+        added = Counter(sizes(copied, gathered)) - Counter(sizes(plain, gathered))
+        with_original = {2 * EMBEDDING} if mode == "fsdp2" else set()
+        assert set(added) == with_original
+        more = before(copied, "forward:0", "weights") - before(plain, "forward:0", "weights")
+        assert more == EMBEDDING // 2
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_ddp_keeps_the_gradient_of_a_copied_embedding_as_long_as_that_of_the_embedding(tied):
+    plain, copied = (
+        live(shared(Step(tied=tied, copied=beside), on_gpus("dual_gpu_nccl")))
+        for beside in (False, True)
+    )
+    assert copied[1:] == [size + EMBEDDING for size in plain]
 
 
 def test_only_weights_above_the_threshold_are_gathered_by_zero3():

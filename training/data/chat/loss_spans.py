@@ -12,6 +12,9 @@ by, in this order:
 Marked spans are taken as they are. Others begin where the generation prompt ends, and end with the
 first end token behind the answer. What a template writes behind that (a newline, a second end
 token) is no target.
+
+If a template ends answers with no token of the vocabulary, each answer is a sample of its own that
+ends with it, so that the end token can be appended.
 """
 
 from __future__ import annotations
@@ -20,9 +23,11 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from launch.base.errors import DataError
+from launch.data import chat_templates
 from training.data.chat import rendering
 from training.data.chat.rendering import Span, TemplateRefusal
 
@@ -62,10 +67,16 @@ class Rendered:
 class ConversationRenderer:
     """Renders conversations with the chat template of a tokenizer."""
 
-    def __init__(self, tokenizer: Any, splits_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        splits_special_tokens: bool = True,
+        name: str = rendering.NAME,
+        limit_s: float = rendering.LIMIT_S,
+    ) -> None:
         """If `splits_special_tokens` is False, the text of a special token in a row is the
-        token."""
-        self._tokenizer = tokenizer
+        token. `name` is that of the template in errors, `limit_s` the CPU time of a render."""
+        self._tokenizer, self.name, self._limit_s = tokenizer, name, limit_s
         self._splits_special_tokens = splits_special_tokens
         added = {
             token.content: token
@@ -74,6 +85,7 @@ class ConversationRenderer:
         }
         self.added = _any_of(added)
         turns = self._probe()
+        self.ends_turns, self.text_end = self._ending(turns)
         # one answer ends with the first, the tokens of turns are never text of a row
         ends = list(dict.fromkeys([*self._ends(turns), tokenizer.eos_token]))
         self.ends = [end for end in ends if end]
@@ -93,10 +105,30 @@ class ConversationRenderer:
         talk = [{"role": role, "content": text} for role, text in zip(roles, PROBE, strict=True)]
         try:
             texts = [self.text(talk[:2]), self.text(talk)]
-        except TemplateRefusal:
+        except DataError:  # raised again for the first row, with its place
             return []
         contents = [[c for c in text if c in PROBE] for text in texts]
         return texts if contents == [[*PROBE[:2]], [*PROBE]] else []
+
+    @cached_property
+    def drops_names(self) -> bool:
+        """True if the template renders a speaker's name for no role."""
+        talk = [{"role": role, "content": "a", "name": PROBE[0]} for role in ("user", "assistant")]
+        try:
+            return PROBE[0] not in self.text(talk)
+        except DataError:
+            return False
+
+    def _ending(self, turns: list[str]) -> tuple[bool, str]:
+        """False if the template writes no token of the vocabulary behind an answer, and the tag
+        that it writes instead."""
+        if not turns:
+            return True, ""
+        behind_last = turns[0].split(PROBE[1])[1].strip()
+        behind_earlier = re.split(f"[{PROBE[1]}{PROBE[2]}]", turns[1])[1]
+        is_ended = all(map(self.added.search, (behind_last or behind_earlier, behind_earlier)))
+        tag = None if is_ended else chat_templates.TAG.match(behind_last)
+        return is_ended, tag[0] if tag and not self.added.match(tag[0]) else ""
 
     def _ends(self, turns: list[str]) -> Iterator[str]:
         """The tokens that end an answer: the first one behind the last answer, and the one behind
@@ -132,11 +164,12 @@ class ConversationRenderer:
         return self.text(_plain_messages(messages), tools, prompt=prompt)
 
     def _rendered(
-        self, messages: Messages, tools: Any, place: object, **options: bool
+        self, messages: Messages, tools: Any, place: object, **options: Any
     ) -> tuple[str, list[Span]]:
         template = self._tokenizer.get_chat_template(None, tools)
         special_tokens = self._tokenizer.special_tokens_map
-        return rendering.render(template, messages, tools, special_tokens, place=place, **options)
+        options = {"place": place, "name": self.name, "limit_s": self._limit_s, **options}
+        return rendering.render(template, messages, tools, special_tokens, **options)
 
     def whole_text(self, messages: Messages, tools: Any = None, *, place: object = "") -> Rendered:
         """A conversation as a text for pretraining: every token is a target."""
@@ -146,10 +179,10 @@ class ConversationRenderer:
                 " the row out, or add --data.ignore_columns=[weight]"
             )
         plain = _plain_messages(messages)
-        _check_keys(self._tokenizer.get_chat_template(None, tools), plain, tools, place)
+        self._check_keys(self._tokenizer.get_chat_template(None, tools), plain, tools, place)
         shielded, shielded_tools = self._shielded(plain, tools, place)
         text = self.text(shielded, shielded_tools, place=place)
-        _check_contents(text, shielded, place)
+        self._check_contents(text, shielded, place)
         ends = self.tail.search(text) is not None
         rendered = Rendered(text, [(0, len(text))], ends=ends, place=place)
         return self._unshielded([rendered], plain, tools)[0] if shielded is not plain else rendered
@@ -169,7 +202,7 @@ class ConversationRenderer:
             return []
         original = _plain_messages(messages)
         template = self._tokenizer.get_chat_template(None, tools)
-        _check_keys(template, original, tools, place)
+        self._check_keys(template, original, tools, place)
         shielded, shielded_tools = self._shielded(original, tools, place)
         rendered = self._rendered_talk(
             _Talk(self, shielded, shielded_tools, targets, place), template
@@ -197,12 +230,12 @@ class ConversationRenderer:
         Raises DataError when the template renders the shielded messages differently."""
         unshielded = [_unshielded(sample) for sample in rendered]
         place = unshielded[0].place
-        if unshielded[0].method != "turns" and unshielded[0].text != self.text(
+        if unshielded[0].method != "turns" and not self.text(
             messages, tools, place=place
-        ):
+        ).startswith(unshielded[0].text):
             raise DataError(
-                f"{place}: a text of the row holds a special token of the tokenizer, and the"
-                " chat_template renders it in another way than other text; remove it from the row"
+                f"{place}: a text of the row holds a special token of the tokenizer, and"
+                f" {self.name} renders it in another way than other text; remove it from the row"
             )
         return unshielded
 
@@ -222,6 +255,9 @@ class ConversationRenderer:
         return value
 
     def _rendered_talk(self, talk: _Talk, template: str) -> list[Rendered]:
+        if not self.ends_turns and talk.targets != [len(talk.messages) - 1]:
+            turns = [self._rendered_talk(talk.turn(i), template) for i in talk.targets]
+            return [replace(sample, method="turns") for (sample,) in turns]
         method, spans, full = "marks", None, ""
         if rendering.has_marks(template):
             full, marks = self._rendered(talk.messages, talk.tools, talk.place, marks=True)
@@ -231,10 +267,41 @@ class ConversationRenderer:
             method, spans = "prefixes", talk.by_prefixes(full)
         if spans is None:
             method, spans = "characters", talk.by_characters(full)
-        _check_contents(full, talk.messages, talk.place)
+        self._check_contents(full, talk.messages, talk.place)
         if spans is not None:
-            return [Rendered(full, spans, method, ends=talk.has_end(full, spans), place=talk.place)]
+            return [talk.rendered(full, spans, method)]
         return talk.by_turns()
+
+    def _check_keys(self, template: str, messages: Messages, tools: Any, place: object) -> None:
+        """Raise DataError for content under a key that the template never reads."""
+        unread = ["tools"] if tools and "tools" not in template else []
+        for key, names in OPTIONAL.items():
+            if not any(name in template for name in names) and any(m.get(key) for m in messages):
+                unread.append(key)
+        if unread:
+            raise DataError(
+                f"{place}: {self.name} does not render {' and '.join(unread)}, which would be"
+                " dropped; name a template that does with --tokenizer.chat_template=FILE|NAME, or"
+                f" train on the rest with --data.ignore_columns=[{','.join(unread)}]"
+            )
+
+    def _check_contents(self, full: str, messages: Messages, place: object) -> None:
+        """Raise DataError for a content that is missing in the render. Of an answer, a template may
+        leave out its thoughts, and what stands beside calls."""
+        for number, message in enumerate(messages, 1):
+            content = message.get("content") or ""
+            if message["role"] == "assistant":
+                if message.get("tool_calls"):
+                    continue
+                content = THOUGHTS.sub("\0", content).split("\0")
+            for text in _strings(content):
+                word = WORD.search(text)
+                if word and word[0] not in full and word[0].lower() not in full.lower():
+                    raise DataError(
+                        f"{place}: {self.name} does not render message {number} of role"
+                        f" {message['role']!r}, which would be dropped; leave the row out, or name"
+                        " a template that does with --tokenizer.chat_template=FILE|NAME"
+                    )
 
     def end_of(self, turn: str) -> int:
         """The end of a target that a turn's text begins: behind its first end token."""
@@ -273,7 +340,9 @@ class _Talk:
         """The render of the first messages; None if the template does not take them alone."""
         if (count, prompt) not in self._texts:
             try:
-                text = self.renderer.text(self.messages[:count], self.tools, prompt=prompt)
+                text = self.renderer.text(
+                    self.messages[:count], self.tools, prompt=prompt, place=self.place
+                )
             except TemplateRefusal:
                 text = None
             self._texts[count, prompt] = text
@@ -319,7 +388,7 @@ class _Talk:
     def by_characters(self, full: str) -> list[Span] | None:
         followed = _Followers(self.messages)
         try:
-            marked = self.renderer.text(followed.messages, self.tools)
+            marked = self.renderer.text(followed.messages, self.tools, place=self.place)
         except TemplateRefusal:
             return None
         if not followed.each or marked.translate(followed.originals) != full:
@@ -377,24 +446,35 @@ class _Talk:
     def by_turns(self) -> list[Rendered]:
         rendered = []
         for i in self.targets:
-            turn = _Talk(
-                self.renderer, self.messages[: i + 1], self.tools, [i], self.place, self._texts
-            )
-            text = self.text(i + 1)
+            turn, text = self.turn(i), self.text(i + 1)
             spans = text and (turn.by_prefixes(text) or turn.by_characters(text))
             if not text or not spans:
                 raise DataError(
-                    f"{self.place}: the tokenizer's chat_template renders message {i + 1}"
-                    " differently once it is answered, or changes its text, so the answer cannot"
-                    " be separated from its prompt; leave the row out, or name a plainer"
-                    " template with --tokenizer.chat_template=FILE|NAME"
+                    f"{self.place}: {self.renderer.name} renders message {i + 1} differently once"
+                    " it is answered, or changes its text, so the answer cannot be separated from"
+                    " its prompt; leave the row out, or name a plainer template with"
+                    " --tokenizer.chat_template=FILE|NAME"
                 )
-            rendered.append(
-                Rendered(text, spans, "turns", [], turn.has_end(text, spans), self.place)
-            )
+            rendered.append(turn.rendered(text, spans, "turns"))
         return rendered
 
-    def has_end(self, text: str, spans: list[Span]) -> bool:
+    def turn(self, i: int) -> _Talk:
+        """The conversation up to an answer, which is its only target."""
+        return replace(self, messages=self.messages[: i + 1], targets=[i])
+
+    def rendered(self, text: str, spans: list[Span], method: str) -> Rendered:
+        """The sample. A text that needs an end token ends with its last answer."""
+        ends = self._has_end(text, spans)
+        if spans and (tag := self.renderer.text_end):
+            start, end = spans[-1]
+            place = text.rfind(tag, start, end)
+            behind = self.renderer.added.sub("", text[place + len(tag) : end])
+            if place >= 0 and not behind.strip() and not text.startswith(tag, end):
+                ends, spans = False, [*spans[:-1], (start, place)]
+        text = text if ends else text[: spans[-1][1]]
+        return Rendered(text, spans, method, ends=ends, place=self.place)
+
+    def _has_end(self, text: str, spans: list[Span]) -> bool:
         """False if the last message is an answer with a loss, without an end token."""
         if not spans or self.targets[-1] != len(self.messages) - 1:
             return True
@@ -507,37 +587,3 @@ def _plain_messages(messages: Messages) -> list[dict[str, Any]]:
         {key: value for key, value in message.items() if value is not None and key != "weight"}
         for message in messages
     ]
-
-
-def _check_keys(template: str, messages: Messages, tools: Any, place: object) -> None:
-    """Raise DataError for content under a key that the template never reads."""
-    unread = ["tools"] if tools and "tools" not in template else []
-    for key, names in OPTIONAL.items():
-        if not any(name in template for name in names) and any(m.get(key) for m in messages):
-            unread.append(key)
-    if unread:
-        raise DataError(
-            f"{place}: the tokenizer's chat_template does not render {' and '.join(unread)}, which"
-            " would be dropped; name a template that does with"
-            " --tokenizer.chat_template=FILE|NAME,"
-            f" or train on the rest with --data.ignore_columns=[{','.join(unread)}]"
-        )
-
-
-def _check_contents(full: str, messages: Messages, place: object) -> None:
-    """Raise DataError for a content that is missing in the render. Of an answer, a template may
-    leave out its thoughts, and what stands beside calls."""
-    for number, message in enumerate(messages, 1):
-        content = message.get("content") or ""
-        if message["role"] == "assistant":
-            if message.get("tool_calls"):
-                continue
-            content = THOUGHTS.sub("\0", content).split("\0")
-        for text in _strings(content):
-            word = WORD.search(text)
-            if word and word[0] not in full and word[0].lower() not in full.lower():
-                raise DataError(
-                    f"{place}: the tokenizer's chat_template does not render message {number}"
-                    f" of role {message['role']!r}, which would be dropped; leave the row out, or"
-                    " name a template that does with --tokenizer.chat_template=FILE|NAME"
-                )

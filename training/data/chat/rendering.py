@@ -14,6 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from launch.base.errors import DataError
 
+NAME = "the tokenizer's chat template"  # in errors, if its source is not known
 LIMIT_S = 10.0  # of CPU time; the longest conversations take milliseconds
 GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 # blocks whose output is not written where it is made: transformers counts the marks in them wrongly
@@ -54,6 +55,7 @@ def render(
     prompt: bool = False,
     marks: bool = False,
     place: object = "",
+    name: str = NAME,
     limit_s: float = LIMIT_S,
 ) -> tuple[str, list[Span]]:
     """The text of a conversation, with the prompt of the next answer if `prompt` is set, and the
@@ -72,18 +74,17 @@ def render(
             )
     except _TooSlow:
         raise DataError(
-            f"{_where(place)}the tokenizer's chat_template did not end within {limit_s:g} s of"
+            f"{_where(place)}{name} did not end within {limit_s:g} s of"
             " CPU time; mend it, or name another with --tokenizer.chat_template=FILE|NAME"
         ) from None
     except jinja2.TemplateSyntaxError as error:
         raise DataError(
-            f"the tokenizer's chat_template is not a template: line {error.lineno}: {error.message}"
+            f"{_where(place)}{name} is not a template: line {error.lineno}: {error.message}"
         ) from error
     except Exception as error:  # a template is a program: a wrong key, a sum of text and a list
         kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
         raise TemplateRefusal(
-            f"{_where(place)}the tokenizer's chat_template does not take this conversation:"
-            f" {kind}{error}"
+            f"{_where(place)}{name} does not take this conversation: {kind}{error}"
         ) from error
     return texts[0], list(spans[0]) if spans else []  # pyright: ignore[reportReturnType]
 

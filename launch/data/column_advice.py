@@ -1,0 +1,73 @@
+"""Advice on naming the columns of a file in a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from launch.data import untrained
+from launch.data.sniff import FileColumns
+
+PROMPT_NAMES = ("prompt", "question", "instruction", "input", "query")
+ANSWER_NAMES = ("answer", "response", "output", "completion", "target", "reply", "chosen", "label")
+TRAINED = "data.train_file"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The key of a recipe that names a file."""
+
+    key: str = TRAINED
+    is_source: bool = False  # an entry of a list
+    names_columns: bool = False  # the entry has the key columns
+    expected: str = ""  # of a held-out file: the columns of the training file
+    train_file: str = ""  # beside a held-out file that is read in the same format
+
+    def key_of(self, role: str) -> str:
+        """The key that names the column of a role."""
+        return f"columns.{role} of this source" if self.names_columns else f"data.{role}_column"
+
+    def naming(self, columns: Mapping[str, str]) -> str:
+        """Advice to name these columns, by role."""
+        if self.expected:
+            return f"give it the columns of {TRAINED}: {self.expected}"
+        if not self.is_source:
+            flags = (untrained.flag(f"{role}_column", name) for role, name in columns.items())
+            return f"add {' '.join(flags)}"
+        named = ", ".join(f"{role}: {untrained.yaml_text(name)}" for role, name in columns.items())
+        return f"write columns: {{{named}}} beside its path in {TRAINED}"
+
+
+def likely(file: FileColumns, origin: Origin) -> str:
+    """The likeliest columns of a file in no known format, and how to name them."""
+    texts = [name for name, holds in file.columns.items() if holds == "string"]
+    lists = [name for name, holds in file.columns.items() if holds == "messages"]
+    if len(lists) > 1:
+        return "of several columns with messages one is read: write the turns of each row into one"
+    if lists:
+        return origin.naming({"messages": lists[0]})
+    if len(texts) == 1:
+        return origin.naming({"text": texts[0]})
+    if len(texts) > 1:
+        response = next((name for name in texts if name.lower() in ANSWER_NAMES), texts[1])
+        prompt = next(name for name in texts if name != response)
+        return origin.naming({"prompt": prompt, "response": response})
+    return "none of them holds text"
+
+
+def preferred(file: FileColumns, others: Sequence[str], origin: Origin) -> str:
+    """Advice to train on the preferred answers of pairs, or on labels; "" if there are none."""
+    chosen = next((name for name in others if name.lower() in ("chosen", "label")), "")
+    kind = file.columns.get(chosen)
+    prompts = [name for name, holds in file.columns.items() if holds == kind and name not in others]
+    if kind in ("string", "messages") and prompts:
+        prompt = next((name for name in PROMPT_NAMES if name in prompts), prompts[0])
+        advice = origin.naming({"prompt": prompt, "response": chosen})
+    elif kind == "messages":
+        advice = origin.naming({"messages": chosen})
+    else:
+        return ""
+    if rest := [name for name in others if name != chosen]:
+        flag = untrained.flag("ignore_columns", rest)
+        advice += f" {flag}" if advice.startswith("add") else f", and add {flag}"
+    return f"To train on column {chosen!r} as the answers, {advice}"

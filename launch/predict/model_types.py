@@ -1,0 +1,62 @@
+"""The model types that can be trained: those that write text, of the installed transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from launch.base.errors import ConfigError
+from launch.base.text import suggestion
+
+# model types that fill masks; with is_decoder some of them write text
+ENCODERS = frozenset(
+    (
+        *("albert", "bert", "big_bird", "camembert", "convbert", "data2vec-text", "deberta"),
+        *("deberta-v2", "distilbert", "electra", "ernie", "esm", "esmc", "eurobert", "flaubert"),
+        *("fnet", "funnel", "gte", "ibert", "jina_embeddings_v3", "layoutlm", "longformer"),
+        *("luke", "megatron-bert", "mobilebert", "modernbert", "modernvbert", "mpnet", "mra"),
+        *("neomme", "nomic_bert", "nystromformer", "perceiver", "reformer", "rembert", "roberta"),
+        *("roberta-prelayernorm", "roc_bert", "roformer", "squeezebert", "tapas", "ultrabert"),
+        *("ultravbert", "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod", "yoso"),
+    )
+)
+# of transformers' source: the types that a causal, or an encoder-decoder, model can be built for
+MAPPING = re.compile(
+    r"^MODEL_FOR_(?:SEQ_TO_SEQ_)?CAUSAL_LM_MAPPING_NAMES = OrderedDict\((.*?)^\)", re.M | re.S
+)
+TYPE = re.compile(r'^\s*\("([^"]+)",', re.M)
+
+
+def check(config: Mapping[str, Any], file: Path) -> None:
+    """Raise ConfigError for a model that does not write text, or that transformers does not
+    have."""
+    name = config["model_type"]
+    if name in ENCODERS and not config.get("is_decoder"):
+        raise ConfigError(
+            f"{file}: model_type {name!r} is an encoder: it fills masks and cannot be trained to"
+            " write text; give a decoder (llama, qwen3, ...) or T5"
+        )
+    names = installed()
+    if names and name not in names:
+        raise ConfigError(
+            f"{file}: model_type {name!r} is no language model that this transformers can build;"
+            f" {suggestion(name, sorted(names))}. Code that comes with a model is never run"
+        )
+
+
+@lru_cache
+def installed() -> frozenset[str]:
+    """The types of language models, from the source of the installed transformers, which is not
+    imported; empty if they are not found there."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or not spec.submodule_search_locations:
+        return frozenset()
+    file = Path(spec.submodule_search_locations[0], "models", "auto", "modeling_auto.py")
+    if not file.is_file():
+        return frozenset()
+    mappings = MAPPING.findall(file.read_text(encoding="utf-8"))
+    return frozenset(name for mapping in mappings for name in TYPE.findall(mapping))

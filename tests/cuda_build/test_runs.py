@@ -1,0 +1,129 @@
+"""Runs on described cards: out of memory, a killed rank, a hung collective, a stop, a lost card."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import builders
+from tests.cuda_build.conftest import Workplace
+from tests.fake_cuda.machine import Card
+
+STEPS = 12  # of builders.recipe: 45 rows, 8 a step, 2 epochs
+
+
+def recipe(place: Workplace, shape: str = "llama-tiny", **sections: Any) -> str:
+    sections.setdefault("training", {})["bf16"] = True
+    return str(builders.recipe(place.folder, shape, **sections))
+
+
+def records(place: Workplace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The plan of the only run, and the outcome of each attempt."""
+    (plan,) = place.folder.glob("workspace/runs/tiny/*/plan.json")
+    ended = sorted(plan.parent.glob("attempts/*/outcome.json"))
+    return json.loads(plan.read_text()), [json.loads(path.read_text()) for path in ended]
+
+
+@pytest.mark.parametrize("shape", ["llama-tiny", "t5-tiny"])
+def test_a_run_on_one_card_ends_with_a_model_and_the_predicted_memory(one_card: Workplace, shape):
+    done = one_card.launch("run", recipe(one_card, shape))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (one_card.folder / "model/model.safetensors").exists()
+    plan, (outcome,) = records(one_card)
+    for name in ("weights_bytes", "gradients_bytes", "optimizer_bytes"):
+        assert outcome[name] == pytest.approx(plan["estimate"][name], rel=0.001)
+    for measured, tolerance in (("allocated", 0.01), ("reserved", 0.1)):
+        planned = plan["estimate"][f"step_{measured}_bytes"]
+        assert outcome[f"vram_{measured}_bytes"] == pytest.approx(planned, rel=tolerance)
+
+
+def test_two_cards_train_over_nccl(two_cards: Workplace):
+    words = ("--launch.num_processes=2", "--launch.mode=dual_gpu_nccl")
+    done = two_cards.launch("run", recipe(two_cards), *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "backend nccl" in done.stdout
+    ranks = [process for process in two_cards.machine.processes() if process.launches > 1000]
+    assert [process.collectives > STEPS for process in ranks] == [True, True]
+    peaks = [process.peak_bytes for process in ranks]  # a card each
+    assert sorted(index for peak in peaks for index, size in enumerate(peak) if size) == [0, 1]
+
+
+def test_an_out_of_memory_that_nothing_foresaw_is_planned_around(tmp_path: Path):
+    place = Workplace(tmp_path, Card(hidden_limit_gib=1.6))
+    more = {"training": {"max_steps": 3, "per_device_train_batch_size": 32}}
+    done = place.launch("run", recipe(place, "gpt2-small", **more))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the GPU ran out of memory" in done.stdout
+    assert "planned again" in done.stdout
+    assert (place.folder / "model/model.safetensors").exists()
+
+
+def started(place: Workplace, *words: str, fault: str = "") -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "launch", "run", *words],
+        env=place.environment(fault),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def after_step(place: Workplace, step: int) -> Path:
+    """The run's folder, once a step has been logged."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        for path in place.folder.glob("workspace/runs/tiny/*/attempts/*/events.jsonl"):
+            if any(json.loads(line)["step"] >= step for line in path.read_text().splitlines()):
+                return path.parents[2]
+        time.sleep(0.2)
+    raise AssertionError(f"no step {step} within 120 s")
+
+
+LONG = {"training": {"max_steps": 2000, "save_steps": 20, "logging_steps": 1}}
+
+
+def test_a_killed_rank_is_named_and_the_run_goes_on_from_its_checkpoint(two_cards: Workplace):
+    words = (recipe(two_cards, **LONG), "--launch.num_processes=2", "--training.max_steps=300")
+    with started(two_cards, *words) as process:
+        run = after_step(two_cards, 25)
+        heartbeat = json.loads((run / "attempts/01/ranks/1/heartbeat.json").read_text())
+        os.kill(heartbeat["pid"], signal.SIGKILL)
+        text, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, text
+    assert "restart 1 of 10" in text and "was killed with SIGKILL" in text, text
+    assert "resuming from checkpoint-000020" in text, text
+
+
+def test_a_stop_saves_and_the_same_line_goes_on(one_card: Workplace):
+    words = (recipe(one_card, **LONG), "--training.max_steps=400")
+    with started(one_card, *words) as process:
+        after_step(one_card, 5)
+        process.send_signal(signal.SIGTERM)
+        text, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, text
+    done = one_card.launch("run", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "continuing" in done.stdout
+
+
+def test_a_hung_collective_ends_the_attempt_with_its_cause(two_cards: Workplace):
+    words = (recipe(two_cards, **LONG), "--launch.mode=dual_gpu_nccl", "--launch.num_processes=2")
+    more = ("--launch.hang_floor_s=5", "--launch.max_restarts=0")
+    done = two_cards.launch("run", *words, *more, fault="hang_at=60")
+    assert done.returncode == 7, done.stdout + done.stderr
+
+
+def test_a_card_that_fails_during_a_run_is_named(tmp_path: Path):
+    place = Workplace(tmp_path, Card(fails_at_launch=9000))
+    done = place.launch("run", recipe(place, **LONG), "--launch.max_restarts=0")
+    assert done.returncode != 0
+    assert "unspecified launch failure" in done.stdout, done.stdout

@@ -1,0 +1,76 @@
+/* NVML over the same described cards: what nvidia-smi and the probe see, processes included. */
+#include "fake.h"
+
+#include <stdio.h>
+#include <string.h>
+
+enum { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, INSUFFICIENT_SIZE = 7, GPU_IS_LOST = 15 };
+typedef struct {
+    unsigned long long total, free, used;
+} Memory;
+typedef struct {
+    unsigned pid;
+    unsigned long long used;
+    unsigned gpu_instance, compute_instance;
+} Running;
+
+static int handles[MAX_CARDS];
+static int card_of(int *device) { return (int)(device - handles); }
+
+int nvmlInit_v2(void) { return SUCCESS; }
+int nvmlInitWithFlags(unsigned flags) { return (void)flags, SUCCESS; }
+int nvmlShutdown(void) { return SUCCESS; }
+const char *nvmlErrorString(int code) { return code == GPU_IS_LOST ? "GPU is lost" : "Unknown Error"; }
+int nvmlSystemGetDriverVersion(char *text, unsigned size) { return snprintf(text, size, "580.65.06"), SUCCESS; }
+int nvmlSystemGetCudaDriverVersion_v2(int *version) { return *version = 13000, SUCCESS; }
+int nvmlDeviceGetCount_v2(unsigned *count) { return *count = (unsigned)cards_on_the_bus(), SUCCESS; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, int **device) {
+    if ((int)index >= cards_on_the_bus()) return INVALID_ARGUMENT;
+    *device = &handles[index];
+    return card_on_the_bus((int)index)->lost ? GPU_IS_LOST : SUCCESS;
+}
+int nvmlDeviceGetHandleByPciBusId_v2(const char *bus, int **device) {
+    unsigned domain, number;
+    if (sscanf(bus, "%x:%x", &domain, &number) != 2 || !number) return INVALID_ARGUMENT;
+    return nvmlDeviceGetHandleByIndex_v2(number - 1, device);
+}
+int nvmlDeviceGetName(int *device, char *text, unsigned size) {
+    return snprintf(text, size, "%s", card_on_the_bus(card_of(device))->name), SUCCESS;
+}
+int nvmlDeviceGetUUID(int *device, char *text, unsigned size) {
+    return snprintf(text, size, "GPU-%08x-0000-0000-0000-000000000000", card_of(device) + 1), SUCCESS;
+}
+int nvmlDeviceGetMemoryInfo(int *device, Memory *memory) {
+    unsigned long long total = total_bytes(card_of(device)), used = used_bytes(card_of(device));
+    if (used > total) used = total;
+    return *memory = (Memory){total, total - used, used}, SUCCESS;
+}
+int nvmlDeviceGetCudaComputeCapability(int *device, int *major, int *minor) {
+    const Card *card = card_on_the_bus(card_of(device));
+    return *major = card->major, *minor = card->minor, SUCCESS;
+}
+int nvmlDeviceGetComputeRunningProcesses_v3(int *device, unsigned *count, Running *running) {
+    unsigned room = *count, number = 0;
+    size_t context = (size_t)(card_on_the_bus(card_of(device))->context_mib * (1 << 20));
+    for (int i = 0; i < MAX_PROCESSES && processes()[i].pid; i++) {
+        const Process *process = &processes()[i];
+        if (!is_alive(process) || !process->has_context[card_of(device)]) continue;
+        if (number < room)
+            running[number] = (Running){(unsigned)process->pid, process->used[card_of(device)] + context, 0, 0};
+        number++;
+    }
+    *count = number;
+    return number > room ? INSUFFICIENT_SIZE : SUCCESS;
+}
+int nvmlDeviceGetComputeRunningProcesses(int *device, unsigned *count, Running *running) {
+    return nvmlDeviceGetComputeRunningProcesses_v3(device, count, running);
+}
+int nvmlDeviceGetNvLinkRemoteDeviceType(int *device, unsigned link, int *type) {
+    return (void)device, (void)link, (void)type, NOT_SUPPORTED;
+}
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(int *device, unsigned link, void *information) {
+    return (void)device, (void)link, (void)information, NOT_SUPPORTED;
+}
+int nvmlDeviceGetGpuFabricInfoV(int *device, void *information) {
+    return (void)device, (void)information, SUCCESS; /* all zero: no fabric */
+}
