@@ -14,6 +14,7 @@ import re
 import sys
 from pathlib import Path
 
+from launch.base import modules
 from training.compat import without_torch
 
 ROLES = {
@@ -37,8 +38,7 @@ def main() -> int:
         "--device", choices=("cpu", "cuda"), default="cpu", help="where the rank computes"
     )
     arguments = parser.parse_args()
-    for package in arguments.without:
-        sys.modules.setdefault(package, None)  # type: ignore[arg-type]  to Python: not installed
+    modules.leave_out(arguments.without)
     if arguments.role == "prepare":
         without_torch.hide()
     for module in ROLES[arguments.role]:
