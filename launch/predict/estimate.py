@@ -9,7 +9,7 @@ alone, and the plan says so.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -342,11 +342,13 @@ def _with_peak(
     on_device = DevicePhases()
     if exact:
         available_bytes = budget_bytes(context, candidate) - outside
-        by_part = memory_phases.reserved_bytes(parts, context.allocator, available_bytes)
-        names = [phase for phase, _ in parts]
-        reserved, of_step = max(by_part), max(by_part[: names.index("step") + 1])
+        replays = memory_phases.replays(parts, context.allocator, available_bytes)
+        until_step = replays[: [phase for phase, _ in parts].index("step") + 1]
+        memory = _in_blocks(memory, replays, until_step)
+        reserved = max(replay.peak_reserved_bytes for replay in replays)
+        of_step = max(replay.peak_reserved_bytes for replay in until_step)
         unknown: tuple[Phase, ...] = () if candidate.launch_mode.is_whole else ("load",)
-        on_device = memory_phases.on_device(parts, by_part, outside, unknown)
+        on_device = memory_phases.on_device(parts, replays, outside, unknown)
     memory = replace(
         memory, fragmentation_bytes=max(reserved - memory.allocated_bytes, 0), outside_bytes=outside
     )
@@ -360,6 +362,23 @@ def _with_peak(
         0,
     )
     return replace(memory, margin_bytes=margin), MemoryPhases(on_device, on_host)
+
+
+def _in_blocks(
+    memory: MemoryEstimate,
+    replays: Sequence[memory_allocator.Replay],
+    until_step: Sequence[memory_allocator.Replay],
+) -> MemoryEstimate:
+    """Count whole blocks of the allocator, as torch.cuda.max_memory_allocated does, where the peak
+    has the bytes that were asked for."""
+    assert memory.peak is not None
+    allocated = max(replay.peak_allocated_bytes for replay in replays)
+    rounding = {"rest of blocks": max(allocated - memory.peak.allocated_bytes, 0)}
+    return replace(
+        memory,
+        peak=replace(memory.peak, parts={**memory.peak.parts, **rounding}),
+        step_allocated_bytes=max(replay.peak_allocated_bytes for replay in until_step),
+    )
 
 
 def _passing_bytes(
@@ -381,12 +400,10 @@ def _passing_bytes(
 def _on_cpu(
     candidate: Strategy, parts: memory_phases.Parts, load: Mapping[str, int]
 ) -> DevicePhases:
-    """The bytes of tensors of a rank on a CPU, where nothing is reserved beyond them."""
-    live = memory_phases.allocated_bytes(parts)
-    on_device = memory_phases.on_device(parts, [live[phase] for phase, _ in parts], 0)
+    """The bytes of tensors of a rank on a CPU; while it loads, of what it builds too."""
     built = sum(load.get(cause, 0) for cause in ("weights", "while building"))
     built //= candidate.processes_per_machine
-    return replace(on_device, load=DeviceMemory(built, built, built))
+    return replace(memory_phases.on_cpu(parts), load=DeviceMemory(built, built, built))
 
 
 def _eval_samples(context: PlanContext, candidate: Strategy) -> int | None:

@@ -261,7 +261,7 @@ def _nvidia() -> _Nvidia:
 
 
 def _is_divided(pynvml: Any, handle: Any) -> bool:
-    """Whether CUDA gives out only parts of the card, of which NVML reports the sum."""
+    """True if CUDA gives out only parts of the card, of which NVML reports the sum."""
     try:
         return bool(pynvml.nvmlDeviceGetMigMode(handle)[0])
     except pynvml.NVMLError:  # a card, or a driver, that has no such mode

@@ -108,13 +108,15 @@ class Bench:
     def run(self, name: str, changes: Changes) -> dict[str, Any]:
         """Train a recipe to its end: predicted beside measured memory of each part, and seconds of
         a step."""
-        with self.started(name, changes) as run:
+        with self.begin(name, changes) as run:
             run.wait()
         return measured(run.newest())
 
-    def started(self, name: str, changes: Changes, *words: str) -> Child:
-        argv = ["launch", "run", str(self.recipe(name, changes)), "--fresh", *words]
-        return self.child(name, argv)
+    def begin(self, name: str, changes: Changes) -> Child:
+        """Start a new run of a recipe."""
+        return self.child(
+            name, ["launch", "run", str(self.recipe(name, changes)), "--resume=never"]
+        )
 
     def child(self, name: str, argv: Sequence[str]) -> Child:
         return Child(self, name, argv)
