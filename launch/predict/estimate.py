@@ -19,6 +19,7 @@ from launch.data.token_cache import TokenCache
 from launch.predict import parameters as predict_parameters
 from launch.predict import sharding
 from launch.predict.memory import allocator as memory_allocator
+from launch.predict.memory import context as memory_context
 from launch.predict.memory import host_memory, malloc
 from launch.predict.memory import phases as memory_phases
 from launch.predict.oom_history import NO_OOM_HISTORY, OomHistory
@@ -45,9 +46,6 @@ from launch.schema.plan import (
 from launch.schema.recipe import Recipe
 
 USUAL_DOCUMENT = 128  # tokens, assumed while none have been counted
-# Outside the allocator. A context after one kernel, with lazy loading (CUDA 11.7 and later):
-# assumed, unmeasured here.
-CONTEXT_BYTES = {"nvidia": 512 << 20, "amd": 768 << 20}
 # A communicator of two ranks, and of more: github.com/NVIDIA/nccl issue 964, A100.
 NCCL_BYTES, NCCL_MORE_BYTES = 544 << 20, 688 << 20
 
@@ -335,7 +333,10 @@ def _with_peak(
     if candidate.device == "cpu":
         on_device = _on_cpu(candidate, parts, by_phase["load"]) if exact else DevicePhases()
         return memory, MemoryPhases(on_device, on_host)
-    outside = CONTEXT_BYTES[context.machine.gpus[0].vendor]
+    outside, of_context = memory_context.context_bytes(
+        context.machine.gpus[0], context.import_memory
+    )
+    outside_source = f"context {size(outside)}, {of_context}"
     if candidate.backend == "nccl":
         outside += NCCL_BYTES if candidate.num_processes == 2 else NCCL_MORE_BYTES
     reserved, of_step = memory.allocated_bytes, memory.step_allocated_bytes
@@ -350,7 +351,10 @@ def _with_peak(
         unknown: tuple[Phase, ...] = () if candidate.launch_mode.is_whole else ("load",)
         on_device = memory_phases.on_device(parts, replays, outside, unknown)
     memory = replace(
-        memory, fragmentation_bytes=max(reserved - memory.allocated_bytes, 0), outside_bytes=outside
+        memory,
+        fragmentation_bytes=max(reserved - memory.allocated_bytes, 0),
+        outside_bytes=outside,
+        outside_source=outside_source,
     )
     memory = replace(memory, step_reserved_bytes=max(of_step, memory.step_allocated_bytes))
     free = min(gpu.free_bytes for gpu in context.machine.gpus[: candidate.processes_per_machine])
@@ -497,7 +501,8 @@ def budget_bytes(context: PlanContext, candidate: Strategy) -> int:
         return budget
     # of the allocator alone, on each card
     allowed = int(share * min(gpu.total_bytes for gpu in cards))
-    return min(budget, allowed + CONTEXT_BYTES[cards[0].vendor])
+    of_context, _ = memory_context.context_bytes(cards[0], context.import_memory)
+    return min(budget, allowed + of_context)
 
 
 def host_budget_bytes(recipe: Recipe, machine: Machine) -> int:

@@ -54,7 +54,10 @@ def measure(cache: Path, device: Device) -> Imports:
     private = {f"{role}_bytes": child["private_bytes"] for role, child in children.items()}
     mapped = max(child["mapped_bytes"] for child in children.values())
     _store(
-        figures_file(cache, device), private | {"mapped_bytes": mapped, "reason": "measured here"}
+        figures_file(cache, device),
+        private
+        | {"mapped_bytes": mapped, "reason": "measured here"}
+        | {key: children["rank"][key] for key in ("context_bytes", "context_card")},
     )
     return measured_or_assumed(cache, device)
 
@@ -108,7 +111,7 @@ def _import_failure(package: str) -> str:
     return lines[-1] if done.returncode else ""
 
 
-def _child(role: str, device: Device) -> dict[str, int]:
+def _child(role: str, device: Device) -> dict[str, Any]:
     argv = [
         sys.executable,
         "-P",
@@ -169,6 +172,9 @@ class Imports:
     rank_bytes: int  # with the host memory of its device's runtime
     mapped_bytes: int
     reason: str
+    # of a rank's card outside torch's allocator; 0: not measured
+    context_bytes: int = 0
+    context_card: str = ""
 
 
 # Measured on Linux, Python 3.11, torch 2.13 (CPU), transformers 5.23; a rank without peft,

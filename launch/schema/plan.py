@@ -131,6 +131,7 @@ class MemoryEstimate:
     peak: Peak | None = None  # None: the step could not be traced, only the states are known
     fragmentation_bytes: int = 0  # reserved by the allocator beyond the allocated bytes
     outside_bytes: int = 0  # outside the allocator: context, communicators
+    outside_source: str = ""  # of the context's bytes
     margin_bytes: int = 0  # by which past predictions were exceeded
     # of the job on this machine, by cause; {}: not predicted
     host: Mapping[str, int] = field(default_factory=dict)
