@@ -52,6 +52,7 @@ from training.data.batches import Collator, SampleOrder
 from training.engines import setup
 from training.loop import arguments, evaluate, export, nan_guard
 from training.loop.callbacks import Reporter, StepMeter, start_logging
+from training.loop.memory_peaks import MemoryPeaks
 from training.loop.trainer import LowMemTrainer, empty_cache
 from training.model import build
 
@@ -198,7 +199,8 @@ def build_parts(
             args.device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False),
         ),
     )
-    reporter = Reporter(attempt, rank, meter, order, args.device, draw, watch.check_loss)
+    peaks = MemoryPeaks(args.device)
+    reporter = Reporter(attempt, rank, meter, order, peaks, draw, watch.check_loss)
     conditions = StopConditions(run) if rank == 0 else None
     stop_callback = StopCallback(control, heartbeat, conditions)
     tokenizer = data_tokenizer.load(tokens / "tokenizer")
@@ -240,6 +242,7 @@ def build_parts(
         },
         stop_callback=stop_callback,
         strategy=plan.strategy,
+        peaks=peaks,
         model=network,
         args=args,
         data_collator=Collator(
@@ -396,6 +399,7 @@ def _measured(strategy: Strategy, parts: Parts) -> dict[str, Any]:
         **setup.held_bytes(strategy, trainer, parts.reporter.gradients_bytes),
         "vram_allocated_bytes": event.vram_allocated_bytes if event else 0,
         "vram_reserved_bytes": event.vram_reserved_bytes if event else 0,
+        "phases": parts.reporter.phases,
     }
 
 
@@ -414,7 +418,7 @@ def _score(parts: Parts, recipe: Recipe, pairs: Pairs, when: str, scores: dict[s
     empty_cache()
     # Accelerate puts autocast around the forward of the model that it prepares; PEFT's generate()
     # calls that of the base model
-    with trainer.accelerator.autocast():
+    with trainer.accelerator.autocast(), trainer.peaks.within("generation"):
         new = evaluate.scores(
             trainer.model,
             parts.tokenizer,

@@ -164,14 +164,14 @@ def _host_memory(recipe: Recipe, machine: Machine, plan: Plan) -> str:
 def _time(recipe: Recipe, plan: Plan, now: datetime, finished_steps: int) -> str:
     """Seconds a step, steps, hours and the end, as far as they are known before training."""
     steps = plan.total_steps(recipe)
-    if plan.step_s is None:
+    if plan.seconds_per_step is None:
         count = "" if steps is None else f"{steps:,} steps; "
         return f"{count}seconds a step are not known yet: no step of this kind was traced"
-    pace = f"{plan.step_s:.3g} s a step predicted"
+    pace = f"{plan.seconds_per_step:.3g} s a step predicted"
     if steps is None:
         return f"{pace}; steps and end are not known before the rows are counted"
     steps_left = max(steps - finished_steps, 0)
-    seconds = plan.step_s * steps_left
+    seconds = plan.seconds_per_step * steps_left
     count = f"{steps_left:,} of {steps:,} steps left" if finished_steps else f"{steps:,} steps"
     if seconds > FARTHEST_END_S:
         return f"{pace} x {count} = {_duration(seconds)}"

@@ -22,6 +22,19 @@ def test_doctor_says_each_card_and_the_link_between_them(tmp_path: Path):
     assert "link: NCCL as it is works" in done.stdout
 
 
+def test_doctor_measures_the_context_and_plans_count_it(tmp_path: Path):
+    place = Workplace(tmp_path, Card(context_mib=300))
+    recipe = str(builders.recipe(tmp_path, training={"bf16": True}))
+    assert json.loads(place.launch("plan", recipe, "--json").stdout)["estimate"][
+        "outside_source"
+    ].endswith("assumed; doctor measures it")
+    done = place.launch("doctor")
+    assert "context: a rank takes 0.29 GiB of its NVIDIA GeForce RTX 3080" in done.stdout, done
+    estimate = json.loads(place.launch("plan", recipe, "--json").stdout)["estimate"]
+    assert estimate["outside_bytes"] == 300 << 20
+    assert estimate["outside_source"] == "context 0.29 GiB, measured here by doctor"
+
+
 def test_a_card_that_fell_off_the_bus_is_named(tmp_path: Path):
     done = Workplace(tmp_path, Card(), Card(lost=1)).launch("doctor")
     assert "NVML lists 1; GPU 1: GPU is lost" in done.stdout, done.stdout

@@ -57,6 +57,14 @@ def test_two_cards_train_over_nccl(two_cards: Workplace):
     log = next(two_cards.folder.glob("workspace/runs/tiny/*/attempts/01/train.log")).parent
     logs = "".join(path.read_text() for path in log.rglob("*") if path.suffix in (".log", ".txt"))
     assert "barrier()" not in text + logs
+    _, (outcome,) = records(two_cards)
+    phases = outcome["phases"]
+    assert list(phases) == ["load", "first_step", "step", "evaluation", "save"]
+    for name in ("allocated_bytes", "reserved_bytes"):
+        assert outcome[f"vram_{name}"] == max(peaks[name] for peaks in phases.values())
+    assert phases["load"]["allocated_bytes"] < phases["first_step"]["allocated_bytes"]
+    (file,) = two_cards.folder.glob("workspace/runs/tiny/*/attempts/01/second_step.json")
+    assert json.loads(file.read_text())["allocated_bytes"] == phases["step"]["allocated_bytes"]
     ranks = [process for process in two_cards.machine.processes() if process.launches > 1000]
     assert [process.collectives > STEPS for process in ranks] == [True, True]
     peaks = [process.peak_bytes for process in ranks]  # a card each

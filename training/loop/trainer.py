@@ -36,6 +36,7 @@ from training.data.batches import (
 from training.engines import setup
 from training.loop import nan_guard
 from training.loop.callbacks import StepMeter
+from training.loop.memory_peaks import MemoryPeaks
 from training.model.chunked_loss import ChunkedHead, target_loss_sum
 
 logger = logging.getLogger("lowmem")
@@ -72,6 +73,7 @@ class LowMemTrainer(OpenTrainer):
         stop_callback: StopCallback | None = None,
         strategy: Strategy | None = None,
         output_chunks: int = 1,
+        peaks: MemoryPeaks | None = None,
         **kwargs: Any,
     ) -> None:
         """`facts` are part of each checkpoint's manifest. Without a `strategy` nothing is saved."""
@@ -81,6 +83,7 @@ class LowMemTrainer(OpenTrainer):
         self.verified: set[str] = set()
         self.is_converted = False  # convert.py has converted the checkpoint to resume from
         self.save_s = 0.0
+        self.peaks = peaks or MemoryPeaks(torch.device("cpu"))
         self._strategy = strategy
         super().__init__(compute_loss_func=self._loss, **kwargs)
         self._shift = not self.model.config.is_encoder_decoder
@@ -205,7 +208,8 @@ class LowMemTrainer(OpenTrainer):
         # an evaluation has other sizes than a step, so neither can use the other's cached blocks
         empty_cache()
         try:
-            return super().evaluate(*args, **kwargs)
+            with self.peaks.within("evaluation"):
+                return super().evaluate(*args, **kwargs)
         except Halted:
             assert self.stop_callback is not None
             self.stop_callback.cut_evaluation(self.state, self.control)
@@ -325,8 +329,14 @@ class LowMemTrainer(OpenTrainer):
         # the run has just resumed from this checkpoint, or saved it a moment ago
         if manifest.name(step) in self.verified:
             return
-        save = commit.Save(checkpoints, step, self.args.process_index, self.args.world_size)
         empty_cache()  # gathering weights cannot use a step's cached blocks
+        with self.peaks.within("save"):
+            self._commit(library, checkpoints, step)
+        self.save_s += time.monotonic() - began
+
+    def _commit(self, library: Callable[[], None], checkpoints: Path, step: int) -> None:
+        """Write, hash and commit a checkpoint; then delete old ones."""
+        save = commit.Save(checkpoints, step, self.args.process_index, self.args.world_size)
 
         def begin() -> None:
             self.meter.keep_rows(synced=True)
@@ -364,7 +374,6 @@ class LowMemTrainer(OpenTrainer):
         save.on_first(
             partial(commit.rotate, checkpoints, self._keep_checkpoints, self.verified, best_name)
         )
-        self.save_s += time.monotonic() - began
 
     def save_optimizer(self, library: Callable[[], None], output_dir: str) -> None:
         """Save DeepSpeed's part without its `latest`, its Python script, and its barriers, which

@@ -33,7 +33,7 @@ from training.model import build, four_bit
 from training.trace import repeat_layers, rewrite_log, sharded
 from training.trace.cuda_semantics import Target, cuda_semantics, replaced
 from training.trace.cuda_workspace import cublas_workspace_bytes, workspace
-from training.trace.recorder import BATCH, Block, Event, Layer, Log, Recorder
+from training.trace.recorder import BATCH, UPDATE, Block, Event, Layer, Log, Recorder
 
 DEPTH_KEYS = {  # of a config: a key for each stack
     "t5": ("num_layers", "num_decoder_layers"),
@@ -138,6 +138,9 @@ class _Steady(TrainerCallback):
             "state",
         )
 
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._recorder.point(UPDATE)
+
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._recorder.mark("zero")
 
@@ -224,9 +227,10 @@ def step(
                 gc.enable()
     log = recorder.settle()
     if target:  # from the first product to the end
-        size = cublas_workspace_bytes(target.architecture)
-        log.events.insert(0, Event(len(log.blocks), True, "start", None))
-        log.blocks.append(Block(size, 0, "workspace", "cublas", "start", None))
+        size, phase = cublas_workspace_bytes(target.architecture), "start:workspace"
+        begins = (event.phase.startswith("start") for event in log.events)
+        log.events.insert(list(begins).index(False), Event(len(log.blocks), True, phase, None))
+        log.blocks.append(Block(size, 0, "workspace", "cublas", phase, None))
     return log
 
 
