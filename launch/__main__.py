@@ -29,6 +29,7 @@ VERBS = {
     "show": "show",
     "tune": "tune",
     "doctor": "doctor",
+    "selfcheck": "selfcheck.verb",
     "report": "past_runs",
     "compare": "past_runs",
     "samples": "past_runs",

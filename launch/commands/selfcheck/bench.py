@@ -23,7 +23,7 @@ from launch.base.files import write_atomic
 from launch.base.processes import die_with_launcher
 from launch.base.workspace import CODE
 from launch.run_folder import steps
-from launch.run_folder.layout import RunDir
+from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.machine import Machine
 from launch.schema.phases import DevicePhases
 
@@ -168,6 +168,11 @@ class Child:
         text = self.log.read_text(encoding="utf-8", errors="replace").strip()
         errors = [line for line in text.splitlines() if line.startswith("error: ")]
         return (errors or [text])[-1][-LOG_CHARACTERS:]
+
+    def attempts(self) -> list[AttemptDir]:
+        """The attempts of its run so far."""
+        runs = sorted((self._bench.folder / "runs" / self._name).glob("2*"))
+        return RunDir(runs[-1]).attempts() if runs else []
 
     def newest(self) -> RunDir:
         """The folder of the newest run of its name. Raises CheckFailed if there is none."""

@@ -1,0 +1,133 @@
+"""The results of a self-check, kept as they come: selfcheck.json and selfcheck.html."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from launch.base.files import read_or_none, write_atomic, write_json
+from launch.base.text import size
+
+STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:70em;padding:0 1em;"
+    "color:#1a1a1a;background:#fff}table{border-collapse:collapse;margin:1em 0}"
+    "td,th{border-bottom:1px solid #ddd;padding:.25em .8em;text-align:left}"
+    ".n{text-align:right;font-variant-numeric:tabular-nums}.bad{color:#a00}"
+    "@media(prefers-color-scheme:dark){body{color:#ddd;background:#161616}td,th{border-color:#444}"
+    ".bad{color:#f88}}"
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check."""
+
+    name: str
+    part: int
+    seconds: float
+    time: float  # unix time, at its end
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    failed: str = ""  # "": it did not
+
+
+@dataclass(frozen=True)
+class Results:
+    """The findings for one card with one set of packages."""
+
+    facts: Mapping[str, Any]  # card, driver, versions
+    findings: tuple[Finding, ...] = ()
+
+    def names(self) -> set[str]:
+        return {finding.name for finding in self.findings}
+
+    def with_finding(self, finding: Finding) -> Results:
+        return replace(self, findings=(*self.findings, finding))
+
+
+class ResultFiles:
+    """The files of the results in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.json, self.html = folder / "selfcheck.json", folder / "selfcheck.html"
+
+    def read(self, facts: Mapping[str, Any]) -> Results:
+        """The results so far; none if the card or the packages have changed since."""
+        results = read_or_none(self.json, Results)
+        return results if results and dict(results.facts) == dict(facts) else Results(facts)
+
+    def write(self, results: Results) -> None:
+        write_json(self.json, asdict(results))
+        write_atomic(self.html, page(results))
+
+
+def lines(finding: Finding) -> list[str]:
+    """The finding in text: a line, and one for each part of a run."""
+    if finding.failed:
+        return [f"{finding.name}: failed: {finding.failed}"]
+    memory = finding.figures.get("memory", {})
+    text = [f"{finding.name}: ok ({finding.seconds:.0f} s)"]
+    text += [
+        f"  {phase.replace('_', ' '):<11} {figure.removesuffix('_bytes'):<10}"
+        f" predicted {size(planned)}, measured {size(measured)} ({measured / planned - 1:+.1%})"
+        for phase, figures in memory.items()
+        for figure, (planned, measured) in figures.items()
+        if planned
+    ]
+    return text
+
+
+def page(results: Results) -> str:
+    """A self-contained page."""
+    facts = _table(["", ""], [[name, value] for name, value in results.facts.items()])
+    memory = [
+        [finding.name, phase.replace("_", " "), figure.removesuffix("_bytes"), *_pair(pair)]
+        for finding in results.findings
+        for phase, figures in finding.figures.get("memory", {}).items()
+        for figure, pair in figures.items()
+    ]
+    speed = [
+        [finding.name, *(f"{number:.4f}" if number else "" for number in pair)]
+        for finding in results.findings
+        for pair in [finding.figures.get("seconds_per_step")]
+        if isinstance(pair, Sequence)
+    ]
+    checks = [
+        [
+            finding.name,
+            finding.part,
+            f"{finding.seconds:.0f} s",
+            f'<span class="bad">{html.escape(finding.failed)}</span>' if finding.failed else "ok",
+        ]
+        for finding in results.findings
+    ]
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Self-check</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style>'
+        f"<h1>Self-check</h1>{facts}"
+        f"<h2>Checks</h2>{_table(['check', 'part', 'took', 'result'], checks, escape=False)}"
+        "<h2>Memory of a process on its card</h2>"
+        + _table(["check", "part of the run", "figure", "predicted", "measured", "error"], memory)
+        + "<h2>Seconds of a step</h2>"
+        + _table(["check", "predicted", "measured"], speed)
+        + "</html>"
+    )
+
+
+def _pair(pair: Sequence[int | None]) -> list[str]:
+    planned, measured = pair
+    text = [size(number) if number else "" for number in pair]
+    return [*text, f"{measured / planned - 1:+.1%}" if planned and measured else ""]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]], escape: bool = True) -> str:
+    def row(cells: Sequence[Any], tag: str) -> str:
+        return "".join(
+            f"<{tag}>{html.escape(str(cell)) if escape else cell}</{tag}>" for cell in cells
+        )
+
+    body = "".join(f"<tr>{row(cells, 'td')}</tr>" for cells in rows)
+    title = f"<tr>{row(head, 'th')}</tr>" if any(head) else ""
+    return f"<table>{title}{body}</table>"

@@ -1,0 +1,128 @@
+"""`python -m launch selfcheck`: on your own card, compare predictions with measurements."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from launch.base.errors import ConfigError, ResourceError
+from launch.base.text import size
+from launch.base.workspace import Workspace
+from launch.commands import recipe_arguments
+from launch.commands.selfcheck.bench import Bench, CheckFailed
+from launch.commands.selfcheck.checks import Check, all_checks
+from launch.commands.selfcheck.results import Finding, ResultFiles, lines
+from launch.probe import machine as probe_machine
+from launch.probe import packages
+from launch.schema.machine import GIB, Machine
+
+PARTS = (1, 2, 3)
+FREE_BYTES = 4 * GIB  # of the card, which the checks need
+OTHERS_BYTES = 3 * GIB // 2  # more than a screen takes: a program computes there
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
+FAILED = 3
+
+
+def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
+    text = "measure this card beside the predictions: memory, one out of memory, seconds a step"
+    parser = recipe_arguments.add_simple_parser(subparsers, verb, text)
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="end after this time (default 9)"
+    )
+    parser.add_argument("--part", type=int, choices=PARTS, help="only this part of the checks")
+    parser.add_argument("--again", action="store_true", help="forget the results so far")
+    return parser
+
+
+def main(arguments: Namespace, others: Sequence[str]) -> int:
+    """The exit code is 3 if a check failed, or this machine has no card for it."""
+    recipe_arguments.reject(arguments, others)
+    if arguments.minutes <= 0:
+        raise ConfigError(f"--minutes={arguments.minutes:g}: expected more than 0")
+    packages.refuse_old()
+    machine = probe_machine.machine()
+    _refuse(machine)
+    workspace = Workspace.here()
+    deadline = time.monotonic() + 60 * arguments.minutes
+    bench = Bench(workspace.root / "selfcheck", workspace.cache, machine, deadline)
+    bench.prepare()
+    files = ResultFiles(bench.folder)
+    if arguments.again:
+        files.json.unlink(missing_ok=True)
+    results = files.read(_facts(machine))
+    checks = [
+        check
+        for check in all_checks()
+        if arguments.part in (None, check.part) and check.cards <= len(machine.gpus)
+    ]
+    waiting = [check for check in checks if check.name not in results.names()]
+    print(f"{len(waiting)} of {len(checks)} checks to do, results in {files.json}", flush=True)
+    for check in waiting:
+        if deadline - time.monotonic() < check.least_s:
+            break
+        finding = _find(bench, check)
+        if finding is None:
+            break
+        results = results.with_finding(finding)
+        files.write(results)
+        print("\n".join(lines(finding)), flush=True)
+    for folder in ("runs", "models", "logs"):  # gigabytes
+        shutil.rmtree(bench.folder / folder, ignore_errors=True)
+    left = [check.name for check in checks if check.name not in results.names()]
+    if left:
+        print(f"not done yet: {', '.join(left)}; the same line goes on")
+    failed = [finding.name for finding in results.findings if finding.failed]
+    print(f"page: {files.html}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    return FAILED if failed else 0
+
+
+def _refuse(machine: Machine) -> None:
+    """Raises ResourceError if there is no card, or if others use it."""
+    if not machine.gpus:
+        raise ResourceError(f"selfcheck needs a GPU: {machine.gpus_reason}")
+    for gpu in machine.gpus[:1]:
+        used = gpu.total_bytes - gpu.free_bytes
+        if used > OTHERS_BYTES or gpu.free_bytes < FREE_BYTES:
+            raise ResourceError(
+                f"GPU {gpu.index} ({gpu.name}) has {size(used)} of {size(gpu.total_bytes)} in use;"
+                f" selfcheck needs a card that no other program uses, with {size(FREE_BYTES)} free:"
+                " end the programs that nvidia-smi lists, or name another card in"
+                " CUDA_VISIBLE_DEVICES"
+            )
+
+
+def _facts(machine: Machine) -> dict[str, str]:
+    """The card, its driver and the packages; with others the results begin anew."""
+    gpu = machine.gpus[0]
+    facts = {
+        "card": gpu.name,
+        "cards": str(len(machine.gpus)),
+        "memory": size(gpu.total_bytes),
+        "architecture": gpu.architecture,
+        "driver": gpu.driver,
+    }
+    for package in PACKAGES:
+        try:
+            facts[package] = version(package)
+        except PackageNotFoundError:
+            facts[package] = "not installed"
+    return facts
+
+
+def _find(bench: Bench, check: Check) -> Finding | None:
+    """The result of a check; None if its time is over."""
+    began = time.monotonic()
+    figures, failed = {}, ""
+    try:
+        figures = check.run(bench)
+    except TimeoutError:
+        return None
+    except CheckFailed as error:
+        failed = str(error)
+    return Finding(
+        check.name, check.part, round(time.monotonic() - began, 1), time.time(), figures, failed
+    )

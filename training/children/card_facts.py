@@ -1,0 +1,101 @@
+"""Facts of the first card: python -m training.children.card_facts. Prints a line of JSON: bytes
+outside the allocator, the allocator, the attention kernels that PyTorch chooses beside those that a
+plan counts with, and the rates of copies."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from training.trace import cuda_semantics
+from training.trace.cuda_semantics import Call, Target
+
+COPY_BYTES = 256 << 20
+COPIES = 5
+HEADS, LENGTH, WIDTH = 12, 512, 64
+KERNELS = {
+    SDPBackend.MATH: "math",
+    SDPBackend.FLASH_ATTENTION: "flash",
+    SDPBackend.EFFICIENT_ATTENTION: "efficient",
+    SDPBackend.CUDNN_ATTENTION: "cudnn",
+}
+
+
+def main() -> None:
+    card = torch.cuda.get_device_properties(0)
+    print(
+        json.dumps(
+            {
+                "name": card.name,
+                "capability": f"{card.major}.{card.minor}",
+                "multiprocessors": card.multi_processor_count,
+                "total_bytes": card.total_memory,
+                "torch": torch.__version__,
+                "cuda": torch.version.cuda,
+                "allocator": torch.cuda.get_allocator_backend(),
+                "allocator_settings": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
+                "outside_bytes": outside_bytes(),
+                "attention": attention(f"{card.major}.{card.minor}"),
+                "bytes_per_second": copies(),
+            }
+        )
+    )
+
+
+def outside_bytes() -> int:
+    """Bytes of the card that are used, less those of the allocator, after a product: the context
+    of this process, as long as nothing else uses the card."""
+    layer = torch.nn.Linear(1024, 1024, device="cuda")
+    layer(torch.ones(64, 1024, device="cuda")).sum().backward()
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+def attention(capability: str) -> dict[str, list[str]]:
+    """[the kernel of PyTorch, that of a plan] by data type and mask."""
+    chosen = {}
+    for dtype, masked in itertools.product(
+        (torch.bfloat16, torch.float16, torch.float32), (False, True)
+    ):
+        query, key, value = (
+            torch.zeros(2, HEADS, LENGTH, WIDTH, device="cuda", dtype=dtype, requires_grad=True)
+            for _ in range(3)
+        )
+        mask = torch.ones(2, 1, LENGTH, LENGTH, device="cuda", dtype=torch.bool) if masked else None
+        arguments = (query, key, value, mask, 0.0, not masked)
+        number = torch._fused_sdp_choice(*arguments)
+        planned = cuda_semantics.choose(Target(capability), Call(*arguments))
+        name = f"{str(dtype).removeprefix('torch.')}{', mask' if masked else ''}"
+        chosen[name] = [KERNELS[SDPBackend(number)], planned]
+    return chosen
+
+
+def copies() -> dict[str, float]:
+    """Rates between pinned host memory and the card, by direction."""
+    host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty_like(host, device="cuda", pin_memory=False)
+    return {
+        "to the card": rate(device, host),
+        "to the host": rate(host, device),
+    }
+
+
+def rate(target: torch.Tensor, source: torch.Tensor) -> float:
+    seconds: list[float] = []
+    for _ in range(COPIES):
+        torch.cuda.synchronize()
+        began = time.monotonic()
+        target.copy_(source)
+        torch.cuda.synchronize()
+        seconds.append(time.monotonic() - began)
+    return COPY_BYTES / min(seconds)
+
+
+if __name__ == "__main__":
+    main()
