@@ -357,7 +357,8 @@ def test_a_report_shows_rows_of_each_source_whatever_their_bad_rows(tmp_path, cu
     model = ModelSize("m", {"model_type": "gpt2", "vocab_size": 600}, 1, 1)
     found = DataFormat("prompt_response", {"prompt": "prompt", "response": "response"}, "jsonl", "")
     counts = ((32,), (32,), (32,))
-    cache = TokenCache(builders.recipe_of(data=data), model, found, {}, tmp_path / "x", counts)
+    recipe = builders.recipe_of(data=data)
+    cache = TokenCache(recipe, model, found, {}, tmp_path / "x", row_counts=counts)
     summary = row_summary.for_report(cache, cut)
     texts = ["".join(part.text for part in row.parts) for row in summary.rows]
     expected = [f"{name} {i}" for name in "abc" for i in range(5)]
