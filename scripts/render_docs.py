@@ -1,11 +1,17 @@
 #!/usr/bin/env python3
-"""Write docs/keys.md: every key of a recipe, from the schema and TrainingArguments' fields."""
+"""Write docs/keys.md, every key of a recipe, from the schema and TrainingArguments' fields; and
+docs/plan.schema.json, the JSON schema of a plan, from its dataclasses."""
 
 from __future__ import annotations
 
+import json
 import sys
 from itertools import groupby
 from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema
 
 CODE = Path(__file__).resolve().parent.parent
 # run as a script: launch/ is beside scripts/, so it is imported after this line
@@ -13,6 +19,7 @@ sys.path.insert(0, str(CODE))
 
 from launch.recipe import key_reference  # noqa: E402
 from launch.recipe.key_reference import Key  # noqa: E402
+from launch.schema.plan import Plan  # noqa: E402
 
 HEADING = """# Keys of a recipe
 
@@ -42,6 +49,21 @@ def _row(key: Key) -> str:
     return f"| `{name}` | {kind} | `{key.default}` | {meaning} |\n"
 
 
+class _AllKeys(GenerateJsonSchema):
+    """A schema in which every key is required: a default is written too."""
+
+    def field_is_required(self, field: Any, total: bool) -> bool:
+        return True
+
+
+def plan_schema() -> str:
+    """The whole text of docs/plan.schema.json."""
+    schema = TypeAdapter(Plan).json_schema(mode="serialization", schema_generator=_AllKeys)
+    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return f"{json.dumps(dialect | schema, ensure_ascii=False, indent=1)}\n"
+
+
 if __name__ == "__main__":
-    (CODE / "docs" / "keys.md").write_text(page(), encoding="utf-8")
-    print("docs/keys.md")
+    for name, text in (("keys.md", page()), ("plan.schema.json", plan_schema())):
+        (CODE / "docs" / name).write_text(text, encoding="utf-8")
+        print(f"docs/{name}")

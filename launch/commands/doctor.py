@@ -72,6 +72,11 @@ def examine(
                 f" {size(memory.agent_bytes)}, shared libraries {size(memory.mapped_bytes)} of"
                 " host RAM; plans count this memory"
             )
+            if memory.context_bytes:
+                say(
+                    f"context: a rank takes {size(memory.context_bytes)} of its"
+                    f" {memory.context_card} outside torch's allocator; plans count this memory"
+                )
     for problem in all_problems:
         say(str(problem))
     return not stops

@@ -112,7 +112,7 @@ def _measurement(
             allocated_bytes=allocated if on_gpu else None,
             reserved_bytes=reserved if on_gpu else None,
             host_pss_bytes=memory.host_bytes or None,
-            step_s=plan.step_s,
+            step_s=plan.seconds_per_step,
         ),
         measured=Figures(
             allocated_bytes=summary["vram_allocated_bytes"] or None,

@@ -19,7 +19,9 @@ from launch.data.token_cache import TokenCache
 from launch.predict import parameters as predict_parameters
 from launch.predict import sharding
 from launch.predict.memory import allocator as memory_allocator
+from launch.predict.memory import context as memory_context
 from launch.predict.memory import host_memory, malloc
+from launch.predict.memory import phases as memory_phases
 from launch.predict.oom_history import NO_OOM_HISTORY, OomHistory
 from launch.predict.time import padding as time_padding
 from launch.predict.time import rates, timing
@@ -30,6 +32,7 @@ from launch.probe import architectures
 from launch.probe.import_memory import ASSUMED, Imports
 from launch.schema.machine import GIB, Link, Machine
 from launch.schema.model_sections import DTYPE_BYTES
+from launch.schema.phases import DeviceMemory, DevicePhases, MemoryPhases, Phase
 from launch.schema.plan import (
     MULTIPLE,
     Change,
@@ -43,9 +46,6 @@ from launch.schema.plan import (
 from launch.schema.recipe import Recipe
 
 USUAL_DOCUMENT = 128  # tokens, assumed while none have been counted
-# Outside the allocator. A context after one kernel, with lazy loading (CUDA 11.7 and later):
-# assumed, unmeasured here.
-CONTEXT_BYTES = {"nvidia": 512 << 20, "amd": 768 << 20}
 # A communicator of two ranks, and of more: github.com/NVIDIA/nccl issue 964, A100.
 NCCL_BYTES, NCCL_MORE_BYTES = 544 << 20, 688 << 20
 
@@ -56,6 +56,8 @@ LAYER_NAMES = ("num_hidden_layers", "n_layer", "num_decoder_layers", "num_layers
 KEPT_TENSORS_A_LAYER = 8
 
 LEAST_LENGTH = 8  # tokens of a row that is worth a trace
+
+NO_PHASES = MemoryPhases()
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,7 @@ class Judged:
     budget_bytes: int
     misses: str | None
     excess: float = 0.0  # times the budget that it exceeds most
+    phases: MemoryPhases = NO_PHASES  # of the exact prediction of a traced step
 
     @property
     def seconds(self) -> float:
@@ -217,7 +220,7 @@ def hopeless(context: PlanContext, candidate: Strategy, with_step: bool = False)
         fewest = candidate
         if context.recipe.training.dataloader_num_workers is None:
             fewest = replace(candidate, dataloader_num_workers=0)
-        memory = _with_host(context, fewest, memory, None, 0, exact=False)
+        memory, _ = _with_host(context, fewest, memory, None, 0)
     judged = _judged(context, candidate, memory, None)
     return judged if judged.misses else None
 
@@ -247,17 +250,21 @@ def judge(context: PlanContext, candidate: Strategy, exact: bool = True) -> Judg
         steps = context.traced_steps(candidate)
         context.fetch_steps(question for question, _ in steps)
     traces = [(context.trace_of(question), rows) for question, rows in steps]
-    memories = [
+    predictions = [
         _with_peak(context, candidate, states, step_trace, rows, exact)
         for step_trace, rows in traces
         if step_trace is not None
     ]
-    if trace is None or len(memories) < len(traces):
+    if trace is None or len(predictions) < len(traces):
         return _judged(context, candidate, states, None)
-    memory = max(memories, key=lambda memory: (memory.device_bytes, memory.host_bytes))
-    return _judged(
+    memory, of_highest = max(
+        predictions, key=lambda each: (each[0].device_bytes, each[0].host_bytes)
+    )
+    judged = _judged(
         context, candidate, memory, _time(context, candidate, trace, context.mean_split(candidate))
     )
+    on_device = memory_phases.highest([phases.device for _, phases in predictions])
+    return replace(judged, phases=replace(of_highest, device=on_device))
 
 
 def share_of_longest(context: PlanContext, candidate: Strategy) -> float:
@@ -285,7 +292,7 @@ def _time(
 def _judged(
     context: PlanContext, candidate: Strategy, memory: MemoryEstimate, time: TimeEstimate | None
 ) -> Judged:
-    budget = budget_bytes(context.recipe, context.machine, candidate)
+    budget = budget_bytes(context, candidate)
     of_host = host_bytes(candidate, memory) / max(
         host_budget_bytes(context.recipe, context.machine), 1
     )
@@ -309,28 +316,45 @@ def _with_peak(
     trace: Trace,
     num_samples: int,
     exact: bool,
-) -> MemoryEstimate:
+) -> tuple[MemoryEstimate, MemoryPhases]:
+    """The memory of the run, and, if it is `exact`, of each part."""
     counts = num_samples, _eval_samples(context, candidate)
     memory = replace(
         states,
         peak=trace.peak(*counts),
         step_allocated_bytes=trace.peak(num_samples, None).allocated_bytes,
     )
-    memory = _with_host(context, candidate, memory, trace, num_samples, exact)
+    parts: memory_phases.Parts = []
+    if exact:
+        makes_states = candidate.launch_mode.engine != "deepspeed"
+        parts = trace.run(*counts, makes_states, _passing_bytes(context, candidate, states))
+    memory, by_phase = _with_host(context, candidate, memory, trace, num_samples, parts)
+    on_host = memory_phases.on_host(by_phase if exact else {})
     if candidate.device == "cpu":
-        return memory
-    outside = CONTEXT_BYTES[context.machine.gpus[0].vendor]
+        on_device = _on_cpu(candidate, parts, by_phase["load"]) if exact else DevicePhases()
+        return memory, MemoryPhases(on_device, on_host)
+    outside, of_context = memory_context.context_bytes(
+        context.machine.gpus[0], context.import_memory
+    )
+    outside_source = f"context {size(outside)}, {of_context}"
     if candidate.backend == "nccl":
         outside += NCCL_BYTES if candidate.num_processes == 2 else NCCL_MORE_BYTES
     reserved, of_step = memory.allocated_bytes, memory.step_allocated_bytes
+    on_device = DevicePhases()
     if exact:
-        available_bytes = budget_bytes(context.recipe, context.machine, candidate) - outside
-        makes_states = candidate.launch_mode.engine != "deepspeed"
-        steps, later_steps = trace.run(*counts, makes_states)
-        of_step = _reserved_bytes(steps, context.allocator, available_bytes)
-        reserved = _reserved_bytes([*steps, *later_steps], context.allocator, available_bytes)
+        available_bytes = budget_bytes(context, candidate) - outside
+        replays = memory_phases.replays(parts, context.allocator, available_bytes)
+        until_step = replays[: [phase for phase, _ in parts].index("step") + 1]
+        memory = _in_blocks(memory, replays, until_step)
+        reserved = max(replay.peak_reserved_bytes for replay in replays)
+        of_step = max(replay.peak_reserved_bytes for replay in until_step)
+        unknown: tuple[Phase, ...] = () if candidate.launch_mode.is_whole else ("load",)
+        on_device = memory_phases.on_device(parts, replays, outside, unknown)
     memory = replace(
-        memory, fragmentation_bytes=max(reserved - memory.allocated_bytes, 0), outside_bytes=outside
+        memory,
+        fragmentation_bytes=max(reserved - memory.allocated_bytes, 0),
+        outside_bytes=outside,
+        outside_source=outside_source,
     )
     memory = replace(memory, step_reserved_bytes=max(of_step, memory.step_allocated_bytes))
     free = min(gpu.free_bytes for gpu in context.machine.gpus[: candidate.processes_per_machine])
@@ -341,27 +365,54 @@ def _with_peak(
         int(context.oom_history.device * memory.reserved_bytes),
         0,
     )
-    return replace(memory, margin_bytes=margin)
+    return replace(memory, margin_bytes=margin), MemoryPhases(on_device, on_host)
+
+
+def _in_blocks(
+    memory: MemoryEstimate,
+    replays: Sequence[memory_allocator.Replay],
+    until_step: Sequence[memory_allocator.Replay],
+) -> MemoryEstimate:
+    """Count whole blocks of the allocator, as torch.cuda.max_memory_allocated does, where the peak
+    has the bytes that were asked for."""
+    assert memory.peak is not None
+    allocated = max(replay.peak_allocated_bytes for replay in replays)
+    rounding = {"rest of blocks": max(allocated - memory.peak.allocated_bytes, 0)}
+    return replace(
+        memory,
+        peak=replace(memory.peak, parts={**memory.peak.parts, **rounding}),
+        step_allocated_bytes=max(replay.peak_allocated_bytes for replay in until_step),
+    )
+
+
+def _passing_bytes(
+    context: PlanContext, candidate: Strategy, states: MemoryEstimate
+) -> tuple[int, ...]:
+    """Sizes that are on the device for a moment when the weights are loaded: two buckets in which
+    DDP sends them, or, of a folder whose weights are quantised on the card, the largest of them
+    before."""
+    if candidate.launch_mode.engine == "ddp":
+        sent = host_memory.BROADCAST_BYTES
+        return (sent, min(sent, states.weights_bytes - sent)) if states.weights_bytes > sent else ()
+    recipe = context.recipe
+    if recipe.quantization is None or recipe.model.path is None or candidate.device == "cpu":
+        return ()
+    largest = max(map(math.prod, context.parameters.values()))
+    return (largest * DTYPE_BYTES[recipe.model.dtype],)
+
+
+def _on_cpu(
+    candidate: Strategy, parts: memory_phases.Parts, load: Mapping[str, int]
+) -> DevicePhases:
+    """The bytes of tensors of a rank on a CPU; while it loads, of what it builds too."""
+    built = sum(load.get(cause, 0) for cause in ("weights", "while building"))
+    built //= candidate.processes_per_machine
+    return replace(memory_phases.on_cpu(parts), load=DeviceMemory(built, built, built))
 
 
 def _eval_samples(context: PlanContext, candidate: Strategy) -> int | None:
     """Samples of an evaluation's batch; None where nothing is evaluated."""
     return candidate.per_device_eval_batch_size if context.recipe.evaluates else None
-
-
-def _reserved_bytes(
-    events: Sequence[memory_allocator.Event],
-    config: memory_allocator.AllocatorConfig,
-    available_bytes: int,
-) -> int:
-    """Bytes that the allocator reserves for these events. If there are fewer, it gives cached
-    blocks back and tries again; if that does not help either, the bytes that it would like
-    count."""
-    unlimited = memory_allocator.replay(events, config)
-    if unlimited.peak_reserved_bytes <= available_bytes:
-        return unlimited.peak_reserved_bytes
-    limited = memory_allocator.replay(events, config, capacity_bytes=max(available_bytes, 0))
-    return (unlimited if limited.out_of_memory else limited).peak_reserved_bytes
 
 
 def _with_host(
@@ -370,9 +421,10 @@ def _with_host(
     memory: MemoryEstimate,
     trace: Trace | None,
     num_samples: int,
-    exact: bool,
-) -> MemoryEstimate:
-    """Add the job's host RAM; without a trace, all but the memory of a step on CPUs."""
+    parts: memory_phases.Parts = (),
+) -> tuple[MemoryEstimate, Mapping[str, Mapping[str, int]]]:
+    """Add the job's host RAM, and return that of each part of the run; without a trace, all but the
+    memory of a step on CPUs. `parts`: the events of an exact prediction."""
     counts = num_samples, _eval_samples(context, candidate)
     sizes = (
         {section: peak.allocated_bytes for section, peak in trace.peaks(*counts).items()}
@@ -393,28 +445,39 @@ def _with_host(
         written[sharding.BUCKET_ELEMENTS * element_bytes] = filled * element_bytes
     untouched = sum(size - touched for size, touched in written.items())
     first = next(iter(context.parameters.values()))
-    holes = 0
-    if candidate.device == "cpu" and exact and trace is not None:
+    step_bytes = max(
+        (size for section, size in sizes.items() if section != "evaluation"), default=0
+    )
+    first_bytes, holes, first_holes = step_bytes, 0, 0
+    if candidate.device == "cpu" and parts and trace is not None:
         resident_bytes = malloc.resident_bytes(trace.events(*counts), written)
-        holes = max(resident_bytes - max(sizes.values()) + untouched, 0)
+        holes = first_holes = max(resident_bytes - max(sizes.values()) + untouched, 0)
+        begins = [part for part in parts if part[0] in ("load", "first_step")]
+        if len(begins) == 2:
+            first_bytes = memory_phases.allocated_bytes(begins)["first_step"]
+            resident_bytes = malloc.resident_bytes(
+                [event for _, events in begins for event in events], written, rounds=1
+            )
+            first_holes = max(resident_bytes - first_bytes + untouched, 0)
     job = host_memory.Job(
         recipe=context.recipe,
         strategy=candidate,
         model=context.model,
         states=memory,
-        step_bytes=max(
-            (size for section, size in sizes.items() if section != "evaluation"), default=0
-        ),
+        step_bytes=step_bytes,
+        first_step_bytes=first_bytes,
         evaluation_bytes=evaluated.allocated_bytes if evaluated else 0,
         embedding_bytes=math.prod(first) * DTYPE_BYTES[context.recipe.model.dtype],
         untouched_bytes=untouched,
         reduced_bytes=sum(written.values()),
         holes_bytes=holes,
+        first_holes_bytes=first_holes,
         rows=context.rows,
         cache_bytes=context.cache_bytes,
     )
     predicted = host_memory.estimate(job, context.import_memory)
-    return replace(memory, host=predicted.by_cause, host_phase=predicted.phase)
+    memory = replace(memory, host=predicted.by_cause, host_phase=predicted.phase)
+    return memory, predicted.by_phase
 
 
 def _update(full_copy: MemoryEstimate) -> WorkCost:
@@ -425,13 +488,21 @@ def _update(full_copy: MemoryEstimate) -> WorkCost:
     return WorkCost(matmul_flops={}, bytes_moved=Affine(float(moved)), num_kernels=Affine(20.0))
 
 
-def budget_bytes(recipe: Recipe, machine: Machine, candidate: Strategy) -> int:
-    """The budget of one rank on its device: a share of the smallest card's free memory, or its part
-    of the host's."""
-    if candidate.device == "cuda":
-        free = min(gpu.free_bytes for gpu in machine.gpus[: candidate.processes_per_machine])
-        return int(free * recipe.launch.vram_fraction)
-    return host_budget_bytes(recipe, machine) // candidate.processes_per_machine
+def budget_bytes(context: PlanContext, candidate: Strategy) -> int:
+    """The budget of one rank on its device: a share of the smallest card's free memory, at most the
+    user's per_process_memory_fraction; or its part of the host's."""
+    recipe, machine = context.recipe, context.machine
+    if candidate.device == "cpu":
+        return host_budget_bytes(recipe, machine) // candidate.processes_per_machine
+    cards = machine.gpus[: candidate.processes_per_machine]
+    budget = int(min(gpu.free_bytes for gpu in cards) * recipe.launch.vram_fraction)
+    share = context.allocator.per_process_memory_fraction
+    if share == 1.0:
+        return budget
+    # of the allocator alone, on each card
+    allowed = int(share * min(gpu.total_bytes for gpu in cards))
+    of_context, _ = memory_context.context_bytes(cards[0], context.import_memory)
+    return min(budget, allowed + of_context)
 
 
 def host_budget_bytes(recipe: Recipe, machine: Machine) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -24,10 +25,12 @@ from launch.predict.sharding import BUCKET_ELEMENTS
 from launch.predict.time.timing import Affine, WorkCost
 from launch.predict.trace_client import TracingChild
 from launch.probe import packages
+from launch.schema.phases import Phase
 from launch.schema.plan import Born, ModelSize, Peak, Strategy
 from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import affecting
 
+LASTING: tuple[Born, ...] = ("start", "engine", "state", "workspace")  # until the run ends
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
 
 
@@ -97,18 +100,23 @@ class Trace:
         return events
 
     def run(
-        self, num_samples: int, eval_samples: int | None, makes_states: bool
-    ) -> tuple[list[Event], list[Event]]:
-        """The events of a card's allocator: (two steps; after them an evaluation, if there is
-        one, and another step, each with an emptied cache, as trainer.py empties it before and after
-        an evaluation and before a save).
+        self,
+        num_samples: int,
+        eval_samples: int | None,
+        makes_states: bool,
+        passing: Sequence[int] = (),
+    ) -> list[tuple[Phase, list[Event]]]:
+        """The events of a device's allocator by part: the load, the first step, the next step, an
+        evaluation if there is one, a save, and the step after it. The cache is emptied before the
+        first step, before and after an evaluation and before a save, as the trainer does.
 
         `makes_states`: the optimizer makes its states at the end of the first step, between blocks
         of that step, where they keep whole segments from being given back. DeepSpeed makes them
-        before."""
+        before. `passing`: sizes that are there together for a moment, when the weights are loaded.
+        """
         log = self._log()
         blocks, events = log["blocks"], log["events"]
-        lasting = {number for number, block in enumerate(blocks) if block[2] in ("start", "state")}
+        lasting = {number for number, block in enumerate(blocks) if block[2] in LASTING}
         end = next(
             (
                 index
@@ -121,7 +129,10 @@ class Trace:
         # the next step would not begin as this one
         if any(~number in lasting for number in step if number < 0):
             both = self.events(num_samples, eval_samples)
-            return both[: len(step)], [EMPTY_CACHE, *both[len(step) :]]
+            parts: list[tuple[Phase, list[Event]]] = [("step", [*both[: len(step)], EMPTY_CACHE])]
+            if evaluation:
+                parts.append(("evaluation", [*both[len(step) :], EMPTY_CACHE]))
+            return [*parts, ("save", [])]
 
         def sized(number: int, turn: int = 0) -> Event:
             size_bytes = _size(blocks[number], num_samples, eval_samples)
@@ -131,14 +142,16 @@ class Trace:
         def freed(number: int, turn: int) -> Event:
             return (number if number in lasting else number + turn * len(blocks)), FREED
 
-        def once(turn: int, start: Sequence[int], late: Sequence[int] = ()) -> list[Event]:
-            """The step in its `turn`, its blocks with numbers of their own; before it `start` is
-            born, `late` in it."""
-            events = [sized(number) for number in start]
+        def once(turn: int, late: Sequence[int] = ()) -> list[Event]:
+            """The step in its `turn`, its blocks with numbers of their own; `late` is born in
+            it."""
+            events: list[Event] = []
             for index, number in enumerate(step):
                 if index == log["update"]:
                     events += map(sized, late)
-                if number >= 0 and number not in lasting:
+                if number >= 0 and (
+                    number not in lasting or (turn == 1 and blocks[number][2] == "workspace")
+                ):
                     events.append(sized(number, turn))
                 elif number < 0:
                     events.append(freed(~number, turn))
@@ -150,15 +163,25 @@ class Trace:
             born = [number for number in step if number >= 0 and number not in lasting]
             return [freed(number, turn) for number in born if number not in ends]
 
-        births = [number for number in step if number >= 0 and number in lasting]
-        late = [number for number in births if blocks[number][2] == "state"] if makes_states else []
-        steps = once(1, [number for number in births if number not in late], late)
-        steps += [*ended(1), *once(0, ())]
-        later = [EMPTY_CACHE]
-        if evaluation:
-            later += [sized(number) if number >= 0 else (~number, FREED) for number in evaluation]
-            later += [EMPTY_CACHE]
-        return steps, [*later, *ended(0), *once(2, ())]
+        births: dict[Born, list[int]] = defaultdict(list)
+        for number in step:
+            if number >= 0 and number in lasting:
+                births[blocks[number][2]].append(number)
+        first = 3 * len(blocks)  # the number of the first block that passes
+        moment = [(first + index, size_bytes) for index, size_bytes in enumerate(passing)]
+        load = [*map(sized, births["start"]), *moment, *((number, FREED) for number, _ in moment)]
+        load += map(sized, births["engine"])
+        late = births["state"] if makes_states else []
+        load += [] if makes_states else map(sized, births["state"])
+        measured = [sized(number) if number >= 0 else (~number, FREED) for number in evaluation]
+        return [
+            ("load", [*load, EMPTY_CACHE]),
+            ("first_step", once(1, late)),
+            ("step", [*ended(1), *once(0), EMPTY_CACHE]),
+            *([("evaluation", [*measured, EMPTY_CACHE])] if evaluation else []),
+            ("save", []),
+            ("step", [*ended(0), *once(2)]),
+        ]
 
     def _log(self) -> dict[str, Any]:
         return json.loads(self.file.with_suffix(".log").read_text(encoding="utf-8"))

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.base import environment, files
+from launch.base import environment, files, modules
 from launch.base.errors import ResourceError
 from launch.base.workspace import CODE
 from launch.probe import packages
@@ -28,7 +28,6 @@ PACKAGES = (
     "torch",
     "transformers",
     "accelerate",
-    "datasets",
     "tensorboard",
     "peft",
     "bitsandbytes",
@@ -55,7 +54,10 @@ def measure(cache: Path, device: Device) -> Imports:
     private = {f"{role}_bytes": child["private_bytes"] for role, child in children.items()}
     mapped = max(child["mapped_bytes"] for child in children.values())
     _store(
-        figures_file(cache, device), private | {"mapped_bytes": mapped, "reason": "measured here"}
+        figures_file(cache, device),
+        private
+        | {"mapped_bytes": mapped, "reason": "measured here"}
+        | {key: children["rank"][key] for key in ("context_bytes", "context_card")},
     )
     return measured_or_assumed(cache, device)
 
@@ -109,7 +111,7 @@ def _import_failure(package: str) -> str:
     return lines[-1] if done.returncode else ""
 
 
-def _child(role: str, device: Device) -> dict[str, int]:
+def _child(role: str, device: Device) -> dict[str, Any]:
     argv = [
         sys.executable,
         "-P",
@@ -119,7 +121,7 @@ def _child(role: str, device: Device) -> dict[str, int]:
         "--device",
         device,
         "--without",
-        *packages.OPTIONAL,
+        *modules.OPTIONAL,
     ]
     variables = {
         **environment.passed(os.environ),
@@ -170,12 +172,15 @@ class Imports:
     rank_bytes: int  # with the host memory of its device's runtime
     mapped_bytes: int
     reason: str
+    # of a rank's card outside torch's allocator; 0: not measured
+    context_bytes: int = 0
+    context_card: str = ""
 
 
 # Measured on Linux, Python 3.11, torch 2.13 (CPU), transformers 5.23; a rank without peft,
-# bitsandbytes, deepspeed.
+# bitsandbytes, deepspeed, datasets.
 ASSUMED = Imports(
-    37 * MIB, 151 * MIB, 60 * MIB, 309 * MIB, 140 * MIB, "constants of torch 2.13 on a CPU"
+    37 * MIB, 151 * MIB, 60 * MIB, 272 * MIB, 124 * MIB, "constants of torch 2.13 on a CPU"
 )
 
 ASSUMED_CUDA_BYTES = 300 * MIB  # host side of a context: not measured by us

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -133,8 +134,10 @@ def _mode(machine: Machine, plan: Plan) -> str:
     precision = {"no": "float32"}.get(strategy.mixed_precision, strategy.mixed_precision)
     device = f"{machine.cpu_count} CPU cores"
     if strategy.device == "cuda":
-        count = strategy.processes_per_machine
-        device = f"{count} x {machine.gpus[0].name}" if count > 1 else machine.gpus[0].name
+        counts = Counter(gpu.name for gpu in machine.gpus[: strategy.processes_per_machine])
+        device = " + ".join(
+            f"{count} x {name}" if count > 1 else name for name, count in counts.items()
+        )
     if strategy.num_machines > 1:
         own = f"machine_rank {plan.rendezvous.machine_rank} of " if plan.rendezvous else ""
         device += f" ({own}{strategy.num_machines} machines)"
@@ -163,14 +166,14 @@ def _host_memory(recipe: Recipe, machine: Machine, plan: Plan) -> str:
 def _time(recipe: Recipe, plan: Plan, now: datetime, finished_steps: int) -> str:
     """Seconds a step, steps, hours and the end, as far as they are known before training."""
     steps = plan.total_steps(recipe)
-    if plan.step_s is None:
+    if plan.seconds_per_step is None:
         count = "" if steps is None else f"{steps:,} steps; "
         return f"{count}seconds a step are not known yet: no step of this kind was traced"
-    pace = f"{plan.step_s:.3g} s a step predicted"
+    pace = f"{plan.seconds_per_step:.3g} s a step predicted"
     if steps is None:
         return f"{pace}; steps and end are not known before the rows are counted"
     steps_left = max(steps - finished_steps, 0)
-    seconds = plan.step_s * steps_left
+    seconds = plan.seconds_per_step * steps_left
     count = f"{steps_left:,} of {steps:,} steps left" if finished_steps else f"{steps:,} steps"
     if seconds > FARTHEST_END_S:
         return f"{pace} x {count} = {_duration(seconds)}"

@@ -247,6 +247,8 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
         if any(above.values()):
             parts = [f"{size(count)} {name}" for name, count in above.items() if count]
             yield f"             + {', '.join(parts)}"
+        if estimate.outside_source:
+            yield f"             {estimate.outside_source}"
     if estimate.offloaded_bytes:
         yield f"             {size(estimate.offloaded_bytes)} of states in host RAM"
     if estimate.host:

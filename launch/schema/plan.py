@@ -12,6 +12,7 @@ from typing import Any, Literal
 from launch.schema.machine import Device, Link
 from launch.schema.model_sections import AttnImplementation
 from launch.schema.modes import LAUNCH_MODES, LaunchMode, Mode
+from launch.schema.phases import DevicePhases, HostPhases
 from launch.schema.recipe import Recipe
 from launch.schema.training_section import Precision
 
@@ -98,9 +99,10 @@ class Strategy:
         return LAUNCH_MODES[self.mode]
 
 
-# The time at which a block of a traced step is allocated: before the step (optimizer states are
-# separate), in the step, or in the evaluation after it.
-Born = Literal["start", "state", "step", "evaluation"]
+# The time at which a block of a traced step is allocated: before the first step with the weights,
+# by the engine, or as an optimizer state; at the first matrix product; in the step; or in the
+# evaluation after it.
+Born = Literal["start", "engine", "state", "workspace", "step", "evaluation"]
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ class MemoryEstimate:
     peak: Peak | None = None  # None: the step could not be traced, only the states are known
     fragmentation_bytes: int = 0  # reserved by the allocator beyond the allocated bytes
     outside_bytes: int = 0  # outside the allocator: context, communicators
+    outside_source: str = ""  # of the context's bytes
     margin_bytes: int = 0  # by which past predictions were exceeded
     # of the job on this machine, by cause; {}: not predicted
     host: Mapping[str, int] = field(default_factory=dict)
@@ -241,7 +244,10 @@ class Plan:
     changes: tuple[Change, ...] = ()
     rejected: tuple[str, ...] = ()
     table: tuple[str, ...] = ()  # the candidates that were compared, as lines
-    step_s: float | None = None  # predicted seconds of an optimizer step
+    # memory of each part of the run: per rank on its device, and of the job on its machine
+    phases: DevicePhases = field(default_factory=DevicePhases)
+    host: HostPhases = field(default_factory=HostPhases)
+    seconds_per_step: float | None = None  # predicted, of an optimizer step
     # tokens of the longest source and target that was planned for
     lengths: tuple[int, int] = (0, 0)
     rendezvous: Rendezvous | None = None  # None: one machine

@@ -13,7 +13,9 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
+from launch.base import modules
 from training.compat import without_torch
 
 ROLES = {
@@ -37,16 +39,51 @@ def main() -> int:
         "--device", choices=("cpu", "cuda"), default="cpu", help="where the rank computes"
     )
     arguments = parser.parse_args()
-    for package in arguments.without:
-        sys.modules.setdefault(package, None)  # type: ignore[arg-type]  to Python: not installed
+    modules.leave_out(arguments.without)
     if arguments.role == "prepare":
         without_torch.hide()
     for module in ROLES[arguments.role]:
         importlib.import_module(module)
+    context = {}
     if arguments.role == "rank":
+        free_before = _free_bytes() if arguments.device == "cuda" else {}
         _first_step(arguments.device)
-    print(json.dumps(memory_bytes()))
+        context = _context(free_before)
+    print(json.dumps(memory_bytes() | context))
     return 0
+
+
+def _free_bytes() -> dict[str, tuple[str, int]]:
+    """Name and free bytes of each NVIDIA card by its UUID, read without a context; {} on a machine
+    without their driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return {}
+    cards = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+    return {
+        str(pynvml.nvmlDeviceGetUUID(card)): (
+            str(pynvml.nvmlDeviceGetName(card)),
+            int(pynvml.nvmlDeviceGetMemoryInfo(card).free),
+        )
+        for card in cards
+    }
+
+
+def _context(free_before: dict[str, tuple[str, int]]) -> dict[str, Any]:
+    """Bytes that this process takes of its card outside torch's allocator, and the card's name; 0:
+    not known. What other programs take or give back meanwhile is in it."""
+    import torch
+
+    context_bytes, name = 0, ""
+    if free_before:
+        uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+        if uuid in free_before:
+            name, free = free_before[uuid]
+            context_bytes = free - _free_bytes()[uuid][1] - torch.cuda.memory_reserved(0)
+    return {"context_bytes": max(context_bytes, 0), "context_card": name}
 
 
 def _first_step(device: str) -> None:

@@ -23,6 +23,7 @@ from training.compat.torch_private import TorchDispatchMode, tree_iter
 
 aten = torch.ops.aten
 BATCH = 1009  # a prime that divides no usual width, vocabulary or length
+UPDATE = "update"  # of a block without bytes: the optimizer steps from here on
 # sequence number of autograd nodes that accumulate into a leaf
 FINAL_NODE = (1 << 64) - 1
 Layer = tuple[int, int]  # (stack, index in it)
@@ -168,6 +169,11 @@ class Recorder(TorchDispatchMode):
 
     def mark(self, phase: str) -> None:
         self.phase = phase
+
+    def point(self, op: str) -> None:
+        """Record a moment: a block without bytes."""
+        self.log.events.append(Event(len(self.log.blocks), True, self.phase, None))
+        self.log.blocks.append(Block(0, 0, "", op, self.phase, None))
 
     def hold(self, tensors: Iterable[tuple[str, torch.Tensor, Layer | None]], op: str) -> None:
         """Add the tensors that exist before the step: (kind, tensor, layer it belongs to)."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from launch.base import garbage
+from launch.base import modules
 from launch.base.files import write_atomic
 from launch.schema.plan import Born, DataFormat, MemoryEstimate, ModelSize, Plan, Strategy
 from launch.schema.recipe import Recipe
@@ -32,8 +32,7 @@ def _reply(request: dict[str, Any], folder: Path) -> None:
     """Write the files of all questions of a request to the folder."""
     recipe = Recipe.model_validate(request["recipe"])
     model_size = TypeAdapter(ModelSize).validate_python(request["shape"])
-    for package in request["unused_packages"]:  # the ranks do without them too
-        sys.modules.setdefault(package, None)  # type: ignore[arg-type]  to Python: not installed
+    modules.leave_out(request["unused_packages"])  # the ranks do without them too
     _import_trace()
     plain: dict[Any, Any] = {}  # logs of one process, from which those of several engines are made
     for name, question in request["questions"].items():
@@ -45,7 +44,7 @@ def _reply(request: dict[str, Any], folder: Path) -> None:
 def _import_trace() -> None:
     """Import the modules of a trace, now that the packages that the run leaves out are known.
     Without collections, which would visit them in each trace: a quarter of its time."""
-    with garbage.uncollected():
+    with modules.uncollected():
         importlib.import_module("training.trace.step")
 
 
@@ -109,15 +108,15 @@ def _traced(recipe: Recipe, plan: Plan, question: dict[str, Any]) -> Any:
 def _write(log: Any, folder: Path, name: str) -> None:
     """Write NAME.log with the full log, then NAME.json with peaks and work."""
     from training.trace import peaks
+    from training.trace.recorder import UPDATE
 
-    blocks = [[block.fixed_bytes, block.sample_bytes, _born(block.born)] for block in log.blocks]
+    blocks = [[block.fixed_bytes, block.sample_bytes, _born(block)] for block in log.blocks]
     events = [event.block if event.birth else ~event.block for event in log.events]
-    after_update = (
-        index
-        for index, event in enumerate(log.events)
-        if event.phase.startswith(("zero", "evaluation"))
+    # where the first step makes the optimizer's states
+    updates = (
+        index for index, event in enumerate(log.events) if log.blocks[event.block].op == UPDATE
     )
-    update = next(after_update, len(events))
+    update = next(updates, len(events))
     for suffix, content in (
         ("log", {"blocks": blocks, "events": events, "update": update}),
         ("json", {"peaks": peaks.peaks(log), "work": peaks.work(log)}),
@@ -125,11 +124,16 @@ def _write(log: Any, folder: Path, name: str) -> None:
         write_atomic(folder / f"{name}.{suffix}", json.dumps(content))
 
 
-def _born(phase: str) -> Born:
+def _born(block: Any) -> Born:
     """The part of a phase that a replay needs."""
-    if phase.startswith("start"):
-        return "state" if phase == "start:optimizer" else "start"
-    return "evaluation" if phase.startswith("evaluation") else "step"
+    section, _, part = block.born.partition(":")
+    if section == "start":
+        if block.kind == "communication":
+            return "engine"
+        if part == "optimizer":
+            return "state"
+        return "workspace" if part == "workspace" else "start"
+    return "evaluation" if section == "evaluation" else "step"
 
 
 if __name__ == "__main__":

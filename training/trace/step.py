@@ -33,8 +33,9 @@ from training.model import build, four_bit
 from training.trace import repeat_layers, rewrite_log, sharded
 from training.trace.cuda_semantics import Target, cuda_semantics, replaced
 from training.trace.cuda_workspace import cublas_workspace_bytes, workspace
-from training.trace.recorder import BATCH, Block, Event, Layer, Log, Recorder
+from training.trace.recorder import BATCH, UPDATE, Block, Event, Layer, Log, Recorder
 
+PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 DEPTH_KEYS = {  # of a config: a key for each stack
     "t5": ("num_layers", "num_decoder_layers"),
     "gpt2": ("n_layer",),
@@ -138,6 +139,9 @@ class _Steady(TrainerCallback):
             "state",
         )
 
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._recorder.point(UPDATE)
+
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._recorder.mark("zero")
 
@@ -223,11 +227,24 @@ def step(
             finally:
                 gc.enable()
     log = recorder.settle()
-    if target:  # from the first product to the end
-        size = cublas_workspace_bytes(target.architecture)
-        log.events.insert(0, Event(len(log.blocks), True, "start", None))
-        log.blocks.append(Block(size, 0, "workspace", "cublas", "start", None))
+    if target:
+        _add_cublas(log, cublas_workspace_bytes(target.architecture))
     return log
+
+
+def _add_cublas(log: Log, size_bytes: int) -> None:
+    """Add the workspaces of cuBLAS: from the first product of forward and that of backward on."""
+    for section in ("forward", "backward"):
+        first = next(
+            index
+            for index, event in enumerate(log.events)
+            if event.birth
+            and event.phase.startswith(section)
+            and log.blocks[event.block].op in PRODUCTS
+        )
+        phase = log.events[first].phase
+        log.events.insert(first + 1, Event(len(log.blocks), True, phase, None))
+        log.blocks.append(Block(size_bytes, 0, "workspace", "cublas", "start:workspace", None))
 
 
 def _tracer(

@@ -61,20 +61,45 @@ def replay(
     and which bounds the addresses of an expandable segment; capacity_bytes unless given. Requests
     of no bytes take nothing.
     """
+    return replay_parts([events], config, capacity_bytes, device_bytes)[0]
+
+
+def replay_parts(
+    parts: Iterable[Iterable[Event]],
+    config: AllocatorConfig = TORCH_DEFAULTS,
+    capacity_bytes: int | None = None,
+    device_bytes: int | None = None,
+) -> list[Replay]:
+    """replay() of a log in parts, with the peaks of each part, as if
+    torch.cuda.reset_peak_memory_stats() were called between them. The part with the request that
+    fails is the last of the list."""
     allocator = CachingAllocator(config, capacity_bytes, device_bytes)
     live: dict[int, Block] = {}
+    replays: list[Replay] = []
+    for events in parts:
+        allocator.reset_peaks()
+        replays.append(allocator.report(_failed_event(allocator, live, events)))
+        if replays[-1].out_of_memory:
+            break
+    return replays
+
+
+def _failed_event(
+    allocator: CachingAllocator, live: dict[int, Block], events: Iterable[Event]
+) -> int | None:
+    """Replay these events. Returns the index of the request that fails."""
     for index, (block_id, size_bytes) in enumerate(events):
         if (block_id, size_bytes) == EMPTY_CACHE:
             allocator.empty_cache()
         elif size_bytes > 0:
             block = allocator.allocate(size_bytes)
             if block is None:
-                return allocator.report(index)
+                return index
             assert block_id not in live, f"event {index}: block {block_id} lives already"
             live[block_id] = block
         elif size_bytes < 0 and block_id in live:
             allocator.free(live.pop(block_id))
-    return allocator.report()
+    return None
 
 
 @dataclass(slots=True, eq=False)
@@ -194,6 +219,12 @@ class CachingAllocator:
             self.peak_reserved_bytes,
             self.retries,
             failed_event,
+        )
+
+    def reset_peaks(self) -> None:
+        self.peak_allocated_bytes, self.peak_reserved_bytes = (
+            self.allocated_bytes,
+            self.reserved_bytes,
         )
 
     def allocate(self, requested_bytes: int) -> Block | None:

@@ -55,12 +55,14 @@ class Job:
     model: ModelSize
     states: MemoryEstimate  # as sharding.per_rank gives it
     step_bytes: int  # highest count of the device's allocator in a step
+    first_step_bytes: int  # the same, in the first step, whose optimizer has no states yet
     evaluation_bytes: int  # the same, in an evaluation
     embedding_bytes: int  # of the input embedding in the weights' type
     # of the allocator's: never written, never in RAM (DeepSpeed's bucket above the gradients)
     untouched_bytes: int = 0
     reduced_bytes: int = 0  # of gradients at once, by DeepSpeed
     holes_bytes: int = 0  # what malloc keeps of a step's freed blocks (malloc.py)
+    first_holes_bytes: int = 0  # the same, in the first step
     rows: int | None = None  # of the training file; None: not counted
     cache_bytes: int | None = None  # of the tokenised rows; None: not there yet
 
@@ -147,12 +149,14 @@ def estimate(job: Job, import_memory: Imports) -> HostEstimate:
         resident_bytes += job.states.gradients_bytes
     if job.strategy.launch_mode.engine == "deepspeed":  # so do its own
         resident_bytes = max(resident_bytes, job.evaluation_bytes)
-    phases = {
+    phases = {  # of equal peaks the first gives the name
         "prepare": _preparing(job, import_memory),
         "load": {**_processes(job, import_memory), **_loading(job)},
-        "train": training_bytes | _on_host(job, job.step_bytes),
-        "evaluation": training_bytes | _on_host(job, max(job.evaluation_bytes, resident_bytes)),
-        "save": training_bytes | _on_host(job, resident_bytes) | _saving(job),
+        "step": training_bytes | _on_host(job, job.step_bytes, job.holes_bytes),
+        "first_step": training_bytes | _on_host(job, job.first_step_bytes, job.first_holes_bytes),
+        "evaluation": training_bytes
+        | _on_host(job, max(job.evaluation_bytes, resident_bytes), job.holes_bytes),
+        "save": training_bytes | _on_host(job, resident_bytes, job.holes_bytes) | _saving(job),
     }
     if not job.recipe.evaluates:
         del phases["evaluation"]
@@ -241,14 +245,14 @@ def _loading(job: Job) -> dict[str, int]:
     }
 
 
-def _on_host(job: Job, device_bytes: int) -> dict[str, int]:
+def _on_host(job: Job, device_bytes: int, holes_bytes: int) -> dict[str, int]:
     """Memory of a model in ranks on CPUs; frozen weights that are mapped count once."""
     if job.strategy.device == "cuda":
         return {}
     mapped = job.mapped_weights_bytes
     return {
         "model": job.ranks * max(device_bytes - job.untouched_bytes - mapped, 0),
-        "freed and kept by malloc": job.ranks * job.holes_bytes,
+        "freed and kept by malloc": job.ranks * holes_bytes,
         "weights' files": mapped,
     }
 

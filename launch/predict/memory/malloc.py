@@ -39,10 +39,13 @@ Event = tuple[int, int]  # (block, bytes) at its birth, (block, -1) at its end
 
 
 def resident_bytes(
-    events: Sequence[Event], written: Mapping[int, int] = {}, objects_bytes: int = OBJECTS_BYTES
+    events: Sequence[Event],
+    written: Mapping[int, int] = {},
+    objects_bytes: int = OBJECTS_BYTES,
+    rounds: int = ROUNDS,
 ) -> int:
     """The highest resident bytes of these allocations, holes included, when they happen again and
-    again.
+    again, or as often as `rounds`.
 
     `written`: of a block of so many bytes only these are ever written, so that no more of it is in
     RAM if it is mapped.
@@ -51,7 +54,7 @@ def resident_bytes(
     heap = _Heap()
     live: dict[int, tuple[int, int]] = {}  # block -> (its start in the heap, or MAPPED; its bytes)
     mapped = highest = objects = 0
-    for number in range(ROUNDS):
+    for number in range(rounds):
         for block, size in events:
             if size >= 0:
                 if number and block not in freed:

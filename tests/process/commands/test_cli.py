@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import signal
@@ -200,12 +201,14 @@ def test_doctor_says_each_fact_with_its_reason(tmp_path):
         ASSUMED.rank_bytes,
         ASSUMED.agent_bytes,
         ASSUMED.launcher_bytes,
+        ASSUMED.prepare_bytes,
         ASSUMED.mapped_bytes,
     )
     assert (
         measured.rank_bytes,
         measured.agent_bytes,
         measured.launcher_bytes,
+        measured.prepare_bytes,
         measured.mapped_bytes,
     ) == pytest.approx(constants, rel=0.1)
 
@@ -216,6 +219,25 @@ def test_a_run_is_planned_for_a_machine_one_does_not_have(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "20 per device x 2 accumulation x 2 processes = 80 effective" in done.stdout
     assert "187,692,288 parameters, 94,396,032 trained" in done.stdout
+
+
+def test_a_plan_in_json_is_the_plan_that_a_dry_run_writes(tmp_path):
+    machine = builders.launch(tmp_path, "plan", "sft_fast", "--json", "--launch.mode=cpu")
+    assert (machine.returncode, machine.stderr) == (0, "")
+    done = builders.launch(tmp_path, "run", "sft_fast", "--dry-run", "--launch.mode=cpu")
+    assert done.returncode == 0, done.stderr
+    (file,) = tmp_path.glob("runs/sft_fast/dry-run/plan.json")
+    printed, written = json.loads(machine.stdout), json.loads(file.read_text())
+    assert printed.keys() == written.keys()
+    for key in ("strategy", "phases", "rejected", "lengths"):
+        assert printed[key] == written[key], key
+
+
+def test_a_refusal_of_a_plan_in_json_leaves_stdout_empty(tmp_path):
+    for words, code in ((("sft_fast", "--explain"), 2), (("llama-8b",), 2)):
+        done = builders.launch(tmp_path, "plan", *words, "--json")
+        assert (done.returncode, done.stdout) == (code, "")
+        assert done.stderr.startswith("error: ")
 
 
 def test_dry_run_writes_the_run_folder_and_prints_a_line_that_can_be_pasted(tmp_path):

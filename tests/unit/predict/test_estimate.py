@@ -12,9 +12,10 @@ import pytest
 
 from launch.plan import context as plan_context
 from launch.predict import estimate, model_config
+from launch.predict.estimate import Judged
 from launch.predict.history import calibration
-from launch.predict.memory.allocator import EMPTY_CACHE, FREED, CachingAllocator
-from launch.predict.memory.allocator_config import AllocatorConfig
+from launch.predict.memory.allocator import EMPTY_CACHE, replay_parts
+from launch.predict.memory.phases import Parts
 from launch.predict.traces import Question, Trace, read_work
 from launch.schema.machine import GIB
 from launch.schema.plan import MemoryEstimate, Plan, Strategy
@@ -59,14 +60,23 @@ def asked(**data: str) -> Recipe:
 
 
 def judged(recipe: Recipe, eval_samples: int = 24) -> tuple[Strategy, MemoryEstimate]:
+    candidate, result = exactly_judged(recipe, eval_samples)
+    return candidate, result.memory
+
+
+def exactly_judged(recipe: Recipe, eval_samples: int = 24) -> tuple[Strategy, Judged]:
     config, parameters = model_config.read(recipe.model, root=CODE)
     context = plan_context.build(recipe, CARD, config, parameters, DATA_FORMAT)
     candidate = replace(plan(recipe, CARD).strategy, per_device_eval_batch_size=eval_samples)
-    return candidate, estimate.judge(replace(context, traces=Recorded()), candidate).memory  # type: ignore[arg-type]
+    return candidate, estimate.judge(replace(context, traces=Recorded()), candidate)  # type: ignore[arg-type]
 
 
 def planned(recipe: Recipe, memory: MemoryEstimate, budget_bytes: int) -> Plan:
     return replace(plan(recipe, CARD), estimate=memory, budget_bytes=budget_bytes)
+
+
+def _reserved_at_the_end(parts: Parts) -> int:
+    return replay_parts([*(events for _, events in parts), []])[-1].peak_reserved_bytes
 
 
 def test_without_held_out_rows_no_evaluation_is_counted():
@@ -86,19 +96,13 @@ def test_states_that_are_there_before_the_first_step_keep_no_segment_of_it():
     content = json.loads(RECORDED.read_text(encoding="utf-8"))
     trace = Trace(tuple(content["peaks"]), read_work(content["work"]), RECORDED)
     for makes_states, left in ((True, 2_898_264_064), (False, 1_639_972_864)):
-        begun, rest = trace.run(8, 24, makes_states)
-        assert rest[0] == EMPTY_CACHE
-        allocator = CachingAllocator(AllocatorConfig())
-        live = {}
-        for block, size in [*begun, EMPTY_CACHE]:
-            if (block, size) == EMPTY_CACHE:
-                allocator.empty_cache()
-            elif size != FREED:
-                assert block not in live
-                live[block] = allocator.allocate(size)
-            elif block in live:
-                allocator.free(live.pop(block))
-        assert allocator.reserved_bytes == left  # 2_854_223_872 were measured
+        parts = trace.run(8, 24, makes_states)
+        names = [phase for phase, _ in parts]
+        assert names == ["load", "first_step", "step", "evaluation", "save", "step"]
+        emptied = [phase for phase, events in parts if events[-1:] == [EMPTY_CACHE]]
+        assert emptied == ["load", "step", "evaluation"]
+        assert _reserved_at_the_end(parts[:3]) == left
+        # 2_854_223_872 were measured
 
 
 def test_a_larger_evaluation_is_counted_and_changes_nothing_of_the_step():
@@ -125,3 +129,44 @@ def test_a_second_step_is_compared_with_the_step_that_was_planned_not_with_the_e
     assert found.over == ""  # the evaluation needs more than that, and fits
     tight = planned(recipe, memory, memory.outside_bytes + reserved - 1)
     assert "going on would exceed" in calibration.compare(tight, measured, GIB).over
+
+
+def test_each_part_of_a_run_has_its_own_peaks():
+    _, evaluates = exactly_judged(asked(validation_file="/data/valid.parquet"))
+    memory, phases = evaluates.memory, evaluates.phases.device
+    load, first, step, evaluation, save = (
+        phases.load,
+        phases.first_step,
+        phases.step,
+        phases.evaluation,
+        phases.save,
+    )
+    assert load
+    assert first
+    assert step
+    assert evaluation
+    assert save
+    for part in (load, first, step, evaluation, save):
+        assert part.allocated_bytes <= part.reserved_bytes
+        assert part.device_bytes == part.reserved_bytes + memory.outside_bytes
+    # larger blocks of the cache, a rest of which is left in them, after the save
+    assert step.allocated_bytes == pytest.approx(memory.step_allocated_bytes, rel=0.001)
+    assert step.reserved_bytes == pytest.approx(STEP_AGAIN_BYTES, rel=0.002)
+    assert evaluation.reserved_bytes == pytest.approx(EVALUATION_BYTES, rel=0.01)
+    assert memory.reserved_bytes == max(step.reserved_bytes, evaluation.reserved_bytes)
+    # the optimizer's states, two of each weight, are made at the end of the first step
+    assert step.allocated_bytes - first.allocated_bytes == pytest.approx(
+        memory.optimizer_bytes, rel=0.01
+    )
+    # weights and states, and gradients, which are dropped before
+    assert save.allocated_bytes == pytest.approx(
+        memory.weights_bytes + memory.optimizer_bytes, rel=0.03
+    )
+    assert load.allocated_bytes == pytest.approx(memory.weights_bytes, rel=0.03)
+
+
+def test_a_run_without_held_out_rows_has_no_evaluation():
+    _, result = exactly_judged(asked())
+    assert result.phases.device.evaluation is None
+    assert result.phases.host.evaluation is None
+    assert result.phases.host.step is not None

@@ -62,6 +62,7 @@ def job(chosen: Strategy, path: str | None = None, lora_parameters: int = 0, **k
     states = MemoryEstimate(400_000_000, 4 * trainable, 8 * trainable)
     values = {
         "step_bytes": 2_000_000_000,
+        "first_step_bytes": 1_200_000_000,
         "evaluation_bytes": 1_300_000_000,
         "embedding_bytes": 40_000_000,
         **known,
@@ -71,16 +72,16 @@ def job(chosen: Strategy, path: str | None = None, lora_parameters: int = 0, **k
 
 def test_libraries_are_in_ram_once_however_many_ranks_map_them() -> None:
     one, three = (
-        estimate(job(strategy("multi_cpu", ranks)), IMPORTS).by_phase["train"] for ranks in (1, 3)
+        estimate(job(strategy("multi_cpu", ranks)), IMPORTS).by_phase["step"] for ranks in (1, 3)
     )
     assert one["libraries"] == three["libraries"]
     assert three["model"] == 3 * one["model"] == 3 * 2_000_000_000
 
 
 def test_a_step_is_the_peak_of_a_cpu_run_and_an_evaluation_where_it_holds_more() -> None:
-    assert estimate(job(strategy()), IMPORTS).phase == "train"
+    assert estimate(job(strategy()), IMPORTS).phase == "step"
     large = job(strategy(), evaluation_bytes=3_000_000_000)
-    assert estimate(large, IMPORTS).phase == "train"  # there are no held-out rows
+    assert estimate(large, IMPORTS).phase == "step"  # there are no held-out rows
     data = large.recipe.data.model_copy(update={"validation_file": "v.jsonl"})
     evaluates = replace(large, recipe=large.recipe.model_copy(update={"data": data}))
     assert estimate(evaluates, IMPORTS).phase == "evaluation"
@@ -90,7 +91,7 @@ def test_frozen_weights_of_a_folder_are_mapped_once_for_all_ranks() -> None:
     ranks = job(
         strategy("multi_cpu", 2), path="/model", lora_parameters=1_000_000, step_bytes=500_000_000
     )
-    parts = estimate(ranks, IMPORTS).by_phase["train"]
+    parts = estimate(ranks, IMPORTS).by_phase["step"]
     assert parts["weights' files"] == 400_000_000
     assert parts["model"] == 2 * 100_000_000
 
@@ -104,7 +105,7 @@ def test_weights_of_another_type_are_converted_in_each_rank_beside_their_files()
     converted = loading({"dtype": "bfloat16"})
     assert converted["load"]["weights"] == 2 * (400_000_000 + 4_000_000)
     assert converted["load"]["weights' files"] == 200_000_000
-    assert "weights' files" not in converted["train"]  # the frozen weights are each rank's own
+    assert "weights' files" not in converted["step"]  # the frozen weights are each rank's own
     assert loading({"torch_dtype": "bfloat16"}) == converted
     mapped = loading({"dtype": "float32"})
     assert mapped["load"]["weights"] == 2 * 4_000_000  # the adapters
@@ -135,7 +136,7 @@ def test_the_copy_of_a_tied_embedding_is_tied_behind_one_in_float32() -> None:
 def test_a_run_on_a_gpu_has_its_model_on_the_host_while_it_loads_and_saves() -> None:
     phases = estimate(job(strategy("single_gpu")), IMPORTS).by_phase
     assert phases["load"]["weights"] == phases["save"]["weights to write"] == 400_000_000
-    assert "model" not in phases["train"]
+    assert "model" not in phases["step"]
 
 
 def test_gathered_weights_and_the_model_to_export_stand_on_the_host_together() -> None:
@@ -148,11 +149,11 @@ def test_offloaded_states_are_rounded_up_where_they_are_pinned() -> None:
     on_gpu = replace(strategy("deepspeed_zero2_offload"), device="cuda", backend="nccl")
     rounding = 2 * ((1 << 29) - 400_000_000)  # of the float32 weights and of their gradients
     assert (
-        estimate(job(on_gpu, states=states), IMPORTS).by_phase["train"]["rounding of pinned memory"]
+        estimate(job(on_gpu, states=states), IMPORTS).by_phase["step"]["rounding of pinned memory"]
         == rounding
     )
     on_cpu = estimate(job(strategy("deepspeed_zero2_offload"), states=states), IMPORTS).by_phase[
-        "train"
+        "step"
     ]
     assert on_cpu["offloaded states"] == 1_600_000_000
     assert "rounding of pinned memory" not in on_cpu
@@ -174,11 +175,11 @@ def test_memory_that_is_reserved_and_never_written_does_not_count() -> None:
 
 
 def test_what_malloc_keeps_is_a_line_of_its_own_in_every_rank() -> None:
-    one = estimate(job(strategy(), holes_bytes=100 * MIB), IMPORTS).by_phase["train"]
+    one = estimate(job(strategy(), holes_bytes=100 * MIB), IMPORTS).by_phase["step"]
     assert one["freed and kept by malloc"] == 100 * MIB
-    two = estimate(job(strategy("multi_cpu", 2), holes_bytes=100 * MIB), IMPORTS).by_phase["train"]
+    two = estimate(job(strategy("multi_cpu", 2), holes_bytes=100 * MIB), IMPORTS).by_phase["step"]
     assert two["freed and kept by malloc"] == 2 * one["freed and kept by malloc"]
-    assert "freed and kept by malloc" not in estimate(job(strategy()), IMPORTS).by_phase["train"]
+    assert "freed and kept by malloc" not in estimate(job(strategy()), IMPORTS).by_phase["step"]
 
 
 SMALL = 64 << 10
@@ -264,7 +265,7 @@ def test_only_rows_that_a_run_reads_come_into_ram() -> None:
             update={"training": few.recipe.training.model_copy(update={"max_steps": 5})}
         ),
     )
-    parts = estimate(few, IMPORTS).by_phase["train"]
+    parts = estimate(few, IMPORTS).by_phase["step"]
     assert parts["rows read"] == 5 * 4 * (64 << 10)
     assert parts["order of samples"] == 8 * rows
 

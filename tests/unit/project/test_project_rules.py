@@ -9,11 +9,14 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
 from launch.base.errors import DoesNotFit
+from launch.base.files import to_json
 from launch.plan.resolve import SAMPLE_FILES, resolve
 from launch.schema.plan import Plan
 
@@ -235,3 +238,6 @@ def test_every_recipe_has_a_plan_or_does_not_fit_on_every_described_machine(
         assert isinstance(plan, Plan)
         assert plan.recipe_name == name
         assert plan.estimate.model_state_bytes <= plan.budget_bytes
+        written = to_json(asdict(plan))
+        read = TypeAdapter(Plan).validate_json(written, strict=True)
+        assert to_json(asdict(read)) == written

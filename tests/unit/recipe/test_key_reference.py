@@ -26,9 +26,13 @@ def test_every_field_of_the_schema_and_of_the_installed_transformers_is_listed()
     assert set(Recipe.model_fields) - set(SECTIONS) <= names
 
 
-def test_docs_keys_md_is_what_the_script_writes():
-    written = (render_docs.CODE / "docs" / "keys.md").read_text(encoding="utf-8")
-    assert written == render_docs.page(), "run: python scripts/render_docs.py"
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("keys.md", render_docs.page), ("plan.schema.json", render_docs.plan_schema)],
+)
+def test_generated_pages_are_what_the_script_writes(name, text):
+    written = (render_docs.CODE / "docs" / name).read_text(encoding="utf-8")
+    assert written == text(), "run: python scripts/render_docs.py"
 
 
 @pytest.mark.parametrize(

@@ -43,12 +43,12 @@ def value(lines: list[str], label: str) -> str:
 def test_the_time_is_a_step_times_the_steps_that_are_left_and_the_clock_at_its_end(
     step_s, finished_steps, words
 ):
-    lines = screen(step_s=step_s, finished_steps=finished_steps)
+    lines = screen(seconds_per_step=step_s, finished_steps=finished_steps)
     assert value(lines, "time").startswith(words)
 
 
 def test_steps_that_are_not_counted_have_no_end():
-    lines = screen(step_s=2.0, packing=True)
+    lines = screen(seconds_per_step=2.0, packing=True)
     assert value(lines, "time").startswith("2 s a step predicted; steps and end are not known")
 
 
@@ -57,7 +57,7 @@ def change(number: int, reason: str = "no GPU here: the small model; name anothe
 
 
 def test_changes_that_fit_are_all_shown_under_their_cause():
-    lines = screen(LOG, step_s=1.0, changes=(change(1), change(2)))
+    lines = screen(LOG, seconds_per_step=1.0, changes=(change(1), change(2)))
     (text,) = (line for line in lines if line.startswith("  changed"))
     assert "key_01 xxx" in text
     assert "-> small" in text
@@ -72,7 +72,7 @@ def test_changes_that_fit_are_all_shown_under_their_cause():
 def test_changes_that_do_not_fit_are_counted_and_a_preset_gives_way_to_single_causes(count):
     memory = Change("training.batch", "16", "4", "16 samples need 30 GiB; the batch stays 32")
     made = (*(change(number) for number in range(count)), memory)
-    lines = screen(("run", "starting a new run"), LOG, step_s=1.0, changes=made)
+    lines = screen(("run", "starting a new run"), LOG, seconds_per_step=1.0, changes=made)
     assert len(lines) <= first_screen.LINES
     whole = "\n".join(lines)
     assert "batch 16 -> 4 (16 samples need 30 GiB)" in whole

@@ -1,0 +1,101 @@
+"""Whole trainings that others measured on cards (tests/data/gpu/measured.json), and their plans."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launch.schema.machine import GIB
+from tests import builders
+
+MEASURED = json.loads(
+    (builders.CODE / "tests" / "data" / "gpu" / "measured.json").read_text(encoding="utf-8")
+)
+PEAKS = [step for step in MEASURED["steps"] if step["statistic"] == "peak allocated"]
+AFTER_A_STEP = {
+    step["id"].partition(":")[0]: step["measured_gib"]
+    for step in MEASURED["steps"]
+    if step["statistic"] == "allocated after a step, mean"
+}
+
+
+def machine(folder: Path, name: str, count: int, gib: float, architecture: str) -> Path:
+    """A described machine with so many cards of this size, and much host RAM."""
+    described = yaml.safe_load((builders.CODE / "configs/machines/h200.yaml").read_text())
+    card = {
+        **described["gpus"][0],
+        "name": name,
+        "total_gib": gib,
+        "free_gib": gib - 0.5,
+        "architecture": architecture,
+    }
+    described |= {
+        "gpus": [{**card, "index": index} for index in range(count)],
+        "host_limit_gib": 900.0,
+        "host_available_gib": 800.0,
+    }
+    file = folder / "machine.yaml"
+    file.write_text(yaml.safe_dump(described), encoding="utf-8")
+    return file
+
+
+def planned(folder: Path, on: Path, *words: str) -> dict[str, Any]:
+    """The plan of a training of text, as `plan --json` prints it."""
+    recipe = builders.recipe(folder, task="pretrain", launch={"exact_batch": True})
+    content = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    content["data"] = {"train_file": str(folder / "rows.jsonl"), "max_length": 4096}
+    (folder / "rows.jsonl").write_text('{"text": "some words"}\n' * 64, encoding="utf-8")
+    recipe.write_text(yaml.safe_dump(content), encoding="utf-8")
+    done = builders.launch(folder, "plan", str(recipe), "--json", "--machine", str(on), *words)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("step", PEAKS, ids=lambda step: step["id"])
+def test_a_step_takes_what_it_took_on_the_card(step, tmp_path):
+    on = machine(tmp_path, "NVIDIA A100-SXM4-80GB", int(step["machine"][-1]), 79.25, "8.0")
+    settings = {
+        key.replace("gradient_checkpointing", "activation_checkpointing"): value
+        for key, value in step["settings"].items()
+    }
+    flags = [f"--{key}={value}" for key, value in settings.items()]
+    words = ("--training.optim=adamw_torch", "--model.dtype=bfloat16", "--data.packing=true")
+    single = () if "launch.mode" in settings else ("--launch.mode=single_gpu",)
+    plan = planned(tmp_path, on, *flags, *words, *single)
+    assert plan["strategy"]["num_output_chunks"] == 1
+    for part in ("first_step", "step"):
+        assert plan["phases"][part]["allocated_bytes"] / GIB == pytest.approx(
+            step["measured_gib"], rel=1e-4
+        )
+    if after := step["also_measured"].get("after_allocated_gib"):
+        assert plan["phases"]["save"]["allocated_bytes"] / GIB == pytest.approx(after, rel=1e-4)
+
+
+LORA = {
+    "peft-full": (),
+    "peft-lora32": ("--lora.r=32", "--lora.target_modules=[q_proj,v_proj]"),
+    "peft-lora64": ("--lora.r=64", "--lora.target_modules=[q_proj,v_proj]"),
+    "peft-loramlp10": ("--lora.r=10", "--lora.target_modules=[up_proj,down_proj,gate_proj]"),
+}
+
+
+def test_after_a_step_weights_gradients_and_states_are_there_and_the_logits_of_its_rows(tmp_path):
+    """The source's loop holds gradients and logits until the next step. Its rows have another
+    length in each step; the mean of their logits is the same in all four trainings."""
+    assert LORA.keys() == AFTER_A_STEP.keys()
+    on = machine(tmp_path, "NVIDIA L40S", 1, 47.7, "8.9")
+    rests = {}
+    for name, words in LORA.items():
+        shape = ("--model.shape=llama3.2-3b", "--model.dtype=bfloat16", "--data.max_length=768")
+        batch = ("--training.per_device_train_batch_size=1", "--launch.mode=single_gpu")
+        plan = planned(tmp_path, on, *shape, *batch, *words)
+        estimate = plan["estimate"]
+        states = sum(estimate[f"{kind}_bytes"] for kind in ("weights", "gradients", "optimizer"))
+        rests[name] = AFTER_A_STEP[name] - states / GIB
+    # 4 rows of 128,256 scores of 2 bytes: 325 to 345 tokens, of at most 768
+    assert all(0.31 < rest < 0.34 for rest in rests.values()), rests
+    assert max(rests.values()) - min(rests.values()) < 0.01, rests
