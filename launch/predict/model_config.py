@@ -109,7 +109,7 @@ def _grown(
         name for name, shape in tensor_shapes.items() if shape[:1] == (rows,) and name not in grow
     ]
     if others or config.get("vocab_size") != rows:
-        found = (
+        reason = (
             f"{others[0]} has a row for each token too"
             if others
             else (f"config.json says {config.get('vocab_size')}")
@@ -117,7 +117,7 @@ def _grown(
         raise ConfigError(
             f"{folder}: the tokenizer has {vocab_size:,} tokens, the embeddings of model_type"
             f" {config['model_type']!r} have {rows:,} rows, and how they grow is not known"
-            f" ({found}); name at most as many tokens in tokenizer.add_tokens as rows are free"
+            f" ({reason}); name at most as many tokens in tokenizer.add_tokens as rows are free"
         )
     return {
         name: (vocab_size, *shape[1:]) if name in grow else shape

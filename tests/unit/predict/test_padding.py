@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -207,7 +208,8 @@ def test_the_steps_of_an_epoch_are_those_of_the_rows_that_are_trained():
     assert plan.total_steps(recipe) == epochs * -(-3000 // batch)
     words = "\n".join(text.plan_lines(recipe, builders.machine(), plan))
     assert "(3,000 rows, bad rows included)" in words
-    assert "3,000 rows (bad rows included)" in first_screen._data(recipe, plan)
+    words = "\n".join(first_screen.lines(recipe, builders.machine(), plan, datetime(2026, 1, 1)))
+    assert "3,000 rows (bad rows included)" in words
     counts = {**counted(rows(2800, False)), "rows": 2800, "tokens": 112_000, "longest_input": 128}
     trained = padding.of(counts, plan.strategy, 1, recipe.data, (128, 128))
     plan = replace(plan, padding=trained, rows_left_out=200)
