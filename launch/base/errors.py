@@ -20,7 +20,7 @@ class ConfigError(LaunchError):
 
 
 class ResourceError(LaunchError):
-    """A file, a folder, a device or memory that the run needs is missing."""
+    """A file, a folder, a device or memory that the run needs is missing or damaged."""
 
     exit_code = 3
 

@@ -84,17 +84,44 @@ def read(
         return config | changes, predict_parameters.parameters_by_name(config | changes)
     model_type = config["model_type"]
     if model_type not in predict_parameters.LORA_TARGETS:
+        tensor_shapes = {name: tensor.shape for name, tensor in tensors.items()}
         if vocab_size not in (None, config.get("vocab_size")):
-            raise ConfigError(
-                f"{folder}: the vocabulary of model_type {model_type!r} stays as it is"
-                f" ({config.get('vocab_size')}), but the tokenizer has {vocab_size}; leave"
-                " tokenizer.add_tokens out, or give the folder's own tokenizer as tokenizer.path"
-            )
-        return config, {name: tensor.shape for name, tensor in tensors.items()}
+            tensor_shapes = _grown(tensor_shapes, config, vocab_size, folder)
+        return config | changes, tensor_shapes
     untied = _untied(tensors, config, folder)
     tensor_shapes = predict_parameters.parameters_by_name(config | changes)
     return config | changes, tensor_shapes | {
         name: tensor_shapes[source] for name, source in untied.items()
+    }
+
+
+def _grown(
+    tensor_shapes: predict_parameters.Shapes,
+    config: Mapping[str, Any],
+    vocab_size: int,
+    folder: Path,
+) -> predict_parameters.Shapes:
+    """The parameters of a family of which only the weights are known, with rows for `vocab_size`
+    tokens. Raises ConfigError if it is not clear which parameters grow."""
+    rows = tensor_shapes[predict_parameters.embedding(tensor_shapes)][0]
+    grow = predict_parameters.of_tokens(tensor_shapes)
+    others = [
+        name for name, shape in tensor_shapes.items() if shape[:1] == (rows,) and name not in grow
+    ]
+    if others or config.get("vocab_size") != rows:
+        reason = (
+            f"{others[0]} has a row for each token too"
+            if others
+            else (f"config.json says {config.get('vocab_size')}")
+        )
+        raise ConfigError(
+            f"{folder}: the tokenizer has {vocab_size:,} tokens, the embeddings of model_type"
+            f" {config['model_type']!r} have {rows:,} rows, and how they grow is not known"
+            f" ({reason}); name at most as many tokens in tokenizer.add_tokens as rows are free"
+        )
+    return {
+        name: (vocab_size, *shape[1:]) if name in grow else shape
+        for name, shape in tensor_shapes.items()
     }
 
 

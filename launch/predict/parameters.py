@@ -311,6 +311,17 @@ def embedding(tensor_shapes: Shapes) -> str:
     )
 
 
+def of_tokens(tensor_shapes: Shapes) -> frozenset[str]:
+    """The parameters with a row for each token: embeddings, and an output head with its bias."""
+    rows = tensor_shapes[embedding(tensor_shapes)][:1]
+    weights = {name: f"{name.rpartition('.')[0]}.weight" for name in tensor_shapes}
+    return frozenset(
+        name
+        for name, weight in weights.items()
+        if tensor_shapes[name][:1] == rows and (EMBEDDING.search(weight) or HEAD.search(weight))
+    )
+
+
 def ties(tensor_shapes: Shapes, model_type: str) -> dict[str, str]:
     """The parameters that are another parameter under a second name, and that parameter."""
     pairs = TIED.get(model_type)

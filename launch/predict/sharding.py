@@ -81,8 +81,9 @@ def refusal(recipe: Recipe, strategy: Strategy) -> str | None:
         "trained tokens": (
             recipe.lora is not None and bool(recipe.lora.trainable_token_indices),
             "shares the embeddings out, and PEFT trains single rows of them only where a rank holds"
-            " them whole (tokenizer.add_tokens, lora.trainable_token_indices); use a mode whose"
-            " ranks hold full copies of the weights, or train without lora",
+            " them whole (tokenizer.add_tokens, lora.trainable_token_indices); train all of their"
+            " rows with --lora.modules_to_save=[embed_tokens,lm_head], use a mode whose ranks hold"
+            " full copies of the weights, or train without lora",
         ),
     }
     texts = (refusals[name] for name in strategy.launch_mode.refuses)

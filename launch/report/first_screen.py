@@ -103,6 +103,8 @@ def _data(recipe: Recipe, plan: Plan) -> str:
         rows += f" and {plan.rows_held_out:,} held out"
     if plan.rows_left_out:
         rows += f" ({plan.rows_left_out:,} left out)"
+    elif plan.counts_bad_rows(recipe):
+        rows += " (bad rows included)"
     lengths = f"lengths are assumed: {length_text(plan)} tokens each"
     if plan.padding and plan.padding.rows:
         mean = plan.padding.tokens / plan.padding.rows

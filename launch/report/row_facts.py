@@ -20,14 +20,14 @@ WAYS = {
 
 
 def facts(
-    data_format: DataFormat, summary: ShownRows, max_length: int, num_files: int = 1
+    data_format: DataFormat, summary: ShownRows, max_length: int
 ) -> Iterator[tuple[str, str]]:
     """(label, text) of the columns, the template, and counts of the rows that were read."""
     for label, text in (
         *(("", note) for note in data_format.notes),
         ("template", summary.template),
         ("loss on", _loss(summary)),
-        ("rows", _rows(summary, max_length, num_files)),
+        ("rows", _rows(summary, max_length)),
         ("messages", ", ".join(f"{count:,} {name}" for name, count in summary.contents.items())),
         *(("bad row", error) for error in summary.bad[:3]),
         ("tokens", _tokens(summary)),
@@ -44,9 +44,10 @@ def _loss(summary: ShownRows) -> str:
     )
 
 
-def _rows(summary: ShownRows, max_length: int, num_files: int) -> str:
+def _rows(summary: ShownRows, max_length: int) -> str:
     first = f"the first {summary.num_read:,} were read"
-    parts = [first if num_files == 1 else f"{summary.num_read:,} of {num_files} files were read"]
+    files = f"{summary.num_read:,} of {summary.num_files} files were read"
+    parts = [first if summary.num_files == 1 else files]
     if summary.num_held_out:
         parts.append(f"{summary.num_held_out:,} of them are held out (data.validation_size)")
     parts += [f"{count:,} left out ({reason})" for reason, count in summary.left_out.items()]

@@ -29,7 +29,7 @@ def lines(
     """The rows of files, with the targets in colour or in brackets, below the counts."""
     data, max_length = context.recipe.data, context.recipe.data.max_length
     formats = [sources.format_of(data, context.data_format, file) for file in files]
-    facts = row_facts.facts(context.data_format, summary, max_length, len(files))
+    facts = row_facts.facts(context.data_format, summary, max_length)
     for label, text in (
         *(("data", f"{file}: {own.reason}") for file, own in zip(files, formats, strict=True)),
         *((label, text) for label, text in facts if not is_one_row or label not in COUNTED),

@@ -28,7 +28,8 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
     trained = f"{model.trainable_parameters:,} trained"
     yield f"  model      {model.name}: {model.parameters:,} parameters, {trained}"
     held_out = f", {plan.rows_held_out:,} more are held out" if plan.rows_held_out else ""
-    rows = "" if plan.rows is None else f" ({plan.rows:,} rows{held_out})"
+    bad = ", bad rows included" if plan.counts_bad_rows(recipe) else ""
+    rows = "" if plan.rows is None else f" ({plan.rows:,} rows{held_out}{bad})"
     file = recipe.data.train_names if recipe.data.is_mixed else recipe.data.train_file
     files = plan.data_format.num_files
     shards = f" ({files:,} files)" if files > 1 else ""

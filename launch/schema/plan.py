@@ -264,9 +264,13 @@ class Plan:
     def num_samples(self) -> int | None:
         """The number of rows or packed sequences that an epoch's batches divide. None: not known
         yet."""
-        if self.packing:
-            return self.padding.samples if self.padding else None
-        return self.rows
+        if self.padding:  # without the rows that are left out
+            return self.padding.samples
+        return None if self.packing else self.rows
+
+    def counts_bad_rows(self, recipe: Recipe) -> bool:
+        """True if bad rows may be among `rows`: they are known once the rows are tokenised."""
+        return bool(recipe.data.max_bad_rows and self.rows and self.rows_left_out is None)
 
     def total_steps(self, recipe: Recipe) -> int | None:
         """Optimizer steps of the whole training; None while its samples are not counted."""

@@ -44,3 +44,4 @@ class ShownRows:
     bad: list[str]  # errors of rows that cannot be read
     num_bad: int = 0
     num_held_out: int = 0  # rows that data.validation_size holds out
+    num_files: int = 1  # of which the first rows were read

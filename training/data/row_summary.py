@@ -25,8 +25,11 @@ from training.data.encode import BATCH_CHARACTERS, CacheCounts, Encoder, Rendere
 UNLIMITED = 1 << 40  # tokens
 MOST_CHARACTERS = 16 << 20  # of a file; a few seconds of one CPU
 MOST_LENGTHS = 10_000  # of rows that were split into pieces
-# of the report: rows, characters of each, errors of bad rows and their characters
-REPORT_ROWS, REPORT_CHARACTERS, REPORT_ERRORS, ERROR_CHARACTERS = 5, 2000, 3, 400
+# of the report: rows of a source and of all, characters of each, errors of bad rows and their
+# characters
+REPORT_ROWS, ALL_REPORT_ROWS, REPORT_CHARACTERS, REPORT_ERRORS, ERROR_CHARACTERS = (
+    *(5, 20, 2000, 3, 400),
+)
 NUM_READ = 1000  # rows
 ESCAPE = "\\"  # before a text that is written as a special token is
 
@@ -63,11 +66,12 @@ class RowSummary:
         self.rows: list[ShownRow] = []
         self.counts, self._lengths = CacheCounts(), array("q")
         self._left_out, self._methods = Counter[str](), Counter[str]()
-        self._contents, self._num_held_out = Counter[str](), 0
+        self._contents, self._num_held_out, self._num_files = Counter[str](), 0, 0
 
     def add_first(self, file: Path, num_read: int, num_shown: int) -> None:
         """Read the first rows of a file, no more than MOST_CHARACTERS of them."""
         num_shown, before = num_shown + len(self.rows), len(self._lengths)
+        self._num_files += 1
         batch: list[_Placed] = []
         batch_characters = characters = 0
         data_format, passes = self._format(file), self._passes(file)
@@ -231,18 +235,26 @@ class RowSummary:
             [*self.bad.errors, *self._bad_of_held_out.errors],
             self.bad.count + self._bad_of_held_out.count,
             self._num_held_out,
+            self._num_files,
         )
 
 
 def for_report(tokens: TokenCache, loaded: Any) -> ShownRows:
-    """The first rows of the training data, shortened: a file of at most about 100 kB."""
+    """The first rows of each source of the training data, shortened: a file of at most about
+    100 kB. Of more than ALL_REPORT_ROWS sources, the first."""
     summary, data = RowSummary(tokens, loaded), tokens.recipe.data
-    first = shards.of(data.paths[0])[0]
-    summary.add_first(first, min(NUM_READ, data.max_train_samples or NUM_READ), REPORT_ROWS)
+    summary.bad.limit = UNLIMITED  # tokenising has counted them, for each part alone
+    shown_sources = data.sources[:ALL_REPORT_ROWS]
+    num_shown = min(REPORT_ROWS, ALL_REPORT_ROWS // len(shown_sources))
+    num_read = min(NUM_READ, data.max_train_samples or NUM_READ) // len(shown_sources) or 1
+    for source in shown_sources:
+        before = len(summary.rows)
+        summary.add_first(shards.of(Path(source.path))[0], num_read, num_shown)
+        del summary.rows[before + num_shown :]  # a row can be trained as several
     rows = summary.summary()
     return replace(
         rows,
-        rows=[_shortened(row) for row in rows.rows[:REPORT_ROWS]],
+        rows=[_shortened(row) for row in rows.rows],
         bad=[error[:ERROR_CHARACTERS] for error in rows.bad[:REPORT_ERRORS]],
     )
 

@@ -118,6 +118,33 @@ def test_the_embeddings_grow_by_the_tokens_for_which_they_have_no_row(folder, tm
     assert read.changes == ()
 
 
+@pytest.mark.parametrize("family", ["opt", "gpt_neox", "gemma", "phi", "falcon"])
+def test_embeddings_of_a_family_of_which_only_the_weights_are_known_grow(folder, tmp_path, family):
+    path, made = tmp_path / family, tokenizer.load(folder)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    feed_forward = "ffn_dim" if family in ("opt", "falcon") else "intermediate_size"
+    config = AutoConfig.for_model(family, vocab_size=len(made), **sizes, **{feed_forward: 48})
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    made.save_pretrained(path)
+    read = read_model(recipe_of(path, "<a>", "<b>"), tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    build.grow_vocabulary(model, len(made) + 2)
+    # by shape: a GPT-NeoX file calls its output head embed_out
+    built = sorted(tuple(tensor.shape) for tensor in model.parameters())
+    assert sorted(read.parameters.values()) == built
+    assert read.config["vocab_size"] == model.config.vocab_size == len(made) + 2
+
+
+def test_a_parameter_that_may_have_to_grow_too_is_refused_by_name(folder, tmp_path):
+    path, made = tmp_path / "opt", tokenizer.load(folder)
+    config = AutoConfig.for_model("opt", vocab_size=len(made), hidden_size=32, ffn_dim=len(made))
+    config.update({"num_hidden_layers": 1, "num_attention_heads": 2, "word_embed_proj_dim": 32})
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    made.save_pretrained(path)
+    with pytest.raises(ConfigError, match=r"how they grow is not known \(.*fc1\.\w+ has a row for"):
+        read_model(recipe_of(path, "<a>"), tmp_path)
+
+
 def test_a_free_row_is_used_before_the_embeddings_grow(folder, tmp_path):
     read = read_model(recipe_of(folder, "<a>"), tmp_path)
     assert read.config["vocab_size"] == AutoConfig.from_pretrained(folder).vocab_size

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 import numpy as np
 import pytest
 
 from launch.predict.time import padding
-from launch.report import text
+from launch.report import first_screen, text
 from launch.schema.data_section import DataSection
 from tests import builders
 from training.data.batches import SampleOrder
@@ -197,3 +198,20 @@ def test_packing_and_a_cut_by_tokens_are_not_both():
         ValueError, match="packing leaves nothing for batch_by_tokens to do; set one of the two to"
     ):
         DataSection(train_file="x", packing=True, batch_by_tokens=True)
+
+
+def test_the_steps_of_an_epoch_are_those_of_the_rows_that_are_trained():
+    """Rows without a target and bad rows are not; before tokenising, the plan says so."""
+    recipe = builders.recipe_of(data={"train_file": "x", "max_bad_rows": 9})
+    plan = replace(builders.plan(recipe, builders.machine()), rows=3000)
+    batch, epochs = plan.strategy.effective_batch_size, recipe.training.num_train_epochs
+    assert plan.total_steps(recipe) == epochs * -(-3000 // batch)
+    words = "\n".join(text.plan_lines(recipe, builders.machine(), plan))
+    assert "(3,000 rows, bad rows included)" in words
+    words = "\n".join(first_screen.lines(recipe, builders.machine(), plan, datetime(2026, 1, 1)))
+    assert "3,000 rows (bad rows included)" in words
+    counts = {**counted(rows(2800, False)), "rows": 2800, "tokens": 112_000, "longest_input": 128}
+    trained = padding.of(counts, plan.strategy, 1, recipe.data, (128, 128))
+    plan = replace(plan, padding=trained, rows_left_out=200)
+    assert plan.total_steps(recipe) == epochs * -(-2800 // batch)
+    assert "bad rows included" not in "\n".join(text.plan_lines(recipe, builders.machine(), plan))

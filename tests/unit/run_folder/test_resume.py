@@ -18,6 +18,7 @@ from launch.run_folder import resume
 from launch.run_folder.layout import RunDir
 from launch.schema.recipe import Recipe
 from launch.schema.result import Outcome
+from launch.schema.run_sections import ResumeSection
 from tests.builders import machine, plan, recipe_of
 
 NOW = datetime(2026, 11, 22)
@@ -38,11 +39,11 @@ def trained(workspace: Path, asked: Recipe, day: int, is_complete: bool = False)
     return run
 
 
-def decided(workspace: Path, asked: Recipe) -> resume.Start:
+def decided(workspace: Path, asked: Recipe, from_run: str = "auto") -> resume.Start:
     runs, planned = workspace / "runs", plan(asked)
     tokens = TokenCache(asked, planned.shape, planned.data_format, {}, workspace / "tokens" / "x")
     return resume.decide(
-        runs, asked, planned, tokens, "auto", lambda: RunDir.create(runs, asked.name, NOW)
+        runs, asked, planned, tokens, from_run, lambda: RunDir.create(runs, asked.name, NOW)
     )
 
 
@@ -93,6 +94,24 @@ def test_what_trains_otherwise_in_the_same_folder_is_refused_while_it_is_unfinis
         match=r"cannot be continued: its model, data or settings have changed .*learning_rate",
     ):
         decided(tmp_path, recipe(tmp_path / "a", learning_rate=2e-3))
+
+
+def test_each_advice_of_a_refusal_leads_on(tmp_path):
+    first = trained(tmp_path, recipe(tmp_path / "a"), day=1)
+    changed = recipe(tmp_path / "a", seed=5)
+    with pytest.raises(CheckpointError, match=r"settings have changed .*seed") as refused:
+        decided(tmp_path, changed)
+    advice = str(refused.value).partition("Undo the change to continue it,")[2]
+    assert "--resume.allow=[seed]," in advice
+    with goes_on_with(first):
+        decided(tmp_path, recipe(tmp_path / "a"))
+    with goes_on_with(first):
+        decided(tmp_path, changed.model_copy(update={"resume": ResumeSection(allow=("seed",))}))
+    assert "start over with --resume never," in advice
+    assert decided(tmp_path, changed, "never").line == "starting a new run (--resume never)"
+    assert advice.endswith("give it a name and a folder of its own: --name=NAME --output_dir=DIR")
+    named = changed.model_copy(update={"name": "other", "output_dir": str(tmp_path / "b")})
+    assert decided(tmp_path, named).line == "starting a new run"
 
 
 def test_a_longer_run_starts_anew_and_says_how_to_go_on_from_the_finished_one(tmp_path):

@@ -487,6 +487,21 @@ def test_what_a_template_cannot_render_is_refused_by_name(template, talk, tools,
         rows(made(template), talk, tools, place="a.jsonl:7")
 
 
+@pytest.mark.parametrize("content", ["", "I look."])
+def test_a_call_that_a_template_drops_beside_a_content_is_refused(content):
+    """Its answer would be trained as an empty one, or as the content alone."""
+    tokenizer = template_matrix.tokenizer_of("")
+    tokenizer.chat_template = chat_templates.read("deepseek-r1")
+    talk = [WITH_TOOL[0], {**call("Ann"), "content": content}, *WITH_TOOL[2:]]
+    with pytest.raises(
+        DataError, match=rf"a:1: .* not render tool_calls beside content '{content}"
+    ):
+        rows(tokenizer, talk, place="a:1")
+    (row,) = rows(made(QWEN_3), talk)
+    called, _ = targets(made(QWEN_3), row)
+    assert content in called and '{"word": "Ann", "deep": true}' in called
+
+
 def test_a_template_that_does_not_end_is_stopped():
     endless = (
         "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}"

@@ -345,6 +345,27 @@ def test_the_rows_of_a_report_are_few_and_short(tmp_path, cut):
     assert len(json.dumps(asdict(summary))) < 20_000
 
 
+def test_a_report_shows_rows_of_each_source_whatever_their_bad_rows(tmp_path, cut):
+    """max_bad_rows is for each part alone; a report counts the bad rows of both."""
+    bad = '{"prompt": 1}'
+    files = []
+    for name in "abc":
+        rows = [{"prompt": f"{name} {i}", "response": "two"} for i in range(30)]
+        (tmp_path / name).mkdir()
+        files.append(str(write(tmp_path / name, [bad, bad, *map(json.dumps, rows)])))
+    data = {"train_file": [{"path": file} for file in files], "max_bad_rows": 3}
+    model = ModelSize("m", {"model_type": "gpt2", "vocab_size": 600}, 1, 1)
+    found = DataFormat("prompt_response", {"prompt": "prompt", "response": "response"}, "jsonl", "")
+    counts = ((32,), (32,), (32,))
+    recipe = builders.recipe_of(data=data)
+    cache = TokenCache(recipe, model, found, {}, tmp_path / "x", row_counts=counts)
+    summary = row_summary.for_report(cache, cut)
+    texts = ["".join(part.text for part in row.parts) for row in summary.rows]
+    expected = [f"{name} {i}" for name in "abc" for i in range(5)]
+    assert [text.split("|>")[1].split("<|")[0] for text in texts] == expected
+    assert (summary.num_read, summary.num_files, summary.num_bad) == (90, 3, 6)
+
+
 @pytest.mark.parametrize("blank", ["", " \n"])
 def test_a_blank_answer_of_a_t5_is_left_out(cut, blank):
     assert encoder(cut, encoder_decoder=True).encode([turns("two", blank)]) == [[]]

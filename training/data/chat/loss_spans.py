@@ -77,6 +77,7 @@ class ConversationRenderer:
         """If `splits_special_tokens` is False, the text of a special token in a row is the
         token. `name` is that of the template in errors, `limit_s` the CPU time of a render."""
         self._tokenizer, self.name, self._limit_s = tokenizer, name, limit_s
+        self._calls_dropped: dict[tuple[str | None, bool], bool] = {}
         self._splits_special_tokens = splits_special_tokens
         added = {
             token.content: token
@@ -118,6 +119,25 @@ class ConversationRenderer:
             return PROBE[0] not in self.text(talk)
         except DataError:
             return False
+
+    def _drops_call(self, content: str | None, tools: Any) -> bool:
+        """True if the template renders no call of a message with such a content: none, "" or a
+        text."""
+        kind = content and PROBE[1], bool(tools)
+        if kind not in self._calls_dropped:
+            called = {"name": PROBE[2], "arguments": {"a": "b"}}
+            call = {"type": "function", "id": "123456789", "function": called}
+            said = {} if content is None else {"content": kind[0]}
+            talk = [
+                {"role": "user", "content": PROBE[0]},
+                {"role": "assistant", **said, "tool_calls": [call]},
+                {"role": "tool", "content": PROBE[3], "tool_call_id": "123456789"},
+            ]
+            try:
+                self._calls_dropped[kind] = PROBE[2] not in self.text(talk, tools)
+            except DataError:  # raised again for the row, with its place
+                self._calls_dropped[kind] = False
+        return self._calls_dropped[kind]
 
     def _ending(self, turns: list[str]) -> tuple[bool, str]:
         """False if the template writes no token of the vocabulary behind an answer, and the tag
@@ -273,7 +293,8 @@ class ConversationRenderer:
         return talk.by_turns()
 
     def _check_keys(self, template: str, messages: Messages, tools: Any, place: object) -> None:
-        """Raise DataError for content under a key that the template never reads."""
+        """Raise DataError for content under a key that the template never reads, and for calls that
+        it drops."""
         unread = ["tools"] if tools and "tools" not in template else []
         for key, names in OPTIONAL.items():
             if not any(name in template for name in names) and any(m.get(key) for m in messages):
@@ -284,6 +305,15 @@ class ConversationRenderer:
                 " dropped; name a template that does with --tokenizer.chat_template=FILE|NAME, or"
                 f" train on the rest with --data.ignore_columns=[{','.join(unread)}]"
             )
+        for number, message in enumerate(messages, 1):
+            content = message.get("content")
+            if message.get("tool_calls") and self._drops_call(content, tools):
+                beside = "no content" if content is None else f"content {content[:40]!r}"
+                raise DataError(
+                    f"{place}: {self.name} does not render tool_calls beside {beside} (message"
+                    f" {number}), which would be dropped; name a template that does with"
+                    " --tokenizer.chat_template=FILE|NAME"
+                )
 
     def _check_contents(self, full: str, messages: Messages, place: object) -> None:
         """Raise DataError for a content that is missing in the render. Of an answer, a template may
