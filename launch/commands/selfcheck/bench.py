@@ -28,8 +28,9 @@ from launch.schema.machine import Machine
 from launch.schema.phases import DevicePhases
 
 LENGTH = 512  # tokens of a row
-ROWS = 256
+ROWS = 320
 BATCH = 8
+HELD_OUT = 64  # rows: more than a batch of an evaluation
 WORDS = ("red", "blue", "green", "stone", "river")
 FIGURES = ("allocated_bytes", "reserved_bytes")
 STOP_S = 20.0  # in which a child that is over its time ends by itself
@@ -83,7 +84,7 @@ class Bench:
             "tokenizer": {"vocab_size": 512},
             "data": {
                 "train_file": str(self.rows),
-                "validation_size": BATCH,
+                "validation_size": HELD_OUT,
                 "max_length": LENGTH,
             },
             "training": {
