@@ -40,7 +40,9 @@ class DevicePhases:
     ] = None
     first_step: Annotated[
         DeviceMemory | None,
-        Field(description="the first optimizer step, at whose end the optimizer makes its states"),
+        Field(
+            description="the first optimizer step, in whose update the optimizer makes its states"
+        ),
     ] = None
     step: Annotated[
         DeviceMemory | None,
