@@ -11,8 +11,8 @@ IN_VENV = @set -euo pipefail; unset PYTHONDONTWRITEBYTECODE; ROOT="$$PWD" LOWMEM
 PYTEST = "$$PYTHON" -m pytest --durations=10 -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 # Tests in which a path becomes part of a command line, a file or a message
 OF_PATHS = $(addprefix tests/unit/,commands plan recipe render report run_folder supervise) tests/process/shell/test_wrappers.py
-# Neighbours in a file share what is made for it; a worker that has finished takes tests from the other's end,
-# so the folders of the longest tests come first.
+# A worker that has finished takes tests from the other's end: folders of long tests come first. Neighbours in a file
+# share what is made for them.
 TWO_AT_A_TIME = -n 2 --dist worksteal
 
 help: ## this list
@@ -35,7 +35,7 @@ test: ## the tests that take seconds: no GPU, no faults, no campaign of modes
 
 test-path: ## tests of paths and command lines, in a copy whose path has a blank, an apostrophe and quotes
 	$(IN_VENV) folder="$$(mktemp -d)"; trap 'rm -rf "$$folder"' EXIT; copy="$$folder/a project's \"copy\""; mkdir "$$copy"; \
-		tar --exclude=./.git --exclude=./.venv --exclude=./.cache --exclude=./runs --exclude=./logs --exclude=./model_save --exclude=./data -cf - . \
+		tar --exclude=./.git --exclude=./.venv --exclude=./.cache --exclude=__pycache__ --exclude=./runs --exclude=./logs --exclude=./model_save --exclude=./data -cf - . \
 		| tar -xf - -C "$$copy"; cd "$$copy"; $(PYTEST) -n 2 $(OF_PATHS)
 
 test-modes: ## traces beside real steps, each engine once, tuning, files of configs/, several machines, orphans
@@ -51,7 +51,7 @@ test-faults: ## kills, out of memory, full disks
 	$(IN_VENV) $(PYTEST) -m faults
 
 test-faults-fast: ## a few of them: kills, stops, a hang, a kernel out of memory, a full disk
-	$(IN_VENV) $(PYTEST) -m fast_faults
+	$(IN_VENV) $(PYTEST) $(TWO_AT_A_TIME) -m fast_faults tests/faults
 
 faults-table: ## every test that shows a fault, about an hour; writes docs/faults.md
 	$(IN_VENV) "$$PYTHON" -m benchmarks.faults

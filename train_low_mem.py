@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from launch.base import compile_caches, garbage
+from launch.base import compile_caches, modules
 from launch.base.errors import LaunchError, Stopped
 from launch.base.files import write_json
 from launch.base.processes import die_with_launcher, settle_process
@@ -77,9 +77,8 @@ def main(argv: list[str], request: Callable[[], Request] | None = None) -> int:
                 stacks = start.attempt.stacks_file(rank).open("a", encoding="utf-8")
                 # the supervisor asks when it hangs
                 faulthandler.register(signal.SIGQUIT, file=stacks, all_threads=True)
-        for package in packages.unused(start.recipe, start.plan.strategy):
-            sys.modules.setdefault(package, None)  # type: ignore[arg-type]  to Python: not installed
-        with garbage.uncollected():
+        modules.leave_out(packages.unused(start.recipe, start.plan.strategy))
+        with modules.uncollected():
             from training import run  # imports torch: a wrong flag has been refused by now
 
         run.train(start, attach.open_run, opened, control=control)

@@ -99,6 +99,7 @@ class Case:
     training: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     lora: Mapping[str, Any] | None = None
+    quantization: Mapping[str, Any] | None = None
     mode: str = "cpu"
     ranks: int = 1
     length: int = LENGTH
@@ -231,8 +232,9 @@ def write_data(folder: Path, case: Case) -> Path:
     }
     if case.mode != "cpu":
         recipe["launch"]["num_processes"] = case.ranks
-    if case.lora is not None:
-        recipe["lora"] = dict(case.lora)
+    for section in ("lora", "quantization"):
+        if getattr(case, section) is not None:
+            recipe[section] = dict(getattr(case, section))
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
     return file

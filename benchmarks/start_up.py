@@ -2,9 +2,9 @@
 installed.
 
 A child imports training.run and says how long that took and what it then holds (PSS). A leaves out
-peft, bitsandbytes and deepspeed, as train_low_mem.py does for a run without LoRA on one process or
-DDP; B imports whatever is installed. They alternate; the figures are ratios of medians. The first
-child of each, which fills the page cache, is left out.
+the optional packages and has no collections of all objects, as train_low_mem.py does for a run
+without LoRA on one process or DDP; B imports whatever is installed. They alternate; the figures are
+ratios of medians. The first child of each, which fills the page cache, is left out.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ import tempfile
 from pathlib import Path
 
 from benchmarks import recording
+from launch.base import modules
 
-LEFT_OUT = ("peft", "bitsandbytes", "deepspeed")
 CHILD = """
-import json, os, sys, time
-for package in sys.argv[1:]:
-    sys.modules[package] = None
+import json, sys, time
+from contextlib import nullcontext
+from launch.base import modules
+modules.leave_out(sys.argv[1:])
 began = time.perf_counter()
-import training.run
+with modules.uncollected() if sys.argv[1:] else nullcontext():
+    import training.run
 seconds = time.perf_counter() - began
 import psutil
 print(json.dumps({"seconds": seconds, "pss_bytes": psutil.Process().memory_full_info().pss}))
@@ -53,7 +55,7 @@ def main() -> None:
             load = recording.quiet()
             pair = {
                 "load_before": load,
-                "A": child(LEFT_OUT, Path(place)),
+                "A": child(modules.OPTIONAL, Path(place)),
                 "B": child((), Path(place)),
             }
             if number:
@@ -84,7 +86,7 @@ def main() -> None:
     )
     recording.write(
         "start_up",
-        {"left_out": LEFT_OUT, "ratios": ratios, "medians": medians, "rounds": rounds},
+        {"left_out": modules.OPTIONAL, "ratios": ratios, "medians": medians, "rounds": rounds},
         text,
     )
 

@@ -21,12 +21,11 @@ from launch.base import interpreter
 
 interpreter.go_on_with_packages()
 
-from launch.base import compile_caches, files, garbage  # noqa: E402
+from launch.base import compile_caches, files, modules  # noqa: E402
 from launch.base.errors import LaunchError, ResourceError  # noqa: E402
 from launch.base.text import visible  # noqa: E402
 from launch.commands import merge  # noqa: E402
 from launch.predict import model_config  # noqa: E402
-from launch.probe import packages  # noqa: E402
 from launch.run_folder.layout import left_in  # noqa: E402
 from launch.schema.model_sections import QuantizationSection  # noqa: E402
 from launch.schema.result import ExportedModel  # noqa: E402
@@ -53,9 +52,7 @@ def _leave_out_unused(folder: Path) -> None:
         "peft": (folder / merge.ADAPTER).is_file(),
         "bitsandbytes": _quantization(folder) is not None,
     }
-    for package in packages.OPTIONAL:
-        if not used.get(package):
-            sys.modules.setdefault(package, None)  # type: ignore[arg-type]
+    modules.leave_out(package for package in modules.OPTIONAL if not used.get(package))
 
 
 def load(folder: Path):  # noqa: ANN201  torch is imported late, so its types cannot be named here
@@ -67,7 +64,7 @@ def load(folder: Path):  # noqa: ANN201  torch is imported late, so its types ca
         model_config.check_adapter(folder)
     model_config.check_folder(base)
     quantization = _quantization(folder)
-    with garbage.uncollected():
+    with modules.uncollected():
         import torch
         from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
         from transformers.utils import logging as transformers_logging

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.base import garbage
+from launch.base import modules
 from tests import builders, fault_log
 
 # A traced step depends on no test's house: what one test has traced, the next one reads.
@@ -29,7 +29,7 @@ FOLDERS = ("unit", "process", "train_cpu", "modes", "faults", "gpu", "cuda_build
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """The modules of the tests import torch; no later collection visits them."""
-    with garbage.uncollected():
+    with modules.uncollected():
         return (yield)
 
 

@@ -9,6 +9,7 @@ assert orphans.left(before, tag, within_s=5) == []
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from dataclasses import dataclass
 
@@ -51,6 +52,16 @@ def left(before: Snapshot, tag: str, within_s: float = 5.0) -> list[Orphan]:
     while (found := _left(before, tag)) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     return found
+
+
+def listening(child: subprocess.Popen[str]) -> set[tuple[str, int]]:
+    """(address, port) of everything on which a process and its descendants listen until it ends."""
+    seen: set[tuple[str, int]] = set()
+    while child.poll() is None:
+        ours = {child.pid, *(one.pid for one in psutil.Process(child.pid).children(recursive=True))}
+        seen |= {(address, port) for address, port, pid in _ports() if pid in ours}
+        time.sleep(POLL_S)
+    return seen
 
 
 def _left(before: Snapshot, tag: str) -> list[Orphan]:

@@ -52,6 +52,7 @@ from training.data.batches import Collator, SampleOrder
 from training.engines import setup
 from training.loop import arguments, evaluate, export, nan_guard
 from training.loop.callbacks import Reporter, StepMeter, start_logging
+from training.loop.memory_peaks import MemoryPeaks
 from training.loop.trainer import LowMemTrainer, empty_cache
 from training.model import build
 
@@ -110,7 +111,7 @@ def train(
             watch(parts.trainer)
             _attempt(start, run, attempt, parts)
     if torch.distributed.is_initialized():
-        torch.distributed.barrier()
+        setup.wait_for_ranks(args.device)
         torch.distributed.destroy_process_group()
     if control.agreed:
         raise Halted(control.agreed)
@@ -163,10 +164,11 @@ class Parts:
 
 def _hold_to_free_memory(plan: Plan, device: torch.device) -> None:
     """Limit this rank's allocator to the memory that is free now, so that other programs on the
-    card do not run out."""
+    card do not run out, or to the user's per_process_memory_fraction, if that is less."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     share = plan.allocator_fraction * free_bytes / total_bytes
-    torch.cuda.set_per_process_memory_fraction(share, device)
+    limit = min(share, torch.cuda.get_per_process_memory_fraction(device))
+    torch.cuda.set_per_process_memory_fraction(limit, device)
 
 
 def build_parts(
@@ -192,8 +194,13 @@ def build_parts(
         recipe.numerics.skip_spikes_above,
         args.fp16,
         recipe.training.learning_rate,
+        nan_guard.fp16_fix(
+            recipe.training.bf16,
+            args.device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False),
+        ),
     )
-    reporter = Reporter(attempt, rank, meter, order, args.device, draw, watch.check_loss)
+    peaks = MemoryPeaks(args.device)
+    reporter = Reporter(attempt, rank, meter, order, peaks, draw, watch.check_loss)
     conditions = StopConditions(run) if rank == 0 else None
     stop_callback = StopCallback(control, heartbeat, conditions)
     tokenizer = data_tokenizer.load(tokens / "tokenizer")
@@ -235,6 +242,7 @@ def build_parts(
         },
         stop_callback=stop_callback,
         strategy=plan.strategy,
+        peaks=peaks,
         model=network,
         args=args,
         data_collator=Collator(
@@ -391,6 +399,7 @@ def _measured(strategy: Strategy, parts: Parts) -> dict[str, Any]:
         **setup.held_bytes(strategy, trainer, parts.reporter.gradients_bytes),
         "vram_allocated_bytes": event.vram_allocated_bytes if event else 0,
         "vram_reserved_bytes": event.vram_reserved_bytes if event else 0,
+        "phases": parts.reporter.phases,
     }
 
 
@@ -407,15 +416,18 @@ def _score(parts: Parts, recipe: Recipe, pairs: Pairs, when: str, scores: dict[s
     logits take more memory than the keys and values of answers."""
     trainer = parts.trainer
     empty_cache()
-    new = evaluate.scores(
-        trainer.model,
-        parts.tokenizer,
-        pairs,
-        recipe.evaluation.max_new_tokens,
-        trainer.args.device,
-        parts.stop_callback.between_batches,
-        trainer.args.per_device_eval_batch_size,
-    )
+    # Accelerate puts autocast around the forward of the model that it prepares; PEFT's generate()
+    # calls that of the base model
+    with trainer.accelerator.autocast(), trainer.peaks.within("generation"):
+        new = evaluate.scores(
+            trainer.model,
+            parts.tokenizer,
+            pairs,
+            recipe.evaluation.max_new_tokens,
+            trainer.args.device,
+            parts.stop_callback.between_batches,
+            trainer.args.per_device_eval_batch_size,
+        )
     empty_cache()
     scores.update({f"{name}_{when}": score for name, score in new.items()})
     logger.info(

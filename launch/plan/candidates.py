@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from launch.base.errors import ConfigError, ResourceError
+from launch.base.text import size
 from launch.plan import kernels
 from launch.predict import sharding
 from launch.predict.estimate import PlanContext
-from launch.predict.oom_history import NO_OOM_HISTORY, OomHistory
+from launch.predict.oom_history import CLEARLY_BELOW, NO_OOM_HISTORY, OomHistory
 from launch.probe import architectures
 from launch.schema.machine import Gpu, Link, Machine
 from launch.schema.modes import LAUNCH_MODES, Mode
@@ -148,7 +149,7 @@ def _ways_to_start(
         )
     mode = constraints.mode or launch.mode
     if mode == "auto":
-        yield from _automatic(asked, per_node, launch.nodes, on_gpu, constraints)
+        yield from _automatic(asked, machine, launch.nodes, on_gpu, constraints)
         return
     # ranks; two show on a CPU what sharing out means
     least = launch.nodes if launch.nodes > 1 or on_gpu else 2
@@ -171,10 +172,11 @@ def _ways_to_start(
 
 
 def _automatic(
-    asked: int | None, per_node: int, nodes: int, on_gpu: bool, constraints: LaunchConstraints
+    asked: int | None, machine: Machine, nodes: int, on_gpu: bool, constraints: LaunchConstraints
 ) -> Iterator[tuple[Mode, int, int]]:
     """Yield the modes that `launch.mode: auto` may choose. Ranks that are running already fix their
     number and engine."""
+    per_node = len(machine.gpus) if on_gpu else 1
     count = asked or per_node * nodes  # on CPUs one rank a node
     if not on_gpu:
         yield ("multi_cpu" if count > 1 else "cpu"), count, count
@@ -183,6 +185,9 @@ def _automatic(
     yield ("single_gpu" if count == 1 else together), count, count
     if constraints.num_processes is not None:
         return
+    if asked is None and nodes == 1 and uneven(machine.gpus):
+        for fewer in (number for number in range(count - 1, 0, -1) if count % number == 0):
+            yield ("single_gpu" if fewer == 1 else together), fewer, count
     nccl_fails = constraints.link is not None and constraints.link.backend != "nccl"
     zero: list[Mode] = [mode for mode, row in LAUNCH_MODES.items() if row.engine == "deepspeed"]
     offloaded: list[Mode] = [mode for mode in zero if LAUNCH_MODES[mode].offloads]
@@ -194,8 +199,31 @@ def _automatic(
         yield "dual_gpu_gloo", count, count
     if asked is None and nodes == 1:
         alone: list[Mode] = ["single_gpu", *offloaded]
-        for mode in alone:
+        for mode in alone[uneven(machine.gpus) :]:
             yield mode, 1, count
+
+
+def uneven(gpus: Sequence[Gpu]) -> bool:
+    """True if ranks on all of these cards would be held to clearly less memory, or to another kind
+    of card, than fewer ranks."""
+    free = [gpu.free_bytes for gpu in gpus]
+    kinds = {(gpu.name, gpu.architecture) for gpu in gpus}
+    return len(kinds) > 1 or (len(free) > 1 and min(free) < CLEARLY_BELOW * max(free))
+
+
+def without_fullest(gpus: Sequence[Gpu]) -> str:
+    """The card to which ranks on all of these cards are held, and how to leave it out; "" for even
+    cards."""
+    if not uneven(gpus):
+        return ""
+    fullest = min(gpus, key=lambda gpu: gpu.free_bytes)
+    variable = "HIP_VISIBLE_DEVICES" if fullest.vendor == "amd" else "CUDA_VISIBLE_DEVICES"
+    others = ",".join(str(number) for number in sorted(g.index for g in gpus if g is not fullest))
+    free = f"{size(fullest.free_bytes)} of {size(fullest.total_bytes)}"
+    return (
+        f"GPU {fullest.index} ({fullest.name}) has the least free memory, {free}, which holds for"
+        f" every rank; {variable}={others} leaves it out"
+    )
 
 
 def _unavailable(candidate: Candidate, constraints: LaunchConstraints) -> str | None:

@@ -63,7 +63,13 @@ def _where(
                 " slower than one each"
             )
     else:
+        cards = machine.gpus[: candidate.processes_per_machine]
         yield f"{candidate.num_processes} GPU(s): {machine.gpus_reason}"
+        if len(cards) < len(machine.gpus):
+            numbers = ", ".join(str(gpu.index) for gpu in cards)
+            yield f"GPU {numbers}: the most free memory of {len(machine.gpus)} GPUs"
+        if fullest := candidates.without_fullest(cards):
+            yield fullest
         yield from architectures.attention_notes(machine.gpus[: candidate.num_processes])
     if candidate.num_machines > 1 and recipe.launch.nodes > 1:
         launch = recipe.launch

@@ -16,7 +16,7 @@ from launch.data import sources
 from launch.plan import candidates, explain, relax
 from launch.plan import context as plan_context
 from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
-from launch.plan.search import search_waves, table_order
+from launch.plan.search import search, table_order
 from launch.plan.ways_to_fit import MAX_WAYS, does_not_fit_message, ways_to_fit
 from launch.predict import estimate
 from launch.predict.estimate import Judged, PlanContext
@@ -126,14 +126,14 @@ def _chosen(context: PlanContext, constraints: LaunchConstraints) -> Plan:
     recipe, rows = context.recipe, context.rows
     possible, refusals = candidates.possible(context, constraints)
     judged: list[tuple[Judged, str]] = []
-    chosen = search_waves(context, possible, constraints, judged)
+    chosen = search(context, possible, constraints, judged)
     softer = ({"below": CLEARLY_BELOW}, {"is_last": False}, {"fewer_is_less": True})
     for change in softer if context.oom_history.ran_out else ():
         oom_history = replace(context.oom_history, **change)
         if chosen is None and oom_history != context.oom_history:
             context = replace(context, oom_history=oom_history)
             judged.clear()
-            chosen = search_waves(context, possible, constraints, judged)
+            chosen = search(context, possible, constraints, judged)
     if chosen is None:
         ways = None if recipe.allow else list(islice(ways_to_fit(context, constraints), MAX_WAYS))
         raise DoesNotFit(does_not_fit_message(context, judged, refusals, ways))

@@ -81,7 +81,9 @@ def read(
         if machine_file
         else probe_machine.machine(run_dir=workspace.root)
     )
-    if constraints.num_processes == 1:
+    if constraints.num_processes is None:
+        machine = _by_free_memory(machine)
+    elif constraints.num_processes == 1:
         machine = _with_one_gpu(machine)
     if machine_file is None:
         packages.refuse_old()
@@ -197,6 +199,13 @@ def _with_packages(
         no_flash_attn=import_memory.no_flash_attn(workspace.cache) if is_open else None,
         no_liger=packages.no_liger(variables),
     )
+
+
+def _by_free_memory(machine: Machine) -> Machine:
+    """The machine whose cards with the most free memory come first, and of equal memory the newest:
+    a plan takes the first cards. Ranks that another launcher has started have their cards."""
+    order = sorted(machine.gpus, key=lambda gpu: gpu.architecture, reverse=True)
+    return replace(machine, gpus=tuple(sorted(order, key=lambda gpu: -gpu.free_bytes)))
 
 
 def _with_one_gpu(machine: Machine) -> Machine:

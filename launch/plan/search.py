@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from launch.plan import candidates
@@ -25,6 +25,36 @@ def _behind(loser: Judged, chosen: Judged) -> str:
     return f"slower: {ratio:.2f} x" if ratio > 1 else f"not clearly faster: {ratio:.2f} x"
 
 
+def search(
+    context: PlanContext,
+    possible: Sequence[Candidate],
+    constraints: LaunchConstraints,
+    judged: list[tuple[Judged, str]],
+) -> Judged | None:
+    """Choose the fastest of the choices for each number of ranks; of about equally fast choices the
+    first."""
+    counts = dict.fromkeys(candidate.num_processes for candidate in possible)
+    chosen: Judged | None = None
+    for count in counts:
+        group = [candidate for candidate in possible if candidate.num_processes == count]
+        verdicts: list[tuple[Judged, str]] = []
+        other = search_waves(context, group, constraints, verdicts)
+        judged += verdicts
+        if other is not None and (chosen is None or other.seconds * AS_FAST < chosen.seconds):
+            chosen = other
+    if len(counts) > 1 and chosen is not None:
+        judged[:] = _verdicts(judged, chosen)
+    return chosen
+
+
+def _verdicts(judged: Sequence[tuple[Judged, str]], chosen: Judged) -> Iterator[tuple[Judged, str]]:
+    for each, verdict in judged:
+        yield (
+            each,
+            verdict if each.misses else "chosen" if each is chosen else _behind(each, chosen),
+        )
+
+
 def search_waves(
     context: PlanContext,
     possible: Sequence[Candidate],
@@ -45,10 +75,7 @@ def search_waves(
     others: list[tuple[Judged, str]] = []
     other = fastest(context, sharded, others, constraints.free_batch)
     best = other if other is not None and other.seconds * AS_FAST < chosen.seconds else chosen
-    judged[:] = [
-        (each, verdict if each.misses else "chosen" if each is best else _behind(each, best))
-        for each, verdict in [*judged, *others]
-    ]
+    judged[:] = _verdicts([*judged, *others], best)
     return best
 
 
@@ -109,7 +136,7 @@ def _evaluated(context: PlanContext, candidate: Candidate) -> Candidate:
     trace = context.trace(candidate)
     if trace is None or not context.recipe.evaluates:
         return replace(candidate, per_device_eval_batch_size=count)
-    budget = estimate.budget_bytes(context.recipe, context.machine, candidate)
+    budget = estimate.budget_bytes(context, candidate)
     is_asked = context.recipe.training.per_device_eval_batch_size is not None
     peaks = trace.peaks(candidate.per_device_train_batch_size, count)
     trains = max(peak.allocated_bytes for section, peak in peaks.items() if section != "evaluation")

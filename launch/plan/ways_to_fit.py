@@ -13,7 +13,6 @@ from launch.plan.candidates import LaunchConstraints
 from launch.plan.search import fastest
 from launch.predict import optimizers
 from launch.predict.estimate import Judged, PlanContext, describe
-from launch.predict.oom_history import CLEARLY_BELOW
 from launch.predict.trained_parameters import trainable_shapes
 from launch.schema.model_sections import LoraSection, QuantizationSection
 from launch.schema.recipe import Recipe
@@ -38,6 +37,8 @@ def does_not_fit_message(
     for loser, _ in sorted(judged, key=lambda pair: pair[0].excess):
         by_miss.setdefault(loser.misses, loser)
     nearest = [f"{describe(loser.candidate)}: {miss}" for miss, loser in by_miss.items()][:3]
+    on_cards = any(loser.candidate.processes_per_machine > 1 for loser, _ in judged)
+    fullest = candidates.without_fullest(context.machine.gpus) if on_cards else ""
     exact = " with launch.exact_batch" if recipe.launch.exact_batch else ""
     return (
         f"{recipe.name}: {model.name} ({model.parameters:,} parameters,"
@@ -45,6 +46,7 @@ def does_not_fit_message(
         f" {size(states.gradients_bytes)} gradients + {size(states.optimizer_bytes)} optimizer"
         f" before any activation. Nothing fits{exact}. Nearest:"
         f" {'; '.join([*nearest, *refusals])}{'' if ways is None else advice}"
+        f"{f'. {fullest}' if fullest else ''}"
     )
 
 
@@ -53,10 +55,7 @@ def ways_to_fit(context: PlanContext, constraints: LaunchConstraints) -> Iterato
     recipe = context.recipe
     launch, model = recipe.launch, recipe.model
     starts_here = constraints.num_processes is None
-    free = [gpu.free_bytes for gpu in context.machine.gpus]
-    is_uneven = (
-        launch.num_processes is None and len(free) > 1 and min(free) < CLEARLY_BELOW * max(free)
-    )
+    is_uneven = launch.num_processes is None and candidates.uneven(context.machine.gpus)
     several = starts_here and launch.nodes == 1 and ((launch.num_processes or 1) > 1 or is_uneven)
     on_one = "--launch.mode=auto --launch.num_processes=1 "
     places = [

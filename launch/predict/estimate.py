@@ -9,7 +9,7 @@ alone, and the plan says so.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -292,7 +292,7 @@ def _time(
 def _judged(
     context: PlanContext, candidate: Strategy, memory: MemoryEstimate, time: TimeEstimate | None
 ) -> Judged:
-    budget = budget_bytes(context.recipe, context.machine, candidate)
+    budget = budget_bytes(context, candidate)
     of_host = host_bytes(candidate, memory) / max(
         host_budget_bytes(context.recipe, context.machine), 1
     )
@@ -342,12 +342,14 @@ def _with_peak(
     reserved, of_step = memory.allocated_bytes, memory.step_allocated_bytes
     on_device = DevicePhases()
     if exact:
-        available_bytes = budget_bytes(context.recipe, context.machine, candidate) - outside
-        by_part = memory_phases.reserved_bytes(parts, context.allocator, available_bytes)
-        names = [phase for phase, _ in parts]
-        reserved, of_step = max(by_part), max(by_part[: names.index("step") + 1])
+        available_bytes = budget_bytes(context, candidate) - outside
+        replays = memory_phases.replays(parts, context.allocator, available_bytes)
+        until_step = replays[: [phase for phase, _ in parts].index("step") + 1]
+        memory = _in_blocks(memory, replays, until_step)
+        reserved = max(replay.peak_reserved_bytes for replay in replays)
+        of_step = max(replay.peak_reserved_bytes for replay in until_step)
         unknown: tuple[Phase, ...] = () if candidate.launch_mode.is_whole else ("load",)
-        on_device = memory_phases.on_device(parts, by_part, outside, unknown)
+        on_device = memory_phases.on_device(parts, replays, outside, unknown)
     memory = replace(
         memory,
         fragmentation_bytes=max(reserved - memory.allocated_bytes, 0),
@@ -364,6 +366,23 @@ def _with_peak(
         0,
     )
     return replace(memory, margin_bytes=margin), MemoryPhases(on_device, on_host)
+
+
+def _in_blocks(
+    memory: MemoryEstimate,
+    replays: Sequence[memory_allocator.Replay],
+    until_step: Sequence[memory_allocator.Replay],
+) -> MemoryEstimate:
+    """Count whole blocks of the allocator, as torch.cuda.max_memory_allocated does, where the peak
+    has the bytes that were asked for."""
+    assert memory.peak is not None
+    allocated = max(replay.peak_allocated_bytes for replay in replays)
+    rounding = {"rest of blocks": max(allocated - memory.peak.allocated_bytes, 0)}
+    return replace(
+        memory,
+        peak=replace(memory.peak, parts={**memory.peak.parts, **rounding}),
+        step_allocated_bytes=max(replay.peak_allocated_bytes for replay in until_step),
+    )
 
 
 def _passing_bytes(
@@ -385,12 +404,10 @@ def _passing_bytes(
 def _on_cpu(
     candidate: Strategy, parts: memory_phases.Parts, load: Mapping[str, int]
 ) -> DevicePhases:
-    """The bytes of tensors of a rank on a CPU, where nothing is reserved beyond them."""
-    live = memory_phases.allocated_bytes(parts)
-    on_device = memory_phases.on_device(parts, [live[phase] for phase, _ in parts], 0)
+    """The bytes of tensors of a rank on a CPU; while it loads, of what it builds too."""
     built = sum(load.get(cause, 0) for cause in ("weights", "while building"))
     built //= candidate.processes_per_machine
-    return replace(on_device, load=DeviceMemory(built, built, built))
+    return replace(memory_phases.on_cpu(parts), load=DeviceMemory(built, built, built))
 
 
 def _eval_samples(context: PlanContext, candidate: Strategy) -> int | None:
@@ -471,13 +488,20 @@ def _update(full_copy: MemoryEstimate) -> WorkCost:
     return WorkCost(matmul_flops={}, bytes_moved=Affine(float(moved)), num_kernels=Affine(20.0))
 
 
-def budget_bytes(recipe: Recipe, machine: Machine, candidate: Strategy) -> int:
-    """The budget of one rank on its device: a share of the smallest card's free memory, or its part
-    of the host's."""
-    if candidate.device == "cuda":
-        free = min(gpu.free_bytes for gpu in machine.gpus[: candidate.processes_per_machine])
-        return int(free * recipe.launch.vram_fraction)
-    return host_budget_bytes(recipe, machine) // candidate.processes_per_machine
+def budget_bytes(context: PlanContext, candidate: Strategy) -> int:
+    """The budget of one rank on its device: a share of the smallest card's free memory, at most the
+    user's per_process_memory_fraction; or its part of the host's."""
+    recipe, machine = context.recipe, context.machine
+    if candidate.device == "cpu":
+        return host_budget_bytes(recipe, machine) // candidate.processes_per_machine
+    cards = machine.gpus[: candidate.processes_per_machine]
+    budget = int(min(gpu.free_bytes for gpu in cards) * recipe.launch.vram_fraction)
+    share = context.allocator.per_process_memory_fraction
+    if share == 1.0:
+        return budget
+    # of the allocator alone, on each card
+    allowed = int(share * min(gpu.total_bytes for gpu in cards))
+    return min(budget, allowed + CONTEXT_BYTES[cards[0].vendor])
 
 
 def host_budget_bytes(recipe: Recipe, machine: Machine) -> int:

@@ -107,8 +107,8 @@ class Trace:
         passing: Sequence[int] = (),
     ) -> list[tuple[Phase, list[Event]]]:
         """The events of a device's allocator by part: the load, the first step, the next step, an
-        evaluation if there is one, a save, and the step after it. The cache is emptied before and
-        after an evaluation and before a save, as trainer.py does.
+        evaluation if there is one, a save, and the step after it. The cache is emptied before the
+        first step, before and after an evaluation and before a save, as the trainer does.
 
         `makes_states`: the optimizer makes its states in the update of the first step, between
         blocks of that step, where they keep whole segments from being given back. DeepSpeed makes
@@ -130,10 +130,10 @@ class Trace:
         # the next step would not begin as this one
         if any(~number in lasting for number in step if number < 0):
             both = self.events(num_samples, eval_samples)
-            parts: list[tuple[Phase, list[Event]]] = [("step", both[: len(step)])]
+            parts: list[tuple[Phase, list[Event]]] = [("step", [*both[: len(step)], EMPTY_CACHE])]
             if evaluation:
-                parts.append(("evaluation", [EMPTY_CACHE, *both[len(step) :]]))
-            return [*parts, ("save", [EMPTY_CACHE])]
+                parts.append(("evaluation", [*both[len(step) :], EMPTY_CACHE]))
+            return [*parts, ("save", [])]
 
         def sized(number: int, turn: int = 0) -> Event:
             size_bytes = _size(blocks[number], num_samples, eval_samples)
@@ -174,11 +174,11 @@ class Trace:
         load += [] if makes_states else map(sized, births["state"])
         measured = [sized(number) if number >= 0 else (~number, FREED) for number in evaluation]
         return [
-            ("load", load),
+            ("load", [*load, EMPTY_CACHE]),
             ("first_step", [*map(sized, births["workspace"]), *once(1, late)]),
-            ("step", [*ended(1), *once(0)]),
-            *([("evaluation", [EMPTY_CACHE, *measured, EMPTY_CACHE])] if evaluation else []),
-            ("save", [EMPTY_CACHE]),
+            ("step", [*ended(1), *once(0), EMPTY_CACHE]),
+            *([("evaluation", [*measured, EMPTY_CACHE])] if evaluation else []),
+            ("save", []),
             ("step", [*ended(0), *once(2)]),
         ]
 

@@ -108,7 +108,8 @@ def find(env: Mapping[str, str], root: Path = Path("/")) -> Found:
     nvidia_names = {gpu.name for _, gpu in listed if gpu.vendor == "nvidia"}
     if len(nvidia_names) > 1 and env.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         notes.append(
-            "they differ: set CUDA_DEVICE_ORDER=PCI_BUS_ID, or CUDA numbers the fastest first"
+            "they differ: numbers here are nvidia-smi's (CUDA without CUDA_DEVICE_ORDER=PCI_BUS_ID"
+            " numbers the fastest first)"
         )
     obstacles = [] if nvidia.listed else [*nvidia.obstacles, *_nvidia_signs(nvidia, root)]
     for variable in variables:
@@ -132,7 +133,11 @@ def find(env: Mapping[str, str], root: Path = Path("/")) -> Found:
                 f"GPU {gpu.index} ({gpu.name}): {gpu.reason} does not say how much memory it has"
             )
             obstacles.append(f"{notes[-1]}; {SIZE_UNKNOWN}")
-    usable = tuple(gpu for _, gpu in listed if gpu not in small)
+    divided = [gpu for uuid, gpu in listed if uuid in nvidia.divided]
+    for gpu in divided:
+        notes.append(f"GPU {gpu.index} ({gpu.name}) is divided (MIG)")
+        obstacles.append(f"{notes[-1]}, which lowmem cannot plan for yet; {mig_fix(gpu.index)}")
+    usable = tuple(gpu for _, gpu in listed if gpu not in (*small, *divided))
     if not usable and not nvidia.listed:
         signs, passed_over = gpu_signs.amd(root)
         notes += passed_over
@@ -150,15 +155,19 @@ def find(env: Mapping[str, str], root: Path = Path("/")) -> Found:
 def _names_none(variable: str, value: str, count: int) -> str:
     """The obstacle of a variable that hides all cards without intent."""
     if "MIG-" in value:
-        return (
-            f"{variable}={value} names a part of a card (MIG), which lowmem cannot plan for yet;"
-            " fix: name whole cards by number or by GPU-..., and switch MIG off on them (sudo"
-            " nvidia-smi -i NUMBER -mig 0)"
-        )
+        what = f"{variable}={value} names a part of a card (MIG)"
+        return f"{what}, which lowmem cannot plan for yet; {mig_fix('NUMBER')}"
     return (
         f"{variable}={value} leaves none of the {count} GPU(s) that are listed; fix: unset it, or"
         " name cards that"
         f' nvidia-smi or rocm-smi lists; {variable}="" trains on the CPU'
+    )
+
+
+def mig_fix(number: int | str) -> str:
+    return (
+        "fix: name undivided cards in CUDA_VISIBLE_DEVICES, by number or by GPU-..., or switch MIG"
+        f" off (sudo nvidia-smi -i {number} -mig 0)"
     )
 
 
@@ -198,6 +207,7 @@ class _Nvidia:
     reason: str
     obstacles: tuple[str, ...] = ()
     cuda_driver: str = ""
+    divided: frozenset[str] = frozenset()  # uuids of the cards whose MIG mode is on
 
 
 def _nvidia() -> _Nvidia:
@@ -212,11 +222,10 @@ def _nvidia() -> _Nvidia:
         obstacles = () if is_absent else (_trouble("NVML cannot be asked", error),)
         return _Nvidia([], f"NVML: {error}", obstacles)
     listed: Listed = []
-    problems, obstacles, count, cuda_driver = [], [], 0, ""
+    problems, obstacles, divided, cuda_driver = [], [], set[str](), ""
     try:
         driver = pynvml.nvmlSystemGetDriverVersion()
-        count = pynvml.nvmlDeviceGetCount()
-        for index in range(count):
+        for index in range(pynvml.nvmlDeviceGetCount()):
             name = f"GPU {index}"
             try:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -233,21 +242,30 @@ def _nvidia() -> _Nvidia:
                 obstacles.append(unified if is_unified else _trouble(of, error))
                 continue
             sizes, capability = (int(memory.total), int(memory.free)), f"{major}.{minor}"
-            gpu = Gpu(index, name, "nvidia", *sizes, capability, driver, f"NVML device {index}")
+            reason = f"NVML device {index}"
+            gpu = Gpu(index, name, "nvidia", *sizes, capability, driver, reason, uuid)
             listed.append((uuid, gpu))
+            if _is_divided(pynvml, handle):
+                divided.add(uuid)
         cuda_driver = _cuda_driver(pynvml)
     except pynvml.NVMLError as error:
         problems.append(str(error))
         obstacles.append(_trouble("NVML cannot be asked", error))
     finally:
         pynvml.nvmlShutdown()
-    if len(listed) < count:  # CUDA does not count a lost card, nor a card that it may not open
-        listed = [(uuid, replace(gpu, uuid=uuid)) for uuid, gpu in listed]
     if cuda_driver == NO_LIBCUDA:
         reason = "; ".join([f"NVML lists {len(listed)}", *problems, NO_LIBCUDA])
         return _Nvidia([], reason, (f"{NO_LIBCUDA}; {COMPUTE_FIX}",))
     reason = "; ".join([f"NVML lists {len(listed)}", *problems])
-    return _Nvidia(listed, reason, tuple(obstacles), cuda_driver)
+    return _Nvidia(listed, reason, tuple(obstacles), cuda_driver, frozenset(divided))
+
+
+def _is_divided(pynvml: Any, handle: Any) -> bool:
+    """True if CUDA gives out only parts of the card, of which NVML reports the sum."""
+    try:
+        return bool(pynvml.nvmlDeviceGetMigMode(handle)[0])
+    except pynvml.NVMLError:  # a card, or a driver, that has no such mode
+        return False
 
 
 def _cuda_driver(pynvml: Any) -> str:
@@ -463,10 +481,11 @@ def _amd_uuid(serial: str) -> str:
 def visible_devices(machine: Machine, num_processes: int) -> dict[str, str]:
     """The variables that give a run its first `num_processes` GPUs in their order, one per rank."""
     chosen = machine.gpus[:num_processes]
-    indices = ",".join(gpu.uuid or str(gpu.index) for gpu in chosen)
+    # CUDA numbers cards anew without those that are lost, that it may not open, or that MPS hides
+    names = ",".join(gpu.uuid or str(gpu.index) for gpu in chosen)
     if chosen[0].vendor == "amd":
         # HIP reads this before CUDA_VISIBLE_DEVICES, and numbers the cards that
         # ROCR_VISIBLE_DEVICES names, as this module does. RCCL reads NCCL_* variables.
-        return {"HIP_VISIBLE_DEVICES": indices}
+        return {"HIP_VISIBLE_DEVICES": names}
     # NVML counts in this order
-    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": indices}
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": names}

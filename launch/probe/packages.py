@@ -9,6 +9,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from launch.base import modules
 from launch.base.errors import ResourceError
 from launch.probe.torch_build import numbers
 from launch.schema.plan import Strategy
@@ -17,8 +18,6 @@ from launch.schema.recipe import Recipe
 # With older versions a file of somebody else can run code or corrupt memory (CVE-2026-24747;
 # CVE-2026-4372, -1839)
 OLDEST = {"torch": (2, 10), "transformers": (5, 3)}
-
-OPTIONAL = ("peft", "bitsandbytes", "deepspeed")
 
 
 def refuse_old() -> None:
@@ -94,5 +93,6 @@ def unused(recipe: Recipe, strategy: Strategy | None) -> list[str]:
         "peft": recipe.lora is not None,
         "bitsandbytes": bool(_bitsandbytes_key(recipe)) or recipe.quantization is not None,
         "deepspeed": strategy is not None and strategy.launch_mode.engine == "deepspeed",
+        "datasets": False,
     }
-    return [package for package in OPTIONAL if not is_used[package]]
+    return [package for package in modules.OPTIONAL if not is_used[package]]

@@ -42,7 +42,8 @@ def command(
         added |= visible_devices(machine, per_machine)
     elif strategy.launch_mode.engine == "deepspeed":
         added["DS_ACCELERATOR"] = "cpu"
-    if strategy.backend == "gloo" and strategy.num_machines == 1:
+    # ranks that compute over NCCL agree on stops over Gloo
+    if strategy.backend and strategy.num_machines == 1:
         defaults["GLOO_SOCKET_IFNAME"] = "lo"  # not reachable from other machines
     added |= {key: environ.get(key, value) for key, value in defaults.items()}
     if plan.rendezvous and plan.rendezvous.network_interface:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -131,8 +132,10 @@ def _mode(machine: Machine, plan: Plan) -> str:
     precision = {"no": "float32"}.get(strategy.mixed_precision, strategy.mixed_precision)
     device = f"{machine.cpu_count} CPU cores"
     if strategy.device == "cuda":
-        count = strategy.processes_per_machine
-        device = f"{count} x {machine.gpus[0].name}" if count > 1 else machine.gpus[0].name
+        counts = Counter(gpu.name for gpu in machine.gpus[: strategy.processes_per_machine])
+        device = " + ".join(
+            f"{count} x {name}" if count > 1 else name for name, count in counts.items()
+        )
     if strategy.num_machines > 1:
         own = f"machine_rank {plan.rendezvous.machine_rank} of " if plan.rendezvous else ""
         device += f" ({own}{strategy.num_machines} machines)"

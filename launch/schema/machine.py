@@ -26,8 +26,7 @@ class Gpu:
     architecture: str
     driver: str
     reason: str  # the source of these values
-    # names the card in CUDA_VISIBLE_DEVICES if CUDA may number cards differently from NVML
-    uuid: str = ""
+    uuid: str = ""  # names the card in CUDA_VISIBLE_DEVICES; "" of a described card
 
 
 @dataclass(frozen=True)

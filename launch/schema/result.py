@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -105,6 +105,22 @@ class Scores:
 
 
 @dataclass(frozen=True)
+class PhasePeaks:
+    """The most bytes of one part of a run on the fullest rank's device, as
+    torch.cuda.max_memory_allocated and max_memory_reserved count them."""
+
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
+
+    @classmethod
+    def highest(cls, peaks: Collection[PhasePeaks]) -> PhasePeaks:
+        return cls(
+            max((peak.allocated_bytes for peak in peaks), default=0),
+            max((peak.reserved_bytes for peak in peaks), default=0),
+        )
+
+
+@dataclass(frozen=True)
 class Outcome(Scores):
     """The end of an attempt, as rank 0 writes it: outcome.json."""
 
@@ -125,6 +141,8 @@ class Outcome(Scores):
     offloaded_bytes: int | None = None
     vram_allocated_bytes: int = 0
     vram_reserved_bytes: int = 0
+    # of each part: load, first_step, step, evaluation, save, generation; {} without a GPU
+    phases: Mapping[str, PhasePeaks] = field(default_factory=dict)
     host_pss_bytes: int = 0
     train_seconds: float | None = None
     save_seconds: float = 0.0

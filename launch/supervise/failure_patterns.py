@@ -106,7 +106,10 @@ PATTERNS = (
         " listed one of its generation, e.g. gfx1032 with HSA_OVERRIDE_GFX_VERSION=10.3.0",
         (
             r"(CUDA|HIP) error: (invalid device function|no kernel image is available)",
-            r"Error no kernel image is available .* at line \d+ in file",
+            (
+                r"Error (no kernel image is available|invalid device function).* at line \d+ in"
+                r" file"
+            ),
             r"hipErrorInvalidDeviceFunction|hipErrorNoBinaryForGpu|HSA_STATUS_ERROR_INVALID_ISA",
         ),
     ),
@@ -269,6 +272,7 @@ PATTERNS = (
         " doctor` shows what is there); launch.mode and training.optim choose other ways",
         (
             r"Attempted to use bitsandbytes native library functionality",
+            r"not available in CPU-only version of bitsandbytes",
             (
                 r"undefined symbol: c(adam|quantize|get)\w*|has no attribute"
                 r" 'c(adam|quantize|get_)\w+'"

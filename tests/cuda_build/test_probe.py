@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,63 @@ def test_a_card_that_fell_off_the_bus_is_named(tmp_path: Path):
     done = Workplace(tmp_path, Card(), Card(lost=1)).launch("doctor")
     assert "NVML lists 1; GPU 1: GPU is lost" in done.stdout, done.stdout
     assert "link: not tested: 1 GPU(s), a link needs two" in done.stdout
+
+
+SHOWN = """
+import json, os
+from launch.probe import gpus, machine
+here = machine.machine()
+os.environ.update(gpus.visible_devices(here, len(here.gpus)))
+import torch
+cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+print(json.dumps([[gpu.uuid for gpu in here.gpus], [f"GPU-{card.uuid}" for card in cards]]))
+"""
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, {"CUDA_VISIBLE_DEVICES": "2,0"}],
+)
+def test_ranks_get_the_planned_cards_in_the_planned_order(tmp_path: Path, variables):
+    slow = Card(name="NVIDIA T4", capability="7.5")
+    place = Workplace(tmp_path, slow, Card(lost=1), Card(), Card(name="RTX A6000"))
+    done = place.python("-c", SHOWN, **variables)
+    assert done.returncode == 0, done.stderr
+    planned, seen = json.loads(done.stdout)
+    assert planned == seen
+    assert len(seen) == (2 if "CUDA_VISIBLE_DEVICES" in variables else 3)
+
+
+def planned(place: Workplace, *words: str) -> tuple[list[str], str]:
+    """The UUIDs that a plan shows to its ranks, and what it says."""
+    recipe = str(builders.recipe(place.folder, "gpt2-small"))
+    done = place.launch("run", recipe, "--dry-run", "--explain", *words)
+    assert done.returncode == 0, done.stderr
+    (shown,) = set(re.findall(r"CUDA_VISIBLE_DEVICES=(GPU-\S+)", done.stdout))
+    return [uuid[:12] for uuid in shown.split(",")], done.stdout
+
+
+def test_the_card_with_the_most_free_memory_is_taken_first(tmp_path: Path):
+    cards = Card(other_gib=9), Card(other_gib=1), Card(name="RTX A6000", memory_gib=48)
+    uuids, text = planned(Workplace(tmp_path, *cards), "--launch.num_processes=2")
+    assert uuids == ["GPU-00000003", "GPU-00000002"]
+    assert "CUDA_VISIBLE_DEVICES=2 leaves it out" in text
+
+
+def test_auto_weighs_one_fast_card_against_two_unequal_ones(tmp_path: Path):
+    cards = (
+        Card(name="Tesla P4", capability="7.5", memory_gib=8),
+        Card(name="NVIDIA H200", capability="9.0"),
+    )
+    uuids, text = planned(Workplace(tmp_path, *cards))
+    assert uuids == ["GPU-00000002"], text
+    assert "GPU 1: the most free memory of 2 GPUs" in text
+
+
+def test_a_divided_card_is_left_out_with_its_cause(tmp_path: Path):
+    done = Workplace(tmp_path, Card(name="A100", memory_gib=80, mig=1), Card()).launch("doctor")
+    assert "GPUs: 1 (" in done.stdout, done.stdout
+    assert "GPU 0 (A100) is divided (MIG)" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests import builders
+from tests import builders, orphans
 from tests.cuda_build.conftest import Workplace
 from tests.fake_cuda.machine import Card
 
@@ -47,9 +47,24 @@ def test_a_run_on_one_card_ends_with_a_model_and_the_predicted_memory(one_card: 
 
 def test_two_cards_train_over_nccl(two_cards: Workplace):
     words = ("--launch.num_processes=2", "--launch.mode=dual_gpu_nccl")
-    done = two_cards.launch("run", recipe(two_cards), *words)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "backend nccl" in done.stdout
+    with started(two_cards, recipe(two_cards), *words) as process:
+        seen = orphans.listening(process)
+        text, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, text
+    assert "backend nccl" in text
+    assert len(seen) >= 2
+    assert {address for address, _ in seen} == {"127.0.0.1"}
+    log = next(two_cards.folder.glob("workspace/runs/tiny/*/attempts/01/train.log")).parent
+    logs = "".join(path.read_text() for path in log.rglob("*") if path.suffix in (".log", ".txt"))
+    assert "barrier()" not in text + logs
+    _, (outcome,) = records(two_cards)
+    phases = outcome["phases"]
+    assert list(phases) == ["load", "first_step", "step", "evaluation", "save"]
+    for name in ("allocated_bytes", "reserved_bytes"):
+        assert outcome[f"vram_{name}"] == max(peaks[name] for peaks in phases.values())
+    assert phases["load"]["allocated_bytes"] < phases["first_step"]["allocated_bytes"]
+    (file,) = two_cards.folder.glob("workspace/runs/tiny/*/attempts/01/second_step.json")
+    assert json.loads(file.read_text())["allocated_bytes"] == phases["step"]["allocated_bytes"]
     ranks = [process for process in two_cards.machine.processes() if process.launches > 1000]
     assert [process.collectives > STEPS for process in ranks] == [True, True]
     peaks = [process.peak_bytes for process in ranks]  # a card each

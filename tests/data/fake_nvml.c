@@ -2,7 +2,7 @@
 
    The environment changes its answers: FAKE_NVML_INIT, _COUNT_ERROR, _HANDLE, _MEMORY and _CUDA_ERROR are the number
    that this call returns instead of success (of _HANDLE: for every card); _COUNT, _CAPABILITY ("7.0"), _NAME, _CUDA
-   (12040 is CUDA 12.4) are what it says. */
+   (12040 is CUDA 12.4), _MIG (1: on) are what it says. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -38,6 +38,10 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, int **device) {
 int nvmlDeviceGetMemoryInfo(int *device, Memory *memory) {
     *memory = (Memory){21474836480ULL, 21045339750ULL, 429496730ULL};
     return error("FAKE_NVML_MEMORY");
+}
+int nvmlDeviceGetMigMode(int *device, unsigned *current, unsigned *pending) {
+    *current = *pending = (unsigned)atoi(text_or("FAKE_NVML_MIG", "0"));
+    return getenv("FAKE_NVML_MIG") ? SUCCESS : 3; /* Not Supported, as cards without MIG say */
 }
 int nvmlDeviceGetCudaComputeCapability(int *device, int *major, int *minor) {
     return sscanf(text_or("FAKE_NVML_CAPABILITY", "8.6"), "%d.%d", major, minor) == 2 ? SUCCESS : 2;

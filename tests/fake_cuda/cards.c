@@ -21,7 +21,7 @@ static const size_t GRANULE = (size_t)2 << 20; /* the driver hands out 2 MiB at 
 static Card cards[MAX_CARDS];
 static int num_cards, devices[MAX_CARDS], num_devices;
 static Process *table, *own;
-static pthread_once_t read_once = PTHREAD_ONCE_INIT, mapped_once = PTHREAD_ONCE_INIT;
+static pthread_once_t read_once = PTHREAD_ONCE_INIT, shown_once = PTHREAD_ONCE_INIT, mapped_once = PTHREAD_ONCE_INIT;
 static pthread_mutex_t own_lock = PTHREAD_MUTEX_INITIALIZER;
 
 static void die(const char *what) {
@@ -48,6 +48,7 @@ static void set_fact(Card *card, const char *key, const char *value) {
     else if (!strcmp(key, "multiprocessors")) card->multiprocessors = atoi(value);
     else if (!strcmp(key, "fails_at_launch")) card->fails_at_launch = atol(value);
     else if (!strcmp(key, "lost")) card->lost = atoi(value);
+    else if (!strcmp(key, "mig")) card->mig = atoi(value);
     else if (!strcmp(key, "peer_access")) card->peer_access = atoi(value);
     else {
         fprintf(stderr, "fake CUDA: a card has no %s\n", key);
@@ -113,17 +114,18 @@ static void read_cards(void) {
         }
     }
     fclose(file);
-    show_cards();
 }
 
 static void read_cards_once(void) { pthread_once(&read_once, read_cards); }
+/* CUDA reads its variables when it is first called, which may be after NVML */
+static void show_cards_once(void) { read_cards_once(), pthread_once(&shown_once, show_cards); }
 
 int cards_on_the_bus(void) { return read_cards_once(), num_cards; }
 const Card *card_on_the_bus(int index) { return read_cards_once(), &cards[index]; }
-int visible_cards(void) { return read_cards_once(), num_devices; }
+int visible_cards(void) { return show_cards_once(), num_devices; }
 
 int bus_index(int device) {
-    read_cards_once();
+    show_cards_once();
     return device >= 0 && device < num_devices ? devices[device] : -1;
 }
 

@@ -14,7 +14,7 @@ typedef struct {
     double memory_gib, hidden_limit_gib, other_gib, context_mib;
     int major, minor, multiprocessors;
     long fails_at_launch; /* 0: never */
-    bool lost, peer_access;
+    bool lost, peer_access, mig;
 } Card;
 
 /* One process; its numbers stay readable after its end. */

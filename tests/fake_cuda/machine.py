@@ -33,6 +33,7 @@ class Card:
     fails_at_launch: int = 0  # the kernel whose launch ends the card; 0: never
     lost: int = 0  # it has fallen off the bus
     peer_access: int = 0
+    mig: int = 0  # its MIG mode is on
 
     def line(self) -> str:
         return ";".join(f"{name}={value}" for name, value in asdict(self).items())

@@ -40,6 +40,10 @@ int nvmlDeviceGetName(int *device, char *text, unsigned size) {
 int nvmlDeviceGetUUID(int *device, char *text, unsigned size) {
     return snprintf(text, size, "GPU-%08x-0000-0000-0000-000000000000", card_of(device) + 1), SUCCESS;
 }
+int nvmlDeviceGetMigMode(int *device, unsigned *current, unsigned *pending) {
+    *current = *pending = card_on_the_bus(card_of(device))->mig;
+    return SUCCESS;
+}
 int nvmlDeviceGetMemoryInfo(int *device, Memory *memory) {
     unsigned long long total = total_bytes(card_of(device)), used = used_bytes(card_of(device));
     if (used > total) used = total;

@@ -8,15 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import TrainerCallback
-
+from launch.base import modules
 from launch.base.workspace import Workspace
 from launch.run_folder.layout import RunDir, Start
 from tests.modes.fsdp_on_cpu import engage_fsdp
-from train_low_mem import leave
-from training import run as training_run
-from training.loop.trainer import LowMemTrainer
+
+modules.leave_out(modules.OPTIONAL)  # as ranks do
+with modules.uncollected():
+    import torch
+    from transformers import TrainerCallback
+
+    from train_low_mem import leave
+    from training import run as training_run
+    from training.loop.trainer import LowMemTrainer
 
 seen: dict[str, set[Any]] = {
     "layer inputs": set(),

@@ -61,12 +61,14 @@ def goes_on(folder: Path, after: tuple[str, int], expected: list[float]) -> str:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        pytest.param(("multi_cpu", 2), ("cpu", 1), marks=pytest.mark.campaign),
+        (("multi_cpu", 2), ("cpu", 1)),
         pytest.param(("deepspeed_zero1", 2), ("deepspeed_zero2", 2), marks=pytest.mark.campaign),
         pytest.param(
             ("deepspeed_zero2", 2), ("deepspeed_zero2_offload", 2), marks=pytest.mark.campaign
         ),
-        (("deepspeed_zero3", 2), ("deepspeed_zero3_offload", 2)),
+        pytest.param(
+            ("deepspeed_zero3", 2), ("deepspeed_zero3_offload", 2), marks=pytest.mark.campaign
+        ),
     ],
 )
 def test_it_goes_on_in_another_mode_of_its_family(tmp_path, before, after):

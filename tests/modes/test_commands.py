@@ -82,7 +82,18 @@ def plain(tmp_path_factory) -> tuple[Path, list[float]]:
     return folder / "train.parquet", [event["loss"] for event in events]
 
 
-@pytest.mark.parametrize("mode", [mode for mode in LAUNCH_MODES if mode != "fsdp2"])
+# the others are another stage of the same engine, or another card's ranks on the same backend
+OFTEN = ("cpu", "dual_gpu_gloo", "deepspeed_zero2", "deepspeed_zero3_offload")
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, marks=() if mode in OFTEN else pytest.mark.campaign)
+        for mode in LAUNCH_MODES
+        if mode != "fsdp2"
+    ],
+)
 def test_each_file_of_configs_trains_without_our_launcher(tmp_path, plain, mode):
     """Without a GPU the ranks of the GPU files run on the CPU, and say so."""
     train, expected = plain
@@ -178,9 +189,11 @@ def test_what_every_rank_finds_is_said_once_whichever_ends_first(tmp_path, slow)
     assert "to continue" not in done.stderr, done.stderr
 
 
-def test_a_hostile_default_configuration_of_accelerate_changes_nothing_and_is_not_written(tmp_path):
+def test_a_hostile_default_configuration_of_accelerate_changes_nothing_and_is_not_written(
+    tmp_path, plain
+):
     """accelerate merges it into a launch without --config_file, which the guide's line is."""
-    train = builders.write_parquet(tmp_path / "train.parquet", builders.rows(48))
+    train, expected = plain
     default = tmp_path / "hf/accelerate/default_config.yaml"
     default.parent.mkdir(parents=True)
     hostile = (
@@ -192,20 +205,15 @@ def test_a_hostile_default_configuration_of_accelerate_changes_nothing_and_is_no
     theirs = [*accelerate("--multi_gpu", "--num_processes", "2"), f"--train_file={train}", *FLAGS]
     ours = [
         "./train_sft_custom.sh",
-        "8",
+        "4",
         f"--data.train_file={train}",
         "--launch.num_processes=2",
         *FLAGS,
     ]
-    found = []
-    for name, argv in (("theirs", [*theirs, "--batch_size_per_gpu=8"]), ("ours", ours)):
-        for home, extra in (
-            ("plain", {}),
-            ("hostile", {"HF_HOME": str(tmp_path / "hf"), "ACCELERATE_USE_CPU": "true"}),
-        ):
-            done = run(argv, tmp_path / name / home, **extra)
-            assert done.returncode == 0, done.stdout + done.stderr
-            found.append(losses(tmp_path / name / home))
-    assert all(values == found[0] for values in found), found
+    hostile_home = {"HF_HOME": str(tmp_path / "hf"), "ACCELERATE_USE_CPU": "true"}
+    for name, argv in (("theirs", [*theirs, "--batch_size_per_gpu=4"]), ("ours", ours)):
+        done = run(argv, tmp_path / name, **hostile_home)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert losses(tmp_path / name) == pytest.approx(expected, rel=1e-5)
     assert default.read_text() == hostile
     assert [path.name for path in default.parent.iterdir()] == [default.name]

@@ -6,16 +6,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from transformers import TrainerCallback
-
+from launch.base import modules
 from launch.base.workspace import Workspace
 from launch.run_folder.layout import RunDir, Start
-from train_low_mem import leave
-from training import run as training_run
-from training.loop.trainer import LowMemTrainer
+
+modules.leave_out(modules.OPTIONAL)  # as ranks do
+with modules.uncollected():
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from transformers import TrainerCallback
+
+    from train_low_mem import leave
+    from training import run as training_run
+    from training.loop.trainer import LowMemTrainer
 
 steps: list[dict[str, Any]] = []
 reduces = 0

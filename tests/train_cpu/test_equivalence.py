@@ -107,9 +107,11 @@ def tokens_by_the_data(
 @pytest.mark.parametrize("shape", ["llama-tiny", pytest.param("t5-tiny", marks=pytest.mark.modes)])
 def test_loss_and_gradient_do_not_depend_on_how_the_batch_is_cut(tmp_path, shape, monkeypatch):
     monkeypatch.setenv("LOWMEM_ROOT", str(tmp_path / "workspace"))
+    # of the program that two ranks need for each division, a T5's labels add nothing to one of two
+    names = [name for name in CUTS if shape == "llama-tiny" or name != "2 ranks 1x4"]
     folders = {
-        name: rendered(tmp_path / str(i), shape, cut, name.endswith("by tokens"))
-        for i, (name, cut) in enumerate(CUTS.items())
+        name: rendered(tmp_path / str(i), shape, CUTS[name], name.endswith("by tokens"))
+        for i, name in enumerate(names)
     }
     alone = {name: run for name, run in folders.items() if CUTS[name][2] == 1}
     runs = train(tmp_path, alone, 1)

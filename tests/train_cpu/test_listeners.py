@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
-import psutil
 import pytest
 
-from tests import builders
+from tests import builders, orphans
 
 
 @pytest.mark.modes
@@ -18,19 +16,10 @@ def test_nothing_of_a_run_listens_beyond_the_loopback(tmp_path):
         tmp_path, training={"num_train_epochs": 6}, launch={"num_processes": 2}
     )
     argv = [sys.executable, "-m", "launch", "run", str(recipe)]
-    seen: set[tuple[str, int]] = set()
     with subprocess.Popen(
         argv, env=builders.environment(tmp_path / "workspace"), stdout=subprocess.PIPE, text=True
     ) as child:
-        while child.poll() is None:
-            ours = {
-                child.pid,
-                *(one.pid for one in psutil.Process(child.pid).children(recursive=True)),
-            }
-            for socket in psutil.net_connections("inet"):
-                if socket.status == psutil.CONN_LISTEN and socket.pid in ours:
-                    seen.add((socket.laddr.ip, socket.laddr.port))
-            time.sleep(0.05)
+        seen = orphans.listening(child)
         assert child.stdout is not None
         assert child.returncode == 0, child.stdout.read()
     assert len(seen) >= 2, "the store and the ranks' own listeners were seen"

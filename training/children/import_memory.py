@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from launch.base import modules
 from training.compat import without_torch
 
 ROLES = {
@@ -38,8 +39,7 @@ def main() -> int:
         "--device", choices=("cpu", "cuda"), default="cpu", help="where the rank computes"
     )
     arguments = parser.parse_args()
-    for package in arguments.without:
-        sys.modules.setdefault(package, None)  # type: ignore[arg-type]  to Python: not installed
+    modules.leave_out(arguments.without)
     if arguments.role == "prepare":
         without_torch.hide()
     for module in ROLES[arguments.role]:

@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from launch.base import files, garbage, processes
+from launch.base import files, modules, processes
 from launch.base.errors import LaunchError, ResourceError, StorageError
 from launch.base.text import shown
 from launch.schema.result import ExportedModel
@@ -18,7 +18,7 @@ from launch.schema.result import ExportedModel
 def merge(base: Path, adapter: Path, out: Path) -> None:
     """Write `out` under another name and rename it. The weights keep the base's dtype, and their
     sum is rounded once."""
-    with garbage.uncollected():
+    with modules.uncollected():
         from peft import PeftModel
         from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -70,8 +70,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=Path, required=True)
     arguments = parser.parse_args()
     processes.settle_process()
-    for package in ("bitsandbytes", "deepspeed"):  # peft and transformers would import them
-        sys.modules.setdefault(package, None)  # type: ignore[arg-type]  to Python: not installed
+    modules.leave_out(package for package in modules.OPTIONAL if package != "peft")
     try:
         merge(arguments.base, arguments.adapter, arguments.out)
     except LaunchError as error:

@@ -15,14 +15,14 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from launch.base import files, garbage, processes
+from launch.base import files, modules, processes
 from training.compat import without_torch
 
 
 def main(folder: Path) -> None:
     processes.settle_process()
     without_torch.hide()
-    with garbage.uncollected():
+    with modules.uncollected():
         from training.data import tokenise
     job = TypeAdapter(tokenise.Job).validate_json((folder / tokenise.JOB).read_bytes())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,27 @@ def quantized(like: Any, weight: torch.Tensor) -> Any:
     """A 4-bit parameter of this weight, with the settings of the parameter `like`, which has no
     values."""
     return type(like)(weight, **vars(like))._quantize(weight.device)
+
+
+def load_paged(optimizer: Any) -> None:
+    """Let a paged optimizer load its states to host RAM, not to the card, for page_states()."""
+    if getattr(optimizer, "is_paged", False):
+        optimizer.load_state_dict = partial(optimizer.load_state_dict, move_to_device=False)
+
+
+def page_states(optimizer: Any) -> None:
+    """Put the states that a paged optimizer has loaded into pages, as it makes them itself: its own
+    loading puts them on the card for good."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper
+    if not getattr(optimizer, "is_paged", False):
+        return
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            is_made_paged = key in ("state1", "state2") and parameter.device.type == "cuda"
+            if is_made_paged and not getattr(value, "is_paged", False):
+                pages = optimizer.get_state_buffer(parameter, dtype=value.dtype)
+                torch.cuda.synchronize(parameter.device)  # a kernel has filled it with zeros
+                state[key] = pages.copy_(value)
 
 
 def gemm_4bit() -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -38,15 +39,18 @@ class TokenRows(Dataset):
     """The memory-mapped files of the cache. Their rows are Row without a number."""
 
     def __init__(self, *paths: Path) -> None:
-        import datasets
+        self.paths = paths
+        streams = [pa.ipc.open_stream(pa.memory_map(str(path))) for path in paths]
+        self.batches = [batch for stream in streams for batch in stream]
+        self.schema = streams[0].schema
+        self.starts = np.cumsum([0, *map(len, self.batches)])
 
-        mapped = [datasets.Dataset.from_file(str(path)) for path in paths]
-        self.rows = (
-            datasets.concatenate_datasets(mapped) if len(mapped) > 1 else mapped[0]
-        ).with_format("arrow")
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A worker that is spawned maps the files itself."""
+        return type(self), self.paths
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return int(self.starts[-1])
 
     def __getitem__(self, index: int) -> Row:
         return self.__getitems__([index])[0]
@@ -57,21 +61,29 @@ class TokenRows(Dataset):
             return NOTHING
         if not len(indices):
             return []
-        table: Any = self.rows[list(map(int, indices))]
+        table = pa.Table.from_batches([self._row(int(index)) for index in indices], self.schema)
         return [
             Row(row["input_ids"], row["labels"], row.get("lengths"))
             for row in stored_rows.read(table)
         ]
+
+    def _row(self, index: int) -> pa.RecordBatch:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        batch = int(np.searchsorted(self.starts, index, side="right")) - 1
+        return self.batches[batch].slice(index - int(self.starts[batch]), 1)
 
     def lengths(self) -> np.ndarray:
         """The numbers of tokens of every row's input and labels, (rows, 2) int32. Only the file's
         offsets are read, not its tokens."""
         import pyarrow.compute as pc
 
-        table = self.rows.data
+        table = pa.Table.from_batches(self.batches, self.schema)
         labels = "labels" if "labels" in table.column_names else "input_ids"
         columns = [
-            pc.call_function("list_value_length", [table.column(name)]).to_numpy()
+            np.from_dlpack(
+                pc.call_function("list_value_length", [table.column(name)]).combine_chunks()
+            )
             for name in ("input_ids", labels)
         ]
         return np.stack(columns, axis=1)

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.base import files, garbage
+from launch.base import files, modules
 from launch.base import processes as base_processes
 from launch.base.errors import DataError, LaunchError
 from launch.base.progress import RowProgress
@@ -89,7 +89,7 @@ def _write(
     processes: int,
 ) -> None:
     # imported late: they take a second, and most starts find their rows tokenised
-    with garbage.uncollected():
+    with modules.uncollected():
         from training.data import row_summary, tokenise, tokenizer
 
     source = tokens.recipe.data

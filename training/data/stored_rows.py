@@ -83,8 +83,8 @@ def read(table: pa.Table) -> list[dict[str, np.ndarray]]:
 
 
 def _values(columns: Mapping[str, pa.ListArray], name: str, index: int) -> np.ndarray:
-    values = columns[name][index].values.to_numpy()
+    values: Any = np.from_dlpack(columns[name][index].values)  # to_numpy() would import pandas
     if name + HIGH not in columns:
         return values
-    high = columns[name + HIGH][index].values.to_numpy().astype(np.int32)
+    high = np.from_dlpack(columns[name + HIGH][index].values).astype(np.int32)
     return values | high << LOW_BITS

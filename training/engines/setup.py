@@ -121,6 +121,12 @@ def connect(strategy: Strategy) -> None:
             comm.init_distributed(dist_backend=strategy.backend, auto_mpi_discovery=False)
 
 
+def wait_for_ranks(device: torch.device) -> None:
+    """Wait until all ranks have come here. NCCL would guess the device of its barrier."""
+    is_nccl = torch.distributed.get_backend() == "nccl"
+    torch.distributed.barrier(device_ids=[device.index] if is_nccl else None)
+
+
 def check(strategy: Strategy, args: TrainingArguments) -> str:
     """Describe this rank's process group and device. Raises ConfigError if they are not as planned:
     several launchers start another number of ranks or another engine with exit code 0."""

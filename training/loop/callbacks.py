@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
@@ -21,8 +21,9 @@ from launch.base import processes
 from launch.base.progress import eta
 from launch.base.text import shown
 from launch.run_folder.layout import AttemptDir
-from launch.schema.result import HeldOut, SecondStep, StepEvent
+from launch.schema.result import HeldOut, PhasePeaks, SecondStep, StepEvent
 from training.engines.setup import local_bytes
+from training.loop.memory_peaks import MemoryPeaks, Part
 
 logger = logging.getLogger("lowmem")
 
@@ -142,12 +143,12 @@ class Reporter(TrainerCallback):
         rank: int,
         meter: StepMeter,
         order: Any,
-        device: torch.device,
+        peaks: MemoryPeaks,
         draw: bool,
         check_loss: Callable[[int, float], None],
     ) -> None:
-        self._check_loss = check_loss
-        self._rank, self._meter, self._order, self._device = rank, meter, order, device
+        self._check_loss, self._peaks = check_loss, peaks
+        self._rank, self._meter, self._order, self._device = rank, meter, order, peaks.device
         files = (attempt.events_file, attempt.held_out_file) if rank == 0 else ()
         self._events, self._held_out = [file.open("a", encoding="utf-8") for file in files] or (
             None,
@@ -160,6 +161,7 @@ class Reporter(TrainerCallback):
         self._step_began = 0.0
         self._learning_rate = 0.0
         self.gradients_bytes = 0
+        self.phases: Mapping[Part, PhasePeaks] = {}  # measured until the last log
         self.last_event: StepEvent | None = None
         self._steps = 0
         self._attempt = attempt
@@ -168,10 +170,14 @@ class Reporter(TrainerCallback):
     def _write_second_step(self) -> None:
         """Write the memory of the second step, which the launcher compares with the plan.
         Collective."""
-        allocated, reserved, _ = vram_peaks(self._device)
+        peaks = self._peaks.of_all_ranks()
+        of_steps = [peaks[part] for part in ("first_step", "step") if part in peaks]
+        highest = PhasePeaks.highest(of_steps)
         if self._rank == 0:
             free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0
-            second_step = SecondStep(allocated, reserved, self.host.highest(), free)
+            second_step = SecondStep(
+                highest.allocated_bytes, highest.reserved_bytes, self.host.highest(), free
+            )
             base_files.write_json(self._attempt.second_step_file, second_step)
 
     def on_train_begin(
@@ -185,7 +191,10 @@ class Reporter(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if not self._steps:  # the time before an attempt's first step belongs to its start
+        if not self._steps:  # what is before an attempt's first step belongs to its start
+            if self._device.type == "cuda":  # a step cannot use the cached blocks of loading
+                torch.cuda.empty_cache()
+            self._peaks.begin("first_step")
             self._step_began, self._meter.waited_s = time.monotonic(), 0.0
 
     def on_pre_optimizer_step(
@@ -212,6 +221,7 @@ class Reporter(TrainerCallback):
             time=time.time(),
         )
         self._steps += 1
+        self._peaks.begin("step")
         if self._steps == STEADY_STEP:
             self._write_second_step()
             now = time.monotonic()
@@ -262,7 +272,8 @@ class Reporter(TrainerCallback):
         """Write the steps since the last flush. Every rank calls this at the same step."""
         self._meter.keep_rows(synced=False)
         steps = self._meter.drain(self._device)
-        vram = vram_peaks(self._device)
+        self.phases = self._peaks.of_all_ranks()
+        highest = PhasePeaks.highest(self.phases.values())
         if self._events is None or not steps:
             return
         events = [
@@ -270,9 +281,9 @@ class Reporter(TrainerCallback):
                 max_steps=max_steps,
                 samples_seen=self._order.samples_seen(step["step"]),
                 grad_norm=float(grad_norm) if grad_norm is not None and step is steps[-1] else None,
-                vram_allocated_bytes=vram[0],
-                vram_reserved_bytes=vram[1],
-                vram_total_bytes=vram[2],
+                vram_allocated_bytes=highest.allocated_bytes,
+                vram_reserved_bytes=highest.reserved_bytes,
+                vram_total_bytes=self._peaks.total_bytes,
                 host_pss_bytes=self.host.read(),
                 **step,
             )
@@ -309,25 +320,6 @@ class Reporter(TrainerCallback):
             if not self._is_refused:
                 logger.warning("%s: %s; figures are lost", Path(file.name).name, error.strerror)
             self._is_refused = True
-
-
-def vram_peaks(device: torch.device) -> tuple[int, int, int]:
-    """(allocated, reserved, total) bytes: the maximum over ranks, or zeros without a GPU.
-    Collective."""
-    if device.type != "cuda":
-        return 0, 0, 0
-    peaks = torch.tensor(
-        [
-            torch.cuda.max_memory_allocated(device),
-            torch.cuda.max_memory_reserved(device),
-            torch.cuda.get_device_properties(device).total_memory,
-        ],
-        device=device,
-    )
-    if torch.distributed.is_initialized():
-        torch.distributed.all_reduce(peaks, op=torch.distributed.ReduceOp.MAX)
-    allocated, reserved, total = peaks.tolist()
-    return allocated, reserved, total
 
 
 def _bar() -> Any:

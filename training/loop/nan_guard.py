@@ -47,6 +47,19 @@ def poisoned(loss: torch.Tensor) -> torch.Tensor:
     return loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
 
 
+def fp16_fix(asks_bf16: bool, has_bf16: bool) -> str:
+    """The flags that leave fp16, which a recipe names, or which replaces its bf16 on a card without
+    bf16."""
+    if asks_bf16:
+        return "this card has no bf16: train in float32 (--training.bf16=false)"
+    if not has_bf16:
+        return "train in float32 (--training.fp16=false)"
+    return (
+        "train in bf16 (--training.fp16=false --training.bf16=true) or float32"
+        " (--training.fp16=false)"
+    )
+
+
 class Spikes:
     """Comparison of a value with the median of the values before it."""
 
@@ -74,8 +87,10 @@ class NanGuard(TrainerCallback):
         skip_spikes_above: float | None,
         fp16: bool,
         learning_rate: float,
+        fp16_fix: str = "",
     ) -> None:
-        """`learning_rate` is the value in the recipe."""
+        """`learning_rate` is the value in the recipe; `fp16_fix` the flags that leave fp16."""
+        self._fp16_fix = fp16_fix
         self._order, self._attempt, self._learning_rate = order, attempt, learning_rate
         self._skip_above, self._fp16 = skip_spikes_above, fp16
         # of this step's micro-batches; read only after a fault
@@ -164,10 +179,7 @@ class NanGuard(TrainerCallback):
                 if self._overflows == MAX_OVERFLOWS
                 else ", in fp16"
             )
-            fix = (
-                "train in bf16 (--training.fp16=false --training.bf16=true) or float32"
-                " (--training.fp16=false)"
-            )
+            fix = self._fp16_fix
         rows = {rank: report["rows"] for rank, report in (culprits or reports).items()}
         file = self._write(step, what, rows)
         listed = _listed([row for numbers in rows.values() for row in numbers])
@@ -303,12 +315,16 @@ def check_export(network: torch.nn.Module, step: int) -> None:
 
 def all_finite(tensors: Iterable[Any]) -> bool:
     """True if all numbers are finite. Reads the memory once and one number per kind; allocates
-    nothing of the tensors' size."""
+    nothing of the tensors' size.
+
+    The host's tensors come first, while the card computes nothing: those of a paged optimizer are
+    memory of the card too, and under WSL2 reading them beside a kernel ends the process."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in [_local(tensor) for tensor in tensors if torch.is_tensor(tensor)]:
         if tensor.is_floating_point() and tensor.numel() and tensor.element_size() > 1:
             by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    highest = [torch_private.largest(group) for group in by_kind.values()]
+    kinds = sorted(by_kind, key=lambda kind: kind[0].type != "cpu")
+    highest = [torch_private.largest(by_kind[kind]) for kind in kinds]
     return all(math.isfinite(value.item()) for value in highest)
 
 

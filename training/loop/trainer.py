@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from launch.data.rows import IGNORED
 from launch.run_folder import manifest
 from launch.schema.plan import Strategy
 from training.checkpoints import best, commit, convert
-from training.compat import deepspeed_private
+from training.compat import bitsandbytes_private, deepspeed_private
 from training.compat.python_private import end_what_cannot_send
 from training.compat.transformers_private import Network, OpenTrainer
 from training.control.stop_callback import StopCallback
@@ -36,6 +36,7 @@ from training.data.batches import (
 from training.engines import setup
 from training.loop import nan_guard
 from training.loop.callbacks import StepMeter
+from training.loop.memory_peaks import MemoryPeaks
 from training.model.chunked_loss import ChunkedHead, target_loss_sum
 
 logger = logging.getLogger("lowmem")
@@ -72,6 +73,7 @@ class LowMemTrainer(OpenTrainer):
         stop_callback: StopCallback | None = None,
         strategy: Strategy | None = None,
         output_chunks: int = 1,
+        peaks: MemoryPeaks | None = None,
         **kwargs: Any,
     ) -> None:
         """`facts` are part of each checkpoint's manifest. Without a `strategy` nothing is saved."""
@@ -81,6 +83,7 @@ class LowMemTrainer(OpenTrainer):
         self.verified: set[str] = set()
         self.is_converted = False  # convert.py has converted the checkpoint to resume from
         self.save_s = 0.0
+        self.peaks = peaks or MemoryPeaks(torch.device("cpu"))
         self._strategy = strategy
         super().__init__(compute_loss_func=self._loss, **kwargs)
         self._shift = not self.model.config.is_encoder_decoder
@@ -159,13 +162,20 @@ class LowMemTrainer(OpenTrainer):
         return self._loader(rows, batches, 0)
 
     def get_batch_samples(
-        self, *args: Any, **kwargs: Any
+        self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any
     ) -> tuple[list[Any], torch.Tensor | int | None]:
-        """Trainer's own method. The time that a step waits for its data is added to the meter."""
-        began = time.monotonic()
-        batches = super().get_batch_samples(*args, **kwargs)
-        self.meter.waited_s += time.monotonic() - began
-        return batches
+        """Trainer's own method. The time that the loader takes is added to the meter, not that of
+        counting on the device, which waits for its kernels."""
+        return super().get_batch_samples(self._timed(epoch_iterator), *args, **kwargs)
+
+    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            began = time.monotonic()
+            batch = next(batches, None)
+            self.meter.waited_s += time.monotonic() - began
+            if batch is None:
+                return
+            yield batch
 
     def training_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
@@ -193,7 +203,8 @@ class LowMemTrainer(OpenTrainer):
         # an evaluation has other sizes than a step, so neither can use the other's cached blocks
         empty_cache()
         try:
-            return super().evaluate(*args, **kwargs)
+            with self.peaks.within("evaluation"):
+                return super().evaluate(*args, **kwargs)
         except Halted:
             assert self.stop_callback is not None
             self.stop_callback.cut_evaluation(self.state, self.control)
@@ -264,18 +275,25 @@ class LowMemTrainer(OpenTrainer):
         if not self.is_converted:
             library()
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        optimizer = super().create_optimizer(*args, **kwargs)
+        bitsandbytes_private.load_paged(optimizer)
+        return optimizer
+
     def prepare_training(
         self, library: Callable[[str | None], Any], resume_from_checkpoint: str | None
     ) -> tuple[torch.nn.Module, DataLoader]:
         """Trainer's own method, which also loads optimizer and schedule."""
         if not self.is_converted:
             prepared = library(resume_from_checkpoint)
+            bitsandbytes_private.page_states(self.optimizer)
             convert.apply_schedule(self)
             return prepared
         assert resume_from_checkpoint and self._strategy
         prepared = library(None)
         folder = Path(resume_from_checkpoint)
         without = convert.load(self, self._strategy, folder)
+        bitsandbytes_private.page_states(self.optimizer)
         convert.load_schedule(self, torch.load(folder / "scheduler.pt", weights_only=True))
         convert.apply_schedule(self)
         if without and self.args.should_save:
@@ -295,6 +313,8 @@ class LowMemTrainer(OpenTrainer):
     def save_checkpoint(self, library: Callable[[], None]) -> None:
         """Save Trainer's own files. All ranks write them to a temporary folder and hash them. Rank
         0 commits the checkpoint and deletes old checkpoints."""
+        if self.args.device.type == "cuda":  # for a paged optimizer's states, as all_finite() says
+            torch.cuda.synchronize(self.args.device)
         if self.guard is not None:
             self.guard.check_checkpoint()
         began = time.monotonic()
@@ -303,8 +323,14 @@ class LowMemTrainer(OpenTrainer):
         # the run has just resumed from this checkpoint, or saved it a moment ago
         if manifest.name(step) in self.verified:
             return
-        save = commit.Save(checkpoints, step, self.args.process_index, self.args.world_size)
         empty_cache()  # gathering weights cannot use a step's cached blocks
+        with self.peaks.within("save"):
+            self._commit(library, checkpoints, step)
+        self.save_s += time.monotonic() - began
+
+    def _commit(self, library: Callable[[], None], checkpoints: Path, step: int) -> None:
+        """Write, hash and commit a checkpoint; then delete old ones."""
+        save = commit.Save(checkpoints, step, self.args.process_index, self.args.world_size)
 
         def begin() -> None:
             self.meter.keep_rows(synced=True)
@@ -342,7 +368,6 @@ class LowMemTrainer(OpenTrainer):
         save.on_first(
             partial(commit.rotate, checkpoints, self._keep_checkpoints, self.verified, best_name)
         )
-        self.save_s += time.monotonic() - began
 
     def save_optimizer(self, library: Callable[[], None], output_dir: str) -> None:
         """Save DeepSpeed's part without its `latest`, its Python script, and its barriers, which

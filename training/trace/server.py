@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from launch.base import garbage
+from launch.base import modules
 from launch.base.files import write_atomic
 from launch.schema.plan import Born, DataFormat, MemoryEstimate, ModelSize, Plan, Strategy
 from launch.schema.recipe import Recipe
@@ -32,8 +32,7 @@ def _reply(request: dict[str, Any], folder: Path) -> None:
     """Write the files of all questions of a request to the folder."""
     recipe = Recipe.model_validate(request["recipe"])
     model_size = TypeAdapter(ModelSize).validate_python(request["shape"])
-    for package in request["unused_packages"]:  # the ranks do without them too
-        sys.modules.setdefault(package, None)  # type: ignore[arg-type]  to Python: not installed
+    modules.leave_out(request["unused_packages"])  # the ranks do without them too
     _import_trace()
     plain: dict[Any, Any] = {}  # logs of one process, from which those of several engines are made
     for name, question in request["questions"].items():
@@ -45,7 +44,7 @@ def _reply(request: dict[str, Any], folder: Path) -> None:
 def _import_trace() -> None:
     """Import the modules of a trace, now that the packages that the run leaves out are known.
     Without collections, which would visit them in each trace: a quarter of its time."""
-    with garbage.uncollected():
+    with modules.uncollected():
         importlib.import_module("training.trace.step")
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from launch.predict.memory import allocator
-from launch.predict.memory.allocator import FREED, AllocatorConfig, Event
+from launch.predict.memory.allocator import FREED, AllocatorConfig, Event, Replay
 from launch.schema.phases import DeviceMemory, DevicePhases, HostMemory, HostPhases, Phase
 
 Parts = Sequence[tuple[Phase, Sequence[Event]]]
@@ -28,32 +29,39 @@ def allocated_bytes(parts: Parts) -> dict[Phase, int]:
     return highest
 
 
-def reserved_bytes(parts: Parts, config: AllocatorConfig, available_bytes: int) -> list[int]:
-    """Bytes that the allocator reserves in each part. If there are fewer, it gives cached blocks
-    back and tries again; if that does not help either, the bytes that it would like count."""
+def replays(parts: Parts, config: AllocatorConfig, available_bytes: int) -> list[Replay]:
+    """Replay the allocator, part by part. If there are fewer bytes, it gives
+    cached blocks back and tries again; if that does not help either, what it would like counts."""
     events = [events for _, events in parts]
-    replays = allocator.replay_parts(events, config)
-    if max(replay.peak_reserved_bytes for replay in replays) > available_bytes:
-        limited = allocator.replay_parts(events, config, capacity_bytes=max(available_bytes, 0))
-        replays = replays if limited[-1].out_of_memory else limited
-    return [replay.peak_reserved_bytes for replay in replays]
+    unlimited = allocator.replay_parts(events, config)
+    if max(replay.peak_reserved_bytes for replay in unlimited) <= available_bytes:
+        return unlimited
+    limited = allocator.replay_parts(events, config, capacity_bytes=max(available_bytes, 0))
+    return unlimited if limited[-1].out_of_memory else limited
 
 
 def on_device(
-    parts: Parts, reserved: Sequence[int], outside_bytes: int, unknown: Sequence[Phase] = ()
+    parts: Parts, replays: Sequence[Replay], outside_bytes: int, unknown: Sequence[Phase] = ()
 ) -> DevicePhases:
     """The memory of a rank on its device; `unknown` parts are left out."""
-    highest: dict[Phase, int] = {}
-    for (phase, _), size_bytes in zip(parts, reserved, strict=True):
-        highest[phase] = max(highest.get(phase, 0), size_bytes)
-    live = allocated_bytes(parts)
+    by_phase: dict[Phase, list[Replay]] = defaultdict(list)
+    for (phase, _), replay in zip(parts, replays, strict=True):
+        by_phase[phase].append(replay)
     return DevicePhases(
         **{
-            phase: DeviceMemory(live[phase], size_bytes, size_bytes + outside_bytes)
-            for phase, size_bytes in highest.items()
+            phase: DeviceMemory(allocated, reserved, reserved + outside_bytes)
+            for phase, of_phase in by_phase.items()
             if phase not in unknown
+            for allocated in [max(replay.peak_allocated_bytes for replay in of_phase)]
+            for reserved in [max(replay.peak_reserved_bytes for replay in of_phase)]
         }
     )
+
+
+def on_cpu(parts: Parts) -> DevicePhases:
+    """The bytes of tensors of a rank on a CPU, where nothing is reserved beyond them."""
+    live = allocated_bytes(parts)
+    return DevicePhases(**{phase: DeviceMemory(size, size, size) for phase, size in live.items()})
 
 
 def on_host(by_phase: Mapping[str, Mapping[str, int]]) -> HostPhases:

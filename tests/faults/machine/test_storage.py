@@ -96,7 +96,7 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_refused_with_numbers_before_
 def test_a_disk_that_fills_up_ends_the_run_with_10_and_the_same_line_continues_when_there_is_room(
     small_disk, tmp_path
 ):
-    training = {**LONG, "num_train_epochs": 200}
+    training = {**LONG, "num_train_epochs": 80}
     recipe = builders.recipe(tmp_path, launch={"num_processes": 2}, training=training)
     with started(small_disk / "h", recipe) as child:
         filler = fill(small_disk, 1 << 20)

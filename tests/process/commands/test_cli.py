@@ -201,12 +201,14 @@ def test_doctor_says_each_fact_with_its_reason(tmp_path):
         ASSUMED.rank_bytes,
         ASSUMED.agent_bytes,
         ASSUMED.launcher_bytes,
+        ASSUMED.prepare_bytes,
         ASSUMED.mapped_bytes,
     )
     assert (
         measured.rank_bytes,
         measured.agent_bytes,
         measured.launcher_bytes,
+        measured.prepare_bytes,
         measured.mapped_bytes,
     ) == pytest.approx(constants, rel=0.1)
 

@@ -23,6 +23,13 @@ found = gpus.find(os.environ, gpu_signs.system_root(os.environ))
 indices = [gpu.index for gpu in found.gpus]
 print(json.dumps([indices, found.obstacle, found.reason, found.cuda_driver]))
 """
+PRINT_SHOWN = """
+import json, os
+from launch.probe import gpus, machine
+here = machine.machine()
+shown = gpus.visible_devices(here, COUNT)
+print(json.dumps({"indices": [gpu.index for gpu in here.gpus], "variables": shown}))
+"""
 ON_CPU = "or train on the CPU on purpose: --launch.mode=cpu"
 
 
@@ -58,13 +65,17 @@ def environment(tmp_path: Path, **extra: str) -> dict[str, str]:
     return {**clean, "PATH": "/usr/bin:/bin", "LOWMEM_SYSTEM_ROOT": str(root), **extra}
 
 
-def found(tmp_path: Path, **extra: str) -> tuple[list[int], str, str, str]:
+def printed(tmp_path: Path, code: str, **extra: str) -> str:
     env = environment(tmp_path, **extra)
     done = subprocess.run(
-        [sys.executable, "-c", PRINT], env=env, cwd=builders.CODE, capture_output=True, text=True
+        [sys.executable, "-c", code], env=env, cwd=builders.CODE, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    return tuple(json.loads(done.stdout))
+    return done.stdout
+
+
+def found(tmp_path: Path, **extra: str) -> tuple[list[int], str, str, str]:
+    return tuple(json.loads(printed(tmp_path, PRINT, **extra)))
 
 
 def plan(tmp_path: Path, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
@@ -156,6 +167,10 @@ def test_the_cpu_that_was_asked_for_is_taken_all_the_same(tmp_path, workspace, d
             {"CUDA_VISIBLE_DEVICES": "MIG-7f1d2c3e"},
             "CUDA_VISIBLE_DEVICES=MIG-7f1d2c3e names a part of a card (MIG)",
         ),
+        (
+            {"FAKE_NVML_MIG": "1", "FAKE_NVML_NAME": "NVIDIA A100-SXM4-80GB"},
+            "GPU 0 (NVIDIA A100-SXM4-80GB) is divided (MIG), which lowmem cannot plan for yet",
+        ),
         ({"CUDA_VISIBLE_DEVICES": "7"}, "CUDA_VISIBLE_DEVICES=7 leaves none of the 2 GPU(s)"),
     ],
 )
@@ -183,6 +198,17 @@ def test_one_card_that_works_is_enough(tmp_path, driver):
     )
     assert (gpus, obstacle, cuda_driver) == ([0, 2], "", "12.4")
     assert "GPU 1: GPU is lost" in reason
+
+
+@pytest.mark.parametrize("visible", [None, "0,1", "1,0", "GPU-22", "GPU-2222,GPU-0"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_is_shown_to_the_ranks_are_the_first_cards_of_the_machine(
+    tmp_path, driver, visible, count
+):
+    extra = {"LD_LIBRARY_PATH": driver} | ({"CUDA_VISIBLE_DEVICES": visible} if visible else {})
+    before = json.loads(printed(tmp_path, PRINT_SHOWN.replace("COUNT", str(count)), **extra))
+    seen, _, _, _ = found(tmp_path, **{**extra, **before["variables"]})
+    assert seen == before["indices"][:count]
 
 
 @pytest.mark.parametrize(

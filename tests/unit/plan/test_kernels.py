@@ -177,9 +177,9 @@ def test_tf32_on_a_cpu_is_refused():
 
 
 FLAGS = """
-import json, sys
-for package in ("peft", "bitsandbytes", "deepspeed"):  # transformers would import them
-    sys.modules[package] = None
+import json
+from launch.base import modules
+modules.leave_out(modules.OPTIONAL)
 import torch
 from tests.builders import machine, plan, recipe_of
 from training.loop import arguments

@@ -11,10 +11,11 @@ from launch.base.errors import ConfigError, DoesNotFit, ResourceError
 from launch.base.workspace import Workspace
 from launch.plan import context as plan_context
 from launch.predict import estimate, model_config
+from launch.predict.memory.allocator_config import AllocatorConfig
 from launch.render import command
 from launch.report import text
 from launch.run_folder.layout import RunDir
-from launch.schema.machine import GIB, Link
+from launch.schema.machine import GIB, Link, Machine
 from tests.builders import CODE, DATA_FORMAT, gpu, machine, plan, recipe_of
 from training.loop import arguments
 
@@ -205,13 +206,45 @@ def test_ranks_that_are_running_and_a_number_that_was_asked_for_have_to_agree():
         plan(recipe_of(launch={"num_processes": 3}), num_processes=2)
 
 
-def test_where_one_card_is_nearly_full_the_other_alone_is_a_way_out():
+@pytest.mark.parametrize(("share", "budget"), [(1.0, 18.05), (0.5, 10.5), (0.95, 18.05)])
+def test_the_users_share_of_a_card_limits_the_budget_too(share, budget):
+    recipe, on = recipe_of(launch={"vram_fraction": 0.95}), machine(1)
+    config, parameters = model_config.read(recipe.model, root=CODE)
+    context = plan_context.build(recipe, on, config, parameters, DATA_FORMAT)
+    context = replace(context, allocator=AllocatorConfig(per_process_memory_fraction=share))
+    strategy = plan(recipe, on).strategy
+    assert estimate.budget_bytes(context, strategy) / GIB == pytest.approx(budget, abs=0.2)
+
+
+def with_a_full_card() -> Machine:
     free, full = machine(2).gpus
-    uneven = replace(machine(2), gpus=(free, replace(full, free_bytes=1 << 20)))
+    return replace(machine(2), gpus=(free, replace(full, free_bytes=1 << 20)))
+
+
+def test_where_one_card_is_nearly_full_the_other_trains_alone_at_the_same_effective_batch():
+    recipe = recipe_of(model={"shape": "t5-chatlm-0.2b"})
+    chosen = plan(recipe, with_a_full_card(), has_deepspeed=False)
+    even = plan(recipe, machine(2)).strategy
+    assert (chosen.strategy.mode, chosen.strategy.num_processes) == ("single_gpu", 1)
+    assert chosen.strategy.effective_batch_size == even.effective_batch_size
+    assert "GPU 0: the most free memory of 2 GPUs" in "\n".join(chosen.why)
+
+
+def test_a_mode_of_all_cards_is_refused_with_the_full_card_and_how_to_leave_it_out():
+    recipe = recipe_of(model={"shape": "t5-chatlm-0.2b"}, launch={"mode": "dual_gpu_nccl"})
     with pytest.raises(
-        DoesNotFit, match=r"would fit: --launch.mode=auto --launch.num_processes=1 \(single_gpu"
-    ):
-        plan(recipe_of(model={"shape": "t5-chatlm-0.2b"}), uneven, has_deepspeed=False)
+        DoesNotFit,
+        match=r"GPU 1 \(RTX 3080\) has the least free memory, 1\.0 MiB .* CUDA_VISIBLE_DEVICES=0",
+    ) as refusal:
+        plan(recipe, with_a_full_card(), has_deepspeed=False)
+    assert "would fit: --launch.mode=auto (single_gpu" in str(refusal.value)
+
+
+def test_of_four_cards_one_of_which_is_busy_two_train_where_four_do_not_fit():
+    busy = machine(cards=(*(gpu(i) for i in range(3)), gpu(3, free_bytes=GIB)))
+    chosen = plan(recipe_of(model={"shape": "t5-chatlm-0.2b"}), busy, has_deepspeed=False)
+    assert (chosen.strategy.mode, chosen.strategy.num_processes) == ("dual_gpu_nccl", 2)
+    assert chosen.strategy.effective_batch_size == 16 * 2 * 4
 
 
 def test_ways_out_are_of_a_mode_that_fits_and_never_the_line_that_was_typed():

@@ -99,8 +99,9 @@ def test_states_that_are_there_before_the_first_step_keep_no_segment_of_it():
         parts = trace.run(8, 24, makes_states)
         names = [phase for phase, _ in parts]
         assert names == ["load", "first_step", "step", "evaluation", "save", "step"]
-        assert parts[3][1][0] == EMPTY_CACHE
-        assert _reserved_at_the_end([*parts[:3], ("save", [EMPTY_CACHE])]) == left
+        emptied = [phase for phase, events in parts if events[-1:] == [EMPTY_CACHE]]
+        assert emptied == ["load", "step", "evaluation"]
+        assert _reserved_at_the_end(parts[:3]) == left
         # 2_854_223_872 were measured
 
 
@@ -148,7 +149,8 @@ def test_each_part_of_a_run_has_its_own_peaks():
     for part in (load, first, step, evaluation, save):
         assert part.allocated_bytes <= part.reserved_bytes
         assert part.device_bytes == part.reserved_bytes + memory.outside_bytes
-    assert step.allocated_bytes == memory.step_allocated_bytes
+    # larger blocks of the cache, a rest of which is left in them, after the save
+    assert step.allocated_bytes == pytest.approx(memory.step_allocated_bytes, rel=0.001)
     assert step.reserved_bytes == pytest.approx(STEP_AGAIN_BYTES, rel=0.002)
     assert evaluation.reserved_bytes == pytest.approx(EVALUATION_BYTES, rel=0.01)
     assert memory.reserved_bytes == max(step.reserved_bytes, evaluation.reserved_bytes)

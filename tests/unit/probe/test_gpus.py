@@ -19,12 +19,16 @@ import shlex
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from launch.probe import gpus
 from launch.schema.machine import GIB, Gpu
+from tests.builders import machine
 
 pytestmark = pytest.mark.unit
 
@@ -77,6 +81,18 @@ def test_cuda_visible_devices_selects_in_its_own_order_and_ends_at_the_first_str
     chosen, said = gpus.visible(listed("GPU-aaaa-1", "GPU-bbbb-2", "GPU-cccc-3"), value)
     assert [gpu.index for _, gpu in chosen] == indices
     assert said.startswith(f"leaves {len(indices)} of 3")
+
+
+@given(st.permutations(range(6)), st.data())
+def test_the_variables_of_a_run_name_its_first_cards_whatever_the_others_are(order, data):
+    """Lost cards, cards that may not be opened and cards that MPS hides shift CUDA's numbers."""
+    pairs = listed(*(f"GPU-{'abcdef'[number]}" for number in range(6)))
+    pairs = [(uuid, replace(gpu, uuid=uuid)) for uuid, gpu in pairs]
+    count = data.draw(st.integers(1, 6))
+    shown = gpus.visible_devices(machine(cards=tuple(pairs[i][1] for i in order)), count)
+    there = [pair for pair in pairs if pair[1].index in order[:count] or data.draw(st.booleans())]
+    chosen, _ = gpus.visible(there, shown["CUDA_VISIBLE_DEVICES"])
+    assert [gpu.index for _, gpu in chosen] == list(order[:count])
 
 
 def test_an_empty_cuda_visible_devices_hides_every_gpu_and_says_so(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -41,6 +42,19 @@ def test_one_bad_number_among_many_is_found_wherever_it_stands(dtype, bad, at):
     assert nan_guard.all_finite(tensors)
     tensors[-1][at] = bad
     assert not nan_guard.all_finite(tensors)
+
+
+@pytest.mark.parametrize(
+    ("asks_bf16", "has_bf16", "flags"),
+    [
+        (True, False, {"bf16=false"}),  # fp16 replaced it: bf16=true would be the same run again
+        (False, False, {"fp16=false"}),
+        (False, True, {"fp16=false", "bf16=true"}),
+    ],
+)
+def test_the_flags_that_leave_fp16_do_not_lead_back_to_it(asks_bf16, has_bf16, flags):
+    text = nan_guard.fp16_fix(asks_bf16, has_bf16)
+    assert set(re.findall(r"--training\.(\S+?)[ )]", text)) == flags
 
 
 def test_the_rows_of_a_step_are_those_that_its_micro_batches_take():

@@ -16,6 +16,7 @@ from launch.run_folder import steps
 from launch.run_folder.layout import AttemptDir
 from training.data.batches import SampleOrder
 from training.loop.callbacks import Reporter, StepMeter
+from training.loop.memory_peaks import MemoryPeaks
 
 SLOW_S = 0.05
 LONG_S = 0.5  # longer than a step here that a busy machine holds up
@@ -26,9 +27,9 @@ class Loop:
 
     def __init__(self, folder: Path) -> None:
         self.attempt, self.meter = AttemptDir(folder), StepMeter()
-        cpu, order = torch.device("cpu"), SampleOrder(64, 4, 2, 1, 0, seed=1)
+        peaks, order = MemoryPeaks(torch.device("cpu")), SampleOrder(64, 4, 2, 1, 0, seed=1)
         self.reporter = Reporter(
-            self.attempt, 0, self.meter, order, cpu, False, lambda step, loss: None
+            self.attempt, 0, self.meter, order, peaks, False, lambda step, loss: None
         )
         self.model = torch.nn.Linear(2, 2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)

@@ -1,0 +1,292 @@
+"""Predicted beside measured memory of the CUDA build's own allocator, on a driver without a card.
+Run it by `make cuda-build-memory`.
+
+Each configuration is trained by train_low_mem.py under our launcher: some steps, an evaluation,
+saving. What is measured is torch.cuda.max_memory_allocated and max_memory_reserved of each part of
+the run. Kernels did nothing (tests/fake_cuda/README.md): what a vendor's kernel takes inside itself
+is not in these figures, nor is what a driver or NCCL takes beside the allocator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import cpu_memory, recording
+from benchmarks.cpu_memory import AUTOCAST, CHECKPOINTING, EAGER, HALF, Case, accumulating
+from tests.fake_cuda.machine import Card, Machine
+
+A100 = Card("NVIDIA A100-SXM4-80GB", 80, "8.0", 108)
+GPT2 = {**cpu_memory.GPT2, "vocab_size": 50257, "n_embd": 768, "n_head": 12}
+QWEN = {
+    **cpu_memory.QWEN,
+    "vocab_size": 32768,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+}
+LLAMA = {
+    **cpu_memory.LLAMA,
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_attention_heads": 16,
+}
+T5 = {
+    **cpu_memory.T5,
+    "vocab_size": 32128,
+    "d_model": 768,
+    "d_kv": 64,
+    "d_ff": 2048,
+    "num_heads": 12,
+}
+FOUR_BIT = {"load_in_4bit": True}
+R16, R8 = {"r": 16}, {"r": 8}
+FIGURES = ("allocated", "reserved")
+SHOWN = ("first_step", "step", "evaluation")
+
+
+def on_one_card(name: str, config: Mapping[str, Any], batch: int = 4, **fields: Any) -> Case:
+    return Case(name, config, batch, mode=fields.pop("mode", "single_gpu"), **fields)
+
+
+def on_two_cards(name: str, config: Mapping[str, Any], batch: int = 4, **fields: Any) -> Case:
+    return Case(name, config, batch, ranks=2, **fields)
+
+
+CASES = (
+    on_one_card("gpt2", GPT2, 8),
+    on_one_card("gpt2, autocast", GPT2, 8, training=AUTOCAST),
+    on_one_card("gpt2, fp16", GPT2, 8, training={"fp16": True}),
+    on_one_card("gpt2, loop of kernels", GPT2, 8, training={"optim": "adamw_torch"}),
+    on_one_card("gpt2, one sample", GPT2, 1, training=AUTOCAST),
+    on_one_card("gpt2, checkpointing, autocast", GPT2, 8, training={**CHECKPOINTING, **AUTOCAST}),
+    on_one_card("gpt2, eager, autocast", GPT2, 8, training=AUTOCAST, model=EAGER),
+    on_one_card(
+        "gpt2, bf16 weights, accumulation 2", GPT2, 8, model=HALF, training=accumulating(2)
+    ),
+    on_one_card("gpt2, logits in parts", GPT2, 8, training={**AUTOCAST, "num_output_chunks": 4}),
+    on_one_card("gpt2, 8-bit states", GPT2, 8, training={**AUTOCAST, "optim": "adamw_8bit"}),
+    on_one_card(
+        "gpt2, paged 8-bit states", GPT2, 8, training={**AUTOCAST, "optim": "paged_adamw_8bit"}
+    ),
+    on_one_card("gpt2, no clipping", GPT2, 8, training={**AUTOCAST, "max_grad_norm": 0}),
+    on_one_card("qwen2", QWEN),
+    on_one_card("qwen2, bf16 weights", QWEN, model=HALF),
+    on_one_card("qwen2, nothing padded", QWEN, training=AUTOCAST, padded=False),
+    on_one_card("qwen2, autocast, accumulation 3", QWEN, training={**AUTOCAST, **accumulating(3)}),
+    on_one_card("qwen2, eager, autocast", QWEN, training=AUTOCAST, model=EAGER),
+    on_one_card(
+        "qwen2, checkpointing, 1024 tokens",
+        QWEN,
+        4,
+        training={**CHECKPOINTING, **AUTOCAST},
+        length=1024,
+    ),
+    on_one_card(
+        "qwen2, bf16 weights, Adafactor", QWEN, model=HALF, training={"optim": "adafactor"}
+    ),
+    on_one_card("qwen2, SGD", QWEN, training={**AUTOCAST, "optim": "sgd"}),
+    on_one_card("llama, autocast", LLAMA, training=AUTOCAST),
+    on_one_card("llama, LoRA", LLAMA, lora=R16, training=AUTOCAST, model=HALF),
+    on_one_card(
+        "llama, LoRA, checkpointing",
+        LLAMA,
+        lora=R16,
+        training={**CHECKPOINTING, **AUTOCAST},
+        model=HALF,
+    ),
+    on_one_card(
+        "llama, LoRA with dropout", LLAMA, lora={**R16, "lora_dropout": 0.05}, training=AUTOCAST
+    ),
+    on_one_card(
+        "llama, LoRA, accumulation 2", LLAMA, lora=R8, training={**AUTOCAST, **accumulating(2)}
+    ),
+    on_one_card(
+        "llama, QLoRA", LLAMA, lora=R16, training=AUTOCAST, model=HALF, quantization=FOUR_BIT
+    ),
+    on_one_card(
+        "llama, QLoRA, checkpointing, accumulation 2",
+        LLAMA,
+        lora=R16,
+        training={**CHECKPOINTING, **AUTOCAST, **accumulating(2)},
+        model=HALF,
+        quantization=FOUR_BIT,
+    ),
+    on_one_card("t5, autocast", T5, 8, training=AUTOCAST),
+    on_one_card(
+        "t5, checkpointing, accumulation 2",
+        T5,
+        8,
+        training={**CHECKPOINTING, **AUTOCAST, **accumulating(2)},
+    ),
+    on_one_card(
+        "t5, encoder frozen", T5, 8, training=AUTOCAST, model={"freeze": ["shared", "encoder"]}
+    ),
+    on_one_card("t5, LoRA", T5, 8, lora=R8, training=AUTOCAST),
+    on_one_card(
+        "gpt2, ZeRO-2, offload, one card", GPT2, training=AUTOCAST, mode="deepspeed_zero2_offload"
+    ),
+    on_one_card(
+        "qwen2, ZeRO-3, offload, one card", QWEN, training=AUTOCAST, mode="deepspeed_zero3_offload"
+    ),
+    on_two_cards("qwen2, DDP", QWEN, training=AUTOCAST, mode="dual_gpu_nccl"),
+    on_two_cards(
+        "gpt2, DDP, accumulation 2",
+        GPT2,
+        training={**AUTOCAST, **accumulating(2)},
+        mode="dual_gpu_nccl",
+    ),
+    on_two_cards(
+        "llama, LoRA, DDP", LLAMA, lora=R16, training=AUTOCAST, model=HALF, mode="dual_gpu_nccl"
+    ),
+    on_two_cards("t5, DDP over Gloo", T5, training=AUTOCAST, mode="dual_gpu_gloo"),
+    on_two_cards("qwen2, ZeRO-1", QWEN, training=AUTOCAST, mode="deepspeed_zero1"),
+    on_two_cards("qwen2, ZeRO-2", QWEN, training=AUTOCAST, mode="deepspeed_zero2"),
+    on_two_cards(
+        "gpt2, ZeRO-2, accumulation 2",
+        GPT2,
+        training={**AUTOCAST, **accumulating(2)},
+        mode="deepspeed_zero2",
+    ),
+    on_two_cards("gpt2, ZeRO-3", GPT2, training=AUTOCAST, mode="deepspeed_zero3"),
+    on_two_cards(
+        "llama, ZeRO-3, checkpointing",
+        LLAMA,
+        training={**CHECKPOINTING, **AUTOCAST},
+        mode="deepspeed_zero3",
+    ),
+    on_two_cards("qwen2, FSDP2", QWEN, training=AUTOCAST, mode="fsdp2"),
+    on_two_cards(
+        "llama, FSDP2, checkpointing", LLAMA, training={**CHECKPOINTING, **AUTOCAST}, mode="fsdp2"
+    ),
+    on_two_cards(
+        "llama, LoRA, FSDP2", LLAMA, lora=R16, training=AUTOCAST, model=HALF, mode="fsdp2"
+    ),
+)
+
+
+def measured(folder: Path, case: Case) -> dict[str, Any]:
+    """Train a case: for each part of the run and each figure, predicted and measured bytes of the
+    fullest rank; and pinned host memory."""
+    machine = Machine(folder / "cards", [A100] * case.ranks)
+    argv = [sys.executable, "-m", "launch", "run", str(cpu_memory.write_data(folder, case))]
+    env = {**recording.environment(folder), "LOWMEM_TRACES": os.environ["LOWMEM_TRACES"]}
+    done = subprocess.run(
+        argv, env=env | machine.environment(), cwd=recording.CODE, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = (folder / "runs" / "case").glob("*/plan.json")
+    plan = json.loads(file.read_text(encoding="utf-8"))
+    outcome = json.loads((file.parent / "attempts/01/outcome.json").read_text(encoding="utf-8"))
+    return {
+        "case": case.name,
+        "strategy": plan["strategy"],
+        "phases": {
+            phase: {
+                figure: [predicted[f"{figure}_bytes"], peaks[f"{figure}_bytes"]]
+                for figure in FIGURES
+            }
+            for phase, peaks in outcome["phases"].items()
+            if (predicted := plan["phases"][phase])
+        },
+        "pinned_bytes": [
+            process.peak_pinned_bytes
+            for process in machine.processes()
+            if process.peak_pinned_bytes
+        ],
+    }
+
+
+def off(row: Mapping[str, Any], phase: str, figure: str) -> float:
+    """Predicted over measured, less one."""
+    predicted, measured = row["phases"][phase][figure]
+    return predicted / measured - 1
+
+
+def summary(rows: Sequence[Mapping[str, Any]], phase: str) -> list[str]:
+    """A line of the table of all cases: phase, cases, then median, 95th percentile and maximum of
+    the error of each figure."""
+    of_phase = [row for row in rows if phase in row["phases"]]
+    line = [phase, str(len(of_phase))]
+    for figure in FIGURES:
+        sizes = sorted(abs(off(row, phase, figure)) for row in of_phase)
+        if sizes:
+            most = sizes[int(0.95 * (len(sizes) - 1))]
+            line += [f"{size:.2%}" for size in (statistics.median(sizes), most, sizes[-1])]
+    return line
+
+
+def text(rows: Sequence[Mapping[str, Any]]) -> str:
+    head = ["part of the run", "configurations"]
+    for figure in FIGURES:
+        head += [f"{figure}: median error", "95 % below", "max"]
+    lines = [
+        [
+            row["case"],
+            *(
+                value
+                for figure in FIGURES
+                for value in (
+                    f"{row['phases']['step'][figure][0] / (1 << 20):.1f}",
+                    f"{row['phases']['step'][figure][1] / (1 << 20):.1f}",
+                    *(
+                        f"{off(row, phase, figure):+.2%}" if phase in row["phases"] else ""
+                        for phase in SHOWN
+                    ),
+                )
+            ),
+        ]
+        for row in rows
+    ]
+    columns = ["configuration"]
+    for figure in FIGURES:
+        columns += [f"{figure}, step, predicted MiB", "measured"]
+        columns += [f"error, {phase.replace('_', ' ')}" for phase in SHOWN]
+    return (
+        "CUDA build, no card: kernels did nothing.\n\n"
+        + recording.table(head, [summary(rows, phase) for phase in SHOWN])
+        + "\n"
+        + recording.table(columns, lines)
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", help="cases whose name contains this; nothing is recorded"
+    )
+    arguments = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as place:
+        os.environ["LOWMEM_TRACES"] = str(Path(place) / "traces")
+        for number, case in enumerate(case for case in CASES if arguments.only in case.name):
+            folder = Path(place) / str(number)
+            folder.mkdir()
+            rows.append(measured(folder, case))
+            figures = ", ".join(
+                f"{phase} {off(rows[-1], phase, 'allocated'):+.2%}"
+                f" {off(rows[-1], phase, 'reserved'):+.2%}"
+                for phase in rows[-1]["phases"]
+            )
+            print(f"{case.name}: {figures}", flush=True)
+            shutil.rmtree(folder)
+    if arguments.only:
+        print(text(rows))
+    else:
+        recording.write("cuda_build_memory", {"rows": rows}, text(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""The place of a self-check: a workspace of its own in which real runs train a small model."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launch.base.errors import ResourceError
+from launch.base.files import write_atomic
+from launch.base.processes import die_with_launcher
+from launch.base.workspace import CODE
+from launch.run_folder import steps
+from launch.run_folder.layout import RunDir
+from launch.schema.machine import Machine
+from launch.schema.phases import DevicePhases
+
+LENGTH = 512  # tokens of a row
+ROWS = 256
+BATCH = 8
+WORDS = ("red", "blue", "green", "stone", "river")
+FIGURES = ("allocated_bytes", "reserved_bytes")
+STOP_S = 20.0  # in which a child that is over its time ends by itself
+LOG_CHARACTERS = 600
+# the first steps of a run are slower than the others
+WARM_UP_STEPS = 2
+
+Changes = Mapping[str, Any]
+
+
+class CheckFailed(Exception):
+    """A check found that something does not work."""
+
+
+@dataclass
+class Bench:
+    """The folder of the runs, and the time until which they may take."""
+
+    folder: Path
+    cache: Path  # of the user's workspace: its calibration learns from these runs
+    machine: Machine
+    deadline: float  # monotonic
+
+    @property
+    def models(self) -> Path:
+        return self.folder / "models"
+
+    def prepare(self) -> None:
+        """Make the folder, its rows, and the link to the user's cache."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.cache.mkdir(exist_ok=True)
+        with suppress(FileExistsError):
+            (self.folder / ".cache").symlink_to(self.cache)
+        rng = random.Random(0)
+        rows = (
+            {"prompt": f"{number}", "response": " ".join(rng.choices(WORDS, k=LENGTH))}
+            for number in range(ROWS)
+        )
+        write_atomic(self.rows, "".join(json.dumps(row) + "\n" for row in rows))
+
+    @property
+    def rows(self) -> Path:
+        return self.folder / "rows.jsonl"
+
+    def recipe(self, name: str, changes: Changes) -> Path:
+        """A recipe of the small model; sections of `changes` lie over its own."""
+        content: dict[str, Any] = {
+            "name": name,
+            "task": "sft",
+            "model": {"shape": "gpt2-small"},
+            "tokenizer": {"vocab_size": 512},
+            "data": {
+                "train_file": str(self.rows),
+                "validation_size": BATCH,
+                "max_length": LENGTH,
+            },
+            "training": {
+                "per_device_train_batch_size": BATCH,
+                "max_steps": 4,
+                "logging_steps": 1,
+                "save_steps": 1000,
+                "bf16": False,
+            },
+            "launch": {"mode": "single_gpu", "max_restarts": 0},
+            "output_dir": str(self.models / name),
+        }
+        for section, values in changes.items():
+            if isinstance(content.get(section), dict) and section != "model":
+                content[section] |= values
+            else:
+                content[section] = values
+        file = self.folder / f"{name}.yaml"
+        write_atomic(file, yaml.safe_dump(content))
+        return file
+
+    def run(self, name: str, changes: Changes) -> dict[str, Any]:
+        """Train a recipe to its end: predicted beside measured memory of each part, and seconds of
+        a step."""
+        with self.begin(name, changes) as run:
+            run.wait()
+        return measured(run.newest())
+
+    def begin(self, name: str, changes: Changes) -> Child:
+        """Start a new run of a recipe."""
+        return self.child(
+            name, ["launch", "run", str(self.recipe(name, changes)), "--resume=never"]
+        )
+
+    def child(self, name: str, argv: Sequence[str]) -> Child:
+        return Child(self, name, argv)
+
+
+class Child:
+    """A process of the check, with its output in a file; at its end nothing of it is left."""
+
+    def __init__(self, bench: Bench, name: str, argv: Sequence[str]) -> None:
+        self._bench, self._name = bench, name
+        self.log = bench.folder / f"{name}.log"
+        with self.log.open("w", encoding="utf-8") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *argv],
+                cwd=CODE,
+                env={**os.environ, "LOWMEM_ROOT": str(bench.folder)},
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=die_with_launcher,
+            )
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+        if self.process.stdin:
+            self.process.stdin.close()
+
+    def wait(self) -> None:
+        """Wait for its end. Raises CheckFailed with its last lines, and TimeoutError."""
+        try:
+            code = self.process.wait(max(self._bench.deadline - time.monotonic(), 1))
+        except subprocess.TimeoutExpired:
+            raise TimeoutError from None
+        if code:
+            raise CheckFailed(f"exit code {code}: {self.said()}")
+
+    def said(self) -> str:
+        """The line of its error, or its last words."""
+        text = self.log.read_text(encoding="utf-8", errors="replace").strip()
+        errors = [line for line in text.splitlines() if line.startswith("error: ")]
+        return (errors or [text])[-1][-LOG_CHARACTERS:]
+
+    def newest(self) -> RunDir:
+        """The folder of the newest run of its name. Raises CheckFailed if there is none."""
+        runs = sorted((self._bench.folder / "runs" / self._name).glob("2*"))
+        if not runs:
+            raise CheckFailed(f"no run: {self.said()}")
+        return RunDir(runs[-1])
+
+
+def measured(run: RunDir) -> dict[str, Any]:
+    """The figures of a run that is complete, predicted beside measured."""
+    plan, attempt = run.read_plan(), run.attempts()[-1]
+    outcome = attempt.read_outcome()
+    if outcome is None or not outcome.complete:
+        raise CheckFailed(f"{run.root} is not complete")
+    events = steps.events(attempt, lambda line: None)[WARM_UP_STEPS:]
+    seconds = statistics.median(event.seconds for event in events) if events else None
+    memory = {
+        phase: {
+            figure: [getattr(planned, figure) if planned else None, getattr(peaks, figure)]
+            for figure in FIGURES
+        }
+        for phase, peaks in outcome.phases.items()
+        for planned in [of_phase(plan.phases, phase)]
+    }
+    return {
+        "strategy": asdict(plan.strategy),
+        "memory": memory,
+        "device_bytes": device_bytes(run),
+        "seconds_per_step": [plan.seconds_per_step, seconds],
+        "tokens_per_second": events[-1].tokens / seconds if events and seconds else None,
+        "save_seconds": outcome.save_seconds,
+    }
+
+
+def of_phase(phases: DevicePhases, name: str) -> Any:
+    """The prediction of a part; None for parts that are not predicted."""
+    return getattr(phases, name) if name in {field.name for field in fields(phases)} else None
+
+
+def device_bytes(run: RunDir) -> list[int | None]:
+    """Bytes of the whole card at the second step: [predicted, taken since the plan]."""
+    plan, attempt = run.read_plan(), run.attempts()[-1]
+    machine, second_step = attempt.read_machine(), attempt.read_second_step()
+    if machine is None or second_step is None or not machine.gpus:
+        raise ResourceError(f"{attempt.root}: no second step, or no card")
+    predicted = plan.phases.step
+    taken = machine.gpus[0].free_bytes - second_step.free_bytes
+    return [predicted.device_bytes if predicted else None, taken]

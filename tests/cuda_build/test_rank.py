@@ -1,0 +1,112 @@
+"""What a rank does with its card: its share of memory, peaks, paged states, precision."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cuda_build.conftest import Workplace
+from tests.cuda_build.test_driver import run
+from tests.fake_cuda.machine import Card
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"), [("", 0.75), ("per_process_memory_fraction:0.25", 0.25)]
+)
+def test_the_smaller_of_the_free_memory_and_of_the_users_share_limits_a_rank(
+    tmp_path: Path, settings, share
+):
+    code = """
+from tests import builders
+from training import run
+device = torch.device("cuda", 0)
+run._hold_to_free_memory(builders.plan(), device)
+print(torch.cuda.get_per_process_memory_fraction(device))
+"""
+    place = Workplace(tmp_path, Card(memory_gib=20, other_gib=5, context_mib=0))
+    assert float(run(place, code, PYTORCH_ALLOC_CONF=settings)) == pytest.approx(share, abs=0.01)
+
+
+def test_memory_of_loading_is_no_peak_of_a_step(one_card: Workplace):
+    code = f"""
+from pathlib import Path
+from transformers import TrainerControl, TrainerState, TrainingArguments
+from launch.run_folder.layout import AttemptDir
+from training.loop import callbacks
+device = torch.device("cuda", 0)
+attempt = AttemptDir(Path({str(one_card.folder)!r}))
+reporter = callbacks.Reporter(
+    attempt, 0, callbacks.StepMeter(), None, device, False, lambda step, loss: None
+)
+kept = torch.empty(64 << 20, dtype=torch.uint8, device=device)
+del (loaded := [torch.empty(1 << 30, dtype=torch.uint8, device=device)])[:]
+before = callbacks.vram_peaks(device)[:2]
+arguments = TrainingArguments(output_dir={str(one_card.folder)!r}, report_to=[])
+reporter.on_step_begin(arguments, TrainerState(), TrainerControl())
+print([before, callbacks.vram_peaks(device)[:2]])
+"""
+    before, after = json.loads(run(one_card, code).replace("(", "[").replace(")", "]"))
+    assert min(before) > 1 << 30
+    assert max(after) == 64 << 20
+
+
+PAGED = """
+import copy
+from bitsandbytes.optim import PagedAdamW32bit
+from training.compat import bitsandbytes_private
+
+def made():
+    weight = torch.nn.Parameter(torch.ones(1024, 1024, device="cuda"))
+    small = torch.nn.Parameter(torch.ones(8, device="cuda"))
+    weight.grad, small.grad = torch.ones_like(weight), torch.ones_like(small)
+    return PagedAdamW32bit([weight, small]), weight, small
+
+first, weight, small = made()
+first.step()
+torch.cuda.synchronize()
+first.state[weight]["state1"].fill_(7.0)
+checkpoint = copy.deepcopy(first.state_dict())
+again, weight, small = made()
+torch.cuda.reset_peak_memory_stats()
+before = torch.cuda.memory_allocated()
+bitsandbytes_private.load_paged(again)
+again.load_state_dict(checkpoint)
+bitsandbytes_private.page_states(again)
+taken = torch.cuda.max_memory_allocated() - before
+state = again.state[weight]
+pages = [getattr(state[key], "is_paged", False) for key in ("state1", "state2")]
+again.step()
+print([pages, bool((state["state1"] == 7).all()), taken < 1 << 20,
+       again.state[small]["state1"].device.type, len(again.page_mng.paged_tensors)])
+"""
+
+
+def test_states_that_a_paged_optimizer_loads_are_paged_again(one_card: Workplace):
+    assert run(one_card, PAGED).splitlines()[-1] == "[[True, True], True, True, 'cuda', 2]"
+
+
+def test_numbers_on_the_host_are_read_before_a_kernel_of_the_check_runs(one_card: Workplace):
+    code = """
+from torch.utils._python_dispatch import TorchDispatchMode
+from training.loop import nan_guard
+
+class Order(TorchDispatchMode):
+    devices = []
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "norm" in str(function):
+            self.devices.append(args[0][0].device.type)
+        return function(*args, **(kwargs or {}))
+
+with Order() as order:
+    nan_guard.all_finite([torch.ones(9, device="cuda"), torch.ones(9)])
+print(*order.devices)
+"""
+    assert run(one_card, code) == "cpu cuda"
+
+
+@pytest.mark.parametrize(("capability", "fix"), [("7.5", "False"), ("8.0", "True")])
+def test_torch_knows_which_card_has_bf16(tmp_path: Path, capability, fix):
+    code = "print(torch.cuda.is_bf16_supported(including_emulation=False))"
+    assert run(Workplace(tmp_path, Card(capability=capability)), code) == fix
