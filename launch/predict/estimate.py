@@ -501,7 +501,8 @@ def budget_bytes(context: PlanContext, candidate: Strategy) -> int:
         return budget
     # of the allocator alone, on each card
     allowed = int(share * min(gpu.total_bytes for gpu in cards))
-    return min(budget, allowed + CONTEXT_BYTES[cards[0].vendor])
+    of_context, _ = memory_context.context_bytes(cards[0], context.import_memory)
+    return min(budget, allowed + of_context)
 
 
 def host_budget_bytes(recipe: Recipe, machine: Machine) -> int:
