@@ -150,7 +150,9 @@ class Trace:
             for index, number in enumerate(step):
                 if index == log["update"]:
                     events += map(sized, late)
-                if number >= 0 and number not in lasting:
+                if number >= 0 and (
+                    number not in lasting or (turn == 1 and blocks[number][2] == "workspace")
+                ):
                     events.append(sized(number, turn))
                 elif number < 0:
                     events.append(freed(~number, turn))
@@ -175,7 +177,7 @@ class Trace:
         measured = [sized(number) if number >= 0 else (~number, FREED) for number in evaluation]
         return [
             ("load", [*load, EMPTY_CACHE]),
-            ("first_step", [*map(sized, births["workspace"]), *once(1, late)]),
+            ("first_step", once(1, late)),
             ("step", [*ended(1), *once(0), EMPTY_CACHE]),
             *([("evaluation", [*measured, EMPTY_CACHE])] if evaluation else []),
             ("save", []),

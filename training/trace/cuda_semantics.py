@@ -82,6 +82,7 @@ def cuda_semantics(target: Target, fp16: bool = False) -> Iterator[None]:
             *torch_private.foreach_on_cpu(types),
             *transformers_private.fakes_as_real(_flash_attn_varlen),
             *([accelerate_private.fp16_on_cpu()] if fp16 else []),
+            (torch, "is_autocast_enabled", _is_autocast_enabled),
         ]
         stack.enter_context(replaced(changes))
         norm = aten.native_layer_norm.default
@@ -90,6 +91,14 @@ def cuda_semantics(target: Target, fp16: bool = False) -> Iterator[None]:
         FakeTensorMode.cache_clear()  # it holds results of the CPU's own kernels
         stack.callback(FakeTensorMode.cache_clear)
         yield
+
+
+def _is_autocast_enabled(
+    device_type: str = "cpu", library: Callable[[str], bool] = torch.is_autocast_enabled
+) -> bool:
+    """torch.is_autocast_enabled(), which without a device speaks of CUDA: peft asks so, for 4-bit
+    layers."""
+    return library(device_type)
 
 
 # ---- attention

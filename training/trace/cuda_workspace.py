@@ -21,7 +21,6 @@ from training.trace.cuda_semantics import HALF, Target
 KIB, MIB = 1 << 10, 1 << 20
 FEW_INDICES = 3072  # Embedding.cu: up to this number, one kernel without a sort
 REDUCED_CHUNK = 65536  # ForeachReduceOp.cu: elements that a block reduces
-HANDLES = 2  # of cuBLAS: one in the thread of forward, one in autograd's thread of backward
 WIDE_WORKSPACE = (9, 10, 12)  # Hopper; Blackwell since 2.12 (pytorch/pytorch pull 175344)
 # compute capabilities, in kernels/cutlassB.h
 LARGE_SHARED_MEMORY = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 1), (10, 3), (11, 0))
@@ -37,8 +36,8 @@ def workspace(
 
 
 def cublas_workspace_bytes(architecture: str) -> int:
-    """Bytes that cuBLAS keeps until the end: from the allocator, at the first product, a workspace
-    per handle and stream.
+    """Bytes of the workspace that a handle of cuBLAS takes from the allocator at its first product,
+    and keeps. Forward's thread has a handle, and autograd's thread has one.
 
     Source: parseChosenWorkspaceSize in CublasHandlePool.cpp. On CUDA cuBLASLt shares it; on ROCm it
     has a workspace of its own."""
@@ -53,7 +52,7 @@ def cublas_workspace_bytes(architecture: str) -> int:
     configured = next((os.environ[name] for name in names if name in os.environ), "")
     if pairs := re.findall(r":(\d+):(\d+)", configured):
         size = sum(int(kib) * KIB * int(count) for kib, count in pairs)
-    return HANDLES * (size + own_bytes)
+    return size + own_bytes
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -35,6 +35,7 @@ from training.trace.cuda_semantics import Target, cuda_semantics, replaced
 from training.trace.cuda_workspace import cublas_workspace_bytes, workspace
 from training.trace.recorder import BATCH, UPDATE, Block, Event, Layer, Log, Recorder
 
+PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 DEPTH_KEYS = {  # of a config: a key for each stack
     "t5": ("num_layers", "num_decoder_layers"),
     "gpt2": ("n_layer",),
@@ -226,12 +227,24 @@ def step(
             finally:
                 gc.enable()
     log = recorder.settle()
-    if target:  # from the first product to the end
-        size, phase = cublas_workspace_bytes(target.architecture), "start:workspace"
-        begins = (event.phase.startswith("start") for event in log.events)
-        log.events.insert(list(begins).index(False), Event(len(log.blocks), True, phase, None))
-        log.blocks.append(Block(size, 0, "workspace", "cublas", phase, None))
+    if target:
+        _add_cublas(log, cublas_workspace_bytes(target.architecture))
     return log
+
+
+def _add_cublas(log: Log, size_bytes: int) -> None:
+    """Add the workspaces of cuBLAS: from the first product of forward and that of backward on."""
+    for section in ("forward", "backward"):
+        first = next(
+            index
+            for index, event in enumerate(log.events)
+            if event.birth
+            and event.phase.startswith(section)
+            and log.blocks[event.block].op in PRODUCTS
+        )
+        phase = log.events[first].phase
+        log.events.insert(first + 1, Event(len(log.blocks), True, phase, None))
+        log.blocks.append(Block(size_bytes, 0, "workspace", "cublas", "start:workspace", None))
 
 
 def _tracer(

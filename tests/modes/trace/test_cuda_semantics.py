@@ -23,7 +23,7 @@ from transformers.utils import import_utils
 
 from training.trace import cuda_semantics
 from training.trace.cuda_semantics import Call, Target, choose
-from training.trace.cuda_workspace import HANDLES, cublas_workspace_bytes, workspace
+from training.trace.cuda_workspace import cublas_workspace_bytes, workspace
 from training.trace.recorder import Recorder
 
 HERE = Path(__file__).parent
@@ -470,7 +470,7 @@ def test_cublas_keeps_a_workspace_per_handle(monkeypatch, architecture, config, 
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     if config:
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
-    assert cublas_workspace_bytes(architecture) == HANDLES * size
+    assert cublas_workspace_bytes(architecture) == size
 
 
 def test_a_gradient_in_rows_of_16_is_as_large_at_lengths_that_are_no_multiple_of_it(fake):

@@ -17,7 +17,7 @@ from transformers.models.llama import modeling_llama as llama
 from launch.predict.memory.allocator import FREED, replay_parts
 from tests import builders
 from training.trace.cuda_semantics import Target, cuda_semantics
-from training.trace.cuda_workspace import HANDLES, cublas_workspace_bytes, workspace
+from training.trace.cuda_workspace import cublas_workspace_bytes, workspace
 from training.trace.recorder import Recorder
 
 FILE = builders.CODE / "tests" / "data" / "gpu" / "measured.json"
@@ -135,7 +135,7 @@ def peak_bytes(case: dict[str, Any]) -> int:
         (event.block, log.blocks[event.block].fixed_bytes if event.birth else FREED)
         for event in log.events
     ]
-    handle_bytes = cublas_workspace_bytes("8.0") // HANDLES
+    handle_bytes = cublas_workspace_bytes("8.0")
     before = [(len(log.blocks), HANDLES_OF.get(case["op"], 0) * handle_bytes)]
     parts = [[*before, *events[: rounds[-1]]], events[rounds[-1] : last]]
     return replay_parts(parts)[-1].peak_allocated_bytes
