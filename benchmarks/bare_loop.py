@@ -43,7 +43,7 @@ def main(asked: dict[str, Any]) -> None:
     schedule = get_linear_schedule_with_warmup(optimizer, 0, asked["steps"])
     losses, times = [], []
     for batch in batches:
-        labels = batch.pop("labels")
+        labels, _ = batch.pop("labels"), batch.pop("is_padded")
         loss = (
             target_loss_sum(model(**batch).logits, labels, shift=True) / (labels != IGNORED).sum()
         )

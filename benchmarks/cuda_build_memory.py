@@ -52,6 +52,8 @@ T5 = {
 FOUR_BIT = {"load_in_4bit": True}
 R16, R8 = {"r": 16}, {"r": 8}
 FIGURES = ("allocated", "reserved")
+# so that steps follow an evaluation and a save
+EVERY_TWO = ("--training.eval_steps=2", "--training.save_steps=2")
 SHOWN = ("first_step", "step", "evaluation")
 
 
@@ -179,7 +181,8 @@ def measured(folder: Path, case: Case) -> dict[str, Any]:
     """Train a case: for each part of the run and each figure, predicted and measured bytes of the
     fullest rank; and pinned host memory."""
     machine = Machine(folder / "cards", [A100] * case.ranks)
-    argv = [sys.executable, "-m", "launch", "run", str(cpu_memory.write_data(folder, case))]
+    recipe = str(cpu_memory.write_data(folder, case))
+    argv = [sys.executable, "-m", "launch", "run", recipe, *EVERY_TWO]
     env = {**recording.environment(folder), "LOWMEM_TRACES": os.environ["LOWMEM_TRACES"]}
     done = subprocess.run(
         argv, env=env | machine.environment(), cwd=recording.CODE, capture_output=True, text=True

@@ -190,7 +190,7 @@ def score(task: Task, model: Path, held_out: Sequence[Mapping[str, str]]) -> flo
     total = targets = 0.0
     for at in range(0, len(rows), 16):
         batch = collate(rows[at : at + 16])
-        labels = batch.pop("labels")
+        labels, _ = batch.pop("labels"), batch.pop("is_padded")
         with torch.no_grad():
             total += float(target_loss_sum(network(**batch).logits, labels, shift=not is_t5))
         targets += int((labels != IGNORED).sum())

@@ -4,6 +4,7 @@ of drivers in /sys."""
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,14 @@ def amd(root: Path) -> tuple[list[str], list[str]]:
         else:
             signs.append(f"{card}, {size(card.vram_bytes)}")
     return signs, passed_over
+
+
+def rocr_ids(root: Path) -> set[str]:
+    """The ids by which ROCR_VISIBLE_DEVICES can name this machine's AMD cards, as the kernel has
+    them; 0 is none."""
+    files = root.glob("sys/class/kfd/kfd/topology/nodes/*/properties")
+    matches = (re.search(r"^unique_id (\d+)$", _read(file), re.MULTILINE) for file in files)
+    return {f"GPU-{int(match[1]):016x}" for match in matches if match and int(match[1])}
 
 
 def amd_fix(root: Path) -> str:

@@ -104,6 +104,8 @@ def find(env: Mapping[str, str], root: Path = Path("/")) -> Found:
         # Source: ROCm docs
         hip = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in env else "CUDA_VISIBLE_DEVICES"
         variables = ["ROCR_VISIBLE_DEVICES", hip]
+        ids = gpu_signs.rocr_ids(root)
+        listed = [(uuid, replace(gpu, uuid=uuid if uuid in ids else "")) for uuid, gpu in listed]
     notes = [reason]
     nvidia_names = {gpu.name for _, gpu in listed if gpu.vendor == "nvidia"}
     if len(nvidia_names) > 1 and env.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
@@ -484,8 +486,11 @@ def visible_devices(machine: Machine, num_processes: int) -> dict[str, str]:
     # CUDA numbers cards anew without those that are lost, that it may not open, or that MPS hides
     names = ",".join(gpu.uuid or str(gpu.index) for gpu in chosen)
     if chosen[0].vendor == "amd":
-        # HIP reads this before CUDA_VISIBLE_DEVICES, and numbers the cards that
+        # HIP reads its variable before CUDA_VISIBLE_DEVICES, and numbers the cards that
         # ROCR_VISIBLE_DEVICES names, as this module does. RCCL reads NCCL_* variables.
-        return {"HIP_VISIBLE_DEVICES": names}
+        if all(gpu.uuid for gpu in chosen):
+            numbers = ",".join(map(str, range(len(chosen))))
+            return {"ROCR_VISIBLE_DEVICES": names, "HIP_VISIBLE_DEVICES": numbers}
+        return {"HIP_VISIBLE_DEVICES": ",".join(str(gpu.index) for gpu in chosen)}
     # NVML counts in this order
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": names}

@@ -26,7 +26,8 @@ class Gpu:
     architecture: str
     driver: str
     reason: str  # the source of these values
-    uuid: str = ""  # names the card in CUDA_VISIBLE_DEVICES; "" of a described card
+    # names the card in CUDA_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES; "" of a described card
+    uuid: str = ""
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,29 @@ def test_a_divided_card_is_left_out_with_its_cause(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    ("capability", "driver", "cause"),
+    [
+        ("8.6", "12040", "driver 580.65.06 serves CUDA up to 12.4, this build needs 13.x"),
+        ("7.0", "13000", "it has kernels for sm_75"),  # V100
+    ],
+)
+def test_a_driver_or_a_card_that_the_build_does_not_serve_is_named_before_torch_is_loaded(
+    tmp_path: Path, capability, driver, cause
+):
+    place = Workplace(tmp_path, Card(capability=capability))
+    done = place.launch("doctor", NVIDIA_FAKE_DRIVER=driver)
+    assert done.returncode == 3, done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("problem: ")]
+    assert cause in line
+    assert "cu126" in line.partition("; fix: ")[2]
+    assert place.machine.processes() == []
+    done = place.launch("run", str(builders.recipe(tmp_path)), NVIDIA_FAKE_DRIVER=driver)
+    assert done.returncode == 3
+    assert cause in done.stderr and "cu126" in done.stderr
+    assert place.machine.processes() == []
+
+
+@pytest.mark.parametrize(
     ("fault", "link"),
     [
         ("shm_full", "NCCL with NCCL_SHM_DISABLE=1 works"),

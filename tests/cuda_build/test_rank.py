@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -35,21 +34,21 @@ from pathlib import Path
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from launch.run_folder.layout import AttemptDir
 from training.loop import callbacks
+from training.loop.memory_peaks import MemoryPeaks
 device = torch.device("cuda", 0)
-attempt = AttemptDir(Path({str(one_card.folder)!r}))
+attempt, peaks = AttemptDir(Path({str(one_card.folder)!r})), MemoryPeaks(device)
 reporter = callbacks.Reporter(
-    attempt, 0, callbacks.StepMeter(), None, device, False, lambda step, loss: None
+    attempt, 0, callbacks.StepMeter(), None, peaks, False, lambda step, loss: None
 )
 kept = torch.empty(64 << 20, dtype=torch.uint8, device=device)
 del (loaded := [torch.empty(1 << 30, dtype=torch.uint8, device=device)])[:]
-before = callbacks.vram_peaks(device)[:2]
 arguments = TrainingArguments(output_dir={str(one_card.folder)!r}, report_to=[])
 reporter.on_step_begin(arguments, TrainerState(), TrainerControl())
-print([before, callbacks.vram_peaks(device)[:2]])
+of = peaks.of_all_ranks()
+print(of["load"].reserved_bytes > 1 << 30, of["first_step"].reserved_bytes >> 20)
 """
-    before, after = json.loads(run(one_card, code).replace("(", "[").replace(")", "]"))
-    assert min(before) > 1 << 30
-    assert max(after) == 64 << 20
+    # the table of all ranks takes a small block
+    assert run(one_card, code) in ("True 64", "True 66")
 
 
 PAGED = """

@@ -71,6 +71,13 @@ def test_two_cards_train_over_nccl(two_cards: Workplace):
     assert sorted(index for peak in peaks for index, size in enumerate(peak) if size) == [0, 1]
 
 
+def test_deepspeed_trains_on_cards_that_are_named_by_uuid(two_cards: Workplace):
+    words = ("--launch.num_processes=2", "--launch.mode=deepspeed_zero2", "--training.max_steps=2")
+    done = two_cards.launch("run", recipe(two_cards), *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (two_cards.folder / "model/model.safetensors").exists()
+
+
 def test_an_out_of_memory_that_nothing_foresaw_is_planned_around(tmp_path: Path):
     place = Workplace(tmp_path, Card(hidden_limit_gib=1.6))
     more = {"training": {"max_steps": 3, "per_device_train_batch_size": 32}}

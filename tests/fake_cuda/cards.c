@@ -124,6 +124,11 @@ int cards_on_the_bus(void) { return read_cards_once(), num_cards; }
 const Card *card_on_the_bus(int index) { return read_cards_once(), &cards[index]; }
 int visible_cards(void) { return show_cards_once(), num_devices; }
 
+int driver_version(void) {
+    const char *version = getenv("NVIDIA_FAKE_DRIVER");
+    return version ? atoi(version) : 13000;
+}
+
 int bus_index(int device) {
     show_cards_once();
     return device >= 0 && device < num_devices ? devices[device] : -1;

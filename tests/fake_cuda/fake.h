@@ -29,6 +29,7 @@ typedef struct {
 int cards_on_the_bus(void);
 const Card *card_on_the_bus(int index);
 int visible_cards(void);
+int driver_version(void); /* the newest CUDA that it serves: 12040 is 12.4 */
 int bus_index(int device); /* -1: no such device */
 void card_uuid(int index, unsigned char bytes[16]);
 size_t total_bytes(int index);

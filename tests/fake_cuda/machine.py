@@ -53,7 +53,8 @@ class Process:
 
 
 class Machine:
-    """Cards in a folder of their own."""
+    """Cards in a folder of their own. The variable NVIDIA_FAKE_DRIVER is the newest CUDA that the
+    driver serves (12040 is 12.4)."""
 
     def __init__(self, folder: Path, cards: Sequence[Card]) -> None:
         self.folder = folder

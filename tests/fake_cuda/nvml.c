@@ -22,7 +22,7 @@ int nvmlInitWithFlags(unsigned flags) { return (void)flags, SUCCESS; }
 int nvmlShutdown(void) { return SUCCESS; }
 const char *nvmlErrorString(int code) { return code == GPU_IS_LOST ? "GPU is lost" : "Unknown Error"; }
 int nvmlSystemGetDriverVersion(char *text, unsigned size) { return snprintf(text, size, "580.65.06"), SUCCESS; }
-int nvmlSystemGetCudaDriverVersion_v2(int *version) { return *version = 13000, SUCCESS; }
+int nvmlSystemGetCudaDriverVersion_v2(int *version) { return *version = driver_version(), SUCCESS; }
 int nvmlDeviceGetCount_v2(unsigned *count) { return *count = (unsigned)cards_on_the_bus(), SUCCESS; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, int **device) {
     if ((int)index >= cards_on_the_bus()) return INVALID_ARGUMENT;

@@ -27,6 +27,7 @@ static int current_card(void) { return bus_index(current); } /* its index on the
 
 cudaError_t cudaGetDeviceCount(int *count) {
     *count = visible_cards();
+    if (driver_version() / 1000 < CUDART_VERSION / 1000) return *count = 0, result(cudaErrorInsufficientDriver);
     return result(*count ? cudaSuccess : cudaErrorNoDevice);
 }
 cudaError_t cudaGetDevice(int *device) { return *device = current, result(cudaSuccess); }
@@ -35,7 +36,7 @@ cudaError_t cudaSetDevice(int device) {
     current = device;
     return result(cudaSuccess);
 }
-cudaError_t cudaDriverGetVersion(int *version) { return *version = CUDART_VERSION, cudaSuccess; }
+cudaError_t cudaDriverGetVersion(int *version) { return *version = driver_version(), cudaSuccess; }
 cudaError_t cudaRuntimeGetVersion(int *version) { return *version = CUDART_VERSION, cudaSuccess; }
 cudaError_t cudaDeviceGetPCIBusId(char *text, int size, int device) {
     snprintf(text, (size_t)size, "0000:%02x:00.0", bus_index(device) + 1);

@@ -85,6 +85,17 @@ def saving_with(engine: Any, writer: Any) -> Iterator[None]:
         engine.checkpoint_engine, engine._copy_recovery_script = own, copies
 
 
+def ask_cuda_for_free_memory() -> None:
+    """Let DeepSpeed ask CUDA for the free memory of a card. It asks NVML, by a number that it reads
+    in CUDA_VISIBLE_DEVICES, where cards may be named by UUID."""
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    def available_memory(self: Any, device_index: Any = None) -> int:
+        return torch.cuda.mem_get_info(device_index)[0]
+
+    CUDA_Accelerator.available_memory = available_memory
+
+
 def leave_out_compiled_all_reduce() -> None:
     """Leave out DeepSpeed's all-reduce through shared memory. It is compiled at the first start (25
     s; it hangs if an earlier compilation was killed). Gloo gives the same bits without a

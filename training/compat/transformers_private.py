@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments, masking_utils
 from transformers.utils import import_utils
 
 # A PreTrainedModel, or its wrapper by PEFT or an engine. Its attributes (config, generate,
@@ -76,7 +76,22 @@ class OpenTrainer(Trainer):
     def _get_num_items_in_batch(
         self, batch_samples: list[Any], device: torch.device
     ) -> torch.Tensor | int | None:
-        return super()._get_num_items_in_batch([batch for batch in batch_samples if batch], device)
+        """The number of targets, copied to a GPU without waiting."""
+        batches = [batch for batch in batch_samples if batch]
+        if self.args.device.type != "cuda":
+            return super()._get_num_items_in_batch(batches, device)
+        averages = self.args.average_tokens_across_devices
+        self.args.average_tokens_across_devices = False
+        try:
+            count = super()._get_num_items_in_batch(batches, torch.device("cpu"))
+        finally:
+            self.args.average_tokens_across_devices = averages
+        if not isinstance(count, torch.Tensor):
+            return count
+        count = count.pin_memory().to(device, non_blocking=True)
+        if averages and self.args.world_size > 1:
+            count = self.accelerator.gather(count).sum()  # pyright: ignore
+        return count
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         return self.gradient_norm(partial(super()._get_grad_norm, *args, **kwargs))
@@ -159,6 +174,25 @@ def without_zero_init() -> Iterator[None]:
         yield
     finally:
         integration._hf_deepspeed_config_weak_ref = reference
+
+
+@contextmanager
+def known_padding(is_padded: bool) -> Iterator[None]:
+    """Inside, transformers does not ask the device whether a mask hides padding."""
+    names = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
+    library = {name: getattr(masking_utils, name) for name in names}
+
+    def decided(decide: Callable[..., bool]) -> Callable[..., bool]:
+        """A mask that hides nothing is as none."""
+        return lambda mask, *args: not (is_padded and mask is not None) and decide(None, *args)
+
+    for name, decide in library.items():
+        setattr(masking_utils, name, decided(decide))
+    try:
+        yield
+    finally:
+        for name, decide in library.items():
+            setattr(masking_utils, name, decide)
 
 
 # (owner, name, value) with which masks of fake tensors are treated as masks of real tensors. Of a

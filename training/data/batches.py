@@ -239,13 +239,14 @@ class Collator:
     """Pads rows on the right to the longest of the micro-batch, rounded up to `multiple`.
 
     Returns input_ids, attention_mask, labels (batch, seq) and for T5 decoder_input_ids (batch,
-    target seq). Packed sequences have position_ids instead of the mask. These restart with each
-    document and with the padding, by which the model separates documents. With `flattens` all rows
-    become a single row, (1, tokens), without padding between them. The starts of the documents are
-    added for flash_attn's kernels of unequal lengths. An empty list gives a filler row whose labels
-    are all IGNORED, so its loss and its gradient are exactly zero. Numbered rows add their numbers,
-    sample_ids, as an array that stays on the host. Packed and flattened rows add num_tokens and
-    num_samples. NOTHING gives an empty batch, for which nothing is computed.
+    target seq). With a mask comes is_padded, whether it hides anything: transformers would ask the
+    device. Packed sequences have position_ids instead of the mask. These restart with each document
+    and with the padding, by which the model separates documents. With `flattens` all rows become a
+    single row, (1, tokens), without padding between them. The starts of the documents are added for
+    flash_attn's kernels of unequal lengths. An empty list gives a filler row whose labels are all
+    IGNORED, so its loss and its gradient are exactly zero. Numbered rows add their numbers,
+    sample_ids, as an array that stays on the host, and num_tokens and num_samples of those with
+    targets. NOTHING gives an empty batch, for which nothing is computed.
     """
 
     pad_token_id: int
@@ -263,10 +264,9 @@ class Collator:
         batch: dict[str, Any] = self._tensors(rows)
         if rows[0].number is not None:
             batch["sample_ids"] = np.array([row.number for row in rows], dtype=np.int32)
-            if self.is_packed or self.flattens:
-                with_target = [row for row in rows if (row.labels != IGNORED).any()]
-                batch["num_tokens"] = sum(len(row.input_ids) for row in with_target)
-                batch["num_samples"] = len(with_target)
+            with_target = [row for row in rows if (row.labels != IGNORED).any()]
+            batch["num_tokens"] = sum(len(row.input_ids) for row in with_target)
+            batch["num_samples"] = len(with_target)
         return batch
 
     def _tensors(self, rows: Sequence[Row]) -> dict[str, Any]:
@@ -281,7 +281,9 @@ class Collator:
                 "labels": labels,
             }
         mask = self._padded([np.ones(len(row.input_ids)) for row in rows], 0)
-        batch = {"input_ids": inputs, "attention_mask": mask, "labels": labels}
+        is_padded = any(len(row.input_ids) < inputs.size(1) for row in rows)
+        batch: dict[str, Any] = {"input_ids": inputs, "attention_mask": mask, "labels": labels}
+        batch["is_padded"] = is_padded
         if self.decoder_start_token_id is not None:
             shifted = torch.full_like(labels, self.pad_token_id)
             shifted[:, 1:] = labels[:, :-1].masked_fill(

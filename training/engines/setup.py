@@ -88,6 +88,8 @@ def _prepare_deepspeed(strategy: Strategy, deepspeed_file: Path) -> None:
     if strategy.device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
         deepspeed_private.leave_out_compiled_all_reduce()
+    else:
+        deepspeed_private.ask_cuda_for_free_memory()
 
 
 def check_agreement(facts: Mapping[str, Any]) -> None:

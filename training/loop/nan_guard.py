@@ -232,10 +232,10 @@ class NanGuard(TrainerCallback):
 
         def see_norms(norms: list[Any]) -> None:
             nonlocal may_step
-            groups = torch.stack([torch.as_tensor(norm) for norm in norms])
-            # -1 stands for NaN in DeepSpeed
-            if not self._fp16 or bool((groups.isfinite() & (groups >= 0)).all()):
-                may_step = self.check_step(_combined(groups.tolist()) / float(zero.loss_scale))
+            norm = _combined(torch.stack([torch.as_tensor(norm) for norm in norms]).tolist())
+            # fp16's scaler skips the step by itself
+            if not self._fp16 or math.isfinite(norm):
+                may_step = self.check_step(norm / float(zero.loss_scale))
 
         deepspeed_private.watch_step(
             zero, see_norms, lambda: self.check_step(math.inf), lambda: may_step
@@ -345,6 +345,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _combined(norms: Sequence[float]) -> float:
+    """The norm of all groups. -1 stands for NaN in DeepSpeed."""
     return (
         math.hypot(*norms) if all(math.isfinite(norm) and norm >= 0 for norm in norms) else math.nan
     )

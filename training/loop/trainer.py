@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from launch.data.rows import IGNORED
 from launch.run_folder import manifest
 from launch.schema.plan import Strategy
 from training.checkpoints import best, commit, convert
-from training.compat import bitsandbytes_private, deepspeed_private
+from training.compat import bitsandbytes_private, deepspeed_private, transformers_private
 from training.compat.python_private import end_what_cannot_send
 from training.compat.transformers_private import Network, OpenTrainer
 from training.control.stop_callback import StopCallback
@@ -110,8 +110,17 @@ class LowMemTrainer(OpenTrainer):
     def compute_loss(
         self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        with self._head.summed_loss(inputs["labels"]) if self._head else nullcontext():
+        summed = self._head.summed_loss(inputs["labels"]) if self._head else nullcontext()
+        with summed, self._masks(inputs):
             return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _masks(self, inputs: dict[str, Any]) -> AbstractContextManager[None]:
+        """Tell transformers what the collator knows of the mask. torch.compile asks nothing of the
+        device, and a trace has no collator."""
+        is_padded = inputs.pop("is_padded", None)
+        if is_padded is None or self.args.torch_compile:
+            return nullcontext()
+        return transformers_private.known_padding(is_padded)
 
     def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The sum of the targets' losses. A chunked head gives this sum as `logits`."""
@@ -186,16 +195,12 @@ class LowMemTrainer(OpenTrainer):
             return torch.zeros((), device=self.args.device)
         rows = inputs.pop("sample_ids", None)
         tokens, num_samples = inputs.pop("num_tokens", 0), inputs.pop("num_samples", 0)
-        if "attention_mask" in inputs:
-            with_target = (inputs["labels"] != IGNORED).any(dim=1)
-            tokens = (inputs["attention_mask"] * with_target[:, None]).sum()
-            num_samples = with_target.sum()
         computed = inputs["input_ids"].numel()
         if "decoder_input_ids" in inputs:
-            tokens = tokens + (inputs["labels"] != IGNORED).sum()
+            tokens += int((inputs["labels"] != IGNORED).sum())
             computed += inputs["labels"].numel()
         loss = super().training_step(model, inputs, *args, **kwargs)
-        self.meter.add(loss, int(tokens), computed, int(num_samples), rows)
+        self.meter.add(loss, tokens, computed, num_samples, rows)
         return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -247,7 +252,8 @@ class LowMemTrainer(OpenTrainer):
                 else nullcontext()
             )
             with torch.no_grad(), eagerly, self.compute_loss_context_manager():
-                with self._head.summed_loss(labels) if self._head else nullcontext():
+                summed = self._head.summed_loss(labels) if self._head else nullcontext()
+                with summed, self._masks(batch):
                     logits = model(**batch).logits
                 sums.append(self._loss_sum(logits, labels))
                 totals[0] += sums[-1]

@@ -40,8 +40,8 @@ def context_bytes(gpu: Gpu, measured: Imports) -> tuple[int, str]:
     if measured.context_bytes > 0 and measured.context_card == gpu.name:
         return measured.context_bytes, "measured here by doctor"
     if gpu.vendor == "nvidia":
-        for pattern, figures in NAMED:
-            if matched := re.search(rf"\b({pattern})\b", gpu.name):
+        for card_name, figures in NAMED:
+            if matched := re.search(rf"\b({card_name})\b", gpu.name):
                 return _median(figures, matched[0])
         gib = gpu.total_bytes / GIB
         for least, limit, figures in SIZED:

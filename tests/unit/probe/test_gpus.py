@@ -34,6 +34,7 @@ pytestmark = pytest.mark.unit
 
 DATA = Path(__file__).parents[2] / "data"
 QUOTED_DATA = shlex.quote(str(DATA))
+HIP_SECOND = {"HIP_VISIBLE_DEVICES": "1"}
 
 
 def rocm_smi_program(folder: Path, script: str, name: str = "rocm-smi") -> dict[str, str]:
@@ -163,6 +164,24 @@ def test_amd_gpus_are_selected_as_rocr_and_then_hip_do_and_numbered_as_hip_does(
         (index, f"rocm-smi {card}") for index, card in cards
     ]
     assert ("_VISIBLE_DEVICES=" in reason) == bool(env)
+
+
+@pytest.mark.parametrize("hidden", [{}, {"ROCR_VISIBLE_DEVICES": "1,0"}, HIP_SECOND])
+@pytest.mark.parametrize("ids", [True, False])
+def test_amd_cards_are_named_by_ids_that_survive_another_order(tmp_path, hidden, ids):
+    env = rocm_smi_program(tmp_path, f"cat {QUOTED_DATA}/rocm-smi-5-2xmi100.txt") | hidden
+    for node, unique in enumerate((0, 0x6BD1E1CA1BD4D2F5, 0x01C27D29E3B0A54E) if ids else ()):
+        folder = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{node}"
+        folder.mkdir(parents=True)
+        (folder / "properties").write_text(f"simd_count 240\nunique_id {unique}\n")
+    found = gpus.find(env, tmp_path)
+    if found.gpus[0].vendor == "nvidia":
+        pytest.skip("an NVIDIA GPU is here and goes first")
+    for count in range(1, len(found.gpus) + 1):
+        shown = gpus.visible_devices(machine(cards=found.gpus), count)
+        assert ("ROCR_VISIBLE_DEVICES" in shown) is ids
+        again = gpus.find(env | shown, tmp_path).gpus
+        assert [gpu.reason for gpu in again] == [gpu.reason for gpu in found.gpus[:count]]
 
 
 def test_graphics_built_into_the_processor_is_left_out_and_named(tmp_path):

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import chain
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.data.rows import IGNORED
+from launch.schema.model_sections import ModelSection
+from tests import builders
+from training.compat import transformers_private
 from training.data.batches import NOTHING, Collator, Row, SampleOrder
 from training.data.length_batches import TokenBudget
+from training.model import build
 
 flat = chain.from_iterable
 CUT = st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3))
@@ -216,6 +222,37 @@ def test_padding_is_on_the_right_masked_and_no_target():
     assert batch["input_ids"].tolist() == [[1, 2, 3, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 0, 0, 0]]
     assert batch["attention_mask"].sum(1).tolist() == [3, 5]
     assert batch["labels"].tolist()[0] == [1, 2, 3] + [IGNORED] * 5
+
+
+def test_the_batch_says_whether_its_mask_hides_anything():
+    for lengths, is_padded in (((4, 4), False), ((3, 3), True), ((3, 4), True)):
+        batch = Collator(pad_token_id=0, multiple=4)(rows(*lengths))
+        assert batch["is_padded"] is is_padded is not bool(batch["attention_mask"].all())
+
+
+def test_tokens_and_samples_are_those_of_rows_with_targets():
+    without = Row(np.arange(3), np.full(3, IGNORED), number=5)
+    batch = Collator(pad_token_id=0)([rows(4)[0]._replace(number=2), without])
+    assert (batch["num_tokens"], batch["num_samples"]) == (4, 1)
+
+
+@pytest.mark.parametrize("lengths", [(9, 9), (5, 9)])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("shape", ["gpt2-tiny", "llama-tiny", "t5-tiny"])
+def test_a_step_has_the_same_bits_without_asking_the_device_for_padding(shape, attention, lengths):
+    plan = builders.plan(builders.recipe_of(model={"shape": shape}))
+    batch = Collator(pad_token_id=0, decoder_start_token_id=0 if shape == "t5-tiny" else None)(
+        rows(*lengths)
+    )
+    is_padded = batch.pop("is_padded")
+    gradients = []
+    for context in (nullcontext(), transformers_private.known_padding(is_padded)):
+        torch.manual_seed(0)
+        model = build.from_shape(ModelSection(shape=shape), plan.shape, attention=attention)
+        with context:
+            model(**batch).loss.backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
 def test_t5_reads_its_targets_shifted_by_one_behind_the_start_token():

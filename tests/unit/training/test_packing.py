@@ -153,7 +153,7 @@ def test_logits_loss_and_gradient_of_packed_documents_are_those_of_each_alone(fa
         batch = batches.Collator(
             pad_token_id=0, multiple=8, is_packed=is_packed, flattens=flattens
         )(rows)
-        labels = batch.pop("labels")
+        labels, _ = batch.pop("labels"), batch.pop("is_padded", None)
         logits = model(**batch).logits
         loss = target_loss_sum(logits, labels, shift=True)
         loss.backward()

@@ -49,6 +49,16 @@ NAMES = [
         "transformers.quantizers.base:HfQuantizer._process_model_before_weight_loading",
         "self model",
     ),
+    (
+        "known_padding",
+        "transformers.masking_utils:_ignore_causal_mask_sdpa",
+        "padding_mask q_length kv_length",
+    ),
+    (
+        "known_padding",
+        "transformers.masking_utils:_ignore_bidirectional_mask_sdpa",
+        "padding_mask kv_length",
+    ),
     ("fakes_as_real", "transformers.utils.import_utils:is_fake_tensor", "x"),
     ("fakes_as_real", f"{FLASH}:_lazy_imports", "implementation"),
     ("fakes_as_real", f"{FLASH}:_loaded_implementation", None),
