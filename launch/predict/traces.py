@@ -110,9 +110,10 @@ class Trace:
         evaluation if there is one, a save, and the step after it. The cache is emptied before the
         first step, before and after an evaluation and before a save, as the trainer does.
 
-        `makes_states`: the optimizer makes its states at the end of the first step, between blocks
-        of that step, where they keep whole segments from being given back. DeepSpeed makes them
-        before. `passing`: sizes that are there together for a moment, when the weights are loaded.
+        `makes_states`: the optimizer makes its states in the update of the first step, between
+        blocks of that step, where they keep whole segments from being given back. DeepSpeed makes
+        them before. `passing`: sizes that are there together for a moment, when the weights are
+        loaded.
         """
         log = self._log()
         blocks, events = log["blocks"], log["events"]

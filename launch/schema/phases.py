@@ -16,7 +16,9 @@ Phase = Literal["load", "first_step", "step", "evaluation", "save"]
 class DeviceMemory:
     """The peaks of one rank on its device, in one part of a run."""
 
-    allocated_bytes: Annotated[int, Field(description="bytes of live tensors")]
+    allocated_bytes: Annotated[
+        int, Field(description="bytes of live tensors, in whole blocks of the allocator")
+    ]
     reserved_bytes: Annotated[
         int, Field(description="bytes that torch's allocator holds; on CPUs the allocated bytes")
     ]
@@ -40,7 +42,9 @@ class DevicePhases:
     ] = None
     first_step: Annotated[
         DeviceMemory | None,
-        Field(description="the first optimizer step, at whose end the optimizer makes its states"),
+        Field(
+            description="the first optimizer step, in whose update the optimizer makes its states"
+        ),
     ] = None
     step: Annotated[
         DeviceMemory | None,

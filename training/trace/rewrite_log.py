@@ -145,7 +145,8 @@ def _spans(log: Log, positions: Sequence[int]) -> dict[Layer, range]:
 
 
 def _gradients(log: Log, end: int) -> list[Gradient]:
-    """Blocks of fixed size that are born in a backward and outlive the last backward."""
+    """Blocks of fixed size that are born in a backward and outlive the last backward, but for the
+    workspace of cuBLAS."""
     dies = {event.block: index for index, event in enumerate(log.events) if not event.birth}
     last = len(log.events)
     return [
@@ -157,6 +158,7 @@ def _gradients(log: Log, end: int) -> list[Gradient]:
         and dies.get(event.block, last) >= end
         and block.sample_bytes == 0
         and block.fixed_bytes > SCALAR_BYTES
+        and block.kind != "workspace"
     ]
 
 

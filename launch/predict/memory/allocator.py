@@ -3,9 +3,10 @@ frees, and the request that fails.
 
 Follows DeviceCachingAllocator in c10/cuda/CUDACachingAllocator.cpp of torch 2.11 to 2.13, native
 backend, one stream; "Source" names its functions. Compared byte for byte with the compiled
-allocator of torch 2.11.0 over a CUDA driver that only counts, on random logs under every setting;
-not compared with a GPU. Left out: several streams, graph captures and private pools. Assumed: the
-driver places a new segment above the older ones and refuses only when memory is used up.
+allocator of torch 2.11.0 over a CUDA driver that only counts, on random logs under every setting,
+and with memory snapshots of cards (tests/data/gpu). Left out: several streams, graph captures and
+private pools. Assumed: the driver places a new segment above the older ones and refuses only when
+memory is used up.
 """
 
 from __future__ import annotations

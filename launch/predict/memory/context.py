@@ -41,7 +41,7 @@ def context_bytes(gpu: Gpu, measured: Imports) -> tuple[int, str]:
         return measured.context_bytes, "measured here by doctor"
     if gpu.vendor == "nvidia":
         for card_name, figures in NAMED:
-            if matched := re.search(rf"\b{card_name}\b", gpu.name):
+            if matched := re.search(rf"\b({card_name})\b", gpu.name):
                 return _median(figures, matched[0])
         gib = gpu.total_bytes / GIB
         for least, limit, figures in SIZED:

@@ -69,7 +69,7 @@ def test_a_step_takes_what_it_took_on_the_card(step, tmp_path):
     assert plan["strategy"]["num_output_chunks"] == 1
     for part in ("first_step", "step"):
         assert plan["phases"][part]["allocated_bytes"] / GIB == pytest.approx(
-            step["measured_gib"], rel=1e-4
+            step["measured_gib"], rel=5e-4
         )
     if after := step["also_measured"].get("after_allocated_gib"):
         assert plan["phases"]["save"]["allocated_bytes"] / GIB == pytest.approx(after, rel=1e-4)
