@@ -11,15 +11,9 @@ import time
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-LENGTH, STEPS, WARM_UP_STEPS = 512, 40, 5
+VOCABULARY, LENGTH, STEPS, WARM_UP_STEPS = 512, 512, 40, 5
 
 
 class Clock(TrainerCallback):
@@ -32,8 +26,8 @@ class Clock(TrainerCallback):
 
 
 def main(batch: int) -> None:
-    network = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", vocab_size=512))
-    tokens = torch.randint(512, (STEPS * batch, LENGTH))
+    network = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY))
+    tokens = torch.randint(VOCABULARY, (STEPS * batch, LENGTH))
     rows = [{"input_ids": row, "labels": row} for row in tokens]
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:

@@ -72,9 +72,9 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
         print("\n".join(lines(finding)), flush=True)
     for folder in ("runs", "models", "logs"):  # gigabytes
         shutil.rmtree(bench.folder / folder, ignore_errors=True)
-    left = [check.name for check in checks if check.name not in results.names()]
-    if left:
-        print(f"not done yet: {', '.join(left)}; the same line goes on")
+    undone = [check.name for check in checks if check.name not in results.names()]
+    if undone:
+        print(f"not done yet: {', '.join(undone)}; the same line goes on")
     failed = [finding.name for finding in results.findings if finding.failed]
     print(f"page: {files.html}" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return FAILED if failed else 0
