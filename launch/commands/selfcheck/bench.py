@@ -18,7 +18,6 @@ from typing import Any
 
 import yaml
 
-from launch.base.errors import ResourceError
 from launch.base.files import write_atomic
 from launch.base.processes import die_with_launcher
 from launch.base.workspace import CODE
@@ -109,9 +108,13 @@ class Bench:
     def run(self, name: str, changes: Changes) -> dict[str, Any]:
         """Train a recipe to its end: predicted beside measured memory of each part, and seconds of
         a step."""
-        with self.begin(name, changes) as run:
-            run.wait()
-        return measured(run.newest())
+        return measured(self.train(name, changes))
+
+    def train(self, name: str, changes: Changes) -> RunDir:
+        """Train a recipe to its end. Raises CheckFailed and TimeoutError."""
+        with self.begin(name, changes) as child:
+            child.wait()
+        return child.newest()
 
     def begin(self, name: str, changes: Changes) -> Child:
         """Start a new run of a recipe."""
@@ -218,8 +221,7 @@ def device_bytes(run: RunDir) -> list[int | None]:
     """Bytes of the whole card at the second step: [predicted, taken since the plan]."""
     plan, attempt = run.read_plan(), run.attempts()[-1]
     machine, second_step = attempt.read_machine(), attempt.read_second_step()
-    if machine is None or second_step is None or not machine.gpus:
-        raise ResourceError(f"{attempt.root}: no second step, or no card")
+    assert machine is not None and machine.gpus and second_step is not None, attempt.root
     predicted = plan.phases.step
     taken = machine.gpus[0].free_bytes - second_step.free_bytes
     return [predicted.device_bytes if predicted else None, taken]

@@ -70,7 +70,7 @@ def _training(name: str, part: int, changes: Changes, cards: int = 1) -> Check:
 
 def _train(bench: Bench, name: str, changes: Changes) -> dict[str, Any]:
     if ("lora" in changes) and not (bench.models / WARM_BASE).exists():
-        bench.run(WARM_BASE, {"training": {"max_steps": 1}})
+        bench.train(WARM_BASE, {"training": {"max_steps": 1}})
     return bench.run(_slug(name), changes)
 
 
