@@ -20,6 +20,7 @@ from launch.predict.estimate import PlanContext
 from launch.predict.history import calibration
 from launch.predict.history.calibration import Comparison
 from launch.predict.oom_history import NO_OOM_HISTORY, OomEvent, OomHistory
+from launch.probe import machine as probe_machine
 from launch.probe import network
 from launch.render import command, write
 from launch.report import text
@@ -232,6 +233,8 @@ class Attempts:
                 "the job kept to its plan, other programs took the memory: planning again for what"
                 " is free"
             )
+            machine = probe_machine.with_memory_of_now(start.context.machine, start.workspace.root)
+            start.context = replace(start.context, machine=machine)
         self._count_plan(
             oom_record.add(start.oom_history, shortage, self.run, result.host_peak_bytes),
             shortage.is_own,

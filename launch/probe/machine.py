@@ -9,6 +9,7 @@ import os
 import re
 import resource
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,22 @@ def machine(
     # in the order of its fields: each value, then its reason
     return Machine(
         os.uname().nodename, cards.gpus, cards.reason, *host, cards.obstacle, cards.cuda_driver
+    )
+
+
+def with_memory_of_now(before: Machine, run_dir: Path) -> Machine:
+    """The same machine and cards, with the memory that is free now."""
+    now = machine(run_dir=run_dir)
+    free_bytes = {(gpu.uuid, gpu.index): gpu.free_bytes for gpu in now.gpus}
+    gpus = tuple(
+        replace(gpu, free_bytes=free_bytes.get((gpu.uuid, gpu.index), gpu.free_bytes))
+        for gpu in before.gpus
+    )
+    return replace(
+        before,
+        gpus=gpus,
+        host_available_bytes=now.host_available_bytes,
+        host_available_reason=now.host_available_reason,
     )
 
 

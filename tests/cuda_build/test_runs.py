@@ -88,6 +88,29 @@ def test_an_out_of_memory_that_nothing_foresaw_is_planned_around(tmp_path: Path)
     assert (place.folder / "model/model.safetensors").exists()
 
 
+def test_memory_that_another_program_takes_is_left_to_it(one_card: Workplace):
+    larger = {"max_steps": 4, "per_device_train_batch_size": 32}
+    taker = [sys.executable, "-m", "training.children.take_memory"]
+    with (
+        subprocess.Popen(taker, env=one_card.environment(), stdin=subprocess.PIPE) as other,
+        started(one_card, recipe(one_card, "gpt2-small", training=larger)) as process,
+    ):
+        deadline = time.monotonic() + 120
+        plans = one_card.folder.glob("workspace/runs/tiny/*/attempts/01/plan.json")
+        while time.monotonic() < deadline and not (planned := next(plans, None)):
+            plans = one_card.folder.glob("workspace/runs/tiny/*/attempts/01/plan.json")
+            time.sleep(0.1)
+        assert planned
+        estimate = json.loads(planned.read_text())["phases"]["step"]
+        other.stdin.write(f"{int(0.7 * estimate['device_bytes'])}\n".encode())
+        other.stdin.flush()
+        text, _ = process.communicate(timeout=240)
+        other.stdin.close()
+    assert process.returncode == 0, text
+    assert "other programs took the memory: planning again for what is free" in text
+    assert "planned again" in text
+
+
 def started(place: Workplace, *words: str, fault: str = "") -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "launch", "run", *words],

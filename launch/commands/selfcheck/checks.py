@@ -69,8 +69,11 @@ def _training(name: str, part: int, changes: Changes, cards: int = 1) -> Check:
 
 
 def _train(bench: Bench, name: str, changes: Changes) -> dict[str, Any]:
-    if ("lora" in changes) and not (bench.models / WARM_BASE).exists():
-        bench.train(WARM_BASE, {"training": {"max_steps": 1}})
+    if "lora" in changes:
+        base = bench.models / WARM_BASE
+        if not base.exists():
+            bench.train(WARM_BASE, {"training": {"max_steps": 1}})
+        changes = {**changes, "model": {"path": str(base)}, "tokenizer": {"path": str(base)}}
     return bench.run(_slug(name), changes)
 
 
@@ -81,8 +84,7 @@ def _slug(name: str) -> str:
 def _changes(tuned: str, precision: str) -> Changes:
     changes: dict[str, Any] = {"training": PRECISIONS[precision]}
     if tuned != "full":
-        base = f"models/{WARM_BASE}"
-        changes |= {"lora": {"r": 8}, "model": {"path": base}, "tokenizer": {"path": base}}
+        changes |= {"lora": {"r": 8}}
     if tuned == "qlora":
         changes["quantization"] = {"load_in_4bit": True}
     return changes
