@@ -12,6 +12,7 @@ import time
 import torch
 from torch.nn.attention import SDPBackend
 
+from training.compat import torch_private
 from training.trace import cuda_semantics
 from training.trace.cuda_semantics import Call, Target
 
@@ -69,10 +70,10 @@ def attention(capability: str) -> dict[str, list[str]]:
         )
         mask = torch.ones(2, 1, LENGTH, LENGTH, device="cuda", dtype=torch.bool) if masked else None
         arguments = (query, key, value, mask, 0.0, not masked)
-        number = torch._fused_sdp_choice(*arguments)
+        kernel = torch_private.attention_kernel(*arguments)
         planned = cuda_semantics.choose(Target(capability), Call(*arguments))
         name = f"{str(dtype).removeprefix('torch.')}{', mask' if masked else ''}"
-        chosen[name] = [KERNELS[SDPBackend(number)], planned]
+        chosen[name] = [KERNELS[kernel], planned]
     return chosen
 
 

@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import distributed_c10d
+from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -89,6 +90,12 @@ def packet(operator: Any) -> Any:
 
 # the number that autograd gives to its next node
 next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr  # pyright: ignore
+
+
+def attention_kernel(*arguments: Any) -> SDPBackend:
+    """The kernel that scaled_dot_product_attention chooses for these arguments, of which nothing is
+    computed."""
+    return SDPBackend(torch._fused_sdp_choice(*arguments))
 
 
 def current_node_number() -> int | None:

@@ -84,7 +84,7 @@ def test_help_lists_every_verb_with_one_line(tmp_path):
     assert done.returncode == 0
     for verb, module in VERBS.items():
         assert re.search(rf"^ +{verb} +\w+.+$", done.stdout, re.MULTILINE)
-        assert (builders.CODE / "launch" / "commands" / f"{module}.py").is_file()
+        assert (builders.CODE / "launch" / "commands" / f"{module.replace('.', '/')}.py").is_file()
 
 
 def test_keys_lists_a_section_with_types_defaults_and_meanings(capsys):
