@@ -14,12 +14,15 @@ import argparse
 import errno
 import importlib
 import os
+import tomllib
+from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
 from launch.base import processes
 from launch.base.errors import ConfigError, Interrupted, LaunchError, ResourceError, StorageError
 from launch.base.text import nearest, shown
+from launch.base.workspace import CHECKOUT, CODE
 from launch.supervise import stop_signals
 
 # verbs in the order of --help, and their modules in launch/commands/
@@ -79,7 +82,7 @@ def _refusal(message: str, exit_code: int) -> int:
 def _dispatch(argv: list[str]) -> int:
     """Only the module of the verb that was typed is imported; all of them for --help."""
     verb = argv[0] if argv else ""
-    if verb not in VERBS and verb not in ("-h", "--help"):
+    if verb not in VERBS and verb not in ("-h", "--help", "-V", "--version"):
         near = "".join(f"; did you mean {name}?" for name in nearest(verb, VERBS))
         raise ConfigError(f"{verb or 'nothing'}: expected one of {', '.join(VERBS)}{near}")
     parser = _Parser(
@@ -89,12 +92,20 @@ def _dispatch(argv: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("-V", "--version", action="version", version=_version())
     subparsers = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     for name in [verb] if verb in VERBS else VERBS:
         module = importlib.import_module(f"launch.commands.{VERBS[name]}")
         module.add_parser(subparsers, name).set_defaults(main=module.main, verb=name)
     arguments, others = parser.parse_known_args(argv)
     return arguments.main(arguments, others)
+
+
+def _version() -> str:
+    """The version of this package, as installed or as in the checkout."""
+    if CHECKOUT:
+        return tomllib.loads((CODE / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+    return version("lowmem")
 
 
 if __name__ == "__main__":

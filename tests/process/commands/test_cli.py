@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,13 @@ def test_help_lists_every_verb_with_one_line(tmp_path):
     for verb, module in VERBS.items():
         assert re.search(rf"^ +{verb} +\w+.+$", done.stdout, re.MULTILINE)
         assert (builders.CODE / "launch" / "commands" / f"{module.replace('.', '/')}.py").is_file()
+
+
+def test_version_is_that_of_the_project(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    project = tomllib.loads((builders.CODE / "pyproject.toml").read_text("utf-8"))["project"]
+    assert capsys.readouterr().out.strip() == project["version"]
 
 
 def test_keys_lists_a_section_with_types_defaults_and_meanings(capsys):
