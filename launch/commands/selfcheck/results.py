@@ -41,10 +41,12 @@ class Results:
     findings: tuple[Finding, ...] = ()
 
     def names(self) -> set[str]:
-        return {finding.name for finding in self.findings}
+        """The checks that are done; one that failed is tried again."""
+        return {finding.name for finding in self.findings if not finding.failed}
 
     def with_finding(self, finding: Finding) -> Results:
-        return replace(self, findings=(*self.findings, finding))
+        others = (other for other in self.findings if other.name != finding.name)
+        return replace(self, findings=(*others, finding))
 
 
 class ResultFiles:
