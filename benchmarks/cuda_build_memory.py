@@ -240,8 +240,7 @@ def text(rows: Sequence[Mapping[str, Any]]) -> str:
                 value
                 for figure in FIGURES
                 for value in (
-                    f"{row['phases']['step'][figure][0] / (1 << 20):.1f}",
-                    f"{row['phases']['step'][figure][1] / (1 << 20):.1f}",
+                    *(f"{size / (1 << 20):.1f}" for size in row["phases"]["step"][figure]),
                     *(
                         f"{off(row, phase, figure):+.2%}" if phase in row["phases"] else ""
                         for phase in SHOWN
@@ -285,10 +284,10 @@ def main() -> None:
             )
             print(f"{case.name}: {figures}", flush=True)
             shutil.rmtree(folder)
+            if not arguments.only:  # a campaign that is cut off keeps what it has
+                recording.write("cuda_build_memory", {"rows": rows}, text(rows))
     if arguments.only:
         print(text(rows))
-    else:
-        recording.write("cuda_build_memory", {"rows": rows}, text(rows))
 
 
 if __name__ == "__main__":
