@@ -428,7 +428,7 @@ def _score(parts: Parts, recipe: Recipe, pairs: Pairs, when: str, scores: dict[s
             parts.stop_callback.between_batches,
             trainer.args.per_device_eval_batch_size,
         )
-    empty_cache()
+        empty_cache()
     scores.update({f"{name}_{when}": score for name, score in new.items()})
     logger.info(
         "exact match %s training: %.1f %% of %d held-out rows, BLEU %.1f",

@@ -207,15 +207,15 @@ class LowMemTrainer(OpenTrainer):
         """The metrics; {} if the ranks have to stop meanwhile."""
         # an evaluation has other sizes than a step, so neither can use the other's cached blocks
         empty_cache()
-        try:
-            with self.peaks.within("evaluation"):
+        with self.peaks.within("evaluation"):
+            try:
                 return super().evaluate(*args, **kwargs)
-        except Halted:
-            assert self.stop_callback is not None
-            self.stop_callback.cut_evaluation(self.state, self.control)
-            return {}
-        finally:
-            empty_cache()
+            except Halted:
+                assert self.stop_callback is not None
+                self.stop_callback.cut_evaluation(self.state, self.control)
+                return {}
+            finally:
+                empty_cache()
 
     def is_best_metric(self, library: Callable[[], bool], metrics: dict[str, float]) -> bool:
         """True if the held-out loss is the lowest so far. The checkpoint of such a step is written
