@@ -26,6 +26,7 @@ from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.machine import Machine
 from launch.schema.phases import DevicePhases
 
+SHAPE = "gpt2-small"
 LENGTH = 512  # tokens of a row
 ROWS = 320
 BATCH = 8
@@ -79,7 +80,7 @@ class Bench:
         content: dict[str, Any] = {
             "name": name,
             "task": "sft",
-            "model": {"shape": "gpt2-small"},
+            "model": {"shape": SHAPE},
             "tokenizer": {"vocab_size": 512},
             "data": {
                 "train_file": str(self.rows),

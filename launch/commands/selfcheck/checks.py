@@ -6,11 +6,11 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from launch.commands.selfcheck.bench import BATCH, Bench, Changes, CheckFailed, measured
+from launch.commands.selfcheck.bench import BATCH, SHAPE, Bench, Changes, CheckFailed, measured
 
 PRECISIONS: dict[str, Changes] = {"bf16": {"bf16": True}, "fp16": {"fp16": True}, "fp32": {}}
 TAKEN_SHARE = 0.6  # of what a run needs: another program leaves it so much
@@ -27,6 +27,7 @@ class Check:
     least_s: float
     run: Callable[[Bench], dict[str, Any]]
     cards: int = 1
+    package: str = ""  # that it needs
 
 
 def all_checks() -> list[Check]:
@@ -56,12 +57,14 @@ def _third() -> Iterator[Check]:
         "torch.compile": {"training": {**bf16, "torch_compile": True, "max_steps": 10}},
         "8-bit states": {"training": {**bf16, "optim": "adamw_8bit"}},
         "paged 8-bit states": {"training": {**bf16, "optim": "paged_adamw_8bit"}},
-        "flash_attn": {"training": bf16, "model": {"attn_implementation": "flash_attention_2"}},
         "ZeRO-2, offload": {"training": bf16, "launch": {"mode": "deepspeed_zero2_offload"}},
         "ZeRO-3, offload": {"training": bf16, "launch": {"mode": "deepspeed_zero3_offload"}},
         "checkpointing": {"training": saving},
     }.items():
         yield _training(name, 3, changes)
+    flash = {"shape": SHAPE, "attn_implementation": "flash_attention_2"}
+    check = _training("flash_attn", 3, {"training": bf16, "model": flash})
+    yield replace(check, package="flash_attn")
 
 
 def _training(name: str, part: int, changes: Changes, cards: int = 1) -> Check:

@@ -7,6 +7,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 from launch.base.errors import ConfigError, ResourceError
@@ -57,7 +58,7 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
     checks = [
         check
         for check in all_checks()
-        if arguments.part in (None, check.part) and check.cards <= len(machine.gpus)
+        if arguments.part in (None, check.part) and not _lacks(check, machine)
     ]
     waiting = [check for check in checks if check.name not in results.names()]
     print(f"{len(waiting)} of {len(checks)} checks to do, results in {files.json}", flush=True)
@@ -79,6 +80,12 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
     failed = [finding.name for finding in results.findings if finding.failed]
     print(f"page: {files.html}" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return FAILED if failed else 0
+
+
+def _lacks(check: Check, machine: Machine) -> bool:
+    """True if the check needs more cards than there are, or a package that is not installed."""
+    is_missing = bool(check.package) and find_spec(check.package) is None
+    return is_missing or check.cards > len(machine.gpus)
 
 
 def _refuse(machine: Machine) -> None:
