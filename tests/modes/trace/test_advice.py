@@ -46,15 +46,12 @@ def test_a_model_that_the_host_cannot_build_is_refused_and_what_is_offered_fits(
         assert taken.returncode == 0, (way, taken.stderr)
 
 
-def test_beside_a_card_that_is_nearly_full_the_free_one_alone_is_offered(tmp_path):
+def test_beside_a_card_that_is_nearly_full_the_free_one_alone_is_taken(tmp_path):
     words = ["plan", "sft_fast", "--machine", described(tmp_path, (23.6, 0.5), 32.0)]
-    refused = builders.launch(tmp_path / "workspace", *words)
-    assert refused.returncode == 3
-    alone = ["--launch.mode=auto", "--launch.num_processes=1"]
-    assert alone in offered(refused.stderr)
-    taken = builders.launch(tmp_path / "workspace", *words, *alone)
-    assert taken.returncode == 0, taken.stderr
-    assert "x 1 process =" in taken.stdout
+    automatic = builders.launch(tmp_path / "workspace", *words)
+    assert automatic.returncode == 0, automatic.stderr
+    assert "x 1 process =" in automatic.stdout
+    assert "= 64 effective" in automatic.stdout
 
 
 @pytest.mark.campaign
