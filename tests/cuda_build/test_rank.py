@@ -1,4 +1,4 @@
-"""What a rank does with its card: its share of memory, peaks, paged states, precision."""
+"""A rank and its card: its share of memory, peaks, paged states, precision."""
 
 from __future__ import annotations
 

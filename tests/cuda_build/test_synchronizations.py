@@ -1,4 +1,4 @@
-"""How often a step waits for the device: once, for the gradient norm."""
+"""Count the waits of a step for the device: one, for the gradient norm."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def ranks(run: RunDir) -> list[int]:
 
 
 def quickly(mode: str, ending: str) -> bool:
-    """Whether a case is in the quick set: the hardest ending of each engine. make test-faults-fast
+    """True if a case is in the quick set: the hardest ending of each engine. make test-faults-fast
     sends every signal to multi_cpu, and asks the same."""
     if mode == "multi_cpu":
         return ending in ("success", "a rank is killed")

@@ -74,7 +74,7 @@ def printed(tmp_path: Path, code: str, **extra: str) -> str:
     return done.stdout
 
 
-def found(tmp_path: Path, **extra: str) -> tuple[list[int], str, str, str]:
+def probed(tmp_path: Path, **extra: str) -> tuple[list[int], str, str, str]:
     return tuple(json.loads(printed(tmp_path, PRINT, **extra)))
 
 
@@ -120,7 +120,7 @@ def is_refused(done: subprocess.CompletedProcess[str]) -> str:
     ],
 )
 def test_an_nvml_that_fails_is_an_obstacle_with_its_cause_and_its_fix(tmp_path, driver, code, fix):
-    gpus, obstacle, _, _ = found(tmp_path, LD_LIBRARY_PATH=driver, FAKE_NVML_INIT=code)
+    gpus, obstacle, _, _ = probed(tmp_path, LD_LIBRARY_PATH=driver, FAKE_NVML_INIT=code)
     assert gpus == []
     assert f"(NVML error {code})" in obstacle
     cause, fixed, rest = obstacle.partition("; fix: ")
@@ -177,7 +177,7 @@ def test_the_cpu_that_was_asked_for_is_taken_all_the_same(tmp_path, workspace, d
 def test_cards_that_are_listed_and_none_of_which_can_be_used_are_an_obstacle(
     tmp_path, driver, variables, said
 ):
-    gpus, obstacle, _, _ = found(tmp_path, LD_LIBRARY_PATH=driver, **variables)
+    gpus, obstacle, _, _ = probed(tmp_path, LD_LIBRARY_PATH=driver, **variables)
     assert gpus == []
     assert said in obstacle
     assert "; fix: " in obstacle
@@ -185,15 +185,15 @@ def test_cards_that_are_listed_and_none_of_which_can_be_used_are_an_obstacle(
 
 @pytest.mark.parametrize("value", ["", "-1", "NoDevFiles", "none"])
 def test_cards_that_a_variable_hides_are_no_obstacle(tmp_path, driver, value):
-    gpus, obstacle, reason, _ = found(tmp_path, LD_LIBRARY_PATH=driver, CUDA_VISIBLE_DEVICES=value)
+    gpus, obstacle, reason, _ = probed(tmp_path, LD_LIBRARY_PATH=driver, CUDA_VISIBLE_DEVICES=value)
     assert (gpus, obstacle) == ([], "")
     assert f'CUDA_VISIBLE_DEVICES="{value}" leaves 0 of 2' in reason
     hidden = {"FAKE_NVML_INIT": "18", "CUDA_VISIBLE_DEVICES": value}
-    assert found(tmp_path, LD_LIBRARY_PATH=driver, **hidden)[:2] == ([], "")
+    assert probed(tmp_path, LD_LIBRARY_PATH=driver, **hidden)[:2] == ([], "")
 
 
 def test_one_card_that_works_is_enough(tmp_path, driver):
-    gpus, obstacle, reason, cuda_driver = found(
+    gpus, obstacle, reason, cuda_driver = probed(
         tmp_path, LD_LIBRARY_PATH=driver, FAKE_NVML_CUDA="12040"
     )
     assert (gpus, obstacle, cuda_driver) == ([0, 2], "", "12.4")
@@ -207,7 +207,7 @@ def test_what_is_shown_to_the_ranks_are_the_first_cards_of_the_machine(
 ):
     extra = {"LD_LIBRARY_PATH": driver} | ({"CUDA_VISIBLE_DEVICES": visible} if visible else {})
     before = json.loads(printed(tmp_path, PRINT_SHOWN.replace("COUNT", str(count)), **extra))
-    seen, _, _, _ = found(tmp_path, **{**extra, **before["variables"]})
+    seen, _, _, _ = probed(tmp_path, **{**extra, **before["variables"]})
     assert seen == before["indices"][:count]
 
 
@@ -225,13 +225,13 @@ def test_an_nvidia_card_without_a_library_is_an_obstacle_that_names_where_it_was
     tmp_path, place
 ):
     root = place(tmp_path / "root")
-    gpus, obstacle, _, _ = found(tmp_path)
+    gpus, obstacle, _, _ = probed(tmp_path)
     assert gpus == []
     assert obstacle.startswith("an NVIDIA card is here (")
     assert "--gpus all" in obstacle
     where = next((f"/dev/{path.name}" for path in root.glob("dev/*")), "PCI 0000:00:00.0")
     assert where in obstacle
-    assert found(tmp_path, CUDA_VISIBLE_DEVICES="")[1] == ""
+    assert probed(tmp_path, CUDA_VISIBLE_DEVICES="")[1] == ""
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_an_nvidia_card_without_a_library_is_an_obstacle_that_names_where_it_was
 )
 def test_what_is_no_card_of_this_machine_is_no_obstacle(tmp_path, vendor, kind, driver_name):
     cards.device(tmp_path / "root", vendor, kind, driver_name)
-    assert found(tmp_path)[:2] == ([], "")
+    assert probed(tmp_path)[:2] == ([], "")
 
 
 def test_a_machine_without_any_sign_of_a_card_trains_on_the_cpu(tmp_path, workspace):
@@ -261,18 +261,18 @@ def test_a_machine_without_any_sign_of_a_card_trains_on_the_cpu(tmp_path, worksp
 def test_a_radeon_that_no_tool_lists_is_an_obstacle(tmp_path):
     root = cards.device(tmp_path / "root", cards.AMD, "0x030000", "amdgpu", vram_gib=19.98)
     cards.file(root, "dev/kfd")
-    gpus, obstacle, _, _ = found(tmp_path)
+    gpus, obstacle, _, _ = probed(tmp_path)
     assert gpus == []
     assert "an AMD card is here (PCI 0000:00:00.0, driver amdgpu, 19.98 GiB)" in obstacle
     assert "install rocm-smi or amd-smi" in obstacle
     (root / "dev/kfd").unlink()
-    assert "--device /dev/kfd --device /dev/dri" in found(tmp_path)[1]
-    assert found(tmp_path, HIP_VISIBLE_DEVICES="")[1] == ""
+    assert "--device /dev/kfd --device /dev/dri" in probed(tmp_path)[1]
+    assert probed(tmp_path, HIP_VISIBLE_DEVICES="")[1] == ""
 
 
 def test_an_mi300_is_no_display_and_counts(tmp_path):
     cards.device(tmp_path / "root", cards.AMD, "0x120000", "amdgpu", vram_gib=192)
-    assert "192.00 GiB" in found(tmp_path)[1]
+    assert "192.00 GiB" in probed(tmp_path)[1]
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_an_mi300_is_no_display_and_counts(tmp_path):
 def test_the_graphics_of_a_laptops_processor_refuse_nothing_and_are_named(tmp_path, vram_gib, said):
     root = cards.device(tmp_path / "root", cards.AMD, "0x030000", "amdgpu", vram_gib)
     cards.file(root, "dev/kfd")  # amdgpu makes it there as well
-    gpus, obstacle, reason, _ = found(tmp_path)
+    gpus, obstacle, reason, _ = probed(tmp_path)
     assert (gpus, obstacle) == ([], "")
     assert said in reason
 
@@ -297,7 +297,7 @@ def test_a_radeon_whose_memory_rocm_smi_does_not_know_is_an_obstacle(tmp_path):
     }
     program.write_text(f"#!/bin/sh\necho '{json.dumps({'card0': card})}'\n")
     program.chmod(0o755)
-    gpus, obstacle, _, _ = found(tmp_path, PATH=f"{program.parent}:/usr/bin:/bin")
+    gpus, obstacle, _, _ = probed(tmp_path, PATH=f"{program.parent}:/usr/bin:/bin")
     assert gpus == []
     assert (
         "GPU 0 (Radeon RX 7900 XT): rocm-smi card0 does not say how much memory it has; fix: "

@@ -68,7 +68,8 @@ def exactly_judged(recipe: Recipe, eval_samples: int = 24) -> tuple[Strategy, Ju
     config, parameters = model_config.read(recipe.model, root=CODE)
     context = plan_context.build(recipe, CARD, config, parameters, DATA_FORMAT)
     candidate = replace(plan(recipe, CARD).strategy, per_device_eval_batch_size=eval_samples)
-    return candidate, estimate.judge(replace(context, traces=Recorded()), candidate)  # type: ignore[arg-type]
+    traced = replace(context, traces=Recorded())  # type: ignore[arg-type]  asked as Traces is
+    return candidate, estimate.judge(traced, candidate)
 
 
 def planned(recipe: Recipe, memory: MemoryEstimate, budget_bytes: int) -> Plan:
