@@ -23,7 +23,6 @@ from launch.base.processes import die_with_launcher
 from launch.base.workspace import CODE
 from launch.run_folder import steps
 from launch.run_folder.layout import AttemptDir, RunDir
-from launch.schema.machine import Machine
 from launch.schema.phases import DevicePhases
 
 SHAPE = "gpt2-small"
@@ -51,7 +50,6 @@ class Bench:
 
     folder: Path
     cache: Path  # of the user's workspace: its calibration learns from these runs
-    machine: Machine
     deadline: float  # monotonic
 
     @property

@@ -49,7 +49,7 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
     _refuse(machine)
     workspace = Workspace.here()
     deadline = time.monotonic() + 60 * arguments.minutes
-    bench = Bench(workspace.root / "selfcheck", workspace.cache, machine, deadline)
+    bench = Bench(workspace.root / "selfcheck", workspace.cache, deadline)
     bench.prepare()
     files = ResultFiles(bench.folder)
     if arguments.again:
