@@ -104,6 +104,7 @@ class Case:
     ranks: int = 1
     length: int = LENGTH
     padded: bool = True
+    ragged: bool = False  # each row has a length of its own
 
     @property
     def effective_batch_size(self) -> int:
@@ -201,11 +202,14 @@ def write_data(folder: Path, case: Case) -> Path:
         found = []
         for number in range(count):
             words = case.length // 2 if case.padded and number % 4 == 0 else 3 * case.length
+            if case.ragged:
+                words = int(min(max(rng.lognormvariate(4.2, 0.6), 8), 2 * case.length))
             prompt = " ".join(rng.choices(WORDS, k=words if is_t5 else 3))
             found.append({"prompt": prompt, "response": " ".join(rng.choices(WORDS, k=words))})
         return found
 
-    write_parquet(folder / "train.parquet", rows(4 * case.effective_batch_size))
+    steps = 24 if case.ragged else 4
+    write_parquet(folder / "train.parquet", rows(steps * case.effective_batch_size))
     write_parquet(folder / "valid.parquet", rows(3 * case.batch * case.ranks))
     child = [sys.executable, "-m", "benchmarks.random_model", json.dumps(case.config), str(folder)]
     subprocess.run(child, check=True, cwd=recording.CODE, stderr=subprocess.DEVNULL)

@@ -54,6 +54,7 @@ R16, R8 = {"r": 16}, {"r": 8}
 FIGURES = ("allocated", "reserved")
 # so that steps follow an evaluation and a save
 EVERY_TWO = ("--training.eval_steps=2", "--training.save_steps=2")
+EVERY_TWELVE = ("--training.eval_steps=12", "--training.save_steps=12")
 SHOWN = ("first_step", "step", "evaluation")
 
 
@@ -82,6 +83,7 @@ CASES = (
         "gpt2, paged 8-bit states", GPT2, 8, training={**AUTOCAST, "optim": "paged_adamw_8bit"}
     ),
     on_one_card("gpt2, no clipping", GPT2, 8, training={**AUTOCAST, "max_grad_norm": 0}),
+    on_one_card("gpt2, ragged rows", GPT2, 8, training=AUTOCAST, ragged=True),
     on_one_card("qwen2", QWEN),
     on_one_card("qwen2, bf16 weights", QWEN, model=HALF),
     on_one_card("qwen2, nothing padded", QWEN, training=AUTOCAST, padded=False),
@@ -124,6 +126,15 @@ CASES = (
         model=HALF,
         quantization=FOUR_BIT,
     ),
+    on_one_card(
+        "llama, LoRA, checkpointing, ragged rows",
+        LLAMA,
+        lora=R16,
+        training={**CHECKPOINTING, **AUTOCAST},
+        model=HALF,
+        ragged=True,
+    ),
+    on_one_card("t5, ragged rows", T5, 8, training=AUTOCAST, ragged=True),
     on_one_card("t5, autocast", T5, 8, training=AUTOCAST),
     on_one_card(
         "t5, checkpointing, accumulation 2",
@@ -160,6 +171,9 @@ CASES = (
         training={**AUTOCAST, **accumulating(2)},
         mode="deepspeed_zero2",
     ),
+    on_two_cards(
+        "qwen2, ZeRO-2, ragged rows", QWEN, training=AUTOCAST, mode="deepspeed_zero2", ragged=True
+    ),
     on_two_cards("gpt2, ZeRO-3", GPT2, training=AUTOCAST, mode="deepspeed_zero3"),
     on_two_cards(
         "llama, ZeRO-3, checkpointing",
@@ -182,7 +196,8 @@ def measured(folder: Path, case: Case) -> dict[str, Any]:
     fullest rank; and pinned host memory."""
     machine = Machine(folder / "cards", [A100] * case.ranks)
     recipe = str(cpu_memory.write_data(folder, case))
-    argv = [sys.executable, "-m", "launch", "run", recipe, *EVERY_TWO]
+    argv = [sys.executable, "-m", "launch", "run", recipe]
+    argv += EVERY_TWELVE if case.ragged else EVERY_TWO
     argv += [f"--launch.mode={case.mode}"]  # of FSDP2 the CPU's benchmark makes its own mode
     env = {**recording.environment(folder), "LOWMEM_TRACES": os.environ["LOWMEM_TRACES"]}
     done = subprocess.run(

@@ -33,7 +33,11 @@ def switches(
     gpus = context.machine.gpus[: candidate.num_processes] if candidate.device == "cuda" else ()
     obstacles = constraints.no_flash_attn, constraints.no_compiler
     config = context.model.config
-    return tuple(kernels.switches(context.recipe, config, candidate, gpus, *obstacles))
+    of_kernels = kernels.switches(context.recipe, config, candidate, gpus, *obstacles)
+    if not (gpus and context.allocator_settings):
+        return tuple(of_kernels)
+    why = "rows differ in length; another PYTORCH_ALLOC_CONF is taken instead"
+    return (*of_kernels, Switch("allocator", context.allocator_settings, why))
 
 
 def changes(

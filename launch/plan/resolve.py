@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,9 +21,9 @@ from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
 from launch.plan.planner import Choice
 from launch.predict import model_config
 from launch.predict.estimate import PlanContext
-from launch.predict.memory.allocator import TORCH_DEFAULTS, AllocatorConfig
+from launch.predict.memory.allocator_config import AllocatorConfig, users_settings
 from launch.predict.traces import Traces
-from launch.probe import import_memory, link_causes, link_test, packages, torch_build
+from launch.probe import architectures, import_memory, link_causes, link_test, packages, torch_build
 from launch.probe import machine as probe_machine
 from launch.recipe import load
 from launch.recipe.paths import (
@@ -145,6 +146,16 @@ def read(
     if tokens.row_counts is not None:
         rows = sum(part.rows for part in sources.trained_rows(recipe.data, tokens.row_counts))
     base = recipe.model.path if recipe.lora is not None else None
+    if has_gpu:
+        settings = users_settings(os.environ)
+        context = replace(
+            context,
+            allocator=AllocatorConfig.parse(settings or ""),
+            may_expand=settings is None
+            and architectures.expands_segments(
+                machine.gpus, "" if machine_file else platform.release()
+            ),
+        )
     context = replace(
         context,
         changes=(*changed, *of_model, *of_tokenizer, *model.changes),
@@ -159,11 +170,6 @@ def read(
         context = replace(
             context,
             traces=Traces(recipe, context.model, context.lora_targets, workspace.traces, say),
-            allocator=(
-                AllocatorConfig.parse(_allocator_settings(os.environ))
-                if has_gpu
-                else TORCH_DEFAULTS
-            ),
             error_margin=_error_margin(workspace, machine, device, say),
         )
     return Facts(workspace, plan_context.with_rows(context), constraints)
@@ -232,12 +238,6 @@ def _refuse_cards(recipe: Recipe, machine: Machine, constraints: LaunchConstrain
     asked = 1 if is_single else constraints.num_processes or launch.num_processes
     count = asked // max(launch.nodes, constraints.num_machines) if asked else len(machine.gpus)
     torch_build.refuse(machine, machine.gpus[:count])
-
-
-def _allocator_settings(environ: Mapping[str, str]) -> str:
-    """The settings of the ranks' allocator; torch reads the first variable that is set."""
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-    return next((environ[name] for name in names if environ.get(name)), "")
 
 
 def _error_margin(workspace: Workspace, machine: Machine, device: Device, say: Say) -> float:

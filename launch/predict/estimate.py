@@ -22,6 +22,7 @@ from launch.predict.memory import allocator as memory_allocator
 from launch.predict.memory import context as memory_context
 from launch.predict.memory import host_memory, malloc
 from launch.predict.memory import phases as memory_phases
+from launch.predict.memory.allocator_config import EXPANDABLE
 from launch.predict.oom_history import NO_OOM_HISTORY, OomHistory
 from launch.predict.time import padding as time_padding
 from launch.predict.time import rates, timing
@@ -77,6 +78,7 @@ class PlanContext:
     link: Link | None = None
     traces: Traces | None = None  # None: states only
     allocator: memory_allocator.AllocatorConfig = memory_allocator.TORCH_DEFAULTS
+    may_expand: bool = False  # the cards can grow the allocator's segments, and the user names none
     import_memory: Imports = ASSUMED  # what the job's processes hold before there is a model
     base_fingerprint: str | None = None  # of the weights that an adapter is trained for
     changes: tuple[Change, ...] = ()  # values that the recipe replaced before planning
@@ -90,6 +92,13 @@ class PlanContext:
     assume_fits: bool = False  # budgets do not count, only what ran out
     # the fastest strategy in real trials of a recipe on this machine
     recall: Callable[[ModelSize, Recipe], Strategy | None] = lambda model, recipe: None
+
+    @property
+    def allocator_settings(self) -> str:
+        """Settings that a plan adds to the allocator's. Rows of many lengths leave segments that no
+        later step fits into, unless segments grow."""
+        ragged = self.is_ragged and not self.recipe.data.packing
+        return EXPANDABLE if self.may_expand and ragged else ""
 
     def question(self, candidate: Strategy) -> Question:
         multiple = MULTIPLE[candidate.device]
@@ -345,7 +354,9 @@ def _with_peak(
         available_bytes = budget_bytes(context, candidate) - outside
         assert memory.peak is not None
         paged = memory.peak.parts.get(PAGED, 0)
-        replays = memory_phases.replays(parts, context.allocator, available_bytes - paged)
+        expands = context.allocator.expandable_segments or bool(context.allocator_settings)
+        config = replace(context.allocator, expandable_segments=expands)
+        replays = memory_phases.replays(parts, config, available_bytes - paged)
         until_step = replays[: [phase for phase, _ in parts].index("step") + 1]
         memory = _in_blocks(memory, replays, until_step, paged)
         reserved = max(replay.peak_reserved_bytes for replay in replays) + paged

@@ -105,6 +105,13 @@ def environment(gpus: Sequence[Gpu]) -> dict[str, str]:
     )
 
 
+def expands_segments(gpus: Sequence[Gpu], kernel: str) -> bool:
+    """True if the driver of these cards can map memory into addresses that PyTorch's allocator has
+    kept free. `kernel`: the release of the operating system's. Under WSL 2 the driver refuses what
+    PyTorch asks for (pytorch/pytorch issue 192330); ROCm's is not known to us."""
+    return all(gpu.vendor == "nvidia" for gpu in gpus) and "microsoft" not in kernel.lower()
+
+
 def attention_notes(gpus: Sequence[Gpu]) -> Iterator[str]:
     """Yield a line for each kind of card whose attention needs a variable, or has no fused
     kernel."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from launch.base.workspace import CODE, Workspace
 from launch.predict.memory import malloc
+from launch.predict.memory.allocator_config import users_settings
 from launch.probe import architectures
 from launch.probe.gpus import visible_devices
 from launch.run_folder.layout import AttemptDir, RunDir
@@ -39,6 +40,8 @@ def command(
     defaults = dict(malloc.SETTINGS)
     if strategy.device == "cuda":
         defaults = dict(architectures.environment(machine.gpus[:per_machine]))
+        if plan.allocator_settings and users_settings(environ) is None:
+            added["PYTORCH_ALLOC_CONF"] = plan.allocator_settings
         added |= visible_devices(machine, per_machine)
     elif strategy.launch_mode.engine == "deepspeed":
         added["DS_ACCELERATOR"] = "cpu"

@@ -260,6 +260,7 @@ class Plan:
     base_fingerprint: str | None = None
     # the share of a card's free memory that a rank's allocator may take
     allocator_fraction: float = 1.0
+    allocator_settings: str = ""  # PYTORCH_ALLOC_CONF of the ranks, unless the user sets it
 
     @property
     def num_samples(self) -> int | None:

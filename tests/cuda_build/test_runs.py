@@ -45,6 +45,29 @@ def test_a_run_on_one_card_ends_with_a_model_and_the_predicted_memory(one_card: 
         assert outcome[f"vram_{measured}_bytes"] == pytest.approx(planned, rel=tolerance)
 
 
+def test_rows_of_many_lengths_reserve_what_is_planned(one_card: Workplace):
+    """Where segments cannot grow, each new length leaves some that no later step fits into."""
+    rows = [
+        {"prompt": "a b c", "response": " ".join("abcdefgh"[n % 8] for n in range(length))}
+        for length in [*range(20, 240, 5), *range(238, 20, -7)]
+    ]
+    builders.write_parquet(one_card.folder / "rows.parquet", rows)
+    data = {"train_file": str(one_card.folder / "rows.parquet"), "max_length": 256}
+    shares = {}
+    for settings in ("", "expandable_segments:False"):
+        added = {"PYTORCH_ALLOC_CONF": settings} if settings else {}
+        words = ("--model.shape=minigpt-medium", "--training.max_steps=16", "--resume=never")
+        done = one_card.launch("run", recipe(one_card, data=data), *words, **added)
+        assert done.returncode == 0, done.stdout + done.stderr
+        *_, file = sorted(one_card.folder.glob("workspace/runs/tiny/*/plan.json"))
+        plan = json.loads(file.read_text())
+        outcome = json.loads((file.parent / "attempts/01/outcome.json").read_text())
+        planned = plan["estimate"]["step_reserved_bytes"]
+        shares[plan["allocator_settings"]] = outcome["vram_reserved_bytes"] / planned
+    assert shares["expandable_segments:True"] == pytest.approx(1, abs=0.02)
+    assert shares[""] > 1.1
+
+
 def test_two_cards_train_over_nccl(two_cards: Workplace):
     words = ("--launch.num_processes=2", "--launch.mode=dual_gpu_nccl")
     with started(two_cards, recipe(two_cards), *words) as process:

@@ -7,6 +7,7 @@ Source: AcceleratorAllocatorConfig and CUDAAllocatorConfig, parseArgs, of torch 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from launch.base.errors import ConfigError
@@ -84,6 +85,15 @@ class AllocatorConfig:
 
 
 TORCH_DEFAULTS = AllocatorConfig()
+# torch reads the first of them that is set
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+EXPANDABLE = "expandable_segments:True"
+
+
+def users_settings(environ: Mapping[str, str]) -> str | None:
+    """The settings that the user's environment has for the ranks' allocator; None: it names
+    none."""
+    return next((environ[name] for name in VARIABLES if name in environ), None)
 
 
 def _split(text: str) -> dict[str, str]:

@@ -10,8 +10,11 @@ import pytest
 from launch.base.errors import ConfigError, DoesNotFit, ResourceError
 from launch.base.workspace import Workspace
 from launch.plan import context as plan_context
+from launch.plan import planner
+from launch.plan.candidates import LaunchConstraints
 from launch.predict import estimate, model_config
-from launch.predict.memory.allocator_config import AllocatorConfig
+from launch.predict.memory.allocator_config import EXPANDABLE, AllocatorConfig
+from launch.probe import architectures
 from launch.render import command
 from launch.report import text
 from launch.run_folder.layout import RunDir
@@ -214,6 +217,40 @@ def test_the_users_share_of_a_card_limits_the_budget_too(share, budget):
     context = replace(context, allocator=AllocatorConfig(per_process_memory_fraction=share))
     strategy = plan(recipe, on).strategy
     assert estimate.budget_bytes(context, strategy) / GIB == pytest.approx(budget, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("facts", "packing", "settings"),
+    [
+        ({"may_expand": True}, False, EXPANDABLE),
+        ({"may_expand": True, "is_ragged": False}, False, ""),
+        ({"may_expand": True}, True, ""),
+        ({"may_expand": False}, False, ""),  # the user names settings, or the driver cannot
+    ],
+)
+def test_segments_grow_where_rows_differ_in_length(facts, packing, settings):
+    recipe = recipe_of(
+        data={"packing": packing}, launch={"mode": "single_gpu"}, training={"bf16": True}
+    )
+    config, parameters = model_config.read(recipe.model, root=CODE)
+    context = plan_context.build(recipe, machine(1), config, parameters, DATA_FORMAT)
+    chosen = planner.choose(replace(context, **facts), LaunchConstraints()).plan
+    assert chosen.allocator_settings == settings
+    named = [switch.runs for switch in chosen.switches if switch.name == "allocator"]
+    assert named == ([settings] if settings else [])
+
+
+@pytest.mark.parametrize(
+    ("vendor", "kernel", "expands"),
+    [
+        ("nvidia", "6.8.0-45-generic", True),
+        ("nvidia", "5.15.153.1-microsoft-standard-WSL2", False),
+        ("amd", "6.8.0-45-generic", False),
+    ],
+)
+def test_segments_grow_where_the_driver_maps_memory_into_addresses(vendor, kernel, expands):
+    cards = [replace(gpu(), vendor=vendor)]
+    assert architectures.expands_segments(cards, kernel) == expands
 
 
 def with_a_full_card() -> Machine:

@@ -143,5 +143,20 @@ def test_only_the_chosen_cards_are_visible_by_the_numbers_of_the_vendor():
     assert command(amd).env["HIP_VISIBLE_DEVICES"] == "1"
 
 
+@pytest.mark.parametrize(
+    ("users", "added"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": ""}, None),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, None),
+    ],
+)
+def test_the_users_settings_of_the_allocator_are_left_alone(users, added):
+    chosen = replace(plan(recipe_of(), machine(1)), allocator_settings="expandable_segments:True")
+    run, workspace = RunDir(Path("/runs/1")), Workspace(Path("/"))
+    made = render_command.command(chosen, machine(1), run, run.attempt(1), workspace, users)
+    assert made.env.get("PYTORCH_ALLOC_CONF") == added
+
+
 def test_processes_share_the_cpus():
     assert command(machine(), num_processes=3).env["OMP_NUM_THREADS"] == "2"
