@@ -72,10 +72,11 @@ def examine(
                 f" {size(memory.agent_bytes)}, shared libraries {size(memory.mapped_bytes)} of"
                 " host RAM; plans count this memory"
             )
-            if memory.context_bytes:
+            if card := memory.card.context_bytes and memory.card:
                 say(
-                    f"context: a rank takes {size(memory.context_bytes)} of its"
-                    f" {memory.context_card} outside torch's allocator; plans count this memory"
+                    f"context: a rank takes {size(card.context_bytes)} of its {card.name} outside"
+                    f" torch's allocator, measured here by {card.context_source}; plans count this"
+                    " memory"
                 )
     for problem in all_problems:
         say(str(problem))

@@ -31,6 +31,21 @@ class Gpu:
 
 
 @dataclass(frozen=True)
+class CardFigures:
+    """Measurements of a card on this machine; 0: not measured."""
+
+    name: str = ""  # of the card
+    context_bytes: int = 0  # of a process on the card, outside torch's allocator
+    context_source: Literal["doctor", "selfcheck"] = "doctor"
+    flops_per_s: float = 0.0  # of a large product in half precision
+    # of copies between pinned memory and the card, in the slower direction
+    host_device_bytes_per_s: float = 0.0
+
+
+NOT_MEASURED = CardFigures()
+
+
+@dataclass(frozen=True)
 class Machine:
     """The resources that a run may use on this machine. Each fact has its reason beside it."""
 

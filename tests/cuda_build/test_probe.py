@@ -35,6 +35,30 @@ def test_doctor_measures_the_context_and_plans_count_it(tmp_path: Path):
     assert estimate["outside_source"] == "context 0.29 GiB, measured here by doctor"
 
 
+KEPT = """
+from dataclasses import replace
+from launch.base.workspace import Workspace
+from launch.probe import import_memory
+cache = Workspace.here().cache
+card = import_memory.measured_or_assumed(cache, "cuda").card
+more = replace(card, context_bytes=420 << 20, context_source="selfcheck", flops_per_s=5e13)
+import_memory.keep_card(cache, more)
+"""
+
+
+def test_doctor_keeps_what_selfcheck_has_measured_of_the_card(tmp_path: Path):
+    place = Workplace(tmp_path, Card(context_mib=300))
+    place.launch("doctor")
+    assert place.python("-c", KEPT).returncode == 0
+    done = place.launch("doctor")
+    assert "0.41 GiB of its NVIDIA GeForce RTX 3080" in done.stdout, done
+    assert "measured here by selfcheck" in done.stdout
+    recipe = str(builders.recipe(tmp_path, training={"bf16": True}))
+    plan = json.loads(place.launch("plan", recipe, "--json").stdout)
+    assert plan["estimate"]["outside_source"] == "context 0.41 GiB, measured here by selfcheck"
+    assert "products 50 TFLOP/s (selfcheck)" in "\n".join(plan["why"])
+
+
 def test_a_card_that_fell_off_the_bus_is_named(tmp_path: Path):
     done = Workplace(tmp_path, Card(), Card(lost=1)).launch("doctor")
     assert "NVML lists 1; GPU 1: GPU is lost" in done.stdout, done.stdout

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from tests import builders
 from tests.cuda_build.conftest import Workplace
 from tests.fake_cuda.machine import Card
 
@@ -45,6 +46,11 @@ def test_a_check_that_is_cut_off_leaves_nothing_running_and_the_same_line_goes_o
     for pairs in first["full, bf16"]["figures"]["memory"].values():
         predicted, measured = pairs["allocated_bytes"]
         assert abs(measured / predicted - 1) < 0.01
+    recipe = str(builders.recipe(tmp_path, training={"bf16": True}))
+    plan = json.loads(place.launch("plan", recipe, "--json").stdout)
+    assert plan["estimate"]["outside_bytes"] == 250 << 20
+    (measured,) = [line for line in plan["why"] if line.startswith("measured here: ")]
+    assert "context 0.24 GiB" in measured and "products" in measured and "copies" in measured
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline and running(place):
         time.sleep(0.5)

@@ -78,7 +78,13 @@ def lines(finding: Finding) -> list[str]:
         for figure, (planned, measured) in figures.items()
         if planned
     ]
+    text += [f"  {name}: {number:.4g}" for name, number in rates(finding).items()]
     return text
+
+
+def rates(finding: Finding) -> Mapping[str, float]:
+    """Measurements that no prediction stands beside, by name and unit."""
+    return finding.figures.get("rates", {})
 
 
 def page(results: Results) -> str:
@@ -95,6 +101,11 @@ def page(results: Results) -> str:
         for finding in results.findings
         for pair in [finding.figures.get("seconds_per_step")]
         if isinstance(pair, Sequence)
+    ]
+    costs = [
+        [name, f"{number:.4g}"]
+        for finding in results.findings
+        for name, number in rates(finding).items()
     ]
     checks = [
         [
@@ -114,6 +125,7 @@ def page(results: Results) -> str:
         + _table(["check", "part of the run", "figure", "predicted", "measured", "error"], memory)
         + "<h2>Seconds of a step</h2>"
         + _table(["check", "predicted", "measured"], speed)
+        + f"<h2>Rates and costs</h2>{_table(['', 'measured'], costs)}"
         + "</html>"
     )
 
