@@ -71,6 +71,9 @@ def _where(
             yield f"GPU {numbers}: the most free memory of {len(machine.gpus)} GPUs"
         if fullest := candidates.without_fullest(cards):
             yield fullest
+        for gpu in cards:
+            if gpu.slowdown:
+                yield f"GPU {gpu.index} ({gpu.name}) is slower now: {gpu.slowdown}"
         yield from architectures.attention_notes(machine.gpus[: candidate.num_processes])
     if candidate.num_machines > 1 and recipe.launch.nodes > 1:
         launch = recipe.launch

@@ -28,6 +28,7 @@ class Gpu:
     reason: str  # the source of these values
     # names the card in CUDA_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES; "" of a described card
     uuid: str = ""
+    slowdown: str = ""  # why its clocks are lowered now; "": they are not, or unknown
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,17 @@ def test_doctor_measures_the_context_and_plans_count_it(tmp_path: Path):
     assert estimate["outside_source"] == "context 0.29 GiB, measured here by doctor"
 
 
+def test_a_card_at_lower_clocks_is_a_note_with_the_reason_and_the_plan_says_it(tmp_path: Path):
+    place = Workplace(tmp_path, Card(), Card(name="RTX A6000", slowdown=0x48))
+    done = place.launch("doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = "GPU 1 (RTX A6000) is slower now: too hot (HW thermal slowdown); 600 of 1980 MHz; 91 °C"
+    (note,) = [line for line in done.stdout.splitlines() if "slower now" in line]
+    assert note.startswith(f"note: {text}; fix: see its fans")
+    _, explained = planned(place, "--launch.num_processes=2")
+    assert text in explained
+
+
 KEPT = """
 from dataclasses import replace
 from launch.base.workspace import Workspace

@@ -15,8 +15,9 @@ FOLDER, FAULT = (
     "NVIDIA_FAKE_NCCL",
 )  # launch passes variables that start with NVIDIA
 MAX_CARDS = 8
-# of struct Process in fake.h: pid, used, peak, pinned, peak_pinned, has_context, four counters
-PROCESS = struct.Struct(f"@i{MAX_CARDS}N{MAX_CARDS}NNN{MAX_CARDS}iNNNN")
+# of struct Process in fake.h: pid, used, peak, pinned, peak_pinned, has_context, failed, four
+# counters
+PROCESS = struct.Struct(f"@i{MAX_CARDS}N{MAX_CARDS}NNN{2 * MAX_CARDS}iNNNN")
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Card:
     lost: int = 0  # it has fallen off the bus
     peer_access: int = 0
     mig: int = 0  # its MIG mode is on
+    xid: int = 0  # that NVML reports its failure with; 79: it falls off the bus
+    slowdown: int = 0  # bits of NVML's reasons for lower clocks
 
     def line(self) -> str:
         return ";".join(f"{name}={value}" for name, value in asdict(self).items())

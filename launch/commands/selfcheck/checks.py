@@ -148,7 +148,10 @@ def _one_card() -> dict[str, str]:
 def _step_costs(bench: Bench) -> dict[str, Any]:
     """Waits of a step for the card, and seconds of a checkpoint beside those of saving it."""
     name = "step_costs"
-    training = {"bf16": True, "max_steps": 20, "save_steps": 8, "dataloader_num_workers": 0}
+    training = {
+        **{"bf16": True, "max_steps": 20, "save_steps": 8, "dataloader_num_workers": 0},
+        "logging_steps": 1000,  # a log waits too
+    }
     with bench.begin(name, {"training": training}, "--dry-run") as child:
         child.wait()
     run = bench.folder / "runs" / name / "dry-run"
