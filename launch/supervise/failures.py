@@ -74,8 +74,8 @@ def _with_xid(failure: Failure, xids: Sequence[Xid]) -> Failure:
 
 
 def _described(xid: Xid) -> str:
-    words = HARDWARE_XIDS.get(xid.number)
-    return f"Xid {xid.number}{f' ({words})' if words else ''} on {xid.card}"
+    meaning = HARDWARE_XIDS.get(xid.number)
+    return f"Xid {xid.number}{f' ({meaning})' if meaning else ''} on {xid.card}"
 
 
 def _cause(record: AttemptRecord) -> Failure:
