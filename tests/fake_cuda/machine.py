@@ -75,15 +75,19 @@ class Machine:
         return variables | ({FAULT: fault} if fault else {})
 
     def processes(self) -> list[Process]:
-        """Every process that opened a card, in order."""
-        found = []
-        for values in PROCESS.iter_unpack((self.folder / "processes").read_bytes()):
-            if not values[0]:
-                break
-            peak = values[1 + MAX_CARDS : 1 + 2 * MAX_CARDS]
-            peak_pinned = values[2 + 2 * MAX_CARDS]
-            found.append(Process(values[0], peak, peak_pinned, *values[-4:]))
-        return found
+        return processes(self.folder)
+
+
+def processes(folder: Path) -> list[Process]:
+    """Every process that opened a card of the machine in this folder, in order."""
+    opened = []
+    for values in PROCESS.iter_unpack((folder / "processes").read_bytes()):
+        if not values[0]:
+            break
+        peak = values[1 + MAX_CARDS : 1 + 2 * MAX_CARDS]
+        peak_pinned = values[2 + 2 * MAX_CARDS]
+        opened.append(Process(values[0], peak, peak_pinned, *values[-4:]))
+    return opened
 
 
 def has_cuda_build() -> bool:

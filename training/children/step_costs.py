@@ -54,7 +54,10 @@ class StepCosts(TrainerCallback):
     def result(self) -> dict[str, Any]:
         # from the middle of a step to the middle of the next
         counted = range(WARNS_FROM + 1, WARNS_UNTIL - 1)
-        return {"waits": [self._waits[step] for step in counted], **self._checkpoint()}
+        return {
+            "waits": [self._waits[step] for step in counted if step in self._waits],
+            **self._checkpoint(),
+        }
 
     def _checkpoint(self) -> dict[str, float]:
         """Seconds of the last checkpoint between steps, and of saving in it; {} without one.
