@@ -13,8 +13,10 @@ from typing import Any
 from launch.base import environment
 from launch.base.errors import ResourceError
 from launch.commands.selfcheck.bench import BATCH, SHAPE, Bench, Changes, CheckFailed, measured
+from launch.predict.memory import context as memory_context
 from launch.probe import gpus, import_memory, link_test
 from launch.probe import machine as probe_machine
+from launch.schema.machine import NOT_MEASURED
 
 PRECISIONS: dict[str, Changes] = {"bf16": {"bf16": True}, "fp16": {"fp16": True}, "fp32": {}}
 TAKEN_SHARE = 0.6  # of what a run needs: another program leaves it so much
@@ -129,7 +131,10 @@ def _card(bench: Bench) -> dict[str, Any]:
         host_device_bytes_per_s=min(copied.values()),
     )
     import_memory.keep_card(bench.cache, card)
+    gpu = next((gpu for gpu in probe_machine.machine().gpus if gpu.name == card.name), None)
+    context = [memory_context.context_bytes(gpu, NOT_MEASURED)[0] if gpu else 0, card.context_bytes]
     rates = {f"copies {where}, GB/s": rate / 1e9 for where, rate in copied.items()}
+    facts |= {"context_bytes": context} if card.context_bytes else {}
     return {**facts, "rates": {**rates, "products in half precision, TFLOP/s": flops / 1e12}}
 
 

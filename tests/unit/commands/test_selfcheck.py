@@ -47,6 +47,18 @@ def test_the_figures_of_imports_stay_when_a_card_is_kept(tmp_path: Path):
     assert import_memory.measured_or_assumed(tmp_path, "cpu").card == CardFigures()
 
 
+def test_the_page_and_the_text_compare_the_context_and_the_whole_card():
+    figures = {"context_bytes": [200 << 20, 300 << 20], "device_bytes": [4 << 30, 5 << 30]}
+    finding = Finding("card", 1, 3.0, 0.0, figures)
+    assert lines(finding)[1:] == [
+        "  second step whole card predicted 4.00 GiB, measured 5.00 GiB (+25.0%)",
+        "  a product   context    predicted 0.20 GiB, measured 0.29 GiB (+50.0%)",
+    ]
+    text = page(Results({"card": CARD}, (finding,)))
+    for figure in ("whole card", "context"):
+        assert f"<td>{figure}</td>" in text
+
+
 def test_the_page_and_the_text_have_the_rates():
     found = Finding("card", 1, 3.0, 0.0, {"rates": {"copies to the card, GB/s": 12.345}})
     assert lines(found) == ["card: ok (3 s)", "  copies to the card, GB/s: 12.35"]
