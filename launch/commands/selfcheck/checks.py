@@ -51,8 +51,8 @@ def _second() -> Iterator[Check]:
     longer = {"max_steps": 40, "bf16": True}
     yield _training("40 steps", 2, {"training": longer})
     yield Check("plain Trainer", 2, 60, _plain_trainer)
-    yield Check("costs of a step", 2, 60, _step_costs)
-    yield Check("link", 2, 60, _link, cards=2)
+    yield Check("costs of a step", 2, 60, measure_step_costs)
+    yield Check("link", 2, 60, measure_link, cards=2)
     for mode in ("dual_gpu_nccl", "dual_gpu_gloo", "deepspeed_zero2", "deepspeed_zero3", "fsdp2"):
         changes = {"training": longer, "launch": {"mode": mode, "num_processes": 2}}
         yield _training(f"40 steps, {mode}", 2, changes, cards=2)
@@ -150,7 +150,7 @@ def _one_card() -> dict[str, str]:
     return gpus.visible_devices(replace(machine, gpus=(card,)), 1)
 
 
-def _step_costs(bench: Bench) -> dict[str, Any]:
+def measure_step_costs(bench: Bench) -> dict[str, Any]:
     """Waits of a step for the card, and seconds of a checkpoint beside those of saving it."""
     name = "step_costs"
     training = {
@@ -168,7 +168,7 @@ def _step_costs(bench: Bench) -> dict[str, Any]:
     return {**costs, "rates": {"waits of a step": max(map(len, costs["waits"])), **seconds}}
 
 
-def _link(bench: Bench) -> dict[str, Any]:
+def measure_link(bench: Bench) -> dict[str, Any]:
     """Bus bandwidth of the fastest transport between the cards and of Gloo, for later plans."""
     machine, variables = probe_machine.machine(), environment.passed(os.environ)
     links = {
