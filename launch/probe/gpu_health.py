@@ -7,11 +7,13 @@ import ctypes
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from launch.probe import gpu_signs
+from launch.schema.machine import Gpu
 from launch.schema.result import Xid
 
 # Bits of NVML's reasons for lower clocks. Source: nvml.h, nvmlClocksEventReasons
@@ -27,7 +29,8 @@ ASK_REASONS = (
     "nvmlDeviceGetCurrentClocksThrottleReasons",
 )
 
-XID_LINE = re.compile(r"NVRM: Xid \(PCI:([\da-fA-F:.]+)\): (\d+)\b.*")
+Bus = tuple[int, int]  # PCI domain and bus
+XID_LINE = re.compile(r"NVRM: Xid \(PCI:([\da-fA-F]+):([\da-fA-F]+):[\da-fA-F.]+\): (\d+)\b.*")
 # priority, number, microseconds since the start, flags; the message. Source: kernel docs,
 # Documentation/ABI/testing/dev-kmsg
 KERNEL_RECORD = re.compile(r"^\d+,\d+,(\d+),[^;\n]*;(.*)", re.MULTILINE)
@@ -63,46 +66,50 @@ def _ask(pynvml: Any, name: str, *arguments: Any) -> int:
 
 
 class XidWatch:
-    """The Xids of all cards from now on. NVML reports them to those who listen; the kernel's log
+    """The Xids of NVIDIA cards from now on. NVML reports them to those who listen; the kernel's log
     has them too, for users who may read it."""
 
-    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(self, gpus: Sequence[Gpu], environ: Mapping[str, str] | None = None) -> None:
         root = gpu_signs.system_root(os.environ if environ is None else environ)
         self._kernel_log, self._since_s = root / "dev/kmsg", time.monotonic()
         self._cards: dict[int, str] = {}  # by the address of the handle
+        self._on_bus: dict[Bus, str] = {}
         self._events: Any = None
-        self._listen()
+        self._listen([gpu for gpu in gpus if gpu.vendor == "nvidia"])
 
     def read(self) -> tuple[Xid, ...]:
         """The Xids so far, in the order of their reports, each number once; ends listening."""
         xids: dict[int, Xid] = {}
-        for xid in (*self._from_nvml(), *kernel_xids(self._kernel_log, self._since_s)):
+        from_kernel = kernel_xids(self._kernel_log, self._since_s, self._on_bus)
+        for xid in (*self._from_nvml(), *from_kernel):
             xids.setdefault(xid.number, xid)
         return tuple(xids.values())
 
-    def _listen(self) -> None:
-        try:
-            import pynvml
-        except ImportError:
+    def _listen(self, gpus: Sequence[Gpu]) -> None:
+        if not gpus:
             return
+        import pynvml
+
         try:
             pynvml.nvmlInit()
-            self._events = pynvml.nvmlEventSetCreate()
         except pynvml.NVMLError:
             return
-        for index in range(_ask(pynvml, "nvmlDeviceGetCount")):
-            try:
-                card = pynvml.nvmlDeviceGetHandleByIndex(index)
-                pynvml.nvmlDeviceRegisterEvents(
-                    card, pynvml.nvmlEventTypeXidCriticalError, self._events
-                )
-                name = f"GPU {index} ({pynvml.nvmlDeviceGetName(card)})"
-            except pynvml.NVMLError:  # lost, not ours, or too old for events
-                continue
-            self._cards[_address(card)] = name
+        with suppress(pynvml.NVMLError):  # events are for Linux, not for WSL2
+            self._events = pynvml.nvmlEventSetCreate()
+        for gpu in gpus:
+            name = f"GPU {gpu.index} ({gpu.name})"
+            with suppress(pynvml.NVMLError):  # lost, or too old for events
+                card = pynvml.nvmlDeviceGetHandleByIndex(gpu.index)
+                place = pynvml.nvmlDeviceGetPciInfo(card)
+                self._on_bus[int(place.domain), int(place.bus)] = name
+                if self._events is not None:
+                    pynvml.nvmlDeviceRegisterEvents(
+                        card, pynvml.nvmlEventTypeXidCriticalError, self._events
+                    )
+                    self._cards[_address(card)] = name
 
     def _from_nvml(self) -> Iterator[Xid]:
-        if self._events is None:
+        if not self._cards:
             return
         import pynvml
 
@@ -115,35 +122,40 @@ class XidWatch:
             yield Xid(int(event.eventData), name, f"NVML: Xid {event.eventData} on {name}")
         pynvml.nvmlEventSetFree(self._events)
         pynvml.nvmlShutdown()
-        self._events = None
+        self._cards = {}
 
 
 def _address(handle: Any) -> int:
     return ctypes.cast(handle, ctypes.c_void_p).value or 0
 
 
-def kernel_xids(log: Path, since_s: float) -> list[Xid]:
-    """The Xids in the kernel's log since a time of the monotonic clock; [] if this user may not
-    read it."""
+def kernel_xids(log: Path, since_s: float, on_bus: Mapping[Bus, str]) -> list[Xid]:
+    """The Xids of these cards in the kernel's log since a time of the monotonic clock; [] if this
+    user may not read it."""
     try:
         file = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return []
     xids = []
     try:
-        while True:
-            try:
-                text = os.read(file, RECORD_BYTES)
-            except BrokenPipeError:  # records were overwritten; the next read goes on after them
-                continue
-            except OSError:  # no more records
-                break
-            if not text:
-                break
-            for microseconds, message in KERNEL_RECORD.findall(text.decode(errors="replace")):
+        while text := _next_records(file):
+            for microseconds, message in KERNEL_RECORD.findall(text):
                 line = XID_LINE.search(message)
-                if line and int(microseconds) >= since_s * 1e6:
-                    xids.append(Xid(int(line[2]), f"GPU at PCI {line[1]}", line[0]))
+                if line is None or int(microseconds) < since_s * 1e6:
+                    continue
+                if card := on_bus.get((int(line[1], 16), int(line[2], 16))):
+                    xids.append(Xid(int(line[3]), card, line[0]))
     finally:
         os.close(file)
     return xids
+
+
+def _next_records(file: int) -> str:
+    """A record of the kernel's log, or several of a copy of it; "" after the last."""
+    while True:
+        try:
+            return os.read(file, RECORD_BYTES).decode(errors="replace")
+        except BrokenPipeError:  # records were overwritten; the next read goes on after them
+            continue
+        except OSError:  # no more records
+            return ""

@@ -215,7 +215,7 @@ class AttemptRecord:
     ended_ranks: tuple[int, ...] = ()
     vram_reserved_bytes: int = 0  # of the fullest rank at the last logged step
     vram_total_bytes: int = 0  # 0: no GPU, or no step
-    xids: tuple[Xid, ...] = ()  # of all cards during the attempt
+    xids: tuple[Xid, ...] = ()  # of the ranks' cards during the attempt
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,9 @@ def run(
     `check` gets the memory of the second step; if it returns False the ranks are ended, and the
     result, which is no failure, asks to plan again. `signals` collects signals for several
     attempts; `end_s` is the time on the monotonic clock at which they must be over."""
-    has_nvidia = any(gpu.vendor == "nvidia" for gpu in planned_on.gpus)
-    beginning = Beginning(xids=XidWatch() if has_nvidia else None)
+    strategy = attempt.read_plan().strategy
+    cards = strategy.processes_per_machine if strategy.device == "cuda" else 0
+    beginning = Beginning(xids=XidWatch(planned_on.gpus[:cards]))
     processes.adopt()
     with stop_signals.signals() if signals is None else nullcontext(signals) as signals:
         signals.collect()
@@ -78,7 +79,7 @@ class Beginning:
 
     monotonic_s: float = field(default_factory=time.monotonic)
     oom_kills: int = field(default_factory=machine.oom_kills)
-    xids: XidWatch | None = None  # None: no NVIDIA card
+    xids: XidWatch | None = None  # None: no ranks
 
 
 def result_of(

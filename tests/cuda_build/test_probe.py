@@ -46,6 +46,32 @@ def test_a_card_at_lower_clocks_is_a_note_with_the_reason_and_the_plan_says_it(t
     assert text in explained
 
 
+XIDS = """
+import json, os, time
+from dataclasses import astuple
+from pathlib import Path
+from launch.probe import machine
+from launch.probe.gpu_health import XidWatch
+
+log = Path(os.environ["LOWMEM_SYSTEM_ROOT"], "dev/kmsg")
+line = "NVRM: Xid (PCI:0000:{}:00): {}, GPU has fallen off the bus"
+watch = XidWatch(machine.machine().gpus[:1])
+now = time.monotonic() * 1e6
+records = [(now - 9e6, "01", 48), (now + 1, "02", 95), (now + 2, "01", 79), (now + 3, "01", 79)]
+log.write_text("".join(f"4,1,{at:.0f},-;{line.format(*what)}\\n" for at, *what in records))
+print(json.dumps([astuple(xid) for xid in watch.read()]))
+"""
+
+
+def test_the_kernels_log_gives_the_xids_of_the_ranks_cards_once(two_cards: Workplace):
+    (two_cards.folder / "dev").mkdir()
+    done = two_cards.python("-c", XIDS, LOWMEM_SYSTEM_ROOT=str(two_cards.folder))
+    assert done.returncode == 0, done.stderr
+    (xid,) = json.loads(done.stdout)
+    assert xid[:2] == [79, "GPU 0 (NVIDIA GeForce RTX 3080)"]
+    assert xid[2] == "NVRM: Xid (PCI:0000:01:00): 79, GPU has fallen off the bus"
+
+
 KEPT = """
 from dataclasses import replace
 from launch.base.workspace import Workspace

@@ -21,6 +21,12 @@ typedef struct {
     unsigned gpu_instance, compute_instance;
 } Event;
 
+typedef struct {
+    char legacy_id[16];
+    unsigned domain, bus, device, device_id, subsystem_id;
+    char id[32];
+} PciInfo;
+
 static int handles[MAX_CARDS];
 static int card_of(int *device) { return (int)(device - handles); }
 
@@ -54,6 +60,10 @@ int nvmlDeviceGetName(int *device, char *text, unsigned size) {
 }
 int nvmlDeviceGetUUID(int *device, char *text, unsigned size) {
     return snprintf(text, size, "GPU-%08x-0000-0000-0000-000000000000", card_of(device) + 1), SUCCESS;
+}
+int nvmlDeviceGetPciInfo_v3(int *device, PciInfo *place) {
+    *place = (PciInfo){.bus = (unsigned)card_of(device) + 1};
+    return SUCCESS;
 }
 int nvmlDeviceGetMigMode(int *device, unsigned *current, unsigned *pending) {
     *current = *pending = card_on_the_bus(card_of(device))->mig;

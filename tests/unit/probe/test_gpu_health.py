@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from launch.probe import gpu_health
-from launch.probe.gpu_health import XidWatch
 from launch.schema.result import Xid
 
 # github.com/NVIDIA/NVSentinel/issues/155, in the form of /dev/kmsg
@@ -31,24 +29,15 @@ def test_the_kernels_log_gives_the_xids_since_a_time(tmp_path: Path):
         (90.0, "NVRM: Xid (PCI:0000:01:00): 31, Ch 00000003, engmask 00000101"),
         (101.0, "nvidia 0000:44:00.0: AER: Xid 48 is no line of the driver"),
         (102.0, OFF_THE_BUS),
+        (103.0, OFF_THE_BUS.replace("44", "c1")),  # the card of somebody else
     )
-    found = gpu_health.kernel_xids(log(tmp_path, *records), 100.0)
-    assert found == [Xid(79, "GPU at PCI 0000:44:00", OFF_THE_BUS)]
+    cards = {(0, 0x01): "GPU 0", (0, 0x44): "GPU 1"}
+    found = gpu_health.kernel_xids(log(tmp_path, *records), 100.0, cards)
+    assert found == [Xid(79, "GPU 1", OFF_THE_BUS)]
 
 
 def test_a_log_that_may_not_be_read_says_nothing(tmp_path: Path):
-    assert gpu_health.kernel_xids(tmp_path / "dev/kmsg", 0.0) == []
-
-
-def test_a_watch_has_each_number_once_and_nothing_from_before_it(tmp_path: Path):
-    now = time.monotonic()
-    records = [
-        (now - 9, OFF_THE_BUS.replace("79", "48")),
-        *[(now + n, OFF_THE_BUS) for n in (5, 6)],
-    ]
-    log(tmp_path, *records)
-    watch = XidWatch({"LOWMEM_SYSTEM_ROOT": str(tmp_path)})
-    assert [xid.number for xid in watch.read()] == [79]
+    assert gpu_health.kernel_xids(tmp_path / "dev/kmsg", 0.0, {(0, 0x44): "GPU 1"}) == []
 
 
 class NVMLError(Exception):

@@ -234,7 +234,7 @@ def test_ranks_that_a_lost_card_left_behind_are_the_cards_failure(facts):
     [
         # a program can cause it
         (PAGE_FAULT, {"hang": "rank 1 is silent in step"}, "hang"),
-        # whatever a card of the machine reported meanwhile
+        # whatever the card reported meanwhile
         (OFF_THE_BUS, {"oom_kills": 1}, "host_oom"),
         (OFF_THE_BUS, {"stopped_by": 15}, "stopped"),
         (
