@@ -17,10 +17,11 @@ from launch.schema.machine import Gpu
 from launch.schema.result import Xid
 
 # Bits of NVML's reasons for lower clocks. Source: nvml.h, nvmlClocksEventReasons
+IDLE, POWER_CAP = 0x01, 0x04
 HOT = {0x40: "too hot (HW thermal slowdown)", 0x20: "too hot (SW thermal slowdown)"}
 POWER = {
     0x80: "the power supply asks for less (HW power brake)",
-    0x04: "at its power limit (SW power cap), as under full load",
+    POWER_CAP: "at its power limit (SW power cap), as under full load",
 }
 HEAT_OR_POWER = {0x08: "heat or power (HW slowdown)"}
 # of newer drivers, and of those before 535
@@ -41,6 +42,8 @@ def slowdown(pynvml: Any, handle: Any) -> str:
     """The reason for which a card runs at lower clocks now, with its clock and temperature; "" if
     there is none, or the driver does not say."""
     bits = next(filter(None, (_ask(pynvml, name, handle) for name in ASK_REASONS)), 0)
+    if bits & IDLE:  # some laptops have the cap beside it
+        bits &= ~POWER_CAP
     causes = [text for bit, text in {**HOT, **POWER}.items() if bits & bit]
     causes = causes or [text for bit, text in HEAT_OR_POWER.items() if bits & bit]
     if not causes:

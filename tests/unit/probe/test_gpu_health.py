@@ -52,7 +52,8 @@ def refuse(*_):
     ("bits", "reason"),
     [
         (0, ""),
-        (0x1 | 0x2 | 0x10 | 0x100, ""),  # idle, or as somebody has set it
+        (0x1 | 0x4, ""),  # idle
+        (0x2 | 0x10 | 0x100, ""),  # as somebody has set it
         (0x40 | 0x8, "too hot (HW thermal slowdown)"),
         (0x20 | 0x4, "too hot (SW thermal slowdown), at its power limit (SW power cap)"),
         (0x80 | 0x8, "the power supply asks for less (HW power brake)"),
