@@ -25,6 +25,7 @@ from launch.run_folder import steps
 from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.machine import Gpu
 from launch.schema.phases import DevicePhases
+from launch.schema.plan import PAGED
 from launch.schema.result import SecondStep
 
 SHAPE = "gpt2-small"
@@ -239,8 +240,11 @@ def device_bytes(run: RunDir) -> list[int | None]:
 
 def outside(run: RunDir) -> dict[str, Any] | None:
     """The card of a run and the bytes that its process took there outside the allocator, at the
-    second step; None with several processes, whose communicators take memory too."""
-    if run.read_plan().strategy.num_processes > 1:
+    second step; None if not only its context is there: with several processes, whose communicators
+    take memory, or paged states."""
+    plan = run.read_plan()
+    has_pages = plan.estimate.peak is not None and PAGED in plan.estimate.peak.parts
+    if plan.strategy.num_processes > 1 or has_pages:
         return None
     gpu, taken, second_step = _taken(run)
     return {"card": gpu.name, "context_bytes": taken - second_step.reserved_bytes}

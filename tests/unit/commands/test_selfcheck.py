@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from launch.commands.selfcheck import checks
-from launch.commands.selfcheck.bench import Bench
+from launch.commands.selfcheck.bench import Bench, outside
 from launch.commands.selfcheck.results import Finding, Results, lines, page
 from launch.probe import import_memory
+from launch.run_folder.layout import RunDir
 from launch.schema.machine import MIB, CardFigures
+from launch.schema.plan import PAGED, Peak
+from tests.builders import machine, plan, recipe_of
 
 CARD = "NVIDIA GeForce RTX 3080"
 
@@ -36,6 +41,17 @@ def test_the_largest_context_of_the_runs_is_kept(tmp_path: Path, before, after):
     import_memory.keep_card(tmp_path, before)
     checks.keep_context(Bench(tmp_path, tmp_path, 0.0), CARD, 300 * MIB)
     assert card_of(tmp_path) == after
+
+
+@pytest.mark.parametrize(
+    ("on", "parts"), [(machine(1), {PAGED: 1 << 20}), (machine(2), {"weights": 1 << 20})]
+)
+def test_paged_states_and_communicators_are_no_part_of_a_context(tmp_path: Path, on, parts):
+    planned = plan(on=on)
+    estimate = replace(planned.estimate, peak=Peak("optimizer", "adam", parts))
+    run = RunDir.create(tmp_path, "tiny", datetime(2026, 1, 1))
+    run.write_plan(recipe_of(), replace(planned, estimate=estimate))
+    assert outside(run) is None
 
 
 def test_the_figures_of_imports_stay_when_a_card_is_kept(tmp_path: Path):
