@@ -26,6 +26,10 @@ MIN_HOST_BYTES = GIB  # torch and a data loader alone take two thirds of it
 SHM_BYTES = GIB
 SHM_BYTES_PER_RANK = 64 << 20  # docker's default is this much for all of them
 MIN_OPEN_FILES = 1024
+COOLER = (
+    "see its fans, air flow, power cables and power limit; `nvidia-smi -q -d PERFORMANCE,POWER`"
+    " shows the reasons"
+)
 
 
 @dataclass(frozen=True)
@@ -72,10 +76,11 @@ def examine(
                 f" {size(memory.agent_bytes)}, shared libraries {size(memory.mapped_bytes)} of"
                 " host RAM; plans count this memory"
             )
-            if memory.context_bytes:
+            if card := memory.card.context_bytes and memory.card:
                 say(
-                    f"context: a rank takes {size(memory.context_bytes)} of its"
-                    f" {memory.context_card} outside torch's allocator; plans count this memory"
+                    f"context: a rank takes {size(card.context_bytes)} of its {card.name} outside"
+                    f" torch's allocator, measured here by {card.context_source}; plans count this"
+                    " memory"
                 )
     for problem in all_problems:
         say(str(problem))
@@ -88,6 +93,9 @@ def problems(machine: Machine) -> Iterator[Problem]:
         what, _, fix = machine.gpus_obstacle.rpartition("; fix: ")
         fix += "; to train on the CPU on purpose add --launch.mode=cpu"
         yield Problem(what, fix, stops=True)
+    for gpu in machine.gpus:
+        if gpu.slowdown:
+            yield Problem(f"GPU {gpu.index} ({gpu.name}) is slower now: {gpu.slowdown}", COOLER)
     shm_needed = max(SHM_BYTES, SHM_BYTES_PER_RANK * len(machine.gpus))
     if len(machine.gpus) > 1 and machine.shm_bytes < shm_needed:
         yield Problem(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from launch.base.text import size
 from launch.plan import candidates, kernels
 from launch.plan.candidates import LaunchConstraints
-from launch.predict.estimate import Judged, PlanContext, describe
+from launch.predict.estimate import Judged, PlanContext, card_figures, describe
 from launch.probe import architectures
 from launch.schema.machine import GIB, Link, Machine
 from launch.schema.plan import Change, Switch
@@ -22,6 +22,7 @@ def why(context: PlanContext, chosen: Judged, constraints: LaunchConstraints) ->
     return (
         *_where(context.recipe, context.machine, candidate, constraints),
         *_link_why(context, candidate),
+        *_measured_why(context, candidate),
         *_trace_why(context, chosen),
     )
 
@@ -74,6 +75,9 @@ def _where(
             yield f"GPU {numbers}: the most free memory of {len(machine.gpus)} GPUs"
         if fullest := candidates.without_fullest(cards):
             yield fullest
+        for gpu in cards:
+            if gpu.slowdown:
+                yield f"GPU {gpu.index} ({gpu.name}) is slower now: {gpu.slowdown}"
         yield from architectures.attention_notes(machine.gpus[: candidate.num_processes])
     if candidate.num_machines > 1 and recipe.launch.nodes > 1:
         launch = recipe.launch
@@ -134,6 +138,23 @@ def _link_why(context: PlanContext, candidate: Candidate) -> Iterator[str]:
     step_flops = 2.0 * tokens * (model.parameters + backward + again)
     cost = cost_line(link, context.full_copy.gradients_bytes, step_flops, candidate.num_processes)
     yield from [cost] if cost else []
+
+
+def _measured_why(context: PlanContext, candidate: Candidate) -> Iterator[str]:
+    """The figures of the plan that were measured on this machine, each with its source."""
+    card, margin, figures = card_figures(context, candidate), context.error_margin, []
+    if card.context_bytes:
+        figures.append(f"context {size(card.context_bytes)} ({card.context_source})")
+    if card.flops_per_s:
+        figures.append(f"products {card.flops_per_s / 1e12:.3g} TFLOP/s (selfcheck)")
+    if copied := card.host_device_bytes_per_s:
+        figures.append(f"copies between host and card {copied / 1e9:.1f} GB/s (selfcheck)")
+    if context.link and context.link.bytes_per_s and candidate.processes_per_machine > 1:
+        figures.append(f"link {context.link.bytes_per_s / 1e9:.2f} GB/s (link test)")
+    if not margin.is_assumed:
+        figures.append(f"error of reserved memory {margin.fraction:+.1%} ({margin.reason})")
+    if figures:
+        yield f"measured here: {', '.join(figures)}"
 
 
 def _trace_why(context: PlanContext, chosen: Judged) -> Iterator[str]:

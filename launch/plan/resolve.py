@@ -21,6 +21,7 @@ from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
 from launch.plan.planner import Choice
 from launch.predict import model_config
 from launch.predict.estimate import PlanContext
+from launch.predict.history.calibration import NO_MARGIN, Margin
 from launch.predict.memory.allocator_config import AllocatorConfig, users_settings
 from launch.predict.traces import Traces
 from launch.probe import architectures, import_memory, link_causes, link_test, packages, torch_build
@@ -240,17 +241,17 @@ def _refuse_cards(recipe: Recipe, machine: Machine, constraints: LaunchConstrain
     torch_build.refuse(machine, machine.gpus[:count])
 
 
-def _error_margin(workspace: Workspace, machine: Machine, device: Device, say: Say) -> float:
+def _error_margin(workspace: Workspace, machine: Machine, device: Device, say: Say) -> Margin:
     """Share by which measured memory exceeds a prediction on this machine as a rule; 0 until enough
     runs have been measured."""
     if not workspace.ledger_file.exists():
-        return 0.0
+        return NO_MARGIN
     from launch.predict.history.cache_keys import machine_key
     from launch.predict.history.ledger import Ledger
 
     ledger = Ledger(workspace.ledger_file, say)
     margin = ledger.margin("reserved_bytes", device, machine_key(machine), prior=0.0)
-    return max(margin.fraction, 0.0)
+    return replace(margin, fraction=max(margin.fraction, 0.0))
 
 
 def _recall(
@@ -283,14 +284,16 @@ def _link(
     None: no plan depends on it, or it was not tested."""
     launch, mode = recipe.launch, recipe.launch.named_mode
     count = (launch.num_processes or len(machine.gpus) * launch.nodes) // launch.nodes
-    settled = (
-        constraints.num_processes is not None
-        or constraints.force_gloo
-        or (mode is not None and (mode.processes == "one" or mode.backend == "gloo"))
+    settled = constraints.num_processes is not None or (
+        mode is not None and mode.processes == "one"
     )
     if settled or not 1 < count <= len(machine.gpus):
         return None
     variables = environment.passed(os.environ)
+    if constraints.force_gloo or (mode is not None and mode.backend == "gloo"):
+        # nothing to search for: its speed, if selfcheck has measured it
+        link = link_test.last_result(machine, count, workspace.cache, variables, backends=("gloo",))
+        return link if link and link.backend else None
     if not test:
         return link_test.last_result(machine, count, workspace.cache, variables)
     link = link_test.link(machine, count, workspace.cache, variables, say=say)

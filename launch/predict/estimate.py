@@ -18,6 +18,7 @@ from launch.base.text import size
 from launch.data.token_cache import TokenCache
 from launch.predict import parameters as predict_parameters
 from launch.predict import sharding
+from launch.predict.history.calibration import NO_MARGIN, Margin
 from launch.predict.memory import allocator as memory_allocator
 from launch.predict.memory import context as memory_context
 from launch.predict.memory import host_memory, malloc
@@ -31,7 +32,7 @@ from launch.predict.time.timing import Affine, StepWork, TimeEstimate, WorkCost
 from launch.predict.traces import Question, Trace, Traces
 from launch.probe import architectures
 from launch.probe.import_memory import ASSUMED, Imports
-from launch.schema.machine import GIB, Link, Machine
+from launch.schema.machine import GIB, NOT_MEASURED, CardFigures, Link, Machine
 from launch.schema.model_sections import DTYPE_BYTES
 from launch.schema.phases import DeviceMemory, DevicePhases, MemoryPhases, Phase
 from launch.schema.plan import (
@@ -87,7 +88,7 @@ class PlanContext:
     cache_bytes: int | None = None  # of the tokenised rows; None: not there yet
     # of the tokenised training file, as tokenising wrote them
     counts: Mapping[str, Any] | None = None
-    error_margin: float = 0.0  # share by which past predictions were exceeded, at the level wanted
+    error_margin: Margin = NO_MARGIN  # by which past predictions were exceeded
     oom_history: OomHistory = NO_OOM_HISTORY  # and that of this very run
     assume_fits: bool = False  # budgets do not count, only what ran out
     # the fastest strategy in real trials of a recipe on this machine
@@ -295,8 +296,24 @@ def _time(
     work = StepWork(trace.work, _update(context.full_copy))
     speed = rates.of(context.machine, candidate)
     return timing.estimate(
-        work, candidate, context.model, context.full_copy, speed, context.link, split
+        work,
+        candidate,
+        context.model,
+        context.full_copy,
+        speed,
+        context.link,
+        split,
+        card_figures(context, candidate),
     )
+
+
+def card_figures(context: PlanContext, candidate: Strategy) -> CardFigures:
+    """The measurements of the cards that a candidate uses, if all of them are of the measured
+    kind; else none."""
+    measured = context.import_memory.card
+    cards = context.machine.gpus[: candidate.processes_per_machine]
+    is_same = candidate.device == "cuda" and {gpu.name for gpu in cards} == {measured.name}
+    return measured if is_same else NOT_MEASURED
 
 
 def _judged(
@@ -343,7 +360,7 @@ def _with_peak(
         on_device = _on_cpu(candidate, parts, by_phase["load"]) if exact else DevicePhases()
         return memory, MemoryPhases(on_device, on_host)
     outside, of_context = memory_context.context_bytes(
-        context.machine.gpus[0], context.import_memory
+        context.machine.gpus[0], context.import_memory.card
     )
     outside_source = f"context {size(outside)}, {of_context}"
     if candidate.backend == "nccl":
@@ -374,7 +391,7 @@ def _with_peak(
     # the error bar is part of what planning leaves free
     margin_left_free = int(free * (1 - context.recipe.launch.vram_fraction))
     margin = max(
-        int(context.error_margin * memory.reserved_bytes) - margin_left_free,
+        int(context.error_margin.fraction * memory.reserved_bytes) - margin_left_free,
         int(context.oom_history.device * memory.reserved_bytes),
         0,
     )
@@ -515,7 +532,7 @@ def budget_bytes(context: PlanContext, candidate: Strategy) -> int:
         return budget
     # of the allocator alone, on each card
     allowed = int(share * min(gpu.total_bytes for gpu in cards))
-    of_context, _ = memory_context.context_bytes(cards[0], context.import_memory)
+    of_context, _ = memory_context.context_bytes(cards[0], context.import_memory.card)
     return min(budget, allowed + of_context)
 
 

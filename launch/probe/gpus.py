@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from launch.base.text import size
-from launch.probe import gpu_signs
+from launch.probe import gpu_health, gpu_signs
 from launch.schema.machine import GIB, Gpu, Machine
 
 # graphics of a Ryzen or an APU, which rocm-smi lists beside the real card, are smaller
@@ -245,7 +245,8 @@ def _nvidia() -> _Nvidia:
                 continue
             sizes, capability = (int(memory.total), int(memory.free)), f"{major}.{minor}"
             reason = f"NVML device {index}"
-            gpu = Gpu(index, name, "nvidia", *sizes, capability, driver, reason, uuid)
+            slowdown = gpu_health.slowdown(pynvml, handle)
+            gpu = Gpu(index, name, "nvidia", *sizes, capability, driver, reason, uuid, slowdown)
             listed.append((uuid, gpu))
             if _is_divided(pynvml, handle):
                 divided.add(uuid)

@@ -1,5 +1,5 @@
-"""Memory of a job's processes after their imports: constants, or figures that `doctor` has measured
-on this machine.
+"""Memory of a job's processes after their imports: constants, or figures that `doctor` or
+`selfcheck` has measured on this machine. Its card's figures are beside them.
 
 The packages that few runs use are not counted; host_memory.py adds them."""
 
@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from launch.base.errors import ResourceError
 from launch.base.workspace import CODE
 from launch.probe import packages
 from launch.probe.torch_build import numbers
-from launch.schema.machine import MIB, Device
+from launch.schema.machine import MIB, NOT_MEASURED, CardFigures, Device
 
 PACKAGES = (
     "torch",
@@ -44,22 +44,34 @@ def measured_or_assumed(cache: Path, device: Device) -> Imports:
     if measured:
         return measured
     on_device = ASSUMED_CUDA_BYTES if device == "cuda" else 0
-    return Imports(**{**asdict(ASSUMED), "rank_bytes": ASSUMED.rank_bytes + on_device})
+    return replace(ASSUMED, rank_bytes=ASSUMED.rank_bytes + on_device)
 
 
-def measure(cache: Path, device: Device) -> Imports:
-    """Measure the figures now, in a child for each role (some seconds in all), and store them.
-    Raises ResourceError if a child fails."""
+def measure(cache: Path, device: Device, forget: bool = False) -> Imports:
+    """Measure the figures now, in a child for each role (some seconds in all), and store them. What
+    selfcheck has measured of the same card is kept, unless `forget`. Raises ResourceError if a
+    child fails."""
     children = {role: _child(role, device) for role in ROLES}
     private = {f"{role}_bytes": child["private_bytes"] for role, child in children.items()}
     mapped = max(child["mapped_bytes"] for child in children.values())
-    _store(
-        figures_file(cache, device),
-        private
-        | {"mapped_bytes": mapped, "reason": "measured here"}
-        | {key: children["rank"][key] for key in ("context_bytes", "context_card")},
-    )
-    return measured_or_assumed(cache, device)
+    name, context_bytes = (children["rank"][key] for key in ("context_card", "context_bytes"))
+    before, card = measured_or_assumed(cache, device).card, CardFigures(name, context_bytes)
+    if before.name == name and not forget:
+        is_more = before.context_source == "selfcheck" and before.context_bytes > context_bytes
+        card = before if is_more else replace(before, **_context(card))
+    figures = Imports(**private, mapped_bytes=mapped, reason="measured here", card=card)
+    _store(figures_file(cache, device), asdict(figures))
+    return figures
+
+
+def keep_card(cache: Path, card: CardFigures) -> None:
+    """Store figures of this machine's card for later plans."""
+    figures = replace(measured_or_assumed(cache, "cuda"), card=card)
+    _store(figures_file(cache, "cuda"), asdict(figures))
+
+
+def _context(card: CardFigures) -> dict[str, Any]:
+    return {"context_bytes": card.context_bytes, "context_source": card.context_source}
 
 
 def no_flash_attn(cache: Path) -> str | None:
@@ -172,9 +184,7 @@ class Imports:
     rank_bytes: int  # with the host memory of its device's runtime
     mapped_bytes: int
     reason: str
-    # of a rank's card outside torch's allocator; 0: not measured
-    context_bytes: int = 0
-    context_card: str = ""
+    card: CardFigures = NOT_MEASURED
 
 
 # Measured on Linux, Python 3.11, torch 2.13 (CPU), transformers 5.23; a rank without peft,

@@ -33,6 +33,8 @@ CACHE_VERSION = 1  # raise it if the meaning of a try changes
 FAILURE_KEPT_S = 24 * 3600.0
 KEPT_RESULTS = 16
 PACKAGES = ("torch", "nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+Backend = Literal["nccl", "gloo"]
+BACKENDS: tuple[Backend, ...] = ("nccl", "gloo")
 OBEYED = ("NCCL_", "RCCL_", "GLOO_")  # prefixes of variables by which a user chooses a transport
 # accelerate refuses these cards unless both are set, and its launcher sets them. Source:
 # check_cuda_p2p_ib_support
@@ -59,9 +61,10 @@ def link(
     fresh: bool = False,
     limits: Limits = Limits(),  # noqa: B008  a frozen value
     shm: Path = Path("/dev/shm"),
+    backends: Sequence[Backend] = BACKENDS,
 ) -> Link:
-    """The fastest transport that works between the first `num_processes` GPUs, from the cache
-    unless `fresh`.
+    """The fastest transport of `backends` that works between the first `num_processes` GPUs, from
+    the cache unless `fresh`.
 
     NCCL's variables in `environ` are part of every try, and Link.env holds only the variables that
     are added to them. Raises ResourceError if there are fewer GPUs than processes.
@@ -73,10 +76,12 @@ def link(
             f"{num_processes} processes on {len(machine.gpus)} GPU(s) ({machine.gpus_reason});"
             " lower num_processes"
         )
-    path, facts = cache / "link.json", _facts(machine, num_processes, environ, collective, device)
+    path = cache / "link.json"
+    facts = _facts(machine, num_processes, environ, collective, device, backends)
     if not fresh and (cached := _read_cache(path, say).get(_key(facts))) and _is_valid(cached):
         return cached.link
-    tested = _Search(machine, num_processes, environ, collective, device, say, limits, shm).run()
+    search = _Search(machine, num_processes, environ, collective, device, say, limits, shm)
+    tested = search.run(backends)
     if all(link_causes.BY_NAME[attempt.cause].lasting for attempt in tested.tries):
         _store(path, facts, tested, say)
     _of_this_process[path, _key(facts)] = tested
@@ -94,10 +99,12 @@ def last_result(
     cache: Path,
     environ: Mapping[str, str],
     collective: Sequence[str] = COLLECTIVE,
+    backends: Sequence[Backend] = BACKENDS,
 ) -> Link | None:
     """The result of this process's last test of these GPUs, else that of an earlier start, else
     None. Nothing is tested."""
-    path, facts = cache / "link.json", _facts(machine, num_processes, environ, collective, "cuda")
+    path = cache / "link.json"
+    facts = _facts(machine, num_processes, environ, collective, "cuda", backends)
     if tested := _of_this_process.get((path, _key(facts))):
         return tested
     cached = _read_cache(path, lambda line: None).get(_key(facts))
@@ -130,8 +137,8 @@ class _Search:
         self.tries: list[LinkTry] = []
         self.skipped: list[str] = []
 
-    def run(self) -> Link:
-        worth: list[Env] = list(link_causes.LADDER)
+    def run(self, backends: Sequence[Backend]) -> Link:
+        worth: list[Env] = list(link_causes.LADDER) if "nccl" in backends else []
         considered: list[Env] = []  # entries of the ladder
         tried: list[Env] = []  # the variables that were added to the user's environment
         is_cold = True  # the first start may have to read torch from a slow disk
@@ -173,9 +180,7 @@ class _Search:
             self._works(result) if result else self._one_gpu("no transport works between the GPUs")
         )
 
-    def _try(
-        self, backend: Literal["nccl", "gloo"], added: Env, deadline: float
-    ) -> dict[str, Any] | None:
+    def _try(self, backend: Backend, added: Env, deadline: float) -> dict[str, Any] | None:
         """Try a transport and add the try to self.tries. Returns rank 0's result if it worked."""
         self.say(f"link test: {_name(backend, added)}, {self.num_processes} processes")
         began = time.monotonic()
@@ -265,17 +270,18 @@ def _facts(
     environ: Mapping[str, str],
     collective: Sequence[str],
     device: str,
+    backends: Sequence[Backend],
 ) -> dict[str, Any]:
     """Everything that a result depends on. Fixes change the size of /dev/shm and the kernel's
     command line."""
+    # a plan has the cards in the order of their free memory
+    cards = sorted(machine.gpus[:num_processes], key=lambda gpu: gpu.index)
     return {
         "version": CACHE_VERSION,
         "collective": list(collective),
         "device": device,
-        "gpus": [
-            [gpu.index, gpu.name, gpu.driver, gpu.architecture]
-            for gpu in machine.gpus[:num_processes]
-        ],
+        "gpus": [[gpu.index, gpu.name, gpu.driver, gpu.architecture] for gpu in cards],
+        "backends": list(backends),
         "num_processes": num_processes,
         "packages": {name: version for name in PACKAGES if (version := packages.version(name))},
         "kernel": os.uname().release,

@@ -28,6 +28,22 @@ class Gpu:
     reason: str  # the source of these values
     # names the card in CUDA_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES; "" of a described card
     uuid: str = ""
+    slowdown: str = ""  # why its clocks are lowered now; "": they are not, or unknown
+
+
+@dataclass(frozen=True)
+class CardFigures:
+    """Measurements of a card on this machine; 0: not measured."""
+
+    name: str = ""  # of the card
+    context_bytes: int = 0  # of a process on the card, outside torch's allocator
+    context_source: Literal["doctor", "selfcheck"] = "doctor"
+    flops_per_s: float = 0.0  # of a large product in half precision
+    # of copies between pinned memory and the card, in the slower direction
+    host_device_bytes_per_s: float = 0.0
+
+
+NOT_MEASURED = CardFigures()
 
 
 @dataclass(frozen=True)

@@ -187,6 +187,15 @@ class ExportedModel:
 
 
 @dataclass(frozen=True)
+class Xid:
+    """An error that the NVIDIA driver reported of a card."""
+
+    number: int
+    card: str
+    line: str  # of the report
+
+
+@dataclass(frozen=True)
 class AttemptRecord:
     """The facts of an ended attempt. classify() reads nothing else."""
 
@@ -206,6 +215,7 @@ class AttemptRecord:
     ended_ranks: tuple[int, ...] = ()
     vram_reserved_bytes: int = 0  # of the fullest rank at the last logged step
     vram_total_bytes: int = 0  # 0: no GPU, or no step
+    xids: tuple[Xid, ...] = ()  # of the ranks' cards during the attempt
 
 
 @dataclass(frozen=True)

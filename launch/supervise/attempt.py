@@ -15,6 +15,7 @@ from typing import IO
 
 from launch.base import environment, files, processes
 from launch.probe import machine
+from launch.probe.gpu_health import XidWatch
 from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.machine import Machine
 from launch.schema.plan import Command
@@ -57,7 +58,9 @@ def run(
     `check` gets the memory of the second step; if it returns False the ranks are ended, and the
     result, which is no failure, asks to plan again. `signals` collects signals for several
     attempts; `end_s` is the time on the monotonic clock at which they must be over."""
-    beginning = Beginning()
+    strategy = attempt.read_plan().strategy
+    cards = strategy.processes_per_machine if strategy.device == "cuda" else 0
+    beginning = Beginning(xids=XidWatch(planned_on.gpus[:cards]))
     processes.adopt()
     with stop_signals.signals() if signals is None else nullcontext(signals) as signals:
         signals.collect()
@@ -76,6 +79,7 @@ class Beginning:
 
     monotonic_s: float = field(default_factory=time.monotonic)
     oom_kills: int = field(default_factory=machine.oom_kills)
+    xids: XidWatch | None = None  # None: no ranks
 
 
 def result_of(
@@ -104,6 +108,7 @@ def result_of(
         hang=ended.hang,
         pressure=ended.pressure,
         ended_ranks=tuple(ended.ended_ranks),
+        xids=beginning.xids.read() if beginning.xids else (),
         **last_vram(attempt.events_file),
     )
     beats = heartbeats.read_all(attempt)

@@ -43,6 +43,21 @@ def full_line(match: re.Match[str]) -> str:
     return before.rpartition("\n")[2] + after.partition("\n")[0]
 
 
+# Xids of a card or its driver that no program causes, in the words of NVIDIA's catalog
+# (docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html)
+HARDWARE_XIDS = {
+    48: "double bit ECC error",
+    62: "internal micro-controller halt",
+    64: "row remapper failure",
+    74: "NVLink error",
+    79: "the GPU has fallen off the bus",
+    94: "contained memory error",
+    95: "uncontained memory error",
+    119: "GSP RPC timeout",
+    120: "GSP error",
+    140: "unrecovered ECC error",
+}
+
 # The first that a text has is its cause: special words before general ones, the card's own before
 # what follows.
 PATTERNS = (

@@ -10,8 +10,8 @@ from typing import Literal
 
 from launch.base import errors
 from launch.schema.machine import GIB
-from launch.schema.result import AttemptRecord, Failure, RankError
-from launch.supervise.failure_patterns import PATTERNS, SMALLER, full_line
+from launch.schema.result import AttemptRecord, Failure, RankError, Xid
+from launch.supervise.failure_patterns import HARDWARE_XIDS, PATTERNS, SMALLER, full_line
 
 PROOF_CHARS = 400  # the HSA runtime says at the end of its line how much GPU memory was free
 
@@ -47,6 +47,8 @@ WARNING = re.compile(
 STEP = re.compile(r"  step \d+/\d+  epoch ")
 # kinds of exceptions: a rank that wrote its error would have named them itself
 OWN_KINDS = ("data", "configuration", "library")
+# kinds that a card's failure leaves behind
+OF_A_CARD = ("hang", "crash", "unknown", "signal", "nccl", "collective_timeout", "driver")
 STOPPED = "Stopped"  # errors.Stopped, as ranks write it
 CONTINUE = "run the same line again to continue"
 
@@ -54,8 +56,30 @@ CONTINUE = "run the same line again to continue"
 def classify(record: AttemptRecord) -> Failure | None:
     """The cause of an attempt's end; None when it left its model, even if a rank fell over while
     closing down."""
-    if record.completed:
-        return None
+    return None if record.completed else _with_xid(_cause(record), record.xids)
+
+
+def _with_xid(failure: Failure, xids: Sequence[Xid]) -> Failure:
+    """The failure with the Xid that explains it: a broken card's, or that of a card that left the
+    ranks behind it waiting or falling."""
+    hardware = [xid for xid in xids if xid.number in HARDWARE_XIDS]
+    if failure.kind == "gpu_broken" and xids:
+        xid = (hardware or xids)[0]
+        return replace(failure, cause=f"{failure.cause}: {_described(xid)}")
+    if failure.kind in OF_A_CARD and hardware:
+        broken = next(row for row in PATTERNS if row.kind == "gpu_broken")
+        cause = f"{broken.cause}: {_described(hardware[0])}; {failure.cause}"
+        return Failure(broken.kind, broken.exit_code, cause, hardware[0].line, broken.fix)
+    return failure
+
+
+def _described(xid: Xid) -> str:
+    meaning = HARDWARE_XIDS.get(xid.number)
+    return f"Xid {xid.number}{f' ({meaning})' if meaning else ''} on {xid.card}"
+
+
+def _cause(record: AttemptRecord) -> Failure:
+    """The cause of an attempt's end, from everything but Xids."""
     record = replace(record, log_tail=_without_ours(record))
     if record.oom_kills > 0:
         return _oom_kill(record)

@@ -35,6 +35,67 @@ def test_doctor_measures_the_context_and_plans_count_it(tmp_path: Path):
     assert estimate["outside_source"] == "context 0.29 GiB, measured here by doctor"
 
 
+def test_a_card_at_lower_clocks_is_a_note_with_the_reason_and_the_plan_says_it(tmp_path: Path):
+    place = Workplace(tmp_path, Card(), Card(name="RTX A6000", slowdown=0x48))
+    done = place.launch("doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = "GPU 1 (RTX A6000) is slower now: too hot (HW thermal slowdown); 600 of 1980 MHz; 91 °C"
+    (note,) = [line for line in done.stdout.splitlines() if "slower now" in line]
+    assert note.startswith(f"note: {text}; fix: see its fans")
+    _, explained = planned(place, "--launch.num_processes=2")
+    assert text in explained
+
+
+XIDS = """
+import json, os, time
+from dataclasses import astuple
+from pathlib import Path
+from launch.probe import machine
+from launch.probe.gpu_health import XidWatch
+
+log = Path(os.environ["LOWMEM_SYSTEM_ROOT"], "dev/kmsg")
+line = "NVRM: Xid (PCI:0000:{}:00): {}, GPU has fallen off the bus"
+watch = XidWatch(machine.machine().gpus[:1])
+now = time.monotonic() * 1e6
+records = [(now - 9e6, "01", 48), (now + 1, "02", 95), (now + 2, "01", 79), (now + 3, "01", 79)]
+log.write_text("".join(f"4,1,{at:.0f},-;{line.format(*what)}\\n" for at, *what in records))
+print(json.dumps([astuple(xid) for xid in watch.read()]))
+"""
+
+
+def test_the_kernels_log_gives_the_xids_of_the_ranks_cards_once(two_cards: Workplace):
+    (two_cards.folder / "dev").mkdir()
+    done = two_cards.python("-c", XIDS, LOWMEM_SYSTEM_ROOT=str(two_cards.folder))
+    assert done.returncode == 0, done.stderr
+    (xid,) = json.loads(done.stdout)
+    assert xid[:2] == [79, "GPU 0 (NVIDIA GeForce RTX 3080)"]
+    assert xid[2] == "NVRM: Xid (PCI:0000:01:00): 79, GPU has fallen off the bus"
+
+
+KEPT = """
+from dataclasses import replace
+from launch.base.workspace import Workspace
+from launch.probe import import_memory
+cache = Workspace.here().cache
+card = import_memory.measured_or_assumed(cache, "cuda").card
+more = replace(card, context_bytes=420 << 20, context_source="selfcheck", flops_per_s=5e13)
+import_memory.keep_card(cache, more)
+"""
+
+
+def test_doctor_keeps_what_selfcheck_has_measured_of_the_card(tmp_path: Path):
+    place = Workplace(tmp_path, Card(context_mib=300))
+    place.launch("doctor")
+    assert place.python("-c", KEPT).returncode == 0
+    done = place.launch("doctor")
+    assert "0.41 GiB of its NVIDIA GeForce RTX 3080" in done.stdout, done
+    assert "measured here by selfcheck" in done.stdout
+    recipe = str(builders.recipe(tmp_path, training={"bf16": True}))
+    plan = json.loads(place.launch("plan", recipe, "--json").stdout)
+    assert plan["estimate"]["outside_source"] == "context 0.41 GiB, measured here by selfcheck"
+    assert "products 50 TFLOP/s (selfcheck)" in "\n".join(plan["why"])
+
+
 def test_a_card_that_fell_off_the_bus_is_named(tmp_path: Path):
     done = Workplace(tmp_path, Card(), Card(lost=1)).launch("doctor")
     assert "NVML lists 1; GPU 1: GPU is lost" in done.stdout, done.stdout

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from tests import builders
 from tests.cuda_build.conftest import Workplace
 from tests.cuda_build.test_driver import run
 from tests.fake_cuda.machine import Card
@@ -103,6 +105,84 @@ with Order() as order:
 print(*order.devices)
 """
     assert run(one_card, code) == "cpu cuda"
+
+
+def test_a_checkpoints_check_runs_no_kernel_before_the_hosts_states_were_read(one_card: Workplace):
+    code = f"""
+from pathlib import Path
+from types import SimpleNamespace
+from torch.utils._python_dispatch import TorchDispatchMode
+from training.loop import nan_guard
+
+class Order(TorchDispatchMode):
+    calls = []
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {{}}))
+        tensor = result[0] if isinstance(result, (list, tuple)) else result
+        if torch.is_tensor(tensor) and "detach" not in str(function):
+            self.calls.append(tensor.device.type)
+        return result
+
+network = torch.nn.Linear(3, 3, device="cuda")
+paged = torch.ones(9)  # bitsandbytes' pages are tensors of the host
+guard = nan_guard.NanGuard(None, Path({str(one_card.folder)!r}), None, False, 1e-4)
+guard.trainer = SimpleNamespace(
+    model=network,
+    state=SimpleNamespace(global_step=1),
+    is_deepspeed_enabled=False,
+    optimizer=SimpleNamespace(state={{0: {{"state1": paged}}}}),
+    args=SimpleNamespace(device=torch.device("cuda", 0)),
+)
+with Order() as order:
+    guard.check_checkpoint()
+print(*sorted(set(order.calls)), order.calls == sorted(order.calls))
+"""
+    assert run(one_card, code) == "cpu cuda True"
+
+
+SAVED = """
+import json, os, sys
+from pathlib import Path
+from transformers import TrainerCallback
+from training.children import step_costs
+from tests.fake_cuda.machine import processes
+
+def waits():
+    here = processes(Path(os.environ["NVIDIA_FAKE_CUDA"]))
+    return next(each.synchronizations for each in here if each.pid == os.getpid())
+
+class Ends(TrainerCallback):
+    counts, first = [], None
+    def on_step_end(self, *others, **more):
+        self.counts = [waits()]
+
+ends = Ends()
+
+def watch(trainer):
+    trainer.add_callback(ends)
+    check = trainer.guard.check_checkpoint
+    def checked():
+        ends.first = ends.first or [*ends.counts, waits()]
+        check()
+    trainer.guard.check_checkpoint = checked
+
+step_costs.measure(Path(sys.argv[1]), watch)
+print("\\nwaits: " + json.dumps(ends.first), flush=True)
+os._exit(0)
+"""
+
+
+def test_a_checkpoint_waits_for_the_card_before_states_are_read(one_card: Workplace):
+    training = {"bf16": True, "optim": "paged_adamw_8bit", "max_steps": 5, "save_steps": 4}
+    training |= {"logging_steps": 100, "dataloader_num_workers": 0}
+    recipe = str(builders.recipe(one_card.folder, "llama-tiny", training=training))
+    dry = one_card.launch("run", recipe, "--dry-run")
+    assert dry.returncode == 0, dry.stdout + dry.stderr
+    done = one_card.python("-c", SAVED, str(builders.only_run(one_card.folder / "workspace")))
+    assert done.returncode == 0, done.stderr[-3000:]
+    (text,) = [line for line in done.stdout.splitlines() if line.startswith("waits: ")]
+    after_step, before_check = json.loads(text.removeprefix("waits: "))
+    assert before_check == after_step + 1
 
 
 @pytest.mark.parametrize(("capability", "fix"), [("7.5", "False"), ("8.0", "True")])

@@ -195,3 +195,14 @@ def test_a_card_that_fails_during_a_run_is_named(tmp_path: Path):
     done = place.launch("run", recipe(place, **LONG), "--launch.max_restarts=0")
     assert done.returncode != 0
     assert "unspecified launch failure" in done.stdout, done.stdout
+
+
+def test_a_card_that_falls_off_the_bus_is_named_with_its_xid_and_then_missing(tmp_path: Path):
+    place = Workplace(tmp_path, Card(fails_at_launch=9000, xid=79))
+    done = place.launch("run", recipe(place, **LONG), "--launch.max_restarts=0")
+    assert done.returncode == 3, done.stdout + done.stderr
+    card = "GPU 0 (NVIDIA GeForce RTX 3080)"
+    assert f"Xid 79 (the GPU has fallen off the bus) on {card}" in done.stdout, done.stdout
+    doctor = place.launch("doctor")
+    assert doctor.returncode == 3
+    assert "GPU 0: GPU is lost" in doctor.stdout, doctor.stdout

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from tests import builders
 from tests.cuda_build.conftest import Workplace
 from tests.fake_cuda.machine import Card
 
@@ -45,6 +46,11 @@ def test_a_check_that_is_cut_off_leaves_nothing_running_and_the_same_line_goes_o
     for pairs in first["full, bf16"]["figures"]["memory"].values():
         predicted, measured = pairs["allocated_bytes"]
         assert abs(measured / predicted - 1) < 0.01
+    recipe = str(builders.recipe(tmp_path, training={"bf16": True}))
+    plan = json.loads(place.launch("plan", recipe, "--json").stdout)
+    assert plan["estimate"]["outside_bytes"] == 250 << 20
+    (measured,) = [line for line in plan["why"] if line.startswith("measured here: ")]
+    assert "context 0.24 GiB" in measured and "products" in measured and "copies" in measured
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline and running(place):
         time.sleep(0.5)
@@ -57,6 +63,39 @@ def test_a_check_that_is_cut_off_leaves_nothing_running_and_the_same_line_goes_o
     assert findings(place)["full, bf16"] == first["full, bf16"]
     page = (place.folder / "workspace/selfcheck/selfcheck.html").read_text()
     assert "full, bf16" in page and "first step" in page
+
+
+COSTS = """
+import json, time
+from launch.base.workspace import Workspace
+from launch.commands.selfcheck import checks
+from launch.commands.selfcheck.bench import Bench
+workspace = Workspace.here()
+bench = Bench(workspace.root / "selfcheck", workspace.cache, time.monotonic() + 240)
+bench.prepare()
+measured = [check(bench)["rates"] for check in (checks.measure_step_costs, checks.measure_link)]
+print(json.dumps(measured))
+"""
+
+
+def test_the_costs_of_a_step_and_the_rates_of_both_transports_are_measured(two_cards: Workplace):
+    done = two_cards.python("-c", COSTS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    costs, rates = json.loads(done.stdout.splitlines()[-1])
+    assert costs["waits of a step"] == 1
+    # the rest is the check of all numbers, and a step without cached blocks
+    assert costs["saving in it, s"] > 0
+    assert "a checkpoint between steps, s" in costs
+    assert all(rate > 0 for rate in rates.values())
+    recipe = str(builders.recipe(two_cards.folder, training={"bf16": True}))
+    for backend, mode in (("NCCL", "dual_gpu_nccl"), ("Gloo", "dual_gpu_gloo")):
+        plan = json.loads(
+            two_cards.launch("plan", recipe, f"--launch.mode={mode}", "--json").stdout
+        )
+        rate = rates[f"link, {backend} as it is works, GB/s"]
+        assert f"link: {backend} as it is works" in plan["why"]
+        (line,) = [line for line in plan["why"] if line.startswith("measured here: ")]
+        assert f"link {rate:.2f} GB/s (link test)" in line
 
 
 def running(place: Workplace) -> list[int]:

@@ -11,33 +11,16 @@ from tests import builders
 from tests.cuda_build.conftest import Workplace
 from tests.fake_cuda.machine import Card
 
-# torch warns of each operation that waits. argv: run folder
+# argv: run folder
 PROGRAM = """
-import json, os, sys, traceback, warnings
+import json, os, sys
 from pathlib import Path
-import torch
-from transformers import TrainerCallback
-from launch.base.workspace import Workspace
-from launch.run_folder.layout import RunDir, Start
 from train_low_mem import leave
-from training import run as training_run
+from training.children import step_costs
 
-FIRST, LAST = 2, 10
-waits, masks = {}, set()
-
-def note(message, *others, **more):
-    if "synchronizing CUDA operation" in str(message):
-        frames = traceback.extract_stack(limit=6)[:-1]
-        waits[step[0]].append([f"{frame.filename}:{frame.lineno}" for frame in frames])
-
-class Watch(TrainerCallback):
-    def on_step_begin(self, args, state, control, **more):
-        step[0] = state.global_step
-        waits[step[0]] = []
-        torch.cuda.set_sync_debug_mode("warn" if FIRST <= step[0] < LAST else "default")
+masks = set()
 
 def watch(trainer):
-    trainer.add_callback(Watch())
     collate = trainer.data_collator._tensors
     def collated(rows):
         batch = collate(rows)
@@ -45,16 +28,9 @@ def watch(trainer):
         return batch
     object.__setattr__(trainer.data_collator, "_tensors", collated)
 
-step = [0]
-warnings.showwarning = note
-warnings.simplefilter("always")
-run = RunDir(Path(sys.argv[1]))
-attempt = run.attempts()[-1]
-start = Start(Workspace.here(), run.read_recipe(), run.read_plan(), True, run=run, attempt=attempt)
-training_run.train(start, lambda *_: (str(run.root), str(attempt.root)), [], watch=watch)
+costs = step_costs.measure(Path(sys.argv[1]), watch)
 if os.environ.get("RANK", "0") == "0":
-    # from the middle of a step to the middle of the next
-    print("\\nwaits: " + json.dumps([[waits[n] for n in range(FIRST + 1, LAST - 1)], list(masks)]))
+    print("\\nwaits: " + json.dumps([costs["waits"], list(masks)]))
 leave(0)
 """
 

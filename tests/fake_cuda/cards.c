@@ -49,6 +49,8 @@ static void set_fact(Card *card, const char *key, const char *value) {
     else if (!strcmp(key, "fails_at_launch")) card->fails_at_launch = atol(value);
     else if (!strcmp(key, "lost")) card->lost = atoi(value);
     else if (!strcmp(key, "mig")) card->mig = atoi(value);
+    else if (!strcmp(key, "xid")) card->xid = atoi(value);
+    else if (!strcmp(key, "slowdown")) card->slowdown = (unsigned)atoi(value);
     else if (!strcmp(key, "peer_access")) card->peer_access = atoi(value);
     else {
         fprintf(stderr, "fake CUDA: a card has no %s\n", key);

@@ -15,13 +15,15 @@ typedef struct {
     int major, minor, multiprocessors;
     long fails_at_launch; /* 0: never */
     bool lost, peer_access, mig;
+    int xid;               /* that its failure is reported with; 79: it falls off the bus */
+    unsigned slowdown;     /* bits of NVML's reasons for lower clocks */
 } Card;
 
 /* One process; its numbers stay readable after its end. */
 typedef struct {
     _Atomic int pid;
     _Atomic size_t used[MAX_CARDS], peak[MAX_CARDS], pinned, peak_pinned;
-    _Atomic int has_context[MAX_CARDS];
+    _Atomic int has_context[MAX_CARDS], failed[MAX_CARDS];
     _Atomic size_t launches, synchronizations, copies_to_host, collectives;
 } Process;
 

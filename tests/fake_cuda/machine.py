@@ -15,8 +15,9 @@ FOLDER, FAULT = (
     "NVIDIA_FAKE_NCCL",
 )  # launch passes variables that start with NVIDIA
 MAX_CARDS = 8
-# of struct Process in fake.h: pid, used, peak, pinned, peak_pinned, has_context, four counters
-PROCESS = struct.Struct(f"@i{MAX_CARDS}N{MAX_CARDS}NNN{MAX_CARDS}iNNNN")
+# of struct Process in fake.h: pid, used, peak, pinned, peak_pinned, has_context, failed, four
+# counters
+PROCESS = struct.Struct(f"@i{MAX_CARDS}N{MAX_CARDS}NNN{2 * MAX_CARDS}iNNNN")
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Card:
     lost: int = 0  # it has fallen off the bus
     peer_access: int = 0
     mig: int = 0  # its MIG mode is on
+    xid: int = 0  # that NVML reports its failure with; 79: it falls off the bus
+    slowdown: int = 0  # bits of NVML's reasons for lower clocks
 
     def line(self) -> str:
         return ";".join(f"{name}={value}" for name, value in asdict(self).items())
@@ -72,15 +75,19 @@ class Machine:
         return variables | ({FAULT: fault} if fault else {})
 
     def processes(self) -> list[Process]:
-        """Every process that opened a card, in order."""
-        found = []
-        for values in PROCESS.iter_unpack((self.folder / "processes").read_bytes()):
-            if not values[0]:
-                break
-            peak = values[1 + MAX_CARDS : 1 + 2 * MAX_CARDS]
-            peak_pinned = values[2 + 2 * MAX_CARDS]
-            found.append(Process(values[0], peak, peak_pinned, *values[-4:]))
-        return found
+        return processes(self.folder)
+
+
+def processes(folder: Path) -> list[Process]:
+    """Every process that opened a card of the machine in this folder, in order."""
+    opened = []
+    for values in PROCESS.iter_unpack((folder / "processes").read_bytes()):
+        if not values[0]:
+            break
+        peak = values[1 + MAX_CARDS : 1 + 2 * MAX_CARDS]
+        peak_pinned = values[2 + 2 * MAX_CARDS]
+        opened.append(Process(values[0], peak, peak_pinned, *values[-4:]))
+    return opened
 
 
 def has_cuda_build() -> bool:

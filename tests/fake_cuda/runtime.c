@@ -371,9 +371,10 @@ static cudaError_t launch(const void *function, void **arguments) {
     Process *process = this_process();
     const Card *card = card_on_the_bus(current_card());
     make_context(current_card());
-    if (card->fails_at_launch && (long)++process->launches >= card->fails_at_launch)
+    if (card->fails_at_launch && (long)++process->launches >= card->fails_at_launch) {
         sticky_error = cudaErrorLaunchFailure;
-    else if (!card->fails_at_launch)
+        process->failed[current_card()] = 1;
+    } else if (!card->fails_at_launch)
         process->launches++;
     run_if_fill(function, arguments);
     return result(cudaSuccess);

@@ -1,6 +1,6 @@
 """Facts of the first card: python -m training.children.card_facts. Prints a line of JSON: bytes
 outside the allocator, the allocator, the attention kernels that PyTorch chooses beside those that a
-plan counts with, and the rates of copies."""
+plan counts with, and the rates of copies and of products."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import time
 import torch
 from torch.nn.attention import SDPBackend
 
+from training.children import link
 from training.compat import torch_private
 from training.trace import cuda_semantics
 from training.trace.cuda_semantics import Call, Target
@@ -43,6 +44,7 @@ def main() -> None:
                 "outside_bytes": outside_bytes(),
                 "attention": attention(f"{card.major}.{card.minor}"),
                 "bytes_per_second": copies(),
+                "flops_per_second": link.matmul_flops_per_s(torch.device("cuda", 0)),
             }
         )
     )

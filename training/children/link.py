@@ -131,8 +131,10 @@ def matmul_flops_per_s(device: torch.device) -> float:
     """Measure a large matmul in half precision; a real step reaches a part of its speed."""
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     dtype = torch.bfloat16 if has_bf16 else torch.float16
+    # of random numbers: those of equal ones take less power, so that clocks are higher than in
+    # training (thonking.ai/p/strangely-matrix-multiplications)
     first, second = (
-        torch.ones(MATMUL_SIZE, MATMUL_SIZE, dtype=dtype, device=device) for _ in range(2)
+        torch.randn(MATMUL_SIZE, MATMUL_SIZE, dtype=dtype, device=device) for _ in range(2)
     )
     # the first products are slower
     best = min(timed(lambda: torch.mm(first, second), device) for _ in range(5))

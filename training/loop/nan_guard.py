@@ -289,8 +289,9 @@ class NanGuard(TrainerCallback):
             for state in states.values()
             for key, value in state.items()
         ]
-        is_bad = torch.zeros(1, device=trainer.args.device)
-        is_bad += not all_finite(tensor for _, tensor in named)
+        # no kernel before the host's tensors were read, as all_finite() says
+        is_finite = all_finite(tensor for _, tensor in named)
+        is_bad = torch.tensor([float(not is_finite)], device=trainer.args.device)
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(is_bad)
         if is_bad.item():

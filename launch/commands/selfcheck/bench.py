@@ -23,7 +23,10 @@ from launch.base.processes import die_with_launcher
 from launch.base.workspace import CODE
 from launch.run_folder import steps
 from launch.run_folder.layout import AttemptDir, RunDir
+from launch.schema.machine import Gpu
 from launch.schema.phases import DevicePhases
+from launch.schema.plan import PAGED
+from launch.schema.result import SecondStep
 
 SHAPE = "gpt2-small"
 LENGTH = 512  # tokens of a row
@@ -115,27 +118,39 @@ class Bench:
             child.wait()
         return child.newest()
 
-    def begin(self, name: str, changes: Changes) -> Child:
+    def begin(self, name: str, changes: Changes, *flags: str) -> Child:
         """Start a new run of a recipe."""
-        return self.child(
-            name, ["launch", "run", str(self.recipe(name, changes)), "--resume=never"]
-        )
+        recipe = str(self.recipe(name, changes))
+        return self.child(name, ["launch", "run", recipe, "--resume=never", *flags])
 
-    def child(self, name: str, argv: Sequence[str]) -> Child:
-        return Child(self, name, argv)
+    def child(
+        self, name: str, argv: Sequence[str], variables: Mapping[str, str] | None = None
+    ) -> Child:
+        return Child(self, name, argv, variables or {})
+
+    def figures(
+        self, name: str, argv: Sequence[str], variables: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        """Run a child to its end and read the figures in its last line. Raises CheckFailed and
+        TimeoutError."""
+        with self.child(name, argv, variables) as child:
+            child.wait()
+        return json.loads(child.log.read_text(encoding="utf-8").splitlines()[-1])
 
 
 class Child:
     """A process of the check, with its output in a file; at its end nothing of it is left."""
 
-    def __init__(self, bench: Bench, name: str, argv: Sequence[str]) -> None:
+    def __init__(
+        self, bench: Bench, name: str, argv: Sequence[str], variables: Mapping[str, str]
+    ) -> None:
         self._bench, self._name = bench, name
         self.log = bench.folder / f"{name}.log"
         with self.log.open("w", encoding="utf-8") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", *argv],
                 cwd=CODE,
-                env={**os.environ, "LOWMEM_ROOT": str(bench.folder)},
+                env={**os.environ, **variables, "LOWMEM_ROOT": str(bench.folder)},
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -205,6 +220,7 @@ def measured(run: RunDir) -> dict[str, Any]:
         "strategy": asdict(plan.strategy),
         "memory": memory,
         "device_bytes": device_bytes(run),
+        "outside": outside(run),
         "seconds_per_step": [plan.seconds_per_step, seconds],
         "tokens_per_second": events[-1].tokens / seconds if events and seconds else None,
         "save_seconds": outcome.save_seconds,
@@ -218,9 +234,25 @@ def of_phase(phases: DevicePhases, name: str) -> Any:
 
 def device_bytes(run: RunDir) -> list[int | None]:
     """Bytes of the whole card at the second step: [predicted, taken since the plan]."""
-    plan, attempt = run.read_plan(), run.attempts()[-1]
+    predicted = run.read_plan().phases.step
+    return [predicted.device_bytes if predicted else None, _taken(run)[1]]
+
+
+def outside(run: RunDir) -> dict[str, Any] | None:
+    """The card of a run and the bytes that its process took there outside the allocator, at the
+    second step; None if not only its context is there: with several processes, whose communicators
+    take memory, or paged states."""
+    plan = run.read_plan()
+    has_pages = plan.estimate.peak is not None and PAGED in plan.estimate.peak.parts
+    if plan.strategy.num_processes > 1 or has_pages:
+        return None
+    gpu, taken, second_step = _taken(run)
+    return {"card": gpu.name, "context_bytes": taken - second_step.reserved_bytes}
+
+
+def _taken(run: RunDir) -> tuple[Gpu, int, SecondStep]:
+    """The card of rank 0, its bytes that were taken since the plan, and the second step."""
+    attempt = run.attempts()[-1]
     machine, second_step = attempt.read_machine(), attempt.read_second_step()
     assert machine is not None and machine.gpus and second_step is not None, attempt.root
-    predicted = plan.phases.step
-    taken = machine.gpus[0].free_bytes - second_step.free_bytes
-    return [predicted.device_bytes if predicted else None, taken]
+    return machine.gpus[0], machine.gpus[0].free_bytes - second_step.free_bytes, second_step

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import json
+import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+from launch.base import environment
+from launch.base.errors import ResourceError
 from launch.commands.selfcheck.bench import BATCH, SHAPE, Bench, Changes, CheckFailed, measured
+from launch.predict.memory import context as memory_context
+from launch.probe import gpus, import_memory, link_test
+from launch.probe import machine as probe_machine
+from launch.schema.machine import NOT_MEASURED
 
 PRECISIONS: dict[str, Changes] = {"bf16": {"bf16": True}, "fp16": {"fp16": True}, "fp32": {}}
 TAKEN_SHARE = 0.6  # of what a run needs: another program leaves it so much
@@ -35,7 +41,7 @@ def all_checks() -> list[Check]:
 
 
 def _first() -> Iterator[Check]:
-    yield Check("card", 1, 30, _card)
+    yield Check("card", 1, 45, _card)
     for tuned, precision in itertools.product(("full", "lora", "qlora"), PRECISIONS):
         yield _training(f"{tuned}, {precision}", 1, _changes(tuned, precision))
     yield Check("out of memory", 1, 90, _out_of_memory)
@@ -45,6 +51,8 @@ def _second() -> Iterator[Check]:
     longer = {"max_steps": 40, "bf16": True}
     yield _training("40 steps", 2, {"training": longer})
     yield Check("plain Trainer", 2, 60, _plain_trainer)
+    yield Check("costs of a step", 2, 60, measure_step_costs)
+    yield Check("link", 2, 60, measure_link, cards=2)
     for mode in ("dual_gpu_nccl", "dual_gpu_gloo", "deepspeed_zero2", "deepspeed_zero3", "fsdp2"):
         changes = {"training": longer, "launch": {"mode": mode, "num_processes": 2}}
         yield _training(f"40 steps, {mode}", 2, changes, cards=2)
@@ -77,7 +85,21 @@ def _train(bench: Bench, name: str, changes: Changes) -> dict[str, Any]:
         if not base.exists():
             bench.train(WARM_BASE, {"training": {"max_steps": 1}})
         changes = {**changes, "model": {"path": str(base)}, "tokenizer": {"path": str(base)}}
-    return bench.run(_slug(name), changes)
+    figures = bench.run(_slug(name), changes)
+    if outside := figures["outside"]:
+        keep_context(bench, **outside)
+    return figures
+
+
+def keep_context(bench: Bench, card: str, context_bytes: int) -> None:
+    """Let later plans count the bytes that a run took outside the allocator, if no measurement so
+    far has as many."""
+    figures = import_memory.measured_or_assumed(bench.cache, "cuda").card
+    if figures.name in ("", card) and context_bytes > figures.context_bytes:
+        measured = replace(
+            figures, name=card, context_bytes=context_bytes, context_source="selfcheck"
+        )
+        import_memory.keep_card(bench.cache, measured)
 
 
 def _slug(name: str) -> str:
@@ -95,17 +117,74 @@ def _changes(tuned: str, precision: str) -> Changes:
 
 def _card(bench: Bench) -> dict[str, Any]:
     """Facts that a process sees: bytes of a context, allocator, kernels of attention, rates of
-    copies."""
-    with bench.child("card", ["training.children.card_facts"]) as child:
-        child.wait()
-    return json.loads(child.log.read_text(encoding="utf-8").splitlines()[-1])
+    copies and products. Later plans use the context and the rates."""
+    try:
+        memory = import_memory.measure(bench.cache, "cuda", forget=True)
+    except ResourceError as error:
+        raise CheckFailed(str(error)) from error
+    facts = bench.figures("card", ["training.children.card_facts"], _one_card())
+    copied, flops = facts["bytes_per_second"], facts["flops_per_second"]
+    card = replace(
+        memory.card,
+        name=memory.card.name or facts["name"],
+        flops_per_s=flops,
+        host_device_bytes_per_s=min(copied.values()),
+    )
+    import_memory.keep_card(bench.cache, card)
+    gpu = next((gpu for gpu in probe_machine.machine().gpus if gpu.name == card.name), None)
+    context = [memory_context.context_bytes(gpu, NOT_MEASURED)[0] if gpu else 0, card.context_bytes]
+    rates = {f"copies {where}, GB/s": rate / 1e9 for where, rate in copied.items()}
+    facts |= {"context_bytes": context} if card.context_bytes else {}
+    return {**facts, "rates": {**rates, "products in half precision, TFLOP/s": flops / 1e12}}
 
 
 def _plain_trainer(bench: Bench) -> dict[str, Any]:
     """Tokens a second of transformers.Trainer alone, with the same model and batches."""
-    with bench.child("plain", ["training.children.plain_trainer", str(BATCH)]) as child:
+    return bench.figures("plain", ["training.children.plain_trainer", str(BATCH)], _one_card())
+
+
+def _one_card() -> dict[str, str]:
+    """The variables of a child that uses the card that a run on one card gets."""
+    machine = probe_machine.machine()
+    card = max(machine.gpus, key=lambda gpu: (gpu.free_bytes, gpu.architecture))
+    return gpus.visible_devices(replace(machine, gpus=(card,)), 1)
+
+
+def measure_step_costs(bench: Bench) -> dict[str, Any]:
+    """Waits of a step for the card, and seconds of a checkpoint beside those of saving it."""
+    name = "step_costs"
+    training = {
+        **{"bf16": True, "max_steps": 20, "save_steps": 8, "dataloader_num_workers": 0},
+        "logging_steps": 1000,  # a log waits too
+    }
+    with bench.begin(name, {"training": training}, "--dry-run") as child:
         child.wait()
-    return json.loads(child.log.read_text(encoding="utf-8").splitlines()[-1])
+    run = bench.folder / "runs" / name / "dry-run"
+    costs = bench.figures(name, ["training.children.step_costs", str(run)], _one_card())
+    seconds = {
+        "a checkpoint between steps, s": costs["checkpoint_seconds"],
+        "saving in it, s": costs["saving_seconds"],
+    }
+    return {**costs, "rates": {"waits of a step": max(map(len, costs["waits"])), **seconds}}
+
+
+def measure_link(bench: Bench) -> dict[str, Any]:
+    """Bus bandwidth of the fastest transport between the cards and of Gloo, for later plans."""
+    machine, variables = probe_machine.machine(), environment.passed(os.environ)
+    links = {
+        backends[0]: link_test.link(
+            machine, len(machine.gpus), bench.cache, variables, fresh=True, backends=backends
+        )
+        for backends in (link_test.BACKENDS, link_test.BACKENDS[1:])
+    }
+    if failed := [link.reason for link in links.values() if link.backend is None]:
+        raise CheckFailed("; ".join(failed))
+    rates = {
+        f"link, {link.reason}, GB/s": link.bytes_per_s / 1e9
+        for link in links.values()
+        if link.bytes_per_s
+    }
+    return {"links": {name: asdict(link) for name, link in links.items()}, "rates": rates}
 
 
 def _out_of_memory(bench: Bench) -> dict[str, Any]:
@@ -115,7 +194,7 @@ def _out_of_memory(bench: Bench) -> dict[str, Any]:
     larger = {"per_device_train_batch_size": 4 * BATCH, "bf16": True}
     changes = {"training": larger, "launch": {"max_restarts": 5}}
     with (
-        bench.child("other_program", ["training.children.take_memory"]) as other,
+        bench.child("other_program", ["training.children.take_memory"], _one_card()) as other,
         bench.begin(name, changes) as run,
     ):
         attempt = _begun(bench, run)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -69,32 +69,51 @@ def lines(finding: Finding) -> list[str]:
     """The finding in text: a line, and one for each part of a run."""
     if finding.failed:
         return [f"{finding.name}: failed: {finding.failed}"]
-    memory = finding.figures.get("memory", {})
     text = [f"{finding.name}: ok ({finding.seconds:.0f} s)"]
     text += [
-        f"  {phase.replace('_', ' '):<11} {figure.removesuffix('_bytes'):<10}"
+        f"  {part:<11} {figure:<10}"
         f" predicted {size(planned)}, measured {size(measured)} ({measured / planned - 1:+.1%})"
-        for phase, figures in memory.items()
-        for figure, (planned, measured) in figures.items()
+        for part, figure, (planned, measured) in _memory(finding)
         if planned
     ]
+    text += [f"  {name}: {number:.4g}" for name, number in rates(finding).items()]
     return text
+
+
+def _memory(finding: Finding) -> Iterator[tuple[str, str, Sequence[int]]]:
+    """Part of the run, figure, and [predicted, measured] bytes."""
+    for phase, figures in finding.figures.get("memory", {}).items():
+        for figure, pair in figures.items():
+            yield phase.replace("_", " "), figure.removesuffix("_bytes"), pair
+    if card := finding.figures.get("device_bytes"):
+        yield "second step", "whole card", card
+    if context := finding.figures.get("context_bytes"):
+        yield "a product", "context", context
+
+
+def rates(finding: Finding) -> Mapping[str, float]:
+    """Measurements that no prediction stands beside, by name and unit."""
+    return finding.figures.get("rates", {})
 
 
 def page(results: Results) -> str:
     """A self-contained page."""
     facts = _table(["", ""], [[name, value] for name, value in results.facts.items()])
     memory = [
-        [finding.name, phase.replace("_", " "), figure.removesuffix("_bytes"), *_pair(pair)]
+        [finding.name, part, figure, *_pair(pair)]
         for finding in results.findings
-        for phase, figures in finding.figures.get("memory", {}).items()
-        for figure, pair in figures.items()
+        for part, figure, pair in _memory(finding)
     ]
     speed = [
         [finding.name, *(f"{number:.4f}" if number else "" for number in pair)]
         for finding in results.findings
         for pair in [finding.figures.get("seconds_per_step")]
         if isinstance(pair, Sequence)
+    ]
+    costs = [
+        [name, f"{number:.4g}"]
+        for finding in results.findings
+        for name, number in rates(finding).items()
     ]
     checks = [
         [
@@ -114,6 +133,7 @@ def page(results: Results) -> str:
         + _table(["check", "part of the run", "figure", "predicted", "measured", "error"], memory)
         + "<h2>Seconds of a step</h2>"
         + _table(["check", "predicted", "measured"], speed)
+        + f"<h2>Rates and costs</h2>{_table(['', 'measured'], costs)}"
         + "</html>"
     )
 

@@ -47,6 +47,9 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
     packages.refuse_old()
     machine = probe_machine.machine()
     _refuse(machine)
+    for gpu in machine.gpus:
+        if gpu.slowdown:
+            print(f"note: GPU {gpu.index} ({gpu.name}) is slower now: {gpu.slowdown}")
     workspace = Workspace.here()
     deadline = time.monotonic() + 60 * arguments.minutes
     bench = Bench(workspace.root / "selfcheck", workspace.cache, deadline)

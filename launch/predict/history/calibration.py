@@ -71,6 +71,10 @@ class Margin:
 
     fraction: float
     reason: str
+    is_assumed: bool = False
+
+
+NO_MARGIN = Margin(0.0, "no run was measured yet", is_assumed=True)
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,7 @@ def margin(
     return Margin(
         prior,
         f"assumed: {len(everywhere)} run(s) measured so far, a {level:.0%} bound needs {needed}",
+        is_assumed=True,
     )
 
 

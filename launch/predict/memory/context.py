@@ -13,8 +13,7 @@ import re
 from collections.abc import Sequence
 from statistics import median
 
-from launch.probe.import_memory import Imports
-from launch.schema.machine import GIB, MIB, Gpu
+from launch.schema.machine import GIB, MIB, CardFigures, Gpu
 
 # Words of a card's name, and the measured GiB. H200 and GH200 have H100's chip, A800 A100's, A10
 # A10G's.
@@ -35,10 +34,10 @@ SIZED: tuple[tuple[float, float, tuple[float, ...]], ...] = (
 DEFAULT_BYTES = {"nvidia": 512 * MIB, "amd": 768 * MIB}
 
 
-def context_bytes(gpu: Gpu, measured: Imports) -> tuple[int, str]:
+def context_bytes(gpu: Gpu, measured: CardFigures) -> tuple[int, str]:
     """The bytes, and their source: this machine's measurement, the table, or the default."""
-    if measured.context_bytes > 0 and measured.context_card == gpu.name:
-        return measured.context_bytes, "measured here by doctor"
+    if measured.context_bytes > 0 and measured.name == gpu.name:
+        return measured.context_bytes, f"measured here by {measured.context_source}"
     if gpu.vendor == "nvidia":
         for card_name, figures in NAMED:
             if matched := re.search(rf"\b({card_name})\b", gpu.name):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from launch.predict.time.padding import StepSplit
 from launch.predict.time.rates import HOST_BYTES_PER_S, Rates
-from launch.schema.machine import Link
+from launch.schema.machine import NOT_MEASURED, CardFigures, Link
 from launch.schema.plan import MemoryEstimate, ModelSize, Strategy
 
 # Shares of the peak. Large float16 products get 0.69 of an A800 and 0.96 of an RTX 4090, streaming
@@ -127,10 +127,12 @@ def estimate(
     rates: Rates,
     link: Link | None = None,
     split: StepSplit | None = None,
+    card: CardFigures = NOT_MEASURED,
 ) -> TimeEstimate:
     """Seconds of one optimizer step. `full_copy` are the states of a full copy, as
-    optimizers.model_state() gives them; `split` is the mean split of a step whose rows vary."""
-    speed = speed_of(strategy, rates, link)
+    optimizers.model_state() gives them; `split` is the mean split of a step whose rows vary; `card`
+    are measurements of the cards."""
+    speed = speed_of(strategy, rates, link, card)
     batch, steps = split or StepSplit(
         strategy.per_device_train_batch_size, strategy.gradient_accumulation_steps
     )
@@ -152,20 +154,29 @@ def estimate(
     return TimeEstimate(sum(parts), *parts, strategy.effective_batch_size, speed.reason)
 
 
-def speed_of(strategy: Strategy, rates: Rates, link: Link | None) -> Speed:
+def speed_of(
+    strategy: Strategy, rates: Rates, link: Link | None, card: CardFigures = NOT_MEASURED
+) -> Speed:
     """A rank's share of what its device and its machine can do. A measured product scales every
     dtype's rate."""
     on_cpu, ranks = strategy.device == "cpu", strategy.processes_per_machine
     share, source = MATMUL_SHARE, rates.source
+    measured, test = card.flops_per_s, "selfcheck"
     if link is not None and link.flops_per_s and not on_cpu:
+        measured, test = link.flops_per_s, "the link test"
+    if measured:
         half = (
             rates.flops_per_s.get("bfloat16")
             or rates.flops_per_s.get("float16")
             or rates.flops_per_s["float32"]
         )
-        share, source = link.flops_per_s / half, "products as measured by the link test"
+        share = measured / half
+        source = f"products at {measured / 1e12:.3g} TFLOP/s, measured here by {test}"
     bus, bus_from = _bus(strategy, rates, link)
     peaks = dict(rates.flops_per_s)
+    copies = card.host_device_bytes_per_s or HOST_DEVICE_BYTES_PER_S
+    if strategy.launch_mode.offloads and card.host_device_bytes_per_s:
+        source += f"; copies at {copies / 1e9:.1f} GB/s, measured here by selfcheck"
     if strategy.tf32:
         peaks["float32"] = peaks.get("tfloat32", peaks["float32"])
     return Speed(
@@ -174,9 +185,7 @@ def speed_of(strategy: Strategy, rates: Rates, link: Link | None) -> Speed:
         },
         bytes_per_s=MEMORY_SHARE * rates.bytes_per_s / (ranks if on_cpu else 1),
         bus_bytes_per_s=bus,
-        host_device_bytes_per_s=(
-            math.inf if on_cpu else min(HOST_DEVICE_BYTES_PER_S, HOST_BYTES_PER_S / ranks)
-        ),
+        host_device_bytes_per_s=(math.inf if on_cpu else min(copies, HOST_BYTES_PER_S / ranks)),
         reason=f"{rates.name}: {source}" + (f"; {bus_from}" if bus_from else ""),
     )
 

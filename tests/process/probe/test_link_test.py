@@ -408,19 +408,36 @@ def test_a_second_link_comes_from_the_cache_and_fresh_tests_again(world):
     assert world.link({"*": "hang"}) == again
 
 
+def test_a_plan_that_takes_the_cards_in_another_order_has_the_link_of_doctor(world):
+    tested = world.link({"*": "work"})
+    assert world.link({"*": "hang"}, on=machine(cards=(gpu(1), gpu(0)))) == tested
+
+
+def test_gloo_alone_is_tested_and_cached_beside_the_fastest_transport(world):
+    fastest = world.link({"*": "work"})
+    gloo = world.link({"*": "work"}, backends=("gloo",))
+    assert world.tried() == ["gloo"]
+    assert (fastest.backend, gloo.backend) == ("nccl", "gloo")
+
+    def last(*backends: link_test.Backend) -> Link | None:
+        environ = world.environ({})
+        return link_test.last_result(TWO_CARDS, 2, world.cache, environ, FAKE, backends)
+
+    assert (last("nccl", "gloo"), last("gloo")) == (fastest, gloo)
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"on": machine(cards=tuple(replace(gpu(index), driver="570") for index in range(2)))},
         {"on": machine(cards=tuple(replace(gpu(index), name="RTX 3090") for index in range(2)))},
-        {"on": machine(cards=(gpu(1), gpu(0)))},
         {"on": machine(2, shm_bytes=64 << 20)},
         {"on": machine(3), "count": 3},
         {"user": {"NCCL_SOCKET_IFNAME": "lo"}},
     ],
-    ids=["driver", "card", "order", "shm", "count", "variables"],
+    ids=["driver", "card", "shm", "count", "variables"],
 )
-def test_another_driver_card_order_count_or_variable_is_tested_anew(world, change):
+def test_another_driver_card_count_or_variable_is_tested_anew(world, change):
     world.link({"*": "work"})
     world.link({"*": "work"}, **change)
     assert world.calls()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from launch.commands import doctor
 from launch.plan import explain
 from launch.probe import link_test
 from launch.schema.machine import GIB, Link, LinkTry
-from tests.builders import machine
+from tests.builders import gpu, machine
 
 
 def found(on) -> list[str]:
@@ -22,6 +23,12 @@ def found(on) -> list[str]:
 def test_a_machine_with_nothing_wrong_has_no_problem():
     assert found(machine(2)) == []
     assert found(machine()) == []
+
+
+def test_a_card_at_lower_clocks_is_a_note():
+    card = replace(gpu(), slowdown="too hot (HW thermal slowdown); 600 of 1980 MHz; 91 °C")
+    (line,) = found(machine(cards=(card,)))
+    assert line.startswith(f"note: GPU 0 ({card.name}) is slower now: {card.slowdown}; fix: see")
 
 
 @pytest.mark.parametrize(

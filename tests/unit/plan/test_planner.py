@@ -11,14 +11,16 @@ from launch.base.errors import ConfigError, DoesNotFit, ResourceError
 from launch.base.workspace import Workspace
 from launch.plan import context as plan_context
 from launch.plan import planner
-from launch.plan.candidates import LaunchConstraints
+from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
 from launch.predict import estimate, model_config
+from launch.predict.history.calibration import NO_MARGIN, Margin
 from launch.predict.memory.allocator_config import EXPANDABLE, AllocatorConfig
 from launch.probe import architectures
+from launch.probe.import_memory import ASSUMED
 from launch.render import command
 from launch.report import text
 from launch.run_folder.layout import RunDir
-from launch.schema.machine import GIB, Link, Machine
+from launch.schema.machine import GIB, CardFigures, Link, Machine
 from tests.builders import CODE, DATA_FORMAT, gpu, machine, plan, recipe_of
 from training.loop import arguments
 
@@ -185,6 +187,36 @@ def test_the_plan_says_when_one_card_is_faster_than_two():
     lines = "\n".join(plan(recipe_of(launch={"mode": "dual_gpu_gloo"}), machine(2), link=slow).why)
     assert "one is faster (--launch.num_processes=1)" in lines
     assert "link: not tested" in "\n".join(plan(on=machine(2)).why)
+
+
+RTX_3080 = CardFigures(gpu().name, 300 << 20, "selfcheck", 5.5e13, 12e9)
+
+
+@pytest.mark.parametrize(
+    ("card", "margin", "line"),
+    [
+        (
+            RTX_3080,
+            Margin(0.021, "95% bound of 20 runs on this machine"),
+            "measured here: context 0.29 GiB (selfcheck), products 55 TFLOP/s (selfcheck), copies"
+            " between host and card 12.0 GB/s (selfcheck), error of reserved memory +2.1% (95%"
+            " bound of 20 runs on this machine)",
+        ),
+        (CardFigures(gpu().name, 300 << 20), NO_MARGIN, "measured here: context 0.29 GiB (doctor)"),
+        (replace(RTX_3080, name="NVIDIA T4"), NO_MARGIN, None),
+    ],
+)
+def test_the_plan_says_which_of_its_figures_were_measured_on_this_machine(card, margin, line):
+    recipe = recipe_of()
+    config, parameters = model_config.read(recipe.model, root=CODE)
+    context = replace(
+        plan_context.build(recipe, machine(1), config, parameters, DATA_FORMAT),
+        import_memory=replace(ASSUMED, card=card),
+        error_margin=margin,
+    )
+    chosen = planner.choose(context, NO_CONSTRAINTS).plan
+    found = next((each for each in chosen.why if each.startswith("measured here")), None)
+    assert found == line
 
 
 def test_without_the_package_deepspeed_is_not_planned_and_a_named_mode_says_so():

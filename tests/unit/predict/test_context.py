@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.predict.memory.context import DEFAULT_BYTES, NAMED, SIZED, context_bytes
-from launch.probe.import_memory import ASSUMED
-from launch.schema.machine import GIB, MIB
+from launch.schema.machine import GIB, MIB, NOT_MEASURED, CardFigures
 from tests.builders import gpu
 
 FILE = Path(__file__).parents[2] / "data" / "gpu" / "measured.json"
@@ -26,7 +25,7 @@ def test_each_measured_card_is_near_the_table(row):
     words, _, size = row["card"].rpartition(", ")
     gib = float((size or row["card"]).split()[0])
     name = "" if words.endswith("card") else f"NVIDIA {words}"
-    predicted, source = context_bytes(card(name, gib), ASSUMED)
+    predicted, source = context_bytes(card(name, gib), NOT_MEASURED)
     assert predicted / GIB == pytest.approx(row["gib"], abs=0.1)
     is_named = source != "assumed; doctor measures it"
     assert is_named == (gib != 79.25)  # of this card the message gives neither name nor class
@@ -55,15 +54,17 @@ def test_the_table_has_every_measured_row_once():
     ],
 )
 def test_a_card_is_known_by_its_name(name, gib):
-    assert context_bytes(card(name), ASSUMED)[0] == int(gib * GIB)
+    assert context_bytes(card(name), NOT_MEASURED)[0] == int(gib * GIB)
 
 
 def test_a_card_that_nobody_measured_has_the_default():
     amd = replace(gpu(), vendor="amd", name="AMD Radeon AI PRO R9700", total_bytes=12 * GIB)
-    assert context_bytes(amd, ASSUMED)[0] == DEFAULT_BYTES["amd"]
+    assert context_bytes(amd, NOT_MEASURED)[0] == DEFAULT_BYTES["amd"]
 
 
-def test_what_doctor_measured_of_this_card_comes_first():
-    measured = replace(ASSUMED, context_bytes=300 * MIB, context_card="NVIDIA H200")
-    assert context_bytes(card("NVIDIA H200"), measured) == (300 * MIB, "measured here by doctor")
+@pytest.mark.parametrize("verb", ["doctor", "selfcheck"])
+def test_what_was_measured_of_this_card_comes_first(verb):
+    measured = CardFigures("NVIDIA H200", 300 * MIB, verb)
+    source = f"measured here by {verb}"
+    assert context_bytes(card("NVIDIA H200"), measured) == (300 * MIB, source)
     assert context_bytes(card("NVIDIA A100-PCIE-40GB"), measured)[0] == int(0.51 * GIB)

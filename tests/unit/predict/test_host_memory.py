@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -275,7 +275,7 @@ def test_imports_are_assumed_until_they_were_measured_on_this_device(tmp_path: P
     assert import_memory.measured_or_assumed(tmp_path, "cuda").rank_bytes > ASSUMED.rank_bytes
     file = import_memory.figures_file(tmp_path, "cpu")
     file.parent.mkdir()
-    file.write_text(json.dumps(vars(IMPORTS)))
+    file.write_text(json.dumps(asdict(IMPORTS)))
     assert import_memory.measured_or_assumed(tmp_path, "cpu") == IMPORTS
     assert import_memory.measured_or_assumed(tmp_path, "cuda").rank_bytes > ASSUMED.rank_bytes
 

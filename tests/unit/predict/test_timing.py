@@ -16,7 +16,7 @@ from launch.predict.time import rates, timing
 from launch.predict.time.rates import Rates
 from launch.predict.time.timing import Affine, StepWork, TimeEstimate, WorkCost
 from launch.probe import architectures
-from launch.schema.machine import GIB, Gpu, Link
+from launch.schema.machine import GIB, CardFigures, Gpu, Link
 from launch.schema.plan import MemoryEstimate, ModelSize, Strategy
 from tests import cost
 from tests.builders import machine
@@ -657,3 +657,38 @@ def test_the_slowest_card_of_those_used_decides():
     assert rates.of(on, way()).name == "RTX 3090"
     assert rates.of(on, way(ranks=2)).name == "RTX 3060"
     assert rates.of(on, way(device="cpu", mode="cpu")).name == "8 core(s)"
+
+
+# ---- what selfcheck measured of the card
+# ---------------------------------------------------------------------------
+
+
+def of_card(strategy: Strategy, link: Link | None = None, **figures: float) -> TimeEstimate:
+    figures_of = CardFigures("NVIDIA GeForce RTX 3080", **figures)
+    model, states = shape(500e6), whole(500e6)
+    return timing.estimate(small(), strategy, model, states, RTX_3080, link, None, figures_of)
+
+
+def test_measured_products_of_a_card_take_the_place_of_its_peak():
+    peak = RTX_3080.flops_per_s["bfloat16"]
+    slow, fast = (of_card(way(), flops_per_s=share * peak).compute_s for share in (0.3, 0.6))
+    ramp = timing.RAMP_S * small().micro_step.num_matmuls.total(way().per_device_train_batch_size)
+    steps = way().gradient_accumulation_steps
+    assert (slow - steps * ramp) == pytest.approx(2 * (fast - steps * ramp))
+    assert of_card(way()) == seconds(way())
+
+
+def test_the_link_test_of_these_ranks_comes_before_selfcheck():
+    link = measured(10e9, 4e13)
+    found = of_card(way(ranks=2), link, flops_per_s=9e13)
+    assert found == seconds(way(ranks=2), link=link)
+    assert "products at 40 TFLOP/s, measured here by the link test" in found.reason
+
+
+def test_measured_copies_decide_the_time_of_offloading():
+    offloaded = way(mode="deepspeed_zero2_offload")
+    assumed = seconds(offloaded)
+    found = of_card(offloaded, host_device_bytes_per_s=timing.HOST_DEVICE_BYTES_PER_S / 2)
+    assert found.offload_s == pytest.approx(2 * assumed.offload_s)
+    assert "copies at 6.0 GB/s, measured here by selfcheck" in found.reason
+    assert "copies" not in of_card(way(), host_device_bytes_per_s=6e9).reason

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch.base import errors
-from launch.schema.result import AttemptRecord, Failure, RankError
+from launch.schema.result import AttemptRecord, Failure, RankError, Xid
 from launch.supervise import attempt, failures
 from launch.supervise.failure_patterns import PATTERNS
 
@@ -194,3 +194,57 @@ def test_the_last_whole_line_of_the_events_gives_the_gpu_memory(tmp_path):
     whole = '{"step": %d, "vram_reserved_bytes": %d, "vram_total_bytes": 90}'
     events.write_text("\n".join([whole % (1, 70), whole % (2, 80), (whole % (3, 85))[:30]]))
     assert attempt.last_vram(events) == {"vram_reserved_bytes": 80, "vram_total_bytes": 90}
+
+
+# ---- Xids
+# ---------------------------------------------------------------------------
+
+OFF_THE_BUS = Xid(79, "GPU 1 (NVIDIA A100)", "NVML: Xid 79 on GPU 1 (NVIDIA A100)")
+PAGE_FAULT = Xid(31, "GPU 0 (NVIDIA A100)", "NVML: Xid 31 on GPU 0 (NVIDIA A100)")
+LAUNCH_FAILURE = "torch.AcceleratorError: CUDA error: unspecified launch failure"
+NAMED = "Xid 79 (the GPU has fallen off the bus) on GPU 1 (NVIDIA A100)"
+
+
+@pytest.mark.parametrize(
+    ("xids", "named"),
+    [
+        ((OFF_THE_BUS,), NAMED),
+        ((PAGE_FAULT, OFF_THE_BUS), NAMED),
+        ((PAGE_FAULT,), "Xid 31 on GPU 0"),
+    ],
+)
+def test_a_failure_of_a_card_names_the_xid_of_the_hardware_first(xids, named):
+    failure = verdict(evidence(LAUNCH_FAILURE, xids=xids))
+    assert (failure.kind, failure.proof) == ("gpu_broken", LAUNCH_FAILURE)
+    assert named in failure.cause
+
+
+@pytest.mark.parametrize(
+    "facts", [{"hang": "rank 1 is silent in step"}, {"log_tail": "exitcode  : -6 (pid: 7)"}, {}]
+)
+def test_ranks_that_a_lost_card_left_behind_are_the_cards_failure(facts):
+    assert verdict(evidence(**facts)).kind != "gpu_broken"
+    failure = verdict(evidence(**facts, xids=(OFF_THE_BUS,)))
+    assert (failure.kind, failure.exit_code) == ("gpu_broken", 3)
+    assert NAMED in failure.cause and failure.proof == OFF_THE_BUS.line
+
+
+@pytest.mark.parametrize(
+    ("xid", "facts", "kind"),
+    [
+        # a program can cause it
+        (PAGE_FAULT, {"hang": "rank 1 is silent in step"}, "hang"),
+        # whatever the card reported meanwhile
+        (OFF_THE_BUS, {"oom_kills": 1}, "host_oom"),
+        (OFF_THE_BUS, {"stopped_by": 15}, "stopped"),
+        (
+            OFF_THE_BUS,
+            {"log_tail": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"},
+            "device_oom",
+        ),
+    ],
+)
+def test_an_xid_takes_the_place_of_no_other_cause(xid, facts, kind):
+    failure = verdict(evidence(**facts, xids=(xid,)))
+    assert failure.kind == kind
+    assert "Xid" not in failure.cause

@@ -6,6 +6,9 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,6 +84,77 @@ def test_a_spike_is_told_from_the_median_once_enough_steps_are_known():
     spikes.remember(2.0)
     spikes.remember(math.nan)
     assert spikes.ratio(2000.0) == 1000
+
+
+class Zero:
+    """The parts of DeepSpeed's optimizer that the guard watches (test_private_names.py)."""
+
+    def __init__(self) -> None:
+        self.loss_scale, self.norms, self.steps = 1.0, [1.0], 0
+
+    def _get_norm_groups(self):
+        return self.norms
+
+    def _update_scale(self, has_overflow: bool = False) -> None: ...
+
+    def _optimizer_step(self, group: int) -> None:
+        self.steps += 1
+
+    def step(self, *norms: float, scale: float = 1.0) -> bool:
+        """A step as stage 3 takes it; True if the optimizer has stepped."""
+        self.norms, self.loss_scale, before = list(norms), scale, self.steps
+        is_finite = all(norm >= 0 and math.isfinite(norm) for norm in self._get_norm_groups())
+        self._update_scale(not is_finite)
+        if is_finite:
+            self._optimizer_step(0)
+        return self.steps > before
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Callable[[bool], Zero]:
+    """Makes an optimizer whose steps a guard has seen for a while, each with a norm of 1."""
+
+    def make(fp16: bool) -> Zero:
+        order = SampleOrder(53, 3, 2, 1, 0, seed=7)
+        guard = nan_guard.NanGuard(order, tmp_path, 50.0, fp16, 1e-4, "leave fp16")
+        guard.trainer = SimpleNamespace(
+            state=SimpleNamespace(global_step=10),
+            args=SimpleNamespace(process_index=1),  # rank 0 writes the rows
+            model=torch.nn.Linear(2, 2),
+        )  # pyright: ignore[reportAttributeAccessIssue]
+        zero = Zero()
+        guard._inside(zero)
+        assert [zero.step(1.0) for _ in range(nan_guard.LEAST_REMEMBERED)] == [True] * 10
+        return zero
+
+    return make
+
+
+def test_the_norm_of_a_step_is_that_of_all_groups(watched):
+    zero = watched(False)
+    assert zero.step(24.0, 32.0)  # together 40 times the median
+    assert not zero.step(36.0, 48.0)  # 60 times: each group alone would be taken
+
+
+def test_the_loss_scale_is_no_part_of_the_norm(watched):
+    zero = watched(True)
+    assert zero.step(65536.0, scale=65536.0)
+    assert not zero.step(65536.0, scale=1024.0)
+
+
+def test_a_step_of_deepspeed_that_is_not_finite_ends_the_run_without_fp16(watched):
+    zero = watched(False)
+    with pytest.raises(NonFinite, match="step 11: the gradient norm is nan"):
+        zero.step(1.0, -1.0)  # DeepSpeed's word for it
+    assert zero.steps == nan_guard.LEAST_REMEMBERED
+
+
+def test_an_overflow_of_fp16_is_counted_once_a_step(watched):
+    zero = watched(True)
+    for _ in range(nan_guard.MAX_OVERFLOWS - 1):
+        assert not zero.step(math.inf, scale=65536.0)
+    with pytest.raises(NonFinite, match="15 steps in a row, in fp16"):
+        zero.step(math.inf, scale=65536.0)
 
 
 def test_what_is_not_finite_is_text_in_a_json_file(tmp_path):

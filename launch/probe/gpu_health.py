@@ -1,0 +1,164 @@
+"""Health of NVIDIA cards: the reasons for which a card lowers its clocks, and the errors (Xid) that
+the driver reports through NVML and the kernel's log."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from launch.probe import gpu_signs
+from launch.schema.machine import Gpu
+from launch.schema.result import Xid
+
+# Bits of NVML's reasons for lower clocks. Source: nvml.h, nvmlClocksEventReasons
+IDLE, POWER_CAP = 0x01, 0x04
+HOT = {0x40: "too hot (HW thermal slowdown)", 0x20: "too hot (SW thermal slowdown)"}
+POWER = {
+    0x80: "the power supply asks for less (HW power brake)",
+    POWER_CAP: "at its power limit (SW power cap), as under full load",
+}
+HEAT_OR_POWER = {0x08: "heat or power (HW slowdown)"}
+# of newer drivers, and of those before 535
+ASK_REASONS = (
+    "nvmlDeviceGetCurrentClocksEventReasons",
+    "nvmlDeviceGetCurrentClocksThrottleReasons",
+)
+
+Bus = tuple[int, int]  # PCI domain and bus
+XID_LINE = re.compile(r"NVRM: Xid \(PCI:([\da-fA-F]+):([\da-fA-F]+):[\da-fA-F.]+\): (\d+)\b.*")
+# priority, number, microseconds since the start, flags; the message. Source: kernel docs,
+# Documentation/ABI/testing/dev-kmsg
+KERNEL_RECORD = re.compile(r"^\d+,\d+,(\d+),[^;\n]*;(.*)", re.MULTILINE)
+RECORD_BYTES = 8192  # a shorter read fails for long records
+
+
+def slowdown(pynvml: Any, handle: Any) -> str:
+    """The reason for which a card runs at lower clocks now, with its clock and temperature; "" if
+    there is none, or the driver does not say."""
+    bits = next(filter(None, (_ask(pynvml, name, handle) for name in ASK_REASONS)), 0)
+    if bits & IDLE:  # some laptops have the cap beside it
+        bits &= ~POWER_CAP
+    causes = [text for bit, text in {**HOT, **POWER}.items() if bits & bit]
+    causes = causes or [text for bit, text in HEAT_OR_POWER.items() if bits & bit]
+    if not causes:
+        return ""
+    facts = [", ".join(causes)]
+    clock, highest = (
+        _ask(pynvml, name, handle, pynvml.NVML_CLOCK_SM)
+        for name in ("nvmlDeviceGetClockInfo", "nvmlDeviceGetMaxClockInfo")
+    )
+    if clock and highest:
+        facts.append(f"{clock} of {highest} MHz")
+    if celsius := _ask(pynvml, "nvmlDeviceGetTemperature", handle, pynvml.NVML_TEMPERATURE_GPU):
+        facts.append(f"{celsius} °C")
+    return "; ".join(facts)
+
+
+def _ask(pynvml: Any, name: str, *arguments: Any) -> int:
+    """A number from NVML; 0 if this driver, this card or the user's nvidia-ml-py has none."""
+    try:
+        return int(getattr(pynvml, name)(*arguments))
+    except (pynvml.NVMLError, AttributeError):
+        return 0
+
+
+class XidWatch:
+    """The Xids of NVIDIA cards from now on. NVML reports them to those who listen; the kernel's log
+    has them too, for users who may read it."""
+
+    def __init__(self, gpus: Sequence[Gpu], environ: Mapping[str, str] | None = None) -> None:
+        root = gpu_signs.system_root(os.environ if environ is None else environ)
+        self._kernel_log, self._since_s = root / "dev/kmsg", time.monotonic()
+        self._cards: dict[int, str] = {}  # by the address of the handle
+        self._on_bus: dict[Bus, str] = {}
+        self._events: Any = None
+        self._listen([gpu for gpu in gpus if gpu.vendor == "nvidia"])
+
+    def read(self) -> tuple[Xid, ...]:
+        """The Xids so far, in the order of their reports, each number once; ends listening."""
+        xids: dict[int, Xid] = {}
+        from_kernel = kernel_xids(self._kernel_log, self._since_s, self._on_bus)
+        for xid in (*self._from_nvml(), *from_kernel):
+            xids.setdefault(xid.number, xid)
+        return tuple(xids.values())
+
+    def _listen(self, gpus: Sequence[Gpu]) -> None:
+        if not gpus:
+            return
+        import pynvml
+
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError:
+            return
+        with suppress(pynvml.NVMLError):  # events are for Linux, not for WSL2
+            self._events = pynvml.nvmlEventSetCreate()
+        for gpu in gpus:
+            name = f"GPU {gpu.index} ({gpu.name})"
+            with suppress(pynvml.NVMLError):  # lost, or too old for events
+                card = pynvml.nvmlDeviceGetHandleByIndex(gpu.index)
+                place = pynvml.nvmlDeviceGetPciInfo(card)
+                self._on_bus[int(place.domain), int(place.bus)] = name
+                if self._events is not None:
+                    pynvml.nvmlDeviceRegisterEvents(
+                        card, pynvml.nvmlEventTypeXidCriticalError, self._events
+                    )
+                    self._cards[_address(card)] = name
+
+    def _from_nvml(self) -> Iterator[Xid]:
+        if not self._cards:
+            return
+        import pynvml
+
+        while True:
+            try:
+                event = pynvml.nvmlEventSetWait_v2(self._events, 0)
+            except pynvml.NVMLError:  # a timeout: no more events
+                break
+            name = self._cards.get(_address(event.device), "a GPU")
+            yield Xid(int(event.eventData), name, f"NVML: Xid {event.eventData} on {name}")
+        pynvml.nvmlEventSetFree(self._events)
+        pynvml.nvmlShutdown()
+        self._cards = {}
+
+
+def _address(handle: Any) -> int:
+    return ctypes.cast(handle, ctypes.c_void_p).value or 0
+
+
+def kernel_xids(log: Path, since_s: float, on_bus: Mapping[Bus, str]) -> list[Xid]:
+    """The Xids of these cards in the kernel's log since a time of the monotonic clock; [] if this
+    user may not read it."""
+    try:
+        file = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return []
+    xids = []
+    try:
+        while text := _next_records(file):
+            for microseconds, message in KERNEL_RECORD.findall(text):
+                line = XID_LINE.search(message)
+                if line is None or int(microseconds) < since_s * 1e6:
+                    continue
+                if card := on_bus.get((int(line[1], 16), int(line[2], 16))):
+                    xids.append(Xid(int(line[3]), card, line[0]))
+    finally:
+        os.close(file)
+    return xids
+
+
+def _next_records(file: int) -> str:
+    """A record of the kernel's log, or several of a copy of it; "" after the last."""
+    while True:
+        try:
+            return os.read(file, RECORD_BYTES).decode(errors="replace")
+        except BrokenPipeError:  # records were overwritten; the next read goes on after them
+            continue
+        except OSError:  # no more records
+            return ""

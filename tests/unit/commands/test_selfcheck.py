@@ -1,0 +1,82 @@
+"""The figures that a self-check keeps for later plans, and its page."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from launch.commands.selfcheck import checks
+from launch.commands.selfcheck.bench import Bench, outside
+from launch.commands.selfcheck.results import Finding, Results, lines, page
+from launch.probe import import_memory
+from launch.run_folder.layout import RunDir
+from launch.schema.machine import MIB, CardFigures
+from launch.schema.plan import PAGED, Peak
+from tests.builders import machine, plan, recipe_of
+
+CARD = "NVIDIA GeForce RTX 3080"
+
+
+def card_of(cache: Path) -> CardFigures:
+    return import_memory.measured_or_assumed(cache, "cuda").card
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (CardFigures(), CardFigures(CARD, 300 * MIB, "selfcheck")),
+        (
+            CardFigures(CARD, 200 * MIB, "doctor", 6e13, 12e9),
+            CardFigures(CARD, 300 * MIB, "selfcheck", 6e13, 12e9),
+        ),
+        # a run that loads fewer kernels says nothing of the others
+        (CardFigures(CARD, 310 * MIB), CardFigures(CARD, 310 * MIB)),
+        (CardFigures("NVIDIA T4", 90 * MIB), CardFigures("NVIDIA T4", 90 * MIB)),
+    ],
+)
+def test_the_largest_context_of_the_runs_is_kept(tmp_path: Path, before, after):
+    import_memory.keep_card(tmp_path, before)
+    checks.keep_context(Bench(tmp_path, tmp_path, 0.0), CARD, 300 * MIB)
+    assert card_of(tmp_path) == after
+
+
+@pytest.mark.parametrize(
+    ("on", "parts"), [(machine(1), {PAGED: 1 << 20}), (machine(2), {"weights": 1 << 20})]
+)
+def test_paged_states_and_communicators_are_no_part_of_a_context(tmp_path: Path, on, parts):
+    planned = plan(on=on)
+    estimate = replace(planned.estimate, peak=Peak("optimizer", "adam", parts))
+    run = RunDir.create(tmp_path, "tiny", datetime(2026, 1, 1))
+    run.write_plan(recipe_of(), replace(planned, estimate=estimate))
+    assert outside(run) is None
+
+
+def test_the_figures_of_imports_stay_when_a_card_is_kept(tmp_path: Path):
+    before = import_memory.measured_or_assumed(tmp_path, "cuda")
+    import_memory.keep_card(tmp_path, CardFigures(CARD, 300 * MIB))
+    after = import_memory.measured_or_assumed(tmp_path, "cuda")
+    assert (after.rank_bytes, after.reason) == (before.rank_bytes, before.reason)
+    # a run on CPUs has no card
+    assert import_memory.measured_or_assumed(tmp_path, "cpu").card == CardFigures()
+
+
+def test_the_page_and_the_text_compare_the_context_and_the_whole_card():
+    figures = {"context_bytes": [200 << 20, 300 << 20], "device_bytes": [4 << 30, 5 << 30]}
+    finding = Finding("card", 1, 3.0, 0.0, figures)
+    assert lines(finding)[1:] == [
+        "  second step whole card predicted 4.00 GiB, measured 5.00 GiB (+25.0%)",
+        "  a product   context    predicted 0.20 GiB, measured 0.29 GiB (+50.0%)",
+    ]
+    text = page(Results({"card": CARD}, (finding,)))
+    for figure in ("whole card", "context"):
+        assert f"<td>{figure}</td>" in text
+
+
+def test_the_page_and_the_text_have_the_rates():
+    found = Finding("card", 1, 3.0, 0.0, {"rates": {"copies to the card, GB/s": 12.345}})
+    assert lines(found) == ["card: ok (3 s)", "  copies to the card, GB/s: 12.35"]
+    text = page(Results({"card": CARD}, (found,)))
+    assert "<td>copies to the card, GB/s</td><td>12.35</td>" in text
