@@ -336,6 +336,12 @@ def left_in(path: Path) -> Path:
     return Path(outcome.model_dir)
 
 
+def holds_model(folder: Path, run_id: str) -> bool:
+    """True if the folder has the finished model of that run."""
+    model = read_or_none(folder / "lowmem.json", ExportedModel)
+    return model is not None and model.run == run_id
+
+
 def kept_aside(folder: Path, run_id: str) -> list[str]:
     """A line for a model of another run that stands where this one's will; export.py keeps it as
     <name>.previous."""
