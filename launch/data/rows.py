@@ -31,23 +31,28 @@ JSON_KINDS = {
 
 class BadRows:
     """Rows that cannot be read: left out and counted up to `limit` (data.max_bad_rows), one more
-    ends the reading."""
+    ends the reading.
 
-    def __init__(self, limit: int = 0) -> None:
-        self.limit = limit
+    `num_parts`: the limit is for each part of the data, and the row may be of any of so many."""
+
+    def __init__(self, limit: int = 0, num_parts: int = 1) -> None:
+        self.limit, self.num_parts = limit, num_parts
         self.errors: list[str] = []
 
     @property
     def count(self) -> int:
         return len(self.errors)
 
-    def add(self, error: DataError) -> None:
+    def add(self, error: DataError, number: int | None = None) -> None:
+        """Count a bad row; `number` is that of the row in its slice, if it is known."""
         self.errors.append(str(error))
-        if self.count > self.limit:
+        if self.count > self.limit * self.num_parts:
             if not self.limit:
                 raise error
+            of_each = f" in each of {self.num_parts} parts" if self.num_parts > 1 else ""
             raise DataError(
-                f"{error}; it is bad row {self.count}, data.max_bad_rows allows {self.limit}"
+                f"{error}; it is bad row {self.count}, data.max_bad_rows allows"
+                f" {self.limit}{of_each}"
             ) from error
 
 
@@ -118,7 +123,7 @@ def numbered_rows(
         if takes is not None and not takes(number):
             continue
         if isinstance(row, DataError):
-            bad.add(row)
+            bad.add(row, number)
         elif row is not None:
             yield number, place, row
 
@@ -419,7 +424,7 @@ def placed_samples(
         except untrained.Refused as error:
             raise untrained.Refused(f"{place}: {error}") from error
         except DataError as error:
-            bad.add(DataError(f"{place}: {error}"))
+            bad.add(DataError(f"{place}: {error}"), number)
             continue
         yield number, place, sample if isinstance(sample, str) else replace(sample, place=place)
 
