@@ -336,7 +336,7 @@ def _chosen(
             return kind, columns, f"{name}: {origin.key} has the columns {listed}"
     texts = [name for name, holds in file.columns.items() if holds in ("string", "messages")]
     others = [name for name in file.columns if untrained.is_other_training(name)]
-    if others and any(name not in others for name in texts):
+    if others and (any(name not in others for name in texts) or untrained.is_pair(others)):
         hint = column_advice.preferred(file, others, origin)
         raise DataError(f"{file.path}: {untrained.refusal(others, hint=hint)}")
     formats = ", ".join("/".join(roles.values()) for _, _, roles, _ in KNOWN)

@@ -19,6 +19,7 @@ from launch.data.files.shards import MAX_ROW_BYTES, SUFFIXES, TABLES, FileType
 from launch.data.normalise import OPENAI, SHAREGPT
 from launch.data.rows import BadRows, Slice, json_kind
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # begins a file that stands for another
 SAMPLE_ROWS = 100  # whose content is looked at; the columns of a table are in its schema
 SAMPLE_GROUPS = 8  # row groups, or batches, that they are looked for in
 PACKABLE = ("jsonl", "json", "csv", "tsv", "text")  # types read from their beginning
@@ -47,6 +48,11 @@ def read(path: Path, bad: BadRows | None = None) -> FileColumns:
         file_type = file_type_of(path)
         if path.stat().st_size == 0:
             raise DataError(f"{path}: 0 rows: the file is empty")
+        with path.open("rb") as stream:
+            if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise DataError(
+                    f"{path}: is a Git LFS pointer, not the data; fetch the data with git lfs pull"
+                )
         num_rows, columns = table(path, file_type) if file_type in TABLES else (None, {})
         if num_rows == 0:
             raise DataError(
