@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from launch.base import files
-from launch.base.errors import CheckpointError
+from launch.base.errors import CheckpointError, LockHeld
 from launch.base.workspace import Workspace
 from launch.data.token_cache import TokenCache
 from launch.render import write
-from launch.run_folder import resume
+from launch.run_folder import layout, resume
 from launch.run_folder.layout import RunDir
 from launch.schema.data_section import DataSection
 from launch.schema.model_sections import LoraSection
@@ -198,3 +198,13 @@ def test_a_damaged_recipe_is_refused_in_the_newest_run_and_passed_over_in_older_
     newest.recipe_file.write_text(json.dumps(content)[:100])
     with pytest.raises(CheckpointError, match=r"recipe\.json: missing or damaged"):
         decided(tmp_path, recipe(tmp_path / "a"))
+
+
+def test_two_jobs_whose_output_folders_have_one_name_do_not_wait_for_each_other(tmp_path):
+    workspace = Workspace(tmp_path)
+    with layout.output_lock(workspace, recipe(tmp_path / "first" / "model")):
+        with layout.output_lock(workspace, recipe(tmp_path / "second" / "model")):
+            pass
+        same = recipe(tmp_path / "second" / ".." / "first" / "model")
+        with pytest.raises(LockHeld, match="is in use"), layout.output_lock(workspace, same):
+            pass
