@@ -299,7 +299,8 @@ def _notes(
             else "a user's row is trained with the answer in the next row; other rows are not read"
         )
     if others:
-        yield f"columns that are not read: {_shortened(others)}"
+        names = [name or "''" for name in others]
+        yield f"columns that are not read: {_shortened(names)}"
     if ignored:
         present = {*there, *(key for _, key in message_keys)}
         absent = [name for name in ignored if name not in present]

@@ -129,7 +129,8 @@ def read(
     data_format = columns.detect(recipe.data, workspace.root, file_facts, unread)
     data_format = _with_template(data_format, recipe, is_t5)
     copied = plan_context.copied_modules(recipe, model.parameters, model.config["model_type"])
-    data_format = replace(data_format, notes=(*data_format.notes, *model.notes, *copied))
+    in_both = sources.trained_and_held_out(recipe.data)
+    data_format = replace(data_format, notes=(*data_format.notes, *in_both, *model.notes, *copied))
     rows = None
     if not recipe.data.streaming and not sources.are_counted(recipe.data):
         rows = columns.row_count(recipe.data.paths[0], file_facts)

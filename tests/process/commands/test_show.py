@@ -142,10 +142,11 @@ def test_text_that_looks_like_a_special_token_is_marked(recipe, tmp_path):
     [
         ("--file=other.jsonl", "--file other.jsonl: expected a file of data.train_file or"),
         ("--rows=0", "--rows: found 0, expected a number from 1"),
+        ("--rows=2 --line=1", "--rows and --line are both given; --line shows one row alone"),
     ],
 )
 def test_a_mistake_is_one_line(recipe, flag, message):
-    done = builders.launch(recipe.parent, "show", str(recipe), flag)
+    done = builders.launch(recipe.parent, "show", str(recipe), *flag.split())
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -692,6 +692,12 @@ def test_the_columns_that_are_not_read_are_named_in_one_line(tmp_path):
     )
 
 
+def test_a_column_without_a_name_is_named_by_quotes(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("prompt,,response\na,b,c\n")
+    assert detect(path).notes == ("columns that are not read: ''",)
+
+
 def test_a_column_that_is_ignored_makes_no_format(tmp_path):
     path = write(
         tmp_path, "a.jsonl", [{"messages": TURNS, "instruction": "a", "input": "b", "output": "c"}]
