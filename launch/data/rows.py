@@ -198,7 +198,7 @@ def json_kind(value: Any) -> str:
     if not isinstance(value, list):
         return JSON_KINDS[type(value)]
     faults = ((number, _message_fault(turn)) for number, turn in enumerate(value, 1))
-    number, fault = next((found for found in faults if found[1]), (0, ""))
+    number, fault = next((pair for pair in faults if pair[1]), (0, ""))
     if not fault:
         return "messages" if value else "an empty list"
     is_of_objects = any(isinstance(turn, dict) for turn in value)

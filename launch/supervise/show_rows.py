@@ -65,10 +65,10 @@ def check(tokens: TokenCache) -> None:
         len(shards.of(name)) for name in recipe.data.paths
     )
     if is_all and not rows.lengths:
-        reasons = "; ".join(f"{count:,}: {why}" for why, count in rows.left_out.items())
+        left_out = "; ".join(f"{count:,}: {why}" for why, count in rows.left_out.items())
         raise DataError(
             f"{', '.join(map(str, recipe.data.paths))}: no row has a target to train on"
-            f" ({rows.num_read:,} read; {reasons}); check the columns and data.max_length"
+            f" ({rows.num_read:,} read; {left_out}); check the columns and data.max_length"
         )
     checked.parent.mkdir(parents=True, exist_ok=True)
     checked.touch()

@@ -568,8 +568,8 @@ def _common(text: str, other: str) -> int:
 
 def _has_words(full: str, text: str, most_words: int) -> bool:
     """True if the first words of a text are in another, in any case of letters."""
-    words = [word[0] for word in islice(WORD.finditer(text), most_words)]
-    missing = [word.lower() for word in words if word not in full]
+    matches = islice(WORD.finditer(text), most_words)
+    missing = [match[0].lower() for match in matches if match[0] not in full]
     return not missing or all(word in full.lower() for word in missing)
 
 
