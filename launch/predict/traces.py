@@ -181,6 +181,10 @@ class Trace:
         load = [*map(sized, births["start"]), *moment, *((number, FREED) for number, _ in moment)]
         load += map(sized, births["engine"])
         measured = [sized(number) if number >= 0 else freed(~number, 0) for number in evaluation]
+        ended_there = set(evaluation)
+        measured += [
+            freed(number, 0) for number in evaluation if number >= 0 and ~number not in ended_there
+        ]
         return [
             ("load", [*load, EMPTY_CACHE]),
             ("first_step", once(1, births["state"])),

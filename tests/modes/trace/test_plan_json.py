@@ -71,7 +71,9 @@ def _check_phases(plan: Plan) -> None:
         estimate.device_bytes - estimate.margin_bytes
     )
     if not plan.by_tokens:  # else each part is that of the micro-batch that takes most in it
-        assert phases.step.allocated_bytes == estimate.step_allocated_bytes
+        # after an evaluation blocks lie elsewhere, and other rests of segments belong to them
+        again = phases.step.allocated_bytes
+        assert estimate.step_allocated_bytes <= again <= 1.002 * estimate.step_allocated_bytes
         assert max(part.allocated_bytes for part in parts) == estimate.allocated_bytes
     sums = [part.bytes for name in asdict(host) if (part := getattr(host, name)) is not None]
     assert max(sums) == estimate.host_bytes
