@@ -32,8 +32,11 @@ def report(workspace: Workspace, choice: Choice, result: RunResult, screen: Scre
     recipe, machine, plan = choice.recipe, choice.machine, choice.plan
     run = RunDir(Path(result.run_dir))
     attempts = run.attempts()
-    events = [event for attempt in attempts for event in steps.events(attempt, screen.say)]
-    if choice.plan.estimate.peak and not result.failure and result.summary.get("complete"):
+    by_attempt = [list(steps.events(attempt, screen.say)) for attempt in attempts]
+    events = [event for of_attempt in by_attempt for event in of_attempt]
+    has_measured = bool(by_attempt and by_attempt[-1])  # not one that only wrote the model again
+    is_complete = not result.failure and result.summary.get("complete")
+    if choice.plan.estimate.peak and is_complete and has_measured:
         measurement = _measurement(choice, run, result, events, screen)
         Ledger(workspace.ledger_file, screen.say).record(measurement)
     chat = chat_command(recipe.output_dir)

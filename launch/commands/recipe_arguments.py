@@ -182,6 +182,7 @@ def _flag(arguments: Namespace, plain: str, value: str) -> str | None:
 
 def _typed(key: str, kind: str, value: str) -> str:
     """A key of the recipe as it is typed; a value that may be a secret is not repeated."""
-    if not value or holds_secret(value):
-        value = "true" if kind == "true or false" else "VALUE"
+    is_switch = kind == "true or false"
+    if not value or holds_secret(value) or (value in ("true", "false") and not is_switch):
+        value = "true" if is_switch else "VALUE"
     return f"--{key}={shlex.quote(value)}"

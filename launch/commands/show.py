@@ -17,6 +17,7 @@ from launch.schema.recipe import Recipe
 from launch.supervise import show_rows
 
 ANY = 1_000_000_000  # bad rows
+ROWS = 5
 
 
 def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
@@ -27,7 +28,7 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
         "[--rows N] [--file FILE] [--line N]",
     )
     parser.add_argument(
-        "--rows", type=_positive, default=5, help="the first rows of each source (default 5)"
+        "--rows", type=_positive, help=f"the first rows of each source (default {ROWS})"
     )
     parser.add_argument(
         "--file",
@@ -45,12 +46,14 @@ def _positive(text: str) -> int:
 
 
 def main(arguments: Namespace, others: Sequence[str]) -> int:
+    if arguments.rows is not None and arguments.line is not None:
+        raise ConfigError("show: --rows and --line are both given; --line shows one row alone")
     typed = recipe_arguments.read(arguments, others)
     facts = _facts(typed, arguments.line)
     tokens = facts.context.tokens
     assert tokens is not None
     files = _files(facts.context.recipe, arguments.file, arguments.line)
-    rows = show_rows.encoded(tokens, files, arguments.rows, arguments.line)
+    rows = show_rows.encoded(tokens, files, arguments.rows or ROWS, arguments.line)
     from rich.console import Console
 
     from launch.report import shown_rows

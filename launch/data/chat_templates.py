@@ -188,8 +188,8 @@ def tags_note(missing: list[str]) -> str:
     listed = ",".join(json.dumps(tag, ensure_ascii=False) for tag in missing)
     return (
         f"the chat template writes {len(missing)} tag{'' if len(missing) == 1 else 's'} that the"
-        " vocabulary lacks, trained as plain text, but for an answer's end tag, which becomes the"
-        f" tokenizer's end token; --tokenizer.add_tokens='[{listed}]' makes tokens of them"
+        " vocabulary lacks: plain text in training, or at the end of an answer the tokenizer's end"
+        f" token; --tokenizer.add_tokens='[{listed}]' makes tokens of them"
     )
 
 

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from launch.data import untrained
+from launch.data.files.delimited import DELIMITERS
 from launch.data.sniff import FileColumns
 
 PROMPT_NAMES = ("prompt", "question", "instruction", "input", "query")
 ANSWER_NAMES = ("answer", "response", "output", "completion", "target", "reply", "chosen", "label")
+SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
 TRAINED = "data.train_file"
 
 
@@ -40,6 +42,10 @@ class Origin:
 
 def likely(file: FileColumns, origin: Origin) -> str:
     """The likeliest columns of a file in no known format, and how to name them."""
+    if file.file_type in DELIMITERS and len(file.columns) == 1:
+        (header,), used = file.columns, DELIMITERS[file.file_type]
+        if other := next((mark for mark in SEPARATORS if mark in header and mark != used), None):
+            return f"its header has {SEPARATORS[other]} between the names: write {SEPARATORS[used]}"
     texts = [name for name, holds in file.columns.items() if holds == "string"]
     lists = [name for name, holds in file.columns.items() if holds == "messages"]
     if len(lists) > 1:
@@ -60,14 +66,17 @@ def preferred(file: FileColumns, others: Sequence[str], origin: Origin) -> str:
     chosen = next((name for name in others if name.lower() in ("chosen", "label")), "")
     kind = file.columns.get(chosen)
     prompts = [name for name, holds in file.columns.items() if holds == kind and name not in others]
+    part = "as the answers"
     if kind in ("string", "messages") and prompts:
         prompt = next((name for name in PROMPT_NAMES if name in prompts), prompts[0])
         advice = origin.naming({"prompt": prompt, "response": chosen})
     elif kind == "messages":
         advice = origin.naming({"messages": chosen})
+    elif kind == "string":  # prompt and answer in one text
+        part, advice = "as whole texts", origin.naming({"text": chosen})
     else:
         return ""
     if rest := [name for name in others if name != chosen]:
         flag = untrained.flag("ignore_columns", rest)
         advice += f" {flag}" if advice.startswith("add") else f", and add {flag}"
-    return f"To train on column {chosen!r} as the answers, {advice}"
+    return f"To train on column {chosen!r} {part}, {advice}"

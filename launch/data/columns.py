@@ -68,7 +68,10 @@ def detect(
     Relative paths start at `base`; `unread_keys` are keys of messages that the chat template does
     not read. Raises DataError (a file cannot be used) and ConfigError (half a pair of columns).
     """
-    reading = _Reading(base, facts or FileFacts(), unread_keys, BadRows(data.max_bad_rows))
+    # the rows that validation_size holds out are not known yet
+    num_parts = 1 if data.validation_size is None else 2
+    bad = BadRows(data.max_bad_rows, num_parts)
+    reading = _Reading(base, facts or FileFacts(), unread_keys, bad)
     if data.is_mixed:
         return _of_sources(data, reading)
     return _of_files(data, reading, Origin())
@@ -85,7 +88,11 @@ class _Reading:
 
     def of_held_out(self) -> _Reading:
         """The settings for the held-out file, whose bad rows are counted apart."""
-        return replace(self, bad=BadRows(self.bad.limit))
+        return replace(self, bad=self.none_yet())
+
+    def none_yet(self) -> BadRows:
+        """The same limit, with no bad row counted."""
+        return BadRows(self.bad.limit, self.bad.num_parts)
 
 
 def _of_files(data: DataSection, reading: _Reading, origin: Origin) -> DataFormat:
@@ -96,7 +103,7 @@ def _of_files(data: DataSection, reading: _Reading, origin: Origin) -> DataForma
     files: list[FileColumns] = []
     training: DataFormat | None = None
     for number, path in enumerate((*paths, *held_out)):
-        files.append(_read(path, data.max_bad_rows, facts, is_corpus=len(paths) > 1))
+        files.append(_read(path, reading.none_yet(), facts, is_corpus=len(paths) > 1))
         if number == len(paths) and training:
             origin = replace(_of_held_out(training), train_file=data.sources[0].path)
             reading = reading.of_held_out()
@@ -139,10 +146,10 @@ def _of_held_out(training: DataFormat) -> Origin:
     return Origin("data.validation_file", expected=", ".join(training.columns.values()))
 
 
-def _read(path: Path, max_bad_rows: int, facts: FileFacts, is_corpus: bool) -> FileColumns:
+def _read(path: Path, bad: BadRows, facts: FileFacts, is_corpus: bool) -> FileColumns:
     """The columns of a file; those of a corpus are remembered."""
-    if not is_corpus or max_bad_rows or not path.exists():
-        return sniff.read(path, max_bad_rows)
+    if not is_corpus or bad.limit or not path.exists():
+        return sniff.read(path, bad)
     return FileColumns(path, *facts.get(path, "columns", lambda: astuple(sniff.read(path))[1:]))
 
 
@@ -292,7 +299,8 @@ def _notes(
             else "a user's row is trained with the answer in the next row; other rows are not read"
         )
     if others:
-        yield f"columns that are not read: {_shortened(others)}"
+        names = [name or "''" for name in others]
+        yield f"columns that are not read: {_shortened(names)}"
     if ignored:
         present = {*there, *(key for _, key in message_keys)}
         absent = [name for name in ignored if name not in present]
@@ -329,7 +337,7 @@ def _chosen(
             return kind, columns, f"{name}: {origin.key} has the columns {listed}"
     texts = [name for name, holds in file.columns.items() if holds in ("string", "messages")]
     others = [name for name in file.columns if untrained.is_other_training(name)]
-    if others and any(name not in others for name in texts):
+    if others and (any(name not in others for name in texts) or untrained.is_pair(others)):
         hint = column_advice.preferred(file, others, origin)
         raise DataError(f"{file.path}: {untrained.refusal(others, hint=hint)}")
     formats = ", ".join("/".join(roles.values()) for _, _, roles, _ in KNOWN)

@@ -241,7 +241,7 @@ class RowReader:
     def _weight(self, role: str, key: str, value: Any, where: str) -> int | None:
         """0 or 1 of an answer; None of another turn, which has no loss."""
         if not isinstance(value, bool | int | float) or value not in (0, 1):
-            raise DataError(f"{where}: found {str(value)[:40]!r} as {key!r}, expected 0 or 1")
+            raise DataError(f"{where}: found {value!r:.40} as {key!r}, expected 0 or 1")
         if role != "assistant" and value:
             raise DataError(
                 f"{where} has {key!r} {value}, but the loss is on answers only; remove it, or add"
@@ -250,7 +250,7 @@ class RowReader:
         return int(value) if role == "assistant" else None
 
     def _calls(self, value: Any, where: str) -> list[dict[str, Any]]:
-        calls = self._json(value, where)
+        calls = self._json(value, f"{where}: its calls")
         calls = calls if isinstance(calls, list) and calls else [calls]
         return [self._call(call, where) for call in calls]
 
@@ -262,7 +262,9 @@ class RowReader:
         is_call = isinstance(call, dict) and call.get("type") in (None, "function")
         if is_call and _has_name(function := call["function"]):
             arguments = function.get("arguments")
-            arguments = {} if arguments in (None, "") else self._json(arguments, where)
+            arguments = (
+                {} if arguments in (None, "") else self._json(arguments, f"{where}: arguments")
+            )
             if isinstance(arguments, dict):
                 function = {**function, "arguments": arguments}
                 return {**call, "type": "function", "function": function}

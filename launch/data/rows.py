@@ -31,23 +31,28 @@ JSON_KINDS = {
 
 class BadRows:
     """Rows that cannot be read: left out and counted up to `limit` (data.max_bad_rows), one more
-    ends the reading."""
+    ends the reading.
 
-    def __init__(self, limit: int = 0) -> None:
-        self.limit = limit
+    `num_parts`: the limit is for each part of the data, and the row may be of any of so many."""
+
+    def __init__(self, limit: int = 0, num_parts: int = 1) -> None:
+        self.limit, self.num_parts = limit, num_parts
         self.errors: list[str] = []
 
     @property
     def count(self) -> int:
         return len(self.errors)
 
-    def add(self, error: DataError) -> None:
+    def add(self, error: DataError, number: int | None = None) -> None:
+        """Count a bad row; `number` is that of the row in its slice, if it is known."""
         self.errors.append(str(error))
-        if self.count > self.limit:
+        if self.count > self.limit * self.num_parts:
             if not self.limit:
                 raise error
+            of_each = f" in each of {self.num_parts} parts" if self.num_parts > 1 else ""
             raise DataError(
-                f"{error}; it is bad row {self.count}, data.max_bad_rows allows {self.limit}"
+                f"{error}; it is bad row {self.count}, data.max_bad_rows allows"
+                f" {self.limit}{of_each}"
             ) from error
 
 
@@ -118,7 +123,7 @@ def numbered_rows(
         if takes is not None and not takes(number):
             continue
         if isinstance(row, DataError):
-            bad.add(row)
+            bad.add(row, number)
         elif row is not None:
             yield number, place, row
 
@@ -192,21 +197,26 @@ def json_kind(value: Any) -> str:
     """The kind of a JSON value, in words."""
     if not isinstance(value, list):
         return JSON_KINDS[type(value)]
-    if value and all(map(_is_message, value)):
-        return "messages"
-    return "a list" if value else "an empty list"
+    faults = ((number, _message_fault(turn)) for number, turn in enumerate(value, 1))
+    number, fault = next((pair for pair in faults if pair[1]), (0, ""))
+    if not fault:
+        return "messages" if value else "an empty list"
+    is_of_objects = any(isinstance(turn, dict) for turn in value)
+    return f"a list whose message {number} {fault}" if is_of_objects else "a list"
 
 
-def _is_message(value: Any) -> bool:
-    """True for text in role and something that may be content; normalise.py reads it."""
-    return isinstance(value, dict) and any(
-        isinstance(value.get(speaker), str)
-        and (
-            isinstance(value.get(content), str | list)
-            or (value.get(content) is None and (content in value or "tool_calls" in value))
-        )
-        for speaker, content in (OPENAI, SHAREGPT)
-    )
+def _message_fault(value: Any) -> str:
+    """The reason why a value is no message, "" for text in role and something that may be content;
+    normalise.py reads it."""
+    if not isinstance(value, dict):
+        return "is a list" if isinstance(value, list) else f"is {json_kind(value)}"
+    fault = f"has the keys {', '.join(map(str, [*value][:5]))}"
+    for speaker, content in (OPENAI, SHAREGPT):
+        if isinstance(value.get(speaker), str) and (content in value or "tool_calls" in value):
+            if isinstance(value.get(content), str | list | None):
+                return ""
+            fault = f"has {json_kind(value[content])} as {content}"
+    return fault
 
 
 def _object(value: Any, where: object) -> dict[str, Any] | DataError:
@@ -343,8 +353,9 @@ def _line_row(place: Place, raw: bytes, file_type: str) -> dict[str, Any] | Data
         row = json.loads(line, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
         return DataError(
-            f"{place}: is not JSON ({error.msg} at character {error.pos + 1}); mend or remove the"
-            " line: each line must be one object, a .json file may be one array of objects"
+            f"{place}: is not JSON ({error.msg.removesuffix(' at')} at character"
+            f" {error.pos + 1}); mend or remove the line: each line must be one object, a .json"
+            " file may be one array of objects"
         )
     except (ValueError, RecursionError) as error:
         # a key twice, a number of 5,000 digits, brackets 100,000 deep
@@ -419,7 +430,7 @@ def placed_samples(
         except untrained.Refused as error:
             raise untrained.Refused(f"{place}: {error}") from error
         except DataError as error:
-            bad.add(DataError(f"{place}: {error}"))
+            bad.add(DataError(f"{place}: {error}"), number)
             continue
         yield number, place, sample if isinstance(sample, str) else replace(sample, place=place)
 

@@ -19,6 +19,7 @@ from launch.data.files.shards import MAX_ROW_BYTES, SUFFIXES, TABLES, FileType
 from launch.data.normalise import OPENAI, SHAREGPT
 from launch.data.rows import BadRows, Slice, json_kind
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # begins a file that stands for another
 SAMPLE_ROWS = 100  # whose content is looked at; the columns of a table are in its schema
 SAMPLE_GROUPS = 8  # row groups, or batches, that they are looked for in
 PACKABLE = ("jsonl", "json", "csv", "tsv", "text")  # types read from their beginning
@@ -40,12 +41,18 @@ class FileColumns:
     message_keys: Sequence[tuple[str, str]] = ()  # (column, key of its messages)
 
 
-def read(path: Path, max_bad_rows: int = 0) -> FileColumns:
+def read(path: Path, bad: BadRows | None = None) -> FileColumns:
     """The columns of one file, by the rows that can be read. Raises DataError where it has none."""
+    bad = bad or BadRows()
     try:
         file_type = file_type_of(path)
         if path.stat().st_size == 0:
             raise DataError(f"{path}: 0 rows: the file is empty")
+        with path.open("rb") as stream:
+            if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise DataError(
+                    f"{path}: is a Git LFS pointer, not the data; fetch the data with git lfs pull"
+                )
         num_rows, columns = table(path, file_type) if file_type in TABLES else (None, {})
         if num_rows == 0:
             raise DataError(
@@ -53,9 +60,7 @@ def read(path: Path, max_bad_rows: int = 0) -> FileColumns:
             )
         shards.check_unpacked(path)
         beginning = Slice(path, end=SAMPLE_GROUPS if file_type in TABLES else MAX_ROW_BYTES)
-        rows = data_rows.read_rows(
-            beginning, file_type, BadRows(max_bad_rows), _columns_of_messages, SAMPLE_ROWS
-        )
+        rows = data_rows.read_rows(beginning, file_type, bad, _columns_of_messages, SAMPLE_ROWS)
         rows = itertools.islice(rows, 1 if file_type == "text" else SAMPLE_ROWS)
         kinds, message_keys = _sampled(rows, is_table=file_type in TABLES)
     except OSError as error:
@@ -64,7 +69,8 @@ def read(path: Path, max_bad_rows: int = 0) -> FileColumns:
         raise DataError(f"{path}: cannot be read: {reason}") from error
     if not kinds and file_type not in TABLES:
         raise DataError(f"{path}: 0 rows: {NO_ROWS.get(file_type, 'every line is blank')}")
-    columns = columns or _columns_of(kinds, ROW_NAMES.get(file_type, "line"), max_bad_rows)
+    most_bad = bad.limit * bad.num_parts
+    columns = columns or _columns_of(kinds, ROW_NAMES.get(file_type, "line"), most_bad)
     return FileColumns(path, file_type, columns, sorted(message_keys))
 
 

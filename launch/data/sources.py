@@ -152,6 +152,22 @@ def check_apart(data: DataSection) -> None:
                 )
 
 
+def trained_and_held_out(data: DataSection) -> list[str]:
+    """A line for files of data.validation_file that are files of data.train_file too."""
+    if data.validation_file is None:
+        return []
+    trained = {file.resolve() for source in data.sources for file in shards.of(Path(source.path))}
+    held_out = shards.of(Path(data.validation_file))
+    both = [str(file) for file in held_out if file.resolve() in trained]
+    if not both:
+        return []
+    more = f" and {len(both) - 1} more" if len(both) > 1 else ""
+    return [
+        f"{both[0]}{more} is in data.train_file and in data.validation_file: the held-out loss is"
+        " that of rows that are trained"
+    ]
+
+
 def format_of(data: DataSection, data_format: DataFormat, file: Path) -> DataFormat:
     """The format in which a file of the data is read."""
     for index, source in enumerate(data.sources):

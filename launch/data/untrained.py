@@ -43,7 +43,7 @@ KEYS: Mapping[str, str] = {  # of a message
     **dict.fromkeys(OF_COLUMNS, NOT_A_KEY),
     **dict.fromkeys(("mask", "loss"), AMBIGUOUS),
 }
-EMPTY_JSON = ("", "[]", "{}")
+EMPTY_JSON = ("", "[]", "{}", "null")
 SHELL_TEXT = re.compile(r"[\w\[\],.=:/@%+-]+", re.ASCII)  # the names that need no quotes, in []
 YAML_TEXT = re.compile(r"[^\W\d][\w. -]*\w|[^\W\d]")
 MAX_DEPTH = 16  # of lists in lists; what is deeper counts as content
@@ -62,6 +62,11 @@ def is_column(name: str) -> bool:
 def is_other_training(name: str) -> bool:
     """True for a column of preference pairs or labels."""
     return COLUMNS.get(_plain(name)) in (PREFERENCES, LABELS)
+
+
+def is_pair(names: Sequence[str]) -> bool:
+    """True if a column of preference pairs is among these."""
+    return any(COLUMNS.get(_plain(name)) == PREFERENCES for name in names)
 
 
 def is_key(name: str) -> bool:

@@ -17,7 +17,7 @@ from launch.base import environment, files
 from launch.base.errors import ConfigError, DataError, LaunchError, ResourceError
 from launch.base.text import shown
 from launch.base.workspace import CODE, FILES
-from launch.data import token_cache
+from launch.data import chat_templates, token_cache
 from launch.predict import model_config
 from launch.predict import parameters as predict_parameters
 from launch.predict.parameters import Shapes
@@ -30,6 +30,7 @@ from launch.schema.result import NewTokens
 CHILD = (sys.executable, "-P", "-m", "training.children.new_tokens")
 ERRORS = {error.exit_code: error for error in (DataError, ResourceError)}
 MOST_NAMED = 8  # tokens in a line of the plan
+NUM_BYTES = 256  # of the alphabet of a tokenizer that is trained on the data
 
 
 @dataclass(frozen=True)
@@ -49,22 +50,47 @@ def with_tokens(
     """A recipe's model with rows for the tokens that tokenizer.add_tokens adds to a folder's
     tokenizer. A tokenizer that is trained on the data has them in its own vocabulary.
 
-    Raises ConfigError, and ResourceError for a tokenizer that cannot be loaded."""
-    folder, tokens = recipe.tokenizer.path or recipe.model.path, recipe.tokenizer.add_tokens
-    if not tokens or not folder:
-        return ModelFacts(recipe, config, parameters)
+    Raises ConfigError, also for a tokenizer that the model is too small for, and ResourceError for
+    one that cannot be loaded."""
+    section = recipe.tokenizer
     rows = parameters[predict_parameters.embedding(parameters)][0]
-    new = _of_folder(Path(folder), recipe.tokenizer, cache)
+    folder = Path(section.path or recipe.model.path or "")
+    if not folder.parts:
+        _check_trained_size(recipe, rows)
+        return ModelFacts(recipe, config, parameters)
+    is_foreign = section.path not in (None, recipe.model.path)  # the model's own fits it
+    if not section.add_tokens and not (is_foreign and (folder / "tokenizer.json").is_file()):
+        return ModelFacts(recipe, config, parameters)
+    new = _of_folder(folder, section, cache)
     if new.size_before > rows:
         raise ConfigError(
             f"the tokenizer of {folder} has {new.size_before:,} tokens, the model's vocabulary"
-            f" {rows:,}; name the model's own tokenizer with --tokenizer.path=FOLDER"
+            f" {rows:,}; name a tokenizer of at most that many tokens with --tokenizer.path=FOLDER,"
+            " or choose a larger model shape"
         )
     if new.size > rows:
         _refuse_untied_head(config, parameters)
         config, parameters = model_config.read(recipe.model, new.size, root=FILES)
     recipe, changes = with_trained_tokens(recipe, new, parameters, config["model_type"])
     return ModelFacts(recipe, config, parameters, tuple(changes), tuple(_notes(new, rows)))
+
+
+def _check_trained_size(recipe: Recipe, rows: int) -> None:
+    """Raise ConfigError if no tokenizer of the asked size can be trained on the data."""
+    asked = recipe.tokenizer.vocab_size
+    size, key = asked or rows, f"tokenizer.vocab_size {asked:,}" if asked else "its vocabulary"
+    names = {*map(json.loads, chat_templates.TRAINED_TAGS.split()), *recipe.tokenizer.add_tokens}
+    least = NUM_BYTES + len(names)
+    if size > rows:
+        raise ConfigError(
+            f"{key} is more than the {rows:,} tokens that model.shape {recipe.model.shape} has"
+            f" embeddings for; give at most {rows:,}, or choose a larger shape"
+        )
+    if size < least:
+        raise ConfigError(
+            f"model.shape {recipe.model.shape}: {key} is too small for a trained tokenizer, which"
+            f" has {NUM_BYTES} bytes and {len(names)} special tokens; give at least {least}"
+        )
 
 
 def _refuse_untied_head(config: Mapping[str, Any], parameters: Shapes) -> None:

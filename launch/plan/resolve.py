@@ -29,6 +29,7 @@ from launch.probe import machine as probe_machine
 from launch.recipe import load
 from launch.recipe.paths import (
     absolute_override,
+    unused_tokenizer_keys,
     use_existing_model,
     use_existing_tokenizer,
     with_absolute_paths,
@@ -100,6 +101,7 @@ def read(
         with_absolute_paths(recipe, Path.cwd() if is_file else workspace.root)
     )
     recipe, of_tokenizer = use_existing_tokenizer(recipe)
+    of_tokenizer += unused_tokenizer_keys(recipe)
     for folder in (*(workspace.root / name for name in ("runs", "logs", ".cache")), recipe.log_dir):
         if folder:
             files.refuse_strangers(Path(folder))
@@ -129,7 +131,8 @@ def read(
     data_format = columns.detect(recipe.data, workspace.root, file_facts, unread)
     data_format = _with_template(data_format, recipe, is_t5)
     copied = plan_context.copied_modules(recipe, model.parameters, model.config["model_type"])
-    data_format = replace(data_format, notes=(*data_format.notes, *model.notes, *copied))
+    in_both = sources.trained_and_held_out(recipe.data)
+    data_format = replace(data_format, notes=(*data_format.notes, *in_both, *model.notes, *copied))
     rows = None
     if not recipe.data.streaming and not sources.are_counted(recipe.data):
         rows = columns.row_count(recipe.data.paths[0], file_facts)
@@ -184,7 +187,9 @@ def _with_template(data_format: DataFormat, recipe: Recipe, is_t5: bool) -> Data
     missing = chat_templates.missing_tags(recipe)
     if not missing:
         return replace(data_format, template=template)
-    template += f"; {len(missing)} of its tags are no tokens"
+    template += (
+        f"; {len(missing)} of its tags {'is no token' if len(missing) == 1 else 'are no tokens'}"
+    )
     notes = (*data_format.notes, chat_templates.tags_note(missing))
     return replace(data_format, template=template, notes=notes)
 

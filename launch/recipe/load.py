@@ -316,6 +316,8 @@ _EXPECTED = {
     "tuple_type": "a [list]",
     "model_type": "a section: keys below it",
     "string_too_short": "text that is not empty",
+    # of name, the only text with a pattern
+    "string_pattern_mismatch": "1 to 64 letters, digits, dots, _ and -, a letter or digit first",
 }
 _SOURCES = {  # of data.train_file, by the length of a key path
     **{2: "a path, or a list: [{path: FILE}, ...]", 3: "a path, or {path: FILE}"},
@@ -343,9 +345,8 @@ def _problems(layer: _Layer, file: str) -> list[tuple[KeyPath, ConfigError]]:
     try:
         _recipe(layer)
     except ValidationError as error:
-        for detail in error.errors(include_url=False):
-            loc = tuple(part for part in detail["loc"] if part not in (A_PATH, A_LIST))
-            detail["loc"] = loc
+        for detail in _of_keys(error.errors(include_url=False)):
+            loc = detail["loc"]
             between = _between(detail, layer) if detail["type"] == "value_error" else ""
             problems.append((loc, _schema_problem(detail, between or place(loc), file)))
     for key, value in layer.section("training").items():
@@ -367,6 +368,26 @@ def _problems(layer: _Layer, file: str) -> list[tuple[KeyPath, ConfigError]]:
             mistake = wrong(place(key_path), key_path, show(output_dir), expected, advice)
             problems.append((key_path, mistake))
     return problems
+
+
+def _of_keys(details: Sequence[ErrorDetails]) -> list[ErrorDetails]:
+    """The mistakes at the keys of a recipe. Of a value with several types pydantic has a mistake
+    for each type, with the type's name after the key: they become one, or those inside of a
+    list."""
+    mistakes: list[ErrorDetails] = []
+    of_types: dict[KeyPath, list[ErrorDetails]] = {}
+    for detail in details:
+        loc = tuple(part for part in detail["loc"] if part not in (A_PATH, A_LIST))
+        if len(loc) > 2 and isinstance(loc[2], str):
+            inside = (*loc[:2], *loc[3:])
+            of_types.setdefault(loc[:2], []).append({**detail, "loc": inside})
+        else:
+            mistakes.append({**detail, "loc": loc})
+    for key_path, of_key in of_types.items():
+        inside = [detail for detail in of_key if len(detail["loc"]) > len(key_path)]
+        expected = " or ".join(map(_expected, of_key))
+        mistakes += inside or [{**of_key[0], "type": "union", "ctx": {"expected": expected}}]
+    return mistakes
 
 
 def _between(detail: ErrorDetails, layer: _Layer) -> str:
@@ -412,15 +433,20 @@ def _schema_problem(detail: ErrorDetails, place: str, file: str) -> ConfigError:
         return wrong(file, key_path, "nothing", "a value", advice)
     if kind == "extra_forbidden":
         return wrong(place, key_path, "an unknown key", *_unknown(key_path))
-    bounds = [
-        phrase.format(context[bound]) for bound, phrase in _BOUNDS.items() if bound in context
-    ]
-    expected = context.get("expected") or context.get("pattern") or " and ".join(bounds)
-    expected = expected or _EXPECTED.get(kind) or detail["msg"]
-    value = detail["input"]
+    expected, value = _expected(detail), detail["input"]
     if kind in ("string_type", "model_type") and key_path[:2] == ("data", "train_file"):
         expected = _SOURCES.get(len(key_path), expected)
     return wrong(place, key_path, show(value), expected, mend(value, expected))
+
+
+def _expected(detail: ErrorDetails) -> str:
+    """The expected value, in words."""
+    context = detail.get("ctx", {})
+    bounds = [
+        phrase.format(context[bound]) for bound, phrase in _BOUNDS.items() if bound in context
+    ]
+    expected = context.get("expected") or " and ".join(bounds)
+    return expected or _EXPECTED.get(detail["type"]) or detail["msg"]
 
 
 def _training_mistake(key: str, value: Any) -> tuple[str, str, str] | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from launch.data import chat_templates
 from launch.recipe import load, strict_yaml
+from launch.schema.model_sections import TokenizerSection
 from launch.schema.plan import Change
 from launch.schema.recipe import Recipe
 
@@ -57,6 +58,20 @@ def use_existing_tokenizer(recipe: Recipe) -> tuple[Recipe, list[Change]]:
         "the folder of tokenizer.path_if_there is there",
     )
     return recipe.model_copy(update={"tokenizer": chosen}), [change]
+
+
+def unused_tokenizer_keys(recipe: Recipe) -> list[Change]:
+    """The keys of a trained tokenizer that are set although the tokenizer is that of a folder."""
+    section = recipe.tokenizer
+    folder = section.path or recipe.model.path
+    if folder is None:
+        return []
+    reason = f"only for a tokenizer that is trained on the data; this one is that of {folder}"
+    return [
+        Change(f"tokenizer.{key}", str(value), "not used", reason)
+        for key in ("vocab_size", "split")
+        if (value := getattr(section, key)) != TokenizerSection.model_fields[key].default
+    ]
 
 
 def absolute_override(override: str) -> str:

@@ -3,6 +3,8 @@ renamed, so that a reader never sees half a file."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 import time
 import traceback
@@ -336,6 +338,12 @@ def left_in(path: Path) -> Path:
     return Path(outcome.model_dir)
 
 
+def holds_model(folder: Path, run_id: str) -> bool:
+    """True if the folder has the finished model of that run."""
+    model = read_or_none(folder / "lowmem.json", ExportedModel)
+    return model is not None and model.run == run_id
+
+
 def kept_aside(folder: Path, run_id: str) -> list[str]:
     """A line for a model of another run that stands where this one's will; export.py keeps it as
     <name>.previous."""
@@ -371,7 +379,9 @@ def show_events(run: RunDir, recipe: Recipe) -> None:
 
 def output_lock(workspace: Workspace, recipe: Recipe) -> AbstractContextManager[None]:
     """Allow one run at a time per recipe and output folder."""
-    file = workspace.runs / recipe.name / f".lock-{Path(recipe.output_dir).name}"
+    # two output folders may have one name
+    digest = hashlib.sha256(os.fsencode(Path(recipe.output_dir).resolve())).hexdigest()[:16]
+    file = workspace.runs / recipe.name / f".lock-{digest}"
     return locks.lock(file, f"{recipe.name} ({recipe.output_dir})")
 
 

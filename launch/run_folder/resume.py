@@ -15,7 +15,7 @@ from launch.base import files as base_files
 from launch.base.errors import CheckpointError
 from launch.data.token_cache import TokenCache
 from launch.run_folder import manifest
-from launch.run_folder.layout import RunDir
+from launch.run_folder.layout import RunDir, holds_model
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import affected_by, leaves
@@ -81,7 +81,7 @@ def decide(
         is_longer = "schedule" in kinds and finished.step < (plan.total_steps(recipe) or math.inf)
         if not (is_longer and kinds <= set(recipe.resume.allow)):
             differences = "; ".join(change.text for change in changes)
-            line = f"starting a new run: {newest.run_id} had {differences}"
+            line = f"starting a new run: changed since {newest.run_id}: {differences}"
             if is_longer and kinds == {"schedule"}:
                 line += (
                     f"; add --resume.allow=[schedule] to go on from its step {finished.step:,}"
@@ -163,19 +163,29 @@ def _continued(
     new_run: NewRun,
 ) -> Start:
     """The run itself if nothing has changed, else a new run that takes over the given checkpoint,
-    or the newest."""
+    or the newest.
+
+    A complete run writes its model again, from its last checkpoint, into an output_dir that does
+    not hold it."""
     allow = recipe.resume.allow
-    if checkpoint is None and not changes and earlier.outcome():
+    is_same_run = checkpoint is None and not changes
+    finished = is_same_run and earlier.outcome() is not None
+    if finished and holds_model(Path(recipe.output_dir), earlier.run_id):
         return Start(
             earlier, f"{earlier.run_id} is complete; --resume never starts over", complete=True
         )
     if refused := [change for change in changes if change.word not in allow]:
         raise CheckpointError(_refusal(earlier, refused))
-    is_same_run = checkpoint is None and not changes
     source, lines = _source(earlier, checkpoint, allow, hashed=not is_same_run)
     lines += _versions(source, recipe)
     if is_same_run:
-        return Start(earlier, "\n".join([f"continuing {earlier.run_id}", *lines]))
+        line = f"continuing {earlier.run_id}"
+        if finished:
+            line = (
+                f"{earlier.run_id} is complete, but {recipe.output_dir} does not hold its model:"
+                f" writing it again from {source.name}"
+            )
+        return Start(earlier, "\n".join([line, *lines]))
     reason = "; ".join(change.text for change in changes) or "--resume"
     start = _take_over(source, new_run, reason)
     if any(change.word in ("data", "seed") for change in changes):
@@ -192,10 +202,10 @@ def _refusal(run: RunDir, refused: Sequence[Change]) -> str:
     can_be_allowed = all(change.word for change in refused)
     override = f" continue all the same with --resume.allow=[{allowed}]," if can_be_allowed else ""
     return (
-        f"{run.root}: this unfinished run cannot be continued: its model, data or settings have"
-        f" changed ({texts}). Undo the change to continue it,{override} start over with --resume"
-        " never, or if it is another job give it a name and a folder of its own: --name=NAME"
-        " --output_dir=DIR"
+        f"{run.root}: this {'finished' if run.outcome() else 'unfinished'} run cannot be continued:"
+        f" its model, data or settings have changed ({texts}). Undo the change to continue it,"
+        f"{override} start over with --resume never, or if it is another job give it a name and a"
+        " folder of its own: --name=NAME --output_dir=DIR"
     )
 
 
@@ -261,11 +271,12 @@ def _take_over(source: Path, new_run: NewRun, reason: str) -> Start:
 
 def _changes(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: TokenCache) -> list[Change]:
     changes = list(_differences(earlier, recipe, tokens))
-    planned = earlier.read_plan()
+    planned, had_adapter = earlier.read_plan(), earlier.read_recipe().lora is not None
     before, now = planned.strategy.effective_batch_size, plan.strategy.effective_batch_size
     if before != now:
         changes.append(Change(f"effective batch {before} -> {now}", "effective_batch_size"))
-    if planned.base_fingerprint != plan.base_fingerprint and recipe.lora and recipe.model.path:
+    has_base = had_adapter and recipe.lora and recipe.model.path
+    if has_base and planned.base_fingerprint != plan.base_fingerprint:
         changes.append(
             Change(
                 "model.path: the weights that the adapter is trained for are not the same", "model"
@@ -275,8 +286,15 @@ def _changes(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: TokenCache) ->
 
 
 def _differences(earlier: RunDir, recipe: Recipe, tokens: TokenCache) -> Iterator[Change]:
-    old, new = leaves(earlier.read_recipe().model_dump()), leaves(recipe.model_dump())
+    before_recipe = earlier.read_recipe()
+    old, new = leaves(before_recipe.model_dump()), leaves(recipe.model_dump())
     explains_rows = False  # a changed key says already why the rows differ
+    for section in ("lora", "quantization"):
+        is_set = getattr(recipe, section) is not None
+        if is_set != (getattr(before_recipe, section) is not None):
+            yield Change(f"{section} {'added' if is_set else 'removed'}", WORDS[section])
+            old = {key: old.get(key) for key in old if not key.startswith(section)}
+            new = {key: new.get(key) for key in new if not key.startswith(section)}
     for key in sorted(old.keys() | new.keys()):
         section = key.split(".")[0]
         if not may_change(key) and old.get(key) != new.get(key):
@@ -287,31 +305,50 @@ def _differences(earlier: RunDir, recipe: Recipe, tokens: TokenCache) -> Iterato
             explains_rows |= section in ("data", "tokenizer")
     used = earlier.read_tokens()
     if used and used.folder.name != tokens.folder.name and not explains_rows:
-        now, before = tokens.identity, used.made_of or {}
-        files = {
-            "train": recipe.data.train_names if recipe.data.is_mixed else recipe.data.train_file,
-            "validation": recipe.data.validation_file,
-            "tokenizer": "the tokenizer",
-            "chat_template": "tokenizer.chat_template",
-        }
-        changed = [
-            str(file or f"data.{part}_file")
-            for part, file in files.items()
-            if before
-            and before.get(part) != now.get(part)
-            # held-out rows of the training file change with it
-            and (part != "validation" or recipe.data.validation_size is None)
-        ]
-        which = ", ".join(changed) or "a file"
-        text = f"the rows or the tokenizer are not the same: the content of {which} has changed"
-        if before and before.get("version") != now["version"] and not changed:
-            text = (
-                "the rows were tokenised by another version of this program, which may do it"
-                " otherwise"
-            )
-        elif before and not changed and recipe.data.is_mixed:
-            text = "the sources of data.train_file, their weights or columns are not the same"
-        yield Change(text, "data")
+        yield Change(
+            _rows_differ(used.made_of or {}, before_recipe, tokens.identity, recipe), "data"
+        )
+
+
+def _rows_differ(
+    before: Mapping[str, Any], before_recipe: Recipe, now: Mapping[str, Any], recipe: Recipe
+) -> str:
+    """The files whose content or place differs between two token caches, by their identities."""
+    old_files, files = _row_files(before_recipe), _row_files(recipe)
+    changed = [
+        part
+        for part in files
+        if before
+        and before.get(part) != now.get(part)
+        # held-out rows of the training file change with it
+        and (part != "validation" or recipe.data.validation_size is None)
+    ]
+    if not changed and before and before.get("version") != now["version"]:
+        return (
+            "the rows were tokenised by another version of this program, which may do it otherwise"
+        )
+    if not changed and before and recipe.data.is_mixed:
+        return "the sources of data.train_file, their weights or columns are not the same"
+    in_place = [files[part] for part in changed if old_files[part] == files[part]]
+    texts = [
+        f"data.{part}_file {old_files[part]} -> {files[part]}"
+        for part in changed
+        if old_files[part] != files[part]
+    ]
+    if in_place or not texts:
+        texts.append(f"the content of {', '.join(in_place) or 'a file'} has changed")
+    return f"the rows or the tokenizer are not the same: {'; '.join(texts)}"
+
+
+def _row_files(recipe: Recipe) -> dict[str, str]:
+    """The files that decide the tokenised rows, by their parts of a token cache's identity."""
+    data = recipe.data
+    return {
+        "train": data.train_file if isinstance(data.train_file, str) else data.train_names,
+        "validation": data.validation_file or "none",
+        "tokenizer": "the tokenizer",
+        "chat_template": "tokenizer.chat_template",
+    }
 
 
 def may_change(key: str) -> bool:
@@ -321,4 +358,8 @@ def may_change(key: str) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return "none" if value is None else str(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_shown, value))}]"
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(value)

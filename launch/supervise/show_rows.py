@@ -50,7 +50,8 @@ def encoded(
 
 
 def check(tokens: TokenCache) -> None:
-    """Encode the first rows of the data, unless that was done before. Raises as encoded() does.
+    """Encode the first rows of the data, unless that was done before. Raises as encoded() does, and
+    DataError for a small file of which no row would be trained.
 
     A tokenizer that is trained on the data has a template of ours, which takes every row, unless
     the recipe names another."""
@@ -59,6 +60,15 @@ def check(tokens: TokenCache) -> None:
     if is_ours or tokens.folder.exists() or checked.exists():
         return
     files = [file for name in recipe.data.paths for file in shards.of(name)[:CHECKED_SHARDS]]
-    encoded(tokens, files, 1, num_read=CHECKED_ROWS)
+    rows = encoded(tokens, files, 1, num_read=CHECKED_ROWS)
+    is_all = rows.num_read < CHECKED_ROWS and len(files) == sum(
+        len(shards.of(name)) for name in recipe.data.paths
+    )
+    if is_all and not rows.lengths:
+        left_out = "; ".join(f"{count:,}: {why}" for why, count in rows.left_out.items())
+        raise DataError(
+            f"{', '.join(map(str, recipe.data.paths))}: no row has a target to train on"
+            f" ({rows.num_read:,} read; {left_out}); check the columns and data.max_length"
+        )
     checked.parent.mkdir(parents=True, exist_ok=True)
     checked.touch()

@@ -110,6 +110,12 @@ def test_a_complete_run_says_so_and_resume_never_starts_over_with_another_learni
     assert second.returncode == 0
     assert "is complete; --resume never starts over" in second.stdout
     assert len(list((tmp_path / "workspace/runs/tiny").glob("*/plan.json"))) == 1
+    shutil.rmtree(tmp_path / "model")
+    again = builders.launch(tmp_path / "workspace", "run", recipe)
+    assert "does not hold its model: writing it again from checkpoint-000003" in again.stdout
+    assert again.returncode == 0
+    written = builders.weights(tmp_path / "model")
+    assert all(torch.equal(first[name], tensor) for name, tensor in written.items())
     third = builders.launch(
         tmp_path / "workspace", "run", recipe, "--resume", "never", "--training.learning_rate=2e-3"
     )
@@ -209,7 +215,9 @@ def test_rows_that_changed_between_run_and_resume_are_refused(copied, tmp_path):
     data = builders.write_parquet(tmp_path / "other.parquet", builders.rows(45, seed=9))
     changed = builders.launch(workspace, "run", recipe, f"--data.train_file={data}")
     assert changed.returncode == 5
-    assert f"the content of {data}, data.validation_file has changed" in changed.stderr
+    assert f"train.parquet -> {data}; " in changed.stderr
+    assert "valid.parquet -> none" in changed.stderr
+    assert "the content of" not in changed.stderr
 
 
 def test_rows_that_another_version_tokenised_are_refused_with_that_reason(copied):

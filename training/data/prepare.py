@@ -64,6 +64,8 @@ def ensure(
             except LaunchError:
                 shutil.rmtree(staging)
                 raise
+            if folder.is_file():  # no cache of ours; a folder cannot replace it
+                folder.unlink()
             shutil.rmtree(folder, ignore_errors=True)
             staging.rename(folder)
 

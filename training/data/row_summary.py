@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, islice
@@ -45,10 +45,23 @@ class _Placed:
     times: int  # that an epoch trains it
 
 
+class _BadOfFile(BadRows):
+    """Bad rows of a file, each counted in its part; those of rows that no part takes are not."""
+
+    def __init__(self, count_of: Callable[[int], BadRows | None], otherwise: BadRows) -> None:
+        super().__init__()
+        self._count_of, self._otherwise = count_of, otherwise
+
+    def add(self, error: DataError, number: int | None = None) -> None:
+        part = self._otherwise if number is None else self._count_of(number)
+        if part is not None:
+            part.add(error)
+
+
 class RowSummary:
     """Encodes samples, counts them, and keeps those that are shown."""
 
-    def __init__(self, tokens: TokenCache, loaded: Any) -> None:
+    def __init__(self, tokens: TokenCache, loaded: Any, max_bad_rows: int | None = None) -> None:
         self._tokens, self._recipe = tokens, tokens.recipe
         self._is_pair, self.tokenizer = tokens.model.is_encoder_decoder, loaded
         self._max_length = tokens.recipe.data.max_length
@@ -61,7 +74,7 @@ class RowSummary:
             split_special_tokens=tokens.recipe.tokenizer.split_special_tokens,
             template_name=chat_templates.name_of(tokens.recipe),
         )
-        limit = tokens.recipe.data.max_bad_rows
+        limit = tokens.recipe.data.max_bad_rows if max_bad_rows is None else max_bad_rows
         self.bad, self._bad_of_held_out = BadRows(limit), BadRows(limit)
         self.rows: list[ShownRow] = []
         self.counts, self._lengths = CacheCounts(), array("q")
@@ -75,13 +88,13 @@ class RowSummary:
         batch: list[_Placed] = []
         batch_characters = characters = 0
         data_format, passes = self._format(file), self._passes(file)
-        bad = self._bad_of_held_out if self._is_of_held_out_file(file) else self.bad
+        bad = self._bad_of(file, passes)
         placed = placed_samples(Slice(file), data_format, bad)
         for number, place, sample in islice(placed, num_read):
             try:
                 batch.append(self._placed(place, sample, number, passes))
             except DataError as error:
-                bad.add(error)
+                bad.add(error, number)
             batch_characters += len(text_of(sample))
             if batch_characters >= BATCH_CHARACTERS:
                 self._add(batch, num_shown)
@@ -114,9 +127,17 @@ class RowSummary:
     def _format(self, file: Path) -> DataFormat:
         return sources.format_of(self._recipe.data, self._tokens.data_format, file)
 
-    def _is_of_held_out_file(self, file: Path) -> bool:
+    def _bad_of(self, file: Path, passes: list[tuple[int, RowChoice]]) -> BadRows:
+        """The count of a file's bad rows, by their numbers."""
         held_out = self._recipe.data.validation_file
-        return held_out is not None and file in shards.of(Path(held_out))
+        if held_out is not None and file in shards.of(Path(held_out)):
+            return self._bad_of_held_out
+
+        def count_of(number: int) -> BadRows | None:
+            times, is_held_out = _uses(number, passes)
+            return self._bad_of_held_out if is_held_out else self.bad if times else None
+
+        return _BadOfFile(count_of, self.bad)
 
     def _passes(self, file: Path) -> list[tuple[int, RowChoice]]:
         """(number of the file's first row, the rows that are taken) of each pass over a file of
@@ -132,8 +153,7 @@ class RowSummary:
     def _placed(
         self, place: Place, sample: Sample, number: int, passes: list[tuple[int, RowChoice]]
     ) -> _Placed:
-        times = sum(choice.takes(first + number) for first, choice in passes) if passes else 1
-        is_held_out = bool(passes) and passes[0][1].held_out.holds(passes[0][0] + number)
+        times, is_held_out = _uses(number, passes)
         return _Placed(str(place), sample, self._encoder.render(sample), is_held_out, times)
 
     def _check_bad(self, others: BadRows, file: Path, line: int) -> None:
@@ -239,11 +259,21 @@ class RowSummary:
         )
 
 
+def _uses(number: int, passes: list[tuple[int, RowChoice]]) -> tuple[int, bool]:
+    """(times that an epoch trains a row of a file, True if the row is held out)."""
+    if not passes:
+        return 1, False
+    first, choice = passes[0]
+    times = sum(choice.takes(first + number) for first, choice in passes)
+    return times, choice.held_out.holds(first + number)
+
+
 def for_report(tokens: TokenCache, loaded: Any) -> ShownRows:
     """The first rows of each source of the training data, shortened: a file of at most about
     100 kB. Of more than ALL_REPORT_ROWS sources, the first."""
-    summary, data = RowSummary(tokens, loaded), tokens.recipe.data
-    summary.bad.limit = UNLIMITED  # tokenising has counted them, for each part alone
+    data = tokens.recipe.data
+    # tokenising has counted bad rows, for each part alone
+    summary = RowSummary(tokens, loaded, max_bad_rows=UNLIMITED)
     shown_sources = data.sources[:ALL_REPORT_ROWS]
     num_shown = min(REPORT_ROWS, ALL_REPORT_ROWS // len(shown_sources))
     num_read = min(NUM_READ, data.max_train_samples or NUM_READ) // len(shown_sources) or 1

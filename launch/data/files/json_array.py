@@ -67,7 +67,8 @@ def elements(path: Path, end: int | None = None) -> Iterator[tuple[int, Any]]:
                         f" no end in {length:,} characters"
                     )
                     raise DataError(
-                        f"{path}:{line}: is not JSON ({error.msg} at character {column})"
+                        f"{path}:{line}: is not JSON ({error.msg.removesuffix(' at')} at character"
+                        f" {column})"
                         f"{too_long if length > MAX_ROW_BYTES else ''}; mend the file"
                     ) from error
                 if element is None:

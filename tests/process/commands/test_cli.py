@@ -124,6 +124,7 @@ def test_a_stop_signal_during_the_imports_ends_with_a_documented_exit_code(
     ("words", "exit_code", "expected"),
     [
         (["--training.lerning_rate=1"], 2, "did you mean learning_rate"),
+        (["--lora=true"], 2, "--lora: no such flag; write --lora.r=VALUE"),
         (["--bogus"], 2, "--bogus: no such flag or key; python -m launch keys lists the keys"),
         (["--tokenizer.path=/nowhere"], 3, "tokenizer.path: there is no folder /nowhere"),
         (["--training.lr_scheduler_type=foo"], 2, "lr_scheduler_type"),

@@ -142,10 +142,11 @@ def test_text_that_looks_like_a_special_token_is_marked(recipe, tmp_path):
     [
         ("--file=other.jsonl", "--file other.jsonl: expected a file of data.train_file or"),
         ("--rows=0", "--rows: found 0, expected a number from 1"),
+        ("--rows=2 --line=1", "--rows and --line are both given; --line shows one row alone"),
     ],
 )
 def test_a_mistake_is_one_line(recipe, flag, message):
-    done = builders.launch(recipe.parent, "show", str(recipe), flag)
+    done = builders.launch(recipe.parent, "show", str(recipe), *flag.split())
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -186,6 +187,7 @@ def test_a_dry_run_renders_the_first_rows_once(recipe, tmp_path):
     )
     tokenizer.save_pretrained(folder)
     words = ["run", str(recipe), "--dry-run", f"--tokenizer.path={folder}"]
+    words.append("--data.max_length=512")
     refused = builders.launch(tmp_path, *words)
     assert refused.returncode == 4
     assert f"rows.jsonl:1: the chat template of {folder} does not take" in refused.stderr
@@ -196,3 +198,15 @@ def test_a_dry_run_renders_the_first_rows_once(recipe, tmp_path):
     before = checked.stat().st_mtime_ns
     assert builders.launch(tmp_path, *words, "--data.max_bad_rows=1").returncode == 0
     assert checked.stat().st_mtime_ns == before
+
+
+def test_a_dry_run_refuses_rows_of_which_none_is_trained(recipe, tmp_path):
+    file = tmp_path / "questions.jsonl"
+    file.write_text('{"prompt": "one", "response": ""}\n' * 5)
+    words = [f"--data.train_file={file}", "--tokenizer.chat_template=chatml"]
+    refused = builders.launch(tmp_path, "run", str(recipe), "--dry-run", *words)
+    assert refused.returncode == 4
+    assert refused.stderr == (
+        f"error: {file}: no row has a target to train on (5 read; 5: no answer in it has a loss);"
+        " check the columns and data.max_length\n"
+    )

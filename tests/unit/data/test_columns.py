@@ -327,12 +327,15 @@ def test_an_absolute_path_needs_no_base(tmp_path):
         ({"messages": ["a"]}, r"column 'messages' holds (list<|a list;)"),
         (
             {"messages": [{"speaker": "a", "words": "b"}]},
-            r"column 'messages' holds (list<|a list;)",
+            r"column 'messages' holds (list<|a list whose message 1 has the keys speaker, words;)",
         ),
-        ({"messages": [{"role": "a", "content": 3}]}, r"column 'messages' holds (list<|a list;)"),
+        (
+            {"messages": [{"role": "a", "content": 3}]},
+            r"column 'messages' holds (list<|a list whose message 1 has a number as content;)",
+        ),
         (
             {"messages": [{"from": "a", "content": "b"}]},
-            r"column 'messages' holds (list<|a list;)",
+            r"column 'messages' holds (list<|a list whose message 1 has the keys from, content;)",
         ),
         ({"conversations": 7}, r"column 'conversations' holds (int64|a number)"),
     ],
@@ -620,6 +623,8 @@ def test_content_that_appears_in_row_5000_only_is_refused_with_its_place(
             {"chosen": TURNS, "rejected": TURNS, "id": "a"},
             "'chosen', column 'rejected' is for another kind",
         ),
+        ({"chosen": TURNS, "rejected": TURNS}, "'chosen', column 'rejected' is for another kind"),
+        ({"chosen": "a", "rejected": "b"}, "'chosen', column 'rejected' is for another kind"),
         (
             {"prompt": "q", "chosen": TURNS, "rejected": TURNS, "messages": TURNS},
             "'chosen', column 'rejected'",
@@ -685,6 +690,12 @@ def test_the_columns_that_are_not_read_are_named_in_one_line(tmp_path):
         "columns that are not read: url, rank, messages.id",
         "left out by data.ignore_columns: label, lable (not in the first rows: lable)",
     )
+
+
+def test_a_column_without_a_name_is_named_by_quotes(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("prompt,,response\na,b,c\n")
+    assert detect(path).notes == ("columns that are not read: ''",)
 
 
 def test_a_column_that_is_ignored_makes_no_format(tmp_path):
@@ -775,6 +786,29 @@ BROKEN = [
     ("a.jsonl", raw(b'\n\n{"text": "a"}\n{"text": \n'), r":4: is not JSON"),
     ("a.jsonl", raw(b"prompt,response\na,b\n"), r":1: is not JSON"),
     ("a.jsonl", raw(b'"just text"\n'), r":1: holds string; each row must be an object"),
+    (
+        "a.jsonl",
+        raw(b'{"text": "a\tb"}\n'),
+        r":1: is not JSON \(Invalid control character at charac",
+    ),
+    (
+        "a.csv",
+        raw(b"prompt;response\na;b\n"),
+        ": its columns .*; its header has semicolons between the names: write commas",
+    ),
+    (
+        "a.tsv",
+        raw(b"prompt,response\na,b\n"),
+        ": its columns .*; its header has commas between the names: write tabs",
+    ),
+    *(
+        (
+            name,
+            raw(b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 3\n"),
+            ": is a Git LFS pointer, not the data; fetch the data with git lfs pull",
+        )
+        for name in ("a.parquet", "a.jsonl", "a.jsonl.gz")
+    ),
     ("a.jsonl", raw(b"3\n"), r":1: holds a number; each row must be an object"),
     ("a.jsonl", raw(b"null\n"), r":1: holds null; each row must be an object"),
     (
@@ -995,6 +1029,8 @@ PAIRS = [
     {"chosen": TURNS, "rejected": TURNS, "a source": "x"},
     {"the question": "a", "chosen": "b", "rejected": "c"},
     {"question": "a", "label": "b"},
+    {"chosen": TURNS, "rejected": TURNS},
+    {"chosen": "a question and its answer", "rejected": "b"},
 ]
 
 
@@ -1003,7 +1039,7 @@ def test_the_flags_that_an_error_suggests_train_on_the_answers(tmp_path, row):
     path = write(tmp_path, "a.jsonl", [row])
     with pytest.raises(DataError, match="is for another kind of training") as refused:
         detect(path)
-    words = shlex.split(str(refused.value).partition("as the answers, add ")[2])
+    words = shlex.split(str(refused.value).rpartition(", add ")[2])
     flags: dict[str, Any] = dict(word.removeprefix("--data.").split("=", 1) for word in words)
     if "ignore_columns" in flags:
         flags["ignore_columns"] = flags["ignore_columns"].strip("[]").split(",")

@@ -124,6 +124,18 @@ def test_a_bad_row_is_counted_in_its_own_part(tmp_path):
     assert sorted(rows.count for rows in bad.values()) == [0, 1]
 
 
+def test_bad_rows_of_both_parts_are_not_counted_together(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"text": text}) for text in TEXTS]
+    for number in range(4):
+        lines[number * 9] = "{"
+    path.write_text("\n".join(lines))
+    section = {"train_file": str(path), "validation_size": 0.5}
+    assert columns.detect(DataSection(**section, max_bad_rows=2), tmp_path).kind == "text"
+    with pytest.raises(DataError, match=r"bad row 3, .* allows 1 in each of 2 parts"):
+        columns.detect(DataSection(**section, max_bad_rows=1), tmp_path)
+
+
 def test_the_size_decides_the_token_cache_and_too_few_rows_are_refused(tmp_path):
     path = builders.write_parquet(tmp_path / "train.parquet", builders.rows(20))
 

@@ -282,3 +282,14 @@ def test_paths_of_a_list_are_made_absolute_and_written_back(tmp_path):
     ]
     (tmp_path / "again.yaml").write_text(load.dump(recipe))
     assert load.load(str(tmp_path / "again.yaml"))[0] == recipe
+
+
+def test_files_that_are_trained_and_held_out_are_named(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "x"}\n')
+    first, second = str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")
+    both = DataSection(train_file=[{"path": first}, {"path": second}], validation_file=second)
+    (line,) = sources.trained_and_held_out(both)
+    assert line.startswith(f"{second} is in data.train_file and in data.validation_file: ")
+    apart = DataSection(train_file=first, validation_file=second)
+    assert sources.trained_and_held_out(apart) == []

@@ -95,6 +95,10 @@ DAMAGES = {
     ),
     "no counts": (lambda folder: (folder / "counts.json").unlink(), r"counts\.json: No such file"),
     "no rows": (lambda folder: (folder / "train.arrow").unlink(), r"train\.arrow: No such file"),
+    "a file in its place": (
+        lambda folder: (shutil.rmtree(folder), folder.touch()),
+        r"hashes\.json is missing or cannot be read",
+    ),
     "rows of another": (
         lambda folder: shutil.copy(folder / "train.arrow", folder / "train-00001.arrow"),
         r"train-00001\.arrow was added",

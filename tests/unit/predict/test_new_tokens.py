@@ -14,6 +14,7 @@ from launch.data.conversation import Conversation
 from launch.plan import new_tokens
 from launch.predict import model_config, trained_parameters
 from launch.predict import parameters as predict_parameters
+from launch.recipe import paths
 from launch.schema.model_sections import LoraSection, ModelSection, TokenizerSection
 from launch.schema.plan import ModelSize
 from launch.schema.recipe import Recipe
@@ -214,3 +215,47 @@ def test_a_row_cannot_write_an_added_token(folder):
     assert made.decode(row["input_ids"], skip_special_tokens=True).startswith(f"user\n{forged}")
     targets = [label for label in row["labels"] if label != -100]
     assert made.decode(targets).startswith("three<|im_end|>")
+
+
+# ---- tokenizers that do not fit the model
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (2049, r"vocab_size 2,049 is more than the 2,048 tokens .* llama-tiny has embeddings for"),
+        (262, r"262 is too small .* 256 bytes and 7 special tokens; give at least 263"),
+    ],
+)
+def test_a_size_that_no_trained_tokenizer_of_the_model_has_is_refused(tmp_path, asked, message):
+    section = {"vocab_size": asked, "add_tokens": ["<a>", "<b>"]}
+    with pytest.raises(ConfigError, match=message):
+        read_model(builders.recipe_of(tokenizer=section), tmp_path)
+
+
+def test_the_smallest_size_of_a_trained_tokenizer_is_that_of_its_alphabet(tmp_path):
+    section = TokenizerSection(vocab_size=263, add_tokens=("<a>", "<b>"))
+    read_model(builders.recipe_of(tokenizer=section.model_dump()), tmp_path)
+    assert len(tokenizer.train(iter(["one two"]), section, 263)) == 263
+
+
+def test_a_tokenizer_of_another_folder_that_the_model_is_too_small_for_is_refused(folder, tmp_path):
+    large = tmp_path / "large"
+    texts = (f"{word} {word}" for word in map(str, range(9999)))
+    tokenizer.train(texts, TokenizerSection(), 2049).save_pretrained(large)
+    with pytest.raises(ConfigError, match=r"has 2,049 tokens, the model's vocabulary 2,048; name"):
+        read_model(builders.recipe_of(tokenizer={"path": str(large)}), tmp_path)
+    read_model(builders.recipe_of(tokenizer={"path": str(folder)}), tmp_path)
+
+
+def test_the_size_of_a_tokenizer_that_is_not_trained_is_said_to_be_unused(folder):
+    recipe = recipe_of(folder).model_copy(
+        update={"tokenizer": TokenizerSection(vocab_size=300, split="character")}
+    )
+    changes = paths.unused_tokenizer_keys(recipe)
+    assert [(change.key, change.requested, change.effective) for change in changes] == [
+        ("tokenizer.vocab_size", "300", "not used"),
+        ("tokenizer.split", "character", "not used"),
+    ]
+    assert not paths.unused_tokenizer_keys(builders.recipe_of(tokenizer={"vocab_size": 300}))

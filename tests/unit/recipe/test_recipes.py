@@ -125,6 +125,14 @@ BAD_RECIPES = {  # name -> (document, what the message must name)
         GOOD.replace("train_file", "validation_file"),
         r"r\.yaml: data\.train_file: found nothing",
     ),
+    "neither of two types": (
+        GOOD + "lora: {target_modules: all_linear}\n",
+        r":11: lora\.target_modules: found 'all_linear', expected a \[list\] or 'all-linear'$",
+    ),
+    "a wrong type in a list": (
+        GOOD + "lora: {target_modules: [3]}\n",
+        r":11: lora\.target_modules\.0: found 3, expected text; put it in quotes$",
+    ),
     "a section that is a number": (
         GOOD.replace("data: ", "data: 3 #"),
         r":7: data: found 3, expected a section",
@@ -237,7 +245,7 @@ BAD_RECIPES = {  # name -> (document, what the message must name)
 def test_a_bad_recipe_is_refused_at_once_in_one_line_that_names_key_or_line(name, write):
     document, expected = BAD_RECIPES[name]
     file = write(document)
-    training_arguments.installed()  # read once a process; the last test of this file counts it
+    refusal(file)  # names of keys are read once a process; the last test of this file counts it
     messages: list[str] = []
     calls = cost.count_calls(lambda: messages.append(refusal(file)))
     assert re.search(expected, messages[0]), messages[0]

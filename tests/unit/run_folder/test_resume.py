@@ -4,24 +4,29 @@ same."""
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launch.base import files
-from launch.base.errors import CheckpointError
+from launch.base.errors import CheckpointError, LockHeld
 from launch.base.workspace import Workspace
 from launch.data.token_cache import TokenCache
 from launch.render import write
-from launch.run_folder import resume
+from launch.run_folder import layout, resume
 from launch.run_folder.layout import RunDir
+from launch.schema.data_section import DataSection
+from launch.schema.model_sections import LoraSection
 from launch.schema.recipe import Recipe
-from launch.schema.result import Outcome
+from launch.schema.result import ExportedModel, Outcome, UsedTokens
 from launch.schema.run_sections import ResumeSection
 from tests.builders import machine, plan, recipe_of
 
 NOW = datetime(2026, 11, 22)
+NONE: Mapping[str, Any] = {}
 
 
 def recipe(out: Path, **training: float) -> Recipe:
@@ -36,12 +41,18 @@ def trained(workspace: Path, asked: Recipe, day: int, is_complete: bool = False)
     (run.checkpoints / "checkpoint-000004" / "manifest.json").write_text("{}")
     ended = "complete" if is_complete else "preempted"
     files.write_json(attempt.outcome_file, Outcome(complete=is_complete, ended=ended))
+    if is_complete:
+        Path(asked.output_dir).mkdir(parents=True, exist_ok=True)
+        files.write_json(Path(asked.output_dir) / "lowmem.json", ExportedModel(run.run_id))
     return run
 
 
-def decided(workspace: Path, asked: Recipe, from_run: str = "auto") -> resume.Start:
+def decided(
+    workspace: Path, asked: Recipe, from_run: str = "auto", identity: Mapping[str, Any] = NONE
+) -> resume.Start:
     runs, planned = workspace / "runs", plan(asked)
-    tokens = TokenCache(asked, planned.shape, planned.data_format, {}, workspace / "tokens" / "x")
+    folder = workspace / "tokens" / "x"
+    tokens = TokenCache(asked, planned.shape, planned.data_format, identity, folder)
     return resume.decide(
         runs, asked, planned, tokens, from_run, lambda: RunDir.create(runs, asked.name, NOW)
     )
@@ -85,6 +96,53 @@ def test_a_run_that_finished_in_another_folder_is_not_this_one(tmp_path):
     start = decided(tmp_path, recipe(tmp_path / "b"))
     assert not start.complete
     assert start.line == "starting a new run"
+
+
+@pytest.mark.parametrize("holder", ["nothing", "another run"])
+def test_a_complete_run_whose_model_is_not_there_is_not_reported_as_done(tmp_path, holder):
+    run = trained(tmp_path, recipe(tmp_path / "a"), day=1, is_complete=True)
+    model = tmp_path / "a" / "lowmem.json"
+    model.unlink()
+    if holder == "another run":
+        files.write_json(model, ExportedModel("other-20261101-000000"))
+    with goes_on_with(run):  # it would go on from its checkpoint
+        decided(tmp_path, recipe(tmp_path / "a"))
+
+
+def test_a_complete_run_named_by_resume_does_not_stand_for_a_model_in_another_folder(tmp_path):
+    run = trained(tmp_path, recipe(tmp_path / "a"), day=1, is_complete=True)
+    assert decided(tmp_path, recipe(tmp_path / "a"), str(run.root)).complete
+    with goes_on_with(run):
+        decided(tmp_path, recipe(tmp_path / "b"), str(run.root))
+
+
+def test_another_data_file_is_named_and_not_called_a_changed_content(tmp_path):
+    first, second = (
+        recipe(tmp_path / "a").model_copy(update={"data": DataSection(train_file=name)})
+        for name in ("first.jsonl", "second.jsonl")
+    )
+    run = trained(tmp_path, first, day=1, is_complete=True)
+    made_of = {"train": "1", "validation": None, "limits": [], "version": 1}
+    files.write_json(run.tokens_file, UsedTokens(tmp_path / "tokens" / "w", made_of))
+    now = {**made_of, "train": "2"}
+    line = decided(tmp_path, second, identity=now).line
+    assert f"changed since {run.run_id}: " in line
+    assert "data.train_file first.jsonl -> second.jsonl" in line
+    assert "content" not in line
+    line = decided(tmp_path, first, identity=now).line
+    assert "the content of first.jsonl has changed" in line
+
+
+def test_an_adapter_on_a_model_that_was_trained_whole_before_is_one_change(tmp_path):
+    trained(tmp_path, recipe(tmp_path / "a"), day=1, is_complete=True)
+    adapted = recipe(tmp_path / "a").model_copy(update={"lora": LoraSection(r=4)})
+    assert decided(tmp_path, adapted).line.endswith(": lora added")
+
+
+def test_a_finished_run_is_not_called_unfinished(tmp_path):
+    run = trained(tmp_path, recipe(tmp_path / "a"), day=1, is_complete=True)
+    with pytest.raises(CheckpointError, match="this finished run cannot be continued"):
+        decided(tmp_path, recipe(tmp_path / "a", learning_rate=2e-3), str(run.root))
 
 
 def test_what_trains_otherwise_in_the_same_folder_is_refused_while_it_is_unfinished(tmp_path):
@@ -140,3 +198,13 @@ def test_a_damaged_recipe_is_refused_in_the_newest_run_and_passed_over_in_older_
     newest.recipe_file.write_text(json.dumps(content)[:100])
     with pytest.raises(CheckpointError, match=r"recipe\.json: missing or damaged"):
         decided(tmp_path, recipe(tmp_path / "a"))
+
+
+def test_two_jobs_whose_output_folders_have_one_name_do_not_wait_for_each_other(tmp_path):
+    workspace = Workspace(tmp_path)
+    with layout.output_lock(workspace, recipe(tmp_path / "first" / "model")):
+        with layout.output_lock(workspace, recipe(tmp_path / "second" / "model")):
+            pass
+        same = recipe(tmp_path / "second" / ".." / "first" / "model")
+        with pytest.raises(LockHeld, match="is in use"), layout.output_lock(workspace, same):
+            pass

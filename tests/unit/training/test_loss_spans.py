@@ -257,6 +257,18 @@ def test_text_that_a_template_drops_from_an_answer_with_thoughts_is_refused():
         rows(tokenizer, talk)
 
 
+def test_a_dropped_message_is_not_taken_for_rendered_if_another_has_its_first_word():
+    drops = "{% if messages[0].role == 'system' %}{% set messages = messages[1:] %}{% endif %}"
+    tokenizer = made(drops + CHATML)
+    talk = [
+        {"role": "system", "content": "Are you a pirate? You are."},
+        {"role": "user", "content": "Who are you?"},
+        {"role": "assistant", "content": "Ann"},
+    ]
+    with pytest.raises(DataError, match=r"does not render message 1 of role 'system'"):
+        rows(tokenizer, talk)
+
+
 def test_calls_of_tools_are_targets_and_their_results_are_not():
     tokenizer = made(QWEN_3)
     arguments = '{"word": "\\"Ann\\" 安", "deep": true}'

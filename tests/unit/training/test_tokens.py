@@ -12,7 +12,7 @@ import jinja2
 import pytest
 
 from launch.base.errors import DataError, ResourceError
-from launch.data import chat_templates
+from launch.data import chat_templates, row_choice
 from launch.data import rows as data_rows
 from launch.data.conversation import Conversation
 from launch.data.rows import read_samples
@@ -365,6 +365,28 @@ def test_a_report_shows_rows_of_each_source_whatever_their_bad_rows(tmp_path, cu
     expected = [f"{name} {i}" for name in "abc" for i in range(5)]
     assert [re.findall(r"[abc] \d", text)[0] for text in texts] == expected
     assert (summary.num_read, summary.num_files, summary.num_bad) == (90, 3, 6)
+
+
+@pytest.mark.parametrize("limit", [2, 1])
+def test_bad_rows_are_counted_in_the_part_that_takes_them(tmp_path, cut, limit):
+    """Two of each part of validation_size, with a limit of 2 for each part alone."""
+    held_out = row_choice.held_out(0.5, 32, "rows.jsonl")
+    bad = [*filter(held_out.holds, range(32))][:2]
+    bad += [number for number in range(32) if not held_out.holds(number)][:2]
+    rows = [json.dumps({"prompt": f"{i}", "response": "two"}) for i in range(32)]
+    path = write(tmp_path, ['{"prompt": 1}' if i in bad else row for i, row in enumerate(rows)])
+    data = {"train_file": str(path), "validation_size": 0.5, "max_bad_rows": limit}
+    model = ModelSize("m", {"model_type": "gpt2", "vocab_size": 600}, 1, 1)
+    found = DataFormat("prompt_response", {"prompt": "prompt", "response": "response"}, "jsonl", "")
+    recipe = builders.recipe_of(data=data)
+    cache = TokenCache(recipe, model, found, {}, tmp_path / "x", row_counts=((32,),))
+    summary = row_summary.RowSummary(cache, cut)
+    if limit == 1:
+        with pytest.raises(DataError, match=r"bad row 2, data\.max_bad_rows allows 1"):
+            summary.add_first(path, 100, 5)
+    else:
+        summary.add_first(path, 100, 5)
+        assert summary.summary().num_bad == 4
 
 
 @pytest.mark.parametrize("blank", ["", " \n"])

@@ -24,6 +24,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 from launch.base.errors import DataError
@@ -46,6 +47,7 @@ TAG = re.compile(r"[<\[].*[>\]]")
 # thoughts with their tags, and other tags alone
 THOUGHTS = re.compile(r"<([\w:]*think\w*|thought|reasoning)>.*?</\1>|<[^<>]*>", re.DOTALL)
 WORD = re.compile(r"[^\W_]+")
+MOST_WORDS = 16  # of a content that are looked up in the render
 PROBE = tuple(map(chr, range(0xE000, 0xE004)))  # contents of a conversation of two turns
 # letters of rare scripts: filters and repr() write them as they are
 FOLLOWERS = "".join(filter(str.isprintable, map(chr, range(0x20000, 0x323B0))))
@@ -324,9 +326,10 @@ class ConversationRenderer:
                 if message.get("tool_calls"):
                     continue
                 content = THOUGHTS.sub("\0", content).split("\0")
+            # a template may rewrite an answer behind its first word
+            most_words = 1 if message["role"] == "assistant" else MOST_WORDS
             for text in _strings(content):
-                word = WORD.search(text)
-                if word and word[0] not in full and word[0].lower() not in full.lower():
+                if text.strip() not in full and not _has_words(full, text, most_words):
                     raise DataError(
                         f"{place}: {self.name} does not render message {number} of role"
                         f" {message['role']!r}, which would be dropped; leave the row out, or name"
@@ -561,6 +564,13 @@ def _common(text: str, other: str) -> int:
     """The length of the common beginning of two texts."""
     pairs = enumerate(zip(text, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
+
+
+def _has_words(full: str, text: str, most_words: int) -> bool:
+    """True if the first words of a text are in another, in any case of letters."""
+    matches = islice(WORD.finditer(text), most_words)
+    missing = [match[0].lower() for match in matches if match[0] not in full]
+    return not missing or all(word in full.lower() for word in missing)
 
 
 def _strings(value: Any) -> Iterator[str]:
