@@ -33,8 +33,11 @@ def model_size(
     trainable = trained_parameters.trainable_shapes(*counted)
     shared = predict_parameters.ties(parameters, config["model_type"]).values()
     tied = {part: of for part, of in trainable.items() if part.replace(COPY, ".") in shared}
+    quantization = recipe.quantized(candidates.asked_precision(recipe))
     lora_bytes, tied_bytes = (
-        optimizers.trained_bytes(parts, recipe.lora, recipe.model.dtype)
+        optimizers.trained_bytes(
+            parts, recipe.lora, recipe.model.dtype, quantization, config["model_type"]
+        )
         for parts in (trainable, tied)
     )
     return ModelSize(name, config, *counts, lora_bytes, tied_bytes)

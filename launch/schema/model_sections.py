@@ -151,6 +151,11 @@ class LoraSection(Section):
         description="Ids of tokens whose embeddings are trained beside the adapters. null: those"
         " that tokenizer.add_tokens adds.",
     )
+    autocast_adapter_dtype: Annotated[bool, AFFECTS_STEP] = Field(
+        default=True,
+        description="Train the adapters in float32. false: in the type of their layer (model.dtype;"
+        " of 4-bit layers bnb_4bit_compute_dtype), half the bytes in bfloat16.",
+    )
     use_rslora: Annotated[bool, affects("weights")] = Field(
         default=False, description="Multiply the adapters' output by lora_alpha / sqrt(r)."
     )

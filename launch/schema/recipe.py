@@ -130,9 +130,10 @@ class Recipe(Section):
 
     @property
     def trains_model_dtype(self) -> bool:
-        """True if weights are trained in model.dtype: adapters are float32, but not the copies of
-        lora.modules_to_save."""
-        return self.lora is None or bool(self.lora.modules_to_save)
+        """True if weights are trained in model.dtype: adapters are float32 by default, but not the
+        copies of lora.modules_to_save."""
+        lora = self.lora
+        return lora is None or bool(lora.modules_to_save) or not lora.autocast_adapter_dtype
 
     def quantized(self, precision: Precision) -> QuantizationSection | None:
         """The quantization with its compute dtype: by default the type that autocast gives the

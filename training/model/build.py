@@ -203,13 +203,31 @@ def with_lora(
         trainable_token_indices=_trained_tokens(model, lora) if tied is None else None,
         task_type=TaskType.SEQ_2_SEQ_LM if model.config.is_encoder_decoder else TaskType.CAUSAL_LM,
     )
-    network: Network = get_peft_model(model, config)
+    network: Network = get_peft_model(
+        model, config, autocast_adapter_dtype=lora.autocast_adapter_dtype
+    )
+    if not lora.autocast_adapter_dtype:
+        _cast_adapters(network)
+        network.load_adapter = partial(network.load_adapter, autocast_adapter_dtype=False)
     if tied:  # peft takes lm_head out of its list, but needs it there to load the adapter
         config.modules_to_save = tied
     # else peft would save the embeddings that have grown
     if config.trainable_token_indices or saved:
         network.save_pretrained = partial(network.save_pretrained, save_embedding_layers=False)
     return network
+
+
+def _cast_adapters(network: torch.nn.Module) -> None:
+    """Give adapters the type of their layers, as PEFT does unless they are on the meta device."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for layer in network.modules():
+        if isinstance(layer, BaseTunerLayer):
+            base: Network = layer.get_base_layer()
+            dtype = getattr(base, "compute_dtype", base.weight.dtype)
+            for parameter in layer.parameters():
+                if parameter.requires_grad and parameter.dtype != dtype:
+                    parameter.data = parameter.data.to(dtype)
 
 
 def _tied_copies(model: PreTrainedModel, lora: LoraSection) -> list[str] | None:
