@@ -55,6 +55,11 @@ class ModelSection(Section):
         default="float32",
         description="Type of the weights in memory; training.bf16 is the autocast on top of it.",
     )
+    tie_word_embeddings: Annotated[bool | None, AFFECTS_STEP] = Field(
+        default=None,
+        description="false: the output head is a matrix of its own, which begins as a copy of the"
+        " embeddings if the folder's config.json ties the two. null: as in the config.",
+    )
     attn_implementation: Annotated[
         AttnImplementation | None, affects("memory", "step_time", "planned")
     ] = Field(

@@ -78,6 +78,15 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def tied_as_its_base(self) -> Recipe:
+        if self.lora and self.model.path and self.model.tie_word_embeddings is not None:
+            raise ValueError(
+                "model.tie_word_embeddings beside lora: an adapter is loaded on the folder as it"
+                " is, and would lose a head of its own; leave one of the two out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def truncated_side_of_rows(self) -> Recipe:
         if self.task == "pretrain" and self.data.truncation_side == "left":
             raise ValueError(

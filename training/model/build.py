@@ -25,7 +25,7 @@ from launch.schema.model_sections import (
     QuantizationSection,
 )
 from launch.schema.plan import ModelSize
-from training.compat import transformers_private
+from training.compat import deepspeed_private, transformers_private
 from training.compat.transformers_private import Network
 from training.data.chat.loss_spans import ConversationRenderer
 from training.model import four_bit
@@ -140,20 +140,29 @@ def from_folder(
         if quantization
         else {}
     )
+    asked_tie = section.tie_word_embeddings
+    if asked_tie is not None:
+        config.tie_word_embeddings = asked_tie
     try:
-        model = family.from_pretrained(
+        model, loaded = family.from_pretrained(
             section.path,
+            config=config,
             dtype=getattr(torch, section.dtype),
             attn_implementation=attention,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
+            output_loading_info=True,
             **in_4_bits,
         )
     except (OSError, ValueError) as error:
         raise ResourceError(
             f"{section.path}: the model cannot be loaded ({str(error).splitlines()[0]})"
         ) from error
+    if asked_tie is False and "lm_head.weight" in loaded["missing_keys"]:
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        with deepspeed_private.gathered([head.weight, embedding.weight]):
+            head.weight.data.copy_(embedding.weight.data)
     if quantization is not None:
         four_bit.settle(model)
     return model
