@@ -27,17 +27,18 @@ def refusal(recipe: Recipe, strategy: Strategy) -> str | None:
     """The reason why this mode cannot run the recipe as it is, or None."""
     training, dtype = recipe.training, recipe.model.dtype
     is_fp16 = dtype == "float16" and recipe.trains_model_dtype
-    trained = f"model.dtype {dtype}"
+    trained, half = f"model.dtype {dtype}", dtype
     # the adapters of 4-bit layers are in the type that these compute in
     if recipe.lora and recipe.quantization and not recipe.lora.autocast_adapter_dtype:
         computed = recipe.quantized(strategy.mixed_precision)
         assert computed is not None
-        is_half = computed.bnb_4bit_compute_dtype != "float32"
-        is_fp16, trained = is_fp16 or is_half, "lora.autocast_adapter_dtype: false"
+        half = computed.bnb_4bit_compute_dtype or dtype
+        is_fp16 |= half != "float32"
+        trained = "lora.autocast_adapter_dtype: false"
     refusals: dict[Refusal, tuple[bool, str]] = {
         "float16 beside fp16": (
             is_fp16 and strategy.mixed_precision == "fp16",
-            f"cannot train {trained} beside fp16 autocast, whose loss scaler takes no 16-bit"
+            f"cannot train {trained} beside fp16 autocast, whose loss scaler takes no {half}"
             f" gradients; leave {trained.partition(' ')[0].rstrip(':')} out, or use a deepspeed"
             " mode, which trains a float32 copy of the weights",
         ),

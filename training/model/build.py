@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -144,7 +145,7 @@ def from_folder(
     if asked_tie is not None:
         config.tie_word_embeddings = asked_tie
     try:
-        model, loaded = family.from_pretrained(
+        loading: Any = family.from_pretrained(
             section.path,
             config=config,
             dtype=getattr(torch, section.dtype),
@@ -159,6 +160,7 @@ def from_folder(
         raise ResourceError(
             f"{section.path}: the model cannot be loaded ({str(error).splitlines()[0]})"
         ) from error
+    model, loaded = loading
     if asked_tie is False and "lm_head.weight" in loaded["missing_keys"]:
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         with deepspeed_private.gathered([head.weight, embedding.weight]):
