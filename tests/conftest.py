@@ -23,7 +23,7 @@ os.environ["XDG_STATE_HOME"] = str(
 )
 # As in ranks: threads that spin beside another worker double the time of the tests that compute.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-FOLDERS = ("unit", "process", "train_cpu", "modes", "faults", "gpu", "cuda_build")
+FOLDERS = ("unit", "process", "train_cpu", "modes", "faults", "gpu", "cuda_build", "install")
 
 
 @pytest.hookimpl(wrapper=True)

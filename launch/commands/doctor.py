@@ -88,6 +88,12 @@ def problems(machine: Machine) -> Iterator[Problem]:
         what, _, fix = machine.gpus_obstacle.rpartition("; fix: ")
         fix += "; to train on the CPU on purpose add --launch.mode=cpu"
         yield Problem(what, fix, stops=True)
+    if any(gpu.vendor == "amd" for gpu in machine.gpus):
+        yield Problem(
+            "ROCm is unverified: lowmem has not run on an AMD card; its builds, cards and figures"
+            " are from documents",
+            "python -m launch selfcheck compares the predictions with your card",
+        )
     shm_needed = max(SHM_BYTES, SHM_BYTES_PER_RANK * len(machine.gpus))
     if len(machine.gpus) > 1 and machine.shm_bytes < shm_needed:
         yield Problem(

@@ -12,7 +12,7 @@ from launch.commands import doctor
 from launch.plan import explain
 from launch.probe import link_test
 from launch.schema.machine import GIB, Link, LinkTry
-from tests.builders import machine
+from tests.builders import gpu, machine
 
 
 def found(on) -> list[str]:
@@ -30,6 +30,12 @@ def test_a_machine_with_nothing_wrong_has_no_problem():
 def test_a_small_dev_shm_matters_to_several_ranks(shm_bytes, gpus, says):
     said = found(machine(gpus, shm_bytes=shm_bytes))
     assert [("docker run --shm-size=1g" in line) for line in said] == [True] * says
+
+
+def test_on_an_amd_card_doctor_says_that_rocm_is_unverified():
+    (problem,) = doctor.problems(machine(cards=(gpu(vendor="amd", architecture="gfx1201"),)))
+    assert str(problem).startswith("note: ROCm is unverified: lowmem has not run on an AMD card")
+    assert not problem.stops
 
 
 def test_many_ranks_want_more_of_dev_shm():
