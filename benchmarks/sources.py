@@ -2,8 +2,8 @@
 
 A row of results/cuda_build_memory.json and cuda_build_modes.json names a hash of SOURCES. Where the
 code has changed since, its figures are doubtful: `make check` runs this module, which then fails
-and names the command that makes them again. Comments, docstrings and the layout of the code are not
-in the hash.
+and names the command that makes them again. Comments, docstrings, layout and texts of errors are
+not in the hash.
 
 SOURCES is what decides the bytes of a card, or what a mode saves and reads back:
 - the driver without a card, whose counters are the measurement
@@ -75,7 +75,8 @@ def files(root: Path = ROOT) -> list[Path]:
 
 
 def of_python(text: str) -> str:
-    """The code without comments, docstrings and layout; the same in each version of Python."""
+    """The code without comments, docstrings, layout and texts of errors; the same in each version
+    of Python."""
     return "".join(_node(ast.parse(text)))
 
 
@@ -85,6 +86,10 @@ def _node(value: Any) -> Iterator[str]:
         for each in value:
             yield from _node(each)
             yield ","
+    elif isinstance(value, ast.Raise) and isinstance(value.exc, ast.Call):
+        yield "Raise("
+        yield from _node(value.exc.func)
+        yield ")"
     elif isinstance(value, ast.AST):
         yield f"{type(value).__name__}("
         for name, field in ast.iter_fields(value):
@@ -109,13 +114,13 @@ def of_c(text: str) -> str:
 
 
 def problem(name: str, current: str, results: Path = RESULTS) -> str:
-    """The line on results that were made with other sources; "" if there are none, or if no row
-    names its sources."""
+    """The line on results that were made with other sources; "" if there are none."""
     file = results / f"{name}.json"
     if not file.exists():
         return ""
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
     if not any(KEY in row for row in rows):
+        print(f"{file.parent.name}/{file.name}: NOT CHECKED: no row names the code that made it")
         return ""
     stale = sum(row.get(KEY) != current for row in rows)
     if not stale:
