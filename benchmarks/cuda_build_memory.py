@@ -183,6 +183,7 @@ def measured(folder: Path, case: Case) -> dict[str, Any]:
     machine = Machine(folder / "cards", [A100] * case.ranks)
     recipe = str(cpu_memory.write_data(folder, case))
     argv = [sys.executable, "-m", "launch", "run", recipe, *EVERY_TWO]
+    argv += [f"--launch.mode={case.mode}"]  # of FSDP2 the CPU's benchmark makes its own mode
     env = {**recording.environment(folder), "LOWMEM_TRACES": os.environ["LOWMEM_TRACES"]}
     done = subprocess.run(
         argv, env=env | machine.environment(), cwd=recording.CODE, capture_output=True, text=True

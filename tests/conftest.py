@@ -4,6 +4,7 @@ none."""
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -23,6 +24,9 @@ os.environ["XDG_STATE_HOME"] = str(
 )
 # As in ranks: threads that spin beside another worker double the time of the tests that compute.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# A shell's background job ignores SIGINT, and so would each program that a test stops with it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 FOLDERS = ("unit", "process", "train_cpu", "modes", "faults", "gpu", "cuda_build", "install")
 
 

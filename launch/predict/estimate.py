@@ -35,6 +35,7 @@ from launch.schema.model_sections import DTYPE_BYTES
 from launch.schema.phases import DeviceMemory, DevicePhases, MemoryPhases, Phase
 from launch.schema.plan import (
     MULTIPLE,
+    PAGED,
     Change,
     DataFormat,
     MemoryEstimate,
@@ -327,8 +328,7 @@ def _with_peak(
     )
     parts: memory_phases.Parts = []
     if exact:
-        makes_states = candidate.launch_mode.engine != "deepspeed"
-        parts = trace.run(*counts, makes_states, _passing_bytes(context, candidate, states))
+        parts = trace.run(*counts, _passing_bytes(context, candidate, states))
     memory, by_phase = _with_host(context, candidate, memory, trace, num_samples, parts)
     on_host = memory_phases.on_host(by_phase if exact else {})
     if candidate.device == "cpu":
@@ -344,13 +344,15 @@ def _with_peak(
     on_device = DevicePhases()
     if exact:
         available_bytes = budget_bytes(context, candidate) - outside
-        replays = memory_phases.replays(parts, context.allocator, available_bytes)
+        assert memory.peak is not None
+        paged = memory.peak.parts.get(PAGED, 0)
+        replays = memory_phases.replays(parts, context.allocator, available_bytes - paged)
         until_step = replays[: [phase for phase, _ in parts].index("step") + 1]
-        memory = _in_blocks(memory, replays, until_step)
-        reserved = max(replay.peak_reserved_bytes for replay in replays)
+        memory = _in_blocks(memory, replays, until_step, paged)
+        reserved = max(replay.peak_reserved_bytes for replay in replays) + paged
         of_step = max(replay.peak_reserved_bytes for replay in until_step)
         unknown: tuple[Phase, ...] = () if candidate.launch_mode.is_whole else ("load",)
-        on_device = memory_phases.on_device(parts, replays, outside, unknown)
+        on_device = memory_phases.on_device(parts, replays, outside + paged, unknown)
     memory = replace(
         memory,
         fragmentation_bytes=max(reserved - memory.allocated_bytes, 0),
@@ -373,11 +375,12 @@ def _in_blocks(
     memory: MemoryEstimate,
     replays: Sequence[memory_allocator.Replay],
     until_step: Sequence[memory_allocator.Replay],
+    paged: int,
 ) -> MemoryEstimate:
     """Count whole blocks of the allocator, as torch.cuda.max_memory_allocated does, where the peak
-    has the bytes that were asked for."""
+    has the bytes that were asked for. `paged`: bytes of states outside the allocator."""
     assert memory.peak is not None
-    allocated = max(replay.peak_allocated_bytes for replay in replays)
+    allocated = max(replay.peak_allocated_bytes for replay in replays) + paged
     rounding = {"rest of blocks": max(allocated - memory.peak.allocated_bytes, 0)}
     return replace(
         memory,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.base.workspace import CODE
-from launch.predict.memory.allocator import EMPTY_CACHE, FREED, Event
+from launch.predict.memory.allocator import EMPTY_CACHE, FREED, STREAM, Event
 from launch.predict.sharding import BUCKET_ELEMENTS
 from launch.predict.time.timing import Affine, WorkCost
 from launch.predict.trace_client import TracingChild
@@ -30,7 +30,8 @@ from launch.schema.plan import Born, ModelSize, Peak, Strategy
 from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import affecting
 
-LASTING: tuple[Born, ...] = ("start", "engine", "state", "workspace")  # until the run ends
+# until the run ends
+LASTING: tuple[Born, ...] = ("start", "engine", "state", "paged", "workspace")
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
 
 
@@ -103,20 +104,20 @@ class Trace:
         self,
         num_samples: int,
         eval_samples: int | None,
-        makes_states: bool,
         passing: Sequence[int] = (),
     ) -> list[tuple[Phase, list[Event]]]:
         """The events of a device's allocator by part: the load, the first step, the next step, an
         evaluation if there is one, a save, and the step after it. The cache is emptied before the
-        first step, before and after an evaluation and before a save, as the trainer does.
+        first step, before and after an evaluation and before a save, as the trainer does. Paged
+        states are not the allocator's.
 
-        `makes_states`: the optimizer makes its states in the update of the first step, between
-        blocks of that step, where they keep whole segments from being given back. DeepSpeed makes
-        them before. `passing`: sizes that are there together for a moment, when the weights are
-        loaded.
+        The optimizer makes its states in the update of the first step, between blocks of that step,
+        where they keep whole segments from being given back. `passing`: sizes that are there
+        together for a moment, when the weights are loaded.
         """
         log = self._log()
         blocks, events = log["blocks"], log["events"]
+        streams = {int(number): stream for number, stream in log["streams"].items()}
         lasting = {number for number, block in enumerate(blocks) if block[2] in LASTING}
         end = next(
             (
@@ -127,21 +128,31 @@ class Trace:
             None,
         )
         step, evaluation = events[:end], [] if end is None or eval_samples is None else events[end:]
-        # the next step would not begin as this one
-        if any(~number in lasting for number in step if number < 0):
-            both = self.events(num_samples, eval_samples)
-            parts: list[tuple[Phase, list[Event]]] = [("step", [*both[: len(step)], EMPTY_CACHE])]
-            if evaluation:
-                parts.append(("evaluation", [*both[len(step) :], EMPTY_CACHE]))
-            return [*parts, ("save", [])]
+        ends = {~number for number in step if number < 0}
+        born = [number for number in step if number >= 0 and number not in lasting]
+        remaining = [number for number in born if number not in ends]  # until the next turn begins
+        # a block of the start that ends in the step -> the new block in its place
+        successors: dict[int, int] = {}
+        for number in sorted(ends & lasting):
+            alike = (new for new in remaining if blocks[new][:2] == blocks[number][:2])
+            if (new := next(alike, None)) is not None:
+                successors[number] = new
+                remaining.remove(new)
+        turn_before = {0: 1, 2: 0}  # the turns are 1, 0, 2
+
+        def block_id(number: int, turn: int) -> int:
+            turns_id = number if number in lasting else number + turn * len(blocks)
+            return turns_id + streams.get(number, 0) * STREAM
 
         def sized(number: int, turn: int = 0) -> Event:
             size_bytes = _size(blocks[number], num_samples, eval_samples)
             assert size_bytes is not None
-            return freed(number, turn)[0], size_bytes
+            return block_id(number, turn), size_bytes
 
         def freed(number: int, turn: int) -> Event:
-            return (number if number in lasting else number + turn * len(blocks)), FREED
+            if number in successors and turn in turn_before:
+                number, turn = successors[number], turn_before[turn]
+            return block_id(number, turn), FREED
 
         def once(turn: int, late: Sequence[int] = ()) -> list[Event]:
             """The step in its `turn`, its blocks with numbers of their own; `late` is born in
@@ -159,10 +170,7 @@ class Trace:
             return events if log["update"] < len(step) else [*events, *map(sized, late)]
 
         def ended(turn: int) -> list[Event]:
-            """The ends of the turn's blocks that live on until the next turn begins."""
-            ends = {~number for number in step if number < 0}
-            born = [number for number in step if number >= 0 and number not in lasting]
-            return [freed(number, turn) for number in born if number not in ends]
+            return [freed(number, turn) for number in remaining]
 
         births: dict[Born, list[int]] = defaultdict(list)
         for number in step:
@@ -172,12 +180,10 @@ class Trace:
         moment = [(first + index, size_bytes) for index, size_bytes in enumerate(passing)]
         load = [*map(sized, births["start"]), *moment, *((number, FREED) for number, _ in moment)]
         load += map(sized, births["engine"])
-        late = births["state"] if makes_states else []
-        load += [] if makes_states else map(sized, births["state"])
-        measured = [sized(number) if number >= 0 else (~number, FREED) for number in evaluation]
+        measured = [sized(number) if number >= 0 else freed(~number, 0) for number in evaluation]
         return [
             ("load", [*load, EMPTY_CACHE]),
-            ("first_step", once(1, late)),
+            ("first_step", once(1, births["state"])),
             ("step", [*ended(1), *once(0), EMPTY_CACHE]),
             *([("evaluation", [*measured, EMPTY_CACHE])] if evaluation else []),
             ("save", []),

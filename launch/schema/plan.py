@@ -100,9 +100,10 @@ class Strategy:
 
 
 # The time at which a block of a traced step is allocated: before the first step with the weights,
-# by the engine, or as an optimizer state; at the first matrix product; in the step; or in the
-# evaluation after it.
-Born = Literal["start", "engine", "state", "workspace", "step", "evaluation"]
+# by the engine, or as an optimizer state; outside the device's allocator, as a paged state; at the
+# first matrix product; in the step; or in the evaluation after it.
+Born = Literal["start", "engine", "state", "paged", "workspace", "step", "evaluation"]
+PAGED = "paged states"  # the kind of their blocks
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,16 @@ def load_paged(optimizer: Any) -> None:
         optimizer.load_state_dict = partial(optimizer.load_state_dict, move_to_device=False)
 
 
+def is_paged(optimizer: Any, parameter: torch.Tensor, key: str) -> bool:
+    """True if a card's optimizer makes this state of the parameter in pages, outside PyTorch's
+    allocator. Source: get_state_buffer in bitsandbytes/optim/optimizer.py."""
+    return (
+        getattr(optimizer, "is_paged", False)
+        and key in ("state1", "state2")
+        and parameter.numel() >= 1e5
+    )
+
+
 def page_states(optimizer: Any) -> None:
     """Put the states that a paged optimizer has loaded into pages, as it makes them itself: its own
     loading puts them on the card for good."""

@@ -39,6 +39,7 @@ class Block:
     op: str
     born: str  # phase
     layer: Layer | None
+    stream: int = 0  # on which it is made; others than 0 are an engine's own
 
 
 @dataclass

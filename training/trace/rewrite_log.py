@@ -63,10 +63,17 @@ class Rewriting:
         self._dropped: set[tuple[int, bool]] = set()  # (old block, its birth or its death)
 
     def born(
-        self, size: float, kind: str, op: str, position: int, layer: Layer | None = None
+        self,
+        size: float,
+        kind: str,
+        op: str,
+        position: int,
+        layer: Layer | None = None,
+        stream: int = 0,
     ) -> int:
         """Add a block of `size` bytes, for any batch, from this position on."""
-        self.blocks.append(Block(math.ceil(size), 0, kind, op, self._phase(position), layer))
+        phase = self._phase(position)
+        self.blocks.append(Block(math.ceil(size), 0, kind, op, phase, layer, stream))
         self._insert(len(self.blocks) - 1, True, position)
         return len(self.blocks) - 1
 
@@ -75,9 +82,16 @@ class Rewriting:
         self._dropped.add((block, False))
         self._insert(block, False, position)
 
-    def passes(self, size: float, op: str, position: int, layer: Layer | None = None) -> None:
+    def passes(
+        self,
+        size: float,
+        op: str,
+        position: int,
+        layer: Layer | None = None,
+        stream: int = 0,
+    ) -> None:
         """Add a buffer that is freed before the next event."""
-        self.dies(self.born(size, "communication", op, position, layer), position)
+        self.dies(self.born(size, "communication", op, position, layer, stream), position)
 
     def drop(self, block: int) -> None:
         """Remove an old block, which this rank's device does not have."""

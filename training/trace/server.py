@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from launch.base import modules
 from launch.base.files import write_atomic
-from launch.schema.plan import Born, DataFormat, MemoryEstimate, ModelSize, Plan, Strategy
+from launch.schema.plan import PAGED, Born, DataFormat, MemoryEstimate, ModelSize, Plan, Strategy
 from launch.schema.recipe import Recipe
 
 
@@ -112,13 +112,14 @@ def _write(log: Any, folder: Path, name: str) -> None:
 
     blocks = [[block.fixed_bytes, block.sample_bytes, _born(block)] for block in log.blocks]
     events = [event.block if event.birth else ~event.block for event in log.events]
+    streams = {number: block.stream for number, block in enumerate(log.blocks) if block.stream}
     # where the first step makes the optimizer's states
     updates = (
         index for index, event in enumerate(log.events) if log.blocks[event.block].op == UPDATE
     )
     update = next(updates, len(events))
     for suffix, content in (
-        ("log", {"blocks": blocks, "events": events, "update": update}),
+        ("log", {"blocks": blocks, "events": events, "update": update, "streams": streams}),
         ("json", {"peaks": peaks.peaks(log), "work": peaks.work(log)}),
     ):
         write_atomic(folder / f"{name}.{suffix}", json.dumps(content))
@@ -131,7 +132,7 @@ def _born(block: Any) -> Born:
         if block.kind == "communication":
             return "engine"
         if part == "optimizer":
-            return "state"
+            return "paged" if block.kind == PAGED else "state"
         return "workspace" if part == "workspace" else "start"
     return "evaluation" if section == "evaluation" else "step"
 

@@ -48,12 +48,16 @@ class Groups:
     tied: bool
 
 
+REDUCES, GATHERS = 1, 2  # streams of a card's ranks
+
+
 class Ranks:
     """The collectives of a step, written into a log."""
 
     def __init__(self, rewriting: Rewriting, strategy: Strategy) -> None:
         self.rewriting, self.num_processes = rewriting, strategy.num_processes
         self.gloo = strategy.backend == "gloo"
+        self.has_streams = strategy.device == "cuda"
         self.wider = _wider(strategy)
         self.gathered: dict[Group, int] = {}  # group -> its all-gathered block, not copied out yet
         self.unsharded: dict[Group, int] = {}  # group -> its full parameters
@@ -69,8 +73,8 @@ class Ranks:
             return
         rewriting, part = self.rewriting, group.bytes / self.num_processes
         if group.held_bytes != group.bytes:
-            self._lagging["cast"] = self._born(part, "all-gather input", position, group)
-        self.gathered[group] = self._born(group.bytes, "all-gather", position, group)
+            self._lagging["cast"] = self._born(part, "all-gather input", position, group, GATHERS)
+        self.gathered[group] = self._born(group.bytes, "all-gather", position, group, GATHERS)
         if self.gloo:  # ProcessGroupGloo gathers into a tensor of its own and copies
             rewriting.passes(group.bytes, "gloo all-gather", position, group.layer)
             self.release("gloo", position)
@@ -129,16 +133,25 @@ class Ranks:
         for gradient in group.gradients:
             rewriting.blocks[gradient.block].kind = "gradients"
             rewriting.dies(self.accumulated.pop(gradient, gradient.block), position)
-        shard = rewriting.born(
-            total / self.num_processes, "gradients", "reduce-scatter", position, group.layer
+        shard = self._born(
+            total / self.num_processes, "reduce-scatter", position, group, REDUCES, "gradients"
         )
         if self.gloo:  # ProcessGroupGloo all-reduces a copy
             self.release("gloo", position)
             self._lagging["gloo"] = self._born(total, "gloo reduce-scatter", position, group)
         rewriting.dies(shard, max(gradient.dies for gradient in group.gradients))
 
-    def _born(self, size: float, op: str, position: int, group: Group) -> int:
-        return self.rewriting.born(size, "communication", op, position, group.layer)
+    def _born(
+        self,
+        size: float,
+        op: str,
+        position: int,
+        group: Group,
+        stream: int = 0,
+        kind: str = "communication",
+    ) -> int:
+        stream = stream if self.has_streams else 0
+        return self.rewriting.born(size, kind, op, position, group.layer, stream)
 
     def release(self, use: str, position: int) -> None:
         """Free the block of this use that has outlived it, if there is such a block."""

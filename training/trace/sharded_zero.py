@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 from launch.schema.plan import Strategy
 from training.trace import sharded_zero3_gather
@@ -49,6 +51,11 @@ class Share:
         """Reduces while backward goes on, with a second bucket, as launch/render/deepspeed.py sets
         it."""
         return self.strategy.device == "cuda"
+
+    @property
+    def stream(self) -> int:
+        """The stream on which gradients are reduced."""
+        return int(self.overlaps)
 
     def parts(self, offset: int, size: int) -> list[int]:
         """Sizes of a parameter's parts on successive ranks."""
@@ -92,20 +99,18 @@ def rewrite(rewriting: Rewriting, marks: Landmarks, strategy: Strategy, bucket: 
 
 def _states(rewriting: Rewriting, share: Share) -> None:
     """Replace the optimizer's states by those of a float32 slice, which is kept beside the
-    weights."""
-    states = 0
+    weights. The first update makes them."""
+    states, phases = 0, [event.phase for event in rewriting.log.events]
     for number, block in enumerate(rewriting.log.blocks):
         if block.born in ("start:optimizer", "optimizer") and block.fixed_bytes > SCALAR_BYTES:
             states += block.fixed_bytes if block.born == "start:optimizer" else 0
             rewriting.drop(number)
     if not share.strategy.launch_mode.offloads:
-        state_bytes = states / share.element_bytes / share.trained * MASTER_BYTES
-        rewriting.born(
-            share.slice * (MASTER_BYTES + state_bytes),
-            "optimizer",
-            "float32 slice and its states",
-            0,
-        )
+        rewriting.born(share.slice * MASTER_BYTES, "optimizer", "float32 slice", 0)
+        of_weight = states / share.element_bytes / share.trained  # as multiples of a weight
+        for _ in range(round(of_weight)):
+            size = share.slice * MASTER_BYTES * of_weight / round(of_weight)
+            rewriting.born(size, "optimizer", "state", phases.index("start:optimizer"))
     elif share.strategy.launch_mode.zero_stage < 3:
         rewriting.born(
             share.widest * share.element_bytes, "communication", "gradient that goes to the host", 0
@@ -205,49 +210,77 @@ class Bucket:
             return
         rewriting, share = self.rewriting, self.share
         copy_bytes = self._copied() * share.element_bytes
-        copy = rewriting.born(copy_bytes, "communication", "gradients to reduce", position)
-        if share.strategy.backend != "gloo":
+        copy = rewriting.born(
+            copy_bytes, "communication", "gradients to reduce", position, stream=share.stream
+        )
+        # the parts of stage 3 are views of it; Gloo's thread may hold it
+        outlives_parts = self.stage == 3 or share.strategy.backend == "gloo"
+        if not outlives_parts:
             rewriting.dies(copy, position)
-        elif self.stage == 3:  # ProcessGroupGloo all-reduces a copy
+        elif share.strategy.backend == "gloo" and self.stage == 3:  # all-reduces a copy
             rewriting.passes(
                 self._elements() * share.element_bytes, "gloo reduce-scatter", position
             )
         if share.strategy.launch_mode.offloads:
-            rewriting.passes(self._largest_part() * NORM_BYTES, "gradient norm", position)
+            for gradient in self._filled:
+                self._to_host(self._part(gradient), position)
         elif self.slice_gradients is None and self.stage < 3:
             self.slice_gradients = rewriting.born(
                 _in_slice(share) * share.element_bytes,
                 "gradients",
                 "gradients of the slice",
                 position,
+                stream=share.stream,
             )
-        if share.strategy.backend == "gloo":
-            rewriting.dies(copy, position)  # its thread may hold it until here
+        if outlives_parts:
+            rewriting.dies(copy, position)
         if self._alone is not None:
             rewriting.dies(self._alone, position)
         self._filled, self._alone = [], None
 
-    def _largest_part(self) -> int:
-        """Elements of the largest gradient that this rank keeps."""
-        largest = max(gradient.bytes for gradient in self._filled) // self.share.element_bytes
+    def _part(self, gradient: Gradient) -> int:
+        """Elements of a gradient that this rank keeps."""
+        elements = gradient.bytes // self.share.element_bytes
         if self.stage == 3:
-            return -(-largest // self.share.strategy.num_processes)
-        return min(largest, self.share.slice)
+            return -(-elements // self.share.strategy.num_processes)
+        return min(elements, self.share.slice)
+
+    def _to_host(self, elements: int, position: int) -> None:
+        """Copy a part of a gradient for its norm, then in float32 for the host. Stage 3 first
+        copies it back from the buffer on the host."""
+        stream, element_bytes = self.share.stream, self.share.element_bytes
+        back = None
+        if self.stage == 3:
+            back = self.rewriting.born(
+                elements * element_bytes, "gradients", "gradient part", position, stream=stream
+            )
+        for size, op in ((NORM_BYTES, "gradient norm"), (MASTER_BYTES, "float32 gradient")):
+            if size != element_bytes:
+                self.rewriting.passes(elements * size, op, position, stream=stream)
+        if back is not None:
+            self.rewriting.dies(back, position)
 
     def _copied(self) -> int:
         """Elements that are flattened at once. In stage 3 a single tensor that divides needs no
-        copy; in stages 1 and 2 a tensor larger than the bucket is reduced rank by rank."""
-        ranks, elements = self.share.strategy.num_processes, self._elements()
+        copy; in stages 1 and 2 neighbours of the same rank are one tensor, and so does it."""
+        elements = self._elements()
         if self.stage == 3:
-            return 0 if len(self._filled) == 1 and elements % ranks == 0 else elements
-        if self._alone is None:
-            return elements
-        most = taken = 0
-        for part in self.share.parts(self.share.offsets.get(self._filled[0].block, 0), elements):
-            taken += part
-            most = max(most, taken)
-            taken = 0 if taken > self.share.bucket else taken
+            divides = elements % self.share.strategy.num_processes == 0
+            return 0 if len(self._filled) == 1 and divides else elements
+        most = taken = count = 0
+        for _, group in groupby(self._slices(), key=itemgetter(0)):
+            taken, count = taken + sum(size for _, size in group), count + 1
+            most = max(most, taken if count > 1 else 0)
+            if taken > self.share.bucket:
+                taken = count = 0
         return most
+
+    def _slices(self) -> Iterator[tuple[int, int]]:
+        """The rank that keeps them, and elements, of each part of the bucket."""
+        for gradient in self._filled:
+            offset = self.share.offsets.get(gradient.block, 0)
+            sizes = self.share.parts(offset, gradient.bytes // self.share.element_bytes)
+            yield from enumerate(sizes, offset // self.share.slice)
 
     def close(self, position: int) -> None:
         for block in self._blocks:

@@ -19,6 +19,7 @@ from training.trace.rewrite_log import Landmarks, Rewriting
 PERSISTENT = 100_000
 # elements used before the next use of a weight; a nearer weight stays gathered (max_reuse_distance)
 MAX_REUSE = 1_000_000_000
+GATHERS = 2  # the stream of a card's ranks; on stream 1 they reduce (sharded_zero.py)
 LIVE_BUCKETS = 2  # stage3_max_live_parameters in buckets, as launch/render/deepspeed.py writes it
 
 
@@ -54,6 +55,7 @@ class Gathered:
         self.bucket = bucket  # elements
         self.sizes = [weight.bytes // element_bytes for weight in marks.weights]
         self.element_bytes = element_bytes
+        self.stream = GATHERS if strategy.device == "cuda" else 0
         self.gathered: dict[int, int] = {}  # weight -> its block
         self.inflight: dict[int, Bundle] = {}
 
@@ -64,6 +66,8 @@ class Gathered:
         num_uses, uses = len(uses), [*uses, *expected]
         queue = deque(range(len(uses)))
         fetched_for: dict[int, int] = {}  # weight -> the last use that a fetch has considered
+        if uses:  # the model itself comes first, which has no weights of its own
+            self._prefetch(uses, queue, fetched_for, uses[0].position)
         for index, use in enumerate(uses[:num_uses]):
             weight, position = use.weight, use.position
             if self.sizes[weight] > PERSISTENT:
@@ -93,8 +97,9 @@ class Gathered:
         bundle = self.inflight.pop(weight)
         for arrived in () if bundle.arrived else sorted(bundle.weights):
             size = self.sizes[arrived] * self.element_bytes
+            layer = self.weights[arrived].layer
             self.gathered[arrived] = self.rewriting.born(
-                size, "communication", "whole weights", position, self.weights[arrived].layer
+                size, "communication", "whole weights", position, layer, self.stream
             )
         bundle.arrived = True
         bundle.weights.discard(weight)
@@ -102,15 +107,26 @@ class Gathered:
             self.rewriting.dies(bundle.block, position)
 
     def _gather(self, weights: list[int], position: int) -> None:
+        if self.strategy.num_processes == 1:
+            # its part is the full weight, on the device or on the host
+            for weight in weights if self.strategy.launch_mode.offloads else ():
+                self.gathered[weight] = self.rewriting.born(
+                    self.sizes[weight] * self.element_bytes,
+                    "communication",
+                    "weight from the host",
+                    position,
+                    self.weights[weight].layer,
+                    self.stream,
+                )
+            return
         size = sum(self.sizes[weight] for weight in weights) * self.element_bytes
-        if self.strategy.num_processes == 1 and not self.strategy.launch_mode.offloads:
-            return  # its part is the full weight
         if self.strategy.launch_mode.offloads:
-            self.rewriting.passes(
-                size / self.strategy.num_processes, "part from the host", position
-            )
+            part = size / self.strategy.num_processes
+            self.rewriting.passes(part, "part from the host", position, stream=self.stream)
         layer = self.weights[weights[0]].layer
-        block = self.rewriting.born(size, "communication", "gathered weights", position, layer)
+        block = self.rewriting.born(
+            size, "communication", "gathered weights", position, layer, self.stream
+        )
         if self.strategy.backend == "gloo" and self.strategy.num_processes > 1:
             # ProcessGroupGloo gathers into its own tensor
             self.rewriting.passes(size, "gloo all-gather", position, layer)

@@ -21,9 +21,10 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
-from launch.schema.plan import Plan, Strategy
+from launch.schema.plan import PAGED, Plan, Strategy
 from launch.schema.recipe import Recipe
 from training.compat import torch_private, transformers_private
+from training.compat.bitsandbytes_private import is_paged
 from training.compat.torch_private import FakeTensorMode, unset_fake_temporarily
 from training.data.batches import SampleOrder
 from training.loop import arguments
@@ -116,8 +117,9 @@ class _Steady(TrainerCallback):
 
     tracer: _Tracer
 
-    def __init__(self, recorder: Recorder, layer_of: dict[int, Layer]) -> None:
+    def __init__(self, recorder: Recorder, layer_of: dict[int, Layer], on_cuda: bool) -> None:
         self._recorder, self._layer_of = recorder, layer_of  # by id of a parameter
+        self._on_cuda = on_cuda
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         network, optimizer = kwargs["model"], kwargs["optimizer"]
@@ -131,9 +133,13 @@ class _Steady(TrainerCallback):
         self._recorder.mark("start:optimizer")
         self._recorder.hold(
             (
-                ("optimizer", value, self._layer_of.get(id(parameter)))
+                (
+                    PAGED if self._on_cuda and is_paged(inner, parameter, key) else "optimizer",
+                    value,
+                    self._layer_of.get(id(parameter)),
+                )
                 for parameter, states in inner.state.items()
-                for value in states.values()
+                for key, value in states.items()
                 if isinstance(value, torch.Tensor)
             ),
             "state",
@@ -282,7 +288,7 @@ def _tracer(
         tensors, layer = (parameter, *four_bit.scales(parameter)), layer_of.get(id(parameter))
         recorder.hold((("weights", tensor, layer) for tensor in tensors), op)
     recorder.hold((("buffers", buffer, None) for buffer in network.buffers()), "buffer")
-    steady = _Steady(recorder, layer_of)
+    steady = _Steady(recorder, layer_of, plan.strategy.device == "cuda")
     tracer = _Tracer(
         recorder,
         order=SampleOrder(batch, batch, 1, 1, 0, 0),

@@ -2,11 +2,12 @@
 frees, and the request that fails.
 
 Follows DeviceCachingAllocator in c10/cuda/CUDACachingAllocator.cpp of torch 2.11 to 2.13, native
-backend, one stream; "Source" names its functions. Compared byte for byte with the compiled
-allocator of torch 2.11.0 over a CUDA driver that only counts, on random logs under every setting,
-and with memory snapshots of cards (tests/data/gpu). Left out: several streams, graph captures and
-private pools. Assumed: the driver places a new segment above the older ones and refuses only when
-memory is used up.
+backend; "Source" names its functions. Compared byte for byte with the compiled allocator of torch
+2.11.0 over a CUDA driver that only counts, on random logs under every setting, and with memory
+snapshots of cards (tests/data/gpu), of one stream each. A block of another stream is never split
+for the main one, nor the other way round. Left out: blocks that several streams use, graph captures
+and private pools. Assumed: the driver places a new segment above the older ones and refuses only
+when memory is used up.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ Event = tuple[int, int]  # id of a block and its bytes; FREED in place of the by
 
 FREED = -1
 EMPTY_CACHE: Event = (-1, 0)  # no block: torch.cuda.empty_cache() is called
+# Blocks of an engine's stream n (1, 2) have ids from n * STREAM on; those of the main stream less.
+STREAM = 1 << 48
+NUM_STREAMS = 3
 BLOCK_BYTES = 512  # kMinBlockSize: every size is a multiple of it
 SMALL_BYTES = MIB  # kSmallSize: requests up to here share the small segments
 SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer
@@ -36,7 +40,7 @@ class Replay:
     """The result of a log; peaks as torch.cuda.max_memory_allocated and max_memory_reserved count
     them.
 
-    With one stream what is active is what is allocated. A log ends at the request that failed.
+    What is active is what is allocated. A log ends at the request that failed.
     """
 
     peak_allocated_bytes: int
@@ -93,7 +97,7 @@ def _failed_event(
         if (block_id, size_bytes) == EMPTY_CACHE:
             allocator.empty_cache()
         elif size_bytes > 0:
-            block = allocator.allocate(size_bytes)
+            block = allocator.allocate(size_bytes, block_id // STREAM)
             if block is None:
                 return index
             assert block_id not in live, f"event {index}: block {block_id} lives already"
@@ -190,7 +194,7 @@ def _merge_neighbours(block: Block) -> None:
 
 
 class CachingAllocator:
-    """DeviceCachingAllocator: two pools of blocks over a driver that has capacity_bytes."""
+    """DeviceCachingAllocator: each stream has two pools, over a driver that has capacity_bytes."""
 
     def __init__(
         self,
@@ -207,8 +211,8 @@ class CachingAllocator:
         self.collects = self.allowed_bytes is not None and config.garbage_collection_threshold > 0.0
         self.max_split_bytes = config.max_split_size_bytes or UNLIMITED_BYTES
         self.rounds = any(count > 1 for count in config.roundup_power2_divisions)
-        self.small = Pool(True, SMALL_SEGMENT_BYTES)
-        self.large = Pool(False, config.large_segment_bytes)
+        self.small = [Pool(True, SMALL_SEGMENT_BYTES) for _ in range(NUM_STREAMS)]
+        self.large = [Pool(False, config.large_segment_bytes) for _ in range(NUM_STREAMS)]
         self.allocated_bytes = self.reserved_bytes = self.peak_allocated_bytes = (
             self.peak_reserved_bytes
         ) = 0
@@ -228,11 +232,11 @@ class CachingAllocator:
             self.reserved_bytes,
         )
 
-    def allocate(self, requested_bytes: int) -> Block | None:
+    def allocate(self, requested_bytes: int, stream: int = 0) -> Block | None:
         """A block for a request of at least one byte, or None where torch raises OutOfMemoryError.
         Source: malloc."""
         size_bytes = self.rounded(requested_bytes)
-        pool = self.small if size_bytes <= SMALL_BYTES else self.large
+        pool = (self.small if size_bytes <= SMALL_BYTES else self.large)[stream]
         block = self._take_free(pool, size_bytes) or self._take_new(pool, size_bytes)
         if block is None:
             return None
@@ -339,14 +343,15 @@ class CachingAllocator:
         garbage_collect_cached_blocks."""
         assert self.allowed_bytes is not None
         threshold_bytes = int(self.config.garbage_collection_threshold * self.allowed_bytes)
-        target_bytes, pool = self.reserved_bytes - threshold_bytes, self.large
+        target_bytes = self.reserved_bytes - threshold_bytes
         if target_bytes <= 0 or self.config.expandable_segments:
             return
-        idle = [block for block in pool.blocks.values() if not block.split]
+        idle = [block for pool in self.large for block in pool.blocks.values() if not block.split]
         while target_bytes > 0 and idle:
-            age = sum(pool.searches - block.inserted_at for block in idle) / len(idle)
-            old = [block for block in idle if pool.searches - block.inserted_at >= age]
-            idle = [block for block in idle if pool.searches - block.inserted_at < age]
+            ages = [block.pool.searches - block.inserted_at for block in idle]
+            mean = sum(ages) / len(ages)
+            old = [block for block, age in zip(idle, ages, strict=True) if age >= mean]
+            idle = [block for block, age in zip(idle, ages, strict=True) if age < mean]
             target_bytes -= sum(block.size_bytes for block in old)
             for block in old:
                 self._release(block)
@@ -373,8 +378,8 @@ class CachingAllocator:
     def empty_cache(self) -> None:
         """Gives every segment that nothing lives in back to the driver. Source:
         release_cached_blocks."""
-        self._release_cached(self.large)
-        self._release_cached(self.small)
+        for pool in (*self.large, *self.small):
+            self._release_cached(pool)
 
     def _release_cached(self, pool: Pool) -> None:
         """Source: release_blocks."""

@@ -14,6 +14,7 @@ from launch.base.errors import ConfigError
 from launch.predict.memory.allocator import (
     EMPTY_CACHE,
     FREED,
+    STREAM,
     Block,
     CachingAllocator,
     Event,
@@ -141,6 +142,18 @@ def test_more_than_the_whole_memory_fails_and_the_log_ends_there():
     result = run(4 * MIB, 90 * MIB, MIB, capacity_bytes=100 * MIB)
     assert result.failed_event == 1
     assert result.peak_allocated_bytes == 4 * MIB
+
+
+def test_a_stream_does_not_take_what_another_has_freed_and_all_are_emptied():
+    of_engine = STREAM + 1
+    events = [(0, 20 * MIB), (0, FREED), (of_engine, 20 * MIB), (of_engine, FREED), (2, 20 * MIB)]
+    assert replay(events).peak_reserved_bytes == 40 * MIB
+    allocator = CachingAllocator(AllocatorConfig.parse(""))
+    for block in (allocator.allocate(20 * MIB), allocator.allocate(20 * MIB, 1)):
+        assert block is not None
+        allocator.free(block)
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == 0
 
 
 @pytest.mark.parametrize("conf", ["", PAGED])
@@ -447,7 +460,9 @@ def test_segments_are_covered_by_blocks_and_every_byte_is_counted_once(
     )
     if conf.startswith(PAGED):
         assert allocator.allocated_bytes == wanted_bytes
-    free = [block for pool in (allocator.small, allocator.large) for block in pool.blocks.values()]
+    free = [
+        block for pool in (*allocator.small, *allocator.large) for block in pool.blocks.values()
+    ]
     segments = {id(blocks[0]): blocks for blocks in map(chain, [*live.values(), *free])}
     mapped = [block for blocks in segments.values() for block in blocks if block.mapped]
     assert sum(block.size_bytes for block in mapped) == allocator.reserved_bytes
@@ -465,7 +480,7 @@ def test_a_log_whose_blocks_all_die_leaves_whole_segments(events, conf):
     for block in feed(allocator, events).values():
         allocator.free(block)
     assert allocator.allocated_bytes == 0
-    for pool in (allocator.small, allocator.large):
+    for pool in (*allocator.small, *allocator.large):
         for block in pool.blocks.values():
             assert [part.mapped for part in chain(block)] == (
                 [True, False] if conf.startswith(PAGED) else [True]

@@ -14,11 +14,11 @@ from launch.plan import context as plan_context
 from launch.predict import estimate, model_config
 from launch.predict.estimate import Judged
 from launch.predict.history import calibration
-from launch.predict.memory.allocator import EMPTY_CACHE, replay_parts
+from launch.predict.memory.allocator import EMPTY_CACHE, STREAM, replay_parts
 from launch.predict.memory.phases import Parts
 from launch.predict.traces import Question, Trace, read_work
 from launch.schema.machine import GIB
-from launch.schema.plan import MemoryEstimate, Plan, Strategy
+from launch.schema.plan import PAGED, MemoryEstimate, Plan, Strategy
 from launch.schema.recipe import Recipe
 from launch.schema.result import SecondStep
 from tests.builders import CODE, DATA_FORMAT, gpu, machine, plan, recipe_of
@@ -35,9 +35,9 @@ class Recorded:
 
     failure = None
 
-    def __init__(self) -> None:
-        content = json.loads(RECORDED.read_text(encoding="utf-8"))
-        self._trace = Trace(tuple(content["peaks"]), read_work(content["work"]), RECORDED)
+    def __init__(self, file: Path = RECORDED) -> None:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        self._trace = Trace(tuple(content["peaks"]), read_work(content["work"]), file)
 
     def fetch(self, questions: Sequence[Question]) -> None:
         pass
@@ -64,11 +64,13 @@ def judged(recipe: Recipe, eval_samples: int = 24) -> tuple[Strategy, MemoryEsti
     return candidate, result.memory
 
 
-def exactly_judged(recipe: Recipe, eval_samples: int = 24) -> tuple[Strategy, Judged]:
+def exactly_judged(
+    recipe: Recipe, eval_samples: int = 24, file: Path = RECORDED
+) -> tuple[Strategy, Judged]:
     config, parameters = model_config.read(recipe.model, root=CODE)
     context = plan_context.build(recipe, CARD, config, parameters, DATA_FORMAT)
     candidate = replace(plan(recipe, CARD).strategy, per_device_eval_batch_size=eval_samples)
-    traced = replace(context, traces=Recorded())  # type: ignore[arg-type]  asked as Traces is
+    traced = replace(context, traces=Recorded(file))  # type: ignore[arg-type]  asked as Traces is
     return candidate, estimate.judge(traced, candidate)
 
 
@@ -93,17 +95,62 @@ def test_an_evaluation_begins_with_an_empty_cache():
     assert memory.reserved_bytes == pytest.approx(EVALUATION_BYTES, rel=0.01)
 
 
-def test_states_that_are_there_before_the_first_step_keep_no_segment_of_it():
+def test_states_of_the_first_update_keep_segments_of_the_first_step():
     content = json.loads(RECORDED.read_text(encoding="utf-8"))
     trace = Trace(tuple(content["peaks"]), read_work(content["work"]), RECORDED)
-    for makes_states, left in ((True, 2_898_264_064), (False, 1_639_972_864)):
-        parts = trace.run(8, 24, makes_states)
-        names = [phase for phase, _ in parts]
-        assert names == ["load", "first_step", "step", "evaluation", "save", "step"]
-        emptied = [phase for phase, events in parts if events[-1:] == [EMPTY_CACHE]]
-        assert emptied == ["load", "step", "evaluation"]
-        assert _reserved_at_the_end(parts[:3]) == left
-        # 2_854_223_872 were measured
+    parts = trace.run(8, 24)
+    names = [phase for phase, _ in parts]
+    assert names == ["load", "first_step", "step", "evaluation", "save", "step"]
+    emptied = [phase for phase, events in parts if events[-1:] == [EMPTY_CACHE]]
+    assert emptied == ["load", "step", "evaluation"]
+    assert _reserved_at_the_end(parts[:3]) == 2_898_264_064  # 2_854_223_872 were measured
+
+
+def test_paged_states_are_on_the_card_but_not_of_its_allocator(tmp_path):
+    content = json.loads(RECORDED.read_text(encoding="utf-8"))
+    for moment in content["peaks"]:
+        moment["parts"][PAGED] = moment["parts"].pop("optimizer")
+    log = json.loads(RECORDED.with_suffix(".log").read_text(encoding="utf-8"))
+    log["blocks"] = [
+        [fixed, sample, "paged" if born == "state" else born]
+        for fixed, sample, born in log["blocks"]
+    ]
+    file = tmp_path / "paged.json"
+    file.write_text(json.dumps(content))
+    file.with_suffix(".log").write_text(json.dumps(log))
+    plain = exactly_judged(asked())[1].phases.device.step
+    paged = exactly_judged(asked(), file=file)[1].phases.device.step
+    assert plain is not None
+    assert paged is not None
+    states = content["peaks"][0]["parts"][PAGED][0]
+    assert plain.allocated_bytes - paged.allocated_bytes == pytest.approx(states, rel=0.01)
+    assert plain.reserved_bytes - paged.reserved_bytes == pytest.approx(states, rel=0.1)
+    outside = plain.device_bytes - plain.reserved_bytes
+    assert paged.device_bytes - paged.reserved_bytes == pytest.approx(outside + states, rel=0.01)
+
+
+def test_a_block_that_takes_the_place_of_another_ends_in_the_next_step(tmp_path):
+    mib = 1 << 20
+    blocks = [
+        [8 * mib, 0, "start"],  # ends in the step; the last block takes its place
+        [4 * mib, 0, "step"],  # of the engine's stream
+        [8 * mib, 0, "step"],
+    ]
+    log = {"blocks": blocks, "events": [0, 1, ~0, 2, ~1], "update": 5, "streams": {"1": 1}}
+    file = tmp_path / "two.json"
+    file.with_suffix(".log").write_text(json.dumps(log))
+    work = json.loads(RECORDED.read_text(encoding="utf-8"))["work"]
+    parts = Trace((), read_work(work), file).run(1, None)
+    live: dict[int, int] = {}
+    for phase, events in parts:
+        for block, size_bytes in events:
+            if size_bytes > 0:
+                live[block] = size_bytes
+            elif block >= 0:
+                del live[block]  # each block ends that lives, and once
+        assert list(live.values()) == [8 * mib], phase
+    streams = {block // STREAM: size for _, events in parts for block, size in events if size > 0}
+    assert streams == {0: 8 * mib, 1: 4 * mib}
 
 
 def test_a_larger_evaluation_is_counted_and_changes_nothing_of_the_step():

@@ -33,7 +33,7 @@ class Card:
     def _add_segment(self, size_bytes: int, pool_name: str, blocks: list[list[int]]) -> None:
         assert sum(block_bytes for block_bytes, _ in blocks) == size_bytes
         allocator = self.allocator
-        pool = allocator.small if pool_name == "small" else allocator.large
+        pool, *_ = allocator.small if pool_name == "small" else allocator.large
         address, previous = pool.addresses(size_bytes), None
         allocator.reserved_bytes += size_bytes
         made = []
