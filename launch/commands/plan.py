@@ -15,6 +15,7 @@ from launch.base.files import to_json
 from launch.base.text import shown
 from launch.commands import recipe_arguments
 from launch.plan.resolve import resolve
+from launch.recipe.strict_yaml import show
 from launch.report import first_screen, text
 
 
@@ -23,7 +24,7 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
         subparsers,
         verb,
         "show what would run, and why",
-        "[BATCH] [--machine FILE] [--explain | --json]",
+        "[BATCH] [--machine FILE] [--rows-of TOKENS] [--explain | --json]",
     )
     recipe_arguments.add_explain(parser)
     parser.add_argument(
@@ -34,6 +35,11 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
     parser.add_argument(
         "--machine", type=Path, help="plan for a described machine (configs/machines/*.yaml)"
     )
+    parser.add_argument(
+        "--rows-of",
+        metavar="TOKENS",
+        help="plan for rows that are all this long, so that none is padded; nothing is tokenised",
+    )
     return parser
 
 
@@ -42,7 +48,13 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
         raise ConfigError("--json and --explain: expected one of them; --json has the whole plan")
     typed = recipe_arguments.read(arguments, others)
     compile_caches.settle()
-    choice = resolve(typed.recipe, typed.overrides, arguments.machine, typed.constraints)
+    choice = resolve(
+        typed.recipe,
+        typed.overrides,
+        arguments.machine,
+        typed.constraints,
+        rows_of=_tokens(arguments.rows_of),
+    )
     recipe, machine, plan = choice.recipe, choice.machine, choice.plan
     if arguments.json:
         print(to_json(asdict(plan), indent=1))
@@ -53,3 +65,15 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
         lines = first_screen.lines(recipe, machine, plan, datetime.now())
     print(shown("\n".join(lines)))
     return 0
+
+
+def _tokens(text: str | None) -> int | None:
+    """The number of --rows-of; None if it was not typed. Raises ConfigError."""
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise ConfigError(
+            f"--rows-of {show(text)[1:-1]}: expected a number of tokens from 1 to data.max_length,"
+            " such as --rows-of 512"
+        )
+    return int(text)

@@ -33,8 +33,11 @@ def model_size(
     trainable = trained_parameters.trainable_shapes(*counted)
     shared = predict_parameters.ties(parameters, config["model_type"]).values()
     tied = {part: of for part, of in trainable.items() if part.replace(COPY, ".") in shared}
+    quantization = recipe.quantized(candidates.asked_precision(recipe))
     lora_bytes, tied_bytes = (
-        optimizers.trained_bytes(parts, recipe.lora, recipe.model.dtype)
+        optimizers.trained_bytes(
+            parts, recipe.lora, recipe.model.dtype, quantization, config["model_type"]
+        )
         for parts in (trainable, tied)
     )
     return ModelSize(name, config, *counts, lora_bytes, tied_bytes)
@@ -101,6 +104,8 @@ def with_rows(context: PlanContext) -> PlanContext:
     """The context with the lengths of its tokenised rows; unchanged while they are not there, and
     for a recipe that streams its rows."""
     assert context.tokens is not None
+    if context.rows_of is not None:
+        return context
     counts = token_hashes.counts(context.tokens.folder)
     if counts is None or "train" not in counts:
         return context
@@ -112,6 +117,30 @@ def with_rows(context: PlanContext) -> PlanContext:
         is_ragged=any(part["shortest_input"] < longest_input for part in parts),
         counts=counts["train"],
         cache_bytes=sum(file.stat().st_size for file in context.tokens.folder.glob("*.arrow")),
+    )
+
+
+def with_rows_of(context: PlanContext, tokens: int) -> PlanContext:
+    """The context for rows that all have this number of tokens, whatever the files hold. Raises
+    ConfigError for a number that the recipe's rows cannot have."""
+    data = context.recipe.data
+    if tokens > data.max_length:
+        raise ConfigError(
+            f"--rows-of {tokens:,}: data.max_length is {data.max_length:,}, and longer rows are"
+            f" truncated to it; expected at most {data.max_length:,}, or raise data.max_length"
+        )
+    if data.packing:
+        raise ConfigError(
+            f"--rows-of {tokens:,} beside data.packing: true, which joins rows to sequences of up"
+            f" to data.max_length {data.max_length:,} tokens; leave one of the two out"
+        )
+    return replace(
+        context,
+        rows_of=tokens,
+        lengths=(tokens, tokens),
+        is_ragged=False,
+        counts=None,
+        cache_bytes=None,
     )
 
 

@@ -96,9 +96,9 @@ def _check_trained_size(recipe: Recipe, rows: int) -> None:
 def _refuse_untied_head(config: Mapping[str, Any], parameters: Shapes) -> None:
     """Raise ConfigError for weights whose output head differs from the embeddings that their
     config ties it to: transformers would tie them when the embeddings grow."""
-    model_type = config["model_type"]
-    is_tied = model_type == "t5" or config.get("tie_word_embeddings", model_type == "gpt2")
-    if is_tied and any(map(predict_parameters.HEAD.search, parameters)):
+    if predict_parameters.ties_head(config) and any(
+        map(predict_parameters.HEAD.search, parameters)
+    ):
         raise ConfigError(
             "tokenizer.add_tokens: the embeddings would have to grow, but the output head in the"
             " weights is not the embeddings to which config.json ties it, and would be lost; leave"

@@ -164,6 +164,7 @@ def _chosen(context: PlanContext, constraints: LaunchConstraints) -> Plan:
         host=chosen.phases.host,
         seconds_per_step=chosen.time.step_s if chosen.time else None,
         lengths=context.question(candidate).lengths,
+        rows_of=context.lengths[0] if context.rows_of is not None else None,
         rendezvous=_rendezvous(recipe.launch),
         link=(
             constraints.link

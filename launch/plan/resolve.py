@@ -34,7 +34,7 @@ from launch.recipe.paths import (
     use_existing_tokenizer,
     with_absolute_paths,
 )
-from launch.schema.machine import Device, Link, Machine
+from launch.schema.machine import Device, Link, Machine, OptionalPackage
 from launch.schema.plan import DataFormat, ModelSize, Strategy
 from launch.schema.recipe import Recipe
 
@@ -59,11 +59,17 @@ def resolve(
     constraints: LaunchConstraints = NO_CONSTRAINTS,
     say: Say = lambda line: None,
     trace: bool = True,
+    rows_of: int | None = None,
 ) -> Choice:
-    """Plan a recipe, with the lengths of its rows if they are tokenised, or with max_length."""
+    """Plan a recipe, with the lengths of its rows if they are tokenised, or with max_length.
+
+    `rows_of`: with rows that all have this number of tokens."""
     facts = read(recipe_name, overrides, machine_file, constraints, say, trace=trace)
-    planner.refuse_hopeless(facts.context, facts.constraints)
-    return planner.choose(facts.context, facts.constraints)
+    context = facts.context
+    if rows_of is not None:
+        context = plan_context.with_rows_of(context, rows_of)
+    planner.refuse_hopeless(context, facts.constraints)
+    return planner.choose(context, facts.constraints)
 
 
 def read(
@@ -144,6 +150,8 @@ def read(
         if has_gpu:
             link = _link(recipe, machine, constraints, workspace, say, test_link)
             constraints = replace(constraints, link=link)
+    elif machine.packages is not None:
+        constraints = _with_described_packages(constraints, machine.packages)
     context = plan_context.build(recipe, machine, model.config, model.parameters, data_format)
     device: Device = "cuda" if has_gpu else "cpu"
     tokens = token_cache.token_cache(workspace.cache, recipe, context.model, data_format)
@@ -211,6 +219,17 @@ def _with_packages(
         no_flash_attn=import_memory.no_flash_attn(workspace.cache) if is_open else None,
         no_liger=packages.no_liger(variables),
     )
+
+
+def _with_described_packages(
+    constraints: LaunchConstraints, installed: Sequence[OptionalPackage]
+) -> LaunchConstraints:
+    """Add the packages that a machine's file lists."""
+    no_flash_attn, no_liger = (
+        None if name in installed else f"the package {name} is not installed there"
+        for name in ("flash_attn", "liger_kernel")
+    )
+    return replace(constraints, no_flash_attn=no_flash_attn, no_liger=no_liger)
 
 
 def _by_free_memory(machine: Machine) -> Machine:

@@ -76,6 +76,7 @@ class PlanContext:
     lora_targets: tuple[str, ...] = ()
     lengths: tuple[int, int] = (0, 0)  # of the longest source and target; (0, 0): max_length
     is_ragged: bool = True  # some row is shorter than the longest, so that a batch may be padded
+    rows_of: int | None = None  # tokens of every row, if the plan is for such rows
     link: Link | None = None
     traces: Traces | None = None  # None: states only
     allocator: memory_allocator.AllocatorConfig = memory_allocator.TORCH_DEFAULTS
@@ -145,7 +146,7 @@ class PlanContext:
         by itself grows with the rows."""
         question, rows = self.question(candidate), candidate.per_device_train_batch_size
         parts = candidate.gradient_accumulation_steps
-        if not self.recipe.data.batch_by_tokens or parts == 1:
+        if not self.recipe.data.batch_by_tokens or parts == 1 or self.rows_of is not None:
             return [(question, rows)]
         multiple = MULTIPLE[candidate.device]
         shorter = tuple(

@@ -72,14 +72,16 @@ def read(
 
     Raises ConfigError (an unknown model, a size that is none) and ResourceError (a folder that
     cannot be loaded)."""
-    changes = {} if vocab_size is None else {"vocab_size": vocab_size}
+    changes: dict[str, Any] = {} if vocab_size is None else {"vocab_size": vocab_size}
     if model.shape is not None:
         config = _named_config(model.shape, root / "configs" / "models") | changes
+        config |= _asked_tie(model, config, model.shape)
         return config, predict_parameters.parameters_by_name(config)
     folder = root / Path(model.path or "").expanduser()
     config = _folder_config(folder)
     model_types.check(config, folder / "config.json")
     tensors = _tensors(folder)
+    changes |= _asked_tie(model, config, str(folder))
     if tensors is None:  # a config without weights: the model starts from random ones
         return config | changes, predict_parameters.parameters_by_name(config | changes)
     model_type = config["model_type"]
@@ -93,6 +95,25 @@ def read(
     return config | changes, tensor_shapes | {
         name: tensor_shapes[source] for name, source in untied.items()
     }
+
+
+def _asked_tie(model: ModelSection, config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The key of a config that model.tie_word_embeddings changes. Raises ConfigError for a model
+    whose head can be neither tied nor untied."""
+    asked, model_type = model.tie_word_embeddings, config["model_type"]
+    if asked is None:
+        return {}
+    key = f"model.tie_word_embeddings: {str(asked).lower()}"
+    if model_type not in predict_parameters.UNTIED_HEADS:
+        raise ConfigError(
+            f"{key}, but {name} is a {model_type}; known for"
+            f" {', '.join(predict_parameters.UNTIED_HEADS)}; leave it out"
+        )
+    if asked and model.path and not predict_parameters.ties_head(config):
+        raise ConfigError(
+            f"{key}, but {name} has an output head of its own, which would be lost; leave it out"
+        )
+    return {"tie_word_embeddings": asked}
 
 
 def _grown(

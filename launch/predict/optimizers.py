@@ -12,7 +12,9 @@ from launch.predict.trained_parameters import COPY, trainable_shapes
 from launch.schema.model_sections import DTYPE_BYTES, LoraSection, QuantizationSection
 from launch.schema.plan import MemoryEstimate
 
-LORA_BYTES = 4  # PEFT keeps adapters in float32 whatever the model's dtype (autocast_adapter_dtype)
+LORA_BYTES = (
+    4  # adapters are float32 whatever the model's dtype, unless autocast_adapter_dtype is false
+)
 
 # elements; bitsandbytes 0.50 Optimizer2State: smaller tensors keep 32-bit states
 BNB_MIN_8BIT_SIZE = 4096
@@ -176,7 +178,7 @@ def model_state(
     element_bytes = DTYPE_BYTES[dtype]
     state_bytes = OPTIMIZERS[optim]
     optimizer_bytes = sum(
-        state_bytes(name, shape, _element_bytes(name, lora, dtype))
+        state_bytes(name, shape, _element_bytes(name, lora, dtype, quantization, model_type))
         for name, shape in trainable.items()
     )
     if optim in _8BIT and any(
@@ -189,7 +191,7 @@ def model_state(
         if reason := unquantizable(trainable, model_type):
             raise ConfigError(f"quantization: {reason}")
         base_bytes = _quantized_bytes(tensor_shapes, quantization, model_type, element_bytes)
-    gradients_bytes = trained_bytes(trainable, lora, dtype)
+    gradients_bytes = trained_bytes(trainable, lora, dtype, quantization, model_type)
     return MemoryEstimate(
         weights_bytes=base_bytes + (0 if lora is None else gradients_bytes),
         gradients_bytes=gradients_bytes,
@@ -197,13 +199,34 @@ def model_state(
     )
 
 
-def trained_bytes(trainable: Shapes, lora: LoraSection | None, dtype: str) -> int:
+def trained_bytes(
+    trainable: Shapes,
+    lora: LoraSection | None,
+    dtype: str,
+    quantization: QuantizationSection | None,
+    model_type: str,
+) -> int:
     """Bytes of the parameters that are trained, where each rank holds a full copy."""
     return sum(
-        math.prod(shape) * _element_bytes(name, lora, dtype) for name, shape in trainable.items()
+        math.prod(shape) * _element_bytes(name, lora, dtype, quantization, model_type)
+        for name, shape in trainable.items()
     )
 
 
-def _element_bytes(name: str, lora: LoraSection | None, dtype: str) -> int:
+def _element_bytes(
+    name: str,
+    lora: LoraSection | None,
+    dtype: str,
+    quantization: QuantizationSection | None,
+    model_type: str,
+) -> int:
     """Bytes of an element of a trained parameter. Copies of modules stay in model.dtype."""
-    return DTYPE_BYTES[dtype] if lora is None or COPY in name else LORA_BYTES
+    if lora is None or COPY in name:
+        return DTYPE_BYTES[dtype]
+    if lora.autocast_adapter_dtype:
+        return LORA_BYTES
+    layer, is_adapter, _ = name.partition(".lora_")
+    if quantization is None or not is_adapter or not _has_4_bits(f"{layer}.weight", model_type):
+        return DTYPE_BYTES[dtype]
+    assert quantization.bnb_4bit_compute_dtype is not None
+    return DTYPE_BYTES[quantization.bnb_4bit_compute_dtype]

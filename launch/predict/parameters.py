@@ -46,6 +46,9 @@ TIED: dict[str, dict[str, str]] = {
         for kind in ("llama", "mistral", "qwen2", "qwen3")
     },
 }
+# families whose output head is tied or untied by their config alone; not T5: its config scales the
+# head's input too
+UNTIED_HEADS = tuple(kind for kind in TIED if kind != "t5")
 
 # The values transformers takes for a key that a config leaves out; only keys that decide names and
 # shapes.
@@ -320,6 +323,12 @@ def of_tokens(tensor_shapes: Shapes) -> frozenset[str]:
         for name, weight in weights.items()
         if tensor_shapes[name][:1] == rows and (EMBEDDING.search(weight) or HEAD.search(weight))
     )
+
+
+def ties_head(config: Mapping[str, Any]) -> bool:
+    """True if a config ties the output head to the embeddings; transformers 5 ties every T5."""
+    model_type = config["model_type"]
+    return model_type == "t5" or config.get("tie_word_embeddings", model_type == "gpt2")
 
 
 def ties(tensor_shapes: Shapes, model_type: str) -> dict[str, str]:

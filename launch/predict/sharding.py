@@ -27,12 +27,20 @@ def refusal(recipe: Recipe, strategy: Strategy) -> str | None:
     """The reason why this mode cannot run the recipe as it is, or None."""
     training, dtype = recipe.training, recipe.model.dtype
     is_fp16 = dtype == "float16" and recipe.trains_model_dtype
+    trained, half = f"model.dtype {dtype}", dtype
+    # the adapters of 4-bit layers are in the type that these compute in
+    if recipe.lora and recipe.quantization and not recipe.lora.autocast_adapter_dtype:
+        computed = recipe.quantized(strategy.mixed_precision)
+        assert computed is not None
+        half = computed.bnb_4bit_compute_dtype or dtype
+        is_fp16 |= half != "float32"
+        trained = "lora.autocast_adapter_dtype: false"
     refusals: dict[Refusal, tuple[bool, str]] = {
         "float16 beside fp16": (
             is_fp16 and strategy.mixed_precision == "fp16",
-            "cannot train model.dtype float16 beside fp16 autocast, whose loss scaler takes no"
-            " float16 gradients; leave model.dtype out, or use a deepspeed mode, which trains a"
-            " float32 copy of the weights",
+            f"cannot train {trained} beside fp16 autocast, whose loss scaler takes no {half}"
+            f" gradients; leave {trained.partition(' ')[0].rstrip(':')} out, or use a deepspeed"
+            " mode, which trains a float32 copy of the weights",
         ),
         "4-bit weights": (
             recipe.quantization is not None,
@@ -111,7 +119,13 @@ def per_rank(
     if mode.engine == "fsdp2":
         # Accelerate makes trained weights float32, as adapters are already
         if strategy.mixed_precision != "no":
-            before = optimizers.trained_bytes(trainable, recipe.lora, recipe.model.dtype)
+            before = optimizers.trained_bytes(
+                trainable,
+                recipe.lora,
+                recipe.model.dtype,
+                recipe.quantized(strategy.mixed_precision),
+                model_type,
+            )
             state_bytes = optimizers.OPTIMIZERS[recipe.training.optim]("", (trained,), MASTER_BYTES)
             full_copy = replace(
                 full_copy,

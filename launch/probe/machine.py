@@ -348,13 +348,19 @@ def _checked(path: Path, values: object, noun: type, prefix: str = "") -> dict[s
                 raise ConfigError(f"{path}: {prefix}{key} is {value!r}; expected {expected}")
             if key.endswith("_gib"):
                 facts[name] = int(value * GIB)
+            elif key == "packages":
+                facts[name] = tuple(value)
     return facts
 
 
 def _expected(key: str, hint: Any, value: Any) -> str:
     """A description of the right values if this value is wrong; "" if it is right."""
+    import types
     import typing
 
+    from launch.schema.machine import OptionalPackage
+
+    optional = typing.get_args(OptionalPackage)
     is_number = type(value) in (int, float) and 0 <= value < UNLIMITED
     least = 1 if key == "cpu_count" else 0
     rules = {
@@ -365,6 +371,11 @@ def _expected(key: str, hint: Any, value: Any) -> str:
         ),
         tuple: ("a list, [] for none", isinstance(value, list)),
         str: ("text (a number in quotes)", isinstance(value, str)),
+        types.UnionType: (
+            f"a list of {' and '.join(optional)}, [] for none (packages of requirements.txt count"
+            " as installed)",
+            isinstance(value, list) and all(name in optional for name in value),
+        ),
         typing.Literal: (
             " or ".join(map(str, typing.get_args(hint))),
             value in typing.get_args(hint),

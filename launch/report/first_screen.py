@@ -106,6 +106,8 @@ def _data(recipe: Recipe, plan: Plan) -> str:
     elif plan.counts_bad_rows(recipe):
         rows += " (bad rows included)"
     lengths = f"lengths are assumed: {length_text(plan)} tokens each"
+    if plan.rows_of is not None:
+        lengths = f"all {plan.rows_of:,} tokens long, as --rows-of says"
     if plan.padding and plan.padding.rows:
         mean = plan.padding.tokens / plan.padding.rows
         lengths = f"{mean:,.0f} tokens on average, at most {length_text(plan)}"

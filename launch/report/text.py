@@ -9,7 +9,7 @@ from typing import Any
 
 from launch.base.text import size
 from launch.schema.machine import Machine
-from launch.schema.plan import Change, MemoryEstimate, Plan, Strategy
+from launch.schema.plan import MULTIPLE, Change, MemoryEstimate, Plan, Strategy
 from launch.schema.recipe import Recipe
 from launch.schema.result import RunResult
 
@@ -34,6 +34,8 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
     files = plan.data_format.num_files
     shards = f" ({files:,} files)" if files > 1 else ""
     yield f"  data       {file}{shards}{rows}"
+    if plan.rows_of is not None:
+        yield f"             {rows_of_line(plan)}"
     for source in plan.sources:
         yield f"             {source.path}: weight {source.weight:g}, {source.rows:,} rows an epoch"
     if plan.rows_left_out is not None and plan.target_share is not None:
@@ -117,6 +119,22 @@ def change_lines(changes: Sequence[Change]) -> Iterator[str]:
                 yield (
                     f"             {change.key}: asked {change.requested}, runs {change.effective}"
                 )
+
+
+def rows_of_line(plan: Plan) -> str:
+    """A sentence on rows that --rows-of makes equally long."""
+    computed = max(plan.lengths)
+    padding = (
+        "none is padded"
+        if computed == plan.rows_of
+        else f"each is padded to {computed:,} ({plan.strategy.device} pads to a multiple of"
+        f" {MULTIPLE[plan.strategy.device]})"
+    )
+    sides = " of source and of target" if plan.shape.is_encoder_decoder else ""
+    return (
+        f"planned for rows of {plan.rows_of:,} tokens{sides} each, as --rows-of says, not for the"
+        f" rows of the file; {padding}"
+    )
 
 
 def planned_lines(plan: Plan) -> Iterator[str]:

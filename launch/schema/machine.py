@@ -12,6 +12,9 @@ GIB = 1 << 30
 
 Device = Literal["cpu", "cuda"]
 
+# packages that decide how a plan computes, and that requirements.txt does not install
+OptionalPackage = Literal["flash_attn", "liger_kernel"]
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -66,6 +69,8 @@ class Machine:
     # why installed cards cannot be used, and the fix; "": they can be used, or there are none
     gpus_obstacle: str = ""
     cuda_driver: str = ""  # the newest CUDA that the NVIDIA driver serves ("12.4"); "" when unknown
+    # installed on a described machine; None: not known there, and asked of this Python here
+    packages: tuple[OptionalPackage, ...] | None = None
 
 
 @dataclass(frozen=True)

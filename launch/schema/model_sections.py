@@ -55,6 +55,11 @@ class ModelSection(Section):
         default="float32",
         description="Type of the weights in memory; training.bf16 is the autocast on top of it.",
     )
+    tie_word_embeddings: Annotated[bool | None, AFFECTS_STEP] = Field(
+        default=None,
+        description="false: the output head is a matrix of its own, which begins as a copy of the"
+        " embeddings if the folder's config.json ties the two. null: as in the config.",
+    )
     attn_implementation: Annotated[
         AttnImplementation | None, affects("memory", "step_time", "planned")
     ] = Field(
@@ -150,6 +155,11 @@ class LoraSection(Section):
         default=None,
         description="Ids of tokens whose embeddings are trained beside the adapters. null: those"
         " that tokenizer.add_tokens adds.",
+    )
+    autocast_adapter_dtype: Annotated[bool, AFFECTS_STEP] = Field(
+        default=True,
+        description="Train the adapters in float32. false: in the type of their layer (model.dtype;"
+        " of 4-bit layers bnb_4bit_compute_dtype), half the bytes in bfloat16.",
     )
     use_rslora: Annotated[bool, affects("weights")] = Field(
         default=False, description="Multiply the adapters' output by lora_alpha / sqrt(r)."

@@ -251,6 +251,7 @@ class Plan:
     seconds_per_step: float | None = None  # predicted, of an optimizer step
     # tokens of the longest source and target that was planned for
     lengths: tuple[int, int] = (0, 0)
+    rows_of: int | None = None  # tokens of every row, if asked for rows of one length (--rows-of)
     rendezvous: Rendezvous | None = None  # None: one machine
     link: Link | None = None  # between the ranks; None: not tested
     packing: bool = False  # a batch counts packed sequences

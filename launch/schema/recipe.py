@@ -78,6 +78,15 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def tied_as_its_base(self) -> Recipe:
+        if self.lora and self.model.path and self.model.tie_word_embeddings is not None:
+            raise ValueError(
+                "model.tie_word_embeddings beside lora: an adapter is loaded on the folder as it"
+                " is, and would lose a head of its own; leave one of the two out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def truncated_side_of_rows(self) -> Recipe:
         if self.task == "pretrain" and self.data.truncation_side == "left":
             raise ValueError(
@@ -130,9 +139,10 @@ class Recipe(Section):
 
     @property
     def trains_model_dtype(self) -> bool:
-        """True if weights are trained in model.dtype: adapters are float32, but not the copies of
-        lora.modules_to_save."""
-        return self.lora is None or bool(self.lora.modules_to_save)
+        """True if weights are trained in model.dtype: adapters are float32 by default, but not the
+        copies of lora.modules_to_save."""
+        lora = self.lora
+        return lora is None or bool(lora.modules_to_save) or not lora.autocast_adapter_dtype
 
     def quantized(self, precision: Precision) -> QuantizationSection | None:
         """The quantization with its compute dtype: by default the type that autocast gives the

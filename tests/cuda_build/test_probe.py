@@ -183,6 +183,25 @@ def test_a_driver_or_a_card_that_the_build_does_not_serve_is_named_before_torch_
 
 
 @pytest.mark.parametrize(
+    ("capability", "driver", "fix"),
+    [
+        ("12.0", "12040", "update the NVIDIA driver to 580 or newer, then "),  # RTX 50xx
+        ("3.7", "13000", "no build of torch 2.13 has kernels for it; train on the CPU"),  # K80
+    ],
+)
+def test_where_no_other_build_helps_each_verb_says_what_does(
+    tmp_path: Path, capability, driver, fix
+):
+    place = Workplace(tmp_path, Card(capability=capability))
+    recipe = str(builders.recipe(tmp_path))
+    for words in (("doctor",), ("run", recipe), ("plan", recipe), ("selfcheck",)):
+        done = place.launch(*words, NVIDIA_FAKE_DRIVER=driver)
+        assert done.returncode == 3, done.stdout + done.stderr
+        assert f"; fix: {fix}" in done.stdout + done.stderr
+        assert place.machine.processes() == []  # nothing has loaded CUDA
+
+
+@pytest.mark.parametrize(
     ("fault", "link"),
     [
         ("shm_full", "NCCL with NCCL_SHM_DISABLE=1 works"),

@@ -1,5 +1,5 @@
 """Trainings of lora.modules_to_save: plain PEFT loads what was trained, `merge` takes it, a killed
-run goes on to the same weights, and every engine trains the same."""
+run goes on to the same weights, and every engine trains the same. And of adapters in bfloat16."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from launch.run_folder.layout import RunDir
 from tests import builders
 from tests.modes.test_added_tokens import ADDED, base_folder, held_out_loss, trained
 from tests.modes.test_change_of_mode import start
@@ -154,3 +155,32 @@ def test_every_engine_trains_the_same_copies(tmp_path, mode, precision, tied):
     estimate = json.loads((builders.only_run(folder / "h") / "plan.json").read_text())["estimate"]
     for states in ("weights_bytes", "offloaded_bytes"):
         assert outcome[states] == pytest.approx(estimate[states], rel=0.01, abs=2000)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_killed_run_goes_on_to_the_same_adapters_in_bfloat16(tmp_path, autocast):
+    sections = {
+        "model": {"dtype": "bfloat16"},
+        "training": {"max_steps": 8, "save_steps": 2, "bf16": autocast},
+        "lora": {"r": 4, "autocast_adapter_dtype": False},
+    }
+    for name in ("straight", "killed"):
+        workspace = tmp_path / name / "workspace"
+        words = ["run", str(builders.recipe(tmp_path / name, **sections))]
+        if name == "killed":
+            kill_after(workspace, words, step=5)
+        done = builders.launch(workspace, *words)
+        assert done.returncode == 0, done.stderr + done.stdout
+        assert ("resuming from" in done.stdout) == (name == "killed")
+        run = RunDir(builders.only_run(workspace))
+        outcome = json.loads(run.attempts()[-1].outcome_file.read_text())
+        estimate, size = run.read_plan().estimate, run.read_plan().shape
+        assert outcome["weights_bytes"] == estimate.weights_bytes
+        assert outcome["gradients_bytes"] == estimate.gradients_bytes == 2 * size.lora_parameters
+        assert outcome["optimizer_bytes"] == pytest.approx(estimate.optimizer_bytes, rel=0.01)
+    straight, killed = (
+        load_file(tmp_path / name / "model/adapter/adapter_model.safetensors")
+        for name in ("straight", "killed")
+    )
+    assert {part.dtype for part in straight.values()} == {torch.bfloat16}
+    assert all(torch.equal(part, killed[name]) for name, part in straight.items())

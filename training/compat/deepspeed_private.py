@@ -33,6 +33,18 @@ def slice_mapping(parameter: torch.Tensor) -> Any:
     return parameter._hp_mapping  # pyright: ignore
 
 
+@contextmanager
+def gathered(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
+    """Inside, each rank has these parameters whole, also under ZeRO-3; rank 0's changes stay."""
+    if not hasattr(parameters[0], "ds_id"):
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
+        yield
+
+
 def local_part(parameter: Any) -> Any:
     """The part of a parameter that this rank holds under ZeRO 3; elsewhere the parameter."""
     return getattr(parameter, "ds_tensor", parameter)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -25,7 +26,7 @@ from launch.schema.model_sections import (
     QuantizationSection,
 )
 from launch.schema.plan import ModelSize
-from training.compat import transformers_private
+from training.compat import deepspeed_private, transformers_private
 from training.compat.transformers_private import Network
 from training.data.chat.loss_spans import ConversationRenderer
 from training.model import four_bit
@@ -140,20 +141,30 @@ def from_folder(
         if quantization
         else {}
     )
+    asked_tie = section.tie_word_embeddings
+    if asked_tie is not None:
+        config.tie_word_embeddings = asked_tie
     try:
-        model = family.from_pretrained(
+        loading: Any = family.from_pretrained(
             section.path,
+            config=config,
             dtype=getattr(torch, section.dtype),
             attn_implementation=attention,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
+            output_loading_info=True,
             **in_4_bits,
         )
     except (OSError, ValueError) as error:
         raise ResourceError(
             f"{section.path}: the model cannot be loaded ({str(error).splitlines()[0]})"
         ) from error
+    model, loaded = loading
+    if asked_tie is False and "lm_head.weight" in loaded["missing_keys"]:
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        with deepspeed_private.gathered([head.weight, embedding.weight]):
+            head.weight.data.copy_(embedding.weight.data)
     if quantization is not None:
         four_bit.settle(model)
     return model
@@ -203,13 +214,31 @@ def with_lora(
         trainable_token_indices=_trained_tokens(model, lora) if tied is None else None,
         task_type=TaskType.SEQ_2_SEQ_LM if model.config.is_encoder_decoder else TaskType.CAUSAL_LM,
     )
-    network: Network = get_peft_model(model, config)
+    network: Network = get_peft_model(
+        model, config, autocast_adapter_dtype=lora.autocast_adapter_dtype
+    )
+    if not lora.autocast_adapter_dtype:
+        _cast_adapters(network)
+        network.load_adapter = partial(network.load_adapter, autocast_adapter_dtype=False)
     if tied:  # peft takes lm_head out of its list, but needs it there to load the adapter
         config.modules_to_save = tied
     # else peft would save the embeddings that have grown
     if config.trainable_token_indices or saved:
         network.save_pretrained = partial(network.save_pretrained, save_embedding_layers=False)
     return network
+
+
+def _cast_adapters(network: torch.nn.Module) -> None:
+    """Give adapters the type of their layers, as PEFT does unless they are on the meta device."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for layer in network.modules():
+        if isinstance(layer, BaseTunerLayer):
+            base: Network = layer.get_base_layer()
+            dtype = getattr(base, "compute_dtype", base.weight.dtype)
+            for parameter in layer.parameters():
+                if parameter.requires_grad and parameter.dtype != dtype:
+                    parameter.data = parameter.data.to(dtype)
 
 
 def _tied_copies(model: PreTrainedModel, lora: LoraSection) -> list[str] | None:

@@ -18,7 +18,7 @@ from launch.commands.selfcheck.bench import Bench, CheckFailed
 from launch.commands.selfcheck.checks import Check, all_checks
 from launch.commands.selfcheck.results import Finding, ResultFiles, lines
 from launch.probe import machine as probe_machine
-from launch.probe import packages
+from launch.probe import packages, torch_build
 from launch.schema.machine import GIB, Machine
 
 PARTS = (1, 2, 3)
@@ -92,9 +92,10 @@ def _lacks(check: Check, machine: Machine) -> bool:
 
 
 def _refuse(machine: Machine) -> None:
-    """Raises ResourceError if there is no card, or if others use it."""
+    """Raises ResourceError if there is no card, if torch cannot use it, or if others use it."""
     if not machine.gpus:
         raise ResourceError(f"selfcheck needs a GPU: {machine.gpus_reason}")
+    torch_build.refuse(machine, machine.gpus)
     for gpu in machine.gpus[:1]:
         used = gpu.total_bytes - gpu.free_bytes
         if used > OTHERS_BYTES or gpu.free_bytes < FREE_BYTES:

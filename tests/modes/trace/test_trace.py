@@ -129,6 +129,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "t5 LoRA": ("t5-tiny", {"lora": {"r": 4}}),
+    "llama LoRA, adapters in bf16": (
+        "llama-tiny",
+        {"model": {"dtype": "bfloat16"}, "lora": {"r": 4, "autocast_adapter_dtype": False}},
+    ),
+    "t5 LoRA, adapters in bf16, under autocast": (
+        "t5-tiny",
+        {
+            "model": {"dtype": "bfloat16"},
+            "lora": {"r": 4, "autocast_adapter_dtype": False},
+            "training": {"bf16": True},
+        },
+    ),
     "llama LoRA of bf16 weights, copies of norms and head": (
         "llama-tiny",
         {

@@ -39,6 +39,12 @@ def test_a_small_dev_shm_matters_to_several_ranks(shm_bytes, gpus, says):
     assert [("docker run --shm-size=1g" in line) for line in said] == [True] * says
 
 
+def test_on_an_amd_card_doctor_says_that_rocm_is_unverified():
+    (problem,) = doctor.problems(machine(cards=(gpu(vendor="amd", architecture="gfx1201"),)))
+    assert str(problem).startswith("note: ROCm is unverified: lowmem has not run on an AMD card")
+    assert not problem.stops
+
+
 def test_many_ranks_want_more_of_dev_shm():
     assert "32 ranks need 2.00 GiB" in found(machine(32, shm_bytes=GIB))[0]
 

@@ -396,6 +396,16 @@ def test_every_file_in_configs_machines_loads():
             "host_limit_gib: .inf",
             "host_limit_gib is inf; expected a size in GiB",
         ),
+        (
+            "cpu_count: 8",
+            "cpu_count: 8\npackages: [flashattn]",
+            "packages is ['flashattn']; expected a list of flash_attn and liger_kernel, [] for",
+        ),
+        (
+            "cpu_count: 8",
+            "cpu_count: 8\npackages: flash_attn",
+            "packages is 'flash_attn'; expected a list of flash_attn and liger_kernel",
+        ),
         ("  - index: 0", "  - 3\n  - index: 0", "gpus[0] is not a mapping"),
         ("name: 2x", "name: [", "not YAML"),
     ],

@@ -1,0 +1,119 @@
+"""benchmarks.sources: results of the CUDA build that other code has made fail `make check`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import sources
+from tests.builders import CODE
+
+NAME = "cuda_build_modes"
+PYTHON_FILE, C_FILE = "training/loop/trainer.py", "tests/fake_cuda/runtime.c"
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the code that a result speaks of, and of the module that checks it."""
+    for path in [*sources.files(), CODE / "benchmarks" / "sources.py"]:
+        target = tmp_path / path.relative_to(CODE)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
+    (tmp_path / "benchmarks" / "results").mkdir()
+    return tmp_path
+
+
+def write_rows(root: Path, *hashes: str | None) -> None:
+    rows = [{"mode": "fsdp2"} | ({sources.KEY: each} if each else {}) for each in hashes]
+    file = root / "benchmarks" / "results" / f"{NAME}.json"
+    file.write_text(json.dumps({"rows": rows}))
+
+
+def checked(root: Path) -> tuple[int, str]:
+    """The exit code of the check, and what it says."""
+    argv = [sys.executable, "-m", "benchmarks.sources"]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(argv, cwd=root, env=env, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_rows_of_other_code_fail_with_their_number_and_the_command(copy):
+    assert checked(copy) == (0, "")  # no results
+    today = sources.digest(copy)
+    write_rows(copy, today, today)
+    assert checked(copy) == (0, "")
+    write_rows(copy, "0123456789abcdef", today, None)
+    exit_code, text = checked(copy)
+    assert (exit_code, text.count("\n")) == (1, 1)
+    assert text.startswith(f"error: results/{NAME}.json: 2 of 3 rows were made with other code")
+    assert text.endswith("make cuda-build-modes makes them again\n")
+
+
+def test_results_without_any_hash_are_not_guarded_yet(copy):
+    write_rows(copy, None, None)
+    line = f"results/{NAME}.json: NOT CHECKED: no row names the code that made it\n"
+    assert checked(copy) == (0, line)
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        (PYTHON_FILE, "class LowMemTrainer", "ADDED = 1\n\n\nclass LowMemTrainer"),
+        (C_FILE, "#include", "#define ADDED 1\n#include"),
+        ("launch/predict/memory/allocator.py", "<<", "<< 1 +"),
+    ],
+)
+def test_a_change_of_the_code_is_another_hash(copy, file, old, new):
+    text = (copy / file).read_text()
+    assert old in text
+    (copy / file).write_text(text.replace(old, new, 1))
+    assert sources.digest(copy) != sources.digest()
+
+
+def test_a_new_file_is_another_hash_and_an_unknown_name_is_an_error(copy):
+    (copy / "training/model/added.py").write_text("ADDED = 1\n")
+    assert sources.digest(copy) != sources.digest()
+    shutil.rmtree(copy / "training/model")
+    with pytest.raises(FileNotFoundError, match="training/model: no code there; correct SOURCES"):
+        sources.digest(copy)
+
+
+def test_comments_docstrings_layout_and_texts_of_errors_are_not_in_the_hash(copy):
+    path = copy / PYTHON_FILE
+    text = path.read_text()
+    docstring = text[: text.index('"""', 3) + 3]
+    text = text.replace(docstring, '"""Another sentence."""')
+    path.write_text(f"# a comment\n{text}\n\n# its end\n")
+    path = copy / C_FILE
+    path.write_text(f"/* a comment\n * of two lines */\n// and one\n{path.read_text()}\n\n")
+    assert sources.digest(copy) == sources.digest()
+
+
+def test_text_in_quotes_is_no_comment():
+    assert sources.of_c('f("// a", \'"\'); // b\n/* c */ g("/* d */");\n') == (
+        'f("// a", \'"\');\ng("/* d */");'
+    )
+    code = 'def f():\n    """Docstring."""\n    return "text"\n'
+    assert sources.of_python(code) == sources.of_python('def f():  # x\n  return ("text")\n')
+    assert sources.of_python(code) != sources.of_python('def f():\n    return "other"\n')
+    assert sources.of_python('raise A("x")') == sources.of_python('raise A(f"y {z}") from None')
+    assert sources.of_python('raise A("x")') != sources.of_python('raise B("x")')
+
+
+@pytest.mark.parametrize("minor", [11, 12, 13])
+def test_each_python_has_the_same_hash(minor):
+    """Campaigns run on another Python than `make check`."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    here = [sys.executable] if sys.version_info[1] == minor else []
+    pythons = [*here, *sorted(pyenv.glob(f"3.{minor}.*/bin/python"))]
+    if not pythons:
+        pytest.skip(f"Python 3.{minor} is not here")
+    argv = [pythons[0], "-c", "from benchmarks import sources; print(sources.digest())"]
+    done = subprocess.run(argv, cwd=CODE, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == sources.digest()

@@ -1,0 +1,111 @@
+"""Plans for rows and packages that this machine does not have: --rows-of, and `packages` of a
+machine's file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import builders
+
+MACHINES = builders.CODE / "configs" / "machines"
+SPLIT = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}
+
+
+def plan(folder: Path, *words: str, machine: Path = MACHINES / "a6000-48g.yaml", **sections: Any):
+    """`plan --machine` of a recipe with a tiny model."""
+    recipe = builders.recipe(folder / "recipe", **sections)
+    return builders.launch(folder, "plan", str(recipe), "--machine", str(machine), *words)
+
+
+def planned(folder: Path, *words: str, **sections: Any) -> dict[str, Any]:
+    done = plan(folder, "--json", *words, **sections)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_plan_for_rows_of_one_length_is_the_plan_of_such_rows(tmp_path):
+    recipe = builders.recipe(tmp_path / "recipe", training={"max_steps": 1, "num_train_epochs": 1})
+    row = {"prompt": "red blue green", "response": "stone river"}
+    for name in ("train", "valid"):
+        builders.write_parquet(recipe.parent / f"{name}.parquet", [row] * 45)
+    before = json.loads(builders.launch(tmp_path, "plan", str(recipe), "--json").stdout)
+    assert (before["lengths"], before["rows_of"]) == ([64, 64], None)  # max_length
+    assert builders.launch(tmp_path, "run", str(recipe)).returncode == 0
+    of_rows = json.loads(builders.launch(tmp_path, "plan", str(recipe), "--json").stdout)
+    (length,) = set(of_rows["lengths"])
+    assert of_rows["padding"]["share"] == 0
+    argv = ["plan", str(recipe), "--json", "--rows-of", str(length)]
+    unread = json.loads(builders.launch(tmp_path, *argv).stdout)
+    assert unread["rows_of"] == length < 64
+    for key in ("strategy", "lengths", "rows", "phases", "seconds_per_step"):
+        assert unread[key] == of_rows[key]
+
+
+@pytest.mark.parametrize("by_tokens", [False, True])
+def test_longer_rows_of_one_length_take_more_and_nothing_is_tokenised(tmp_path, by_tokens):
+    sections = {"data": {"batch_by_tokens": by_tokens}, "training": SPLIT}
+    shorter, longer = (planned(tmp_path, "--rows-of", each, **sections) for each in ("32", "64"))
+    assert (shorter["rows_of"], shorter["lengths"], shorter["rows"]) == (32, [32, 32], 45)
+    peaks = [each["phases"]["step"]["allocated_bytes"] for each in (shorter, longer)]
+    assert peaks[0] < peaks[1]
+    assert not list(tmp_path.rglob("*.arrow"))
+
+
+def test_the_screen_says_that_all_rows_have_this_length(tmp_path):
+    first = plan(tmp_path, "--rows-of", "56")
+    assert "45 rows, all 56 tokens long, as --rows-of says" in first.stdout
+    explained = plan(tmp_path, "--rows-of", "50", "--explain").stdout
+    assert (
+        "planned for rows of 50 tokens each, as --rows-of says, not for the rows of the file; each"
+        " is padded to 56 (cuda pads to a multiple of 8)"
+    ) in explained
+    on_cpu = plan(tmp_path, "--rows-of", "50", "--explain", machine=MACHINES / "cpu.yaml").stdout
+    assert "not for the rows of the file; none is padded" in on_cpu
+
+
+@pytest.mark.parametrize(
+    ("value", "data", "words"),
+    [
+        ("0", {}, "--rows-of 0: expected a number of tokens from 1 to data.max_length"),
+        ("-5", {}, "--rows-of -5: expected a number of tokens"),
+        ("5e2", {}, "--rows-of 5e2: expected a number of tokens"),
+        ("712", {}, "--rows-of 712: data.max_length is 64, and longer rows are truncated to it"),
+        ("32", {"packing": True}, "--rows-of 32 beside data.packing: true, which joins rows"),
+    ],
+)
+def test_a_length_that_rows_cannot_have_is_refused_in_one_line(tmp_path, value, data, words):
+    done = plan(tmp_path, f"--rows-of={value}", data=data)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {words}")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("packages", "runs", "why"),
+    [
+        ("", "sdpa", "whether flash_attn is installed there is not known"),
+        ("packages: []", "sdpa", "the package flash_attn is not installed there"),
+        ("packages: [liger_kernel]", "sdpa", "the package flash_attn is not installed there"),
+        ("packages: [flash_attn]", "flash_attention_2", "flash_attn is there"),
+    ],
+)
+def test_a_described_machine_lists_its_packages(tmp_path, packages, runs, why):
+    machine = tmp_path / "with packages.yaml"
+    machine.write_text(f"{(MACHINES / 'a6000-48g.yaml').read_text()}{packages}\n")
+    found = planned(tmp_path, machine=machine, training={"bf16": True})
+    assert found["strategy"]["attn_implementation"] == runs
+    assert why in next(row["why"] for row in found["switches"] if row["name"] == "attention")
+
+
+def test_liger_that_a_described_machine_lacks_is_refused(tmp_path):
+    machine = tmp_path / "without.yaml"
+    machine.write_text(f"{(MACHINES / 'a6000-48g.yaml').read_text()}packages: [flash_attn]\n")
+    asks = {"training": {"use_liger_kernel": True}}
+    assert plan(tmp_path, **asks).returncode == 0  # not known there
+    done = plan(tmp_path, machine=machine, **asks)
+    assert (done.returncode, done.stderr.count("\n")) == (3, 1)
+    assert "use_liger_kernel: true, but the package liger_kernel is not installed" in done.stderr
