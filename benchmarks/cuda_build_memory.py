@@ -292,7 +292,7 @@ def main() -> None:
         for number, case in enumerate(case for case in CASES if arguments.only in case.name):
             folder = Path(place) / str(number)
             folder.mkdir()
-            made_with = {sources.KEY: sources.digest()}
+            made_with = {sources.KEY: sources.digest("cuda_build_memory")}
             rows.append(measured(folder, case) | made_with)
             figures = ", ".join(
                 f"{phase} {off(rows[-1], phase, 'allocated'):+.2%}"

@@ -1,17 +1,15 @@
 """The code that the results of the CUDA build speak of, and a check that they are of today's code.
 
-A row of results/cuda_build_memory.json and cuda_build_modes.json names a hash of SOURCES. Where the
-code has changed since, its figures are doubtful: `make check` runs this module, which then fails
-and names the command that makes them again. Comments, docstrings, layout and texts of errors are
-not in the hash.
+A row of results/cuda_build_memory.json and cuda_build_modes.json names a hash of its sources. Where
+the code has changed since, its figures are doubtful: `make check` runs this module, which then
+fails and names the command that makes them again. Comments, docstrings, layout and texts of errors
+are not in the hash.
 
-SOURCES is what decides the bytes of a card, or what a mode saves and reads back:
-- the driver without a card, whose counters are the measurement
-- training/: the model, the loop, the engines, the checkpoints, the libraries' private names, the
-  padding of batches; and trace/, which makes the predictions
-- launch/: the states of a mode and of an optimizer, the replay of the allocator, and the files that
-  Accelerate and DeepSpeed read
-Not in it: host RAM, seconds, rows and tokenising, supervision and reports, on which no figure
+ENGINES decides what a mode starts, saves and reads back: the driver without a card, the engines,
+the private names of the libraries, and the files that Accelerate and DeepSpeed read. PREDICTION
+decides the bytes: the traces, the states of a mode and of an optimizer, the replay of the
+allocator. Not in them: the loop, the checkpoints and the model, which the tests of CPUs and
+`make test-cuda-build` run too; host RAM, seconds, rows, supervision and reports, on which no figure
 depends; the choice of a plan, since the cases name mode and batch; versions of packages, which a
 result names itself.
 """
@@ -29,47 +27,44 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-SOURCES = (
-    *("tests/fake_cuda",),
-    *("training/run.py", "training/data/batches.py", "training/loop", "training/model"),
-    *("training/engines", "training/checkpoints", "training/compat", "training/trace"),
+ENGINES = (
+    *("tests/fake_cuda", "training/engines", "training/compat"),
     *("launch/schema/modes.py", "launch/render/accelerate.py", "launch/render/deepspeed.py"),
-    *("launch/predict/estimate.py", "launch/predict/sharding.py", "launch/predict/optimizers.py"),
-    *("launch/predict/parameters.py", "launch/predict/trained_parameters.py"),
-    *("launch/predict/traces.py", "launch/predict/memory/allocator.py"),
+)
+PREDICTION = (
+    *("training/trace", "launch/predict/estimate.py", "launch/predict/sharding.py"),
+    *("launch/predict/optimizers.py", "launch/predict/parameters.py", "launch/predict/traces.py"),
+    *("launch/predict/trained_parameters.py", "launch/predict/memory/allocator.py"),
     *("launch/predict/memory/allocator_config.py", "launch/predict/memory/phases.py"),
 )
 SUFFIXES = (".py", ".c", ".h")
-# results -> the command that makes them again
-GUARDED = {
-    "cuda_build_memory": "make cuda-build-memory",
-    "cuda_build_modes": "make cuda-build-modes",
-}
+# results -> their sources; make cuda-build-memory and make cuda-build-modes make them again
+GUARDED = {"cuda_build_memory": (*ENGINES, *PREDICTION), "cuda_build_modes": ENGINES}
 KEY = "sources"  # of a row
 # text in quotes, which stays, or a comment
 C_PARTS = re.compile(r'("(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\')|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 
-def digest(root: Path = ROOT) -> str:
-    """The hash of all sources below a copy of the project."""
+def digest(name: str, root: Path = ROOT) -> str:
+    """The hash of the sources of results, below a copy of the project."""
     whole_hash = hashlib.sha256()
-    for path in files(root):
+    for path in files(name, root):
         text = path.read_text(encoding="utf-8")
         content = of_python(text) if path.suffix == ".py" else of_c(text)
         whole_hash.update(f"{path.relative_to(root).as_posix()}\0{content}\0".encode())
     return whole_hash.hexdigest()[:16]
 
 
-def files(root: Path = ROOT) -> list[Path]:
-    """Every file that SOURCES names or contains. Raises FileNotFoundError for a name without
-    code."""
+def files(name: str, root: Path = ROOT) -> list[Path]:
+    """Every file that the results' sources name or contain. Raises FileNotFoundError for a name
+    without code."""
     paths: list[Path] = []
-    for name in SOURCES:
-        path = root / name
+    for source in GUARDED[name]:
+        path = root / source
         inside = [path] if path.is_file() else sorted(path.rglob("*"))
         code = [each for each in inside if each.suffix in SUFFIXES]
         if not code:
-            raise FileNotFoundError(f"{name}: no code there; correct SOURCES in {__file__}")
+            raise FileNotFoundError(f"{source}: no code there; correct GUARDED in {__file__}")
         paths += code
     return paths
 
@@ -127,13 +122,12 @@ def problem(name: str, current: str, results: Path = RESULTS) -> str:
         return ""
     return (
         f"{file.parent.name}/{file.name}: {stale} of {len(rows)} rows were made with other code"
-        f" than today's (SOURCES in benchmarks/sources.py); {GUARDED[name]} makes them again"
+        f" than today's (benchmarks/sources.py); make {name.replace('_', '-')} makes them again"
     )
 
 
 def main() -> int:
-    current = digest()
-    problems = [line for name in GUARDED if (line := problem(name, current))]
+    problems = [line for name in GUARDED if (line := problem(name, digest(name)))]
     for line in problems:
         print(f"error: {line}", file=sys.stderr)
     return 1 if problems else 0

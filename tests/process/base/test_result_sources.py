@@ -15,18 +15,23 @@ from benchmarks import sources
 from tests.builders import CODE
 
 NAME = "cuda_build_modes"
-PYTHON_FILE, C_FILE = "training/loop/trainer.py", "tests/fake_cuda/runtime.c"
+PYTHON_FILE, C_FILE = "training/engines/setup.py", "tests/fake_cuda/runtime.c"
 
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """A copy of the code that a result speaks of, and of the module that checks it."""
-    for path in [*sources.files(), CODE / "benchmarks" / "sources.py"]:
+    named = {path for name in sources.GUARDED for path in sources.files(name)}
+    for path in [*named, CODE / "benchmarks" / "sources.py"]:
         target = tmp_path / path.relative_to(CODE)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, target)
     (tmp_path / "benchmarks" / "results").mkdir()
     return tmp_path
+
+
+def digest(root: Path = CODE) -> str:
+    return sources.digest("cuda_build_memory", root)
 
 
 def write_rows(root: Path, *hashes: str | None) -> None:
@@ -45,7 +50,7 @@ def checked(root: Path) -> tuple[int, str]:
 
 def test_rows_of_other_code_fail_with_their_number_and_the_command(copy):
     assert checked(copy) == (0, "")  # no results
-    today = sources.digest(copy)
+    today = sources.digest(NAME, copy)
     write_rows(copy, today, today)
     assert checked(copy) == (0, "")
     write_rows(copy, "0123456789abcdef", today, None)
@@ -64,7 +69,7 @@ def test_results_without_any_hash_are_not_guarded_yet(copy):
 @pytest.mark.parametrize(
     ("file", "old", "new"),
     [
-        (PYTHON_FILE, "class LowMemTrainer", "ADDED = 1\n\n\nclass LowMemTrainer"),
+        (PYTHON_FILE, "import os\n", "import os\nimport sys\n"),
         (C_FILE, "#include", "#define ADDED 1\n#include"),
         ("launch/predict/memory/allocator.py", "<<", "<< 1 +"),
     ],
@@ -73,15 +78,21 @@ def test_a_change_of_the_code_is_another_hash(copy, file, old, new):
     text = (copy / file).read_text()
     assert old in text
     (copy / file).write_text(text.replace(old, new, 1))
-    assert sources.digest(copy) != sources.digest()
+    assert digest(copy) != digest()
+
+
+def test_a_prediction_is_no_source_of_the_modes(copy):
+    before = sources.digest(NAME, copy)
+    (copy / "training/trace/added.py").write_text("ADDED = 1\n")
+    assert sources.digest(NAME, copy) == before
 
 
 def test_a_new_file_is_another_hash_and_an_unknown_name_is_an_error(copy):
-    (copy / "training/model/added.py").write_text("ADDED = 1\n")
-    assert sources.digest(copy) != sources.digest()
-    shutil.rmtree(copy / "training/model")
-    with pytest.raises(FileNotFoundError, match="training/model: no code there; correct SOURCES"):
-        sources.digest(copy)
+    (copy / "training/trace/added.py").write_text("ADDED = 1\n")
+    assert digest(copy) != digest()
+    shutil.rmtree(copy / "training/trace")
+    with pytest.raises(FileNotFoundError, match="training/trace: no code there; correct GUARDED"):
+        digest(copy)
 
 
 def test_comments_docstrings_layout_and_texts_of_errors_are_not_in_the_hash(copy):
@@ -92,7 +103,7 @@ def test_comments_docstrings_layout_and_texts_of_errors_are_not_in_the_hash(copy
     path.write_text(f"# a comment\n{text}\n\n# its end\n")
     path = copy / C_FILE
     path.write_text(f"/* a comment\n * of two lines */\n// and one\n{path.read_text()}\n\n")
-    assert sources.digest(copy) == sources.digest()
+    assert digest(copy) == digest()
 
 
 def test_text_in_quotes_is_no_comment():
@@ -114,6 +125,10 @@ def test_each_python_has_the_same_hash(minor):
     pythons = [*here, *sorted(pyenv.glob(f"3.{minor}.*/bin/python"))]
     if not pythons:
         pytest.skip(f"Python 3.{minor} is not here")
-    argv = [pythons[0], "-c", "from benchmarks import sources; print(sources.digest())"]
+    argv = [
+        pythons[0],
+        "-c",
+        "from benchmarks import sources; print(sources.digest('cuda_build_memory'))",
+    ]
     done = subprocess.run(argv, cwd=CODE, capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.strip() == sources.digest()
+    assert done.stdout.strip() == digest()
