@@ -37,7 +37,12 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_plan_in_json_follows_the_schema(recipe, machine, workspace):
     file = CONFIGS / "machines" / f"{machine}.yaml"
-    done = builders.launch(workspace, "plan", recipe, "--json", "--machine", str(file))
+    words = ["plan", recipe, "--json", "--machine", str(file)]
+    if recipe.startswith("pretrain"):  # whose files are the user's
+        rows = workspace / "rows.jsonl"
+        rows.write_text('{"text": "some words"}\n' * 64, encoding="utf-8")
+        words += [f"--data.train_file={rows}", "--data.validation_file=null"]
+    done = builders.launch(workspace, *words)
     if done.returncode != 0:
         assert (done.returncode, done.stdout) == (3, "")
         (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
