@@ -226,6 +226,12 @@ def measured(folder: Path, case: Case) -> dict[str, Any]:
     }
 
 
+def has(row: Mapping[str, Any], phase: str) -> bool:
+    """True if a part of the run was measured. Of ragged rows only later steps count: what is
+    predicted is a step of the longest rows, and the first step and the evaluation may have none."""
+    return phase in row["phases"] and (phase == "step" or "ragged" not in row["case"])
+
+
 def off(row: Mapping[str, Any], phase: str, figure: str) -> float:
     """Predicted over measured, less one."""
     predicted, measured = row["phases"][phase][figure]
@@ -235,7 +241,7 @@ def off(row: Mapping[str, Any], phase: str, figure: str) -> float:
 def summary(rows: Sequence[Mapping[str, Any]], phase: str) -> list[str]:
     """A line of the table of all cases: phase, cases, then median, 95th percentile and maximum of
     the error of each figure."""
-    of_phase = [row for row in rows if phase in row["phases"]]
+    of_phase = [row for row in rows if has(row, phase)]
     line = [phase, str(len(of_phase))]
     for figure in FIGURES:
         sizes = sorted(abs(off(row, phase, figure)) for row in of_phase)
@@ -258,7 +264,7 @@ def text(rows: Sequence[Mapping[str, Any]]) -> str:
                 for value in (
                     *(f"{size / (1 << 20):.1f}" for size in row["phases"]["step"][figure]),
                     *(
-                        f"{off(row, phase, figure):+.2%}" if phase in row["phases"] else ""
+                        f"{off(row, phase, figure):+.2%}" if has(row, phase) else ""
                         for phase in SHOWN
                     ),
                 )
