@@ -51,8 +51,8 @@ def test_tokens_of_a_t5_are_those_of_source_and_target(recipe):
 
 
 def test_rows_that_are_held_out_are_marked(recipe):
-    words = ("--data.validation_file=null", "--data.validation_size=1", "--rows=9")
-    done = builders.launch(recipe.parent, "show", str(recipe), *words)
+    words = ("--data.validation_file=null", "--data.validation_size=1")
+    done = builders.launch(recipe.parent, "show", str(recipe), *words, "--rows=9")
     assert done.returncode == 0, done.stderr
     assert "the first 3 were read, 1 of them are held out (data.validation_size)" in done.stdout
     (line,) = re.findall(r"rows\.jsonl:(\d) \(held out\)", done.stdout)
