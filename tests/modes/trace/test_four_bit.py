@@ -102,7 +102,7 @@ def test_kill_minus_nine_and_the_same_line_again_give_the_uninterrupted_adapter(
     assert "quantization.bnb_4bit_quant_type nf4 -> fp4" in changed.stderr
     off = builders.launch(tmp_path / "workspace", *words, "--quantization.load_in_4bit=false")
     assert off.returncode == 5
-    assert "quantization.load_in_4bit True -> none" in off.stderr
+    assert "quantization removed" in off.stderr
     again = builders.launch(tmp_path / "workspace", *words)
     assert again.returncode == 0, again.stderr + again.stdout
     assert "resuming from checkpoint-0000" in again.stdout
@@ -186,17 +186,20 @@ def test_the_7b_model_of_the_guide_fits_a_16_gib_card_in_4_bits_and_in_16_bits_i
         "--launch.mode=single_gpu",
         "--launch.exact_batch=true",
     ]
-    refused = builders.launch(tmp_path / "workspace", *words)
+    # segments that grow would save the half GiB that is missing
+    fixed = {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
+    refused = builders.launch(tmp_path / "workspace", *words, **fixed)
     assert refused.returncode == 3
     assert "checkpointing: 15." in refused.stderr
     assert "--quantization.load_in_4bit=true (single_gpu, 6." in refused.stderr
-    taken = builders.launch(tmp_path / "workspace", *words, "--quantization.load_in_4bit=true")
+    in_4_bits = "--quantization.load_in_4bit=true"
+    taken = builders.launch(tmp_path / "workspace", *words, in_4_bits, **fixed)
     assert taken.returncode == 0, taken.stderr
     assert re.search(
         r"memory +6\.\d\d GiB per process of 14\.72 GiB: peak 5\.\d\d GiB in backward", taken.stdout
     )
-    as_prepared_by_peft = ["--quantization.load_in_4bit=true", "--model.dtype=float32"]
-    wide = builders.launch(tmp_path / "workspace", *words, *as_prepared_by_peft)
+    as_prepared_by_peft = [in_4_bits, "--model.dtype=float32"]
+    wide = builders.launch(tmp_path / "workspace", *words, *as_prepared_by_peft, **fixed)
     assert re.search(r"memory +[78]\.\d\d GiB per process of 14\.72 GiB: peak 6\.", wide.stdout), (
         wide.stderr
     )
