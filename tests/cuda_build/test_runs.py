@@ -46,7 +46,7 @@ def test_a_run_on_one_card_ends_with_a_model_and_the_predicted_memory(one_card: 
 
 
 def test_rows_of_many_lengths_reserve_what_is_planned(one_card: Workplace):
-    """Where segments cannot grow, each new length leaves some that no later step fits into."""
+    """Segments that cannot grow stay behind after each new length, and no later step uses them."""
     rows = [
         {"prompt": "a b c", "response": " ".join("abcdefgh"[n % 8] for n in range(length))}
         for length in [*range(20, 240, 5), *range(238, 20, -7)]
