@@ -32,6 +32,7 @@ from launch.schema.recipe import Recipe
 from launch.supervise import stop_signals, tokenising
 
 CODE = Path(__file__).resolve().parent.parent
+CACHE = CODE / ".cache"
 TRACES = {"LOWMEM_TRACES": str(CODE / ".cache" / "traces-of-tests")}
 exit_codes: list[int] = []  # of the launches of the test that runs now
 WORDS = [
@@ -220,10 +221,10 @@ def model_size(
     model: ModelSection, lora: LoraSection | None, vocab_size: int | None = None, *, root: Path
 ) -> ModelSize:
     """The model of a recipe's section, read and counted."""
-    config, tensor_shapes = model_config.read(model, vocab_size, root=root)
-    counts = trained_parameters.count(tensor_shapes, model.freeze, lora, config["model_type"])
+    config, tensor_shapes, family = model_config.read(model, vocab_size, root=root, cache=CACHE)
+    counts = trained_parameters.count(tensor_shapes, model.freeze, lora, family)
     name = model.shape or Path(model.path or "").name
-    return ModelSize(name, config, *counts, optimizers.LORA_BYTES * counts[2])
+    return ModelSize(name, config, *counts, optimizers.LORA_BYTES * counts[2], family=family)
 
 
 def recipe_of(**sections: Any) -> Recipe:

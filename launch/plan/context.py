@@ -17,30 +17,34 @@ from launch.predict.estimate import PlanContext, host_budget_bytes
 from launch.predict.memory import host_memory
 from launch.predict.trained_parameters import COPY
 from launch.schema.machine import Machine
-from launch.schema.plan import DataFormat, ModelSize
+from launch.schema.plan import DataFormat, ModelFamily, ModelSize
 from launch.schema.recipe import Recipe
+
+# types whose positions are distances: rows may be longer than what their configs name
+RELATIVE_POSITIONS = ("t5", "mt5", "umt5", "longt5")
 
 
 def model_size(
-    recipe: Recipe, config: dict[str, Any], parameters: predict_parameters.Shapes
+    recipe: Recipe,
+    config: dict[str, Any],
+    parameters: predict_parameters.Shapes,
+    family: ModelFamily,
 ) -> ModelSize:
     """Count the parameters of a recipe's model."""
-    counted = parameters, recipe.model.freeze, recipe.lora, config["model_type"]
+    counted = parameters, recipe.model.freeze, recipe.lora, family
     name = recipe.model.shape or str(recipe.model.path)
     counts = trained_parameters.count(*counted)
     if recipe.lora is None:
-        return ModelSize(name, config, *counts)
+        return ModelSize(name, config, *counts, family=family)
     trainable = trained_parameters.trainable_shapes(*counted)
-    shared = predict_parameters.ties(parameters, config["model_type"]).values()
+    shared = predict_parameters.ties(parameters, family).values()
     tied = {part: of for part, of in trainable.items() if part.replace(COPY, ".") in shared}
     quantization = recipe.quantized(candidates.asked_precision(recipe))
     lora_bytes, tied_bytes = (
-        optimizers.trained_bytes(
-            parts, recipe.lora, recipe.model.dtype, quantization, config["model_type"]
-        )
+        optimizers.trained_bytes(parts, recipe.lora, recipe.model.dtype, quantization, family)
         for parts in (trainable, tied)
     )
-    return ModelSize(name, config, *counts, lora_bytes, tied_bytes)
+    return ModelSize(name, config, *counts, lora_bytes, tied_bytes, family)
 
 
 def build(
@@ -48,33 +52,35 @@ def build(
     machine: Machine,
     config: dict[str, Any],
     parameters: predict_parameters.Shapes,
+    family: ModelFamily,
     data_format: DataFormat,
 ) -> PlanContext:
     """Build the facts that all candidates share. Raises ConfigError for a recipe that no candidate
     can run."""
-    model_type = config["model_type"]
     _check_length(recipe, config)
-    _check_packing(recipe, model_type)
-    _check_chunks(recipe, model_type)
+    _check_packing(recipe, family)
+    _check_chunks(recipe, config["model_type"])
     states = optimizers.model_state(
         parameters,
         recipe.model.freeze,
         recipe.lora,
-        model_type,
+        family,
         recipe.training.optim,
         recipe.model.dtype,
         recipe.quantized(candidates.asked_precision(recipe)),
     )
-    targets = select_lora_targets(recipe, model_type, parameters)
-    counted = model_size(recipe, config, parameters)
+    targets = select_lora_targets(recipe, family, parameters)
+    counted = model_size(recipe, config, parameters, family)
     return PlanContext(recipe, machine, counted, parameters, states, data_format, targets)
 
 
 def with_recipe(context: PlanContext, recipe: Recipe) -> PlanContext:
     """The context for another recipe on the same model and data files, with other adapters,
     precision, launch section or max_length."""
-    config = dict(context.model.config)
-    counted = build(recipe, context.machine, config, context.parameters, context.data_format)
+    config, family = dict(context.model.config), context.model.family
+    counted = build(
+        recipe, context.machine, config, context.parameters, family, context.data_format
+    )
     changed = replace(
         context,
         recipe=recipe,
@@ -155,7 +161,7 @@ def tokenising_processes(context: PlanContext) -> int:
 def _check_length(recipe: Recipe, config: dict[str, Any]) -> None:
     positions = config.get("n_positions") or config.get("max_position_embeddings")
     if (
-        config["model_type"] != "t5"
+        config["model_type"] not in RELATIVE_POSITIONS
         and positions is not None
         and recipe.data.max_length > positions
     ):
@@ -165,12 +171,12 @@ def _check_length(recipe: Recipe, config: dict[str, Any]) -> None:
         )
 
 
-def _check_packing(recipe: Recipe, model_type: str) -> None:
-    if recipe.data.packing and model_type == "t5":
+def _check_packing(recipe: Recipe, family: ModelFamily) -> None:
+    if recipe.data.packing and family.is_encoder_decoder:
         raise ConfigError(
-            "data.packing: true, but the model is a T5: its encoder attends both ways and its"
-            " decoder to all of the encoder's output, and transformers keeps documents apart in"
-            " neither; use data.group_by_length or data.batch_by_tokens"
+            f"data.packing: true, but the model is a {family.model_type}: its encoder attends both"
+            " ways and its decoder to all of the encoder's output, and transformers keeps documents"
+            " apart in neither; use data.group_by_length or data.batch_by_tokens"
         )
     if recipe.data.packing and recipe.training.extras.get("use_cache"):
         raise ConfigError(
@@ -195,22 +201,22 @@ def _check_chunks(recipe: Recipe, model_type: str) -> None:
 
 
 def copied_modules(
-    recipe: Recipe, parameters: predict_parameters.Shapes, model_type: str
+    recipe: Recipe, parameters: predict_parameters.Shapes, family: ModelFamily
 ) -> tuple[str, ...]:
     """Lines of the plan on the modules that lora.modules_to_save trains."""
     if recipe.lora is None or not recipe.lora.modules_to_save:
         return ()
-    copies = trained_parameters.saved_modules(parameters, recipe.lora, model_type)
+    copies = trained_parameters.saved_modules(parameters, recipe.lora, family)
     counts = Counter(module.rpartition(".")[2] for module in copies)
     names = ", ".join(
         name if count == 1 else f"{name} ({count} modules)" for name, count in counts.items()
     )
-    heads = predict_parameters.ties(parameters, model_type)
+    heads = predict_parameters.ties(parameters, family)
     notes = [
         f"lora.modules_to_save: all weights of {names} are trained, as copies in"
         f" {recipe.model.dtype}"
     ]
-    if model_type == "t5" and "lm_head" in copies and "lm_head.weight" in heads:
+    if family.is_encoder_decoder and "lm_head" in copies and "lm_head.weight" in heads:
         notes.append("lora.modules_to_save: lm_head is no longer tied to the embeddings")
     elif any(f"{module}.weight" in heads.values() for module in copies):
         notes.append(
@@ -221,12 +227,12 @@ def copied_modules(
 
 
 def select_lora_targets(
-    recipe: Recipe, model_type: str, parameters: predict_parameters.Shapes
+    recipe: Recipe, family: ModelFamily, parameters: predict_parameters.Shapes
 ) -> tuple[str, ...]:
     if recipe.lora is None:
         return ()
     return tuple(
         target
-        for target in trained_parameters.lora_targets(parameters, recipe.lora, model_type)
+        for target in trained_parameters.lora_targets(parameters, recipe.lora, family)
         if any(name.endswith(f".{target}.weight") for name in parameters)
     )

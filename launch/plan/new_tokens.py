@@ -23,7 +23,7 @@ from launch.predict import parameters as predict_parameters
 from launch.predict.parameters import Shapes
 from launch.predict.trained_parameters import modules_of_rows
 from launch.schema.model_sections import LoraSection, TokenizerSection
-from launch.schema.plan import Change
+from launch.schema.plan import Change, ModelFamily
 from launch.schema.recipe import Recipe
 from launch.schema.result import NewTokens
 
@@ -40,12 +40,17 @@ class ModelFacts:
     recipe: Recipe
     config: dict[str, Any]
     parameters: Shapes
+    family: ModelFamily
     changes: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 def with_tokens(
-    recipe: Recipe, config: dict[str, Any], parameters: Shapes, cache: Path
+    recipe: Recipe,
+    config: dict[str, Any],
+    parameters: Shapes,
+    family: ModelFamily,
+    cache: Path,
 ) -> ModelFacts:
     """A recipe's model with rows for the tokens that tokenizer.add_tokens adds to a folder's
     tokenizer. A tokenizer that is trained on the data has them in its own vocabulary.
@@ -57,10 +62,10 @@ def with_tokens(
     folder = Path(section.path or recipe.model.path or "")
     if not folder.parts:
         _check_trained_size(recipe, rows)
-        return ModelFacts(recipe, config, parameters)
+        return ModelFacts(recipe, config, parameters, family)
     is_foreign = section.path not in (None, recipe.model.path)  # the model's own fits it
     if not section.add_tokens and not (is_foreign and (folder / "tokenizer.json").is_file()):
-        return ModelFacts(recipe, config, parameters)
+        return ModelFacts(recipe, config, parameters, family)
     new = _of_folder(folder, section, cache)
     if new.size_before > rows:
         raise ConfigError(
@@ -69,10 +74,13 @@ def with_tokens(
             " or choose a larger model shape"
         )
     if new.size > rows:
-        _refuse_untied_head(config, parameters)
-        config, parameters = model_config.read(recipe.model, new.size, root=FILES)
-    recipe, changes = with_trained_tokens(recipe, new, parameters, config["model_type"])
-    return ModelFacts(recipe, config, parameters, tuple(changes), tuple(_notes(new, rows)))
+        _refuse_untied_head(family, parameters)
+        config, parameters, family = model_config.read(
+            recipe.model, new.size, root=FILES, cache=cache
+        )
+    recipe, changes = with_trained_tokens(recipe, new, parameters, family)
+    notes = tuple(_notes(new, rows))
+    return ModelFacts(recipe, config, parameters, family, tuple(changes), notes)
 
 
 def _check_trained_size(recipe: Recipe, rows: int) -> None:
@@ -93,10 +101,10 @@ def _check_trained_size(recipe: Recipe, rows: int) -> None:
         )
 
 
-def _refuse_untied_head(config: Mapping[str, Any], parameters: Shapes) -> None:
+def _refuse_untied_head(family: ModelFamily, parameters: Shapes) -> None:
     """Raise ConfigError for weights whose output head differs from the embeddings that their
     config ties it to: transformers would tie them when the embeddings grow."""
-    if predict_parameters.ties_head(config) and any(
+    if predict_parameters.ties_head(family) and any(
         map(predict_parameters.HEAD.search, parameters)
     ):
         raise ConfigError(
@@ -126,12 +134,12 @@ def _named(tokens: Mapping[str, int]) -> str:
 
 
 def with_trained_tokens(
-    recipe: Recipe, tokens: NewTokens, parameters: Shapes, model_type: str
+    recipe: Recipe, tokens: NewTokens, parameters: Shapes, family: ModelFamily
 ) -> tuple[Recipe, list[Change]]:
     """The recipe whose adapter trains the embeddings of added tokens too, unless
     lora.modules_to_save trains all of their rows."""
     lora = recipe.lora
-    if lora is None or not tokens.ids or not modules_of_rows(parameters, lora, model_type):
+    if lora is None or not tokens.ids or not modules_of_rows(parameters, lora, family):
         return recipe, []
     asked = lora.trainable_token_indices
     indices = tuple(sorted({*(asked or ()), *tokens.ids.values()}))

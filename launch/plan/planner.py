@@ -92,8 +92,9 @@ def refuse_hopeless(context: PlanContext, constraints: LaunchConstraints) -> Non
 
 def relaxed_contexts(context: PlanContext) -> Iterator[tuple[PlanContext, tuple[Change, ...]]]:
     """Yield the context with each recipe that `allow:` permits, and the changes of that recipe."""
-    model_type = context.model.config["model_type"]
-    for recipe, changes in relax.relaxations(context.recipe, context.parameters, model_type):
+    for recipe, changes in relax.relaxations(
+        context.recipe, context.parameters, context.model.family
+    ):
         relaxed = plan_context.with_recipe(context, recipe)
         yield replace(relaxed, changes=(*context.changes, *changes)), changes
 

@@ -10,7 +10,7 @@ from launch.predict import optimizers
 from launch.predict.parameters import Shapes
 from launch.predict.trained_parameters import trainable_shapes
 from launch.schema.model_sections import LoraSection, QuantizationSection
-from launch.schema.plan import Change
+from launch.schema.plan import Change, ModelFamily
 from launch.schema.recipe import Recipe
 
 KEYS = frozenset({"quantization.load_in_4bit", "lora.r", "lora.lora_alpha", "data.max_length"})
@@ -21,7 +21,7 @@ REASON = "nothing else fits, and allow: says so; this changes the result"
 
 
 def relaxations(
-    recipe: Recipe, tensor_shapes: Shapes, model_type: str
+    recipe: Recipe, tensor_shapes: Shapes, family: ModelFamily
 ) -> Iterator[tuple[Recipe, tuple[Change, ...]]]:
     """Yield recipes, each with more relaxed than the one before, and their changes so far: 4 bits,
     then lower ranks, then shorter rows."""
@@ -43,7 +43,7 @@ def relaxations(
         and adapter
         and not recipe.quantization
         and not optimizers.unquantizable(
-            trainable_shapes(tensor_shapes, (), adapter, model_type), model_type
+            trainable_shapes(tensor_shapes, (), adapter, family), family
         )
     ):
         four_bit = QuantizationSection(load_in_4bit=True)

@@ -116,7 +116,7 @@ def read(
         raise ResourceError(
             f"tokenizer.path: there is no folder {recipe.tokenizer.path}; give one, or leave it out"
         )
-    config, parameters = model_config.read(recipe.model, root=FILES)
+    config, parameters, family = model_config.read(recipe.model, root=FILES, cache=workspace.cache)
     tokenizer = Path(recipe.tokenizer.path or recipe.model.path or "")
     model_config.check_tokenizer(tokenizer)
     if (
@@ -128,15 +128,15 @@ def read(
             f"{tokenizer}: found no tokenizer.json or its like; name a tokenizer with"
             " --tokenizer.path=FOLDER"
         )
-    model = new_tokens.with_tokens(recipe, config, parameters, workspace.cache)
+    model = new_tokens.with_tokens(recipe, config, parameters, family, workspace.cache)
     recipe = model.recipe
     _write_sample_data(recipe, workspace, say)
     file_facts = token_cache.known_files(workspace.cache)
-    is_t5 = model.config["model_type"] == "t5"
-    unread = () if is_t5 else chat_templates.unread_keys(recipe)
+    is_pair = model.family.is_encoder_decoder
+    unread = () if is_pair else chat_templates.unread_keys(recipe)
     data_format = columns.detect(recipe.data, workspace.root, file_facts, unread)
-    data_format = _with_template(data_format, recipe, is_t5)
-    copied = plan_context.copied_modules(recipe, model.parameters, model.config["model_type"])
+    data_format = _with_template(data_format, recipe, is_pair)
+    copied = plan_context.copied_modules(recipe, model.parameters, model.family)
     in_both = sources.trained_and_held_out(recipe.data)
     data_format = replace(data_format, notes=(*data_format.notes, *in_both, *model.notes, *copied))
     rows = None
@@ -152,7 +152,9 @@ def read(
             constraints = replace(constraints, link=link)
     elif machine.packages is not None:
         constraints = _with_described_packages(constraints, machine.packages)
-    context = plan_context.build(recipe, machine, model.config, model.parameters, data_format)
+    context = plan_context.build(
+        recipe, machine, model.config, model.parameters, model.family, data_format
+    )
     device: Device = "cuda" if has_gpu else "cpu"
     tokens = token_cache.token_cache(workspace.cache, recipe, context.model, data_format)
     if tokens.row_counts is not None:
@@ -187,9 +189,9 @@ def read(
     return Facts(workspace, plan_context.with_rows(context), constraints)
 
 
-def _with_template(data_format: DataFormat, recipe: Recipe, is_t5: bool) -> DataFormat:
+def _with_template(data_format: DataFormat, recipe: Recipe, is_pair: bool) -> DataFormat:
     """The format with its chat template, and a note on tags that the vocabulary lacks."""
-    template = chat_templates.describe(recipe, is_t5, data_format.kind == "text")
+    template = chat_templates.describe(recipe, is_pair, data_format.kind == "text")
     if template.startswith("none"):
         return replace(data_format, template=template)
     missing = chat_templates.missing_tags(recipe)

@@ -75,9 +75,9 @@ def ways_to_fit(context: PlanContext, constraints: LaunchConstraints) -> Iterato
     adapters = [("", recipe.lora, recipe.quantization)]
     if lora_flag:
         adapters.append((lora_flag, lora, None))
-    model_type = context.model.config["model_type"]
-    trainable = trainable_shapes(context.parameters, (), lora, model_type)
-    if recipe.quantization is None and not optimizers.unquantizable(trainable, model_type):
+    family = context.model.family
+    trainable = trainable_shapes(context.parameters, (), lora, family)
+    if recipe.quantization is None and not optimizers.unquantizable(trainable, family):
         four_bit = QuantizationSection(load_in_4bit=True)
         adapters.append((f"{lora_flag}--quantization.load_in_4bit=true ", lora, four_bit))
     for (adapter_flags, adapter, quantization), (model_flag, section) in itertools.product(

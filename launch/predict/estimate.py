@@ -331,9 +331,8 @@ def _judged(
 
 
 def _states(context: PlanContext, candidate: Strategy) -> MemoryEstimate:
-    model_type = context.model.config["model_type"]
     return sharding.per_rank(
-        context.full_copy, context.parameters, context.recipe, candidate, model_type
+        context.full_copy, context.parameters, context.recipe, candidate, context.model.family
     )
 
 

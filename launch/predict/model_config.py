@@ -19,9 +19,10 @@ import yaml
 
 from launch.base.errors import ConfigError, LaunchError, ResourceError
 from launch.base.text import suggestion
-from launch.predict import model_types
+from launch.predict import model_families, model_types
 from launch.predict import parameters as predict_parameters
 from launch.schema.model_sections import ModelSection
+from launch.schema.plan import ModelFamily
 
 INDEX_NAME = "model.safetensors.index.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -40,6 +41,7 @@ TRAINER_FILES = {
     "scheduler.pt",
     "scaler.pt",
 }  # and rng_state*.pth
+OTHER_ELEMENTS = 1.02  # weights may hold tables that are no parameters, and lack tied copies
 DTYPE_BITS = {
     "BOOL": 8,
     "U8": 8,
@@ -65,10 +67,11 @@ class Tensor:
 
 
 def read(
-    model: ModelSection, vocab_size: int | None = None, *, root: Path
-) -> tuple[dict[str, Any], predict_parameters.Shapes]:
-    """(config, name and shape of every parameter) of the model that a recipe names. `vocab_size`:
-    the vocabulary really used, if it is not the config's.
+    model: ModelSection, vocab_size: int | None = None, *, root: Path, cache: Path
+) -> tuple[dict[str, Any], predict_parameters.Shapes, ModelFamily]:
+    """(config, name and shape of every parameter, family) of the model that a recipe names.
+    `vocab_size`: the vocabulary really used, if it is not the config's. `cache`: the folder in
+    which the parts of models of other types than FAMILIES are kept.
 
     Raises ConfigError (an unknown model, a size that is none) and ResourceError (a folder that
     cannot be loaded)."""
@@ -76,25 +79,51 @@ def read(
     if model.shape is not None:
         config = _named_config(model.shape, root / "configs" / "models") | changes
         config |= _asked_tie(model, config, model.shape)
-        return config, predict_parameters.parameters_by_name(config)
+        return config, *_parts(config, root / "configs" / "models" / f"{model.shape}.yaml", cache)
     folder = root / Path(model.path or "").expanduser()
     config = _folder_config(folder)
     model_types.check(config, folder / "config.json")
     tensors = _tensors(folder)
     changes |= _asked_tie(model, config, str(folder))
     if tensors is None:  # a config without weights: the model starts from random ones
-        return config | changes, predict_parameters.parameters_by_name(config | changes)
-    model_type = config["model_type"]
-    if model_type not in predict_parameters.LORA_TARGETS:
-        tensor_shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        return config | changes, *_parts(config | changes, folder / "config.json", cache)
+    expected, family = _parts(config, folder / "config.json", cache)
+    if config["model_type"] not in predict_parameters.FAMILIES:
+        _check_elements(tensors, expected, family, folder)
         if vocab_size not in (None, config.get("vocab_size")):
-            tensor_shapes = _grown(tensor_shapes, config, vocab_size, folder)
-        return config | changes, tensor_shapes
-    untied = _untied(tensors, config, folder)
-    tensor_shapes = predict_parameters.parameters_by_name(config | changes)
-    return config | changes, tensor_shapes | {
-        name: tensor_shapes[source] for name, source in untied.items()
-    }
+            expected = _grown(expected, config, vocab_size, folder)
+        return config | changes, expected, family
+    untied = _untied(tensors, expected, family, folder)
+    tensor_shapes, family = _parts(config | changes, folder / "config.json", cache)
+    untied_shapes = {name: tensor_shapes[source] for name, source in untied.items()}
+    return config | changes, tensor_shapes | untied_shapes, family
+
+
+def _parts(
+    config: dict[str, Any], file: Path, cache: Path
+) -> tuple[predict_parameters.Shapes, ModelFamily]:
+    """The parameters of a config's model, and its family."""
+    if config["model_type"] in predict_parameters.FAMILIES:
+        return predict_parameters.parameters_by_name(config), predict_parameters.family(config)
+    return model_families.read(config, file, cache)
+
+
+def _check_elements(
+    tensors: Mapping[str, Tensor],
+    expected: predict_parameters.Shapes,
+    family: ModelFamily,
+    folder: Path,
+) -> None:
+    """Raise ResourceError if weights whose names transformers changes when it loads them (experts,
+    prefixes) cannot be the config's model."""
+    stored = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    tied = sum(math.prod(expected[source]) for source in family.tied.values())
+    needed = predict_parameters.total_elements(expected)
+    if not needed <= stored * OTHER_ELEMENTS or stored > (needed + tied) * OTHER_ELEMENTS:
+        raise ResourceError(
+            f"{folder}: its weights have {stored:,} elements, the model of config.json has"
+            f" {needed:,}; the two do not belong together: copy the model again"
+        )
 
 
 def _asked_tie(model: ModelSection, config: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -109,7 +138,7 @@ def _asked_tie(model: ModelSection, config: Mapping[str, Any], name: str) -> dic
             f"{key}, but {name} is a {model_type}; known for"
             f" {', '.join(predict_parameters.UNTIED_HEADS)}; leave it out"
         )
-    if asked and model.path and not predict_parameters.ties_head(config):
+    if asked and model.path and not predict_parameters.ties_head(predict_parameters.family(config)):
         raise ConfigError(
             f"{key}, but {name} has an output head of its own, which would be lost; leave it out"
         )
@@ -437,25 +466,24 @@ def _tensor(entry: Mapping[str, Any], file: Path, data_start: int) -> Tensor:
     return Tensor(shape, file, data_start + start, data_start + end)
 
 
-def _untied(tensors: dict[str, Tensor], config: Mapping[str, Any], folder: Path) -> dict[str, str]:
+def _untied(
+    tensors: dict[str, Tensor],
+    expected: predict_parameters.Shapes,
+    family: ModelFamily,
+    folder: Path,
+) -> dict[str, str]:
     """Check that the weights are the config's model; returns the parameters that its ties name but
     the file unties.
 
     transformers keeps a tied pair apart where the file holds both and they differ (google/flan-t5
     does).
     """
-    model_type = config["model_type"]
-    expected = predict_parameters.parameters_by_name(config)
     for prefix in ("model.", "transformer."):  # weights of the bare model: openai-community/gpt2
         tensors = {
             prefix + name if name not in expected and prefix + name in expected else name: tensor
             for name, tensor in tensors.items()
         }
-    ties = {
-        name: source
-        for name, source in predict_parameters.TIED[model_type].items()
-        if name not in expected
-    }
+    ties = predict_parameters.ties(expected, family)
     for name, source in ties.items():
         if source not in tensors and name in tensors:
             tensors[source] = tensors[name]

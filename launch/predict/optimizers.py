@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 from launch.base.errors import ConfigError
 from launch.base.text import nearest
-from launch.predict.parameters import LORA_TARGETS, Shape, Shapes, total_elements
+from launch.predict.parameters import Shape, Shapes, total_elements
 from launch.predict.trained_parameters import COPY, trainable_shapes
 from launch.schema.model_sections import DTYPE_BYTES, LoraSection, QuantizationSection
-from launch.schema.plan import MemoryEstimate
+from launch.schema.plan import MemoryEstimate, ModelFamily
 
 LORA_BYTES = (
     4  # adapters are float32 whatever the model's dtype, unless autocast_adapter_dtype is false
@@ -26,9 +26,6 @@ BNB_MAP_BYTES = 256 * 4  # one quantization map per state, shared by all tensors
 BNB_4BIT_BLOCK_SIZE = 64  # weights per scale: Params4bit
 
 BNB_4BIT_CODE_BYTES = 16 * 4  # the values of nf4 or fp4, a table for every weight
-
-# linear layers that are not quantised: T5ForConditionalGeneration._keep_in_fp32_modules
-KEPT_WHOLE = {"t5": ("wo",)}
 
 # (name, shape, bytes of an element) -> bytes of its states
 OptimizerBytes = Callable[[str, Shape, int], int]
@@ -99,17 +96,16 @@ OPTIMIZERS: dict[str, OptimizerBytes] = {
 }
 
 
-def unquantizable(trainable: Shapes, model_type: str) -> str | None:
+def unquantizable(trainable: Shapes, family: ModelFamily) -> str | None:
     """The reason why linear layers cannot have 4 bits beside these trained parameters; None if they
     can."""
-    if model_type not in LORA_TARGETS:
-        return (
-            f"which layers of model_type {model_type!r} would have 4 bits is not known; known:"
-            f" {', '.join(sorted(LORA_TARGETS))}"
+    if not family.quantizable:
+        return f"transformers would give 4 bits to no layer of model_type {family.model_type!r}" + (
+            ", or to some of the layers of a name" if family.quantizable is None else ""
         )
     for name in trainable:
         module, is_copy, _ = name.partition(COPY)
-        if is_copy and _has_4_bits(name.replace(COPY, "."), model_type):
+        if is_copy and _has_4_bits(name.replace(COPY, "."), family):
             return (
                 f"lora.modules_to_save would train a copy of {module}, but its linear weights have"
                 " 4 bits, and no gradients; name norms, embeddings or the output head there, or"
@@ -118,21 +114,20 @@ def unquantizable(trainable: Shapes, model_type: str) -> str | None:
     return None
 
 
-def _has_4_bits(name: str, model_type: str) -> bool:
+def _has_4_bits(name: str, family: ModelFamily) -> bool:
     """True if this parameter is of a layer that transformers would quantise."""
-    layer = name.rpartition(".")[0].rpartition(".")[2]
-    return layer in LORA_TARGETS[model_type] and layer not in KEPT_WHOLE.get(model_type, ())
+    return name.rpartition(".")[0].rpartition(".")[2] in (family.quantizable or ())
 
 
 def _quantized_bytes(
-    tensor_shapes: Shapes, section: QuantizationSection, model_type: str, element_bytes: int
+    tensor_shapes: Shapes, section: QuantizationSection, family: ModelFamily, element_bytes: int
 ) -> int:
     """Weights of which the linear layers that transformers would quantise have 4 bits. Without
     LoRA's."""
     assert section.bnb_4bit_compute_dtype is not None
     total = 0
     for name, shape in tensor_shapes.items():
-        if not _has_4_bits(name, model_type):
+        if not _has_4_bits(name, family):
             total += math.prod(shape) * element_bytes
         elif name.endswith(".weight"):
             total += _four_bit_bytes(math.prod(shape), section.bnb_4bit_use_double_quant)
@@ -154,7 +149,7 @@ def model_state(
     tensor_shapes: Shapes,
     freeze: Sequence[str],
     lora: LoraSection | None,
-    model_type: str,
+    family: ModelFamily,
     optim: str,
     dtype: str,
     quantization: QuantizationSection | None = None,
@@ -174,11 +169,11 @@ def model_state(
             f"training.optim: the memory of {optim!r} is not known; known: {', '.join(OPTIMIZERS)}"
             + "".join(f"; nearest: {near}" for near in nearest(optim, OPTIMIZERS))
         )
-    trainable = trainable_shapes(tensor_shapes, freeze, lora, model_type)
+    trainable = trainable_shapes(tensor_shapes, freeze, lora, family)
     element_bytes = DTYPE_BYTES[dtype]
     state_bytes = OPTIMIZERS[optim]
     optimizer_bytes = sum(
-        state_bytes(name, shape, _element_bytes(name, lora, dtype, quantization, model_type))
+        state_bytes(name, shape, _element_bytes(name, lora, dtype, quantization, family))
         for name, shape in trainable.items()
     )
     if optim in _8BIT and any(
@@ -188,10 +183,10 @@ def model_state(
         optimizer_bytes += _8BIT[optim] * BNB_MAP_BYTES
     base_bytes = total_elements(tensor_shapes) * element_bytes
     if quantization is not None:
-        if reason := unquantizable(trainable, model_type):
+        if reason := unquantizable(trainable, family):
             raise ConfigError(f"quantization: {reason}")
-        base_bytes = _quantized_bytes(tensor_shapes, quantization, model_type, element_bytes)
-    gradients_bytes = trained_bytes(trainable, lora, dtype, quantization, model_type)
+        base_bytes = _quantized_bytes(tensor_shapes, quantization, family, element_bytes)
+    gradients_bytes = trained_bytes(trainable, lora, dtype, quantization, family)
     return MemoryEstimate(
         weights_bytes=base_bytes + (0 if lora is None else gradients_bytes),
         gradients_bytes=gradients_bytes,
@@ -204,11 +199,11 @@ def trained_bytes(
     lora: LoraSection | None,
     dtype: str,
     quantization: QuantizationSection | None,
-    model_type: str,
+    family: ModelFamily,
 ) -> int:
     """Bytes of the parameters that are trained, where each rank holds a full copy."""
     return sum(
-        math.prod(shape) * _element_bytes(name, lora, dtype, quantization, model_type)
+        math.prod(shape) * _element_bytes(name, lora, dtype, quantization, family)
         for name, shape in trainable.items()
     )
 
@@ -218,7 +213,7 @@ def _element_bytes(
     lora: LoraSection | None,
     dtype: str,
     quantization: QuantizationSection | None,
-    model_type: str,
+    family: ModelFamily,
 ) -> int:
     """Bytes of an element of a trained parameter. Copies of modules stay in model.dtype."""
     if lora is None or COPY in name:
@@ -226,7 +221,7 @@ def _element_bytes(
     if lora.autocast_adapter_dtype:
         return LORA_BYTES
     layer, is_adapter, _ = name.partition(".lora_")
-    if quantization is None or not is_adapter or not _has_4_bits(f"{layer}.weight", model_type):
+    if quantization is None or not is_adapter or not _has_4_bits(f"{layer}.weight", family):
         return DTYPE_BYTES[dtype]
     assert quantization.bnb_4bit_compute_dtype is not None
     return DTYPE_BYTES[quantization.bnb_4bit_compute_dtype]

@@ -10,45 +10,50 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from launch.base.errors import ConfigError
+from launch.schema.plan import ModelFamily
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
 
 _LLAMA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-CONV1D_FAMILIES = frozenset({"gpt2"})  # their matrices are (in, out)
-LORA_TARGETS: dict[str, tuple[str, ...]] = {  # every linear projection of attention and MLP
-    "t5": ("q", "k", "v", "o", "wi", "wi_0", "wi_1", "wo"),  # wi: relu; wi_0 and wi_1: gated
-    "gpt2": ("c_attn", "c_proj", "c_fc"),
-    "llama": _LLAMA_TARGETS,
-    "mistral": _LLAMA_TARGETS,
-    "qwen2": _LLAMA_TARGETS,
-    "qwen3": _LLAMA_TARGETS,
-}
+_LLAMA_TIES = {"lm_head.weight": "model.embed_tokens.weight"}
 ALL_LINEAR = "all-linear"
-# modules with a matrix that are no linear layers, and the output head
-NOT_LINEAR = re.compile(r"embed|wte|wpe|shared|position|relative_attention_bias|lm_head")
 # the matrix with a row for each token, and an output head
 EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|shared|word_embeddings|embed_in)\.weight$")
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
-# name of a tied parameter -> the name named_parameters() gives it
-TIED: dict[str, dict[str, str]] = {
-    "t5": {
-        "encoder.embed_tokens.weight": "shared.weight",
-        "decoder.embed_tokens.weight": "shared.weight",
-        "lm_head.weight": "shared.weight",
-    },
-    "gpt2": {"lm_head.weight": "transformer.wte.weight"},
+# the families that are counted here; a model of another type is built on the meta device
+# (launch.predict.model_families)
+FAMILIES: dict[str, ModelFamily] = {
+    "t5": ModelFamily(
+        "t5",
+        linear=("q", "k", "v", "o", "wi", "wi_0", "wi_1", "wo"),  # wi: relu; wi_0, wi_1: gated
+        # T5ForConditionalGeneration._keep_in_fp32_modules names wo
+        quantizable=("q", "k", "v", "o", "wi", "wi_0", "wi_1"),
+        tied={
+            "encoder.embed_tokens.weight": "shared.weight",
+            "decoder.embed_tokens.weight": "shared.weight",
+            "lm_head.weight": "shared.weight",
+        },
+        is_encoder_decoder=True,
+    ),
+    "gpt2": ModelFamily(
+        "gpt2",
+        *2 * (("c_attn", "c_proj", "c_fc"),),
+        tied={"lm_head.weight": "transformer.wte.weight"},
+        has_conv1d=True,
+    ),
     **{
-        kind: {"lm_head.weight": "model.embed_tokens.weight"}
+        kind: ModelFamily(kind, _LLAMA_TARGETS, _LLAMA_TARGETS, tied=_LLAMA_TIES)
         for kind in ("llama", "mistral", "qwen2", "qwen3")
     },
 }
 # families whose output head is tied or untied by their config alone; not T5: its config scales the
 # head's input too
-UNTIED_HEADS = tuple(kind for kind in TIED if kind != "t5")
+UNTIED_HEADS = tuple(kind for kind in FAMILIES if kind != "t5")
 
 # The values transformers takes for a key that a config leaves out; only keys that decide names and
 # shapes.
@@ -125,8 +130,7 @@ def parameters_by_name(config: Mapping[str, Any]) -> Shapes:
     if model_type not in _DEFAULTS:
         raise ConfigError(
             f"model_type {model_type!r} cannot be counted from its config; known:"
-            f" {', '.join(sorted(_DEFAULTS))}. A local folder with safetensors weights (model.path)"
-            " works for any type: its names are read from the files"
+            f" {', '.join(sorted(_DEFAULTS))}"
         )
     values = _values(config, model_type)
     if model_type == "t5":
@@ -325,20 +329,22 @@ def of_tokens(tensor_shapes: Shapes) -> frozenset[str]:
     )
 
 
-def ties_head(config: Mapping[str, Any]) -> bool:
-    """True if a config ties the output head to the embeddings; transformers 5 ties every T5."""
-    model_type = config["model_type"]
-    return model_type == "t5" or config.get("tie_word_embeddings", model_type == "gpt2")
+def family(config: Mapping[str, Any]) -> ModelFamily:
+    """The family of a config, one of FAMILIES. Transformers 5 ties every T5."""
+    known = FAMILIES[config["model_type"]]
+    is_tied = config.get("tie_word_embeddings", known.model_type == "gpt2")
+    return known if is_tied or known.is_encoder_decoder else replace(known, tied={})
 
 
-def ties(tensor_shapes: Shapes, model_type: str) -> dict[str, str]:
-    """The parameters that are another parameter under a second name, and that parameter."""
-    pairs = TIED.get(model_type)
-    if pairs is None:  # a family of which only the weights are known
-        source = next(filter(EMBEDDING.search, tensor_shapes), None)
-        has_head = any(map(HEAD.search, tensor_shapes))
-        pairs = {} if source is None or has_head else {"lm_head.weight": source}
-    return {name: source for name, source in pairs.items() if name not in tensor_shapes}
+def ties_head(family: ModelFamily) -> bool:
+    """True if the config ties the output head to the embeddings."""
+    return any(map(HEAD.search, family.tied))
+
+
+def ties(tensor_shapes: Shapes, family: ModelFamily) -> dict[str, str]:
+    """The parameters that are another parameter under a second name, and that parameter. A head
+    that the weights untie is a parameter of its own."""
+    return {name: source for name, source in family.tied.items() if name not in tensor_shapes}
 
 
 def matrix_modules(tensor_shapes: Shapes) -> list[str]:

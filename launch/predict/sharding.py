@@ -11,7 +11,7 @@ from launch.predict.parameters import Shapes, total_elements
 from launch.predict.trained_parameters import trainable_shapes
 from launch.schema.model_sections import DTYPE_BYTES, ModelSection
 from launch.schema.modes import Refusal
-from launch.schema.plan import MemoryEstimate, Strategy
+from launch.schema.plan import MemoryEstimate, ModelFamily, Strategy
 from launch.schema.recipe import Recipe
 
 # ZeRO trains flat slices of all parameters joined together and FSDP2 rows of each: only an
@@ -103,7 +103,7 @@ def per_rank(
     tensor_shapes: Shapes,
     recipe: Recipe,
     strategy: Strategy,
-    model_type: str,
+    family: ModelFamily,
 ) -> MemoryEstimate:
     """The part of one rank in states whose full copy is `full_copy`.
 
@@ -114,7 +114,7 @@ def per_rank(
     ranks, mode = strategy.num_processes, strategy.launch_mode
     if mode.is_whole:
         return full_copy
-    trainable = trainable_shapes(tensor_shapes, recipe.model.freeze, recipe.lora, model_type)
+    trainable = trainable_shapes(tensor_shapes, recipe.model.freeze, recipe.lora, family)
     trained = total_elements(trainable)
     if mode.engine == "fsdp2":
         # Accelerate makes trained weights float32, as adapters are already
@@ -124,7 +124,7 @@ def per_rank(
                 recipe.lora,
                 recipe.model.dtype,
                 recipe.quantized(strategy.mixed_precision),
-                model_type,
+                family,
             )
             state_bytes = optimizers.OPTIMIZERS[recipe.training.optim]("", (trained,), MASTER_BYTES)
             full_copy = replace(

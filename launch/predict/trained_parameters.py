@@ -9,11 +9,8 @@ from launch.base.errors import ConfigError
 from launch.base.text import suggestion
 from launch.predict.parameters import (
     ALL_LINEAR,
-    CONV1D_FAMILIES,
     EMBEDDING,
     HEAD,
-    LORA_TARGETS,
-    NOT_LINEAR,
     Shapes,
     embedding,
     matrix_modules,
@@ -22,6 +19,7 @@ from launch.predict.parameters import (
     total_elements,
 )
 from launch.schema.model_sections import LoraSection
+from launch.schema.plan import ModelFamily
 
 # in the name of a parameter of lora.modules_to_save: a copy in model.dtype, beside the frozen
 # original
@@ -29,7 +27,7 @@ COPY = ".modules_to_save."
 
 
 def trainable_shapes(
-    tensor_shapes: Shapes, freeze: Sequence[str], lora: LoraSection | None, model_type: str
+    tensor_shapes: Shapes, freeze: Sequence[str], lora: LoraSection | None, family: ModelFamily
 ) -> Shapes:
     """The parameters that get gradients: those `freeze` leaves, or with LoRA its own
     (x.lora_A.weight) and no others.
@@ -47,7 +45,7 @@ def trainable_shapes(
             )
         frozen |= matched
     if lora is not None:
-        trainable = _lora_shapes(tensor_shapes, lora, model_type)
+        trainable = _lora_shapes(tensor_shapes, lora, family)
         both = [name for name in trainable if name.replace(COPY, ".") in frozen]
         if both:
             module = both[0].partition(COPY)[0]
@@ -63,11 +61,11 @@ def trainable_shapes(
 
 
 def count(
-    tensor_shapes: Shapes, freeze: Sequence[str], lora: LoraSection | None, model_type: str
+    tensor_shapes: Shapes, freeze: Sequence[str], lora: LoraSection | None, family: ModelFamily
 ) -> tuple[int, int, int]:
     """(parameters without LoRA's, trainable parameters, LoRA's parameters); the third is part of
     the second."""
-    trainable = total_elements(trainable_shapes(tensor_shapes, freeze, lora, model_type))
+    trainable = total_elements(trainable_shapes(tensor_shapes, freeze, lora, family))
     return total_elements(tensor_shapes), trainable, 0 if lora is None else trainable
 
 
@@ -75,9 +73,9 @@ def count(
 # ---------------------------------------------------------------------------
 
 
-def _lora_shapes(tensor_shapes: Shapes, lora: LoraSection, model_type: str) -> Shapes:
-    targets = lora_targets(tensor_shapes, lora, model_type)
-    copies = saved_modules(tensor_shapes, lora, model_type)
+def _lora_shapes(tensor_shapes: Shapes, lora: LoraSection, family: ModelFamily) -> Shapes:
+    targets = lora_targets(tensor_shapes, lora, family)
+    copies = saved_modules(tensor_shapes, lora, family)
     adapters: Shapes = {}
     unmatched, replaced = set(targets), set[str]()
     for name, shape in tensor_shapes.items():
@@ -96,7 +94,7 @@ def _lora_shapes(tensor_shapes: Shapes, lora: LoraSection, model_type: str) -> S
         adapters[f"{module}.lora_A.weight"] = (lora.r, shape[1])
         adapters[f"{module}.lora_B.weight"] = (shape[0], lora.r)
         if lora.use_dora:
-            is_transposed = model_type in CONV1D_FAMILIES or EMBEDDING.search(name)
+            is_transposed = family.has_conv1d or EMBEDDING.search(name)
             num_outputs = shape[1 if is_transposed else 0]
             adapters[f"{module}.lora_magnitude_vector.weight"] = (num_outputs,)
     if lora.target_modules not in (None, ALL_LINEAR) and unmatched:
@@ -115,21 +113,20 @@ def _lora_shapes(tensor_shapes: Shapes, lora: LoraSection, model_type: str) -> S
             f"lora.modules_to_save: {', '.join(lora.modules_to_save)} leaves no layer for an"
             " adapter; name fewer modules, or leave the section lora out, which trains all weights"
         )
-    adapters |= _trained_rows(tensor_shapes, lora, model_type)
-    return adapters | _copied_shapes(tensor_shapes, copies, model_type)
+    adapters |= _trained_rows(tensor_shapes, lora, family)
+    return adapters | _copied_shapes(tensor_shapes, copies, family)
 
 
-def lora_targets(tensor_shapes: Shapes, lora: LoraSection, model_type: str) -> tuple[str, ...]:
+def lora_targets(tensor_shapes: Shapes, lora: LoraSection, family: ModelFamily) -> tuple[str, ...]:
     """Names of the modules that get an adapter."""
     asked = lora.target_modules
-    if asked is None:
-        asked = LORA_TARGETS.get(model_type, ALL_LINEAR)
-    if asked != ALL_LINEAR:
+    if asked not in (None, ALL_LINEAR):
         return tuple(asked)
-    return tuple(name for name in matrix_modules(tensor_shapes) if not NOT_LINEAR.search(name))
+    names = matrix_modules(tensor_shapes)
+    return tuple(name for name in family.linear if name in names)
 
 
-def _trained_rows(tensor_shapes: Shapes, lora: LoraSection, model_type: str) -> Shapes:
+def _trained_rows(tensor_shapes: Shapes, lora: LoraSection, family: ModelFamily) -> Shapes:
     """The rows of the embedding, and of an output head that is not tied to it, that are trained
     beside the adapters."""
     if not lora.trainable_token_indices:
@@ -141,7 +138,7 @@ def _trained_rows(tensor_shapes: Shapes, lora: LoraSection, model_type: str) -> 
             f"lora.trainable_token_indices: {max(lora.trainable_token_indices)} is no id of a"
             f" token: the model's vocabulary has {rows:,} tokens, from 0"
         )
-    modules = modules_of_rows(tensor_shapes, lora, model_type)
+    modules = modules_of_rows(tensor_shapes, lora, family)
     if not modules:
         raise ConfigError(
             "lora.trainable_token_indices: lora.modules_to_save trains every row of"
@@ -153,18 +150,21 @@ def _trained_rows(tensor_shapes: Shapes, lora: LoraSection, model_type: str) -> 
     }
 
 
-def modules_of_rows(tensor_shapes: Shapes, lora: LoraSection, model_type: str) -> tuple[str, ...]:
+def modules_of_rows(
+    tensor_shapes: Shapes, lora: LoraSection, family: ModelFamily
+) -> tuple[str, ...]:
     """The modules of which lora.trainable_token_indices trains rows: the embedding, and an output
     head that is not tied to it, without those of lora.modules_to_save."""
     # transformers 5 ties lm_head of a T5 to shared whatever the config says
-    heads = [] if model_type == "t5" else [head for head in tensor_shapes if HEAD.search(head)]
+    is_pair = family.is_encoder_decoder
+    heads = [] if is_pair else [head for head in tensor_shapes if HEAD.search(head)]
     modules = [name.removesuffix(".weight") for name in (embedding(tensor_shapes), *heads)]
-    copies = saved_modules(tensor_shapes, lora, model_type)
-    if model_type == "t5" and "lm_head" in copies:
+    copies = saved_modules(tensor_shapes, lora, family)
+    if is_pair and "lm_head" in copies:
         raise ConfigError(
-            "lora.modules_to_save: lm_head of a T5 cannot be trained beside added tokens"
-            " (tokenizer.add_tokens, lora.trainable_token_indices): their rows are rows of both;"
-            " leave one of the two out"
+            "lora.modules_to_save: lm_head of an encoder-decoder cannot be trained beside added"
+            " tokens (tokenizer.add_tokens, lora.trainable_token_indices): their rows are rows of"
+            " both; leave one of the two out"
         )
     return tuple(module for module in modules if module not in copies)
 
@@ -173,14 +173,14 @@ def modules_of_rows(tensor_shapes: Shapes, lora: LoraSection, model_type: str) -
 # ---------------------------------------------------------------------------
 
 
-def saved_modules(tensor_shapes: Shapes, lora: LoraSection, model_type: str) -> dict[str, str]:
+def saved_modules(tensor_shapes: Shapes, lora: LoraSection, family: ModelFamily) -> dict[str, str]:
     """The modules that lora.modules_to_save copies and trains, and the entry that names each of
     them. As in peft, an entry names every module whose name ends with it.
 
-    An output head that is tied to the embedding stands for it, except in a T5. Source: peft 0.21
-    utils/other.py _set_trainable, tuners/lora/model.py _add_modules_to_save_to_tie. Raises
-    ConfigError."""
-    tied = ties(tensor_shapes, model_type)
+    An output head that is tied to the embedding stands for it, except in an encoder-decoder.
+    Source: peft 0.21 utils/other.py _set_trainable, tuners/lora/model.py _add_modules_to_save_to_tie.
+    Raises ConfigError."""
+    tied = ties(tensor_shapes, family)
     modules = modules_of({**tensor_shapes, **dict.fromkeys(tied, ())})
     copies: dict[str, str] = {}
     for entry in lora.modules_to_save:
@@ -192,8 +192,8 @@ def saved_modules(tensor_shapes: Shapes, lora: LoraSection, model_type: str) -> 
                 f" {suggestion(entry, last_names)}"
             )
         for module in named:
-            _refuse_module(module, entry, tensor_shapes, model_type)
-            source = tied.get(f"{module}.weight", "") if model_type != "t5" else ""
+            _refuse_module(module, entry, tensor_shapes, family)
+            source = tied.get(f"{module}.weight", "") if not family.is_encoder_decoder else ""
             copies.setdefault(source.removesuffix(".weight") or module, entry)
     for module, entry in copies.items():
         outer = next((other for other in copies if module.startswith(f"{other}.")), None)
@@ -205,7 +205,7 @@ def saved_modules(tensor_shapes: Shapes, lora: LoraSection, model_type: str) -> 
     return copies
 
 
-def _refuse_module(module: str, entry: str, tensor_shapes: Shapes, model_type: str) -> None:
+def _refuse_module(module: str, entry: str, tensor_shapes: Shapes, family: ModelFamily) -> None:
     """Raise ConfigError for a module that peft cannot copy, or whose copy would not be used."""
     inner = [name for name in tensor_shapes if name.startswith(f"{module}.")]
     if inner and all(name[len(module) + 1 :].split(".")[0].isdigit() for name in inner):
@@ -213,14 +213,15 @@ def _refuse_module(module: str, entry: str, tensor_shapes: Shapes, model_type: s
             f"lora.modules_to_save: {entry!r} matches {module}, a list of layers, which peft cannot"
             f" copy; name its layers, e.g. {module.rpartition('.')[2]}.0"
         )
-    parts = ("shared", "encoder.embed_tokens", "decoder.embed_tokens")
-    if model_type == "t5" and any(f"{part}.".startswith(f"{module}.") for part in parts):
+    shared = {*family.tied, *family.tied.values()}
+    parts = [name for name in shared if not HEAD.search(name)] if family.is_encoder_decoder else []
+    if any(part.startswith(f"{module}.") for part in parts):
         raise ConfigError(
-            f"lora.modules_to_save: {entry!r} matches {module}, but a T5's encoder and decoder"
-            " share their embeddings, of which peft trains copies apart, or none; to train rows use"
-            " tokenizer.add_tokens or lora.trainable_token_indices"
+            f"lora.modules_to_save: {entry!r} matches {module}, but the encoder and decoder of"
+            f" {family.model_type} share their embeddings, of which peft trains copies apart, or"
+            " none; to train rows use tokenizer.add_tokens or lora.trainable_token_indices"
         )
-    is_tied = f"{module}.weight" in ties(tensor_shapes, model_type)
+    is_tied = f"{module}.weight" in ties(tensor_shapes, family)
     if is_tied and f"{module}.bias" in tensor_shapes:
         raise ConfigError(
             f"lora.modules_to_save: {entry!r} matches {module}, whose weight is tied to the"
@@ -239,14 +240,14 @@ def _refuse_copied_adapter(module: str, copies: dict[str, str]) -> None:
             )
 
 
-def _copied_shapes(tensor_shapes: Shapes, copies: dict[str, str], model_type: str) -> Shapes:
+def _copied_shapes(tensor_shapes: Shapes, copies: dict[str, str], family: ModelFamily) -> Shapes:
     copied = {
         f"{module}{COPY}{name[len(module) + 1 :]}": shape
         for module in copies
         for name, shape in tensor_shapes.items()
         if name.startswith(f"{module}.")
     }
-    for name, source in ties(tensor_shapes, model_type).items():  # the head of a T5
+    for name, source in ties(tensor_shapes, family).items():  # the head of an encoder-decoder
         if (module := name.removesuffix(".weight")) in copies:
             copied[f"{module}{COPY}weight"] = tensor_shapes[source]
     return copied

@@ -24,6 +24,21 @@ MULTIPLE: dict[Device, int] = {"cpu": 1, "cuda": 8}  # to which the collator pad
 
 
 @dataclass(frozen=True)
+class ModelFamily:
+    """What the parameters of a model are, beside their names and shapes."""
+
+    model_type: str = ""
+    # last names of the linear layers, without the output head
+    linear: tuple[str, ...] = ()
+    # those of `linear` that transformers would quantise; None: layers of one name differ
+    quantizable: tuple[str, ...] | None = ()
+    # name of a tied parameter -> the name that named_parameters() gives it
+    tied: Mapping[str, str] = field(default_factory=dict)
+    is_encoder_decoder: bool = False
+    has_conv1d: bool = False  # matrices are (in, out)
+
+
+@dataclass(frozen=True)
 class ModelSize:
     """A model's Hugging Face config and what counting its parameters gives (no weights, no
     torch)."""
@@ -35,10 +50,11 @@ class ModelSize:
     lora_parameters: int = 0  # part of trainable_parameters
     lora_bytes: int = 0  # of lora_parameters: copies of modules have model.dtype
     tied_copy_bytes: int = 0  # of the copy of tied embeddings, which PEFT writes for the head too
+    family: ModelFamily = ModelFamily()
 
     @property
     def is_encoder_decoder(self) -> bool:
-        return self.config["model_type"] == "t5"
+        return self.family.is_encoder_decoder
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launch.schema.machine import GIB
+from launch.schema.plan import ModelFamily
 
 
 @dataclass(frozen=True)
@@ -257,6 +258,14 @@ class RunResult:
     # the minimum of the job's bytes and the free bytes together while it ran; 0: not measured
     host_left_bytes: int = 0
     unkillable: tuple[int, ...] = ()  # processes of the run that still exist
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """The parameters of a model as named_parameters() gives them, and its family."""
+
+    parameters: dict[str, tuple[int, ...]]
+    family: ModelFamily
 
 
 @dataclass(frozen=True)

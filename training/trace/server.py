@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 
 from launch.base import modules
 from launch.base.files import write_atomic
+from launch.predict import parameters
 from launch.schema.plan import PAGED, Born, DataFormat, MemoryEstimate, ModelSize, Plan, Strategy
 from launch.schema.recipe import Recipe
 
@@ -82,9 +83,7 @@ def _shared(recipe: Recipe, plan: Plan, question: dict[str, Any], plain: dict[An
     )
     if same not in plain:
         plain[same] = _traced(recipe, plan, question)
-    config, model_type = plan.shape.config, plan.shape.config["model_type"]
-    # transformers 5 ties every T5
-    tied = model_type == "t5" or config.get("tie_word_embeddings", model_type == "gpt2")
+    tied = parameters.ties_head(plan.shape.family)
     return sharded.shard_step(plain[same], recipe, strategy, tied, question["bucket_elements"])
 
 

@@ -257,7 +257,6 @@ def _tracer(
     recorder: Recorder, recipe: Recipe, plan: Plan, strategy: Strategy, lengths: Sequence[int]
 ) -> _Tracer:
     """A trainer of a model without weights, whose parameters and layers the recorder watches."""
-    config = plan.shape.config
     with unset_fake_temporarily():
         quantization = recipe.quantized(plan.strategy.mixed_precision)
         of_model = recipe.model, plan.shape, recipe.lora, plan.lora_targets, quantization
@@ -311,7 +310,7 @@ def _tracer(
         source = target = -(-source // strategy.num_output_chunks) * strategy.num_output_chunks
     mask = "position_ids" if recipe.data.packing or tracer.flattens else "attention_mask"
     tracer.widths = {"input_ids": source, mask: source, "labels": target}
-    if config["model_type"] == "t5":
+    if plan.shape.is_encoder_decoder:
         tracer.widths["decoder_input_ids"] = target
     return tracer
 

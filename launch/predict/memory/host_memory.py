@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from launch.data.files import shards
 from launch.predict.memory import malloc
+from launch.predict.parameters import ties_head
 from launch.probe.import_memory import Imports
 from launch.schema.data_section import DataSection
 from launch.schema.machine import MIB
@@ -92,11 +93,9 @@ class Job:
     def untied_bytes(self) -> int:
         """The output embedding, which exists for a moment before it is tied to the input's; not in
         a stored model, but, in float32, if LoRA copies its embedding."""
-        is_tied = self.model.config.get(
-            "tie_word_embeddings", self.model.config["model_type"] in ("gpt2", "t5")
-        )
         if copied := self.model.tied_copy_bytes // DTYPE_BYTES[self.recipe.model.dtype]:
             return copied * DTYPE_BYTES["float32"]
+        is_tied = ties_head(self.model.family)
         return self.embedding_bytes if is_tied and self.recipe.model.path is None else 0
 
     @property

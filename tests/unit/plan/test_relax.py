@@ -10,20 +10,23 @@ from launch.base.errors import DoesNotFit
 from launch.base.workspace import CODE
 from launch.plan import relax, resolve
 from launch.predict import model_config
+from launch.predict import parameters as predict_parameters
 from tests.builders import recipe_of
 
 LORA = {"r": 16, "lora_alpha": 32}
 
 
 def shapes_of(recipe):
-    return model_config.read(recipe.model, root=CODE)[1]
+    return model_config.read(recipe.model, root=CODE, cache=builders.CACHE)[1]
 
 
 def given_up(**sections):
     recipe = recipe_of(model={"shape": "llama-7b"}, **sections)
     return [
         {change.key: change.effective for change in changes}
-        for _, changes in relax.relaxations(recipe, shapes_of(recipe), "llama")
+        for _, changes in relax.relaxations(
+            recipe, shapes_of(recipe), predict_parameters.FAMILIES["llama"]
+        )
     ]
 
 
@@ -47,7 +50,9 @@ def test_four_bits_need_an_adapter():
 
 def test_a_change_names_what_was_asked_for_at_first():
     recipe = recipe_of(data={"max_length": 256}, allow=["data.max_length"])
-    *_, (last, changes) = relax.relaxations(recipe, shapes_of(recipe), "t5")
+    *_, (last, changes) = relax.relaxations(
+        recipe, shapes_of(recipe), predict_parameters.FAMILIES["t5"]
+    )
     assert last.data.max_length == 64
     assert [(change.requested, change.effective) for change in changes] == [("256", "64")]
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from launch.base.errors import ConfigError
 from launch.plan import context as plan_context
 from launch.predict import optimizers
+from launch.predict import parameters as predict_parameters
 from launch.schema.model_sections import LoraSection, ModelSection, QuantizationSection
 from launch.schema.plan import ModelSize
 from tests import builders
@@ -53,7 +54,13 @@ def types_of(network: torch.nn.Module) -> dict[str, tuple[torch.Size, torch.dtyp
 def states_of(name: str, lora: LoraSection, dtype: str, quantization=None):
     kind = config_of(name)["model_type"]
     return optimizers.model_state(
-        shapes_of(name), (), lora, kind, "adamw_torch", dtype, quantization
+        shapes_of(name),
+        (),
+        lora,
+        predict_parameters.FAMILIES[kind],
+        "adamw_torch",
+        dtype,
+        quantization,
     )
 
 

@@ -67,8 +67,8 @@ def judged(recipe: Recipe, eval_samples: int = 24) -> tuple[Strategy, MemoryEsti
 def exactly_judged(
     recipe: Recipe, eval_samples: int = 24, file: Path = RECORDED
 ) -> tuple[Strategy, Judged]:
-    config, parameters = model_config.read(recipe.model, root=CODE)
-    context = plan_context.build(recipe, CARD, config, parameters, DATA_FORMAT)
+    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=builders.CACHE)
+    context = plan_context.build(recipe, CARD, config, parameters, family, DATA_FORMAT)
     candidate = replace(plan(recipe, CARD).strategy, per_device_eval_batch_size=eval_samples)
     traced = replace(context, traces=Recorded(file))  # type: ignore[arg-type]  asked as Traces is
     return candidate, estimate.judge(traced, candidate)

@@ -129,7 +129,9 @@ def test_freezing_and_lora_are_counted():
         94_396_032,
         0,
     )
-    adapted = builders.model_size(ModelSection(shape="llama-tiny"), LoraSection(r=2), root=ROOT)
+    adapted = builders.model_size(
+        ModelSection(shape="llama-tiny"), LoraSection(r=2), root=ROOT, cache=builders.CACHE
+    )
     assert adapted.parameters == 254_272
     assert (
         adapted.trainable_parameters
@@ -139,14 +141,18 @@ def test_freezing_and_lora_are_counted():
 
 
 def test_the_vocabulary_really_used_replaces_the_shapes_own():
-    shape = builders.model_size(ModelSection(shape="llama-tiny"), None, 1000, root=ROOT)
+    shape = builders.model_size(
+        ModelSection(shape="llama-tiny"), None, 1000, root=ROOT, cache=builders.CACHE
+    )
     assert shape.config["vocab_size"] == 1000
     assert shape.parameters == 254_272 - 1048 * 64
 
 
 @pytest.mark.parametrize("family", ["t5", "llama", "gpt2", "sharded", "mamba"])
 def test_a_folder_has_the_parameters_that_transformers_loads(saved, family):
-    config, read = model_config.read(ModelSection(path=str(saved / family)), root=ROOT)
+    config, read, _ = model_config.read(
+        ModelSection(path=str(saved / family)), root=ROOT, cache=builders.CACHE
+    )
     assert read == loaded_shapes(saved / family)
     assert config == json.loads((saved / family / "config.json").read_text())
     assert load_folder(saved / family).name == family
@@ -180,7 +186,9 @@ def test_another_vocabulary_for_weights_of_a_known_type_resizes_the_embedding(fo
 def test_weights_of_a_bare_model_are_known_without_their_prefix(tmp_path):
     GPT2Model(AutoConfig.for_model(**GPT2)).save_pretrained(tmp_path / "bare")
     assert "wte.weight" in load_file(tmp_path / "bare" / "model.safetensors")
-    _, read = model_config.read(ModelSection(path=str(tmp_path / "bare")), root=ROOT)
+    _, read, _ = model_config.read(
+        ModelSection(path=str(tmp_path / "bare")), root=ROOT, cache=builders.CACHE
+    )
     assert read == loaded_shapes(tmp_path / "bare")
 
 
@@ -192,10 +200,12 @@ def test_a_tied_pair_that_is_stored_twice_counts_twice_only_where_it_differs(
     folder = Path(shutil.copytree(saved / family, tmp_path / family))
     tensors = load_file(folder / "model.safetensors")
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
-    tensors["lm_head.weight"] = tensors[parameters.TIED[model_type]["lm_head.weight"]].clone()
+    tensors["lm_head.weight"] = tensors[
+        parameters.FAMILIES[model_type].tied["lm_head.weight"]
+    ].clone()
     tensors["lm_head.weight"][-1, -1] += differs
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    _, read = model_config.read(ModelSection(path=str(folder)), root=ROOT)
+    _, read, _ = model_config.read(ModelSection(path=str(folder)), root=ROOT, cache=builders.CACHE)
     assert read == loaded_shapes(folder)
     assert ("lm_head.weight" in read) == differs
 

@@ -75,7 +75,9 @@ def targets_of(name: str, lora: LoraSection) -> tuple[str, ...]:
     shapes, kind = shapes_of(name), config_of(name)["model_type"]
     return tuple(
         target
-        for target in trained_parameters.lora_targets(shapes, lora, kind)
+        for target in trained_parameters.lora_targets(
+            shapes, lora, predict_parameters.FAMILIES[kind]
+        )
         if any(full.endswith(f".{target}.weight") for full in shapes)
     )
 
@@ -115,10 +117,12 @@ def test_copies_and_states_are_those_of_peft(name, modules, dtype, use_dora):
     assert {n: (p.shape, p.dtype) for n, p in trained_of(ours).items()} == {
         n: (p.shape, p.dtype) for n, p in trained_of(theirs).items()
     }
-    counted = trained_parameters.count(shapes, (), lora, kind)
+    counted = trained_parameters.count(shapes, (), lora, predict_parameters.FAMILIES[kind])
     trainable, total = theirs.get_nb_trainable_parameters()
     assert counted == (total - trainable, trainable, trainable)
-    predicted = trained_parameters.trainable_shapes(shapes, (), lora, kind)
+    predicted = trained_parameters.trainable_shapes(
+        shapes, (), lora, predict_parameters.FAMILIES[kind]
+    )
     real = {
         part.replace("base_model.model.", "").replace(".default", ""): tensor
         for part, tensor in trained_of(theirs).items()
@@ -126,7 +130,9 @@ def test_copies_and_states_are_those_of_peft(name, modules, dtype, use_dora):
     assert predicted.keys() == real.keys()
     for part in filter(lambda part: "lora_" not in part, predicted):
         assert predicted[part] == real[part].shape  # of adapters on a Conv1D the sum is the same
-    estimate = optimizers.model_state(shapes, (), lora, kind, "adamw_torch", dtype)
+    estimate = optimizers.model_state(
+        shapes, (), lora, predict_parameters.FAMILIES[kind], "adamw_torch", dtype
+    )
     trained = list(trained_of(ours).values())
     assert estimate.weights_bytes == sum(part.nbytes for part in ours.parameters())
     ours(**batch(name)).loss.backward()
@@ -161,7 +167,9 @@ def test_states_of_other_optimizers_are_those_that_the_trainer_makes(name, modul
         if isinstance(value, torch.Tensor) and value.ndim
     }
     kind = config_of(name)["model_type"]
-    estimate = optimizers.model_state(shapes_of(name), (), lora, kind, optim, "float32")
+    estimate = optimizers.model_state(
+        shapes_of(name), (), lora, predict_parameters.FAMILIES[kind], optim, "float32"
+    )
     assert estimate.optimizer_bytes == sum(tensors.values())
 
 
@@ -177,7 +185,13 @@ def test_qlora_holds_copies_of_what_is_not_in_4_bits(name, modules, dtype):
     made = build.from_shape(model, ModelSize("any", config, 0, 0), section)
     network = build.prepare_to_train(made, model, lora, targets_of(name, lora))
     estimate = optimizers.model_state(
-        shapes_of(name), (), lora, config["model_type"], "adamw_torch", dtype, section
+        shapes_of(name),
+        (),
+        lora,
+        predict_parameters.FAMILIES[config["model_type"]],
+        "adamw_torch",
+        dtype,
+        section,
     )
     tensors = [each for part in network.parameters() for each in (part, *four_bit.scales(part))]
     assert estimate.weights_bytes == sum(each.untyped_storage().nbytes() for each in tensors)
@@ -193,7 +207,16 @@ def test_a_copy_of_4_bit_weights_is_refused_and_no_way_to_fit(modules):
     with pytest.raises(ConfigError, match="its linear weights have 4 bits, and no gradients"):
         builders.plan(recipe)
     recipe = builders.recipe_of(model={"shape": "llama-tiny"}, lora=lora, allow=["quantization"])
-    assert list(relax.relaxations(recipe, shapes_of("llama"), "llama")) == []
+    assert (
+        list(
+            relax.relaxations(
+                recipe,
+                shapes_of("llama"),
+                predict_parameters.FAMILIES["llama"],
+            )
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(("name", "modules"), CASES)
@@ -270,13 +293,20 @@ def test_a_saved_adapter_loads_in_plain_peft_and_merges(name, modules, tmp_path)
 def test_modules_that_cannot_be_copied_are_refused(name, section, message):
     lora = LoraSection(r=4, **section)
     with pytest.raises(ConfigError, match=message):
-        trained_parameters.count(shapes_of(name), (), lora, config_of(name)["model_type"])
+        trained_parameters.count(
+            shapes_of(name), (), lora, predict_parameters.FAMILIES[config_of(name)["model_type"]]
+        )
 
 
 def test_a_module_is_not_frozen_and_trained():
     with pytest.raises(ConfigError, match=r"model.freeze freezes lm_head, which lora.modules_to"):
         lora = LoraSection(r=4, modules_to_save=("lm_head",))
-        trained_parameters.count(shapes_of("llama"), ("lm_head",), lora, "llama")
+        trained_parameters.count(
+            shapes_of("llama"),
+            ("lm_head",),
+            lora,
+            predict_parameters.FAMILIES["llama"],
+        )
 
 
 def test_half_precision_copies_are_not_trained_under_fp16_autocast():
@@ -302,7 +332,12 @@ def test_rows_are_trained_only_of_embeddings_that_are_not_copied():
         "model.embed_tokens.modules_to_save.default.weight",
         "lm_head.token_adapter.trainable_tokens_delta.default",
     ]
-    counted = trained_parameters.count(shapes_of("llama"), (), lora, "llama")
+    counted = trained_parameters.count(
+        shapes_of("llama"),
+        (),
+        lora,
+        predict_parameters.FAMILIES["llama"],
+    )
     assert counted[1] == sum(part.numel() for part in trained_of(network).values())
 
 
@@ -319,7 +354,9 @@ def test_the_plan_names_the_modules(name, modules, notes):
     lora = LoraSection(r=4, modules_to_save=modules)
     recipe = builders.recipe_of().model_copy(update={"lora": lora})
     model_type = config_of(name)["model_type"]
-    lines = plan_context.copied_modules(recipe, shapes_of(name), model_type)
+    lines = plan_context.copied_modules(
+        recipe, shapes_of(name), predict_parameters.FAMILIES[model_type]
+    )
     assert len(lines) == len(notes)
     assert all(note in line for note, line in zip(notes, lines, strict=True))
 

@@ -36,7 +36,9 @@ TOKENS = (5, 9, 17)
     ],
 )
 def test_trained_tokens_have_the_parameters_that_peft_trains(name, changes, matrices):
-    config, _ = model_config.read(ModelSection(shape=name), root=builders.CODE)
+    config, _, _ = model_config.read(
+        ModelSection(shape=name), root=builders.CODE, cache=builders.CACHE
+    )
     config = {**config, **changes}
     shapes = predict_parameters.parameters_by_name(config)
     lora = LoraSection(r=4, trainable_token_indices=TOKENS)
@@ -44,16 +46,22 @@ def test_trained_tokens_have_the_parameters_that_peft_trains(name, changes, matr
     section = ModelSection(shape=name, dtype="bfloat16")
     targets = tuple(
         target
-        for target in trained_parameters.lora_targets(shapes, lora, kind)
+        for target in trained_parameters.lora_targets(
+            shapes, lora, predict_parameters.FAMILIES[kind]
+        )
         if any(full.endswith(f".{target}.weight") for full in shapes)
     )
     network = build.without_weights(section, ModelSize(name, config, 0, 0), lora, targets)
     trained = [tensor for tensor in network.parameters() if tensor.requires_grad]
-    total, trainable, _ = trained_parameters.count(shapes, (), lora, kind)
+    total, trainable, _ = trained_parameters.count(
+        shapes, (), lora, predict_parameters.FAMILIES[kind]
+    )
     assert trainable == sum(tensor.numel() for tensor in trained)
     assert total + trainable == sum(tensor.numel() for tensor in network.parameters())
     assert {tensor.dtype for tensor in trained} == {torch.float32}  # LORA_BYTES
-    without = trained_parameters.count(shapes, (), LoraSection(r=4), kind)[1]
+    without = trained_parameters.count(
+        shapes, (), LoraSection(r=4), predict_parameters.FAMILIES[kind]
+    )[1]
     width = shapes[predict_parameters.embedding(shapes)][1]
     assert trainable - without == matrices * len(TOKENS) * width
 
@@ -97,7 +105,9 @@ def folder(tmp_path_factory):
 
 
 def read_model(recipe: Recipe, cache) -> new_tokens.ModelFacts:
-    config, parameters = model_config.read(recipe.model, root=builders.CODE)
+    config, parameters, _ = model_config.read(
+        recipe.model, root=builders.CODE, cache=builders.CACHE
+    )
     return new_tokens.with_tokens(recipe, config, parameters, cache)
 
 

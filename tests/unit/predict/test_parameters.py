@@ -95,7 +95,10 @@ def test_named_shapes_have_the_published_sizes(name, parameters):
     config = config_of(name)
     assert (
         trained_parameters.count(
-            predict_parameters.parameters_by_name(config), (), None, config["model_type"]
+            predict_parameters.parameters_by_name(config),
+            (),
+            None,
+            predict_parameters.FAMILIES[config["model_type"]],
         )[0]
         == parameters
     )
@@ -105,7 +108,10 @@ def test_named_shapes_have_the_published_sizes(name, parameters):
 def test_the_comment_of_a_named_shape_states_its_exact_size(name):
     config = config_of(name)
     parameters = trained_parameters.count(
-        predict_parameters.parameters_by_name(config), (), None, config["model_type"]
+        predict_parameters.parameters_by_name(config),
+        (),
+        None,
+        predict_parameters.FAMILIES[config["model_type"]],
     )[0]
     assert f"# {parameters:,} parameters at vocabulary {config['vocab_size']:,}." in (
         MODELS / f"{name}.yaml"
@@ -259,7 +265,9 @@ def test_a_size_that_is_none_is_named(config, message):
 
 def test_sft_of_the_chinese_t5_trains_its_decoder():
     shapes = predict_parameters.parameters_by_name(config_of("t5-chatlm-0.2b"))
-    assert trained_parameters.count(shapes, ("shared", "encoder"), None, "t5") == (
+    assert trained_parameters.count(
+        shapes, ("shared", "encoder"), None, predict_parameters.FAMILIES["t5"]
+    ) == (
         187_692_288,
         94_396_032,
         0,
@@ -287,7 +295,10 @@ def test_freezing_leaves_the_parameters_that_it_does_not_name(name, freeze):
         parameter.numel() for parameter in model.parameters() if parameter.requires_grad
     )
     counted = trained_parameters.count(
-        predict_parameters.parameters_by_name(config), freeze, None, config["model_type"]
+        predict_parameters.parameters_by_name(config),
+        freeze,
+        None,
+        predict_parameters.FAMILIES[config["model_type"]],
     )
     assert counted == (model.num_parameters(), trainable, 0)
 
@@ -296,7 +307,9 @@ def test_a_prefix_freezes_whole_modules_only():
     shapes = predict_parameters.parameters_by_name(
         config_of("gpt2-small")
     )  # h.1 is not h.10 or h.11
-    _, trainable, _ = trained_parameters.count(shapes, ("transformer.h.1",), None, "gpt2")
+    _, trainable, _ = trained_parameters.count(
+        shapes, ("transformer.h.1",), None, predict_parameters.FAMILIES["gpt2"]
+    )
     assert 124_439_808 - trainable == 7_087_872
 
 
@@ -312,7 +325,10 @@ def test_a_prefix_freezes_whole_modules_only():
 def test_a_frozen_module_that_does_not_exist_is_an_error_with_the_nearest(freeze, message):
     with pytest.raises(ConfigError, match=message):
         trained_parameters.count(
-            predict_parameters.parameters_by_name(config_of("t5-tiny")), (freeze,), None, "t5"
+            predict_parameters.parameters_by_name(config_of("t5-tiny")),
+            (freeze,),
+            None,
+            predict_parameters.FAMILIES["t5"],
         )
 
 
@@ -322,7 +338,7 @@ def test_freezing_everything_is_an_error():
             predict_parameters.parameters_by_name(config_of("t5-tiny")),
             ("shared", "encoder", "decoder"),
             None,
-            "t5",
+            predict_parameters.FAMILIES["t5"],
         )
 
 
@@ -349,7 +365,7 @@ def test_lora_has_the_parameters_that_peft_adds(name, targets, r, use_dora):
     )
     shapes = predict_parameters.parameters_by_name(config)
     parameters, trainable, lora_parameters = trained_parameters.count(
-        shapes, (), lora, config["model_type"]
+        shapes, (), lora, predict_parameters.FAMILIES[config["model_type"]]
     )
     real_trainable, real_total = real.get_nb_trainable_parameters()
     assert (parameters + lora_parameters, trainable, lora_parameters) == (
@@ -370,7 +386,7 @@ def test_lora_on_a_gated_t5_and_on_qwen_has_the_parameters_that_peft_adds():
             predict_parameters.parameters_by_name(config),
             (),
             LoraSection(r=4),
-            config["model_type"],
+            predict_parameters.FAMILIES[config["model_type"]],
         )
         assert counted[2] == real.get_nb_trainable_parameters()[0]
 
@@ -387,7 +403,10 @@ def test_a_lora_target_that_matches_nothing_is_an_error_with_the_nearest(target,
     shapes = predict_parameters.parameters_by_name(config_of("llama-tiny"))
     with pytest.raises(ConfigError, match=message):
         trained_parameters.count(
-            shapes, (), LoraSection(target_modules=("q_proj", target)), "llama"
+            shapes,
+            (),
+            LoraSection(target_modules=("q_proj", target)),
+            predict_parameters.FAMILIES["llama"],
         )
 
 
@@ -420,8 +439,12 @@ def test_all_linear_has_the_parameters_that_peft_adds(name):
 def assert_all_linear(config: dict, lora: LoraSection) -> None:
     model = meta_model(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-    counted = trained_parameters.count(shapes, (), lora, config["model_type"])[2]
-    targets = trained_parameters.lora_targets(shapes, lora, config["model_type"])
+    counted = trained_parameters.count(
+        shapes, (), lora, predict_parameters.FAMILIES[config["model_type"]]
+    )[2]
+    targets = trained_parameters.lora_targets(
+        shapes, lora, predict_parameters.FAMILIES[config["model_type"]]
+    )
     real = get_peft_model(
         model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     )
@@ -485,7 +508,12 @@ def test_full_training_states_are_those_of_the_real_optimizer(optim, name, dtype
     config = config_of(name)
     model = real_model(config, getattr(torch, dtype))
     estimate = optimizers.model_state(
-        predict_parameters.parameters_by_name(config), (), None, config["model_type"], optim, dtype
+        predict_parameters.parameters_by_name(config),
+        (),
+        None,
+        predict_parameters.FAMILIES[config["model_type"]],
+        optim,
+        dtype,
     )
     assert estimate.weights_bytes == parameter_bytes(model, trainable_only=False)
     optimizer = one_step(model, optim, tmp_path)
@@ -504,7 +532,9 @@ def test_frozen_training_states_are_those_of_the_real_optimizer(optim, dtype, tm
     for prefix in ("shared", "encoder"):
         model.get_submodule(prefix).requires_grad_(False)
     shapes = predict_parameters.parameters_by_name(config)
-    estimate = optimizers.model_state(shapes, ("shared", "encoder"), None, "t5", optim, dtype)
+    estimate = optimizers.model_state(
+        shapes, ("shared", "encoder"), None, predict_parameters.FAMILIES["t5"], optim, dtype
+    )
     assert estimate.weights_bytes == parameter_bytes(model, trainable_only=False)
     assert estimate.gradients_bytes == parameter_bytes(model, trainable_only=True)
     assert estimate.optimizer_bytes == state_bytes(one_step(model, optim, tmp_path))
@@ -524,7 +554,7 @@ def test_lora_states_are_those_of_the_real_optimizer(optim, name, dtype, tmp_pat
     shapes = predict_parameters.parameters_by_name(config)
     estimate = optimizers.model_state(
         *(shapes, (), LoraSection(r=16, use_dora=use_dora)),
-        *(config["model_type"], optim, dtype),
+        *(predict_parameters.FAMILIES[config["model_type"]], optim, dtype),
     )
     assert estimate.weights_bytes == parameter_bytes(model, trainable_only=False)
     assert estimate.gradients_bytes == parameter_bytes(model, trainable_only=True)
@@ -549,7 +579,7 @@ def test_an_optimizer_whose_states_are_not_known_is_refused(optim, message):
             predict_parameters.parameters_by_name(config_of("t5-tiny")),
             (),
             None,
-            "t5",
+            predict_parameters.FAMILIES["t5"],
             optim,
             "float32",
         )
@@ -558,7 +588,12 @@ def test_an_optimizer_whose_states_are_not_known_is_refused(optim, message):
 def test_a_7b_model_with_lora_holds_the_figures_worked_out_by_hand():
     shapes = predict_parameters.parameters_by_name(config_of("llama-7b"))
     estimate = optimizers.model_state(
-        shapes, (), LoraSection(r=32), "llama", "adamw_torch_fused", "bfloat16"
+        shapes,
+        (),
+        LoraSection(r=32),
+        predict_parameters.FAMILIES["llama"],
+        "adamw_torch_fused",
+        "bfloat16",
     )
     lora_parameters = 32 * 32 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
     assert estimate.weights_bytes == 2 * 6_738_415_616 + 4 * lora_parameters
@@ -598,7 +633,13 @@ def test_4_bit_weights_are_those_of_the_real_bitsandbytes(name, dtype, compute, 
     held = [tensor for one in made.parameters() for tensor in (one, *four_bit.scales(one))]
     assert len({tensor.untyped_storage().data_ptr() for tensor in held}) == len(held)
     estimate = optimizers.model_state(
-        shapes, (), LoraSection(r=4), kind, "adamw_torch", dtype, section
+        shapes,
+        (),
+        LoraSection(r=4),
+        predict_parameters.FAMILIES[kind],
+        "adamw_torch",
+        dtype,
+        section,
     )
     assert estimate.weights_bytes == sum(tensor.untyped_storage().nbytes() for tensor in held)
     assert estimate.gradients_bytes == parameter_bytes(made, trainable_only=True)
@@ -616,7 +657,13 @@ def test_a_7b_model_in_4_bits_holds_the_figures_worked_out_by_hand():
     shapes = predict_parameters.parameters_by_name(config_of("llama-7b"))
     section = QuantizationSection(load_in_4bit=True, bnb_4bit_compute_dtype="bfloat16")
     estimate = optimizers.model_state(
-        shapes, (), LoraSection(r=32), "llama", "adamw_torch_fused", "bfloat16", section
+        shapes,
+        (),
+        LoraSection(r=32),
+        predict_parameters.FAMILIES["llama"],
+        "adamw_torch_fused",
+        "bfloat16",
+        section,
     )
     linear = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
     rest = 6_738_415_616 - linear

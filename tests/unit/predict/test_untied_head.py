@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from launch.base.errors import ConfigError
 from launch.predict import model_config, trained_parameters
+from launch.predict import parameters as predict_parameters
 from launch.schema.model_sections import ModelSection
 from launch.schema.plan import ModelSize
 from tests import builders
@@ -33,14 +34,16 @@ def section_of(folder: Path, tied: bool | None) -> ModelSection:
 def test_an_untied_head_begins_as_the_embeddings_and_is_trained_and_saved_apart(name, tmp_path):
     folder = folder_of(tmp_path / "base", name)
     section = section_of(folder, False)
-    config, shapes = model_config.read(section, root=CODE)
+    config, shapes, _ = model_config.read(section, root=CODE, cache=builders.CACHE)
     plain = AutoModelForCausalLM.from_pretrained(folder)
     network = build.from_folder(section, None, torch.device("cpu"))
     assert {key: tuple(part.shape) for key, part in network.named_parameters()} == shapes
     assert sum(part.numel() for part in network.parameters()) == (
         sum(part.numel() for part in plain.parameters()) + plain.lm_head.weight.numel()
     )
-    counts = trained_parameters.count(shapes, (), None, config["model_type"])
+    counts = trained_parameters.count(
+        shapes, (), None, predict_parameters.FAMILIES[config["model_type"]]
+    )
     meta = build.without_weights(section, ModelSize("any", config, *counts), None, ())
     assert {key: part.shape for key, part in meta.named_parameters()} == {
         key: part.shape for key, part in network.named_parameters()
@@ -67,7 +70,8 @@ def test_a_key_that_says_what_the_config_says_changes_nothing(tmp_path):
     for name, tied in (("tied", True), ("llama", False)):
         folder = folder_of(tmp_path / name, name)
         plain, named = (
-            model_config.read(section_of(folder, asked), root=CODE) for asked in (None, tied)
+            model_config.read(section_of(folder, asked), root=CODE, cache=builders.CACHE)
+            for asked in (None, tied)
         )
         assert named[1] == plain[1]
         network = build.from_folder(section_of(folder, tied), None, torch.device("cpu"))
@@ -85,7 +89,9 @@ def test_a_key_that_says_what_the_config_says_changes_nothing(tmp_path):
 )
 def test_heads_that_cannot_be_tied_or_untied_are_refused(name, tied, words, tmp_path):
     with pytest.raises(ConfigError, match=words):
-        model_config.read(section_of(folder_of(tmp_path, name), tied), root=CODE)
+        model_config.read(
+            section_of(folder_of(tmp_path, name), tied), root=CODE, cache=builders.CACHE
+        )
 
 
 def test_an_adapter_on_a_folder_has_no_head_of_its_own():
@@ -99,6 +105,6 @@ def test_an_adapter_on_a_folder_has_no_head_of_its_own():
 def test_a_named_model_is_built_tied_or_untied():
     for tied in (True, False):
         section = ModelSection(shape="qwen2-0.5b", tie_word_embeddings=tied)
-        config, shapes = model_config.read(section, root=CODE)
+        config, shapes, _ = model_config.read(section, root=CODE, cache=builders.CACHE)
         assert config["tie_word_embeddings"] is tied
         assert ("lm_head.weight" in shapes) is not tied

@@ -132,8 +132,8 @@ def host_misses(oom_history: OomHistory, needed_bytes: int) -> str | None:
     """Of a plan on CPUs with so many predicted bytes of host RAM, where the budgets do not
     count."""
     recipe = recipe_of()
-    config, parameters = model_config.read(recipe.model, root=CODE)
-    context = plan_context.build(recipe, machine(), config, parameters, DATA_FORMAT)
+    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=builders.CACHE)
+    context = plan_context.build(recipe, machine(), config, parameters, family, DATA_FORMAT)
     context = replace(context, oom_history=oom_history, assume_fits=True)
     memory = MemoryEstimate(
         1, 1, 1, peak=Peak("backward", "mm", {"weights": 1}), host={"model": needed_bytes}

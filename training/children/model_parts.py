@@ -1,0 +1,94 @@
+"""Build the model of a config on the meta device, and print its ModelParts as JSON:
+`python -m training.children.model_parts` with the config as its input. A config of which
+transformers makes no model is named instead, with the exit code of a ConfigError."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections import defaultdict
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from launch.base import processes
+from launch.base.errors import ConfigError
+from launch.schema.model_sections import ModelSection, QuantizationSection
+from launch.schema.plan import ModelFamily, ModelSize
+from launch.schema.result import ModelParts
+from training.compat import transformers_private
+from training.model import build, four_bit
+
+
+def model_parts(config: dict[str, Any]) -> ModelParts:
+    """The parts of the model that transformers builds from a config. Raises ConfigError."""
+    try:
+        with torch.device("meta"):
+            model = build.from_shape(ModelSection(shape="meta"), ModelSize("meta", config, 0, 0))
+    # a config is read by each model type in its own way: what it raises is shown
+    except Exception as error:
+        cause = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(
+            f"transformers cannot build a {config['model_type']} from this config: {cause}"
+        ) from error
+    parameters = dict(model.named_parameters())
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    tied = {
+        name: names[id(parameter)]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name not in parameters
+    }
+    linear, quantizable = _linear_layers(model)
+    return ModelParts(
+        {name: tuple(parameter.shape) for name, parameter in parameters.items()},
+        ModelFamily(
+            config["model_type"],
+            linear,
+            quantizable,
+            tied,
+            bool(model.config.is_encoder_decoder),
+            any(isinstance(module, Conv1D) for module in model.modules()),
+        ),
+    )
+
+
+def _linear_layers(model: PreTrainedModel) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
+    """Last names of the linear layers without the output head, and of those that transformers would
+    quantise; None if it would quantise some layers of a name and not others. A name that other
+    modules with a matrix share is none of a linear layer: peft could not train all of them."""
+    head = model.get_output_embeddings()
+    is_linear: dict[str, dict[str, bool]] = defaultdict(dict)
+    for full_name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if weight is not None and weight.dim() == 2 and module is not head:
+            name = full_name.rpartition(".")[2]
+            is_linear[name][full_name] = isinstance(module, torch.nn.Linear | Conv1D)
+    linear = tuple(name for name, layers in is_linear.items() if all(layers.values()))
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return linear, ()
+    section = QuantizationSection(load_in_4bit=True, bnb_4bit_compute_dtype="bfloat16")
+    transformers_private.quantize_layers(model, four_bit.config(section))
+    quantized = {name for name, _ in four_bit.layers(model)}
+    shares = {name: quantized & layers.keys() for name, layers in is_linear.items()}
+    if any(share and share != is_linear[name].keys() for name, share in shares.items()):
+        return linear, None
+    return linear, tuple(name for name, share in shares.items() if share)
+
+
+def main() -> int:
+    processes.settle_process()
+    try:
+        parts = model_parts(json.loads(sys.stdin.read()))
+    except ConfigError as error:
+        sys.stdout.buffer.write(str(error).encode())
+        return error.exit_code
+    sys.stdout.buffer.write(TypeAdapter(ModelParts).dump_json(parts))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
