@@ -20,10 +20,10 @@ from training.trace.rewrite_log import (
     Landmarks,
     Rewriting,
     Weight,
+    behind_logits,
     embedding_gradient,
     input_embedding,
     later_gradients,
-    next_birth,
 )
 
 
@@ -248,7 +248,9 @@ def _forward(ranks: Ranks, groups: Groups, phase: range, spans: dict[Layer, rang
         ranks.leave(groups.layers[layer], span.stop)
         end = span.stop
     ranks.unshard(groups.outer, end, forward=True)
-    ranks.release("all-gather", _logits(ranks.rewriting, range(end, phase.stop), last=False))
+    ranks.release(
+        "all-gather", behind_logits(ranks.rewriting.log, range(end, phase.stop), last=False)
+    )
 
 
 def _backward(
@@ -262,7 +264,7 @@ def _backward(
     reduces = micro_step == len(marks.backwards) - 1
     order = [groups.embedding, *(groups.layers[layer] for layer in forwards)]
     loss = range(phase.start, min((span.start for span in backwards.values()), default=phase.stop))
-    ranks.gather(order[-1], _logits(ranks.rewriting, loss, last=True))
+    ranks.gather(order[-1], behind_logits(ranks.rewriting.log, loss, last=True))
     for layer, span in backwards.items():
         group = groups.layers[layer]
         if not groups.tied:  # the gradient of the final norm's input is complete
@@ -278,16 +280,3 @@ def _backward(
     ranks.leave_backward(groups.outer, phase.stop, phase, reduces)
     ranks.leave_backward(groups.embedding, phase.stop, phase, reduces)
     ranks.end(phase.stop)
-
-
-def _logits(rewriting: Rewriting, positions: range, last: bool) -> int:
-    """The position behind the first (`last`: the last) birth of logits, or of their gradient."""
-    events, blocks = rewriting.log.events, rewriting.log.blocks
-    births = [
-        position
-        for position in positions
-        if events[position].birth and blocks[events[position].block].kind == "logits"
-    ]
-    if not births:
-        return positions.stop
-    return next_birth(rewriting.log, births[-1 if last else 0], positions.stop)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from launch.schema.plan import Strategy
 from training.trace.recorder import Layer
-from training.trace.rewrite_log import Landmarks, Rewriting
+from training.trace.rewrite_log import Landmarks, Rewriting, behind_logits
 
 # elements; smaller weights stay gathered (DeepSpeedZeroConfig param_persistence_threshold)
 PERSISTENT = 100_000
@@ -60,7 +60,7 @@ class Gathered:
         self.inflight: dict[int, Bundle] = {}
 
     def record(self, uses: list[Use], end: int) -> None:
-        """Write the collectives of the run's first forward and backward, which record the order of
+        """Write the collectives of the run's first forward, or backward, which records the order of
         modules: nothing is gathered ahead, and each use drops its weight."""
         for index, use in enumerate(uses):
             if self.sizes[use.weight] > PERSISTENT:
@@ -204,11 +204,18 @@ def rewrite(
     for micro_step, (forward, backward, (forwards, backwards)) in enumerate(
         zip(marks.forwards, marks.backwards, marks.spans, strict=True)
     ):
-        uses = [*_forward(marks, forward, forwards), *_backward(marks, backward, backwards)]
+        uses = _forward(marks, forward, forwards)
         if is_first and micro_step == 0:
-            gathered().record(uses, backward.stop)
+            log, layers_end = rewriting.log, max(use.position for use in uses)
+            loss_end = min((span.start for span in backwards.values()), default=backward.stop)
+            logits = behind_logits(log, range(layers_end, forward.stop), last=False)
+            gathered().record(uses, logits)
+            gradient = behind_logits(log, range(backward.start, loss_end), last=True)
+            gathered().record(
+                _backward(marks, range(gradient, backward.stop), backwards), backward.stop
+            )
         else:
-            gathered().run(uses, [], backward.stop)
+            gathered().run([*uses, *_backward(marks, backward, backwards)], [], backward.stop)
     phase, spans = marks.evaluation
     if phase:
         training = _backward(marks, marks.backwards[0], marks.spans[0][1])
