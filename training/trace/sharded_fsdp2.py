@@ -129,14 +129,14 @@ class Ranks:
         """Copy gradients into a single block of the parameters' own precision, free them, and keep
         a part of that block."""
         rewriting = self.rewriting
-        held = next(  # the gradient of the last parameter, by a variable of the loop over them
+        last = next(  # the gradient of the last parameter, by a variable of the loop over them
             (each for each in group.gradients if each.bytes == group.last_bytes), None
         )
         total = self.wider * sum(gradient.bytes for gradient in group.gradients)
         self._lagging["reduce-scatter"] = self._born(total, "reduce-scatter input", position, group)
         for gradient in group.gradients:
             rewriting.blocks[gradient.block].kind = "gradients"
-            if gradient is not held:
+            if gradient is not last:
                 rewriting.dies(self.accumulated.pop(gradient, gradient.block), position)
         shard = self._born(
             total / self.num_processes, "reduce-scatter", position, group, REDUCES, "gradients"
@@ -144,8 +144,8 @@ class Ranks:
         if self.gloo:  # ProcessGroupGloo all-reduces a copy
             self.release("gloo", position)
             self._lagging["gloo"] = self._born(total, "gloo reduce-scatter", position, group)
-        if held is not None:
-            rewriting.dies(self.accumulated.pop(held, held.block), position)
+        if last is not None:
+            rewriting.dies(self.accumulated.pop(last, last.block), position)
         rewriting.dies(shard, max(gradient.dies for gradient in group.gradients))
 
     def _born(
