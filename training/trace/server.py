@@ -124,7 +124,7 @@ def _write(log: Any, turns: dict[str, Any], folder: Path, name: str) -> None:
 
 
 def _content(log: Any) -> dict[str, Any]:
-    """What a replay needs of a log."""
+    """Reduce a log to the parts that a replay needs."""
     from training.trace.recorder import UPDATE
 
     blocks = [[block.fixed_bytes, block.sample_bytes, _born(block)] for block in log.blocks]
