@@ -316,11 +316,13 @@ def _update(
                 ),
             )
             rewriting.dies(narrow, position)
+        for block in () if share.overlaps else slice_gradients:
+            rewriting.dies(block, position)
         temporary_bytes = share.slice * MASTER_BYTES * _temporaries(rewriting.log, share)
         rewriting.dies(rewriting.born(temporary_bytes, "optimizer", "update", end), end)
         rewriting.dies(flat, end)
-        for block in slice_gradients:  # the first step makes its states beside them
-            rewriting.dies(block, end)
+        for block in slice_gradients if share.overlaps else ():
+            rewriting.dies(block, end)  # the first step makes its states beside them
     # ProcessGroupGloo gathers into a tensor of its own
     if strategy.launch_mode.zero_stage < 3 and strategy.backend == "gloo":
         rewriting.passes(share.trained * share.element_bytes, "gloo all-gather", end)
