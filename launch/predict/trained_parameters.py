@@ -178,8 +178,8 @@ def saved_modules(tensor_shapes: Shapes, lora: LoraSection, family: ModelFamily)
     them. As in peft, an entry names every module whose name ends with it.
 
     An output head that is tied to the embedding stands for it, except in an encoder-decoder.
-    Source: peft 0.21 utils/other.py _set_trainable, tuners/lora/model.py _add_modules_to_save_to_tie.
-    Raises ConfigError."""
+    Source: peft 0.21 utils/other.py _set_trainable, tuners/lora/model.py
+    _add_modules_to_save_to_tie. Raises ConfigError."""
     tied = ties(tensor_shapes, family)
     modules = modules_of({**tensor_shapes, **dict.fromkeys(tied, ())})
     copies: dict[str, str] = {}

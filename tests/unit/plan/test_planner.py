@@ -21,7 +21,7 @@ from launch.render import command
 from launch.report import text
 from launch.run_folder.layout import RunDir
 from launch.schema.machine import GIB, CardFigures, Link, Machine
-from tests.builders import CODE, DATA_FORMAT, gpu, machine, plan, recipe_of
+from tests.builders import CACHE, CODE, DATA_FORMAT, gpu, machine, plan, recipe_of
 from training.loop import arguments
 
 
@@ -208,7 +208,7 @@ RTX_3080 = CardFigures(gpu().name, 300 << 20, "selfcheck", 5.5e13, 12e9)
 )
 def test_the_plan_says_which_of_its_figures_were_measured_on_this_machine(card, margin, line):
     recipe = recipe_of()
-    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=builders.CACHE)
+    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
     context = replace(
         plan_context.build(recipe, machine(1), config, parameters, family, DATA_FORMAT),
         import_memory=replace(ASSUMED, card=card),
@@ -244,7 +244,7 @@ def test_ranks_that_are_running_and_a_number_that_was_asked_for_have_to_agree():
 @pytest.mark.parametrize(("share", "budget"), [(1.0, 18.05), (0.5, 10.5), (0.95, 18.05)])
 def test_the_users_share_of_a_card_limits_the_budget_too(share, budget):
     recipe, on = recipe_of(launch={"vram_fraction": 0.95}), machine(1)
-    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=builders.CACHE)
+    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
     context = plan_context.build(recipe, on, config, parameters, family, DATA_FORMAT)
     context = replace(context, allocator=AllocatorConfig(per_process_memory_fraction=share))
     strategy = plan(recipe, on).strategy
@@ -264,7 +264,7 @@ def test_segments_grow_where_rows_differ_in_length(facts, packing, settings):
     recipe = recipe_of(
         data={"packing": packing}, launch={"mode": "single_gpu"}, training={"bf16": True}
     )
-    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=builders.CACHE)
+    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
     context = plan_context.build(recipe, machine(1), config, parameters, family, DATA_FORMAT)
     chosen = planner.choose(replace(context, **facts), LaunchConstraints()).plan
     assert chosen.allocator_settings == settings
@@ -462,7 +462,7 @@ def test_a_rate_scales_from_a_batch_by_a_rule_and_not_with_one_of_them(training)
 
 def test_by_tokens_the_longest_rows_are_judged_and_a_whole_step_of_short_ones():
     recipe = recipe_of(data={"train_file": "x", "max_length": 128, "batch_by_tokens": True})
-    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=builders.CACHE)
+    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
     context = plan_context.build(recipe, machine(), config, parameters, family, DATA_FORMAT)
     cut = plan(recipe, machine()).strategy
     asked, short = context.traced_steps(
@@ -500,7 +500,7 @@ def test_splits_by_tokens_share_the_trace_of_the_longest_rows_and_short_rows_are
             return None
 
     recipe = recipe_of(data={"train_file": "x", "max_length": 128, "batch_by_tokens": True})
-    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=builders.CACHE)
+    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
     asked = Asked()
     context = replace(
         plan_context.build(recipe, machine(), config, parameters, family, DATA_FORMAT), traces=asked

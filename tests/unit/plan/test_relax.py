@@ -11,13 +11,13 @@ from launch.base.workspace import CODE
 from launch.plan import relax, resolve
 from launch.predict import model_config
 from launch.predict import parameters as predict_parameters
-from tests.builders import recipe_of
+from tests.builders import CACHE, recipe_of
 
 LORA = {"r": 16, "lora_alpha": 32}
 
 
 def shapes_of(recipe):
-    return model_config.read(recipe.model, root=CODE, cache=builders.CACHE)[1]
+    return model_config.read(recipe.model, root=CODE, cache=CACHE)[1]
 
 
 def given_up(**sections):

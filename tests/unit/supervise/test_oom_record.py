@@ -16,7 +16,7 @@ from launch.schema.machine import GIB
 from launch.schema.plan import MemoryEstimate, Peak
 from launch.schema.result import Failure, RunResult
 from launch.supervise import oom_record
-from tests.builders import DATA_FORMAT, machine, plan, recipe_of
+from tests.builders import CACHE, DATA_FORMAT, machine, plan, recipe_of
 
 STRATEGY = plan().strategy
 HALF = replace(STRATEGY, per_device_train_batch_size=STRATEGY.per_device_train_batch_size // 2)
@@ -132,7 +132,7 @@ def host_misses(oom_history: OomHistory, needed_bytes: int) -> str | None:
     """Of a plan on CPUs with so many predicted bytes of host RAM, where the budgets do not
     count."""
     recipe = recipe_of()
-    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=builders.CACHE)
+    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
     context = plan_context.build(recipe, machine(), config, parameters, family, DATA_FORMAT)
     context = replace(context, oom_history=oom_history, assume_fits=True)
     memory = MemoryEstimate(
