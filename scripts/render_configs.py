@@ -34,8 +34,8 @@ def planned(machine_name: str, overrides: Sequence[str]) -> tuple[Machine, Recip
     """Plan sft_fast with overrides on a described machine, without its data."""
     machine = probe_machine.described(CODE / "configs" / "machines" / f"{machine_name}.yaml")
     recipe, changes = load.load("sft_fast", overrides, bool(machine.gpus))
-    config, parameters = model_config.read(recipe.model, root=CODE)
-    context = plan_context.build(recipe, machine, config, parameters, DATA)
+    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CODE / ".cache")
+    context = plan_context.build(recipe, machine, config, parameters, family, DATA)
     return machine, recipe, planner.choose(replace(context, changes=changes)).plan
 
 

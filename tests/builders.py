@@ -252,8 +252,8 @@ DATA_FORMAT = DataFormat(
 def plan(recipe: Recipe | None = None, on: Machine | None = None, **constraints: Any) -> Plan:
     """What the planner chooses for a recipe on a machine."""
     recipe = recipe or recipe_of()
-    config, parameters_by_name = model_config.read(recipe.model, root=CODE)
+    config, shapes, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
     return planner.choose(
-        plan_context.build(recipe, on or machine(), config, parameters_by_name, DATA_FORMAT),
+        plan_context.build(recipe, on or machine(), config, shapes, family, DATA_FORMAT),
         candidates.LaunchConstraints(**constraints),
     ).plan

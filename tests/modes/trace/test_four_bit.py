@@ -227,10 +227,10 @@ def test_what_the_product_is_made_of_gives_what_the_product_gives(double):
 @pytest.mark.parametrize("shape", ["llama-tiny", "gpt2-tiny", "t5-tiny", "qwen2"])
 def test_a_shape_is_quantised_where_a_folder_is_and_merges_back_to_its_own_layers(shape, tmp_path):
     section = ModelSection(shape="llama-tiny" if shape == "qwen2" else shape)
-    config, _ = model_config.read(section, 512, root=builders.CODE)
+    config, _, family = model_config.read(section, 512, root=builders.CODE, cache=builders.CACHE)
     if shape == "qwen2":
         config = {**config, "model_type": "qwen2"}
-    counted = ModelSize(shape, config, 0, 0)
+    counted = ModelSize(shape, config, 0, 0, family=family)
     torch.manual_seed(0)
     whole = build.from_shape(section, counted)
     whole.save_pretrained(tmp_path / "folder")
@@ -257,7 +257,7 @@ def test_a_shape_is_quantised_where_a_folder_is_and_merges_back_to_its_own_layer
             (one.shape, one.dtype) for one in (parameter, *four_bit.scales(parameter))
         ], name
     assert sum(map(setup.numel, made.parameters())) == sum(map(setup.numel, whole.parameters()))
-    kind = parameters.LORA_TARGETS[config["model_type"]]
+    kind = parameters.FAMILIES[config["model_type"]].linear
     targets = tuple(
         one for one in kind if any(name.endswith(f".{one}") for name, _ in made.named_modules())
     )

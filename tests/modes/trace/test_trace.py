@@ -50,9 +50,11 @@ def recipe_of(shape: str, **sections: Any) -> tuple[Recipe, Plan]:
         **sections,
     }
     recipe = Recipe.model_validate(content)
-    config, parameters = model_config.read(recipe.model, 512, root=CODE)
+    config, parameters, family = model_config.read(
+        recipe.model, 512, root=CODE, cache=builders.CACHE
+    )
     return recipe, planner.choose(
-        plan_context.build(recipe, machine(gpus=0), config, parameters, DATA)
+        plan_context.build(recipe, machine(gpus=0), config, parameters, family, DATA)
     ).plan
 
 
@@ -297,14 +299,17 @@ def test_a_deep_model_is_the_shallow_one_with_more_of_the_middle(
 
 def wish_of_depth(shape: str, key: str, layers: int, **sections: Any) -> tuple[Recipe, Plan]:
     recipe, plan = recipe_of("llama-tiny", **sections)
-    config, _ = model_config.read(recipe.model.model_copy(update={"shape": shape}), root=CODE)
+    section = recipe.model.model_copy(update={"shape": shape})
+    config, _, family = model_config.read(section, root=CODE, cache=builders.CACHE)
     config = {**config, **dict.fromkeys(trace_step.DEPTH_KEYS[config["model_type"]], layers)}
     targets = plan_context.select_lora_targets(
         recipe, config["model_type"], {f"x.{t}.weight": (1, 1) for t in "qkvo"}
     )
     if config["model_type"] == "llama":
         targets = plan.lora_targets
-    return recipe, replace(plan, shape=ModelSize(shape, config, 0, 0), lora_targets=targets)
+    return recipe, replace(
+        plan, shape=ModelSize(shape, config, 0, 0, family=family), lora_targets=targets
+    )
 
 
 def test_layers_that_differ_are_not_repeated(tmp_path, monkeypatch):

@@ -133,7 +133,9 @@ def test_a_checkpoint_has_the_predicted_bytes_and_loads_in_the_same_type(tmp_pat
         torch.nn.init.normal_(part)
     network.save_pretrained(tmp_path)
     recipe = builders.recipe_of(model={"dtype": "bfloat16"}).model_copy(update={"lora": lora})
-    counted = plan_context.model_size(recipe, config_of("llama"), shapes_of("llama"))
+    counted = plan_context.model_size(
+        recipe, config_of("llama"), shapes_of("llama"), predict_parameters.FAMILIES["llama"]
+    )
     written = load_file(tmp_path / "adapter_model.safetensors").values()
     assert sum(part.nbytes for part in written) == counted.lora_bytes
     fresh = with_lora(real_model("llama", "bfloat16"), lora, targets_of("llama", lora))

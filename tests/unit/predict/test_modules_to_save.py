@@ -232,7 +232,9 @@ def test_a_saved_adapter_loads_in_plain_peft_and_merges(name, modules, tmp_path)
         optimizer.step()
     network.eval().save_pretrained(tmp_path / "adapter")
     recipe = builders.recipe_of().model_copy(update={"lora": lora})
-    counted = plan_context.model_size(recipe, config_of(name), shapes_of(name))
+    counted = plan_context.model_size(
+        recipe, config_of(name), shapes_of(name), predict_parameters.family(config_of(name))
+    )
     written = load_file(tmp_path / "adapter/adapter_model.safetensors").values()
     assert sum(part.nbytes for part in written) == counted.lora_bytes + counted.tied_copy_bytes
     with torch.no_grad():

@@ -105,10 +105,10 @@ def folder(tmp_path_factory):
 
 
 def read_model(recipe: Recipe, cache) -> new_tokens.ModelFacts:
-    config, parameters, _ = model_config.read(
+    config, parameters, family = model_config.read(
         recipe.model, root=builders.CODE, cache=builders.CACHE
     )
-    return new_tokens.with_tokens(recipe, config, parameters, cache)
+    return new_tokens.with_tokens(recipe, config, parameters, family, cache)
 
 
 def recipe_of(folder, *tokens: str, **sections) -> Recipe:

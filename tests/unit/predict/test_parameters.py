@@ -129,7 +129,7 @@ def test_every_key_of_a_named_shape_is_one_that_transformers_knows(name):
     assert not {"pad_token_id", "eos_token_id", "bos_token_id"} & set(config)
 
 
-@pytest.mark.parametrize("model_type", sorted(predict_parameters.LORA_TARGETS))
+@pytest.mark.parametrize("model_type", sorted(predict_parameters.FAMILIES))
 def test_a_key_that_is_left_out_has_transformers_default(model_type):
     config = {"model_type": model_type}
     assert list(predict_parameters.parameters_by_name(config).items()) == real_shapes(config)
@@ -359,7 +359,7 @@ def test_freezing_everything_is_an_error():
 def test_lora_has_the_parameters_that_peft_adds(name, targets, r, use_dora):
     config = config_of(name)
     lora = LoraSection(r=r, target_modules=targets, use_dora=use_dora)
-    peft_targets = list(targets or predict_parameters.LORA_TARGETS[config["model_type"]])
+    peft_targets = list(targets or predict_parameters.FAMILIES[config["model_type"]].linear)
     real = get_peft_model(
         meta_model(config), LoraConfig(r=r, target_modules=peft_targets, use_dora=use_dora)
     )
@@ -380,7 +380,7 @@ def test_lora_on_a_gated_t5_and_on_qwen_has_the_parameters_that_peft_adds():
         SMALL_T5 | {"feed_forward_proj": "gated-gelu"},
         {"model_type": "qwen3"} | SMALL | {"num_key_value_heads": 2},
     ):
-        targets = predict_parameters.LORA_TARGETS[config["model_type"]]
+        targets = predict_parameters.FAMILIES[config["model_type"]].linear
         real = get_peft_model(meta_model(config), LoraConfig(r=4, target_modules=list(targets)))
         counted = trained_parameters.count(
             predict_parameters.parameters_by_name(config),
@@ -546,7 +546,7 @@ def test_frozen_training_states_are_those_of_the_real_optimizer(optim, dtype, tm
 def test_lora_states_are_those_of_the_real_optimizer(optim, name, dtype, tmp_path):
     use_dora = dtype == "bfloat16"  # its vectors are float32 too
     config = config_of(name) | {"vocab_size": 2048}  # GPT-2's own vocabulary is most of its bytes
-    targets = list(predict_parameters.LORA_TARGETS[config["model_type"]])
+    targets = list(predict_parameters.FAMILIES[config["model_type"]].linear)
     model = get_peft_model(
         real_model(config, getattr(torch, dtype)),
         LoraConfig(r=16, target_modules=targets, use_dora=use_dora),
@@ -648,7 +648,7 @@ def test_4_bit_weights_are_those_of_the_real_bitsandbytes(name, dtype, compute, 
 def model_targets(shapes: predict_parameters.Shapes, kind: str) -> tuple[str, ...]:
     return tuple(
         target
-        for target in predict_parameters.LORA_TARGETS[kind]
+        for target in predict_parameters.FAMILIES[kind].linear
         if any(name.endswith(f".{target}.weight") for name in shapes)
     )
 
