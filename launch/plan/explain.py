@@ -67,7 +67,9 @@ def _where(
                 f"{candidate.processes_per_machine} processes share {machine.cpu_count} CPU(s):"
                 " slower than one each"
             )
-    else:
+    if machine.assumed:
+        yield f"assumed of {machine.name}: {machine.assumed}"
+    if candidate.device == "cuda":
         cards = machine.gpus[: candidate.processes_per_machine]
         yield f"{candidate.num_processes} GPU(s): {machine.gpus_reason}"
         if len(cards) < len(machine.gpus):
