@@ -155,7 +155,7 @@ def _chosen(context: PlanContext, constraints: LaunchConstraints) -> Plan:
         rows_left_out=counts["dropped"] + counts["bad"] if counts else None,
         target_share=counts["target_tokens"] / counts["tokens"] if counts else None,
         lora_targets=context.lora_targets,
-        why=explain.why(context, chosen, constraints),
+        why=explain.why(context, chosen, constraints, judged),
         switches=explain.switches(context, candidate, constraints),
         changes=(*context.changes, *explain.changes(context, candidate, judged, constraints)),
         rejected=(*refusals, *dict.fromkeys(lost)),
