@@ -1,4 +1,4 @@
-"""What fits a machine, as a table of a terminal, as Markdown, and as JSON."""
+"""The table of what fits a machine: for a terminal, as Markdown and as JSON."""
 
 from __future__ import annotations
 

@@ -39,6 +39,7 @@ def test_a_scaled_trace_predicts_what_a_trace_of_that_length_does(method):
         with_traces = replace(context, traces=traces)
         with with_traces.asking():
             with_traces.fetch([alone, frugal])
+            assert traces.failure is None
             judged.append([estimate.judge(with_traces, each) for each in (alone, frugal)])
     for scaled, traced in zip(*judged, strict=True):
         assert traced.memory.peak is not None
