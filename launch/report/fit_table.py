@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
@@ -67,7 +68,7 @@ def as_json(fits: Sequence[Fit]) -> list[dict[str, Any]]:
             "budget_bytes": fit.chosen and fit.chosen.budget_bytes,
             "host_bytes": fit.chosen and fit.chosen.memory.host_bytes,
             "changes": list(fit.changes),
-            "strategy": fit.chosen and fit.chosen.candidate,
+            "strategy": fit.chosen and asdict(fit.chosen.candidate),
             "model_dtype": fit.recipe.model.dtype,
         }
         for fit in fits
