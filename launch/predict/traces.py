@@ -116,86 +116,123 @@ class Trace:
         together for a moment, when the weights are loaded.
         """
         log = self._log()
-        blocks, events = log["blocks"], log["events"]
-        streams = {int(number): stream for number, stream in log["streams"].items()}
-        lasting = {number for number, block in enumerate(blocks) if block[2] in LASTING}
-        end = next(
-            (
-                index
-                for index, number in enumerate(events)
-                if number >= 0 and blocks[number][2] == "evaluation"
-            ),
-            None,
-        )
-        step, evaluation = events[:end], [] if end is None or eval_samples is None else events[end:]
-        ends = {~number for number in step if number < 0}
-        born = [number for number in step if number >= 0 and number not in lasting]
-        remaining = [number for number in born if number not in ends]  # until the next turn begins
-        # a block of the start that ends in the step -> the new block in its place
-        successors: dict[int, int] = {}
-        for number in sorted(ends & lasting):
-            alike = (new for new in remaining if blocks[new][:2] == blocks[number][:2])
-            if (new := next(alike, None)) is not None:
-                successors[number] = new
-                remaining.remove(new)
-        turn_before = {0: 1, 2: 0}  # the turns are 1, 0, 2
-
-        def block_id(number: int, turn: int) -> int:
-            turns_id = number if number in lasting else number + turn * len(blocks)
-            return turns_id + streams.get(number, 0) * STREAM
-
-        def sized(number: int, turn: int = 0) -> Event:
-            size_bytes = _size(blocks[number], num_samples, eval_samples)
-            assert size_bytes is not None
-            return block_id(number, turn), size_bytes
-
-        def freed(number: int, turn: int) -> Event:
-            if number in successors and turn in turn_before:
-                number, turn = successors[number], turn_before[turn]
-            return block_id(number, turn), FREED
-
-        def once(turn: int, late: Sequence[int] = ()) -> list[Event]:
-            """The step in its `turn`, its blocks with numbers of their own; `late` is born in
-            it."""
-            events: list[Event] = []
-            for index, number in enumerate(step):
-                if index == log["update"]:
-                    events += map(sized, late)
-                if number >= 0 and (
-                    number not in lasting or (turn == 1 and blocks[number][2] == "workspace")
-                ):
-                    events.append(sized(number, turn))
-                elif number < 0:
-                    events.append(freed(~number, turn))
-            return events if log["update"] < len(step) else [*events, *map(sized, late)]
-
-        def ended(turn: int) -> list[Event]:
-            return [freed(number, turn) for number in remaining]
-
+        special = log.get("turns", {})
+        first, again = special.get("first", log), special.get("after evaluation", log)
+        evaluated = _first_of_evaluation(log) < len(log["events"]) and eval_samples is not None
+        stride = max(len(each["blocks"]) for each in (log, first, again))
+        turns = [
+            _Turn(log, 0, num_samples, eval_samples),
+            _Turn(first, stride, num_samples, eval_samples),
+            _Turn(again if evaluated else log, 2 * stride, num_samples, eval_samples),
+        ]
+        steady, opening, last = turns
         births: dict[Born, list[int]] = defaultdict(list)
-        for number in step:
-            if number >= 0 and number in lasting:
-                births[blocks[number][2]].append(number)
-        first = 3 * len(blocks)  # the number of the first block that passes
-        moment = [(first + index, size_bytes) for index, size_bytes in enumerate(passing)]
-        load = [*map(sized, births["start"]), *moment, *((number, FREED) for number, _ in moment)]
-        load += map(sized, births["engine"])
-        measured = [sized(number) if number >= 0 else freed(~number, 0) for number in evaluation]
+        for number in opening.step:
+            if number >= 0 and number in opening.lasting:
+                births[opening.blocks[number][2]].append(number)
+        passes = 3 * stride  # the number of the first block that passes
+        moment = [(passes + index, size_bytes) for index, size_bytes in enumerate(passing)]
+        load = [opening.born(number) for number in births["start"]]
+        load += [*moment, *((number, FREED) for number, _ in moment)]
+        load += [opening.born(number) for number in births["engine"]]
+        evaluation = log["events"][_first_of_evaluation(log) :] if evaluated else []
+        measured = [
+            steady.born(number) if number >= 0 else steady.freed(~number) for number in evaluation
+        ]
         ended_there = set(evaluation)
         measured += [
-            freed(number, 0) for number in evaluation if number >= 0 and ~number not in ended_there
+            steady.freed(number)
+            for number in evaluation
+            if number >= 0 and ~number not in ended_there
         ]
         return [
             ("load", [*load, EMPTY_CACHE]),
-            ("first_step", once(1, births["state"])),
-            ("step", [*ended(1), *once(0), EMPTY_CACHE]),
+            ("first_step", opening.events(None, births["state"])),
+            ("step", [*opening.ended(), *steady.events(opening), EMPTY_CACHE]),
             *([("evaluation", [*measured, EMPTY_CACHE])] if evaluation else []),
             ("save", []),
-            ("step", [*ended(0), *once(2)]),
+            ("step", [*steady.ended(), *last.events(steady)]),
         ]
 
     def _log(self) -> dict[str, Any]:
         return json.loads(self.file.with_suffix(".log").read_text(encoding="utf-8"))
+
+
+class _Turn:
+    """A step of a run, whose blocks have numbers of their own, from `offset` on. The numbers of
+    blocks that last are those of every turn."""
+
+    def __init__(
+        self, log: Mapping[str, Any], offset: int, num_samples: int, eval_samples: int | None
+    ) -> None:
+        self.blocks: list[tuple[int, int, Born]] = log["blocks"]
+        self.step: list[int] = log["events"][: _first_of_evaluation(log)]
+        self._update: int = log["update"]
+        self._offset, self._counts = offset, (num_samples, eval_samples)
+        self._streams = {int(number): stream for number, stream in log["streams"].items()}
+        self.lasting = {number for number, block in enumerate(self.blocks) if block[2] in LASTING}
+        ends = {~number for number in self.step if number < 0}
+        # until the next turn begins
+        self._remaining = [
+            number
+            for number in self.step
+            if number >= 0 and number not in self.lasting and number not in ends
+        ]
+        # a block of the start that ends in the step -> the new block in its place
+        self._successors: dict[int, int] = {}
+        for number in sorted(ends & self.lasting):
+            alike = (
+                new for new in self._remaining if self.blocks[new][:2] == self.blocks[number][:2]
+            )
+            if (new := next(alike, None)) is not None:
+                self._successors[number] = new
+                self._remaining.remove(new)
+
+    def _id(self, number: int) -> int:
+        turns_id = number if number in self.lasting else number + self._offset
+        return turns_id + self._streams.get(number, 0) * STREAM
+
+    def born(self, number: int) -> Event:
+        size_bytes = _size(self.blocks[number], *self._counts)
+        assert size_bytes is not None
+        return self._id(number), size_bytes
+
+    def freed(self, number: int, before: _Turn | None = None) -> Event:
+        """The end of a block; of a lasting block that was replaced in the turn `before`, the end of
+        the new block in its place."""
+        if before is not None and number in before._successors:
+            return before._id(before._successors[number]), FREED
+        return self._id(number), FREED
+
+    def events(self, before: _Turn | None, late: Sequence[int] = ()) -> list[Event]:
+        """The step; without a turn `before` it is the first, in which `late` is born in the
+        update."""
+        events: list[Event] = []
+        for index, number in enumerate(self.step):
+            if index == self._update:
+                events += map(self.born, late)
+            is_new = number not in self.lasting or (
+                before is None and self.blocks[number][2] == "workspace"
+            )
+            if number < 0:
+                events.append(self.freed(~number, before))
+            elif is_new:
+                events.append(self.born(number))
+        return events if self._update < len(self.step) else [*events, *map(self.born, late)]
+
+    def ended(self) -> list[Event]:
+        return [self.freed(number) for number in self._remaining]
+
+
+def _first_of_evaluation(log: Mapping[str, Any]) -> int:
+    """The index of the first event of the evaluation, or behind the last event."""
+    blocks, events = log["blocks"], log["events"]
+    births = (
+        index
+        for index, number in enumerate(events)
+        if number >= 0 and blocks[number][2] == "evaluation"
+    )
+    return next(births, len(events))
 
 
 def _size(block: tuple[int, int, Born], num_samples: int, eval_samples: int | None) -> int | None:

@@ -111,6 +111,17 @@ def test_a_card_that_fails_says_so_at_every_later_call(tmp_path: Path):
     assert "CUDA error: unspecified launch failure" in done.stderr
 
 
+def test_a_table_of_integers_comes_back_as_it_was_and_stale_numbers_become_ordinary(
+    one_card: Workplace,
+):
+    code = """
+sizes = [2047 << 20, 0, 5 << 30, 1, 2, 3, 4, 5]  # the first has the bits of a NaN, as a float32
+print(torch.tensor(sizes, device="cuda").tolist() == sizes)
+print(torch.tensor([float("nan")] * 16, device="cuda").cpu().isnan().any().item())
+"""
+    assert run(one_card, code).split() == ["True", "False"]
+
+
 RANK = """
 import os, torch, torch.distributed as dist
 rank = int(os.environ["RANK"])
@@ -160,8 +171,7 @@ def ranks(place: Workplace, folder: Path, code: str, fault: str = "", timeout_s:
 def test_collectives_compute_what_nccl_computes(two_cards: Workplace, tmp_path: Path):
     done = ranks(two_cards, tmp_path, COLLECTIVES)
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line for line in done.stdout.splitlines() if "[" in line]
-    assert [line.split()[0] for line in lines] == ["True", "True"], lines
+    assert done.stdout.count("True [True") == 2, done.stdout  # two ranks may share a line
 
 
 def test_a_hung_collective_is_ended_by_the_watchdog(two_cards: Workplace, tmp_path: Path):

@@ -237,9 +237,17 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, c
 }
 
 /* Copies. What no kernel has made is what lay there: a small number that the host reads is made an
-   ordinary one, since a NaN or a truth of stale bytes would end runs that a card would not end. */
+   ordinary one, since a NaN or a truth of stale bytes would end runs that a card would not end.
+   A table of 64-bit integers is none of a kernel: the host wrote it, or ranks reduced it. */
 
-enum { SMALL = 8192 };
+enum { SMALL = 8192, TABLE = 64 };
+
+static int is_table(const uint64_t *integers, size_t size) {
+    if (size < TABLE || size % 8) return 0;
+    for (size_t i = 0; i < size / 8; i++)
+        if (integers[i] >> 48) return 0; /* floating numbers have an exponent there */
+    return 1;
+}
 
 static void make_ordinary(void *bytes, size_t size) {
     if (size == 1) *(uint8_t *)bytes = 0;
@@ -247,7 +255,7 @@ static void make_ordinary(void *bytes, size_t size) {
         uint16_t *half = bytes;
         if ((*half & 0x7F80) == 0x7F80 || (*half & 0x7C00) == 0x7C00) *half = 0x2C00;
     }
-    if (size % 4) return;
+    if (size % 4 || is_table(bytes, size)) return;
     uint32_t *numbers = bytes;
     if (size == 4) *numbers &= 0x7FFFFFFF;
     for (size_t i = 0; i < size / 4; i++)

@@ -347,9 +347,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _combined(norms: Sequence[float]) -> float:
     """The norm of all groups. -1 stands for NaN in DeepSpeed."""
-    return (
-        math.hypot(*norms) if all(math.isfinite(norm) and norm >= 0 for norm in norms) else math.nan
-    )
+    return math.nan if -1 in norms else math.hypot(*norms)
 
 
 def _exchange(name: str, facts: dict[str, Any]) -> dict[int, dict[str, Any]]:

@@ -221,6 +221,18 @@ def next_birth(log: Log, position: int, stop: int) -> int:
     return next((later for later in range(position + 1, stop) if log.events[later].birth), stop)
 
 
+def behind_logits(log: Log, positions: range, last: bool) -> int:
+    """The position behind the first (`last`: the last) birth of logits, or of their gradient."""
+    births = [
+        position
+        for position in positions
+        if log.events[position].birth and log.blocks[log.events[position].block].kind == "logits"
+    ]
+    if not births:
+        return positions.stop
+    return next_birth(log, births[-1 if last else 0], positions.stop)
+
+
 def input_embedding(marks: Landmarks) -> Weight:
     """The input embedding, or the copy of it that is trained."""
     return next(weight for weight in marks.weights if weight.used)

@@ -37,7 +37,7 @@ def _reply(request: dict[str, Any], folder: Path) -> None:
     plain: dict[Any, Any] = {}  # logs of one process, from which those of several engines are made
     for name, question in request["questions"].items():
         plan = _plan(recipe, model_size, tuple(request["lora_targets"]), question["strategy"])
-        _write(_shared(recipe, plan, question, plain), folder, name)
+        _write(*_shared(recipe, plan, question, plain), folder, name)
 
 
 @cache
@@ -62,8 +62,10 @@ def _plan(
     )
 
 
-def _shared(recipe: Recipe, plan: Plan, question: dict[str, Any], plain: dict[Any, Any]) -> Any:
-    """The log of one rank of the question's engine."""
+def _shared(
+    recipe: Recipe, plan: Plan, question: dict[str, Any], plain: dict[Any, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """The log of one rank of the question's engine, and the logs of special turns of its step."""
     from training.trace import sharded
 
     strategy = plan.strategy
@@ -85,7 +87,9 @@ def _shared(recipe: Recipe, plan: Plan, question: dict[str, Any], plain: dict[An
     config, model_type = plan.shape.config, plan.shape.config["model_type"]
     # transformers 5 ties every T5
     tied = model_type == "t5" or config.get("tie_word_embeddings", model_type == "gpt2")
-    return sharded.shard_step(plain[same], recipe, strategy, tied, question["bucket_elements"])
+    step = plain[same], recipe, strategy, tied, question["bucket_elements"]
+    turns = {turn: sharded.shard_step(*step, turn) for turn in sharded.special_turns(strategy)}
+    return sharded.shard_step(*step), turns
 
 
 def _traced(recipe: Recipe, plan: Plan, question: dict[str, Any]) -> Any:
@@ -105,9 +109,22 @@ def _traced(recipe: Recipe, plan: Plan, question: dict[str, Any]) -> Any:
     return step.whole_step(recipe, plan, question["lengths"], question["is_padded"], batch, target)
 
 
-def _write(log: Any, folder: Path, name: str) -> None:
+def _write(log: Any, turns: dict[str, Any], folder: Path, name: str) -> None:
     """Write NAME.log with the full log, then NAME.json with peaks and work."""
     from training.trace import peaks
+
+    for suffix, content in (
+        (
+            "log",
+            _content(log) | {"turns": {turn: _content(turns[turn]) for turn in turns}},
+        ),
+        ("json", {"peaks": peaks.peaks(log), "work": peaks.work(log)}),
+    ):
+        write_atomic(folder / f"{name}.{suffix}", json.dumps(content))
+
+
+def _content(log: Any) -> dict[str, Any]:
+    """Reduce a log to the parts that a replay needs."""
     from training.trace.recorder import UPDATE
 
     blocks = [[block.fixed_bytes, block.sample_bytes, _born(block)] for block in log.blocks]
@@ -118,11 +135,7 @@ def _write(log: Any, folder: Path, name: str) -> None:
         index for index, event in enumerate(log.events) if log.blocks[event.block].op == UPDATE
     )
     update = next(updates, len(events))
-    for suffix, content in (
-        ("log", {"blocks": blocks, "events": events, "update": update, "streams": streams}),
-        ("json", {"peaks": peaks.peaks(log), "work": peaks.work(log)}),
-    ):
-        write_atomic(folder / f"{name}.{suffix}", json.dumps(content))
+    return {"blocks": blocks, "events": events, "update": update, "streams": streams}
 
 
 def _born(block: Any) -> Born:

@@ -7,7 +7,7 @@ of the states, and frees gradients at another time.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,6 +19,8 @@ from training.compat.transformers_private import Network
 from training.trace import sharded_fsdp2, sharded_zero
 from training.trace.recorder import Log
 from training.trace.rewrite_log import Landmarks, Rewriting, landmarks, ready
+
+Turn = Literal["first", "steady", "after evaluation"]  # of a step in its run
 
 
 def as_computed(network: torch.nn.Module, strategy: Strategy) -> Strategy:
@@ -63,20 +65,35 @@ def _float32_output(module: torch.nn.Module, args: Any, output: Any) -> Any:
     )
 
 
+def special_turns(strategy: Strategy) -> tuple[Turn, ...]:
+    """The turns in which a card's rank has other blocks than in a steady step."""
+    if strategy.device != "cuda":
+        return ()
+    if strategy.launch_mode.engine == "fsdp2":
+        return ("after evaluation",)
+    return ("first",) if strategy.launch_mode.zero_stage == 3 else ()
+
+
 def shard_step(
-    log: Log, recipe: Recipe, strategy: Strategy, tied: bool, bucket_elements: int
+    log: Log,
+    recipe: Recipe,
+    strategy: Strategy,
+    tied: bool,
+    bucket_elements: int,
+    turn: Turn = "steady",
 ) -> Log:
     """The same step on one rank's device, from the log of a model that as_computed() has cast.
 
     `tied`: the output layer is the input embedding. `bucket_elements`: the size of DeepSpeed's
-    reduce bucket. Work is not changed."""
+    reduce bucket. Work is not changed. Blocks that outlive a step have the same numbers in each
+    `turn`."""
     rewriting, marks = Rewriting(log), landmarks(log, tied)
     if strategy.launch_mode.engine == "ddp":
         _ddp(rewriting, marks)
     elif strategy.launch_mode.engine == "fsdp2":
-        sharded_fsdp2.rewrite(rewriting, marks, recipe, strategy)
+        sharded_fsdp2.rewrite(rewriting, marks, recipe, strategy, turn == "after evaluation")
     elif strategy.launch_mode.engine == "deepspeed":
-        sharded_zero.rewrite(rewriting, marks, strategy, bucket_elements)
+        sharded_zero.rewrite(rewriting, marks, strategy, bucket_elements, turn == "first")
     return rewriting.result()
 
 

@@ -20,10 +20,10 @@ from training.trace.rewrite_log import (
     Landmarks,
     Rewriting,
     Weight,
+    behind_logits,
     embedding_gradient,
     input_embedding,
     later_gradients,
-    next_birth,
 )
 
 
@@ -34,6 +34,7 @@ class Group:
     layer: Layer | None
     bytes: int = 0  # in the precision of the computation
     held_bytes: int = 0  # in the precision in which the ranks keep them
+    last_bytes: int = 0  # of the gradient of its last trained parameter
     gradients: list[Gradient] = field(default_factory=list)
 
 
@@ -128,17 +129,23 @@ class Ranks:
         """Copy gradients into a single block of the parameters' own precision, free them, and keep
         a part of that block."""
         rewriting = self.rewriting
+        last = next(  # the gradient of the last parameter, by a variable of the loop over them
+            (each for each in group.gradients if each.bytes == group.last_bytes), None
+        )
         total = self.wider * sum(gradient.bytes for gradient in group.gradients)
         self._lagging["reduce-scatter"] = self._born(total, "reduce-scatter input", position, group)
         for gradient in group.gradients:
             rewriting.blocks[gradient.block].kind = "gradients"
-            rewriting.dies(self.accumulated.pop(gradient, gradient.block), position)
+            if gradient is not last:
+                rewriting.dies(self.accumulated.pop(gradient, gradient.block), position)
         shard = self._born(
             total / self.num_processes, "reduce-scatter", position, group, REDUCES, "gradients"
         )
         if self.gloo:  # ProcessGroupGloo all-reduces a copy
             self.release("gloo", position)
             self._lagging["gloo"] = self._born(total, "gloo reduce-scatter", position, group)
+        if last is not None:
+            rewriting.dies(self.accumulated.pop(last, last.block), position)
         rewriting.dies(shard, max(gradient.dies for gradient in group.gradients))
 
     def _born(
@@ -167,14 +174,20 @@ class Ranks:
         self.gathered.clear()
 
 
-def rewrite(rewriting: Rewriting, marks: Landmarks, recipe: Recipe, strategy: Strategy) -> None:
+def rewrite(
+    rewriting: Rewriting,
+    marks: Landmarks,
+    recipe: Recipe,
+    strategy: Strategy,
+    is_after_evaluation: bool,
+) -> None:
     """Replace states by shards, and add the collectives of every forward and backward. The last
     backward reduces gradients."""
     _shards(rewriting, marks, recipe, strategy)
     groups, ranks = _groups(marks, recipe, strategy), Ranks(rewriting, strategy)
     for micro_step, phase in enumerate(marks.forwards):
         _forward(ranks, groups, phase, marks.spans[micro_step][0])
-        _backward(ranks, marks, groups, micro_step)
+        _backward(ranks, marks, groups, micro_step, is_after_evaluation and micro_step == 0)
     phase, spans = marks.evaluation
     if phase:
         _forward(ranks, groups, phase, spans)
@@ -217,6 +230,7 @@ def _groups(marks: Landmarks, recipe: Recipe, strategy: Strategy) -> Groups:
             group = groups.layers.setdefault(weight.layer, Group(weight.layer))
         group.bytes += weight.bytes
         group.held_bytes += _held_bytes(weight, recipe, strategy)
+        group.last_bytes = weight.bytes if weight.trained else group.last_bytes
     for gradient in marks.gradients:
         group = groups.embedding if gradient is of_embedding else groups.outer
         if gradient.layer is not None:
@@ -234,16 +248,23 @@ def _forward(ranks: Ranks, groups: Groups, phase: range, spans: dict[Layer, rang
         ranks.leave(groups.layers[layer], span.stop)
         end = span.stop
     ranks.unshard(groups.outer, end, forward=True)
-    ranks.release("all-gather", _logits(ranks.rewriting, range(end, phase.stop), last=False))
+    ranks.release(
+        "all-gather", behind_logits(ranks.rewriting.log, range(end, phase.stop), last=False)
+    )
 
 
-def _backward(ranks: Ranks, marks: Landmarks, groups: Groups, micro_step: int) -> None:
-    """Gather each group while the group before it, in backward's order, computes."""
+def _backward(
+    ranks: Ranks, marks: Landmarks, groups: Groups, micro_step: int, is_after_evaluation: bool
+) -> None:
+    """Gather each group while the group before it, in backward's order, computes.
+
+    Each group gathers the one whose forward ended before its own. Behind an evaluation the first
+    group has such a neighbour too: the evaluation's last, which nobody uses."""
     phase, (forwards, backwards) = marks.backwards[micro_step], marks.spans[micro_step]
     reduces = micro_step == len(marks.backwards) - 1
     order = [groups.embedding, *(groups.layers[layer] for layer in forwards)]
     loss = range(phase.start, min((span.start for span in backwards.values()), default=phase.stop))
-    ranks.gather(order[-1], _logits(ranks.rewriting, loss, last=True))
+    ranks.gather(order[-1], behind_logits(ranks.rewriting.log, loss, last=True))
     for layer, span in backwards.items():
         group = groups.layers[layer]
         if not groups.tied:  # the gradient of the final norm's input is complete
@@ -254,19 +275,8 @@ def _backward(ranks: Ranks, marks: Landmarks, groups: Groups, micro_step: int) -
     if groups.embedding.gradients:
         end = max((span.stop for span in backwards.values()), default=phase.start)
         ranks.unshard(groups.embedding, end, forward=False)
+        if is_after_evaluation:
+            ranks.gather(groups.outer, end)
     ranks.leave_backward(groups.outer, phase.stop, phase, reduces)
     ranks.leave_backward(groups.embedding, phase.stop, phase, reduces)
     ranks.end(phase.stop)
-
-
-def _logits(rewriting: Rewriting, positions: range, last: bool) -> int:
-    """The position behind the first (`last`: the last) birth of logits, or of their gradient."""
-    events, blocks = rewriting.log.events, rewriting.log.blocks
-    births = [
-        position
-        for position in positions
-        if events[position].birth and blocks[events[position].block].kind == "logits"
-    ]
-    if not births:
-        return positions.stop
-    return next_birth(rewriting.log, births[-1 if last else 0], positions.stop)

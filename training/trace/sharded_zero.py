@@ -78,9 +78,11 @@ def share_of(marks: Landmarks, strategy: Strategy, bucket: int) -> Share:
     return Share(strategy, element_bytes, offset, widest, bucket, offsets)
 
 
-def rewrite(rewriting: Rewriting, marks: Landmarks, strategy: Strategy, bucket: int) -> None:
+def rewrite(
+    rewriting: Rewriting, marks: Landmarks, strategy: Strategy, bucket: int, is_first: bool
+) -> None:
     """Replace states by this rank's share, and add the buffers of the collectives. `bucket`:
-    elements that are reduced, or gathered ahead, at once."""
+    elements that are reduced, or gathered ahead, at once. `is_first`: the run's first step."""
     share = share_of(marks, strategy, bucket)
     _states(rewriting, share)
     if strategy.launch_mode.zero_stage == 3:
@@ -93,7 +95,9 @@ def rewrite(rewriting: Rewriting, marks: Landmarks, strategy: Strategy, bucket: 
     if (
         strategy.launch_mode.zero_stage == 3
     ):  # the last reduction comes before embeddings are dropped
-        sharded_zero3_gather.rewrite(rewriting, marks, strategy, share.element_bytes, bucket)
+        sharded_zero3_gather.rewrite(
+            rewriting, marks, strategy, share.element_bytes, bucket, is_first
+        )
     _update(rewriting, marks, share, slice_gradients)
 
 
@@ -312,11 +316,13 @@ def _update(
                 ),
             )
             rewriting.dies(narrow, position)
-        for block in slice_gradients:
+        for block in () if share.overlaps else slice_gradients:
             rewriting.dies(block, position)
         temporary_bytes = share.slice * MASTER_BYTES * _temporaries(rewriting.log, share)
         rewriting.dies(rewriting.born(temporary_bytes, "optimizer", "update", end), end)
         rewriting.dies(flat, end)
+        for block in slice_gradients if share.overlaps else ():
+            rewriting.dies(block, end)  # the first step makes its states beside them
     # ProcessGroupGloo gathers into a tensor of its own
     if strategy.launch_mode.zero_stage < 3 and strategy.backend == "gloo":
         rewriting.passes(share.trained * share.element_bytes, "gloo all-gather", end)

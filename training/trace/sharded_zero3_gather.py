@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from launch.schema.plan import Strategy
 from training.trace.recorder import Layer
-from training.trace.rewrite_log import Landmarks, Rewriting
+from training.trace.rewrite_log import Landmarks, Rewriting, behind_logits
 
 # elements; smaller weights stay gathered (DeepSpeedZeroConfig param_persistence_threshold)
 PERSISTENT = 100_000
@@ -58,6 +58,17 @@ class Gathered:
         self.stream = GATHERS if strategy.device == "cuda" else 0
         self.gathered: dict[int, int] = {}  # weight -> its block
         self.inflight: dict[int, Bundle] = {}
+
+    def record(self, uses: list[Use], end: int) -> None:
+        """Write the collectives of the run's first forward, or backward, which records the order of
+        modules: nothing is gathered ahead, and each use drops its weight."""
+        for index, use in enumerate(uses):
+            if self.sizes[use.weight] > PERSISTENT:
+                self._fetch(use.weight, use.position)
+                later = (each.position for each in uses[index + 1 :])
+                behind = next((position for position in later if position > use.position), end)
+                if use.weight in self.gathered:
+                    self.rewriting.dies(self.gathered.pop(use.weight), behind)
 
     def run(self, uses: list[Use], expected: list[Use], end: int) -> None:
         """Write the collectives of these uses: of a forward and its backward, or of an evaluation.
@@ -165,10 +176,15 @@ class Gathered:
 
 
 def rewrite(
-    rewriting: Rewriting, marks: Landmarks, strategy: Strategy, element_bytes: int, bucket: int
+    rewriting: Rewriting,
+    marks: Landmarks,
+    strategy: Strategy,
+    element_bytes: int,
+    bucket: int,
+    is_first: bool,
 ) -> None:
     """Divide the weights, keep small weights gathered between the updates, and add the gathering of
-    each micro-step."""
+    each micro-step. `is_first`: of the run's first step."""
     ranks = strategy.num_processes
     small = sum(
         weight.bytes for weight in marks.weights if weight.bytes // element_bytes <= PERSISTENT
@@ -182,19 +198,29 @@ def rewrite(
         rewriting.dies(before, marks.optimizer.start)
         rewriting.born(small, "weights", "small weights", marks.optimizer.stop)
 
-    def run(uses: list[Use], expected: list[Use], end: int) -> None:
-        Gathered(rewriting, marks, strategy, element_bytes, bucket).run(uses, expected, end)
+    def gathered() -> Gathered:
+        return Gathered(rewriting, marks, strategy, element_bytes, bucket)
 
-    for forward, backward, (forwards, backwards) in zip(
-        marks.forwards, marks.backwards, marks.spans, strict=True
+    for micro_step, (forward, backward, (forwards, backwards)) in enumerate(
+        zip(marks.forwards, marks.backwards, marks.spans, strict=True)
     ):
-        uses = [*_forward(marks, forward, forwards), *_backward(marks, backward, backwards)]
-        run(uses, [], backward.stop)
+        uses = _forward(marks, forward, forwards)
+        if is_first and micro_step == 0:
+            log, layers_end = rewriting.log, max(use.position for use in uses)
+            loss_end = min((span.start for span in backwards.values()), default=backward.stop)
+            logits = behind_logits(log, range(layers_end, forward.stop), last=False)
+            gathered().record(uses, logits)
+            gradient = behind_logits(log, range(backward.start, loss_end), last=True)
+            gathered().record(
+                _backward(marks, range(gradient, backward.stop), backwards), backward.stop
+            )
+        else:
+            gathered().run([*uses, *_backward(marks, backward, backwards)], [], backward.stop)
     phase, spans = marks.evaluation
     if phase:
         training = _backward(marks, marks.backwards[0], marks.spans[0][1])
         expected = [Use(phase.stop, use.weight) for use in training]
-        run(_forward(marks, phase, spans), expected, phase.stop)
+        gathered().run(_forward(marks, phase, spans), expected, phase.stop)
 
 
 def _outer(marks: Landmarks) -> tuple[list[int], list[int]]:

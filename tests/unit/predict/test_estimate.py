@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -151,6 +152,40 @@ def test_a_block_that_takes_the_place_of_another_ends_in_the_next_step(tmp_path)
         assert list(live.values()) == [8 * mib], phase
     streams = {block // STREAM: size for _, events in parts for block, size in events if size > 0}
     assert streams == {0: 8 * mib, 1: 4 * mib}
+
+
+def test_a_run_has_the_special_turns_of_its_step_where_they_are(tmp_path):
+    mib = 1 << 20
+    weights, small = (
+        [8 * mib, 0, "start"],
+        [2 * mib, 0, "start"],
+    )  # the update renews the small ones
+    ends = {"update": 9, "streams": {}}
+
+    def turn(size: int) -> dict[str, Any]:
+        blocks = [weights, small, [2 * mib, 0, "step"], *[[size * mib, 0, "step"]] * size]
+        used = [number for block in range(3, 3 + size) for number in (block, ~block)]
+        return {"blocks": blocks, "events": [0, 1, *used, ~1, 2], **ends}
+
+    log = turn(3)
+    log["blocks"].append([5 * mib, 0, "evaluation"])
+    log["events"] += [6, ~6]
+    file = tmp_path / "turns.json"
+    work = json.loads(RECORDED.read_text(encoding="utf-8"))["work"]
+    log["turns"] = {"first": turn(7), "after evaluation": turn(4)}
+    file.with_suffix(".log").write_text(json.dumps(log))
+
+    def peaks(eval_samples: int | None) -> list[tuple[str, int]]:
+        parts = Trace((), read_work(work), file).run(1, eval_samples)
+        replays = replay_parts([events for _, events in parts])
+        return [
+            (phase, replay.peak_allocated_bytes // mib)
+            for (phase, _), replay in zip(parts, replays, strict=True)
+        ]
+
+    steps = [("load", 10), ("first_step", 17), ("step", 13)]
+    assert peaks(1) == [*steps, ("evaluation", 15), ("save", 10), ("step", 14)]
+    assert peaks(None) == [*steps, ("save", 10), ("step", 13)]
 
 
 def test_a_larger_evaluation_is_counted_and_changes_nothing_of_the_step():

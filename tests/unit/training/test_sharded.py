@@ -14,7 +14,7 @@ from launch.schema.plan import Strategy
 from tests.builders import recipe_of
 from training.trace.recorder import Block, Event, Layer, Log
 from training.trace.rewrite_log import FROZEN, UNUSED
-from training.trace.sharded import as_computed, shard_step
+from training.trace.sharded import Turn, as_computed, shard_step, special_turns
 from training.trace.sharded_zero3_gather import MAX_REUSE, PERSISTENT
 
 MIB = 1 << 20
@@ -135,8 +135,8 @@ def on_gpus(mode: str, ranks: int = 2) -> Strategy:
     return strategy(mode, ranks, device="cuda", backend="nccl")
 
 
-def shared(step: Step, of: Strategy) -> Log:
-    return shard_step(step.log, recipe_of(), of, step.tied, BUCKET)
+def shared(step: Step, of: Strategy, turn: Turn = "steady") -> Log:
+    return shard_step(step.log, recipe_of(), of, step.tied, BUCKET, turn)
 
 
 def live(log: Log, batch: int = 1, *kinds: str) -> list[int]:
@@ -175,23 +175,23 @@ def sizes(log: Log, op: str) -> list[int]:
 def test_what_is_born_in_a_step_dies_once_and_the_step_leaves_what_it_found(
     mode, ranks, accumulation, tied, frozen, device
 ):
-    log = shared(
-        Step(accumulation, tied, frozen),
-        on_gpus(mode, ranks) if device == "cuda" else strategy(mode, ranks),
-    )
+    step = Step(accumulation, tied, frozen)
+    of = on_gpus(mode, ranks) if device == "cuda" else strategy(mode, ranks)
+    for turn in ("steady", *special_turns(of)):
+        log = shared(step, of, turn)
 
-    births = Counter(event.block for event in log.events if event.birth)
-    deaths = Counter(event.block for event in log.events if not event.birth)
-    alive: set[int] = set()
-    for event in log.events:
-        assert event.birth != (event.block in alive), log.blocks[event.block]
-        alive ^= {event.block}
-    assert {*births.values(), *deaths.values()} == {1}
-    assert live(log)[-1] == max(
-        now
-        for now, event in zip(live(log), log.events, strict=True)
-        if event.phase.startswith("start")
-    )
+        births = Counter(event.block for event in log.events if event.birth)
+        deaths = Counter(event.block for event in log.events if not event.birth)
+        alive: set[int] = set()
+        for event in log.events:
+            assert event.birth != (event.block in alive), log.blocks[event.block]
+            alive ^= {event.block}
+        assert {*births.values(), *deaths.values()} == {1}
+        assert live(log)[-1] == max(
+            now
+            for now, event in zip(live(log), log.events, strict=True)
+            if event.phase.startswith("start")
+        )
 
 
 def test_an_engine_changes_the_log_it_is_given_in_nothing():
@@ -408,6 +408,70 @@ def test_zero3_keeps_weights_that_are_used_again_soon_whole_through_forward_and_
         before(log, "backward:0", "communication") == BUCKET_BYTES + LAYERS * LAYER + 2 * EMBEDDING
     )
     assert before(log, "evaluation", "communication") == BUCKET_BYTES
+
+
+def test_zero3_gathers_nothing_ahead_in_its_first_forward_and_keeps_nothing_of_it():
+    log = shared(Step(2), on_gpus("deepspeed_zero3"), "first")
+
+    assert most(log, "forward:0", "communication") == BUCKET_BYTES + LAYER
+    loss = next(
+        index
+        for index, event in enumerate(log.events)
+        if event.birth and event.phase == "backward:0" and log.blocks[event.block].kind == "logits"
+    )
+    assert live(log, 1, "communication")[loss] == BUCKET_BYTES
+    steady = shared(Step(2), on_gpus("deepspeed_zero3"))
+    for phase in ("forward:1", "backward:1"):
+        of_phase = most(log, phase, "communication")
+        assert of_phase == most(steady, phase, "communication") > BUCKET_BYTES + LAYER
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_behind_an_evaluation_fsdp2_gathers_an_untied_output_that_nobody_uses(tied):
+    steady, after = (
+        Counter(sizes(shared(Step(2, tied), on_gpus("fsdp2"), turn), "all-gather"))
+        for turn in ("steady", "after evaluation")
+    )
+
+    assert after - steady == Counter([] if tied else [EMBEDDING + NORM])
+
+
+def test_fsdp2_frees_the_gradient_of_a_groups_last_parameter_behind_its_reduction():
+    log = shared(Step(), on_gpus("fsdp2"))
+    of_last = next(
+        index
+        for index, event in enumerate(log.events)
+        if event.birth and log.blocks[event.block].op == "reduce-scatter"
+    )  # of the output layer and the norm
+
+    reduced = EMBEDDING + NORM
+    assert live(log, 1, "gradients")[of_last] == reduced // 2 + EMBEDDING
+
+
+def test_zero_keeps_the_gradients_of_its_slice_until_the_update_has_ended():
+    log = shared(Step(), on_gpus("deepspeed_zero2"))
+
+    ended = {
+        log.blocks[event.block].op: at for at, event in enumerate(log.events) if not event.birth
+    }
+    assert ended["gradients of the slice"] > ended["update"]
+
+
+@pytest.mark.parametrize("mode", ["deepspeed_zero3", "deepspeed_zero3_offload", "fsdp2"])
+def test_what_outlives_a_step_has_the_same_number_in_each_of_its_turns(mode):
+    step, of = Step(2), on_gpus(mode)
+    (special,) = special_turns(of)
+
+    def lasting(turn: Turn) -> list[tuple[int, int]]:
+        log = shared(step, of, turn)
+        return [
+            (number, block.fixed_bytes)
+            for number, block in enumerate(log.blocks)
+            if block.born.startswith("start")
+        ]
+
+    assert lasting(special) == lasting("steady")
+    assert special_turns(strategy(mode)) == ()
 
 
 def test_an_evaluation_gathers_as_a_forward_does_and_leaves_nothing():
