@@ -48,7 +48,8 @@ seconds: traces are kept. This page is generated: `python scripts/render_fit.py`
 
 Every figure is the choice of the planner that `plan` uses. Steps are traced with rows of 512
 tokens; 2,048 and 8,192 tokens are computed from them. In a test this differs from a trace of the
-length itself by at most 1 % in memory and 2 % in time ([prediction.md](prediction.md) explains traces).
+length itself by at most 1 % in memory and 2 % in time ([prediction.md](prediction.md) explains
+traces).
 
 """
 
