@@ -34,7 +34,7 @@ test: ## the tests that take seconds: no GPU, no faults, no campaign of modes
 	$(IN_VENV) $(PYTEST) $(TWO_AT_A_TIME) -m "not gpu and not faults and not modes" \
 		tests/train_cpu tests/process tests/unit
 
-test-install: ## first installations of requirements.txt and requirements.lock with each Python here; 3 GB to fetch, 10 GB of disk for a while, half an hour
+test-install: ## first installations of requirements.txt and requirements.lock with each Python here; 3 GB to fetch, 10 GB of disk for a while, half an hour; minutes where only predictions changed
 	$(IN_VENV) nice -n 19 $(PYTEST) -o faulthandler_timeout=3600 tests/install
 
 test-path: ## tests of paths and command lines, in a copy whose path has a blank, an apostrophe and quotes
@@ -72,7 +72,7 @@ test-cuda-build: cuda-build ## GPU paths with the CUDA build on a driver without
 cuda-build-modes: cuda-build ## every GPU mode in each precision, with the CUDA build, no card; about an hour
 	.cache/cuda_build/bin/python -m benchmarks.cuda_build_modes
 
-cuda-build-memory: cuda-build ## predicted beside measured memory of 49 configurations on the CUDA build, no card; half an hour
+cuda-build-memory: cuda-build ## predicted beside measured memory of 49 configurations on the CUDA build, no card; half an hour; minutes where only predictions changed
 	.cache/cuda_build/bin/python -m benchmarks.cuda_build_memory
 
 bench: ## side by side with peers; figures go to benchmarks/results

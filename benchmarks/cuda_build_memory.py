@@ -51,6 +51,7 @@ T5 = {
 }
 FOUR_BIT = {"load_in_4bit": True}
 R16, R8 = {"r": 16}, {"r": 8}
+RESULT = "cuda_build_memory"
 FIGURES = ("allocated", "reserved")
 # so that steps follow an evaluation and a save
 EVERY_TWO = ("--training.eval_steps=2", "--training.save_steps=2")
@@ -191,12 +192,10 @@ CASES = (
 )
 
 
-def measured(folder: Path, case: Case) -> dict[str, Any]:
-    """Train a case: for each part of the run and each figure, predicted and measured bytes of the
-    fullest rank; and pinned host memory."""
-    machine = Machine(folder / "cards", [A100] * case.ranks)
+def launched(folder: Path, case: Case, machine: Machine, *options: str) -> Path:
+    """The run folder of a case."""
     recipe = str(cpu_memory.write_data(folder, case))
-    argv = [sys.executable, "-m", "launch", "run", recipe]
+    argv = [sys.executable, "-m", "launch", "run", recipe, *options]
     argv += EVERY_TWELVE if case.ragged else EVERY_TWO
     argv += [f"--launch.mode={case.mode}"]  # of FSDP2 the CPU's benchmark makes its own mode
     env = {**recording.environment(folder), "LOWMEM_TRACES": os.environ["LOWMEM_TRACES"]}
@@ -205,9 +204,28 @@ def measured(folder: Path, case: Case) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = (folder / "runs" / "case").glob("*/plan.json")
-    plan = json.loads(file.read_text(encoding="utf-8"))
-    outcome = json.loads((file.parent / "attempts/01/outcome.json").read_text(encoding="utf-8"))
-    return {
+    return file.parent
+
+
+def predicted_again(folder: Path, case: Case, row: dict[str, Any]) -> dict[str, Any] | None:
+    """A row with today's predictions beside what was measured; None if today's plan is another."""
+    machine = Machine(folder / "cards", [A100] * case.ranks)
+    plan = read(launched(folder, case, machine, "--dry-run") / "plan.json")
+    if plan["strategy"] != row["strategy"]:
+        return None
+    for phase, figures in row["phases"].items():
+        for figure, sizes in figures.items():
+            sizes[0] = plan["phases"][phase][f"{figure}_bytes"]
+    return row | sources.digests(RESULT)
+
+
+def measured(folder: Path, case: Case) -> dict[str, Any]:
+    """Train a case: for each part of the run and each figure, predicted and measured bytes of the
+    fullest rank; and pinned host memory."""
+    machine = Machine(folder / "cards", [A100] * case.ranks)
+    run = launched(folder, case, machine)
+    plan, outcome = read(run / "plan.json"), read(run / "attempts/01/outcome.json")
+    return sources.digests(RESULT) | {
         "case": case.name,
         "strategy": plan["strategy"],
         "phases": {
@@ -224,6 +242,18 @@ def measured(folder: Path, case: Case) -> dict[str, Any]:
             if process.peak_pinned_bytes
         ],
     }
+
+
+def again(folder: Path, case: Case, row: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The row of a case whose measured part is of today's code, with today's predictions."""
+    today = sources.digests(RESULT)
+    if row is None or row.get(sources.MEASURED) != today[sources.MEASURED]:
+        return None
+    return row if today.items() <= row.items() else predicted_again(folder, case, row)
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def has(row: Mapping[str, Any], phase: str) -> bool:
@@ -292,25 +322,31 @@ def main() -> None:
         "--only", default="", help="cases whose name contains this; nothing is recorded"
     )
     arguments = parser.parse_args()
-    rows = []
+    path = recording.RESULTS / f"{RESULT}.json"
+    before = {row["case"]: row for row in read(path)["rows"]} if path.exists() else {}
+    rows = {} if arguments.only else before
     with tempfile.TemporaryDirectory() as place:
         os.environ["LOWMEM_TRACES"] = str(Path(place) / "traces")
         for number, case in enumerate(case for case in CASES if arguments.only in case.name):
             folder = Path(place) / str(number)
             folder.mkdir()
-            made_with = {sources.KEY: sources.digest("cuda_build_memory")}
-            rows.append(measured(folder, case) | made_with)
+            row = None if arguments.only else again(folder, case, before.get(case.name))
+            if row is None:
+                shutil.rmtree(folder)
+                folder.mkdir()
+                row = measured(folder, case)
             figures = ", ".join(
-                f"{phase} {off(rows[-1], phase, 'allocated'):+.2%}"
-                f" {off(rows[-1], phase, 'reserved'):+.2%}"
-                for phase in rows[-1]["phases"]
+                f"{phase} {off(row, phase, 'allocated'):+.2%} {off(row, phase, 'reserved'):+.2%}"
+                for phase in row["phases"]
             )
             print(f"{case.name}: {figures}", flush=True)
             shutil.rmtree(folder)
-            if not arguments.only:  # a campaign that is cut off keeps what it has
-                recording.write("cuda_build_memory", {"rows": rows}, text(rows))
+            rows[case.name] = row
+            if not arguments.only:  # a campaign that is cut off keeps what it has, and goes on
+                rows = {each.name: rows[each.name] for each in CASES if each.name in rows}
+                recording.write(RESULT, {"rows": [*rows.values()]}, text([*rows.values()]))
     if arguments.only:
-        print(text(rows))
+        print(text([*rows.values()]))
 
 
 if __name__ == "__main__":

@@ -156,7 +156,7 @@ def campaign(chosen: list[Case]) -> Iterator[dict[str, Any]]:
         pretrain(machine, folder)
         for case in chosen:
             began = time.monotonic()
-            described = asdict(case) | {sources.KEY: sources.digest(RESULT)}
+            described = asdict(case) | sources.digests(RESULT)
             try:
                 row = described | measure(machine, folder, case)
             except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
@@ -202,8 +202,10 @@ def main() -> int:
     path = recording.RESULTS / f"{RESULT}.json"
     rows = {name(row): row for row in read(path)["rows"]} if path.exists() else {}
     # a campaign that is cut off keeps what it has, and goes on with the rest
-    current = sources.digest(RESULT)
-    done = {key for key, row in rows.items() if row[sources.KEY] == current and "failed" not in row}
+    current = sources.digests(RESULT)
+    done = {
+        key for key, row in rows.items() if current.items() <= row.items() and "failed" not in row
+    }
     for row in campaign([case for case in chosen if case.name not in done]):
         rows[name(row)] = row
         text = "CUDA build, no card: kernels did nothing.\n\n" + table(list(rows.values()))

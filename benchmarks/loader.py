@@ -29,6 +29,7 @@ from benchmarks import recording, trainings
 from launch.data.rows import IGNORED
 from launch.plan.resolve import resolve
 from launch.predict import estimate
+from launch.probe import described
 from launch.run_folder.layout import AttemptDir
 from launch.run_folder.steps import STEADY_FROM, events
 from training.compat.python_private import end_what_cannot_send
@@ -43,7 +44,7 @@ from training.data.batches import (
 
 GOAL = 20.0
 WORKERS = (0, 1, 2)
-H200 = recording.CODE / "configs/machines/h200.yaml"
+H200 = described.from_file(recording.CODE / "configs/machines/h200.yaml")
 ORDERS = {"at random": {}, "by length": {"group_by_length": "true"}, "packed": {"packing": "true"}}
 
 

@@ -1,13 +1,14 @@
 """The code that the results of the CUDA build speak of, and a check that they are of today's code.
 
-A row of results/cuda_build_memory.json and cuda_build_modes.json names a hash of its sources. Where
-the code has changed since, its figures are doubtful: `make check` runs this module, which then
-fails and names the command that makes them again. Comments, docstrings, layout and texts of errors
-are not in the hash.
+A row of results/cuda_build_memory.json and cuda_build_modes.json names hashes of its sources: of
+what was measured, and of what was predicted beside it. Where the code has changed since, the
+figures are doubtful: `make check` runs this module, which then fails and names the command that
+makes them again; where only predictions have changed, the command predicts and measures nothing.
+Comments, docstrings, layout and texts of errors are not in the hash.
 
 ENGINES decides what a mode starts, saves and reads back: the driver without a card, the engines,
 the private names of the libraries, and the files that Accelerate and DeepSpeed read. PREDICTION
-decides the bytes: the traces, the states of a mode and of an optimizer, the replay of the
+decides the predicted bytes: the traces, the states of a mode and of an optimizer, the replay of the
 allocator. Not in them: the loop, the checkpoints and the model, which the tests of CPUs and
 `make test-cuda-build` run too; host RAM, seconds, rows, supervision and reports, on which no figure
 depends; the choice of a plan, since the cases name mode and batch; versions of packages, which a
@@ -21,7 +22,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,28 +39,35 @@ PREDICTION = (
     *("launch/predict/memory/allocator_config.py", "launch/predict/memory/phases.py"),
 )
 SUFFIXES = (".py", ".c", ".h")
-# results -> their sources; make cuda-build-memory and make cuda-build-modes make them again
-GUARDED = {"cuda_build_memory": (*ENGINES, *PREDICTION), "cuda_build_modes": ENGINES}
-KEY = "sources"  # of a row
+MEASURED, PREDICTED = "sources", "prediction_sources"  # keys of a row
+# results -> the sources of each key; make cuda-build-memory and make cuda-build-modes make them
+# again
+GUARDED: dict[str, dict[str, tuple[str, ...]]] = {
+    "cuda_build_memory": {MEASURED: ENGINES, PREDICTED: (*ENGINES, *PREDICTION)},
+    "cuda_build_modes": {MEASURED: ENGINES},
+}
 # text in quotes, which stays, or a comment
 C_PARTS = re.compile(r'("(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\')|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 
-def digest(name: str, root: Path = ROOT) -> str:
-    """The hash of the sources of results, below a copy of the project."""
-    whole_hash = hashlib.sha256()
-    for path in files(name, root):
-        text = path.read_text(encoding="utf-8")
-        content = of_python(text) if path.suffix == ".py" else of_c(text)
-        whole_hash.update(f"{path.relative_to(root).as_posix()}\0{content}\0".encode())
-    return whole_hash.hexdigest()[:16]
+def digests(name: str, root: Path = ROOT) -> dict[str, str]:
+    """The keys and hashes of a row of results that is made now, below a copy of the project."""
+    hashes: dict[str, str] = {}
+    for key, named in GUARDED[name].items():
+        whole_hash = hashlib.sha256()
+        for path in files(named, root):
+            text = path.read_text(encoding="utf-8")
+            content = of_python(text) if path.suffix == ".py" else of_c(text)
+            whole_hash.update(f"{path.relative_to(root).as_posix()}\0{content}\0".encode())
+        hashes[key] = whole_hash.hexdigest()[:16]
+    return hashes
 
 
-def files(name: str, root: Path = ROOT) -> list[Path]:
-    """Every file that the results' sources name or contain. Raises FileNotFoundError for a name
-    without code."""
+def files(named: Sequence[str], root: Path = ROOT) -> list[Path]:
+    """Every file that sources name or contain. Raises FileNotFoundError for a name without
+    code."""
     paths: list[Path] = []
-    for source in GUARDED[name]:
+    for source in named:
         path = root / source
         inside = [path] if path.is_file() else sorted(path.rglob("*"))
         code = [each for each in inside if each.suffix in SUFFIXES]
@@ -108,16 +116,16 @@ def of_c(text: str) -> str:
     return "\n".join(line for line in lines if line)
 
 
-def problem(name: str, current: str, results: Path = RESULTS) -> str:
+def problem(name: str, current: Mapping[str, str], results: Path = RESULTS) -> str:
     """The line on results that were made with other sources; "" if there are none."""
     file = results / f"{name}.json"
     if not file.exists():
         return ""
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    if not any(KEY in row for row in rows):
+    if not any(MEASURED in row for row in rows):
         print(f"{file.parent.name}/{file.name}: NOT CHECKED: no row names the code that made it")
         return ""
-    stale = sum(row.get(KEY) != current for row in rows)
+    stale = sum(any(row.get(key) != current[key] for key in current) for row in rows)
     if not stale:
         return ""
     return (
@@ -127,7 +135,7 @@ def problem(name: str, current: str, results: Path = RESULTS) -> str:
 
 
 def main() -> int:
-    problems = [line for name in GUARDED if (line := problem(name, digest(name)))]
+    problems = [line for name in GUARDED if (line := problem(name, digests(name)))]
     for line in problems:
         print(f"error: {line}", file=sys.stderr)
     return 1 if problems else 0

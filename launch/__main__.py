@@ -29,6 +29,7 @@ from launch.supervise import stop_signals
 VERBS = {
     "run": "run",
     "plan": "plan",
+    "fit": "fit",
     "show": "show",
     "tune": "tune",
     "doctor": "doctor",

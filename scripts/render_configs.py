@@ -15,7 +15,7 @@ sys.path.insert(0, str(CODE))
 from launch.plan import context as plan_context  # noqa: E402
 from launch.plan import planner  # noqa: E402
 from launch.predict import model_config  # noqa: E402
-from launch.probe import machine as probe_machine  # noqa: E402
+from launch.probe import described  # noqa: E402
 from launch.recipe import load  # noqa: E402
 from launch.render import accelerate  # noqa: E402
 from launch.render import deepspeed as render_deepspeed  # noqa: E402
@@ -32,7 +32,7 @@ DATA = DataFormat(
 
 def planned(machine_name: str, overrides: Sequence[str]) -> tuple[Machine, Recipe, Plan]:
     """Plan sft_fast with overrides on a described machine, without its data."""
-    machine = probe_machine.described(CODE / "configs" / "machines" / f"{machine_name}.yaml")
+    machine = described.from_file(CODE / "configs" / "machines" / f"{machine_name}.yaml")
     recipe, changes = load.load("sft_fast", overrides, bool(machine.gpus))
     config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CODE / ".cache")
     context = plan_context.build(recipe, machine, config, parameters, family, DATA)

@@ -165,11 +165,7 @@ def import_problem(error: ResourceError) -> Problem:
 def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
     text = "show what this machine offers, test the link between its GPUs, name what is wrong"
     parser = recipe_arguments.add_simple_parser(subparsers, verb, text)
-    parser.add_argument(
-        "--machine",
-        type=Path,
-        help="a described machine (configs/machines/*.yaml) instead of this one",
-    )
+    recipe_arguments.add_machine(parser)
     return parser
 
 
@@ -177,8 +173,10 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
     """The exit code is 3 when something stops training."""
     recipe_arguments.reject(arguments, others)
     compile_caches.settle()
-    if arguments.machine:
-        print("\n".join(probe_machine.describe(probe_machine.described(arguments.machine))))
+    if machine := recipe_arguments.described_machine(arguments):
+        print("\n".join(probe_machine.describe(machine)))
+        if machine.assumed:
+            print(f"assumed: {machine.assumed}")
         print("link: not tested: a described machine")
         return 0
     workspace = Workspace.here()

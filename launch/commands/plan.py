@@ -6,7 +6,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from launch.base import compile_caches
@@ -24,7 +23,8 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
         subparsers,
         verb,
         "show what would run, and why",
-        "[BATCH] [--machine FILE] [--rows-of TOKENS] [--explain | --json]",
+        "[BATCH] [--machine FILE | --gpu NAME --ram GIB [--gpus N]] [--rows-of TOKENS]"
+        " [--explain | --json]",
     )
     recipe_arguments.add_explain(parser)
     parser.add_argument(
@@ -32,9 +32,7 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
         action="store_true",
         help="print the plan for scripts, as plan.json in a run (docs/plan_json.md)",
     )
-    parser.add_argument(
-        "--machine", type=Path, help="plan for a described machine (configs/machines/*.yaml)"
-    )
+    recipe_arguments.add_machine(parser)
     parser.add_argument(
         "--rows-of",
         metavar="TOKENS",
@@ -51,7 +49,7 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
     choice = resolve(
         typed.recipe,
         typed.overrides,
-        arguments.machine,
+        recipe_arguments.described_machine(arguments),
         typed.constraints,
         rows_of=_tokens(arguments.rows_of),
     )

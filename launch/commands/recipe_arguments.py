@@ -3,11 +3,13 @@ error for an unknown flag."""
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from launch.base.errors import ConfigError
@@ -15,14 +17,17 @@ from launch.base.text import holds_secret, nearest, shown
 from launch.base.workspace import FILES
 from launch.commands import foreign_launcher
 from launch.plan.candidates import LaunchConstraints
+from launch.probe import described
 from launch.recipe import key_reference, load
 from launch.recipe.strict_yaml import show
+from launch.schema.machine import Machine
 from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import SECTIONS
 
 AUTO = "auto"
 BATCH_KEY = "per_device_train_batch_size"
 SWITCHES = ("assume_fits", "exact_batch")  # flags that are short for a key of launch:
+MOST_GPUS, MOST_RAM_GIB = 64, 65_536  # of a machine
 ALIKE = 0.8  # difflib's ratio for a flag without a section, which could be a key of any
 EPILOG = """RECIPE is a name in configs/recipes/, or a file. BATCH is per_device_train_batch_size,
 or auto: the fastest, found by short trials unless an earlier start has found it.
@@ -65,6 +70,53 @@ def add_simple_parser(subparsers: Any, verb: str, description: str) -> ArgumentP
     return subparsers.add_parser(
         verb, help=description, description=description, allow_abbrev=False
     )
+
+
+def add_machine(parser: ArgumentParser) -> None:
+    """The flags that describe a machine to plan for, instead of this one."""
+    parser.add_argument(
+        "--machine",
+        type=Path,
+        metavar="FILE",
+        help="a described machine (configs/machines/*.yaml) instead of this one",
+    )
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help='a machine with this card instead, such as "RTX 3090" (configs/cards.yaml has them)',
+    )
+    parser.add_argument("--gpus", metavar="N", help="how many of that card (default 1)")
+    parser.add_argument("--ram", metavar="GIB", help="that machine's RAM in GiB")
+
+
+def described_machine(arguments: Namespace) -> Machine | None:
+    """The machine of --machine, or of --gpu, --gpus and --ram; None: this machine. Raises
+    ConfigError."""
+    flags = {name: getattr(arguments, name) for name in ("gpu", "gpus", "ram")}
+    typed = [f"--{name}" for name, value in flags.items() if value is not None]
+    if arguments.machine:
+        if typed:
+            raise ConfigError(
+                f"--machine and {typed[0]}: expected one of them; a file has gpu, gpus and ram_gib"
+            )
+        return described.from_file(arguments.machine)
+    if not typed:
+        return None
+    if flags["gpu"] is None or flags["ram"] is None:
+        missing = "--gpu NAME" if flags["gpu"] is None else "--ram GIB"
+        raise ConfigError(f"{typed[0]}: expected {missing} beside it")
+    count = flags["gpus"] or "1"
+    if not (count.isascii() and count.isdigit() and 1 <= int(count) <= MOST_GPUS):
+        raise ConfigError(f"--gpus {show(count)[1:-1]}: expected a number from 1 to {MOST_GPUS}")
+    try:
+        ram_gib = float(flags["ram"])
+    except ValueError:
+        ram_gib = math.nan
+    if not 0 < ram_gib < MOST_RAM_GIB:
+        raise ConfigError(
+            f"--ram {show(flags['ram'])[1:-1]}: expected the RAM in GiB, such as --ram 32"
+        )
+    return described.from_words(flags["gpu"], int(count), ram_gib)
 
 
 def add_explain(parser: ArgumentParser) -> None:

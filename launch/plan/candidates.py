@@ -24,6 +24,8 @@ from launch.schema.training_section import Precision
 # samples; the guides' 3x the training batch is a ceiling, and logits are the larger part of it
 MAX_EVAL_BATCH = 64
 OUTPUT_CHUNKS = 8  # where the plan decides, as many as torchtune's default
+# cards of which every smaller number is tried; of more only their divisors
+MOST_OF_ANY_NUMBER = 4
 # their forward returns what the output projection gives
 CHUNKED = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "t5")
 
@@ -71,7 +73,7 @@ def possible(
             possible.append(candidate)
     if not possible:
         raise ConfigError("; ".join(refusals))
-    return possible, refusals
+    return possible, list(dict.fromkeys(refusals))
 
 
 def _as_asked(context: PlanContext, constraints: LaunchConstraints) -> Iterator[Candidate]:
@@ -86,6 +88,10 @@ def _as_asked(context: PlanContext, constraints: LaunchConstraints) -> Iterator[
         )
     for mode, num_processes, instead_of in _ways_to_start(launch, machine, constraints, on_gpu):
         row = LAUNCH_MODES[mode]
+        # the samples of a step that a rank takes one after another
+        steps, rest = divmod(training.gradient_accumulation_steps * instead_of, num_processes)
+        if rest:
+            continue
         several = num_processes > 1 or row.engine == "deepspeed"
         gloo = not on_gpu or (
             num_processes > 1 and (row.backend == "gloo" or constraints.force_gloo)
@@ -99,8 +105,7 @@ def _as_asked(context: PlanContext, constraints: LaunchConstraints) -> Iterator[
             num_machines=max(launch.nodes, constraints.num_machines),
             backend=("gloo" if gloo else "nccl") if several else None,
             per_device_train_batch_size=training.per_device_train_batch_size,
-            gradient_accumulation_steps=training.gradient_accumulation_steps
-            * (instead_of // num_processes),
+            gradient_accumulation_steps=steps,
             per_device_eval_batch_size=training.per_device_eval_batch_size
             or _eval_batch(training.per_device_train_batch_size),
             mixed_precision=precision,
@@ -174,33 +179,30 @@ def _ways_to_start(
 def _automatic(
     asked: int | None, machine: Machine, nodes: int, on_gpu: bool, constraints: LaunchConstraints
 ) -> Iterator[tuple[Mode, int, int]]:
-    """Yield the modes that `launch.mode: auto` may choose. Ranks that are running already fix their
-    number and engine."""
+    """Yield the modes that `launch.mode: auto` may choose, on all cards, then on fewer. Ranks that
+    are running already fix their number and engine."""
     per_node = len(machine.gpus) if on_gpu else 1
     count = asked or per_node * nodes  # on CPUs one rank a node
     if not on_gpu:
         yield ("multi_cpu" if count > 1 else "cpu"), count, count
         return
     together: Mode = "dual_gpu_gloo" if constraints.force_gloo else "dual_gpu_nccl"
-    yield ("single_gpu" if count == 1 else together), count, count
     if constraints.num_processes is not None:
+        yield ("single_gpu" if count == 1 else together), count, count
         return
-    if asked is None and nodes == 1 and uneven(machine.gpus):
-        for fewer in (number for number in range(count - 1, 0, -1) if count % number == 0):
-            yield ("single_gpu" if fewer == 1 else together), fewer, count
     nccl_fails = constraints.link is not None and constraints.link.backend != "nccl"
     zero: list[Mode] = [mode for mode, row in LAUNCH_MODES.items() if row.engine == "deepspeed"]
     offloaded: list[Mode] = [mode for mode in zero if LAUNCH_MODES[mode].offloads]
-    if count == 1 or not (nccl_fails or constraints.force_gloo):
-        for mode in zero if count > 1 else offloaded:
-            yield mode, count, count
-        return
-    if nccl_fails and not constraints.force_gloo:
-        yield "dual_gpu_gloo", count, count
-    if asked is None and nodes == 1:
-        alone: list[Mode] = ["single_gpu", *offloaded]
-        for mode in alone[uneven(machine.gpus) :]:
-            yield mode, 1, count
+    several: list[Mode] = [together, *zero]
+    if constraints.force_gloo:
+        several = [together]
+    elif nccl_fails:
+        several = [together, "dual_gpu_gloo"]
+    is_open = asked is None and nodes == 1
+    for number in range(count, 0 if is_open else count - 1, -1):
+        if count <= MOST_OF_ANY_NUMBER or count % number == 0:
+            for mode in several if number > 1 else ("single_gpu", *offloaded):
+                yield mode, number, count
 
 
 def uneven(gpus: Sequence[Gpu]) -> bool:

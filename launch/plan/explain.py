@@ -16,11 +16,18 @@ from launch.schema.plan import Strategy as Candidate
 from launch.schema.recipe import Recipe
 
 
-def why(context: PlanContext, chosen: Judged, constraints: LaunchConstraints) -> tuple[str, ...]:
-    """Explain the device, the link between the ranks, and missing predictions."""
+def why(
+    context: PlanContext,
+    chosen: Judged,
+    constraints: LaunchConstraints,
+    judged: Sequence[tuple[Judged, str]] = (),
+) -> tuple[str, ...]:
+    """Explain the device, cards that stay idle, the link between the ranks, and missing
+    predictions."""
     candidate = chosen.candidate
     return (
         *_where(context.recipe, context.machine, candidate, constraints),
+        *_idle_why(context, chosen, judged),
         *_link_why(context, candidate),
         *_measured_why(context, candidate),
         *_trace_why(context, chosen),
@@ -67,7 +74,9 @@ def _where(
                 f"{candidate.processes_per_machine} processes share {machine.cpu_count} CPU(s):"
                 " slower than one each"
             )
-    else:
+    if machine.assumed:
+        yield f"assumed of {machine.name}: {machine.assumed}"
+    if candidate.device == "cuda":
         cards = machine.gpus[: candidate.processes_per_machine]
         yield f"{candidate.num_processes} GPU(s): {machine.gpus_reason}"
         if len(cards) < len(machine.gpus):
@@ -119,6 +128,26 @@ def _where(
             if candidate.device == "cpu"
             else f"{machine.cpu_count} CPUs over {candidate.num_processes} process(es)"
         )
+
+
+def _idle_why(
+    context: PlanContext, chosen: Judged, judged: Sequence[tuple[Judged, str]]
+) -> Iterator[str]:
+    """Explain why cards stay idle that the recipe leaves to the plan."""
+    ranks, cards = chosen.candidate.num_processes, context.machine.gpus
+    more = [(other, verdict) for other, verdict in judged if other.candidate.num_processes > ranks]
+    if chosen.candidate.device == "cpu" or not more:
+        return
+    numbers = ", ".join(str(gpu.index) for gpu in cards[ranks:])
+    label = f"GPU {numbers} stays idle" if len(cards) == ranks + 1 else f"GPUs {numbers} stay idle"
+    fitting = [other for other, _ in more if not other.misses]
+    if fitting:
+        best = min(fitting, key=lambda other: other.seconds)
+        ratio = f", {best.seconds / chosen.seconds:.2f} x as long" if chosen.time else ""
+        yield f"{label}: {describe(best.candidate)} would take {best.seconds:.3g} s a step{ratio}"
+    else:
+        nearest, _ = min(more, key=lambda pair: pair[0].excess)
+        yield f"{label}: more processes do not fit: {describe(nearest.candidate)}: {nearest.misses}"
 
 
 def _link_why(context: PlanContext, candidate: Candidate) -> Iterator[str]:

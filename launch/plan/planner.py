@@ -82,10 +82,10 @@ def refuse_hopeless(context: PlanContext, constraints: LaunchConstraints) -> Non
     if context.recipe.launch.assume_fits:
         return
     contexts = [context, *(relaxed for relaxed, _ in relaxed_contexts(context))]
-    if all(_exceeds(variant, constraints, with_step=False) for variant in contexts):
+    if all(is_hopeless(variant, constraints, with_step=False) for variant in contexts):
         choose(replace(context, traces=None), constraints)
     if context.counts is None and all(
-        _exceeds(variant, constraints, with_step=True) for variant in contexts
+        is_hopeless(variant, constraints, with_step=True) for variant in contexts
     ):
         choose(context, constraints)
 
@@ -99,7 +99,9 @@ def relaxed_contexts(context: PlanContext) -> Iterator[tuple[PlanContext, tuple[
         yield replace(relaxed, changes=(*context.changes, *changes)), changes
 
 
-def _exceeds(context: PlanContext, constraints: LaunchConstraints, with_step: bool) -> bool:
+def is_hopeless(
+    context: PlanContext, constraints: LaunchConstraints, with_step: bool = True
+) -> bool:
     """Return True if the states of every candidate exceed a budget; `with_step`: the states and the
     least memory of its smallest allowed micro-batch."""
     possible, _ = candidates.possible(context, constraints)
@@ -156,7 +158,7 @@ def _chosen(context: PlanContext, constraints: LaunchConstraints) -> Plan:
         rows_left_out=counts["dropped"] + counts["bad"] if counts else None,
         target_share=counts["target_tokens"] / counts["tokens"] if counts else None,
         lora_targets=context.lora_targets,
-        why=explain.why(context, chosen, constraints),
+        why=explain.why(context, chosen, constraints, judged),
         switches=explain.switches(context, candidate, constraints),
         changes=(*context.changes, *explain.changes(context, candidate, judged, constraints)),
         rejected=(*refusals, *dict.fromkeys(lost)),

@@ -55,7 +55,7 @@ class Facts:
 def resolve(
     recipe_name: str,
     overrides: Sequence[str],
-    machine_file: Path | None = None,
+    described: Machine | None = None,
     constraints: LaunchConstraints = NO_CONSTRAINTS,
     say: Say = lambda line: None,
     trace: bool = True,
@@ -64,7 +64,7 @@ def resolve(
     """Plan a recipe, with the lengths of its rows if they are tokenised, or with max_length.
 
     `rows_of`: with rows that all have this number of tokens."""
-    facts = read(recipe_name, overrides, machine_file, constraints, say, trace=trace)
+    facts = read(recipe_name, overrides, described, constraints, say, trace=trace)
     context = facts.context
     if rows_of is not None:
         context = plan_context.with_rows_of(context, rows_of)
@@ -75,7 +75,7 @@ def resolve(
 def read(
     recipe_name: str,
     overrides: Sequence[str],
-    machine_file: Path | None = None,
+    described: Machine | None = None,
     constraints: LaunchConstraints = NO_CONSTRAINTS,
     say: Say = lambda line: None,
     test_link: bool = False,
@@ -85,22 +85,18 @@ def read(
 
     `trace` False: plans count model states alone, for starts of many ranks at once."""
     workspace = Workspace.here()
-    machine = (
-        probe_machine.described(machine_file)
-        if machine_file
-        else probe_machine.machine(run_dir=workspace.root)
-    )
+    machine = described or probe_machine.machine(run_dir=workspace.root)
     if constraints.num_processes is None:
         machine = _by_free_memory(machine)
     elif constraints.num_processes == 1:
         machine = _with_one_gpu(machine)
-    if machine_file is None:
+    if described is None:
         packages.refuse_old()
     has_gpu = bool(machine.gpus) and not constraints.force_cpu
     recipe, changed = load.load(
         recipe_name, [absolute_override(text) for text in overrides], has_gpu
     )
-    if machine_file is None and not constraints.force_cpu and recipe.launch.device != "cpu":
+    if described is None and not constraints.force_cpu and recipe.launch.device != "cpu":
         _refuse_cards(recipe, machine, constraints)
     is_file = "/" in recipe_name or recipe_name.endswith((".yaml", ".yml"))
     recipe, of_model = use_existing_model(
@@ -120,7 +116,7 @@ def read(
     tokenizer = Path(recipe.tokenizer.path or recipe.model.path or "")
     model_config.check_tokenizer(tokenizer)
     if (
-        machine_file is None
+        described is None
         and tokenizer.parts
         and not any(file for form in TOKENIZER_FILES for file in tokenizer.glob(form))
     ):
@@ -144,7 +140,7 @@ def read(
         rows = columns.row_count(recipe.data.paths[0], file_facts)
         if rows is not None and data_format.kind == "oasst":  # a thread of several rows is trained
             rows = sum(sources.count_rows(recipe.data, data_format, file_facts)[0])
-    if machine_file is None:
+    if described is None:
         packages.refuse_missing(recipe)
         constraints = _with_packages(recipe, constraints, workspace, has_gpu)
         if has_gpu:
@@ -167,7 +163,7 @@ def read(
             allocator=AllocatorConfig.parse(settings or ""),
             may_expand=settings is None
             and architectures.expands_segments(
-                machine.gpus, "" if machine_file else platform.release()
+                machine.gpus, "" if described else platform.release()
             ),
         )
     context = replace(
@@ -178,7 +174,7 @@ def read(
         base_fingerprint=model_config.weights_fingerprint(Path(base)) if base else None,
         import_memory=import_memory.measured_or_assumed(workspace.cache, device),
     )
-    if machine_file is None and workspace.ledger_file.exists():
+    if described is None and workspace.ledger_file.exists():
         context = replace(context, recall=_recall(workspace, machine, say))
     if trace:
         context = replace(

@@ -15,6 +15,9 @@ TABLE_ROWS = 10
 
 AS_FAST = 1.05  # smaller ratios of predicted seconds are no difference
 
+# of a step with checkpointing: the forward pass that it repeats is a quarter at most
+NOT_RECOMPUTED = 0.75
+
 MUCH_SLOWER = 1.25  # times the quickest candidate, whether that fits or not
 
 
@@ -36,6 +39,8 @@ def search(
     counts = dict.fromkeys(candidate.num_processes for candidate in possible)
     chosen: Judged | None = None
     for count in counts:
+        if chosen is not None and not _may_be_faster(context, count, chosen):
+            continue
         group = [candidate for candidate in possible if candidate.num_processes == count]
         verdicts: list[tuple[Judged, str]] = []
         other = search_waves(context, group, constraints, verdicts)
@@ -45,6 +50,17 @@ def search(
     if len(counts) > 1 and chosen is not None:
         judged[:] = _verdicts(judged, chosen)
     return chosen
+
+
+def _may_be_faster(context: PlanContext, num_processes: int, chosen: Judged) -> bool:
+    """False if fewer ranks on even cards cannot be faster than the choice for more ranks: their
+    products and kernels alone take longer. They are not traced then."""
+    if candidates.uneven(context.machine.gpus) or chosen.time is None:
+        return True
+    busy_s = chosen.time.compute_s + chosen.time.memory_s
+    if chosen.candidate.activation_checkpointing:
+        busy_s *= NOT_RECOMPUTED
+    return busy_s * chosen.candidate.num_processes / num_processes < chosen.seconds
 
 
 def _verdicts(judged: Sequence[tuple[Judged, str]], chosen: Judged) -> Iterator[tuple[Judged, str]]:

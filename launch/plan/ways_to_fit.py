@@ -55,8 +55,7 @@ def ways_to_fit(context: PlanContext, constraints: LaunchConstraints) -> Iterato
     recipe = context.recipe
     launch, model = recipe.launch, recipe.model
     starts_here = constraints.num_processes is None
-    is_uneven = launch.num_processes is None and candidates.uneven(context.machine.gpus)
-    several = starts_here and launch.nodes == 1 and ((launch.num_processes or 1) > 1 or is_uneven)
+    several = starts_here and launch.nodes == 1 and (launch.num_processes or 1) > 1
     on_one = "--launch.mode=auto --launch.num_processes=1 "
     places = [
         (flags, launch.model_copy(update=update))

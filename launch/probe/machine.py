@@ -11,11 +11,11 @@ import resource
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from launch.base import files
 from launch.base.errors import ConfigError, ResourceError
-from launch.base.text import nearest, size
+from launch.base.text import size
 
 # Functions that build nouns import them: schema imports pydantic, 100 ms that oom_kills() avoids.
 if TYPE_CHECKING:
@@ -282,105 +282,3 @@ def _unescaped(text: str) -> str:
 
 def _size(cap: Cap) -> int:
     return cap[0]
-
-
-# ---- machines that are only described
-# ---------------------------------------------------------------------------
-
-
-def described(path: Path) -> Machine:
-    """The machine that a file like those in configs/machines/ describes. The keys are fields of
-    Machine and Gpu, with sizes in GiB."""
-    import yaml
-
-    from launch.schema.machine import Gpu, Machine
-
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ResourceError(f"{path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
-    facts = _checked(path, values, Machine)
-    parts = [
-        _checked(path, gpu, Gpu, f"gpus[{index}].") for index, gpu in enumerate(facts.pop("gpus"))
-    ]
-    for index, part in enumerate(parts):
-        if part["free_bytes"] > part["total_bytes"]:
-            total = part["total_bytes"] / GIB
-            raise ConfigError(
-                f"{path}: gpus[{index}].free_gib is more than its total_gib {total:g}; expected at"
-                " most that"
-            )
-    return Machine(gpus=tuple(Gpu(**part) for part in parts), **facts)
-
-
-def _checked(path: Path, values: object, noun: type, prefix: str = "") -> dict[str, Any]:
-    """The values by field name, with sizes in bytes. Raises ConfigError for the first key that is
-    unknown, missing or wrong."""
-    import dataclasses
-    import typing
-
-    if not isinstance(values, dict):
-        raise ConfigError(
-            f"{path}: {prefix.rstrip('.') or 'the file'} is not a mapping of keys to values"
-        )
-    fields = {
-        name.replace("_bytes", "_gib"): (name, hint)
-        for name, hint in typing.get_type_hints(noun).items()
-    }
-    for key in map(str, values):
-        if key not in fields:
-            near = "".join(
-                f"; did you mean {name}?" for name in nearest(key, fields.keys() - values.keys())
-            )
-            raise ConfigError(f"{path}: unknown key {prefix}{key}{near}")
-    optional = {
-        field.name for field in dataclasses.fields(noun) if field.default is not dataclasses.MISSING
-    }
-    facts = {}
-    for key, (name, hint) in fields.items():
-        if key not in values and name not in optional:
-            raise ConfigError(f"{path}: missing key {prefix}{key}")
-        if key in values:
-            facts[name] = value = values[key]
-            if expected := _expected(key, hint, value):
-                raise ConfigError(f"{path}: {prefix}{key} is {value!r}; expected {expected}")
-            if key.endswith("_gib"):
-                facts[name] = int(value * GIB)
-            elif key == "packages":
-                facts[name] = tuple(value)
-    return facts
-
-
-def _expected(key: str, hint: Any, value: Any) -> str:
-    """A description of the right values if this value is wrong; "" if it is right."""
-    import types
-    import typing
-
-    from launch.schema.machine import OptionalPackage
-
-    optional = typing.get_args(OptionalPackage)
-    is_number = type(value) in (int, float) and 0 <= value < UNLIMITED
-    least = 1 if key == "cpu_count" else 0
-    rules = {
-        "size": ("a size in GiB such as 19.6", is_number),
-        int: (
-            f"a whole number, at least {least}",
-            is_number and type(value) is int and value >= least,
-        ),
-        tuple: ("a list, [] for none", isinstance(value, list)),
-        str: ("text (a number in quotes)", isinstance(value, str)),
-        types.UnionType: (
-            f"a list of {' and '.join(optional)}, [] for none (packages of requirements.txt count"
-            " as installed)",
-            isinstance(value, list) and all(name in optional for name in value),
-        ),
-        typing.Literal: (
-            " or ".join(map(str, typing.get_args(hint))),
-            value in typing.get_args(hint),
-        ),
-    }
-    kind = "size" if key.endswith("_gib") else typing.get_origin(hint) or hint
-    description, is_right = rules[kind]
-    return "" if is_right else description

@@ -28,7 +28,9 @@ def model_parts(config: dict[str, Any]) -> ModelParts:
     """The parts of the model that transformers builds from a config. Raises ConfigError."""
     try:
         with torch.device("meta"):
-            model = build.from_shape(ModelSection(shape="meta"), ModelSize("meta", config, 0, 0))
+            size = ModelSize("meta", config, 0, 0)
+            # the parameters of each attention are the same; not each type has sdpa
+            model = build.from_shape(ModelSection(shape="meta"), size, attention="eager")
     # a config is read by each model type in its own way: what it raises is shown
     except Exception as error:
         cause = " ".join(str(error).split()) or type(error).__name__

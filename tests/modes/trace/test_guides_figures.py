@@ -13,8 +13,8 @@ import pytest
 
 from launch.base.errors import DoesNotFit
 from launch.plan import resolve
-from launch.probe import machine as probe_machine
-from launch.schema.machine import GIB, Machine
+from launch.probe import described
+from launch.schema.machine import GIB
 from launch.schema.plan import Plan
 from tests.builders import CODE, recipe
 
@@ -34,22 +34,19 @@ MEDIUM = ("--model.shape=minigpt-medium", "--training.bf16=true", "--data.max_le
 def planned(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
-    machine: str,
+    machine_name: str,
     batch: int,
     *words: str,
     room_gib: float | None = None,
 ) -> Plan:
-    described = probe_machine.described
-
-    def roomy(file: Path) -> Machine:
-        found = described(file)
-        if room_gib is None:
-            return replace(found, gpus=found.gpus[:1])
+    machine = described.from_file(CODE / "configs" / "machines" / f"{machine_name}.yaml")
+    machine = replace(machine, gpus=machine.gpus[:1])
+    if room_gib is not None:
         room = int(room_gib * GIB)
-        cards = tuple(replace(card, total_bytes=room, free_bytes=room) for card in found.gpus[:1])
-        return replace(found, gpus=cards, host_available_bytes=4 * room, host_limit_bytes=4 * room)
-
-    monkeypatch.setattr(probe_machine, "described", roomy)
+        cards = tuple(replace(card, total_bytes=room, free_bytes=room) for card in machine.gpus)
+        machine = replace(
+            machine, gpus=cards, host_available_bytes=4 * room, host_limit_bytes=4 * room
+        )
     monkeypatch.setenv("LOWMEM_ROOT", str(folder))
     file = recipe(folder, "gpt2-tiny")
     flags = [
@@ -59,7 +56,7 @@ def planned(
     return resolve.resolve(
         str(file),
         [*flags, "--launch.mode=single_gpu", *words],
-        CODE / "configs" / "machines" / f"{machine}.yaml",
+        machine,
     ).plan
 
 

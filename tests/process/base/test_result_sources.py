@@ -21,7 +21,12 @@ PYTHON_FILE, C_FILE = "training/engines/setup.py", "tests/fake_cuda/runtime.c"
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """A copy of the code that a result speaks of, and of the module that checks it."""
-    named = {path for name in sources.GUARDED for path in sources.files(name)}
+    named = {
+        path
+        for keys in sources.GUARDED.values()
+        for each in keys.values()
+        for path in sources.files(each)
+    }
     for path in [*named, CODE / "benchmarks" / "sources.py"]:
         target = tmp_path / path.relative_to(CODE)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -31,11 +36,11 @@ def copy(tmp_path: Path) -> Path:
 
 
 def digest(root: Path = CODE) -> str:
-    return sources.digest("cuda_build_memory", root)
+    return sources.digests("cuda_build_memory", root)[sources.PREDICTED]
 
 
 def write_rows(root: Path, *hashes: str | None) -> None:
-    rows = [{"mode": "fsdp2"} | ({sources.KEY: each} if each else {}) for each in hashes]
+    rows = [{"mode": "fsdp2"} | ({sources.MEASURED: each} if each else {}) for each in hashes]
     file = root / "benchmarks" / "results" / f"{NAME}.json"
     file.write_text(json.dumps({"rows": rows}))
 
@@ -50,7 +55,7 @@ def checked(root: Path) -> tuple[int, str]:
 
 def test_rows_of_other_code_fail_with_their_number_and_the_command(copy):
     assert checked(copy) == (0, "")  # no results
-    today = sources.digest(NAME, copy)
+    today = sources.digests(NAME, copy)[sources.MEASURED]
     write_rows(copy, today, today)
     assert checked(copy) == (0, "")
     write_rows(copy, "0123456789abcdef", today, None)
@@ -81,10 +86,13 @@ def test_a_change_of_the_code_is_another_hash(copy, file, old, new):
     assert digest(copy) != digest()
 
 
-def test_a_prediction_is_no_source_of_the_modes(copy):
-    before = sources.digest(NAME, copy)
+def test_a_prediction_is_no_source_of_what_was_measured(copy):
+    before = sources.digests("cuda_build_memory", copy)
     (copy / "training/trace/added.py").write_text("ADDED = 1\n")
-    assert sources.digest(NAME, copy) == before
+    after = sources.digests("cuda_build_memory", copy)
+    assert after[sources.MEASURED] == before[sources.MEASURED]
+    assert after[sources.PREDICTED] != before[sources.PREDICTED]
+    assert sources.digests(NAME, copy)[sources.MEASURED] == before[sources.MEASURED]
 
 
 def test_a_new_file_is_another_hash_and_an_unknown_name_is_an_error(copy):
@@ -128,7 +136,8 @@ def test_each_python_has_the_same_hash(minor):
     argv = [
         pythons[0],
         "-c",
-        "from benchmarks import sources; print(sources.digest('cuda_build_memory'))",
+        "from benchmarks import sources as s;"
+        "print(s.digests('cuda_build_memory')['prediction_sources'])",
     ]
     done = subprocess.run(argv, cwd=CODE, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == digest()

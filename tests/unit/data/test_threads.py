@@ -13,6 +13,7 @@ from launch.data import columns, sources
 from launch.data.files.shards import FileFacts
 from launch.data.rows import BadRows, read_samples
 from launch.plan import resolve
+from launch.probe import described
 from launch.schema.data_section import DataSection
 from tests import builders
 
@@ -73,7 +74,7 @@ def test_a_plan_counts_threads(tmp_path, size):
     file = write(tmp_path, *TREE)
     keys = [f"--data.train_file={file}", "--data.validation_file=null"]
     keys += [f"--data.validation_size={size}"] if size else []
-    on = builders.CODE / "configs/machines/cpu.yaml"
+    on = described.from_file(builders.CODE / "configs/machines/cpu.yaml")
     assert resolve.resolve("sft_small", keys, on, trace=False).plan.rows == 3 - size
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from launch.base.errors import ConfigError, DoesNotFit, ResourceError
 from launch.base.workspace import Workspace
+from launch.plan import candidates, planner
 from launch.plan import context as plan_context
-from launch.plan import planner
 from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
 from launch.predict import estimate, model_config
 from launch.predict.history.calibration import NO_MARGIN, Margin
@@ -40,6 +40,30 @@ def test_every_gpu_is_used_unless_a_number_is_given():
     assert (two.mode, two.num_processes, two.backend) == ("dual_gpu_nccl", 2, "nccl")
     one = plan(recipe_of(launch={"num_processes": 1}), machine(2)).strategy
     assert (one.mode, one.num_processes, one.backend) == ("single_gpu", 1, None)
+
+
+@pytest.mark.parametrize(
+    ("cards", "steps", "launch", "ranks"),
+    [
+        (2, 3, {}, [2, 1]),
+        (3, 1, {}, [3, 1]),  # 3 micro-batches are no number for 2 ranks
+        (3, 2, {}, [3, 2, 1]),
+        (8, 3, {}, [8, 4, 2, 1]),
+        (8, 3, {"num_processes": 8}, [8]),
+        (2, 3, {"mode": "deepspeed_zero3"}, [2]),
+    ],
+)
+def test_fewer_ranks_are_candidates_at_the_same_effective_batch(cards, steps, launch, ranks):
+    recipe = recipe_of(launch=launch, training={"gradient_accumulation_steps": steps})
+    config, parameters = model_config.read(recipe.model, root=CODE)
+    context = plan_context.build(recipe, machine(cards), config, parameters, DATA_FORMAT)
+    possible, _ = candidates.possible(context, NO_CONSTRAINTS)
+    assert list(dict.fromkeys(each.num_processes for each in possible)) == ranks
+    batch = recipe.training.per_device_train_batch_size * steps * cards
+    assert {each.effective_batch_size for each in possible} == {batch}
+    alone = {each.mode for each in possible if each.num_processes == 1}
+    offloaded = {"deepspeed_zero2_offload", "deepspeed_zero3_offload"}
+    assert alone == ({"single_gpu", *offloaded} if 1 in ranks else set())
 
 
 def test_gloo_that_was_asked_for_is_gloo():

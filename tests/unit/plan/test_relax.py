@@ -11,6 +11,8 @@ from launch.base.workspace import CODE
 from launch.plan import relax, resolve
 from launch.predict import model_config
 from launch.predict import parameters as predict_parameters
+from launch.probe import described
+from launch.schema.machine import Machine
 from tests.builders import CACHE, recipe_of
 
 LORA = {"r": 16, "lora_alpha": 32}
@@ -58,11 +60,11 @@ def test_a_change_names_what_was_asked_for_at_first():
 
 
 @pytest.fixture
-def small_card(tmp_path: Path) -> Path:
+def small_card(tmp_path: Path) -> Machine:
     text = (CODE / "configs" / "machines" / "a5000-16g.yaml").read_text(encoding="utf-8")
     file = tmp_path / "card.yaml"
     file.write_text(text.replace("free_gib: 15.5", "free_gib: 9.5"), encoding="utf-8")
-    return file
+    return described.from_file(file)
 
 
 ASKED = [

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from launch.base.errors import ResourceError
+from launch.predict import parameters
 from launch.predict.memory import malloc
 from launch.predict.memory.host_memory import Job, estimate, rounded_pinned
 from launch.probe import import_memory
@@ -58,7 +59,8 @@ def job(chosen: Strategy, path: str | None = None, lora_parameters: int = 0, **k
     )
     trainable = lora_parameters or 100_000_000
     config, lora_bytes = {"model_type": "gpt2"}, 4 * lora_parameters
-    shape = ModelSize("m", config, 100_000_000, trainable, lora_parameters, lora_bytes)
+    counts = 100_000_000, trainable, lora_parameters, lora_bytes
+    shape = ModelSize("m", config, *counts, family=parameters.FAMILIES["gpt2"])
     states = MemoryEstimate(400_000_000, 4 * trainable, 8 * trainable)
     values = {
         "step_bytes": 2_000_000_000,

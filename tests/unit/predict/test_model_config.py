@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -129,9 +130,7 @@ def test_freezing_and_lora_are_counted():
         94_396_032,
         0,
     )
-    adapted = builders.model_size(
-        ModelSection(shape="llama-tiny"), LoraSection(r=2), root=ROOT, cache=builders.CACHE
-    )
+    adapted = builders.model_size(ModelSection(shape="llama-tiny"), LoraSection(r=2), root=ROOT)
     assert adapted.parameters == 254_272
     assert (
         adapted.trainable_parameters
@@ -141,9 +140,7 @@ def test_freezing_and_lora_are_counted():
 
 
 def test_the_vocabulary_really_used_replaces_the_shapes_own():
-    shape = builders.model_size(
-        ModelSection(shape="llama-tiny"), None, 1000, root=ROOT, cache=builders.CACHE
-    )
+    shape = builders.model_size(ModelSection(shape="llama-tiny"), None, 1000, root=ROOT)
     assert shape.config["vocab_size"] == 1000
     assert shape.parameters == 254_272 - 1048 * 64
 
@@ -372,7 +369,10 @@ def test_an_encoder_is_refused_unless_it_is_a_decoder(folder):
     with pytest.raises(ConfigError, match=r"config\.json: model_type 'bert' is an encoder"):
         load_folder(folder)
     change_config(folder, model_type="bert", is_decoder=True)
-    load_folder(folder)
+    with pytest.raises(ResourceError, match="its weights have 254,272 elements, the model of"):
+        load_folder(folder)
+    (folder / "model.safetensors").unlink()
+    assert load_folder(folder).family.model_type == "bert"
 
 
 @pytest.mark.parametrize("name", ["qwen33", "vit"])
@@ -609,10 +609,16 @@ def test_weights_and_config_of_two_models_are_an_error(folder, changes, message)
         load_folder(folder)
 
 
-def test_an_unknown_type_without_weights_is_an_error(saved, tmp_path):
+def test_a_type_that_is_not_counted_here_is_built_without_weights(saved, tmp_path):
     shutil.copy(saved / "mamba" / "config.json", tmp_path)
-    with pytest.raises(ConfigError, match=r"model_type 'mamba' cannot be counted from its config"):
-        load_folder(tmp_path)
+    assert load_folder(tmp_path) == replace(load_folder(saved / "mamba"), name=tmp_path.name)
+
+
+def test_a_config_that_transformers_cannot_build_is_an_error(folder):
+    change_config(folder, model_type="phi3", pad_token_id=3000)
+    message = r"config\.json: transformers cannot build a phi3 from this config: Padding_idx must"
+    with pytest.raises(ConfigError, match=message):
+        load_folder(folder)
 
 
 def test_a_type_whose_embedding_is_not_known_keeps_its_vocabulary(saved):

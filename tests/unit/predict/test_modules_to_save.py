@@ -19,6 +19,7 @@ from launch.predict import parameters as predict_parameters
 from launch.schema.model_sections import LoraSection, ModelSection, QuantizationSection
 from launch.schema.plan import ModelSize
 from tests import builders
+from training.children.model_parts import model_parts
 from training.compat.transformers_private import Network
 from training.model import build, four_bit
 from training.model.build import with_lora
@@ -277,9 +278,13 @@ def test_a_saved_adapter_loads_in_plain_peft_and_merges(name, modules, tmp_path)
             {"modules_to_save": "mlp", "target_modules": ["q_proj", "up_proj"]},
             "lora.target_modules: 'up_proj' would get no adapter",
         ),
-        ("t5", {"modules_to_save": "shared"}, "a T5's encoder and decoder share"),
-        ("t5", {"modules_to_save": "embed_tokens"}, "matches encoder.embed_tokens, but a T5's"),
-        ("t5", {"modules_to_save": "decoder"}, "matches decoder, but a T5's"),
+        ("t5", {"modules_to_save": "shared"}, "the encoder and decoder of t5 share"),
+        (
+            "t5",
+            {"modules_to_save": "embed_tokens"},
+            "matches encoder.embed_tokens, but the encoder",
+        ),
+        ("t5", {"modules_to_save": "decoder"}, "matches decoder, but the encoder"),
         (
             "tied",
             {"modules_to_save": "lm_head", "trainable_token_indices": [3]},
@@ -288,7 +293,7 @@ def test_a_saved_adapter_loads_in_plain_peft_and_merges(name, modules, tmp_path)
         (
             "t5",
             {"modules_to_save": "lm_head", "trainable_token_indices": [3]},
-            "lm_head of a T5 cannot be trained beside added tokens",
+            "lm_head of an encoder-decoder cannot be trained beside added tokens",
         ),
     ],
 )
@@ -369,9 +374,10 @@ def test_a_family_that_is_known_by_its_weights_keeps_its_tie():
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma2", **config))
     shapes = {name: tuple(part.shape) for name, part in model.named_parameters()}
     lora = LoraSection(r=4, modules_to_save=("lm_head",))
-    targets = trained_parameters.lora_targets(shapes, lora, "gemma2")
+    family = model_parts(model.config.to_dict()).family
+    targets = trained_parameters.lora_targets(shapes, lora, family)
     trained = trained_of(with_lora(model, lora, targets))
-    counted = trained_parameters.count(shapes, (), lora, "gemma2")
+    counted = trained_parameters.count(shapes, (), lora, family)
     assert counted[1] == sum(part.numel() for part in trained.values())
     assert [name for name in trained if "lora_" not in name] == [
         "base_model.model.model.embed_tokens.modules_to_save.default.weight"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,8 @@ from launch.base.errors import ConfigError
 from launch.predict import optimizers, trained_parameters
 from launch.predict import parameters as predict_parameters
 from launch.schema.model_sections import LoraSection, ModelSection, QuantizationSection
-from launch.schema.plan import ModelSize
+from launch.schema.plan import ModelFamily, ModelSize
+from training.children.model_parts import model_parts
 from training.model import build, four_bit
 
 pytestmark = pytest.mark.unit
@@ -206,9 +208,9 @@ def test_variants_of_an_architecture_have_the_parameters_of_the_real_model(confi
     assert list(predict_parameters.parameters_by_name(config).items()) == real_shapes(config)
 
 
-def test_an_unknown_model_type_says_what_is_known_and_what_works_for_any():
+def test_an_unknown_model_type_says_what_is_known():
     with pytest.raises(
-        ConfigError, match=r"'mamba'.*known: gpt2, llama, mistral, qwen2, qwen3, t5.*safetensors"
+        ConfigError, match=r"'mamba'.*known: gpt2, llama, mistral, qwen2, qwen3, t5"
     ):
         predict_parameters.parameters_by_name({"model_type": "mamba"})
 
@@ -432,19 +434,28 @@ def test_lora_on_a_type_without_a_list_has_the_parameters_of_all_linear_layers(m
 
 
 @pytest.mark.parametrize("name", TINY)
+def test_a_family_that_is_counted_here_is_the_real_models(name):
+    config = config_of(name)
+    family, parts = predict_parameters.family(config), model_parts(config)
+    assert parts.parameters == predict_parameters.parameters_by_name(config)
+    assert {*parts.family.linear} <= {*family.linear}  # a T5's are of both kinds of MLP
+    assert {*parts.family.quantizable} == {*family.quantizable} & {*parts.family.linear}
+    assert replace(parts.family, linear=(), quantizable=()) == replace(
+        family, linear=(), quantizable=()
+    )
+
+
+@pytest.mark.parametrize("name", TINY)
 def test_all_linear_has_the_parameters_that_peft_adds(name):
     assert_all_linear(config_of(name), LoraSection(r=4, target_modules="all-linear"))
 
 
 def assert_all_linear(config: dict, lora: LoraSection) -> None:
-    model = meta_model(config)
+    model, parts = meta_model(config), model_parts(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-    counted = trained_parameters.count(
-        shapes, (), lora, predict_parameters.FAMILIES[config["model_type"]]
-    )[2]
-    targets = trained_parameters.lora_targets(
-        shapes, lora, predict_parameters.FAMILIES[config["model_type"]]
-    )
+    assert shapes == parts.parameters
+    counted = trained_parameters.count(shapes, (), lora, parts.family)[2]
+    targets = trained_parameters.lora_targets(shapes, lora, parts.family)
     real = get_peft_model(
         model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     )
@@ -677,7 +688,8 @@ def test_layers_that_are_not_known_cannot_be_quantised():
     section = QuantizationSection(load_in_4bit=True, bnb_4bit_compute_dtype="float32")
     shapes = {"encoder.query.weight": (8, 8)}
     with pytest.raises(
-        ConfigError, match=r"which layers of model_type 'bert' would have 4 bits is not known"
+        ConfigError, match=r"transformers would give 4 bits to no layer of model_type 'bert'"
     ):
         lora = LoraSection(target_modules=("query",))
-        optimizers.model_state(shapes, (), lora, "bert", "adamw_torch", "float32", section)
+        bert = ModelFamily("bert", ("query",))
+        optimizers.model_state(shapes, (), lora, bert, "adamw_torch", "float32", section)

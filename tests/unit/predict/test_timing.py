@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from launch.predict.time import rates, timing
 from launch.predict.time.rates import Rates
 from launch.predict.time.timing import Affine, StepWork, TimeEstimate, WorkCost
-from launch.probe import architectures
+from launch.probe import architectures, cards
 from launch.schema.machine import GIB, CardFigures, Gpu, Link
 from launch.schema.plan import MemoryEstimate, ModelSize, Strategy
 from tests import cost
@@ -511,13 +511,11 @@ def test_one_product_by_its_size(name, gib, architecture, size, published_tflops
 # ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "row", rates.table(), ids=lambda row: f"{row.rates.name} {row.memory_gib:g}"
-)
+@pytest.mark.parametrize("row", cards.table(), ids=lambda row: f"{row.name} {row.gb}")
 def test_every_row_has_a_source_and_rates_that_can_be(row):
-    peaks = row.rates.flops_per_s
-    assert len(row.rates.source) > 10
-    assert {"float32", "float16"} <= peaks.keys() <= {*rates.DTYPES}
+    peaks = row.flops_per_s
+    assert len(row.source) > 10
+    assert {"float32", "float16"} <= peaks.keys() <= {*cards.DTYPES}
     assert (
         5e12
         <= peaks["float32"]
@@ -526,22 +524,24 @@ def test_every_row_has_a_source_and_rates_that_can_be(row):
         <= 2.5e15
     )
     assert peaks.get("bfloat16", peaks["float16"]) <= peaks["float16"]
-    assert 250e9 <= row.rates.bytes_per_s <= 8e12
-    assert 6 <= row.memory_gib <= 192
+    assert 250e9 <= row.bytes_per_s <= 8e12
+    assert 6 <= row.gb <= 192
+    assert 0.9 * row.gb <= row.total_bytes / GIB <= 1.02 * row.gb
+    assert row.pcie in (3, 4, 5)
     assert ("bfloat16" in peaks) == architectures.of(card("", 8, row.architecture)).bf16
 
 
 def test_no_two_rows_are_the_same_card_and_every_source_is_used():
-    keys = [(row.name_parts, row.memory_gib) for row in rates.table()]
+    keys = [(row.parts, row.gb) for row in cards.table()]
     assert len(keys) == len({*keys})
-    content = yaml.safe_load(rates.FILE.read_text(encoding="utf-8"))
+    content = yaml.safe_load(cards.FILE.read_text(encoding="utf-8"))
     assert {line[-1] for line in content["cards"]} == content["sources"].keys()
 
 
 def test_reading_the_table_takes_few_calls():
     """15,000; the YAML parser that is written in Python takes ten times as many."""
-    rates.table.cache_clear()
-    assert cost.count_calls(rates.table) < 50_000
+    cards.table.cache_clear()
+    assert cost.count_calls(cards.table) < 50_000
 
 
 @pytest.mark.parametrize(

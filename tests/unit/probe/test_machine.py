@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.base.errors import ConfigError, ResourceError
+from launch.probe import described
 from launch.probe import machine as probe_machine
 from launch.schema.machine import GIB, Machine
 
@@ -315,7 +316,7 @@ def test_the_environment_of_this_process_is_the_default(tmp_path, monkeypatch):
 
 
 def test_describe_says_each_fact_in_gib_with_its_reason():
-    lines = probe_machine.describe(probe_machine.described(MACHINES / "2x3080-20g-16g.yaml"))
+    lines = probe_machine.describe(described.from_file(MACHINES / "2x3080-20g-16g.yaml"))
     assert (
         lines[1]
         == "GPU 0: NVIDIA GeForce RTX 3080, 19.60 GiB free of 20.00 GiB, 8.6, driver 550.54.15"
@@ -341,7 +342,7 @@ def test_describe_says_each_fact_in_gib_with_its_reason():
     ],
 )
 def test_each_described_machine_loads(name, gpus, vram_gib, architecture, host_gib, cpus):
-    machine = probe_machine.described(MACHINES / f"{name}.yaml")
+    machine = described.from_file(MACHINES / f"{name}.yaml")
     assert (len(machine.gpus), machine.cpu_count) == (gpus, cpus)
     assert machine.host_limit_bytes == host_gib * GIB
     assert machine.host_available_bytes < machine.host_limit_bytes
@@ -355,14 +356,13 @@ def test_each_described_machine_loads(name, gpus, vram_gib, architecture, host_g
 
 
 def test_every_file_in_configs_machines_loads():
-    names = [probe_machine.described(path).name for path in sorted(MACHINES.iterdir())]
+    names = [described.from_file(path).name for path in sorted(MACHINES.iterdir())]
     assert len(set(names)) == len(names) >= 6
 
 
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("cpu_count: 8\n", "", "missing key cpu_count"),
         ("cpu_count: 8", "cpu_counts: 8", "unknown key cpu_counts; did you mean cpu_count?"),
         (
             "host_limit_gib: 16.0",
@@ -370,7 +370,18 @@ def test_every_file_in_configs_machines_loads():
             "unknown key host_limit_bytes; did you mean host_limit_gib?",
         ),
         ("cpu_count: 8", "cpu_count: 8\nzzz: 1", "unknown key zzz"),
-        ("    total_gib: 20.0\n", "", "missing key gpus[0].total_gib"),
+        (
+            "    total_gib: 20.0\n",
+            "",
+            "NVIDIA GeForce RTX 3080: there are several of that name: RTX 3080 10GB, RTX 3080 12GB",
+        ),
+        (
+            "host_limit_gib: 16.0\n",
+            "",
+            "missing key ram_gib; expected gpu (a card of configs/cards.yaml)",
+        ),
+        ("cpu_count: 8", "ram_gib: 8", "ram_gib and host_limit_gib are both given; expected one"),
+        ("cpu_count: 8", "gpu: RTX 3090", "; expected how many of gpu, from 1"),
         ("    free_gib", "    fre_gib", "unknown key gpus[0].fre_gib; did you mean free_gib?"),
         ('"8.6"', "8.6", "gpus[0].architecture is 8.6; expected text (a number in quotes)"),
         ("vendor: nvidia", "vendor: intel", "gpus[0].vendor is 'intel'; expected nvidia or amd"),
@@ -416,7 +427,7 @@ def test_a_bad_description_names_the_file_and_the_key(tmp_path, old, new, said):
     path = tmp_path / "mine.yaml"
     path.write_text(text.replace(old, new))
     with pytest.raises(ConfigError, match=r"mine\.yaml: ") as caught:
-        probe_machine.described(path)
+        described.from_file(path)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -424,6 +435,56 @@ def test_a_bad_description_names_the_file_and_the_key(tmp_path, old, new, said):
 def test_a_description_that_is_empty_or_absent_is_named(tmp_path):
     (tmp_path / "empty.yaml").write_text("")
     with pytest.raises(ConfigError, match=r"empty.yaml: the file is not a mapping"):
-        probe_machine.described(tmp_path / "empty.yaml")
+        described.from_file(tmp_path / "empty.yaml")
     with pytest.raises(ResourceError, match=r"absent.yaml: No such file"):
-        probe_machine.described(tmp_path / "absent.yaml")
+        described.from_file(tmp_path / "absent.yaml")
+
+
+def test_a_file_needs_the_card_and_the_ram_only(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("gpu: RTX 3090\ngpus: 2\nram_gib: 32\n")
+    machine = described.from_file(path)
+    assert machine == described.from_words("RTX 3090", 2, 32)
+    assert [gpu.index for gpu in machine.gpus] == [0, 1]
+    assert {gpu.free_bytes for gpu in machine.gpus} == {24576 << 20}
+    assert (machine.name, machine.cpu_count) == ("2x RTX 3090", described.CPUS)
+    assert machine.host_available_bytes == machine.host_limit_bytes == 32 * GIB
+    assert machine.shm_bytes == 16 * GIB
+    assert machine.cpu_reason == machine.disk_reason == "assumed"
+    assert machine.assumed == (
+        "all of each card's memory is free, driver not known, all of the RAM is free, 8 CPUs,"
+        " /dev/shm half of the RAM, 500.00 GiB of disk free"
+    )
+
+
+def test_what_a_file_says_is_not_assumed(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "gpus: [{name: RTX 3090, free_gib: 20}]\nram_gib: 32\nhost_available_gib: 20\n"
+        "cpu_count: 4\n"
+    )
+    machine = described.from_file(path)
+    assert (machine.gpus[0].free_bytes, machine.cpu_count) == (20 * GIB, 4)
+    assert machine.host_available_bytes == 20 * GIB
+    assert machine.assumed == (
+        "driver not known, /dev/shm half of the RAM, 500.00 GiB of disk free"
+    )
+
+
+def test_all_missing_keys_are_named_at_once(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: mine\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml: missing keys gpu, ram_gib; expected gpu"):
+        described.from_file(path)
+    path.write_text("gpus: [{index: 0}]\n")
+    with pytest.raises(
+        ConfigError,
+        match=r"missing keys gpus\[0\]\.name, gpus\[0\]\.vendor, gpus\[0\]\.total_gib,"
+        r" gpus\[0\]\.free_gib, gpus\[0\]\.architecture, ram_gib;",
+    ):
+        described.from_file(path)
+
+
+def test_the_files_of_the_project_assume_nothing():
+    machines = map(described.from_file, sorted(MACHINES.iterdir()))
+    assert [machine.assumed for machine in machines if machine.assumed] == []

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from launch.base.errors import DoesNotFit
 from launch.base.files import to_json
 from launch.plan.resolve import SAMPLE_FILES, resolve
+from launch.probe import described
 from launch.schema.plan import Plan
 
 pytestmark = pytest.mark.unit
@@ -35,7 +36,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     root = tmp_path_factory.mktemp("a house")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOWMEM_ROOT", str(root))
-        resolve("sft", [], ROOT / "configs" / "machines" / "cpu.yaml")
+        resolve("sft", [], described.from_file(ROOT / "configs" / "machines" / "cpu.yaml"))
         yield root
 
 
@@ -231,7 +232,7 @@ def test_every_recipe_has_a_plan_or_does_not_fit_on_every_described_machine(
         f"--{key}={workspace / file}" for key, file in zip(keys, SAMPLE_FILES, strict=True)
     ]
     try:
-        plan = resolve(name, overrides, machine, trace=False).plan
+        plan = resolve(name, overrides, described.from_file(machine), trace=False).plan
     except DoesNotFit as error:
         assert "Nearest" in str(error)
     else:

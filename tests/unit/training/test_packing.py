@@ -221,7 +221,7 @@ def test_tokenising_packs_and_counts_before_and_after(tmp_path):
     [
         (
             {"model": {"shape": "t5-tiny"}},
-            "data.packing: true, but the model is a T5: .* use data.group_by_length",
+            "data.packing: true, but the model is a t5: .* use data.group_by_length",
         ),
         ({"training": {"use_cache": True}}, "only without a cache; leave it out"),
     ],

@@ -1,0 +1,101 @@
+"""`python -m launch fit`: which known models a machine trains, with which changes, how fast."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from launch.base.errors import ConfigError, ResourceError
+from launch.base.files import to_json
+from launch.base.text import suggestion
+from launch.base.workspace import FILES, Workspace
+from launch.commands import recipe_arguments
+from launch.plan import fit
+from launch.probe import import_memory
+from launch.probe import machine as probe_machine
+from launch.recipe.strict_yaml import show
+
+COLUMNS = 100
+
+
+def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
+    parser = recipe_arguments.add_simple_parser(
+        subparsers, verb, "show which known models a machine trains, with which changes, how fast"
+    )
+    recipe_arguments.add_machine(parser)
+    parser.add_argument(
+        "--model",
+        action="append",
+        metavar="SHAPE",
+        help=f"a shape of configs/models, may be repeated (default: {', '.join(fit.MODELS)})",
+    )
+    parser.add_argument(
+        "--length",
+        action="append",
+        metavar="TOKENS",
+        help=f"tokens of a row, may be repeated (default: {', '.join(map(str, fit.LENGTHS))})",
+    )
+    parser.add_argument("--json", action="store_true", help="print the table for scripts")
+    return parser
+
+
+def main(arguments: Namespace, others: Sequence[str]) -> int:
+    recipe_arguments.reject(arguments, others)
+    models = [_model_name(name) for name in arguments.model or fit.MODELS]
+    lengths = [_length(text) for text in arguments.length or map(str, fit.LENGTHS)]
+    workspace = Workspace.here()
+    machine = recipe_arguments.described_machine(arguments) or probe_machine.machine(
+        run_dir=workspace.root
+    )
+    if not machine.gpus:
+        raise ResourceError(
+            f'fit: there is no GPU ({machine.gpus_reason}); name one: --gpu "RTX 4090" --ram 64'
+        )
+    of_imports = import_memory.measured_or_assumed(workspace.cache, "cuda")
+    answers = []
+    traced = fit.fits(machine, of_imports, workspace.traces, models, lengths=lengths, say=_say)
+    total = len(models) * len(fit.METHODS) * len(lengths)
+    for each in traced:
+        answers.append(each)
+        if sys.stderr.isatty():
+            line = f"{len(answers)} of {total}: {each.model} {each.method} {each.length}"
+            print(f"\r{line:<60}", end="", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print(f"\r{'':<60}\r", end="", file=sys.stderr)
+    from launch.report import fit_table
+
+    if arguments.json:
+        print(to_json({"machine": machine.name, "fits": fit_table.as_json(answers)}, indent=1))
+        return 0
+    from rich.console import Console
+
+    console = Console(width=COLUMNS, highlight=False)
+    console.print(fit_table.table(answers, f"{machine.name}: what fits"))
+    if machine.assumed:
+        console.print(f"Assumed: {machine.assumed}.")
+    console.print("\n".join(fit_table.LEGEND))
+    return 0
+
+
+def _say(line: str) -> None:
+    """A line of progress beside the table."""
+    if not sys.stderr.isatty():
+        print(line, file=sys.stderr, flush=True)
+
+
+def _model_name(name: str) -> str:
+    names = sorted(path.stem for path in (FILES / "configs" / "models").glob("*.yaml"))
+    if name not in names:
+        raise ConfigError(
+            f"--model {show(name)[1:-1]}: no such shape in configs/models;"
+            f" {suggestion(name, names)}"
+        )
+    return name
+
+
+def _length(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 8 <= int(text) <= 1 << 20):
+        raise ConfigError(f"--length {show(text)[1:-1]}: expected tokens from 8 to {1 << 20:,}")
+    return int(text)

@@ -1,0 +1,163 @@
+"""Trainings that fit a machine: known models, each with all weights, LoRA and QLoRA, at several
+lengths. Every answer is the planner's own search.
+
+A recipe whose states, or least step, exceed a budget is not traced. Lengths share their traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from launch.base.errors import ConfigError, ResourceError
+from launch.base.workspace import FILES
+from launch.plan import candidates, planner
+from launch.plan import context as plan_context
+from launch.plan.candidates import NO_CONSTRAINTS
+from launch.plan.search import search
+from launch.predict import model_config
+from launch.predict.estimate import Judged, PlanContext
+from launch.predict.scaled_traces import ScaledTraces
+from launch.probe.import_memory import Imports
+from launch.schema.machine import Machine
+from launch.schema.model_sections import ModelSection
+from launch.schema.plan import DataFormat
+from launch.schema.recipe import Recipe
+
+Method = Literal["full", "lora", "qlora"]
+METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
+LENGTHS = (512, 2048, 8192)
+# shapes of configs/models/, from small to large
+MODELS = (
+    *("qwen2.5-0.5b", "llama3.2-1b", "qwen2.5-1.5b", "qwen2.5-3b", "llama3.2-3b", "qwen2.5-7b"),
+    *("llama3.1-8b", "qwen2.5-14b", "qwen2.5-32b", "llama3.1-70b"),
+)
+# The batch that is asked for, by tokens: rows of a micro-batch, whatever their length, and
+# micro-batches of a step.
+MICRO_BATCH_TOKENS, ACCUMULATION = 8192, 4
+ANY_FORMAT = DataFormat("prompt_response", {}, "jsonl", "any rows")
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A training, and the plan's choice for it; None: it does not fit."""
+
+    model: str
+    method: Method
+    length: int
+    recipe: Recipe  # for which the choice was made, or the last that was tried
+    chosen: Judged | None
+    refused: str = ""  # why this machine cannot run it at all
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        if self.chosen is None or self.chosen.time is None:
+            return None
+        return self.chosen.time.samples_per_s * self.length
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """Short names of what differs from the training that was asked for."""
+        if self.chosen is None:
+            return ()
+        runs, asked = self.chosen.candidate, self.recipe.training
+        mode, rows = runs.launch_mode, runs.per_device_train_batch_size
+        names = (
+            ("bf16 weights", self.method == "full" and self.recipe.model.dtype == "bfloat16"),
+            (runs.mode.removeprefix("deepspeed_"), mode.engine in ("deepspeed", "fsdp2")),
+            (f"x{runs.num_processes}", runs.num_processes > 1),
+            (f"batch {rows}", rows != asked.per_device_train_batch_size),
+            ("recompute", runs.activation_checkpointing),
+            ("chunks", runs.num_output_chunks > 1),
+        )
+        return tuple(name for name, differs in names if differs)
+
+
+def recipe_of(model: str, method: Method, length: int, half: bool, gpus: int = 1) -> Recipe:
+    """The training that is asked for. `half`: all weights are trained in bfloat16."""
+    rows = max(MICRO_BATCH_TOKENS // length, 1)
+    # the step has as many tokens on several cards
+    steps = max(ACCUMULATION // gpus, 1)
+    return Recipe.model_validate(
+        {
+            "name": "fit",
+            "task": "sft",
+            "output_dir": "fit",
+            "model": {
+                "shape": model,
+                "dtype": "bfloat16" if half or method != "full" else "float32",
+            },
+            "lora": None if method == "full" else {"r": 16},
+            "quantization": {"load_in_4bit": True} if method == "qlora" else None,
+            "data": {"train_file": "rows.jsonl", "max_length": length},
+            "training": {
+                "bf16": True,
+                "per_device_train_batch_size": rows,
+                "gradient_accumulation_steps": steps,
+            },
+        }
+    )
+
+
+def fits(
+    machine: Machine,
+    of_imports: Imports,
+    traces: Path,
+    models: Sequence[str] = MODELS,
+    methods: Sequence[Method] = METHODS,
+    lengths: Sequence[int] = LENGTHS,
+    say: Say = lambda line: None,
+) -> Iterator[Fit]:
+    """Yield each training with the planner's choice; `of_imports`: what a job's
+    processes hold; `traces`: the folder of stored traces."""
+    shared: ScaledTraces | None = None
+    try:
+        for model in models:
+            config, parameters, family = model_config.read(
+                ModelSection(shape=model), root=FILES, cache=traces.parent
+            )
+            for method in methods:
+                for length in lengths:
+                    fit = Fit(model, method, length, recipe_of(model, method, length, False), None)
+                    for half in (False, True) if method == "full" else (False,):
+                        recipe = recipe_of(model, method, length, half, len(machine.gpus))
+                        try:
+                            context = plan_context.build(
+                                recipe, machine, config, parameters, family, ANY_FORMAT
+                            )
+                        except ConfigError as error:  # the model has fewer positions
+                            fit = replace(fit, refused=str(error))
+                            break
+                        of_recipe = (recipe, context.model, context.lora_targets)
+                        if shared is None:
+                            shared = ScaledTraces(*of_recipe, traces, say)
+                        context = replace(
+                            plan_context.with_rows_of(context, length),
+                            import_memory=of_imports,
+                            traces=shared.of(*of_recipe),
+                        )
+                        fit = _fit(replace(fit, recipe=recipe), context)
+                        if fit.chosen is not None:
+                            break
+                    yield fit
+    finally:
+        if shared is not None:
+            shared.close()
+
+
+def _fit(fit: Fit, context: PlanContext) -> Fit:
+    """The choice of the planner's search; what cannot fit is not traced."""
+    try:
+        if planner.is_hopeless(context, NO_CONSTRAINTS):
+            return fit
+        possible, _ = candidates.possible(context, NO_CONSTRAINTS)
+    except (ConfigError, ResourceError) as error:
+        return replace(fit, refused=str(error))
+    chosen = search(context, possible, NO_CONSTRAINTS, [])
+    assert context.traces is not None
+    if context.traces.failure:
+        raise ResourceError(f"fit: no step of {fit.model} was traced: {context.traces.failure}")
+    return replace(fit, chosen=chosen)

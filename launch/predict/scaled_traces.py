@@ -1,0 +1,96 @@
+"""Traces of unpadded rows of any length, from a step with short rows: more rows instead of longer
+ones.
+
+Without padding and with fused attention a step's bytes depend on the number of tokens of its
+micro-batch, not on the rows that they are divided into; of its work, only attention does. So many
+lengths need one trace. tests/modes/trace/test_scaled_traces.py compares with traces of the length
+itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from launch.predict.time.timing import Affine
+from launch.predict.traces import Question, Trace, Traces
+from launch.schema.plan import ModelSize, Strategy
+from launch.schema.recipe import Recipe
+
+TRACED_LENGTH = 512  # tokens of a row
+TRACED_ROWS = 2  # at least: a single row is traced for itself
+
+
+class ScaledTraces(Traces):
+    """Traces of TRACED_LENGTH, and of its multiples in proportion."""
+
+    def of(self, recipe: Recipe, model: ModelSize, lora_targets: Sequence[str]) -> ScaledTraces:
+        return ScaledTraces(recipe, model, lora_targets, self._folder, self._say, self._child)
+
+    def fetch(self, questions: Sequence[Question]) -> None:
+        super().fetch([_traced(question) for question in questions])
+
+    def get(self, question: Question) -> Trace | None:
+        traced = _traced(question)
+        trace = super().get(traced)
+        factor = question.lengths[0] // traced.lengths[0]
+        return trace if trace is None or factor == 1 else _scaled(trace, factor)
+
+    def _unused(self, question: Question) -> set[str]:
+        """Only packages that no training uses: methods share a child, which takes longer to start
+        than to trace a step."""
+        return {"datasets"}
+
+
+def _traced(question: Question) -> Question:
+    """The step that is traced in place of this one; the same where lengths matter otherwise."""
+    source, target = question.lengths
+    depends = question.is_padded or question.documents or source != target
+    if (
+        depends
+        or source % TRACED_LENGTH
+        or not (question.fused_attention and question.architecture)
+    ):
+        return question
+    rows = max(question.strategy.per_device_train_batch_size, TRACED_ROWS)
+    strategy: Strategy = replace(question.strategy, per_device_train_batch_size=rows)
+    return replace(question, strategy=strategy, lengths=(TRACED_LENGTH, TRACED_LENGTH))
+
+
+@dataclass(frozen=True)
+class _ScaledTrace(Trace):
+    factor: int = 1  # times the length of the traced rows
+
+    def _log(self) -> dict[str, Any]:
+        log = super()._log()
+        blocks = [[fixed, self.factor * sample, born] for fixed, sample, born in log["blocks"]]
+        return log | {"blocks": blocks}
+
+
+def _scaled(trace: Trace, factor: int) -> Trace:
+    """The trace of rows `factor` times as long."""
+
+    def longer(flops: Mapping[str, Affine], power: int = 1) -> dict[str, Affine]:
+        return {dtype: _times(count, factor**power) for dtype, count in flops.items()}
+
+    moments = [
+        {
+            **moment,
+            "parts": {
+                name: (fixed, factor * sample) for name, (fixed, sample) in moment["parts"].items()
+            },
+        }
+        for moment in trace.moments
+    ]
+    work = replace(
+        trace.work,
+        matmul_flops=longer(trace.work.matmul_flops),
+        attention_flops=longer(trace.work.attention_flops, power=2),
+        bytes_moved=_times(trace.work.bytes_moved, factor),
+    )
+    return _ScaledTrace(tuple(moments), work, trace.file, factor)
+
+
+def _times(count: Affine, factor: int) -> Affine:
+    return Affine(count.constant, factor * count.per_sample)

@@ -1,0 +1,192 @@
+"""The cards of configs/cards.yaml: their memory and peaks, by the name that a driver reports or
+that people write."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from launch.base.errors import ConfigError
+from launch.base.text import nearest
+from launch.base.workspace import FILES
+from launch.schema.machine import GIB, MIB, Gpu
+
+FILE = FILES / "configs" / "cards.yaml"
+DTYPES = ("float32", "tfloat32", "bfloat16", "float16")
+
+# After the parts of a row's name these make it another card's: a 3080 is no 3080 Ti.
+OTHER_CARDS = frozenset({"ti", "super", "xt", "xtx", "gre", "d", "ada", "nvl"})
+# anywhere in a name: fewer units at lower clocks
+OTHER_CHIPS = frozenset({"laptop", "mobile", "max"})
+# parts that a written name may have or leave out, in the order in which they are ignored
+MAKERS = frozenset({"nvidia", "amd", "geforce", "radeon", "instinct", "tesla", "gpu", "generation"})
+SERIES = frozenset({"rtx", "rx", "ai", "pro"})
+BUS = frozenset({"pcie"})
+MEMORY = re.compile(r"\b(\d+) ?(?:gb|gib|g)\b")
+NAMES_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Card:
+    """A row of configs/cards.yaml."""
+
+    name: str
+    gb: int  # as it is sold
+    total_bytes: int  # as its driver reports it
+    architecture: str
+    pcie: int  # generation
+    flops_per_s: Mapping[str, float]  # by dtype
+    bytes_per_s: float  # of its memory
+    link_bytes_per_s: float | None  # one direction of its own links to other cards; None: PCIe
+    source: str
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return parts(self.name)
+
+    @property
+    def vendor(self) -> Literal["nvidia", "amd"]:
+        return "amd" if self.architecture.startswith("gfx") else "nvidia"
+
+    @property
+    def full_name(self) -> str:
+        """The name with the memory, if there are cards of this name with other memory."""
+        is_only = [row.name for row in table()].count(self.name) == 1
+        return self.name if is_only else f"{self.name} {self.gb}GB"
+
+    def described(self, index: int) -> Gpu:
+        """This card as it would be in a machine, all of its memory free."""
+        return Gpu(
+            index=index,
+            name=f"{self.vendor.upper()} {self.name}",
+            vendor=self.vendor,
+            total_bytes=self.total_bytes,
+            free_bytes=self.total_bytes,
+            architecture=self.architecture,
+            driver="",
+            reason=f"configs/cards.yaml: {self.full_name}, PCIe {self.pcie}.0",
+        )
+
+
+@cache
+def table() -> tuple[Card, ...]:
+    """The rows of configs/cards.yaml."""
+    content = _content()
+    lines = (dict(zip(content["columns"], line, strict=True)) for line in content["cards"])
+    return tuple(_card(line, content["sources"][line["source"]]) for line in lines)
+
+
+@cache
+def _content() -> Mapping[str, Any]:
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return yaml.load(FILE.read_text(encoding="utf-8"), loader)
+
+
+def _card(line: Mapping[str, Any], source: str) -> Card:
+    link = line["link_gb_s"]
+    return Card(
+        name=str(line["name"]),
+        gb=line["gb"],
+        total_bytes=line["total_mib"] * MIB,
+        architecture=str(line["architecture"]),
+        pcie=line["pcie"],
+        flops_per_s={dtype: line[dtype] * 1e12 for dtype in DTYPES if line[dtype] is not None},
+        bytes_per_s=line["gb_s"] * 1e9,
+        link_bytes_per_s=None if link is None else link * 1e9,
+        source=source,
+    )
+
+
+def parts(name: str) -> tuple[str, ...]:
+    """The parts of a name: letters and digits in lower case."""
+    return tuple(re.findall(r"[a-z0-9]+", name.lower()))
+
+
+# ---- the name that a driver reports
+# ---------------------------------------------------------------------------
+
+
+def of(gpu: Gpu) -> tuple[Card | None, bool]:
+    """The row of a card and True; else the row of its architecture with the nearest memory and
+    False; None if there is none."""
+    named: list[Card] = []
+    for name in _reported_names(gpu.name):
+        matches = [row for row in table() if _is(row.parts, name)]
+        # those with the most parts: A100 SXM4 before A100
+        length = max((len(row.parts) for row in matches), default=0)
+        named += [row for row in matches if len(row.parts) == length]
+    if named:
+        return _by_memory(named, gpu), True
+    kin = [row for row in table() if row.architecture == gpu.architecture.partition(":")[0]]
+    return (_by_memory(kin, gpu) if kin else None), False
+
+
+def _reported_names(name: str) -> list[tuple[str, ...]]:
+    """The parts of a name, or of each card in a name of several: Navi 31 [Radeon RX 7900 XT/7900
+    XTX/7900M]."""
+    first, *others = map(parts, name.split("/"))
+    return [first, *(other if "rx" in other else ("rx", *other) for other in others)]
+
+
+def _is(row: Sequence[str], name: Sequence[str]) -> bool:
+    """True if the row's name stands in the other in one piece, and nothing there says another
+    card."""
+    spans = [
+        start for start in range(len(name)) if tuple(name[start : start + len(row)]) == tuple(row)
+    ]
+    return not (OTHER_CHIPS & {*name}) - {*row} and any(
+        not OTHER_CARDS & {*name[start + len(row) : start + len(row) + 1]} for start in spans
+    )
+
+
+def _by_memory(rows: Sequence[Card], gpu: Gpu) -> Card:
+    """By memory in whole GB; the slower one where two are as near."""
+    size = round(gpu.total_bytes / GIB)
+    return min(rows, key=lambda row: (abs(row.gb - size), max(row.flops_per_s.values())))
+
+
+# ---- the name that people write
+# ---------------------------------------------------------------------------
+
+
+def by_words(text: str, where: str = "--gpu") -> Card:
+    """The card that these words name, such as "RTX 3090", "4060 Ti 16GB", "A100 SXM 80GB". Raises
+    ConfigError, which begins with `where`, with the nearest names."""
+    also = {parts(name): parts(other) for name, other in _content()["also"].items()}
+    size = MEMORY.search(text.lower())
+    spellings = [parts(text), parts(MEMORY.sub(" ", text.lower()))]
+    for ignored in (MAKERS, MAKERS | SERIES, MAKERS | SERIES | BUS):
+        for written in spellings:
+            plain = tuple(part for part in written if part not in ignored)
+            plain = also.get(plain, plain)
+            rows = [row for row in table() if _without(row.parts, ignored - BUS) == plain]
+            if size and not any(size[0].replace(" ", "") in row.parts for row in rows):
+                rows = [row for row in rows if row.gb == int(size[1])]
+            if len(rows) == 1:
+                return rows[0]
+            if rows:
+                names = ", ".join(row.full_name for row in rows)
+                raise ConfigError(f"{where}: {text}: there are several of that name: {names}")
+    raise ConfigError(
+        f"{where}: {text}: no such card in configs/cards.yaml; {_nearest_names(text)}; a machine"
+        " file may describe it: name, vendor, total_gib, architecture"
+    )
+
+
+def _without(name: Sequence[str], ignored: frozenset[str]) -> tuple[str, ...]:
+    return tuple(part for part in name if part not in ignored)
+
+
+def _nearest_names(text: str) -> str:
+    """The names most like the text: those that share its longest part first."""
+    written = _without(parts(text), MAKERS)
+    names = [row.full_name for row in table()]
+    alike = [row.full_name for row in table() if {*row.parts} & {*written} - SERIES - BUS]
+    near = nearest(" ".join(written), names, NAMES_SHOWN, cutoff=0.5)
+    shown = list(dict.fromkeys([*alike, *near]))[:NAMES_SHOWN]
+    return f"nearest: {', '.join(shown)}" if shown else f"it has {', '.join(names[:12])}, ..."

@@ -1,0 +1,50 @@
+"""Traces of long rows in proportion to a trace of short rows, beside traces of the rows
+themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launch.plan import candidates, fit
+from launch.plan import context as plan_context
+from launch.plan.candidates import NO_CONSTRAINTS
+from launch.predict import estimate, model_config
+from launch.predict.scaled_traces import ScaledTraces
+from launch.predict.traces import Traces
+from launch.probe import described
+from tests import builders
+
+TRACES = Path(builders.TRACES["LOWMEM_TRACES"])
+
+
+LENGTH = 2048
+
+
+@pytest.mark.parametrize("method", ["full", "qlora"])
+def test_a_scaled_trace_predicts_what_a_trace_of_that_length_does(method):
+    recipe = fit.recipe_of("minigpt-medium", method, LENGTH, half=False)
+    config, parameters, family = model_config.read(
+        recipe.model, root=builders.CODE, cache=builders.CACHE
+    )
+    machine = described.from_words("RTX 4090", 1, 64)
+    context = plan_context.build(recipe, machine, config, parameters, family, fit.ANY_FORMAT)
+    context = plan_context.with_rows_of(context, LENGTH)
+    possible, _ = candidates.possible(context, NO_CONSTRAINTS)
+    (alone,) = (each for each in possible if each.mode == "single_gpu")
+    frugal = replace(alone, activation_checkpointing=True, num_output_chunks=8)
+    judged = []
+    for kind in (ScaledTraces, Traces):
+        traces = kind(recipe, context.model, context.lora_targets, TRACES)
+        with_traces = replace(context, traces=traces)
+        with with_traces.asking():
+            with_traces.fetch([alone, frugal])
+            assert traces.failure is None
+            judged.append([estimate.judge(with_traces, each) for each in (alone, frugal)])
+    for scaled, traced in zip(*judged, strict=True):
+        assert traced.memory.peak is not None
+        assert traced.time is not None
+        assert scaled.memory.device_bytes == pytest.approx(traced.memory.device_bytes, rel=0.01)
+        assert scaled.seconds == pytest.approx(traced.seconds, rel=0.02)
