@@ -104,9 +104,7 @@ def _check_trained_size(recipe: Recipe, rows: int) -> None:
 def _refuse_untied_head(family: ModelFamily, parameters: Shapes) -> None:
     """Raise ConfigError for weights whose output head differs from the embeddings that their
     config ties it to: transformers would tie them when the embeddings grow."""
-    if predict_parameters.ties_head(family) and any(
-        map(predict_parameters.HEAD.search, parameters)
-    ):
+    if family.ties_head and any(map(predict_parameters.HEAD.search, parameters)):
         raise ConfigError(
             "tokenizer.add_tokens: the embeddings would have to grow, but the output head in the"
             " weights is not the embeddings to which config.json ties it, and would be lost; leave"

@@ -138,7 +138,7 @@ def _asked_tie(model: ModelSection, config: Mapping[str, Any], name: str) -> dic
             f"{key}, but {name} is a {model_type}; known for"
             f" {', '.join(predict_parameters.UNTIED_HEADS)}; leave it out"
         )
-    if asked and model.path and not predict_parameters.ties_head(predict_parameters.family(config)):
+    if asked and model.path and not predict_parameters.family(config).ties_head:
         raise ConfigError(
             f"{key}, but {name} has an output head of its own, which would be lost; leave it out"
         )

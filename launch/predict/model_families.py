@@ -53,4 +53,4 @@ def read(config: Mapping[str, Any], file: Path, cache: Path) -> tuple[Shapes, Mo
         files.write_atomic(stored, done.stdout.decode())
         parts = files.read(stored, ModelParts)
     assert parts is not None
-    return {name: tuple(shape) for name, shape in parts.parameters.items()}, parts.family
+    return parts.parameters, parts.family

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from launch.base.errors import ConfigError
-from launch.schema.plan import ModelFamily
+from launch.schema.plan import HEAD, ModelFamily
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
@@ -22,9 +22,8 @@ Shapes = dict[str, Shape]
 _LLAMA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _LLAMA_TIES = {"lm_head.weight": "model.embed_tokens.weight"}
 ALL_LINEAR = "all-linear"
-# the matrix with a row for each token, and an output head
+# the matrix with a row for each token
 EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|shared|word_embeddings|embed_in)\.weight$")
-HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
 # the families that are counted here; a model of another type is built on the meta device
 # (launch.predict.model_families)
 FAMILIES: dict[str, ModelFamily] = {
@@ -331,14 +330,9 @@ def of_tokens(tensor_shapes: Shapes) -> frozenset[str]:
 
 def family(config: Mapping[str, Any]) -> ModelFamily:
     """The family of a config, one of FAMILIES. Transformers 5 ties every T5."""
-    known = FAMILIES[config["model_type"]]
-    is_tied = config.get("tie_word_embeddings", known.model_type == "gpt2")
-    return known if is_tied or known.is_encoder_decoder else replace(known, tied={})
-
-
-def ties_head(family: ModelFamily) -> bool:
-    """True if the config ties the output head to the embeddings."""
-    return any(map(HEAD.search, family.tied))
+    of_type = FAMILIES[config["model_type"]]
+    is_tied = config.get("tie_word_embeddings", of_type.model_type == "gpt2")
+    return of_type if is_tied or of_type.is_encoder_decoder else replace(of_type, tied={})
 
 
 def ties(tensor_shapes: Shapes, family: ModelFamily) -> dict[str, str]:

@@ -4,6 +4,7 @@ file, clock or process."""
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from launch.schema.phases import DevicePhases, HostPhases
 from launch.schema.recipe import Recipe
 from launch.schema.training_section import Precision
 
+HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")  # the matrix of an output head
 MULTIPLE: dict[Device, int] = {"cpu": 1, "cuda": 8}  # to which the collator pads a batch's length
 
 
@@ -25,7 +27,7 @@ MULTIPLE: dict[Device, int] = {"cpu": 1, "cuda": 8}  # to which the collator pad
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """What the parameters of a model are, beside their names and shapes."""
+    """Kinds of a model's parameters: linear layers, tied matrices."""
 
     model_type: str = ""
     # last names of the linear layers, without the output head
@@ -36,6 +38,11 @@ class ModelFamily:
     tied: Mapping[str, str] = field(default_factory=dict)
     is_encoder_decoder: bool = False
     has_conv1d: bool = False  # matrices are (in, out)
+
+    @property
+    def ties_head(self) -> bool:
+        """True if the config ties the output head to the embeddings."""
+        return any(map(HEAD.search, self.tied))
 
 
 @dataclass(frozen=True)

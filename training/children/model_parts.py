@@ -44,6 +44,7 @@ def model_parts(config: dict[str, Any]) -> ModelParts:
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if name not in parameters
     }
+    has_conv1d = any(isinstance(module, Conv1D) for module in model.modules())
     linear, quantizable = _linear_layers(model)
     return ModelParts(
         {name: tuple(parameter.shape) for name, parameter in parameters.items()},
@@ -53,15 +54,16 @@ def model_parts(config: dict[str, Any]) -> ModelParts:
             quantizable,
             tied,
             bool(model.config.is_encoder_decoder),
-            any(isinstance(module, Conv1D) for module in model.modules()),
+            has_conv1d,
         ),
     )
 
 
 def _linear_layers(model: PreTrainedModel) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
     """Last names of the linear layers without the output head, and of those that transformers would
-    quantise; None if it would quantise some layers of a name and not others. A name that other
-    modules with a matrix share is none of a linear layer: peft could not train all of them."""
+    quantise, which are replaced here; None if it would quantise some layers of a name and not
+    others. A name that other modules with a matrix share is none of a linear layer: peft could not
+    train all of them."""
     head = model.get_output_embeddings()
     is_linear: dict[str, dict[str, bool]] = defaultdict(dict)
     for full_name, module in model.named_modules():

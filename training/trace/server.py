@@ -16,7 +16,6 @@ from pydantic import TypeAdapter
 
 from launch.base import modules
 from launch.base.files import write_atomic
-from launch.predict import parameters
 from launch.schema.plan import PAGED, Born, DataFormat, MemoryEstimate, ModelSize, Plan, Strategy
 from launch.schema.recipe import Recipe
 
@@ -85,7 +84,7 @@ def _shared(
     )
     if same not in plain:
         plain[same] = _traced(recipe, plan, question)
-    tied = parameters.ties_head(plan.shape.family)
+    tied = plan.shape.family.ties_head
     step = plain[same], recipe, strategy, tied, question["bucket_elements"]
     turns = {turn: sharded.shard_step(*step, turn) for turn in sharded.special_turns(strategy)}
     return sharded.shard_step(*step), turns

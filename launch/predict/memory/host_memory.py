@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from launch.data.files import shards
 from launch.predict.memory import malloc
-from launch.predict.parameters import ties_head
 from launch.probe.import_memory import Imports
 from launch.schema.data_section import DataSection
 from launch.schema.machine import MIB
@@ -95,7 +94,7 @@ class Job:
         a stored model, but, in float32, if LoRA copies its embedding."""
         if copied := self.model.tied_copy_bytes // DTYPE_BYTES[self.recipe.model.dtype]:
             return copied * DTYPE_BYTES["float32"]
-        is_tied = ties_head(self.model.family)
+        is_tied = self.model.family.ties_head
         return self.embedding_bytes if is_tied and self.recipe.model.path is None else 0
 
     @property

@@ -55,8 +55,8 @@ def test_every_gpu_is_used_unless_a_number_is_given():
 )
 def test_fewer_ranks_are_candidates_at_the_same_effective_batch(cards, steps, launch, ranks):
     recipe = recipe_of(launch=launch, training={"gradient_accumulation_steps": steps})
-    config, parameters = model_config.read(recipe.model, root=CODE)
-    context = plan_context.build(recipe, machine(cards), config, parameters, DATA_FORMAT)
+    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
+    context = plan_context.build(recipe, machine(cards), config, parameters, family, DATA_FORMAT)
     possible, _ = candidates.possible(context, NO_CONSTRAINTS)
     assert list(dict.fromkeys(each.num_processes for each in possible)) == ranks
     batch = recipe.training.per_device_train_batch_size * steps * cards
