@@ -88,7 +88,9 @@ def without_weights(
 ) -> Network:
     """The same model on the meta device: its parameters have a shape and a type, but no values."""
     with torch.device("meta"):
-        model = from_shape(section, model_size, quantization)
+        # flash_attn need not be here; not each type has sdpa
+        built = "eager" if attention == "eager" else "sdpa"
+        model = from_shape(section, model_size, quantization, built)
         transformers_private.set_attention(model, attention)
         return prepare_to_train(model, section, lora, lora_targets)
 
