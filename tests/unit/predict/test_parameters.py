@@ -621,25 +621,32 @@ def test_a_7b_model_with_lora_holds_the_figures_worked_out_by_hand():
 @pytest.mark.parametrize("double", [True, False])
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", [*TINY, "qwen2", "gated t5"])
+@pytest.mark.parametrize("name", [*TINY, "qwen2", "gated t5", "phi3", "gemma2", "qwen2_moe"])
 def test_4_bit_weights_are_those_of_the_real_bitsandbytes(name, dtype, compute, double):
     small = {
         "qwen2": SMALL | {"model_type": "qwen2", "hidden_size": 42, "num_key_value_heads": 3}
     }  # biases; no size is a multiple of 64
     small["gated t5"] = SMALL_T5 | {"feed_forward_proj": "gated-gelu"}
+    for kind in ("phi3", "gemma2", "qwen2_moe"):  # a fused matrix, a tied head, experts of 16 bits
+        small[kind] = SMALL_OTHERS.get(kind, SMALL) | {
+            "model_type": kind,
+            "vocab_size": 300,
+            "num_hidden_layers": 2,
+        }
     config = small[name] if name in small else config_of(name) | {"vocab_size": 300}
     section = QuantizationSection(
         load_in_4bit=True, bnb_4bit_use_double_quant=double, bnb_4bit_compute_dtype=compute
     )
-    kind = config["model_type"]
-    shapes = predict_parameters.parameters_by_name(config)
+    parts = model_parts(config)
+    shapes, family = parts.parameters, parts.family
     made = build.prepare_to_train(
         build.from_shape(
-            ModelSection(shape="any", dtype=dtype), ModelSize("any", config, 0, 0), section
+            *(ModelSection(shape="any", dtype=dtype), ModelSize("any", config, 0, 0), section),
+            attention="eager",  # Gemma 2 has no other
         ),
         ModelSection(shape="any"),
         LoraSection(r=4),
-        model_targets(shapes, kind),
+        trained_parameters.lora_targets(shapes, LoraSection(r=4), family),
     )
     held = [tensor for one in made.parameters() for tensor in (one, *four_bit.scales(one))]
     assert len({tensor.untyped_storage().data_ptr() for tensor in held}) == len(held)
@@ -647,7 +654,7 @@ def test_4_bit_weights_are_those_of_the_real_bitsandbytes(name, dtype, compute, 
         shapes,
         (),
         LoraSection(r=4),
-        predict_parameters.FAMILIES[kind],
+        family,
         "adamw_torch",
         dtype,
         section,
