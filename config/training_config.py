@@ -61,10 +61,11 @@ def _shown(name: str) -> TrainingConfig:
     recipe, _ = load.load(name)
     training, extras = recipe.training, recipe.training.extras
     batch, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
+    read = model_config.read(recipe.model, root=CODE, cache=CODE / ".cache")
     config = TrainingConfig(
         name=name,
         model=str(recipe.model.shape),
-        parameters=model_size(recipe, *model_config.read(recipe.model, root=CODE)).parameters,
+        parameters=model_size(recipe, *read).parameters,
         max_length=recipe.data.max_length,
         batch_size=batch,
         gradient_accumulation_steps=steps,

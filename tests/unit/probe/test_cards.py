@@ -46,7 +46,7 @@ def test_a_card_is_read_as_people_write_it(written, name, mib):
 
 @pytest.mark.parametrize("row", cards.table(), ids=lambda row: f"{row.name} {row.gb}")
 def test_the_full_name_of_every_row_names_it_and_its_described_card_has_its_peaks(row):
-    assert cards.by_words(row.full_name) is row
+    assert cards.by_words(row.full_name) == row
     gpu = row.described(1)
     assert (gpu.index, gpu.free_bytes) == (1, row.total_bytes)
     assert cards.of(gpu) == (row, True)
