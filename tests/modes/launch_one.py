@@ -29,9 +29,7 @@ SHIM = CODE / "tests" / "modes" / "fsdp_on_cpu.py"
 def as_fsdp2(plan: Plan, recipe: Recipe, parameters: Shapes) -> Plan:
     """A plan for ranks with a full copy each, with the states sharded."""
     strategy = replace(plan.strategy, mode="fsdp2")
-    estimate = sharding.per_rank(
-        plan.estimate, parameters, recipe, strategy, plan.shape.config["model_type"]
-    )
+    estimate = sharding.per_rank(plan.estimate, parameters, recipe, strategy, plan.shape.family)
     return replace(plan, strategy=strategy, estimate=estimate)
 
 

@@ -303,7 +303,7 @@ def wish_of_depth(shape: str, key: str, layers: int, **sections: Any) -> tuple[R
     config, _, family = model_config.read(section, root=CODE, cache=builders.CACHE)
     config = {**config, **dict.fromkeys(trace_step.DEPTH_KEYS[config["model_type"]], layers)}
     targets = plan_context.select_lora_targets(
-        recipe, config["model_type"], {f"x.{t}.weight": (1, 1) for t in "qkvo"}
+        recipe, family, {f"x.{t}.weight": (1, 1) for t in "qkvo"}
     )
     if config["model_type"] == "llama":
         targets = plan.lora_targets
