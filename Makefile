@@ -34,7 +34,7 @@ test: ## the tests that take seconds: no GPU, no faults, no campaign of modes
 	$(IN_VENV) $(PYTEST) $(TWO_AT_A_TIME) -m "not gpu and not faults and not modes" \
 		tests/train_cpu tests/process tests/unit
 
-test-install: ## first installations of requirements.txt and requirements.lock with each Python here; 3 GB to fetch, 10 GB of disk for a while, half an hour; minutes where only predictions changed
+test-install: ## first installations of requirements.txt and requirements.lock with each Python here; 3 GB to fetch, 10 GB of disk for a while, half an hour
 	$(IN_VENV) nice -n 19 $(PYTEST) -o faulthandler_timeout=3600 tests/install
 
 test-path: ## tests of paths and command lines, in a copy whose path has a blank, an apostrophe and quotes

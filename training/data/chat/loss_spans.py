@@ -30,15 +30,12 @@ from typing import Any
 from launch.base.errors import DataError
 from launch.data import chat_templates
 from training.data.chat import rendering
+from training.data.chat.followers import Followers, strings
 from training.data.chat.rendering import Span, TemplateRefusal
 
 Messages = Sequence[Mapping[str, Any]]
 # noncharacters, around the text of a special token that a content holds
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-# characters that stay where contents are followed: what templates look for, trim or escape
-KEPT = re.compile(r'[\s"\\\x00-\x1f]|<[^<>\s]*>|\[/?[A-Z_]+\]|\ufdd0|\ufdd1')
-# values that a template compares instead of writing them, or writes in another message too
-COMPARED = frozenset({"role", "type", "id", "tool_call_id", "name"})
 OPTIONAL = {  # key of a message -> names under which a template reads it
     "tool_calls": ("tool_calls",),
     "reasoning_content": ("reasoning_content", "thinking", "reasoning"),
@@ -49,8 +46,6 @@ THOUGHTS = re.compile(r"<([\w:]*think\w*|thought|reasoning)>.*?</\1>|<[^<>]*>", 
 WORD = re.compile(r"[^\W_]+")
 MOST_WORDS = 16  # of a content that are looked up in the render
 PROBE = tuple(map(chr, range(0xE000, 0xE004)))  # contents of a conversation of two turns
-# letters of rare scripts: filters and repr() write them as they are
-FOLLOWERS = "".join(filter(str.isprintable, map(chr, range(0x20000, 0x323B0))))
 
 
 @dataclass(frozen=True)
@@ -238,7 +233,7 @@ class ConversationRenderer:
     ) -> tuple[list[dict[str, Any]], Any]:
         """The messages and tools, shielded if they hold the text of a special token."""
         if not self._splits_special_tokens or not any(
-            map(self._protected.search, _strings([messages, tools]))
+            map(self._protected.search, strings([messages, tools]))
         ):
             return messages, tools
         shielded, shielded_tools = self._shield([messages, tools], place)
@@ -328,7 +323,7 @@ class ConversationRenderer:
                 content = THOUGHTS.sub("\0", content).split("\0")
             # a template may rewrite an answer behind its first word
             most_words = 1 if message["role"] == "assistant" else MOST_WORDS
-            for text in _strings(content):
+            for text in strings(content):
                 if text.strip() not in full and not _has_words(full, text, most_words):
                     raise DataError(
                         f"{place}: {self.name} does not render message {number} of role"
@@ -419,7 +414,7 @@ class _Talk:
         return spans
 
     def by_characters(self, full: str) -> list[Span] | None:
-        followed = _Followers(self.messages)
+        followed = Followers(self.messages)
         try:
             marked = self.renderer.text(followed.messages, self.tools, place=self.place)
         except TemplateRefusal:
@@ -515,51 +510,6 @@ class _Talk:
         return self.renderer.has_end(text[start:])
 
 
-class _Followers:
-    """Messages whose characters are replaced by characters that the row does not hold."""
-
-    def __init__(self, messages: list[dict[str, Any]]) -> None:
-        texts = list(_strings(messages))
-        used = set().union(*texts)
-        self._free = (letter for letter in FOLLOWERS if letter not in used)
-        # of a longer text, its beginning and its end are followed; 0: there are too many texts
-        self.each = len(FOLLOWERS) // (4 * max(len(texts), 1))
-        self.originals: dict[int, str] = {}
-        self.message_of: dict[str, int] = {}
-        self.names: set[str] = set()
-        self.kept_ends: dict[int, str] = {}  # what follows a message's last followed character
-        self.messages = [self._replaced(message, i) for i, message in enumerate(messages)]
-
-    def _replaced(self, value: Any, message: int, is_name: bool = False) -> Any:
-        if isinstance(value, Mapping):
-            names = {"name"} if "arguments" in value else set()  # of a function that is called
-            return {
-                key: self._replaced(item, message, key in names)
-                if key not in COMPARED or key in names
-                else item
-                for key, item in value.items()
-            }
-        if isinstance(value, list):
-            return [self._replaced(item, message) for item in value]
-        if not isinstance(value, str):
-            return value
-        characters = list(value)
-        unfollowed = {i for match in KEPT.finditer(value) for i in range(*match.span())}
-        places = [i for i in range(len(characters)) if i not in unfollowed]
-        if len(places) > 2 * self.each:
-            places = places[: self.each] + places[len(places) - self.each :]
-        for i in places:
-            follower = next(self._free)
-            self.originals[ord(follower)] = value[i]
-            self.message_of[follower] = message
-            if is_name:
-                self.names.add(follower)
-            characters[i] = follower
-        if value:
-            self.kept_ends[message] = value[places[-1] + 1 :] if places else value
-        return "".join(characters)
-
-
 def _common(text: str, other: str) -> int:
     """The length of the common beginning of two texts."""
     pairs = enumerate(zip(text, other, strict=False))
@@ -571,17 +521,6 @@ def _has_words(full: str, text: str, most_words: int) -> bool:
     matches = islice(WORD.finditer(text), most_words)
     missing = [match[0].lower() for match in matches if match[0] not in full]
     return not missing or all(word in full.lower() for word in missing)
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _strings(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _strings(item)
 
 
 def _any_of(tokens: Any) -> re.Pattern[str]:
