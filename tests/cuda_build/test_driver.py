@@ -179,3 +179,16 @@ def test_a_hung_collective_is_ended_by_the_watchdog(two_cards: Workplace, tmp_pa
     done = ranks(two_cards, tmp_path, code, fault="hang", timeout_s=5)
     assert done.returncode != 0
     assert "Watchdog caught collective operation timeout" in done.stderr
+
+
+@pytest.mark.parametrize("dtype", ["bool", "float32", "bfloat16", "int64"])
+@pytest.mark.parametrize("count", [100, 1_000_000])  # one kernel, and a kernel for each part
+def test_counts_of_elements_are_zero_whatever_lay_in_memory(tmp_path: Path, dtype: str, count: int):
+    place = Workplace(tmp_path, Card())
+    code = (
+        # stale bytes of blocks that are handed out again
+        "[torch.full((n,), 1.0, device='cuda') for n in (1, 64, 4096, 1_000_000)]\n"
+        f"x = torch.ones({count}, device='cuda', dtype=torch.{dtype})\n"
+        "print(len(x.nonzero()), len(x.masked_select(x != 0)), repr(x)[:6])"
+    )
+    assert run(place, code) == "0 0 tensor"

@@ -1,5 +1,6 @@
 /* Kernels do nothing. Those that fill memory with one value are run on the host: zeros and ones are
-   what optimizer states, masks and counts begin with. */
+   what optimizer states, masks and counts begin with. A sum of integers is 0: PyTorch allocates by
+   such counts (nonzero, masked_select), and stale bytes would ask for gigabytes. */
 #define _GNU_SOURCE
 #include "fake.h"
 
@@ -11,6 +12,7 @@
 typedef struct Fill {
     const void *function;
     size_t width;
+    int is_sum;
     struct Fill *next;
 } Fill;
 
@@ -35,28 +37,43 @@ static size_t fill_width(const char *name) {
     }
 }
 
+/* Bytes of the integer in a mangled name of CUB's last kernel of a sum; 0: another kernel, or another type */
+static size_t sum_width(const char *name) {
+    static const char policy[] = "policy_hubI";
+    const char *type = strstr(name, policy);
+    if (!type || !strstr(name, "DeviceReduceSingleTileKernel") || !strstr(name, "plusI")) return 0;
+    switch (type[sizeof policy - 1]) {
+    case 'l': return 8;
+    case 'i': return 4;
+    default: return 0;
+    }
+}
+
 void __cudaRegisterFunction(void **module, const char *function, char *device_function, const char *name,
                             int threads, void *thread, void *block, void *block_size, void *grid, int *warp) {
     (void)module, (void)device_function, (void)threads, (void)thread, (void)block, (void)block_size;
     (void)grid, (void)warp;
-    size_t width = fill_width(name);
-    if (!width) return;
+    size_t width = fill_width(name), of_sum = sum_width(name);
+    if (!width && !of_sum) return;
     Fill *fill = malloc(sizeof *fill);
     if (!fill) abort();
-    *fill = (Fill){function, width, fills[bucket(function)]};
+    *fill = (Fill){function, width ? width : of_sum, !width, fills[bucket(function)]};
     fills[bucket(function)] = fill;
 }
 
-/* Arguments of the kernel: number of elements, the functor (its value), the addresses. */
+/* Arguments of a kernel that fills: number of elements, the functor (its value), the addresses;
+   of a sum: what is added, where the sum goes. */
 void run_if_fill(const void *function, void **arguments) {
+    static const char zero[8];
     for (Fill *fill = fills[bucket(function)]; fill; fill = fill->next) {
         if (fill->function != function) continue;
-        size_t count = (size_t)*(int *)arguments[0];
-        char *start = *(char **)arguments[2];
+        size_t count = fill->is_sum ? 1 : (size_t)*(int *)arguments[0];
+        char *start = *(char **)arguments[fill->is_sum ? 1 : 2];
+        const void *value = fill->is_sum ? zero : arguments[1];
         if (!count || range_of(start).kind != ON_CARD) return;
         if (range_of(start + count * fill->width - 1).kind != ON_CARD) return;
         wait_for(enqueued());
-        for (size_t i = 0; i < count; i++) memcpy(start + i * fill->width, arguments[1], fill->width);
+        for (size_t i = 0; i < count; i++) memcpy(start + i * fill->width, value, fill->width);
         return;
     }
 }
