@@ -37,6 +37,8 @@ TUNED = ("full", "lora", "qlora")
 PRECISIONS = ("bf16", "fp16", "fp32")
 TIME_LIMIT_S = 300
 FIGURES = ("allocated", "reserved")
+BEGIN = "<!-- table: written by make cuda-build-modes -->"
+END = "<!-- end of the table of the CUDA build -->"
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,35 @@ def table(rows: list[dict[str, Any]]) -> str:
     return recording.table(titles, lines) + "".join(f"\n{line}" for line in failed) + "\n"
 
 
+def docs_text(rows: list[dict[str, Any]]) -> str:
+    """The table of docs/modes.md, a line for each mode: the precisions in which every model
+    passed, by way of training."""
+    of_case = {name(row): row for row in rows}
+    lines = []
+    for run in GPU_RUNS:
+        cells = []
+        for tuned in TUNED:
+            passed = []
+            for precision in PRECISIONS:
+                named = [Case(*run, family, tuned, precision).name for family in FAMILIES]
+                known = [of_case[case] for case in named if case in of_case]
+                failed = [row["family"] for row in known if "failed" in row]
+                if failed:
+                    passed.append(f"{precision} ({', '.join(failed)} failed)")
+                elif len(known) == len(FAMILIES):
+                    passed.append(precision)
+            cells.append(", ".join(passed) or "not yet run")
+        lines.append([run[0], str(run[1]), *cells])
+    table = recording.table(["mode", "ranks", *TUNED], lines).strip()
+    return f"{len(rows)} of {len(cases())} cases have run.\n\n{table}"
+
+
+def write_docs(rows: list[dict[str, Any]]) -> None:
+    """Put the text of the recorded cases between its marks of docs/modes.md."""
+    page = recording.CODE / "docs" / "modes.md"
+    recording.put_between(page, BEGIN, END, docs_text(rows))
+
+
 def name(row: dict[str, Any]) -> str:
     return Case(*(row[field] for field in Case.__dataclass_fields__)).name
 
@@ -210,6 +241,7 @@ def main() -> int:
         rows[name(row)] = row
         text = "CUDA build, no card: kernels did nothing.\n\n" + table(list(rows.values()))
         recording.write(RESULT, {"rows": list(rows.values())}, text)
+        write_docs(list(rows.values()))
     return 1 if any("failed" in row for row in rows.values()) else 0
 
 

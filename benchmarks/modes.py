@@ -426,11 +426,7 @@ def write_doc() -> None:
     cpu, gpu = (
         json.loads(file.read_text(encoding="utf-8")) if file.exists() else None for file in files
     )
-    page = recording.CODE / "docs" / "modes.md"
-    head, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    page.write_text(
-        f"{head}{BEGIN}\n\n{table(cpu, gpu)}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8"
-    )
+    recording.put_between(recording.CODE / "docs" / "modes.md", BEGIN, END, table(cpu, gpu))
 
 
 def possible(runs: Sequence[tuple[str, int]], on_gpu: bool) -> list[tuple[str, int]]:

@@ -146,3 +146,10 @@ def write(name: str, measured: Mapping[str, Any], text: str, module: str | None 
     )
     (RESULTS / f"{name}.md").write_text(head + text, encoding="utf-8")
     print("\n" + text)
+
+
+def put_between(page: Path, begin: str, end: str, text: str) -> None:
+    """Write a text between two marks of a page, which keeps the rest."""
+    head, _, rest = page.read_text(encoding="utf-8").partition(begin)
+    tail = rest.partition(end)[2]
+    page.write_text(f"{head}{begin}\n\n{text}\n\n{end}{tail}", encoding="utf-8")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pydantic
 import pytest
 
+from benchmarks import cuda_build_modes
 from launch.schema.recipe import Recipe
 from scripts import make_sample_data
 
@@ -104,3 +105,29 @@ def test_questions_of_the_readmes_have_their_right_answer_and_are_in_no_training
         assert len(rows) >= 2
         assert rows <= kinds
         assert not rows & set(train + valid)
+
+
+def test_the_table_of_the_cuda_build_is_that_of_its_results():
+    rows = cuda_build_modes.read(ROOT / "benchmarks/results/cuda_build_modes.json")["rows"]
+    page = (ROOT / "docs/modes.md").read_text(encoding="utf-8")
+    written = page.partition(cuda_build_modes.BEGIN)[2].partition(cuda_build_modes.END)[0]
+    assert written.strip() == cuda_build_modes.docs_text(rows)
+
+
+def test_a_case_that_failed_or_has_not_run_is_not_said_to_have_passed():
+    made = [
+        {"mode": "fsdp2", "ranks": 2, "family": family, "tuned": "lora", "precision": precision}
+        for precision in ("bf16", "fp16")
+        for family in cuda_build_modes.FAMILIES
+    ]
+    made[2]["failed"] = "exit 3"
+    (line,) = (
+        line for line in cuda_build_modes.docs_text(made).splitlines() if line.startswith("| fsdp2")
+    )
+    assert line == "| fsdp2 | 2 | not yet run | bf16, fp16 (llama-tiny failed) | not yet run |"
+    (line,) = (
+        line
+        for line in cuda_build_modes.docs_text(made[:1]).splitlines()
+        if line.startswith("| fsdp2")
+    )
+    assert line == "| fsdp2 | 2 | not yet run | not yet run | not yet run |"
