@@ -27,6 +27,7 @@ import yaml
 
 from benchmarks import recording, sources
 from benchmarks.modes import GPU_RUNS
+from launch.schema.modes import LAUNCH_MODES, Mode
 from tests import builders
 from tests.fake_cuda.machine import Card, Machine
 
@@ -45,7 +46,7 @@ END = "<!-- end of the table of the CUDA build -->"
 class Case:
     """A mode with so many ranks, training a model in one way and precision."""
 
-    mode: str
+    mode: Mode
     ranks: int
     family: str
     tuned: str
@@ -54,6 +55,11 @@ class Case:
     @property
     def name(self) -> str:
         return f"{self.family}-{self.tuned}-{self.mode}-{self.ranks}-{self.precision}"
+
+    @property
+    def is_refused(self) -> bool:
+        """True if the mode is documented to refuse this case."""
+        return self.tuned == "qlora" and "4-bit weights" in LAUNCH_MODES[self.mode].refuses
 
 
 def cases() -> list[Case]:
@@ -161,10 +167,13 @@ def campaign(chosen: list[Case]) -> Iterator[dict[str, Any]]:
             described = asdict(case) | sources.digests(RESULT)
             try:
                 row = described | measure(machine, folder, case)
+                require(not case.is_refused, "it was not refused")
             except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
-                row = described | {"failed": str(error)}
+                is_refusal = case.is_refused and str(error).startswith("exit 2: ")
+                row = described | {"refused" if is_refusal else "failed": str(error)}
             seconds = time.monotonic() - began
-            print(f"{case.name}: {row.get('failed', 'ok')} ({seconds:.0f} s)", flush=True)
+            ended = row.get("failed") or ("refused" if "refused" in row else "ok")
+            print(f"{case.name}: {ended} ({seconds:.0f} s)", flush=True)
             yield row
 
 
@@ -177,7 +186,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     """A line for each mode: cases that passed, and how far off the worst prediction was."""
     lines = []
     for mode, ranks in GPU_RUNS:
-        of_mode = [row for row in rows if (row["mode"], row["ranks"]) == (mode, ranks)]
+        of_mode = [
+            row
+            for row in rows
+            if (row["mode"], row["ranks"]) == (mode, ranks) and "refused" not in row
+        ]
         good = [row for row in of_mode if "failed" not in row]
         worst = [
             f"{min(errors):+.1f} to {max(errors):+.1f}" if errors else "-"
@@ -204,7 +217,9 @@ def docs_text(rows: list[dict[str, Any]]) -> str:
                 named = [Case(*run, family, tuned, precision).name for family in FAMILIES]
                 known = [of_case[case] for case in named if case in of_case]
                 failed = [row["family"] for row in known if "failed" in row]
-                if failed:
+                if any("refused" in row for row in known):
+                    passed.append(f"{precision} refused")
+                elif failed:
                     passed.append(f"{precision} ({', '.join(failed)} failed)")
                 elif len(known) == len(FAMILIES):
                     passed.append(precision)
