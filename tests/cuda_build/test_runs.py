@@ -183,6 +183,21 @@ def test_a_stop_saves_and_the_same_line_goes_on(one_card: Workplace):
     assert "continuing" in done.stdout
 
 
+@pytest.mark.parametrize("before", ["fsdp2", "dual_gpu_nccl"])
+def test_fp16_goes_on_under_fsdp2(two_cards: Workplace, before):
+    fp16 = {"bf16": False, "fp16": True, "max_steps": 100, "save_steps": 20, "logging_steps": 1}
+    file = str(builders.recipe(two_cards.folder, training=fp16))
+    words = (file, "--launch.num_processes=2")
+    with started(two_cards, *words, f"--launch.mode={before}") as process:
+        after_step(two_cards, 5)
+        process.send_signal(signal.SIGTERM)
+        text, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, text
+    done = two_cards.launch("run", *words, "--launch.mode=fsdp2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ("converting it from" in done.stdout) == (before != "fsdp2"), done.stdout
+
+
 def test_a_hung_collective_ends_the_attempt_with_its_cause(two_cards: Workplace):
     words = (recipe(two_cards, **LONG), "--launch.mode=dual_gpu_nccl", "--launch.num_processes=2")
     more = ("--launch.hang_floor_s=5", "--launch.max_restarts=0")

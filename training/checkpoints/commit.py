@@ -316,8 +316,9 @@ def converted(source: Path, write: Callable[[Path], None]) -> Path:
     folder = source.with_name(f"{CONVERTED}{source.name}")
     folder.mkdir()
     write(folder)
+    kept = {"trainer_state.json", "scheduler.pt", "scaler.pt"}
     for relative in manifest.read(source)["files"]:
-        if relative in {"trainer_state.json", "scheduler.pt"} or relative.startswith("rng_state"):
+        if relative in kept or relative.startswith("rng_state"):
             _link(source / relative, folder / relative)
     return folder
 

@@ -290,6 +290,11 @@ class LowMemTrainer(OpenTrainer):
         self, library: Callable[[str | None], Any], resume_from_checkpoint: str | None
     ) -> tuple[torch.nn.Module, DataLoader]:
         """Trainer's own method, which also loads optimizer and schedule."""
+        scaler = self.accelerator.scaler
+        if scaler and resume_from_checkpoint:
+            # Torch makes FSDP2's states, before it loads them, by a step without gradients, which
+            # needs a scale. Trainer loads the checkpoint's scale after them.
+            scaler.scale(torch.zeros((), device=self.args.device))
         if not self.is_converted:
             prepared = library(resume_from_checkpoint)
             bitsandbytes_private.page_states(self.optimizer)
@@ -302,6 +307,9 @@ class LowMemTrainer(OpenTrainer):
         bitsandbytes_private.page_states(self.optimizer)
         convert.load_schedule(self, torch.load(folder / "scheduler.pt", weights_only=True))
         convert.apply_schedule(self)
+        scale = folder / "scaler.pt"  # DeepSpeed has a scale of its own
+        if scaler and scale.exists():
+            scaler.load_state_dict(torch.load(scale, weights_only=True))
         if without and self.args.should_save:
             logger.warning(
                 "no optimizer state for %s and %d more: it starts anew there",
