@@ -14,12 +14,13 @@ from launch.predict import sharding
 from launch.predict.estimate import PlanContext
 from launch.predict.oom_history import CLEARLY_BELOW, NO_OOM_HISTORY, OomHistory
 from launch.probe import architectures
+from launch.recipe.strict_yaml import show
 from launch.schema.machine import Gpu, Link, Machine
 from launch.schema.modes import LAUNCH_MODES, Mode
 from launch.schema.plan import Strategy as Candidate
 from launch.schema.recipe import Recipe
 from launch.schema.run_sections import LaunchSection
-from launch.schema.training_section import Precision
+from launch.schema.training_section import Precision, TrainingSection
 
 # samples; the guides' 3x the training batch is a ceiling, and logits are the larger part of it
 MAX_EVAL_BATCH = 64
@@ -46,6 +47,8 @@ class LaunchConstraints:
     # why that package cannot be used; "": the machine's packages are not known
     no_flash_attn: str | None = ""
     no_liger: str | None = None
+    # why activations of every n-th layer cannot be checkpointed here
+    no_every_n_layers: str | None = None
     oom_history: OomHistory = NO_OOM_HISTORY  # by which an attempt of this run has refuted its plan
     free_batch: bool = False  # any split of the effective batch will do
     wants_tuned: bool = False  # no batch was typed: the result of an earlier tuning is used
@@ -80,6 +83,7 @@ def _as_asked(context: PlanContext, constraints: LaunchConstraints) -> Iterator[
     """Yield a candidate for each mode that the recipe allows, with its own batch, fastest first."""
     recipe, machine, config = context.recipe, context.machine, context.model.config
     launch, training = recipe.launch, recipe.training
+    _check_checkpointing(training, constraints)
     on_gpu = bool(machine.gpus) and not constraints.force_cpu and launch.device != "cpu"
     if launch.device == "cuda" and not on_gpu:
         raise ResourceError(
@@ -110,6 +114,7 @@ def _as_asked(context: PlanContext, constraints: LaunchConstraints) -> Iterator[
             or _eval_batch(training.per_device_train_batch_size),
             mixed_precision=precision,
             activation_checkpointing=training.activation_checkpointing,
+            every_n_layers=training.activation_checkpointing_kwargs.every_n_layers or 1,
             num_output_chunks=training.num_output_chunks or 1,
             torch_compile=training.compiles and constraints.no_compiler is None,
             attn_implementation=kernels.attention(
@@ -121,6 +126,24 @@ def _as_asked(context: PlanContext, constraints: LaunchConstraints) -> Iterator[
             ),
             dataloader_num_workers=workers(recipe, machine, num_processes // launch.nodes, on_gpu),
         )
+
+
+def _check_checkpointing(training: TrainingSection, constraints: LaunchConstraints) -> None:
+    """Raises ConfigError for keywords of checkpointing that would do nothing."""
+    kwargs = training.activation_checkpointing_kwargs
+    options = kwargs.model_dump(exclude_defaults=True)
+    asked = f"training.activation_checkpointing_kwargs: {show(options)}"
+    if options and is_checkpointing_typed(training) and not training.activation_checkpointing:
+        raise ConfigError(f"{asked}, but activation_checkpointing is false; leave one out")
+    if constraints.no_every_n_layers and ((kwargs.every_n_layers or 1) > 1 or kwargs.offload):
+        raise ConfigError(
+            f"{asked}, but {constraints.no_every_n_layers}; leave every_n_layers and offload out"
+        )
+
+
+def is_checkpointing_typed(training: TrainingSection) -> bool:
+    """False if the plan decides whether activations are checkpointed."""
+    return "activation_checkpointing" in training.model_fields_set
 
 
 def _ways_to_start(
@@ -259,6 +282,7 @@ def waves(
                 per_device_eval_batch_size=context.recipe.training.per_device_eval_batch_size
                 or _eval_batch(tuned.per_device_train_batch_size),
                 activation_checkpointing=tuned.activation_checkpointing,
+                every_n_layers=tuned.every_n_layers,
                 num_output_chunks=tuned.num_output_chunks,
             )
             for candidate in possible
@@ -341,8 +365,9 @@ def splits(
     training = context.recipe.training
     asked = candidate.per_device_train_batch_size
     per_rank = asked * candidate.gradient_accumulation_steps
-    may_checkpoint = "activation_checkpointing" not in training.model_fields_set
-    checkpoints = (False, True) if may_checkpoint else (candidate.activation_checkpointing,)
+    checkpoints = (False, True)
+    if is_checkpointing_typed(training):
+        checkpoints = (candidate.activation_checkpointing,)
     chunks = (
         (1, OUTPUT_CHUNKS) if _may_chunk(context, candidate) else (candidate.num_output_chunks,)
     )

@@ -39,7 +39,10 @@ def switches(
 ) -> tuple[Switch, ...]:
     """The switches that decide which kernels run."""
     gpus = context.machine.gpus[: candidate.num_processes] if candidate.device == "cuda" else ()
-    obstacles = constraints.no_flash_attn, constraints.no_compiler
+    obstacles = (
+        *(constraints.no_flash_attn, constraints.no_compiler),
+        constraints.no_every_n_layers,
+    )
     config = context.model.config
     of_kernels = kernels.switches(context.recipe, config, candidate, gpus, *obstacles)
     if not (gpus and context.allocator_settings):
@@ -163,7 +166,7 @@ def _link_why(context: PlanContext, candidate: Candidate) -> Iterator[str]:
     tokens = candidate.effective_batch_size * context.recipe.data.max_length
     # activations' gradients, weights' gradients
     backward = model.parameters + model.trainable_parameters
-    again = model.parameters if candidate.activation_checkpointing else 0
+    again = model.parameters * candidate.checkpointed_share
     step_flops = 2.0 * tokens * (model.parameters + backward + again)
     cost = cost_line(link, context.full_copy.gradients_bytes, step_flops, candidate.num_processes)
     yield from [cost] if cost else []
@@ -258,12 +261,21 @@ def _batch_changes(
     checkpoints = candidate.activation_checkpointing and not training.activation_checkpointing
     chunks = candidate.num_output_chunks
     recomputes = f"{missed}; recomputing activations changes no result"
+    n, kwargs = candidate.every_n_layers, training.activation_checkpointing_kwargs
+    of_layers = f"the other layers' activations fit: {1 / n:.0%} of the layers compute twice"
     in_parts = f"{missed}; the loss is the same sum, its logits made in parts"
     eval_misses = f"evaluating {asked_eval} samples at once does not fit; the result is the same"
     rows = (
         (asked != runs, "per_device_train_batch_size", asked, runs, split),
         (steps != runs_steps, "gradient_accumulation_steps", steps, runs_steps, split),
         (checkpoints, "activation_checkpointing", "false", "true", recomputes),
+        (
+            checkpoints and n != (kwargs.every_n_layers or 1),
+            "activation_checkpointing_kwargs",
+            "{every_n_layers: 1}",
+            f"{{every_n_layers: {n}}}",
+            of_layers,
+        ),
         (chunks > (training.num_output_chunks or 1), "num_output_chunks", 1, chunks, in_parts),
         (
             asked_eval not in (None, runs_eval),

@@ -70,7 +70,10 @@ class Fit:
             (runs.mode.removeprefix("deepspeed_"), mode.engine in ("deepspeed", "fsdp2")),
             (f"x{runs.num_processes}", runs.num_processes > 1),
             (f"batch {rows}", rows != asked.per_device_train_batch_size),
-            ("recompute", runs.activation_checkpointing),
+            (
+                "recompute" if runs.every_n_layers == 1 else f"recompute 1/{runs.every_n_layers}",
+                runs.activation_checkpointing,
+            ),
             ("chunks", runs.num_output_chunks > 1),
         )
         return tuple(name for name, differs in names if differs)

@@ -185,6 +185,7 @@ def switches(
     gpus: Sequence[Gpu],
     no_flash_attn: str | None,
     no_compiler: str | None,
+    no_every_n_layers: str | None,
 ) -> Iterator[Switch]:
     """A row for each switch of the chosen strategy; its effect is measured in
     tests/modes/trace/test_switches.py."""
@@ -215,7 +216,11 @@ def switches(
     recomputes = chosen.activation_checkpointing
     is_asked = "activation_checkpointing" in training.model_fields_set
     by = _by(is_asked and training.activation_checkpointing == recomputes, recomputes)
-    yield Switch("recompute", _on(recomputes), by)
+    n = chosen.every_n_layers
+    layers = f"1 layer in {n}" if recomputes and n > 1 else _on(recomputes)
+    if recomputes and no_every_n_layers and not is_asked:
+        by += f"; {no_every_n_layers}"
+    yield Switch("recompute", layers, by)
     why = no_compiler if training.compiles and no_compiler else "not asked for"
     if chosen.torch_compile:
         why = (

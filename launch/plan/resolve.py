@@ -205,7 +205,11 @@ def _with_packages(
 ) -> LaunchConstraints:
     """Add the packages of this machine: why one that the recipe may use cannot work."""
     variables = environment.passed(os.environ)
-    constraints = replace(constraints, has_deepspeed=find_spec("deepspeed") is not None)
+    constraints = replace(
+        constraints,
+        has_deepspeed=find_spec("deepspeed") is not None,
+        no_every_n_layers=packages.no_every_n_layers(),
+    )
     if recipe.training.compiles:
         no_compiler = packages.no_compiler(has_gpu, variables)
         constraints = replace(constraints, no_compiler=no_compiler)

@@ -18,6 +18,9 @@ AS_FAST = 1.05  # smaller ratios of predicted seconds are no difference
 # of a step with checkpointing: the forward pass that it repeats is a quarter at most
 NOT_RECOMPUTED = 0.75
 
+# layers of which one is checkpointed, from the fastest on: of more the seconds hardly differ
+EVERY_N_LAYERS = (4, 2)
+
 MUCH_SLOWER = 1.25  # times the quickest candidate, whether that fits or not
 
 
@@ -80,7 +83,7 @@ def search_waves(
     """Choose the fastest candidate of the first wave in which one fits. If full copies fit only in
     much slower pieces, sharded candidates are compared with them."""
     waves = candidates.waves(context, possible, constraints)
-    winners = (fastest(context, wave, judged, constraints.free_batch) for wave in waves)
+    winners = (fastest(context, wave, judged, constraints) for wave in waves)
     chosen = next((winner for winner in winners if winner is not None), None)
     if chosen is None or not chosen.candidate.launch_mode.is_whole:
         return chosen
@@ -89,7 +92,7 @@ def search_waves(
     if chosen.seconds <= MUCH_SLOWER * quickest or not sharded:
         return chosen
     others: list[tuple[Judged, str]] = []
-    other = fastest(context, sharded, others, constraints.free_batch)
+    other = fastest(context, sharded, others, constraints)
     best = other if other is not None and other.seconds * AS_FAST < chosen.seconds else chosen
     judged[:] = _verdicts([*judged, *others], best)
     return best
@@ -99,28 +102,23 @@ def fastest(
     context: PlanContext,
     wave: Sequence[Candidate],
     judged: list[tuple[Judged, str]],
-    is_free: bool = False,
+    constraints: LaunchConstraints,
 ) -> Judged | None:
     """Choose the fastest of a wave that fits. All are added to `judged` with a verdict.
 
     Without predicted times the order of the wave decides. The allocator is replayed only for those
     that may win. Of candidates that are about equally fast the first of the wave wins, which is
-    nearest to the recipe; if any batch will do (`is_free`), one without checkpointing and
-    chunks."""
+    nearest to the recipe; if any batch will do (constraints.free_batch), one without checkpointing
+    and chunks."""
     hopeless = [estimate.hopeless(context, _evaluated(context, candidate)) for candidate in wave]
     pairs = list(zip(wave, hopeless, strict=True))
     context.fetch(candidate for candidate, miss in pairs if not miss)
-    rough = [
-        miss
-        or estimate.judge(
-            context, _with_fewer_workers(context, _evaluated(context, candidate)), exact=False
-        )
-        for candidate, miss in pairs
-    ]
+    rough = [miss or _roughly(context, candidate) for candidate, miss in pairs]
+    rough = _with_fewer_layers(context, rough, constraints)
     order = sorted(rough, key=lambda each: (each.time is None, each.seconds))
     fitting = [each for each in order if each.misses is None]
     near = [each for each in fitting if each.seconds <= fitting[0].seconds * AS_FAST]
-    if is_free:
+    if constraints.free_batch:
         near.sort(key=lambda each: (_is_indirect(each.candidate), each.seconds))
     else:
         near = [each for each in rough if each in near]
@@ -136,6 +134,51 @@ def fastest(
             verdict = _behind(each, chosen)
         judged.append((each, verdict))
     return chosen
+
+
+def _roughly(context: PlanContext, candidate: Candidate) -> Judged:
+    """Judge a traced candidate without a replay of the allocator."""
+    reduced = _with_fewer_workers(context, _evaluated(context, candidate))
+    return estimate.judge(context, reduced, exact=False)
+
+
+def _with_fewer_layers(
+    context: PlanContext, rough: Sequence[Judged], constraints: LaunchConstraints
+) -> list[Judged]:
+    """Add candidates that checkpoint every n-th layer, where all layers fit and no checkpointing
+    does not. Peak and seconds lie between those of the two, which says for which of them a trace
+    pays: for those that are faster than what fits, and of these for the fewest layers."""
+    training = context.recipe.training
+    is_open = (
+        not candidates.is_checkpointing_typed(training)
+        and training.activation_checkpointing_kwargs.every_n_layers is None
+        and constraints.no_every_n_layers is None
+    )
+    quickest = min((each.seconds for each in rough if each.misses is None), default=0.0)
+    added: dict[Candidate, Judged] = {}
+    for every in sorted(rough, key=lambda each: each.seconds) if is_open else ():
+        none = replace(every.candidate, activation_checkpointing=False)
+        if every.misses or not every.candidate.activation_checkpointing:
+            continue
+        if every.time is None or context.trace(none) is None:
+            continue
+        without = estimate.judge(context, none, exact=False)
+        for n in EVERY_N_LAYERS if without.misses else ():
+            seconds = without.seconds + (every.seconds - without.seconds) / n
+            more = without.memory.device_bytes - every.memory.device_bytes
+            needed = every.memory.device_bytes + more * (1 - 1 / n)
+            if seconds * AS_FAST >= quickest or needed > every.budget_bytes:
+                continue
+            candidate = replace(every.candidate, every_n_layers=n)
+            context.fetch([candidate])
+            if context.trace(candidate) is None:
+                continue
+            judged = added[every.candidate] = _roughly(context, candidate)
+            if judged.misses is None:
+                quickest = min(quickest, judged.seconds)
+                break
+    pairs = ([added.get(each.candidate), each] for each in rough)
+    return [each for pair in pairs for each in pair if each is not None]
 
 
 def _is_indirect(candidate: Candidate) -> bool:
@@ -180,12 +223,13 @@ def ranked(context: PlanContext, constraints: LaunchConstraints) -> list[Judged]
     context = replace(context, link=constraints.link)
     possible, _ = candidates.possible(context, constraints)
     judged: list[tuple[Judged, str]] = []
+    constraints = replace(constraints, free_batch=True)
     if context.traces is None:
         return []
     with context.asking():
         for wave in candidates.free_waves(context, possible):
             judged.clear()
-            if fastest(context, wave, judged, is_free=True) is not None:
+            if fastest(context, wave, judged, constraints) is not None:
                 break
     fitting = [each for each, _ in judged if each.misses is None and each.time]
     return sorted(fitting, key=lambda each: each.seconds)

@@ -106,4 +106,4 @@ def _most_frugal_fit(
         possible = [candidates.most_frugal(context, candidate) for candidate in possible]
     copies = [candidate for candidate in possible if candidate.launch_mode.is_whole]
     others = [candidate for candidate in possible if candidate not in copies]
-    return fastest(context, copies, []) or fastest(context, others, [])
+    return fastest(context, copies, [], constraints) or fastest(context, others, [], constraints)

@@ -246,8 +246,9 @@ def _least_activation_bytes(context: PlanContext, candidate: Strategy) -> int:
         for names in (WIDTH_NAMES, LAYER_NAMES)
     )
     element_bytes = 4 if candidate.mixed_precision == "no" else 2
-    tensors = KEPT_TENSORS_A_LAYER if not candidate.activation_checkpointing else 1
-    of_layers = tensors * layers * width * element_bytes
+    share = candidate.checkpointed_share
+    tensors = share + (1 - share) * KEPT_TENSORS_A_LAYER
+    of_layers = int(tensors * layers * width * element_bytes)
     of_logits = config["vocab_size"] * 4 // candidate.num_output_chunks
     return candidate.per_device_train_batch_size * target * (of_layers + of_logits)
 
@@ -588,6 +589,8 @@ def host_bytes(candidate: Strategy, memory: MemoryEstimate) -> int:
 def describe(candidate: Strategy) -> str:
     """A candidate in a few words: mode, ranks, batch, checkpointing."""
     checkpointing = ", checkpointing" if candidate.activation_checkpointing else ""
+    if checkpointing and candidate.every_n_layers > 1:
+        checkpointing += f" 1 layer in {candidate.every_n_layers}"
     chunks = candidate.num_output_chunks
     return (
         f"{candidate.mode} x{candidate.num_processes}, batch"

@@ -84,7 +84,7 @@ class OomEvent:
         if not is_traced:  # states alone do not tell one cut from another
             is_less = (
                 candidate.per_device_train_batch_size < self.candidate.per_device_train_batch_size
-                or candidate.activation_checkpointing > self.candidate.activation_checkpointing
+                or candidate.checkpointed_share > self.candidate.checkpointed_share
                 or needed_bytes < below * self.predicted_bytes
             )
         else:
@@ -108,7 +108,7 @@ class OomEvent:
             self.of == "device"  # of host RAM samples are a small part
             and candidate.mode == failed.mode
             and candidate.per_device_train_batch_size < failed.per_device_train_batch_size
-            and candidate.activation_checkpointing >= failed.activation_checkpointing
+            and candidate.checkpointed_share >= failed.checkpointed_share
             and candidate.num_output_chunks >= failed.num_output_chunks
         )
 

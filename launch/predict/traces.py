@@ -335,7 +335,7 @@ class Traces:
             ],
             "mixed_precision": strategy.mixed_precision,
             "attention": [strategy.attn_implementation, question.documents],
-            "activation_checkpointing": strategy.activation_checkpointing,
+            "checkpointed_share": strategy.checkpointed_share,
             "num_output_chunks": strategy.num_output_chunks,
             "torch_compile": strategy.torch_compile,
             "bucket_elements": BUCKET_ELEMENTS,

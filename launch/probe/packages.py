@@ -18,6 +18,7 @@ from launch.schema.recipe import Recipe
 # With older versions a file of somebody else can run code or corrupt memory (CVE-2026-24747;
 # CVE-2026-4372, -1839)
 OLDEST = {"torch": (2, 10), "transformers": (5, 3)}
+WITH_EVERY_N_LAYERS = (5, 23)  # of transformers
 
 
 def refuse_old() -> None:
@@ -61,6 +62,15 @@ def no_liger(environ: Mapping[str, str]) -> str | None:
     if find_spec("liger_kernel") is None:
         return "the package liger_kernel is not installed: pip install liger-kernel"
     return no_compiler(True, environ)
+
+
+def no_every_n_layers() -> str | None:
+    """The reason why transformers cannot checkpoint only every n-th layer here; None if it can."""
+    installed = version("transformers")
+    if not installed or numbers(installed)[:2] >= WITH_EVERY_N_LAYERS:
+        return None
+    expected = ".".join(map(str, WITH_EVERY_N_LAYERS))
+    return f"transformers {installed} checkpoints all layers or none; {expected} can choose"
 
 
 def refuse_missing(recipe: Recipe) -> None:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import Tag
+from pydantic import BaseModel, Tag
 from pydantic.fields import FieldInfo
 
 from launch.base.text import nearest
@@ -20,6 +20,7 @@ from launch.recipe.strict_yaml import plain
 from launch.schema.data_section import DataSource
 from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import SECTIONS
+from launch.schema.training_section import CheckpointingKwargs
 
 # a name of other programs -> the key of the recipe
 ALIASES = {
@@ -102,6 +103,7 @@ def _key(name: str, field: FieldInfo) -> Key:
         if type(bound) in _BOUNDS
     ]
     value = list(field.default) if isinstance(field.default, tuple) else field.default
+    value = {} if isinstance(value, BaseModel) else value
     default = "none: it must be given" if field.is_required() else plain(value)
     return Key(name, ", ".join([kind, *bounds]), default, field.description or "")
 
@@ -116,6 +118,8 @@ def _type(annotation: Any) -> str:
         return f"a [list] of {_type(inner[0])}"
     if annotation is DataSource:
         return "{path, weight, columns}"
+    if annotation is CheckpointingKwargs:
+        return "{every_n_layers, offload, ...}"
     if any(isinstance(mark, Tag) for mark in inner):
         return _type(inner[0])
     if hasattr(annotation, "__metadata__"):  # PositiveInt

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from launch.base.errors import ConfigError
@@ -26,7 +26,7 @@ from launch.schema.data_section import A_LIST, A_PATH, ColumnNames, DataSource
 from launch.schema.plan import Change
 from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import SECTIONS
-from launch.schema.training_section import TrainingSection
+from launch.schema.training_section import CheckpointingKwargs, TrainingSection
 
 RECIPES = FILES / "configs" / "recipes"
 MAX_PROBLEMS = 5  # lines of a message; a file with more mistakes is read again anyway
@@ -287,8 +287,9 @@ def _replaced(base: _Layer, partial: _Layer) -> Iterator[Change]:
 
 def _unknown(key_path: KeyPath) -> tuple[str, str]:
     """(expected keys, advice) for an unknown key: the key that was probably meant."""
-    if key_path[:2] == ("data", "train_file"):  # a source
-        model = ColumnNames if key_path[-2:-1] == ("columns",) else DataSource
+    if key_path[:2] == ("data", "train_file") or key_path[:2] in _MAPPINGS:
+        source = ColumnNames if key_path[-2:-1] == ("columns",) else DataSource
+        model = _MAPPINGS.get(key_path[:2], source)
         names = ", ".join(model.model_fields)
         near = nearest(str(key_path[-1]), model.model_fields)
         return f"one of {names}", f"did you mean {near[0]}?" if near else "write one of them"
@@ -318,6 +319,9 @@ _EXPECTED = {
     "string_too_short": "text that is not empty",
     # of name, the only text with a pattern
     "string_pattern_mismatch": "1 to 64 letters, digits, dots, _ and -, a letter or digit first",
+}
+_MAPPINGS: dict[KeyPath, type[BaseModel]] = {
+    ("training", "activation_checkpointing_kwargs"): CheckpointingKwargs,
 }
 _SOURCES = {  # of data.train_file, by the length of a key path
     **{2: "a path, or a list: [{path: FILE}, ...]", 3: "a path, or {path: FILE}"},
@@ -378,7 +382,7 @@ def _of_keys(details: Sequence[ErrorDetails]) -> list[ErrorDetails]:
     of_types: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in details:
         loc = tuple(part for part in detail["loc"] if part not in (A_PATH, A_LIST))
-        if len(loc) > 2 and isinstance(loc[2], str):
+        if len(loc) > 2 and isinstance(loc[2], str) and loc[:2] not in _MAPPINGS:
             inside = (*loc[:2], *loc[3:])
             of_types.setdefault(loc[:2], []).append({**detail, "loc": inside})
         else:

@@ -78,21 +78,17 @@ def read_yaml(path: Path) -> tuple[Any, dict[KeyPath, str]]:
 
 
 def parse_value(text: str, key_path: KeyPath, place: str) -> Any:
-    """The value of a text on the command line. A flow list or a quoted text is YAML. Any other text
-    is a plain scalar, so that paths need no quotes."""
+    """The value of a text on the command line. A flow list or mapping or a quoted text is YAML. Any
+    other text is a plain scalar, so that paths need no quotes."""
     if bad := CONTROL.search(text):
         raise wrong(
             place, key_path, f"the control character {bad[0]!r}", "text on one line", "delete it"
         )
-    if text.startswith("{"):
-        raise wrong(
-            place,
-            key_path,
-            "a mapping",
-            "a single value or a [list]",
-            f"write [{text}]" if key_path[-1] == "train_file" else "write it into a recipe file",
-        )
-    if text[:1] in ("[", '"', "'"):
+    is_section = len(key_path) == 1
+    if text.startswith("{") and (is_section or key_path[-1] == "train_file"):
+        advice = "write it into a recipe file" if is_section else f"write [{text}]"
+        raise wrong(place, key_path, "a mapping", "a single value or a [list]", advice)
+    if text[:1] in ("[", "{", '"', "'"):
         return _Reader(text, lambda _: place).document(key_path)
     try:
         return _resolve(text)

@@ -106,6 +106,12 @@ class Strategy:
     attn_implementation: AttnImplementation = "sdpa"
     tf32: bool = False  # products of float32 are rounded to 10 bits of mantissa
     use_liger_kernel: bool = False
+    every_n_layers: int = 1  # activation_checkpointing is of every n-th layer
+
+    @property
+    def checkpointed_share(self) -> float:
+        """Of the layers, those whose activations are computed again."""
+        return 1 / self.every_n_layers if self.activation_checkpointing else 0.0
 
     @property
     def effective_batch_size(self) -> int:

@@ -31,6 +31,26 @@ LIGER_LOSSES = ("fused_linear_cross_entropy", "cross_entropy")  # of liger_kerne
 COMPILE_KEYS = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 
 
+class CheckpointingKwargs(BaseModel):
+    """The keywords of activation checkpointing: of activation_checkpointing_enable(), then of
+    torch.utils.checkpoint."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    every_n_layers: int | None = Field(default=None, ge=1)  # None: every layer, or planned
+    offload: bool = False
+    use_reentrant: bool = False
+    preserve_rng_state: bool = True
+    determinism_check: Literal["default", "none"] = "default"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those that are not the default, without every_n_layers. torch asks for use_reentrant
+        beside any other."""
+        options = self.model_dump(exclude_defaults=True, exclude={"every_n_layers"})
+        return {"use_reentrant": self.use_reentrant, **options} if options else {}
+
+
 class TrainingSection(BaseModel):
     """Fields with TrainingArguments' names. The keys that planning needs are typed here. The others
     are checked against the installed transformers (launch/recipe/training_arguments.py) and become
@@ -106,6 +126,15 @@ class TrainingSection(BaseModel):
         default=False,
         description="Recompute activations in the backward pass instead of storing them.",
     )
+    activation_checkpointing_kwargs: Annotated[
+        CheckpointingKwargs, affects("memory", "step_time", "planned")
+    ] = Field(
+        default=CheckpointingKwargs(),
+        description="`every_n_layers`: the plan checkpoints the first of every n layers; null: all,"
+        " or planned if `activation_checkpointing` is. `offload`: keep what is checkpointed in"
+        " pinned host memory. `use_reentrant`, `preserve_rng_state` and `determinism_check` go to"
+        " `torch.utils.checkpoint`.",
+    )
     num_output_chunks: Annotated[int | None, affects("memory", "step_time", "planned")] = Field(
         default=None,
         ge=1,
@@ -146,6 +175,11 @@ class TrainingSection(BaseModel):
             description="Processes that load rows for each rank. null: planned.",
         )
     )
+
+    @field_validator("activation_checkpointing_kwargs", mode="before")
+    @classmethod
+    def no_keywords(cls, value: Any) -> Any:
+        return {} if value is None else value  # null: TrainingArguments' default
 
     @field_validator("max_steps")
     @classmethod

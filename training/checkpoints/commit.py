@@ -310,15 +310,18 @@ def clear_staging(checkpoints: Path) -> None:
 # ---------------------------------------------------------------------------
 
 
+# Trainer's files that are the same under every engine
+OF_TRAINER = frozenset(("trainer_state.json", "scheduler.pt", "scaler.pt"))
+
+
 def converted(source: Path, write: Callable[[Path], None]) -> Path:
     """Make a folder that Trainer resumes from, with the files of `write` in place of the
     engine's."""
     folder = source.with_name(f"{CONVERTED}{source.name}")
     folder.mkdir()
     write(folder)
-    kept = {"trainer_state.json", "scheduler.pt", "scaler.pt"}
     for relative in manifest.read(source)["files"]:
-        if relative in kept or relative.startswith("rng_state"):
+        if relative in OF_TRAINER or relative.startswith("rng_state"):
             _link(source / relative, folder / relative)
     return folder
 

@@ -41,6 +41,7 @@ def of(
         **transformers_private.by_installed_names(
             {
                 "activation_checkpointing": strategy.activation_checkpointing,
+                "activation_checkpointing_kwargs": _checkpointing_kwargs(training, strategy),
                 **_extras(training, strategy),
             }
         ),
@@ -68,6 +69,11 @@ def of(
         # 2.13: "mix of the legacy and new APIs").
         torch.backends.cuda.matmul.allow_tf32 = strategy.tf32
     return args
+
+
+def _checkpointing_kwargs(training: TrainingSection, strategy: Strategy) -> dict[str, Any] | None:
+    of_plan = {"every_n_layers": strategy.every_n_layers} if strategy.every_n_layers > 1 else {}
+    return {**training.activation_checkpointing_kwargs.arguments, **of_plan} or None
 
 
 def _extras(training: TrainingSection, strategy: Strategy) -> dict[str, Any]:

@@ -330,15 +330,17 @@ def whole_step(
         config["num_decoder_layers"] = config.get("num_layers", 6)
     copies = recipe.lora.modules_to_save if recipe.lora else ()
     modules = " ".join([*recipe.model.freeze, *plan.lora_targets, *copies])
-    is_deep = depth_keys and all(config.get(key, 0) > repeat_layers.TRACED for key in depth_keys)
+    period = plan.strategy.every_n_layers
+    few = {key: repeat_layers.shallow_layers(config.get(key, 0), period) for key in depth_keys}
+    is_deep = depth_keys and all(config.get(key, 0) > few[key] for key in depth_keys)
     if is_deep and not re.search(r"(^|[. ])\d", modules):  # no module of a single layer
-        shallow = {**config, **dict.fromkeys(depth_keys, repeat_layers.TRACED)}
+        shallow = {**config, **few}
         if isinstance(config.get("layer_types"), list):
-            shallow["layer_types"] = config["layer_types"][: repeat_layers.TRACED]
+            shallow["layer_types"] = config["layer_types"][: max(few.values())]
         few_layers = replace(plan, shape=replace(plan.shape, config=shallow))
         log = step(recipe, few_layers, lengths, padded, batch, target)
         with suppress(repeat_layers.NotUniform):
             for stack, key in enumerate(depth_keys):
-                log = repeat_layers.deepen(log, stack, config[key])
+                log = repeat_layers.deepen(log, stack, config[key], period)
             return log
     return step(recipe, plan, lengths, padded, batch, target)

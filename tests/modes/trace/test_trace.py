@@ -103,6 +103,12 @@ def real_peak_bytes(recipe: Recipe, plan: Plan, padded: bool) -> int:
     return highest
 
 
+def every_n_layers(n: int, **training: Any) -> dict[str, Any]:
+    kwargs = {"every_n_layers": n}
+    more = {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
+    return {"training": {**more, **training}}
+
+
 PACKED = {"packing": True}
 FOUR_BIT = {"lora": {"r": 4}, "quantization": {"load_in_4bit": True}}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -113,6 +119,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "model": {"dtype": "bfloat16"},
             "training": {"activation_checkpointing": True, "gradient_accumulation_steps": 2},
         },
+    ),
+    "llama LoRA under autocast, 1 layer in 2 checkpointed": (
+        "llama-tiny",
+        {"lora": {"r": 4}, **every_n_layers(2, bf16=True)},
+    ),
+    "t5, 1 layer in 3 checkpointed, two micro-steps": (
+        "t5-tiny",
+        every_n_layers(3, gradient_accumulation_steps=2),
     ),
     "llama, adafactor, eager": (
         "llama-tiny",
@@ -282,11 +296,33 @@ def test_a_deep_model_is_the_shallow_one_with_more_of_the_middle(
     shape, key, sections, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    recipe, plan = wish_of_depth(shape, key, 7, **sections)
-    keys = trace_step.DEPTH_KEYS[plan.shape.config["model_type"]]
-    assert all(plan.shape.config[one] == 7 for one in keys)
-    extended = trace_step.whole_step(recipe, plan, (LENGTH, LENGTH), True, recorder.BATCH)
+    extends_to_the_whole_model(*wish_of_depth(shape, key, 7, **sections), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("shape", "key", "layers", "sections"),
+    [
+        ("gpt2-small", "n_layer", 11, every_n_layers(2, gradient_accumulation_steps=2)),
+        ("qwen2-0.5b", "num_hidden_layers", 12, every_n_layers(2, bf16=True)),
+        ("llama-7b", "num_hidden_layers", 14, {"lora": {"r": 8}, **every_n_layers(3, bf16=True)}),
+        ("t5-chatlm-0.2b", "num_layers", 11, every_n_layers(2)),
+        ("llama-7b", "num_hidden_layers", 11, {**FOUR_BIT, **every_n_layers(2, bf16=True)}),
+    ],
+)
+def test_a_deep_model_that_checkpoints_some_layers_has_more_units_of_them(
+    shape, key, layers, sections, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    recipe, plan = wish_of_depth(shape, key, layers, **sections)
+    assert repeat_layers.shallow_layers(layers, plan.strategy.every_n_layers) < layers
+    extends_to_the_whole_model(recipe, plan, monkeypatch)
+
+
+def extends_to_the_whole_model(recipe: Recipe, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = trace_step.step(recipe, plan, (LENGTH, LENGTH))
+    steps = iter([trace_step.step])  # a second one would be that of all layers
+    monkeypatch.setattr(trace_step, "step", lambda *args: next(steps)(*args))
+    extended = trace_step.whole_step(recipe, plan, (LENGTH, LENGTH), True, recorder.BATCH)
     assert len(extended.events) == len(whole.events)
     for samples in (2, 5, 40, 1000):
         for section in peaks.SECTIONS:

@@ -1,0 +1,113 @@
+"""Ways to make a model fit, which the plan chooses by their bytes and seconds."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from launch.plan import context as plan_context
+from launch.plan import planner
+from launch.plan.candidates import LaunchConstraints
+from launch.plan.planner import Choice
+from launch.predict import model_config
+from launch.predict.traces import Traces
+from launch.schema.machine import GIB
+from launch.schema.plan import DataFormat
+from launch.schema.recipe import Recipe
+from tests import builders, real_steps
+from tests.builders import CODE, machine
+
+LENGTH = 512
+DATA = DataFormat(
+    "prompt_response", {"prompt": "prompt", "response": "response"}, "parquet", "given"
+)
+
+
+def chosen(folder: Path, free_gib: float, no_every_n_layers: str | None = None) -> Choice:
+    """The plan of a card with so much free memory, at a fixed micro-batch."""
+    recipe = Recipe.model_validate(
+        {
+            "name": "levers",
+            "task": "sft",
+            "model": {"shape": "qwen2-0.5b", "dtype": "bfloat16"},
+            "lora": {"r": 8},
+            "data": {"train_file": "/data/train.parquet", "max_length": LENGTH},
+            "training": {"bf16": True, "num_output_chunks": 8, "per_device_train_batch_size": 8},
+            "launch": {"mode": "single_gpu", "exact_batch": True},
+            "output_dir": "/out",
+        }
+    )
+    config, parameters, family = model_config.read(
+        recipe.model, None, root=CODE, cache=builders.CACHE
+    )
+    card = machine(gpus=1)
+    gpus = tuple(replace(gpu, free_bytes=int(free_gib * GIB)) for gpu in card.gpus)
+    context = plan_context.build(recipe, replace(card, gpus=gpus), config, parameters, family, DATA)
+    with closing(Traces(recipe, context.model, context.lora_targets, folder / "traces")) as traces:
+        return planner.choose(
+            replace(context, traces=traces), LaunchConstraints(no_every_n_layers=no_every_n_layers)
+        )
+
+
+def test_fewer_layers_are_checkpointed_the_more_memory_there_is(tmp_path):
+    choices = [chosen(tmp_path, free_gib) for free_gib in (10, 8, 6.5, 5)]
+    strategies = [choice.plan.strategy for choice in choices]
+    assert [each.checkpointed_share for each in strategies] == [0, 1 / 4, 1 / 2, 1]
+    seconds = [choice.plan.seconds_per_step for choice in choices]
+    assert seconds == sorted(seconds)
+    asked = "training.activation_checkpointing_kwargs"
+    values = {change.key: change.effective for change in choices[1].plan.changes}
+    assert values[asked] == "{every_n_layers: 4}"
+    (recompute,) = (each for each in choices[1].plan.switches if each.name == "recompute")
+    assert recompute.runs == "1 layer in 4"
+
+
+def test_a_transformers_that_cannot_leave_layers_out_checkpoints_all_and_the_plan_says_so(tmp_path):
+    why = "transformers 5.13 checkpoints all layers or none; 5.23 can choose"
+    plan = chosen(tmp_path, 8, why).plan
+    assert plan.strategy.checkpointed_share == 1
+    (recompute,) = (each for each in plan.switches if each.name == "recompute")
+    assert recompute.why.endswith(why)
+
+
+def test_weights_are_the_same_whichever_layers_are_checkpointed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    weights = [
+        trained({"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs})
+        for kwargs in ({"every_n_layers": 1}, {"every_n_layers": 2}, {"use_reentrant": True})
+    ]
+    plain = trained({})
+    for one in weights:
+        for name, value in plain.items():
+            torch.testing.assert_close(one[name], value, rtol=0, atol=0, msg=name)
+
+
+def trained(training: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights after three steps in this process."""
+    recipe = Recipe.model_validate(
+        {
+            "name": "levers",
+            "task": "sft",
+            "model": {"shape": "llama-tiny"},
+            "data": {"train_file": "/data/train.parquet", "max_length": 48},
+            "training": {
+                "per_device_train_batch_size": 3,
+                "gradient_accumulation_steps": 2,
+                "learning_rate": 1e-2,
+                **training,
+            },
+            "launch": {"mode": "cpu"},
+            "output_dir": "/out",
+        }
+    )
+    config, parameters, family = model_config.read(
+        recipe.model, 512, root=CODE, cache=builders.CACHE
+    )
+    context = plan_context.build(recipe, machine(), config, parameters, family, DATA)
+    trainer = real_steps.trainer(recipe, planner.choose(context).plan, 48, True, 3)
+    trainer.train()
+    return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
