@@ -86,6 +86,7 @@ T5 = {
     "decoder_start_token_id": 0,
 }
 CHECKPOINTING, AUTOCAST = {"activation_checkpointing": True}, {"bf16": True}
+ON_HOST = {**CHECKPOINTING, "activation_checkpointing_kwargs": {"offload": True}}
 HALF, EAGER = {"dtype": "bfloat16"}, {"attn_implementation": "eager"}
 
 
@@ -109,6 +110,10 @@ class Case:
     @property
     def effective_batch_size(self) -> int:
         return self.batch * self.training.get("gradient_accumulation_steps", 1) * self.ranks
+
+
+def every_n_layers(n: int) -> dict[str, Any]:
+    return {**CHECKPOINTING, "activation_checkpointing_kwargs": {"every_n_layers": n}}
 
 
 def accumulating(count: int) -> dict[str, int]:

@@ -21,8 +21,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from benchmarks import cpu_memory, recording, sources
-from benchmarks.cpu_memory import AUTOCAST, CHECKPOINTING, EAGER, HALF, Case, accumulating
+from benchmarks.cpu_memory import (
+    AUTOCAST,
+    CHECKPOINTING,
+    EAGER,
+    HALF,
+    ON_HOST,
+    Case,
+    accumulating,
+    every_n_layers,
+)
+from launch.schema.plan import Strategy
 from tests.fake_cuda.machine import Card, Machine
 
 A100 = Card("NVIDIA A100-SXM4-80GB", 80, "8.0", 108)
@@ -135,6 +147,41 @@ CASES = (
         model=HALF,
         ragged=True,
     ),
+    on_one_card(
+        "llama, LoRA, 1 layer in 2 checkpointed",
+        LLAMA,
+        lora=R16,
+        training={**every_n_layers(2), **AUTOCAST},
+        model=HALF,
+    ),
+    on_one_card(
+        "gpt2, 1 layer in 4 checkpointed, accumulation 2",
+        GPT2,
+        8,
+        training={**every_n_layers(4), **AUTOCAST, **accumulating(2)},
+    ),
+    on_one_card(
+        "qwen2, activations on the host, 1024 tokens",
+        QWEN,
+        4,
+        training={**ON_HOST, **AUTOCAST},
+        length=1024,
+    ),
+    on_one_card(
+        "llama, QLoRA, activations on the host, accumulation 2",
+        LLAMA,
+        lora=R16,
+        training={**ON_HOST, **AUTOCAST, **accumulating(2)},
+        model=HALF,
+        quantization=FOUR_BIT,
+    ),
+    on_one_card(
+        "t5, activations on the host, ragged rows",
+        T5,
+        8,
+        training={**ON_HOST, **AUTOCAST},
+        ragged=True,
+    ),
     on_one_card("t5, ragged rows", T5, 8, training=AUTOCAST, ragged=True),
     on_one_card("t5, autocast", T5, 8, training=AUTOCAST),
     on_one_card(
@@ -182,6 +229,30 @@ CASES = (
         training={**CHECKPOINTING, **AUTOCAST},
         mode="deepspeed_zero3",
     ),
+    on_two_cards(
+        "llama, ZeRO-3, 1 layer in 2 checkpointed",
+        LLAMA,
+        training={**every_n_layers(2), **AUTOCAST},
+        mode="deepspeed_zero3",
+    ),
+    on_two_cards(
+        "gpt2, ZeRO-2, activations on the host",
+        GPT2,
+        training={**ON_HOST, **AUTOCAST},
+        mode="deepspeed_zero2",
+    ),
+    on_two_cards(
+        "llama, FSDP2, 1 layer in 2 checkpointed",
+        LLAMA,
+        training={**every_n_layers(2), **AUTOCAST},
+        mode="fsdp2",
+    ),
+    on_two_cards(
+        "qwen2, FSDP2, activations on the host",
+        QWEN,
+        training={**ON_HOST, **AUTOCAST},
+        mode="fsdp2",
+    ),
     on_two_cards("qwen2, FSDP2", QWEN, training=AUTOCAST, mode="fsdp2"),
     on_two_cards(
         "llama, FSDP2, checkpointing", LLAMA, training={**CHECKPOINTING, **AUTOCAST}, mode="fsdp2"
@@ -211,12 +282,13 @@ def predicted_again(folder: Path, case: Case, row: dict[str, Any]) -> dict[str, 
     """A row with today's predictions beside what was measured; None if today's plan is another."""
     machine = Machine(folder / "cards", [A100] * case.ranks)
     plan = read(launched(folder, case, machine, "--dry-run") / "plan.json")
-    if plan["strategy"] != row["strategy"]:
+    strategies = TypeAdapter(list[Strategy]).validate_python([plan["strategy"], row["strategy"]])
+    if strategies[0] != strategies[1]:
         return None
     for phase, figures in row["phases"].items():
         for figure, sizes in figures.items():
             sizes[0] = plan["phases"][phase][f"{figure}_bytes"]
-    return row | sources.digests(RESULT)
+    return row | {"strategy": plan["strategy"]} | sources.digests(RESULT)
 
 
 def measured(folder: Path, case: Case) -> dict[str, Any]:

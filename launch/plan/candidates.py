@@ -83,13 +83,13 @@ def _as_asked(context: PlanContext, constraints: LaunchConstraints) -> Iterator[
     """Yield a candidate for each mode that the recipe allows, with its own batch, fastest first."""
     recipe, machine, config = context.recipe, context.machine, context.model.config
     launch, training = recipe.launch, recipe.training
-    _check_checkpointing(training, constraints)
     on_gpu = bool(machine.gpus) and not constraints.force_cpu and launch.device != "cpu"
     if launch.device == "cuda" and not on_gpu:
         raise ResourceError(
             f"launch.mode {launch.mode} needs a GPU, found none ({machine.gpus_reason}); use cpu or"
             " multi_cpu"
         )
+    _check_checkpointing(training, constraints, on_gpu)
     for mode, num_processes, instead_of in _ways_to_start(launch, machine, constraints, on_gpu):
         row = LAUNCH_MODES[mode]
         # the samples of a step that a rank takes one after another
@@ -115,6 +115,7 @@ def _as_asked(context: PlanContext, constraints: LaunchConstraints) -> Iterator[
             mixed_precision=precision,
             activation_checkpointing=training.activation_checkpointing,
             every_n_layers=training.activation_checkpointing_kwargs.every_n_layers or 1,
+            activation_offloading=training.activation_checkpointing_kwargs.offload or False,
             num_output_chunks=training.num_output_chunks or 1,
             torch_compile=training.compiles and constraints.no_compiler is None,
             attn_implementation=kernels.attention(
@@ -128,13 +129,17 @@ def _as_asked(context: PlanContext, constraints: LaunchConstraints) -> Iterator[
         )
 
 
-def _check_checkpointing(training: TrainingSection, constraints: LaunchConstraints) -> None:
+def _check_checkpointing(
+    training: TrainingSection, constraints: LaunchConstraints, on_gpu: bool
+) -> None:
     """Raises ConfigError for keywords of checkpointing that would do nothing."""
     kwargs = training.activation_checkpointing_kwargs
     options = kwargs.model_dump(exclude_defaults=True)
     asked = f"training.activation_checkpointing_kwargs: {show(options)}"
     if options and is_checkpointing_typed(training) and not training.activation_checkpointing:
         raise ConfigError(f"{asked}, but activation_checkpointing is false; leave one out")
+    if kwargs.offload and not on_gpu:
+        raise ConfigError(f"{asked}, but on a CPU activations are in host RAM; leave offload out")
     if constraints.no_every_n_layers and ((kwargs.every_n_layers or 1) > 1 or kwargs.offload):
         raise ConfigError(
             f"{asked}, but {constraints.no_every_n_layers}; leave every_n_layers and offload out"
@@ -283,6 +288,7 @@ def waves(
                 or _eval_batch(tuned.per_device_train_batch_size),
                 activation_checkpointing=tuned.activation_checkpointing,
                 every_n_layers=tuned.every_n_layers,
+                activation_offloading=tuned.activation_offloading,
                 num_output_chunks=tuned.num_output_chunks,
             )
             for candidate in possible
@@ -291,7 +297,7 @@ def waves(
         ]
     if constraints.free_batch and context.traces is not None:
         yield from free_waves(context, possible)
-    yield from _waves_of_batch(context, possible)
+    yield from _waves_of_batch(context, possible, constraints)
 
 
 def free_waves(context: PlanContext, possible: Sequence[Candidate]) -> Iterator[list[Candidate]]:
@@ -303,10 +309,10 @@ def free_waves(context: PlanContext, possible: Sequence[Candidate]) -> Iterator[
 
 
 def _waves_of_batch(
-    context: PlanContext, possible: Sequence[Candidate]
+    context: PlanContext, possible: Sequence[Candidate], constraints: LaunchConstraints
 ) -> Iterator[list[Candidate]]:
     """Yield the recipe's own batch, then smaller micro-batches of full copies, then of sharded and
-    offloaded ones.
+    offloaded ones, then those whose activations are offloaded.
 
     A later wave is not traced if an earlier one has a candidate that fits. Under mixed precision
     full copies come first: they keep float32 weights and autocast, while DeepSpeed and FSDP2
@@ -327,7 +333,13 @@ def _waves_of_batch(
     of_copies = _splits_of_all(context, copies)
     yield [split for split in of_copies if split.per_device_train_batch_size > 1]
     single_samples = [split for split in of_copies if split.per_device_train_batch_size == 1]
-    yield [*offloaded, *_splits_of_all(context, [*sharded, *offloaded]), *single_samples]
+    last = [*offloaded, *_splits_of_all(context, [*sharded, *offloaded]), *single_samples]
+    yield last
+    yield [
+        replace(candidate, activation_offloading=True)
+        for candidate in [*of_copies, *last]
+        if _may_offload(context, candidate, constraints)
+    ]
 
 
 def _sharded(possible: Sequence[Candidate]) -> list[Candidate]:
@@ -388,9 +400,25 @@ def splits(
                 yield split
 
 
-def most_frugal(context: PlanContext, candidate: Candidate) -> Candidate:
+def most_frugal(
+    context: PlanContext, candidate: Candidate, constraints: LaunchConstraints
+) -> Candidate:
     """The smallest of its splits, or itself if a single sample cannot be split."""
-    return [candidate, *splits(context, candidate)][-1]
+    smallest = [candidate, *splits(context, candidate)][-1]
+    offloads = _may_offload(context, smallest, constraints)
+    return replace(smallest, activation_offloading=smallest.activation_offloading or offloads)
+
+
+def _may_offload(
+    context: PlanContext, candidate: Candidate, constraints: LaunchConstraints
+) -> bool:
+    """True if the plan may move what is checkpointed to the host."""
+    return (
+        candidate.activation_checkpointing
+        and candidate.device == "cuda"
+        and context.recipe.training.activation_checkpointing_kwargs.offload is None
+        and constraints.no_every_n_layers is None
+    )
 
 
 def _may_chunk(context: PlanContext, candidate: Candidate) -> bool:

@@ -10,6 +10,7 @@ from launch.plan import candidates, kernels
 from launch.plan.candidates import LaunchConstraints
 from launch.predict.estimate import Judged, PlanContext, card_figures, describe
 from launch.probe import architectures
+from launch.recipe.strict_yaml import show
 from launch.schema.machine import GIB, Link, Machine
 from launch.schema.plan import Change, Switch
 from launch.schema.plan import Strategy as Candidate
@@ -261,8 +262,24 @@ def _batch_changes(
     checkpoints = candidate.activation_checkpointing and not training.activation_checkpointing
     chunks = candidate.num_output_chunks
     recomputes = f"{missed}; recomputing activations changes no result"
-    n, kwargs = candidate.every_n_layers, training.activation_checkpointing_kwargs
-    of_layers = f"the other layers' activations fit: {1 / n:.0%} of the layers compute twice"
+    asked_kwargs = training.activation_checkpointing_kwargs.model_dump(
+        exclude_defaults=True, exclude_none=True
+    )
+    kwargs = (
+        asked_kwargs
+        if not candidate.activation_checkpointing
+        else {
+            **asked_kwargs,
+            **({"every_n_layers": n} if (n := candidate.every_n_layers) > 1 else {}),
+            **({"offload": True} if candidate.activation_offloading else {}),
+        }
+    )
+    kept_where = (
+        f"{missed}; copies of activations in host RAM change no result"
+        if candidate.activation_offloading
+        else f"the other layers' activations fit: {1 / candidate.every_n_layers:.0%} of the layers"
+        " compute twice"
+    )
     in_parts = f"{missed}; the loss is the same sum, its logits made in parts"
     eval_misses = f"evaluating {asked_eval} samples at once does not fit; the result is the same"
     rows = (
@@ -270,11 +287,11 @@ def _batch_changes(
         (steps != runs_steps, "gradient_accumulation_steps", steps, runs_steps, split),
         (checkpoints, "activation_checkpointing", "false", "true", recomputes),
         (
-            checkpoints and n != (kwargs.every_n_layers or 1),
+            kwargs != asked_kwargs,
             "activation_checkpointing_kwargs",
-            "{every_n_layers: 1}",
-            f"{{every_n_layers: {n}}}",
-            of_layers,
+            show(asked_kwargs),
+            show(kwargs),
+            kept_where,
         ),
         (chunks > (training.num_output_chunks or 1), "num_output_chunks", 1, chunks, in_parts),
         (

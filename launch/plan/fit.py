@@ -74,6 +74,7 @@ class Fit:
                 "recompute" if runs.every_n_layers == 1 else f"recompute 1/{runs.every_n_layers}",
                 runs.activation_checkpointing,
             ),
+            ("on the host", runs.activation_checkpointing and runs.activation_offloading),
             ("chunks", runs.num_output_chunks > 1),
         )
         return tuple(name for name, differs in names if differs)

@@ -218,6 +218,8 @@ def switches(
     by = _by(is_asked and training.activation_checkpointing == recomputes, recomputes)
     n = chosen.every_n_layers
     layers = f"1 layer in {n}" if recomputes and n > 1 else _on(recomputes)
+    if recomputes and chosen.activation_offloading:
+        layers += ", what it keeps in host RAM"
     if recomputes and no_every_n_layers and not is_asked:
         by += f"; {no_every_n_layers}"
     yield Switch("recompute", layers, by)

@@ -103,7 +103,9 @@ def _most_frugal_fit(
     except (ConfigError, ResourceError):  # this machine cannot start it
         return None
     if context.traces is not None:
-        possible = [candidates.most_frugal(context, candidate) for candidate in possible]
+        possible = [
+            candidates.most_frugal(context, candidate, constraints) for candidate in possible
+        ]
     copies = [candidate for candidate in possible if candidate.launch_mode.is_whole]
     others = [candidate for candidate in possible if candidate not in copies]
     return fastest(context, copies, [], constraints) or fastest(context, others, [], constraints)

@@ -247,7 +247,8 @@ def _least_activation_bytes(context: PlanContext, candidate: Strategy) -> int:
     )
     element_bytes = 4 if candidate.mixed_precision == "no" else 2
     share = candidate.checkpointed_share
-    tensors = share + (1 - share) * KEPT_TENSORS_A_LAYER
+    on_device = 0 if candidate.activation_offloading else share
+    tensors = on_device + (1 - share) * KEPT_TENSORS_A_LAYER
     of_layers = int(tensors * layers * width * element_bytes)
     of_logits = config["vocab_size"] * 4 // candidate.num_output_chunks
     return candidate.per_device_train_batch_size * target * (of_layers + of_logits)
@@ -502,6 +503,9 @@ def _with_host(
         embedding_bytes=math.prod(first) * DTYPE_BYTES[context.recipe.model.dtype],
         untouched_bytes=untouched,
         reduced_bytes=sum(written.values()),
+        offloaded_activations=[
+            math.ceil(size.total(num_samples)) for size in (trace.work.offloaded if trace else ())
+        ],
         holes_bytes=holes,
         first_holes_bytes=first_holes,
         rows=context.rows,
@@ -591,6 +595,8 @@ def describe(candidate: Strategy) -> str:
     checkpointing = ", checkpointing" if candidate.activation_checkpointing else ""
     if checkpointing and candidate.every_n_layers > 1:
         checkpointing += f" 1 layer in {candidate.every_n_layers}"
+    if checkpointing and candidate.activation_offloading:
+        checkpointing += " on the host"
     chunks = candidate.num_output_chunks
     return (
         f"{candidate.mode} x{candidate.num_processes}, batch"

@@ -88,6 +88,7 @@ def _scaled(trace: Trace, factor: int) -> Trace:
         matmul_flops=longer(trace.work.matmul_flops),
         attention_flops=longer(trace.work.attention_flops, power=2),
         bytes_moved=_times(trace.work.bytes_moved, factor),
+        offloaded=tuple(_times(size, factor) for size in trace.work.offloaded),
     )
     return _ScaledTrace(tuple(moments), work, trace.file, factor)
 

@@ -335,7 +335,7 @@ class Traces:
             ],
             "mixed_precision": strategy.mixed_precision,
             "attention": [strategy.attn_implementation, question.documents],
-            "checkpointed_share": strategy.checkpointed_share,
+            "checkpointed": [strategy.checkpointed_share, strategy.activation_offloading],
             "num_output_chunks": strategy.num_output_chunks,
             "torch_compile": strategy.torch_compile,
             "bucket_elements": BUCKET_ELEMENTS,
@@ -357,6 +357,7 @@ def read_work(work: Mapping[str, Any]) -> WorkCost:
         bytes_moved=Affine(*work["bytes_moved"]),
         num_kernels=Affine(work["num_kernels"]),
         num_matmuls=Affine(work["num_matmuls"]),
+        offloaded=tuple(Affine(*parts) for parts in work["offloaded"]),
     )
 
 

@@ -107,6 +107,7 @@ class Strategy:
     tf32: bool = False  # products of float32 are rounded to 10 bits of mantissa
     use_liger_kernel: bool = False
     every_n_layers: int = 1  # activation_checkpointing is of every n-th layer
+    activation_offloading: bool = False  # what it keeps is in pinned host memory
 
     @property
     def checkpointed_share(self) -> float:

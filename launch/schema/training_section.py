@@ -38,16 +38,16 @@ class CheckpointingKwargs(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     every_n_layers: int | None = Field(default=None, ge=1)  # None: every layer, or planned
-    offload: bool = False
+    offload: bool | None = None  # None: no, or planned
     use_reentrant: bool = False
     preserve_rng_state: bool = True
     determinism_check: Literal["default", "none"] = "default"
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Those that are not the default, without every_n_layers. torch asks for use_reentrant
+        """Those of torch.utils.checkpoint that are not the default. It asks for use_reentrant
         beside any other."""
-        options = self.model_dump(exclude_defaults=True, exclude={"every_n_layers"})
+        options = self.model_dump(exclude_defaults=True, exclude={"every_n_layers", "offload"})
         return {"use_reentrant": self.use_reentrant, **options} if options else {}
 
 
@@ -132,8 +132,8 @@ class TrainingSection(BaseModel):
         default=CheckpointingKwargs(),
         description="`every_n_layers`: the plan checkpoints the first of every n layers; null: all,"
         " or planned if `activation_checkpointing` is. `offload`: keep what is checkpointed in"
-        " pinned host memory. `use_reentrant`, `preserve_rng_state` and `determinism_check` go to"
-        " `torch.utils.checkpoint`.",
+        " pinned host memory; null: no, or planned where nothing else fits. `use_reentrant`,"
+        " `preserve_rng_state` and `determinism_check` go to `torch.utils.checkpoint`.",
     )
     num_output_chunks: Annotated[int | None, affects("memory", "step_time", "planned")] = Field(
         default=None,

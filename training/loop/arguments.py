@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
@@ -72,8 +73,12 @@ def of(
 
 
 def _checkpointing_kwargs(training: TrainingSection, strategy: Strategy) -> dict[str, Any] | None:
-    of_plan = {"every_n_layers": strategy.every_n_layers} if strategy.every_n_layers > 1 else {}
-    return {**training.activation_checkpointing_kwargs.arguments, **of_plan} or None
+    of_plan = {"every_n_layers": (n := strategy.every_n_layers), "offload": True}
+    chosen = (n > 1, strategy.activation_offloading)
+    return {
+        **training.activation_checkpointing_kwargs.arguments,
+        **dict(itertools.compress(of_plan.items(), chosen)),
+    } or None
 
 
 def _extras(training: TrainingSection, strategy: Strategy) -> dict[str, Any]:

@@ -62,6 +62,8 @@ class Work:
     bytes: list[float] = field(default_factory=lambda: [0.0, 0.0])  # moved by all other kernels
     kernels: int = 0
     products: int = 0  # the part of the kernels that are products or attention
+    # tensors that are kept on the host until backward
+    offloaded: list[list[float]] = field(default_factory=list)
 
     def add(self, other: Work, times: int = 1) -> None:
         for totals, others in (
@@ -73,6 +75,7 @@ class Work:
         _add(self.bytes, other.bytes, times)
         self.kernels += times * other.kernels
         self.products += times * other.products
+        self.offloaded += times * other.offloaded
 
 
 def _add(into: list[float], parts: Iterable[float], times: int = 1) -> None:
@@ -182,6 +185,11 @@ class Recorder(TorchDispatchMode):
             block = self._add(tensor, op, layer)
             if block is not None:
                 self.log.blocks[block].kind = kind
+
+    def offload(self, tensor: torch.Tensor) -> None:
+        """Add a tensor that forward copies to the host."""
+        work = self.log.work.setdefault((self.phase.partition(":")[0], self.layer()), Work())
+        work.offloaded.append([*self.log.split(tensor.numel() * tensor.element_size())])
 
     @contextmanager
     def suspended(self) -> Iterator[None]:

@@ -73,7 +73,7 @@ def _shared(
     same = (
         strategy.launch_mode.engine if is_cast else "",
         strategy.mixed_precision,
-        strategy.checkpointed_share,
+        (strategy.checkpointed_share, strategy.activation_offloading),
         strategy.num_output_chunks,
         strategy.attn_implementation,
         question["documents"],

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, modeling_utils
 from transformers.trainer_callback import PrinterCallback
 
 from launch.schema.plan import PAGED, Plan, Strategy
@@ -34,6 +34,7 @@ from training.model import build, four_bit
 from training.trace import repeat_layers, rewrite_log, sharded
 from training.trace.cuda_semantics import Target, cuda_semantics, replaced
 from training.trace.cuda_workspace import cublas_workspace_bytes, workspace
+from training.trace.offloading import recorded_on_host
 from training.trace.recorder import BATCH, UPDATE, Block, Event, Layer, Log, Recorder
 
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
@@ -218,7 +219,11 @@ def step(
     recorder = Recorder(batch)
     recorder.padded, recorder.vocabulary = padded, plan.shape.config["vocab_size"]
     fp16 = planned.mixed_precision == "fp16"
-    with cuda_semantics(target, fp16) if target else replaced([transformers_private.REAL_MASKS]):
+    on_host = (modeling_utils, "save_on_cpu", recorded_on_host(recorder))
+    with (
+        cuda_semantics(target, fp16) if target else replaced([transformers_private.REAL_MASKS]),
+        replaced([on_host] if strategy.activation_offloading else []),
+    ):
         if recipe.quantization is not None:
             recorder.decompositions = four_bit.decompositions(on_cuda=target is not None)
         if target:

@@ -9,7 +9,7 @@ freed blocks is a line of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from launch.data.files import shards
@@ -63,6 +63,7 @@ class Job:
     reduced_bytes: int = 0  # of gradients at once, by DeepSpeed
     holes_bytes: int = 0  # what malloc keeps of a step's freed blocks (malloc.py)
     first_holes_bytes: int = 0  # the same, in the first step
+    offloaded_activations: Sequence[int] = ()  # bytes of each tensor of a micro-batch
     rows: int | None = None  # of the training file; None: not counted
     cache_bytes: int | None = None  # of the tokenised rows; None: not there yet
 
@@ -133,7 +134,12 @@ class HostEstimate:
 def estimate(job: Job, import_memory: Imports) -> HostEstimate:
     """The phases of a run in their order. On GPUs the model is on the host only while it is built
     and saved."""
-    training_bytes = {**_processes(job, import_memory), **_data(job), **_offloaded(job)}
+    training_bytes = {
+        **_processes(job, import_memory),
+        **_data(job),
+        **_offloaded(job),
+        "offloaded activations": job.ranks * sum(map(rounded_pinned, job.offloaded_activations)),
+    }
     data = job.recipe.data
     if data.streaming:
         block_bytes = 4 * data.stream_unit_bytes

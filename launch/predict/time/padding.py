@@ -105,6 +105,7 @@ def mean_split(
         per_device_eval_batch_size=1,
         activation_checkpointing=False,
         every_n_layers=1,
+        activation_offloading=False,
         num_output_chunks=1,
         dataloader_num_workers=0,
     )

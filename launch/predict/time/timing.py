@@ -68,6 +68,8 @@ class WorkCost:
     bytes_moved: Affine  # read and written by all other kernels
     num_kernels: Affine
     num_matmuls: Affine = Affine(0)  # of these kernels, attention among them
+    # bytes of each tensor that forward copies to the host, and backward back
+    offloaded: tuple[Affine, ...] = ()
     # of fused kernels, as executed
     attention_flops: Mapping[str, Affine] = field(default_factory=dict)
 
@@ -141,7 +143,9 @@ def estimate(
     communication_s = _exposed_s(
         traffic(strategy, model, full_copy), busy_s, steps, strategy, speed
     )
-    offload_s = _offloaded_bytes(strategy, model, full_copy, steps) / speed.host_device_bytes_per_s
+    activations = sum(size.total(batch) for size in work.micro_step.offloaded)
+    moved = _offloaded_bytes(strategy, model, full_copy, steps) + 2 * steps * activations
+    offload_s = moved / speed.host_device_bytes_per_s
     optimizer_s = _optimizer_s(work.optimizer_step, strategy, model, full_copy, speed)
     parts = (
         steps * compute_s,
@@ -175,7 +179,9 @@ def speed_of(
     bus, bus_from = _bus(strategy, rates, link)
     peaks = dict(rates.flops_per_s)
     copies = card.host_device_bytes_per_s or HOST_DEVICE_BYTES_PER_S
-    if strategy.launch_mode.offloads and card.host_device_bytes_per_s:
+    if (
+        strategy.launch_mode.offloads or strategy.activation_offloading
+    ) and card.host_device_bytes_per_s:
         source += f"; copies at {copies / 1e9:.1f} GB/s, measured here by selfcheck"
     if strategy.tf32:
         peaks["float32"] = peaks.get("tfloat32", peaks["float32"])

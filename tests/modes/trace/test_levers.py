@@ -7,15 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from launch.base.errors import ConfigError, DoesNotFit
 from launch.plan import context as plan_context
 from launch.plan import planner
 from launch.plan.candidates import LaunchConstraints
 from launch.plan.planner import Choice
-from launch.predict import model_config
+from launch.predict import estimate, model_config
 from launch.predict.traces import Traces
-from launch.schema.machine import GIB
+from launch.schema.machine import GIB, MIB
 from launch.schema.plan import DataFormat
 from launch.schema.recipe import Recipe
 from tests import builders, real_steps
@@ -27,7 +29,9 @@ DATA = DataFormat(
 )
 
 
-def chosen(folder: Path, free_gib: float, no_every_n_layers: str | None = None) -> Choice:
+def chosen(
+    folder: Path, free_gib: float, no_every_n_layers: str | None = None, **training: Any
+) -> Choice:
     """The plan of a card with so much free memory, at a fixed micro-batch."""
     recipe = Recipe.model_validate(
         {
@@ -36,7 +40,12 @@ def chosen(folder: Path, free_gib: float, no_every_n_layers: str | None = None) 
             "model": {"shape": "qwen2-0.5b", "dtype": "bfloat16"},
             "lora": {"r": 8},
             "data": {"train_file": "/data/train.parquet", "max_length": LENGTH},
-            "training": {"bf16": True, "num_output_chunks": 8, "per_device_train_batch_size": 8},
+            "training": {
+                "bf16": True,
+                "num_output_chunks": 8,
+                "per_device_train_batch_size": 8,
+                **training,
+            },
             "launch": {"mode": "single_gpu", "exact_batch": True},
             "output_dir": "/out",
         }
@@ -61,7 +70,7 @@ def test_fewer_layers_are_checkpointed_the_more_memory_there_is(tmp_path):
     assert seconds == sorted(seconds)
     asked = "training.activation_checkpointing_kwargs"
     values = {change.key: change.effective for change in choices[1].plan.changes}
-    assert values[asked] == "{every_n_layers: 4}"
+    assert values[asked] == '{"every_n_layers": 4}'
     (recompute,) = (each for each in choices[1].plan.switches if each.name == "recompute")
     assert recompute.runs == "1 layer in 4"
 
@@ -72,6 +81,39 @@ def test_a_transformers_that_cannot_leave_layers_out_checkpoints_all_and_the_pla
     assert plan.strategy.checkpointed_share == 1
     (recompute,) = (each for each in plan.switches if each.name == "recompute")
     assert recompute.why.endswith(why)
+
+
+def test_activations_are_kept_on_the_host_where_nothing_else_fits(tmp_path):
+    parts = {"num_output_chunks": 64}
+    on_card = chosen(tmp_path, 3, **parts).plan
+    least = on_card.estimate.device_bytes
+    assert not on_card.strategy.activation_offloading
+    free_gib = (least - 64 * MIB) / 0.95 / GIB  # launch.vram_fraction
+    choice = chosen(tmp_path, free_gib, **parts)
+    on_host = choice.plan
+    assert on_host.strategy.activation_offloading
+    layers, of_layer = 24, 8 * LENGTH * 896 * 2
+    assert least - on_host.estimate.device_bytes == pytest.approx(layers * of_layer, rel=0.1)
+    # pinned memory comes in powers of two: 8 MiB for the 7 of a layer
+    of_step = estimate.judge(choice.context, on_host.strategy).phases.host.step
+    assert of_step.by_cause["offloaded activations"] == layers * 8 * MIB
+    assert on_host.seconds_per_step > on_card.seconds_per_step
+    values = {change.key: change.effective for change in on_host.changes}
+    assert values["training.activation_checkpointing_kwargs"] == '{"offload": true}'
+    with pytest.raises(DoesNotFit):
+        chosen(tmp_path, free_gib, **parts, activation_checkpointing_kwargs={"offload": False})
+
+
+def test_offloading_is_refused_on_a_cpu():
+    kwargs = {"activation_checkpointing_kwargs": {"offload": True}}
+    with pytest.raises(ConfigError, match="on a CPU activations are in host RAM"):
+        trained({"activation_checkpointing": True, **kwargs})
+
+
+def test_keywords_of_checkpointing_that_is_off_are_refused():
+    kwargs = {"activation_checkpointing_kwargs": {"every_n_layers": 2}}
+    with pytest.raises(ConfigError, match="activation_checkpointing is false; leave one out"):
+        trained({"activation_checkpointing": False, **kwargs})
 
 
 def test_weights_are_the_same_whichever_layers_are_checkpointed(tmp_path, monkeypatch):
