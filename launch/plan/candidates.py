@@ -402,11 +402,13 @@ def splits(
 
 def most_frugal(
     context: PlanContext, candidate: Candidate, constraints: LaunchConstraints
-) -> Candidate:
-    """The smallest of its splits, or itself if a single sample cannot be split."""
+) -> list[Candidate]:
+    """The smallest of its splits, or itself if a single sample cannot be split; and the same with
+    activations on the host, which takes less of the card and more of the host."""
     smallest = [candidate, *splits(context, candidate)][-1]
-    offloads = _may_offload(context, smallest, constraints)
-    return replace(smallest, activation_offloading=smallest.activation_offloading or offloads)
+    if not _may_offload(context, smallest, constraints):
+        return [smallest]
+    return [smallest, replace(smallest, activation_offloading=True)]
 
 
 def _may_offload(

@@ -106,10 +106,9 @@ def is_hopeless(
     least memory of its smallest allowed micro-batch."""
     possible, _ = candidates.possible(context, constraints)
     return all(
-        estimate.hopeless(
-            context, candidates.most_frugal(context, candidate, constraints), with_step
-        )
+        estimate.hopeless(context, frugal, with_step)
         for candidate in possible
+        for frugal in candidates.most_frugal(context, candidate, constraints)
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from launch.plan import candidates
 from launch.plan.candidates import LaunchConstraints
@@ -110,11 +111,28 @@ def fastest(
     that may win. Of candidates that are about equally fast the first of the wave wins, which is
     nearest to the recipe; if any batch will do (constraints.free_batch), one without checkpointing
     and chunks."""
-    hopeless = [estimate.hopeless(context, _evaluated(context, candidate)) for candidate in wave]
-    pairs = list(zip(wave, hopeless, strict=True))
-    context.fetch(candidate for candidate, miss in pairs if not miss)
-    rough = [miss or _roughly(context, candidate) for candidate, miss in pairs]
-    rough = _with_fewer_layers(context, rough, constraints)
+    refuted: dict[Candidate, Judged] = {}  # by a replay of the allocator
+    while True:
+        rough = _with_fewer_layers(context, _needed(context, wave, refuted), refuted, constraints)
+        order = _order(rough, constraints)
+        first = next((each for each in order if each.misses is None), None)
+        chosen = estimate.judge(context, first.candidate) if first else None
+        if first is None or chosen is None or chosen.misses is None:
+            break
+        refuted[first.candidate] = chosen
+    for each in order:
+        if each is first:
+            judged.append((chosen or each, "chosen"))
+        elif each.misses is None and chosen is not None:
+            judged.append((each, _behind(each, chosen)))
+        else:
+            judged.append((each, f"does not fit: {each.misses}"))
+    return chosen
+
+
+def _order(rough: Sequence[Judged], constraints: LaunchConstraints) -> list[Judged]:
+    """The order in which candidates are taken: those that are about as fast as the fastest that
+    fits, then the others by seconds."""
     order = sorted(rough, key=lambda each: (each.time is None, each.seconds))
     fitting = [each for each in order if each.misses is None]
     near = [each for each in fitting if each.seconds <= fitting[0].seconds * AS_FAST]
@@ -122,18 +140,62 @@ def fastest(
         near.sort(key=lambda each: (_is_indirect(each.candidate), each.seconds))
     else:
         near = [each for each in rough if each in near]
-    chosen: Judged | None = None
-    for each in (*near, *(each for each in order if each not in near)):
-        if each.misses is None and chosen is None:
-            each = estimate.judge(context, each.candidate)
-        if each.misses is not None:
-            verdict = f"does not fit: {each.misses}"
-        elif chosen is None:
-            chosen, verdict = each, "chosen"
-        else:
-            verdict = _behind(each, chosen)
-        judged.append((each, verdict))
-    return chosen
+    return [*near, *(each for each in order if each not in near)]
+
+
+def _needed(
+    context: PlanContext, wave: Sequence[Candidate], refuted: Mapping[Candidate, Judged]
+) -> list[Judged]:
+    """Judge a wave roughly, without those that would only be slower: a candidate that checkpoints,
+    or makes logits in parts, where the same without it fits. They are not traced, nor are those
+    whose least memory exceeds a budget."""
+    judged: dict[Candidate, Judged] = {}
+    for _, level in groupby(sorted(wave, key=_savings), key=_savings):
+        open_ = [
+            candidate
+            for candidate in level
+            if not any(
+                less in judged and judged[less].misses is None for less in _less_saving(candidate)
+            )
+        ]
+        hopeless = {
+            candidate: _hopeless(context, _evaluated(context, candidate)) for candidate in open_
+        }
+        context.fetch(candidate for candidate in open_ if hopeless[candidate] is None)
+        for candidate in open_:
+            each = hopeless[candidate] or _roughly(context, candidate)
+            judged[candidate] = refuted.get(each.candidate, each)
+    return [judged[candidate] for candidate in wave if candidate in judged]
+
+
+def _hopeless(context: PlanContext, candidate: Candidate) -> Judged | None:
+    """The candidate judged by its states, or by the least that a step holds beside them, where that
+    exceeds a budget."""
+    by_states = estimate.hopeless(context, candidate)
+    if by_states or context.traces is None:
+        return by_states
+    at_least = estimate.hopeless(context, candidate, with_step=True)
+    return at_least and replace(at_least, misses=f"at least {at_least.misses}")
+
+
+def _savings(candidate: Candidate) -> int:
+    """The number of ways in which a candidate saves memory at the cost of time."""
+    return candidate.activation_checkpointing + (candidate.num_output_chunks > 1)
+
+
+def _less_saving(candidate: Candidate) -> list[Candidate]:
+    """The same candidate without one or both of those ways."""
+    return [
+        less
+        for checkpoints in {False, candidate.activation_checkpointing}
+        for chunks in {1, candidate.num_output_chunks}
+        if (
+            less := replace(
+                candidate, activation_checkpointing=checkpoints, num_output_chunks=chunks
+            )
+        )
+        != candidate
+    ]
 
 
 def _roughly(context: PlanContext, candidate: Candidate) -> Judged:
@@ -143,7 +205,10 @@ def _roughly(context: PlanContext, candidate: Candidate) -> Judged:
 
 
 def _with_fewer_layers(
-    context: PlanContext, rough: Sequence[Judged], constraints: LaunchConstraints
+    context: PlanContext,
+    rough: Sequence[Judged],
+    refuted: Mapping[Candidate, Judged],
+    constraints: LaunchConstraints,
 ) -> list[Judged]:
     """Add candidates that checkpoint every n-th layer, where all layers fit and no checkpointing
     does not. Peak and seconds lie between those of the two, which says for which of them a trace
@@ -157,28 +222,37 @@ def _with_fewer_layers(
     quickest = min((each.seconds for each in rough if each.misses is None), default=0.0)
     added: dict[Candidate, Judged] = {}
     for every in sorted(rough, key=lambda each: each.seconds) if is_open else ():
-        none = replace(every.candidate, activation_checkpointing=False)
-        if every.misses or not every.candidate.activation_checkpointing:
+        if every.misses or every.time is None or not every.candidate.activation_checkpointing:
             continue
-        if every.time is None or context.trace(none) is None:
+        none = replace(every.candidate, activation_checkpointing=False)
+        least = estimate.hopeless(context, none, with_step=True)
+        if least and _between(every, least, min(EVERY_N_LAYERS)) > every.budget_bytes:
+            continue
+        context.fetch([none])
+        if context.trace(none) is None:
             continue
         without = estimate.judge(context, none, exact=False)
         for n in EVERY_N_LAYERS if without.misses else ():
             seconds = without.seconds + (every.seconds - without.seconds) / n
-            more = without.memory.device_bytes - every.memory.device_bytes
-            needed = every.memory.device_bytes + more * (1 - 1 / n)
-            if seconds * AS_FAST >= quickest or needed > every.budget_bytes:
+            if seconds * AS_FAST >= quickest or _between(every, without, n) > every.budget_bytes:
                 continue
             candidate = replace(every.candidate, every_n_layers=n)
             context.fetch([candidate])
             if context.trace(candidate) is None:
                 continue
-            judged = added[every.candidate] = _roughly(context, candidate)
+            judged = _roughly(context, candidate)
+            judged = added[every.candidate] = refuted.get(judged.candidate, judged)
             if judged.misses is None:
                 quickest = min(quickest, judged.seconds)
                 break
     pairs = ([added.get(each.candidate), each] for each in rough)
     return [each for pair in pairs for each in pair if each is not None]
+
+
+def _between(every: Judged, without: Judged, n: int) -> float:
+    """About the device's bytes, if every n-th layer is checkpointed."""
+    more = without.memory.device_bytes - every.memory.device_bytes
+    return every.memory.device_bytes + more * (1 - 1 / n)
 
 
 def _is_indirect(candidate: Candidate) -> bool:

@@ -104,7 +104,9 @@ def _most_frugal_fit(
         return None
     if context.traces is not None:
         possible = [
-            candidates.most_frugal(context, candidate, constraints) for candidate in possible
+            frugal
+            for candidate in possible
+            for frugal in candidates.most_frugal(context, candidate, constraints)
         ]
     copies = [candidate for candidate in possible if candidate.launch_mode.is_whole]
     others = [candidate for candidate in possible if candidate not in copies]
