@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -43,7 +44,7 @@ def cut_short(folder: Path, mode: str, ranks: int, **sections: Any) -> list[floa
     return losses
 
 
-def goes_on(folder: Path, after: tuple[str, int], expected: list[float]) -> str:
+def goes_on(folder: Path, after: tuple[Any, ...], expected: list[float]) -> str:
     """Continue it so; the losses are those expected, and each row was trained once an epoch. What
     it said."""
     done = start(folder, *after)
@@ -124,3 +125,23 @@ def test_another_effective_batch_goes_on_at_the_same_sample_under_zero(tmp_path)
     assert "24 samples are done" in done.stdout
     newest = max((tmp_path / "h/runs/tiny").glob("*/plan.json")).parent
     assert builders.events(newest)[0]["samples_seen"] == 24 + 12
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "multi_cpu",
+        *(
+            pytest.param(mode, marks=pytest.mark.campaign)
+            for mode in ("deepspeed_zero2", "deepspeed_zero3", "fsdp2")
+        ),
+    ],
+)
+def test_it_goes_on_with_every_second_layer_checkpointed(tmp_path, mode):
+    kwargs = "--training.activation_checkpointing_kwargs={every_n_layers: 2}"
+    losses = cut_short(tmp_path, mode, 2)
+    said = goes_on(tmp_path, (mode, 2, "--training.activation_checkpointing=true", kwargs), losses)
+    assert "converting" not in said
+    (plan,) = (tmp_path / "h").glob("runs/*/*/attempts/02/plan.json")
+    assert json.loads(plan.read_text())["strategy"]["every_n_layers"] == 2
+    assert (tmp_path / "model/model.safetensors").exists()
