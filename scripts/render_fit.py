@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Write docs/fit.md: what fits on common cards. Traces that are not stored take minutes a card.
+"""Write docs/fit.md: what fits on common cards, and docs/compared.svg: the candidates of a plan.
+Traces that are not stored take minutes a card.
 
 `python scripts/render_fit.py CARD ...` writes the sections of these cards and keeps the others."""
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 CODE = Path(__file__).resolve().parent.parent
@@ -15,13 +17,17 @@ CODE = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(CODE))
 
 from launch.base.workspace import Workspace  # noqa: E402
-from launch.plan import fit  # noqa: E402
+from launch.plan import context as plan_context  # noqa: E402
+from launch.plan import fit, planner  # noqa: E402
 from launch.plan.fit import Fit, Method  # noqa: E402
+from launch.predict import model_config  # noqa: E402
+from launch.predict.traces import Traces  # noqa: E402
 from launch.probe import described  # noqa: E402
 from launch.probe.import_memory import ASSUMED  # noqa: E402
-from launch.report import fit_table  # noqa: E402
+from launch.report import fit_table, peaks_svg  # noqa: E402
 
 FILE = CODE / "docs" / "fit.md"
+PICTURE = CODE / "docs" / "compared.svg"
 # a card, and the RAM in GiB of its machine
 CARDS = {
     "RTX 3060": 64,
@@ -65,6 +71,17 @@ def answers(
     return list(fit.fits(machine, ASSUMED, traces, models, methods, say=print))
 
 
+def picture(traces: Path) -> str:
+    """The candidates of LoRA of a 7B at 2,048 tokens on 24 GB; `traces`: where they are stored."""
+    recipe = fit.recipe_of("qwen2.5-7b", "lora", 2048, half=False)
+    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=traces.parent)
+    machine = described.from_words("RTX 3090", 1, 64)
+    context = plan_context.build(recipe, machine, config, parameters, family, fit.ANY_FORMAT)
+    context = replace(plan_context.with_rows_of(context, 2048), import_memory=ASSUMED)
+    steps = Traces(recipe, context.model, context.lora_targets, traces, print)
+    return peaks_svg.picture(planner.choose(replace(context, traces=steps)).plan.compared)
+
+
 def page(sections: dict[str, str]) -> str:
     """The whole text, with the sections of these cards."""
     parts = [HEADING, *(f"- {line}\n" for line in fit_table.LEGEND)]
@@ -86,6 +103,7 @@ def main(asked: Sequence[str]) -> None:
         sections[gpu] = fit_table.markdown(answers(gpu))
         FILE.write_text(page(sections), encoding="utf-8")
         print(f"docs/fit.md: {gpu}", flush=True)
+    PICTURE.write_text(picture(Workspace.here().traces), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -333,11 +333,11 @@ def _waves_of_batch(
     of_copies = _splits_of_all(context, copies)
     yield [split for split in of_copies if split.per_device_train_batch_size > 1]
     single_samples = [split for split in of_copies if split.per_device_train_batch_size == 1]
-    last = [*offloaded, *_splits_of_all(context, [*sharded, *offloaded]), *single_samples]
+    last = [*single_samples, *offloaded, *_splits_of_all(context, [*sharded, *offloaded])]
     yield last
     yield [
         replace(candidate, activation_offloading=True)
-        for candidate in [*of_copies, *last]
+        for candidate in dict.fromkeys([*of_copies, *last])
         if _may_offload(context, candidate, constraints)
     ]
 

@@ -12,7 +12,7 @@ from launch.predict.estimate import Judged, PlanContext, card_figures, describe
 from launch.probe import architectures
 from launch.recipe.strict_yaml import show
 from launch.schema.machine import GIB, Link, Machine
-from launch.schema.plan import Change, Switch
+from launch.schema.plan import Change, Compared, Switch
 from launch.schema.plan import Strategy as Candidate
 from launch.schema.recipe import Recipe
 
@@ -318,6 +318,18 @@ def table(judged: Sequence[tuple[Judged, str]]) -> list[str]:
         f"{name:<{first}}  {peak:>{second}}  {seconds:>{third}}  {verdict}".rstrip()
         for name, peak, seconds, verdict in rows
     ]
+
+
+def compared(judged: tuple[Judged, str]) -> Compared:
+    """A line of the table with the uses of its bytes."""
+    each, verdict = judged
+    return Compared(
+        name=describe(each.candidate),
+        device_parts=each.memory.device_parts,
+        budget_bytes=each.budget_bytes,
+        seconds_per_step=each.time.step_s if each.time else None,
+        verdict=verdict,
+    )
 
 
 def all_reduce_s(link: Link, gradient_bytes: int, num_processes: int) -> float:

@@ -164,6 +164,7 @@ def _chosen(context: PlanContext, constraints: LaunchConstraints) -> Plan:
         changes=(*context.changes, *explain.changes(context, candidate, judged, constraints)),
         rejected=(*refusals, *dict.fromkeys(lost)),
         table=tuple(explain.table(table_order(judged))) if chosen.memory.peak else (),
+        compared=tuple(map(explain.compared, table_order(judged))) if chosen.memory.peak else (),
         phases=chosen.phases.device,
         host=chosen.phases.host,
         seconds_per_step=chosen.time.step_s if chosen.time else None,

@@ -6,7 +6,7 @@ import html as markup
 from collections.abc import Sequence
 
 from launch.base.text import size
-from launch.report import rows_html, svg
+from launch.report import peaks_svg, rows_html, svg
 from launch.report.text import STATES, plan_lines, result_lines
 from launch.schema.machine import GIB, Machine
 from launch.schema.plan import Plan
@@ -24,7 +24,8 @@ table{border-collapse:collapse;width:100%}
 td,th{padding:.3rem .6rem;border-bottom:1px solid #e3e8ee;text-align:left}
 td.n{text-align:right;font-variant-numeric:tabular-nums}th.n{text-align:right}
 pre{background:#f5f7fa;padding:1rem;white-space:pre-wrap;font-size:.85rem;line-height:1.4;border-radius:.4rem}
-svg{width:100%;height:auto}figure{margin:0 0 1.5rem}figcaption{font-size:.9rem;color:#52606d}
+svg{width:100%;height:auto}.wide{overflow-x:auto}.wide svg{min-width:44rem}
+figure{margin:0 0 1.5rem}figcaption{font-size:.9rem;color:#52606d}
 @media(max-width:32rem){table{font-size:.85rem}td,th{padding:.3rem}svg g{font-size:20px}}
 """
 
@@ -92,6 +93,7 @@ def html(
         + (f"<h2>Curves</h2>{figures}" if figures else "")
         + rows_html.section(plan.data_format, rows, recipe.data.max_length)
         + f"<h2>Plan</h2><pre>{plan_text}</pre>"
+        + peaks_svg.figure("predicted memory of a device at the peak of each plan", plan.compared)
         + (f"<h2>End</h2><pre>{result_text}</pre>" if result_text else "")
         + "</html>\n"
     )

@@ -190,6 +190,24 @@ class MemoryEstimate:
         return self.reserved_bytes + self.outside_bytes + self.margin_bytes
 
     @property
+    def device_parts(self) -> Mapping[str, int]:
+        """device_bytes by use."""
+        states = {
+            name: getattr(self, f"{name}_bytes") for name in ("weights", "gradients", "optimizer")
+        }
+        of_peak = dict(self.peak.parts) if self.peak else {"states": 0}
+        if "states" in of_peak:  # all that is known of them
+            del of_peak["states"]
+            of_peak = {**states, **of_peak}
+        beside = {
+            "reserved above it": self.fragmentation_bytes,
+            "context and communicators": self.outside_bytes,
+            "margin": self.margin_bytes,
+        }
+        parts = {**of_peak, **beside}
+        return {name: size for name, size in parts.items() if size}
+
+    @property
     def host_bytes(self) -> int:
         return sum(self.host.values())
 
@@ -212,6 +230,18 @@ class Switch:
     name: str
     runs: str
     why: str
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A candidate that was compared: what it holds on its device at the peak, and why it lost or
+    won."""
+
+    name: str  # mode, ranks, batch, ways of saving memory
+    device_parts: Mapping[str, int]  # bytes by use
+    budget_bytes: int
+    seconds_per_step: float | None  # None: its step was not traced
+    verdict: str
 
 
 @dataclass(frozen=True)
@@ -275,6 +305,7 @@ class Plan:
     changes: tuple[Change, ...] = ()
     rejected: tuple[str, ...] = ()
     table: tuple[str, ...] = ()  # the candidates that were compared, as lines
+    compared: tuple[Compared, ...] = ()  # the same with the uses of their bytes
     # memory of each part of the run: per rank on its device, and of the job on its machine
     phases: DevicePhases = field(default_factory=DevicePhases)
     host: HostPhases = field(default_factory=HostPhases)
