@@ -16,6 +16,7 @@ from launch.data import sources
 from launch.plan import candidates, explain, relax
 from launch.plan import context as plan_context
 from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
+from launch.plan.savings import savings
 from launch.plan.search import search, table_order
 from launch.plan.ways_to_fit import MAX_WAYS, does_not_fit_message, ways_to_fit
 from launch.predict import estimate
@@ -165,6 +166,7 @@ def _chosen(context: PlanContext, constraints: LaunchConstraints) -> Plan:
         rejected=(*refusals, *dict.fromkeys(lost)),
         table=tuple(explain.table(table_order(judged))) if chosen.memory.peak else (),
         compared=tuple(map(explain.compared, table_order(judged))) if chosen.memory.peak else (),
+        savings=tuple(savings(chosen, [each for each, _ in judged])),
         phases=chosen.phases.device,
         host=chosen.phases.host,
         seconds_per_step=chosen.time.step_s if chosen.time else None,

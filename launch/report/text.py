@@ -84,6 +84,8 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
         yield f"  rejected   {line}"
     for number, line in enumerate(plan.table if len(plan.table) > 2 else ()):
         yield f"  {'' if number else 'compared':<10} {line}"
+    for number, line in enumerate(plan.savings):
+        yield f"  {'' if number else 'saves':<10} {line}"
 
 
 def schedule_notes(recipe: Recipe, plan: Plan) -> Iterator[str]:

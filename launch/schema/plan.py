@@ -306,6 +306,8 @@ class Plan:
     rejected: tuple[str, ...] = ()
     table: tuple[str, ...] = ()  # the candidates that were compared, as lines
     compared: tuple[Compared, ...] = ()  # the same with the uses of their bytes
+    # what each way of saving memory saves and costs, of those that were compared
+    savings: tuple[str, ...] = ()
     # memory of each part of the run: per rank on its device, and of the job on its machine
     phases: DevicePhases = field(default_factory=DevicePhases)
     host: HostPhases = field(default_factory=HostPhases)

@@ -1,0 +1,68 @@
+"""Savings and costs of each way of saving memory: the chosen candidate beside those that differ
+from it in one way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from launch.base.text import size
+from launch.predict.estimate import Judged
+from launch.schema.machine import MIB
+from launch.schema.plan import Strategy
+
+SAID_BYTES = 64 * MIB  # of host RAM
+
+
+def savings(chosen: Judged, judged: Sequence[Judged]) -> Iterator[str]:
+    """Yield lines for each way: of the candidates that differ in it alone, the nearest that takes
+    more memory, and the nearest that takes less."""
+    own = _ways(chosen.candidate)
+    if chosen.time is None:
+        return
+    for way in own:
+        others = [
+            (_bytes(each) - _bytes(chosen), each)
+            for each in judged
+            if each.time
+            and [name for name, of in _ways(each.candidate).items() if of != own[name]] == [way]
+        ]
+        more = min((pair for pair in others if pair[0] > 0), key=_of_bytes, default=None)
+        less = max((pair for pair in others if pair[0] < 0), key=_of_bytes, default=None)
+        for pair in (more, less):
+            if pair is not None:
+                yield _line(chosen, *pair, way)
+
+
+def _line(chosen: Judged, saved: int, other: Judged, way: str) -> str:
+    slower = chosen.seconds / other.seconds - 1
+    on_host = other.memory.host_bytes - chosen.memory.host_bytes
+    parts = [
+        f"{size(abs(saved))} {'less' if saved > 0 else 'more'}",
+        f"{abs(slower):.0%} {'slower' if slower > 0 else 'faster'}",
+    ]
+    if chosen.candidate.device == "cuda" and abs(on_host) >= SAID_BYTES:
+        parts.append(f"{size(abs(on_host))} {'less' if on_host > 0 else 'more'} host RAM")
+    names = (_ways(each.candidate)[way] for each in (chosen, other))
+    return f"{' instead of '.join(names)}: {', '.join(parts)}"
+
+
+def _bytes(judged: Judged) -> int:
+    return judged.memory.allocated_bytes
+
+
+def _of_bytes(pair: tuple[int, Judged]) -> int:
+    return pair[0]
+
+
+def _ways(candidate: Strategy) -> Mapping[str, str]:
+    """The ways of saving memory in words, by name."""
+    n = candidate.every_n_layers if candidate.activation_checkpointing else 0
+    checkpointing = {0: "no checkpointing", 1: "checkpointing"}
+    on_host = n > 0 and candidate.activation_offloading
+    return {
+        "mode": f"{candidate.mode} x{candidate.num_processes}",
+        "micro-batch": f"{candidate.per_device_train_batch_size} at once",
+        "checkpointing": checkpointing.get(n, f"checkpointing 1 layer in {n}"),
+        "host": "activations on the host" if on_host else "activations on the device",
+        "logits": f"logits in {candidate.num_output_chunks} part(s)",
+    }
