@@ -29,8 +29,8 @@ LETTER = 6.9  # mean width at 12 px
 
 
 def figure(title: str, rows: Sequence[Compared]) -> str:
-    """The picture with a title, for a page; "" without candidates."""
-    if not rows:
+    """The picture with a title, for a page; "" where there is nothing to compare."""
+    if len(rows) < 2:
         return ""
     caption = f"<figcaption>{markup.escape(title)}</figcaption>"
     return f'<figure class="wide">{caption}{picture(rows)}</figure>'
