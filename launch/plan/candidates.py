@@ -47,7 +47,7 @@ class LaunchConstraints:
     # why that package cannot be used; "": the machine's packages are not known
     no_flash_attn: str | None = ""
     no_liger: str | None = None
-    # why activations of every n-th layer cannot be checkpointed here
+    # why transformers can neither checkpoint every n-th layer here nor offload what it keeps
     no_every_n_layers: str | None = None
     oom_history: OomHistory = NO_OOM_HISTORY  # by which an attempt of this run has refuted its plan
     free_batch: bool = False  # any split of the effective batch will do

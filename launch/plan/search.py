@@ -116,14 +116,17 @@ def fastest(
         rough = _with_fewer_layers(context, _needed(context, wave, refuted), refuted, constraints)
         order = _order(rough, constraints)
         first = next((each for each in order if each.misses is None), None)
-        chosen = estimate.judge(context, first.candidate) if first else None
-        if first is None or chosen is None or chosen.misses is None:
+        if first is None:
+            judged += [(each, f"does not fit: {each.misses}") for each in order]
+            return None
+        chosen = estimate.judge(context, first.candidate)
+        if chosen.misses is None:
             break
         refuted[first.candidate] = chosen
     for each in order:
         if each is first:
-            judged.append((chosen or each, "chosen"))
-        elif each.misses is None and chosen is not None:
+            judged.append((chosen, "chosen"))
+        elif each.misses is None:
             judged.append((each, _behind(each, chosen)))
         else:
             judged.append((each, f"does not fit: {each.misses}"))
