@@ -43,11 +43,15 @@ class Host:
         self, argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[Any]:
         """Start a program on this host; env (default os.environ) gets the interface for Gloo,
-        unless it names one."""
+        unless it names one. It is on this host when this returns: a process that `ip` has yet to
+        bring here would be missed by what kills all that run here."""
         environment = {"GLOO_SOCKET_IFNAME": self.interface, **(os.environ if env is None else env)}
-        return subprocess.Popen(
+        child = subprocess.Popen(
             ["ip", "netns", "exec", self.name, *argv], env=environment, **options
         )
+        while child.poll() is None and child.pid not in self.pids():
+            time.sleep(0.01)
+        return child
 
     def run(
         self,

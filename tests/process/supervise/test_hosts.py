@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -135,6 +136,16 @@ with hosts.pair() as (a, b):
         names = subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout.split()
     assert name not in names
     assert not running(int(pid))
+
+
+def test_a_program_is_on_its_host_when_its_start_returns(tmp_path, monkeypatch):
+    slow = tmp_path / "ip"
+    slow.write_text(f'#!/bin/sh\n[ "$2" = exec ] && sleep 1\nexec {shutil.which("ip")} "$@"\n')
+    slow.chmod(0o755)
+    with hosts.pair() as (a, _):
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        child = a.popen(["sleep", "600"])
+        assert child.pid in a.pids()
 
 
 def interfaces() -> set[str]:
