@@ -27,5 +27,5 @@ cuda="$("$VENV/bin/python" -c 'import torch; print(torch.__version__, "for CUDA"
 [[ "$cuda" != *None ]] || { say "pip gave torch $cuda: expected a CUDA build; see its index settings"; exit 3; }
 site="$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 printf '%s\n' "$PWD/tests/fake_cuda/site" >"$site/fake_cuda.pth"
-"$VENV/bin/python" -m tests.fake_cuda.build .cache/fake_cuda >/dev/null
+"$VENV/bin/python" -m tests.fake_cuda.build "$PWD/.cache/fake_cuda" >/dev/null
 say "torch $cuda in $VENV"
