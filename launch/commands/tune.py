@@ -95,7 +95,7 @@ def tune_recipe(typed: RecipeArguments, forget: bool = False, again: bool = True
     )
     context = facts.context
     # a recipe that `allow:` has relaxed is tuned under the key of the relaxed recipe
-    relaxed = [relaxed for relaxed, _ in planner.relaxed_contexts(context)]
+    relaxed = [relaxed for relaxed, _ in planner.relaxed_contexts(context, constraints)]
     ledger_keys = [_ledger_keys(recipe_context) for recipe_context in (context, *relaxed)]
     ledger = Ledger(facts.workspace.ledger_file, print)
     if forget:

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 from launch.base.errors import DoesNotFit
+from launch.base.text import size
 from launch.data import sources
 from launch.plan import candidates, explain, relax
 from launch.plan import context as plan_context
@@ -63,7 +64,7 @@ def choose(context: PlanContext, constraints: LaunchConstraints = NO_CONSTRAINTS
             if not context.recipe.allow:
                 raise
             tried: list[str] = []
-            for relaxed, changes in relaxed_contexts(context):
+            for relaxed, changes in relaxed_contexts(context, constraints):
                 tried = [f"{change.key} {change.effective}" for change in changes]
                 with suppress(DoesNotFit):  # the next context relaxes more
                     if relaxed.recipe not in spent:
@@ -82,7 +83,7 @@ def refuse_hopeless(context: PlanContext, constraints: LaunchConstraints) -> Non
     a step of max_length, which needs a trace of that length."""
     if context.recipe.launch.assume_fits:
         return
-    contexts = [context, *(relaxed for relaxed, _ in relaxed_contexts(context))]
+    contexts = [context, *(relaxed for relaxed, _ in relaxed_contexts(context, constraints))]
     if all(is_hopeless(variant, constraints, with_step=False) for variant in contexts):
         choose(replace(context, traces=None), constraints)
     if context.counts is None and all(
@@ -91,12 +92,30 @@ def refuse_hopeless(context: PlanContext, constraints: LaunchConstraints) -> Non
         choose(context, constraints)
 
 
-def relaxed_contexts(context: PlanContext) -> Iterator[tuple[PlanContext, tuple[Change, ...]]]:
+def relaxed_contexts(
+    context: PlanContext, constraints: LaunchConstraints
+) -> Iterator[tuple[PlanContext, tuple[Change, ...]]]:
     """Yield the context with each recipe that `allow:` permits, and the changes of that recipe."""
+    asked = context.recipe.launch
+    on_gpu = bool(context.machine.gpus) and asked.device != "cpu" and not constraints.force_cpu
     for recipe, changes in relax.relaxations(
-        context.recipe, context.parameters, context.model.family
+        context.recipe,
+        context.parameters,
+        context.model.family,
+        on_gpu,
+        constraints.mode or asked.mode,
     ):
         relaxed = plan_context.with_recipe(context, recipe)
+        bytes_before, bytes_after = (
+            size(each.full_copy.optimizer_bytes) for each in (context, relaxed)
+        )
+        states = f"; its states: {bytes_after} instead of {bytes_before}"
+        changes = tuple(
+            replace(change, reason=change.reason + states)
+            if change.key == "training.optim"
+            else change
+            for change in changes
+        )
         yield replace(relaxed, changes=(*context.changes, *changes)), changes
 
 

@@ -3,17 +3,32 @@ result, unlike a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 from launch.predict import optimizers
 from launch.predict.parameters import Shapes
 from launch.predict.trained_parameters import trainable_shapes
 from launch.schema.model_sections import LoraSection, QuantizationSection
+from launch.schema.modes import LAUNCH_MODES, Mode
 from launch.schema.plan import Change, ModelFamily
 from launch.schema.recipe import Recipe
 
-KEYS = frozenset({"quantization.load_in_4bit", "lora.r", "lora.lora_alpha", "data.max_length"})
+KEYS = frozenset(
+    {
+        "training.optim",
+        *("quantization.load_in_4bit", "lora.r", "lora.lora_alpha", "data.max_length"),
+    }
+)
+# optimizer -> the same one with states of 8 bits, then with such states in managed memory
+SMALLER_STATES = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), ("adamw_8bit", "paged_adamw_8bit")),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit"), ("paged_adamw_8bit",)),
+    "paged_adamw_32bit": ("paged_adamw_8bit",),
+    "lion_32bit": ("lion_8bit", "paged_lion_8bit"),
+    **dict.fromkeys(("lion_8bit", "paged_lion_32bit"), ("paged_lion_8bit",)),
+}
 LEAST_R = 4
 LEAST_LENGTH = 64
 LENGTH_SHARES = (0.75, 0.5, 0.375, 0.25)
@@ -21,10 +36,35 @@ REASON = "nothing else fits, and allow: says so; this changes the result"
 
 
 def relaxations(
-    recipe: Recipe, tensor_shapes: Shapes, family: ModelFamily
+    recipe: Recipe,
+    tensor_shapes: Shapes,
+    family: ModelFamily,
+    on_gpu: bool,
+    mode: Mode | Literal["auto"],
 ) -> Iterator[tuple[Recipe, tuple[Change, ...]]]:
     """Yield recipes, each with more relaxed than the one before, and their changes so far: 4 bits,
-    then lower ranks, then shorter rows."""
+    then lower ranks, then shorter rows. Each is followed by itself with smaller optimizer states,
+    which engines that share states out cannot have."""
+    lowered = _lowered(recipe, tensor_shapes, family)
+    for relaxed, changes in itertools.chain([(recipe, ())], lowered):
+        if changes:
+            yield relaxed, changes
+        for optim in smaller_states(recipe, mode) if on_gpu and "optimizer" in recipe.allow else ():
+            training = relaxed.training.model_copy(update={"optim": optim})
+            change = Change("training.optim", recipe.training.optim, optim, REASON)
+            yield relaxed.model_copy(update={"training": training}), (change, *changes)
+
+
+def smaller_states(recipe: Recipe, mode: Mode | Literal["auto"]) -> Sequence[str]:
+    """The recipe's optimizer with smaller states; none in a mode that refuses it."""
+    if mode != "auto" and "optimizers of whole tensors" in LAUNCH_MODES[mode].refuses:
+        return ()
+    return SMALLER_STATES.get(recipe.training.optim, ())
+
+
+def _lowered(
+    recipe: Recipe, tensor_shapes: Shapes, family: ModelFamily
+) -> Iterator[tuple[Recipe, tuple[Change, ...]]]:
     given_up: dict[str, Change] = {}
 
     def lower(

@@ -10,6 +10,7 @@ from launch.base.text import size
 from launch.plan import candidates
 from launch.plan import context as plan_context
 from launch.plan.candidates import LaunchConstraints
+from launch.plan.relax import smaller_states
 from launch.plan.search import fastest
 from launch.predict import optimizers
 from launch.predict.estimate import Judged, PlanContext, describe
@@ -79,12 +80,20 @@ def ways_to_fit(context: PlanContext, constraints: LaunchConstraints) -> Iterato
     if recipe.quantization is None and not optimizers.unquantizable(trainable, family):
         four_bit = QuantizationSection(load_in_4bit=True)
         adapters.append((f"{lora_flag}--quantization.load_in_4bit=true ", lora, four_bit))
-    for (adapter_flags, adapter, quantization), (model_flag, section) in itertools.product(
-        adapters, models
+    # with all weights trained: of an adapter the states are small
+    optims = [("", recipe.training)]
+    on_gpu = bool(context.machine.gpus) and launch.device != "cpu"
+    if on_gpu and (names := smaller_states(recipe, launch.mode)):
+        training = recipe.training.model_copy(update={"optim": names[0]})
+        optims.append((f"--training.optim={names[0]} ", training))
+    ways = itertools.product(adapters, models, optims)
+    for (adapter_flags, adapter, quantization), (model_flag, section), (optim_flag, training) in (
+        way for way in ways if not (way[0][1] and way[2][0])
     ):
         for place_flag, place in places:
-            flags = adapter_flags + model_flag + place_flag
+            flags = adapter_flags + model_flag + optim_flag + place_flag
             update = {"model": section, "lora": adapter, "quantization": quantization}
+            update["training"] = training
             other = recipe.model_copy(update={**update, "launch": place})
             chosen = _most_frugal_fit(context, other, constraints) if flags else None
             if chosen is not None:

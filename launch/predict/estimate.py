@@ -30,6 +30,7 @@ from launch.predict.time import rates, timing
 from launch.predict.time.padding import StepSplit
 from launch.predict.time.timing import Affine, StepWork, TimeEstimate, WorkCost
 from launch.predict.traces import Question, Trace, Traces
+from launch.predict.trained_parameters import trainable_shapes
 from launch.probe import architectures
 from launch.probe.import_memory import ASSUMED, Imports
 from launch.schema.machine import GIB, NOT_MEASURED, CardFigures, Link, Machine
@@ -355,7 +356,8 @@ def _with_peak(
     )
     parts: memory_phases.Parts = []
     if exact:
-        parts = trace.run(*counts, _passing_bytes(context, candidate, states))
+        passing = _passing_bytes(context, candidate, states)
+        parts = trace.run(*counts, passing, _flattened_bytes(context, candidate))
     memory, by_phase = _with_host(context, candidate, memory, trace, num_samples, parts)
     on_host = memory_phases.on_host(by_phase if exact else {})
     if candidate.device == "cpu":
@@ -432,6 +434,22 @@ def _passing_bytes(
         return ()
     largest = max(map(math.prod, context.parameters.values()))
     return (largest * DTYPE_BYTES[recipe.model.dtype],)
+
+
+def _flattened_bytes(context: PlanContext, candidate: Strategy) -> tuple[int, ...]:
+    """Sizes of the weights that ZeRO-1 and 2 have on a card beside the flat tensor, into which they
+    copy them there if it fits. Source: deepspeed 0.19.8 stage_1_and_2.py, flatten_on_accelerator.
+
+    The weights below them stay free addresses, in which later steps find other room."""
+    mode, recipe = candidate.launch_mode, context.recipe
+    if mode.engine != "deepspeed" or mode.zero_stage == 3 or candidate.device == "cpu":
+        return ()
+    trained = trainable_shapes(
+        context.parameters, recipe.model.freeze, recipe.lora, context.model.family
+    )
+    element_bytes = 4 if candidate.mixed_precision == "no" else 2
+    sizes = tuple(math.prod(sides) * element_bytes for sides in trained.values())
+    return sizes if 2 * sum(sizes) < budget_bytes(context, candidate) else ()
 
 
 def _on_cpu(

@@ -64,7 +64,7 @@ class _ScaledTrace(Trace):
 
     def _log(self) -> dict[str, Any]:
         log = super()._log()
-        blocks = [[fixed, self.factor * sample, born] for fixed, sample, born in log["blocks"]]
+        blocks = [[fixed, self.factor * sample, *rest] for fixed, sample, *rest in log["blocks"]]
         return log | {"blocks": blocks}
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from launch.base.workspace import CODE
 from launch.predict.memory.allocator import EMPTY_CACHE, FREED, STREAM, Event
+from launch.predict.memory.partial_sums import partial_sums_bytes
 from launch.predict.sharding import BUCKET_ELEMENTS
 from launch.predict.time.timing import Affine, WorkCost
 from launch.predict.trace_client import TracingChild
@@ -30,6 +31,9 @@ from launch.schema.plan import Born, ModelSize, Peak, Strategy
 from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import affecting
 
+# fixed, per sample, when it is born: bytes of a block. Of the buffer of a sum, rows, and behind it
+# the columns, multiprocessors and threads of partial_sums_bytes.
+LoggedBlock = Sequence[Any]
 # until the run ends
 LASTING: tuple[Born, ...] = ("start", "engine", "state", "paged", "workspace")
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
@@ -105,6 +109,7 @@ class Trace:
         num_samples: int,
         eval_samples: int | None,
         passing: Sequence[int] = (),
+        flattened: Sequence[int] = (),
     ) -> list[tuple[Phase, list[Event]]]:
         """The events of a device's allocator by part: the load, the first step, the next step, an
         evaluation if there is one, a save, and the step after it. The cache is emptied before the
@@ -113,7 +118,8 @@ class Trace:
 
         The optimizer makes its states in the update of the first step, between blocks of that step,
         where they keep whole segments from being given back. `passing`: sizes that are there
-        together for a moment, when the weights are loaded.
+        together for a moment, when the weights are loaded. `flattened`: sizes of the weights that
+        an engine copies into a flat tensor, and then frees.
         """
         log = self._log()
         special = log.get("turns", {})
@@ -132,7 +138,9 @@ class Trace:
                 births[opening.blocks[number][2]].append(number)
         passes = 3 * stride  # the number of the first block that passes
         moment = [(passes + index, size_bytes) for index, size_bytes in enumerate(passing)]
-        load = [opening.born(number) for number in births["start"]]
+        copied = [(passes + len(moment) + n, size) for n, size in enumerate(flattened)]
+        load = [*copied, *(opening.born(number) for number in births["start"])]
+        load += [(number, FREED) for number, _ in copied]
         load += [*moment, *((number, FREED) for number, _ in moment)]
         load += [opening.born(number) for number in births["engine"]]
         evaluation = log["events"][_first_of_evaluation(log) :] if evaluated else []
@@ -165,7 +173,7 @@ class _Turn:
     def __init__(
         self, log: Mapping[str, Any], offset: int, num_samples: int, eval_samples: int | None
     ) -> None:
-        self.blocks: list[tuple[int, int, Born]] = log["blocks"]
+        self.blocks: list[LoggedBlock] = log["blocks"]
         self.step: list[int] = log["events"][: _first_of_evaluation(log)]
         self._update: int = log["update"]
         self._offset, self._counts = offset, (num_samples, eval_samples)
@@ -235,12 +243,14 @@ def _first_of_evaluation(log: Mapping[str, Any]) -> int:
     return next(births, len(events))
 
 
-def _size(block: tuple[int, int, Born], num_samples: int, eval_samples: int | None) -> int | None:
-    """Bytes of a block (fixed, per sample, when it is born); None: of an evaluation that does not
-    happen."""
-    fixed, sample, born = block
+def _size(block: LoggedBlock, num_samples: int, eval_samples: int | None) -> int | None:
+    """Bytes of a block; None: of an evaluation that does not happen."""
+    fixed, sample, born, *of_sum = block
     count = eval_samples if born == "evaluation" else num_samples
-    return None if count is None else fixed + count * sample
+    if count is None:
+        return None
+    size = fixed + count * sample
+    return partial_sums_bytes(size, *of_sum[0]) if of_sum else size
 
 
 class Traces:

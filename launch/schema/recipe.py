@@ -23,7 +23,7 @@ from launch.schema.run_sections import (
 from launch.schema.section import Section
 from launch.schema.training_section import Precision, TrainingSection
 
-Concession = Literal["quantization", "lora.r", "data.max_length"]
+Concession = Literal["optimizer", "quantization", "lora.r", "data.max_length"]
 
 
 class Recipe(Section):

@@ -1,10 +1,11 @@
 """Sizes of the buffers that CUDA kernels allocate inside an operator, where no dispatch mode sees
 them: read in sources, not measured on a card.
 
-Sizes are those of the traced batch. Where a kernel takes another path for few tokens, they are an
-upper bound. Three small buffers are left out: the split keys of memory-efficient backward with few
-heads (at most 200 tiles), the fp32 partial sums of layer_norm's weights above 65,536 tokens (4 MiB
-each, layer_norm_kernel.cu), and the splits of flash forward with few heads.
+Sizes are those of the traced batch, but for sums, whose buffers are a function of their rows. Where
+a kernel takes another path for few tokens, they are an upper bound. Three small buffers are left
+out: the split keys of memory-efficient backward with few heads (at most 200 tiles), the fp32
+partial sums of layer_norm's weights above 65,536 tokens (4 MiB each, layer_norm_kernel.cu), and the
+splits of flash forward with few heads.
 """
 
 from __future__ import annotations
@@ -24,6 +25,14 @@ REDUCED_CHUNK = 65536  # ForeachReduceOp.cu: elements that a block reduces
 WIDE_WORKSPACE = (9, 10, 12)  # Hopper; Blackwell since 2.12 (pytorch/pytorch pull 175344)
 # compute capabilities, in kernels/cutlassB.h
 LARGE_SHARED_MEMORY = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 1), (10, 3), (11, 0))
+# the multiprocessors of the card that has most of them, by compute capability
+MULTIPROCESSORS = {
+    **{(7, 0): 80, (7, 5): 72, (8, 0): 108, (8, 6): 84, (8, 9): 142},
+    **{(9, 0): 132, (10, 0): 148, (12, 0): 188},
+}
+# threads of a multiprocessor: CUDA C++ Programming Guide, technical specifications
+THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
+MOST_THREADS = 2048
 
 
 def workspace(
@@ -33,6 +42,21 @@ def workspace(
     results."""
     inside = INSIDE.get(name)
     return [size for size in inside(target, *args, **kwargs) if size] if inside else []
+
+
+def summed(target: Target, name: str, args: Sequence[Any]) -> tuple[int, int, int, int] | None:
+    """(rows, columns, multiprocessors, threads) of a sum over all dimensions but the last, whose
+    kernel may have a buffer of partial sums; None: another operator, or another card's kernel."""
+    if name != "aten::sum" or target.capability not in MULTIPROCESSORS or len(args) < 2:
+        return None
+    tensor, dims = args[:2]
+    columns = tensor.shape[-1] if tensor.dim() > 1 else 0
+    if not columns or not tensor.is_contiguous():
+        return None
+    if {dim % tensor.dim() for dim in dims or ()} != set(range(tensor.dim() - 1)):
+        return None
+    threads = THREADS.get(target.capability, MOST_THREADS)
+    return tensor.numel() // columns, columns, MULTIPROCESSORS[target.capability], threads
 
 
 def cublas_workspace_bytes(architecture: str) -> int:

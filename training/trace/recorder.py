@@ -24,14 +24,28 @@ from training.compat.torch_private import TorchDispatchMode, tree_iter
 aten = torch.ops.aten
 BATCH = 1009  # a prime that divides no usual width, vocabulary or length
 UPDATE = "update"  # of a block without bytes: the optimizer steps from here on
+# its kernel of CUDA makes the mask before the result: native_dropout_cuda in Dropout.cu
+MASK_FIRST = "aten::native_dropout"
 # sequence number of autograd nodes that accumulate into a leaf
 FINAL_NODE = (1 << 64) - 1
 Layer = tuple[int, int]  # (stack, index in it)
 
 
+@dataclass(frozen=True)
+class Sum:
+    """A kernel's sum over rows, whose buffer is launch.predict.memory.partial_sums' bytes."""
+
+    fixed_rows: int
+    sample_rows: int  # rows are fixed_rows + batch * sample_rows
+    columns: int
+    multiprocessors: int
+    threads: int  # that a multiprocessor holds
+
+
 @dataclass
 class Block:
-    """One storage. Its size at batch b is fixed_bytes + b * sample_bytes."""
+    """One storage. Its size at batch b is fixed_bytes + b * sample_bytes, unless it is the buffer
+    of a sum."""
 
     fixed_bytes: int
     sample_bytes: int
@@ -40,6 +54,7 @@ class Block:
     born: str  # phase
     layer: Layer | None
     stream: int = 0  # on which it is made; others than 0 are an engine's own
+    sum: Sum | None = None
 
 
 @dataclass
@@ -112,6 +127,8 @@ class Recorder(TorchDispatchMode):
         self.vocabulary: int | None = None  # tensors with this last size are logits or their loss
         # (name, args, kwargs, out) -> sizes that a kernel allocates inside
         self.kernel_workspace: Any = None
+        # (name, args) -> (rows, columns, multiprocessors, threads) of a sum with a buffer, or None
+        self.kernel_sum: Any = None
         self.decompositions: Mapping[Any, Any] = {}  # operator -> its kernel, made of operators
         self._ids: dict[int, int] = {}  # storage -> block
         self._layers: list[Layer] = []  # that forward is in
@@ -264,6 +281,8 @@ class Recorder(TorchDispatchMode):
             return out
         before = len(self.log.blocks)
         outputs = [tensor for tensor in tree_iter(out) if isinstance(tensor, torch.Tensor)]
+        if name == MASK_FIRST:
+            outputs.reverse()
         if self.phase == "optimizer":
             self._last = self._layer_of(args[0]) if args else None
         layer = self.layer()
@@ -282,6 +301,8 @@ class Recorder(TorchDispatchMode):
         self._count(func, args, kwargs, out, outputs, layer)
         if self.kernel_workspace is not None:
             self._transient(self.kernel_workspace(name, args, kwargs, out), name, layer)
+        if self.kernel_sum is not None and (size := self.kernel_sum(name, args)) is not None:
+            self._buffer_of_sum(size, name, layer)
         return out
 
     def _value_of(self, tensor: torch.Tensor) -> Any:
@@ -297,11 +318,26 @@ class Recorder(TorchDispatchMode):
         return None if number is None else self.log.blocks[number].layer
 
     def _transient(self, sizes: Iterable[int], name: str, layer: Layer | None) -> None:
+        self._pass(
+            [
+                Block(int(fixed), int(sample), "workspace", name, self.phase, layer)
+                for fixed, sample in map(self.log.split, sizes)
+            ],
+            layer,
+        )
+
+    def _buffer_of_sum(
+        self, size: tuple[int, int, int, int], name: str, layer: Layer | None
+    ) -> None:
+        rows, columns, multiprocessors, threads = size
+        fixed, sample = self.log.split(rows)
+        buffer = Sum(int(fixed), int(sample), columns, multiprocessors, threads)
+        self._pass([Block(0, 0, "workspace", name, self.phase, layer, sum=buffer)], layer)
+
+    def _pass(self, blocks: Iterable[Block], layer: Layer | None) -> None:
+        """Add blocks that are freed before the next event."""
         first = len(self.log.blocks)
-        self.log.blocks += [
-            Block(int(fixed), int(sample), "workspace", name, self.phase, layer)
-            for fixed, sample in map(self.log.split, sizes)
-        ]
+        self.log.blocks += blocks
         self.log.events += [
             Event(block, birth, self.phase, layer)
             for birth in (True, False)

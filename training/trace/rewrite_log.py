@@ -205,20 +205,35 @@ def later_gradients(log: Log, gradients: Sequence[Gradient], positions: range) -
 
 
 def _behind_node(log: Log, position: int, stop: int) -> int:
-    """The position behind the autograd node that made a gradient. The node of a matrix product
-    makes the gradient of its input after it."""
-    after = next_birth(log, position, stop)
-    if after < stop:
-        made, other = (log.blocks[log.events[birth].block] for birth in (position, after))
-        if made.op == other.op == "aten::mm" and other.sample_bytes:
-            return next_birth(log, after, stop)
+    """The position behind the autograd node that made a gradient. A kernel may make several results
+    at once; the node of a matrix product makes the gradient of its input after it, and the sum that
+    is a bias's gradient comes last."""
+
+    def block(birth: int) -> Block:
+        return log.blocks[log.events[birth].block]
+
+    made, after = block(position), next_birth(log, position, stop)
+    if after < stop and block(after).op == made.op:
+        is_product = made.op == "aten::mm" and block(after).sample_bytes > 0
+        if is_product or after == position + 1:
+            after = next_birth(log, after, stop)
+    if after < stop and made.op == "aten::mm" and block(after).op == "aten::sum":
+        is_of_bias = not block(after).sample_bytes
+        after = next_birth(log, after, stop) if is_of_bias else after
     return after
 
 
 def next_birth(log: Log, position: int, stop: int) -> int:
     """The position of the first birth behind this one, where the temporaries before it are
-    freed."""
-    return next((later for later in range(position + 1, stop) if log.events[later].birth), stop)
+    freed. A kernel's own buffers do not count."""
+    return next(
+        (
+            later
+            for later in range(position + 1, stop)
+            if log.events[later].birth and log.blocks[log.events[later].block].kind != "workspace"
+        ),
+        stop,
+    )
 
 
 def behind_logits(log: Log, positions: range, last: bool) -> int:

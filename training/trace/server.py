@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import sys
+from dataclasses import astuple
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,7 @@ def _content(log: Any) -> dict[str, Any]:
     """Reduce a log to the parts that a replay needs."""
     from training.trace.recorder import UPDATE
 
-    blocks = [[block.fixed_bytes, block.sample_bytes, _born(block)] for block in log.blocks]
+    blocks = [_size_of(block) for block in log.blocks]
     events = [event.block if event.birth else ~event.block for event in log.events]
     streams = {number: block.stream for number, block in enumerate(log.blocks) if block.stream}
     # where the first step makes the optimizer's states
@@ -134,6 +135,14 @@ def _content(log: Any) -> dict[str, Any]:
     )
     update = next(updates, len(events))
     return {"blocks": blocks, "events": events, "update": update, "streams": streams}
+
+
+def _size_of(block: Any) -> list[Any]:
+    """A row of launch.predict.traces.LoggedBlock."""
+    if block.sum is None:
+        return [block.fixed_bytes, block.sample_bytes, _born(block)]
+    fixed_rows, sample_rows, *of_kernel = astuple(block.sum)
+    return [fixed_rows, sample_rows, _born(block), of_kernel]
 
 
 def _born(block: Any) -> Born:

@@ -84,7 +84,7 @@ def rewrite(
     """Replace states by this rank's share, and add the buffers of the collectives. `bucket`:
     elements that are reduced, or gathered ahead, at once. `is_first`: the run's first step."""
     share = share_of(marks, strategy, bucket)
-    _states(rewriting, share)
+    _states(rewriting, marks, share)
     if strategy.launch_mode.zero_stage == 3:
         rewriting.born(share.bucket * share.element_bytes, "communication", "reduce bucket", 0)
         if not strategy.launch_mode.offloads:
@@ -101,7 +101,7 @@ def rewrite(
     _update(rewriting, marks, share, slice_gradients)
 
 
-def _states(rewriting: Rewriting, share: Share) -> None:
+def _states(rewriting: Rewriting, marks: Landmarks, share: Share) -> None:
     """Replace the optimizer's states by those of a float32 slice, which is kept beside the
     weights. The first update makes them."""
     states, phases = 0, [event.phase for event in rewriting.log.events]
@@ -109,6 +109,11 @@ def _states(rewriting: Rewriting, share: Share) -> None:
         if block.born in ("start:optimizer", "optimizer") and block.fixed_bytes > SCALAR_BYTES:
             states += block.fixed_bytes if block.born == "start:optimizer" else 0
             rewriting.drop(number)
+    if share.strategy.launch_mode.zero_stage < 3:
+        for weight in marks.weights:
+            if weight.trained:
+                rewriting.drop(weight.block)
+        rewriting.born(share.trained * share.element_bytes, "weights", "flat weights", 0)
     if not share.strategy.launch_mode.offloads:
         rewriting.born(share.slice * MASTER_BYTES, "optimizer", "float32 slice", 0)
         of_weight = states / share.element_bytes / share.trained  # as multiples of a weight

@@ -33,7 +33,7 @@ from training.loop.trainer import LowMemTrainer
 from training.model import build, four_bit
 from training.trace import repeat_layers, rewrite_log, sharded
 from training.trace.cuda_semantics import Target, cuda_semantics, replaced
-from training.trace.cuda_workspace import cublas_workspace_bytes, workspace
+from training.trace.cuda_workspace import cublas_workspace_bytes, summed, workspace
 from training.trace.offloading import recorded_on_host
 from training.trace.recorder import BATCH, UPDATE, Block, Event, Layer, Log, Recorder
 
@@ -228,6 +228,7 @@ def step(
             recorder.decompositions = four_bit.decompositions(on_cuda=target is not None)
         if target:
             recorder.kernel_workspace = partial(workspace, target)
+            recorder.kernel_sum = partial(summed, target)
         with FakeTensorMode():
             tracer = _tracer(recorder, recipe, plan, strategy, lengths)
             gc.collect()

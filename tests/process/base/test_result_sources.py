@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import sources
+from benchmarks import cuda_build_memory, sources
 from tests.builders import CODE
 
 NAME = "cuda_build_modes"
@@ -141,3 +142,22 @@ def test_each_python_has_the_same_hash(minor):
     ]
     done = subprocess.run(argv, cwd=CODE, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == digest()
+
+
+def test_the_goals_of_predicted_memory_hold_in_the_results():
+    file = sources.RESULTS / "cuda_build_memory.json"
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    for phase in cuda_build_memory.SHOWN:
+        errors = {
+            figure: sorted(
+                abs(cuda_build_memory.off(row, phase, figure))
+                for row in rows
+                if cuda_build_memory.has(row, phase)
+            )
+            for figure in cuda_build_memory.FIGURES
+        }
+        allocated, reserved = errors["allocated"], errors["reserved"]
+        assert statistics.median(allocated) <= 0.002, phase
+        assert allocated[-1] <= 0.01, phase
+        assert statistics.median(reserved) <= 0.01, phase
+        assert reserved[int(0.95 * (len(reserved) - 1))] <= 0.03, phase

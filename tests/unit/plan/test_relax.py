@@ -27,7 +27,7 @@ def given_up(**sections):
     return [
         {change.key: change.effective for change in changes}
         for _, changes in relax.relaxations(
-            recipe, shapes_of(recipe), predict_parameters.FAMILIES["llama"]
+            recipe, shapes_of(recipe), predict_parameters.FAMILIES["llama"], True, "auto"
         )
     ]
 
@@ -53,7 +53,7 @@ def test_four_bits_need_an_adapter():
 def test_a_change_names_what_was_asked_for_at_first():
     recipe = recipe_of(data={"max_length": 256}, allow=["data.max_length"])
     *_, (last, changes) = relax.relaxations(
-        recipe, shapes_of(recipe), predict_parameters.FAMILIES["t5"]
+        recipe, shapes_of(recipe), predict_parameters.FAMILIES["t5"], True, "auto"
     )
     assert last.data.max_length == 64
     assert [(change.requested, change.effective) for change in changes] == [("256", "64")]
@@ -89,3 +89,38 @@ def test_a_plan_gives_up_no_more_than_it_needs(small_card: Path):
         DoesNotFit, match=r"Nor does it fit with all that allow: \[lora\.r\] gives up"
     ):
         resolve.resolve("sft_fast", [*ASKED, "--allow=[lora.r]"], small_card, trace=False)
+
+
+def test_smaller_optimizer_states_come_before_what_else_is_given_up():
+    relaxations = given_up(
+        data={"max_length": 256}, allow=["optimizer", "data.max_length"], launch={"mode": "auto"}
+    )
+    optims = ["adamw_8bit", "paged_adamw_8bit"]
+    assert relaxations[:2] == [{"training.optim": optim} for optim in optims]
+    assert relaxations[2] == {"data.max_length": "192"}
+    assert relaxations[3:5] == [{**relaxations[2], "training.optim": optim} for optim in optims]
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "mode", "optim"),
+    [
+        (False, "auto", "adamw_torch"),
+        (True, "deepspeed_zero2", "adamw_torch"),
+        (True, "auto", "adafactor"),
+    ],
+)
+def test_optimizer_states_stay_where_there_are_no_smaller_ones(on_gpu, mode, optim):
+    recipe = recipe_of(model={"shape": "llama-7b"}, training={"optim": optim}, allow=["optimizer"])
+    family = predict_parameters.FAMILIES["llama"]
+    assert not list(relax.relaxations(recipe, shapes_of(recipe), family, on_gpu, mode))
+
+
+def test_a_plan_with_smaller_states_names_their_bytes():
+    machine = described.from_words("RTX 4090", 1, 24)
+    asked = ["--model.shape=qwen2.5-1.5b", "--training.bf16=true", "--launch.mode=single_gpu"]
+    with pytest.raises(DoesNotFit, match=r"--training\.optim=adamw_8bit \(single_gpu"):
+        resolve.resolve("sft_fast", asked, machine, trace=False)
+    resolved = resolve.resolve("sft_fast", [*asked, "--allow=[optimizer]"], machine, trace=False)
+    assert resolved.recipe.training.optim == "adamw_8bit"
+    (change,) = (each for each in resolved.plan.changes if each.key == "training.optim")
+    assert change.reason.endswith("; its states: 4.22 GiB instead of 11.50 GiB")

@@ -16,6 +16,7 @@ from launch.predict import estimate, model_config
 from launch.predict.estimate import Judged
 from launch.predict.history import calibration
 from launch.predict.memory.allocator import EMPTY_CACHE, STREAM, replay_parts
+from launch.predict.memory.partial_sums import partial_sums_bytes
 from launch.predict.memory.phases import Parts
 from launch.predict.traces import Question, Trace, read_work
 from launch.schema.machine import GIB
@@ -186,6 +187,42 @@ def test_a_run_has_the_special_turns_of_its_step_where_they_are(tmp_path):
     steps = [("load", 10), ("first_step", 17), ("step", 13)]
     assert peaks(1) == [*steps, ("evaluation", 15), ("save", 10), ("step", 14)]
     assert peaks(None) == [*steps, ("save", 10), ("step", 13)]
+
+
+def test_weights_that_are_copied_into_a_flat_tensor_leave_free_addresses_below_it(tmp_path):
+    mib = 1 << 20
+    log = {"blocks": [[40 * mib, 0, "start"]], "events": [0], "update": 1, "streams": {}}
+    file = tmp_path / "flat.json"
+    file.with_suffix(".log").write_text(json.dumps(log))
+    work = json.loads(RECORDED.read_text(encoding="utf-8"))["work"]
+    parts = Trace((), read_work(work), file).run(1, None, flattened=(26 * mib, 14 * mib))
+    sizes = [size_bytes // mib for _, size_bytes in parts[0][1] if size_bytes > 0]
+    assert sizes == [26, 14, 40]  # in the order of their addresses
+    peaks = [replay.peak_allocated_bytes // mib for replay in replay_parts(e for _, e in parts)]
+    assert peaks == [80, 40, 40, 40, 40]
+
+
+def test_the_buffer_of_a_sum_is_a_function_of_its_rows(tmp_path):
+    rows_a_sample, kernel = 512, [768, 108, 1536]
+    blocks = [[8, 0, "start"], [0, rows_a_sample, "step", kernel]]
+    log = {"blocks": blocks, "events": [0, 1, ~1], "update": 3, "streams": {}}
+    file = tmp_path / "sum.json"
+    file.with_suffix(".log").write_text(json.dumps(log))
+    work = json.loads(RECORDED.read_text(encoding="utf-8"))["work"]
+    trace = Trace((), read_work(work), file)
+    sizes = {samples: max(size for _, size in trace.events(samples, None)) for samples in (1, 8)}
+    assert sizes == {1: 8, 8: partial_sums_bytes(8 * rows_a_sample, *kernel)}
+
+
+def test_partial_sums_are_those_that_pytorch_had():
+    # torch 2.13 with a card of 108 multiprocessors, of 1,536 threads each, on the CUDA build
+    shapes = {
+        (200, 768): 0,
+        (4096, 768): 25_165_824,
+        (2000, 3072): 50_331_648,
+        (30000, 770): 9_856_000,
+    }
+    assert {shape: partial_sums_bytes(*shape, 108, 1536) for shape in shapes} == shapes
 
 
 def test_a_larger_evaluation_is_counted_and_changes_nothing_of_the_step():

@@ -214,6 +214,8 @@ def test_a_copy_of_4_bit_weights_is_refused_and_no_way_to_fit(modules):
                 recipe,
                 shapes_of("llama"),
                 predict_parameters.FAMILIES["llama"],
+                True,
+                "auto",
             )
         )
         == []
